@@ -1,0 +1,47 @@
+# The front door: `make` lists what there is. CI runs `.ci/run`, which runs `make test`.
+
+PYTHON ?= python3
+PY := .venv/bin/python
+STAMP := .venv/.setup-done
+WORKERS ?= 2
+
+.DEFAULT_GOAL := help
+.PHONY: help setup jars check test demo bench soak clean
+
+help:  ## this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: $(STAMP) jars  ## .venv with the exact packages, a Java, the jars; quick when nothing changed
+
+$(STAMP): pyproject.toml constraints.txt infra/dev/setup.sh
+	@PYTHON="$(PYTHON)" infra/dev/setup.sh
+	@touch $@
+
+jars: $(STAMP)
+	@$(PY) -m services.core.jvm.jars
+
+check: $(STAMP)  ## format, lint, types, import rules
+	@$(PY) -m ruff format --check .
+	@$(PY) -m ruff check .
+	@$(PY) -m mypy
+	@.venv/bin/lint-imports
+
+# Tests that need Kafka share one cluster and run in one worker, those that need Spark in another (tests/conftest.py).
+test: setup check  ## every check and every test there is, real Kafka among them
+	@infra/dev/test_tools.sh
+	@$(PY) -m pytest -n $(WORKERS) --dist loadgroup
+
+# On the embedded log it needs no jars; on Kafka it fetches them itself, once.
+demo: $(STAMP)  ## the fleet, end to end, on real events; ARGS="--broker kafka", ARGS=--json
+	@$(PY) -m services.fleet demo $(ARGS)
+
+bench: setup  ## every figure beside its floor, on a real Kafka; ARGS=--json
+	@$(PY) -m bench $(ARGS)
+
+# Not part of `make test`: it takes as long as you say, and Kafka needs the jars.
+soak: setup  ## the whole path under random kills; ARGS="--minutes 10 --rate 2000 --broker kafka"
+	@$(PY) -m tests.faults.soak $(ARGS)
+
+clean:  ## removes .venv and every cache in this folder; the jars outside stay
+	@rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache dist
+	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

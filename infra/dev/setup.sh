@@ -1,0 +1,47 @@
+#!/usr/bin/env bash
+# Makes .venv with the packages of constraints.txt, and sees to a Java. `make setup` calls it; safe to run again.
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+python=${PYTHON:-python3}
+install=(.venv/bin/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt)
+
+stop() {
+    printf 'setup: %s\n' "$@" >&2
+    exit 1
+}
+
+at_least_311() {
+    "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null
+}
+
+# Debian packs these two apart from Python itself.
+can_make_venv() {
+    "$python" -c 'import ensurepip, venv' 2>/dev/null
+}
+
+check_python() {
+    at_least_311 "$python" || stop "$python is not a Python 3.11 or newer ($("$python" --version 2>/dev/null || echo "it does not run"))." \
+        "Try: install one, then name it: make setup PYTHON=python3.12"
+    can_make_venv && return
+    local package
+    package=$("$python" -c 'import sys; print("python%d.%d-venv" % sys.version_info[:2])')
+    if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+        echo "Installing the Debian package $package ..." >&2
+        { apt-get update --quiet=2 && apt-get install --quiet=2 --yes --no-install-recommends "$package"; } >&2 || true
+    fi
+    can_make_venv || stop "$python cannot make virtual environments." "Try: sudo apt-get install $package"
+}
+
+# A set-up that was interrupted leaves a .venv without pip.
+if ! at_least_311 .venv/bin/python || ! .venv/bin/python -m pip --version >/dev/null 2>&1; then
+    check_python
+    "$python" -m venv --clear .venv
+fi
+echo "Installing the packages of constraints.txt into .venv (a few minutes the first time) ..." >&2
+"${install[@]}" --editable '.[dev]'
+
+if ! .venv/bin/python -m services.core.jvm.java >&2; then
+    echo "Installing a Java into .venv ..." >&2
+    "${install[@]}" --editable '.[dev,java]'
+    .venv/bin/python -m services.core.jvm.java >&2 || stop "The installed Java does not run on this machine."
+fi

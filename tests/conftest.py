@@ -1,0 +1,61 @@
+"""What all tests share: the event loop of production, an alarm for code that blocks it, one real Kafka cluster."""
+
+import asyncio
+from collections.abc import Callable, Iterator, Mapping
+
+import pytest
+import uvloop
+from blockbuster import blockbuster_ctx
+
+from services.core.jvm.kafka_server import KafkaCluster
+from tests.support.fault_table import pytest_terminal_summary as pytest_terminal_summary
+
+_CLUSTER = pytest.StashKey[KafkaCluster]()
+
+
+def pytest_asyncio_loop_factories() -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
+    """Tests run on uvloop, as the services do."""
+    return {"uvloop": uvloop.new_event_loop}
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Under `pytest -n`, give all Kafka tests to one worker (one cluster is enough) and all Spark tests to one."""
+    for item in items:
+        if "kafka_cluster" in getattr(item, "fixturenames", ()):
+            item.add_marker("kafka")
+        for group in ("kafka", "spark"):
+            if item.get_closest_marker(group) is not None:
+                item.add_marker(pytest.mark.xdist_group(group))
+                break
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_blocking_calls() -> Iterator[None]:
+    """Project code that blocks a running event loop (sleep, file, blocking socket) raises BlockingError."""
+    with blockbuster_ctx(["services", "spark"]):
+        yield
+
+
+@pytest.fixture(scope="session")
+def kafka_cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[KafkaCluster]:
+    """Three real brokers (RF 3, min ISR 2), started once a session. Without Java or jars the test fails.
+
+    A test may kill brokers: all are up again before the next one. Its topics and groups need names of their own
+    (tests/support/kafka.py). The cluster's methods block: use asyncio.to_thread in async tests.
+    """
+    cluster = KafkaCluster(tmp_path_factory.mktemp("kafka"))
+    try:
+        cluster.start()
+        request.config.stash[_CLUSTER] = cluster
+        yield cluster
+    finally:
+        cluster.stop(grace_s=0)
+
+
+@pytest.fixture(autouse=True)
+def _whole_cluster_again(request: pytest.FixtureRequest) -> Iterator[None]:
+    yield
+    cluster = request.config.stash.get(_CLUSTER, None)
+    if cluster is not None and request.node.get_closest_marker("kafka") is not None:
+        cluster.restart()
