@@ -1,0 +1,58 @@
+"""Dead letters: what could not be handled, kept with its reason. One stream per pipe, written by expel and by Spark.
+
+The record keeps its key, value, timestamp and headers; these headers are added in front (a redrive takes them off).
+"""
+
+from services.core.broker.record import Record, TopicPartition
+
+PREFIX = "penstock_dead_"
+REASON = PREFIX + "reason"
+"""A stable word, e.g. `http_404`, `window_over`, `bad_record`, `schema_mismatch`, `transform_error`."""
+DETAIL = PREFIX + "detail"
+"""For a person; bounded to `MAX_DETAIL` bytes; never a secret."""
+NODE = PREFIX + "node"
+"""Which node gave up: `transform` or `expel`."""
+PIPE = PREFIX + "pipe"
+DESTINATION = PREFIX + "destination"
+"""Empty when the node is not one of a destination."""
+ATTEMPTS = PREFIX + "attempts"
+FIRST_FAILURE = PREFIX + "first_failure"
+"""Milliseconds since the epoch of the first failed attempt."""
+SOURCE = PREFIX + "source"
+"""Where the original record lies: `topic:partition:offset`."""
+
+MAX_DETAIL = 1024
+
+
+def make_dead_letter(
+    record: Record,
+    *,
+    reason: str,
+    detail: str,
+    node: str,
+    pipe: str,
+    destination: str = "",
+    attempts: int = 0,
+    first_failure: int,
+    source: TopicPartition,
+    offset: int,
+) -> Record:
+    """The record as it goes to the pipe's dead letters. first_failure in ms. Earlier dead-letter headers are replaced."""
+    kept = tuple(header for header in record.headers if not header[0].startswith(PREFIX))
+    added = (
+        (REASON, reason.encode()),
+        (DETAIL, detail.encode(errors="replace")[:MAX_DETAIL]),
+        (NODE, node.encode()),
+        (PIPE, pipe.encode()),
+        (DESTINATION, destination.encode()),
+        (ATTEMPTS, str(attempts).encode()),
+        (FIRST_FAILURE, str(first_failure).encode()),
+        (SOURCE, f"{source.topic}:{source.partition}:{offset}".encode()),
+    )
+    return Record(record.key, record.value, record.timestamp, added + kept)
+
+
+def strip(record: Record) -> Record:
+    """The original record again, for a redrive."""
+    kept = tuple(header for header in record.headers if not header[0].startswith(PREFIX))
+    return Record(record.key, record.value, record.timestamp, kept)

@@ -1,0 +1,127 @@
+"""Lag in milliseconds as mergeable histograms with a stated relative error, filled a batch at a time.
+
+The buckets are DDSketch's (Masson, Rim, Lee: "DDSketch", VLDB 2019): value v > 0 falls into bucket ceil(log_g(v)) with
+g = (1 + a) / (1 - a); every quantile is then within a relative error of a = 0.5 %.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from prometheus_client.core import HistogramMetricFamily
+from prometheus_client.registry import Collector
+
+RELATIVE_ERROR = 0.005
+_GAMMA = (1 + RELATIVE_ERROR) / (1 - RELATIVE_ERROR)
+_LOG_GAMMA = math.log(_GAMMA)
+_FOLD_AT = 4096
+_BOUNDS_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300, 3600, 86400)
+
+
+class LagHistogram:
+    """Counts lags in ms. Negative ones (a client's clock ahead of ours) count as 0. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._raw: Counter[int] = Counter()
+        self._buckets: Counter[int] = Counter()
+        self.count = 0
+        self.total_ms = 0
+
+    def observe(self, lags_ms: Sequence[int]) -> None:
+        """Count a batch; about 0.05 us a value (the counting loop is C)."""
+        self._raw.update(lags_ms)
+        self.count += len(lags_ms)
+        self.total_ms += sum(lags_ms)
+        if len(self._raw) > _FOLD_AT:
+            self._fold()
+
+    def _fold(self) -> None:
+        for lag, count in self._raw.items():
+            self._buckets[_bucket(lag)] += count
+        self._raw.clear()
+
+    def merge(self, other: "LagHistogram") -> None:
+        """Add another histogram's counts; exact, as both have the same buckets."""
+        other._fold()
+        self._buckets.update(other._buckets)
+        self.count += other.count
+        self.total_ms += other.total_ms
+
+    def dump(self) -> dict[str, Any]:
+        """As JSON that `load` reads: for merging over processes without loss."""
+        self._fold()
+        buckets = {str(bucket): count for bucket, count in self._buckets.items()}
+        return {"count": self.count, "total_ms": self.total_ms, "buckets": buckets}
+
+    @classmethod
+    def load(cls, data: Mapping[str, Any]) -> "LagHistogram":
+        """From `dump`. Raises KeyError, ValueError for anything else."""
+        histogram = cls()
+        histogram._buckets.update({int(bucket): int(count) for bucket, count in data["buckets"].items()})
+        histogram.count, histogram.total_ms = int(data["count"]), int(data["total_ms"])
+        return histogram
+
+    def quantiles(self, shares: Iterable[float]) -> list[float]:
+        """Milliseconds at these shares (0..1), within the relative error; 0 for an empty histogram."""
+        self._fold()
+        ordered = sorted(self._buckets.items())
+        found = []
+        for share in shares:
+            rank, seen, value = share * (self.count - 1), 0, 0.0
+            for bucket, count in ordered:
+                value, seen = _value(bucket), seen + count
+                if seen > rank:
+                    break
+            found.append(value)
+        return found
+
+    def cumulative(self, bounds_ms: Sequence[float]) -> list[int]:
+        """How many lags are at or below each bound (each within the relative error)."""
+        self._fold()
+        return [sum(count for bucket, count in self._buckets.items() if _value(bucket) <= bound) for bound in bounds_ms]
+
+
+def _bucket(lag_ms: int) -> int:
+    return math.ceil(math.log(lag_ms) / _LOG_GAMMA) if lag_ms > 0 else -1
+
+
+def _value(bucket: int) -> float:
+    return 2 * _GAMMA**bucket / (_GAMMA + 1) if bucket >= 0 else 0.0
+
+
+class LagFamily(Collector):
+    """A Prometheus histogram family in seconds over labelled LagHistograms; register it once."""
+
+    def __init__(self, name: str, documentation: str, labels: Sequence[str]) -> None:
+        self._name, self._documentation, self._label_names = name, documentation, tuple(labels)
+        self._children: dict[tuple[str, ...], LagHistogram] = {}
+
+    def labels(self, *values: str) -> LagHistogram:
+        """The histogram of these label values; keep it, the look-up is not for every event."""
+        return self._children.setdefault(values, LagHistogram())
+
+    def children(self) -> dict[tuple[str, ...], LagHistogram]:
+        """All histograms by label values."""
+        return dict(self._children)
+
+    @property
+    def name(self) -> str:
+        """The metric's name."""
+        return self._name
+
+    def dump(self) -> list[dict[str, Any]]:
+        """All histograms as JSON: each `LagHistogram.dump` with its `labels`."""
+        return [
+            {"labels": dict(zip(self._label_names, values, strict=True)), **histogram.dump()}
+            for values, histogram in self._children.items()
+        ]
+
+    def collect(self) -> Iterator[HistogramMetricFamily]:
+        """Called by the registry at each scrape."""
+        family = HistogramMetricFamily(self._name, self._documentation, labels=self._label_names)
+        for values, histogram in self._children.items():
+            counts = histogram.cumulative([bound * 1000 for bound in _BOUNDS_SECONDS])
+            pairs = [(str(bound), float(count)) for bound, count in zip(_BOUNDS_SECONDS, counts, strict=True)]
+            family.add_metric(values, [*pairs, ("+Inf", float(histogram.count))], sum_value=histogram.total_ms / 1000)
+        yield family

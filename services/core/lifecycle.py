@@ -1,0 +1,125 @@
+"""How a service runs and stops: one runner for all.
+
+A service's `start` opens what it needs and hands its components to the runner's `Supervision`. SIGTERM or SIGINT sets
+`stopping` and gives the components the drain time; a second signal ends at once. Exit status: 0 drained, 1 failed,
+2 bad configuration.
+"""
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any, TypeVar
+
+import structlog
+import uvloop
+
+from services.core.logs import configure_logs
+from services.core.settings import Settings, load_settings
+from services.core.yaml_source import BadConfiguration
+
+log = structlog.get_logger()
+Model = TypeVar("Model", bound=Settings)
+
+
+CLOSE_S = 2.0
+"""How long closing files and connections may take once the drain time is over."""
+
+
+class ComponentEndedError(RuntimeError):
+    """A component that must run until the stop ended early."""
+
+
+class Supervision:
+    """What a running service shares: the stop signal and its tasks. A component that ends before `stopping` is an error."""
+
+    def __init__(self, group: asyncio.TaskGroup) -> None:
+        self._group = group
+        self.stopping = asyncio.Event()
+
+    def run(self, component: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        """Run a component until it returns, which it does once `stopping` is set and it has drained."""
+        return self._group.create_task(self._watch(component, name), name=name)
+
+    async def _watch(self, component: Coroutine[Any, Any, None], name: str) -> None:
+        await component
+        if not self.stopping.is_set():
+            raise ComponentEndedError(f"{name} ended by itself")
+
+
+async def supervise(start: Callable[[Supervision], Awaitable[None]], drain: float) -> int:
+    """Run `start` until it returns; on a signal it gets `drain` seconds to. Returns the exit status.
+
+    Raises only BadConfiguration.
+    """
+    loop = asyncio.get_running_loop()
+    try:
+        async with asyncio.timeout(None) as limit, asyncio.TaskGroup() as group:
+            supervision = Supervision(group)
+
+            def stop(name: str) -> None:
+                allowed = 0.0 if supervision.stopping.is_set() else drain
+                log.info("stopping", signal=name, drain_seconds=allowed)
+                supervision.stopping.set()
+                if not limit.expired():
+                    limit.reschedule(loop.time() + allowed)
+                loop.call_later(allowed + CLOSE_S, _exit_now)
+
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.add_signal_handler(number, stop, number.name)
+            await start(supervision)
+    except TimeoutError:
+        log.warning("not drained in time; what was in flight stays uncommitted and will be done again")
+        return 1
+    except BaseExceptionGroup as errors:
+        if (bad := _find_bad_configuration(errors)) is not None:
+            raise bad from None
+        for error in errors.exceptions:
+            log.exception("failed", error=str(error), kind=type(error).__name__, exc_info=error)
+        return 1
+    log.info("drained")
+    return 0
+
+
+def _exit_now() -> None:
+    """Closing hangs. Whatever is acknowledged is durable, and whatever is not committed is done again."""
+    log.error("not closed in time; ended", seconds=CLOSE_S)
+    os._exit(1)
+
+
+def _find_bad_configuration(errors: BaseExceptionGroup[BaseException]) -> BadConfiguration | None:
+    for error in errors.exceptions:
+        found = _find_bad_configuration(error) if isinstance(error, BaseExceptionGroup) else error
+        if isinstance(found, BadConfiguration):
+            return found
+    return None
+
+
+def run_service(
+    model: type[Model],
+    start: Callable[[Model, Supervision], Awaitable[None]],
+    argv: Sequence[str],
+    environ: dict[str, str],
+) -> int:
+    """Parse settings, set up logs, run `start` on uvloop. Returns the exit status for sys.exit. Blocking."""
+    try:
+        settings = load_settings(model, argv, environ)
+    except BadConfiguration as error:
+        return report_bad_configuration(error)
+    configure_logs(model.section, settings.log_level)
+
+    async def begin(supervision: Supervision) -> None:
+        await start(settings, supervision)
+
+    try:
+        return uvloop.run(supervise(begin, settings.drain))
+    except BadConfiguration as error:
+        return report_bad_configuration(error)
+
+
+def report_bad_configuration(error: BadConfiguration) -> int:
+    """Tell a person all problems at once; status 2."""
+    for problem in error.problems:
+        print(f"error: {problem}", file=sys.stderr)
+    return 2

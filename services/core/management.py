@@ -1,0 +1,51 @@
+"""The management port of every service: /healthz (alive), /readyz (should get work), /metrics (Prometheus), and /lags:
+the lag histograms in full, which `penstock status` merges over processes (Prometheus' few buckets are too coarse for a P99)."""
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import orjson
+from aiohttp import web
+from prometheus_client import REGISTRY
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+
+from services.core.metrics import LAG_FAMILIES
+
+Readiness = Callable[[], str | None]
+"""None when ready, else the reason why not, for a person."""
+
+
+@asynccontextmanager
+async def serve_management(address: str, ready: Readiness) -> AsyncIterator[str]:
+    """Serve until the context is left; yields the bound "host:port". `address` "host:0" takes any free port.
+
+    Raises OSError when the port is taken.
+    """
+
+    async def healthz(_request: web.Request) -> web.Response:
+        return web.Response(text="ok\n")
+
+    async def readyz(_request: web.Request) -> web.Response:
+        reason = ready()
+        body = orjson.dumps({"ready": reason is None, "reason": reason})
+        return web.Response(status=200 if reason is None else 503, body=body, content_type="application/json")
+
+    async def metrics(_request: web.Request) -> web.Response:
+        return web.Response(body=generate_latest(REGISTRY), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+    async def lags(_request: web.Request) -> web.Response:
+        body = orjson.dumps({family.name: family.dump() for family in LAG_FAMILIES})
+        return web.Response(body=body, content_type="application/json")
+
+    app = web.Application()
+    app.add_routes([web.get("/healthz", healthz), web.get("/readyz", readyz)])
+    app.add_routes([web.get("/metrics", metrics), web.get("/lags", lags)])
+    runner = web.AppRunner(app, access_log=None)
+    await runner.setup()
+    host, _, port = address.rpartition(":")
+    try:
+        await web.TCPSite(runner, host.strip("[]"), int(port)).start()
+        bound = runner.addresses[0]
+        yield f"{bound[0]}:{bound[1]}"
+    finally:
+        await runner.cleanup()

@@ -1,0 +1,11 @@
+"""What a secret looks like in text, so that no log line and no message shows one."""
+
+import re
+
+_SECRET_VALUE = re.compile(r"whsec_[A-Za-z0-9+/=_-]+|psk_[A-Za-z0-9_-]+|(?<=://)[^/\s@]+(?=@)|(?i:bearer)\s+\S+")
+MASK = "***"
+
+
+def mask_text(text: str) -> str:
+    """The text with signing secrets, API keys, bearer tokens and the user part of URLs replaced by `***`."""
+    return _SECRET_VALUE.sub(MASK, text)

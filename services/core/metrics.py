@@ -1,0 +1,70 @@
+"""Every metric of the fleet, in one place: `penstock_<service>_<what>_<unit>[_total]`, base units, docs are made from it.
+
+A dropped, refused or retried event always counts with a `reason`. Get the labelled child once, not per event.
+"""
+
+from prometheus_client import REGISTRY, Counter, Gauge
+
+from services.core.lag import LagFamily
+
+INGEST_REQUESTS = Counter("penstock_ingest_requests", "Requests answered, by status.", ["stream", "status"])
+INGEST_ACCEPTED = Counter("penstock_ingest_events_accepted", "Events stored durably and acknowledged.", ["stream"])
+INGEST_REFUSED = Counter("penstock_ingest_events_refused", "Events refused, by problem type.", ["stream", "reason"])
+INGEST_BYTES = Counter("penstock_ingest_payload_bytes", "Payload bytes of accepted events.", ["stream"])
+INGEST_PENDING = Gauge("penstock_ingest_pending_bytes", "Bytes waiting for the broker.")
+INGEST_IN_FLIGHT = Gauge("penstock_ingest_in_flight_requests", "Requests being read or answered.")
+
+BROKER_RETRIES = Counter("penstock_broker_append_retries", "Appends tried again, by reason.", ["topic", "reason"])
+BROKER_COMMITS_REFUSED = Counter("penstock_broker_commits_refused", "Commits refused as no longer owner.", ["group"])
+BROKER_LAG_RECORDS = Gauge("penstock_broker_lag_records", "Records behind the end.", ["group", "topic", "partition"])
+BROKER_LAG_SECONDS = Gauge(
+    "penstock_broker_lag_seconds", "Age of the oldest unprocessed record.", ["group", "topic", "partition"]
+)
+BROKER_GAP_RECORDS = Counter(
+    "penstock_broker_gap_records", "Records missing where a group wanted to read.", ["group", "topic"]
+)
+
+EXPEL_ATTEMPTS = Counter(
+    "penstock_expel_attempts", "Requests to a destination, by outcome.", ["pipe", "destination", "outcome"]
+)
+EXPEL_DELIVERED = Counter(
+    "penstock_expel_events_delivered", "Events acknowledged by the destination.", ["pipe", "destination"]
+)
+EXPEL_RETRIED = Counter(
+    "penstock_expel_events_retried", "Events tried again, by reason.", ["pipe", "destination", "reason"]
+)
+EXPEL_DEAD = Counter(
+    "penstock_expel_events_dead", "Events written to dead letters, by reason.", ["pipe", "destination", "reason"]
+)
+EXPEL_LANE_EVENTS = Gauge("penstock_expel_lane_events", "Events in flight to a destination.", ["pipe", "destination"])
+EXPEL_LANE_UP = Gauge(
+    "penstock_expel_lane_up",
+    "1 while the lane delivers; 0 while it waits for the broker, or stopped: disabled by 410, a gap, damage.",
+    ["pipe", "destination"],
+)
+
+TRANSFORM_READ = Counter("penstock_transform_events_read", "Events taken from the sources.", ["pipe"])
+TRANSFORM_WRITTEN = Counter("penstock_transform_events_written", "Events written to the output.", ["pipe"])
+TRANSFORM_DEAD = Counter(
+    "penstock_transform_events_dead", "Events written to dead letters, by reason.", ["pipe", "reason"]
+)
+TRANSFORM_FAILURES = Counter("penstock_transform_query_failures", "Times the pipe's query ended by itself.", ["pipe"])
+TRANSFORM_UP = Gauge("penstock_transform_query_up", "1 while the pipe's query runs.", ["pipe"])
+
+FLEET_RESTARTS = Counter("penstock_fleet_restarts", "Processes that died and were started again.", ["service"])
+
+LAG_IN = LagFamily("penstock_lag_in_seconds", "Event time to arrival at the node.", ["pipe", "node"])
+LAG_OUT = LagFamily("penstock_lag_out_seconds", "Event time to departure from the node.", ["pipe", "node"])
+INGEST_TIME = LagFamily("penstock_ingest_time_seconds", "Arrival of a request to its durable answer.", ["stream"])
+TRANSIT_TIME = LagFamily(
+    "penstock_transit_time_seconds", "Arrival at ingest to arrival at expel.", ["pipe", "destination"]
+)
+EXPEL_TIME = LagFamily(
+    "penstock_expel_time_seconds", "Arrival at expel to the receiver's 2xx.", ["pipe", "destination"]
+)
+E2E_LAG = LagFamily("penstock_e2e_lag_seconds", "Arrival at ingest to the receiver's 2xx.", ["pipe", "destination"])
+EVENT_LAG = LagFamily("penstock_event_lag_seconds", "Event time to the receiver's 2xx.", ["pipe", "destination"])
+
+LAG_FAMILIES = (LAG_IN, LAG_OUT, INGEST_TIME, TRANSIT_TIME, EXPEL_TIME, E2E_LAG, EVENT_LAG)
+for family in LAG_FAMILIES:
+    REGISTRY.register(family)

@@ -1,0 +1,186 @@
+"""Where a webhook may go: to public addresses, and inside only where the operator allows it (server-side request forgery).
+
+Two checks by the same rules: `check_destination_url` when a pipe file is loaded, and `refuse_address` for every socket at
+connect time, so that a name whose answers change (DNS rebinding) gains nothing. Sources of the ranges: the IANA special-purpose
+address registries (RFC 6890 and its successors).
+"""
+
+import re
+import socket
+from dataclasses import dataclass
+from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
+
+Address = IPv4Address | IPv6Address
+Network = IPv4Network | IPv6Network
+
+_INSIDE_V4 = {
+    IPv4Network(text): word
+    for text, word in (
+        ("0.0.0.0/8", "this host"),
+        ("10.0.0.0/8", "private"),
+        ("100.64.0.0/10", "shared"),
+        ("127.0.0.0/8", "loopback"),
+        ("168.63.129.16/32", "cloud metadata"),  # public by number, but every machine of that cloud has it inside
+        ("169.254.0.0/16", "link-local or cloud metadata"),
+        ("172.16.0.0/12", "private"),
+        ("192.0.0.0/24", "special"),
+        ("192.0.2.0/24", "documentation"),
+        ("192.88.99.0/24", "6to4 relay"),
+        ("192.168.0.0/16", "private"),
+        ("198.18.0.0/15", "benchmarking"),
+        ("198.51.100.0/24", "documentation"),
+        ("203.0.113.0/24", "documentation"),
+        ("224.0.0.0/4", "multicast"),
+        ("240.0.0.0/4", "reserved"),
+    )
+}
+_PUBLIC_V6 = IPv6Network("2000::/3")
+"""Global unicast. Everything beside it is inside or special: ::1, fc00::/7, fe80::/10, fec0::/10, NAT64, multicast …"""
+_SPECIAL_V6 = tuple(IPv6Network(text) for text in ("2001::/23", "2001:db8::/32", "2002::/16", "3fff::/20"))
+"""Within 2000::/3: Teredo and other protocol assignments, documentation, 6to4."""
+_NAT64 = (IPv6Network("64:ff9b::/96"), IPv6Network("64:ff9b:1::/48"))
+
+_PRINTABLE = re.compile(r"[!-\[\]-~]+")
+_URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*)://(?P<authority>[^/?#]*)(?P<rest>[^#]*)")
+_AUTHORITY = re.compile(r"(?P<host>\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(?::(?P<port>\d{1,5}))?")
+_NUMERIC_LABEL = re.compile(r"\d+|0[xX][0-9A-Fa-f]*")
+
+
+@dataclass(frozen=True, slots=True)
+class NetPolicy:
+    """What the operator allows. allow: networks that may be reached although they are inside.
+
+    own: (host, port) of our own ingest, never a destination (a loop). A loopback or unspecified host there stands for
+    every loopback address.
+    """
+
+    allow: tuple[Network, ...] = ()
+    own: tuple[tuple[str, int], ...] = ()
+
+
+def parse_networks(text: str) -> tuple[Network, ...]:
+    """Comma-separated CIDRs; empty text is none. Raises ValueError for a person."""
+    found: list[Network] = []
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        try:
+            found.append(ip_network(part))
+        except ValueError:
+            raise ValueError(f"{part!r} is no network. Try: 127.0.0.0/8,10.1.0.0/16") from None
+    return tuple(found)
+
+
+def parse_endpoints(text: str) -> tuple[tuple[str, int], ...]:
+    """Comma-separated host:port; empty text is none. Raises ValueError for a person."""
+    found: list[tuple[str, int]] = []
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        match = _AUTHORITY.fullmatch(part)
+        if match is None or match["port"] is None:
+            raise ValueError(f"{part!r} is no host:port. Try: 127.0.0.1:8080")
+        found.append((_plain(match["host"]), int(match["port"])))
+    return tuple(found)
+
+
+def check_destination_url(url: str, policy: NetPolicy) -> str | None:
+    """Why this URL may not be a destination, for a person (it never repeats the URL); None when it may. Looks nothing up."""
+    if not _PRINTABLE.fullmatch(url):
+        return "only printable ASCII without spaces and backslashes. Try: percent-encode paths, xn--… for names"
+    match = _URL.fullmatch(url)
+    if match is None or match["scheme"].lower() not in ("http", "https"):
+        return "a URL with http:// or https:// and without #fragment is needed. Try: https://example.com/hook"
+    if "@" in match["authority"]:
+        return "user and password in a URL are refused. Try: a signing secret, which proves who sends"
+    parts = _AUTHORITY.fullmatch(match["authority"])
+    if parts is None:
+        return "the host is not valid. Try: https://example.com/hook"
+    port = int(parts["port"]) if parts["port"] else (443 if match["scheme"].lower() == "https" else 80)
+    if not 1 <= port <= 65535:
+        return "the port must be 1 to 65535"
+    return _check_host(parts["host"], port, policy)
+
+
+def _check_host(host: str, port: int, policy: NetPolicy) -> str | None:
+    """The host as it stands in the URL: an address is judged now, a name now by itself and at connect by its addresses."""
+    if host.startswith("["):
+        try:
+            return refuse_address(str(IPv6Address(host[1:-1])), port, policy)
+        except ValueError:
+            return "the IPv6 address is not valid"
+    name = _plain(host)
+    labels = name.split(".")
+    if _NUMERIC_LABEL.fullmatch(labels[-1]):
+        try:
+            return refuse_address(str(IPv4Address(host)), port, policy)
+        except ValueError:
+            return "IPv4 addresses are four decimal numbers without leading zeros. Try: 192.0.2.10"
+    if not name or any(not label or len(label) > 63 for label in labels) or len(name) > 253:
+        return "the host name is not valid. Try: https://example.com/hook"
+    if (name, port) in policy.own:
+        return "is our own ingest: a loop"
+    if labels[-1] == "localhost":
+        return refuse_address("127.0.0.1", port, policy)
+    return None
+
+
+def refuse_address(address: str, port: int, policy: NetPolicy) -> str | None:
+    """Why no connection may go to this address, for a person; None when one may. `address` as getaddrinfo gives it."""
+    try:
+        parsed: Address = ip_address(address.partition("%")[0])
+    except ValueError:
+        return f"{address!r} is no address"
+    if isinstance(parsed, IPv6Address) and parsed.ipv4_mapped is not None:
+        parsed = parsed.ipv4_mapped  # the kernel connects to exactly this
+    if any(own_port == port and _is_same(parsed, host) for host, own_port in policy.own):
+        return f"{address}:{port} is our own ingest: a loop"
+    word = _inside(parsed, policy)
+    return None if word is None else f"{address} is {word}. Try: allow_networks, if this destination is meant"
+
+
+def _inside(address: Address, policy: NetPolicy) -> str | None:
+    """A word for what kind of inside address this is, None when it may be reached."""
+    if any(address.version == network.version and address in network for network in policy.allow):
+        inner = _embedded(address)
+        return None if inner is None else _inside(inner, policy)
+    if isinstance(address, IPv4Address):
+        return next((word for network, word in _INSIDE_V4.items() if address in network), None)
+    if address.is_loopback:
+        return "loopback"
+    if address not in _PUBLIC_V6 or any(address in network for network in _SPECIAL_V6):
+        return "private, local or special"
+    return None
+
+
+def _embedded(address: Address) -> IPv4Address | None:
+    """The IPv4 address that a translating IPv6 address stands for, which must be allowed itself."""
+    if isinstance(address, IPv4Address):
+        return None
+    if any(address in network for network in _NAT64):
+        return IPv4Address(int(address) & 0xFFFFFFFF)
+    return address.sixtofour
+
+
+def _is_same(address: Address, own: str) -> bool:
+    try:
+        host: Address = ip_address("127.0.0.1" if own == "localhost" else own)
+    except ValueError:
+        return False
+    if host.is_unspecified:  # listens on every address of this machine
+        return address.is_loopback or address.is_unspecified or _is_local(address)
+    if host.is_loopback:
+        return address.is_loopback or address.is_unspecified or address == host
+    return address == host
+
+
+def _is_local(address: Address) -> bool:
+    """Whether it is one of this machine's: only to those can a socket be bound."""
+    family = socket.AF_INET if address.version == 4 else socket.AF_INET6
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.bind((str(address), 0))
+        except OSError:
+            return False
+    return True
+
+
+def _plain(host: str) -> str:
+    """Lower case, without brackets and the root's dots."""
+    return host.strip("[]").rstrip(".").lower()

@@ -1,0 +1,283 @@
+"""Pipe definitions: streams, pipes (sources -> transform -> destinations, many to many) and the names they imply.
+
+The YAML file is validated by these models; `penstock schema` publishes their JSON Schema, which editors complete by.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+
+from services.core.units import Duration, Size
+from services.core.validation import validate_document
+from services.core.yaml_source import BadConfiguration, Document, KeyPath, Problem, load_yaml
+
+NAME_PATTERN = r"^[a-z0-9][a-z0-9_-]{0,62}$"
+Name = Annotated[str, Field(pattern=NAME_PATTERN)]
+"""Lower-case letters, digits, - and _; at most 63. No dots: those separate the parts of topic names."""
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+def _pointer(value: str) -> str:
+    if not value or any(not part for part in value.split(".")):
+        raise ValueError("a field name, nested ones joined by dots, is needed. Try: id or meta.id")
+    return value
+
+
+FieldPath = Annotated[str, AfterValidator(_pointer), Field(max_length=200)]
+"""A field of the JSON payload; nested fields joined by dots."""
+
+
+class Stream(_Strict):
+    """A broker topic that people name; clients send events to it."""
+
+    partitions: int = Field(4, ge=1, le=1024, description="Partitions of the topic.")
+    retention: Duration = Field(7 * 86400.0, description="How long events are kept, e.g. 7d.")
+    id: FieldPath | None = Field(
+        None, description="Payload field with the event id; absent: CloudEvents id, else a new UUIDv7."
+    )
+    key: FieldPath | None = Field(
+        None, description="Payload field with the ordering key; absent: CloudEvents partitionkey, else none."
+    )
+    time: FieldPath | None = Field(
+        None,
+        description="Payload field with the event time (RFC 3339 text, or a number of seconds or milliseconds since 1970); "
+        "absent: CloudEvents time, else the arrival time.",
+    )
+    columns: str | None = Field(
+        None,
+        max_length=20_000,
+        description="The payload's columns for transforms, as Spark DDL: 'carrier STRING, dep_delay INT'. "
+        "A payload that does not fit goes to the pipe's dead letters.",
+    )
+
+
+class Transform(_Strict):
+    """What happens between source and destinations: one SQL query, or one Python function DataFrame -> DataFrame.
+
+    See `spark/` for the columns that a transform gets and must return.
+    """
+
+    sql: str | None = Field(
+        None, max_length=100_000, description="A Spark SQL SELECT; each source stream is a view of its name."
+    )
+    python: str | None = Field(
+        None, description="file.py:function or package.module:function; relative to the pipe file."
+    )
+    mode: Literal["micro-batch", "real-time"] = Field(
+        "micro-batch", description="real-time: stateless SQL on Kafka only."
+    )
+    interval: Duration = Field(0.2, description="At most one micro-batch per interval, e.g. 200ms.")
+    max_events: int = Field(
+        20_000, ge=1, description="Events per micro-batch at most: a backlog never becomes one giant batch."
+    )
+    deduplicate_within: Duration | None = Field(
+        None,
+        description="Drop events whose id was seen within this time (micro-batch only). Absent: receivers see the stable id.",
+    )
+
+    @model_validator(mode="after")
+    def _one_kind(self) -> Self:
+        if (self.sql is None) == (self.python is None):
+            raise ValueError("exactly one of sql and python is needed")
+        if self.mode == "real-time" and (self.python is not None or self.deduplicate_within is not None):
+            raise ValueError("real-time mode takes a stateless sql transform only. Try: mode: micro-batch")
+        return self
+
+
+class Secret(_Strict):
+    """Where a signing secret is found; the secret itself never stands in a pipe file."""
+
+    file: Path | None = Field(
+        None, description="A file with one whsec_… per line (newest first); not readable by others."
+    )
+    env: str | None = Field(None, pattern=r"^[A-Z][A-Z0-9_]*$", description="An environment variable that holds it.")
+
+    @model_validator(mode="after")
+    def _one_kind(self) -> Self:
+        if (self.file is None) == (self.env is None):
+            raise ValueError("exactly one of file and env is needed")
+        return self
+
+
+class Batching(_Strict):
+    """How events are put together for one request."""
+
+    max_events: int = Field(100, ge=1, le=10_000)
+    max_bytes: Size = 1_000_000
+    max_wait: Duration = Field(0.05, description="How long a request waits to fill up.")
+
+
+class LocalRetry(_Strict):
+    """Short retries inside expel, full-jitter exponential; beyond them an event goes to retry-in or dead letters."""
+
+    attempts: int = Field(4, ge=1, le=20, description="Attempts in all, the first included.")
+    base: Duration = 0.2
+    max_wait: Duration = 5.0
+
+
+class Webhook(_Strict):
+    """An HTTP endpoint that receives signed batches (Standard Webhooks)."""
+
+    url: str = Field(max_length=2000, description="https://… or http://…")
+    secret: Secret | None = None
+    body: Literal["cloudevents", "json", "ndjson"] = "cloudevents"
+    batch: Batching = Batching()
+    retry: LocalRetry = LocalRetry()
+    concurrency: int = Field(8, ge=1, le=256, description="Requests under way at once.")
+    rate: int | None = Field(None, ge=1, description="Events a second at most.")
+    timeout: Duration = Field(10.0, description="For one request, answer included.")
+    order: Literal["none", "key"] = Field("none", description="key: events of one key are delivered in order.")
+    headers: dict[str, str] = Field(
+        default_factory=dict, max_length=20, description="Sent with each request; no secrets here."
+    )
+
+
+class Destination(_Strict):
+    """Where a pipe's events go: exactly one of webhook and stream."""
+
+    name: Name
+    webhook: Webhook | None = None
+    stream: Name | None = Field(None, description="Another stream of this file.")
+    start: Literal["earliest", "latest"] = Field("earliest", description="Where a new destination begins.")
+
+    @model_validator(mode="after")
+    def _one_kind(self) -> Self:
+        if (self.webhook is None) == (self.stream is None):
+            raise ValueError("exactly one of webhook and stream is needed")
+        return self
+
+
+class Pipe(_Strict):
+    """Sources, an optional transform, destinations."""
+
+    sources: list[Name] = Field(min_length=1, max_length=32)
+    transform: Transform | None = None
+    destinations: list[Destination] = Field(min_length=1, max_length=1000)
+
+
+class PipeFile(_Strict):
+    """The whole file."""
+
+    version: Literal[1] = 1
+    streams: dict[Name, Stream] = Field(min_length=1)
+    pipes: dict[Name, Pipe] = Field(default_factory=dict)
+
+
+def find_broken_references(data: object) -> list[tuple[KeyPath, str]]:
+    """(path of the key, message) for each name that fits nothing, stands twice or makes a loop.
+
+    `data` is a pipe file as plain data, or a dump of the model. What has the wrong shape is passed over: the model names it.
+    """
+    streams = _mapping(_mapping(data).get("streams"))
+    pipes = _mapping(_mapping(data).get("pipes"))
+    problems: list[tuple[KeyPath, str]] = []
+    feeds: dict[str, set[str]] = {}
+    for name, pipe in pipes.items():
+        sources = [source for source in _items(_mapping(pipe).get("sources")) if isinstance(source, str)]
+        destinations = [_mapping(destination) for destination in _items(_mapping(pipe).get("destinations"))]
+        problems += [(("pipes", name, *path), text) for path, text in _check_pipe(sources, destinations, streams)]
+        for index, destination in enumerate(destinations):
+            target = destination.get("stream")
+            if isinstance(target, str) and _reaches(feeds, target, set(sources)):
+                path = ("pipes", name, "destinations", index, "stream")
+                problems.append((path, f"{target!r} leads back to the pipe's own source: a loop"))
+                continue
+            for source in sources:
+                feeds.setdefault(source, set()).add(str(target))
+    return problems
+
+
+def _reaches(feeds: Mapping[str, set[str]], start: str, goals: set[str]) -> bool:
+    """Whether events in stream `start` come to one of the streams `goals` by the pipes seen so far."""
+    seen: set[str] = set()
+    waiting = [start]
+    while waiting:
+        stream = waiting.pop()
+        if stream in goals:
+            return True
+        if stream not in seen:
+            seen.add(stream)
+            waiting.extend(feeds.get(stream, ()))
+    return False
+
+
+def _check_pipe(
+    sources: Sequence[str], destinations: Sequence[Mapping[str, object]], streams: Mapping[str, object]
+) -> Iterator[tuple[KeyPath, str]]:
+    known = f"is not among streams: {', '.join(sorted(map(str, streams)))}"
+    for index, source in enumerate(sources):
+        if source not in streams:
+            yield ("sources", index), f"{source!r} {known}"
+        if source in sources[:index]:
+            yield ("sources", index), f"{source!r} stands twice"
+    names: set[object] = set()
+    for index, destination in enumerate(destinations):
+        name, stream = destination.get("name"), destination.get("stream")
+        if isinstance(name, str) and name in names:
+            yield ("destinations", index, "name"), f"{name!r} stands twice"
+        if isinstance(name, str):
+            names.add(name)
+        if isinstance(stream, str) and stream not in streams:
+            yield ("destinations", index, "stream"), f"{stream!r} {known}"
+
+
+def _mapping(data: object) -> Mapping[str, object]:
+    return data if isinstance(data, Mapping) else {}
+
+
+def _items(data: object) -> Sequence[object]:
+    return data if isinstance(data, list) else ()
+
+
+def _retention(pipe: Pipe, streams: Mapping[str, Stream]) -> float:
+    """Seconds for which the pipe's longest-keeping known source keeps events."""
+    return max((streams[source].retention for source in pipe.sources if source in streams), default=0.0)
+
+
+def output_topic(pipe: str) -> str:
+    """Where a pipe's transform writes."""
+    return f"{pipe}.out"
+
+
+def dead_letter_topic(pipe: str) -> str:
+    """Where a pipe's dead letters are."""
+    return f"{pipe}.dead"
+
+
+def delivery_topics(name: str, pipe: Pipe) -> list[str]:
+    """What expel reads for this pipe: the transform's output, or the sources themselves."""
+    return [output_topic(name)] if pipe.transform is not None else list(pipe.sources)
+
+
+def delivery_group(pipe: str, destination: str) -> str:
+    """The consumer group of one destination: each has offsets, lag and pace of its own."""
+    return f"{pipe}.{destination}"
+
+
+def read_pipes(path: Path) -> tuple[Document, PipeFile, list[Problem]]:
+    """A pipe file of the right shape, and its references that are broken, for callers that go on checking. Blocking.
+
+    Raises BadConfiguration, with the broken references, too, when the shape is wrong.
+    """
+    document = load_yaml(path)
+    if document.data is None:
+        raise BadConfiguration([document.problem((), "is empty. Try: penstock init")])
+    problems = [document.problem(key, message) for key, message in find_broken_references(document.data)]
+    try:
+        file = validate_document(document, PipeFile)
+    except BadConfiguration as error:
+        raise BadConfiguration(error.problems + problems) from None
+    return document, file, problems
+
+
+def load_pipes(path: Path) -> PipeFile:
+    """Read and validate a pipe file. Blocking. Raises BadConfiguration naming file, line and key of every mistake."""
+    _, file, problems = read_pipes(path)
+    if problems:
+        raise BadConfiguration(problems)
+    return file

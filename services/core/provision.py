@@ -1,0 +1,94 @@
+"""The topics that a pipe file implies, and seeing to it that they exist. Idempotent; nothing is ever deleted.
+
+A stream has the partitions and retention of its definition. `<pipe>.out` has as many partitions as the pipe's widest
+source and the longest of their retentions. `<pipe>.dead` has one partition and keeps for `DEAD_LETTER_RETENTION_S`
+more than that: Kafka counts from the event time, and a dead letter may be as old as its source keeps events.
+"""
+
+from dataclasses import dataclass
+
+from services.core.broker.contract import Admin, TopicSpec
+from services.core.broker.errors import TopicExists
+from services.core.pipes import PipeFile, dead_letter_topic, output_topic
+
+DEAD_LETTER_RETENTION_S = 30 * 86400
+
+
+class PartitionsDiffer(Exception):
+    """Topics exist with other partition counts than the pipe file says. Nothing was changed.
+
+    More partitions map keys elsewhere, so the order of a key is not kept across the change: a person decides.
+    """
+
+    def __init__(self, differences: list[tuple[str, int, int]]) -> None:
+        lines = [_difference(topic, has, wanted) for topic, has, wanted in sorted(differences)]
+        super().__init__("\n".join(lines))
+        self.differences = differences
+
+
+@dataclass(frozen=True, slots=True)
+class Provisioned:
+    """What `ensure_topics` did: topic names, each in exactly one of these."""
+
+    created: tuple[str, ...]
+    grown: tuple[str, ...]
+    kept: tuple[str, ...]
+
+
+def wanted_topics(pipes: PipeFile) -> list[TopicSpec]:
+    """Every topic of the pipe file, streams first."""
+    specs = [
+        TopicSpec(name, stream.partitions, retention_ms=_millis(stream.retention))
+        for name, stream in pipes.streams.items()
+    ]
+    for name, pipe in pipes.pipes.items():
+        sources = [pipes.streams[source] for source in pipe.sources]
+        retention = max(source.retention for source in sources)
+        if pipe.transform is not None:
+            partitions = max(source.partitions for source in sources)
+            specs.append(TopicSpec(output_topic(name), partitions, retention_ms=_millis(retention)))
+        specs.append(TopicSpec(dead_letter_topic(name), 1, retention_ms=_millis(retention + DEAD_LETTER_RETENTION_S)))
+    return specs
+
+
+async def ensure_topics(admin: Admin, pipes: PipeFile, *, grow: bool = False) -> Provisioned:
+    """Create what is missing; with `grow`, add partitions where the pipe file wants more.
+
+    Raises PartitionsDiffer before changing anything when counts differ (fewer wanted: always), and BrokerError kinds;
+    after one of those, call again. Retention is set when a topic is created and left alone afterwards.
+    """
+    existing = await admin.topics()
+    specs = wanted_topics(pipes)
+    differing = [
+        (spec.name, existing[spec.name], spec.partitions)
+        for spec in specs
+        if spec.name in existing and existing[spec.name] != spec.partitions
+    ]
+    if refused := [item for item in differing if not grow or item[2] < item[1]]:
+        raise PartitionsDiffer(refused)
+    created, kept = [], []
+    for spec in specs:
+        if spec.name in existing:
+            kept.append(spec.name)
+            continue
+        try:
+            await admin.create_topic(spec)
+            created.append(spec.name)
+        except TopicExists:  # somebody else applies the same file at the same time
+            kept.append(spec.name)
+    for topic, _has, wanted in differing:
+        await admin.add_partitions(topic, wanted)
+        kept.remove(topic)
+    return Provisioned(tuple(created), tuple(topic for topic, _, _ in differing), tuple(kept))
+
+
+def _millis(seconds: float) -> int:
+    return int(seconds * 1000)
+
+
+def _difference(topic: str, has: int, wanted: int) -> str:
+    if wanted < has:
+        remedy = f"partitions are never taken away. Try: partitions: {has}"
+    else:
+        remedy = "keys will map elsewhere, their order is not kept across the change. Try: penstock apply --grow"
+    return f"topic {topic} has {has} partitions, the pipe file wants {wanted}; {remedy}"

@@ -1,0 +1,162 @@
+"""Settings of a service: each is a flag, a `PENSTOCK_…` variable and a key in a file, in that order of precedence.
+
+A service declares a frozen `Settings` subclass; `load_settings` fills it and fails with *all* problems at once.
+A field `max_body` of section `ingest` is `--max-body`, `PENSTOCK_INGEST_MAX_BODY` and `ingest: {max_body: …}`; fields
+of the shared section `fleet` are `--broker`, `PENSTOCK_BROKER` and `fleet: {broker: …}`.
+"""
+
+import argparse
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic.fields import FieldInfo
+
+from services.core.units import Duration, format_duration, format_size, parse_duration, parse_size
+from services.core.validation import describe
+from services.core.yaml_source import BadConfiguration, Document, Problem, load_yaml
+
+SECTIONS = frozenset({"fleet", "up", "ingest", "transform", "expel"})
+"""The sections of a settings file: `fleet` is shared, each other belongs to one service (`up`: the supervisor)."""
+
+
+class Settings(BaseModel):
+    """Base of every service's settings. `section` is the key in the file; `shared` names the fields of `fleet:`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=False)
+    section: ClassVar[str]
+    shared: ClassVar[frozenset[str]] = frozenset({"broker", "pipes", "log_level"})
+
+    @classmethod
+    def program(cls) -> str:
+        """How the service is started, for its help."""
+        return f"python -m services.{cls.section}"
+
+    broker: str = Field(
+        "log:///var/lib/penstock", description="Broker URL: log:///path or kafka://host:port[,host:port]."
+    )
+    pipes: Path = Field(Path("pipes.yaml"), description="The pipe file.")
+    log_level: str = Field("info", pattern="^(debug|info|warning|error)$", description="debug, info, warning or error.")
+    management: str = Field(
+        "127.0.0.1:0", description="host:port of /healthz, /readyz and /metrics; port 0: any free one."
+    )
+    drain: Duration = Field(25.0, description="Time to finish what is in flight after SIGTERM, e.g. 25s.")
+
+
+Model = TypeVar("Model", bound=Settings)
+
+
+def variable_name(model: type[Settings], field: str) -> str:
+    """The environment variable of a field."""
+    middle = "" if field in model.shared else f"{model.section.upper()}_"
+    return f"PENSTOCK_{middle}{field.upper()}"
+
+
+def add_flags(parser: argparse.ArgumentParser, model: type[Settings]) -> None:
+    """One flag per field, whose help names its default and its variable; and --config for the file."""
+    parser.add_argument("--config", metavar="FILE", help="settings file (YAML) [PENSTOCK_CONFIG]")
+    for name in model.model_fields:
+        text = flag_help(model, name).replace("%", "%%")
+        parser.add_argument(f"--{name.replace('_', '-')}", dest=name, metavar="VALUE", help=text)
+
+
+def flag_help(model: type[Settings], name: str) -> str:
+    """What a field is for, its default and its variable."""
+    field = model.model_fields[name]
+    return f"{field.description or ''} Default: {default_text(field)}. [{variable_name(model, name)}]"
+
+
+def default_text(field: FieldInfo) -> str:
+    """A field's default as one would write it in a flag or a file."""
+    default = field.get_default(call_default_factory=True)
+    for item in field.metadata:
+        if isinstance(item, BeforeValidator) and item.func is parse_duration and isinstance(default, float):
+            return format_duration(default)
+        if isinstance(item, BeforeValidator) and item.func is parse_size and isinstance(default, int):
+            return format_size(default)
+    if default is None or default in ("", ()):
+        return "none"
+    if isinstance(default, tuple):
+        return ",".join(":".join(map(str, item)) if isinstance(item, tuple) else str(item) for item in default)
+    return str(default).lower() if isinstance(default, bool) else str(default)
+
+
+def load_settings(model: type[Model], argv: Sequence[str], environ: Mapping[str, str]) -> Model:
+    """Flags over variables over the file over defaults. Blocking (reads the file).
+
+    Raises BadConfiguration with every problem; SystemExit for --help and unknown flags (argparse, status 2).
+    """
+    parser = argparse.ArgumentParser(prog=model.program(), description=(model.__doc__ or "").split("\n")[0])
+    add_flags(parser, model)
+    flags = {name: value for name, value in vars(parser.parse_args(argv)).items() if value is not None}
+    return resolve_settings(model, flags, environ)
+
+
+def resolve_settings(model: type[Model], flags: Mapping[str, str], environ: Mapping[str, str]) -> Model:
+    """As `load_settings`, with the flags parsed already: by field name, and `config` for the file."""
+    config = flags.get("config") or environ.get("PENSTOCK_CONFIG")
+    problems = _unknown_variables(model, environ)
+    values: dict[str, Any] = {}
+    sources: dict[str, Problem] = {}
+    if config:
+        _read_file(model, load_yaml(Path(config)), values, sources, problems)
+    for name in model.model_fields:
+        variable = variable_name(model, name)
+        if variable in environ:
+            values[name], sources[name] = environ[variable], Problem(variable, "", "")
+        if name in flags:
+            values[name], sources[name] = flags[name], Problem(f"--{name.replace('_', '-')}", "", "")
+    try:
+        settings = model.model_validate(values)
+    except ValidationError as error:
+        for item in error.errors(include_url=False, include_input=False):
+            name = str(item["loc"][0]) if item["loc"] else ""
+            source = sources.get(name, Problem(model.section, name, ""))
+            problems.append(Problem(source.where, source.key, describe(item["type"], item["msg"])))
+        raise BadConfiguration(problems) from None
+    if problems:
+        raise BadConfiguration(problems)
+    return settings
+
+
+def _read_file(
+    model: type[Settings],
+    document: Document,
+    values: dict[str, Any],
+    sources: dict[str, Problem],
+    problems: list[Problem],
+) -> None:
+    """Fill in this service's values and where each stands. What other services' sections hold is theirs to check."""
+    data = document.data or {}
+    if not isinstance(data, dict):
+        problems.append(document.problem((), "sections are needed, e.g. ingest:"))
+        return
+    unknown = [section for section in data if section not in SECTIONS]
+    problems += [document.problem((name,), f"unknown section. Try one of: {_listed(SECTIONS)}") for name in unknown]
+    for section in ("fleet", model.section):
+        content = data.get(section) or {}
+        known = {name for name in model.model_fields if (name in model.shared) == (section == "fleet")}
+        if not isinstance(content, dict):
+            problems.append(document.problem((section,), "keys and values are needed"))
+            continue
+        for name, value in content.items():
+            if name in known:
+                values[name], sources[name] = value, document.problem((section, name), "")
+            else:
+                problems.append(document.problem((section, name), f"unknown key. Try one of: {_listed(known)}"))
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(sorted(names))
+
+
+def _unknown_variables(model: type[Settings], environ: Mapping[str, str]) -> list[Problem]:
+    """A misspelt PENSTOCK_INGEST_… would be ignored silently; name it instead."""
+    prefix = f"PENSTOCK_{model.section.upper()}_"
+    known = {variable_name(model, name) for name in model.model_fields}
+    return [
+        Problem(name, "", "unknown setting")
+        for name in sorted(environ)
+        if name.startswith(prefix) and name not in known
+    ]

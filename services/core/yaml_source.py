@@ -1,0 +1,147 @@
+"""YAML as configuration: plain data plus the line of every key, so that a mistake can be named `file:line: key`.
+
+Refused beyond YAML's own errors: duplicate keys (the last would win silently), aliases (alias bombs), several
+documents, tags, files over 1 MB, nesting over 50 levels.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from services.core.masking import mask_text
+
+MAX_FILE_BYTES = 1_000_000
+MAX_DEPTH = 50
+_PLAIN_TAGS = {"tag:yaml.org,2002:map", "tag:yaml.org,2002:seq"}
+
+KeyPath = tuple[str | int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One mistake in a file, a flag or a variable. `where`: "file:line", "--flag" or "PENSTOCK_X"; `key` may be empty."""
+
+    where: str
+    key: str
+    message: str
+
+    def __str__(self) -> str:
+        text = f"{self.where}: {self.key}: {self.message}" if self.key else f"{self.where}: {self.message}"
+        return mask_text(text)  # a secret in the wrong place may have become a key or part of a message
+
+
+class BadConfiguration(Exception):
+    """The configuration cannot be used; all problems at once. Programs exit with status 2."""
+
+    def __init__(self, problems: list[Problem]) -> None:
+        super().__init__("\n".join(str(problem) for problem in problems))
+        self.problems = problems
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """A parsed file. `lines` maps the path of every key and item to its 1-based line."""
+
+    path: Path
+    data: Any
+    lines: dict[KeyPath, int]
+
+    def problem(self, path: KeyPath, message: str) -> Problem:
+        """A problem at this key, or at its nearest ancestor that stands in the file."""
+        known = next((path[:n] for n in range(len(path), -1, -1) if path[:n] in self.lines), ())
+        line = self.lines.get(known, 1)
+        return Problem(f"{self.path}:{line}", ".".join(str(part) for part in path), message)
+
+
+def load_yaml(path: Path) -> Document:
+    """Read and parse one file. Blocking. Raises BadConfiguration, for an unreadable file too."""
+    try:
+        with path.open("rb") as file:
+            raw = file.read(MAX_FILE_BYTES + 1)
+        text = raw.decode("utf-8-sig")
+    except OSError as error:
+        raise BadConfiguration([Problem(str(path), "", f"cannot be read: {error.strerror}")]) from error
+    except UnicodeDecodeError as error:
+        line = raw[: error.start].count(b"\n") + 1
+        raise BadConfiguration([Problem(f"{path}:{line}", "", "is not UTF-8 text")]) from error
+    if len(raw) > MAX_FILE_BYTES:
+        raise BadConfiguration([Problem(str(path), "", f"is larger than {MAX_FILE_BYTES} bytes")])
+    return parse_yaml(text, path)
+
+
+def parse_yaml(text: str, path: Path) -> Document:
+    """Parse YAML text; `path` is only for messages. An empty file is None. Raises BadConfiguration."""
+    try:
+        _refuse_bombs(text, path)
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else 1
+        raise BadConfiguration([Problem(f"{path}:{line}", "", f"not valid YAML: {error.problem}")]) from error
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        raise BadConfiguration([Problem(f"{path}:{line}", "", "has a character that YAML does not allow")]) from error
+    builder = _Builder(path)
+    data = builder.build(node, ()) if node is not None else None
+    if builder.problems:
+        raise BadConfiguration(builder.problems)
+    return Document(path, data, builder.lines)
+
+
+def _refuse_bombs(text: str, path: Path) -> None:
+    """Reads the events one by one, before anything is built: small files must not become large or slow."""
+    depth = 0
+    for event in yaml.parse(text, Loader=yaml.SafeLoader):
+        where = f"{path}:{event.start_mark.line + 1 if event.start_mark else 1}"
+        if isinstance(event, yaml.AliasEvent):
+            raise BadConfiguration([Problem(where, "", "aliases (*name) are not allowed. Try: write the value again")])
+        if isinstance(event, yaml.CollectionStartEvent):
+            depth += 1
+        elif isinstance(event, yaml.CollectionEndEvent):
+            depth -= 1
+        if depth > MAX_DEPTH:
+            raise BadConfiguration([Problem(where, "", f"more than {MAX_DEPTH} levels deep")])
+
+
+class _Builder:
+    """Turns YAML nodes into plain data, remembering lines and collecting problems."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.lines: dict[KeyPath, int] = {}
+        self.problems: list[Problem] = []
+        self._scalars = yaml.SafeLoader("")
+
+    def build(self, node: yaml.Node, path: KeyPath) -> Any:
+        self.lines.setdefault(path, node.start_mark.line + 1)
+        if isinstance(node, yaml.CollectionNode) and node.tag not in _PLAIN_TAGS:
+            self._problem(node, path, f"{node.tag} is not allowed")
+            return None
+        if isinstance(node, yaml.MappingNode):
+            return self._mapping(node, path)
+        if isinstance(node, yaml.SequenceNode):
+            return [self.build(item, (*path, index)) for index, item in enumerate(node.value)]
+        try:
+            return self._scalars.construct_object(node)
+        except (yaml.YAMLError, ValueError):
+            self._problem(node, path, f"{node.tag} is not allowed")
+            return None
+
+    def _mapping(self, node: yaml.MappingNode, path: KeyPath) -> dict[str, Any]:
+        data: dict[str, Any] = {}
+        for key_node, value_node in node.value:
+            key = key_node.value
+            if not isinstance(key_node, yaml.ScalarNode) or not isinstance(key, str) or key == "<<":
+                self._problem(key_node, path, "keys must be plain text")
+                continue
+            if key in data:
+                self._problem(key_node, (*path, key), f"stands twice; first at line {self.lines[(*path, key)]}")
+                continue
+            self.lines[(*path, key)] = key_node.start_mark.line + 1
+            data[key] = self.build(value_node, (*path, key))
+        return data
+
+    def _problem(self, node: yaml.Node, path: KeyPath, message: str) -> None:
+        key = ".".join(str(part) for part in path)
+        self.problems.append(Problem(f"{self.path}:{node.start_mark.line + 1}", key, message))

@@ -1,0 +1,141 @@
+"""The pipe file: each mistake is named with file, line and key, all at once; what it implies is derived in one place."""
+
+from pathlib import Path
+
+import pytest
+
+from services.core.pipes import (
+    PipeFile,
+    dead_letter_topic,
+    delivery_group,
+    delivery_topics,
+    load_pipes,
+    output_topic,
+)
+from services.core.yaml_source import BadConfiguration
+
+GOOD = """\
+version: 1
+streams:
+  flights: {partitions: 4, retention: 7d, id: id, key: carrier, time: time}
+  weather: {}
+pipes:
+  late:
+    sources: [flights, weather]
+    transform: {sql: SELECT * FROM flights}
+    destinations:
+      - name: ops
+        webhook: {url: "https://example.org/hook", secret: {env: OPS_SECRET}, timeout: 5s}
+      - name: copy
+        webhook: {url: "https://example.org/copy"}
+  raw:
+    sources: [flights]
+    destinations:
+      - {name: mirror, stream: weather}
+"""
+
+
+def mistakes(tmp_path: Path, text: str) -> list[str]:
+    file = tmp_path / "pipes.yaml"
+    file.write_text(text)
+    with pytest.raises(BadConfiguration) as caught:
+        load_pipes(file)
+    return [str(problem).removeprefix(f"{file}:") for problem in caught.value.problems]
+
+
+def good(tmp_path: Path) -> PipeFile:
+    file = tmp_path / "pipes.yaml"
+    file.write_text(GOOD)
+    return load_pipes(file)
+
+
+def test_a_good_file(tmp_path: Path) -> None:
+    """Broken: units, defaults or names are read differently from what the documentation says."""
+    pipes = good(tmp_path)
+    assert pipes.streams["flights"].retention == 604_800
+    assert pipes.streams["weather"].partitions == 4
+    first = pipes.pipes["late"].destinations[0]
+    assert first.webhook is not None
+    assert (first.webhook.timeout, first.webhook.body, first.webhook.batch.max_events) == (5.0, "cloudevents", 100)
+
+
+def test_names_that_are_implied(tmp_path: Path) -> None:
+    """Broken: Spark writes to a topic that expel does not read, and events wait for ever."""
+    pipes = good(tmp_path)
+    assert delivery_topics("late", pipes.pipes["late"]) == [output_topic("late")] == ["late.out"]
+    assert delivery_topics("raw", pipes.pipes["raw"]) == ["flights"]
+    assert (dead_letter_topic("late"), delivery_group("late", "ops")) == ("late.dead", "late.ops")
+
+
+def test_every_mistake_at_once(tmp_path: Path) -> None:
+    """Broken: an operator meets the mistakes one start at a time, or is sent to the wrong line."""
+    text = GOOD.replace("partitions: 4", "partitions: 0").replace("timeout: 5s", "timeout: 5, acks: 1")
+    text = text.replace("stream: weather", "strem: weather").replace("weather: {}", "Weather: {}")
+    text = text.replace("{sql: SELECT * FROM flights}", "{sql: SELECT 1, python: a.py:f}")
+    assert mistakes(tmp_path, text) == [
+        "3: streams.flights.partitions: Input should be greater than or equal to 1",
+        "4: streams.Weather: String should match pattern '^[a-z0-9][a-z0-9_-]{0,62}$'",
+        "8: pipes.late.transform: exactly one of sql and python is needed",
+        "11: pipes.late.destinations.0.webhook.timeout: a duration with a unit is needed (ms, s, m, h, d). Try: 10s",
+        "11: pipes.late.destinations.0.webhook.acks: unknown key",
+        "17: pipes.raw.destinations.0.strem: unknown key",
+        "7: pipes.late.sources.1: 'weather' is not among streams: Weather, flights",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "expected"),
+    [
+        ("sources: [flights]", "sources: [fligths]", "fligths"),
+        ("sources: [flights]", "sources: [flights, flights]", "stands twice"),
+        ("stream: weather", "stream: flights", "a loop"),
+        ("stream: weather", "stream: elsewhere", "elsewhere"),
+        ("name: copy", "name: ops", "'ops' stands twice"),
+        ("sources: [flights]", "sources: []", "at least 1 item"),
+        ("retention: 7d", "retention: -7d", "a duration with a unit is needed"),
+        ("retention: 7d", "retention: 7", "a duration with a unit is needed"),
+        ("id: id", "id: meta..id", "a field name"),
+        ("version: 1", "version: 2", "Input should be 1"),
+        ("name: mirror", "name: ../mirror", "String should match pattern"),
+        ("flights: {", "'fli ghts': {", "String should match pattern"),
+        ("secret: {env: OPS_SECRET}", "secret: {}", "exactly one of file and env"),
+        ("secret: {env: OPS_SECRET}", "secret: {env: lower}", "String should match pattern"),
+        ("{sql: SELECT * FROM flights}", "{python: a.py:f, mode: real-time}", "Try: mode: micro-batch"),
+    ],
+)
+def test_one_mistake(tmp_path: Path, old: str, new: str, expected: str) -> None:
+    """Broken: a pipe that cannot work starts and loses or misroutes events."""
+    assert GOOD.count(old) == 1
+    found = mistakes(tmp_path, GOOD.replace(old, new))
+    assert expected in found[0]
+    line = next(number for number, text in enumerate(GOOD.splitlines(), start=1) if old in text)
+    assert found[0].split(":")[0] == str(line)
+
+
+def test_a_secret_is_never_shown(tmp_path: Path) -> None:
+    """Broken: a secret that was written into the pipe file by mistake is printed to terminals and logs."""
+    for wrong in ("secret: whsec_aHVudGVyMg==", "secret: {whsec_aHVudGVyMg: 1}", "secret: {value: whsec_aHVudGVyMg}"):
+        found = mistakes(tmp_path, GOOD.replace("secret: {env: OPS_SECRET}", wrong))
+        assert found
+        assert "aHVudGVyMg" not in "".join(found)
+
+
+def test_empty_file(tmp_path: Path) -> None:
+    """Broken: an empty file gives a page of "is required" instead of what to do."""
+    assert mistakes(tmp_path, "") == ["1: is empty. Try: penstock init"]
+
+
+def test_loop_over_several_pipes(tmp_path: Path) -> None:
+    """Broken: two pipes feed each other, and one event becomes endlessly many."""
+    text = GOOD + "  back:\n    sources: [weather]\n    destinations:\n      - {name: again, stream: flights}\n"
+    assert mistakes(tmp_path, text) == [
+        "21: pipes.back.destinations.0.stream: 'flights' leads back to the pipe's own source: a loop"
+    ]
+
+
+@pytest.mark.parametrize(
+    "text", ["streams: 5", "pipes: [x]", "streams: {a: {}}\npipes: {p: {sources: 1, destinations: x}}"]
+)
+def test_other_shapes(tmp_path: Path, text: str) -> None:
+    """Broken: a file of another shape gives a traceback."""
+    assert mistakes(tmp_path, text + "\n")
