@@ -1,0 +1,43 @@
+"""From a broker URL to an open broker. The only place that knows which backends exist."""
+
+import re
+from contextlib import AbstractAsyncContextManager
+from urllib.parse import urlsplit
+
+from services.core.broker.contract import Broker
+
+SCHEMES = ("log", "kafka")
+_HOST_PORT = re.compile(r"(?:[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):[0-9]{1,5}")
+
+
+class BadBrokerUrl(ValueError):
+    """The broker URL cannot be understood. Try: log:///var/lib/penstock or kafka://host:9092."""
+
+
+def open_broker(url: str) -> AbstractAsyncContextManager[Broker]:
+    """`log:///path` or `kafka://host:port[,host:port…]`. Raises BadBrokerUrl at once; entering raises BrokerError kinds.
+
+    Backends are imported here, late, so that a process loads only the client library it uses.
+    """
+    parts = urlsplit(url)
+    if parts.username or parts.password:
+        raise BadBrokerUrl("a broker URL carries no user or password. Try: settings files for credentials")
+    if parts.query or parts.fragment:
+        raise BadBrokerUrl(
+            "a broker URL carries no options: acks=all and the like are not negotiable. Try: what is before the ?"
+        )
+    if parts.scheme == "log":
+        if parts.netloc or not parts.path.startswith("/"):
+            raise BadBrokerUrl(f"{url!r}: the log's path must be absolute. Try: log:///var/lib/penstock")
+        from services.core.broker.log import LogBroker
+
+        return LogBroker.open(parts.path)
+    if parts.scheme == "kafka":
+        if not all(_HOST_PORT.fullmatch(host) for host in parts.netloc.split(",")) or parts.path not in ("", "/"):
+            raise BadBrokerUrl(
+                f"{url!r}: host:port, or several joined by commas, is needed. Try: kafka://127.0.0.1:9092"
+            )
+        from services.core.broker.kafka import KafkaBroker
+
+        return KafkaBroker.open(parts.netloc)
+    raise BadBrokerUrl(f"unknown kind of broker {parts.scheme!r}. Try one of: {', '.join(SCHEMES)}")

@@ -1,0 +1,102 @@
+"""Everything that can go wrong on the broker layer.
+
+    BrokerError
+    ├── Unavailable          nothing was stored; the same call may succeed later (`retriable`)
+    │   ├── Throttled        … and the broker asks to slow down
+    │   └── StorageFull      … because the disk is full; heals by itself when there is room again
+    ├── OutcomeUnknown       it may have been stored: a time-out after the request left (`retriable`: ids make it safe)
+    ├── RecordTooLarge       this record can never be stored
+    ├── UnknownTopic         no such topic; nobody creates topics by accident
+    ├── TopicExists
+    ├── Overloaded           our own bounded queue is full; nothing was sent
+    ├── NotOwner             a commit for a partition that this member no longer owns: refused
+    ├── OffsetOutOfRange     the position is older than what is kept, or newer than the end
+    ├── DataDamaged          stored records are missing or altered; names exactly which
+    └── BrokerClosed         used after close, or closed while waiting
+
+Drivers classify errors and never retry; `producer.Producer` alone retries, and only what is `retriable`.
+"""
+
+from typing import ClassVar
+
+
+class BrokerError(Exception):
+    """Base of all broker errors. `retriable`: the same call may succeed later without anybody changing anything."""
+
+    retriable: ClassVar[bool] = False
+
+
+class Unavailable(BrokerError):
+    """The broker could not take the request and stored nothing of it."""
+
+    retriable: ClassVar[bool] = True
+
+
+class Throttled(Unavailable):
+    """The broker refused because of its rate limits and stored nothing. `retry_after`: seconds it asked for, or None."""
+
+    def __init__(self, message: str, *, retry_after: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class StorageFull(Unavailable):
+    """The disk has no room: nothing was stored. Try: freeing space or a shorter retention; it goes on by itself."""
+
+
+class OutcomeUnknown(BrokerError):
+    """No answer in time after the request left: the records may or may not be stored. Sending again may duplicate."""
+
+    retriable: ClassVar[bool] = True
+
+
+class RecordTooLarge(BrokerError):
+    """One record is larger than this broker ever takes."""
+
+
+class UnknownTopic(BrokerError):
+    """The topic does not exist. Try: declare it under `streams:` in the pipe file."""
+
+
+class TopicExists(BrokerError):
+    """A topic of this name exists already."""
+
+
+class Overloaded(BrokerError):
+    """The producer's bounded queue is full; nothing of this call was queued or sent."""
+
+
+class NotOwner(BrokerError):
+    """A commit was refused because these partitions belong to another member by now; the others were committed."""
+
+    def __init__(self, partitions: frozenset[tuple[str, int]]) -> None:
+        names = ", ".join(f"{topic}[{partition}]" for topic, partition in sorted(partitions))
+        super().__init__(f"commit refused: {names} no longer owned by this member")
+        self.partitions = partitions
+
+
+class OffsetOutOfRange(BrokerError):
+    """The next offset to read is outside of what the partition holds: `[start, end)`.
+
+    Raised by `poll`, each time again, until somebody decides: nothing is reset silently.
+    """
+
+    def __init__(self, topic: str, partition: int, wanted: int, start: int, end: int) -> None:
+        super().__init__(
+            f"{topic}[{partition}]: offset {wanted} is outside of what is stored, {start} to {end}; "
+            f"{max(0, start - wanted)} records are gone. Try: move the group on with Admin.set_committed"
+        )
+        self.topic, self.partition, self.wanted, self.start, self.end = topic, partition, wanted, start, end
+
+
+class DataDamaged(BrokerError):
+    """Stored records are missing or altered. `ranges`: (partition, first offset, last offset) of what cannot be read."""
+
+    def __init__(self, topic: str, ranges: tuple[tuple[int, int, int], ...], detail: str) -> None:
+        names = ", ".join(f"[{partition}] offsets {first} to {last}" for partition, first, last in ranges)
+        super().__init__(f"{topic}: damaged: {detail}" + (f": {names}" if names else ""))
+        self.topic, self.ranges, self.detail = topic, ranges, detail
+
+
+class BrokerClosed(BrokerError):
+    """The broker, producer or consumer was closed."""

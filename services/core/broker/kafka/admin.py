@@ -1,0 +1,141 @@
+"""Administration of topics and groups."""
+
+import asyncio
+from collections.abc import Mapping
+
+from aiokafka.protocol.admin import CreatePartitionsRequest, CreateTopicsRequest, DeleteTopicsRequest
+
+from services.core.broker.contract import Lag, PartitionRange, Start, TopicSpec
+from services.core.broker.errors import UnknownTopic
+from services.core.broker.kafka.cluster import Cluster
+from services.core.broker.kafka.faults import bounded, raise_for
+from services.core.broker.kafka.lag import LagMeter
+from services.core.broker.kafka.offsets import (
+    EARLIEST,
+    commit_without_member,
+    ends,
+    fetch_committed,
+    list_offsets,
+    partitions_of,
+    starts,
+)
+from services.core.broker.kafka.packing import MAX_BATCH_BYTES
+from services.core.broker.record import TopicPartition
+
+_REPLICAS = 3
+_MIN_IN_SYNC = {3: 2}
+"""With three replicas two must have a record. With fewer brokers (a demo) one has to do."""
+
+_FOR_EVER = -1
+_ANY_TIME = (1 << 63) - 1
+_PAUSE = 0.05
+
+
+class KafkaAdmin:
+    """The contract's `Admin`. Topics get three replicas, or as many as there are brokers."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self._lag = LagMeter(cluster)
+
+    async def create_topic(self, spec: TopicSpec) -> None:
+        """As in the contract; returns when every partition has a leader. retention_bytes counts per partition."""
+        client = await self._cluster.client()
+        replicas = min(_REPLICAS, len(client.cluster.brokers()))
+        settings = {
+            "min.insync.replicas": _MIN_IN_SYNC.get(replicas, 1),
+            "max.message.bytes": MAX_BATCH_BYTES,
+            "retention.ms": _FOR_EVER if spec.retention_ms is None else spec.retention_ms,
+            "retention.bytes": _FOR_EVER if spec.retention_bytes is None else spec.retention_bytes,
+            "cleanup.policy": "compact" if spec.compact else "delete",
+            # Event times are the clients'. Kafka would refuse a whole batch for one that is an hour ahead.
+            "message.timestamp.after.max.ms": _ANY_TIME,
+            "message.timestamp.type": "CreateTime",
+        }
+        configs = [(name, str(value)) for name, value in settings.items()]
+        row = (spec.name, spec.partitions, replicas, (), configs)
+        answer = await self._cluster.ask_any(CreateTopicsRequest([row], self._patience, validate_only=False))
+        for name, code, message in answer.topic_errors:
+            raise_for(code, f"create topic {name}: {message or 'refused'}")
+        await self._wait_for(spec.name, spec.partitions)
+
+    async def delete_topic(self, topic: str) -> None:
+        """As in the contract; Kafka forgets the groups' offsets with it."""
+        await partitions_of(self._cluster, [topic])
+        answer = await self._cluster.ask_any(DeleteTopicsRequest([topic], self._patience))
+        for name, code in answer.topic_error_codes:
+            raise_for(code, f"delete topic {name}")
+        await self._wait_for(topic, 0)
+
+    async def topics(self) -> dict[str, int]:
+        """As in the contract."""
+        states = await self._cluster.describe()
+        return {
+            name: len(state.partitions)
+            for name, state in states.items()
+            if not state.internal and not name.startswith("__")
+        }
+
+    async def add_partitions(self, topic: str, partitions: int) -> None:
+        """As in the contract."""
+        now = len(await partitions_of(self._cluster, [topic]))
+        if partitions <= now:
+            raise ValueError(f"{topic} has {now} partitions; {partitions} is not more. Kafka cannot take any away")
+        request = CreatePartitionsRequest([(topic, (partitions, None))], self._patience, validate_only=False)
+        answer = await self._cluster.ask_any(request)
+        for name, code, message in answer.topic_errors:
+            raise_for(code, f"add partitions to {name}: {message or 'refused'}")
+        await self._wait_for(topic, partitions)
+
+    async def describe(self, topic: str) -> dict[int, PartitionRange]:
+        """As in the contract."""
+        sources = await partitions_of(self._cluster, [topic])
+        first = await list_offsets(self._cluster, dict.fromkeys(sources, EARLIEST))
+        end = await ends(self._cluster, sources)
+        return {source.partition: PartitionRange(first[source], end[source]) for source in sources}
+
+    async def offsets_at(self, topic: str, start: Start) -> dict[int, int]:
+        """As in the contract."""
+        sources = await partitions_of(self._cluster, [topic])
+        found = await starts(self._cluster, sources, start)
+        return {source.partition: found[source] for source in sources}
+
+    async def committed(self, group: str, topic: str) -> dict[int, int]:
+        """As in the contract. A start position that a member fixed at offset 0 is no processed record, and absent."""
+        sources = await partitions_of(self._cluster, [topic])
+        found = await fetch_committed(self._cluster, group, sources)
+        return {source.partition: stored.position - 1 for source, stored in found.items() if stored.position}
+
+    async def set_committed(self, group: str, topic: str, processed: Mapping[int, int]) -> None:
+        """As in the contract."""
+        known = await partitions_of(self._cluster, [topic])
+        positions = {TopicPartition(topic, partition): last + 1 for partition, last in processed.items()}
+        if unknown := positions.keys() - set(known):
+            raise UnknownTopic(f"{topic} has no partitions {sorted(source.partition for source in unknown)}")
+        await commit_without_member(self._cluster, group, positions)
+
+    async def group_lag(self, group: str, topic: str) -> dict[int, Lag]:
+        """As in the contract; a partition without a commit counts from its oldest record."""
+        sources = await partitions_of(self._cluster, [topic])
+        positions = await list_offsets(self._cluster, dict.fromkeys(sources, EARLIEST))
+        committed = await fetch_committed(self._cluster, group, sources)
+        positions |= {source: stored.position for source, stored in committed.items()}
+        lag = await self._lag.measure(positions)
+        return {source.partition: lag[source] for source in sources}
+
+    @property
+    def _patience(self) -> int:
+        return round(self._cluster.timing.request * 1000)
+
+    async def _wait_for(self, topic: str, partitions: int) -> None:
+        """Until all nodes show the topic with so many partitions, each with a leader; 0: until none shows it."""
+        async with bounded(f"topic {topic} with {partitions} partitions", self._cluster.timing.request):
+            while not await self._is_everywhere(topic, partitions):  # noqa: ASYNC110 - Kafka does not call us
+                await asyncio.sleep(_PAUSE)
+
+    async def _is_everywhere(self, topic: str, partitions: int) -> bool:
+        async for states in self._cluster.describe_by_node([topic]):
+            leaders = [part.leader for part in states[topic].partitions.values()] if topic in states else []
+            if len(leaders) != partitions or min(leaders, default=0) < 0:
+                return False
+        return True

@@ -1,0 +1,74 @@
+"""An open connection to a Kafka cluster."""
+
+from collections.abc import AsyncIterator, Collection
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+
+from services.core.broker.contract import Admin, Consumer, Driver, Features, OnRevoke, Start
+from services.core.broker.errors import Unavailable, UnknownTopic
+from services.core.broker.kafka.admin import KafkaAdmin
+from services.core.broker.kafka.cluster import Cluster
+from services.core.broker.kafka.consumer import join
+from services.core.broker.kafka.driver import KafkaDriver
+from services.core.broker.kafka.faults import bounded
+from services.core.broker.kafka.limits import TopicLimits
+from services.core.broker.kafka.packing import MAX_RECORD_BYTES
+from services.core.broker.kafka.timing import Timing
+
+_FEATURES = Features(
+    contiguous_offsets=True, compaction=True, retention_by_event_time=True, max_record_bytes=MAX_RECORD_BYTES
+)
+_PROBE_AGE = 300.0
+
+
+class KafkaBroker:
+    """The contract's `Broker`. Sending has connections of its own: administration and lag never queue before it."""
+
+    def __init__(self, bootstrap: str, timing: Timing) -> None:
+        self._bootstrap, self._timing = bootstrap, timing
+        self._sending = Cluster(bootstrap, "penstock-send", timing, metadata_age=timing.metadata)
+        self._asking = Cluster(bootstrap, "penstock-admin", timing)
+        self._limits = TopicLimits(self._sending)
+        self._driver = KafkaDriver(self._sending, self._limits)
+        self._admin = KafkaAdmin(self._asking)
+
+    @classmethod
+    @asynccontextmanager
+    async def open(cls, bootstrap: str, *, timing: Timing | None = None) -> "AsyncIterator[KafkaBroker]":
+        """`bootstrap`: host:port[,host:port…]. Entering raises Unavailable when no node answers. Leaving drains."""
+        broker = cls(bootstrap, timing or Timing())
+        async with AsyncExitStack() as closing:
+            for close in (broker._asking.close, broker._sending.close, broker._driver.close):
+                closing.push_async_callback(close)
+            await broker._sending.client()
+            yield broker
+
+    @property
+    def features(self) -> Features:
+        return _FEATURES
+
+    @property
+    def admin(self) -> Admin:
+        return self._admin
+
+    @property
+    def driver(self) -> Driver:
+        return self._driver
+
+    def consumer(
+        self, group: str, topics: Collection[str], *, start: Start, on_revoke: OnRevoke
+    ) -> AbstractAsyncContextManager[Consumer]:
+        """As in the contract. Entering does not wait for an assignment: a rebalance may take as long as others drain."""
+        return join(self._asking, self._bootstrap, self._timing, group, topics, start, on_revoke)
+
+    async def probe(self, topic: str, *, timeout: float) -> None:
+        """Every partition has a leader and enough replicas in sync for acks=all. Raises UnknownTopic, Unavailable."""
+        async with bounded(f"probe {topic}", timeout):
+            needed = (await self._limits.of(topic, max_age=_PROBE_AGE)).min_in_sync
+            state = (await self._sending.describe([topic])).get(topic)
+        if state is None:
+            raise UnknownTopic(f"Kafka has no topic {topic!r}")
+        for number, partition in state.partitions.items():
+            if partition.leader < 0:
+                raise Unavailable(f"{topic}[{number}] has no leader now")
+            if partition.in_sync < needed:
+                raise Unavailable(f"{topic}[{number}]: {partition.in_sync} replicas in sync, acks=all needs {needed}")

@@ -1,0 +1,251 @@
+"""The reading half: one group member on AIOKafkaConsumer, with auto-commit and automatic reset off."""
+
+import asyncio
+from collections.abc import AsyncIterator, Collection, Iterable, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+import structlog
+from aiokafka import AIOKafkaConsumer
+from aiokafka import TopicPartition as KafkaPartition
+from aiokafka import errors as kafka
+from aiokafka.structs import OffsetAndMetadata
+
+from services.core.broker.contract import Lag, OnRevoke, Start
+from services.core.broker.errors import BrokerClosed, BrokerError, NotOwner
+from services.core.broker.kafka.cluster import Cluster
+from services.core.broker.kafka.damage import find_damage, find_gaps
+from services.core.broker.kafka.faults import bounded, classify
+from services.core.broker.kafka.lag import LagMeter
+from services.core.broker.kafka.membership import connect, disconnect
+from services.core.broker.kafka.offsets import partitions_of
+from services.core.broker.kafka.ownership import Ownership
+from services.core.broker.kafka.placement import place
+from services.core.broker.kafka.timing import Timing
+from services.core.broker.record import Batch, Headers, Record, TopicPartition
+from services.core.event import TIME, restore_time
+
+log = structlog.get_logger()
+
+_GRACE = 0.05
+"""Seconds beyond getmany's own time-out, which does not count while a rebalance runs."""
+
+
+@asynccontextmanager
+async def join(
+    cluster: Cluster,
+    bootstrap: str,
+    timing: Timing,
+    group: str,
+    topics: Collection[str],
+    start: Start,
+    on_revoke: OnRevoke,
+) -> AsyncIterator["KafkaConsumer"]:
+    """A member for the time of the context; see `KafkaBroker.consumer`."""
+    await partitions_of(cluster, topics)
+    client = await connect(bootstrap, timing, group)
+    ownership = Ownership(on_revoke, timing.drain, lambda: not client._coordinator.member_id)
+    consumer = KafkaConsumer(cluster, client, ownership, group, start)
+    ownership.on_assigned = consumer.place_early
+    client.subscribe(list(topics), listener=ownership)
+    try:
+        yield consumer
+    finally:
+        try:
+            await ownership.close()
+        finally:
+            await disconnect(client)
+
+
+class KafkaConsumer:
+    """The contract's `Consumer`."""
+
+    def __init__(
+        self, cluster: Cluster, client: AIOKafkaConsumer, ownership: Ownership, group: str, start: Start
+    ) -> None:
+        self._cluster, self._client, self._own = cluster, client, ownership
+        self._group, self._start = group, start
+        self._placing = asyncio.Lock()
+        self._notes: dict[str, str] = {}
+        self._lag = LagMeter(cluster)
+
+    async def poll(self, *, max_records: int, max_wait: float) -> list[Batch]:
+        """As in the contract. Placing new partitions, or finding out why a read failed, may take longer than `max_wait`.
+
+        Cancelling is safe because nothing is taken from aiokafka's buffer before its last await.
+        """
+        clock = asyncio.get_running_loop().time
+        deadline = clock() + max_wait
+        while True:
+            self._own.raise_stuck()
+            if self._own.unplaced:
+                await self._place()
+            batches = self._accept(await self._fetch(max_records, max(0.0, deadline - clock())))
+            if batches:
+                return batches
+            if clock() >= deadline:
+                self._own.raise_stuck()
+                return []
+
+    async def _fetch(self, max_records: int, wait: float) -> Mapping[KafkaPartition, list[Any]]:
+        """What aiokafka has, or gets within `wait` seconds. Marks partitions that cannot be read on as stuck."""
+        try:
+            if self._own.fragile - self._own.paused:
+                max_records = 1
+            async with asyncio.timeout(wait + _GRACE):
+                fetched: Mapping[KafkaPartition, list[Any]] = await self._client.getmany(
+                    timeout_ms=int(wait * 1000), max_records=max_records
+                )
+                return fetched
+        except (TimeoutError, kafka.NoOffsetForPartitionError):
+            return {}  # a rebalance runs, or a partition was just assigned: placing it comes first
+        except kafka.OffsetOutOfRangeError as error:
+            wanted = {TopicPartition(*source): offset for source, offset in error.args[0].items()}
+            self._stick(await find_gaps(self._cluster, wanted))
+        except kafka.ConsumerStoppedError as error:
+            raise BrokerClosed("the consumer was closed") from error
+        except (kafka.CorruptRecordException, kafka.RecordTooLargeError) as error:
+            await self._examine(error)
+        except kafka.KafkaError as error:
+            raise classify(error, f"poll of group {self._group}") from error
+        except Exception as error:
+            if not await self._examine(error):
+                raise
+        return {}
+
+    async def _examine(self, error: Exception) -> bool:
+        """Find what is damaged; what lies before it is delivered first, record by record, so that nothing is left out.
+
+        aiokafka has moved on past records that it never returned: go back to what was returned.
+        """
+        own = self._own
+        positions = {source: own.next_read[source] for source in own.owned - own.unplaced}
+        for source, offset in positions.items():
+            self._client.seek(KafkaPartition(*source), offset)
+        damaged = await find_damage(self._cluster, positions)
+        reached = {
+            source: damage.fault
+            for source, damage in damaged.items()
+            if source in own.fragile or damage.first <= positions[source]
+        }
+        own.fragile = (own.fragile | damaged.keys()) - reached.keys()
+        self._stick(reached)
+        if not damaged:
+            log.warning("kafka_read_failed_once", group=self._group, error=repr(error))
+        return bool(damaged)
+
+    def _stick(self, faults: Mapping[TopicPartition, Any]) -> None:
+        for source, fault in faults.items():
+            if source in self._own.owned:
+                self._own.stuck[source] = fault
+                self._client.pause(KafkaPartition(*source))
+
+    def _accept(self, fetched: Mapping[KafkaPartition, list[Any]]) -> list[Batch]:
+        own = self._own
+        batches = []
+        for (topic, partition), rows in fetched.items():
+            source = TopicPartition(topic, partition)
+            if source not in own.owned or source in own.unplaced:
+                continue  # fetched before it was placed: placing goes back to where it belongs
+            first, last = rows[0].offset, rows[-1].offset
+            dense = last - first + 1 == len(rows)
+            offsets = range(first, last + 1) if dense else [row.offset for row in rows]
+            if [1 for row in rows for _, value in row.headers if value is None]:
+                records = [Record(row.key, row.value, row.timestamp, _without_null(row.headers)) for row in rows]
+            else:
+                records = [Record(row.key, row.value, row.timestamp, row.headers) for row in rows]
+            if [1 for record in records if record.headers and record.headers[-1][0] == TIME]:
+                records = [_with_event_time(record) for record in records]
+            own.next_read[source] = last + 1
+            batches.append(Batch(topic, partition, offsets, records))
+        return batches
+
+    async def place_early(self) -> None:
+        """Place at once, so that "latest" is the moment of the assignment; when that fails, or is slow, poll does it."""
+        try:
+            async with asyncio.timeout(self._cluster.timing.session / 2):
+                await self._place()
+        except (BrokerError, TimeoutError) as error:
+            log.info("kafka_placement_postponed", group=self._group, error=str(error))
+
+    async def _place(self) -> None:
+        """Decide where the newly assigned partitions are read from, make that durable, and go there."""
+        async with self._placing:
+            own = self._own
+            sources, epoch = own.unplaced, own.epoch
+            if not sources:
+                return
+            placement = await place(self._cluster, self._group, sources, self._start)
+            if epoch != own.epoch:
+                return
+            self._notes |= placement.notes
+            fixed = {source: placement.position[source] for source in placement.fresh}
+            if await self._commit(fixed) and epoch == own.epoch and own.owned:
+                for source, position in placement.position.items():
+                    self._client.seek(KafkaPartition(*source), position)
+                own.placed(placement.position)
+
+    async def commit(self, processed: Mapping[TopicPartition, int]) -> None:
+        """As in the contract. Unavailable when the group's coordinator cannot be reached; committing again is harmless."""
+        if not self._own.unplaced.isdisjoint(processed):
+            await self._place()
+        mine, refused = self._own.split(processed)
+        positions = {source: offset + 1 for source, offset in mine.items()}
+        if await self._commit(positions):
+            for source in positions.keys() & self._own.next_commit.keys():
+                self._own.next_commit[source] = positions[source]
+        else:
+            refused |= mine.keys()
+        if refused:
+            raise NotOwner(frozenset(refused))
+
+    async def _commit(self, positions: Mapping[TopicPartition, int]) -> bool:
+        """False when the group has moved on without this member."""
+        if not positions:
+            return True
+        if not self._client._coordinator.member_id:
+            return False  # expelled: without a member id Kafka would take this for a commit from outside the group
+        offsets = {
+            KafkaPartition(*source): OffsetAndMetadata(position, self._notes.get(source.topic, ""))
+            for source, position in positions.items()
+        }
+        async with bounded(f"commit of group {self._group}", self._cluster.timing.request):
+            try:
+                await self._client.commit(offsets)
+            except (kafka.CommitFailedError, kafka.IllegalStateError):
+                return False
+        return True
+
+    def pause(self, partitions: Collection[TopicPartition]) -> None:
+        """As in the contract. Lasts until the partition is revoked."""
+        for source in self._own.owned.intersection(partitions):
+            self._own.paused.add(source)
+            self._client.pause(KafkaPartition(*source))
+
+    def resume(self, partitions: Collection[TopicPartition]) -> None:
+        """As in the contract."""
+        for source in self._own.owned.intersection(partitions):
+            self._own.paused.discard(source)
+            if source not in self._own.stuck:
+                self._client.resume(KafkaPartition(*source))
+
+    def assignment(self) -> frozenset[TopicPartition]:
+        """As in the contract; what is not placed yet is not shown."""
+        return self._own.owned - self._own.unplaced
+
+    async def lag(self) -> dict[TopicPartition, Lag]:
+        """As in the contract; about two requests per leading node, and a small read per lagging partition that moved."""
+        if self._own.unplaced:
+            await self._place()
+        return await self._lag.measure(dict(self._own.next_commit))
+
+
+def _with_event_time(record: Record) -> Record:
+    """What a writer that sets no timestamps (Spark) wrote, as ingest would have."""
+    timestamp, headers = restore_time(record.timestamp, record.headers)
+    return Record(record.key, record.value, timestamp, headers)
+
+
+def _without_null(headers: Iterable[tuple[str, bytes | None]]) -> Headers:
+    """Kafka allows a header without a value; other people's records have some. For us it is empty."""
+    return tuple((name, value or b"") for name, value in headers)

@@ -1,0 +1,61 @@
+"""Connecting and disconnecting the AIOKafkaConsumer behind a member.
+
+Heartbeats run in the background whatever the caller does, and `max_poll_interval_ms` is out of reach, so that a paused
+member that nobody polls stays one. A worker that hangs with a living event loop is found by its lag, not by Kafka; one
+that is frozen or dead misses its heartbeats.
+"""
+
+import asyncio
+
+import structlog
+from aiokafka import AIOKafkaConsumer
+
+from services.core.broker.kafka.faults import bounded
+from services.core.broker.kafka.packing import MAX_BATCH_BYTES
+from services.core.broker.kafka.timing import Timing
+
+log = structlog.get_logger()
+
+_NEVER_MS = 2**31 - 1
+_FETCH_BYTES = 8 << 20
+_STOP_SECONDS = 10.0
+
+
+async def connect(bootstrap: str, timing: Timing, group: str) -> AIOKafkaConsumer:
+    """A started consumer without a subscription. Raises Unavailable."""
+    client = AIOKafkaConsumer(
+        bootstrap_servers=bootstrap,
+        client_id=f"penstock-{group}",
+        group_id=group,
+        enable_auto_commit=False,
+        auto_offset_reset="none",
+        session_timeout_ms=round(timing.session * 1000),
+        heartbeat_interval_ms=round(timing.heartbeat * 1000),
+        rebalance_timeout_ms=round(timing.rebalance * 1000),
+        max_poll_interval_ms=_NEVER_MS,
+        # A join is answered only when every member has drained.
+        request_timeout_ms=round((timing.rebalance + timing.request) * 1000),
+        metadata_max_age_ms=round(timing.metadata * 1000),
+        max_partition_fetch_bytes=MAX_BATCH_BYTES,
+        fetch_max_bytes=_FETCH_BYTES,
+    )
+    try:
+        async with bounded(f"connect to Kafka at {bootstrap}", timing.request * 2):
+            await client.start()
+    except BaseException:
+        await disconnect(client)
+        raise
+    return client
+
+
+async def disconnect(client: AIOKafkaConsumer) -> None:
+    """Leave the group and close the connections, within seconds: a group that rebalances, or a broker that is away, is
+    left without a word then, and notices by the missing heartbeats."""
+    try:
+        async with asyncio.timeout(_STOP_SECONDS):
+            await client.stop()
+    except TimeoutError:
+        log.warning("kafka_leave_timed_out", seconds=_STOP_SECONDS)
+        if client._fetcher is not None:
+            await client._fetcher.close()
+        await client._client.close()

@@ -1,0 +1,162 @@
+"""Questions about offsets: where partitions begin and end, what a group has committed, how old a record is.
+
+Kafka commits the next offset to read; the contract the last processed one. The difference stays in this file and in
+`consumer`.
+"""
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping
+from datetime import datetime
+from typing import Any, NamedTuple
+
+from aiokafka.protocol.commit import OffsetCommitRequest, OffsetFetchRequest
+from aiokafka.protocol.fetch import FetchRequest
+from aiokafka.protocol.offset import OffsetRequest
+from aiokafka.record.memory_records import MemoryRecords
+
+from services.core.broker.contract import Start
+from services.core.broker.errors import Unavailable, UnknownTopic
+from services.core.broker.kafka.cluster import Cluster
+from services.core.broker.kafka.faults import UNKNOWN_TOPIC, raise_for
+from services.core.broker.record import TopicPartition
+
+LATEST, EARLIEST = -1, -2
+_NONE = -1
+_READ_UNCOMMITTED = 0
+_FETCH_WAIT_MS = 500
+_FETCH_BYTES = 1 << 20
+
+
+async def partitions_of(cluster: Cluster, topics: Collection[str]) -> list[TopicPartition]:
+    """Every partition of these topics. Raises UnknownTopic."""
+    states = await cluster.describe(list(topics))
+    for topic in topics:
+        if topic not in states:
+            raise UnknownTopic(f"Kafka has no topic {topic!r}. Try: declare it under `streams:` in the pipe file")
+    return [TopicPartition(topic, number) for topic in topics for number in sorted(states[topic].partitions)]
+
+
+def by_topic(rows: Iterable[tuple[TopicPartition, Any]]) -> list[tuple[str, list[tuple[Any, ...]]]]:
+    """Rows as requests want them: [(topic, [(partition, *values), …]), …]."""
+    topics: defaultdict[str, list[tuple[Any, ...]]] = defaultdict(list)
+    for source, values in rows:
+        topics[source.topic].append((source.partition, *values))
+    return list(topics.items())
+
+
+async def leaders_of(cluster: Cluster, sources: Collection[TopicPartition]) -> dict[TopicPartition, int]:
+    """The leading node of each. Raises UnknownTopic, and Unavailable when one has none."""
+    states = await cluster.describe(sorted({source.topic for source in sources}))
+    leaders = {}
+    for source in sources:
+        state = states.get(source.topic)
+        if state is None or source.partition not in state.partitions:
+            raise UnknownTopic(f"Kafka has no {source.topic}[{source.partition}]")
+        leaders[source] = state.partitions[source.partition].leader
+        if leaders[source] < 0:
+            raise Unavailable(f"{source.topic}[{source.partition}] has no leader now")
+    return leaders
+
+
+async def list_offsets(cluster: Cluster, when: Mapping[TopicPartition, int]) -> dict[TopicPartition, int]:
+    """Offset by partition for LATEST, EARLIEST or a time in ms (the first record not older; absent when there is none)."""
+    by_node: defaultdict[int, list[tuple[TopicPartition, tuple[int]]]] = defaultdict(list)
+    for source, node in (await leaders_of(cluster, when)).items():
+        by_node[node].append((source, (when[source],)))
+    found: dict[TopicPartition, int] = {}
+    requests = [
+        cluster.ask(node, OffsetRequest(-1, _READ_UNCOMMITTED, by_topic(rows))) for node, rows in by_node.items()
+    ]
+    for answer in await asyncio.gather(*requests):
+        for topic, partitions in answer.topics:
+            for partition, code, _, offset in partitions:
+                _raise_for_leader(code, f"offsets of {topic}[{partition}]")
+                if offset != _NONE:
+                    found[TopicPartition(topic, partition)] = offset
+    return found
+
+
+def _raise_for_leader(code: int, what: str) -> None:
+    """As raise_for; a leader that does not know a partition that others know has only just become one."""
+    if code == UNKNOWN_TOPIC:
+        raise Unavailable(f"{what}: its leader has not heard of it yet")
+    raise_for(code, what)
+
+
+async def ends(cluster: Cluster, sources: Collection[TopicPartition]) -> dict[TopicPartition, int]:
+    """One behind the last readable record, by partition."""
+    return await list_offsets(cluster, dict.fromkeys(sources, LATEST))
+
+
+async def starts(cluster: Cluster, sources: Collection[TopicPartition], start: Start) -> dict[TopicPartition, int]:
+    """Where a read from `start` begins, by partition."""
+    if not isinstance(start, datetime):
+        return await list_offsets(cluster, dict.fromkeys(sources, EARLIEST if start == "earliest" else LATEST))
+    millis = max(0, round(start.timestamp() * 1000))
+    dated = await list_offsets(cluster, dict.fromkeys(sources, millis))
+    undated = [source for source in sources if source not in dated]
+    return dated | (await ends(cluster, undated) if undated else {})
+
+
+class Committed(NamedTuple):
+    """What a group has stored for a partition. position: the next offset to read. note: see `placement`."""
+
+    position: int
+    note: str
+
+
+async def fetch_committed(
+    cluster: Cluster, group: str, sources: Collection[TopicPartition]
+) -> dict[TopicPartition, Committed]:
+    """What the group has committed; partitions without a commit are absent."""
+    topics = [(topic, [row[0] for row in rows]) for topic, rows in by_topic((source, ()) for source in sources)]
+    answer = await cluster.ask_coordinator(group, OffsetFetchRequest(group, topics))
+    raise_for(getattr(answer, "error_code", 0), f"committed offsets of group {group}")
+    found = {}
+    for topic, partitions in answer.topics:
+        for partition, offset, note, code in partitions:
+            raise_for(code, f"committed offset of group {group} in {topic}[{partition}]")
+            if offset != _NONE:
+                found[TopicPartition(topic, partition)] = Committed(offset, note or "")
+    return found
+
+
+async def commit_without_member(cluster: Cluster, group: str, positions: Mapping[TopicPartition, int]) -> None:
+    """Set the next offset to read of a group that has no members. Raises Unavailable when it has."""
+    rows = by_topic((source, (position, "")) for source, position in positions.items())
+    request = OffsetCommitRequest(group, -1, "", -1, rows)
+    answer = await cluster.ask_coordinator(group, request)
+    for topic, partitions in answer.topics:
+        for partition, code in partitions:
+            if code in _HAS_MEMBERS:
+                raise Unavailable(f"group {group} has members. Try: stop them first")
+            raise_for(code, f"commit of group {group} in {topic}[{partition}]")
+
+
+_HAS_MEMBERS = frozenset({22, 25, 27})
+"""ILLEGAL_GENERATION, UNKNOWN_MEMBER_ID, REBALANCE_IN_PROGRESS: what a commit from outside gets while there are members."""
+
+
+async def fetch_batches(cluster: Cluster, source: TopicPartition, node: int, offset: int) -> MemoryRecords:
+    """The raw batches from `offset` on, up to a megabyte; none when there is nothing, or nothing there any more."""
+    wanted = [(source.topic, [(source.partition, offset, _FETCH_BYTES)])]
+    answer = await cluster.ask(node, FetchRequest(_FETCH_WAIT_MS, 1, _FETCH_BYTES, _READ_UNCOMMITTED, wanted))
+    for _, partitions in answer.topics:
+        for _, code, *_, data in partitions:
+            _raise_for_leader(code, f"read {source.topic}[{source.partition}] at {offset}")
+            return MemoryRecords(data or b"")
+    return MemoryRecords(b"")
+
+
+async def time_of(cluster: Cluster, source: TopicPartition, node: int, offset: int) -> int | None:
+    """Timestamp (ms) of the first record at or behind `offset`; None when there is none."""
+    batches = await fetch_batches(cluster, source, node, offset)
+    while batches.has_next():
+        batch = batches.next_batch()
+        if batch.is_control_batch:
+            continue
+        for record in batch:
+            if record.offset >= offset:
+                return int(record.timestamp)
+    return None

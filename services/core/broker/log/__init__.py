@@ -1,0 +1,10 @@
+"""The embedded log: a broker in a folder, for the processes of one host.
+
+SQLite files (WAL, synchronous=FULL), one per topic; a row holds a batch; what arrives together is one transaction.
+Start at `broker.LogBroker`. `blocking` has the same data for code without an event loop (Spark workers);
+`verify` and `repair` are for damaged folders. The decisions behind it: docs/adr/0002-embedded-log.md.
+"""
+
+from services.core.broker.log.broker import LogBroker
+
+__all__ = ["LogBroker"]

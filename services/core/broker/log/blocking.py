@@ -1,0 +1,116 @@
+"""The log for code without an event loop, such as Spark workers and drivers. Every function blocks and opens what it
+needs for itself, so it may be called from any process of the host, also from a forked one.
+
+Reading: `ends`, `offsets_at`, `read_range`. Writing a whole batch once: `append_once`. Writing it from many tasks: each
+task calls `stage`, the driver `commit_staged` with all tokens, and everything becomes visible in one transaction.
+
+Exactly once: `writer` names one sink of one query (its checkpoint, say); `epoch` is the batch id, growing. A batch whose
+epoch was written before writes nothing. Errors are `errors.BrokerError` kinds; nothing here retries. After
+OutcomeUnknown call again with the same epoch: the answer then is certain.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from services.core.broker.contract import PartitionRange, Start
+from services.core.broker.errors import DataDamaged, OffsetOutOfRange
+from services.core.broker.log import staging
+from services.core.broker.log.clock import WallClock
+from services.core.broker.log.faults import classified
+from services.core.broker.log.frames import Packed, pack_all
+from services.core.broker.log.layout import DataFolder
+from services.core.broker.log.reader import TopicReader
+from services.core.broker.log.writer import Fence, TopicWriter
+from services.core.broker.record import Batch, Record
+
+Parts = Mapping[int, Sequence[Record]]
+"""Records by partition (`partitioner.choose_partition`), in the order to store them."""
+
+
+def ends(path: str | Path, topic: str) -> dict[int, PartitionRange]:
+    """What each partition holds now. Raises UnknownTopic, DataDamaged, Unavailable."""
+    with TopicReader(DataFolder.prepare(path), topic) as reader:
+        return reader.ranges()
+
+
+def offsets_at(path: str | Path, topic: str, start: Start) -> dict[int, int]:
+    """Per partition the offset at which a read from `start` begins; the end when nothing is that new."""
+    with TopicReader(DataFolder.prepare(path), topic) as reader:
+        return reader.offsets_at(start)
+
+
+def read_range(
+    path: str | Path, topic: str, partition: int, start: int, end: int, *, max_records: int = 5_000
+) -> Iterator[Batch]:
+    """The records `start <= offset < end` of one partition, in order, in batches of at most max_records.
+
+    Raises OffsetOutOfRange when some are gone or do not exist yet, DataDamaged naming exactly what is lost. Ranges that
+    `repair` noted as lost are passed over: offsets jump. Holds the file open until exhausted or closed.
+    """
+    with TopicReader(DataFolder.prepare(path), topic) as reader:
+        while start < end:
+            run = reader.read(partition, start, min(max_records, end - start))
+            if run is None:
+                held = reader.ranges()[partition]
+                raise OffsetOutOfRange(topic, partition, end, held.start, held.end)
+            start = run.offset
+            records = run.records[: max(0, end - start)]
+            for first in range(0, len(records), max_records):
+                some = records[first : first + max_records]
+                yield Batch(topic, partition, range(start + first, start + first + len(some)), some)
+            start += len(run.records)
+
+
+def append_once(path: str | Path, topic: str, writer: str, epoch: int, parts: Parts) -> bool:
+    """Store all records in one durable transaction, unless this epoch of this writer was stored before (False).
+
+    Raises UnknownTopic, RecordTooLarge, Unavailable, StorageFull, DataDamaged (nothing stored), OutcomeUnknown.
+    """
+    blocks = _pack(parts)
+    with TopicWriter(DataFolder.prepare(path), topic, WallClock()) as log:
+        return log.append(blocks, Fence(writer, epoch)) is not None
+
+
+def last_epoch(path: str | Path, topic: str, writer: str) -> int | None:
+    """The newest epoch that this writer stored, None before the first."""
+    with TopicReader(DataFolder.prepare(path), topic) as reader:
+        return reader.last_epoch(writer)
+
+
+def stage(path: str | Path, topic: str, writer: str, epoch: int, parts: Parts) -> str:
+    """Put one task's records aside, durably and invisibly; gives the token for `commit_staged` or `abort_staged`."""
+    folder = DataFolder.prepare(path)
+    blocks = _pack(parts)
+    with classified(topic):
+        return staging.write_blocks(folder, topic, writer, epoch, blocks)
+
+
+def commit_staged(path: str | Path, topic: str, writer: str, epoch: int, tokens: Iterable[str]) -> bool:
+    """Make all staged blocks visible in one durable transaction; False when this epoch was stored before.
+
+    Per partition the records lie in the tokens' order. Removes the staged files of this and older epochs. The whole batch
+    passes through memory once. Raises as `append_once`, and DataDamaged when a staged file is missing or altered.
+    """
+    folder = DataFolder.prepare(path)
+    with classified(topic):
+        blocks = staging.read_blocks(folder, topic, tokens)
+    if blocks is None:
+        stored = last_epoch(path, topic, writer)
+        if stored is not None and stored >= epoch:
+            return False
+        raise DataDamaged(topic, (), f"a staged block of epoch {epoch} is missing. Try: running the batch again")
+    with TopicWriter(folder, topic, WallClock()) as log:
+        done = log.append(blocks, Fence(writer, epoch)) is not None
+    with classified(topic):
+        staging.remove_epochs(folder, topic, writer, epoch)
+    return done
+
+
+def abort_staged(path: str | Path, topic: str, tokens: Iterable[str]) -> None:
+    """Forget staged blocks. Those that are gone already are fine."""
+    with classified(topic):
+        staging.remove_blocks(DataFolder.prepare(path), topic, tokens)
+
+
+def _pack(parts: Parts) -> dict[int, list[Packed]]:
+    return {partition: pack_all(records) for partition, records in parts.items() if records}

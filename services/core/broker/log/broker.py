@@ -1,0 +1,113 @@
+"""`contract.Broker` over the embedded log: opens the data folder, owns every thread and file, closes them in order."""
+
+import asyncio
+from collections.abc import AsyncIterator, Collection
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from typing import Any
+
+from services.core.broker.contract import Features, OnRevoke, Start
+from services.core.broker.log.admin import LogAdmin
+from services.core.broker.log.bell import Bell
+from services.core.broker.log.clock import WallClock
+from services.core.broker.log.consumer import LogConsumer
+from services.core.broker.log.driver import LogDriver
+from services.core.broker.log.frames import MAX_RECORD_BYTES
+from services.core.broker.log.keeper import keep
+from services.core.broker.log.layout import DataFolder
+from services.core.broker.log.leases import Leases
+from services.core.broker.log.membership import GroupSide, Membership, Timing
+from services.core.broker.log.progress import Progress
+from services.core.broker.log.readers import Readers
+
+FEATURES = Features(
+    contiguous_offsets=True, compaction=False, retention_by_event_time=False, max_record_bytes=MAX_RECORD_BYTES
+)
+_CLOSE_SECONDS = 30.0
+
+
+class LogBroker:
+    """An open data folder. Made by `open`; several processes of one host may have the same folder open."""
+
+    def __init__(self, folder: DataFolder, clock: WallClock, timing: Timing) -> None:
+        self._folder, self._clock = folder, clock
+        self._readers = Readers(folder)
+        self._progress = Progress(folder)
+        self._driver = LogDriver(folder, clock, self._readers.partition_count)
+        self._admin = LogAdmin(folder, self._readers, self._progress, clock)
+        self._lease_thread = ThreadPoolExecutor(1, thread_name_prefix="log-lease")
+        self._timing = timing
+        self._side: GroupSide | None = None
+
+    @classmethod
+    @asynccontextmanager
+    async def open(
+        cls, path: str, *, timing: Timing | None = None, clock: WallClock | None = None, retention_seconds: float = 60.0
+    ) -> AsyncIterator["LogBroker"]:
+        """Open or make the folder. Raises BadDataFolder. retention_seconds: between two passes of retention.
+
+        Leaving waits for appends under way, at most 30 s, and closes every file.
+        """
+        folder = await asyncio.to_thread(DataFolder.prepare, path)
+        broker = cls(folder, clock or WallClock(), timing or Timing())
+        keeper = asyncio.create_task(keep(folder, broker._clock, retention_seconds), name="log-keeper")
+        try:
+            yield broker
+        finally:
+            keeper.cancel()
+            await asyncio.wait((keeper,))
+            await broker._close()
+
+    @property
+    def features(self) -> Features:
+        """As in the contract."""
+        return FEATURES
+
+    @property
+    def admin(self) -> LogAdmin:
+        """As in the contract."""
+        return self._admin
+
+    @property
+    def driver(self) -> LogDriver:
+        """As in the contract."""
+        return self._driver
+
+    @asynccontextmanager
+    async def consumer(
+        self, group: str, topics: Collection[str], *, start: Start, on_revoke: OnRevoke
+    ) -> AsyncIterator[LogConsumer]:
+        """As in the contract."""
+        side = await self._group_side()
+        membership = Membership(side, group, topics, start, on_revoke)
+        try:
+            await membership.join()
+            yield LogConsumer(side, membership, self._clock)
+        finally:
+            await membership.leave()
+
+    async def probe(self, topic: str, *, timeout: float) -> None:
+        """As in the contract."""
+        await self._driver.probe(topic, timeout)
+
+    async def _group_side(self) -> GroupSide:
+        if self._side is None:
+            await self._progress.use(lambda file: None)  # makes groups.db
+            leases = await self._on_lease_thread(Leases, self._folder, int(self._timing.lease * 1000))
+            bell = await self._on_lease_thread(Bell, self._folder.root / "groups.bell")
+            self._side = GroupSide(leases, self._progress, bell, self._readers, self._on_lease_thread, self._timing)
+        return self._side
+
+    async def _on_lease_thread(self, work: Any, *arguments: object) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._lease_thread, work, *arguments)
+
+    async def _close(self) -> None:
+        try:
+            await self._driver.close(_CLOSE_SECONDS)
+            if self._side is not None:
+                await self._on_lease_thread(self._side.leases.close)
+                await self._on_lease_thread(self._side.bell.close)
+            await self._progress.close(_CLOSE_SECONDS)
+            await self._readers.close()
+        finally:
+            self._lease_thread.shutdown(wait=False)

@@ -1,0 +1,34 @@
+"""Time for the log: one clock for records, another for leases.
+
+Leases use CLOCK_BOOTTIME: all processes of a host share it, nobody can set it, and it goes on during suspend. It says
+nothing after a reboot, so a lease also names the boot it was made in.
+"""
+
+import time
+from pathlib import Path
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+def boot_ms() -> int:
+    """Milliseconds since the machine started; the same in every process of the host, never set back."""
+    return time.clock_gettime_ns(time.CLOCK_BOOTTIME) // 1_000_000
+
+
+def boot_id() -> str:
+    """Names this run of the machine."""
+    return _BOOT_ID.read_text().strip()
+
+
+class WallClock:
+    """Wall time that a change of the system's clock cannot move while the process lives: fixed once, then monotonic.
+
+    Retention compares ages; a clock set one hour ahead must not delete an hour of records early.
+    """
+
+    def __init__(self) -> None:
+        self._offset = time.time_ns() - time.clock_gettime_ns(time.CLOCK_BOOTTIME)
+
+    def now_ms(self) -> int:
+        """Milliseconds since the epoch."""
+        return (time.clock_gettime_ns(time.CLOCK_BOOTTIME) + self._offset) // 1_000_000

@@ -1,0 +1,190 @@
+"""The reading half of a member: fair reads over its partitions, and nothing returned for a partition it may have lost."""
+
+import asyncio
+from collections.abc import Collection, Mapping
+
+from services.core.broker.contract import Lag, PartitionRange
+from services.core.broker.errors import BrokerError, DataDamaged, NotOwner, OffsetOutOfRange
+from services.core.broker.log.clock import WallClock, boot_ms
+from services.core.broker.log.groups import Claim
+from services.core.broker.log.lag import lag_behind
+from services.core.broker.log.membership import GroupSide, Membership
+from services.core.broker.log.owned import Owned
+from services.core.broker.log.reader import Run, TopicReader
+from services.core.broker.record import Batch, TopicPartition
+
+_IDLE_SECONDS = (0.002, 0.025)
+_LOOK_MS = 500
+"""Even when no high-water mark moved, look into the file this often: a writer may have died between commit and mark."""
+_RETRY_MS = 500
+
+_Want = tuple[Owned, int]
+_Answer = tuple[Owned, int, "Run | BrokerError | None"]
+
+
+class LogConsumer:
+    """`contract.Consumer` over the embedded log. skipped: records lost to damage and noted by `repair`, passed over."""
+
+    def __init__(self, side: GroupSide, membership: Membership, clock: WallClock) -> None:
+        self._side, self._membership, self._clock = side, membership, clock
+        self._turn = 0
+        self._look_at = 0
+        self._errors: list[BrokerError] = []
+        self.skipped = 0
+
+    def assignment(self) -> frozenset[TopicPartition]:
+        """As in the contract."""
+        return frozenset(self._membership.owned)
+
+    def pause(self, partitions: Collection[TopicPartition]) -> None:
+        """As in the contract."""
+        self._set_paused(partitions, True)
+
+    def resume(self, partitions: Collection[TopicPartition]) -> None:
+        """As in the contract."""
+        self._set_paused(partitions, False)
+
+    async def poll(self, *, max_records: int, max_wait: float) -> list[Batch]:
+        """As in the contract. An error of one partition does not keep the others' records back."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + max_wait
+        idle = _IDLE_SECONDS[0]
+        while True:
+            self._raise_failure()
+            batches = await self._read(max_records)
+            if batches:
+                return batches
+            self._raise_failure()
+            left = deadline - loop.time()
+            if left <= 0:
+                return []
+            await asyncio.sleep(min(idle, left))
+            idle = min(idle * 1.5, _IDLE_SECONDS[1])
+
+    async def commit(self, processed: Mapping[TopicPartition, int]) -> None:
+        """As in the contract."""
+        owned = self._membership.owned
+        refused = {TopicPartition(*source) for source in processed if source not in owned}
+        offsets = {TopicPartition(*s): (owned[s].epoch, offset) for s, offset in processed.items() if s in owned}
+        if offsets:
+            refused |= await self._side.progress.commit(Claim(self._membership.group, self._membership.member, offsets))
+        for source, (epoch, offset) in offsets.items():
+            now = owned.get(source)
+            if source not in refused and now is not None and now.epoch == epoch:
+                now.processed_next = max(now.processed_next, offset + 1)
+        if refused:
+            raise NotOwner(frozenset((topic, partition) for topic, partition in refused))
+
+    async def lag(self) -> dict[TopicPartition, Lag]:
+        """As in the contract."""
+        nexts = {source: owned.processed_next for source, owned in self._membership.owned.items()}
+        found: dict[TopicPartition, Lag] = {}
+        for topic in sorted({source.topic for source in nexts}):
+            wanted = {source.partition: offset for source, offset in nexts.items() if source.topic == topic}
+            lags = await self._side.readers.use(topic, lambda r, w=wanted: lag_behind(r, w, self._clock.now_ms()))  # type: ignore[misc]
+            found.update({TopicPartition(topic, partition): lag for partition, lag in lags.items()})
+        return found
+
+    def _set_paused(self, partitions: Collection[TopicPartition], paused: bool) -> None:
+        for source in partitions:
+            owned = self._membership.owned.get(source)
+            if owned is not None:
+                owned.paused = paused
+
+    def _raise_failure(self) -> None:
+        if self._errors:
+            raise self._errors.pop(0)
+        failure = self._membership.take_failure()
+        if failure is not None:
+            raise failure
+
+    async def _read(self, max_records: int) -> list[Batch]:
+        """What is there now, evenly from all partitions that have something, starting with another one each time."""
+        wants = self._ready()
+        if not wants:
+            return []
+        self._turn += 1
+        turn = self._turn % len(wants)
+        wants = wants[turn:] + wants[:turn]
+        share = -(-max_records // len(wants))
+        unread = [(owned, owned.position) for owned in wants if not owned.rest]
+        answers: list[_Answer] = []
+        for topic in dict.fromkeys(owned.source.topic for owned, _ in unread):
+            part = [want for want in unread if want[0].source.topic == topic]
+            answers += await self._read_topic(topic, part, share)
+        if not self._membership.is_alive:  # frozen meanwhile: others may own these now
+            return []
+        for owned, offset, answer in answers:
+            self._keep(owned, offset, answer)
+        batches = []
+        for owned in wants:
+            count = min(share, max_records, len(owned.rest))
+            if count and owned.is_readable and self._is_owned(owned):
+                batches.append(_take(owned, count))
+                max_records -= count
+        return batches
+
+    async def _read_topic(self, topic: str, wants: list[_Want], share: int) -> list[_Answer]:
+        try:
+            return await self._side.readers.use(topic, lambda reader: _read_all(reader, wants, share))
+        except BrokerError as error:  # one answer is enough: it concerns the whole topic
+            for owned, _ in wants:
+                owned.retry_at = boot_ms() + _RETRY_MS
+            return [(*wants[0], error)]
+
+    def _ready(self) -> list[Owned]:
+        """Owned partitions that have something to return, by their marks; all of them now and then."""
+        now = boot_ms()
+        if now >= self._membership.until:
+            return []
+        look, marks = now >= self._look_at, dict[str, list[int] | None]()
+        if look:
+            self._look_at = now + _LOOK_MS
+        ready = []
+        for owned in self._membership.owned.values():
+            if not owned.is_readable or owned.retry_at > now:
+                continue
+            topic, partition = owned.source
+            if not owned.rest and not look:
+                if topic not in marks:
+                    marks[topic] = self._side.readers.peek(topic)
+                mark = marks[topic]
+                if mark is not None and (partition >= len(mark) or mark[partition] <= owned.position):
+                    continue
+            ready.append(owned)
+        return ready
+
+    def _is_owned(self, owned: Owned) -> bool:
+        return self._membership.owned.get(owned.source) is owned
+
+    def _keep(self, owned: Owned, offset: int, answer: Run | BrokerError | None) -> None:
+        """Keep what was read for `take`, unless the partition went elsewhere meanwhile."""
+        if not self._is_owned(owned) or owned.position != offset or owned.rest:
+            return
+        if isinstance(answer, BrokerError):
+            self._errors.append(answer)
+            owned.retry_at = boot_ms() + _RETRY_MS
+        elif answer is not None:
+            owned.position, owned.rest = answer.offset, answer.records
+            self.skipped += answer.skipped
+
+
+def _take(owned: Owned, count: int) -> Batch:
+    records, owned.rest = owned.rest[:count], owned.rest[count:]
+    first, owned.position = owned.position, owned.position + count
+    return Batch(*owned.source, range(first, first + count), records)
+
+
+def _read_all(reader: TopicReader, wants: list[_Want], share: int) -> list[_Answer]:
+    """Read each; what concerns one partition only is its answer, so that the others go on."""
+    answers: list[_Answer] = []
+    for owned, offset in wants:
+        topic, partition = owned.source
+        try:
+            if reader.store.meta.incarnation != owned.incarnation:  # deleted and made again: these are other records
+                held = reader.ranges().get(partition, PartitionRange(0, 0))
+                raise OffsetOutOfRange(topic, partition, offset, held.start, held.end)
+            answers.append((owned, offset, reader.read(partition, offset, share)))
+        except (OffsetOutOfRange, DataDamaged) as error:
+            answers.append((owned, offset, error))
+    return answers

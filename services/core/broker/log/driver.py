@@ -1,0 +1,140 @@
+"""The writing half: appends from the event loop, gathered per topic into transactions on a few worker threads.
+
+Topics do not wait for each other's syncs: each is worked on by whichever of `THREADS` threads is free.
+"""
+
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from services.core.broker.contract import Appended
+from services.core.broker.errors import BrokerClosed, UnknownTopic
+from services.core.broker.log.clock import WallClock
+from services.core.broker.log.frames import Failed, Packed, pack
+from services.core.broker.log.gather import Gatherer, Waiting
+from services.core.broker.log.layout import DataFolder
+from services.core.broker.log.writer import TopicWriter
+from services.core.broker.record import Record
+
+THREADS = 4
+MAX_WAITING = 10_000
+"""Appends waiting for one topic's transaction; one more is refused as Unavailable."""
+
+
+class Append(Waiting[Appended]):
+    """One append on its way; without records it only asks whether the log could store some."""
+
+    __slots__ = ("partition", "records")
+
+    def __init__(self, partition: int, records: Sequence[Record]) -> None:
+        super().__init__()
+        self.partition, self.records = partition, records
+
+
+class TopicQueue:
+    """The appends of one topic and the file they go to. `_work` runs on a thread, never twice at once."""
+
+    def __init__(self, folder: DataFolder, topic: str, clock: WallClock, threads: ThreadPoolExecutor) -> None:
+        self._open: Callable[[], TopicWriter] = lambda: TopicWriter(folder, topic, clock, rewrite=True)
+        self._writer: TopicWriter | None = None
+        self.gatherer = Gatherer[Append](topic, threads, self._work, MAX_WAITING)
+
+    async def close(self, timeout: float) -> None:
+        """Let what is under way be stored, at most `timeout` seconds; refuse what still waits; close the file."""
+        if await self.gatherer.close(timeout) and self._writer is not None:
+            await self.gatherer.run(self._writer.close)
+            self._writer = None
+
+    def _work(self, appends: list[Append]) -> Callable[[], None] | None:
+        self._store(appends)
+        writer = self._writer
+        return writer.checkpoint if writer is not None and writer.is_checkpoint_due else None
+
+    def _store(self, appends: list[Append]) -> None:
+        blocks: dict[int, list[Packed]] = {}
+        stored: list[tuple[Append, int, Failed]] = []
+        for append in appends:
+            if not append.records:
+                continue
+            try:
+                packed, failed = pack(append.records)
+            except Exception as error:
+                append.error = error
+                continue
+            if packed is None:
+                append.error = failed[0][1]
+                continue
+            part = blocks.setdefault(append.partition, [])
+            stored.append((append, len(part), failed))
+            part.append(packed)
+        if not blocks and all(append.records for append in appends):
+            return
+        firsts = self._append(blocks)
+        for append, index, failed in stored:
+            first = firsts[append.partition][index]
+            append.outcome = Appended(first, first + len(append.records) - len(failed) - 1, failed)
+
+    def _append(self, blocks: dict[int, list[Packed]]) -> dict[int, list[int]]:
+        was_open = self._writer is not None
+        try:
+            return self._try(blocks)
+        except UnknownTopic:
+            if not was_open:
+                raise
+        return self._try(blocks)  # deleted since it was opened, and perhaps made again
+
+    def _try(self, blocks: dict[int, list[Packed]]) -> dict[int, list[int]]:
+        if self._writer is None:
+            self._writer = self._open()
+        try:
+            firsts = self._writer.append(blocks)
+            assert firsts is not None
+            return firsts
+        finally:
+            if self._writer.broken:
+                self._writer.close()
+                self._writer = None
+
+
+class LogDriver:
+    """`contract.Driver` over the embedded log."""
+
+    def __init__(self, folder: DataFolder, clock: WallClock, count: Callable[[str], Awaitable[int]]) -> None:
+        self._folder, self._clock, self._count = folder, clock, count
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="log-write")
+        self._queues: dict[str, TopicQueue] = {}
+        self._closed = False
+
+    async def partition_count(self, topic: str) -> int:
+        """As in the contract."""
+        return await self._count(topic)
+
+    async def append(self, topic: str, partition: int, records: Sequence[Record], *, timeout: float) -> Appended:
+        """As in the contract. A time-out while it still waits for its turn is Unavailable: nothing was stored."""
+        if not records:
+            raise ValueError("an append needs records")
+        if not 0 <= partition < await self._count(topic):
+            raise UnknownTopic(f"topic {topic!r} has no partition {partition}")
+        stored: Appended = await self._queue(topic).gatherer.put(Append(partition, records), timeout)
+        return stored
+
+    async def probe(self, topic: str, timeout: float) -> None:
+        """Raises what an append would raise now."""
+        await self._count(topic)
+        await self._queue(topic).gatherer.put(Append(0, ()), timeout)
+
+    async def close(self, timeout: float) -> None:
+        """Finish what is under way, at most `timeout` seconds, and close every topic."""
+        self._closed = True
+        try:
+            for queue in self._queues.values():
+                await queue.close(timeout)
+        finally:
+            self._threads.shutdown(wait=False)
+
+    def _queue(self, topic: str) -> TopicQueue:
+        if self._closed:
+            raise BrokerClosed("the log is closed")
+        queue = self._queues.get(topic)
+        if queue is None:
+            queue = self._queues[topic] = TopicQueue(self._folder, topic, self._clock, self._threads)
+        return queue

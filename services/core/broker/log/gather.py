@@ -1,0 +1,124 @@
+"""Group commit: what the event loop asks for while one transaction is under way goes out together as the next one.
+
+One call to a worker thread and one call back into the loop per transaction, however many wait for it.
+"""
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any, Generic, TypeVar
+
+from services.core.broker.errors import BrokerClosed, OutcomeUnknown, Unavailable
+
+R = TypeVar("R")
+W = TypeVar("W", bound="Waiting[Any]")
+
+
+class Waiting(Generic[R]):
+    """A request on its way. The worker thread fills in `outcome` or `error`; only the loop touches `future`."""
+
+    __slots__ = ("error", "future", "outcome")
+
+    def __init__(self) -> None:
+        self.future: asyncio.Future[R] = asyncio.get_running_loop().create_future()
+        self.outcome: R | None = None
+        self.error: BaseException | None = None
+
+
+class Gatherer(Generic[W]):
+    """Hands everything that waits to `work`, on a thread, never twice at once. All state belongs to the loop.
+
+    work: fills in the requests' outcomes; an exception answers all that have none. It may return something to do
+    after the answers went out and before the next transaction.
+    """
+
+    def __init__(
+        self, name: str, threads: ThreadPoolExecutor, work: Callable[[list[W]], Callable[[], None] | None], limit: int
+    ) -> None:
+        self._name, self._threads, self._do, self._limit = name, threads, work, limit
+        self._loop = asyncio.get_running_loop()
+        self._waiting: list[W] = []
+        self._busy = False
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    async def put(self, request: W, timeout: float) -> Any:
+        """The request's outcome. What one turn of the loop puts goes out together.
+
+        After `timeout` seconds: Unavailable when its turn has not come (it never will), else OutcomeUnknown.
+        """
+        if len(self._waiting) >= self._limit:
+            raise Unavailable(f"{self._name}: {self._limit} requests are waiting already; nothing was stored")
+        self._waiting.append(request)
+        if not self._busy:
+            self._busy = True
+            self._idle.clear()
+            self._loop.call_soon(self._launch)
+        try:
+            async with asyncio.timeout(timeout):
+                return await request.future
+        except TimeoutError:
+            if request in self._waiting:
+                self._waiting.remove(request)
+                raise Unavailable(f"{self._name}: the log was busy for {timeout:g} s; nothing was stored") from None
+            raise OutcomeUnknown(f"{self._name}: no answer from the disk within {timeout:g} s") from None
+
+    async def run(self, work: Callable[[], R]) -> R:
+        """Something else on the same threads; the caller knows that no transaction is under way."""
+        return await self._loop.run_in_executor(self._threads, work)
+
+    async def close(self, timeout: float) -> bool:
+        """Let everything be answered; whether that was done in `timeout` seconds. Refuses what still waits otherwise."""
+        try:
+            async with asyncio.timeout(timeout):
+                await self._idle.wait()
+        except TimeoutError:
+            waiting, self._waiting = self._waiting, []
+            for request in waiting:
+                request.error = BrokerClosed(f"{self._name}: closed before it was stored")
+            self._settle(waiting)
+            return False
+        return True
+
+    def _launch(self) -> None:
+        requests, self._waiting = self._waiting, []
+        if not requests:
+            self._busy = False
+            self._idle.set()
+            return
+        self._threads.submit(self._work, requests)
+
+    def _work(self, requests: list[W]) -> None:
+        after = None
+        try:
+            after = self._do(requests)
+        except BaseException as error:
+            for request in requests:
+                request.error = request.error or error
+        if after is None:
+            self._tell(self._settle_and_launch, requests)
+            return
+        self._tell(self._settle, requests)
+        try:
+            after()
+        finally:
+            self._tell(self._launch)
+
+    def _tell(self, what: Callable[..., None], *arguments: object) -> None:
+        with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            self._loop.call_soon_threadsafe(what, *arguments)
+
+    def _settle_and_launch(self, requests: list[W]) -> None:
+        self._launch()
+        self._settle(requests)
+
+    @staticmethod
+    def _settle(requests: list[W]) -> None:
+        for request in requests:
+            if request.future.done():
+                continue
+            if request.error is None:
+                request.future.set_result(request.outcome)
+            else:
+                request.future.set_exception(request.error)

@@ -1,0 +1,152 @@
+"""Making, growing, describing and deleting topics. Blocking; safe between processes (one catalog lock)."""
+
+import uuid
+from pathlib import Path
+
+import msgspec
+
+from services.core.broker.contract import TopicSpec
+from services.core.broker.errors import DataDamaged, TopicExists, Unavailable, UnknownTopic
+from services.core.broker.log import schema
+from services.core.broker.log.clock import WallClock
+from services.core.broker.log.faults import classified
+from services.core.broker.log.frames import MAX_PARTITIONS
+from services.core.broker.log.layout import DataFolder, TopicFiles, is_topic_name, sync_folder
+from services.core.broker.log.marks import Marks, require_no_loss
+from services.core.broker.log.store import Store
+
+
+def create_topic(folder: DataFolder, spec: TopicSpec) -> None:
+    """Make the topic, durably; it appears whole or not at all. Raises TopicExists, ValueError (name, partitions)."""
+    if not is_topic_name(spec.name):
+        raise ValueError(f"topic name {spec.name[:80]!r}. Try: lower-case letters, digits, '.', '_', '-'; at most 200")
+    if not 1 <= spec.partitions <= MAX_PARTITIONS:
+        raise ValueError(f"topic {spec.name!r}: {spec.partitions} partitions. Try: 1 to {MAX_PARTITIONS}")
+    if spec.compact:
+        raise ValueError(f"topic {spec.name!r}: the embedded log does not compact. Try: Kafka, or a retention")
+    files = folder.topic(spec.name)
+    with folder.locked_catalog(), classified(spec.name):
+        if files.db.exists():
+            if not _is_deleted(folder, spec.name):
+                raise TopicExists(f"topic {spec.name!r} exists")
+            _unlink(folder, files)
+        require_no_loss(files)
+        for leftover in (files.wal, files.shm, files.marks):
+            leftover.unlink(missing_ok=True)
+        incarnation = uuid.uuid4().bytes
+        Marks.create(files.marks, incarnation, [0] * spec.partitions)
+        draft = files.db.with_name(f".{uuid.uuid4().hex}.draft")
+        try:
+            _write_draft(draft, spec, incarnation)
+            draft.rename(files.db)
+            _make_wal(folder, spec.name)
+        finally:
+            for path in (draft, *(draft.with_name(draft.name + end) for end in ("-wal", "-shm"))):
+                path.unlink(missing_ok=True)
+        sync_folder(folder.topics)
+
+
+def delete_topic(folder: DataFolder, topic: str) -> None:
+    """Delete the topic. Those that have it open are told by UnknownTopic. Raises UnknownTopic."""
+    files = folder.topic(topic)
+    with folder.locked_catalog(), classified(topic):
+        store = Store.open(folder, topic)
+        try:
+            meta = msgspec.structs.replace(store.meta, deleted=True)
+            store.transact(lambda: schema.write_meta(store.connection, meta), lambda _: {}, 0)
+        finally:
+            store.close()
+        _unlink(folder, files)
+
+
+def topic_names(folder: DataFolder) -> list[str]:
+    """Every topic that has a database or marks, damaged or not."""
+    stems = {file.stem for file in folder.topics.iterdir() if file.suffix in (".db", ".hwm")}
+    return sorted(stem for stem in stems if is_topic_name(stem))
+
+
+def list_topics(folder: DataFolder) -> dict[str, int]:
+    """Partition count by name. A topic that is damaged or under repair is listed with 0, so that it is seen."""
+    found = {}
+    for name in topic_names(folder):
+        try:
+            store = Store.open(folder, name)
+        except UnknownTopic:
+            continue
+        except (DataDamaged, Unavailable):
+            found[name] = 0
+            continue
+        try:
+            found[name] = store.meta.partitions
+        finally:
+            store.close()
+    return found
+
+
+def add_partitions(folder: DataFolder, topic: str, partitions: int) -> None:
+    """Grow to this total. Raises UnknownTopic, ValueError when that is not growing."""
+    with folder.locked_catalog(), classified(topic):
+        store = Store.open(folder, topic)
+        try:
+            before = store.meta.partitions
+            if not before < partitions <= MAX_PARTITIONS:
+                raise ValueError(
+                    f"topic {topic!r} has {before} partitions, {partitions} asked. Try: more, at most {MAX_PARTITIONS}"
+                )
+            store.marks.extend(before, partitions)
+
+            def grow() -> None:
+                for partition in range(before, partitions):
+                    store.set_partition(partition, 0, 0)
+                schema.write_meta(store.connection, msgspec.structs.replace(store.meta, partitions=partitions))
+
+            store.transact(grow, lambda _: {}, 0)
+        finally:
+            store.close()
+
+
+def _write_draft(path: Path, spec: TopicSpec, incarnation: bytes) -> None:
+    connection = schema.connect(
+        path, create=True
+    )  # closing checkpoints and removes the write-ahead log: one whole file
+    try:
+        with connection:
+            connection.execute(schema.TOPIC_TABLES)
+            kept = (spec.retention_ms, spec.retention_bytes, WallClock().now_ms())
+            meta = schema.Meta(schema.FORMAT, spec.name, incarnation, spec.partitions, *kept)
+            schema.write_meta(connection, meta)
+            connection.executemany(
+                "INSERT INTO partitions VALUES(?,0,0,?)", [(p, schema.guard(p, 0, 0)) for p in range(spec.partitions)]
+            )
+    finally:
+        connection.close()
+
+
+def _make_wal(folder: DataFolder, topic: str) -> None:
+    """Let the write-ahead log exist before the folder is synced: its name must survive a power cut with its content."""
+    store = Store.open(folder, topic)
+    try:
+        store.transact(lambda: schema.write_meta(store.connection, store.meta), lambda _: {}, 0)
+    finally:
+        store.close()
+
+
+def _is_deleted(folder: DataFolder, topic: str) -> bool:
+    """Whether its deletion was decided but cut off before the files were gone."""
+    try:
+        Store.open(folder, topic).close()
+    except UnknownTopic:
+        return True
+    return False
+
+
+def _unlink(folder: DataFolder, files: TopicFiles) -> None:
+    """Remove a deleted topic's files, cut off anywhere without harm: marks without a database would mean a lost one, a
+    database that is not seen with its own log would be another one."""
+    files.marks.unlink(missing_ok=True)
+    sync_folder(folder.topics)
+    grave = files.db.with_name(f".{uuid.uuid4().hex}.deleted")
+    files.db.rename(grave)
+    for path in (files.wal, files.shm, grave):
+        path.unlink(missing_ok=True)
+    sync_folder(folder.topics)

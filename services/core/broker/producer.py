@@ -1,0 +1,247 @@
+"""The portable sending part: group commit, order, retry and bounds, once for all backends.
+
+Requests that arrive together travel together. Each (topic, partition) has a `Lane` with at most one append under way;
+what arrives meanwhile is the next batch. So order per partition holds through retries, batches grow with load, and a
+lane that waits for its leader holds up no other lane.
+"""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Self
+
+from services.core.broker import errors
+from services.core.broker.contract import MAX_APPEND_BYTES, Appended, Driver
+from services.core.broker.partitioner import split_by_key
+from services.core.broker.record import Record, estimate_size
+from services.core.broker.retry import RetryPolicy, append_with_retry
+
+
+@dataclass(frozen=True, slots=True)
+class PartResult:
+    """What became of the records that one `send_to` gave to one partition.
+
+    first, last: offsets between which its records lie, -1 when none was stored; exactly its own where offsets are
+    contiguous and nothing of the shared batch failed. failed: (index in the given list, error).
+    """
+
+    partition: int
+    count: int
+    first: int
+    last: int
+    failed: tuple[tuple[int, Exception], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class SendResult:
+    """One answer per call: where each part of it went."""
+
+    parts: tuple[PartResult, ...]
+
+    @property
+    def failed(self) -> bool:
+        """Whether any record was not stored (or might not have been)."""
+        return any(part.failed for part in self.parts)
+
+    def raise_first(self) -> None:
+        """Raise the first failure, for callers for whom all or nothing counts."""
+        for part in self.parts:
+            for _, error in part.failed:
+                raise error
+
+
+class Producer:
+    """Sends batches durably; an async context manager that drains on exit.
+
+    `max_pending_bytes` bounds everything that waits or is under way; beyond it sends raise Overloaded at once.
+    `policy` says how long a batch may be tried (its `deadline`, seconds): each send ends by then plus one append time-out.
+    """
+
+    def __init__(self, driver: Driver, *, max_pending_bytes: int = 64 << 20, policy: RetryPolicy | None = None) -> None:
+        self._driver = driver
+        self._policy = policy or RetryPolicy()
+        self._max_pending = max_pending_bytes
+        self._pending = 0
+        self._lanes: dict[tuple[str, int], _Lane] = {}
+        self._sticky: dict[str, int] = {}
+        self._closed = False
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self._cancel()
+        await self.close()
+
+    @property
+    def pending_bytes(self) -> int:
+        """Bytes that wait or are under way."""
+        return self._pending
+
+    async def partition_count(self, topic: str) -> int:
+        """How many partitions the topic has. Raises UnknownTopic, Unavailable."""
+        return await self._driver.partition_count(topic)
+
+    def rotate_keyless(self, topic: str, partitions: int) -> int:
+        """The partition for keyless records now: the next one for each call, so that batches stay whole and load spreads."""
+        chosen = (self._sticky.get(topic, -1) + 1) % partitions
+        self._sticky[topic] = chosen
+        return chosen
+
+    async def send(self, topic: str, records: Sequence[Record]) -> SendResult:
+        """Send by key (murmur2); keyless records of one call go together. As `send_to` otherwise.
+
+        The result's indexes count within each part, whose order is that of the call.
+        """
+        count = await self.partition_count(topic)
+        return await self.send_to(topic, split_by_key(records, count, self.rotate_keyless(topic, count)))
+
+    async def send_to(self, topic: str, parts: Mapping[int, Sequence[Record]]) -> SendResult:
+        """Store the records of each part in its partition, in order; answers when every part is durable or has failed.
+
+        Never raises for a record that could not be stored: that stands in the result. Raises Overloaded when the queue
+        is full and BrokerClosed after close; nothing was queued then. Cancelling leaves the outcome unknown.
+        """
+        if self._closed:
+            raise errors.BrokerClosed("the producer is closed")
+        sizes = [estimate_size(records) for records in parts.values()]
+        if self._pending + sum(sizes) > self._max_pending and self._pending:
+            raise errors.Overloaded(f"{self._pending} bytes are waiting for the broker already")
+        call = _Call(len(parts), asyncio.get_running_loop().create_future())
+        if not parts:
+            return SendResult(())
+        for (partition, records), size in zip(parts.items(), sizes, strict=True):
+            self._pending += size
+            self._lane(topic, partition).add(_Piece(call, partition, records, size))
+        return await call.done
+
+    def _lane(self, topic: str, partition: int) -> "_Lane":
+        lane = self._lanes.get((topic, partition))
+        if lane is None:
+            lane = self._lanes[(topic, partition)] = _Lane(self, topic, partition)
+        return lane
+
+    def _release(self, size: int) -> None:
+        self._pending -= size
+
+    async def close(self) -> None:
+        """Wait for what is under way (bounded by the policy's deadline); refuse what is new."""
+        self._closed = True
+        running = [lane.task for lane in self._lanes.values() if lane.task is not None]
+        if running:
+            await asyncio.wait(running)
+        for lane in self._lanes.values():
+            lane.abandon()
+
+    def _cancel(self) -> None:
+        """Give up at once what is under way: its outcome is unknown."""
+        for lane in self._lanes.values():
+            if lane.task is not None:
+                lane.task.cancel()
+
+
+@dataclass(slots=True)
+class _Call:
+    """One `send_to`: resolved when its last piece is settled. One future per call, none per record."""
+
+    remaining: int
+    done: "asyncio.Future[SendResult]"
+    results: list[PartResult] = field(default_factory=list)
+
+    def settle(self, result: PartResult) -> None:
+        self.results.append(result)
+        self.remaining -= 1
+        if not self.remaining and not self.done.done():
+            self.done.set_result(SendResult(tuple(self.results)))
+
+
+@dataclass(slots=True)
+class _Piece:
+    """The records of one call for one partition."""
+
+    call: _Call
+    partition: int
+    records: Sequence[Record]
+    size: int
+
+
+class _Lane:
+    """One partition's queue. A task runs only while there is something to send, so idle lanes cost nothing."""
+
+    def __init__(self, producer: Producer, topic: str, partition: int) -> None:
+        self._producer = producer
+        self._topic, self._partition = topic, partition
+        self._waiting: list[_Piece] = []
+        self.task: asyncio.Task[None] | None = None
+
+    def add(self, piece: _Piece) -> None:
+        self._waiting.append(piece)
+        if self.task is None:
+            self.task = asyncio.create_task(self._run(), name=f"lane {self._topic}[{self._partition}]")
+
+    async def _run(self) -> None:
+        """The task starts on the loop's next turn: everything that this turn added is the first batch."""
+        try:
+            while self._waiting:
+                pieces = self._take()
+                try:
+                    outcome: Appended | Exception = await self._append(pieces)
+                except asyncio.CancelledError:
+                    self._settle(pieces, errors.OutcomeUnknown("given up while it was being sent"))
+                    raise
+                except Exception as error:  # settled into each caller's result, which is where it is handled
+                    outcome = error
+                self._settle(pieces, outcome)
+        finally:
+            self.task = None
+
+    def abandon(self) -> None:
+        """Settle what still waits after the task was cancelled, perhaps before its first step."""
+        pieces, self._waiting = self._waiting, []
+        self._settle(pieces, errors.BrokerClosed("given up before it was sent"))
+
+    def _settle(self, pieces: list[_Piece], outcome: Appended | Exception) -> None:
+        for piece in pieces:
+            self._producer._release(piece.size)
+        _settle(pieces, outcome)
+
+    def _take(self) -> list[_Piece]:
+        """As many whole pieces as fit one append; a piece that is larger than that travels alone (and is cut in `_append`)."""
+        size = taken = 0
+        for piece in self._waiting:
+            size += piece.size
+            if taken and size > MAX_APPEND_BYTES:
+                break
+            taken += 1
+        pieces, self._waiting = self._waiting[:taken], self._waiting[taken:]
+        return pieces
+
+    async def _append(self, pieces: list[_Piece]) -> Appended:
+        records = pieces[0].records if len(pieces) == 1 else [record for piece in pieces for record in piece.records]
+        size = sum(piece.size for piece in pieces)
+        producer = self._producer
+        return await append_with_retry(
+            producer._driver, self._topic, self._partition, records, producer._policy, size=size
+        )
+
+
+def _settle(pieces: list[_Piece], outcome: Appended | Exception) -> None:
+    """Give each call its share: index ranges of the batch map back to the pieces in order."""
+    total = sum(len(piece.records) for piece in pieces)
+    start = 0
+    for piece in pieces:
+        count = len(piece.records)
+        if isinstance(outcome, Exception):
+            result = PartResult(piece.partition, count, -1, -1, tuple((index, outcome) for index in range(count)))
+        elif not outcome.failed and outcome.last - outcome.first + 1 == total:
+            first = outcome.first + start
+            result = PartResult(piece.partition, count, first, first + count - 1)
+        else:
+            failed = tuple((i - start, error) for i, error in outcome.failed if start <= i < start + count)
+            result = PartResult(piece.partition, count, outcome.first, outcome.last, failed)
+        piece.call.settle(result)
+        start += count

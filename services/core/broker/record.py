@@ -1,0 +1,67 @@
+"""A record: what a topic holds. One immutable value type for both directions and every backend."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import msgspec
+
+Headers = tuple[tuple[str, bytes], ...]
+
+
+class Record(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """One record as it is sent or was read.
+
+    key: decides the partition and the order; None means "any partition, no order".
+    value: the payload, byte for byte as it was accepted; None only in records that others wrote (a tombstone).
+    timestamp: event time, milliseconds since the epoch.
+    headers: (name, value) in the order they were added; names may repeat.
+    """
+
+    key: bytes | None
+    value: bytes | None
+    timestamp: int
+    headers: Headers = ()
+
+    def header(self, name: str) -> bytes | None:
+        """The first header of this name, or None. Linear: headers are few."""
+        for header_name, value in self.headers:
+            if header_name == name:
+                return value
+        return None
+
+
+class TopicPartition(NamedTuple):
+    """One partition of a topic; the unit of order, ownership and commit."""
+
+    topic: str
+    partition: int
+
+
+class Batch(msgspec.Struct, frozen=True, gc=False):
+    """Consecutive records of one partition, as `Consumer.poll` returns them.
+
+    `offsets[i]` is the offset of `records[i]`: increasing, not necessarily contiguous. Never empty.
+    """
+
+    topic: str
+    partition: int
+    offsets: Sequence[int]
+    records: Sequence[Record]
+
+    @property
+    def source(self) -> TopicPartition:
+        """The partition that this batch was read from."""
+        return TopicPartition(self.topic, self.partition)
+
+
+RECORD_OVERHEAD = 64
+"""Bytes that we count for a record's framing and headers beside its key and value."""
+
+
+def estimate_size(records: Sequence[Record]) -> int:
+    """About how many bytes these records take on the wire and in memory; cheap, used for bounds, never for exactness."""
+    size = RECORD_OVERHEAD * len(records)
+    for record in records:
+        if record.value is not None:
+            size += len(record.value)
+    return size

@@ -1,0 +1,137 @@
+"""When and how long a send is tried again: full-jitter exponential waits, only for the records that failed.
+
+Source of the rule: "Exponential Backoff And Jitter" (AWS Architecture Blog, 2015): a uniformly random wait between 0 and
+`min(cap, base * 2^n)` clears contention with the least work.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import backoff
+
+from services.core.broker.contract import MAX_APPEND_BYTES, Appended, Driver
+from services.core.broker.errors import BrokerError, OutcomeUnknown, Throttled, Unavailable
+from services.core.broker.record import Record, estimate_size
+
+
+@dataclass(frozen=True, slots=True)
+class RetryPolicy:
+    """All in seconds. deadline: no new attempt starts later than this after the first. append_timeout: for each attempt."""
+
+    deadline: float = 12.0
+    append_timeout: float = 8.0
+    base_wait: float = 0.05
+    max_wait: float = 1.0
+
+    def waits(self) -> Iterator[float]:
+        """The upper bounds of successive waits; the caller jitters them."""
+        bounds = backoff.expo(base=2, factor=self.base_wait, max_value=self.max_wait)
+        next(bounds)  # backoff's generators are primed once before their first value
+        return cast("Iterator[float]", bounds)
+
+
+async def append_with_retry(
+    driver: Driver,
+    topic: str,
+    partition: int,
+    records: Sequence[Record],
+    policy: RetryPolicy,
+    *,
+    size: int,
+    clock: Callable[[], float] = time.monotonic,
+) -> Appended:
+    """Append all records, in order, cut to what one append takes; failed ones stand in the answer, nothing is raised for them.
+
+    `size` is the records' `estimate_size`; `clock` is monotonic seconds. Errors that are not BrokerErrors (bugs) are raised.
+    """
+    outcome = _Outcome()
+    deadline = clock() + policy.deadline
+    for start, chunk in _chunks(records, size):
+        if outcome.is_interrupted:  # a later chunk must not overtake what the caller will send again
+            untried = Unavailable("not tried: what stands before it was not stored")
+            outcome.failed.extend((start + index, untried) for index in range(len(chunk)))
+            continue
+        await _append_chunk(driver, topic, partition, start, chunk, policy, deadline, clock, outcome)
+    return outcome.appended()
+
+
+async def _append_chunk(
+    driver: Driver,
+    topic: str,
+    partition: int,
+    start: int,
+    chunk: Sequence[Record],
+    policy: RetryPolicy,
+    deadline: float,
+    clock: Callable[[], float],
+    outcome: "_Outcome",
+) -> None:
+    """One append and the repeats of what failed of it. Indexes in `outcome` count from the call's first record."""
+    pending: list[int] | range = range(start, start + len(chunk))
+    uncertain: OutcomeUnknown | None = None
+    waits = policy.waits()
+    while True:
+        try:
+            appended = await driver.append(topic, partition, chunk, timeout=policy.append_timeout)
+        except BrokerError as error:
+            failed: list[tuple[int, Exception]] = [(index, error) for index in range(len(chunk))]
+        else:
+            outcome.stored(appended)
+            failed = list(appended.failed)
+        again = [index for index, error in failed if isinstance(error, BrokerError) and error.retriable]
+        uncertain = next((error for _, error in failed if isinstance(error, OutcomeUnknown)), uncertain)
+        wait = backoff.full_jitter(next(waits)) if again else 0.0
+        asked = [e.retry_after for _, e in failed if isinstance(e, Throttled) and e.retry_after is not None]
+        wait = max([wait, *asked])
+        if not again or clock() + wait > deadline:
+            outcome.failed.extend((pending[index], _final(error, uncertain)) for index, error in failed)
+            return
+        outcome.failed.extend((pending[index], error) for index, error in failed if index not in set(again))
+        pending, chunk = [pending[index] for index in again], [chunk[index] for index in again]
+        await asyncio.sleep(wait)
+
+
+def _final(error: Exception, uncertain: OutcomeUnknown | None) -> Exception:
+    """Once one attempt may have stored a record, a later refusal does not make the outcome known again."""
+    if uncertain is not None and isinstance(error, BrokerError) and error.retriable:
+        return uncertain
+    return error
+
+
+def _chunks(records: Sequence[Record], size: int) -> Iterator[tuple[int, Sequence[Record]]]:
+    """(index of the first, records) of at most MAX_APPEND_BYTES each; a single larger record travels alone."""
+    if size <= MAX_APPEND_BYTES:
+        yield 0, records
+        return
+    start = size = 0
+    for index, record in enumerate(records):
+        one = estimate_size((record,))
+        if index > start and size + one > MAX_APPEND_BYTES:
+            yield start, records[start:index]
+            start, size = index, 0
+        size += one
+    yield start, records[start:]
+
+
+class _Outcome:
+    """Adds up the attempts of one call."""
+
+    def __init__(self) -> None:
+        self.first = self.last = -1
+        self.failed: list[tuple[int, Exception]] = []
+
+    def stored(self, appended: Appended) -> None:
+        if appended.first >= 0:
+            self.first = appended.first if self.first < 0 else min(self.first, appended.first)
+            self.last = max(self.last, appended.last)
+
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether something failed that the caller may send again."""
+        return any(isinstance(error, BrokerError) and error.retriable for _, error in self.failed)
+
+    def appended(self) -> Appended:
+        return Appended(self.first, self.last, tuple(sorted(self.failed, key=lambda item: item[0])))

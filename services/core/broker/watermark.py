@@ -1,0 +1,121 @@
+"""Which offset may be committed: the highest with nothing unsettled at or below it (the low-water mark)."""
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Sequence
+
+from services.core.broker.record import Batch, TopicPartition
+
+
+class _Span:
+    """One polled batch: how much of its front is settled, and what is settled behind the first open record."""
+
+    __slots__ = ("_contiguous", "_front", "_later", "first", "last", "offsets")
+
+    def __init__(self, offsets: Sequence[int]) -> None:
+        self.offsets = offsets
+        self.first, self.last = offsets[0], offsets[-1]
+        self._contiguous = self.last - self.first + 1 == len(offsets)
+        self._front = 0
+        self._later: set[int] = set()
+
+    @property
+    def open(self) -> int:
+        """How many records are unsettled."""
+        return len(self.offsets) - self._front - len(self._later)
+
+    def settle_next(self, found: list[int]) -> bool:
+        """The usual case, quickly: `found` are exactly the next ones in order. False when not, with nothing done."""
+        front = self._front
+        if self._later or list(self.offsets[front : front + len(found)]) != found:
+            return False
+        self._front = front + len(found)
+        return True
+
+    def settle(self, found: list[int]) -> None:
+        """`found`: ascending, within first and last. Amortised work per record is constant in any order of settling."""
+        if self._front == len(self.offsets):
+            return
+        low = self.offsets[self._front]
+        self._later.update(offset for offset in found if offset >= low and self._holds(offset))
+        while self._front < len(self.offsets) and self.offsets[self._front] in self._later:
+            self._later.discard(self.offsets[self._front])
+            self._front += 1
+
+    def _holds(self, offset: int) -> bool:
+        return self._contiguous or self.offsets[bisect_left(self.offsets, offset)] == offset
+
+    def low_water(self) -> int | None:
+        """Offset of the last record of the settled front; None when its first record is open."""
+        return self.offsets[self._front - 1] if self._front else None
+
+
+class LowWater:
+    """Per partition: what was taken, what is settled, and how far a commit may go. Cost per batch, not per record,
+    as long as batches are settled in order. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._spans: dict[TopicPartition, list[_Span]] = {}
+        self._marks: dict[TopicPartition, int] = {}
+        self._committed: dict[TopicPartition, int] = {}
+        self._held = 0
+
+    def take(self, batch: Batch) -> None:
+        """A polled batch is in flight now. Batches of a partition are taken in offset order."""
+        self._spans.setdefault(batch.source, []).append(_Span(batch.offsets))
+        self._held += len(batch.offsets)
+
+    def settle(self, source: TopicPartition, offsets: Iterable[int]) -> None:
+        """These records are finished for good. Unknown or already settled ones (after `forget`) are ignored."""
+        spans, todo = self._spans.get(source), sorted(offsets)
+        if not spans or not todo:
+            return
+        if spans[0].settle_next(todo):
+            self._advance(source, spans)
+            return
+        index = 0 if todo[0] <= spans[0].last else bisect_left(spans, todo[0], key=_last)
+        done = 0
+        while done < len(todo) and index < len(spans):
+            span = spans[index]
+            start, stop = bisect_left(todo, span.first, done), bisect_right(todo, span.last, done)
+            if start < stop:
+                span.settle(todo[start:stop])
+            done, index = stop, index + 1
+        self._advance(source, spans)
+
+    def _advance(self, source: TopicPartition, spans: list[_Span]) -> None:
+        whole = 0
+        while whole < len(spans) and not spans[whole].open:
+            self._marks[source] = spans[whole].last
+            self._held -= len(spans[whole].offsets)
+            whole += 1
+        del spans[:whole]
+        if spans and (mark := spans[0].low_water()) is not None:
+            self._marks[source] = mark
+
+    def committable(self) -> dict[TopicPartition, int]:
+        """Marks that moved since `committed` was told; empty when there is nothing new to commit."""
+        return {source: mark for source, mark in self._marks.items() if self._committed.get(source) != mark}
+
+    def committed(self, marks: dict[TopicPartition, int]) -> None:
+        """These marks are durable now."""
+        self._committed.update(marks)
+
+    def forget(self, sources: Iterable[TopicPartition]) -> None:
+        """These partitions are another member's now; what is in flight of them is no longer ours to commit."""
+        for source in sources:
+            self._held -= sum(len(span.offsets) for span in self._spans.pop(source, ()))
+            self._marks.pop(source, None)
+            self._committed.pop(source, None)
+
+    def in_flight(self, source: TopicPartition | None = None) -> int:
+        """Unsettled records of one partition, or of all."""
+        chosen = self._spans.values() if source is None else [self._spans.get(source, [])]
+        return sum(span.open for spans in chosen for span in spans)
+
+    def held(self) -> int:
+        """Records of batches that are not settled whole: about what comes again after a crash, and what memory it takes."""
+        return self._held
+
+
+def _last(span: _Span) -> int:
+    return span.last

@@ -1,0 +1,218 @@
+"""The producer: group commit, order, retry and bounds, against a driver that fails on command."""
+
+import asyncio
+import random
+from collections.abc import Callable, Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.core.broker import errors
+from services.core.broker.contract import MAX_APPEND_BYTES, Appended
+from services.core.broker.producer import Producer, SendResult
+from services.core.broker.record import Record, estimate_size
+from services.core.broker.retry import RetryPolicy
+
+QUICK = RetryPolicy(deadline=2.0, append_timeout=1.0, base_wait=0.0001, max_wait=0.001)
+Fault = Callable[[Sequence[Record]], Sequence[tuple[int, Exception]]]
+
+
+class FaultyDriver:
+    """Stores records in lists; `fault` decides per append which indexes fail (or raises for all)."""
+
+    def __init__(self, fault: Fault | None = None, partitions: int = 4) -> None:
+        self.stored: dict[int, list[Record]] = {}
+        self.appends: list[int] = []
+        self.busy: set[int] = set()
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self._fault, self._partitions = fault, partitions
+
+    async def partition_count(self, topic: str) -> int:
+        return self._partitions
+
+    async def append(self, topic: str, partition: int, records: Sequence[Record], *, timeout: float) -> Appended:
+        assert partition not in self.busy, "two appends to one partition at once"
+        assert len(records) == 1 or estimate_size(records) <= MAX_APPEND_BYTES
+        self.busy.add(partition)
+        try:
+            await self.gate.wait()
+            self.appends.append(len(records))
+            failed = tuple(self._fault(records)) if self._fault else ()
+            bad = {index for index, _ in failed}
+            log = self.stored.setdefault(partition, [])
+            first = len(log)
+            log.extend(record for index, record in enumerate(records) if index not in bad)
+            return Appended(first, len(log) - 1, failed) if len(log) > first else Appended(-1, -1, failed)
+        finally:
+            self.busy.discard(partition)
+
+
+def make_records(count: int, key: bytes | None = None, size: int = 10) -> list[Record]:
+    return [Record(key, b"%0*d" % (size, number), number) for number in range(count)]
+
+
+async def test_requests_that_arrive_together_travel_together() -> None:
+    """Broken: one fsync or one Kafka request per HTTP request; throughput falls to a hundredth."""
+    driver = FaultyDriver()
+    async with Producer(driver) as producer:
+        answers = await asyncio.gather(*(producer.send_to("t", {0: [record]}) for record in make_records(50)))
+    assert driver.appends == [50]
+    assert [answer.parts[0].first for answer in answers] == list(range(50))
+
+
+async def test_what_arrives_during_an_append_is_the_next_batch() -> None:
+    """Broken: a slow broker makes ever more, ever smaller appends, out of order."""
+    driver = FaultyDriver()
+    driver.gate.clear()
+    async with Producer(driver) as producer:
+        sends = [asyncio.create_task(producer.send_to("t", {0: [record]})) for record in make_records(3)]
+        while not driver.busy:
+            await asyncio.sleep(0)
+        sends += [asyncio.create_task(producer.send_to("t", {0: [record]})) for record in make_records(4)]
+        await asyncio.sleep(0)
+        driver.gate.set()
+        await asyncio.gather(*sends)
+    assert driver.appends == [3, 4]
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**32), calls=st.integers(1, 12), size=st.sampled_from([10, 50_000]))
+def test_every_record_is_stored_once_or_reported(seed: int, calls: int, size: int) -> None:
+    """Broken: a record vanishes between a partial failure and its retry, is stored twice, or blames another record."""
+    chance = random.Random(seed)
+
+    def fault(records: Sequence[Record]) -> list[tuple[int, Exception]]:
+        if chance.random() < 0.1:
+            raise errors.Unavailable("leader away")
+        return [
+            (index, errors.RecordTooLarge("poison") if record.timestamp % 7 == 3 else errors.Throttled("slow"))
+            for index, record in enumerate(records)
+            if record.timestamp % 7 == 3 or chance.random() < 0.2
+        ]
+
+    async def run() -> None:
+        driver = FaultyDriver(fault)
+        sent = [make_records(chance.randint(1, 30), size=size) for _ in range(calls)]
+        async with Producer(driver, policy=QUICK, max_pending_bytes=1 << 40) as producer:
+            answers = await asyncio.gather(*(producer.send_to("t", {0: records}) for records in sent))
+        expected = []
+        for records, answer in zip(sent, answers, strict=True):
+            failed = dict(answer.parts[0].failed)
+            poison = {index for index, record in enumerate(records) if record.timestamp % 7 == 3}
+            assert set(failed) == poison
+            assert all(isinstance(error, errors.RecordTooLarge) for error in failed.values())
+            expected += [record for index, record in enumerate(records) if index not in poison]
+        assert sorted(driver.stored.get(0, []), key=repr) == sorted(expected, key=repr)
+
+    asyncio.run(run())
+
+
+async def test_order_holds_when_whole_appends_fail() -> None:
+    """Broken: during a leader change the events of a key overtake each other."""
+    failures = iter([True, True, False, True, False])
+
+    def fault(_records: Sequence[Record]) -> Sequence[tuple[int, Exception]]:
+        if next(failures, False):
+            raise errors.Unavailable("leader away")
+        return ()
+
+    driver = FaultyDriver(fault)
+    async with Producer(driver, policy=QUICK) as producer:
+        records = make_records(20)
+        for record in records:
+            task = asyncio.create_task(producer.send_to("t", {0: [record]}))
+            await asyncio.sleep(0)
+        await task
+    assert driver.stored[0] == records
+
+
+async def test_uncertainty_is_not_forgotten_by_a_later_refusal() -> None:
+    """Broken: ingest says "not stored" of events that a timed-out attempt may have stored."""
+    answers = iter([errors.OutcomeUnknown("no answer")])
+
+    def fault(_records: Sequence[Record]) -> Sequence[tuple[int, Exception]]:
+        raise next(answers, errors.Unavailable("away"))
+
+    policy = RetryPolicy(deadline=0.01, append_timeout=1.0, base_wait=0.001, max_wait=0.002)
+    async with Producer(FaultyDriver(fault), policy=policy) as producer:
+        answer = await producer.send_to("t", {0: make_records(2)})
+    assert [type(error) for _, error in answer.parts[0].failed] == [errors.OutcomeUnknown] * 2
+
+
+async def test_full_queue_refuses_at_once_and_empties() -> None:
+    """Broken: memory grows without bound while the broker is away."""
+    driver = FaultyDriver()
+    driver.gate.clear()
+    async with Producer(driver, max_pending_bytes=1000) as producer:
+        first = asyncio.create_task(producer.send_to("t", {0: make_records(5)}))
+        await asyncio.sleep(0)
+        with pytest.raises(errors.Overloaded):
+            await producer.send_to("t", {1: make_records(50)})
+        driver.gate.set()
+        await first
+        assert producer.pending_bytes == 0
+        await producer.send_to("t", {1: make_records(5)})
+
+
+async def test_cancelled_caller_disturbs_no_other() -> None:
+    """Broken: a client that hangs up takes the neighbours of its batch with it."""
+    driver = FaultyDriver()
+    driver.gate.clear()
+    async with Producer(driver) as producer:
+        sends = [asyncio.create_task(producer.send_to("t", {0: [record]})) for record in make_records(2)]
+        await asyncio.sleep(0)
+        sends[0].cancel()
+        driver.gate.set()
+        assert (await sends[1]).parts[0].first == 1
+    with pytest.raises(asyncio.CancelledError):
+        await sends[0]
+
+
+async def test_closed_producer_refuses() -> None:
+    """Broken: an event accepted during the drain is never sent."""
+    producer = Producer(FaultyDriver())
+    await producer.close()
+    with pytest.raises(errors.BrokerClosed):
+        await producer.send_to("t", {0: make_records(1)})
+
+
+async def test_leaving_by_an_error_gives_up_at_once() -> None:
+    """Broken: a second Ctrl-C still waits for a broker that does not answer; or a caller waits for ever."""
+    driver = FaultyDriver()
+    driver.gate.clear()
+    sends: list[asyncio.Task[SendResult]] = []
+
+    async def fail() -> None:
+        async with Producer(driver) as producer:
+            sends.append(asyncio.create_task(producer.send_to("t", {0: make_records(1)})))
+            while not driver.busy:
+                await asyncio.sleep(0)
+            # One waits behind it, one in a lane whose task has not begun.
+            sends.extend(asyncio.create_task(producer.send_to("t", {lane: make_records(1)})) for lane in (0, 1))
+            await asyncio.sleep(0)
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        await fail()
+    failures = [(await send).parts[0].failed[0][1] for send in sends]
+    assert [type(error) for error in failures] == [errors.OutcomeUnknown, errors.BrokerClosed, errors.BrokerClosed]
+
+
+async def test_a_later_chunk_does_not_overtake_one_that_failed() -> None:
+    """Broken: after an outage the events of a key arrive as B, C, A, because the caller sends A again."""
+    failures = iter([True])
+
+    def fault(_records: Sequence[Record]) -> Sequence[tuple[int, Exception]]:
+        if next(failures, False):
+            raise errors.Unavailable("leader away")
+        return ()
+
+    driver = FaultyDriver(fault)
+    policy = RetryPolicy(deadline=0.0, append_timeout=1.0, base_wait=0.001, max_wait=0.002)
+    async with Producer(driver, policy=policy) as producer:
+        records = make_records(3, size=MAX_APPEND_BYTES - 1000)
+        answer = await producer.send_to("t", {0: records})
+    assert driver.stored.get(0, []) == []
+    assert [index for index, _ in answer.parts[0].failed] == [0, 1, 2]

@@ -1,0 +1,64 @@
+"""The low-water mark: a wrong one either loses events (too high) or sends thousands again (too low)."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.core.broker.record import Batch, Record, TopicPartition
+from services.core.broker.watermark import LowWater
+
+SOURCE = TopicPartition("s", 0)
+
+
+def make_batch(offsets: list[int]) -> Batch:
+    return Batch("s", 0, offsets, [Record(None, b"{}", 0)] * len(offsets))
+
+
+@st.composite
+def batches_and_settling(draw: st.DrawFn) -> tuple[list[list[int]], list[int]]:
+    """Batches of increasing, not contiguous offsets, and the order in which some of them are settled."""
+    offsets = sorted(draw(st.sets(st.integers(0, 10_000), min_size=1, max_size=60)))
+    batches, rest = [], offsets
+    while rest:
+        size = draw(st.integers(1, len(rest)))
+        batches.append(rest[:size])
+        rest = rest[size:]
+    order = draw(st.permutations(offsets))
+    return batches, order[: draw(st.integers(0, len(order)))]
+
+
+@given(batches_and_settling())
+def test_mark_is_the_end_of_the_settled_prefix(case: tuple[list[list[int]], list[int]]) -> None:
+    """Broken: an unfinished event is committed and lost in the next crash, or settled ones are sent again."""
+    batches, settled = case
+    marks = LowWater()
+    for offsets in batches:
+        marks.take(make_batch(offsets))
+    for offset in settled:
+        marks.settle(SOURCE, [offset])
+    everything = [offset for offsets in batches for offset in offsets]
+    expected = None
+    for offset in everything:
+        if offset not in settled:
+            break
+        expected = offset
+    assert marks.committable() == ({} if expected is None else {SOURCE: expected})
+    assert marks.in_flight(SOURCE) == marks.in_flight() == len(everything) - len(settled)
+
+
+def test_nothing_is_committed_twice() -> None:
+    """Broken: each commit cycle writes the same offsets to the broker again."""
+    marks = LowWater()
+    marks.take(make_batch([1, 2]))
+    marks.settle(SOURCE, [1, 2])
+    marks.committed(marks.committable())
+    assert marks.committable() == {}
+
+
+def test_forgotten_partition_is_not_committed() -> None:
+    """Broken: after a rebalance the old owner moves the new owner's offsets."""
+    marks = LowWater()
+    marks.take(make_batch([1, 2]))
+    marks.forget([SOURCE])
+    marks.settle(SOURCE, [1, 2])
+    assert marks.committable() == {}
+    assert marks.in_flight() == 0

@@ -1,0 +1,115 @@
+"""What a member may commit, and in which order it drains."""
+
+import asyncio
+
+import pytest
+from aiokafka.structs import ConsumerRecord
+from aiokafka.structs import TopicPartition as KafkaPartition
+
+from services.core.broker.errors import OffsetOutOfRange
+from services.core.broker.kafka.cluster import Cluster
+from services.core.broker.kafka.consumer import KafkaConsumer
+from services.core.broker.kafka.ownership import Ownership
+from services.core.broker.kafka.timing import Timing
+from services.core.broker.record import TopicPartition
+
+_ONE, _TWO = TopicPartition("t", 1), TopicPartition("t", 2)
+
+
+class Member:
+    """An Ownership with a recording on_revoke."""
+
+    def __init__(self, *, drain: float = 5) -> None:
+        self.lost = False
+        self.owned_while_draining: list[frozenset[TopicPartition]] = []
+        self.hang = False
+        self.own = Ownership(self._on_revoke, drain, lambda: self.lost)
+
+    async def _on_revoke(self, partitions: frozenset[TopicPartition]) -> None:
+        self.owned_while_draining.append(self.own.owned)
+        if self.hang:
+            await asyncio.Event().wait()
+
+
+async def test_draining_comes_before_letting_go() -> None:
+    """If it fails, nothing can be committed while draining: each rebalance delivers twice what was in flight."""
+    member = Member()
+    await member.own.on_partitions_assigned([_ONE, _TWO])
+    await member.own.on_partitions_revoked([_ONE, _TWO])
+    assert member.owned_while_draining == [{_ONE, _TWO}]
+    assert not member.own.owned
+
+
+async def test_what_was_lost_is_let_go_first() -> None:
+    """If it fails, a member that was expelled commits over its successor while it drains."""
+    member = Member()
+    await member.own.on_partitions_assigned([_ONE])
+    member.lost = True
+    await member.own.on_partitions_revoked([_ONE])
+    assert member.owned_while_draining == [frozenset()]
+
+
+async def test_a_drain_that_hangs_is_cut_off() -> None:
+    """If it fails, one hung destination holds up the whole group's rebalance for ever."""
+    member = Member(drain=0.01)
+    member.hang = True
+    await member.own.on_partitions_assigned([_ONE])
+    await member.own.on_partitions_revoked([_ONE])
+    assert not member.own.owned
+
+
+async def test_nothing_is_drained_twice_or_taken_while_closing() -> None:
+    """If it fails, a rebalance during shutdown drains again, or gives work to a member that is leaving."""
+    member = Member()
+    await member.own.on_partitions_assigned([_ONE])
+    await asyncio.gather(member.own.close(), member.own.on_partitions_revoked([_ONE]))
+    await member.own.on_partitions_assigned([_TWO])
+    assert member.owned_while_draining == [{_ONE}]
+    assert not member.own.owned
+
+
+async def test_commits_of_an_earlier_ownership_are_refused() -> None:
+    """If it fails, a late commit of a partition that came back moves the group behind what another member settled."""
+    member = Member()
+    await member.own.on_partitions_assigned([_ONE])
+    member.own.placed({_ONE: 100})
+    assert member.own.split({_ONE: 98, _TWO: 5}) == ({}, {_ONE, _TWO})
+    assert member.own.split({_ONE: 99}) == ({_ONE: 99}, set())
+    assert member.own.split({_ONE: 120}) == ({_ONE: 120}, set())
+
+
+async def test_a_stuck_partition_is_loud_until_it_is_paused() -> None:
+    """If it fails, a gap is reported once and then forgotten, or it stops partitions that are well."""
+    member = Member()
+    await member.own.on_partitions_assigned([_ONE])
+    member.own.stuck[_ONE] = lambda: OffsetOutOfRange("t", 1, 5, 10, 20)
+    for _ in range(2):
+        with pytest.raises(OffsetOutOfRange):
+            member.own.raise_stuck()
+    member.own.paused.add(_ONE)
+    member.own.raise_stuck()
+
+
+def _row(offset: int) -> ConsumerRecord[bytes | None, bytes | None]:
+    return ConsumerRecord("t", 1, offset, 5, 0, None, b"%d" % offset, None, -1, 1, ())
+
+
+@pytest.mark.parametrize("offsets", [[3, 4, 5], [3, 7, 8, 20]], ids=["dense", "compacted"])
+async def test_offsets_belong_to_their_records(offsets: list[int]) -> None:
+    """If it fails, in a compacted topic offsets and records do not fit: wrong commits, wrong statuses."""
+    member = Member()
+    await member.own.on_partitions_assigned([_ONE])
+    member.own.placed({_ONE: 0})
+    consumer = KafkaConsumer(Cluster("unused:1", "unit", Timing()), None, member.own, "g", "earliest")
+    (batch,) = consumer._accept({KafkaPartition("t", 1): [_row(offset) for offset in offsets]})
+    assert list(batch.offsets) == offsets
+    assert [record.value for record in batch.records] == [b"%d" % offset for offset in offsets]
+    assert member.own.next_read == {_ONE: offsets[-1] + 1}
+
+
+async def test_what_came_before_placing_is_not_returned() -> None:
+    """If it fails, records of a partition without a decided position are returned, and again after it is decided."""
+    member = Member()
+    await member.own.on_partitions_assigned([_ONE])
+    consumer = KafkaConsumer(Cluster("unused:1", "unit", Timing()), None, member.own, "g", "earliest")
+    assert consumer._accept({KafkaPartition("t", 1): [_row(3)], KafkaPartition("t", 2): [_row(4)]}) == []

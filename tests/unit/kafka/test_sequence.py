@@ -1,0 +1,83 @@
+"""Numbering of batches per partition, and what one append adds up to."""
+
+import pytest
+
+from services.core.broker.contract import Appended
+from services.core.broker.errors import BrokerError, OutcomeUnknown, RecordTooLarge, Unavailable
+from services.core.broker.kafka.packing import Identity
+from services.core.broker.kafka.progress import Progress
+from services.core.broker.kafka.sequence import SequenceState
+from tests.contract.traffic import numbered
+
+
+def test_a_number_is_used_up_only_by_what_was_stored() -> None:
+    """If it fails, the broker sees a gap (and refuses everything) or takes a new batch for an old one (and drops it)."""
+    state = SequenceState(Identity(1, 0))
+    records = numbered(range(3))
+    state.sending(records)
+    state.refused()
+    assert (state.next, state.doubtful) == (0, ())
+    state.sending(records)
+    state.stored()
+    assert (state.next, state.doubtful) == (3, ())
+
+
+def test_numbers_wrap_as_kafka_wraps_them() -> None:
+    """If it fails, a partition stops after two thousand million events."""
+    state = SequenceState(Identity(1, 0), next=0x7FFFFFFF)
+    state.sending(numbered(range(2)))
+    state.stored()
+    assert state.next == 1
+
+
+def test_only_the_very_same_records_repeat_a_doubtful_batch() -> None:
+    """If it fails, other records go out under the number of a batch that was stored: the broker drops them as known."""
+    state = SequenceState(Identity(1, 0))
+    first, equal = numbered(range(3)), numbered(range(3))
+    assert state.repeats(equal), "nothing is in doubt"
+    state.sending(first)
+    assert state.repeats([*first, *numbered(range(3, 5))])
+    assert not state.repeats(first[:2])
+    assert not state.repeats(equal), "equal values are not the same events"
+
+
+def test_everything_stored() -> None:
+    """If it fails, answers name wrong offsets."""
+    progress = Progress(numbered(range(5)))
+    progress.store(3, 100)
+    progress.store(5, 107)
+    assert progress.appended() == Appended(100, 108)
+
+
+def test_what_comes_after_an_unknown_batch_was_not_tried() -> None:
+    """If it fails, a client is told "unknown" of events that never left, or "not stored" of some that did."""
+    progress = Progress(numbered(range(6)))
+    progress.store(2, 10)
+    progress.in_doubt = 2
+    progress.fail(OutcomeUnknown("time-out"))
+    appended = progress.appended()
+    assert (appended.first, appended.last) == (10, 11)
+    assert [(index, type(error)) for index, error in appended.failed] == [
+        (2, OutcomeUnknown),
+        (3, OutcomeUnknown),
+        (4, Unavailable),
+        (5, Unavailable),
+    ]
+
+
+@pytest.mark.parametrize(("in_doubt", "kind"), [(0, Unavailable), (3, OutcomeUnknown)])
+def test_time_out_says_what_is_true(in_doubt: int, kind: type[BrokerError]) -> None:
+    """If it fails, an answer after a time-out lies about whether the events may be there."""
+    progress = Progress(numbered(range(3)))
+    progress.in_doubt = in_doubt
+    progress.time_out("late")
+    with pytest.raises(kind):
+        progress.appended()
+
+
+def test_mixed_reasons_are_answered_one_by_one() -> None:
+    """If it fails, one record's reason is given for all."""
+    progress = Progress(numbered(range(2)))
+    progress.refuse(0, RecordTooLarge("too large"))
+    progress.fail(Unavailable("away"))
+    assert [type(error) for _, error in progress.appended().failed] == [RecordTooLarge, Unavailable]

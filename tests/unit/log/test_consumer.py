@@ -1,0 +1,252 @@
+"""Consumers beside trouble: damage, repair, topics made again, callers that fail."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+from services.core.broker.contract import TopicSpec
+from services.core.broker.errors import (
+    BrokerClosed,
+    BrokerError,
+    DataDamaged,
+    NotOwner,
+    OffsetOutOfRange,
+    StorageFull,
+    UnknownTopic,
+)
+from services.core.broker.log import LogBroker
+from services.core.broker.log.consumer import LogConsumer
+from services.core.broker.log.frames import place
+from services.core.broker.log.layout import DataFolder
+from services.core.broker.log.membership import Timing
+from services.core.broker.log.repair import repair
+from services.core.broker.log.store import Store
+from services.core.broker.record import TopicPartition
+from tests.unit.log.sample import records
+
+TIMING = Timing(lease=2.0, drain=5.0)
+DEADLINE = 30.0
+
+
+@pytest.fixture
+async def broker(tmp_path: Path) -> AsyncIterator[LogBroker]:
+    """An open log with the topics `orders` (two partitions) and `visits` (one)."""
+    async with LogBroker.open(str(tmp_path), timing=TIMING) as opened:
+        await opened.admin.create_topic(TopicSpec("orders", partitions=2))
+        await opened.admin.create_topic(TopicSpec("visits", partitions=1))
+        yield opened
+
+
+async def ignore(partitions: frozenset[TopicPartition]) -> None:
+    """Nothing in flight."""
+
+
+@asynccontextmanager
+async def member(broker: LogBroker, *topics: str, group: str = "g") -> AsyncIterator[LogConsumer]:
+    """A member from the earliest record."""
+    async with broker.consumer(group, topics, start="earliest", on_revoke=ignore) as consumer:
+        yield consumer
+
+
+async def read_until(consumer: LogConsumer, wanted: set[tuple[str, int, int]], *, fails: bool) -> list[BrokerError]:
+    """Poll until these (topic, partition, number) came, exactly once each, and, if it `fails`, poll raised something.
+
+    Gives what poll raised.
+    """
+    seen: list[tuple[str, int, int]] = []
+    errors: list[BrokerError] = []
+    async with asyncio.timeout(DEADLINE):
+        while set(seen) != wanted or (fails and not errors):
+            try:
+                for batch in await consumer.poll(max_records=7, max_wait=0.1):
+                    seen += [(batch.topic, batch.partition, int(r.value or b"")) for r in batch.records]
+            except BrokerError as error:
+                errors.append(error)
+    assert len(seen) == len(set(seen))
+    return errors
+
+
+async def poll_until_it_fails(consumer: LogConsumer) -> None:
+    """Poll until it raises; that the topic is not there for a moment does not count."""
+    async with asyncio.timeout(DEADLINE):
+        while True:
+            with suppress(UnknownTopic):
+                await consumer.poll(max_records=5, max_wait=1)
+
+
+def damage_row(path: Path, topic: str, partition: int, offset: int) -> None:
+    """Alter one row's data, as a disk would."""
+    store = Store.open(DataFolder(path), topic)
+    try:
+        run = store.connection.execute
+        run("UPDATE batches SET data = zeroblob(length(data)) WHERE pos = ?", (place(partition, offset),))
+    finally:
+        store.close()
+
+
+async def fill(broker: LogBroker, topic: str, partition: int, batches: int = 3) -> None:
+    """Batches of ten."""
+    for number in range(batches):
+        await broker.driver.append(topic, partition, records(number * 10, 10), timeout=5)
+
+
+async def test_damage_in_one_partition_is_named_and_the_others_go_on(broker: LogBroker, tmp_path: Path) -> None:
+    """If it fails, one bad sector stops every stream, or is passed over."""
+    for topic, partition in (("orders", 0), ("orders", 1), ("visits", 0)):
+        await fill(broker, topic, partition)
+    await asyncio.to_thread(damage_row, tmp_path, "orders", 1, 10)
+    whole = {(t, p, n) for t, p in (("orders", 0), ("visits", 0)) for n in range(30)}
+    async with member(broker, "orders", "visits") as consumer:
+        errors = await read_until(consumer, whole | {("orders", 1, n) for n in range(10)}, fails=True)
+        with pytest.raises(DataDamaged):
+            await consumer.poll(max_records=10, max_wait=DEADLINE)
+    (first, *_) = errors
+    assert isinstance(first, DataDamaged)
+    assert first.ranges == ((1, 10, 19),)
+
+
+async def test_after_a_repair_the_loss_is_skipped_and_counted(tmp_path: Path) -> None:
+    """If it fails, a repaired topic stays stuck, or its loss is forgotten."""
+    async with LogBroker.open(str(tmp_path), timing=TIMING) as broker:
+        await broker.admin.create_topic(TopicSpec("orders", partitions=1))
+        await fill(broker, "orders", 0)
+    await asyncio.to_thread(damage_row, tmp_path, "orders", 0, 10)
+    report = await asyncio.to_thread(repair, tmp_path, "orders")
+    assert report.topics[0].lost_records == 10
+    async with LogBroker.open(str(tmp_path), timing=TIMING) as broker:
+        async with member(broker, "orders") as consumer:
+            errors = await read_until(consumer, {("orders", 0, n) for n in (*range(10), *range(20, 30))}, fails=False)
+            assert errors == []
+            assert consumer.skipped == 10
+        assert (await broker.driver.append("orders", 0, records(30, 1), timeout=5)).first == 30
+
+
+async def test_a_whole_damaged_topic_does_not_stop_the_others(tmp_path: Path) -> None:
+    """If it fails, one file that cannot be opened stops everything that the group reads."""
+    async with LogBroker.open(str(tmp_path), timing=TIMING) as broker:
+        for topic in ("orders", "visits"):
+            await broker.admin.create_topic(TopicSpec(topic, partitions=1))
+            await fill(broker, topic, 0)
+        async with member(broker, "orders", "visits") as consumer:
+            async with asyncio.timeout(DEADLINE):
+                while len(consumer.assignment()) < 2:
+                    await asyncio.sleep(0.01)
+            await asyncio.to_thread((tmp_path / "topics" / "orders.hwm").write_bytes, b"x" * 64)
+            errors = await read_until(consumer, {("visits", 0, n) for n in range(30)}, fails=True)
+            assert all(isinstance(error, DataDamaged) for error in errors)
+            with pytest.raises(BrokerError):
+                await broker.driver.append("orders", 0, records(0, 1), timeout=5)
+            await broker.driver.append("visits", 0, records(30, 1), timeout=5)
+
+
+async def test_a_topic_made_again_is_not_read_from_the_middle(broker: LogBroker) -> None:
+    """If it fails, a running consumer silently misses the first records of a topic that was made again."""
+    await fill(broker, "visits", 0)
+    async with member(broker, "visits") as consumer:
+        while sum([len(b.records) for b in await consumer.poll(max_records=5, max_wait=1)]) == 0:
+            pass
+        await broker.admin.delete_topic("visits")
+        await broker.admin.create_topic(TopicSpec("visits", partitions=1))
+        await fill(broker, "visits", 0)
+        firsts: list[int] = []
+        async with asyncio.timeout(DEADLINE):
+            while (
+                0 not in firsts
+            ):  # what was read before may still come; then loud; then from the new topic's beginning
+                with suppress(OffsetOutOfRange, UnknownTopic):
+                    firsts += [batch.offsets[0] for batch in await consumer.poll(max_records=5, max_wait=0.1)]
+        assert firsts in ([0], [5, 0])
+
+
+async def test_a_failing_on_revoke_is_raised_and_frees_the_partitions(broker: LogBroker) -> None:
+    """If it fails, a fault in a service's drain is swallowed, or blocks its partitions for ever."""
+
+    async def fail(partitions: frozenset[TopicPartition]) -> None:
+        raise RuntimeError("cannot drain")
+
+    with pytest.raises(RuntimeError, match="cannot drain"):
+        async with broker.consumer("g", ["visits"], start="earliest", on_revoke=fail) as consumer:
+            assert consumer.assignment()
+    async with member(broker, "visits") as consumer:
+        assert consumer.assignment()
+
+
+async def test_a_slow_on_revoke_is_cut_off(tmp_path: Path) -> None:
+    """If it fails, one stuck instance holds its partitions for ever."""
+    never = asyncio.Event()
+
+    async def hang(partitions: frozenset[TopicPartition]) -> None:
+        await never.wait()
+
+    async with LogBroker.open(str(tmp_path), timing=Timing(lease=2.0, drain=0.1)) as broker:
+        await broker.admin.create_topic(TopicSpec("visits", partitions=1))
+        async with asyncio.timeout(DEADLINE):
+            async with broker.consumer("g", ["visits"], start="earliest", on_revoke=hang):
+                pass
+
+
+async def test_consumers_go_on_while_the_disk_is_too_full_for_appends(
+    broker: LogBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If it fails, a full disk also stops delivery, which is what could empty it."""
+    await fill(broker, "visits", 0)
+    async with member(broker, "visits") as consumer:
+        monkeypatch.setattr("services.core.broker.log.writer._RESERVE", 1 << 60)
+        monkeypatch.setattr("services.core.broker.log.writer._RESERVE_SHARE", 1)
+        with pytest.raises(StorageFull):
+            await broker.driver.append("visits", 0, records(30, 1), timeout=5)
+        batches = await consumer.poll(max_records=100, max_wait=DEADLINE)
+        await consumer.commit({batch.source: batch.offsets[-1] for batch in batches})
+    assert await broker.admin.committed("g", "visits") == {0: 29}
+
+
+async def test_leaving_twice_in_a_row_leaves_nobody_behind(broker: LogBroker) -> None:
+    """If it fails, a member that left is still counted, and its share is owned by nobody until its lease ends."""
+    for _ in range(10):
+        async with member(broker, "orders") as consumer:
+            assert len(consumer.assignment()) == 2
+
+
+async def test_commits_of_partitions_never_owned_are_refused_and_the_others_stored(broker: LogBroker) -> None:
+    """If it fails, one wrong partition loses the progress of all others."""
+    await fill(broker, "visits", 0)
+    async with member(broker, "visits") as consumer:
+        with pytest.raises(NotOwner) as raised:
+            await consumer.commit({TopicPartition("orders", 1): 3, TopicPartition("visits", 0): 7})
+    assert raised.value.partitions == {("orders", 1)}
+    assert await broker.admin.committed("g", "visits") == {0: 7}
+
+
+async def test_latest_means_the_same_after_a_crash_before_the_first_commit(tmp_path: Path) -> None:
+    """If it fails, what arrived between a consumer's first start and its crash is never delivered."""
+    async with LogBroker.open(str(tmp_path), timing=TIMING) as broker:
+        await broker.admin.create_topic(TopicSpec("visits", partitions=1))
+        await fill(broker, "visits", 0, batches=1)
+        async with broker.consumer("g", ["visits"], start="latest", on_revoke=ignore):
+            pass
+        await broker.driver.append("visits", 0, records(10, 10), timeout=5)
+        async with broker.consumer("g", ["visits"], start="latest", on_revoke=ignore) as consumer:
+            (batch,) = await consumer.poll(max_records=100, max_wait=DEADLINE)
+    assert list(batch.offsets) == list(range(10, 20))
+
+
+async def test_a_closed_broker_says_so(tmp_path: Path) -> None:
+    """If it fails, a late append during shutdown hangs or dies with an unrelated error."""
+    async with LogBroker.open(str(tmp_path)) as broker:
+        await broker.admin.create_topic(TopicSpec("visits", partitions=1))
+        await fill(broker, "visits", 0)
+    with pytest.raises(BrokerClosed):
+        await broker.driver.append("visits", 0, records(0, 1), timeout=5)
+
+
+async def test_retention_runs_by_itself(tmp_path: Path) -> None:
+    """If it fails, limits on topics do nothing until somebody calls something."""
+    async with LogBroker.open(str(tmp_path), retention_seconds=0.05) as broker:
+        await broker.admin.create_topic(TopicSpec("visits", partitions=1, retention_bytes=1))
+        await fill(broker, "visits", 0)
+        async with asyncio.timeout(DEADLINE):
+            while (await broker.admin.describe("visits"))[0].start != 20:
+                await asyncio.sleep(0.02)
