@@ -1,0 +1,54 @@
+"""Resolves the jars anew and rewrites services/core/jvm/jars.lock. Run it after changing a version below, by hand:
+
+.venv/bin/python infra/dev/lock_jars.py
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+from services.core.jvm.jar_lock import LOCK_FILE, sha256_of
+from services.core.jvm.jars import KAFKA_SERVER, SPARK_KAFKA, run_ivy
+
+SEPARATOR = "__"
+# set → (coordinates, with what they depend on?)
+ROOTS = {
+    SPARK_KAFKA: [
+        ("org.apache.spark:spark-sql-kafka-0-10_2.13:4.2.0", False),
+        # That of 4.2.0 cannot be had everywhere; the connector calls the same few functions in this one.
+        ("org.apache.spark:spark-token-provider-kafka-0-10_2.13:4.0.0", False),
+        ("org.apache.kafka:kafka-clients:3.9.2", False),
+        ("org.apache.commons:commons-pool2:2.12.1", False),
+    ],
+    KAFKA_SERVER: [
+        ("org.apache.kafka:kafka_2.13:4.1.2", True),
+        # Kafka logs through slf4j 1.7, and its own dependencies bring nothing that writes what it says.
+        ("org.apache.logging.log4j:log4j-slf4j-impl:2.25.3", False),
+    ],
+}
+
+
+def resolve(coordinates: str, *, transitive: bool, scratch: Path) -> set[tuple[str, str]]:
+    """(group:artifact:version, sha256) of an artifact and, if asked, of all that it depends on."""
+    target = scratch / coordinates.replace(":", SEPARATOR)
+    pattern = SEPARATOR.join(["[organisation]", "[artifact]", "[revision].[ext]"])
+    arguments = ["-cache", str(scratch / "cache"), "-confs", "default", "-dependency", *coordinates.split(":")]
+    run_ivy([*arguments, *([] if transitive else ["-notransitive"]), "-retrieve", str(target / pattern)])
+    return {(path.name.removesuffix(".jar").replace(SEPARATOR, ":"), sha256_of(path)) for path in target.glob("*.jar")}
+
+
+def main() -> None:
+    """Rewrite the lock."""
+    lines = ["# Written by infra/dev/lock_jars.py: every jar that is fetched, and its SHA-256."]
+    with tempfile.TemporaryDirectory() as scratch:
+        for name, roots in ROOTS.items():
+            found: set[tuple[str, str]] = set()
+            for coordinates, transitive in roots:
+                found |= resolve(coordinates, transitive=transitive, scratch=Path(scratch))
+            lines += ["", f"[{name}]", *(f"{coordinates} {sha256}" for coordinates, sha256 in sorted(found))]
+    LOCK_FILE.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
