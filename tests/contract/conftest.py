@@ -1,0 +1,19 @@
+"""The suite's one fixture: every test takes `harness` and so runs on every backend."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.contract.harness import Harness
+
+
+@pytest.fixture(params=["log", pytest.param("kafka", marks=pytest.mark.kafka)])
+def harness(request: pytest.FixtureRequest, tmp_path: Path) -> Harness:
+    """The log in a fresh folder, or the session's three Kafka brokers (RF 3, min ISR 2)."""
+    if request.param == "log":
+        from tests.contract.harness_log import LogHarness
+
+        return LogHarness(tmp_path)
+    from tests.contract.harness_kafka import KafkaHarness
+
+    return KafkaHarness(request.getfixturevalue("kafka_cluster"))

@@ -1,0 +1,88 @@
+"""The embedded log in the contract suite: a folder of its own per test, no server."""
+
+import asyncio
+import os
+import signal
+import sys
+import uuid
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+
+from services.core.broker.contract import Broker, TopicSpec
+from services.core.broker.log import LogBroker
+from services.core.broker.log.layout import DataFolder
+from services.core.broker.log.membership import Timing
+from services.core.broker.log.retention import cut
+from services.core.broker.log.store import Store
+
+TIMING = Timing(lease=1.5, drain=10.0)
+
+_HOLD_LOCK = """
+import sys, time
+from services.core.broker.log.layout import DataFolder
+from services.core.broker.log.store import Store
+store = Store.open(DataFolder.prepare(sys.argv[1]), sys.argv[2])
+store.connection.execute("BEGIN IMMEDIATE")
+store.connection.execute("UPDATE partitions SET floor = floor + 1")
+print("holds", flush=True)
+time.sleep(60)
+"""
+
+
+def open_for_tests(address: str) -> AbstractAsyncContextManager[Broker]:
+    """The folder with short leases, so that tests need not wait for long ones."""
+    return LogBroker.open(address, timing=TIMING)
+
+
+class LogHarness:
+    """The log in `folder`."""
+
+    member_timeout = TIMING.lease
+    poll_interval = TIMING.lease
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder / "log"
+        self.spec = f"log:{self._folder}"
+        self.url = f"log://{self._folder}"
+
+    def open(self) -> AbstractAsyncContextManager[Broker]:
+        """One more connection, as another process would have."""
+        return open_for_tests(str(self._folder))
+
+    def fresh_name(self, hint: str) -> str:
+        """Unique, though every test has a folder of its own."""
+        return f"{hint}-{uuid.uuid4().hex[:8]}"
+
+    async def create_topic(self, broker: Broker, partitions: int = 1) -> str:
+        """A fresh empty topic."""
+        name = self.fresh_name("topic")
+        await broker.admin.create_topic(TopicSpec(name, partitions=partitions))
+        return name
+
+    async def crash(self, topic: str, partition: int = 0) -> None:
+        """Kill a process that holds the topic's write lock with changes it has not committed."""
+        child = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", _HOLD_LOCK, str(self._folder), topic, stdout=asyncio.subprocess.PIPE
+        )
+        try:
+            assert child.stdout is not None
+            async with asyncio.timeout(30):
+                assert await child.stdout.readline() == b"holds\n"
+        finally:
+            os.kill(child.pid, signal.SIGKILL)
+            await child.wait()
+
+    async def restart(self) -> None:
+        """Nothing runs while nobody has the folder open."""
+
+    async def expire(self, topic: str, partition: int, before: int) -> None:
+        """What retention does, at a given offset."""
+        await asyncio.to_thread(_cut, DataFolder(self._folder), topic, partition, before)
+
+
+def _cut(folder: DataFolder, topic: str, partition: int, before: int) -> None:
+    store = Store.open(folder, topic)
+    try:
+        cut(store, partition, before)
+    finally:
+        store.close()

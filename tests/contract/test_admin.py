@@ -1,0 +1,119 @@
+"""Administration of topics."""
+
+import pytest
+
+from services.core.broker.contract import TopicSpec
+from services.core.broker.errors import TopicExists, UnknownTopic
+from services.core.broker.record import TopicPartition
+from tests.contract.harness import Harness
+from tests.contract.traffic import append, ignore_revoke, marks_of, numbered, numbers_of, own, read, record, until_async
+
+
+async def test_create_describe_delete(harness: Harness) -> None:
+    """If it fails, the fleet cannot set up or take down a pipe's streams."""
+    async with harness.open() as broker:
+        name = harness.fresh_name("topic")
+        await broker.admin.create_topic(TopicSpec(name, partitions=3, retention_ms=3_600_000))
+        with pytest.raises(TopicExists):
+            await broker.admin.create_topic(TopicSpec(name, partitions=1))
+        assert (await broker.admin.topics())[name] == 3
+
+        async def counted() -> bool:
+            return await broker.driver.partition_count(name) == 3
+
+        await until_async(counted, "the producer's side sees it")
+        placed = await append(broker, name, numbered(range(4)), 1)
+        ranges = await broker.admin.describe(name)
+        assert set(ranges) == {0, 1, 2}
+        assert ranges[0].start == ranges[0].end
+        assert (ranges[1].start, ranges[1].end) == (placed.first, placed.last + 1)
+        await broker.admin.delete_topic(name)
+
+        async def gone() -> bool:
+            return name not in await broker.admin.topics()
+
+        await until_async(gone, "the topic is gone")
+        with pytest.raises(UnknownTopic):
+            await broker.admin.describe(name)
+
+
+async def test_deleting_forgets_the_groups_offsets(harness: Harness) -> None:
+    """If it fails, a topic created again under the same name starts in the middle: its first events are skipped."""
+    async with harness.open() as broker:
+        name, group = harness.fresh_name("topic"), harness.fresh_name("g")
+        await broker.admin.create_topic(TopicSpec(name, partitions=1))
+        await append(broker, name, numbered(range(5)))
+        async with broker.consumer(group, [name], start="earliest", on_revoke=ignore_revoke) as consumer:
+            await consumer.commit(marks_of(await read(consumer, 5)))
+        await broker.admin.delete_topic(name)
+
+        async def created_again() -> bool:
+            if name in await broker.admin.topics():
+                return False
+            await broker.admin.create_topic(TopicSpec(name, partitions=1))
+            return True
+
+        await until_async(created_again, "the name is free again")
+        await append(broker, name, [record(77)])
+        async with broker.consumer(group, [name], start="earliest", on_revoke=ignore_revoke) as consumer:
+            assert numbers_of(await read(consumer, 1)) == [77]
+
+
+async def test_add_partitions(harness: Harness) -> None:
+    """If it fails, a stream cannot grow, or members never notice the partitions that were added."""
+    async with harness.open() as broker:
+        topic = await harness.create_topic(broker, partitions=1)
+        await append(broker, topic, [record(0)], 0)
+        group = harness.fresh_name("g")
+        async with broker.consumer(group, [topic], start="earliest", on_revoke=ignore_revoke) as consumer:
+            await own(consumer, 1)
+            await broker.admin.add_partitions(topic, 3)
+
+            async def grown() -> bool:
+                return await broker.driver.partition_count(topic) == 3
+
+            await until_async(grown, "the producer's side sees it within seconds")
+            await append(broker, topic, [record(2)], 2)
+            await own(consumer, 3)
+            assert TopicPartition(topic, 2) in consumer.assignment()
+            numbers: set[int] = set()
+            while numbers != {0, 2}:
+                numbers |= set(numbers_of(await read(consumer, 1)))
+        for partitions in (3, 1):
+            with pytest.raises(ValueError, match="3"):
+                await broker.admin.add_partitions(topic, partitions)
+
+
+async def test_new_partitions_are_read_from_their_beginning(harness: Harness) -> None:
+    """If it fails, what was sent to a new partition before a "latest" group noticed it is lost."""
+    async with harness.open() as broker:
+        topic = await harness.create_topic(broker, partitions=1)
+        group = harness.fresh_name("g")
+        async with broker.consumer(group, [topic], start="latest", on_revoke=ignore_revoke) as consumer:
+            await own(consumer, 1)
+            await append(broker, topic, [record(0)], 0)
+            await consumer.commit(marks_of(await read(consumer, 1)))
+            await broker.admin.add_partitions(topic, 2)
+            await append(broker, topic, [record(1)], 1)
+            assert numbers_of(await read(consumer, 1)) == [1]
+
+
+async def test_internal_topics_are_not_listed(harness: Harness) -> None:
+    """If it fails, an operator sees, and may delete, what the backend keeps its offsets in."""
+    async with harness.open() as broker:
+        topic = await harness.create_topic(broker)
+        await append(broker, topic, [record(0)])
+        async with broker.consumer(
+            harness.fresh_name("g"), [topic], start="earliest", on_revoke=ignore_revoke
+        ) as consumer:
+            await consumer.commit(marks_of(await read(consumer, 1)))
+        names = await broker.admin.topics()
+        assert topic in names
+        assert not [name for name in names if name.startswith("_")]
+
+
+async def test_nothing_committed_is_absent(harness: Harness) -> None:
+    """If it fails, "never committed" looks like "processed the first record"."""
+    async with harness.open() as broker:
+        topic = await harness.create_topic(broker, partitions=2)
+        assert await broker.admin.committed(harness.fresh_name("g"), topic) == {}

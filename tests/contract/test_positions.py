@@ -1,0 +1,250 @@
+"""Where reading starts, how far behind a group is, and what happens when its place is gone."""
+
+import asyncio
+from datetime import UTC, datetime, timedelta
+
+import pytest
+
+from services.core.broker.contract import Lag, Start
+from services.core.broker.errors import OffsetOutOfRange, Unavailable
+from services.core.broker.record import Record, TopicPartition
+from tests.contract.harness import Harness
+from tests.contract.traffic import (
+    BASE_TIME,
+    DEADLINE,
+    append,
+    ignore_revoke,
+    marks_of,
+    numbered,
+    numbers_of,
+    own,
+    poll,
+    read,
+    record,
+    until_async,
+)
+
+
+def _at(number: int) -> datetime:
+    """The event time of record `number`."""
+    return datetime.fromtimestamp(BASE_TIME / 1000, UTC) + timedelta(milliseconds=number)
+
+
+@pytest.mark.parametrize(
+    ("start", "expected"),
+    [
+        ("earliest", [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10]),
+        ("latest", [10]),
+        (_at(4), [4, 5, 6, 7, 8, 9, 10]),
+        (_at(-1000), [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10]),
+        (_at(5000), [10]),
+    ],
+    ids=["earliest", "latest", "date", "date-before-all", "date-after-all"],
+)
+async def test_start(harness: Harness, start: Start, expected: list[int]) -> None:
+    """If it fails, a new group misses events or reads old ones: time travel and replay land at the wrong place."""
+    async with harness.open() as broker:
+        topic = await harness.create_topic(broker)
+        for chunk in (range(4), range(4, 5), range(5, 10)):
+            await append(broker, topic, numbered(chunk))
+        async with broker.consumer(harness.fresh_name("g"), [topic], start=start, on_revoke=ignore_revoke) as consumer:
+            await own(consumer, 1)
+            assert await poll(consumer, max_records=1, max_wait=0.2) is not None
+            lag = (await consumer.lag())[TopicPartition(topic, 0)]
+            assert lag.records == len(expected) - 1, "counted from the start position as long as nothing is committed"
+        async with broker.consumer(harness.fresh_name("g"), [topic], start=start, on_revoke=ignore_revoke) as consumer:
+            await own(consumer, 1)
+            assert (await consumer.lag())[TopicPartition(topic, 0)].records == len(expected) - 1
+            await append(broker, topic, [record(10)])
+            assert numbers_of(await read(consumer, len(expected))) == expected
+
+
+async def test_start_applies_only_without_a_commit(harness: Harness) -> None:
+    """If it fails, a restart with another start setting skips or repeats what the group had settled."""
+    async with harness.open() as broker:
+        topic = await harness.create_topic(broker)
+        await append(broker, topic, numbered(range(5)))
+        group = harness.fresh_name("g")
+        async with broker.consumer(group, [topic], start="earliest", on_revoke=ignore_revoke) as consumer:
+            (first, *_) = await read(consumer, 1, max_records=2)
+            await consumer.commit({first.source: first.offsets[0]})
+        for start in ("latest", "earliest", _at(3)):
+            async with broker.consumer(group, [topic], start=start, on_revoke=ignore_revoke) as consumer:
+                assert numbers_of(await read(consumer, 4)) == [1, 2, 3, 4]
+
+
+async def test_where_a_group_began_is_remembered(harness: Harness) -> None:
+    """If it fails, a "latest" group that stops before its first commit skips what was sent while it was away."""
+    async with harness.open() as broker:
+        topic = await harness.create_topic(broker)
+        await append(broker, topic, numbered(range(5)))
+        group = harness.fresh_name("g")
+        async with broker.consumer(group, [topic], start="latest", on_revoke=ignore_revoke) as consumer:
+            await own(consumer, 1)
+        await append(broker, topic, numbered(range(5, 8)))
+        async with broker.consumer(group, [topic], start="latest", on_revoke=ignore_revoke) as consumer:
+            assert numbers_of(await read(consumer, 3)) == [5, 6, 7]
+
+
+async def test_offsets_at(harness: Harness) -> None:
+    """If it fails, a replay of a date range reads another range than it says."""
+    async with harness.open() as broker:
+        topic = await harness.create_topic(broker, partitions=2)
+        placed = await append(broker, topic, numbered(range(10)), 0)
+        ranges = await broker.admin.describe(topic)
+        assert await broker.admin.offsets_at(topic, "earliest") == {p: r.start for p, r in ranges.items()}
+        assert await broker.admin.offsets_at(topic, "latest") == {p: r.end for p, r in ranges.items()}
+        at = await broker.admin.offsets_at(topic, _at(3))
+        assert at[1] == ranges[1].end, "the end when nothing is that new"
+        if broker.features.contiguous_offsets:
+            assert at[0] == placed.first + 3
+
+
+async def test_start_at_a_date_with_times_out_of_order(harness: Harness) -> None:
+    """If it fails, late events shift the start: it is the first record not older than the date, in storage order."""
+    async with harness.open() as broker:
+        topic = await harness.create_topic(broker)
+        times = [0, 50, 10, 60, 20]
+        await append(broker, topic, [Record(b"k", b"%d" % n, BASE_TIME + t) for n, t in enumerate(times)])
+        async with broker.consumer(
+            harness.fresh_name("g"), [topic], start=_at(55), on_revoke=ignore_revoke
+        ) as consumer:
+            assert numbers_of(await read(consumer, 2)) == [3, 4]
+
+
+async def test_lag_counts_and_reaches_zero(harness: Harness) -> None:
+    """If it fails, autoscaling and alarms work on wrong figures, or a drained stream never looks drained."""
+    async with harness.open() as broker:
+        topic = await harness.create_topic(broker)
+        group = harness.fresh_name("g")
+        await append(broker, topic, numbered(range(10)))
+        source = TopicPartition(topic, 0)
+        async with broker.consumer(group, [topic], start="earliest", on_revoke=ignore_revoke) as consumer:
+            await own(consumer, 1)
+            age = _age_of(0)
+            lag = (await consumer.lag())[source]
+            assert lag.records == 10
+            assert abs(lag.millis - age) < 60_000, "the age of the oldest unprocessed record, by its own time"
+            batches = await read(consumer, 10)
+            assert (await consumer.lag())[source].records == 10, "read is not processed"
+            offsets = [offset for batch in batches for offset in batch.offsets]
+            await consumer.commit({source: offsets[6]})
+
+            async def three_left() -> bool:
+                lag = (await consumer.lag())[source]
+                return lag.records == 3 and abs(lag.millis - _age_of(7)) < 60_000
+
+            await until_async(three_left, "three records left")
+            await consumer.commit({source: offsets[-1]})
+
+            async def none_left() -> bool:
+                return (await consumer.lag())[source] == Lag(0, 0)
+
+            await until_async(none_left, "lag is zero, in records and milliseconds")
+
+
+def _age_of(number: int) -> int:
+    return int(datetime.now(UTC).timestamp() * 1000) - BASE_TIME - number
+
+
+async def test_group_lag_without_members(harness: Harness) -> None:
+    """If it fails, a group whose workers are all dead looks healthy: nobody wakes up."""
+    async with harness.open() as broker:
+        topic = await harness.create_topic(broker, partitions=2)
+        group = harness.fresh_name("g")
+        await append(broker, topic, numbered(range(10)), 0)
+        async with broker.consumer(group, [topic], start="earliest", on_revoke=ignore_revoke) as consumer:
+            batches = await read(consumer, 10)
+            offsets = [offset for batch in batches for offset in batch.offsets]
+            await consumer.commit({TopicPartition(topic, 0): offsets[3]})
+        lag = await broker.admin.group_lag(group, topic)
+        assert (lag[0].records, lag[1]) == (6, Lag(0, 0))
+        assert abs(lag[0].millis - _age_of(4)) < 60_000
+
+
+async def test_set_committed_moves_an_empty_group(harness: Harness) -> None:
+    """If it fails, an operator cannot replay, or skip a gap."""
+    async with harness.open() as broker:
+        topic = await harness.create_topic(broker)
+        placed = await append(broker, topic, numbered(range(5)))
+        group = harness.fresh_name("g")
+        await broker.admin.set_committed(group, topic, {0: placed.last})
+        assert await broker.admin.committed(group, topic) == {0: placed.last}
+        assert (await broker.admin.group_lag(group, topic))[0] == Lag(0, 0)
+        await broker.admin.set_committed(group, topic, {0: placed.first})
+        async with broker.consumer(group, [topic], start="latest", on_revoke=ignore_revoke) as consumer:
+            assert numbers_of(await read(consumer, 4)) == [1, 2, 3, 4]
+
+
+async def test_set_committed_is_refused_while_members_exist(harness: Harness) -> None:
+    """If it fails, moving a live group's offset is silently undone by its next commit, or skips what is in flight."""
+    async with harness.open() as broker:
+        topic = await harness.create_topic(broker)
+        placed = await append(broker, topic, numbered(range(5)))
+        group = harness.fresh_name("g")
+        async with broker.consumer(group, [topic], start="earliest", on_revoke=ignore_revoke) as consumer:
+            await consumer.commit(marks_of(await read(consumer, 5)))
+            with pytest.raises(Unavailable):
+                await broker.admin.set_committed(group, topic, {0: placed.first})
+            assert await broker.admin.committed(group, topic) == {0: placed.last}
+
+
+async def test_expired_position_is_loud(harness: Harness) -> None:
+    """If it fails, retention that passed a slow group skips events without a word: the one thing we promise not to do."""
+    async with harness.open() as broker:
+        topic = await harness.create_topic(broker)
+        group = harness.fresh_name("g")
+        first = await append(broker, topic, numbered(range(3)))
+        async with broker.consumer(group, [topic], start="earliest", on_revoke=ignore_revoke) as consumer:
+            await consumer.commit(marks_of(await read(consumer, 3)))
+        await append(broker, topic, numbered(range(3, 10)))
+        later = await append(broker, topic, numbered(range(10, 12)))
+        await harness.expire(topic, 0, later.first)
+        ranges = await broker.admin.describe(topic)
+        assert ranges[0].start == later.first
+        async with broker.consumer(group, [topic], start="latest", on_revoke=ignore_revoke) as consumer:
+            for _ in range(2):
+                with pytest.raises(OffsetOutOfRange) as gone:
+                    await read(consumer, 1)
+                assert (gone.value.topic, gone.value.partition) == (topic, 0)
+                assert first.last < gone.value.wanted < gone.value.start == later.first
+                assert gone.value.end == ranges[0].end
+        await broker.admin.set_committed(group, topic, {0: later.first - 1})
+        async with broker.consumer(group, [topic], start="latest", on_revoke=ignore_revoke) as consumer:
+            assert numbers_of(await read(consumer, 2)) == [10, 11]
+
+
+async def test_position_behind_the_end_is_loud(harness: Harness) -> None:
+    """If it fails, a topic that was deleted and created again is read from nowhere: its new events are skipped."""
+    async with harness.open() as broker:
+        topic = await harness.create_topic(broker)
+        group = harness.fresh_name("g")
+        placed = await append(broker, topic, numbered(range(3)))
+        await broker.admin.set_committed(group, topic, {0: placed.last + 1000})
+        async with broker.consumer(group, [topic], start="earliest", on_revoke=ignore_revoke) as consumer:
+            with pytest.raises(OffsetOutOfRange) as gone:
+                await read(consumer, 1)
+            assert gone.value.wanted > gone.value.end
+
+
+async def test_an_expired_partition_can_be_paused_and_the_rest_goes_on(harness: Harness) -> None:
+    """If it fails, one partition with a gap stops all others of its worker."""
+    async with harness.open() as broker:
+        topic = await harness.create_topic(broker, partitions=2)
+        group = harness.fresh_name("g")
+        placed = await append(broker, topic, numbered(range(5)), 0)
+        await append(broker, topic, numbered(range(10, 15)), 1)
+        await broker.admin.set_committed(group, topic, {0: placed.first})
+        await harness.expire(topic, 0, placed.last)
+        async with broker.consumer(group, [topic], start="earliest", on_revoke=ignore_revoke) as consumer:
+            seen: list[int] = []
+            gaps = 0
+            async with asyncio.timeout(DEADLINE):
+                while len(seen) < 5:
+                    try:
+                        seen += numbers_of(await poll(consumer))
+                    except OffsetOutOfRange as gone:
+                        gaps += 1
+                        consumer.pause([TopicPartition(gone.topic, gone.partition)])
+            assert seen == list(range(10, 15))
+            assert gaps <= 1

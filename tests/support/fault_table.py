@@ -1,0 +1,70 @@
+"""The fault table: one row per trial, printed at the end of a test run, also when tests run in several workers."""
+
+import dataclasses
+from dataclasses import dataclass
+
+import pytest
+
+PROPERTY = "fault_row"
+HEAD = (
+    f"{'fault':<44} {'broker':<6} {'acked':>8} {'arrived':>8} {'dead':>5} {'twice':>6} {'resent':>6} {'lost':>5} "
+    f"{'recovery':>9} {'ack gap':>8}  peak RSS, MB; seed; answers"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What one trial measured.
+
+    duplicates: deliveries beyond the first of events that the client sent once; sent_again: of those that it sent again.
+    recovery: seconds until a fresh event got through. gap: longest time without an acknowledgement. peak_rss in MB.
+    """
+
+    fault: str
+    broker: str
+    acknowledged: int
+    delivered: int
+    dead: int
+    duplicates: int
+    sent_again: int
+    lost: int
+    recovery: float | None
+    gap: float | None
+    peak_rss: dict[str, int]
+    seed: int
+    answers: dict[str, int]
+
+    def text(self) -> str:
+        """One line under HEAD."""
+        memory = " ".join(f"{name}={peak}" for name, peak in self.peak_rss.items())
+        answers = " ".join(f"{status}:{count}" for status, count in self.answers.items())
+        return (
+            f"{self.fault:<44} {self.broker:<6} {self.acknowledged:>8} {self.delivered:>8} {self.dead:>5} "
+            f"{self.duplicates:>6} {self.sent_again:>6} {self.lost:>5} {_seconds(self.recovery):>9} "
+            f"{_seconds(self.gap):>8}  {memory}; {self.seed}; {answers}"
+        )
+
+    def as_property(self) -> tuple[str, object]:
+        """For a test's `record_property`; travels from worker to controller."""
+        return PROPERTY, dataclasses.asdict(self)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print the table when there are rows."""
+    rows = [
+        Row(**value)
+        for reports in terminalreporter.stats.values()
+        for report in reports
+        if getattr(report, "when", None) == "call"
+        for name, value in report.user_properties
+        if name == PROPERTY
+    ]
+    if rows:
+        terminalreporter.section("faults")
+        terminalreporter.write_line(HEAD)
+        for row in sorted(rows, key=lambda row: (row.fault, row.broker)):
+            terminalreporter.write_line(row.text())
+
+
+def _seconds(value: float | None) -> str:
+    return "" if value is None else f"{value:.1f} s"

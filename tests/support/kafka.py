@@ -1,0 +1,54 @@
+"""What tests need of the Kafka cluster beside the fixture `kafka_cluster` (tests/conftest.py)."""
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+from uuid import uuid4
+
+from aiokafka.admin import AIOKafkaAdminClient, NewTopic
+
+
+def unique_name(hint: str) -> str:
+    """A topic or group name that no other test uses: the cluster lives as long as the test session."""
+    return f"{hint}-{uuid4().hex[:12]}"
+
+
+@asynccontextmanager
+async def open_admin(bootstrap: str) -> AsyncIterator[AIOKafkaAdminClient]:
+    """A connected admin client."""
+    admin = AIOKafkaAdminClient(bootstrap_servers=bootstrap)
+    try:
+        await admin.start()
+        yield admin
+    finally:
+        await admin.close()
+
+
+async def make_topic(
+    bootstrap: str, hint: str, *, partitions: int = 1, configs: Mapping[str, str] | None = None
+) -> str:
+    """Create a topic of its own for one test, with the cluster's replication, and return its name once it has leaders."""
+    name = unique_name(hint)
+    async with open_admin(bootstrap) as admin:
+        replicas = min(3, len(bootstrap.split(",")))
+        answer = await admin.create_topics([NewTopic(name, partitions, replicas, topic_configs=dict(configs or {}))])
+        errors = [error for error in answer.topic_errors if error[1] != 0]
+        assert not errors, f"the cluster refused the topic: {errors}"
+    async with asyncio.timeout(30):
+        while not await _has_leaders(bootstrap, name, partitions):
+            await asyncio.sleep(0.05)
+    return name
+
+
+async def describe_partitions(bootstrap: str, topic: str) -> list[dict[str, Any]]:
+    """The partitions of a topic: `partition`, `leader` (node id, -1: none), `replicas`, `isr`."""
+    async with open_admin(bootstrap) as admin:
+        (description,) = await admin.describe_topics([topic])
+        partitions: list[dict[str, Any]] = description["partitions"]
+        return sorted(partitions, key=lambda partition: partition["partition"])
+
+
+async def _has_leaders(bootstrap: str, topic: str, partitions: int) -> bool:
+    found = await describe_partitions(bootstrap, topic)
+    return len(found) == partitions and all(partition["leader"] >= 0 for partition in found)
