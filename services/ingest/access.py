@@ -1,0 +1,90 @@
+"""Who may send what: API keys in the Authorization header, and quotas per key."""
+
+import time
+from collections.abc import Callable
+from urllib.parse import parse_qsl
+
+from aiohttp.http import RawRequestMessage
+
+from services.core.keys import PREFIX, ApiKey, KeyRing
+from services.ingest import problems
+from services.ingest.problems import Refused
+
+SCOPE = "ingest"
+_URL_NAMES = frozenset(("key", "api_key", "apikey", "api-key", "token", "access_token", "authorization"))
+
+
+class Access:
+    """Checks keys; None for `ring` lets everybody in (loopback only, see settings). `ring` may be replaced at any time."""
+
+    def __init__(self, ring: KeyRing | None, clock: Callable[[], float] = time.monotonic) -> None:
+        self.ring = ring
+        self._clock = clock
+        self._buckets: dict[str, _Bucket] = {}
+
+    def authenticate(self, message: RawRequestMessage) -> ApiKey | None:
+        """The key of a request; None when no keys are asked for. Raises Refused: the same for no, a wrong and a revoked key."""
+        if self.ring is None:
+            return None
+        given = message.headers.getall("Authorization", [])
+        if len(given) == 1:
+            scheme, _, token = given[0].partition(" ")
+            if scheme.lower() == "bearer" and (key := self.ring.find(token.strip())) is not None:
+                return key
+        raise Refused(problems.NO_VALID_KEY, "Send it as Authorization: Bearer.")
+
+    def authorise(self, key: ApiKey | None, stream: str) -> None:
+        """Raises Refused: 404 for a stream that is not this key's, as for one that does not exist; 403 without the scope."""
+        if key is None:
+            return
+        if not key.covers(stream):
+            raise unknown_stream()
+        if SCOPE not in key.scopes:
+            raise Refused(problems.SCOPE_MISSING, f"The scope {SCOPE} is needed.")
+        if key.rate is not None:
+            wait = self._bucket(key.id, key.rate).wait(self._clock())
+            if wait > 0:
+                raise Refused(problems.OVER_QUOTA, f"It is {key.rate} events a second.", retry_after=wait)
+
+    def charge(self, key: ApiKey | None, events: int) -> None:
+        """Count events against the key's quota."""
+        if key is not None and key.rate is not None:
+            self._bucket(key.id, key.rate).take(events, self._clock())
+
+    def _bucket(self, key_id: str, rate: int) -> "_Bucket":
+        bucket = self._buckets.get(key_id)
+        if bucket is None or bucket.rate != rate:
+            bucket = self._buckets[key_id] = _Bucket(rate, self._clock())
+        return bucket
+
+
+class _Bucket:
+    """Tokens for a second's worth of events. A request may overdraw it; the next one waits until the debt is paid."""
+
+    def __init__(self, rate: int, now: float) -> None:
+        self.rate = rate
+        self._tokens, self._at = float(rate), now
+
+    def wait(self, now: float) -> float:
+        """Seconds until a request is let through; 0 now."""
+        self._tokens = min(self.rate, self._tokens + (now - self._at) * self.rate)
+        self._at = now
+        return max(0.0, -self._tokens / self.rate)
+
+    def take(self, events: int, now: float) -> None:
+        self.wait(now)
+        self._tokens -= events
+
+
+def check_query(query: str) -> None:
+    """Raises Refused when a key stands in the URL, where every proxy logs it."""
+    for name, value in parse_qsl(query, keep_blank_values=True):
+        if name.lower() in _URL_NAMES or value.startswith(f"{PREFIX}_"):
+            raise Refused(
+                problems.KEY_IN_URL, "URLs are logged on their way: revoke that key. Send Authorization: Bearer."
+            )
+
+
+def unknown_stream() -> Refused:
+    """The same for a stream that does not exist and for one that is none of the key's business."""
+    return Refused(problems.STREAM_NOT_FOUND, "Streams are declared in the pipe file.")

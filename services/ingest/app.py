@@ -1,0 +1,139 @@
+"""Ingest put together: what is opened in which order, and how it drains.
+
+Drain: readiness off, stop accepting, answer what is under way, close the producer, close the broker. `lifecycle` bounds it.
+"""
+
+import asyncio
+import gc
+import resource
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack, asynccontextmanager
+
+import structlog
+
+from services.core.broker.connect import BadBrokerUrl, open_broker
+from services.core.broker.contract import Broker
+from services.core.broker.errors import BrokerError
+from services.core.broker.producer import Producer
+from services.core.lifecycle import Supervision
+from services.core.management import serve_management
+from services.core.pipes import load_pipes
+from services.core.yaml_source import BadConfiguration, Problem
+from services.ingest.access import Access
+from services.ingest.endpoint import Endpoint
+from services.ingest.http_server import HttpServer, Timeouts
+from services.ingest.intake import Intake, max_age_ms
+from services.ingest.key_watch import Stamp, read_ring, watch_keys
+from services.ingest.openapi import load_openapi
+from services.ingest.probe import Probe, flush_tallies, pause
+from services.ingest.settings import IngestSettings
+
+log = structlog.get_logger()
+
+UNPACK_THREADS = 2
+OPEN_AGAIN_S = 1.0
+GC_YOUNG_OBJECTS = 50_000
+FILES_FOR_OURSELVES = 100
+"""Open files for logs, the broker and its files."""
+
+
+async def start(settings: IngestSettings, supervision: Supervision) -> None:
+    """Run until `supervision.stopping` is set and everything is drained. Raises BadConfiguration, OSError."""
+    settings.address()
+    stopping = supervision.stopping
+    pipes = await asyncio.to_thread(load_pipes, settings.pipes)
+    access, stamp = await _open_access(settings)
+    openapi = await asyncio.to_thread(load_openapi)
+    probe: Probe | None = None
+
+    def readiness() -> str | None:
+        if stopping.is_set():
+            return "stopping"
+        return probe.reason if probe is not None else "the broker is not reachable yet"
+
+    async with AsyncExitStack() as stack:
+        management = await stack.enter_async_context(serve_management(settings.management, readiness))
+        log.info("management", address=management)
+        broker = await _open_broker(stack, settings.broker, stopping)
+        if broker is None:
+            return
+        producer = await stack.enter_async_context(Producer(broker.driver, max_pending_bytes=settings.max_in_flight))
+        by_event_time = broker.features.retention_by_event_time
+        intakes = {
+            name: Intake(
+                name, stream, producer.rotate_keyless, max_age_ms=max_age_ms(stream) if by_event_time else None
+            )
+            for name, stream in pipes.streams.items()
+        }
+        probe = Probe(broker, producer, intakes.values())
+        unpackers = stack.enter_context(ThreadPoolExecutor(UNPACK_THREADS, thread_name_prefix="unpack"))
+        endpoint = Endpoint(intakes, producer, access, settings.limits, openapi, unpackers)
+        server = HttpServer(
+            endpoint.handle,
+            timeouts=Timeouts(settings.head_timeout, settings.body_timeout, settings.idle_timeout),
+            max_connections=bound_connections(settings.max_connections),
+            max_in_flight=settings.max_in_flight,
+        )
+        supervision.run(probe.run(stopping), "probe")
+        supervision.run(flush_tallies(intakes.values(), producer, stopping), "tallies")
+        if settings.keys is not None:
+            supervision.run(watch_keys(settings.keys, access, stamp, stopping), "keys")
+        async with _listen(server, settings) as address:
+            log.info("listening", address=address)
+            await stopping.wait()
+
+
+async def _open_access(settings: IngestSettings) -> tuple[Access, Stamp | None]:
+    if settings.keys is None:
+        return Access(None), None
+    ring, stamp = await asyncio.to_thread(read_ring, settings.keys)
+    return Access(ring), stamp
+
+
+async def _open_broker(stack: AsyncExitStack, url: str, stopping: asyncio.Event) -> Broker | None:
+    """The open broker, as soon as it can be had; None when the stop came first. Raises BadConfiguration."""
+    while not stopping.is_set():
+        try:
+            return await stack.enter_async_context(open_broker(url))
+        except BadBrokerUrl as error:
+            raise BadConfiguration([Problem("fleet", "broker", str(error))]) from None
+        except BrokerError as error:
+            log.warning("the broker cannot be opened", kind=type(error).__name__, error=str(error))
+        await pause(OPEN_AGAIN_S, stopping)
+    return None
+
+
+@asynccontextmanager
+async def _listen(server: HttpServer, settings: IngestSettings) -> AsyncIterator[str]:
+    host, port = settings.address()
+    async with AsyncExitStack() as stack:
+        try:
+            bound = await stack.enter_async_context(server.listen(host, port, reuse_port=settings.reuse_port))
+        except OSError as error:
+            remedy = "Try: another --listen, or end what listens there"
+            raise CannotListen(f"{settings.listen}: {error.strerror}. {remedy}") from error
+        yield f"{bound[0]}:{bound[1]}"
+
+
+class CannotListen(OSError):
+    """The port is taken, or the address is none of this machine."""
+
+
+def bound_connections(wanted: int) -> int:
+    """How many connections the system's limit on open files leaves room for; raises that limit as far as it may."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = wanted + FILES_FOR_OURSELVES
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        soft = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        if soft < needed:
+            log.warning("the limit on open files leaves room for fewer connections", limit=soft, wanted=wanted)
+            return max(1, soft - FILES_FOR_OURSELVES)
+    return wanted
+
+
+def calm_collector() -> None:
+    """Requests make many objects and no cycles; Python's default would look for cycles several times a request."""
+    gc.freeze()
+    gc.set_threshold(GC_YOUNG_OBJECTS, 20, 50)

@@ -1,0 +1,167 @@
+"""CloudEvents 1.0 over HTTP: batch, structured (JSON) and binary mode.
+
+The payload of a record is the event's data: the bytes of `data` as they stand in the body, or what `data_base64` decodes to;
+`null` when there is none. A `data` string of another media type than JSON is that text. The attributes travel beside it.
+"""
+
+import base64
+import binascii
+import re
+from collections.abc import Iterable
+from typing import Any
+from urllib.parse import unquote_to_bytes
+
+import msgspec
+import orjson
+
+from services.ingest import problems
+from services.ingest.event_fields import CONTROL
+from services.ingest.items import Attributes, Items, Limits
+from services.ingest.json_events import check_count, check_single, choose
+from services.ingest.json_text import WHITESPACE, parse, split_array
+from services.ingest.problems import Refusal, Refused
+
+HEADER_PREFIX = "ce-"
+JSON = "application/json"
+MAX_ATTRIBUTES = 64
+_REQUIRED = ("id", "source", "type")
+_NAME = re.compile(r"[a-z0-9]{1,64}")
+_NO_DATA = b"null"
+
+
+class _Data(msgspec.Struct):
+    """The two members of an event that are no attributes."""
+
+    data: msgspec.Raw = msgspec.Raw(_NO_DATA)
+
+
+_DATA = msgspec.json.Decoder(_Data)
+
+
+class _Fault(Exception):
+    """What makes one event no CloudEvent; the message is for a person."""
+
+
+def read_batch(body: bytes, limits: Limits) -> Items:
+    """An array of CloudEvents. Raises Refused when the text as a whole cannot be used."""
+    documents = parse(body)
+    if type(documents) is not list:
+        raise Refused(problems.BAD_JSON, "An array of CloudEvents is needed.")
+    check_count(len(documents), limits)
+    chosen = choose(split_array(body, documents), documents, range(len(documents)), limits)
+    return _unwrap(chosen)
+
+
+def read_structured(body: bytes, limits: Limits) -> Items:
+    """One CloudEvent. Raises Refused when the text cannot be used."""
+    document = parse(body)
+    if type(document) is not dict:
+        raise Refused(problems.BAD_JSON, "One CloudEvent, a JSON object, is needed.")
+    text = body.strip(WHITESPACE)
+    check_single(text, document, limits)
+    return _unwrap(Items([text], [document], range(1)))
+
+
+def read_binary(body: bytes, headers: Iterable[tuple[str, str]], content_type: str, limits: Limits) -> Items:
+    """One CloudEvent whose attributes are `ce-…` headers and whose data is the body, of any media type."""
+    document: dict[str, Any] = {}
+    if is_json(content_type) and body:
+        parsed = parse(body)
+        check_single(body, parsed, limits)
+        document = parsed if type(parsed) is dict else {}
+    elif len(body) > limits.event_bytes:
+        raise Refused(problems.EVENT_TOO_LARGE, f"An event has at most {limits.event_bytes} bytes.")
+    try:
+        attributes = _attributes(_from_headers(headers, content_type))
+    except _Fault as fault:
+        return Items([], [], [], [], [Refusal(0, problems.BAD_CLOUDEVENT, str(fault))])
+    return Items([body or _NO_DATA], [document], range(1), [attributes])
+
+
+def _from_headers(headers: Iterable[tuple[str, str]], content_type: str) -> dict[str, Any]:
+    """The attributes among the headers; values are percent-encoded UTF-8."""
+    members: dict[str, Any] = {}
+    for header, value in headers:
+        name = header.lower()
+        if not name.startswith(HEADER_PREFIX):
+            continue
+        name = name.removeprefix(HEADER_PREFIX)
+        if name in members:
+            raise _Fault("a ce- header stands twice")
+        try:
+            members[name] = unquote_to_bytes(value.encode(errors="surrogateescape")).decode()
+        except UnicodeDecodeError:
+            raise _Fault("ce- headers are percent-encoded UTF-8") from None
+    if content_type:
+        members["datacontenttype"] = content_type
+    return members
+
+
+def is_json(content_type: str) -> bool:
+    """Whether a media type says JSON; none at all does too."""
+    media = content_type.partition(";")[0].strip().lower()
+    return media in ("", JSON, "text/json") or media.endswith("+json")
+
+
+def _unwrap(chosen: Items) -> Items:
+    """From events as they stand in the body to their data and attributes."""
+    items = Items([], [], [], [], chosen.refused)
+    indexes: list[int] = []
+    for text, members, index in zip(chosen.values, chosen.documents, chosen.indexes, strict=True):
+        try:
+            attributes = _attributes(members)
+            value = _value(text, members, attributes.get("datacontenttype", ""))
+        except _Fault as fault:
+            items.refused.append(Refusal(index, problems.BAD_CLOUDEVENT, str(fault)))
+            continue
+        data = members.get("data")
+        items.values.append(value)
+        items.documents.append(data if type(data) is dict else {})
+        items.attributes.append(attributes)  # type: ignore[union-attr]  # it is the list made above
+        indexes.append(index)
+    items.indexes = indexes
+    return items
+
+
+def _value(text: bytes, members: dict[str, Any], content_type: str) -> bytes:
+    encoded = members.get("data_base64")
+    if encoded is not None:
+        if type(encoded) is not str or members.get("data") is not None:
+            raise _Fault("data_base64 is a text, and data is not given beside it")
+        try:
+            return base64.b64decode(encoded, validate=True)
+        except (binascii.Error, ValueError):
+            raise _Fault("data_base64 is not valid Base64") from None
+    data = members.get("data")
+    if type(data) is str and not is_json(content_type):
+        return data.encode()
+    return bytes(_DATA.decode(text).data)
+
+
+def _attributes(members: dict[str, Any]) -> Attributes:
+    """All attributes as text. Raises _Fault for what the specification does not allow."""
+    if members.get("specversion") != "1.0":
+        raise _Fault('specversion "1.0" is needed')
+    for name in _REQUIRED:
+        if type(members.get(name)) is not str or not members[name]:
+            raise _Fault(f"the attribute {name}, a text that is not empty, is needed")
+    if len(members) > MAX_ATTRIBUTES:
+        raise _Fault(f"at most {MAX_ATTRIBUTES} attributes are allowed")
+    attributes: Attributes = {}
+    for name, value in members.items():
+        if name in ("data", "data_base64") or value is None:
+            continue
+        if not _NAME.fullmatch(name):
+            raise _Fault("attribute names have lower-case letters and digits only, at most 64")
+        attributes[name] = _text(value)
+        if name != "id" and CONTROL.search(attributes[name]):
+            raise _Fault("control characters are not allowed in attributes")
+    return attributes
+
+
+def _text(value: object) -> str:
+    if type(value) is str:
+        return value
+    if type(value) is bool or type(value) is int:
+        return orjson.dumps(value).decode()
+    raise _Fault("attributes are texts, integers or booleans")

@@ -1,0 +1,153 @@
+"""The API: POST /v1/streams/{stream}/events, from a request's head to its answer. One await on the broker per request."""
+
+import asyncio
+import re
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Executor
+from urllib.parse import unquote
+
+import orjson
+from aiohttp.http import RawRequestMessage
+
+from services.core.broker.errors import BrokerClosed, Overloaded
+from services.core.broker.producer import Producer
+from services.ingest import problems
+from services.ingest.access import Access, check_query, unknown_stream
+from services.ingest.body_encoding import choose_encoding, unpack
+from services.ingest.body_formats import check_format, read_items
+from services.ingest.connection import Connection
+from services.ingest.http_answer import Answer, refuse
+from services.ingest.intake import Intake, Prepared
+from services.ingest.items import Limits
+from services.ingest.outcomes import RETRY_AFTER_S, answer, find_failures
+from services.ingest.problems import Refused
+from services.ingest.request_body import read_body, reserve
+
+_STREAM_PATH = re.compile(r"/v1/streams/[^/]+/events")
+_POINTER = orjson.dumps({"service": "penstock ingest", "openapi": "/openapi.json"})
+
+
+def events_path(stream: str) -> str:
+    """Where the events of a stream are sent."""
+    return f"/v1/streams/{stream}/events"
+
+
+class Endpoint:
+    """Answers every request of this process. `intakes` by stream name; `openapi` is the document, as JSON."""
+
+    def __init__(
+        self,
+        intakes: Mapping[str, Intake],
+        producer: Producer,
+        access: Access,
+        limits: Limits,
+        openapi: bytes,
+        executor: Executor,
+    ) -> None:
+        self._routes = {events_path(name): intake for name, intake in intakes.items()}
+        self._documents = {"/": _POINTER, "/openapi.json": openapi}
+        self._producer, self._access, self._limits, self._executor = producer, access, limits, executor
+
+    async def handle(self, message: RawRequestMessage, connection: Connection) -> Answer:
+        """One request. Raises Refused where no stream is concerned, ClientGone, and programming errors."""
+        intake = self._routes.get(message.path)
+        if intake is None or message.method != "POST":
+            found = self._look_up(message)
+            if isinstance(found, Answer):
+                return found
+            intake = found
+        try:
+            answered = await self._post(intake, message, connection)
+        except Refused as refused:
+            answered = refuse(refused)
+        intake.tally.answered(answered.status)
+        return answered
+
+    async def _post(self, intake: Intake, message: RawRequestMessage, connection: Connection) -> Answer:
+        access, headers = self._access, message.headers
+        key = access.authenticate(message)
+        access.authorise(key, intake.name)
+        content_type, body_format = check_format(message)
+        encoding = choose_encoding(headers.getall("Content-Encoding", []))
+        if not intake.partitions:
+            detail = "The broker does not have it, or has not answered yet."
+            raise Refused(problems.STREAM_NOT_READY, detail, retry_after=RETRY_AFTER_S)
+        body = await read_body(connection, message, self._limits.body_bytes)
+        if encoding is not None:
+            body = await self._unpack(body, encoding, connection)
+        items = read_items(body, content_type, body_format, message, self._limits)
+        access.charge(key, len(items.values))
+        arrival = time.time_ns() // 1_000_000
+        prepared = intake.prepare(items, arrival, headers.get("traceparent"))
+        return await self._send(intake, prepared, arrival, wants_ids="Prefer" in headers and _wants_ids(message))
+
+    async def _send(self, intake: Intake, prepared: Prepared, arrival: int, *, wants_ids: bool) -> Answer:
+        refused, failed, retry_after = prepared.refused, set[int](), RETRY_AFTER_S
+        if prepared.parts:
+            try:
+                result = await self._producer.send_to(intake.name, prepared.parts)
+            except Overloaded:
+                detail = "The queue to the broker is full; nothing was stored."
+                raise Refused(problems.OVERLOADED, detail, retry_after=RETRY_AFTER_S) from None
+            except BrokerClosed:
+                detail = "This process is stopping; nothing was stored."
+                raise Refused(problems.BROKER_UNAVAILABLE, detail, retry_after=RETRY_AFTER_S) from None
+            if result.failed:
+                failed, more, retry_after = find_failures(result, prepared)
+                refused = refused + more
+        stored = [row for row in prepared.all_rows if row not in failed] if failed else prepared.all_rows
+        if stored:
+            intake.trouble = None
+            _count(intake, prepared, stored, arrival)
+        elif refused and refused[-1].kind.status >= 503:
+            intake.trouble = time.monotonic(), refused[-1].kind.title
+        if refused:
+            intake.tally.refused([refusal.kind.name for refusal in refused])
+        ids = [prepared.ids[row].decode() for row in stored] if wants_ids else None
+        return answer(len(stored), refused, retry_after, ids)
+
+    async def _unpack(self, body: bytes, encoding: str, connection: Connection) -> bytes:
+        """On a thread: the codecs release the interpreter, and 5 MB take them 10 ms."""
+        loop = asyncio.get_running_loop()
+        unpacked = await loop.run_in_executor(self._executor, unpack, body, encoding, self._limits.body_bytes)
+        reserve(connection, len(unpacked))
+        return unpacked
+
+    def _look_up(self, message: RawRequestMessage) -> Intake | Answer:
+        """Everything but a plain POST to a known stream. Raises Refused."""
+        check_query(message.url.raw_query_string)
+        path = unquote(message.url.raw_path)
+        document = self._documents.get(path)
+        if document is not None:
+            _check_method(message, "GET, HEAD")
+            return Answer(200, document)
+        if not path.startswith("/v1/"):
+            raise Refused(problems.NOT_FOUND, "See /openapi.json.")
+        key = self._access.authenticate(message)
+        intake = self._routes.get(path)
+        if intake is None:
+            raise (
+                unknown_stream() if _STREAM_PATH.fullmatch(path) else Refused(problems.NOT_FOUND, "See /openapi.json.")
+            )
+        self._access.authorise(key, intake.name)
+        _check_method(message, "POST")
+        return intake
+
+
+def _count(intake: Intake, prepared: Prepared, stored: Sequence[int], arrival: int) -> None:
+    times, values = prepared.times, prepared.values
+    if len(stored) < len(times):
+        times, values = [times[row] for row in stored], [values[row] for row in stored]
+    intake.tally.accepted(times, sum(map(len, values)), arrival, time.time_ns() // 1_000_000)
+
+
+def _check_method(message: RawRequestMessage, allowed: str) -> None:
+    if message.method not in allowed.split(", "):
+        raise Refused(problems.METHOD_NOT_ALLOWED, f"Allowed: {allowed}.", allow=allowed)
+
+
+def _wants_ids(message: RawRequestMessage) -> bool:
+    """RFC 7240: the client wants to know what was made of its events."""
+    preferences = ",".join(message.headers.getall("Prefer", [])).lower().split(",")
+    return any(preference.partition(";")[0].strip() == "return=representation" for preference in preferences)

@@ -1,0 +1,148 @@
+"""From columns of raw field values to event ids, ordering keys and event times. One column is one list, a row is one event.
+
+Each function has a fast way for a column that is uniform and fine, which is nearly every one (Python's C loops do it), and one
+row by row that finds what is wrong. Absent and null mean the same: not given.
+"""
+
+import datetime
+import re
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any
+
+import msgspec
+
+from services.ingest import problems
+from services.ingest.problems import ProblemType
+
+MAX_ID_BYTES = 256
+MAX_KEY_BYTES = 1024
+FUTURE_MS = 24 * 3_600_000
+"""An event time may be this far ahead of our clock: a day, so that no client's broken clock moves watermarks by years."""
+
+_SECONDS_BELOW = 10**11
+"""Numbers below are seconds (until the year 5138), from there on milliseconds (from 1973)."""
+
+CONTROL = re.compile("[\x00-\x1f\x7f-\x9f]")
+"""Characters that no id and no attribute has: they end up in HTTP headers."""
+
+_NOTHING = type(None)
+_EPOCH = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
+_MILLISECOND = datetime.timedelta(milliseconds=1)
+_Time = Annotated[datetime.datetime, msgspec.Meta(tz=True)]
+
+Faults = dict[int, tuple[ProblemType, str]]
+"""What is wrong, by row."""
+Column = list[Any]
+Reader = Callable[[Sequence[dict[str, Any]]], Column]
+
+
+def field_reader(path: str) -> Reader:
+    """A function that takes the column of one payload field (nested names joined by dots) out of parsed payloads."""
+    first, *rest = path.split(".")
+    if not rest:
+        return lambda documents: [document.get(first) for document in documents]
+
+    def read(documents: Sequence[dict[str, Any]]) -> Column:
+        column: Column = [document.get(first) for document in documents]
+        for name in rest:
+            column = [value.get(name) if type(value) is dict else None for value in column]
+        return column
+
+    return read
+
+
+def prefer(column: Column | None, other: Column | None) -> Column | None:
+    """The first column, its gaps filled from the other."""
+    if column is None or other is None:
+        return column if other is None else other
+    return [second if value is None else value for value, second in zip(column, other, strict=True)]
+
+
+def read_ids(column: Column) -> tuple[list[bytes | None], Faults]:
+    """Ids as UTF-8, None where absent. Text of 1 to 256 bytes without control characters, or an integer."""
+    if set(map(type, column)) == {str}:
+        ids = [value.encode() for value in column]
+        if "".join(column).isprintable() and all(ids) and max(map(len, ids)) <= MAX_ID_BYTES:
+            return ids, {}
+    faults: Faults = {}
+    return [_read_id(value, row, faults) for row, value in enumerate(column)], faults
+
+
+def _read_id(value: object, row: int, faults: Faults) -> bytes | None:
+    if value is None:
+        return None
+    if type(value) is int:
+        return b"%d" % value
+    if type(value) is not str:
+        faults[row] = (problems.BAD_ID, "an id is a text or an integer below 2^64")
+        return None
+    encoded = value.encode()
+    if CONTROL.search(value):
+        faults[row] = (problems.BAD_ID_CHARACTERS, "control characters are not allowed in an id")
+    elif not 1 <= len(encoded) <= MAX_ID_BYTES:
+        faults[row] = (problems.BAD_ID, f"an id has 1 to {MAX_ID_BYTES} bytes")
+    return encoded
+
+
+def read_keys(column: Column) -> tuple[list[bytes | None], Faults]:
+    """Ordering keys as UTF-8, None where absent. Text of at most 1024 bytes, or an integer."""
+    if set(map(type, column)) == {str}:
+        keys = [value.encode() for value in column]
+        if max(map(len, keys)) <= MAX_KEY_BYTES:
+            return keys, {}
+    faults: Faults = {}
+    return [_read_key(value, row, faults) for row, value in enumerate(column)], faults
+
+
+def _read_key(value: object, row: int, faults: Faults) -> bytes | None:
+    if type(value) is int:
+        return b"%d" % value
+    if type(value) is str:
+        key = value.encode()
+        if len(key) <= MAX_KEY_BYTES:
+            return key
+        faults[row] = (problems.BAD_KEY, f"a key has at most {MAX_KEY_BYTES} bytes")
+    elif value is not None:
+        faults[row] = (problems.BAD_KEY, "a key is a text or an integer below 2^64")
+    return None
+
+
+def read_times(column: Column, arrival: int, oldest: int = 0) -> tuple[list[int], Faults]:
+    """Event times in ms; `arrival` (ms) where absent.
+
+    RFC 3339 text with an offset, or a number of seconds or milliseconds since 1970; from `oldest` (ms) until a day after arrival.
+    """
+    kinds = set(map(type, column))
+    if kinds == {_NOTHING}:
+        return [arrival] * len(column), {}
+    if kinds == {str}:
+        try:
+            moments = msgspec.convert(column, list[_Time])
+        except msgspec.ValidationError:
+            pass
+        else:
+            times = [(moment - _EPOCH) // _MILLISECOND for moment in moments]
+            if min(times) >= oldest and max(times) <= arrival + FUTURE_MS:
+                return times, {}
+    elif kinds == {int} and min(column) >= max(oldest, _SECONDS_BELOW) and max(column) <= arrival + FUTURE_MS:
+        return column, {}
+    faults: Faults = {}
+    return [_read_time(value, arrival, oldest, row, faults) for row, value in enumerate(column)], faults
+
+
+def _read_time(value: object, arrival: int, oldest: int, row: int, faults: Faults) -> int:
+    time = arrival
+    if type(value) is str:
+        try:
+            time = (msgspec.convert(value, _Time) - _EPOCH) // _MILLISECOND
+        except msgspec.ValidationError:
+            faults[row] = (problems.BAD_TIME, "a text time is RFC 3339 with an offset. Try: 2026-01-02T03:04:05.678Z")
+    elif type(value) is int or type(value) is float:
+        time = round(value * 1000) if abs(value) < _SECONDS_BELOW else round(value)
+    elif value is not None:
+        faults[row] = (problems.BAD_TIME, "a time is RFC 3339 text, or seconds or milliseconds since 1970")
+    if not 0 <= time <= arrival + FUTURE_MS:
+        faults[row] = (problems.TIME_OUT_OF_RANGE, "a time lies between 1970 and a day after its arrival")
+    elif time < oldest:
+        faults[row] = (problems.TOO_OLD, "the stream could drop it before it is delivered. Try: a longer retention")
+    return time

@@ -1,0 +1,70 @@
+"""What we ask of HTTP/1.1 framing beyond the parser's own checks, and how its complaints are answered.
+
+aiohttp's compiled parser (llhttp, strict) refuses by itself: Content-Length with Transfer-Encoding, twice, negative or not a
+number; two Hosts, and none in HTTP/1.1; bare CR or LF, spaces before colons, obsolete folding, bad chunk sizes.
+"""
+
+import asyncio
+from collections.abc import Sequence
+
+from aiohttp import hdrs
+from aiohttp.base_protocol import BaseProtocol
+from aiohttp.http import HttpProcessingError, HttpRequestParser, HttpVersion10, HttpVersion11, RawRequestMessage
+from aiohttp.http_exceptions import LineTooLong
+from aiohttp.streams import StreamReader
+
+from services.ingest import problems
+from services.ingest.problems import Refused
+
+MAX_LINE_BYTES = 8190
+MAX_HEADERS = 64
+MAX_HEAD_BYTES = 32_768
+MAX_PIPELINED = 8
+READ_BUFFER_BYTES = 1 << 18
+
+Incoming = tuple[RawRequestMessage, StreamReader]
+"""A request's head and where its body arrives."""
+
+
+class HeadTooLarge(HttpProcessingError):
+    """All lines of a head together are too long."""
+
+
+def make_parser(protocol: BaseProtocol, loop: asyncio.AbstractEventLoop) -> HttpRequestParser:
+    """A parser for one connection. It never decompresses: aiohttp answers 200 to half a gzip body."""
+    return HttpRequestParser(
+        protocol,
+        loop,
+        READ_BUFFER_BYTES,
+        max_line_size=MAX_LINE_BYTES,
+        max_headers=MAX_HEADERS,
+        max_field_size=MAX_LINE_BYTES,
+        auto_decompress=False,
+        max_msg_queue_size=MAX_PIPELINED,
+    )
+
+
+def check_heads(requests: Sequence[Incoming]) -> None:
+    """Raises HeadTooLarge. Called only when so much came at once that a head may be too large."""
+    for message, _ in requests:
+        size = len(message.path) + sum(len(name) + len(value) + 4 for name, value in message.raw_headers)
+        if size > MAX_HEAD_BYTES:
+            raise HeadTooLarge
+
+
+def check_version(message: RawRequestMessage) -> None:
+    """Raises Refused for a request that is not HTTP/1.1, unless it is HTTP/1.0 with a Host."""
+    if message.version is HttpVersion11:
+        return
+    if message.version != HttpVersion10 or hdrs.HOST not in message.headers:
+        raise Refused(problems.BAD_REQUEST, "HTTP/1.1 is needed.")
+
+
+def explain(error: HttpProcessingError) -> Refused:
+    """What the client is told about something that is not HTTP."""
+    if isinstance(error, LineTooLong | HeadTooLarge) or error.message == "Too many headers received":
+        return Refused(
+            problems.HEAD_TOO_LARGE,
+            f"At most {MAX_HEADERS} headers of {MAX_LINE_BYTES} bytes each, {MAX_HEAD_BYTES} in all, are allowed.",
+        )
+    return Refused(problems.BAD_REQUEST, "This is not a valid HTTP/1.1 request.")

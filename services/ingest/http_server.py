@@ -1,0 +1,134 @@
+"""The listening side: accepts connections, bounds them, sweeps their deadlines, and drains."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import structlog
+from aiohttp.http import RawRequestMessage
+
+from services.core import metrics
+from services.ingest import problems
+from services.ingest.connection import ClientGone, Connection
+from services.ingest.http_answer import Answer, http_date, refuse
+from services.ingest.http_framing import check_version
+from services.ingest.problems import SEND_AGAIN, Refused
+
+log = structlog.get_logger()
+
+SWEEP_S = 0.5
+BACKLOG = 1024
+RETRY_AFTER_S = 1.0
+
+Handler = Callable[[RawRequestMessage, Connection], Awaitable[Answer]]
+"""Answers one request. May raise Refused."""
+
+
+@dataclass(frozen=True, slots=True)
+class Timeouts:
+    """In seconds, each from the first byte of what it bounds."""
+
+    head: float
+    body: float
+    idle: float
+
+
+class HttpServer:
+    """All connections of this process. `max_in_flight`: bytes of request bodies held at once."""
+
+    def __init__(self, handle: Handler, *, timeouts: Timeouts, max_connections: int, max_in_flight: int) -> None:
+        self._handle = handle
+        self._max_connections, self._max_in_flight = max_connections, max_in_flight
+        self._connections: set[Connection] = set()
+        self._empty = asyncio.Event()
+        self._draining = False
+        self._in_flight = 0
+        self.timeouts = timeouts
+        self.active = 0
+        """Connections that handle a request now; they count themselves."""
+        self.date = http_date(time.time())
+
+    @asynccontextmanager
+    async def listen(self, host: str, port: int, *, reuse_port: bool) -> AsyncIterator[tuple[str, int]]:
+        """Accept until the context is left; yields the bound address. Leaving stops accepting and waits for what is under way.
+
+        Cancelling that wait ends every connection at once. Raises OSError when the address cannot be had.
+        """
+        loop = asyncio.get_running_loop()
+        server = await loop.create_server(
+            lambda: Connection(self, loop), host, port, backlog=BACKLOG, reuse_port=reuse_port or None
+        )
+        async with asyncio.TaskGroup() as group:
+            sweeper = group.create_task(self._sweep(), name="sweep")
+            try:
+                yield server.sockets[0].getsockname()[:2]
+            finally:
+                server.close()
+                try:
+                    await self._drain()
+                finally:
+                    sweeper.cancel()
+                    for connection in list(self._connections):
+                        connection.abort()
+
+    async def _drain(self) -> None:
+        self._draining = True
+        for connection in list(self._connections):
+            connection.drain()
+        if self._connections:
+            await self._empty.wait()
+
+    async def _sweep(self) -> None:
+        """Twice a second: the date, the metrics, and whose deadline has passed."""
+        loop = asyncio.get_running_loop()
+        while True:
+            self.date = http_date(time.time())
+            metrics.INGEST_IN_FLIGHT.set(self.active)
+            now = loop.time()
+            for connection in [one for one in self._connections if one.deadline < now]:
+                connection.expire()
+            await asyncio.sleep(SWEEP_S)
+
+    async def respond(self, message: RawRequestMessage, connection: Connection) -> Answer:
+        """The answer to a request, whatever happens. Raises ClientGone when nobody waits for it."""
+        try:
+            check_version(message)
+            return await self._handle(message, connection)
+        except Refused as refused:
+            return refuse(refused)
+        except (ClientGone, ConnectionError):
+            raise
+        except Exception as error:
+            log.exception("a request failed", method=message.method, kind=type(error).__name__, exc_info=error)
+            return refuse(Refused(problems.INTERNAL, f"This is a fault of ours. {SEND_AGAIN}"), close=True)
+
+    # What connections call.
+
+    def add(self, connection: Connection) -> Answer | None:
+        """A new connection; an answer when it cannot stay."""
+        self._connections.add(connection)
+        if len(self._connections) > self._max_connections:
+            if len(self._connections) > 2 * self._max_connections:
+                connection.abort()
+            return refuse(Refused(problems.OVERLOADED, "Too many connections.", retry_after=RETRY_AFTER_S))
+        if self._draining:
+            connection.drain()
+        return None
+
+    def remove(self, connection: Connection) -> None:
+        """A connection is gone and has nothing under way."""
+        self._connections.discard(connection)
+        if self._draining and not self._connections:
+            self._empty.set()
+
+    def reserve(self, size: int) -> None:
+        """Count bytes as held. Raises Refused when they are too many; they count until `release` all the same."""
+        self._in_flight += size
+        if self._in_flight > self._max_in_flight:
+            raise Refused(problems.OVERLOADED, "Too many bytes are under way.", retry_after=RETRY_AFTER_S)
+
+    def release(self, size: int) -> None:
+        """Undo `reserve`."""
+        self._in_flight -= size

@@ -1,0 +1,101 @@
+"""Every way in which ingest says no: RFC 9457 problem types, stable for clients, documented in docs/ingest.md.
+
+Details are constant texts or name limits and positions; they never repeat what the client sent.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import orjson
+
+URN = "urn:penstock:problem:"
+
+
+class ProblemType(NamedTuple):
+    """One kind of problem. `name` is the stable end of its URI; `status` is what a whole request of this kind gets."""
+
+    name: str
+    status: int
+    title: str
+
+    @property
+    def uri(self) -> str:
+        """The `type` member of RFC 9457."""
+        return URN + self.name
+
+
+BAD_REQUEST = ProblemType("bad-request", 400, "The HTTP request is malformed")
+EMPTY_BODY = ProblemType("empty-body", 400, "The body is empty")
+BAD_JSON = ProblemType("bad-json", 400, "Not valid JSON")
+TOO_DEEP = ProblemType("too-deep", 400, "JSON is nested too deeply")
+BAD_COMPRESSION = ProblemType("bad-compression", 400, "The compressed body is damaged or incomplete")
+BAD_ID_CHARACTERS = ProblemType("bad-id-characters", 400, "An event id has control characters")
+INCOMPLETE_BODY = ProblemType("incomplete-body", 400, "The body ended early")
+NO_VALID_KEY = ProblemType("no-valid-key", 401, "A valid API key is needed")
+KEY_IN_URL = ProblemType("key-in-url", 401, "An API key stood in the URL")
+SCOPE_MISSING = ProblemType("scope-missing", 403, "The API key lacks the scope for this")
+NOT_FOUND = ProblemType("not-found", 404, "There is no such resource")
+STREAM_NOT_FOUND = ProblemType("stream-not-found", 404, "There is no such stream")
+METHOD_NOT_ALLOWED = ProblemType("method-not-allowed", 405, "This method is not allowed here")
+TOO_SLOW = ProblemType("too-slow", 408, "The request did not arrive in time")
+BODY_TOO_LARGE = ProblemType("body-too-large", 413, "The body is too large")
+EVENT_TOO_LARGE = ProblemType("event-too-large", 413, "An event is too large")
+TOO_MANY_EVENTS = ProblemType("too-many-events", 413, "The request has too many events")
+UNSUPPORTED_MEDIA_TYPE = ProblemType("unsupported-media-type", 415, "This Content-Type is not supported")
+UNSUPPORTED_ENCODING = ProblemType("unsupported-encoding", 415, "This Content-Encoding is not supported")
+EXPECTATION_FAILED = ProblemType("expectation-failed", 417, "This expectation is not supported")
+NOTHING_ACCEPTED = ProblemType("nothing-accepted", 422, "No event was accepted")
+NOT_AN_OBJECT = ProblemType("not-an-object", 422, "An event is not a JSON object")
+BAD_ID = ProblemType("bad-id", 422, "An event id is not usable")
+BAD_KEY = ProblemType("bad-key", 422, "An ordering key is not usable")
+BAD_TIME = ProblemType("bad-time", 422, "An event time is not understood")
+TOO_OLD = ProblemType("too-old", 422, "An event time is more than half the stream's retention ago")
+TIME_OUT_OF_RANGE = ProblemType("time-out-of-range", 422, "An event time is out of range")
+BAD_CLOUDEVENT = ProblemType("bad-cloudevent", 422, "Not a valid CloudEvent 1.0")
+OVER_QUOTA = ProblemType("over-quota", 429, "The API key's quota is used up")
+HEAD_TOO_LARGE = ProblemType("head-too-large", 431, "The request line or a header is too large")
+INTERNAL = ProblemType("internal", 500, "Ingest failed; the outcome is unknown")
+OVERLOADED = ProblemType("overloaded", 503, "Too much is under way; nothing was stored")
+BROKER_UNAVAILABLE = ProblemType("broker-unavailable", 503, "The broker is not available; the event was not stored")
+OUTCOME_UNKNOWN = ProblemType("outcome-unknown", 503, "The broker did not answer in time; the outcome is unknown")
+STORAGE_FULL = ProblemType("storage-full", 507, "The broker's storage is full; the event was not stored")
+STREAM_NOT_READY = ProblemType("stream-not-ready", 503, "The stream is not ready in the broker")
+
+ALL = tuple(value for value in list(globals().values()) if isinstance(value, ProblemType))
+
+SEND_AGAIN = "Send the same events with the same ids again."
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """One refused event: its index in the request (the line number from 0 in NDJSON), why, and more for a person."""
+
+    index: int
+    kind: ProblemType
+    detail: str
+
+    def as_json(self) -> dict[str, Any]:
+        """As it stands in a 207 or 422 answer. `retry`: whether the same event may be accepted when it is sent again."""
+        return {
+            "index": self.index,
+            "type": self.kind.uri,
+            "reason": self.kind.name,
+            "detail": self.detail,
+            "retry": self.kind.status >= 503,
+        }
+
+
+class Refused(Exception):
+    """The whole request is refused. `retry_after`: seconds, for 429 and 503. `allow`: methods, for 405."""
+
+    def __init__(
+        self, kind: ProblemType, detail: str, *, retry_after: float | None = None, allow: str | None = None
+    ) -> None:
+        super().__init__(detail)
+        self.kind, self.detail, self.retry_after, self.allow = kind, detail, retry_after, allow
+
+
+def problem_json(kind: ProblemType, detail: str, **members: object) -> bytes:
+    """The body of an application/problem+json answer."""
+    head = {"type": kind.uri, "title": kind.title, "status": kind.status, "detail": detail}
+    return orjson.dumps({**head, **members})

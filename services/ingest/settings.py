@@ -1,0 +1,60 @@
+"""Settings of ingest, and the checks that need more than one of them."""
+
+import ipaddress
+from pathlib import Path
+from typing import ClassVar
+
+from pydantic import Field
+
+from services.core.settings import Settings
+from services.core.units import Duration, Size
+from services.core.yaml_source import BadConfiguration, Problem
+from services.ingest.event_ids import MAX_IDS
+from services.ingest.items import Limits
+
+
+class IngestSettings(Settings):
+    """Takes events over HTTP and stores them durably before it answers."""
+
+    section: ClassVar[str] = "ingest"
+
+    listen: str = Field("127.0.0.1:8080", description="host:port for events; without keys loopback only.")
+    reuse_port: bool = Field(True, description="Whether ingest processes may share the port (true or false).")
+    keys: Path | None = Field(
+        None, description="The keys file that `penstock keys` writes; absent: no keys are asked for."
+    )
+    max_event: Size = Field(1_000_000, description="One event at most, e.g. 1MB.")
+    max_body: Size = Field(5_000_000, description="One request's body at most, before and after unpacking, e.g. 5MB.")
+    max_events: int = Field(10_000, ge=1, le=MAX_IDS, description="Events in one request at most.")
+    max_connections: int = Field(1000, ge=1, description="Open connections at most; more are answered 503.")
+    max_in_flight: Size = Field(
+        64_000_000, description="Bytes of all requests under way at most; more are answered 503."
+    )
+    head_timeout: Duration = Field(10.0, description="For a request's line and headers to arrive, e.g. 10s.")
+    body_timeout: Duration = Field(30.0, description="For a request's body to arrive, e.g. 30s.")
+    idle_timeout: Duration = Field(75.0, description="How long a connection may wait for its next request, e.g. 75s.")
+
+    @property
+    def limits(self) -> Limits:
+        """What one request may hold."""
+        return Limits(self.max_events, self.max_event, self.max_body)
+
+    def address(self) -> tuple[str, int]:
+        """Host and port of `listen`. Raises BadConfiguration, also when others could reach it without a key."""
+        host, _, port = self.listen.rpartition(":")
+        host = host.strip("[]")
+        if not host or not port.isdigit() or int(port) > 65535:
+            raise BadConfiguration([Problem("ingest", "listen", "host:port is needed. Try: 127.0.0.1:8080")])
+        if self.keys is None and not is_loopback(host):
+            problem = f"without API keys only this machine may send, and {host} is not a loopback address. "
+            problem += "Try: listen: 127.0.0.1:8080, or keys: keys.yaml made by `penstock keys create`"
+            raise BadConfiguration([Problem("ingest", "listen", problem)])
+        return host, int(port)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host, as text, can be reached from this machine only. Names other than localhost count as reachable."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -1,0 +1,163 @@
+"""API keys and the file that keeps them: what ingest believes and `penstock keys` writes."""
+
+import asyncio
+import multiprocessing
+import os
+from pathlib import Path
+
+import pytest
+import yaml
+from pydantic import ValidationError
+
+from services.core.key_file import add_key, load_keys, revoke_key
+from services.core.keys import KeyRing, make_key
+from services.core.yaml_source import BadConfiguration
+from services.ingest.access import Access
+from services.ingest.key_watch import read_ring, watch_keys
+
+CREATED = "2026-01-02T03:04:05Z"
+
+
+def make_file(path: Path, count: int = 1) -> list[str]:
+    """A keys file with so many keys; their tokens."""
+    tokens = []
+    for _ in range(count):
+        token, entry = make_key(streams=["orders"], created=CREATED)
+        add_key(path, entry)
+        tokens.append(token)
+    return tokens
+
+
+def test_a_key_opens_and_its_secret_is_kept_nowhere(tmp_path: Path) -> None:
+    """Whoever reads the file must not be able to send."""
+    path = tmp_path / "keys.yaml"
+    token, entry = make_key(streams=["orders"], name="shop", rate=5, created=CREATED)
+    add_key(path, entry)
+    prefix, key_id, secret = token.split("_")
+    assert (prefix, key_id, len(secret)) == ("psk", entry.id, 40)
+    assert secret not in path.read_text()
+    assert entry.hash not in repr(entry)
+    found = KeyRing(load_keys(path)).find(token)
+    assert found == entry
+    assert KeyRing(load_keys(path)).find(f"psk_{key_id}_{secret[::-1]}") is None
+
+
+def test_two_keys_never_look_alike() -> None:
+    """Ids and secrets come from the system's random numbers."""
+    tokens = {make_key(streams=["*"], created=CREATED)[0] for _ in range(100)}
+    assert len({token.split("_")[1] for token in tokens} | {token.split("_")[2] for token in tokens}) == 200
+
+
+def test_a_new_file_is_private(tmp_path: Path) -> None:
+    """Hashes are not secrets, but names and streams are nobody's business."""
+    path = tmp_path / "keys.yaml"
+    make_file(path)
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("mode", [0o644, 0o604, 0o602])
+def test_a_file_that_others_may_use_is_refused(tmp_path: Path, mode: int) -> None:
+    """Configuration error, naming file and remedy: whoever can write it can let himself in."""
+    path = tmp_path / "keys.yaml"
+    make_file(path)
+    path.chmod(mode)
+    with pytest.raises(BadConfiguration, match=r"keys\.yaml.*chmod 600"):
+        load_keys(path)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("version: 2\nkeys: []", "version"),
+        ("keys:\n  - {id: abcdefgh}", "hash"),
+        ("keys:\n  - {id: abcdefgh, hash: secret, streams: [a], scopes: [ingest], created: x}", r"keys\.yaml:2.*hash"),
+        ("keys: []\nmore: 1", "more"),
+    ],
+)
+def test_a_bad_file_names_its_line(tmp_path: Path, content: str, message: str) -> None:
+    """And never shows what stands there: it may be a secret put in the wrong place."""
+    path = tmp_path / "keys.yaml"
+    path.write_text(content)
+    path.chmod(0o600)
+    with pytest.raises(BadConfiguration, match=message) as caught:
+        load_keys(path)
+    assert "secret" not in str(caught.value).replace(str(path), "")
+
+
+def test_a_missing_file_says_what_to_do(tmp_path: Path) -> None:
+    """An operator who mistyped the path."""
+    with pytest.raises(BadConfiguration, match="Try: penstock keys create"):
+        load_keys(tmp_path / "none.yaml")
+
+
+def test_streams_and_rates_are_checked() -> None:
+    """A misspelt stream name would make a key that opens nothing."""
+    wrong: list[tuple[list[str], int | None]] = [([], None), (["No Such"], None), (["a"], 0)]
+    for streams, rate in wrong:
+        with pytest.raises(ValidationError):
+            make_key(streams=streams, rate=rate, created=CREATED)
+
+
+def test_a_revoked_key_stays_listed_and_opens_nothing(tmp_path: Path) -> None:
+    """The list must tell when it was revoked; a second revocation does not move that time."""
+    path = tmp_path / "keys.yaml"
+    first, second = make_file(path, 2)
+    key_id = first.split("_")[1]
+    assert revoke_key(path, key_id, "2026-02-02T00:00:00Z")
+    assert revoke_key(path, key_id, "2026-03-03T00:00:00Z")
+    assert not revoke_key(path, "zzzzzzzz", CREATED)
+    keys = load_keys(path)
+    assert [key.revoked for key in keys] == ["2026-02-02T00:00:00Z", None]
+    ring = KeyRing(keys)
+    assert ring.find(first) is None
+    assert ring.find(second) is not None
+
+
+def test_two_ids_alike_are_refused(tmp_path: Path) -> None:
+    """Which of them is meant would be chance."""
+    path = tmp_path / "keys.yaml"
+    make_file(path)
+    document = yaml.safe_load(path.read_text())
+    document["keys"] *= 2
+    path.write_text(yaml.safe_dump(document).replace("&id001", "").replace("*id001", ""))
+    with pytest.raises(BadConfiguration):
+        load_keys(path)
+
+
+def test_changes_at_once_all_count(tmp_path: Path) -> None:
+    """Two operators at once: neither's key may vanish."""
+    path = tmp_path / "keys.yaml"
+    context = multiprocessing.get_context("spawn")
+    processes = [context.Process(target=make_file, args=(path, 3)) for _ in range(3)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+        assert process.exitcode == 0
+    assert len(load_keys(path)) == 9
+
+
+async def test_a_changed_file_is_taken_over_and_a_broken_one_is_not(tmp_path: Path) -> None:
+    """Revoking must work without a restart; a typing mistake must not lock everybody out."""
+    path = tmp_path / "keys.yaml"
+    (first,) = await asyncio.to_thread(make_file, path)
+    ring, stamp = await asyncio.to_thread(read_ring, path)
+    access, stopping = Access(ring), asyncio.Event()
+
+    def opens(token: str) -> bool:
+        return access.ring is not None and access.ring.find(token) is not None
+
+    async with asyncio.timeout(20), asyncio.TaskGroup() as group:
+        group.create_task(watch_keys(path, access, stamp, stopping))
+        (second,) = await asyncio.to_thread(make_file, path)
+        while not opens(second):
+            await asyncio.sleep(0.05)
+        await asyncio.to_thread(path.write_text, "keys: 7")
+        await asyncio.sleep(1.5)
+        assert opens(first)
+        assert opens(second)
+        await asyncio.to_thread(os.remove, path)
+        await asyncio.to_thread(make_file, path)
+        while opens(first):
+            await asyncio.sleep(0.05)
+        stopping.set()

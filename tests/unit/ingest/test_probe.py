@@ -1,0 +1,65 @@
+"""Readiness follows the broker: unready until it took a probe, and again whenever it does not."""
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import cast
+
+import pytest
+
+from services.core.broker.contract import Broker
+from services.core.broker.errors import Unavailable, UnknownTopic
+from services.core.broker.producer import Producer
+from services.core.pipes import Stream
+from services.ingest import probe as probe_module
+from services.ingest.intake import Intake
+from services.ingest.probe import Probe
+from tests.support.memory_driver import MemoryDriver
+
+
+@dataclass
+class Answers:
+    """The probing half of a broker; `error` is what it answers."""
+
+    error: Exception | None = None
+    asked: list[str] = field(default_factory=list)
+
+    async def probe(self, topic: str, *, timeout: float) -> None:
+        """As in the contract."""
+        self.asked.append(topic)
+        if self.error is not None:
+            raise self.error
+
+
+async def test_readiness_follows_the_broker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Traffic must not come before the broker can take it, and must go elsewhere while it cannot."""
+    monkeypatch.setattr(probe_module, "READY_EVERY_S", 0.01)
+    monkeypatch.setattr(probe_module, "UNREADY_EVERY_S", 0.01)
+    driver, answers, stopping = MemoryDriver(), Answers(), asyncio.Event()
+    async with Producer(driver) as producer:
+        intakes = [Intake(name, Stream(), producer.rotate_keyless) for name in ("one", "two")]
+        probe = Probe(cast("Broker", answers), producer, intakes)
+
+        async def until(part: str | None) -> None:
+            async with asyncio.timeout(10):
+                while probe.reason is not None if part is None else part not in (probe.reason or ""):
+                    await asyncio.sleep(0.005)
+
+        assert probe.reason is not None
+        driver.create("one", 3)
+        async with asyncio.TaskGroup() as group:
+            group.create_task(probe.run(stopping))
+            await until("two does not exist")
+            assert [intake.partitions for intake in intakes] == [3, 0]
+            driver.create("two", 5)
+            await until(None)
+            assert [intake.partitions for intake in intakes] == [3, 5]
+            answers.error = Unavailable("no leader")
+            await until("no leader")
+            assert [intake.partitions for intake in intakes] == [3, 5]
+            answers.error = None
+            await until(None)
+            answers.error = UnknownTopic("gone")
+            await until("does not exist")
+            stopping.set()
+        assert probe.reason == "stopping"
+    assert set(answers.asked) == {"one", "two"}
