@@ -1,0 +1,106 @@
+"""Expel as a service: one lane per destination, all on one event loop, and a management port."""
+
+import asyncio
+import gc
+import os
+import resource
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+
+import backoff
+import structlog
+
+from services.core.broker.connect import open_broker
+from services.core.broker.contract import Broker
+from services.core.broker.errors import BrokerError, DataDamaged
+from services.core.broker.producer import Producer
+from services.core.lifecycle import Supervision
+from services.core.management import serve_management
+from services.core.yaml_source import BadConfiguration, Problem
+from services.expel.lane import Lane, wait_for_stop
+from services.expel.plan import LaneBuilder, LanePlan, read_plan
+from services.expel.settings import ExpelSettings
+
+log = structlog.get_logger()
+
+_DRAIN_SHARE = 0.6
+"""Of the drain time, for requests under way; the rest is for committing, leaving the groups and closing."""
+_OTHER_FILES = 200
+"""Open files for logs, the broker and its files."""
+_GC_YOUNG_OBJECTS = 50_000
+
+
+class Expel:
+    """The running service, as the management port sees it."""
+
+    def __init__(self) -> None:
+        self.lanes: list[Lane] = []
+        self.reason: str | None = "starting"
+
+    def ready(self) -> str | None:
+        """None when every lane runs (a disabled one does not count), else why not."""
+        return self.reason or next((lane.waits_for for lane in self.lanes if lane.waits_for), None)
+
+
+async def start(settings: ExpelSettings, supervision: Supervision) -> None:
+    """Run until the stop, then drain. Raises BadConfiguration; everything else is waited out or ends the process."""
+    plans = await asyncio.to_thread(read_plan, settings, dict(os.environ))
+    _raise_file_limit(plans)
+    calm_collector()
+    expel, stopping = Expel(), supervision.stopping
+    async with AsyncExitStack() as stack:
+        management = await stack.enter_async_context(serve_management(settings.management, expel.ready))
+        log.info("started", management=management, lanes=len(plans))
+        broker = await _open(stack, settings.broker, expel, stopping)
+        if broker is None:
+            return
+        producer = await stack.enter_async_context(Producer(broker.driver))
+        builder = LaneBuilder(settings, broker, producer, stack, len(plans))
+        expel.lanes = [await builder.build(plan) for plan in plans]
+        expel.reason = None
+        drain = settings.drain * _DRAIN_SHARE
+        running = [supervision.run(lane.run(stopping, drain), f"lane {lane.name}") for lane in expel.lanes]
+        await stopping.wait()
+        expel.reason = "stopping"
+        if running:
+            await asyncio.wait(running)
+
+
+def _raise_file_limit(plans: Sequence[LanePlan]) -> None:
+    """As far as the system allows; what is missing then costs throughput, never an event (`own_limits`)."""
+    connections = sum(plan.destination.webhook.concurrency for plan in plans if plan.destination.webhook is not None)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = connections + _OTHER_FILES
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return
+    soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    if soft < wanted:
+        log.warning(
+            "few_files", limit=soft, wanted=wanted, hint="Try: ulimit -n, a lower concurrency, or more instances"
+        )
+
+
+def calm_collector() -> None:
+    """Deliveries make many objects and no cycles; Python's default would look for cycles many times a second."""
+    gc.freeze()
+    gc.set_threshold(_GC_YOUNG_OBJECTS, 20, 50)
+
+
+async def _open(stack: AsyncExitStack, url: str, expel: Expel, stopping: asyncio.Event) -> Broker | None:
+    """The broker, as soon as it can be reached; None when the stop comes first."""
+    failures = 0
+    while not stopping.is_set():
+        try:
+            return await stack.enter_async_context(open_broker(url))
+        except DataDamaged:
+            raise
+        except BrokerError as error:
+            if not error.retriable:
+                raise BadConfiguration([Problem("--broker", "", str(error))]) from error
+            expel.reason = f"the broker cannot be opened: {error}"
+            if not failures:
+                log.warning("broker_unavailable", error=str(error), hint="it is tried again")
+            failures += 1
+            await wait_for_stop(stopping, backoff.full_jitter(min(5.0, 0.2 * 2 ** min(failures, 10))))
+    return None

@@ -1,0 +1,275 @@
+"""The heart of a lane: cuts requests out of what was taken, sends a bounded number at once, and settles what came of them.
+
+Nothing here is done per event but slicing lists; per request there is one turn of a worker.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+import backoff
+
+from services.core.broker.producer import Producer
+from services.core.broker.record import Batch, TopicPartition
+from services.core.broker.watermark import LowWater
+from services.core.pipes import dead_letter_topic
+from services.expel.delivery import Chunk, Delivery
+from services.expel.keyed_pending import KeyedPending
+from services.expel.lane_bounds import LaneBounds, LaneShape
+from services.expel.letters import DeadLetters, Letter, LetterWriter
+from services.expel.meter import LaneMeter
+from services.expel.outcome import Failure, Outcome
+from services.expel.pending import FifoPending, Pending
+from services.expel.rate import TokenBucket
+from services.expel.retries import Retries
+from services.expel.sender import Sender
+from services.expel.verdict import judge
+
+
+class Dispatcher:
+    """Lives as long as one membership of the lane's group; its tasks belong to the group given to `open`. Not thread-safe.
+
+    `gone` is set when the receiver answered 410: nothing is started any more.
+    """
+
+    def __init__(
+        self,
+        shape: LaneShape,
+        sender: Sender,
+        producer: Producer,
+        meter: LaneMeter,
+        clock: Callable[[], float] = time.monotonic,
+        jitter: Callable[[float], float] = backoff.full_jitter,
+    ) -> None:
+        self._shape, self._sender, self._meter = shape, sender, meter
+        self._clock, self._jitter = clock, jitter
+        self._pending: Pending = KeyedPending(shape.cut) if shape.keyed else FifoPending(shape.cut)
+        self._bucket = TokenBucket(shape.rate, clock) if shape.rate else None
+        self._writer = LetterWriter(shape.pipe, shape.destination)
+        self._letters = DeadLetters(producer, dead_letter_topic(shape.pipe), self._settle_letters)
+        self._retries = Retries()
+        self.low_water = LowWater()
+        self.gone = asyncio.Event()
+        self._group: asyncio.TaskGroup | None = None
+        self._workers: set[asyncio.Task[None]] = set()
+        self._sending: set[Delivery] = set()
+        self._bounds = LaneBounds(shape.max_events, shape.max_bytes)
+        self._closing = self._stopped = False
+        self._hold_until = self._timer_at = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+        self._progress = asyncio.Event()
+
+    def open(self, group: asyncio.TaskGroup) -> None:
+        """Tasks run in this group from now on."""
+        self._group = group
+
+    @property
+    def unsettled(self) -> int:
+        """Events taken and neither delivered nor durable among the dead letters."""
+        return self._bounds.events
+
+    def room(self) -> int:
+        """How many more events may be taken now; 0 until a fair part of the lane is free."""
+        return self._bounds.room(self.low_water.held())
+
+    async def wait_for_room(self) -> None:
+        """Until more may be taken."""
+        while not self.room():
+            self._progress.clear()
+            await self._progress.wait()
+
+    def take(self, batch: Batch) -> None:
+        """A polled batch: in flight from now on. Does not wait."""
+        now_ms = self._meter.now_ms()
+        self.low_water.take(batch)
+        found = self._sender.render(batch)
+        self._meter.took(batch.records, found.arrivals, now_ms)
+        size = sum(map(len, found.parts))
+        letters = self._writer.from_unreadable(batch.source, found.unreadable, now_ms)
+        self._bounds.add(len(batch.records), size + sum(letter.size for letter in letters))
+        if found.parts:
+            lists = (found.offsets, found.records, found.parts, found.ids, found.arrivals)
+            self._pending.add(Chunk(batch.source, *lists, now_ms, self._clock(), size))
+        self._bury(letters)
+        self._pump()
+
+    def _pump(self) -> None:
+        """Start workers while there is a free slot and something to send."""
+        assert self._group is not None
+        while len(self._workers) < self._shape.concurrency and (delivery := self._next()) is not None:
+            self._workers.add(self._group.create_task(self._work(delivery)))
+
+    async def _work(self, delivery: Delivery) -> None:
+        """Send one delivery after the other until there is nothing to send."""
+        worker = asyncio.current_task()
+        assert worker is not None
+        following: Delivery | None = delivery
+        try:
+            while following is not None:
+                await self._send(following)
+                following = self._next()
+                if following is not None and len(self._workers) < self._shape.concurrency:
+                    self._pump()
+        finally:
+            self._workers.discard(worker)  # in the same turn as `_next`, or the timer it set would find the slot taken
+
+    async def _send(self, delivery: Delivery) -> None:
+        try:
+            outcome = await self._sender.send(delivery)
+        finally:
+            self._sending.discard(delivery)
+        self._conclude(delivery, outcome)
+        self._progress.set()
+
+    def _next(self) -> Delivery | None:
+        """What to send now, retries first. When there is nothing yet, a timer is set for when to look again."""
+        if self._stopped or self.gone.is_set():
+            return None
+        now = self._clock()
+        due = self._when_due(now)
+        if due is None:
+            return None
+        due = max(due, self._hold_until)
+        if due <= now and self._bucket is not None:
+            due = now + self._bucket.wait()
+        if due > now:
+            self._look_again(due)
+            return None
+        retry_due = self._retries.due()
+        is_retry = retry_due is not None and retry_due <= now
+        delivery = self._retries.pop() if is_retry else self._pending.cut()
+        if self._bucket is not None:
+            self._bucket.take(len(delivery.parts))
+        self._sending.add(delivery)  # from now on, not from the worker's first turn: a revoke may come in between
+        return delivery
+
+    def _when_due(self, now: float) -> float | None:
+        """When the next delivery could leave (not after now: at once); None: not before something else happens."""
+        retry = self._retries.due()
+        is_busy = self._shape.serial and (self._sending or self._retries)
+        if self._closing or is_busy or (retry is not None and retry <= now):
+            return retry
+        oldest = self._pending.oldest()
+        if oldest is None:
+            return retry
+        full = now if self._pending.has_full() else oldest + self._shape.max_wait
+        return full if retry is None else min(retry, full)
+
+    def _look_again(self, at: float) -> None:
+        if self._timer is not None:
+            if self._timer_at <= at:
+                return
+            self._timer.cancel()
+        self._timer_at = at
+        self._timer = asyncio.get_running_loop().call_later(max(0.0, at - self._clock()), self._on_timer)
+
+    def _on_timer(self) -> None:
+        self._timer = None
+        self._pump()
+
+    def _conclude(self, delivery: Delivery, outcome: Outcome) -> None:
+        """An attempt ended: settle what was delivered; the verdict says what becomes of the rest."""
+        self._meter.attempted(outcome)
+        if outcome is None:
+            self._settle(delivery)
+            return
+        if not (isinstance(outcome, Failure) and outcome.ours):
+            delivery.attempts += 1
+        delivery.first_failure = delivery.first_failure or self._meter.now_ms()
+        failures = dict.fromkeys(range(len(delivery)), outcome) if isinstance(outcome, Failure) else outcome
+        verdict = judge(delivery, failures, self._shape.retry, self._jitter, keyed=self._shape.keyed)
+        if verdict.gone is not None:
+            self.gone.set()
+            return
+        self._hold_until = max(self._hold_until, self._clock() + verdict.hold)
+        if verdict.delivered:
+            self._settle(delivery.subset(verdict.delivered))
+        if verdict.bury:
+            self._bury(self._writer.from_failures(delivery, verdict.bury))
+        if verdict.again:
+            whole = len(verdict.again) == len(delivery)
+            self._retry(delivery if whole else delivery.subset(verdict.again), verdict.wait, verdict.reason)
+
+    def _retry(self, delivery: Delivery, wait: float, reason: str) -> None:
+        kept, lapsed = delivery.split(delivery.lapsed)
+        if lapsed is not None:
+            self._forget(lapsed)
+        if kept is not None:
+            self._meter.retried(len(kept), reason)
+            self._retries.push(kept, self._clock() + wait)
+
+    def _bury(self, letters: Sequence[Letter]) -> None:
+        assert self._group is not None
+        self._letters.add(letters, self._group)
+
+    def _settle(self, delivery: Delivery) -> None:
+        """The destination has these."""
+        self._meter.delivered(delivery)
+        for source, offsets, _ in delivery.runs:
+            self.low_water.settle(source, offsets)
+        self._forget(delivery)
+
+    def _settle_letters(self, letters: Sequence[Letter]) -> None:
+        """The dead letters have these, durably."""
+        for letter in letters:
+            self.low_water.settle(letter.source, (letter.offset,))
+            self._meter.buried(letter.reason)
+        self._pending.finish([letter.original for letter in letters if letter.tried])
+        self._bounds.release(len(letters), sum(letter.size for letter in letters))
+        self._progress.set()
+        self._pump()
+
+    def _forget(self, delivery: Delivery) -> None:
+        """These are no longer in flight here: settled, or another member's."""
+        self._pending.finish(delivery.records)
+        self._bounds.release(len(delivery.parts), delivery.size)
+
+    async def give_up(self, sources: frozenset[TopicPartition], limit: float) -> None:
+        """These partitions leave: forget what was not sent, wait at most `limit` seconds for what is being sent.
+
+        What is settled by then may be committed; the next owner does the rest again.
+        """
+        self._bounds.release(*self._pending.drop(sources))
+        for delivery in self._retries.drop(sources):
+            self._forget(delivery)
+        for delivery in self._sending:
+            delivery.lapsed |= sources
+
+        def is_sent() -> bool:
+            sending = any(run.source in sources for delivery in self._sending for run in delivery.runs)
+            return self._stopped or not (sending or self._letters.holds(sources))
+
+        await self._wait_until(is_sent, limit)
+
+    def go_on(self) -> None:
+        """Room came free, or keys did, by something else than a settled event."""
+        self._progress.set()
+        if self._group is not None and not self._stopped:
+            self._pump()
+
+    async def drain(self, limit: float) -> None:
+        """Start nothing new; finish within `limit` seconds what was begun, retries and dead letters too; then end all work."""
+        self._closing = True
+
+        def is_drained() -> bool:
+            return not (self._sending or len(self._letters) or (self._retries and not self.gone.is_set()))
+
+        await self._wait_until(is_drained, limit)
+        self.stop()
+
+    def stop(self) -> None:
+        """End all work now; what is not settled stays so."""
+        self._stopped = True
+        if self._timer is not None:
+            self._timer.cancel()
+        for worker in self._workers:
+            worker.cancel()
+        self._letters.stop()
+
+    async def _wait_until(self, condition: Callable[[], bool], limit: float) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(limit):
+                while not condition():
+                    self._progress.clear()
+                    await self._progress.wait()

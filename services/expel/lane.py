@@ -1,0 +1,116 @@
+"""A destination's lane: joins its own group, delivers, and starts over when the membership breaks. Shares nothing with others."""
+
+import asyncio
+from collections.abc import Callable
+from contextlib import suppress
+
+import backoff
+import structlog
+
+from services.core import metrics
+from services.core.broker.contract import Broker, Start
+from services.core.broker.errors import BrokerError
+from services.core.pipes import delivery_group
+from services.expel.dispatch import Dispatcher
+from services.expel.meter import LaneMeter
+from services.expel.session import Session
+
+log = structlog.get_logger()
+
+_BASE_WAIT, _MAX_WAIT = 0.2, 5.0
+_GONE_LAG_INTERVAL = 10.0
+
+
+class Lane:
+    """`topics` is what the destination reads; `make_dispatcher` gives a fresh one for each membership."""
+
+    def __init__(
+        self,
+        broker: Broker,
+        pipe: str,
+        destination: str,
+        topics: list[str],
+        start: Start,
+        meter: LaneMeter,
+        make_dispatcher: Callable[[], Dispatcher],
+        commit_interval: float,
+    ) -> None:
+        self._broker, self._topics, self._start = broker, topics, start
+        self.name = f"{pipe}/{destination}"
+        self._group = delivery_group(pipe, destination)
+        self._meter, self._make_dispatcher, self._commit_interval = meter, make_dispatcher, commit_interval
+        self.waits_for: str | None = "has not joined its group yet"
+        """Why the lane does not run, for a person; None while it runs and also when it is disabled (410)."""
+
+    async def run(self, stopping: asyncio.Event, drain: float) -> None:
+        """Until `stopping`; then drains within about `drain` seconds. Broker failures are waited out, never raised."""
+        failures = 0
+        while not stopping.is_set():
+            dispatcher = self._make_dispatcher()
+            try:
+                joined = await self._deliver(dispatcher, stopping, drain)
+            except* Exception as errors:  # a fault of ours, too, is this lane's alone
+                joined = False
+                self._report(errors, failures)
+            if dispatcher.gone.is_set() and not stopping.is_set():
+                await self._rest(stopping)
+            elif not stopping.is_set():
+                failures = 0 if joined else failures + 1
+                wait = backoff.full_jitter(min(_MAX_WAIT, _BASE_WAIT * 2 ** min(failures, 10)))
+                await wait_for_stop(stopping, wait)
+        self._meter.up(False)
+
+    async def _deliver(self, dispatcher: Dispatcher, stopping: asyncio.Event, drain: float) -> bool:
+        session = Session(self._group, dispatcher, self._meter, self._commit_interval)
+        joining = self._broker.consumer(self._group, self._topics, start=self._start, on_revoke=session.revoke)
+        async with joining as consumer:
+            log.info("lane_joined", lane=self.name, topics=self._topics)
+            self.waits_for = None
+            self._meter.up(True)
+            await session.run(consumer, stopping, drain)
+        return True
+
+    def _report(self, errors: BaseExceptionGroup[Exception], failures: int) -> None:
+        first: BaseException = errors
+        while isinstance(first, BaseExceptionGroup):
+            first = first.exceptions[0]
+        self.waits_for = f"{self.name}: {first}"
+        self._meter.up(False)
+        if not failures:
+            cause = None if isinstance(first, BrokerError) else first
+            log.error(
+                "lane_waits",
+                lane=self.name,
+                error=str(first),
+                kind=type(first).__name__,
+                hint="it joins again by itself",
+                exc_info=cause,
+            )
+
+    async def _rest(self, stopping: asyncio.Event) -> None:
+        """The receiver answered 410. Nothing is lost: what it has not taken stays in the stream, uncommitted."""
+        self._meter.up(False)
+        log.error(
+            "destination_disabled",
+            lane=self.name,
+            reason="the receiver answered 410 Gone",
+            hint="its backlog stays in the stream within its retention. Try: correct the pipe file and restart expel",
+        )
+        while not stopping.is_set():
+            with suppress(BrokerError):
+                await self._show_backlog()
+            await wait_for_stop(stopping, _GONE_LAG_INTERVAL)
+
+    async def _show_backlog(self) -> None:
+        for topic in self._topics:
+            for partition, lag in (await self._broker.admin.group_lag(self._group, topic)).items():
+                labels = (self._group, topic, str(partition))
+                metrics.BROKER_LAG_RECORDS.labels(*labels).set(lag.records)
+                metrics.BROKER_LAG_SECONDS.labels(*labels).set(lag.millis / 1000)
+
+
+async def wait_for_stop(stopping: asyncio.Event, limit: float) -> None:
+    """Until `stopping`, at most `limit` seconds."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(limit):
+            await stopping.wait()

@@ -1,0 +1,63 @@
+"""How a lane runs, and how much it may hold."""
+
+from dataclasses import dataclass
+
+from services.expel.disposition import RetryLimits
+from services.expel.pending import CutLimits
+
+_WINDOW = 10
+"""Records held above the low-water mark, as a multiple of the lane's events: how many may come again after a crash."""
+_EVENT_BYTES = 300
+"""About what one event costs in objects beside its bytes."""
+_FIRST_SIZE = 4000.0
+"""Bytes that an event is taken for before any was seen."""
+
+
+@dataclass(frozen=True, slots=True)
+class LaneShape:
+    """How a lane runs. max_events, max_bytes bound what is taken and not settled.
+
+    concurrency: requests under way at once. max_wait: seconds that an event waits for its request to fill up. rate: events a
+    second. keyed: later events of a key wait for earlier ones. serial: one delivery at a time, its retries included.
+    """
+
+    pipe: str
+    destination: str
+    cut: CutLimits
+    retry: RetryLimits
+    concurrency: int
+    max_wait: float
+    max_events: int
+    max_bytes: int
+    rate: int | None = None
+    keyed: bool = False
+    serial: bool = False
+
+
+class LaneBounds:
+    """Counts what is taken and not settled, and says how much more may be."""
+
+    def __init__(self, max_events: int, max_bytes: int) -> None:
+        self._max_events, self._max_bytes = max_events, max_bytes
+        self.events = 0
+        self._bytes = 0
+        self._usual_size = _FIRST_SIZE
+
+    def add(self, events: int, size: int) -> None:
+        """So many events of so many bytes in all were taken; later ones are expected to be about as large."""
+        self.events += events
+        self._bytes += size
+        self._usual_size = max(size / events, 0.5 * self._usual_size)
+
+    def release(self, events: int, size: int) -> None:
+        """They are settled, or another member's."""
+        self.events -= events
+        self._bytes -= size
+
+    def room(self, held: int) -> int:
+        """How many more events may be taken; 0 until a fair part is free. held: records above the low-water mark."""
+        free = self._max_events - self.events
+        if free < self._max_events // 8 or held > self._max_events * _WINDOW:
+            return 0
+        left = self._max_bytes - self._bytes - self.events * _EVENT_BYTES
+        return 0 if left <= 0 else min(free, 1 + int(left / (self._usual_size + _EVENT_BYTES)))

@@ -1,0 +1,97 @@
+"""What a lane counts. Values are gathered in plain lists and handed to the histograms together: per event that is an append."""
+
+import time
+from collections.abc import Callable, Sequence
+
+from services.core import metrics
+from services.core.broker.record import Record
+from services.expel.delivery import Delivery
+from services.expel.outcome import Failure, Outcome
+
+NODE = "expel"
+_FLUSH_AT = 5000
+
+
+class LaneMeter:
+    """The metrics of one destination of one pipe. `wall_clock` in seconds since the epoch. Call `flush` now and then."""
+
+    def __init__(self, pipe: str, destination: str, wall_clock: Callable[[], float] = time.time) -> None:
+        self._names = (pipe, destination)
+        self._wall_clock = wall_clock
+        self._lag_in = metrics.LAG_IN.labels(pipe, NODE)
+        self._lag_out = metrics.LAG_OUT.labels(pipe, NODE)
+        self._transit = metrics.TRANSIT_TIME.labels(pipe, destination)
+        self._expel_time = metrics.EXPEL_TIME.labels(pipe, destination)
+        self._e2e = metrics.E2E_LAG.labels(pipe, destination)
+        self._event_lag = metrics.EVENT_LAG.labels(pipe, destination)
+        self._delivered = metrics.EXPEL_DELIVERED.labels(pipe, destination)
+        self._succeeded = metrics.EXPEL_ATTEMPTS.labels(pipe, destination, "delivered")
+        self._in_flight = metrics.EXPEL_LANE_EVENTS.labels(pipe, destination)
+        self._up = metrics.EXPEL_LANE_UP.labels(pipe, destination)
+        self._event_lags_in: list[int] = []
+        self._transits: list[int] = []
+        self._event_lags: list[int] = []
+        self._e2es: list[int] = []
+        self._expel_times: list[int] = []
+        self._counts = [0, 0]
+
+    def now_ms(self) -> int:
+        """Wall clock, milliseconds since the epoch."""
+        return int(self._wall_clock() * 1000)
+
+    def took(self, records: Sequence[Record], arrivals: Sequence[int], now_ms: int) -> None:
+        """A polled batch arrived here."""
+        self._event_lags_in += [now_ms - record.timestamp for record in records]
+        self._transits += [now_ms - arrival for arrival in arrivals if arrival]
+        if len(self._event_lags_in) > _FLUSH_AT:
+            self.flush()
+
+    def delivered(self, delivery: Delivery) -> None:
+        """The destination acknowledged all of these."""
+        now_ms = self.now_ms()
+        self._event_lags += [now_ms - record.timestamp for record in delivery.records]
+        self._e2es += [now_ms - arrival for arrival in delivery.arrivals if arrival]
+        for _, offsets, taken_ms in delivery.runs:
+            self._expel_times += [now_ms - taken_ms] * len(offsets)
+        self._counts[0] += len(delivery.parts)
+        if len(self._event_lags) > _FLUSH_AT:
+            self.flush()
+
+    def attempted(self, outcome: Outcome) -> None:
+        """One attempt ended."""
+        if outcome is None:
+            self._counts[1] += 1
+        else:
+            word = outcome.reason if isinstance(outcome, Failure) else "partial"
+            metrics.EXPEL_ATTEMPTS.labels(*self._names, word).inc()
+
+    def retried(self, events: int, reason: str) -> None:
+        """So many events will be tried again."""
+        metrics.EXPEL_RETRIED.labels(*self._names, reason).inc(events)
+
+    def buried(self, reason: str, events: int = 1) -> None:
+        """So many events are durable among the dead letters."""
+        metrics.EXPEL_DEAD.labels(*self._names, reason).inc(events)
+
+    def in_flight(self, events: int) -> None:
+        """So many events are taken and not settled."""
+        self._in_flight.set(events)
+
+    def up(self, is_up: bool) -> None:
+        """Whether the lane delivers."""
+        self._up.set(1 if is_up else 0)
+
+    def flush(self) -> None:
+        """Hand everything gathered to the metrics."""
+        self._lag_in.observe(self._event_lags_in)
+        self._transit.observe(self._transits)
+        self._event_lag.observe(self._event_lags)
+        self._lag_out.observe(self._event_lags)
+        self._e2e.observe(self._e2es)
+        self._expel_time.observe(self._expel_times)
+        for values in (self._event_lags_in, self._transits, self._event_lags, self._e2es, self._expel_times):
+            values.clear()
+        delivered, succeeded = self._counts
+        self._delivered.inc(delivered)
+        self._succeeded.inc(succeeded)
+        self._counts = [0, 0]

@@ -1,0 +1,150 @@
+"""From the checked pipe file to what each lane is: its sender, its shape, its bounds."""
+
+from collections.abc import Mapping
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+
+from services.core.broker.connect import BadBrokerUrl, open_broker
+from services.core.broker.contract import Broker
+from services.core.broker.producer import Producer
+from services.core.destination_check import check_destinations
+from services.core.pipes import Destination, Pipe, Webhook, delivery_topics, read_pipes
+from services.core.signature import SigningKey
+from services.core.signing_secret import read_signing_keys
+from services.core.yaml_source import BadConfiguration, Problem
+from services.expel.cloudevent import make_format
+from services.expel.dispatch import Dispatcher
+from services.expel.disposition import RetryLimits
+from services.expel.dns import Lookups
+from services.expel.forward import MAX_BYTES, MAX_EVENTS, StreamSender
+from services.expel.http_session import open_session
+from services.expel.lane import Lane
+from services.expel.lane_bounds import LaneShape
+from services.expel.meter import LaneMeter
+from services.expel.pending import CutLimits
+from services.expel.sender import Sender
+from services.expel.settings import ExpelSettings
+from services.expel.webhook import WebhookSender
+
+_MAX_LANE_BYTES = 64_000_000
+_STREAM_RETRY = RetryLimits(attempts=None, base=0.2, max_wait=5.0)
+_STREAM_WAIT = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class LanePlan:
+    """One destination of one pipe, with its signing keys."""
+
+    pipe_name: str
+    pipe: Pipe
+    destination: Destination
+    keys: tuple[SigningKey, ...]
+
+
+def read_plan(settings: ExpelSettings, environ: Mapping[str, str]) -> list[LanePlan]:
+    """The lanes of this instance. Blocking. Raises BadConfiguration with every problem."""
+    document, pipes, problems = read_pipes(settings.pipes)
+    problems += check_destinations(document, pipes, settings.policy, environ)
+    problems += [
+        Problem("--serve", name, f"is no pipe of {settings.pipes}. Try one of: {', '.join(sorted(pipes.pipes))}")
+        for name in settings.serve
+        if name not in pipes.pipes
+    ]
+    try:
+        open_broker(settings.broker)
+    except BadBrokerUrl as error:
+        problems.append(Problem("--broker", "", str(error)))
+    if problems:
+        raise BadConfiguration(problems)
+    folder = settings.pipes.parent
+    return [
+        LanePlan(
+            name,
+            pipe,
+            destination,
+            read_signing_keys(destination.webhook.secret, folder, environ)
+            if destination.webhook is not None and destination.webhook.secret is not None
+            else (),
+        )
+        for name, pipe in pipes.pipes.items()
+        if not settings.serve or name in settings.serve
+        for destination in pipe.destinations
+    ]
+
+
+class LaneBuilder:
+    """Makes lanes; what they need closed is closed by `stack`."""
+
+    def __init__(
+        self, settings: ExpelSettings, broker: Broker, producer: Producer, stack: AsyncExitStack, lanes: int
+    ) -> None:
+        self._settings, self._broker, self._producer, self._stack = settings, broker, producer, stack
+        self._lookups = Lookups()
+        self._lane_bytes = min(_MAX_LANE_BYTES, settings.buffer // max(1, lanes))
+
+    async def build(self, plan: LanePlan) -> Lane:
+        """One lane, not running yet."""
+        destination = plan.destination
+        meter = LaneMeter(plan.pipe_name, destination.name)
+        sender: Sender
+        if destination.webhook is not None:
+            sender = await self._open_webhook(plan, destination.webhook)
+            shape = self._shape_webhook(plan, destination.webhook)
+        else:
+            assert destination.stream is not None
+            sender = StreamSender(self._producer, destination.stream)
+            shape = self._shape_stream(plan)
+
+        def make_dispatcher() -> Dispatcher:
+            return Dispatcher(shape, sender, self._producer, meter)
+
+        return Lane(
+            self._broker,
+            plan.pipe_name,
+            destination.name,
+            delivery_topics(plan.pipe_name, plan.pipe),
+            destination.start,
+            meter,
+            make_dispatcher,
+            self._settings.commit_interval,
+        )
+
+    async def _open_webhook(self, plan: LanePlan, webhook: Webhook) -> WebhookSender:
+        session = open_session(
+            policy=self._settings.policy,
+            lookups=self._lookups,
+            concurrency=webhook.concurrency,
+            timeout=webhook.timeout,
+            headers=webhook.headers,
+        )
+        await self._stack.enter_async_context(session)
+        body = make_format(webhook.body, plan.pipe_name)
+        return WebhookSender(session, webhook.url, plan.pipe_name, body, plan.keys, webhook.batch.max_bytes)
+
+    def _shape_webhook(self, plan: LanePlan, webhook: Webhook) -> LaneShape:
+        batch, retry = webhook.batch, webhook.retry
+        return LaneShape(
+            plan.pipe_name,
+            plan.destination.name,
+            CutLimits(min(batch.max_events, webhook.rate or batch.max_events), batch.max_bytes),
+            RetryLimits(retry.attempts, retry.base, retry.max_wait),
+            webhook.concurrency,
+            batch.max_wait,
+            max(self._settings.lane_events, batch.max_events),
+            max(self._lane_bytes, batch.max_bytes),
+            webhook.rate,
+            keyed=webhook.order == "key",
+        )
+
+    def _shape_stream(self, plan: LanePlan) -> LaneShape:
+        return LaneShape(
+            plan.pipe_name,
+            plan.destination.name,
+            CutLimits(MAX_EVENTS, MAX_BYTES),
+            _STREAM_RETRY,
+            concurrency=1,
+            max_wait=_STREAM_WAIT,
+            max_events=max(self._settings.lane_events, MAX_EVENTS),
+            max_bytes=max(self._lane_bytes, MAX_BYTES),
+            serial=True,
+        )

@@ -1,0 +1,169 @@
+"""One membership of a lane in its group: poll, take, commit what is settled, drain what is revoked, say what is missing."""
+
+import asyncio
+from collections.abc import Iterable
+from typing import NoReturn
+
+import structlog
+
+from services.core import metrics
+from services.core.broker.contract import Consumer
+from services.core.broker.errors import BrokerError, DataDamaged, NotOwner, OffsetOutOfRange
+from services.core.broker.record import TopicPartition
+from services.expel.dispatch import Dispatcher
+from services.expel.meter import LaneMeter
+
+log = structlog.get_logger()
+
+_POLL_WAIT = 1.0
+_POLL_RECORDS = 1000
+_REVOKE_WAIT = 5.0
+"""Seconds that a revoked partition waits for requests under way: a healthy receiver's answer, not a hanging one's time-out."""
+_LAG_INTERVAL = 2.0
+_ERROR_WAIT = 0.5
+
+
+class Session:
+    """Made before joining, because revocation may be called from the first moment on."""
+
+    def __init__(self, group: str, dispatcher: Dispatcher, meter: LaneMeter, commit_interval: float) -> None:
+        self._group, self._dispatcher, self._meter = group, dispatcher, meter
+        self._commit_interval = commit_interval
+        self._consumer: Consumer | None = None
+        self._stuck: set[TopicPartition] = set()
+        self._shown: set[TopicPartition] = set()
+
+    async def run(self, consumer: Consumer, stopping: asyncio.Event, drain: float) -> None:
+        """Deliver until `stopping` or until the receiver is gone, then drain within `drain` seconds and commit.
+
+        Raises an ExceptionGroup of BrokerErrors when the membership cannot go on.
+        """
+        self._consumer = consumer
+        async with asyncio.TaskGroup() as group:
+            self._dispatcher.open(group)
+            polling = group.create_task(self._poll(consumer))
+            ticking = [
+                group.create_task(self._keep_committing(consumer)),
+                group.create_task(self._keep_measuring(consumer)),
+            ]
+            ends = [group.create_task(event.wait()) for event in (stopping, self._dispatcher.gone)]
+            try:
+                await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+                for task in (polling, *ends):
+                    task.cancel()
+                await self._dispatcher.drain(drain)
+            finally:  # also when a task failed: no timer may start work in a group that is over
+                self._dispatcher.stop()
+            for task in ticking:
+                task.cancel()
+            await self._commit(consumer)
+        self._meter.flush()
+
+    async def _poll(self, consumer: Consumer) -> NoReturn:
+        is_failing = False
+        while True:
+            await self._dispatcher.wait_for_room()
+            try:
+                batches = await consumer.poll(
+                    max_records=min(self._dispatcher.room(), _POLL_RECORDS), max_wait=_POLL_WAIT
+                )
+            except (OffsetOutOfRange, DataDamaged) as error:
+                self._stop_reading(consumer, error)
+                continue
+            except BrokerError as error:
+                if not error.retriable:
+                    raise
+                if not is_failing:
+                    log.warning("poll_failed", group=self._group, error=str(error))
+                is_failing = True
+                await asyncio.sleep(_ERROR_WAIT)
+                continue
+            is_failing = False
+            for batch in batches:  # in the same turn of the loop: a partition cannot be revoked between poll and take
+                self._dispatcher.take(batch)
+
+    def _stop_reading(self, consumer: Consumer, error: OffsetOutOfRange | DataDamaged) -> None:
+        """Records are missing: count them, stop these partitions, go on with the others. Nothing is reset or skipped."""
+        if isinstance(error, OffsetOutOfRange):
+            missing = {TopicPartition(error.topic, error.partition): max(0, error.start - error.wanted)}
+        else:
+            missing = {}
+            for partition, first, last in error.ranges:
+                source = TopicPartition(error.topic, partition)
+                missing[source] = missing.get(source, 0) + last - first + 1
+        if not missing or self._stuck.issuperset(missing):
+            raise error  # nothing to pause, or pausing did not help: leave, and join again later
+        for source, count in missing.items():
+            if source not in self._stuck:
+                metrics.BROKER_GAP_RECORDS.labels(self._group, source.topic).inc(count)
+                log.error(
+                    "records_missing",
+                    group=self._group,
+                    topic=source.topic,
+                    partition=source.partition,
+                    missing=count,
+                    error=str(error),
+                    hint="this partition waits, the others go on. Try: stop expel, repair or move the group on, start expel",
+                )
+        self._stuck |= missing.keys()
+        self._meter.up(False)
+        consumer.pause(missing)
+
+    async def _keep_committing(self, consumer: Consumer) -> NoReturn:
+        while True:
+            await asyncio.sleep(self._commit_interval)
+            await self._commit(consumer)
+            self._meter.in_flight(self._dispatcher.unsettled)
+            self._meter.flush()
+
+    async def _commit(self, consumer: Consumer) -> None:
+        """Make durable what is settled without a gap. What fails is tried again at the next turn; twice is harmless."""
+        low_water = self._dispatcher.low_water
+        marks = low_water.committable()
+        if not marks:
+            return
+        try:
+            await consumer.commit(marks)
+        except NotOwner as error:
+            metrics.BROKER_COMMITS_REFUSED.labels(self._group).inc(len(error.partitions))
+            # Those owned again meanwhile are counted from anew, and their marks are not these.
+            low_water.forget({TopicPartition(*source) for source in error.partitions} - consumer.assignment())
+            marks = {source: mark for source, mark in marks.items() if source not in error.partitions}
+        except BrokerError as error:
+            log.warning("commit_failed", group=self._group, error=str(error))
+            return
+        low_water.committed(marks)
+
+    async def revoke(self, partitions: frozenset[TopicPartition]) -> None:
+        """`contract.OnRevoke`: finish what is being sent of these, commit, forget."""
+        try:
+            await self._dispatcher.give_up(partitions, _REVOKE_WAIT)
+            if self._consumer is not None:
+                await self._commit(self._consumer)
+        finally:  # also when the backend cuts this off: what stays would block the partitions when they come back
+            self._dispatcher.low_water.forget(partitions)
+            self._stuck -= partitions
+            self._hide_lag(partitions)
+            self._dispatcher.go_on()
+
+    async def _keep_measuring(self, consumer: Consumer) -> NoReturn:
+        while True:
+            try:
+                lags = await consumer.lag()
+            except BrokerError as error:
+                log.debug("lag_unknown", group=self._group, error=str(error))
+            else:
+                for source, lag in lags.items():
+                    labels = (self._group, source.topic, str(source.partition))
+                    metrics.BROKER_LAG_RECORDS.labels(*labels).set(lag.records)
+                    metrics.BROKER_LAG_SECONDS.labels(*labels).set(lag.millis / 1000)
+                self._shown |= lags.keys()
+            await asyncio.sleep(_LAG_INTERVAL)
+
+    def _hide_lag(self, partitions: Iterable[TopicPartition]) -> None:
+        """Another member shows it from now on."""
+        for source in self._shown.intersection(partitions):
+            labels = (self._group, source.topic, str(source.partition))
+            metrics.BROKER_LAG_RECORDS.remove(*labels)
+            metrics.BROKER_LAG_SECONDS.remove(*labels)
+            self._shown.discard(source)
