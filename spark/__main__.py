@@ -1,0 +1,17 @@
+"""`python -m spark`: the transform service."""
+
+import os
+import sys
+
+from services.core.lifecycle import run_service
+from spark.service import start
+from spark.settings import TransformSettings
+
+
+def main() -> int:
+    """Exit status: 0 drained, 1 failed, 2 bad configuration."""
+    return run_service(TransformSettings, start, sys.argv[1:], dict(os.environ))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

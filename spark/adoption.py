@@ -1,0 +1,69 @@
+"""Whether a checkpoint is the one that this pipe's last run left: decided before its query starts."""
+
+import hashlib
+import uuid
+from collections.abc import Mapping
+
+import msgspec
+
+from spark.checkpoint import REMEDY, Checkpoint, CheckpointDamaged, Identity
+from spark.transforms.preparation import Prepared
+
+
+def adopt(checkpoint: Checkpoint, prepared: Prepared, topics: Mapping[str, str]) -> Identity:
+    """Take the checkpoint for this pipe, a new one or the one of its last run. topics: identity of each source topic.
+
+    A changed transform or an added source is fine; a topic that was made again is not: its offsets mean other records.
+    Raises CheckpointDamaged.
+    """
+    text = prepared.transform.sql or prepared.transform.python or ""
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    kind = "per batch" if prepared.per_batch else "in plan"
+    found = checkpoint.read_identity()
+    if found is None:
+        if checkpoint.newest("offsets") is not None or checkpoint.has_metadata():
+            raise _damaged(checkpoint, "penstock.json is missing")
+        found = Identity(id=uuid.uuid4().hex, pipe=prepared.pipe, topics=dict(topics), transform=digest, kind=kind)
+        checkpoint.write_identity(found)
+        return found
+    _check_owner(checkpoint, found, prepared.pipe, kind, topics)
+    _check_files(checkpoint, found)
+    identity = msgspec.structs.replace(found, topics={**found.topics, **topics}, transform=digest)
+    if identity != found:
+        checkpoint.write_identity(identity)
+    return identity
+
+
+def check_not_older(checkpoint: Checkpoint, stored: int | None) -> None:
+    """Raise CheckpointDamaged when the output holds batch `stored`, of which the checkpoint knows nothing.
+
+    Its next batches would get the numbers of stored ones, and be taken for them.
+    """
+    offsets = checkpoint.newest("offsets")
+    if stored is not None and (offsets is None or offsets < stored):
+        raise _damaged(checkpoint, f"it ends at batch {offsets}, the output at batch {stored}: it is an older copy")
+
+
+def _check_owner(checkpoint: Checkpoint, found: Identity, pipe: str, kind: str, topics: Mapping[str, str]) -> None:
+    if found.pipe != pipe:
+        raise _damaged(checkpoint, f"it belongs to the pipe {found.pipe!r}, not {pipe!r}")
+    if found.kind != kind:
+        raise _damaged(checkpoint, f"it was made by a transform that runs {found.kind}, this one runs {kind}")
+    for topic, known in found.topics.items():
+        if topics.get(topic, known) != known:
+            raise _damaged(checkpoint, f"topic {topic!r} was deleted and made again")
+
+
+def _check_files(checkpoint: Checkpoint, found: Identity) -> None:
+    offsets, commits = checkpoint.newest("offsets"), checkpoint.newest("commits")
+    if offsets is None and (found.ran or commits is not None):
+        raise _damaged(checkpoint, "its offsets are gone")
+    if offsets is not None and not checkpoint.has_metadata():
+        raise _damaged(checkpoint, "the file metadata is gone")
+    if commits is not None and (offsets is None or commits > offsets):
+        raise _damaged(checkpoint, f"batch {commits} is done, but not in offsets")
+    checkpoint.check_readable()
+
+
+def _damaged(checkpoint: Checkpoint, what: str) -> CheckpointDamaged:
+    return CheckpointDamaged(f"checkpoint {checkpoint.place}: {what}. {REMEDY}")

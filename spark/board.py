@@ -1,0 +1,50 @@
+"""What the jobs tell, seen from the event loop: metrics, readiness, and when to give up."""
+
+import asyncio
+from collections.abc import Iterable
+
+from services.core.metrics import (
+    LAG_IN,
+    LAG_OUT,
+    TRANSFORM_DEAD,
+    TRANSFORM_FAILURES,
+    TRANSFORM_READ,
+    TRANSFORM_UP,
+    TRANSFORM_WRITTEN,
+)
+from spark.dead_letters import NODE
+from spark.jobs.job import JobState
+from spark.observed import BatchReport
+
+
+class Board:
+    """Not thread-safe: jobs reach it by `call_soon_threadsafe`. `given_up`: no pipe's query can be kept running."""
+
+    def __init__(self, pipes: Iterable[str]) -> None:
+        self._states = {pipe: JobState(pipe, "starting", 0) for pipe in pipes}
+        self.given_up = asyncio.Event()
+        for pipe in self._states:
+            TRANSFORM_UP.labels(pipe).set(0)
+
+    def ready(self) -> str | None:
+        """None when every query runs, else which do not and why."""
+        down = [f"{state.pipe}: {state.problem}" for state in self._states.values() if state.problem]
+        return "; ".join(down) or None
+
+    def note_state(self, state: JobState) -> None:
+        """A query started or failed."""
+        self._states[state.pipe] = state
+        TRANSFORM_UP.labels(state.pipe).set(0 if state.problem else 1)
+        if state.problem:
+            TRANSFORM_FAILURES.labels(state.pipe).inc()
+        if all(each.broken for each in self._states.values()):
+            self.given_up.set()
+
+    def note_batch(self, report: BatchReport) -> None:
+        """A batch was stored."""
+        TRANSFORM_READ.labels(report.pipe).inc(report.read)
+        TRANSFORM_WRITTEN.labels(report.pipe).inc(report.written)
+        for reason, events in report.dead.items():
+            TRANSFORM_DEAD.labels(report.pipe, reason).inc(events)
+        LAG_IN.labels(report.pipe, NODE).observe(report.lag_in)
+        LAG_OUT.labels(report.pipe, NODE).observe(report.lag_out)

@@ -1,0 +1,86 @@
+"""The embedded log. Its driver is on the same host, so a batch's records are collected there and appended in one
+transaction: no worker, no staging and one sync a batch. `sources.log_sink` writes from many tasks instead.
+"""
+
+import json
+from collections.abc import Sequence
+
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql.streaming.readwriter import DataStreamWriter
+
+from services.core.broker.log import blocking
+from services.core.broker.log.frames import MAX_RECORD_BYTES
+from services.core.broker.log.layout import DataFolder
+from services.core.broker.log.reader import TopicReader
+from services.core.broker.record import Record
+from spark.brokers.endpoint import BatchName
+from spark.place import Position, Span
+from spark.sources.log import NAME
+from spark.sources.log_offsets import place_of
+from spark.sources.log_sink import place
+from spark.sources.record_batches import from_arrow
+
+
+class LogEndpoint:
+    """The log in the folder `path`."""
+
+    max_record_bytes = MAX_RECORD_BYTES
+    needs_kafka_jars = False
+    real_time = False
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+
+    def check(self, session: SparkSession, topics: Sequence[str]) -> dict[str, str]:
+        """The topics' incarnations. Raises UnknownTopic, DataDamaged."""
+        found = {}
+        for topic in topics:
+            with TopicReader(DataFolder.prepare(self._path), topic) as reader:
+                found[topic] = reader.store.meta.incarnation.hex()
+        return found
+
+    def partition_count(self, session: SparkSession, topics: Sequence[str]) -> int:
+        """See Endpoint."""
+        return len(self.held(session, topics))
+
+    def read_stream(self, session: SparkSession, topics: Sequence[str], max_events: int | None) -> DataFrame:
+        """See Endpoint; the query stops when records that it wants to read are gone or damaged."""
+        options = {"path": self._path, "topics": ",".join(topics), "max_events": str(max_events)}
+        return session.readStream.format(NAME).options(**options).load()
+
+    def held(self, session: SparkSession, topics: Sequence[str]) -> list[Span]:
+        """See Endpoint."""
+        return [Span(topic, p, *part) for topic in topics for p, part in self._ranges(topic)]
+
+    def read_spans(self, session: SparkSession, spans: Sequence[Span]) -> DataFrame:
+        """See Endpoint."""
+        return session.read.format(NAME).options(path=self._path, ranges=json.dumps(spans)).load()
+
+    def parse_position(self, line: str) -> Position:
+        """See Endpoint."""
+        offset = json.loads(line)
+        return {(topic, p): n for topic in offset["topics"] for p, n in place_of(offset, topic)[1].items()}
+
+    def write_stream(self, frame: DataFrame, topic: str, writer: str) -> DataStreamWriter:
+        """See Endpoint; exactly once by Spark's batch number."""
+        return frame.writeStream.format(NAME).options(path=self._path, topic=topic, writer=writer)
+
+    def write(self, frame: DataFrame, topic: str, batch: BatchName) -> None:
+        """See Endpoint. Raises the frame's errors, or a BrokerError."""
+        self._append(from_arrow(frame.toArrow()), topic, batch)
+
+    def write_records(self, session: SparkSession, records: Sequence[Record], topic: str, batch: BatchName) -> None:
+        """See Endpoint."""
+        self._append(records, topic, batch)
+
+    def last_epoch(self, topic: str, writer: str) -> int | None:
+        """See Endpoint."""
+        return blocking.last_epoch(self._path, topic, writer)
+
+    def _ranges(self, topic: str) -> list[tuple[int, tuple[int, int]]]:
+        return [(p, (part.start, part.end)) for p, part in blocking.ends(self._path, topic).items()]
+
+    def _append(self, records: Sequence[Record], topic: str, batch: BatchName) -> None:
+        if records:
+            parts = place(records, len(blocking.ends(self._path, topic)), batch.epoch)
+            blocking.append_once(self._path, topic, batch.writer, batch.epoch, parts)

@@ -1,0 +1,105 @@
+"""From what a transform returned to records: its contract, checked once before anything runs, and the expressions.
+
+A transform returns either `event`, unchanged, and the payload: `value` alone, or other columns, which become a JSON
+object; or, for events that did not exist before, `id` (the same again when a batch is computed again), and if it likes
+`key` and `time`, beside the payload.
+"""
+
+from collections.abc import Iterable
+
+from pyspark.sql import Column, DataFrame
+from pyspark.sql import functions as f
+from pyspark.sql.types import BinaryType, DataType, StringType, StructType, TimestampType
+
+from services.core import event as names
+from spark.shapes import EVENT, EVENT_TYPE, HEADERS, VALUE
+
+_JSON = {"ignoreNullFields": "false"}
+_HEADER_ROOM = 64 * 1024
+_NEW_EVENT = ("id", "key", "time")
+
+
+class BadTransform(ValueError):
+    """The transform cannot be run as it is; the message says why and what to try."""
+
+
+class OutShape:
+    """The expressions from a transform's result to records of at most `max_bytes`."""
+
+    def __init__(self, result: StructType, *, declared: Iterable[str], max_bytes: int) -> None:
+        """declared: columns of the sources; one named `value` hides the payload's text. Raises BadTransform."""
+        fields = {field.name.lower(): field for field in result.fields}
+        if len(fields) < len(result.fields):
+            raise BadTransform("returns two columns of one name. Try: AS with another name")
+        self.carries_events = EVENT in fields
+        if self.carries_events:
+            _expect_event(fields[EVENT].dataType)
+            key, time, headers = f.col("event.key"), f.col("event.time"), f.col("event.headers")
+        else:
+            key, time, headers = _new_event({name: field.dataType for name, field in fields.items()})
+        envelope = {EVENT} if self.carries_events else set(_NEW_EVENT)
+        payload = [field for name, field in fields.items() if name not in envelope]
+        value = _payload(StructType(payload), {name.lower() for name in declared})
+        self._columns = [
+            key.alias("key"),
+            _guard(value, key, headers, max_bytes).alias("value"),
+            time.alias("timestamp"),
+            headers.alias("headers"),
+        ]
+
+    def apply(self, result: DataFrame) -> DataFrame:
+        """The transform's result as records. Executing it raises for a row without payload, event or id."""
+        return result.select(*self._columns)
+
+
+def _expect_event(found: DataType) -> None:
+    wanted = StructType.fromDDL(EVENT_TYPE)
+    if found.simpleString() != wanted.simpleString():
+        raise BadTransform(f"returns an `{EVENT}` that is not the one it got. Try: SELECT {EVENT}, …")
+
+
+def _new_event(types: dict[str, DataType]) -> tuple[Column, Column, Column]:
+    if "id" not in types:
+        raise BadTransform(
+            f"returns neither `{EVENT}` nor `id`. Try: SELECT {EVENT}, … or, for new events, SELECT … AS id, …"
+        )
+    if not isinstance(types["id"], StringType):
+        raise BadTransform(f"returns `id` as {types['id'].simpleString()}. Try: CAST(… AS STRING) AS id")
+    if not isinstance(types.get("key", StringType()), StringType | BinaryType):
+        raise BadTransform(f"returns `key` as {types['key'].simpleString()}. Try: CAST(… AS STRING) AS key")
+    if not isinstance(types.get("time", TimestampType()), TimestampType):
+        raise BadTransform(f"returns `time` as {types['time'].simpleString()}. Try: CAST(… AS TIMESTAMP) AS time")
+    now = f.current_timestamp()
+    key = f.col("key").cast("binary") if "key" in types else f.lit(None).cast("binary")
+    time = f.coalesce(f.col("time"), now) if "time" in types else now
+    event_id = _or_raise(f.col("id"), "the transform returned a row without id").cast("binary")
+    arrival = f.unix_millis(now).cast("string").cast("binary")
+    pairs = [(names.ID, event_id), (names.ARRIVAL, arrival)]
+    headers = f.array(*[f.struct(f.lit(name).alias("key"), value.alias("value")) for name, value in pairs])
+    return key, time, headers.cast(HEADERS)
+
+
+def _payload(payload: StructType, declared: set[str]) -> Column:
+    if not payload.fields:
+        raise BadTransform(f"returns no payload. Try: SELECT {EVENT}, {VALUE}")
+    if [name.lower() for name in payload.names] == [VALUE] and VALUE not in declared:
+        if not isinstance(payload.fields[0].dataType, StringType | BinaryType):
+            kind = payload.fields[0].dataType.simpleString()
+            raise BadTransform(f"returns `{VALUE}` as {kind}. Try: CAST({VALUE} AS STRING) AS {VALUE}, or another name")
+        return f.col(VALUE).cast("binary")
+    return f.to_json(f.struct(*[f.col(f"`{name}`") for name in payload.names]), _JSON).cast("binary")
+
+
+def _guard(value: Column, key: Column, headers: Column, max_bytes: int) -> Column:
+    """The payload, unless there is none or the record would be too large: then executing the batch raises."""
+    length = f.octet_length(value) + f.coalesce(f.octet_length(key), f.lit(0))
+    of_headers = f.aggregate(
+        headers, f.lit(0), lambda sum_, item: sum_ + f.length(item["key"]) * 4 + f.octet_length(item["value"])
+    )
+    too_large = (length > max_bytes - _HEADER_ROOM) & (length + of_headers > max_bytes)
+    checked = f.when(too_large, f.raise_error(f.lit(f"the record is larger than {max_bytes} bytes"))).otherwise(value)
+    return _or_raise(checked, "the transform returned a row without payload")
+
+
+def _or_raise(column: Column, message: str) -> Column:
+    return f.when(column.isNull(), f.raise_error(f.lit(message))).otherwise(column)

@@ -1,0 +1,100 @@
+"""The transform service: one Spark session, one job per pipe, one management port."""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+import structlog
+from pyspark.sql import SparkSession
+
+from services.core.lifecycle import Supervision
+from services.core.management import serve_management
+from spark.board import Board
+from spark.brokers.endpoint import Endpoint
+from spark.brokers.opening import open_endpoint
+from spark.jobs.job import Job
+from spark.pipe_file import Chosen, read_pipe_file
+from spark.session import open_session
+from spark.settings import TransformSettings
+from spark.suitability import check_suitability
+from spark.threads import run_blocking
+from spark.transforms.preparation import Prepared, prepare_pipes
+
+T = TypeVar("T")
+log = structlog.get_logger()
+
+
+class QueriesBrokenError(RuntimeError):
+    """No pipe's query can be kept running, and starting them again has not helped. The log says why."""
+
+
+async def start(settings: TransformSettings, supervision: Supervision) -> None:
+    """Run the chosen pipes until the stop. Raises BadConfiguration for whatever can be known before an event is read."""
+    chosen = await run_blocking(lambda: read_pipe_file(settings), "pipes")
+    board = Board(chosen.names)
+    async with serve_management(settings.management, board.ready) as address:
+        log.info("management port open", address=address)
+        if not chosen.names:
+            log.warning("no pipe has a transform: nothing to do", pipes=str(settings.pipes))
+            await supervision.stopping.wait()
+            return
+        endpoint = open_endpoint(settings.broker)
+        opened = await _unless_stopped(run_blocking(lambda: _open(settings, endpoint, chosen), "spark"), supervision)
+        if opened is None:
+            return
+        session, prepared = opened
+        await _run_jobs(
+            settings, supervision, board, session, [_job(settings, endpoint, board, each) for each in prepared]
+        )
+        await run_blocking(session.stop, "spark-stop")
+
+
+def _open(settings: TransformSettings, endpoint: Endpoint, chosen: Chosen) -> tuple[SparkSession, list[Prepared]]:
+    session = open_session(master=settings.master, memory=settings.memory, kafka=endpoint.needs_kafka_jars)
+    prepared = prepare_pipes(session, chosen, max_bytes=endpoint.max_record_bytes)
+    check_suitability(session, settings, endpoint, chosen, prepared)
+    return session, prepared
+
+
+def _job(settings: TransformSettings, endpoint: Endpoint, board: Board, prepared: Prepared) -> Job:
+    loop = asyncio.get_running_loop()
+    return Job(
+        prepared,
+        endpoint,
+        checkpoints=settings.checkpoint_root(),
+        on_batch=lambda report: _tell(loop, lambda: board.note_batch(report)),
+        on_state=lambda state: _tell(loop, lambda: board.note_state(state)),
+    )
+
+
+async def _run_jobs(
+    settings: TransformSettings, supervision: Supervision, board: Board, session: SparkSession, jobs: list[Job]
+) -> None:
+    tasks = [
+        supervision.run(run_blocking(lambda job=job: job.run(session), f"job-{job.pipe}"), f"pipe {job.pipe}")  # type: ignore[misc]
+        for job in jobs
+    ]
+    log.info("transforms starting", pipes=[job.pipe for job in jobs])
+    await _unless_stopped(board.given_up.wait(), supervision)
+    if not supervision.stopping.is_set():
+        raise QueriesBrokenError(board.ready())
+    for job in jobs:
+        job.stop(settings.drain)
+    await asyncio.wait(tasks)
+
+
+async def _unless_stopped(work: Coroutine[Any, Any, T], supervision: Supervision) -> T | None:
+    """The result, or None when the stop comes first; then the work is cancelled."""
+    task, stopping = asyncio.ensure_future(work), asyncio.ensure_future(supervision.stopping.wait())
+    try:
+        await asyncio.wait({task, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        return task.result() if task.done() else None
+    finally:
+        task.cancel()
+        stopping.cancel()
+
+
+def _tell(loop: asyncio.AbstractEventLoop, note: Callable[[], None]) -> None:
+    """From a job's thread. After the loop's end nobody listens."""
+    if not loop.is_closed():
+        loop.call_soon_threadsafe(note)

@@ -1,0 +1,107 @@
+"""One Spark session for all pipes of the process, tuned for small batches that come several times a second."""
+
+import logging
+import os
+import sys
+from pathlib import Path
+
+from pyspark.sql import SparkSession
+
+from services.core.jvm.jars import spark_kafka_jars
+from services.core.jvm.java import java_env
+from spark.sources.log import LogSource
+
+_PACKAGES = Path(__file__).parents[1]
+_LOG4J = Path(__file__).with_name("log4j2.properties")
+
+# A reason for each. What is absent has Spark's default.
+_SETTINGS = {
+    "spark.ui.enabled": "false",  # a port and a second of start-up that nobody looks at: the metrics are on ours
+    "spark.ui.showConsoleProgress": "false",
+    "spark.driver.host": "127.0.0.1",
+    "spark.driver.bindAddress": "127.0.0.1",
+    "spark.scheduler.mode": "FAIR",  # a pipe with a backlog does not hold up the others
+    "spark.locality.wait": "0",
+    "spark.cleaner.periodicGC.interval": "5min",
+    "spark.ui.retainedJobs": "20",  # kept in memory even without the UI
+    "spark.ui.retainedStages": "20",
+    "spark.ui.retainedTasks": "200",
+    "spark.sql.ui.retainedExecutions": "10",
+    "spark.sql.streaming.ui.enabled": "false",
+    "spark.sql.catalogImplementation": "in-memory",
+    "spark.sql.session.timeZone": "UTC",
+    "spark.sql.ansi.enabled": "true",  # a value that does not fit is an error that we see, never a silent null
+    "spark.sql.caseSensitive": "false",
+    "spark.sql.adaptive.enabled": "false",  # plans a batch again while it runs: dear for small ones
+    "spark.sql.optimizer.enableJsonExpressionOptimization": "false",  # would parse fewer columns and miss a bad one
+    "spark.sql.execution.arrow.pyspark.enabled": "true",
+    "spark.sql.execution.arrow.pyspark.fallback.enabled": "false",
+    "spark.sql.sources.useV1SourceList": "avro,csv,json,orc,parquet,text",  # without kafka: only its V2 sink is observed
+    "spark.sql.ui.explainMode": "simple",  # each batch's plan is described for the UI, which is off
+    "spark.sql.maxPlanStringLength": "1000",
+    # The default one asks for each link by running readlink: five processes a batch.
+    "spark.sql.streaming.checkpointFileManagerClass": (
+        "org.apache.spark.sql.execution.streaming.checkpointing.FileSystemBasedCheckpointFileManager"
+    ),
+    "spark.sql.streaming.stopTimeout": "10s",
+    "spark.sql.streaming.minBatchesToRetain": "20",
+    "spark.sql.streaming.numRecentProgressUpdates": "50",
+    "spark.sql.streaming.noDataProgressEventInterval": "60000",
+    "spark.python.worker.faulthandler.enabled": "true",  # a worker that crashes says where
+}
+_JAVA_OPTIONS = (
+    "-Djdk.lang.Process.launchMechanism=VFORK",
+    "-Xss16m",  # Spark matches long error texts with a recursive pattern; at 1 MB that overflows and hides the error
+    "-XX:+UseSerialGC",  # two cores, a small heap
+    "-XX:TieredStopAtLevel=1",  # the full compiler takes a core for minutes, and a small driver hardly earns it back
+    "-Duser.timezone=UTC",
+    f"-Dlog4j2.configurationFile={_LOG4J.as_uri()}",
+)
+
+
+_TOLD_BY_US = ("SQLQueryContextLogger", "py4j.clientserver")
+"""Loggers that print plans and stacks of what we tell in one line."""
+
+
+def open_session(*, master: str, memory: int, kafka: bool) -> SparkSession:
+    """Start Java and Spark: seconds. Blocking. kafka: with the connector's jars, fetched if need be.
+
+    Raises JavaNotFound, JarsUnavailable.
+    """
+    os.environ.update(java_env())
+    for name in _TOLD_BY_US:
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    # Spark's Python workers run this interpreter and import this project.
+    os.environ["PYSPARK_PYTHON"] = os.environ["PYSPARK_DRIVER_PYTHON"] = sys.executable
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_PACKAGES), os.environ.get("PYTHONPATH")]))
+    builder = SparkSession.builder.master(master).appName("penstock")
+    for name, value in _SETTINGS.items():
+        builder = builder.config(name, value)
+    builder = builder.config("spark.driver.memory", f"{memory >> 20}m")
+    builder = builder.config("spark.driver.extraJavaOptions", " ".join(_JAVA_OPTIONS))
+    builder = builder.config("spark.sql.shuffle.partitions", str(max(1, slots(master) or 2)))
+    if kafka:
+        builder = builder.config("spark.jars", ",".join(str(path) for path in spark_kafka_jars()))
+    session = builder.getOrCreate()
+    session.dataSource.register(LogSource)
+    return session
+
+
+def own_session(session: SparkSession) -> SparkSession:
+    """Another session on the same Spark: its views and settings are not seen by others."""
+    own = session.newSession()
+    jvm = own.sparkContext._jvm
+    assert jvm is not None
+    jvm.org.apache.spark.sql.SparkSession.clearActiveSession()  # else Spark finds our format there, and refuses it here
+    own.dataSource.register(LogSource)
+    return own
+
+
+def slots(master: str) -> int | None:
+    """How many tasks run at once on a local master; None when only the cluster knows."""
+    if master == "local":
+        return 1
+    if not master.startswith("local["):
+        return None
+    count = master[len("local[") : -1].split(",")[0]
+    return os.cpu_count() or 1 if count == "*" else int(count)

@@ -1,0 +1,135 @@
+"""From a record as it was read to what a transform sees of it, or why it is no event.
+
+Expressions are built once and used for each batch: every call into Java costs, an expression handed over does not.
+Names that start with `_penstock` are ours.
+"""
+
+from typing import NamedTuple
+
+from pyspark.sql import Column, DataFrame
+from pyspark.sql import functions as f
+from pyspark.sql.types import StringType, StructField, StructType
+
+from services.core import event as names
+from spark.shapes import EVENT, HEADERS, RAW_NAMES, VALUE
+
+VERDICT = "_penstock_verdict"
+"""Column: null for a good record, else the number of the check that it failed."""
+TIME = "_penstock_time"
+"""Column: event time of a record."""
+_TEXT = "_penstock_text"
+_ID = "_penstock_id"
+_PARSED = "_penstock_parsed"
+_CORRUPT = "_penstock_corrupt"
+_JSON = {"columnNameOfCorruptRecord": _CORRUPT, "mode": "PERMISSIVE", "allowNonNumericNumbers": "false"}
+_LATEST_MS = 253_402_300_799_999  # the end of the year 9999
+
+
+class Check(NamedTuple):
+    """One thing that may be wrong with a record. reason, detail: as dead letters carry them."""
+
+    failed: Column
+    reason: str
+    detail: str
+
+
+class SourceView:
+    """The expressions of one source stream. `columns`: what its payload must hold; None: any text."""
+
+    def __init__(self, columns: StructType | None) -> None:
+        self.columns = columns
+        self.checks = _checks(columns)
+        parsed = [] if columns is None else [f.from_json(_TEXT, _nullable(columns), _JSON).alias(_PARSED)]
+        verdict = f.lit(None).cast("int")
+        for number, check in reversed(list(enumerate(self.checks))):
+            verdict = f.when(check.failed, f.lit(number)).otherwise(verdict)
+        # One select: later columns name earlier ones. Each further one would be analysed again for every batch.
+        self._judged: list[Column | str] = [
+            *RAW_NAMES,
+            f.col("value").cast("string").alias(_TEXT),
+            header(names.ID).alias(_ID),
+            event_time().alias(TIME),
+            *parsed,
+            verdict.alias(VERDICT),
+        ]
+        self._is_good, self._is_bad = f.col(VERDICT).isNull(), f.col(VERDICT).isNotNull()
+        self._seen = _seen_columns(columns)
+
+    def judge(self, raw: DataFrame) -> DataFrame:
+        """Raw plus VERDICT and TIME."""
+        return raw.select(*self._judged)
+
+    def good(self, judged: DataFrame) -> DataFrame:
+        """The events as a transform sees them: `event`, `value` and the declared columns."""
+        return judged.where(self._is_good).select(*self._seen)
+
+    def bad(self, judged: DataFrame) -> DataFrame:
+        """The others: raw columns and VERDICT."""
+        return judged.where(self._is_bad).select(*RAW_NAMES, VERDICT)
+
+
+def _nullable(columns: StructType) -> StructType:
+    fields = [StructField(field.name, field.dataType, True) for field in columns.fields]
+    return StructType([*fields, StructField(_CORRUPT, StringType())])
+
+
+def _checks(columns: StructType | None) -> list[Check]:
+    event_id, text = f.col(_ID), f.col(_TEXT)
+    checks = [
+        Check(f.col("value").isNull(), "bad_record", "the record has no value"),
+        Check(event_id.isNull(), "bad_record", f"the record has no header {names.ID}"),
+        Check(~f.is_valid_utf8(event_id.cast("string")), "bad_record", f"the header {names.ID} is not UTF-8"),
+        Check(~f.is_valid_utf8(text), "bad_record", "the payload is not UTF-8 text"),
+    ]
+    if columns is None:
+        return checks
+    # from_json takes the first element of an array and does not look behind the first value: look at both ends.
+    trimmed = f.btrim(text, f.lit(" \t\r\n"))
+    is_object = f.startswith(trimmed, f.lit("{")) & f.endswith(trimmed, f.lit("}"))
+    parsed = f.col(_PARSED)
+    unfit = parsed.isNull() | parsed[_CORRUPT].isNotNull()
+    detail = "the payload is not valid JSON, or a field does not fit the stream's columns"
+    checks += [
+        Check(~is_object, "schema_mismatch", "the payload is not a JSON object"),
+        Check(unfit, "schema_mismatch", detail),
+    ]
+    for field in columns.fields:
+        if not field.nullable:
+            detail = f"{field.name} is missing or null, but declared NOT NULL"
+            checks.append(Check(parsed[field.name].isNull(), "schema_mismatch", detail))
+    return checks
+
+
+def _seen_columns(columns: StructType | None) -> list[Column]:
+    declared = [] if columns is None else columns.fieldNames()
+    payload = [] if VALUE in [name.lower() for name in declared] else [f.col(_TEXT).alias(VALUE)]
+    event = f.struct(
+        f.col(_ID).cast("string").alias("id"),
+        f.col("key"),
+        f.col(TIME).alias("time"),
+        _millis(names.ARRIVAL).alias("arrival"),
+        header(names.CE_PREFIX + "type").cast("string").alias("type"),
+        header(names.CE_PREFIX + "source").cast("string").alias("source"),
+        f.coalesce(f.col("headers"), f.array().cast(HEADERS)).alias("headers"),
+        f.col("topic"),
+        f.col("partition"),
+        f.col("offset"),
+    )
+    return [event.alias(EVENT), *payload, *[f.col(_PARSED)[name].alias(name) for name in declared]]
+
+
+def event_time() -> Column:
+    """Of a raw record: its timestamp, unless its header says more (Spark's Kafka sink cannot set timestamps)."""
+    return f.coalesce(_millis(names.TIME), f.col("timestamp"))
+
+
+def _millis(name: str) -> Column:
+    """A header in milliseconds since the epoch as a timestamp; null when missing or no such number."""
+    number = header(name).cast("string").try_cast("long")
+    return f.when(number.between(0, _LATEST_MS), f.timestamp_millis(number))
+
+
+def header(name: str) -> Column:
+    """The first header of this name of a raw record, or null."""
+    # array_position runs as generated code; a lambda (filter) costs five times as much.
+    return f.get(f.col("headers.value"), (f.array_position(f.col("headers.key"), name) - 1).cast("int"))

@@ -1,0 +1,141 @@
+"""A real log and real jobs on it, for tests: send events, let the pipe run, look at what came out."""
+
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Self
+
+import yaml
+from pyspark.sql import SparkSession
+
+from services.core.broker.contract import TopicSpec
+from services.core.broker.log import blocking
+from services.core.broker.log.layout import DataFolder
+from services.core.broker.log.topics import create_topic
+from services.core.broker.partitioner import split_by_key
+from services.core.broker.record import Record
+from services.core.event import ARRIVAL, ID, ORIGIN
+from spark.brokers.log import LogEndpoint
+from spark.jobs.job import Job, JobState
+from spark.observed import BatchReport
+from spark.pipe_file import Chosen, read_pipe_file
+from spark.settings import TransformSettings
+from spark.transforms.preparation import Prepared, prepare_pipes
+
+DEADLINE_S = 90.0
+NOW = 1_700_000_000_000
+
+
+def event(number: int, value: bytes, *, key: bytes | None = None, **headers: bytes) -> Record:
+    """An event as ingest would have stored it."""
+    own = ((ID, b"id-%d" % number), (ARRIVAL, b"%d" % (NOW + number)), (ORIGIN, b"run:0:%d" % number))
+    return Record(key or b"key-%d" % (number % 7), value, NOW + number, own + tuple(headers.items()))
+
+
+def wait_for(condition: Callable[[], bool], what: str) -> None:
+    """Until the condition holds; fails after a deadline."""
+    end = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < end, f"in vain waited for: {what}"
+        time.sleep(0.05)
+
+
+class River:
+    """One log with streams `s` and `u`, one pipe `p`."""
+
+    def __init__(self, session: SparkSession, folder: Path) -> None:
+        self.session, self.folder = session, folder
+        self.log = folder / "log"
+        self.batches: list[BatchReport] = []
+        self.states: list[JobState] = []
+        self._epochs = itertools.count()
+        self._jobs: list[tuple[Job, threading.Thread]] = []
+        for topic in ("s", "u", "p.out", "p.dead"):
+            create_topic(DataFolder.prepare(self.log), TopicSpec(topic, 3))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def pipe(self, *, columns: str | None = None, sources: Iterable[str] = ("s",), **transform: object) -> Chosen:
+        """Write the pipe file and read it as the service does."""
+        stream = {} if columns is None else {"columns": columns}
+        destinations = [{"name": "d", "webhook": {"url": "https://example.com/"}}]
+        pipe = {"sources": list(sources), "transform": transform, "destinations": destinations}
+        path = self.folder / "pipes.yaml"
+        path.write_text(
+            yaml.safe_dump({"version": 1, "streams": {"s": stream, "u": dict(stream)}, "pipes": {"p": pipe}})
+        )
+        return read_pipe_file(TransformSettings(pipes=path))
+
+    def send(self, records: Iterable[Record], topic: str = "s") -> None:
+        """Store records, keyless ones in partition 0."""
+        parts = split_by_key(list(records), 3)
+        assert blocking.append_once(self.log, topic, "test", next(self._epochs), parts)
+
+    def prepare(self, chosen: Chosen) -> Prepared:
+        """The pipe's transform, checked as the service does."""
+        return prepare_pipes(self.session, chosen, max_bytes=LogEndpoint.max_record_bytes)[0]
+
+    def start(self, chosen: Chosen) -> Job:
+        """Run the pipe's job until `stop`."""
+        job = Job(
+            self.prepare(chosen),
+            LogEndpoint(str(self.log)),
+            checkpoints=str(self.folder / "checkpoints"),
+            on_batch=self.batches.append,
+            on_state=self.states.append,
+        )
+        thread = threading.Thread(target=job.run, args=[self.session], daemon=True)
+        thread.start()
+        self._jobs.append((job, thread))
+        return job
+
+    def stop(self) -> None:
+        """Stop the jobs in good order."""
+        for job, thread in self._jobs:
+            job.stop(30.0)
+            thread.join(60.0)
+            assert not thread.is_alive()
+        self._jobs.clear()
+
+    def run(self, chosen: Chosen, until: int) -> None:
+        """Run the pipe until it has read so many events, then stop it."""
+        self.start(chosen)
+        wait_for(lambda: self.read >= until or bool(self.problem), f"{until} events read")
+        self.stop()
+        assert self.problem is None, self.problem
+
+    @property
+    def read(self) -> int:
+        """Events that all batches together took."""
+        return sum(report.read for report in self.batches)
+
+    @property
+    def problem(self) -> str | None:
+        """The last failure of the query, if any."""
+        problems = [state.problem for state in self.states if state.problem]
+        return problems[-1] if problems else None
+
+    def records(self, topic: str) -> list[Record]:
+        """Everything in a topic, partition by partition."""
+        return [
+            record
+            for partition, held in blocking.ends(self.log, topic).items()
+            for batch in blocking.read_range(self.log, topic, partition, held.start, held.end)
+            for record in batch.records
+        ]
+
+    @property
+    def out(self) -> list[Record]:
+        """What the pipe wrote."""
+        return self.records("p.out")
+
+    @property
+    def dead(self) -> list[Record]:
+        """The pipe's dead letters."""
+        return self.records("p.dead")

@@ -1,0 +1,154 @@
+"""Transforms on a real Kafka of three brokers: micro-batches and real-time mode."""
+
+import asyncio
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import orjson
+import pytest
+from pyspark.sql import SparkSession
+
+from services.core import dead_letter
+from services.core.broker.kafka import KafkaBroker
+from services.core.broker.record import Record
+from services.core.event import read_id
+from services.core.jvm.kafka_server import KafkaCluster
+from tests.spark.kafka_river import KafkaRiver
+from tests.spark.river import NOW, event, wait_for
+
+pytestmark = pytest.mark.kafka
+COLUMNS = "carrier STRING, delay INT"
+MakeRiver = Callable[[int], KafkaRiver]
+
+
+@pytest.fixture
+def make_river(spark: SparkSession, kafka_cluster: KafkaCluster, tmp_path: Path) -> Iterator[MakeRiver]:
+    """Makes a river with so many partitions; its jobs are stopped at the end."""
+    rivers: list[KafkaRiver] = []
+
+    def make(partitions: int) -> KafkaRiver:
+        rivers.append(KafkaRiver(spark, kafka_cluster.bootstrap, tmp_path, partitions=partitions))
+        return rivers[-1]
+
+    yield make
+    for river in rivers:
+        river.stop()
+
+
+def flight(number: int, delay: int | str | None = None) -> Record:
+    return event(number, orjson.dumps({"carrier": "UA", "delay": number if delay is None else delay}))
+
+
+def reasons(records: list[Record]) -> dict[str | None, str]:
+    return {read_id(r): (r.header(dead_letter.REASON) or b"").decode() for r in records}
+
+
+def test_micro_batches(make_river: MakeRiver) -> None:
+    """If this fails, events on Kafka lose identity, time or order in a transform, or foreign records stop the pipe."""
+    river = make_river(2)
+    sent = [flight(n) for n in range(100)]
+    foreign = [
+        Record(None, None, NOW, ()),
+        Record(b"k", b"{}", NOW, ()),
+        Record(b"k", None, NOW, (("ce_id", b"gone"),)),
+    ]
+    river.send([*sent[:50], *foreign], 0)
+    river.send([*sent[50:], flight(500, delay=0), flight(501, delay="late")], 1)
+    river.start(
+        river.chosen(columns=COLUMNS, sql="SELECT event, carrier, 100 / (delay - 0) AS share FROM {s} WHERE delay <> 7")
+    )
+    dead = river.records("dead", 5)
+    out = river.records("out", 98)
+    river.stop()
+    assert river.problem is None
+    expected = {read_id(r): r for r in sent if r.timestamp not in (NOW, NOW + 7)}
+    assert {read_id(r) for r in out} == expected.keys()
+    for record in out:
+        original = expected[read_id(record)]
+        assert record.key == original.key
+        assert record.headers == original.headers
+        assert record.timestamp == original.timestamp
+    assert sorted(reasons(dead).items(), key=str) == sorted(
+        {
+            None: "bad_record",
+            "gone": "bad_record",
+            "id-0": "transform_error",
+            "id-500": "transform_error",
+            "id-501": "schema_mismatch",
+        }.items(),
+        key=str,
+    )
+    assert len(dead) == 6
+
+
+def test_real_time(make_river: MakeRiver) -> None:
+    """If this fails, real-time mode does not run our SQL, or what is no event, or raises, stops it or vanishes."""
+    river = make_river(1)
+    chosen = river.chosen(
+        columns=COLUMNS, sql="SELECT event, 100 / delay AS share FROM {s} WHERE delay < 90", mode="real-time"
+    )
+    river.send([flight(n) for n in range(1, 20)])
+    river.start(chosen)
+    assert {read_id(r) for r in river.records("out", 19)} == {f"id-{n}" for n in range(1, 20)}
+    river.send([flight(100), flight(21), event(22, b"no json"), flight(23, delay=0), flight(24)])
+    dead = river.records("dead", 2)
+    assert reasons(dead) == {"id-22": "schema_mismatch", "id-23": "transform_error"}
+    wait_for(
+        lambda: {"id-21", "id-24"} <= {read_id(r) for r in river.records("out", 21)},
+        "the events after the poisoned one",
+    )
+    river.send([flight(n) for n in range(30, 40)])
+    wait_for(lambda: {f"id-{n}" for n in range(30, 40)} <= {read_id(r) for r in river.records("out", 31)}, "new events")
+    river.stop()
+    assert "id-100" not in {read_id(r) for r in river.records("out", 31)}
+
+
+def test_records_that_are_gone_stop_the_query(make_river: MakeRiver) -> None:
+    """If this fails, what retention deletes before the transform read it is lost without a word."""
+    river = make_river(1)
+    river.send([flight(n) for n in range(10)])
+    chosen = river.chosen(columns=COLUMNS, sql="SELECT event, delay FROM {s}")
+    river.start(chosen)
+    river.records("out", 10)
+    river.stop()
+    river.send([flight(n) for n in range(10, 30)])
+    asyncio.run(_delete_before(river, 20))
+    river.start(chosen)
+    assert "offset" in river.wait_for_problem().lower()
+    river.stop()
+    assert len(river.records("out", 10)) == 10
+
+
+async def _delete_before(river: KafkaRiver, offset: int) -> None:
+    from aiokafka import TopicPartition
+    from aiokafka.admin import RecordsToDelete
+
+    from tests.support.kafka import open_admin
+
+    async with open_admin(river.bootstrap) as admin:
+        await admin.delete_records({TopicPartition(river.stream, 0): RecordsToDelete(before_offset=offset)})
+
+
+def test_recreated_topic_stops_the_query(make_river: MakeRiver) -> None:
+    """If this fails, a topic that was made again is read from an offset that means other records."""
+    river = make_river(1)
+    river.send([flight(n) for n in range(10)])
+    chosen = river.chosen(columns=COLUMNS, sql="SELECT event, delay FROM {s}")
+    river.start(chosen)
+    river.records("out", 10)
+    river.stop()
+    asyncio.run(_make_again(river))
+    river.send([flight(n) for n in range(100, 150)])
+    river.start(chosen)
+    assert "made again" in river.wait_for_problem()
+    river.stop()
+    assert len(river.records("out", 10)) == 10
+
+
+async def _make_again(river: KafkaRiver) -> None:
+    async with KafkaBroker.open(river.bootstrap) as broker:
+        await broker.admin.delete_topic(river.stream)
+        async with asyncio.timeout(30):
+            while river.stream in await broker.admin.topics():
+                await asyncio.sleep(0.1)
+    await river.create([river.stream], 1)

@@ -1,0 +1,134 @@
+"""The embedded log as a Spark source and sink: exact ranges, exact refusals, each batch once."""
+
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+from pyspark.errors import PySparkException
+from pyspark.sql import SparkSession
+from pyspark.sql.pandas.types import to_arrow_schema
+from pyspark.sql.types import StructType
+
+from services.core.broker.contract import PartitionRange
+from services.core.broker.errors import OffsetOutOfRange
+from services.core.broker.log import blocking
+from services.core.broker.record import Batch, Record
+from services.core.event import read_id
+from spark.place import Span
+from spark.shapes import OUT, RAW
+from spark.sources.log import NAME
+from spark.sources.log_offsets import TopicRecreated, advance, check_place, make_offset, place_of
+from spark.sources.log_read import TASK_EVENTS, plan_tasks
+from spark.sources.log_sink import place
+from spark.sources.record_batches import OUT_SCHEMA, RAW_SCHEMA, from_arrow, to_arrow
+from tests.spark.river import NOW, River, event, wait_for
+
+
+def test_arrow_types_are_those_of_spark(spark: SparkSession) -> None:
+    """If this fails, Spark refuses every batch that we read."""
+    for ddl, schema in ((RAW, RAW_SCHEMA), (OUT, OUT_SCHEMA)):
+        columns = StructType.fromDDL(ddl)
+        assert isinstance(columns, StructType)
+        assert to_arrow_schema(columns, timezone="UTC").equals(schema)
+
+
+def test_records_survive_arrow() -> None:
+    """If this fails, keys, nulls, times or headers change on their way through Spark."""
+    records = [
+        Record(b"k", b"v", NOW, (("a", b"1"), ("a", b"2"), ("b", b""))),
+        Record(None, b"", -1, ()),
+        Record(b"\xff", None, 253_402_300_799_999, (("\u00fc", b"\x00\xff"),)),
+    ]
+    batch = to_arrow(Batch("t", 3, [7, 9, 10], records), RAW_SCHEMA)
+    assert from_arrow(batch) == records
+    assert batch.column("offset").to_pylist() == [7, 9, 10]
+    table = pa.Table.from_batches([batch.slice(1), batch.slice(0, 1)])
+    assert from_arrow(table) == [records[1], records[2], records[0]]
+
+
+def test_batches_share_the_backlog() -> None:
+    """If this fails, one partition's backlog starves the others or a batch grows beyond its limit."""
+    held = {0: PartitionRange(0, 1000), 1: PartitionRange(5, 10), 2: PartitionRange(0, 0), 3: PartitionRange(0, 400)}
+    following = advance({0: 100}, held, 205)
+    assert following == {0: 200, 1: 10, 2: 0, 3: 100}
+    assert advance(following, held, 10_000) == {0: 1000, 1: 10, 2: 0, 3: 400}
+    assert sum(advance({}, held, 1).values()) <= 5 + 1
+
+
+def test_gone_records_are_named() -> None:
+    """If this fails, a query jumps over records that retention took, or over a topic that was made again."""
+    known = place_of(make_offset({"t": ("a", {0: 10, 1: 5})}), "t")
+    check_place("t", "a", known, {0: PartitionRange(10, 20), 1: PartitionRange(0, 5)})
+    with pytest.raises(
+        OffsetOutOfRange, match=r"t\[0\]: offset 10 is outside of what is stored, 12 to 20; 2 records are gone"
+    ):
+        check_place("t", "a", known, {0: PartitionRange(12, 20), 1: PartitionRange(0, 5)})
+    with pytest.raises(OffsetOutOfRange, match="offset 5"):
+        check_place("t", "a", known, {0: PartitionRange(10, 20), 1: PartitionRange(0, 4)})
+    with pytest.raises(TopicRecreated):
+        check_place("t", "b", known, {0: PartitionRange(10, 20), 1: PartitionRange(0, 5)})
+
+
+def test_small_ranges_share_a_task() -> None:
+    """If this fails, a batch of a few events costs a task for each partition."""
+    assert [task.ranges for task in plan_tasks([Span("t", p, 0, 10) for p in range(4)])] == [
+        [Span("t", p, 0, 10) for p in range(4)]
+    ]
+    assert len(plan_tasks([Span("t", p, 0, TASK_EVENTS) for p in range(4)])) == 4
+    assert plan_tasks([Span("t", 0, 5, 5)]) == []
+
+
+def test_keyless_records_take_turns() -> None:
+    """If this fails, all events without a key end in one partition for ever."""
+    records = [Record(None, b"x", NOW)] * 3
+    assert {tuple(place(records, 4, turn)) for turn in range(4)} == {(0,), (1,), (2,), (3,)}
+
+
+def test_reads_by_range_and_by_date(river: River, spark: SparkSession) -> None:
+    """If this fails, a backfill reads too much or too little."""
+    river.send([event(n, b"{}", key=b"same") for n in range(10)])
+    (partition,) = [p for p, held in blocking.ends(river.log, "s").items() if held.end]
+    options = {"path": str(river.log), "topics": "s"}
+    assert spark.read.format(NAME).options(**options).load().count() == 10
+    ranges = f'[["s", {partition}, 3, 5]]'
+    some = spark.read.format(NAME).options(**options, ranges=ranges).load().orderBy("offset").collect()
+    assert [(row.topic, row.partition, row.offset, row.key) for row in some] == [
+        ("s", partition, n, b"same") for n in (3, 4)
+    ]
+    dates = {"since": "2023-11-14T22:13:20.002+00:00", "until": "2023-11-14T22:13:20.006+00:00"}
+    assert [
+        row.offset for row in spark.read.format(NAME).options(**options, **dates).load().orderBy("offset").collect()
+    ] == [2, 3, 4, 5]
+    assert spark.read.format(NAME).options(path=str(river.log), topics="u").load().count() == 0
+    with pytest.raises(PySparkException, match="OffsetOutOfRange"):
+        spark.read.format(NAME).options(**options, ranges=f'[["s", {partition}, 3, 50]]').load().count()
+
+
+def test_streaming_sink_stores_a_batch_once(river: River, spark: SparkSession, tmp_path: Path) -> None:
+    """If this fails, a stream into the log doubles a batch after a crash, or breaks the order of a key."""
+    river.send([event(n, b"%d" % n) for n in range(300)])
+    checkpoint = tmp_path / "sink"
+
+    def run() -> None:
+        source = spark.readStream.format(NAME).options(path=str(river.log), topics="s", max_events="100").load()
+        out = source.select("key", "value", "timestamp", "headers")
+        writer = out.writeStream.format(NAME).options(path=str(river.log), topic="p.out", writer="w")
+        query = writer.option("checkpointLocation", str(checkpoint)).start()
+        try:
+            wait_for(lambda: len(river.out) >= 300 or not query.isActive, "300 records")
+            query.processAllAvailable()
+        finally:
+            query.stop()
+
+    run()
+    newest = max(int(path.name) for path in (checkpoint / "commits").iterdir() if path.name.isdigit())
+    (checkpoint / "commits" / str(newest)).unlink()
+    (checkpoint / "commits" / f".{newest}.crc").unlink()
+    run()
+    out = river.out
+    assert sorted(read_id(r) or "" for r in out) == sorted(f"id-{n}" for n in range(300))
+    by_key: dict[bytes | None, list[int]] = {}
+    for record in out:
+        by_key.setdefault(record.key, []).append(record.timestamp)
+    assert all(times == sorted(times) for times in by_key.values())
+    assert not list((river.log / "staging").glob("*/*.block"))

@@ -1,0 +1,97 @@
+"""Mistakes in a transform are found before the first event, at their place in the pipe file."""
+
+import pytest
+from pyspark.sql import SparkSession
+
+from services.core.yaml_source import BadConfiguration
+from spark.brokers.log import LogEndpoint
+from spark.settings import TransformSettings
+from spark.suitability import check_suitability
+from tests.spark.river import River
+
+COLUMNS = "carrier STRING, delay INT"
+
+
+def mistakes(river: River, **pipe: object) -> str:
+    with pytest.raises(BadConfiguration) as caught:
+        river.prepare(river.pipe(**{"columns": COLUMNS} | pipe))  # type: ignore[arg-type]
+    (problem,) = caught.value.problems
+    assert problem.where.startswith(str(river.folder / "pipes.yaml:"))
+    return f"{problem.key}: {problem.message}"
+
+
+@pytest.mark.parametrize(
+    ("sql", "said"),
+    [
+        (
+            "SELECT event, carier FROM s",
+            "name `carier` cannot be resolved. Did you mean one of the following? [`carrier`",
+        ),
+        ("SELEC event FROM s", "PARSE_SYNTAX_ERROR"),
+        ("DROP VIEW s", "PARSE_SYNTAX_ERROR"),
+        ("SELECT carrier FROM s", "returns neither `event` nor `id`"),
+        ("SELECT event FROM s", "returns no payload"),
+        ("SELECT carrier AS event, delay FROM s", "that is not the one it got"),
+        ("SELECT delay AS id, carrier FROM s", "returns `id` as int"),
+        ("SELECT carrier AS id, delay AS time, delay FROM s", "returns `time` as int"),
+        ("SELECT event, delay AS value FROM s", "returns `value` as int"),
+        ("SELECT event, delay, carrier AS delay FROM s", "two columns of one name"),
+        ("SELECT event, rand() AS luck FROM s", "another result when a batch is computed again after a crash: rand("),
+        ("SELECT event, value FROM s LIMIT 5", "would leave out events by chance: LIMIT"),
+        ("SELECT DISTINCT event, value FROM s", "would leave out events by chance: DISTINCT"),
+        ("SELECT event, value FROM t", "`t` cannot be found"),
+    ],
+)
+def test_bad_sql(river: River, sql: str, said: str) -> None:
+    """If this fails, a bad transform starts, and fails on events instead."""
+    found = mistakes(river, sql=sql)
+    assert found.startswith("pipes.p.transform.sql: ")
+    assert said in found
+
+
+def test_bad_python(river: River) -> None:
+    """If this fails, an import error in a transform is a stack trace without a place."""
+    (river.folder / "bad.py").write_text("import nothing_of_the_kind\n")
+    (river.folder / "odd.py").write_text("def none(frame):\n    return None\n")
+    assert "cannot be imported: ModuleNotFoundError" in mistakes(river, python="bad.py:f")
+    assert "has no function 'f'" in mistakes(river, python="odd.py:f")
+    assert "returned NoneType, not a DataFrame" in mistakes(river, python="odd.py:none")
+    assert "names no function" in mistakes(river, python="odd.py")
+
+
+def test_bad_columns(river: River) -> None:
+    """If this fails, a mistake in a stream's columns is not named at the stream."""
+    assert mistakes(river, columns="delay NUMBER", sql="SELECT event, value FROM s").startswith("streams.s.columns: ")
+    assert "'event' is taken" in mistakes(river, columns="Event STRING", sql="SELECT event, value FROM s")
+    assert "stands twice" in mistakes(river, columns="a STRING, A INT", sql="SELECT event, value FROM s")
+
+
+@pytest.mark.parametrize(
+    ("sql", "row_by_row"),
+    [
+        ("WITH x AS (SELECT * FROM s WHERE delay > 1) SELECT event, explode(array(1, 2)) AS n FROM x", True),
+        ("SELECT event, name FROM s LEFT JOIN VALUES ('UA', 'United') AS t(code, name) ON code = carrier", True),
+        ("SELECT event, name FROM VALUES ('UA', 'United') AS t(code, name) LEFT JOIN s ON code = carrier", False),
+        ("SELECT event, delay FROM s WHERE delay > (SELECT avg(delay) FROM s)", False),
+        ("SELECT carrier AS id, count(*) AS n FROM s GROUP BY carrier", False),
+        ("SELECT event, row_number() OVER (ORDER BY delay) AS n FROM s", False),
+    ],
+)
+def test_row_by_row_is_recognised(river: River, sql: str, row_by_row: bool) -> None:
+    """If this fails, a transform over several events is computed on each micro-batch alone, and is wrong."""
+    assert river.prepare(river.pipe(columns=COLUMNS, sql=sql)).row_by_row is row_by_row
+
+
+def test_what_a_stream_cannot_do(river: River, spark: SparkSession) -> None:
+    """If this fails, an impossible query, or real-time mode on the log, starts and fails for ever."""
+    endpoint = LogEndpoint(str(river.log))
+    asked = {
+        "not supported": {"sql": "SELECT carrier AS id, count(*) AS n FROM s GROUP BY carrier"},
+        "real-time mode needs Kafka": {"sql": "SELECT event, value FROM s", "mode": "real-time"},
+    }
+    for said, transform in asked.items():
+        chosen = river.pipe(columns=COLUMNS, **transform)
+        with pytest.raises(BadConfiguration, match=said):
+            check_suitability(spark, TransformSettings(), endpoint, chosen, [river.prepare(chosen)])
+    sums = "SELECT carrier AS id, delay FROM s WHERE delay > (SELECT avg(delay) FROM s)"
+    assert "real-time" in mistakes(river, sql=sums, mode="real-time")

@@ -1,0 +1,166 @@
+"""`python -m spark` as the supervisor runs it: killed, stopped, misconfigured."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import orjson
+import pytest
+
+from services.core.broker.contract import TopicSpec
+from services.core.broker.log import blocking
+from services.core.broker.log.layout import DataFolder
+from services.core.broker.log.topics import create_topic
+from services.core.broker.partitioner import split_by_key
+from services.core.broker.record import Record
+from services.core.event import read_id
+from tests.spark.river import event, wait_for
+
+pytestmark = pytest.mark.spark
+PORT_FILE = "management port open"
+PIPES = """
+version: 1
+streams:
+  s: {columns: "delay INT"}
+pipes:
+  p:
+    sources: [s]
+    transform:
+      sql: SELECT event, delay FROM s WHERE delay % 2 = 0
+      max_events: 100
+      interval: 50ms
+    destinations: [{name: d, webhook: {url: "https://example.com/"}}]
+"""
+
+
+class Service:
+    """The transform service on a log in `folder`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.log = folder, folder / "log"
+        for topic in ("s", "p.out", "p.dead"):
+            create_topic(DataFolder.prepare(self.log), TopicSpec(topic, 2))
+        (folder / "pipes.yaml").write_text(PIPES)
+        self.process: subprocess.Popen[bytes] | None = None
+        self.output = folder / "output.log"
+
+    def start(self, *arguments: str) -> subprocess.Popen[bytes]:
+        """Start it in a session of its own."""
+        command = [sys.executable, "-m", "spark", "--broker", f"log://{self.log}", "--data", str(self.folder)]
+        command += ["--pipes", str(self.folder / "pipes.yaml"), *arguments]
+        with self.output.open("ab") as output:
+            self.process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+            )
+        return self.process
+
+    def kill(self) -> None:
+        """SIGKILL the service, Java and all; waits until it is gone."""
+        if self.process is not None:
+            with contextlib.suppress(ProcessLookupError):  # ended by itself, and so did what it had started
+                os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait(30)
+
+    def send(self, numbers: range) -> None:
+        """Store events."""
+        records = [event(n, orjson.dumps({"delay": n})) for n in numbers]
+        assert blocking.append_once(self.log, "s", "test", numbers.start, split_by_key(records, 2))
+
+    def records(self, topic: str) -> list[Record]:
+        """Everything in a topic."""
+        return [
+            record
+            for partition, held in blocking.ends(self.log, topic).items()
+            for batch in blocking.read_range(self.log, topic, partition, held.start, held.end)
+            for record in batch.records
+        ]
+
+    def count(self) -> int:
+        """Records that came out."""
+        return sum(held.end for held in blocking.ends(self.log, "p.out").values())
+
+    def management(self) -> str:
+        """Its address, from its log; waits for it."""
+        wait_for(lambda: self._address() is not None, "the management port")
+        return self._address() or ""
+
+    def _address(self) -> str | None:
+        for line in self.output.read_text().splitlines():
+            if PORT_FILE in line:
+                return str(orjson.loads(line)["address"])
+        return None
+
+
+@pytest.fixture
+def service(tmp_path: Path) -> Iterator[Service]:
+    """A service that is gone at the end."""
+    service = Service(tmp_path)
+    yield service
+    service.kill()
+
+
+def test_killed_in_the_middle(service: Service) -> None:
+    """If this fails, a killed transform loses events or writes some twice."""
+    service.send(range(6000))
+    driver = service.start()
+    wait_for(lambda: service.count() >= 500, "500 records")
+    driver.kill()  # alone: what it started has to notice
+    driver.wait(30)
+    assert service.count() < 3000, "killed too late to mean anything"
+    service.start()
+    wait_for(lambda: service.count() >= 1500, "1500 records")
+    service.kill()
+    assert service.count() < 3000, "killed too late to mean anything"
+    service.start()
+    wait_for(lambda: service.count() >= 3000, "all records")
+    time.sleep(1.0)
+    counts = Counter(read_id(r) for r in service.records("p.out"))
+    assert counts == Counter(f"id-{n}" for n in range(0, 6000, 2))
+    assert not service.records("p.dead")
+
+
+def test_ready_and_stopped(service: Service) -> None:
+    """If this fails, the supervisor cannot tell when transforms run, or a stop loses or repeats a batch."""
+    service.send(range(1000))
+    process = service.start("--management", "127.0.0.1:0")
+    address = service.management()
+
+    def get(path: str) -> tuple[int, str]:
+        try:
+            with urllib.request.urlopen(f"http://{address}{path}", timeout=5) as answer:
+                return answer.status, answer.read().decode()
+        except urllib.error.HTTPError as error:
+            with error:
+                return error.code, error.read().decode()
+
+    assert get("/healthz")[0] == 200
+    wait_for(lambda: get("/readyz")[0] == 200, "readiness")
+    wait_for(lambda: 'penstock_transform_events_read_total{pipe="p"} 1000.0' in get("/metrics")[1], "1000 events read")
+    metrics = get("/metrics")[1]
+    assert 'penstock_transform_query_up{pipe="p"} 1.0' in metrics
+    assert 'penstock_transform_events_written_total{pipe="p"} 500.0' in metrics
+    assert 'penstock_lag_out_seconds_count{node="transform",pipe="p"} 500.0' in metrics
+    process.terminate()
+    assert process.wait(60) == 0, service.output.read_text()
+    assert service.count() == 500
+
+
+def test_bad_transform_is_named(service: Service) -> None:
+    """If this fails, a mistake in SQL is found by the first event, not at the start, or without its place."""
+    pipes = service.folder / "pipes.yaml"
+    pipes.write_text(PIPES.replace("SELECT event, delay", "SELECT event, dely"))
+    process = service.start()
+    assert process.wait(120) == 2
+    said = service.output.read_text()
+    assert f"error: {pipes}:9: pipes.p.transform.sql: [UNRESOLVED_COLUMN.WITH_SUGGESTION]" in said
+    assert "Traceback" not in said
+    assert service.start("--only", "q").wait(60) == 2
+    assert "'q' is no pipe with a transform" in service.output.read_text()
