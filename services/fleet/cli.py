@@ -1,0 +1,28 @@
+"""`penstock`: the command line. Exit status: 0 done, 1 failed, 2 the command or its configuration is wrong, 130 Ctrl-C."""
+
+import sys
+
+from services.core.yaml_source import BadConfiguration
+from services.fleet.console import print_failure, print_problems
+from services.fleet.problem import CommandFailed
+from services.fleet.verbs import demo, keys, listen, log, pipes, send, status, up
+from services.fleet.verbs.app import APP
+
+VERBS = (demo, up, send, listen, status, pipes, keys, log)
+
+
+def main() -> None:
+    """Run the verb that the command line names, and exit."""
+    try:
+        APP()
+    except CommandFailed as error:
+        print_failure(error)
+        sys.exit(error.status)
+    except BadConfiguration as error:
+        print_problems(error)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except BrokenPipeError:
+        sys.stderr.close()
+        sys.exit(1)

@@ -1,0 +1,183 @@
+"""Reading events from a file or pipe in bounded memory: a JSON array, NDJSON, JSON values in a row, each also gzipped.
+
+Everything blocks; the sender calls it from a thread. Payloads keep their bytes: they are cut out, not parsed and written anew.
+"""
+
+from __future__ import annotations
+
+import codecs
+import gzip
+import io
+import itertools
+import json
+import zlib
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, Protocol
+
+import msgspec
+
+CHUNK = 256 << 10
+MAX_EVENT_BYTES = 8 << 20
+"""More than any ingest takes; what is larger is a broken file, not an event."""
+_WHITESPACE = " \t\r\n"
+
+
+class SourceEvent(NamedTuple):
+    """One event of the input. position: its line in NDJSON, else its number, from 1. fault: why it cannot be sent, or ''."""
+
+    position: int
+    payload: bytes
+    fault: str
+
+
+class Readable(Protocol):
+    """A file, a pipe, or what unpacks one."""
+
+    def read1(self, size: int, /) -> bytes:
+        """At most `size` bytes, as soon as there are some; b"" at the end. Blocks."""
+
+
+class BadInput(Exception):
+    """The input cannot be read any further; what came before is good. The message is for a person."""
+
+
+class _Head(msgspec.Struct):
+    """What tells a JSON object from other JSON; no field is looked at."""
+
+
+_OBJECT = msgspec.json.Decoder(_Head)
+
+
+def read_events(source: io.BufferedReader[Any]) -> Iterator[SourceEvent]:
+    """The events in order, as soon as the input has them. Raises BadInput, OSError."""
+    try:
+        packed = source.peek(2)[:2] == b"\x1f\x8b"
+        unpacked: Readable = gzip.GzipFile(fileobj=source) if packed else source
+        yield from _read_text(_first_chunk(unpacked), unpacked)
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise BadInput(f"the gzip data is damaged or incomplete: {error}") from error
+    except UnicodeDecodeError as error:
+        raise BadInput("the input is not UTF-8 text") from error
+    except RecursionError as error:
+        raise BadInput("the JSON is nested too deeply") from error
+
+
+def _first_chunk(source: Readable) -> bytes:
+    """The beginning, without a byte order mark: enough of it to tell what it is; b"" when there is only white space."""
+    first = b""
+    while chunk := source.read1(CHUNK):
+        first += chunk
+        if len(first.lstrip()) >= len(codecs.BOM_UTF8):
+            break
+        first = first[-CHUNK:]
+    return first.removeprefix(codecs.BOM_UTF8) if first.strip() else b""
+
+
+def _read_text(first: bytes, source: Readable) -> Iterator[SourceEvent]:
+    text = first.lstrip()
+    if text.startswith(b"["):
+        return _read_values(text[1:], source, closing="]")
+    line, newline, _ = text.partition(b"\n")
+    looks_like_lines = bool(newline) and not _fault(line.strip())
+    return _read_lines(first, source) if looks_like_lines else _read_values(first, source, closing="")
+
+
+def _read_lines(first: bytes, source: Readable) -> Iterator[SourceEvent]:
+    """NDJSON: a bad line is that line's fault alone."""
+    rest, number = b"", itertools.count(1)
+    for chunk in itertools.chain([first], iter(lambda: source.read1(CHUNK), b"")):
+        lines = (rest + chunk).split(b"\n")
+        rest = lines.pop()
+        if len(rest) > MAX_EVENT_BYTES:
+            raise BadInput(f"line {next(number)} is larger than {MAX_EVENT_BYTES} bytes")
+        for line, position in zip(lines, number, strict=False):
+            if text := line.strip():
+                yield SourceEvent(position, text, _fault(text))
+    if text := rest.strip():
+        yield SourceEvent(next(number), text, _fault(text))
+
+
+def _fault(payload: bytes) -> str:
+    """Why this text is no event. Syntax only; what an event must be like is for ingest to say."""
+    try:
+        payload.decode()
+        _OBJECT.decode(payload)
+    except UnicodeDecodeError:
+        return "not UTF-8"
+    except msgspec.ValidationError:
+        return "not a JSON object"
+    except msgspec.DecodeError:
+        return "not valid JSON"
+    return ""
+
+
+def _read_values(first: bytes, source: Readable, *, closing: str) -> Iterator[SourceEvent]:
+    """JSON values one after another: the items of an array (`closing` is "]"), or values separated by white space.
+
+    The standard library's scanner finds where a value ends; the text between is passed on as it is.
+    """
+    text = _Text(first, source)
+    scan = json.JSONDecoder().raw_decode
+    for position in itertools.count(1):
+        mark = text.next_mark()
+        if mark == closing:
+            if closing:
+                text.advance(1)
+            break
+        if closing and position > 1:
+            if mark != ",":
+                raise BadInput(f"after event {position - 1}: not a valid JSON array")
+            text.advance(1)
+            text.next_mark()
+        start, end = text.find_value(scan, position)
+        payload = text.buffer[start:end].encode()
+        text.advance(end - start)
+        yield SourceEvent(position, payload, _fault(payload))
+    if text.next_mark():
+        raise BadInput("there is more text behind the end of the JSON array")
+
+
+class _Text:
+    """A window of decoded text over the input. `at`: where the next character stands in `buffer`."""
+
+    def __init__(self, first: bytes, source: Readable) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")()
+        self._source = source
+        self.buffer, self.at, self.ended = self._decoder.decode(first), 0, False
+
+    def advance(self, count: int) -> None:
+        self.at += count
+
+    def next_mark(self) -> str:
+        """Skip white space; the next character, "" at the end."""
+        while True:
+            while self.at < len(self.buffer) and self.buffer[self.at] in _WHITESPACE:
+                self.at += 1
+            if self.at < len(self.buffer):
+                return self.buffer[self.at]
+            if not self._more():
+                return ""
+
+    def find_value(self, scan: Callable[[str, int], tuple[Any, int]], position: int) -> tuple[int, int]:
+        """(start, end) in `buffer` of the value that begins at `at`."""
+        while True:
+            try:
+                _value, end = scan(self.buffer, self.at)
+            except json.JSONDecodeError as error:
+                if len(self.buffer) - self.at > MAX_EVENT_BYTES:
+                    raise BadInput(f"event {position} is larger than {MAX_EVENT_BYTES} bytes, or broken") from error
+                if not self._more():
+                    raise BadInput(f"event {position}: not valid JSON: {error.msg}") from error
+                continue
+            if end < len(self.buffer) or not self._more():  # a number may go on in the next chunk
+                return self.at, end
+
+    def _more(self) -> bool:
+        """Read one more chunk; False at the end of the input."""
+        if self.ended:
+            return False
+        chunk = self._source.read1(CHUNK)
+        self.ended = not chunk
+        self.buffer = self.buffer[self.at :] + self._decoder.decode(chunk, final=self.ended)
+        self.at = 0
+        return not self.ended

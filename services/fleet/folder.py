@@ -1,0 +1,84 @@
+"""The data folder: one fleet at a time, on a local disk, and the state file by which `penstock status` finds the fleet."""
+
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+
+from services.core.broker.log.layout import BadDataFolder, refuse_network
+from services.fleet.problem import CommandFailed
+
+STATE_FILE = "fleet.json"
+
+
+class ProcessState(msgspec.Struct, frozen=True):
+    """One process as it is now. pid None: not running at the moment."""
+
+    name: str
+    service: str
+    pid: int | None
+    management: str
+    restarts: int
+    log: str
+
+
+class FleetState(msgspec.Struct, frozen=True):
+    """Everything that `status` and `send` need to find a running fleet."""
+
+    pid: int
+    management: str
+    broker: str
+    pipes: str
+    listen: str
+    processes: list[ProcessState]
+
+
+@contextmanager
+def hold_folder(data: Path) -> Iterator[None]:
+    """Make the folder and hold it for this process; the lock goes with the process, however that ends. Blocking.
+
+    Raises CommandFailed when another fleet holds it, when it cannot be made, and when it is on a network file system.
+    """
+    try:
+        for folder in (data, data / "logs"):
+            folder.mkdir(parents=True, exist_ok=True)
+        refuse_network(data)
+        lock = os.open(data / "fleet.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except BadDataFolder as error:
+        raise CommandFailed(str(error), status=2) from error
+    except OSError as error:
+        raise CommandFailed(
+            f"the data folder {data} cannot be used: {error.strerror}", "--data with another folder", status=2
+        ) from error
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(lock)
+        state = read_state(data)
+        who = f" (process {state.pid})" if state else ""
+        raise CommandFailed(
+            f"another fleet{who} runs on the data folder {data}", "stop that one, or --data with another folder"
+        ) from None
+    try:
+        yield
+    finally:
+        (data / STATE_FILE).unlink(missing_ok=True)
+        os.close(lock)
+
+
+def write_state(data: Path, state: FleetState) -> None:
+    """Replace the state file as a whole. Blocking."""
+    new = data / f"{STATE_FILE}.new"
+    new.write_bytes(msgspec.json.format(msgspec.json.encode(state)))
+    new.replace(data / STATE_FILE)
+
+
+def read_state(data: Path) -> FleetState | None:
+    """The state of the fleet on this folder; None when none runs (or its file is not readable). Blocking."""
+    try:
+        return msgspec.json.decode((data / STATE_FILE).read_bytes(), type=FleetState)
+    except (OSError, msgspec.DecodeError):
+        return None

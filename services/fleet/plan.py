@@ -1,0 +1,69 @@
+"""From settings and pipe file to the processes to run."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from services.core.pipes import PipeFile
+from services.core.units import format_duration
+from services.fleet.process import ServiceSpec
+from services.fleet.settings import UpSettings
+
+START_ORDER = ("expel", "transform", "ingest")
+"""The way out first: when clients are let in, everything behind is there. Stopping goes the other way round."""
+
+
+@dataclass(frozen=True, slots=True)
+class FleetPlan:
+    """What one fleet runs. data is absolute; broker is a URL."""
+
+    data: Path
+    broker: str
+    pipes: Path
+    listen: str
+    services: tuple[ServiceSpec, ...]
+    ready_within: float
+    drain: float
+
+
+def broker_url(settings: UpSettings, kafka: str | None) -> str:
+    """The broker's URL; `kafka`: bootstrap servers of the one that was started here."""
+    if settings.broker == "log":
+        return f"log://{settings.data.absolute() / 'log'}"
+    return f"kafka://{kafka}" if kafka is not None else settings.broker
+
+
+def make_plan(settings: UpSettings, pipes: PipeFile, broker: str, config: str | None) -> FleetPlan:
+    """Which processes with which arguments."""
+    shared = ["--broker", broker, "--pipes", str(settings.pipes.absolute()), "--log-level", settings.log_level]
+    shared += ["--drain", format_duration(settings.drain)]
+    if config:
+        shared += ["--config", config]
+    data = settings.data.absolute()
+    services = [
+        _spec("expel", number, "services.expel", [*shared, *_expel_arguments(settings)])
+        for number in range(1, settings.expel + 1)
+    ]
+    if any(pipe.transform is not None for pipe in pipes.pipes.values()):
+        services.append(_spec("transform", 1, "spark", [*shared, "--data", str(data)]))
+    shares_port = ["--reuse-port", "true"] if settings.ingest > 1 else []
+    services += [
+        _spec("ingest", number, "services.ingest", [*shared, "--listen", settings.listen, *shares_port])
+        for number in range(1, settings.ingest + 1)
+    ]
+    return FleetPlan(
+        data, broker, settings.pipes.absolute(), settings.listen, tuple(services), settings.ready_within, settings.drain
+    )
+
+
+def _expel_arguments(settings: UpSettings) -> list[str]:
+    arguments = ["--own-addresses", settings.listen]
+    if settings.allow_networks:
+        arguments += ["--allow-networks", settings.allow_networks]
+    return arguments
+
+
+def _spec(service: str, number: int, module: str, arguments: list[str]) -> ServiceSpec:
+    # Workers that Spark starts look for our packages, too, wherever `penstock` was started.
+    path = os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")]))
+    return ServiceSpec(f"{service}-{number}", service, module, tuple(arguments), {"PYTHONPATH": path})

@@ -1,0 +1,144 @@
+"""One service process: started, watched, started again when it dies, stopped.
+
+It dies with the supervisor whatever ends that (see `core.jvm.child`), in a session of its own so that a terminal's
+Ctrl-C reaches only the supervisor, which stops the services in order.
+"""
+
+import asyncio
+import contextlib
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from services.core.jvm.child import bind_to_parent
+from services.core.metrics import FLEET_RESTARTS
+from services.fleet.output import Output, Say
+from services.fleet.ports import free_port
+from services.fleet.problem import CommandFailed
+
+FIRST_WAIT_S = 0.2
+MAX_WAIT_S = 30.0
+HEALTHY_AFTER_S = 60.0
+"""After this long a process counts as healthy again and the next restart comes quickly."""
+BAD_CONFIGURATION = 2
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceSpec:
+    """What to run. arguments: behind `python -m <module>`, without --management, which each start gets anew."""
+
+    name: str
+    service: str
+    module: str
+    arguments: tuple[str, ...]
+    environ: Mapping[str, str] = field(default_factory=dict)
+
+
+class ServiceProcess:
+    """One process of the fleet, over all its runs. `pid` and `management` are those of the current run."""
+
+    def __init__(self, spec: ServiceSpec, logs: Path, say: Say, changed: Callable[[], None]) -> None:
+        self.spec = spec
+        self.log = logs / f"{spec.name}.log"
+        self.restarts = 0
+        self.management = ""
+        self.last_words: list[str] = []
+        self._say, self._changed = say, changed
+        self._process: asyncio.subprocess.Process | None = None
+        self._stopping = asyncio.Event()
+
+    @property
+    def pid(self) -> int | None:
+        """None while it does not run."""
+        process = self._process
+        return process.pid if process is not None and process.returncode is None else None
+
+    async def keep_running(self) -> None:
+        """Run it until `stop`; when it dies start it again, after an exponential, jittered wait of at most 30 s.
+
+        Raises CommandFailed when its configuration is bad: starting again would not help.
+        """
+        failures = 0
+        while not self._stopping.is_set():
+            begun = time.monotonic()
+            status = await self._run_once()
+            if self._stopping.is_set():
+                return
+            if status == BAD_CONFIGURATION:
+                raise CommandFailed(self._describe_end(status), "repair what is named above", status=2)
+            failures = 0 if time.monotonic() - begun > HEALTHY_AFTER_S else failures
+            wait = random.uniform(0.5, 1) * min(MAX_WAIT_S, FIRST_WAIT_S * 2**failures)  # noqa: S311
+            failures += 1
+            self.restarts += 1
+            FLEET_RESTARTS.labels(self.spec.service).inc()
+            self._say("error", f"{self._describe_end(status)} Started again in {wait:.1f} s.")
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), wait)
+
+    async def _run_once(self) -> int:
+        output = Output(self.spec.name, self.log, self._say)
+        try:
+            starting = asyncio.ensure_future(self._start(output.writer))
+            try:
+                process = self._process = await asyncio.shield(starting)
+            except asyncio.CancelledError:  # a half-started process belongs to us, too
+                await self._end(await starting)
+                raise
+        finally:
+            os.close(output.writer)
+        self._changed()
+        try:
+            status = await process.wait()
+        finally:
+            await self._end(process)
+            self._changed()
+        self.last_words = await asyncio.to_thread(output.last_lines, 1.0)
+        return status
+
+    async def _start(self, output: int) -> asyncio.subprocess.Process:
+        self.management = f"127.0.0.1:{free_port()}"  # taken by others meanwhile: the next start gets another
+        command = [sys.executable, "-m", self.spec.module, *self.spec.arguments, "--management", self.management]
+        return await asyncio.create_subprocess_exec(
+            *bind_to_parent(command),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            env={**os.environ, **self.spec.environ},
+            start_new_session=True,
+        )
+
+    async def _end(self, process: asyncio.subprocess.Process) -> None:
+        self._kill_session(process)
+        await process.wait()
+
+    def _describe_end(self, status: int) -> str:
+        how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+        words = "".join(f"\n    {line}" for line in self.last_words) if status >= 0 else ""
+        return f"{self.spec.name} {how}. Its log: {self.log}{words}"
+
+    async def stop(self, limit: float, hurry: asyncio.Event) -> bool:
+        """SIGTERM, then SIGKILL after `limit` seconds or as soon as `hurry` is set. Whether it drained in time."""
+        self._stopping.set()
+        process = self._process
+        if process is None or process.returncode is not None:
+            return True
+        process.terminate()
+        ended, hurried = asyncio.ensure_future(process.wait()), asyncio.ensure_future(hurry.wait())
+        try:
+            await asyncio.wait({ended, hurried}, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
+            drained = ended.done() and process.returncode == 0
+        finally:
+            ended.cancel()
+            hurried.cancel()
+            await self._end(process)
+        return drained
+
+    def _kill_session(self, process: asyncio.subprocess.Process) -> None:
+        """Kill the process if it still runs, and whatever it started (Spark's Java)."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)

@@ -1,0 +1,115 @@
+"""A webhook receiver for trying things out: verifies signatures, counts distinct events, plays a bad one when asked."""
+
+import asyncio
+import random
+import time
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import orjson
+from aiohttp import web
+
+from services.core.signature import ID_HEADER, BadSignature, SigningKey, verify
+
+MAX_BODY = 20_000_000
+REMEMBERED_IDS = 1_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """One request. new: events whose id was not seen before. signed: None when no secret is known; False: it was refused."""
+
+    webhook_id: str
+    events: Sequence[dict[str, Any]]
+    new: Sequence[dict[str, Any]]
+    signed: bool | None
+    at: float
+
+
+@dataclass(slots=True)
+class Receiver:
+    """What came in. fail: share of requests (0..1) answered with 503. slow: seconds before each answer.
+
+    Events are told apart by CloudEvents id, else by their own `id`, else by webhook-id and place in the body; the last
+    million ids are remembered.
+    """
+
+    keys: Sequence[SigningKey] = ()
+    fail: float = 0.0
+    slow: float = 0.0
+    tell: Callable[[Received], None] = lambda _received: None
+    requests: int = 0
+    failed: int = 0
+    unsigned: int = 0
+    delivered: int = 0
+    duplicates: int = 0
+    _seen: OrderedDict[str, None] = field(default_factory=OrderedDict)
+
+    async def take(self, request: web.Request) -> web.Response:
+        """Answer one delivery."""
+        body = await request.read()
+        self.requests += 1
+        if self.slow:
+            await asyncio.sleep(self.slow)
+        webhook_id = request.headers.get(ID_HEADER, "")
+        if self.keys:
+            try:
+                verify(self.keys, request.headers, body, now=time.time())
+            except BadSignature as error:
+                self.unsigned += 1
+                self.tell(Received(webhook_id, (), (), False, time.time()))
+                return web.json_response({"error": str(error)}, status=401)
+        if random.random() < self.fail:  # noqa: S311
+            self.failed += 1
+            return web.json_response({"error": "playing a bad receiver"}, status=503)
+        try:
+            events = read_body(request.content_type, body)
+        except ValueError as error:
+            return web.json_response({"error": str(error)}, status=400)
+        new = [event for index, event in enumerate(events) if self._is_new(_identity(event, webhook_id, index))]
+        self.delivered += len(new)
+        self.duplicates += len(events) - len(new)
+        self.tell(Received(webhook_id, events, new, True if self.keys else None, time.time()))
+        return web.Response(status=204)
+
+    def _is_new(self, identity: str) -> bool:
+        if identity in self._seen:
+            return False
+        self._seen[identity] = None
+        if len(self._seen) > REMEMBERED_IDS:
+            self._seen.popitem(last=False)
+        return True
+
+
+def read_body(content_type: str, body: bytes) -> list[dict[str, Any]]:
+    """The events of a delivery, in any of the formats that expel writes. Raises ValueError."""
+    if content_type == "application/x-ndjson":
+        found = [orjson.loads(line) for line in body.splitlines() if line]
+    else:
+        content = orjson.loads(body)
+        found = content if isinstance(content, list) else [content]
+    if not all(isinstance(event, dict) for event in found):
+        raise ValueError("an event is not a JSON object")
+    return found
+
+
+def _identity(event: dict[str, Any], webhook_id: str, index: int) -> str:
+    return str(event["id"]) if "id" in event else f"{webhook_id}/{index}"
+
+
+@asynccontextmanager
+async def serve_receiver(receiver: Receiver, host: str, port: int) -> AsyncIterator[int]:
+    """Listen until the context is left; every path takes deliveries. Yields the port. Raises OSError when it is taken."""
+    app = web.Application(client_max_size=MAX_BODY)
+    app.router.add_post("/{path:.*}", receiver.take)
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, host, port).start()
+        bound: int = runner.addresses[0][1]
+        yield bound
+    finally:
+        await runner.cleanup()

@@ -1,0 +1,83 @@
+"""What the processes of a fleet say about themselves on their management ports."""
+
+import asyncio
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import aiohttp
+import orjson
+from prometheus_client.parser import text_string_to_metric_families
+
+from services.core.lag import LagHistogram
+
+TIMEOUT = aiohttp.ClientTimeout(total=5.0)
+
+Labels = frozenset[tuple[str, str]]
+
+
+@dataclass(slots=True)
+class Sample:
+    """Metrics added up over processes, at one moment (monotonic seconds). lags: merged without loss."""
+
+    at: float
+    values: dict[tuple[str, Labels], float] = field(default_factory=dict)
+    lags: dict[tuple[str, Labels], LagHistogram] = field(default_factory=dict)
+    unready: dict[str, str] = field(default_factory=dict)
+
+    def total(self, metric: str, **labels: str) -> float:
+        """The sum of a metric over everything that has these labels; 0 when there is none."""
+        wanted = set(labels.items())
+        return sum(value for (name, found), value in self.values.items() if name == metric and wanted <= found)
+
+    def lag(self, metric: str, **labels: str) -> LagHistogram:
+        """The merged histogram of everything that has these labels."""
+        merged, wanted = LagHistogram(), set(labels.items())
+        for (name, found), histogram in self.lags.items():
+            if name == metric and wanted <= found:
+                merged.merge(histogram)
+        return merged
+
+
+async def scrape(addresses: Iterable[str]) -> Sample:
+    """Ask every management address, at once, up to 5 s. What does not answer stands in `unready`."""
+    sample = Sample(time.monotonic())
+    async with aiohttp.ClientSession(timeout=TIMEOUT) as session:
+        await asyncio.gather(*(_scrape_one(session, address, sample) for address in addresses))
+    return sample
+
+
+async def _scrape_one(session: aiohttp.ClientSession, address: str, sample: Sample) -> None:
+    try:
+        async with session.get(f"http://{address}/readyz") as response:
+            ready = orjson.loads(await response.read())
+        async with session.get(f"http://{address}/metrics") as response:
+            metrics = await response.text()
+        async with session.get(f"http://{address}/lags") as response:
+            lags = orjson.loads(await response.read())
+    except (aiohttp.ClientError, TimeoutError, orjson.JSONDecodeError):
+        sample.unready[address] = "does not answer"
+        return
+    if not ready.get("ready"):
+        sample.unready[address] = str(ready.get("reason") or "not ready")
+    _add_values(sample, metrics)
+    _add_lags(sample, lags)
+
+
+def _add_values(sample: Sample, text: str) -> None:
+    for family in text_string_to_metric_families(text):
+        if family.type not in ("counter", "gauge"):
+            continue
+        for one in family.samples:
+            if not one.name.endswith("_created"):
+                key = (one.name, frozenset(one.labels.items()))
+                sample.values[key] = sample.values.get(key, 0.0) + one.value
+
+
+def _add_lags(sample: Sample, families: dict[str, list[dict[str, object]]]) -> None:
+    for name, children in families.items():
+        for child in children:
+            labels = child["labels"]
+            assert isinstance(labels, dict)
+            histogram = sample.lags.setdefault((name, frozenset(labels.items())), LagHistogram())
+            histogram.merge(LagHistogram.load(child))

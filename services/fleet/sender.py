@@ -1,0 +1,217 @@
+"""Sending events to ingest: batches, several requests under way, retries with the same ids, bounded memory."""
+
+import asyncio
+import random
+import time
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+import orjson
+
+from services.fleet.event_source import SourceEvent
+from services.fleet.request_body import CONTENT_TYPE, join, wrap
+
+MAX_BATCH_BYTES = 1_000_000
+TIMEOUT_S = 40.0
+"""Longer than ingest may take to learn what became of a batch, so that its answer counts and not our impatience."""
+GIVE_UP_AFTER_S = 120.0
+SHOWN_REFUSALS = 10
+_BASE_WAIT_S, _MAX_WAIT_S, _MAX_RETRY_AFTER_S = 0.2, 10.0, 60.0
+
+
+class SendingFailed(Exception):
+    """Nothing more can be sent; the message is for a person. What was accepted stays accepted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where to. url: of ingest, e.g. http://127.0.0.1:8080. batch: events a request. rate: events a second, 0: no bound."""
+
+    url: str
+    stream: str
+    key: str | None = field(default=None, repr=False)
+    batch: int = 100
+    in_flight: int = 4
+    rate: float = 0.0
+
+
+@dataclass(slots=True)
+class SendSummary:
+    """What became of the input. refused: by reason; examples: (position in the input, reason, detail) of the first few."""
+
+    accepted: int = 0
+    requests: int = 0
+    retries: int = 0
+    refused: Counter[str] = field(default_factory=Counter)
+    examples: list[tuple[int, str, str]] = field(default_factory=list)
+
+    def refuse(self, position: int, reason: str, detail: str) -> None:
+        """Count one event that ingest will never take."""
+        self.refused[reason] += 1
+        if len(self.examples) < SHOWN_REFUSALS:
+            self.examples.append((position, reason, detail))
+
+
+@dataclass(frozen=True, slots=True)
+class _Element:
+    position: int
+    body: bytes
+
+
+async def send_events(
+    events: Iterator[SourceEvent], target: Target, summary: SendSummary, done: Callable[[], None] = lambda: None
+) -> None:
+    """Send them all; `summary` is up to date at any moment, `done` is called after each answered request.
+
+    `events` is read from a thread. Raises SendingFailed, and what `events` raises. Cancelling stops at once; what is under
+    way may or may not have been stored.
+    """
+    queue: asyncio.Queue[list[_Element] | None] = asyncio.Queue(maxsize=target.in_flight)
+    connector = aiohttp.TCPConnector(limit=target.in_flight)
+    timeout = aiohttp.ClientTimeout(total=TIMEOUT_S, sock_connect=5.0)
+    try:
+        async with (
+            aiohttp.ClientSession(connector=connector, timeout=timeout, trust_env=False) as session,
+            asyncio.TaskGroup() as group,
+        ):
+            lane = _Lane(session, target, summary, done)
+            for _ in range(target.in_flight):
+                group.create_task(lane.work(queue))
+            pace = _Pace(target.rate)
+            async for batch in _batches(events, target, summary):
+                await pace.wait(len(batch))
+                await queue.put(batch)
+            for _ in range(target.in_flight):
+                await queue.put(None)
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+
+
+async def _batches(
+    events: Iterator[SourceEvent], target: Target, summary: SendSummary
+) -> AsyncIterator[list[_Element]]:
+    """Events in batches of at most `target.batch` and about MAX_BATCH_BYTES; those that are no JSON are counted as refused."""
+
+    def take() -> tuple[list[SourceEvent], bool]:
+        taken: list[SourceEvent] = []
+        size = 0
+        for event in events:
+            taken.append(event)
+            size += len(event.payload)
+            if len(taken) >= target.batch or size >= MAX_BATCH_BYTES:
+                return taken, True
+        return taken, False
+
+    more = True
+    while more:
+        taken, more = await asyncio.to_thread(take)
+        for event in taken:
+            if event.fault:
+                summary.refuse(event.position, "bad-json", event.fault)
+        elements = [_Element(event.position, wrap(event.payload, target.stream)) for event in taken if not event.fault]
+        if elements:
+            yield elements
+
+
+class _Pace:
+    """Spreads events evenly over time. The debt of a pause is not made up for: no burst after it."""
+
+    def __init__(self, rate: float) -> None:
+        self._rate, self._next = rate, 0.0
+
+    async def wait(self, count: int) -> None:
+        if self._rate:
+            now = time.monotonic()
+            self._next = max(self._next, now)
+            await asyncio.sleep(self._next - now)
+            self._next += count / self._rate
+
+
+class _Lane:
+    """Sends batches one after another, each until every event of it is accepted or refused for good."""
+
+    def __init__(
+        self, session: aiohttp.ClientSession, target: Target, summary: SendSummary, done: Callable[[], None]
+    ) -> None:
+        self._session, self._summary, self._done = session, summary, done
+        self._url = f"{target.url.rstrip('/')}/v1/streams/{target.stream}/events"
+        self._headers = {"Content-Type": CONTENT_TYPE}
+        if target.key is not None:
+            self._headers["Authorization"] = f"Bearer {target.key}"
+
+    async def work(self, queue: asyncio.Queue[list[_Element] | None]) -> None:
+        while (batch := await queue.get()) is not None:
+            waiting = deque([batch])
+            while waiting:
+                waiting.extend(await self._send(waiting.popleft()))
+
+    async def _send(self, batch: list[_Element]) -> list[list[_Element]]:
+        """Send one batch until it is answered for good. Returns smaller batches when the whole was refused because of a part."""
+        deadline = time.monotonic() + GIVE_UP_AFTER_S
+        attempt = 0
+        while True:
+            status, answer, asked = await self._post(batch)
+            if status in (200, 207, 422):
+                batch = self._settle(batch, answer, status)
+            elif status in (400, 413) and len(batch) > 1:
+                middle = len(batch) // 2
+                return [batch[:middle], batch[middle:]]
+            elif status in (400, 413):
+                self._summary.refuse(batch[0].position, _reason(answer, status), str(answer.get("detail", "")))
+                batch = []
+            elif status not in (408, 429) and 300 <= status < 500:
+                raise SendingFailed(_explain(status, answer))
+            self._done()
+            if not batch:
+                return []
+            wait = max(asked, random.uniform(0, min(_MAX_WAIT_S, _BASE_WAIT_S * 2**attempt)))  # noqa: S311
+            if time.monotonic() + wait > deadline:
+                raise SendingFailed(f"ingest took nothing for {GIVE_UP_AFTER_S:.0f} s: {_explain(status, answer)}")
+            attempt += 1
+            self._summary.retries += 1
+            await asyncio.sleep(wait)
+
+    async def _post(self, batch: Sequence[_Element]) -> tuple[int, dict[str, Any], float]:
+        """(status, the answer's JSON, seconds it asks to wait). Status 0: no answer, the outcome is unknown."""
+        self._summary.requests += 1
+        body = join([element.body for element in batch])
+        try:
+            async with self._session.post(
+                self._url, data=body, headers=self._headers, allow_redirects=False
+            ) as response:
+                raw = await response.read()
+        except (aiohttp.ClientError, TimeoutError) as error:
+            return 0, {"detail": str(error) or type(error).__name__}, 0.0
+        try:
+            answer = orjson.loads(raw)
+        except orjson.JSONDecodeError:
+            answer = {}
+        asked = response.headers.get("Retry-After", "")
+        wait = min(float(asked), _MAX_RETRY_AFTER_S) if asked.isdigit() else 0.0
+        return response.status, answer if isinstance(answer, dict) else {}, wait
+
+    def _settle(self, batch: list[_Element], answer: dict[str, Any], status: int) -> list[_Element]:
+        """Count what is settled; what may be accepted later."""
+        refused = answer.get("refused", []) if status != 200 else []
+        again: list[_Element] = []
+        for item in refused:
+            element = batch[item["index"]]
+            if item.get("retry"):
+                again.append(element)
+            else:
+                self._summary.refuse(element.position, _reason(item, status), str(item.get("detail", "")))
+        self._summary.accepted += len(batch) - len(refused)
+        return again
+
+
+def _reason(answer: dict[str, Any], status: int) -> str:
+    named = answer.get("reason") or str(answer.get("type", "")).rpartition(":")[2]
+    return str(named or f"status {status}")
+
+
+def _explain(status: int, answer: dict[str, Any]) -> str:
+    what = " ".join(str(answer.get(key, "")) for key in ("title", "detail")).strip()
+    return f"status {status}: {what}" if status else what

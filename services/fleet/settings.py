@@ -1,0 +1,67 @@
+"""The settings of `penstock up`."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import ClassVar
+
+from pydantic import Field, field_validator
+
+from services.core.settings import Settings
+from services.core.units import Duration
+from services.core.yaml_source import BadConfiguration, Problem, load_yaml
+
+
+class UpSettings(Settings):
+    """The fleet on one machine: each service a process under one supervisor."""
+
+    section: ClassVar[str] = "up"
+
+    broker: str = Field(
+        "log",
+        description="log: the embedded log in the data folder. kafka: a real Kafka, started here, its data in the data "
+        "folder. Or a URL: log:///path, kafka://host:port[,host:port].",
+    )
+    data: Path = Field(Path("data"), description="The data folder: embedded log, checkpoints, service logs, state.")
+    listen: str = Field("127.0.0.1:8080", description="host:port on which ingest takes events.")
+    allow_networks: str = Field(
+        "", description="Networks inside that webhooks may be in, comma-separated: 127.0.0.0/8 for this machine."
+    )
+    ingest: int = Field(1, ge=1, le=64, description="Ingest processes; they share the port.")
+    expel: int = Field(1, ge=1, le=64, description="Expel processes; they share the work.")
+    ready_within: Duration = Field(120.0, description="How long the services may take to become ready.")
+
+    @field_validator("listen", "management")
+    @classmethod
+    def _has_port(cls, value: str) -> str:
+        host, _, port = value.rpartition(":")
+        if not host or not port.isdigit() or int(port) > 65535:
+            raise ValueError("host:port is needed. Try: 127.0.0.1:8080")
+        return value
+
+
+OVERRULED = {
+    ("ingest", "listen"): "up.listen",
+    ("ingest", "reuse_port"): "up.ingest",
+    ("transform", "data"): "up.data",
+    ("expel", "allow_networks"): "up.allow_networks",
+    ("expel", "own_addresses"): "up.listen",
+    **{(service, "drain"): "up.drain" for service in ("ingest", "transform", "expel")},
+    **{(service, "management"): "a free port each" for service in ("ingest", "transform", "expel")},
+}
+"""What `penstock up` decides for the services, and from what. Set for a service it would be overruled silently: refused."""
+
+
+def refuse_overruled(config: str | None, environ: Mapping[str, str]) -> None:
+    """Raise BadConfiguration for each setting of a service that `penstock up` decides itself. Blocking."""
+    document = load_yaml(Path(config)) if config else None
+    data = document.data if document is not None and isinstance(document.data, dict) else {}
+    problems = []
+    for (section, key), ours in OVERRULED.items():
+        remedy = f". Try: {ours} or PENSTOCK_{ours.replace('.', '_').upper()}" if "." in ours else f": {ours}"
+        message = f"penstock up decides this itself{remedy}"
+        if (variable := f"PENSTOCK_{section}_{key}".upper()) in environ:
+            problems.append(Problem(variable, "", message))
+        if document is not None and isinstance(data.get(section), dict) and key in data[section]:
+            problems.append(document.problem((section, key), message))
+    if problems:
+        raise BadConfiguration(problems)

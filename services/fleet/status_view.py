@@ -1,0 +1,111 @@
+"""The status as tables for a person."""
+
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+
+def render_status(status: dict[str, Any]) -> RenderableType:
+    """Tables of streams, transforms, destinations and processes."""
+    head = Text(f"ingest http://{status['listen']}   broker {status['broker']}", style="dim")
+    parts: list[RenderableType] = [head, _streams(status["streams"])]
+    if status["transforms"]:
+        parts.append(_transforms(status["transforms"]))
+    if status["destinations"]:
+        parts.append(_destinations(status["destinations"]))
+    return Group(*parts, _processes(status["processes"]))
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="left" if index == 0 else "right", no_wrap=True)
+    return table
+
+
+def _streams(rows: list[dict[str, Any]]) -> Table:
+    table = _table("streams", "stream", "events/s", "accepted", "refused", "ingest time P50 P95 P99")
+    for row in rows:
+        table.add_row(
+            row["stream"], _rate(row["rate"]), str(row["accepted"]), str(row["refused"]), spread(row["ingest_time_ms"])
+        )
+    return table
+
+
+def _transforms(rows: list[dict[str, Any]]) -> Table:
+    table = _table("transforms", "pipe", "events/s", "read", "written", "dead", "behind", "lag P50 P95 P99")
+    for row in rows:
+        table.add_row(
+            _named(row["pipe"], up=row["up"]),
+            _rate(row["rate"]),
+            str(row["read"]),
+            str(row["written"]),
+            _bad(row["dead"]),
+            "?" if row["lag_records"] is None else str(row["lag_records"]),
+            spread(row["lag_out_ms"]),
+        )
+    return table
+
+
+def _destinations(rows: list[dict[str, Any]]) -> Table:
+    table = _table("destinations", "", "events/s", "delivered", "retried", "dead", "behind", "E2E lag P50 P95 P99")
+    for row in rows:
+        table.add_row(
+            _named(f"{row['pipe']} → {row['destination']}", up=row["up"]),
+            _rate(row["rate"]),
+            str(row["delivered"]),
+            str(row["retried"]),
+            _bad(row["dead"]),
+            _behind(row["lag_records"], row["lag_ms"]),
+            spread(row["e2e_lag_ms"]),
+        )
+    return table
+
+
+def _behind(records: int | None, lag_ms: int | None) -> str:
+    """How many events wait, and how old the oldest is."""
+    if records is None or lag_ms is None:
+        return "?"
+    return f"{records}, {millis(lag_ms)}" if records else "0"
+
+
+def _processes(rows: list[dict[str, Any]]) -> Table:
+    table = _table("processes", "process", "pid", "state", "restarts", "CPU", "memory")
+    for row in rows:
+        table.add_row(
+            _named(row["name"], up=row["state"] == "ready"),
+            str(row["pid"] or ""),
+            row["state"],
+            _bad(row["restarts"]),
+            f"{row['cpu_percent']:.0f} %",
+            f"{row['rss_bytes'] / 1e6:.0f} MB",
+        )
+    return table
+
+
+def _named(name: str, *, up: bool) -> Text:
+    return Text(name, style="green" if up else "red")
+
+
+def _bad(count: int) -> Text:
+    return Text(str(count), style="red" if count else "")
+
+
+def _rate(rate: float) -> str:
+    return f"{rate:,.0f}"
+
+
+def spread(lags: dict[str, float]) -> str:
+    """P50, P95 and P99 in one cell."""
+    return "  ".join(millis(value) for value in lags.values())
+
+
+def millis(value: float) -> str:
+    """Milliseconds as a person reads them."""
+    if value < 1000:
+        return f"{value:.0f} ms"
+    if value < 120_000:
+        return f"{value / 1000:.1f} s"
+    return f"{value / 60_000:.0f} min" if value < 7_200_000 else f"{value / 3_600_000:.0f} h"

@@ -1,0 +1,124 @@
+"""The fleet: starts the services, keeps them running, drains them in order. Used by `penstock up` and by the demo."""
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import aiohttp
+
+from services.core.management import serve_management
+from services.fleet.folder import FleetState, ProcessState, write_state
+from services.fleet.output import Say
+from services.fleet.plan import START_ORDER, FleetPlan
+from services.fleet.problem import CommandFailed
+from services.fleet.process import ServiceProcess
+from services.fleet.readiness import POLL_S, ask_ready
+from services.fleet.stop import Stop
+
+GRACE_S = 5.0
+"""A service bounds its own drain; this much later it is killed."""
+
+Progress = Callable[[str], None]
+"""One line for a person, about starting and stopping."""
+
+
+class Fleet:
+    """The running processes of one plan. Owned by `run_fleet`."""
+
+    def __init__(self, plan: FleetPlan, say: Say, progress: Progress, stop: Stop) -> None:
+        self.plan, self._progress, self._stop = plan, progress, stop
+        self.management = ""
+        self.drained = False
+        self._state_due = asyncio.Event()
+        self.processes = [ServiceProcess(spec, plan.data / "logs", say, self._state_due.set) for spec in plan.services]
+
+    def of(self, service: str) -> list[ServiceProcess]:
+        """The processes of one service."""
+        return [process for process in self.processes if process.spec.service == service]
+
+    def why_not_ready(self) -> str | None:
+        """For the supervisor's own /readyz: the first service that does not run now."""
+        return next((f"{one.spec.name} is being started" for one in self.processes if one.pid is None), None)
+
+    def state(self) -> FleetState:
+        """As `status` reads it."""
+        processes = [
+            ProcessState(one.spec.name, one.spec.service, one.pid, one.management, one.restarts, str(one.log))
+            for one in self.processes
+        ]
+        plan = self.plan
+        return FleetState(os.getpid(), self.management, plan.broker, str(plan.pipes), plan.listen, processes)
+
+    async def keep_state(self) -> None:
+        """Write the state file whenever something changed."""
+        while True:
+            await self._state_due.wait()
+            self._state_due.clear()
+            await asyncio.to_thread(write_state, self.plan.data, self.state())
+
+    async def wait_ready(self) -> None:
+        """Until every process is ready. Raises CommandFailed when one is not in time, or when asked to stop."""
+        deadline = time.monotonic() + self.plan.ready_within
+        async with aiohttp.ClientSession() as session:
+            for process in self.processes:
+                while (reason := await ask_ready(session, process.management)) is not None:
+                    self._stop.check()
+                    if time.monotonic() > deadline:
+                        words = "".join(f"\n    {line}" for line in process.last_words)
+                        raise CommandFailed(
+                            f"{process.spec.name} was not ready within {self.plan.ready_within:.0f} s: {reason}{words}",
+                            f"its log, {process.log}",
+                        )
+                    await asyncio.sleep(POLL_S)
+                self._progress(f"{process.spec.name} is ready")
+
+    async def drain(self) -> None:
+        """Stop the services in the order of the events' way, each bounded. `drained`: whether all did in time."""
+        drained = True
+        for service in reversed(START_ORDER):
+            group = self.of(service)
+            if group and not self._stop.insisted.is_set():
+                self._progress(f"draining {service}")
+            limit = self.plan.drain + GRACE_S
+            ended = await asyncio.gather(*(process.stop(limit, self._stop.insisted) for process in group))
+            for process, in_time in zip(group, ended, strict=True):
+                if not in_time:
+                    self._progress(f"{process.spec.name} did not drain; what was in flight will be done again")
+            drained = drained and all(ended)
+        self.drained = drained
+
+
+@asynccontextmanager
+async def run_fleet(plan: FleetPlan, management: str, say: Say, progress: Progress, stop: Stop) -> AsyncIterator[Fleet]:
+    """Start everything, wait until it is ready, yield; then drain. Nothing is left running, however it ends.
+
+    Raises CommandFailed when a service cannot start or has a bad configuration, also while the caller runs.
+    """
+    fleet = Fleet(plan, say, progress, stop)
+    try:
+        async with serve_management(management, fleet.why_not_ready) as fleet.management, asyncio.TaskGroup() as group:
+            keeper = group.create_task(fleet.keep_state(), name="state file")
+            progress("starting " + ", ".join(spec.name for spec in plan.services))
+            running = [group.create_task(process.keep_running(), name=process.spec.name) for process in fleet.processes]
+            try:
+                await fleet.wait_ready()
+                yield fleet
+                await fleet.drain()
+            finally:
+                for task in (keeper, *running):
+                    if not task.cancelling():  # a second cancel would disturb what it does because of the first
+                        task.cancel()
+    except BaseExceptionGroup as errors:
+        raise _first(errors) from None
+
+
+def _first(errors: BaseExceptionGroup[BaseException]) -> BaseException:
+    """What a person should read first: a failure of a command, else whatever there is."""
+    failed, others = errors.split(CommandFailed)
+    error: BaseException | None = failed or others
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    assert error is not None
+    return error

@@ -1,0 +1,72 @@
+"""`penstock up`: the fleet on one machine, until it is told to stop."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+
+from services.fleet.console import note
+from services.fleet.folder import hold_folder
+from services.fleet.kafka import run_kafka
+from services.fleet.output import Say
+from services.fleet.pipe_check import check_pipe_file
+from services.fleet.plan import broker_url, make_plan
+from services.fleet.ports import check_port_free
+from services.fleet.settings import UpSettings
+from services.fleet.stop import Stop, stop_on_signals
+from services.fleet.supervisor import Fleet, Progress, run_fleet
+from services.fleet.topics import provision
+
+_STYLES = {"warning": "yellow", "error": "red", "critical": "red"}
+
+
+def say(level: str, text: str) -> None:
+    """What services warn of, to the console."""
+    note(text, _STYLES.get(level, ""))
+
+
+@asynccontextmanager
+async def fleet_of(
+    settings: UpSettings, config: str | None, stop: Stop, say: Say, progress: Progress
+) -> AsyncIterator[Fleet]:
+    """Check everything, hold the data folder, start broker and services; drain and stop them when left.
+
+    Raises BadConfiguration, CommandFailed.
+    """
+    pipes = await asyncio.to_thread(
+        check_pipe_file, settings.pipes, listen=settings.listen, allow_networks=settings.allow_networks
+    )
+    await asyncio.to_thread(check_port_free, settings.listen)
+    async with AsyncExitStack() as stack:
+        await asyncio.to_thread(stack.enter_context, hold_folder(settings.data.absolute()))
+        kafka = None
+        if settings.broker == "kafka":
+            progress("starting Kafka")
+            kafka = await stack.enter_async_context(run_kafka(settings.data.absolute() / "kafka", say, stop))
+        plan = make_plan(settings, pipes, broker_url(settings, kafka), config)
+        provisioned = await provision(plan.broker, pipes)
+        progress(f"topics: {len(provisioned.created)} created, {len(provisioned.kept)} there already")
+        stop.check()
+        yield await stack.enter_async_context(run_fleet(plan, settings.management, say, progress, stop))
+
+
+async def run_up(settings: UpSettings, config: str | None) -> int:
+    """The verb. Returns the exit status: 0 drained, 1 not all drained in time."""
+
+    def told(insists: bool) -> None:
+        note("stopping at once" if insists else "draining; press Ctrl-C again to stop at once", "bold")
+
+    with stop_on_signals(told) as stop:
+        async with fleet_of(settings, config, stop, say, lambda text: note(text, "dim")) as fleet:
+            _print_running(fleet)
+            await stop.asked.wait()
+        note("stopped")
+    return 0 if fleet.drained else 1
+
+
+def _print_running(fleet: Fleet) -> None:
+    plan = fleet.plan
+    note(f"Penstock runs. Send events to http://{plan.listen}/v1/streams/STREAM/events", "bold green")
+    note(f"  broker  {plan.broker}")
+    for process in fleet.processes:
+        note(f"  {process.spec.name:<12} pid {process.pid}  http://{process.management}/metrics  {process.log}")
+    note("  Ctrl-C drains and stops. Try: penstock status")

@@ -1,0 +1,98 @@
+"""`penstock keys`: API keys for senders, signing secrets for receivers."""
+
+import base64
+import datetime
+import json
+import os
+import secrets
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from pydantic import ValidationError
+from rich.table import Table
+
+from services.core.key_file import add_key, load_keys, revoke_key
+from services.core.keys import make_key
+from services.core.signature import PREFIX
+from services.fleet.console import OUT, note
+from services.fleet.problem import CommandFailed
+from services.fleet.verbs.app import APP, example
+
+KEYS = typer.Typer(help="API keys for senders, signing secrets for receivers.", no_args_is_help=True)
+APP.add_typer(KEYS, name="keys")
+
+KeysPath = Annotated[
+    Path, typer.Option("--keys", envvar="PENSTOCK_INGEST_KEYS", help="The keys file that ingest reads.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="JSON on stdout.")]
+
+
+def _now() -> str:
+    return datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+@KEYS.command(epilog=example('penstock keys create --name "the orders service" --stream orders > orders.key'))
+def create(
+    stream: Annotated[
+        list[str], typer.Option("--stream", help="A stream that the key may send to; again for more; '*': all.")
+    ],
+    name: Annotated[str, typer.Option("--name", help="Whose key it is.")] = "",
+    rate: Annotated[
+        int | None, typer.Option("--rate", min=1, help="Events a second at most, per ingest process.")
+    ] = None,
+    keys: KeysPath = Path("keys.yaml"),
+) -> None:
+    """Make an API key. It is printed once, on stdout; only its hash is kept."""
+    try:
+        token, entry = make_key(streams=stream, name=name, rate=rate, created=_now())
+    except ValidationError as error:
+        problem = error.errors(include_url=False, include_input=False)[0]
+        raise CommandFailed(f"{problem['loc'][0]}: {problem['msg']}", "a stream's name, or '*'", status=2) from None
+    try:
+        add_key(keys, entry)
+    except OSError as error:
+        raise CommandFailed(f"{keys} cannot be written: {error.strerror}") from error
+    typer.echo(token)
+    note(f"Key {entry.id} is in {keys}. The line above is shown only now. Ingest takes it within seconds.", "green")
+
+
+@KEYS.command("list", epilog=example("penstock keys list"))
+def list_keys(keys: KeysPath = Path("keys.yaml"), as_json: AsJson = False) -> None:
+    """List the keys; never their secrets."""
+    found = load_keys(keys)
+    if as_json:
+        typer.echo(json.dumps([key.model_dump(exclude={"hash"}) for key in found]))
+        return
+    table = Table("id", "name", "streams", "rate", "created", "revoked", box=None)
+    for key in found:
+        rate = "" if key.rate is None else str(key.rate)
+        table.add_row(key.id, key.name, ", ".join(key.streams), rate, key.created, key.revoked or "")
+    OUT.print(table)
+
+
+@KEYS.command(epilog=example("penstock keys revoke k3v9x0qa"))
+def revoke(
+    key_id: Annotated[str, typer.Argument(help="The key's id, as `penstock keys list` shows it.")],
+    keys: KeysPath = Path("keys.yaml"),
+) -> None:
+    """Revoke a key. Ingest refuses it within seconds."""
+    if not keys.exists():
+        raise CommandFailed(f"there is no {keys}", "--keys with the file that ingest reads", status=2)
+    if not revoke_key(keys, key_id, _now()):
+        raise CommandFailed(f"{keys} has no key {key_id[:40]!r}", "penstock keys list")
+    note(f"Key {key_id} is revoked.", "green")
+
+
+@KEYS.command(epilog=example("penstock keys secret webhook.secret"))
+def secret(path: Annotated[Path, typer.Argument(help="The file to write.")]) -> None:
+    """Make a webhook signing secret in a new file that only you can read. Give a copy to the receiver."""
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError as error:
+        raise CommandFailed(f"{path} exists already and was left alone", "another name") from error
+    except OSError as error:
+        raise CommandFailed(f"{path} cannot be written: {error.strerror}") from error
+    with os.fdopen(descriptor, "w") as file:
+        file.write(f"{PREFIX}{base64.b64encode(secrets.token_bytes(32)).decode()}\n")
+    note(f"Wrote {path}. In the pipe file: secret: {{file: {path}}}", "green")

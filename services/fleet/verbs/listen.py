@@ -1,0 +1,94 @@
+"""`penstock listen`."""
+
+import os
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import orjson
+import typer
+import uvloop
+from rich.text import Text
+
+from services.core.masking import mask_text
+from services.core.pipes import Secret
+from services.core.signature import BadSecret, SigningKey
+from services.core.signing_secret import read_signing_keys
+from services.fleet.console import OUT, note
+from services.fleet.problem import CommandFailed
+from services.fleet.receiver import Received, Receiver, serve_receiver
+from services.fleet.stop import stop_on_signals
+from services.fleet.verbs.app import APP, example
+
+SHOWN_EVENTS = 3
+
+
+@APP.command(
+    epilog=example(
+        "penstock listen --port 9000 --secret-file webhook.secret\npenstock listen --port 9000 --fail 0.2 --slow 50"
+    )
+)
+def listen(
+    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Where to listen; 0: any free port.")],
+    host: Annotated[str, typer.Option("--host", help="On which address.")] = "127.0.0.1",
+    secret_file: Annotated[
+        Path | None,
+        typer.Option("--secret-file", help="A file with the signing secret (whsec_…); or set PENSTOCK_WEBHOOK_SECRET."),
+    ] = None,
+    fail: Annotated[float, typer.Option("--fail", min=0, max=1, help="Answer this share of requests with 503.")] = 0.0,
+    slow: Annotated[int, typer.Option("--slow", min=0, help="Milliseconds before each answer.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object per event on stdout.")] = False,
+) -> None:
+    """Receive webhooks: verify their signatures, print the events, count duplicates. For trying things out."""
+    receiver = Receiver(_keys(secret_file), fail, slow / 1000, _print_json if as_json else _print_lines)
+    try:
+        uvloop.run(_run(receiver, host, port))
+    except OSError as error:
+        remedy = f"--port {port + 1}, or end what listens there"
+        raise CommandFailed(f"cannot listen on {host}:{port}: {error.strerror}", remedy) from error
+
+
+def _keys(secret_file: Path | None) -> tuple[SigningKey, ...]:
+    if secret_file is None and "PENSTOCK_WEBHOOK_SECRET" not in os.environ:
+        return ()
+    secret = Secret(file=secret_file) if secret_file is not None else Secret(env="PENSTOCK_WEBHOOK_SECRET")
+    try:
+        return read_signing_keys(secret, Path(), os.environ)
+    except BadSecret as error:
+        raise CommandFailed(str(error), status=2) from error
+
+
+async def _run(receiver: Receiver, host: str, port: int) -> None:
+    with stop_on_signals(lambda _insists: None) as stop:
+        async with serve_receiver(receiver, host, port) as bound:
+            checked = "signatures are verified" if receiver.keys else "signatures are not verified (no --secret-file)"
+            note(f"Listening on http://{host}:{bound}/ ; {checked}. Ctrl-C ends it.", "bold green")
+            await stop.asked.wait()
+    note(
+        f"{receiver.delivered} events, {receiver.duplicates} duplicates, {receiver.requests} requests, "
+        f"{receiver.failed} refused on purpose, {receiver.unsigned} with a bad signature"
+    )
+
+
+def _print_json(received: Received) -> None:
+    for event in received.new:
+        line = {"webhook_id": received.webhook_id, "verified": received.signed, "event": event}
+        typer.echo(orjson.dumps(line).decode())
+
+
+def _text(value: Any) -> str:
+    return orjson.dumps(value).decode()
+
+
+def _print_lines(received: Received) -> None:
+    clock = time.strftime("%H:%M:%S", time.localtime(received.at))
+    duplicates = len(received.events) - len(received.new)
+    signed = {True: "signature good", False: "signature bad", None: "signature not checked"}[received.signed]
+    tail = f", {duplicates} duplicates" if duplicates else ""
+    OUT.print(Text(f"{clock} {received.webhook_id} {len(received.events)} events{tail}, {signed}", style="bold"))
+    for event in received.new[:SHOWN_EVENTS]:
+        line = f"  {event['id']}  {_text(event['data'])}" if "id" in event and "data" in event else f"  {_text(event)}"
+        crop = OUT.is_terminal
+        OUT.print(Text(mask_text(line)), no_wrap=crop, soft_wrap=not crop, overflow="ellipsis")
+    if len(received.new) > SHOWN_EVENTS:
+        OUT.print(Text(f"  … and {len(received.new) - SHOWN_EVENTS} more", style="dim"))

@@ -1,0 +1,79 @@
+"""`penstock log verify` and `repair`: the embedded log after a damaged disk."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from services.core.broker.errors import BrokerError
+from services.core.broker.log.repair import repair as repair_folder
+from services.core.broker.log.report import FolderReport, TopicReport
+from services.core.broker.log.verify import verify as verify_folder
+from services.fleet.console import OUT
+from services.fleet.problem import CommandFailed
+from services.fleet.verbs.app import APP, example
+
+LOG = typer.Typer(help="Check and repair the embedded log.", no_args_is_help=True)
+APP.add_typer(LOG, name="log")
+
+Folder = Annotated[
+    Path, typer.Argument(help="The log's folder: `log` in the data folder.", exists=True, file_okay=False)
+]
+Topic = Annotated[str | None, typer.Option("--topic", help="Only this topic.")]
+AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
+
+
+@LOG.command(epilog=example("penstock log verify data/log"))
+def verify(folder: Folder, topic: Topic = None, as_json: AsJson = False) -> None:
+    """Read every record and compare it with its checksum. May run beside a working fleet. Status 1 when anything is lost."""
+    try:
+        report = verify_folder(folder, topic)
+    except BrokerError as error:
+        raise CommandFailed(str(error)) from error
+    _print(report, as_json=as_json)
+    if not report.is_sound:
+        raise CommandFailed(
+            "the log is damaged; the lost offsets stand above", "penstock log repair, with the fleet stopped"
+        )
+
+
+@LOG.command(epilog=example("penstock log repair data/log --yes"))
+def repair(
+    folder: Folder,
+    topic: Topic = None,
+    as_json: AsJson = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+) -> None:
+    """Accept what is lost: keep what can be read, note the rest as gaps. The damaged files are kept aside."""
+    if not yes:
+        typer.confirm(
+            "What cannot be read is given up for good. Is the fleet stopped, and shall I?", abort=True, err=True
+        )
+    try:
+        report = repair_folder(folder, topic)
+    except BrokerError as error:
+        raise CommandFailed(str(error)) from error
+    _print(report, as_json=as_json)
+
+
+def _print(report: FolderReport, *, as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps({"sound": report.is_sound, **asdict(report)}))
+        return
+    for topic in [*report.topics, report.groups]:
+        records = sum(part.records for part in topic.partitions)
+        state = "sound" if topic.is_sound else f"{topic.lost_records} records lost"
+        OUT.print(f"{topic.topic:<30} {records:>12,} records  {state}", style="" if topic.is_sound else "red")
+        for line in _details(topic):
+            OUT.print(f"    {line}")
+
+
+def _details(topic: TopicReport) -> list[str]:
+    lost = [
+        f"partition {part.partition}: offsets {first} to {last} lost"
+        for part in topic.partitions
+        for first, last in part.lost
+    ]
+    return [*topic.problems, *lost]

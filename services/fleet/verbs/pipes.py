@@ -1,0 +1,87 @@
+"""`penstock init`, `check`, `schema` and `apply`: the pipe file before the fleet runs."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+import uvloop
+
+from services.fleet.console import OUT, note
+from services.fleet.pipe_check import check_pipe_file
+from services.fleet.pipe_schema import pipe_schema
+from services.fleet.problem import CommandFailed
+from services.fleet.starter import STARTER
+from services.fleet.topics import provision
+from services.fleet.verbs.app import APP, example
+
+PipeFilePath = Annotated[Path, typer.Option("--pipes", "-f", envvar="PENSTOCK_PIPES", help="The pipe file.")]
+Allowed = Annotated[
+    str,
+    typer.Option(
+        "--allow-networks", envvar="PENSTOCK_UP_ALLOW_NETWORKS", help="Networks inside that webhooks may be in."
+    ),
+]
+
+
+@APP.command(epilog=example("penstock init\npenstock check -f pipes.yaml"))
+def init(
+    path: Annotated[Path, typer.Argument(help="Where to write it.")] = Path("pipes.yaml"),
+) -> None:
+    """Write a commented pipe file to start from. An existing file is left alone."""
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.write(STARTER)
+    except FileExistsError as error:
+        raise CommandFailed(f"{path} exists already and was left alone", f"penstock init other-{path.name}") from error
+    except OSError as error:
+        raise CommandFailed(f"{path} cannot be written: {error.strerror}", "another folder") from error
+    note(f"Wrote {path}. Try: penstock check -f {path}")
+
+
+@APP.command(epilog=example("penstock check -f pipes.yaml --allow-networks 127.0.0.0/8"))
+def check(
+    pipes: PipeFilePath = Path("pipes.yaml"),
+    allow_networks: Allowed = "",
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+) -> None:
+    """Check a pipe file: every mistake with file, line and key. Status 2 when there is one."""
+    found = check_pipe_file(pipes, allow_networks=allow_networks)
+    summary = {
+        "streams": len(found.streams),
+        "pipes": len(found.pipes),
+        "destinations": sum(len(pipe.destinations) for pipe in found.pipes.values()),
+    }
+    if as_json:
+        typer.echo(json.dumps(summary))
+    else:
+        OUT.print(f"{pipes} is good: " + ", ".join(f"{count} {what}" for what, count in summary.items()), style="green")
+
+
+@APP.command(epilog=example("penstock schema > pipes.schema.json"))
+def schema() -> None:
+    """Print the JSON Schema of the pipe file, by which editors complete and check it."""
+    typer.echo(pipe_schema(), nl=False)
+
+
+@APP.command(epilog=example("penstock apply -f pipes.yaml --broker kafka://127.0.0.1:9092"))
+def apply(
+    broker: Annotated[
+        str, typer.Option("--broker", envvar="PENSTOCK_BROKER", help="log:///path or kafka://host:port.")
+    ],
+    pipes: PipeFilePath = Path("pipes.yaml"),
+    allow_networks: Allowed = "",
+    grow: Annotated[
+        bool, typer.Option("--grow", help="Add partitions where the pipe file wants more. Keys will map elsewhere.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+) -> None:
+    """Create the topics that a pipe file implies, and nothing else. Safe to run again."""
+    found = check_pipe_file(pipes, allow_networks=allow_networks, secrets=False)
+    done = uvloop.run(provision(broker, found, grow=grow))
+    if as_json:
+        typer.echo(json.dumps({"created": done.created, "grown": done.grown, "kept": done.kept}))
+        return
+    for what, topics in (("created", done.created), ("grown", done.grown), ("there already", done.kept)):
+        for topic in topics:
+            OUT.print(f"{what:<14} {topic}")

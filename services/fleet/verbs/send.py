@@ -1,0 +1,144 @@
+"""`penstock send`."""
+
+import asyncio
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+from urllib.parse import urlsplit
+
+import typer
+import uvloop
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+from services.core.pipes import NAME_PATTERN
+from services.fleet.console import ERR, note
+from services.fleet.event_source import BadInput, read_events
+from services.fleet.problem import CommandFailed
+from services.fleet.secret_files import read_api_key
+from services.fleet.sender import SendingFailed, SendSummary, Target, send_events
+from services.fleet.stop import stop_on_signals
+from services.fleet.verbs.app import APP, example
+
+
+@APP.command(
+    epilog=example(
+        "penstock send flights examples/flights.ndjson.gz\n"
+        "my-export | penstock send orders - --rate 500\n"
+        "PENSTOCK_KEY=psk_… penstock send orders orders.json --url https://ingest.example.org"
+    )
+)
+def send(
+    stream: Annotated[str, typer.Argument(help="The stream that takes the events.")],
+    file: Annotated[str, typer.Argument(help="A JSON array, NDJSON, or either gzipped; -: standard input.")] = "-",
+    url: Annotated[
+        str, typer.Option("--url", envvar="PENSTOCK_URL", help="Where ingest listens.")
+    ] = "http://127.0.0.1:8080",
+    key_file: Annotated[
+        Path | None, typer.Option("--key-file", help="A file with the API key; or set PENSTOCK_KEY.")
+    ] = None,
+    batch: Annotated[int, typer.Option("--batch", min=1, max=10_000, help="Events a request.")] = 100,
+    in_flight: Annotated[
+        int,
+        typer.Option("--in-flight", min=1, max=64, help="Requests under way at once; 1 keeps the order of the file."),
+    ] = 4,
+    rate: Annotated[
+        float, typer.Option("--rate", min=0, help="Events a second at most; 0: as fast as ingest takes them.")
+    ] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object with the summary on stdout.")] = False,
+) -> None:
+    """Send events from a file or pipe to a stream. Repeats what ingest could not take, with the same event ids.
+
+    Status 0 when every event was accepted, 1 otherwise.
+    """
+    if not re.fullmatch(NAME_PATTERN, stream):
+        raise CommandFailed(f"{stream!r} is not a stream's name", "a name under streams: in the pipe file", status=2)
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.username or parts.query:
+        raise CommandFailed("--url needs the address of ingest", "--url http://127.0.0.1:8080", status=2)
+    target = Target(url, stream, read_api_key(key_file, os.environ), batch, in_flight, rate)
+    summary = SendSummary()
+    begun = time.monotonic()
+    with _open(file) as source:
+        failure = uvloop.run(_run(source, target, summary, file))
+    _print_summary(summary, time.monotonic() - begun, as_json=as_json)
+    if failure is not None:
+        raise failure
+    if summary.refused:
+        raise typer.Exit(1)
+
+
+@contextmanager
+def _open(file: str) -> Iterator[Any]:
+    if file == "-":
+        yield sys.stdin.buffer
+        return
+    try:
+        with Path(file).open("rb") as source:
+            yield source
+    except OSError as error:
+        raise CommandFailed(f"{file} cannot be read: {error.strerror}", status=2) from error
+
+
+async def _run(source: Any, target: Target, summary: SendSummary, name: str) -> CommandFailed | None:
+    """Send until the end or Ctrl-C. Returns what went wrong, so that the summary comes first."""
+    size = os.fstat(source.fileno()).st_size if name != "-" else 0
+    with stop_on_signals(lambda _insists: None) as stop, _progress(size) as progress:
+        bar = progress.add_task(f"sending to {target.stream}", total=size or None, accepted=0)
+
+        def show() -> None:
+            progress.update(bar, completed=source.tell() if size else None, accepted=summary.accepted)
+
+        sending = asyncio.ensure_future(send_events(read_events(source), target, summary, show))
+        asked = asyncio.ensure_future(stop.asked.wait())
+        await asyncio.wait({sending, asked}, return_when=asyncio.FIRST_COMPLETED)
+        asked.cancel()
+        stopped = sending.cancel()
+        await asyncio.wait({sending})
+        if stopped:
+            return CommandFailed("stopped; what was under way may have been stored", status=130)
+        try:
+            sending.result()
+        except BadInput as error:
+            return CommandFailed(f"{name}: {error}", "what came before it was sent")
+        except SendingFailed as error:
+            return CommandFailed(f"{target.url}: {error}", "penstock status; the events that are left were not sent")
+        except OSError as error:
+            return CommandFailed(f"{name} cannot be read: {error.strerror}")
+        return None
+
+
+def _progress(size: int) -> Progress:
+    columns = [SpinnerColumn(), TextColumn("{task.description}")]
+    columns += [BarColumn(), TaskProgressColumn(), TimeRemainingColumn()] if size else []
+    return Progress(*columns, TextColumn("{task.fields[accepted]} accepted"), console=ERR, disable=not ERR.is_terminal)
+
+
+def _print_summary(summary: SendSummary, seconds: float, *, as_json: bool) -> None:
+    refused = sum(summary.refused.values())
+    if as_json:
+        examples = [
+            {"position": position, "reason": reason, "detail": detail} for position, reason, detail in summary.examples
+        ]
+        result = {
+            "accepted": summary.accepted,
+            "refused": refused,
+            "reasons": dict(summary.refused),
+            "examples": examples,
+        }
+        typer.echo(json.dumps({**result, "retries": summary.retries, "seconds": round(seconds, 3)}))
+        return
+    note(
+        f"accepted {summary.accepted}, refused {refused}, retries {summary.retries}; "
+        f"{seconds:.1f} s, {summary.accepted / max(seconds, 0.001):,.0f} events/s",
+        "green" if not refused else "yellow",
+    )
+    for reason, count in summary.refused.most_common():
+        note(f"  refused {count}: {reason}", "yellow")
+    for position, reason, detail in summary.examples:
+        note(f"    event {position}: {reason}: {detail}", "dim")

@@ -1,0 +1,177 @@
+"""`penstock up` and its companions as a person runs them: real processes, in a folder of their own, on free ports."""
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from services.core.signature import SigningKey
+from services.fleet.folder import FleetState, read_state
+from services.fleet.receiver import Received, Receiver, serve_receiver
+
+DEADLINE = 120.0
+REPOSITORY = Path(__file__).parents[2]
+SECRET = "whsec_" + "a2V5" * 8
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+class Desk:
+    """One person's folder: `pipes.yaml`, the signing secret, a receiver's port, ingest's port."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.hook_port, self.ingest_port = free_port(), free_port()
+        self.ids: set[str] = set()
+        self.receiver = Receiver((SigningKey.parse(SECRET),), tell=self._note)
+        secret = folder / "webhook.secret"
+        secret.touch(mode=0o600)
+        secret.write_text(SECRET)
+
+    @property
+    def data(self) -> Path:
+        return self.folder / "data"
+
+    def _note(self, received: Received) -> None:
+        self.ids.update(event["id"] for event in received.new)
+
+    def write_pipes(self, transform: str = "") -> None:
+        """One pipe from `events` to the receiver."""
+        (self.folder / "pipes.yaml").write_text(
+            "streams:\n  events: {id: id, key: key, columns: 'id STRING, key STRING, n INT'}\n"
+            f"pipes:\n  p:\n    sources: [events]\n{transform}    destinations:\n"
+            f"      - name: d\n        webhook: {{url: 'http://127.0.0.1:{self.hook_port}/', secret: {{file: webhook.secret}}}}\n"
+        )
+
+    def write_events(self, count: int) -> Path:
+        path = self.folder / "events.ndjson"
+        lines = [json.dumps({"id": f"e{n}", "key": f"k{n % 7}", "n": n}) for n in range(count)]
+        path.write_text("\n".join(lines))
+        return path
+
+    def receive(self) -> Any:
+        """A context in which the receiver listens."""
+        return serve_receiver(self.receiver, "127.0.0.1", self.hook_port)
+
+    async def penstock(self, *arguments: str | Path) -> "Command":
+        """Start a verb in the folder."""
+        environ = {name: value for name, value in os.environ.items() if not name.startswith("PENSTOCK_UP")}
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "services.fleet",
+            *map(str, arguments),
+            cwd=self.folder,
+            env={**environ, "PYTHONPATH": str(REPOSITORY), "COLUMNS": "200"},
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+        )
+        return Command(process)
+
+    async def run(self, *arguments: str | Path) -> "Command":
+        """A verb until it ends."""
+        command = await self.penstock(*arguments)
+        await command.finish()
+        return command
+
+    @asynccontextmanager
+    async def up(self, *arguments: str) -> AsyncIterator["Command"]:
+        """The fleet, ready; killed at the end if it still runs."""
+        command = await self.penstock(
+            "up", "--listen", f"127.0.0.1:{self.ingest_port}", "--allow-networks", "127.0.0.0/8", *arguments
+        )
+        try:
+            await command.until_said("Penstock runs")
+            yield command
+        finally:
+            await command.kill()
+
+    async def send(self, file: Path, *arguments: str) -> "Command":
+        return await self.run("send", "events", file, "--url", f"http://127.0.0.1:{self.ingest_port}", *arguments)
+
+    async def state(self) -> FleetState:
+        state = await asyncio.to_thread(read_state, self.data)
+        assert state is not None
+        return state
+
+
+class Command:
+    """A running verb. `out`, `err`: what it said so far."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self.process = process
+        self.out = self.err = ""
+        assert process.stdout is not None
+        assert process.stderr is not None
+        self._readers = [
+            asyncio.create_task(self._read(process.stdout, "out")),
+            asyncio.create_task(self._read(process.stderr, "err")),
+        ]
+
+    async def _read(self, stream: asyncio.StreamReader, name: str) -> None:
+        while chunk := await stream.read(65536):
+            setattr(self, name, getattr(self, name) + chunk.decode())
+
+    async def finish(self) -> int:
+        """Until it ends; its exit status."""
+        async with asyncio.timeout(DEADLINE):
+            await asyncio.gather(*self._readers)
+            return await self.process.wait()
+
+    async def until_said(self, text: str) -> None:
+        async with asyncio.timeout(DEADLINE):
+            while text not in self.err + self.out:
+                if self.process.returncode is not None:
+                    await self.finish()
+                    raise AssertionError(f"ended with {self.process.returncode}: {self.out}{self.err}")
+                await asyncio.sleep(0.05)
+
+    async def interrupt(self) -> int:
+        """Ctrl-C; the exit status."""
+        self.process.send_signal(signal.SIGINT)
+        return await self.finish()
+
+    async def kill(self) -> None:
+        if self.process.returncode is None:
+            self.process.kill()
+        await self.finish()
+
+
+async def until(condition: Callable[[], object], what: str, deadline: float = DEADLINE) -> None:
+    try:
+        async with asyncio.timeout(deadline):
+            while not condition():
+                await asyncio.sleep(0.05)
+    except TimeoutError:
+        raise AssertionError(f"still not after {deadline} s: {what}") from None
+
+
+def living(pids: Sequence[int | None]) -> list[int]:
+    """Those of these processes that still run."""
+    found = []
+    for pid in pids:
+        try:
+            if pid is not None and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+                found.append(pid)
+        except psutil.NoSuchProcess:
+            continue
+    return found
+
+
+def family(pid: int) -> list[int]:
+    """The process and everything it started."""
+    parent = psutil.Process(pid)
+    return [pid, *(child.pid for child in parent.children(recursive=True))]

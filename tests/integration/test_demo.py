@@ -1,0 +1,152 @@
+"""`penstock demo`: the newcomer's minute. Real events, real Spark, an exact count; and it leaves nothing behind."""
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.fleet.demo.flights import EXAMPLES, load_flights
+from services.fleet.demo.run import forget_settings
+from services.fleet.demo.summary import DemoResult, make_result, render_result
+from services.fleet.demo.tracker import Tracker
+from services.fleet.receiver import Received
+from services.fleet.scrape import Sample
+from tests.integration.fleet_process import Command, Desk, family, living, until
+
+NEWEST = 1_800_000_000.0
+
+
+@pytest.fixture
+def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Desk:
+    """TMPDIR is the desk's, so that what the demo leaves behind is seen."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    return Desk(tmp_path)
+
+
+def left_over(desk: Desk) -> list[str]:
+    return [path.name for path in desk.folder.iterdir() if path.name.startswith("penstock-demo")]
+
+
+async def run_demo(desk: Desk, *arguments: str) -> tuple[Command, dict[str, Any]]:
+    command = await desk.run("demo", "--json", *arguments)
+    result = json.loads(command.out.splitlines()[-1])
+    assert isinstance(result, dict)
+    return command, result
+
+
+@pytest.mark.spark
+@pytest.mark.parametrize("broker", ["log", "kafka"])
+async def test_demo_delivers_every_event(desk: Desk, broker: str) -> None:
+    """Broken: what a newcomer sees first is a loss, or no result."""
+    command, result = await run_demo(desk, "--broker", broker)
+    assert command.process.returncode == 0, command.err
+    assert result["ok"] is True
+    assert result["broker"] == broker
+    assert result["accepted"] == result["transformed"] == result["delivered"] == 10_000
+    assert result["lost"] == result["wrong"] == result["foreign"] == result["unsigned"] == result["dead"] == 0
+    assert result["duplicates"] >= 0
+    assert 0 < result["e2e_lag_p50_ms"] <= result["e2e_lag_p95_ms"] <= result["e2e_lag_p99_ms"]
+    assert result["ingest_time_ms"]["p95"] > 0
+    assert result["expel_time_ms"]["p95"] > 0
+    assert "nothing lost" in command.err
+    assert not left_over(desk)
+
+
+@pytest.mark.spark
+@pytest.mark.parametrize("moment", ["expel-1 is ready", "E2E lag P50"])
+async def test_ctrl_c_leaves_nothing_behind(desk: Desk, moment: str) -> None:
+    """Broken: a curious person's Ctrl-C leaves processes, a port in use, or files."""
+    command = await desk.penstock("demo")
+    try:
+        await command.until_said(moment)
+        pids = family(command.process.pid)
+        assert await command.interrupt() == 130
+    finally:
+        await command.kill()
+    assert "stopped; nothing is left running" in command.err
+    assert "Traceback" not in command.err
+    await until(lambda: not living(pids), "all processes gone")
+    assert not left_over(desk)
+
+
+@pytest.mark.spark
+async def test_kill_9_in_the_middle_loses_nothing(desk: Desk) -> None:
+    """Broken: the demo's promise holds only as long as nothing goes wrong."""
+    command = await desk.penstock("demo", "--json")
+    try:
+        await command.until_said("E2E lag P50")
+        [expel] = [pid for pid in family(command.process.pid) if "services.expel" in _arguments(pid)]
+        os.kill(expel, signal.SIGKILL)
+        assert await command.finish() == 0, command.err
+    finally:
+        await command.kill()
+    result = json.loads(command.out.splitlines()[-1])
+    assert (result["delivered"], result["lost"]) == (10_000, 0)
+
+
+def _arguments(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+    except OSError:
+        return ""
+
+
+def test_a_services_own_settings_do_not_reach_the_demo() -> None:
+    """Broken: an operator's exported settings make the demo fail, or point it at production."""
+    environ = {"PENSTOCK_BROKER": "kafka://prod:9092", "PENSTOCK_INGEST_KEYS": "k", "PENSTOCK_JARS": "/j", "HOME": "/"}
+    forget_settings(environ)
+    assert environ == {"PENSTOCK_JARS": "/j", "HOME": "/"}
+
+
+def test_events_are_real_shifted_and_expected_independently() -> None:
+    """Broken: the demo counts against itself, or shows times of 2013."""
+    flights = load_flights(NEWEST)
+    assert len(flights) == 10_000
+    events = [json.loads(flight.payload) for flight in flights.values()]
+    assert max(event["time"] for event in events) == "2027-01-15T08:00:00.000Z"
+    assert {flight.expected["status"] for flight in flights.values()} == {"on time", "late", "very late", "cancelled"}
+    one = flights["UA1545-EWR-2013-01-01T10:15"].expected
+    assert (one["made_up"], one["distance_km"], one["status"]) == (-9, 2253, "on time")
+    assert (EXAMPLES / "pipes.yaml").exists()
+
+
+def result_of(**changes: Any) -> DemoResult:
+    """A demo of two flights; `changes`: what arrived, overriding a perfect run."""
+    flights = dict(list(load_flights(NEWEST).items())[:2])
+    good = [{"id": key, "penstockarrival": "1000", "data": flight.expected} for key, flight in flights.items()]
+    tracker = Tracker(flights)
+    received = changes.get("events", good)
+    tracker.take(Received("m", received, received, changes.get("signed", True), 2.0))
+    return make_result("log", 2, changes.get("accepted", 2), tracker, Sample(0.0), 1.0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"events": []}, "lost"),
+        ({"signed": False}, "unsigned"),
+        ({"events": [{"id": "nobody", "penstockarrival": "1", "data": {}}]}, "foreign"),
+        ({"events": [{"id": "UA1545-EWR-2013-01-01T10:15", "penstockarrival": "1", "data": {}}]}, "wrong"),
+    ],
+)
+def test_whatever_is_not_right_is_counted_and_fails(changes: dict[str, Any], field: str) -> None:
+    """Broken: the demo says "nothing lost" while something was lost, altered or invented."""
+    perfect, bad = result_of(), result_of(**changes)
+    assert perfect.good
+    assert perfect.as_json()["e2e_lag_p95_ms"] == pytest.approx(1000, rel=0.01)
+    assert not bad.good
+    assert getattr(bad, field) >= 1
+    assert render_result(bad)
+    assert not result_of(accepted=1).good
+
+
+def test_duplicates_are_counted_and_no_loss() -> None:
+    """Broken: a duplicate hides a loss, or counts as one."""
+    flights = dict(list(load_flights(NEWEST).items())[:1])
+    event = {"id": next(iter(flights)), "penstockarrival": "1000", "data": next(iter(flights.values())).expected}
+    tracker = Tracker(flights)
+    tracker.take(Received("m", [event, event], [event], True, 2.0))
+    assert (tracker.duplicates, tracker.lost, len(tracker.delivered)) == (1, 0, 1)

@@ -1,0 +1,80 @@
+"""The examples do what they say, on real data: many to many, SQL, Python, no transform, streams that feed streams."""
+
+import gzip
+import json
+import shutil
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from services.core.signature import SigningKey, verify
+from tests.integration.fleet_process import REPOSITORY, SECRET, Desk, until
+
+COUNT = 2000
+
+
+class Hooks:
+    """One receiver for all destinations: payloads by path and id."""
+
+    def __init__(self) -> None:
+        self.got: dict[str, dict[str, Any]] = defaultdict(dict)
+        self.kinds: dict[str, set[str]] = defaultdict(set)
+
+    async def take(self, request: web.Request) -> web.Response:
+        body = await request.read()
+        if request.path in ("/late", "/fast"):
+            verify([SigningKey.parse(SECRET)], request.headers, body, now=float(request.headers["webhook-timestamp"]))
+        self.kinds[request.path].add(request.content_type)
+        lines = body.splitlines() if request.content_type == "application/x-ndjson" else []
+        events = [json.loads(line) for line in lines] if lines else json.loads(body)
+        for event in events:
+            payload = event.get("data", event)
+            self.got[request.path].setdefault(payload["id"], payload)
+        return web.Response(status=204)
+
+
+@pytest.mark.spark
+async def test_many_to_many(tmp_path: Path) -> None:
+    """Broken: what somebody copies from the examples loses events, or sends them to the wrong place."""
+    desk, hooks = Desk(tmp_path), Hooks()
+    shutil.copy(REPOSITORY / "examples" / "speed.py", tmp_path)
+    text = (REPOSITORY / "examples" / "many.yaml").read_text()
+    (tmp_path / "pipes.yaml").write_text(text.replace(":9000", f":{desk.hook_port}"))
+    with gzip.open(REPOSITORY / "examples" / "flights.ndjson.gz") as packed:
+        lines = packed.readlines()[:COUNT]
+    (tmp_path / "flights.ndjson").write_bytes(b"".join(lines))
+    flights = {event["id"]: event for event in map(json.loads, lines)}
+    late = {key for key, event in flights.items() if (event["dep_delay"] or 0) >= 60}
+    flown = {key: event["distance"] * 60 / event["air_time"] for key, event in flights.items() if event["air_time"]}
+
+    app = web.Application(client_max_size=10_000_000)
+    app.router.add_post("/{path}", hooks.take)
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", desk.hook_port).start()
+    try:
+        async with desk.up() as fleet:
+            sent = await desk.run(
+                "send",
+                "flights",
+                "flights.ndjson",
+                "--json",
+                "--in-flight",
+                "1",
+                "--url",
+                f"http://127.0.0.1:{desk.ingest_port}",
+            )
+            assert json.loads(sent.out)["accepted"] == COUNT
+            for path, wanted in (("/late", late), ("/archive", late), ("/speed", set(flown)), ("/fast", set(flown))):
+                await until(lambda path=path, wanted=wanted: set(hooks.got[path]) >= wanted, f"all of {path}")  # type: ignore[misc]
+                assert set(hooks.got[path]) == wanted
+            assert await fleet.interrupt() == 0
+    finally:
+        await runner.cleanup()
+    assert all(abs(hooks.got["/fast"][key]["miles_an_hour"] - speed) < 0.06 for key, speed in flown.items())
+    assert hooks.kinds["/archive"] == {"application/x-ndjson"}
+    assert hooks.kinds["/speed"] == {"application/json"}
+    assert hooks.kinds["/late"] == {"application/cloudevents-batch+json"}

@@ -1,0 +1,48 @@
+"""A service that does nothing but run, for tests of the supervisor. Its behaviour is in SAMPLE_* variables."""
+
+import os
+import sys
+from pathlib import Path
+from typing import ClassVar
+
+import structlog
+
+from services.core.lifecycle import Supervision, run_service
+from services.core.management import serve_management
+from services.core.settings import Settings
+from services.core.yaml_source import BadConfiguration, Problem
+
+
+class SampleSettings(Settings):
+    """A sample service."""
+
+    section: ClassVar[str] = "ingest"
+
+    name: str = "sample"
+
+
+async def start(settings: SampleSettings, supervision: Supervision) -> None:
+    """Note the start and the end in $SAMPLE_NOTES; behave as $SAMPLE_MODE says."""
+    mode, notes = os.environ.get("SAMPLE_MODE", ""), Path(os.environ["SAMPLE_NOTES"])
+    _write(notes, f"{settings.name} started {os.getpid()}")
+    if mode == "bad":
+        raise BadConfiguration([Problem("pipes.yaml:3", "pipes.p", "cannot work")])
+    if mode == "crash":
+        raise RuntimeError("boom")
+    structlog.get_logger().warning("look here", token="abc", count=3)
+    reason = "still warming up" if mode == "unready" else None
+    async with serve_management(settings.management, lambda: reason):
+        await supervision.stopping.wait()
+        if mode == "stuck":
+            while True:
+                os.sched_yield()
+    _write(notes, f"{settings.name} drained")
+
+
+def _write(notes: Path, line: str) -> None:
+    with notes.open("a") as file:
+        file.write(line + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(run_service(SampleSettings, start, sys.argv[1:], {}))

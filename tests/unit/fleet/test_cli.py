@@ -1,0 +1,237 @@
+"""The command line: help that a person can follow, errors that say what, where and what to try, JSON for programs."""
+
+import gzip
+import json
+import re
+import stat
+import sys
+from pathlib import Path
+
+import pytest
+
+from services.fleet.cli import main
+
+VERBS = ["demo", "up", "send", "listen", "status", "init", "check", "schema", "apply"]
+SUBVERBS = ["keys create", "keys list", "keys revoke", "keys secret", "log verify", "log repair"]
+
+
+class Shell:
+    """Runs verbs in this process. `out`, `err`: what the last one printed."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+        self._monkeypatch, self._capsys = monkeypatch, capsys
+        self.out = self.err = ""
+
+    def run(self, *arguments: str | Path) -> int:
+        self._monkeypatch.setattr(sys, "argv", ["penstock", *map(str, arguments)])
+        with pytest.raises(SystemExit) as caught:
+            main()
+        self.out, self.err = self._capsys.readouterr()
+        code = caught.value.code
+        assert code is None or isinstance(code, int)
+        return code or 0
+
+
+@pytest.fixture
+def shell(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Shell:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+    for name in ("PENSTOCK_KEY", "PENSTOCK_WEBHOOK_SECRET", "PENSTOCK_CONFIG"):
+        monkeypatch.delenv(name, raising=False)
+    return Shell(monkeypatch, capsys)
+
+
+@pytest.mark.parametrize("verb", [*VERBS, *SUBVERBS])
+def test_every_verb_has_help_with_an_example(shell: Shell, verb: str) -> None:
+    """Broken: a newcomer has to read the source."""
+    assert shell.run(*verb.split(), "--help") == 0
+    assert f"penstock {verb}" in shell.out.split("Example")[1]
+
+
+def test_up_names_default_and_variable_of_every_flag(shell: Shell) -> None:
+    """Broken: an operator cannot find how to set something in a container."""
+    assert shell.run("up", "--help") == 0
+    text = " ".join(re.sub("[│\n]", " ", shell.out).split())
+    for variable in ("PENSTOCK_PIPES", "PENSTOCK_BROKER", "PENSTOCK_UP_DATA", "PENSTOCK_UP_LISTEN", "PENSTOCK_CONFIG"):
+        assert f"[{variable}]" in text
+    assert "Default: 127.0.0.1:8080." in text
+
+
+def test_no_colours_outside_a_terminal(shell: Shell) -> None:
+    """Broken: logs and pipes are full of escape sequences."""
+    shell.run("--help")
+    assert shell.run("check") == 2
+    assert "\x1b" not in shell.out + shell.err
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("up --frob", "No such option: --frob"),
+        ("frob", "No such command 'frob'"),
+        ("send", "Missing argument"),
+        ("send UPPER x", "'UPPER' is not a stream's name"),
+        ("send orders nofile.json", "nofile.json cannot be read: No such file or directory"),
+        ("send orders nofile.json --url ftp://x", "--url needs the address of ingest"),
+        ("send orders nofile.json --url http://user:pw@x", "--url needs the address of ingest"),
+        ("up -f nope.yaml", "nope.yaml: cannot be read: No such file or directory"),
+        ("up --drain 10", "--drain: a duration with a unit is needed (ms, s, m, h, d). Try: 10s"),
+        ("up --listen 8080", "--listen: host:port is needed. Try: 127.0.0.1:8080"),
+        ("up --ingest 0 --expel many", "--expel: Input should be a valid integer"),
+        ("up --config nope.yaml", "nope.yaml: cannot be read"),
+        ("demo --broker kinesis", "--broker 'kinesis' is not for the demo"),
+        ("keys create --stream A.B", "streams: String should match pattern"),
+        ("keys revoke nobody", "there is no keys.yaml"),
+        ("listen --port 9000 --secret-file nope", "nope cannot be read"),
+        ("listen --port 9000 --fail 2", "--fail"),
+        ("log verify nowhere", "does not exist"),
+    ],
+)
+def test_mistakes_are_status_2_and_named(shell: Shell, command: str, message: str) -> None:
+    """Broken: a mistake gives a traceback, or nothing that helps."""
+    assert shell.run(*command.split()) == 2
+    assert message in " ".join(shell.err.replace("│", " ").split())
+    assert "Traceback" not in shell.err
+
+
+def test_status_without_a_fleet(shell: Shell) -> None:
+    """Broken: the status of nothing is a traceback or looks like health."""
+    assert shell.run("status", "--data", "data") == 1
+    assert shell.err == "error: no fleet runs on the data folder data\n  Try: penstock up, or --data with its folder\n"
+
+
+def test_init_check_and_schema(shell: Shell) -> None:
+    """Broken: what we write for a newcomer does not pass our own check."""
+    assert shell.run("init") == 0
+    assert shell.run("init") == 1
+    assert "pipes.yaml exists already and was left alone" in shell.err
+    assert shell.run("check") == 2
+    assert shell.err.count("error: pipes.yaml:") == 2
+    assert "127.0.0.1 is loopback" in shell.err
+    assert "webhook.secret cannot be read: No such file" in shell.err
+    assert shell.run("keys", "secret", "webhook.secret") == 0
+    assert shell.run("check", "--allow-networks", "127.0.0.0/8", "--json") == 0
+    assert json.loads(shell.out) == {"streams": 1, "pipes": 1, "destinations": 1}
+    assert shell.run("schema") == 0
+    assert json.loads(shell.out)["title"] == "Penstock pipe file"
+
+
+def test_check_shows_every_mistake_and_no_secret(shell: Shell, tmp_path: Path) -> None:
+    """Broken: mistakes come one a run, or a pasted secret is printed."""
+    secret = tmp_path / "open.secret"
+    secret.write_text("whsec_" + "c2VjcmV0" * 5)
+    secret.chmod(0o644)
+    (tmp_path / "pipes.yaml").write_text(
+        "streams: {a: {retention: 7}}\npipes:\n  p:\n    sources: [b]\n    transform: {python: 'nope.py:f'}\n"
+        "    destinations:\n      - {name: x, webhook: {url: 'https://example.org', secret: {file: open.secret}}}\n"
+        "      - {name: y, webhook: {url: 'https://example.org', secret: whsec_c2VjcmV0c2VjcmV0}}\n"
+    )
+    assert shell.run("check") == 2
+    assert shell.err.splitlines() == [
+        "error: pipes.yaml:1: streams.a.retention: a duration with a unit is needed (ms, s, m, h, d). Try: 10s",
+        "error: pipes.yaml:8: pipes.p.destinations.1.webhook.secret: Input should be a valid dictionary or instance of Secret",
+        "error: pipes.yaml:4: pipes.p.sources.0: 'b' is not among streams: a",
+    ]
+    (tmp_path / "pipes.yaml").write_text(
+        "streams: {a: {}}\npipes:\n  p:\n    sources: [a]\n    transform: {python: 'nope.py:f'}\n"
+        "    destinations:\n      - {name: x, webhook: {url: 'https://example.org', secret: {file: open.secret}}}\n"
+    )
+    assert shell.run("check") == 2
+    assert "open.secret can be read by everybody on this machine. Try: chmod 600" in shell.err
+    assert "pipes.yaml:5: pipes.p.transform.python: there is no file nope.py" in shell.err
+    assert "c2VjcmV0" not in shell.err
+
+
+def test_apply_creates_keeps_and_never_grows_silently(shell: Shell, tmp_path: Path) -> None:
+    """Broken: applying twice fails, or keys change their partition without anybody having decided it."""
+    file = tmp_path / "pipes.yaml"
+    text = "streams: {a: {partitions: 2}}\npipes: {p: {sources: [a], destinations: [{name: d, stream: b}]}}\n"
+    file.write_text(text.replace("{a:", "{b: {}, a:"))
+    broker = f"log://{tmp_path}/log"
+    assert shell.run("apply", "--broker", broker, "--json") == 0
+    assert json.loads(shell.out) == {"created": ["b", "a", "p.dead"], "grown": [], "kept": []}
+    assert shell.run("apply", "--broker", broker, "--json") == 0
+    assert json.loads(shell.out)["kept"] == ["b", "a", "p.dead"]
+    file.write_text(text.replace("{a:", "{b: {}, a:").replace("partitions: 2", "partitions: 3"))
+    assert shell.run("apply", "--broker", broker) == 1
+    assert "topic a has 2 partitions, the pipe file wants 3" in shell.err
+    assert "Try: penstock apply --grow" in shell.err
+    assert shell.run("apply", "--broker", broker, "--grow", "--json") == 0
+    assert json.loads(shell.out)["grown"] == ["a"]
+    file.write_text(text.replace("{a:", "{b: {}, a:").replace("partitions: 2", "partitions: 1"))
+    assert shell.run("apply", "--broker", broker, "--grow") == 1
+    assert "partitions are never taken away. Try: partitions: 3" in shell.err
+
+
+@pytest.mark.parametrize("broker", ["kinesis://x", "log://relative", "kafka://", "kafka://user:pw@host:9092"])
+def test_broker_urls(shell: Shell, broker: str) -> None:
+    """Broken: a typo in the broker's URL is tried for half a minute, or its password shown."""
+    assert shell.run("init") == 0
+    assert shell.run("apply", "--broker", broker, "--allow-networks", "127.0.0.0/8") == 2
+    assert "Try" in shell.err
+    assert "pw@" not in shell.err
+
+
+def test_keys(shell: Shell, tmp_path: Path) -> None:
+    """Broken: a key is stored in the clear, shown again, or not revoked."""
+    assert shell.run("keys", "create", "--stream", "orders", "--name", "shop", "--rate", "10") == 0
+    token = shell.out.strip()
+    assert re.fullmatch(r"psk_[a-z0-9]{8}_[0-9a-f]{40}", token)
+    key_id, secret = token.split("_")[1:]
+    assert secret not in shell.err + (tmp_path / "keys.yaml").read_text()
+    assert stat.S_IMODE((tmp_path / "keys.yaml").stat().st_mode) == 0o600
+    assert shell.run("keys", "revoke", key_id) == 0
+    assert shell.run("keys", "revoke", "nobody00") == 1
+    assert shell.run("keys", "list", "--json") == 0
+    [entry] = json.loads(shell.out)
+    assert (entry["id"], entry["name"], entry["streams"], entry["rate"]) == (key_id, "shop", ["orders"], 10)
+    assert entry["revoked"]
+    assert shell.run("keys", "list") == 0
+    assert key_id in shell.out
+
+
+def test_signing_secret_file(shell: Shell, tmp_path: Path) -> None:
+    """Broken: a secret that others can read, or a valuable one overwritten."""
+    assert shell.run("keys", "secret", "s") == 0
+    path = tmp_path / "s"
+    before = path.read_text()
+    assert before.startswith("whsec_")
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert before.strip() not in shell.out + shell.err
+    assert shell.run("keys", "secret", "s") == 1
+    assert path.read_text() == before
+
+
+def test_key_files_of_senders(shell: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Broken: a key that everybody can read is used, or an empty one is sent."""
+    events, key = tmp_path / "e.json", tmp_path / "key"
+    events.write_text("[]")
+    key.write_text("psk_aaaaaaaa_b")
+    key.chmod(0o644)
+    assert shell.run("send", "orders", events, "--key-file", key) == 2
+    assert f"Try: chmod 600 {key}" in shell.err
+    assert "psk_" not in shell.err
+    monkeypatch.setenv("PENSTOCK_KEY", " ")
+    assert shell.run("send", "orders", events) == 2
+    assert "PENSTOCK_KEY holds no API key" in shell.err
+
+
+def test_send_of_a_damaged_file(shell: Shell, tmp_path: Path) -> None:
+    """Broken: a cut-off file counts as sent."""
+    file = tmp_path / "e.json.gz"
+    file.write_bytes(gzip.compress(b"[]" + b" " * 99_999)[:-5])
+    assert shell.run("send", "orders", file) == 1
+    assert "the gzip data is damaged or incomplete" in shell.err
+
+
+def test_settings_that_up_decides(shell: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Broken: an operator's setting for a service is overruled without a word."""
+    file = tmp_path / "penstock.yaml"
+    file.write_text("ingest:\n  max_body: 1MB\n  listen: 0.0.0.0:80\n")
+    monkeypatch.setenv("PENSTOCK_EXPEL_ALLOW_NETWORKS", "10.0.0.0/8")
+    assert shell.run("up", "--config", file) == 2
+    decides = "penstock up decides this itself. Try: up"
+    assert shell.err.splitlines() == [
+        f"error: {file}:3: ingest.listen: {decides}.listen or PENSTOCK_UP_LISTEN",
+        f"error: PENSTOCK_EXPEL_ALLOW_NETWORKS: {decides}.allow_networks or PENSTOCK_UP_ALLOW_NETWORKS",
+    ]

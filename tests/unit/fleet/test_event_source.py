@@ -1,0 +1,127 @@
+"""Reading events from files and pipes: every payload byte for byte, every format, in bounded memory."""
+
+import gzip
+import io
+import json
+import tracemalloc
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.fleet import event_source
+from services.fleet.event_source import BadInput, SourceEvent, read_events
+
+TRICKY = [
+    b'{"id":"1","n":12345678901234567890123,"f":1.10}',
+    b'{ "s" : "line\\nquote\\"brace}]," }',
+    '{"ü":"€ 😀"}'.encode(),
+    b"{}",
+]
+
+
+class Dripping(io.RawIOBase):
+    """A pipe that gives a few bytes at a time."""
+
+    def __init__(self, data: bytes, size: int) -> None:
+        self._data, self._size = io.BytesIO(data), size
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+        data = self._data.read(min(self._size, len(buffer)))
+        buffer[: len(data)] = data
+        return len(data)
+
+
+def read(data: bytes, size: int = 1 << 30) -> list[SourceEvent]:
+    with io.BufferedReader(Dripping(data, size)) as source:
+        return list(read_events(source))
+
+
+def payloads(data: bytes, size: int = 1 << 30) -> list[bytes]:
+    return [event.payload for event in read(data, size)]
+
+
+@pytest.mark.parametrize("size", [2, 3, 1 << 30])
+@pytest.mark.parametrize("pack", [bytes, gzip.compress])
+def test_every_format_keeps_the_bytes(size: int, pack: type[bytes]) -> None:
+    """Broken: a number loses digits, a string its escapes, or a format is not understood."""
+    array = b" [ " + b" ,\n ".join(TRICKY) + b" ]\n"
+    pretty = json.dumps(json.loads(TRICKY[1]), indent=2).encode()
+    assert payloads(pack(array), size) == TRICKY
+    assert payloads(pack(b"\n".join(TRICKY)), size) == TRICKY
+    assert payloads(pack(b"\r\n".join(TRICKY) + b"\r\n\r\n"), size) == TRICKY
+    assert payloads(pack(b"\xef\xbb\xbf" + TRICKY[0]), size) == TRICKY[:1]
+    assert [json.loads(one) for one in payloads(pack(pretty), size)] == [json.loads(TRICKY[1])]
+
+
+@given(
+    st.lists(st.dictionaries(st.text(max_size=5), st.one_of(st.integers(), st.text(max_size=9)), max_size=3)),
+    st.integers(1, 40),
+)
+def test_any_events_in_any_pieces(events: list[dict[str, object]], size: int) -> None:
+    """Broken: an event that lies across two reads is cut or lost."""
+    texts = [json.dumps(one, ensure_ascii=False).encode() for one in events]
+    assert payloads(b"[" + b",".join(texts) + b"]", size) == texts
+    assert payloads(b"\n".join(texts) + b"\n", size) == texts
+
+
+def test_a_bad_line_is_that_lines_fault() -> None:
+    """Broken: one bad line of a million keeps the others from being sent, or is named by the wrong number."""
+    found = read(b'{"a":1}\n\n{"a":\n[1]\n{"a":"\xff"}\n{"a":2}')
+    assert [(event.position, event.fault) for event in found] == [
+        (1, ""),
+        (3, "not valid JSON"),
+        (4, "not a JSON object"),
+        (5, "not UTF-8"),
+        (6, ""),
+    ]
+
+
+@pytest.mark.parametrize("data", [b"", b"\n \n", b"[]", b" [ ] ", gzip.compress(b"", mtime=0)])
+def test_nothing(data: bytes) -> None:
+    """Broken: an empty file is an error, or an event."""
+    assert read(data) == []
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b'[{"a":1} {"b":2}]', "after event 1: not a valid JSON array"),
+        (b'[{"a":1},]', "event 2: not valid JSON"),
+        (b'[{"a":1}', "after event 1: not a valid JSON array"),
+        (b'[{"a":1}] x', "more text behind the end"),
+        (b"hello", "event 1: not valid JSON"),
+        (b"[" * 200_000, "nested too deeply"),
+        (b'["\xff"]', "not UTF-8"),
+        (gzip.compress(b"x" * 9999, mtime=0)[:-9], "gzip data is damaged or incomplete"),
+    ],
+)
+def test_what_cannot_be_read(data: bytes, message: str) -> None:
+    """Broken: a damaged file is sent in part as if it were whole."""
+    with pytest.raises(BadInput, match=message):
+        read(data)
+
+
+def test_an_endless_event_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Broken: a file that is no JSON fills the memory."""
+    monkeypatch.setattr(event_source, "MAX_EVENT_BYTES", 100_000)
+    for data in (b'[{"a":"' + b"x" * 2_000_000, b'{"a":1}\n{"b":"' + b"x" * 2_000_000):
+        with pytest.raises(BadInput, match="larger than"):
+            read(data)
+
+
+@pytest.mark.parametrize("array", [True, False])
+def test_memory_is_bounded(array: bool) -> None:
+    """Broken: a file of a hundred gigabytes needs as much memory."""
+    one = b'{"a":"' + b"x" * 500 + b'"}'
+    data = b"[" + b",".join([one] * 20_000) + b"]" if array else b"\n".join([one] * 20_000)
+    with io.BufferedReader(Dripping(data, 1 << 16)) as source:
+        tracemalloc.start()
+        try:
+            assert len([event.position for event in read_events(source)]) == 20_000
+            assert tracemalloc.get_traced_memory()[1] < 4_000_000
+        finally:
+            tracemalloc.stop()

@@ -1,0 +1,57 @@
+"""What is generated from the code is up to date, and says what the code does."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+
+from infra.dev.write_generated import FILES, MODELS, ROOT, default_config
+from services.core.settings import load_settings
+from services.fleet.starter import STARTER
+
+SCHEMA: dict[str, Any] = json.loads((ROOT / "schema" / "pipes.schema.json").read_text())
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_generated_files_are_up_to_date(path: Path) -> None:
+    """Broken: editors and operators are told what was true once. Try: .venv/bin/python infra/dev/write_generated.py"""
+    assert path.read_text(encoding="utf-8") == FILES[path]()
+
+
+def test_default_file_is_the_defaults(tmp_path: Path) -> None:
+    """Broken: somebody who uncomments a line changes what the fleet does, or is refused."""
+    text = re.sub(r"^# (\w+:|  \w+:)", r"\1", default_config(), flags=re.MULTILINE)
+    file = tmp_path / "penstock.yaml"
+    file.write_text(text)
+    for model in MODELS:
+        chosen = load_settings(model, ["--config", str(file)], {})
+        different = {"broker"}  # of `fleet:`, while `up` has a default of its own
+        assert chosen.model_dump(exclude=different) == load_settings(model, [], {}).model_dump(exclude=different)
+
+
+@pytest.mark.parametrize(
+    "text", [STARTER, *((ROOT / "examples" / name).read_text() for name in ("pipes.yaml", "many.yaml"))]
+)
+def test_schema_takes_what_we_write(text: str) -> None:
+    """Broken: an editor underlines our own examples."""
+    jsonschema.Draft202012Validator(SCHEMA).validate(yaml.safe_load(text))
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("retention: 7d", "retention: 7"),
+        ("partitions: 4", "partitions: 0"),
+        ("sources:", "source:"),
+        ("orders:\n", "Or.ders:\n"),
+    ],
+)
+def test_schema_refuses_mistakes(old: str, new: str) -> None:
+    """Broken: an editor calls a file good that does not start."""
+    broken = yaml.safe_load(STARTER.replace(old, new, 1))
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.Draft202012Validator(SCHEMA).validate(broken)

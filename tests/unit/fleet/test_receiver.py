@@ -1,0 +1,82 @@
+"""The receiver of `penstock listen`: checked with an independent signer, counts duplicates, plays a bad one."""
+
+import base64
+import datetime
+import json
+from typing import Any
+
+import aiohttp
+import pytest
+from standardwebhooks import Webhook
+
+from services.core.signature import SigningKey
+from services.fleet.receiver import Received, Receiver, read_body, serve_receiver
+
+SECRET = "whsec_" + base64.b64encode(b"k" * 32).decode()
+BATCH = [{"specversion": "1.0", "id": "1", "data": {}}, {"specversion": "1.0", "id": "2", "data": {}}]
+
+
+async def post(receiver: Receiver, body: bytes, *, secret: str = SECRET, message: str = "msg_1") -> int:
+    now = datetime.datetime.now(datetime.UTC)
+    headers = {
+        "webhook-id": message,
+        "webhook-timestamp": str(int(now.timestamp())),
+        "webhook-signature": Webhook(secret).sign(message, now, body.decode()),
+        "Content-Type": "application/cloudevents-batch+json",
+    }
+    async with (
+        serve_receiver(receiver, "127.0.0.1", 0) as port,
+        aiohttp.ClientSession() as session,
+        session.post(f"http://127.0.0.1:{port}/any/path", data=body, headers=headers) as response,
+    ):
+        return response.status
+
+
+async def test_good_signatures_pass_and_duplicates_are_counted() -> None:
+    """Broken: a receiver by our own rules cannot verify what others sign, or counts a repetition as news."""
+    told: list[Received] = []
+    receiver = Receiver((SigningKey.parse(SECRET),), tell=told.append)
+    assert await post(receiver, json.dumps(BATCH).encode()) == 204
+    assert await post(receiver, json.dumps(BATCH[1:]).encode(), message="msg_2") == 204
+    assert (receiver.delivered, receiver.duplicates, receiver.requests) == (2, 1, 2)
+    assert [len(one.new) for one in told] == [2, 0]
+    assert all(one.signed for one in told)
+
+
+async def test_bad_signature_is_refused() -> None:
+    """Broken: anybody's request counts as a delivery."""
+    other = "whsec_" + base64.b64encode(b"x" * 32).decode()
+    receiver = Receiver((SigningKey.parse(SECRET),))
+    assert await post(receiver, json.dumps(BATCH).encode(), secret=other) == 401
+    assert (receiver.delivered, receiver.unsigned) == (0, 1)
+
+
+async def test_plays_a_bad_one() -> None:
+    """Broken: --fail does not fail, so that nobody sees what retries do."""
+    receiver = Receiver(fail=1.0, slow=0.01)
+    assert await post(receiver, json.dumps(BATCH).encode()) == 503
+    assert (receiver.delivered, receiver.failed) == (0, 1)
+    assert await post(Receiver(), b"not json") == 400
+
+
+@pytest.mark.parametrize(
+    ("kind", "body", "expected"),
+    [
+        ("application/cloudevents-batch+json", b'[{"id":"1"}]', [{"id": "1"}]),
+        ("application/json", b'[{"a":1},{"a":2}]', [{"a": 1}, {"a": 2}]),
+        ("application/json", b'{"a":1}', [{"a": 1}]),
+        ("application/x-ndjson", b'{"a":1}\n{"a":2}\n', [{"a": 1}, {"a": 2}]),
+    ],
+)
+def test_every_body_format(kind: str, body: bytes, expected: list[dict[str, Any]]) -> None:
+    """Broken: a destination with another body looks as if nothing arrived."""
+    assert read_body(kind, body) == expected
+
+
+async def test_memory_of_ids_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Broken: a receiver that runs for weeks fills the memory."""
+    monkeypatch.setattr("services.fleet.receiver.REMEMBERED_IDS", 10)
+    receiver = Receiver()
+    await post(receiver, json.dumps([{"id": str(number)} for number in range(50)]).encode())
+    assert receiver.delivered == 50
+    assert len(receiver._seen) == 10

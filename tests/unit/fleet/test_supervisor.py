@@ -1,0 +1,215 @@
+"""The supervisor: services that die come back, stop in order, and never outlive it. Each process is a real one."""
+
+import asyncio
+import functools
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from services.core.broker.log.layout import refuse_network
+from services.fleet.folder import FleetState, hold_folder, read_state
+from services.fleet.plan import FleetPlan
+from services.fleet.problem import CommandFailed
+from services.fleet.process import ServiceSpec
+from services.fleet.stop import Stop
+from services.fleet.supervisor import Fleet, run_fleet
+
+DEADLINE = 60.0
+MODULE = "tests.unit.fleet.sample_service"
+
+
+class Bench:
+    """A data folder, the notes that the sample services leave, and what the console was told."""
+
+    def __init__(self, data: Path) -> None:
+        self.data, self.notes_file, self.said, self.stop = data, data / "notes", list[str](), Stop()
+        (data / "logs").mkdir()
+
+    def run(self, *services: str, mode: str = "", ready_within: float = DEADLINE) -> AbstractAsyncContextManager[Fleet]:
+        specs = tuple(
+            ServiceSpec(f"{service}-1", service, MODULE, ("--name", service, "--drain", "2s"), self.environ(mode))
+            for service in services
+        )
+        plan = FleetPlan(self.data, "log:///x", Path("/p"), "127.0.0.1:1", specs, ready_within, 2.0)
+        return run_fleet(plan, "127.0.0.1:0", lambda _level, text: self.said.append(text), self.said.append, self.stop)
+
+    def environ(self, mode: str) -> dict[str, str]:
+        return {"SAMPLE_NOTES": str(self.notes_file), "SAMPLE_MODE": mode, "PYTHONPATH": str(Path.cwd())}
+
+    def notes(self) -> list[str]:
+        return self.notes_file.read_text().splitlines() if self.notes_file.exists() else []
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Bench:
+    return Bench(tmp_path)
+
+
+async def until(condition: Callable[[], object], what: str) -> None:
+    async with asyncio.timeout(DEADLINE):
+        while not condition():
+            await asyncio.sleep(0.02)
+    assert condition(), what
+
+
+async def until_state(bench: Bench, condition: Callable[[FleetState], bool]) -> None:
+    async with asyncio.timeout(DEADLINE):
+        while (state := await asyncio.to_thread(read_state, bench.data)) is None or not condition(state):
+            await asyncio.sleep(0.02)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+async def test_ready_then_drained_in_order(bench: Bench) -> None:
+    """Broken: expel stops before the events of the last accepted requests have passed, or a stop loses work."""
+    async with bench.run("expel", "transform", "ingest") as fleet:
+        pids = [process.pid for process in fleet.processes]
+        await until_state(bench, lambda state: [one.pid for one in state.processes] == pids)
+    assert all(pid is not None and not is_alive(pid) for pid in pids)
+    assert bench.notes()[-3:] == ["ingest drained", "transform drained", "expel drained"]
+
+
+async def test_a_dead_service_comes_back_and_is_counted(bench: Bench) -> None:
+    """Broken: one crash stops the flow until a person looks."""
+    async with bench.run("ingest") as fleet:
+        process = fleet.processes[0]
+        for deaths in (1, 2):
+            pid = process.pid
+            assert pid is not None
+            os.kill(pid, signal.SIGKILL)
+            await until(lambda seen=pid: process.pid not in (None, seen), "a new process")  # type: ignore[misc]
+            assert process.restarts == deaths
+            await fleet.wait_ready()
+        await until_state(bench, lambda state: state.processes[0].pid == process.pid)
+    assert any("ingest-1 was killed by SIGKILL" in line for line in bench.said)
+
+
+async def test_warnings_reach_the_console_and_all_lines_the_log(bench: Bench) -> None:
+    """Broken: an operator sees nothing, everything, or a secret."""
+    async with bench.run("ingest"):
+        await until(lambda: any("look here" in line for line in bench.said), "the warning")
+    assert "ingest-1: look here token=*** count=3" in bench.said
+    log = (bench.data / "logs" / "ingest-1.log").read_text()
+    assert '"event":"drained"' in log
+    assert "drained" not in " ".join(line for line in bench.said if line.startswith("ingest-1:"))
+
+
+async def test_bad_configuration_ends_the_fleet(bench: Bench) -> None:
+    """Broken: what only a person can repair is restarted for ever, and the reason scrolls away."""
+    with pytest.raises(CommandFailed, match=r"pipes\.yaml:3: pipes\.p: cannot work") as caught:
+        async with bench.run("expel", "ingest", mode="bad"):
+            raise AssertionError("must not become ready")
+    assert caught.value.status == 2
+
+
+async def test_never_ready_says_why(bench: Bench) -> None:
+    """Broken: `penstock up` hangs, or says only that something failed."""
+    with pytest.raises(CommandFailed, match="ingest-1 was not ready within 1 s: still warming up"):
+        async with bench.run("ingest", mode="unready", ready_within=1.0):
+            raise AssertionError("must not become ready")
+    with pytest.raises(CommandFailed, match="boom"):
+        async with bench.run("ingest", mode="crash", ready_within=1.5):
+            raise AssertionError("must not become ready")
+
+
+async def test_restarts_wait_longer_and_longer(bench: Bench) -> None:
+    """Broken: a service that crashes at start takes a whole core for starting it again and again."""
+    with pytest.raises(CommandFailed):
+        async with bench.run("ingest", mode="crash", ready_within=3.0):
+            raise AssertionError("must not become ready")
+    waits = [float(line.split("Started again in ")[1].split(" s")[0]) for line in bench.said if "Started again" in line]
+    assert waits == sorted(waits)
+    assert len(waits) <= 6
+
+
+async def test_a_stuck_service_is_killed(bench: Bench) -> None:
+    """Broken: a service that ignores SIGTERM keeps Ctrl-C from ever ending."""
+    async with bench.run("ingest", mode="stuck") as fleet:
+        pid = fleet.processes[0].pid
+        asyncio.get_running_loop().call_later(1.0, bench.stop.insisted.set)
+    assert pid is not None
+    assert not is_alive(pid)
+    assert "ingest-1 did not drain; what was in flight will be done again" in bench.said
+
+
+async def test_stop_while_starting(bench: Bench) -> None:
+    """Broken: Ctrl-C during the start leaves processes behind."""
+
+    async def stop_when_started() -> None:
+        await until(bench.notes, "the start")
+        bench.stop.ask()
+
+    async with asyncio.TaskGroup() as group:
+        group.create_task(stop_when_started())
+        with pytest.raises(CommandFailed) as caught:
+            async with bench.run("ingest", mode="unready"):
+                raise AssertionError("must not become ready")
+    assert caught.value.status == 130
+    assert not is_alive(int(bench.notes()[0].split()[-1]))
+
+
+def test_children_die_with_a_killed_supervisor(tmp_path: Path) -> None:
+    """Broken: after kill -9 of the supervisor, orphans go on taking events and hold the port."""
+    program = f"""
+        import asyncio, os
+        from pathlib import Path
+        from tests.unit.fleet.test_supervisor import Bench
+        async def main():
+            async with Bench(Path({str(tmp_path)!r})).run("ingest") as fleet:
+                print(fleet.processes[0].pid, flush=True)
+                await asyncio.sleep(600)
+        asyncio.run(main())
+    """
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as supervisor:
+        assert supervisor.stdout is not None
+        pid = int(supervisor.stdout.readline())
+        assert is_alive(pid)
+        supervisor.kill()
+    deadline = time.monotonic() + DEADLINE
+    while is_alive(pid):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_one_fleet_a_folder(tmp_path: Path) -> None:
+    """Broken: two fleets write to one log and checkpoint, each believing it is alone."""
+    with (
+        hold_folder(tmp_path / "data"),
+        pytest.raises(CommandFailed, match="another fleet"),
+        hold_folder(tmp_path / "data"),
+    ):
+        raise AssertionError("must not be entered")
+    with hold_folder(tmp_path / "data"):
+        pass
+
+
+def test_folder_that_cannot_be(tmp_path: Path) -> None:
+    """Broken: a typo in --data gives a traceback."""
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CommandFailed, match="Not a directory") as caught, hold_folder(tmp_path / "file" / "data"):
+        raise AssertionError("must not be entered")
+    assert caught.value.status == 2
+
+
+def test_network_file_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Broken: locks and fsync are trusted where they do not hold."""
+    mounts = f"/dev/sda1 / ext4 rw 0 0\nserver:/export {tmp_path} nfs4 rw 0 0\n"
+    monkeypatch.setattr("services.fleet.folder.refuse_network", functools.partial(refuse_network, mounts=mounts))
+    with pytest.raises(CommandFailed, match="network file system") as caught, hold_folder(tmp_path / "data"):
+        raise AssertionError("must not be entered")
+    assert caught.value.status == 2
