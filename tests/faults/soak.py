@@ -1,0 +1,274 @@
+"""The whole path under random kills, for minutes: python -m tests.faults.soak --minutes 10 --rate 2000
+
+`penstock up` runs two ingest, two expel and Spark; one pipe goes straight to a receiver, one through a transform. Every few
+seconds one process is killed or frozen for a moment; on Kafka brokers are killed, too, one at a time. Then the faults end,
+everything must arrive, and the table is printed. Exit status 1 when anything was lost, altered or should not have come.
+"""
+
+import argparse
+import asyncio
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import orjson
+import psutil
+
+from services.core.broker.connect import open_broker
+from services.core.jvm.child import start_child, stop_child
+from services.core.jvm.kafka_server import KafkaCluster
+from services.fleet.folder import read_state
+from tests.faults.fleet import free_port, wait_until
+from tests.faults.sender import Sender
+from tests.faults.sink import Sink, open_sink
+from tests.faults.trial import BACKENDS, RSS_LIMIT, read_dead_letters
+from tests.support.fault_table import HEAD, Row
+from tests.support.oracle import Fate, Ledger
+
+STREAM = "events"
+COLUMNS = "id STRING, key STRING, time BIGINT, fill STRING"
+SQL = f"SELECT event, id, key, time, fill FROM {STREAM}"
+GAP = (3.0, 9.0)
+"""Seconds between two faults."""
+TRANSFORM_WEIGHT = 0.3
+"""How often Spark is struck for each time that another process is: it needs 10 to 40 s to start, and would never get there."""
+SETTLE_S = 300.0
+TELL_S = 30.0
+
+
+@dataclass
+class Soak:
+    """What one run knows. `peaks`: highest RSS by process name, in bytes; Spark's with its Java and its workers."""
+
+    folder: Path
+    chance: random.Random
+    straight: Sink
+    through: Sink
+    sender: Sender
+    cluster: KafkaCluster | None
+    faults: Counter[str] = field(default_factory=Counter)
+    peaks: Counter[str] = field(default_factory=Counter)
+    recoveries: list[float] = field(default_factory=list)
+
+    @property
+    def ledger(self) -> Ledger:
+        """Of the pipe without a transform."""
+        return self.straight.ledger
+
+    async def strike(self) -> None:
+        """One fault: kill -9 (mostly), or a freeze of up to three seconds."""
+        if self.cluster is not None and self.chance.random() < 0.15:
+            await self._kill_broker(self.cluster)
+            return
+        state = await asyncio.to_thread(read_state, self.folder / "data")
+        running = [one for one in state.processes if one.pid] if state is not None else []
+        if not running:
+            return
+        weights = [TRANSFORM_WEIGHT if one.service == "transform" else 1.0 for one in running]
+        (victim,) = self.chance.choices(running, weights)
+        assert victim.pid is not None
+        with suppress(ProcessLookupError):  # it ended just now
+            if self.chance.random() < 0.2:
+                os.kill(victim.pid, signal.SIGSTOP)
+                await asyncio.sleep(self.chance.uniform(0.5, 3))
+                os.kill(victim.pid, signal.SIGCONT)
+                self.faults[f"freeze {victim.service}"] += 1
+            else:
+                os.kill(victim.pid, signal.SIGKILL)
+                self.faults[f"kill {victim.service}"] += 1
+
+    async def _kill_broker(self, cluster: KafkaCluster) -> None:
+        node = self.chance.choice(list(cluster.brokers))
+        await asyncio.to_thread(cluster.kill, node)
+        self.faults["kill broker"] += 1
+        await asyncio.sleep(self.chance.uniform(0, 3))
+        await asyncio.to_thread(cluster.restart)
+
+    async def strike_until(self, end: float) -> None:
+        """Faults until this moment (monotonic); each third is followed until a fresh event got through both pipes."""
+        while time.monotonic() < end:
+            await asyncio.sleep(self.chance.uniform(*GAP))
+            struck = time.monotonic()
+            await self.strike()
+            if self.chance.random() < 0.33:
+                number = await self.sender.insist_on_one()
+                await wait_until(lambda n=number: self.straight.ledger.arrived(n), SETTLE_S)
+                self.recoveries.append(time.monotonic() - struck)
+
+    async def watch(self) -> None:
+        """Sample memory and tell how it goes, until cancelled."""
+        told = time.monotonic()
+        while True:
+            await asyncio.to_thread(self._sample)
+            if time.monotonic() - told > TELL_S:
+                told = time.monotonic()
+                print(self.text(), flush=True)
+            await asyncio.sleep(0.5)
+
+    def _sample(self) -> None:
+        state = read_state(self.folder / "data")
+        for one in state.processes if state is not None else ():
+            with suppress(psutil.Error):
+                process = psutil.Process(one.pid) if one.pid else None
+                family = [process, *process.children(recursive=True)] if process is not None else []
+                rss = sum(member.memory_info().rss for member in family)
+                self.peaks[one.name] = max(self.peaks[one.name], rss)
+
+    def text(self) -> str:
+        """How it goes, on one line."""
+        acknowledged = self.ledger.count(Fate.OBLIGED)
+        waiting = len(self.ledger.lost()), len(self.through.ledger.lost())
+        return f"{acknowledged} acknowledged, {waiting} on their way, faults {dict(self.faults)}"
+
+    def row(self, name: str, sink: Sink, broker: str, seed: int) -> Row:
+        """The table's row of one pipe."""
+        own, again = sink.ledger.duplicates()
+        return Row(
+            fault=name,
+            broker=broker,
+            acknowledged=sink.ledger.count(Fate.OBLIGED),
+            delivered=sum(1 for count in sink.ledger.arrivals if count),
+            dead=len(sink.ledger.dead),
+            duplicates=own,
+            sent_again=again,
+            lost=len(sink.ledger.lost()),
+            recovery=max(self.recoveries, default=None),
+            gap=self.sender.longest_gap(self.sender.acks[0][0], self.sender.acks[-1][0]) if self.sender.acks else None,
+            peak_rss={name: round(peak / 1e6) for name, peak in self.peaks.items()},
+            seed=seed,
+            answers={str(status): count for status, count in sorted(self.sender.answers.items())},
+        )
+
+
+def write_pipes(folder: Path, straight: str, through: str) -> Path:
+    """The pipe file: one stream, two pipes."""
+    batch = {"max_events": 100, "max_wait": "20ms"}
+    retry = {"attempts": 20}
+
+    def pipe(url: str, **more: object) -> dict[str, object]:
+        hook = {"url": url, "batch": batch, "retry": retry}
+        return {"sources": [STREAM], **more, "destinations": [{"name": "hook", "webhook": hook}]}
+
+    stream = {"id": "id", "key": "key", "time": "time", "columns": COLUMNS}
+    pipes = {"straight": pipe(straight), "through": pipe(through, transform={"sql": SQL})}
+    path = folder / "pipes.yaml"
+    path.write_bytes(orjson.dumps({"streams": {STREAM: stream}, "pipes": pipes}))
+    return path
+
+
+@asynccontextmanager
+async def run_up(folder: Path, pipes: Path, broker: str, listen: str) -> AsyncIterator[None]:
+    """`penstock up`, ready; drained and stopped at the end."""
+    command = [sys.executable, "-m", "services.fleet", "up", "--broker", broker, "--data", str(folder / "data")]
+    command += ["--pipes", str(pipes), "--listen", listen, "--allow-networks", "127.0.0.0/8"]
+    command += ["--ingest", "2", "--expel", "2"]
+    log = folder / "up.log"
+    child = await asyncio.to_thread(start_child, command, log=log)
+    try:
+
+        def runs() -> bool:
+            assert child.poll() is None, log.read_text()[-3000:]
+            return "Penstock runs" in log.read_text()
+
+        await wait_until(runs, SETTLE_S)
+        yield
+    finally:
+        await asyncio.to_thread(stop_child, child, grace_s=60.0)
+
+
+async def soak(minutes: float, rate: float, seed: int, folder: Path, kafka: bool) -> int:
+    """Run it and print the table. The exit status."""
+    listen = f"127.0.0.1:{free_port()}"
+    ledger = Ledger(f"soak-{seed}")
+    async with AsyncExitStack() as stack:
+        cluster = await asyncio.to_thread(KafkaCluster, folder / "kafka") if kafka else None
+        if cluster is not None:
+            stack.callback(cluster.stop, grace_s=0)
+            await asyncio.to_thread(cluster.start)
+        broker = f"kafka://{cluster.bootstrap}" if cluster is not None else f"log://{folder / 'data' / 'log'}"
+        straight = await stack.enter_async_context(open_sink(ledger, seed))
+        through = await stack.enter_async_context(open_sink(ledger.twin(), seed, by_value=True))
+        straight.keeps_order = through.keeps_order = False
+        sender = Sender(ledger, f"http://{listen}/v1/streams/{STREAM}/events", seed, rate=rate, batch=50, workers=8)
+        run = Soak(folder, random.Random(seed), straight, through, sender, cluster)
+        pipes = write_pipes(folder, straight.url, through.url)
+        await stack.enter_async_context(run_up(folder, pipes, broker, listen))
+        watch = asyncio.create_task(run.watch())
+        try:
+            settled = await _load_and_settle(run, minutes)
+        finally:
+            watch.cancel()
+        backend = await stack.enter_async_context(open_broker(broker))
+        for name, sink in (("straight", straight), ("through", through)):
+            await read_dead_letters(backend, f"{name}.dead", sink.ledger)
+        return _judge(run, minutes, rate, broker.partition(":")[0], seed, settled=settled)
+
+
+async def _load_and_settle(run: Soak, minutes: float) -> bool:
+    """Send under faults, then wait until everything arrived. Whether it did in time."""
+    stopping = asyncio.Event()
+    sending = asyncio.create_task(run.sender.run(stopping))
+    await run.strike_until(time.monotonic() + 60 * minutes)
+    stopping.set()
+    await sending
+    await run.sender.insist_on_one()
+    with suppress(AssertionError):
+        await wait_until(lambda: not run.ledger.lost() and not run.through.ledger.lost(), SETTLE_S)
+        await asyncio.sleep(2)
+        return True
+    return False
+
+
+def _judge(run: Soak, minutes: float, rate: float, broker: str, seed: int, *, settled: bool) -> int:
+    print(f"\n{minutes:g} minutes at {rate:g} events/s, faults: {dict(run.faults)}, seed {seed}")
+    complaints = [] if settled else [f"not everything arrived within {SETTLE_S:.0f} s after the last fault"]
+    print(HEAD)
+    for name, sink in (("soak, straight", run.straight), ("soak, through Spark", run.through)):
+        row = run.row(name, sink, broker, seed)
+        print(row.text())
+        complaints += [f"{name}: {text}" for text in sink.ledger.complaints()]
+    for name, peak in run.peaks.items():
+        if peak > RSS_LIMIT and not name.startswith("transform"):
+            complaints.append(f"{name} took {peak / 1e6:.0f} MB")
+    if not run.faults:
+        complaints.append("no fault struck: the run proves nothing")
+    if run.recoveries:
+        print(
+            f"recovery: median {sorted(run.recoveries)[len(run.recoveries) // 2]:.1f} s, worst {max(run.recoveries):.1f} s"
+        )
+    for text in complaints:
+        print("FAILED:", text)
+    return 1 if complaints else 0
+
+
+def main() -> int:
+    """Parse the arguments and run."""
+    parser = argparse.ArgumentParser(prog="make soak", description="The whole path under random kills.")
+    parser.add_argument("--minutes", type=float, default=10)
+    parser.add_argument("--rate", type=float, default=2000, help="events per second")
+    parser.add_argument("--seed", type=int, default=random.randrange(1 << 30))
+    parser.add_argument("--broker", choices=["log", "kafka"], default="log")
+    arguments = parser.parse_args()
+    assert BACKENDS
+    print("seed", arguments.seed, flush=True)
+    with tempfile.TemporaryDirectory(prefix="penstock-soak-", ignore_cleanup_errors=True) as folder:
+        run = soak(arguments.minutes, arguments.rate, arguments.seed, Path(folder), arguments.broker == "kafka")
+        status = asyncio.run(run)
+        if status:
+            kept = Path(f"{folder}-kept")
+            Path(folder).rename(kept)
+            print(f"what the services said is in {kept}")
+            Path(folder).mkdir()
+        return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,119 @@
+"""Limits of the machine: a full disk, ten times the load, no file descriptors left: rows 4 and 20 of the fault matrix."""
+
+import asyncio
+import os
+import resource
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from services.core.key_file import add_key
+from services.core.keys import make_key
+from tests.faults.conftest import Report
+from tests.faults.fleet import wait_until
+from tests.faults.trial import open_trial
+from tests.support.oracle import Fate
+
+DISK = 16 << 20
+"""Bytes. The small disk."""
+SPARE = 256 << 10
+"""Bytes that are left on it when it is filled."""
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 16 MiB in memory. Needs root; without it the test fails, because nothing would be proved."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK}", "none", str(place)], check=True, timeout=10)
+    try:
+        yield place
+    finally:
+        subprocess.run(["umount", "-l", str(place)], check=True, timeout=10)
+
+
+async def test_full_disk(small_disk: Path, tmp_path: Path, report: Report) -> None:
+    """If it fails, a full disk loses events, stops deliveries as well, or needs a person beside the one who frees space."""
+    async with open_trial("4 disk full", f"log://{small_disk / 'data'}", tmp_path, timeout="45s") as trial:
+        ingest = await trial.start_ingest()
+        await trial.start_expel()
+        async with trial.load():
+            await asyncio.sleep(1)
+            trial.sink.hold.clear()
+            await asyncio.sleep(1)
+            await asyncio.to_thread(fill, small_disk)
+            full = time.monotonic()
+            await wait_until(lambda: "storage-full" in trial.sender.reasons)
+            trial.sink.hold.set()
+            await wait_until(lambda: not [n for n in trial.ledger.lost() if trial.ledger.fate[n] == Fate.OBLIGED])
+            assert trial.sender.answers[500] == 0, trial.sender.reasons
+            assert ingest.is_running
+            (small_disk / "ballast").unlink()
+            freed = time.monotonic()
+            await trial.recover(freed)
+            trial.gap = trial.sender.longest_gap(full, time.monotonic())
+        await trial.settle()
+        assert trial.fleet.restarts == 0
+        report(await trial.judge())
+
+
+async def test_ten_times_the_load(log_url: str, tmp_path: Path, report: Report) -> None:
+    """If it fails, a client that sends more than it may, or more than fits, takes the memory or the time of all."""
+    async with open_trial(
+        "20 far more than the quota and the queue", log_url, tmp_path, batch=100, workers=48
+    ) as trial:
+        token, entry = make_key(streams=[trial.stream], rate=6000, created="2026-01-02T03:04:05Z")
+        await asyncio.to_thread(add_key, tmp_path / "keys.yaml", entry)
+        trial.sender.headers["Authorization"] = f"Bearer {token}"
+        keys = ["--keys", str(tmp_path / "keys.yaml")]
+        ingest = await trial.start_ingest("ingest-1", *keys, "--max-in-flight", "300KB")
+        await trial.start_expel()
+        trial.sender.set_rate(60_000)
+        async with trial.load():
+            await asyncio.sleep(4)
+            trial.sender.set_rate(300)
+            await trial.recover(time.monotonic())
+        await trial.settle()
+        assert set(trial.sender.answers) <= {200, 207, 429, 503}, trial.sender.answers
+        assert trial.sender.answers[429] > 0, "the quota was never reached"
+        assert trial.sender.reasons["overloaded"] > 0, "the queue was never full"
+        assert ingest.starts == 1
+        report(await trial.judge())
+
+
+async def test_few_file_descriptors(log_url: str, tmp_path: Path, report: Report) -> None:
+    """If it fails, many connections at once end ingest, or it never takes new ones again."""
+    async with open_trial("20 no file descriptors left", log_url, tmp_path) as trial:
+        ingest = await trial.start_ingest()
+        await trial.start_expel()
+        host, port = trial.listen.split(":")
+        async with trial.load():
+            await asyncio.sleep(1)
+            used = count_descriptors(ingest.pid)
+            limits = resource.prlimit(ingest.pid, resource.RLIMIT_NOFILE, (used + 8, used + 100))
+            streams = [await asyncio.open_connection(host, int(port)) for _ in range(100)]
+            await asyncio.sleep(3)
+            held = count_descriptors(ingest.pid)
+            for _, writer in streams:
+                writer.close()
+            await trial.recover(time.monotonic())
+        await trial.settle()
+        assert held <= used + 8 < limits[0]
+        assert ingest.starts == 1
+        trial.evidence["held"] = held - used
+        report(await trial.judge())
+
+
+def count_descriptors(pid: int) -> int:
+    """How many a process has open."""
+    return sum(1 for _ in Path(f"/proc/{pid}/fd").iterdir())
+
+
+def fill(disk: Path) -> None:
+    """Write until only SPARE bytes are left."""
+    free = os.statvfs(disk).f_bavail * os.statvfs(disk).f_frsize
+    with (disk / "ballast").open("wb") as ballast:
+        os.posix_fallocate(ballast.fileno(), 0, free - SPARE)

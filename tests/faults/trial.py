@@ -1,0 +1,255 @@
+"""One trial: a fleet carries events from a sender to a sink, a fault strikes, the oracle judges; its row of the table.
+
+The stream has four partitions, keys and ids from the payload; the pipe has no transform and one webhook, `hook`.
+"""
+
+import asyncio
+import random
+import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import orjson
+
+from services.core.broker.connect import open_broker
+from services.core.broker.contract import Broker
+from services.core.broker.errors import BrokerError
+from services.core.broker.kafka import KafkaBroker
+from services.core.broker.log import LogBroker
+from services.core.broker.record import TopicPartition
+from services.core.event import read_id
+from services.core.pipes import dead_letter_topic, load_pipes
+from services.core.provision import ensure_topics
+from tests.faults.fleet import DEADLINE, Fleet, Service, free_port, open_fleet, wait_until
+from tests.faults.sender import Sender
+from tests.faults.sink import Sink, open_sink
+from tests.support.fault_table import Row
+from tests.support.kafka import unique_name
+from tests.support.oracle import Fate, Ledger
+
+PARTITIONS = 4
+RSS_LIMIT = 200_000_000
+"""Bytes. What the issue allows each service at most."""
+_LINGER_S = 0.3
+BACKENDS = (LogBroker, KafkaBroker)
+"""Named here so that they are imported before an event loop runs: importing reads files."""
+
+
+@dataclass
+class Trial:
+    """Names, processes and knowledge of one trial. Made by `open_trial`."""
+
+    fault: str
+    url: str
+    folder: Path
+    seed: int
+    ledger: Ledger
+    sink: Sink
+    fleet: Fleet
+    broker: Broker
+    sender: Sender
+    stream: str
+    pipe: str
+    webhook: dict[str, object]
+    listen: str
+    chance: random.Random
+    recovery: float | None = None
+    gap: float | None = None
+    evidence: dict[str, float] = field(default_factory=dict)
+    destinations: list[dict[str, object]] = field(default_factory=list)
+
+    @property
+    def group(self) -> str:
+        """The consumer group of the webhook."""
+        return f"{self.pipe}.hook"
+
+    def write_pipes(self, name: str = "pipes", **more: object) -> Path:
+        """A pipe file; `more` goes into the webhook."""
+        retry = {"attempts": 20, "base": "50ms", "max_wait": "500ms"}
+        hook = {"url": self.sink.url, "retry": retry, "batch": {"max_wait": "20ms"}, **self.webhook, **more}
+        pipes = {
+            "streams": {self.stream: {"partitions": PARTITIONS, "id": "id", "key": "key", "time": "time"}},
+            "pipes": {
+                self.pipe: {
+                    "sources": [self.stream],
+                    "destinations": [*self.destinations, {"name": "hook", "webhook": hook}],
+                }
+            },
+        }
+        path = self.folder / f"{name}.yaml"
+        path.write_bytes(orjson.dumps(pipes))
+        return path
+
+    async def start_ingest(self, name: str = "ingest-1", *flags: str) -> Service:
+        """A process that takes events; several share the port."""
+        shared = ["--broker", self.url, "--pipes", str(self.write_pipes()), "--listen", self.listen]
+        return await self.fleet.add(Service(name, "services.ingest", [*shared, *flags], self.folder))
+
+    async def start_expel(
+        self, name: str = "expel-1", *flags: str, module: str = "services.expel", ready: bool = True
+    ) -> Service:
+        """A process that delivers; its requests carry its name."""
+        pipes = self.write_pipes(f"pipes-{name}", headers={"x-worker": name})
+        shared = ["--broker", self.url, "--pipes", str(pipes), "--allow-networks", "127.0.0.0/8"]
+        shared += ["--commit-interval", "100ms", *flags]
+        return await self.fleet.add(Service(name, module, shared, self.folder), ready=ready)
+
+    @asynccontextmanager
+    async def load(self) -> AsyncIterator[None]:
+        """Events are sent meanwhile; ends when every answer is there."""
+        stopping = asyncio.Event()
+        task = asyncio.create_task(self.sender.run(stopping))
+        try:
+            yield
+        finally:
+            stopping.set()
+            await task
+
+    async def recover(self, since: float) -> float:
+        """Seconds from `since` (monotonic) until a fresh event got through; the longest of a trial goes into its row."""
+        number = await self.sender.insist_on_one()
+        await wait_until(lambda: self.ledger.arrived(number))
+        took = time.monotonic() - since
+        self.recovery = max(self.recovery or 0.0, took)
+        return took
+
+    async def committed(self) -> dict[int, int]:
+        """The group's last processed offsets; empty when the broker does not say."""
+        try:
+            return await self.broker.admin.committed(self.group, self.stream)
+        except BrokerError:
+            return {}
+
+    @asynccontextmanager
+    async def watch_commits(self) -> AsyncIterator[list[str]]:
+        """The list fills with every commit that went backwards meanwhile."""
+        went_back: list[str] = []
+        highest: dict[int, int] = {}
+
+        async def watch() -> None:
+            while True:
+                for partition, offset in (await self.committed()).items():
+                    if offset < highest.get(partition, -1):
+                        went_back.append(f"partition {partition} from {highest[partition]} to {offset}")
+                    highest[partition] = offset
+                await asyncio.sleep(0.1)
+
+        task = asyncio.create_task(watch())
+        try:
+            yield went_back
+        finally:
+            task.cancel()
+            await asyncio.wait([task])
+
+    async def wait_no_lag(self) -> None:
+        """Until everything in the stream is settled and committed."""
+
+        async def caught_up() -> bool:
+            try:
+                lags = await self.broker.admin.group_lag(self.group, self.stream)
+            except BrokerError:
+                return False
+            return not any(lag.records for lag in lags.values())
+
+        await wait_until(caught_up)
+
+    async def settle(self) -> None:
+        """Fault-free: one fresh event gets through, everything is delivered, committed; dead letters are read."""
+        self.sink.slow = self.sink.fail = 0.0
+        self.sink.hold.set()
+        await self.recover(time.monotonic()) if self.recovery is None else await self.sender.insist_on_one()
+        await self.wait_no_lag()
+        await asyncio.sleep(_LINGER_S)
+        await read_dead_letters(self.broker, dead_letter_topic(self.pipe), self.ledger)
+
+    async def judge(self, *, removed: int = 0) -> Row:
+        """The row of this trial, after the promise was checked. Fails when it is broken, or when the fault never bit.
+
+        removed: how many events were taken out of the stream on purpose: exactly these must be missing.
+        """
+        ledger, fleet = self.ledger, self.fleet
+        own, again = ledger.duplicates()
+        self.evidence |= {
+            "errors": self.sender.errors,
+            "restarts": fleet.restarts,
+            "duplicates": own + again,
+            "retried": await fleet.total("penstock_expel_events_retried_total"),
+        }
+        row = Row(
+            fault=self.fault,
+            broker=self.url.partition(":")[0],
+            acknowledged=ledger.count(Fate.OBLIGED),
+            delivered=sum(1 for count in ledger.arrivals if count),
+            dead=len(ledger.dead),
+            duplicates=own,
+            sent_again=again,
+            lost=len(ledger.lost()),
+            recovery=self.recovery,
+            gap=self.gap,
+            peak_rss={name: round(one.peak_rss / 1e6) for name, one in fleet.services.items()},
+            seed=self.seed,
+            answers={str(status): count for status, count in sorted(self.sender.answers.items())},
+        )
+        print(row.text())
+        complaints = ledger.complaints(removed=removed)
+        assert not complaints, "; ".join(complaints)
+        assert any(self.evidence.values()), "the fault never bit: the trial proves nothing"
+        for name, peak in row.peak_rss.items():
+            assert peak * 1e6 < RSS_LIMIT, f"{name} took {peak} MB"
+        return row
+
+
+async def read_dead_letters(broker: Broker, topic: str, ledger: Ledger) -> None:
+    """Tell the ledger what stands in this topic of dead letters."""
+    left = sum(held.end - held.start for held in (await broker.admin.describe(topic)).values())
+
+    async def ignore(_partitions: frozenset[TopicPartition]) -> None:
+        return
+
+    if not left:
+        return
+    async with (
+        asyncio.timeout(DEADLINE),
+        broker.consumer(unique_name("letters"), [topic], start="earliest", on_revoke=ignore) as consumer,
+    ):
+        while left > 0:
+            for batch in await consumer.poll(max_records=1000, max_wait=0.5):
+                left -= len(batch.records)
+                for record in batch.records:
+                    ledger.bury(read_id(record) or "without an id")
+
+
+@asynccontextmanager
+async def open_trial(
+    fault: str,
+    url: str,
+    folder: Path,
+    *,
+    seed: int | None = None,
+    rate: float = 300,
+    batch: int = 20,
+    workers: int = 4,
+    **webhook: object,
+) -> AsyncIterator[Trial]:
+    """Topics exist, sender and sink are ready, no service runs yet. `webhook`: more options of the destination."""
+    seed = random.randrange(1 << 30) if seed is None else seed
+    stream, listen = unique_name("events"), f"127.0.0.1:{free_port()}"
+    ledger = Ledger(unique_name("run"))
+    async with AsyncExitStack() as stack:
+        sink = await stack.enter_async_context(open_sink(ledger, seed))
+        fleet = await stack.enter_async_context(open_fleet())
+        broker = await stack.enter_async_context(open_broker(url))
+        sender = Sender(
+            ledger, f"http://{listen}/v1/streams/{stream}/events", seed, rate=rate, batch=batch, workers=workers
+        )
+        trial = Trial(
+            *(fault, url, folder, seed, ledger, sink, fleet, broker, sender, stream, unique_name("pipe")),
+            webhook=webhook,
+            listen=listen,
+            chance=random.Random(seed),
+        )
+        await ensure_topics(broker.admin, await asyncio.to_thread(load_pipes, trial.write_pipes()))
+        print("seed", seed)
+        yield trial
