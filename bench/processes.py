@@ -1,0 +1,105 @@
+"""Processes under measurement: started as a user would, asked for their CPU seconds and resident memory from outside."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+from urllib.error import URLError
+from urllib.request import urlopen
+
+import psutil
+
+
+def free_port() -> int:
+    """A loopback port that is free now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Child:
+    """`python -m module args`, as a context manager that ends it. Its output goes to `log` in the work folder."""
+
+    def __init__(self, folder: Path, module: str, *args: str) -> None:
+        self.log = folder / f"{module}.log"
+        self._command = [sys.executable, "-m", module, *args]
+
+    def __enter__(self) -> Self:
+        with self.log.open("ab") as output:
+            self._process = subprocess.Popen(self._command, stdout=output, stderr=output)
+        self._watched = psutil.Process(self._process.pid)
+        self.peak_rss = 0
+        return self
+
+    def wait_port(self, port: int, timeout_s: float = 60.0) -> None:
+        """Until it listens on this loopback port; raises when it ends or takes longer."""
+        self._wait(lambda: _listens(port), timeout_s)
+
+    def wait_ready(self, management_port: int, timeout_s: float = 60.0) -> None:
+        """Until its /readyz answers 200."""
+        self._wait(lambda: _answers(f"http://127.0.0.1:{management_port}/readyz"), timeout_s)
+
+    def _wait(self, condition: Callable[[], bool], timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"not ready: {' '.join(self._command)}\n{self.log.read_text()[-2000:]}")
+            time.sleep(0.05)
+
+    def cpu_seconds(self) -> float:
+        """User and system time of the process with all its threads, since its start."""
+        times = self._watched.cpu_times()
+        return float(times.user + times.system)
+
+    def rss(self) -> int:
+        """Resident bytes now; the highest value asked for is kept in `peak_rss`."""
+        now = int(self._watched.memory_info().rss)
+        self.peak_rss = max(self.peak_rss, now)
+        return now
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._process.send_signal(signal.SIGTERM)
+        try:
+            self._process.wait(15)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+def run_json(module: str, *args: str, timeout_s: float = 300.0) -> bytes:
+    """Run `python -m module args` to its end and return its last line of output."""
+    done = subprocess.run(
+        [sys.executable, "-m", module, *args],
+        stdout=subprocess.PIPE,
+        timeout=timeout_s,
+        check=True,
+        env=dict(os.environ),
+    )
+    return done.stdout.strip().splitlines()[-1]
+
+
+def _listens(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.settimeout(0.5)
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urlopen(url, timeout=1) as answer:
+            return bool(answer.status == 200)
+    except (URLError, OSError):
+        return False
+
+
+def fetch_metric(management_port: int, name: str) -> float:
+    """The sum of a metric's samples on this management port, over all labels."""
+    with urlopen(f"http://127.0.0.1:{management_port}/metrics", timeout=5) as answer:
+        lines = answer.read().decode().splitlines()
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith((name + "{", name + " ")))

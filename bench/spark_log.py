@@ -1,0 +1,173 @@
+"""The transform on the embedded log: how late an event is behind it, and what a million events cost.
+
+python -m bench.spark_log [--rate 2000] [--seconds 30] [--backlog 100000]
+
+Prints the time from the append of an event to its arrival at a consumer behind the transform (from_json, a filter, JSON
+again) at a steady rate, after warming up; CPU of the service with all its processes; and the rate at which a backlog is
+worked off. Floor (PEERS.md): a bare query log -> Spark -> log, P50 0.38 s, P95 0.56 s at 2,000 events/s.
+"""
+
+import argparse
+import asyncio
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import psutil
+
+from services.core.broker.contract import Broker, TopicSpec
+from services.core.broker.log import LogBroker
+from services.core.broker.partitioner import split_by_key
+from services.core.broker.record import Record, TopicPartition
+
+WARM_UP_S = 15.0
+TICK_S = 0.02
+PIPES = """
+version: 1
+streams:
+  flights: {columns: "carrier STRING, flight INT, origin STRING, dep_delay DOUBLE"}
+pipes:
+  late:
+    sources: [flights]
+    transform: {sql: "SELECT event, carrier, flight, dep_delay FROM flights WHERE dep_delay > 5"}
+    destinations: [{name: d, webhook: {url: "https://example.com/"}}]
+"""
+_PADDING = "x" * 200
+
+
+def make_events(first: int, count: int) -> list[Record]:
+    """About 300 bytes each, half of which pass the filter."""
+    now = time.time_ns() // 1_000_000
+    return [
+        Record(
+            b"%d" % (number % 500),
+            b'{"carrier":"UA","flight":%d,"origin":"JFK","dep_delay":%d.5,"padding":"%s"}'
+            % (number % 9000, number % 2 * 10, _PADDING.encode()),
+            now,
+            (("ce_id", b"%d" % number), ("penstock_arrival", b"%d" % now), ("penstock_origin", b"bench:0:%d" % number)),
+        )
+        for number in range(first, first + count)
+    ]
+
+
+async def append(broker: Broker, records: list[Record]) -> None:
+    """Store them."""
+    for partition, part in split_by_key(records, 4).items():
+        for start in range(0, len(part), 2000):
+            await broker.driver.append("flights", partition, part[start : start + 2000], timeout=10.0)
+
+
+class Watch:
+    """Counts what comes out, and how late."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[float, int]] = []
+
+    async def run(self, broker: Broker) -> None:
+        """Until cancelled."""
+
+        async def let_go(_: frozenset[TopicPartition]) -> None:
+            return
+
+        async with broker.consumer("bench", ["late.out"], start="earliest", on_revoke=let_go) as consumer:
+            while True:
+                for batch in await consumer.poll(max_records=5000, max_wait=0.5):
+                    now = time.time()
+                    self.seen += [(now, round(now * 1000) - record.timestamp) for record in batch.records]
+
+    async def wait_for(self, count: int, limit: float) -> None:
+        """Until so many came out. Raises TimeoutError."""
+        end = time.monotonic() + limit
+        while len(self.seen) < count:
+            if time.monotonic() > end:
+                raise TimeoutError(f"{len(self.seen):,} of {count:,} events came out in {limit:.0f} s")
+            await asyncio.sleep(TICK_S)
+
+
+def cpu_seconds(process: psutil.Process) -> float:
+    """Of the process and everything it started that still runs or was waited for."""
+    total = 0.0
+    for each in [process, *process.children(recursive=True)]:
+        times = each.cpu_times()
+        total += times.user + times.system + times.children_user + times.children_system
+    return total
+
+
+async def measure(folder: Path, rate: int, seconds: float, backlog: int) -> None:
+    """Run the service and print the figures."""
+    log, pipes = folder / "log", folder / "pipes.yaml"
+    pipes.write_text(PIPES)
+    async with AsyncExitStack() as stack:
+        broker = await stack.enter_async_context(LogBroker.open(str(log)))
+        for topic in ("flights", "late.out", "late.dead"):
+            await broker.admin.create_topic(TopicSpec(topic, 4))
+        command = [
+            sys.executable,
+            "-m",
+            "spark",
+            "--broker",
+            f"log://{log}",
+            "--data",
+            str(folder),
+            "--pipes",
+            str(pipes),
+        ]
+        begun = time.monotonic()
+        child = await asyncio.to_thread(subprocess.Popen, [*command, "--log-level", "warning"])
+        stack.callback(child.wait)
+        stack.callback(child.terminate)
+        process, watch = psutil.Process(child.pid), Watch()
+        watching = asyncio.create_task(watch.run(broker))
+        stack.callback(watching.cancel)
+        await append(broker, make_events(0, 10))
+        await watch.wait_for(5, 120)
+        print(f"first event out           {time.monotonic() - begun:8.1f} s after the start")
+        sent = await steady(broker, 10, rate, WARM_UP_S)
+        cpu, out = cpu_seconds(process), len(watch.seen)
+        measured_from = time.time()
+        sent = await steady(broker, sent, rate, seconds)
+        await watch.wait_for(sent // 2, 60)
+        used = cpu_seconds(process) - cpu
+        late = sorted(lag for at, lag in watch.seen if at > measured_from)
+        print(f"lag at {rate:,} events/s     P50 {late[len(late) // 2]:,} ms, P95 {late[int(len(late) * 0.95)]:,} ms")
+        print(
+            f"CPU at {rate:,} events/s     {used / (2 * (len(watch.seen) - out)) * 1e6:8.1f} s per million events read"
+        )
+        cpu = cpu_seconds(process)
+        await append(broker, make_events(sent, backlog))
+        started = time.monotonic()
+        await watch.wait_for((sent + backlog) // 2, 300)
+        took = time.monotonic() - started
+        print(f"backlog of {backlog:,}        {backlog / took:,.0f} events/s, ", end="")
+        print(f"{(cpu_seconds(process) - cpu) / backlog * 1e6:.1f} CPU-s per million")
+
+
+async def steady(broker: Broker, first: int, rate: int, seconds: float) -> int:
+    """Send at this rate for so long; the number after the last event."""
+    begun = time.monotonic()
+    number = first
+    while (passed := time.monotonic() - begun) < seconds:
+        count = int(passed * rate) - (number - first)
+        if count > 0:
+            await append(broker, make_events(number, count))
+            number += count
+        await asyncio.sleep(TICK_S)
+    return number
+
+
+def main() -> None:
+    """Exit status 0 whatever the figures are."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rate", type=int, default=2000)
+    parser.add_argument("--seconds", type=float, default=30.0)
+    parser.add_argument("--backlog", type=int, default=100_000)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="penstock-bench-") as name:
+        asyncio.run(measure(Path(name), args.rate, args.seconds, args.backlog))
+
+
+if __name__ == "__main__":
+    main()
