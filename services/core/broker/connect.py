@@ -1,13 +1,17 @@
 """From a broker URL to an open broker. The only place that knows which backends exist."""
 
+import asyncio
 import re
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from urllib.parse import urlsplit
 
 from services.core.broker.contract import Broker
 
 SCHEMES = ("log", "kafka")
 _HOST_PORT = re.compile(r"(?:[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):[0-9]{1,5}")
+
+_Open = Callable[[str], AbstractAsyncContextManager[Broker]]
 
 
 class BadBrokerUrl(ValueError):
@@ -17,7 +21,7 @@ class BadBrokerUrl(ValueError):
 def open_broker(url: str) -> AbstractAsyncContextManager[Broker]:
     """`log:///path` or `kafka://host:port[,host:port…]`. Raises BadBrokerUrl at once; entering raises BrokerError kinds.
 
-    Backends are imported here, late, so that a process loads only the client library it uses.
+    Entering imports the backend, in a thread: a process loads only the client library it uses, and no loop waits for it.
     """
     parts = urlsplit(url)
     if parts.username or parts.password:
@@ -29,15 +33,30 @@ def open_broker(url: str) -> AbstractAsyncContextManager[Broker]:
     if parts.scheme == "log":
         if parts.netloc or not parts.path.startswith("/"):
             raise BadBrokerUrl(f"{url!r}: the log's path must be absolute. Try: log:///var/lib/penstock")
-        from services.core.broker.log import LogBroker
-
-        return LogBroker.open(parts.path)
+        return _open(_load_log, parts.path)
     if parts.scheme == "kafka":
         if not all(_HOST_PORT.fullmatch(host) for host in parts.netloc.split(",")) or parts.path not in ("", "/"):
             raise BadBrokerUrl(
                 f"{url!r}: host:port, or several joined by commas, is needed. Try: kafka://127.0.0.1:9092"
             )
-        from services.core.broker.kafka import KafkaBroker
-
-        return KafkaBroker.open(parts.netloc)
+        return _open(_load_kafka, parts.netloc)
     raise BadBrokerUrl(f"unknown kind of broker {parts.scheme!r}. Try one of: {', '.join(SCHEMES)}")
+
+
+@asynccontextmanager
+async def _open(load: Callable[[], _Open], address: str) -> AsyncIterator[Broker]:
+    opening = await asyncio.to_thread(load)
+    async with opening(address) as broker:
+        yield broker
+
+
+def _load_log() -> _Open:
+    from services.core.broker.log import LogBroker
+
+    return LogBroker.open
+
+
+def _load_kafka() -> _Open:
+    from services.core.broker.kafka import KafkaBroker
+
+    return KafkaBroker.open

@@ -12,11 +12,14 @@
     ├── NotOwner             a commit for a partition that this member no longer owns: refused
     ├── OffsetOutOfRange     the position is older than what is kept, or newer than the end
     ├── DataDamaged          stored records are missing or altered; names exactly which
+    ├── UnsafeTopic          a topic whose settings break the promise of durability, or make every write fail
+    ├── BadDataFolder        the log's folder cannot keep the promise (network file system, a newer version's)
     └── BrokerClosed         used after close, or closed while waiting
 
 Drivers classify errors and never retry; `producer.Producer` alone retries, and only what is `retriable`.
 """
 
+from collections.abc import Sequence
 from typing import ClassVar
 
 
@@ -96,6 +99,18 @@ class DataDamaged(BrokerError):
         names = ", ".join(f"[{partition}] offsets {first} to {last}" for partition, first, last in ranges)
         super().__init__(f"{topic}: damaged: {detail}" + (f": {names}" if names else ""))
         self.topic, self.ranges, self.detail = topic, ranges, detail
+
+
+class UnsafeTopic(BrokerError):
+    """Topics whose settings lose acknowledged records, or let none be acknowledged. `problems`: (topic, key, text)."""
+
+    def __init__(self, problems: Sequence[tuple[str, str, str]]) -> None:
+        super().__init__("\n".join(f"topic {topic}: {key}: {text}" for topic, key, text in problems))
+        self.problems = tuple(problems)
+
+
+class BadDataFolder(BrokerError):
+    """The log's data folder cannot be used. Try: a folder on a local disk that this user may write."""
 
 
 class BrokerClosed(BrokerError):
