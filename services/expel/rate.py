@@ -15,17 +15,29 @@ class TokenBucket:
     """
 
     def __init__(self, rate: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self._rate, self._clock = rate, clock
-        self._capacity = max(1.0, rate * _BURST_SECONDS)
+        self._clock = clock
+        self._rate, self._capacity = rate, _capacity(rate)
         self._tokens, self._filled = self._capacity, clock()
 
     def wait(self) -> float:
         """Seconds until the next request may go; 0 when it may now."""
-        now = self._clock()
-        self._tokens = min(self._capacity, self._tokens + (now - self._filled) * self._rate)
-        self._filled = now
+        self._fill()
         return 0.0 if self._tokens > 1.0 - _ROUNDING else (1.0 - self._tokens) / self._rate
 
     def take(self, events: int) -> None:
         """A request with so many events goes now; later ones pay its debt."""
         self._tokens -= events
+
+    def change(self, rate: float) -> None:
+        """Another rate from now on; what is owed stays owed."""
+        self._fill()
+        self._rate, self._capacity = rate, _capacity(rate)
+
+    def _fill(self) -> None:
+        now = self._clock()
+        self._tokens = min(self._capacity, self._tokens + (now - self._filled) * self._rate)
+        self._filled = now
+
+
+def _capacity(rate: float) -> float:
+    return max(1.0, rate * _BURST_SECONDS)

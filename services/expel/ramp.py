@@ -1,0 +1,81 @@
+"""After an outage a destination is not run over: the rate rises step by step, to at most twice what was usual before.
+
+The usual rate is an average over some minutes of healthy delivery. While it is unknown (the process started during the
+outage) the rate doubles without a known end. The ramp is over when the destination was served below its limit for a while,
+so the backlog is gone.
+"""
+
+import math
+import time
+from collections.abc import Callable
+
+from services.expel.rate import TokenBucket
+
+FIRST_RATE = 10.0
+"""Events a second right after recovery, when nothing else is known."""
+_FIRST_SHARE = 0.1
+_MOST = 2.0
+_STEP_S = 5.0
+"""The allowed rate doubles so often."""
+_CALM_S = 10.0
+"""So long below the limit, and the ramp is over."""
+_AVERAGE_S = 120.0
+"""Time constant of the usual rate."""
+
+
+class Ramp:
+    """One destination's, in one process. `clock` is monotonic seconds. Not thread-safe."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._usual: float | None = None
+        self._counted, self._counting_since = 0, clock()
+        self._bucket: TokenBucket | None = None
+        self._rate = self._raise_at = self._held_at = 0.0
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing is held back."""
+        return self._bucket is None
+
+    def delivered(self, events: int) -> None:
+        """So many events were delivered; outside of a ramp that is what is usual."""
+        if self._bucket is not None:
+            return
+        self._counted += events
+        now = self._clock()
+        passed = now - self._counting_since
+        if passed >= 1.0:
+            weight = 1.0 - math.exp(-passed / _AVERAGE_S)
+            rate = self._counted / passed
+            self._usual = rate if self._usual is None else self._usual + weight * (rate - self._usual)
+            self._counted, self._counting_since = 0, now
+
+    def begin(self) -> None:
+        """The destination recovered."""
+        rate = FIRST_RATE if self._usual is None else max(FIRST_RATE, _FIRST_SHARE * self._usual)
+        self._bucket = TokenBucket(rate, self._clock)
+        self._rate, self._held_at = rate, self._clock()
+        self._raise_at = self._held_at + _STEP_S
+
+    def wait(self) -> float:
+        """Seconds until the next request may go; 0 when it may now."""
+        if self._bucket is None:
+            return 0.0
+        now = self._clock()
+        if now >= self._raise_at:
+            limit = math.inf if self._usual is None else max(FIRST_RATE, _MOST * self._usual)
+            self._rate, self._raise_at = min(limit, 2 * self._rate), now + _STEP_S
+            self._bucket.change(self._rate)
+        wait = self._bucket.wait()
+        if wait:
+            self._held_at = now
+        elif now - self._held_at > _CALM_S:
+            self._bucket = None
+            self._counted, self._counting_since = 0, now
+        return wait
+
+    def take(self, events: int) -> None:
+        """A request with so many events goes now."""
+        if self._bucket is not None:
+            self._bucket.take(events)

@@ -1,0 +1,174 @@
+"""The circuit breaker and the ramp after it, in simulated time."""
+
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.expel.breaker import FIRST_WAIT_S, MAX_WAIT_S, MIN_ATTEMPTS, WINDOW_S, Breaker
+from services.expel.ramp import FIRST_RATE, Ramp
+
+
+class Clock:
+    """Monotonic seconds that stand still until told."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+def opened(clock: Clock) -> Breaker:
+    """A breaker that just opened."""
+    breaker = Breaker(clock)
+    results = [breaker.permits(n) and breaker.failed(n) for n in range(MIN_ATTEMPTS)]
+    assert results == [False] * (MIN_ATTEMPTS - 1) + [True]
+    return breaker
+
+
+def test_opens_only_after_enough_attempts_and_a_large_share(clock: Clock) -> None:
+    """If it fails, one bad answer parks a destination, or a dead one is hammered for ever."""
+    opened(clock)
+    breaker = Breaker(clock)
+    for number in range(100):
+        if number % 10 < 4:
+            breaker.succeeded(number)
+        else:
+            assert not breaker.failed(number)
+    assert breaker.state == "closed"
+
+
+def test_old_failures_are_forgotten(clock: Clock) -> None:
+    """If it fails, a few failures a day add up until the breaker opens."""
+    breaker = Breaker(clock)
+    for number in range(5 * MIN_ATTEMPTS):
+        assert not breaker.failed(number)
+        clock.now += WINDOW_S / (MIN_ATTEMPTS - 2)
+    assert breaker.state == "closed"
+
+
+def test_one_probe_at_a_time_and_longer_waits(clock: Clock) -> None:
+    """If it fails, a receiver that comes back is met by everything at once, or is never asked again."""
+    breaker = opened(clock)
+    waits = []
+    for _ in range(10):
+        assert not breaker.permits("early")
+        waits.append(breaker.open_until - clock.now)
+        clock.now = breaker.open_until
+        probe, *others = object(), object(), object()
+        assert breaker.permits(probe)
+        assert not any(breaker.permits(other) for other in others)
+        assert not breaker.failed(probe)
+    assert waits[:3] == [FIRST_WAIT_S, 2 * FIRST_WAIT_S, 4 * FIRST_WAIT_S]
+    assert waits[-1] == MAX_WAIT_S
+    clock.now = breaker.open_until
+    assert breaker.permits("last")
+    assert breaker.succeeded("last")
+    assert breaker.state == "closed"
+
+
+def test_requests_from_before_do_not_decide(clock: Clock) -> None:
+    """If it fails, an old request that ends late closes the breaker, or counts as the probe's failure."""
+    breaker = opened(clock)
+    assert not breaker.succeeded("old")
+    assert breaker.state == "open"
+    clock.now = until = breaker.open_until
+    assert breaker.permits("probe")
+    assert not breaker.failed("old")
+    assert breaker.open_until == until
+    assert not breaker.permits("second")
+    assert breaker.succeeded("probe")
+
+
+def test_a_probe_without_a_verdict_is_made_again(clock: Clock) -> None:
+    """If it fails, a probe that was cut off leaves the destination closed off for ever."""
+    breaker = opened(clock)
+    clock.now = breaker.open_until
+    assert breaker.permits("cut off")
+    breaker.unknown("cut off")
+    assert breaker.permits("next")
+
+
+def flow(ramp: Ramp, clock: Clock, seconds: float) -> Iterator[float]:
+    """Send as much as the ramp lets through, one event a request; gives the events of each second."""
+    for _ in range(int(seconds)):
+        end, count = clock.now + 1.0, 0
+        while clock.now < end:
+            wait = ramp.wait()
+            if wait:
+                clock.now += min(wait, end - clock.now)
+                continue
+            ramp.take(1)
+            ramp.delivered(1)
+            count += 1
+            if ramp.is_over:
+                return
+        yield count
+
+
+def test_recovery_rises_to_twice_the_usual_rate_at_most(clock: Clock) -> None:
+    """If it fails, a destination that recovered gets its whole backlog as a stampede."""
+    ramp = Ramp(clock)
+    for _ in range(600):
+        clock.now += 1.0
+        ramp.delivered(200)
+    assert ramp.wait() == 0.0
+    ramp.begin()
+    rates = list(flow(ramp, clock, 120))
+    assert rates[0] <= 30
+    assert rates[60] == pytest.approx(400, rel=0.05)
+    assert max(rates) <= 1.1 * 400
+    assert not ramp.is_over
+
+
+def test_a_drained_backlog_ends_the_ramp(clock: Clock) -> None:
+    """If it fails, a destination stays limited for ever after one outage."""
+    ramp = Ramp(clock)
+    ramp.begin()
+    for _ in range(60):
+        clock.now += 1.0
+        if not ramp.wait():
+            ramp.take(2)
+            ramp.delivered(2)
+    assert ramp.is_over
+
+
+def test_without_history_it_still_rises(clock: Clock) -> None:
+    """If it fails, a process that starts during an outage delivers ten events a second for ever."""
+    ramp = Ramp(clock)
+    ramp.begin()
+    rates = list(flow(ramp, clock, 60))
+    assert rates[0] <= 2 * FIRST_RATE
+    assert rates[-1] > 100 * FIRST_RATE
+
+
+@given(st.lists(st.sampled_from(["send", "ok", "bad", "lost", "old", "later"]), max_size=200))
+def test_never_more_than_one_probe(steps: list[str]) -> None:
+    """If it fails, some order of answers lets two probes go at once or locks the breaker."""
+    clock = Clock()
+    breaker = opened(clock)
+    probe: str | None = None
+    for number, step in enumerate(steps):
+        was_closed = breaker.state == "closed"
+        request = f"request {number}"
+        if step == "send" and breaker.permits(request):
+            assert probe is None
+            probe = None if was_closed else request
+        elif step == "later":
+            clock.now += 60
+        elif step == "old":
+            breaker.failed("from before")
+        elif probe is not None and step in {"ok", "bad", "lost"}:
+            {"ok": breaker.succeeded, "bad": breaker.failed, "lost": breaker.unknown}[step](probe)
+            probe = None
+    if probe is not None:
+        breaker.unknown(probe)
+    clock.now += 2 * MAX_WAIT_S
+    assert breaker.permits("at last")
