@@ -9,12 +9,14 @@ The number of durable commits is also kept outside (groups.hwm): a file that los
 
 import uuid
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import closing
 from typing import NamedTuple, TypeVar
 
 import msgspec
 
 from services.core.broker.errors import DataDamaged
 from services.core.broker.log import schema
+from services.core.broker.log.alive import Alive
 from services.core.broker.log.clock import boot_id, boot_ms
 from services.core.broker.log.durable import DurableFile, opened
 from services.core.broker.log.faults import classified
@@ -66,6 +68,7 @@ class GroupsFile(DurableFile):
 
     def __init__(self, folder: DataFolder) -> None:
         files = folder.groups
+        self._alive = folder.alive
         with classified("groups"):
             if not files.db.exists():
                 _create(folder)
@@ -149,13 +152,14 @@ class GroupsFile(DurableFile):
 
     def live_members(self, group: str, topic: str) -> int:
         """How many live members of the group subscribe to the topic."""
-        with classified("groups"):
+        with classified("groups"), closing(Alive(self._alive)) as alive:
             rows = schema.fetch(
                 self.connection,
-                "SELECT topics FROM members WHERE grp=? AND boot=? AND deadline>=?",
+                "SELECT member, topics FROM members WHERE grp=? AND boot=? AND deadline>=?",
                 (group, boot_id(), boot_ms()),
             )
-        return sum(topic in msgspec.json.decode(topics, type=list[str]) for (topics,) in rows)
+            living = [topics for member, topics in rows if alive.is_alive(member)]
+        return sum(topic in msgspec.json.decode(topics, type=list[str]) for topics in living)
 
     def _durably(self, work: Callable[[], tuple[T, int]]) -> T:
         return self.transact(work, lambda done: {0: done[1]}, 1)[0]

@@ -4,6 +4,8 @@
 <folder>/topics/<topic>.hwm     high-water marks: how far each partition was acknowledged
 <folder>/topics/<topic>.lock    shared lock of those that have the topic open; `repair` takes it alone
 <folder>/groups.db, groups.hwm  committed offsets and leases of consumer groups
+<folder>/groups.alive           empty; living members of groups hold a lock on a byte each
+<folder>/groups.bell            8 bytes that change when members came or partitions became free
 <folder>/staging/<topic>/       blocks that Spark tasks wrote and no driver has committed yet
 <folder>/catalog.lock           held while topics are created or deleted
 """
@@ -92,6 +94,11 @@ class DataFolder:
     def groups(self) -> TopicFiles:
         """The files of the consumer groups; the same shape as a topic's."""
         return self._files("groups", self.root)
+
+    @property
+    def alive(self) -> Path:
+        """Where members of groups show that they live."""
+        return self.root / "groups.alive"
 
     def topic(self, topic: str) -> TopicFiles:
         """The files of a topic, whether it exists or not. Raises UnknownTopic for what can never be one."""

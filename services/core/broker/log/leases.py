@@ -2,9 +2,9 @@
 
 Each member acts for itself, in one transaction per beat: it renews what it has, gives up what is above its share, takes
 what is free below its share. A share is partitions / members per topic, the remainder going to members chosen by a hash,
-so nothing moves while nobody comes or goes. A lease that ran out may be taken by another, which raises its epoch;
-commits under the old epoch are refused from then on. Times are milliseconds of CLOCK_BOOTTIME; a lease of another boot
-is void.
+so nothing moves while nobody comes or goes. What a dead member owned is free at once (`alive` tells), what a silent one
+owned when its lease ran out. Whoever takes it raises its epoch; commits under the old epoch are refused from then on.
+Times are milliseconds of CLOCK_BOOTTIME; a lease of another boot is void.
 """
 
 from collections.abc import Collection, Mapping
@@ -15,6 +15,7 @@ import apsw
 import msgspec
 
 from services.core.broker.log import schema
+from services.core.broker.log.alive import Alive
 from services.core.broker.log.clock import boot_id, boot_ms
 from services.core.broker.log.faults import classified
 from services.core.broker.log.layout import DataFolder
@@ -49,9 +50,11 @@ class Leases:
         with classified("groups"):
             self._connection = schema.connect(folder.groups.db, durable=False)
             self._connection.wal_autocheckpoint(256)
+            self._alive = Alive(folder.alive)
 
     def close(self) -> None:
-        """Close the connection."""
+        """Close the files: members that are still there count as dead."""
+        self._alive.close()
         self._connection.close()
 
     def beat(
@@ -70,11 +73,12 @@ class Leases:
         until = now + self._lease_ms
         with classified("groups"), _Immediate(self._connection):
             run = self._connection.execute
+            self._alive.begin(member)
             known = run("SELECT 1 FROM members WHERE grp=? AND member=?", (group, member)).fetchone()
             names = msgspec.json.encode(sorted(topics)).decode()
             run("INSERT OR REPLACE INTO members VALUES(?,?,?,?,?)", (group, member, names, until, self._boot))
-            run("DELETE FROM members WHERE grp=? AND (deadline<? OR boot<>?)", (group, now, self._boot))
-            leases = self._read(group, now, member, held)
+            living = self._living(group, now)
+            leases = self._read(group, now, member, held, living)
             lost = frozenset(source for source, epoch in held.items() if leases.get(source) != (member, epoch))
             run("UPDATE leases SET expires=? WHERE grp=? AND owner=? AND boot=?", (until, group, member, self._boot))
             taken: dict[TopicPartition, int] = {}
@@ -89,25 +93,37 @@ class Leases:
         return Beat(until, taken, lost, frozenset(surplus), known is None)
 
     def release(self, group: str, member: str, held: Mapping[TopicPartition, int], leave: bool = False) -> None:
-        """Free these partitions for others; with `leave` also end the membership."""
-        with classified("groups"), _Immediate(self._connection):
-            self._connection.executemany(
-                "UPDATE leases SET owner=NULL WHERE grp=? AND topic=? AND partition=? AND owner=? AND epoch=?",
-                [(group, *source, member, epoch) for source, epoch in held.items()],
-            )
+        """Free these partitions for others; with `leave` also end the membership, even when groups.db cannot be written."""
+        try:
+            with classified("groups"), _Immediate(self._connection):
+                self._connection.executemany(
+                    "UPDATE leases SET owner=NULL WHERE grp=? AND topic=? AND partition=? AND owner=? AND epoch=?",
+                    [(group, *source, member, epoch) for source, epoch in held.items()],
+                )
+                if leave:
+                    self._connection.execute("DELETE FROM members WHERE grp=? AND member=?", (group, member))
+        finally:
             if leave:
-                self._connection.execute("DELETE FROM members WHERE grp=? AND member=?", (group, member))
+                self._alive.end(member)
+
+    def _living(self, group: str, now: int) -> set[str]:
+        """The group's members that are neither dead nor silent for too long; forgets the others."""
+        rows = schema.fetch(self._connection, "SELECT member, deadline, boot FROM members WHERE grp=?", (group,))
+        living = {m for m, deadline, boot in rows if deadline >= now and boot == self._boot and self._alive.is_alive(m)}
+        gone = [(group, m) for m, *_ in rows if m not in living]
+        self._connection.executemany("DELETE FROM members WHERE grp=? AND member=?", gone)
+        return living
 
     def _read(
-        self, group: str, now: int, member: str, held: Mapping[TopicPartition, int]
+        self, group: str, now: int, member: str, held: Mapping[TopicPartition, int], living: Collection[str]
     ) -> dict[TopicPartition, _Lease]:
-        """All leases. The owner is None where one ran out; this member owns what it holds with the same epoch, nothing else."""
+        """All leases. The owner is None where it is gone; this member owns what it holds with the same epoch, nothing else."""
         leases = {}
         for topic, partition, owner, epoch, expires, boot in schema.fetch(
             self._connection, "SELECT topic, partition, owner, epoch, expires, boot FROM leases WHERE grp=?", (group,)
         ):
             source = TopicPartition(topic, partition)
-            alive = held.get(source) == epoch if owner == member else expires >= now
+            alive = held.get(source) == epoch if owner == member else expires >= now and owner in living
             valid = boot == self._boot and alive
             leases[source] = _Lease(owner if valid else None, epoch)
         return leases
