@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 
 from services.core.broker.errors import BrokerError, RecordTooLarge
+from services.core.broker.key_send import send_by_key
 from services.core.broker.producer import Producer
 from services.core.broker.record import Batch, Record
 from services.expel.body import BadRecord, Rendered, render
 from services.expel.delivery import Delivery
-from services.expel.key_send import send_by_key
 from services.expel.outcome import Failure, Outcome
 
 MAX_EVENTS = 1000

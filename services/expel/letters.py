@@ -13,10 +13,10 @@ import structlog
 
 from services.core import dead_letter
 from services.core.broker.errors import RecordTooLarge
+from services.core.broker.key_send import send_by_key
 from services.core.broker.producer import Producer
 from services.core.broker.record import Record, TopicPartition
 from services.expel.delivery import Delivery, Unreadable
-from services.expel.key_send import send_by_key
 from services.expel.meter import NODE
 from services.expel.outcome import Failure
 
