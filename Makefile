@@ -35,7 +35,7 @@ test: setup check  ## every check and every test there is, real Kafka among them
 demo: $(STAMP)  ## the fleet, end to end, on real events; ARGS="--broker kafka", ARGS=--json
 	@$(PY) -m services.fleet demo $(ARGS)
 
-bench: setup  ## every figure beside its floor, on a real Kafka; ARGS=--json
+bench: setup  ## every figure beside its floor, on a real Kafka; ARGS=--json, ARGS="--only ingest"
 	@$(PY) -m bench $(ARGS)
 
 # Not part of `make test`: it takes as long as you say, and Kafka needs the jars.

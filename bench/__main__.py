@@ -1,33 +1,54 @@
-"""`make bench`: every figure beside its floor, on a real Kafka that is started here.
+"""`make bench`: every figure beside its floor, on a real Kafka that is started here. About ten minutes in all.
 
-python -m bench [--json] [--events N] [--brokers 1|3]
+python -m bench [--only NAME ...] [--json] [--events N] [--rounds N] [--brokers 1|3]
 """
 
 import argparse
 import tempfile
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import orjson
 
 from bench.delivery import delivery_figures
-from bench.figures import print_figures
-from bench.main_path import Setup, ingest_figures
+from bench.figures import Figure, print_figures
+from bench.latency import kafka_lag, log_lag
+from bench.main_path import ingest_figures
+from bench.memory import kafka_memory, log_memory
+from bench.setup import Setup, tell
 from services.core.jvm.kafka_server import KafkaCluster
+
+GROUPS: dict[str, Callable[[Setup], list[Figure]]] = {
+    "ingest": ingest_figures,
+    "expel": delivery_figures,
+    "lag-kafka": kafka_lag,
+    "lag-log": log_lag,
+    "memory-log": log_memory,
+    "memory-kafka": kafka_memory,
+}
+WITHOUT_KAFKA = {"lag-log", "memory-log"}
 
 
 def main() -> None:
     """Measure and print; exit status 0 whatever the figures are: they are figures, not tests."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=GROUPS, default=list(GROUPS), help="these figures alone")
     parser.add_argument("--json", action="store_true", help="end with a JSON array on stdout")
-    parser.add_argument("--events", type=int, default=400_000, help="events per figure in requests of 100")
+    parser.add_argument("--events", type=int, default=200_000, help="events per round in requests of 100")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds per figure, alternating with its floor")
     parser.add_argument("--brokers", type=int, default=1, choices=(1, 3))
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="penstock-bench-") as name:
-        folder = Path(name)
-        cluster = KafkaCluster(folder / "kafka", brokers=args.brokers, heap_mb=512, java_options=("-XX:+UseG1GC",))
-        with cluster:
-            setup = Setup(folder, cluster.bootstrap, args.events)
-            figures = [*ingest_figures(setup), *delivery_figures(setup)]
+    with tempfile.TemporaryDirectory(prefix="penstock-bench-") as name, ExitStack() as stack:
+        folder, bootstrap = Path(name), ""
+        if not WITHOUT_KAFKA.issuperset(args.only):
+            options = {"brokers": args.brokers, "heap_mb": 512, "java_options": ("-XX:+UseG1GC",)}
+            bootstrap = stack.enter_context(KafkaCluster(folder / "kafka", **options)).bootstrap
+        setup = Setup(folder, bootstrap, args.events, args.rounds)
+        figures: list[Figure] = []
+        for group in args.only:
+            tell(group)
+            figures += GROUPS[group](setup)
     if args.json:
         print(orjson.dumps([figure.as_json() for figure in figures]).decode())
     else:

@@ -50,4 +50,7 @@ def print_figures(figures: list[Figure]) -> None:
         ratio = "" if figure.ratio is None else f"{figure.ratio:.2f}"
         verdict = "[green]holds[/]" if figure.holds else "[red]short[/]"
         table.add_row(figure.name, f"{figure.value:.2f}", figure.unit, floor, ratio, f"≤ {figure.goal:g}", verdict)
-    Console().print(table)
+    console = Console()
+    if not console.is_terminal:
+        console.width = max(console.width, 120)
+    console.print(table)

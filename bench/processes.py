@@ -1,12 +1,14 @@
 """Processes under measurement: started as a user would, asked for their CPU seconds and resident memory from outside."""
 
+import itertools
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -14,6 +16,11 @@ from urllib.error import URLError
 from urllib.request import urlopen
 
 import psutil
+
+GRACE_S = 30.0
+_number = itertools.count(1)
+_CPUCLOCK_SCHED = 2
+"""Linux: the CPU clock of process p is (~p << 3) | 2, as clock_getcpuclockid(3) makes it."""
 
 
 def free_port() -> int:
@@ -26,15 +33,15 @@ def free_port() -> int:
 class Child:
     """`python -m module args`, as a context manager that ends it. Its output goes to `log` in the work folder."""
 
-    def __init__(self, folder: Path, module: str, *args: str) -> None:
-        self.log = folder / f"{module}.log"
+    def __init__(self, folder: Path, module: str, *args: str, environ: Mapping[str, str] | None = None) -> None:
+        self.log = folder / f"{module}-{next(_number)}.log"
         self._command = [sys.executable, "-m", module, *args]
+        self._environ = {**os.environ, **(environ or {})}
 
     def __enter__(self) -> Self:
         with self.log.open("ab") as output:
-            self._process = subprocess.Popen(self._command, stdout=output, stderr=output)
+            self._process = subprocess.Popen(self._command, stdout=output, stderr=output, env=self._environ)
         self._watched = psutil.Process(self._process.pid)
-        self.peak_rss = 0
         return self
 
     def wait_port(self, port: int, timeout_s: float = 60.0) -> None:
@@ -45,6 +52,10 @@ class Child:
         """Until its /readyz answers 200."""
         self._wait(lambda: _answers(f"http://127.0.0.1:{management_port}/readyz"), timeout_s)
 
+    def wait_said(self, text: str, timeout_s: float = 180.0) -> None:
+        """Until its output has this text."""
+        self._wait(lambda: text in self.log.read_text(errors="replace"), timeout_s)
+
     def _wait(self, condition: Callable[[], bool], timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
         while not condition():
@@ -53,20 +64,30 @@ class Child:
             time.sleep(0.05)
 
     def cpu_seconds(self) -> float:
-        """User and system time of the process with all its threads, since its start."""
-        times = self._watched.cpu_times()
-        return float(times.user + times.system)
+        """User and system time of the process with all its threads, since its start, to the nanosecond."""
+        return time.clock_gettime((~self._process.pid << 3) | _CPUCLOCK_SCHED)
 
     def rss(self) -> int:
-        """Resident bytes now; the highest value asked for is kept in `peak_rss`."""
-        now = int(self._watched.memory_info().rss)
-        self.peak_rss = max(self.peak_rss, now)
-        return now
+        """Resident bytes of the process now."""
+        return int(self._watched.memory_info().rss)
+
+    def family_rss(self) -> int:
+        """Resident bytes now of it and everything that it started. What processes share counts in each."""
+        total = self.rss()
+        for member in self._watched.children(recursive=True):
+            with suppress(psutil.NoSuchProcess):  # it ended just now
+                total += int(member.memory_info().rss)
+        return total
+
+    def send(self, number: signal.Signals) -> None:
+        """Send a signal to it."""
+        self._process.send_signal(number)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._process.send_signal(signal.SIGCONT)
         self._process.send_signal(signal.SIGTERM)
         try:
-            self._process.wait(15)
+            self._process.wait(GRACE_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()

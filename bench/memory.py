@@ -1,0 +1,156 @@
+"""Resident memory of each service with a backlog of a million events and a receiver that hangs, then answers again."""
+
+import asyncio
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import psutil
+
+from bench.events import make_event
+from bench.figures import Figure
+from bench.processes import Child, fetch_metric, free_port
+from bench.setup import Setup, send_load, tell
+from services.core.broker.connect import open_broker
+from services.core.broker.producer import Producer
+from services.core.broker.record import Record
+from services.core.pipes import load_pipes
+from services.core.provision import ensure_topics
+
+BACKLOG = 1_000_000
+HANG_S, DRAIN_S = 45.0, 150.0
+GOAL_MB = 200.0
+_CHUNK = 1000
+_SAMPLE_S = 0.2
+PIPES = """version: 1
+streams:
+  events:
+    id: id
+    key: user
+    time: time
+    columns: "id STRING, user STRING, time BIGINT, price DOUBLE, note STRING"
+pipes:
+  straight:
+    sources: [events]
+    destinations: [{{name: hook, webhook: {{url: "http://127.0.0.1:{port}/"}}}}]
+  through:
+    sources: [events]
+    transform: {{sql: "SELECT event, id, user, time, note FROM events WHERE price > 0"}}
+    destinations: [{{name: hook, webhook: {{url: "http://127.0.0.1:{port}/"}}}}]
+"""
+
+
+async def fill(broker_url: str, pipes: Path) -> None:
+    """The topics, and BACKLOG events in the stream as ingest stores them."""
+    now = time.time_ns() // 1_000_000
+    async with open_broker(broker_url) as broker:
+        await ensure_topics(broker.admin, await asyncio.to_thread(load_pipes, pipes))
+        async with Producer(broker.driver) as producer:
+            for start in range(0, BACKLOG, _CHUNK):
+                records = [_record(number, now) for number in range(start, start + _CHUNK)]
+                (await producer.send("events", records)).raise_first()
+
+
+def _record(number: int, now: int) -> Record:
+    marks = (
+        ("ce_id", b"evt-%012d" % number),
+        ("penstock_arrival", b"%d" % now),
+        ("penstock_origin", b"bench:0:%d" % number),
+    )
+    return Record(b"user-%06d" % (number % 5000), make_event(number), now, marks)
+
+
+@contextmanager
+def watch(services: dict[str, Child]) -> Iterator[Counter[str]]:
+    """Highest resident bytes by service meanwhile: `name`, and `name*` with all that it started."""
+    peaks: Counter[str] = Counter()
+    done = threading.Event()
+
+    def sample() -> None:
+        while not done.wait(_SAMPLE_S):
+            for name, child in services.items():
+                try:
+                    peaks[name] = max(peaks[name], child.rss())
+                    peaks[f"{name}*"] = max(peaks[f"{name}*"], child.family_rss())
+                except psutil.NoSuchProcess:
+                    return
+
+    thread = threading.Thread(target=sample)
+    thread.start()
+    try:
+        yield peaks
+    finally:
+        done.set()
+        thread.join()
+
+
+def _memory(setup: Setup, broker: str) -> list[Figure]:
+    kind = broker.partition(":")[0]
+    folder = setup.folder / f"memory-{kind}"
+    folder.mkdir()
+    sink, listen = free_port(), free_port()
+    pipes = folder / "pipes.yaml"
+    pipes.write_text(PIPES.format(port=sink))
+    asyncio.run(fill(broker, pipes))
+    tell(f"memory, {kind}: {BACKLOG:,} events wait")
+    ports = {name: free_port() for name in ("ingest", "expel", "transform")}
+    shared = {name: _shared(broker, pipes, port) for name, port in ports.items()}
+    with ExitStack() as stack:
+        receiver = stack.enter_context(Child(folder, "bench.floors", "receive", str(sink)))
+        receiver.wait_port(sink)
+        receiver.send(signal.SIGSTOP)
+        services = {
+            "ingest": Child(folder, "services.ingest", *shared["ingest"], "--listen", f"127.0.0.1:{listen}"),
+            "expel": Child(folder, "services.expel", *shared["expel"], "--allow-networks", "127.0.0.0/8"),
+            "transform": Child(folder, "spark", *shared["transform"], "--data", str(folder)),
+        }
+        for child in services.values():
+            stack.enter_context(child)
+        with watch(services) as peaks:
+            _go_through(services, ports, receiver, f"http://127.0.0.1:{listen}/v1/streams/events/events")
+    return [
+        *(Figure(f"RSS of {name}, {kind}", peaks[name] / 1e6, "MB", GOAL_MB) for name in ("ingest", "expel")),
+        Figure(f"RSS of transform's Python, {kind}", peaks["transform"] / 1e6, "MB", GOAL_MB),
+        Figure(f"RSS of transform with its Java and workers, {kind}", peaks["transform*"] / 1e6, "MB", GOAL_MB),
+    ]
+
+
+def _shared(broker: str, pipes: Path, management: int) -> list[str]:
+    return ["--broker", broker, "--pipes", str(pipes), "--management", f"127.0.0.1:{management}"]
+
+
+def _go_through(services: dict[str, Child], ports: dict[str, int], receiver: Child, url: str) -> None:
+    """The receiver hangs while ingest takes more and Spark works off the backlog; then it answers until nothing waits."""
+    for name, child in services.items():
+        child.wait_ready(ports[name], 120)
+    end = time.monotonic() + HANG_S
+    send_load(url, 100, BACKLOG // 1000)
+    total = BACKLOG + BACKLOG // 10
+    _wait_for(ports["transform"], "penstock_transform_events_written_total", total, end)
+    time.sleep(max(0.0, end - time.monotonic()))
+    told = fetch_metric(ports["transform"], "penstock_transform_events_written_total")
+    receiver.send(signal.SIGCONT)
+    _wait_for(ports["expel"], "penstock_expel_events_delivered_total", 2 * total, time.monotonic() + DRAIN_S)
+    delivered = fetch_metric(ports["expel"], "penstock_expel_events_delivered_total")
+    dead = fetch_metric(ports["expel"], "penstock_expel_events_dead_total")
+    tell(f"memory: {told:,.0f} transformed while the receiver hung; then {delivered:,.0f} delivered, {dead:,.0f} dead")
+
+
+def _wait_for(port: int, metric: str, count: int, end: float) -> None:
+    """Until the metric says so, or until `end` (monotonic)."""
+    while fetch_metric(port, metric) < count and time.monotonic() < end:
+        time.sleep(0.5)
+
+
+def log_memory(setup: Setup) -> list[Figure]:
+    """With the backlog on the embedded log."""
+    return _memory(setup, setup.log("memory"))
+
+
+def kafka_memory(setup: Setup) -> list[Figure]:
+    """With the backlog on Kafka."""
+    return _memory(setup, setup.kafka)

@@ -1,0 +1,64 @@
+"""What every measurement shares: where it runs, how much it sends, topics, load, and what it tells meanwhile."""
+
+import asyncio
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from bench.processes import run_json
+from services.core.broker.connect import open_broker
+from services.core.broker.contract import TopicSpec
+
+CPU = "CPU-s per million events"
+PARTITIONS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """bootstrap: "" when no Kafka runs. events: of one round in requests of 100; a tenth of it in requests of 1."""
+
+    folder: Path
+    bootstrap: str
+    events: int
+    rounds: int
+
+    @property
+    def kafka(self) -> str:
+        """The broker URL."""
+        return f"kafka://{self.bootstrap}"
+
+    def log(self, name: str) -> str:
+        """The URL of an embedded log of this name."""
+        return f"log://{self.folder / name}"
+
+    def count(self, size: int) -> int:
+        """How many events a round in requests of `size` sends."""
+        return self.events if size > 1 else self.events // 10
+
+
+def make_topic(url: str, name: str, partitions: int = PARTITIONS) -> None:
+    """A fresh topic."""
+
+    async def create() -> None:
+        async with open_broker(url) as broker:
+            await broker.admin.create_topic(TopicSpec(name, partitions))
+
+    asyncio.run(create())
+
+
+def send_load(url: str, size: int, requests: int) -> dict[str, Any]:
+    """Run the load generator, 64 connections; its report. Every answer must be a 200."""
+    command = (url, "--events", str(size), "--requests", str(requests), "--connections", "64")
+    report: dict[str, Any] = orjson.loads(run_json("bench.load", *command))
+    if report["statuses"] != {"200": requests}:
+        raise RuntimeError(f"not every request was accepted: {report['statuses']}")
+    return report
+
+
+def tell(text: str) -> None:
+    """A line about how it goes, on stderr: the figures have stdout for themselves."""
+    print(f"[load {os.getloadavg()[0]:4.1f}] {text}", file=sys.stderr, flush=True)
