@@ -120,6 +120,17 @@ class LocalRetry(_Strict):
     max_wait: Duration = 5.0
 
 
+def _at_most_a_week(seconds: float) -> float:
+    if seconds > 7 * DAY_S:
+        raise ValueError("a wait between two rounds is at most 7d")
+    return seconds
+
+
+HOUR_S, DAY_S = 3600.0, 86400.0
+SCHEDULE = [5.0, 300.0, 0.5 * HOUR_S, 2 * HOUR_S, 5 * HOUR_S, 10 * HOUR_S, 14 * HOUR_S, 20 * HOUR_S, 24 * HOUR_S]
+"""Standard Webhooks' example: ten rounds of attempts over about 75 h. Seconds."""
+
+
 class Webhook(_Strict):
     """An HTTP endpoint that receives signed batches (Standard Webhooks)."""
 
@@ -128,6 +139,12 @@ class Webhook(_Strict):
     body: Literal["cloudevents", "json", "ndjson"] = "cloudevents"
     batch: Batching = Batching()
     retry: LocalRetry = LocalRetry()
+    schedule: list[Annotated[Duration, AfterValidator(_at_most_a_week)]] = Field(
+        SCHEDULE,
+        max_length=32,
+        description="When local retries are over: the waits before each further round of attempts, each within 20 % and never "
+        "less than the receiver asks for; after the last round dead letters. Empty: dead letters at once.",
+    )
     concurrency: int = Field(8, ge=1, le=256, description="Requests under way at once.")
     rate: int | None = Field(None, ge=1, description="Events a second at most.")
     timeout: Duration = Field(10.0, description="For one request, answer included.")
@@ -175,7 +192,11 @@ def find_broken_references(data: object) -> list[tuple[KeyPath, str]]:
     """
     streams = _mapping(_mapping(data).get("streams"))
     pipes = _mapping(_mapping(data).get("pipes"))
-    problems: list[tuple[KeyPath, str]] = []
+    problems: list[tuple[KeyPath, str]] = [
+        ((section, RESERVED), f"{RESERVED!r} is reserved for our own topics. Try: another name")
+        for section, names in (("streams", streams), ("pipes", pipes))
+        if RESERVED in names
+    ]
     feeds: dict[str, set[str]] = {}
     for name, pipe in pipes.items():
         sources = [source for source in _items(_mapping(pipe).get("sources")) if isinstance(source, str)]
@@ -247,6 +268,42 @@ def output_topic(pipe: str) -> str:
 def dead_letter_topic(pipe: str) -> str:
     """Where a pipe's dead letters are."""
     return f"{pipe}.dead"
+
+
+def retry_topic(pipe: str) -> str:
+    """Where the global retrier writes events of this pipe that are due again; its lanes in expel read it."""
+    return f"{pipe}.retry"
+
+
+def parked_topic(pipe: str) -> str:
+    """Where events for paused destinations of this pipe are kept until they are resumed."""
+    return f"{pipe}.parked"
+
+
+RESERVED = "penstock"
+"""No pipe and no stream has this name: topics beginning with it are the fleet's own."""
+RETRY_IN = f"{RESERVED}.retry-in"
+"""Where expel hands events over to the global retrier (`retry_state`)."""
+RETRIER_DEAD = f"{RESERVED}.dead"
+"""Dead letters of the global retrier: what is no retry record, or whose pipe is gone."""
+DELAYS_S = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536)
+"""How long the delay topics hold a record, ascending."""
+
+
+def delay_topic(seconds: int) -> str:
+    """Where an event waits so long; seconds is one of DELAYS_S."""
+    return f"{RESERVED}.delay-{seconds}s"
+
+
+def is_retried(destination: Destination) -> bool:
+    """Whether its events may go to the global retrier. Never where keys are in order: those wait in their stream."""
+    webhook = destination.webhook
+    return webhook is not None and bool(webhook.schedule) and webhook.order != "key"
+
+
+def needs_retrier(pipes: PipeFile) -> bool:
+    """Whether any destination of the file may use the global retrier."""
+    return any(is_retried(destination) for pipe in pipes.pipes.values() for destination in pipe.destinations)
 
 
 def delivery_topics(name: str, pipe: Pipe) -> list[str]:

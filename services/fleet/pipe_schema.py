@@ -34,6 +34,9 @@ def _as_written(node: Any) -> Any:
     default, pattern = kept.get("default"), kept.get("pattern")
     if pattern == DURATION_PATTERN and isinstance(default, int | float):
         kept["default"] = format_duration(default)
+    items = kept.get("items")
+    if isinstance(items, dict) and items.get("pattern") == DURATION_PATTERN and isinstance(default, list):
+        kept["default"] = [format_duration(seconds) for seconds in default]
     if pattern == SIZE_PATTERN and isinstance(default, int):
         kept["default"] = format_size(default)
     return kept

@@ -10,6 +10,7 @@ from services.core.pipes import (
     delivery_group,
     delivery_topics,
     load_pipes,
+    needs_retrier,
     output_topic,
 )
 from services.core.yaml_source import BadConfiguration
@@ -57,6 +58,9 @@ def test_a_good_file(tmp_path: Path) -> None:
     first = pipes.pipes["late"].destinations[0]
     assert first.webhook is not None
     assert (first.webhook.timeout, first.webhook.body, first.webhook.batch.max_events) == (5.0, "cloudevents", 100)
+    assert len(first.webhook.schedule) + 1 == 10
+    assert 74 * 3600 < sum(first.webhook.schedule) < 76 * 3600
+    assert needs_retrier(pipes)
 
 
 def test_names_that_are_implied(tmp_path: Path) -> None:
@@ -100,6 +104,10 @@ def test_every_mistake_at_once(tmp_path: Path) -> None:
         ("flights: {", "'fli ghts': {", "String should match pattern"),
         ("secret: {env: OPS_SECRET}", "secret: {}", "exactly one of file and env"),
         ("secret: {env: OPS_SECRET}", "secret: {env: lower}", "String should match pattern"),
+        ("timeout: 5s", "schedule: [5s, 8d]", "at most 7d"),
+        ("timeout: 5s", "schedule: [5]", "a duration with a unit is needed"),
+        ("timeout: 5s", f"schedule: [{'1s, ' * 33}]", "at most 32 items"),
+        ("  raw:", "  penstock:", "'penstock' is reserved"),
         ("{sql: SELECT * FROM flights}", "{python: a.py:f, mode: real-time}", "Try: mode: micro-batch"),
     ],
 )

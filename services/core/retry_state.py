@@ -1,0 +1,125 @@
+"""What is known of an event that waits for another round of attempts: headers in front of its own, which a crash cannot lose.
+
+Expel wraps an event that it hands over, the global retrier moves it from topic to topic, expel unwraps it again. The
+record's timestamp is when it was written to the topic that it lies in, because Kafka's retention counts from it; the event
+time is a header.
+"""
+
+import re
+from dataclasses import dataclass
+
+from services.core.broker.record import Headers, Record, TopicPartition
+from services.core.event import MAX_MILLIS_DIGITS
+from services.core.pipes import NAME_PATTERN
+
+PREFIX = "penstock_retry_"
+MAX_REASON, MAX_DETAIL = 100, 1024
+"""Bytes; what is longer is cut when it is wrapped and refused when it is read."""
+
+_NAME = re.compile(NAME_PATTERN)
+_COUNT = re.compile(r"\d{1,9}")
+_MILLIS = re.compile(rf"-?\d{{1,{MAX_MILLIS_DIGITS}}}")
+_SOURCE = re.compile(r"([A-Za-z0-9._-]{1,249}):(\d{1,9}):(\d{1,64})")
+"""64 digits: a Kinesis sequence number has 56."""
+
+
+class BadRetryRecord(ValueError):
+    """This is no retry record: `header` is missing or wrong. Try: nothing but expel may write to penstock.retry-in."""
+
+    def __init__(self, header: str, problem: str) -> None:
+        super().__init__(f"header {header} {problem}")
+        self.header = header
+
+
+@dataclass(frozen=True, slots=True)
+class RetryState:
+    """pipe, destination: whom it is for. attempts: requests made so far, in all rounds. rounds: how often it was handed over.
+
+    first_failure, due, time: ms since the epoch; due: not to be tried earlier; time: the event's own (the record's timestamp
+    before it was wrapped). reason: a stable word as in dead letters; detail: for a person. source: `topic:partition:offset`
+    of the original record.
+    """
+
+    pipe: str
+    destination: str
+    attempts: int
+    rounds: int
+    first_failure: int
+    due: int
+    reason: str
+    detail: str
+    source: str
+    time: int
+
+    def position(self) -> tuple[TopicPartition, int]:
+        """`source` in its parts: the partition and the offset."""
+        topic, partition, offset = self.source.rsplit(":", 2)
+        return TopicPartition(topic, int(partition)), int(offset)
+
+
+def wrap(record: Record, state: RetryState, now_ms: int) -> Record:
+    """The record as it is handed over at `now_ms`: the state in front of its own headers, any earlier state replaced."""
+    added = (
+        (PREFIX + "pipe", state.pipe.encode()),
+        (PREFIX + "destination", state.destination.encode()),
+        (PREFIX + "attempts", b"%d" % state.attempts),
+        (PREFIX + "rounds", b"%d" % state.rounds),
+        (PREFIX + "first_failure", b"%d" % state.first_failure),
+        (PREFIX + "due", b"%d" % state.due),
+        (PREFIX + "reason", _cut(state.reason, MAX_REASON)),
+        (PREFIX + "detail", _cut(state.detail, MAX_DETAIL)),
+        (PREFIX + "source", state.source.encode()),
+        (PREFIX + "time", b"%d" % state.time),
+    )
+    return Record(record.key, record.value, now_ms, added + _own(record.headers))
+
+
+def read_state(record: Record) -> RetryState:
+    """The state of a wrapped record, each part checked. Raises BadRetryRecord."""
+    found = {name: value for name, value in reversed(record.headers) if name.startswith(PREFIX)}
+    return RetryState(
+        pipe=_match(found, "pipe", _NAME),
+        destination=_match(found, "destination", _NAME),
+        attempts=int(_match(found, "attempts", _COUNT)),
+        rounds=int(_match(found, "rounds", _COUNT)),
+        first_failure=int(_match(found, "first_failure", _MILLIS)),
+        due=int(_match(found, "due", _MILLIS)),
+        reason=_text(found, "reason", MAX_REASON),
+        detail=_text(found, "detail", MAX_DETAIL),
+        source=_match(found, "source", _SOURCE),
+        time=int(_match(found, "time", _MILLIS)),
+    )
+
+
+def unwrap(record: Record) -> tuple[Record, RetryState]:
+    """The record as it was before `wrap`, with its event time, and its state. Raises BadRetryRecord."""
+    state = read_state(record)
+    return Record(record.key, record.value, state.time, _own(record.headers)), state
+
+
+def _own(headers: Headers) -> Headers:
+    return tuple(header for header in headers if not header[0].startswith(PREFIX))
+
+
+def _cut(text: str, limit: int) -> bytes:
+    """At most `limit` bytes of UTF-8, whole characters; what cannot be encoded becomes a question mark."""
+    return text.encode(errors="replace")[:limit].decode(errors="ignore").encode()
+
+
+def _text(found: dict[str, bytes], name: str, limit: int) -> str:
+    value = found.get(PREFIX + name)
+    if value is None:
+        raise BadRetryRecord(PREFIX + name, "is missing")
+    if len(value) > limit:
+        raise BadRetryRecord(PREFIX + name, f"has {len(value)} bytes; {limit} are allowed")
+    try:
+        return value.decode()
+    except UnicodeDecodeError:
+        raise BadRetryRecord(PREFIX + name, "is not UTF-8") from None
+
+
+def _match(found: dict[str, bytes], name: str, pattern: re.Pattern[str]) -> str:
+    text = _text(found, name, 400)
+    if not pattern.fullmatch(text) or not text.isascii():
+        raise BadRetryRecord(PREFIX + name, "is not of the right form")
+    return text
