@@ -80,6 +80,7 @@ class Endpoint:
         access.charge(key, len(items.values))
         arrival = time.time_ns() // 1_000_000
         prepared = intake.prepare(items, arrival, headers.get("traceparent"))
+        del body, items  # parsed payloads are most of a request's objects: none while the broker works
         return await self._send(intake, prepared, arrival, wants_ids="Prefer" in headers and _wants_ids(message))
 
     async def _send(self, intake: Intake, prepared: Prepared, arrival: int, *, wants_ids: bool) -> Answer:

@@ -11,12 +11,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from aiokafka import errors as kafka
-from aiokafka.protocol.produce import ProduceRequest
 
 from services.core.broker.errors import BrokerError, OutcomeUnknown, Throttled, Unavailable
 from services.core.broker.kafka.cluster import Cluster
+from services.core.broker.kafka.produce import Produce
 
-_ALL_REPLICAS = -1
 _MAX_REQUEST_BYTES = 8 << 20
 _ANSWER_MARGIN = 1.0
 """Seconds by which the broker gives up waiting for its replicas before we give up waiting for the broker."""
@@ -108,12 +107,12 @@ class NodeLane:
         self._waiting = rest
         return list(taken.values())
 
-    def _request(self, parcels: list[Parcel]) -> ProduceRequest:
+    def _request(self, parcels: list[Parcel]) -> Produce:
         topics: defaultdict[str, list[tuple[int, bytes]]] = defaultdict(list)
         for parcel in parcels:
             topics[parcel.topic].append((parcel.partition, parcel.data))
         patience = round((self._cluster.timing.request - _ANSWER_MARGIN) * 1000)
-        return ProduceRequest(None, _ALL_REPLICAS, patience, list(topics.items()))
+        return Produce(list(topics.items()), patience)
 
     def _settle(self, parcels: list[Parcel], answer: Any) -> None:
         waiting = {(parcel.topic, parcel.partition): parcel for parcel in parcels}
