@@ -5,11 +5,13 @@ source and the longest of their retentions. `<pipe>.dead` has one partition and 
 more than that: Kafka counts from the event time, and a dead letter may be as old as its source keeps events.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from services.core.broker.contract import Admin, TopicSpec
-from services.core.broker.errors import TopicExists
+from services.core.broker.errors import TopicExists, UnsafeTopic
 from services.core.pipes import PipeFile, dead_letter_topic, output_topic
+from services.core.yaml_source import BadConfiguration, Problem
 
 DEAD_LETTER_RETENTION_S = 30 * 86400
 
@@ -54,8 +56,9 @@ def wanted_topics(pipes: PipeFile) -> list[TopicSpec]:
 async def ensure_topics(admin: Admin, pipes: PipeFile, *, grow: bool = False) -> Provisioned:
     """Create what is missing; with `grow`, add partitions where the pipe file wants more.
 
-    Raises PartitionsDiffer before changing anything when counts differ (fewer wanted: always), and BrokerError kinds;
-    after one of those, call again. Retention is set when a topic is created and left alone afterwards.
+    Raises PartitionsDiffer when counts differ (fewer wanted: always), and UnsafeTopic when a topic that exists can lose
+    acknowledged events: both before changing anything. Raises BrokerError kinds; after one of those, call again.
+    Retention is set when a topic is created and left alone afterwards.
     """
     existing = await admin.topics()
     specs = wanted_topics(pipes)
@@ -66,6 +69,7 @@ async def ensure_topics(admin: Admin, pipes: PipeFile, *, grow: bool = False) ->
     ]
     if refused := [item for item in differing if not grow or item[2] < item[1]]:
         raise PartitionsDiffer(refused)
+    await admin.check_durability([spec.name for spec in specs if spec.name in existing])
     created, kept = [], []
     for spec in specs:
         if spec.name in existing:
@@ -80,6 +84,17 @@ async def ensure_topics(admin: Admin, pipes: PipeFile, *, grow: bool = False) ->
         await admin.add_partitions(topic, wanted)
         kept.remove(topic)
     return Provisioned(tuple(created), tuple(topic for topic, _, _ in differing), tuple(kept))
+
+
+async def require_safe_topics(admin: Admin, topics: Collection[str]) -> None:
+    """For a service that starts alone. Raises BadConfiguration naming topic and key, and BrokerError kinds.
+
+    Topics that do not exist yet are passed over.
+    """
+    try:
+        await admin.check_durability(topics)
+    except UnsafeTopic as error:
+        raise BadConfiguration([Problem(f"topic {topic}", key, text) for topic, key, text in error.problems]) from error
 
 
 def _millis(seconds: float) -> int:

@@ -4,7 +4,7 @@ import asyncio
 import gc
 import os
 import resource
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import AsyncExitStack
 
 import backoff
@@ -16,9 +16,10 @@ from services.core.broker.errors import BrokerError, DataDamaged
 from services.core.broker.producer import Producer
 from services.core.lifecycle import Supervision
 from services.core.management import serve_management
+from services.core.provision import require_safe_topics
 from services.core.yaml_source import BadConfiguration, Problem
 from services.expel.lane import Lane, wait_for_stop
-from services.expel.plan import LaneBuilder, LanePlan, read_plan
+from services.expel.plan import LaneBuilder, LanePlan, read_plan, touched_topics
 from services.expel.settings import ExpelSettings
 
 log = structlog.get_logger()
@@ -51,7 +52,7 @@ async def start(settings: ExpelSettings, supervision: Supervision) -> None:
     async with AsyncExitStack() as stack:
         management = await stack.enter_async_context(serve_management(settings.management, expel.ready))
         log.info("started", management=management, lanes=len(plans))
-        broker = await _open(stack, settings.broker, expel, stopping)
+        broker = await _open(stack, settings.broker, touched_topics(plans), expel, stopping)
         if broker is None:
             return
         producer = await stack.enter_async_context(Producer(broker.driver))
@@ -87,12 +88,18 @@ def calm_collector() -> None:
     gc.set_threshold(_GC_YOUNG_OBJECTS, 20, 50)
 
 
-async def _open(stack: AsyncExitStack, url: str, expel: Expel, stopping: asyncio.Event) -> Broker | None:
-    """The broker, as soon as it can be reached; None when the stop comes first."""
+async def _open(
+    stack: AsyncExitStack, url: str, topics: Collection[str], expel: Expel, stopping: asyncio.Event
+) -> Broker | None:
+    """The broker, as soon as it can be reached; None when the stop comes first. Raises BadConfiguration."""
     failures = 0
     while not stopping.is_set():
         try:
-            return await stack.enter_async_context(open_broker(url))
+            async with AsyncExitStack() as attempt:
+                broker = await attempt.enter_async_context(open_broker(url))
+                await require_safe_topics(broker.admin, topics)
+                stack.push_async_exit(attempt.pop_all())
+                return broker
         except DataDamaged:
             raise
         except BrokerError as error:

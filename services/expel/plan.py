@@ -1,6 +1,6 @@
 """From the checked pipe file to what each lane is: its sender, its shape, its bounds."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from services.core.broker.connect import BadBrokerUrl, open_broker
 from services.core.broker.contract import Broker
 from services.core.broker.producer import Producer
 from services.core.destination_check import check_destinations
-from services.core.pipes import Destination, Pipe, Webhook, delivery_topics, read_pipes
+from services.core.pipes import Destination, Pipe, Webhook, dead_letter_topic, delivery_topics, read_pipes
 from services.core.signature import SigningKey
 from services.core.signing_secret import read_signing_keys
 from services.core.yaml_source import BadConfiguration, Problem
@@ -70,6 +70,16 @@ def read_plan(settings: ExpelSettings, environ: Mapping[str, str]) -> list[LaneP
         if not settings.serve or name in settings.serve
         for destination in pipe.destinations
     ]
+
+
+def touched_topics(plans: Iterable[LanePlan]) -> set[str]:
+    """What these lanes read and write."""
+    topics: set[str] = set()
+    for plan in plans:
+        topics.update(delivery_topics(plan.pipe_name, plan.pipe), (dead_letter_topic(plan.pipe_name),))
+        if plan.destination.stream is not None:
+            topics.add(plan.destination.stream)
+    return topics
 
 
 class LaneBuilder:

@@ -4,7 +4,7 @@ import asyncio
 import time
 
 from services.core.broker.connect import BadBrokerUrl, open_broker
-from services.core.broker.errors import BrokerError
+from services.core.broker.errors import BrokerError, UnsafeTopic
 from services.core.pipes import PipeFile
 from services.core.provision import PartitionsDiffer, Provisioned, ensure_topics
 from services.fleet.problem import CommandFailed
@@ -23,6 +23,8 @@ async def provision(broker: str, pipes: PipeFile, *, grow: bool = False) -> Prov
             raise CommandFailed(str(error), status=2) from error
         except PartitionsDiffer as error:
             raise CommandFailed(str(error)) from error
+        except UnsafeTopic as error:
+            raise CommandFailed(str(error), status=2) from error
         except BrokerError as error:
             if not error.retriable or time.monotonic() > deadline:
                 raise CommandFailed(

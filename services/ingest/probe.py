@@ -10,6 +10,7 @@ from services.core import metrics
 from services.core.broker.contract import Broker
 from services.core.broker.errors import BrokerError, UnknownTopic
 from services.core.broker.producer import Producer
+from services.core.provision import require_safe_topics
 from services.ingest.intake import Intake
 
 log = structlog.get_logger()
@@ -41,7 +42,7 @@ class Probe:
         return None
 
     async def run(self, stopping: asyncio.Event) -> None:
-        """Until `stopping` is set. Logs each change once."""
+        """Until `stopping` is set. Logs each change once. Raises BadConfiguration for a stream that could lose events."""
         while not stopping.is_set():
             reason = await self._ask_all()
             if reason != self._said:
@@ -58,6 +59,8 @@ class Probe:
     async def _ask(self, intake: Intake) -> str | None:
         try:
             async with asyncio.timeout(2 * TIMEOUT_S):
+                if not intake.partitions:  # seen for the first time
+                    await require_safe_topics(self._broker.admin, [intake.name])
                 intake.partitions = await self._producer.partition_count(intake.name)
                 await self._broker.probe(intake.name, timeout=TIMEOUT_S)
         except UnknownTopic:

@@ -5,7 +5,7 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from services.core.broker.contract import Lag, Start
+from services.core.broker.contract import MAX_POLL_BYTES, Lag, Start
 from services.core.broker.errors import OffsetOutOfRange, Unavailable
 from services.core.broker.record import Record, TopicPartition
 from tests.contract.harness import Harness
@@ -248,3 +248,21 @@ async def test_an_expired_partition_can_be_paused_and_the_rest_goes_on(harness: 
                         consumer.pause([TopicPartition(gone.topic, gone.partition)])
             assert seen == list(range(10, 15))
             assert gaps <= 1
+
+
+async def test_a_poll_takes_a_bounded_share(harness: Harness) -> None:
+    """If it fails, a member that asks for many records gets as many megabytes as there are, and runs out of memory."""
+    async with harness.open() as broker:
+        topic = await harness.create_topic(broker)
+        for start in range(0, 80, 8):
+            await append(broker, topic, [record(number, size=100_000) for number in range(start, start + 8)])
+        async with broker.consumer(
+            harness.fresh_name("g"), [topic], start="earliest", on_revoke=ignore_revoke
+        ) as consumer:
+            numbers: list[int] = []
+            async with asyncio.timeout(DEADLINE):
+                while len(numbers) < 80:
+                    batches = await poll(consumer, max_records=1_000_000)
+                    assert sum(len(one.value or b"") for batch in batches for one in batch.records) <= MAX_POLL_BYTES
+                    numbers += numbers_of(batches)
+            assert numbers == list(range(80))

@@ -26,13 +26,19 @@ async def open_admin(bootstrap: str) -> AsyncIterator[AIOKafkaAdminClient]:
 
 
 async def make_topic(
-    bootstrap: str, hint: str, *, partitions: int = 1, configs: Mapping[str, str] | None = None
+    bootstrap: str,
+    hint: str,
+    *,
+    partitions: int = 1,
+    replicas: int | None = None,
+    configs: Mapping[str, str] | None = None,
 ) -> str:
-    """Create a topic of its own for one test, with the cluster's replication, and return its name once it has leaders."""
+    """Create a topic of its own for one test, with a replica on each of three brokers, and return its name once it has
+    leaders."""
     name = unique_name(hint)
     async with open_admin(bootstrap) as admin:
-        replicas = min(3, len(bootstrap.split(",")))
-        answer = await admin.create_topics([NewTopic(name, partitions, replicas, topic_configs=dict(configs or {}))])
+        copies = replicas or min(3, len(bootstrap.split(",")))
+        answer = await admin.create_topics([NewTopic(name, partitions, copies, topic_configs=dict(configs or {}))])
         errors = [error for error in answer.topic_errors if error[1] != 0]
         assert not errors, f"the cluster refused the topic: {errors}"
     async with asyncio.timeout(30):

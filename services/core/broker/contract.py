@@ -108,16 +108,22 @@ MAX_APPEND_BYTES = 900_000
 """Below Kafka's default message.max.bytes (1,048,588) with room for framing."""
 
 
+MAX_POLL_BYTES = 2_500_000
+"""What one poll takes of one partition: a megabyte, and the append with which that is reached."""
+
+
 class Consumer(Protocol):
     """One member of a group. Not safe for concurrent polls; commit, pause and resume may be called while a poll waits."""
 
     async def poll(self, *, max_records: int, max_wait: float) -> list[Batch]:
         """The next batches, at most `max_records` in all, in offset order per partition; [] after `max_wait` seconds.
 
+        Of each partition at most `MAX_POLL_BYTES`, as stored (others may send compressed records to Kafka).
         Advances the position of what it returns. Cancelling loses nothing: what was not returned comes again.
         Keeps membership alive by itself, also while nobody polls for long (pause outlives any poll interval).
         Raises OffsetOutOfRange, DataDamaged, Unavailable; the caller may poll again. A gap or damage is raised at every
-        poll while its partition is not paused; the other partitions go on.
+        poll while its partition is not paused; the other partitions go on. Damage that is known to end at a readable
+        record may come as a `Batch` with `damage` instead: keep it elsewhere, and it is passed over like any other.
         """
 
     async def commit(self, processed: Mapping[TopicPartition, int]) -> None:
@@ -166,6 +172,12 @@ class Admin(Protocol):
 
     async def set_committed(self, group: str, topic: str, processed: Mapping[int, int]) -> None:
         """Move a group that has no members (time travel, skipping a gap). Raises Unavailable while it has some."""
+
+    async def check_durability(self, topics: Collection[str]) -> None:
+        """Raises UnsafeTopic when the settings of one of these let acknowledged records be lost, or no append succeed.
+
+        Topics that do not exist are passed over: `create_topic` makes safe ones.
+        """
 
     async def group_lag(self, group: str, topic: str) -> dict[int, Lag]:
         """The group's lag per partition, also while nobody is a member."""

@@ -37,16 +37,27 @@ class TopicPartition(NamedTuple):
     partition: int
 
 
+class Damage(NamedTuple):
+    """Records that are stored and cannot be read: those from offset `first` to `last`, as far as they exist. detail: why."""
+
+    first: int
+    last: int
+    detail: str
+
+
 class Batch(msgspec.Struct, frozen=True, gc=False):
     """Consecutive records of one partition, as `Consumer.poll` returns them.
 
     `offsets[i]` is the offset of `records[i]`: increasing, not necessarily contiguous. Never empty.
+    damage: this batch stands for damaged records. Its only offset is the last of theirs, its only record is no event:
+    the value is their stored bytes, or as many as one record can hold, the timestamp the time of reading.
     """
 
     topic: str
     partition: int
     offsets: Sequence[int]
     records: Sequence[Record]
+    damage: Damage | None = None
 
     @property
     def source(self) -> TopicPartition:

@@ -1,6 +1,7 @@
 """Readiness follows the broker: unready until it took a probe, and again whenever it does not."""
 
 import asyncio
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -22,6 +23,14 @@ class Answers:
 
     error: Exception | None = None
     asked: list[str] = field(default_factory=list)
+
+    @property
+    def admin(self) -> "Answers":
+        """As in the contract, as far as it is asked here."""
+        return self
+
+    async def check_durability(self, topics: Collection[str]) -> None:
+        """All are safe."""
 
     async def probe(self, topic: str, *, timeout: float) -> None:
         """As in the contract."""

@@ -1,13 +1,14 @@
 """Administration of topics and groups."""
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from aiokafka.protocol.admin import CreatePartitionsRequest, CreateTopicsRequest, DeleteTopicsRequest
 
 from services.core.broker.contract import Lag, PartitionRange, Start, TopicSpec
 from services.core.broker.errors import UnknownTopic
 from services.core.broker.kafka.cluster import Cluster
+from services.core.broker.kafka.durability import check_durability
 from services.core.broker.kafka.faults import bounded, raise_for
 from services.core.broker.kafka.lag import LagMeter
 from services.core.broker.kafka.offsets import (
@@ -44,6 +45,7 @@ class KafkaAdmin:
         replicas = min(_REPLICAS, len(client.cluster.brokers()))
         settings = {
             "min.insync.replicas": _MIN_IN_SYNC.get(replicas, 1),
+            "unclean.leader.election.enable": "false",
             "max.message.bytes": MAX_BATCH_BYTES,
             "retention.ms": _FOR_EVER if spec.retention_ms is None else spec.retention_ms,
             "retention.bytes": _FOR_EVER if spec.retention_bytes is None else spec.retention_bytes,
@@ -113,6 +115,10 @@ class KafkaAdmin:
         if unknown := positions.keys() - set(known):
             raise UnknownTopic(f"{topic} has no partitions {sorted(source.partition for source in unknown)}")
         await commit_without_member(self._cluster, group, positions)
+
+    async def check_durability(self, topics: Collection[str]) -> None:
+        """As in the contract; see `durability`."""
+        await check_durability(self._cluster, topics)
 
     async def group_lag(self, group: str, topic: str) -> dict[int, Lag]:
         """As in the contract; a partition without a commit counts from its oldest record."""

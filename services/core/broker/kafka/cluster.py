@@ -35,10 +35,11 @@ aiokafka.client.MetadataRequest = _ask_without_creating
 
 @dataclass(frozen=True, slots=True)
 class PartitionState:
-    """leader: node id, -1 while there is none. in_sync: how many replicas have everything."""
+    """leader: node id, -1 while there is none. in_sync: how many of the `replicas` have everything."""
 
     leader: int
     in_sync: int
+    replicas: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +174,11 @@ class Cluster:
 def _states(answer: Any) -> dict[str, TopicState]:
     return {
         topic: TopicState(
-            {number: PartitionState(leader, len(isr)) for _, number, leader, _, isr, *_ in partitions}, bool(internal)
+            {
+                number: PartitionState(leader, len(isr), len(replicas))
+                for _, number, leader, replicas, isr, *_ in partitions
+            },
+            bool(internal),
         )
         for code, topic, internal, partitions in answer.topics
         if not _missing(code, topic)

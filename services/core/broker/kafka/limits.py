@@ -2,6 +2,7 @@
 
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from aiokafka.protocol.admin import DescribeConfigsRequest
@@ -21,6 +22,16 @@ class Limits:
     min_in_sync: int
 
 
+async def read_settings(cluster: Cluster, topic: str, names: Sequence[str]) -> dict[str, str]:
+    """The topic's settings as they are in force, the cluster's where it has none. Raises UnknownTopic, Unavailable."""
+    answer = await cluster.ask_any(DescribeConfigsRequest([(_TOPIC, topic, list(names))]))
+    code, _, _, _, entries = answer.resources[0]
+    if code == UNKNOWN_TOPIC and topic in await cluster.describe([topic]):
+        raise Unavailable(f"settings of {topic}: the node that was asked has not heard of it yet")
+    raise_for(code, f"settings of {topic}")
+    return {entry[0]: entry[1] for entry in entries}
+
+
 class TopicLimits:
     """A cache over DescribeConfigs. Sending never waits for it twice: a node that is frozen must not hold up the others."""
 
@@ -33,13 +44,7 @@ class TopicLimits:
         known = self._known.get(topic)
         if known is not None and time.monotonic() - known[0] <= max_age:
             return known[1]
-        wanted = ["max.message.bytes", "min.insync.replicas"]
-        answer = await self._cluster.ask_any(DescribeConfigsRequest([(_TOPIC, topic, wanted)]))
-        code, _, _, _, entries = answer.resources[0]
-        if code == UNKNOWN_TOPIC and topic in await self._cluster.describe([topic]):
-            raise Unavailable(f"settings of {topic}: the node that was asked has not heard of it yet")
-        raise_for(code, f"settings of {topic}")
-        values = {entry[0]: entry[1] for entry in entries}
+        values = await read_settings(self._cluster, topic, ["max.message.bytes", "min.insync.replicas"])
         limits = Limits(int(values["max.message.bytes"]), int(values["min.insync.replicas"]))
         self._known[topic] = (time.monotonic(), limits)
         return limits

@@ -1,7 +1,7 @@
 """`contract.Admin` over the embedded log."""
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from services.core.broker.contract import Lag, PartitionRange, Start, TopicSpec
 from services.core.broker.errors import Unavailable, UnknownTopic
@@ -73,6 +73,9 @@ class LogAdmin:
             file.set_progress(group, moved)
 
         await self._progress.use(move)
+
+    async def check_durability(self, topics: Collection[str]) -> None:
+        """As in the contract: the log has no such settings, every append is on this disk."""
 
     async def group_lag(self, group: str, topic: str) -> dict[int, Lag]:
         """As in the contract. A partition that the group has not begun counts from its first record."""
