@@ -8,7 +8,8 @@ from pathlib import Path
 
 import msgspec
 
-from services.core.broker.log.layout import BadDataFolder, refuse_network
+from services.core.broker.errors import BadDataFolder
+from services.core.broker.log.layout import refuse_network
 from services.fleet.problem import CommandFailed
 
 STATE_FILE = "fleet.json"

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from services.core.broker.errors import BrokerError, UnknownTopic
+from services.core.broker.errors import BadDataFolder, UnknownTopic
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,199}")
 _NETWORK = frozenset(
@@ -42,10 +42,6 @@ _NETWORK = frozenset(
 _NETWORK_FUSE = frozenset(
     ("sshfs", "glusterfs", "s3fs", "gcsfuse", "rclone", "davfs", "curlftpfs", "juicefs", "ceph-fuse")
 )
-
-
-class BadDataFolder(BrokerError):
-    """The data folder cannot be used. Try: a folder on a local disk that this user may write."""
 
 
 def is_topic_name(name: str) -> bool:
