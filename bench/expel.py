@@ -134,7 +134,7 @@ async def run_expel(
     begun = cpu()
     async with AsyncExitStack() as stack:
         producer = await stack.enter_async_context(Producer(broker.driver))
-        lane = await LaneBuilder(settings, broker, producer, stack, 1).build(
+        lane = LaneBuilder(settings, broker, producer, stack, 1).build(
             LanePlan("bench", pipe, pipe.destinations[0], keys)
         )
         task = asyncio.create_task(lane.run(stopping, 5.0))

@@ -6,6 +6,7 @@ keys can be rotated: add the new one, let receivers change, take the old one awa
 
 import base64
 import binascii
+import hashlib
 import hmac
 from collections.abc import Mapping, Sequence
 
@@ -16,6 +17,8 @@ PREFIX = "whsec_"
 TOLERANCE = 300.0
 """Seconds that a request's timestamp may be off before `verify` takes it for a replay."""
 _MIN_BYTES, _MAX_BYTES = 24, 64
+_BLOCK_BYTES = 64
+"""Of SHA-256; no secret is longer."""
 _MAX_SIGNATURES = 20
 
 
@@ -30,12 +33,14 @@ class BadSignature(Exception):
 class SigningKey:
     """A secret in use. Its repr shows nothing."""
 
-    __slots__ = ("_key",)
+    __slots__ = ("_inner", "_outer")
 
     def __init__(self, key: bytes) -> None:
         if not _MIN_BYTES <= len(key) <= _MAX_BYTES:
             raise BadSecret(f"a signing secret has {_MIN_BYTES} to {_MAX_BYTES} bytes. Try: openssl rand -base64 32")
-        self._key = key
+        padded = key.ljust(_BLOCK_BYTES, b"\0")
+        self._inner = hashlib.sha256(bytes(byte ^ 0x36 for byte in padded))
+        self._outer = hashlib.sha256(bytes(byte ^ 0x5C for byte in padded))
 
     @classmethod
     def parse(cls, text: str) -> "SigningKey":
@@ -48,9 +53,13 @@ class SigningKey:
                 raise
             raise BadSecret("a signing secret is whsec_ followed by base64. Try: openssl rand -base64 32") from None
 
-    def digest(self, message: bytes) -> bytes:
-        """HMAC-SHA256 of the message."""
-        return hmac.digest(self._key, message, "sha256")
+    def digest(self, *pieces: bytes) -> bytes:
+        """HMAC-SHA256 (RFC 2104) of the pieces joined. Its two hashes are copied, not begun anew: half the time of hmac's."""
+        inner, outer = self._inner.copy(), self._outer.copy()
+        for piece in pieces:
+            inner.update(piece)
+        outer.update(inner.digest())
+        return outer.digest()
 
     def __repr__(self) -> str:
         return "SigningKey(***)"
@@ -58,8 +67,8 @@ class SigningKey:
 
 def sign(keys: Sequence[SigningKey], message_id: str, timestamp: int, body: bytes) -> str:
     """The `webhook-signature` header: one signature per key, space-separated. timestamp in seconds since the epoch."""
-    message = b"%b.%d.%b" % (message_id.encode(), timestamp, body)
-    return " ".join("v1," + base64.b64encode(key.digest(message)).decode() for key in keys)
+    head = b"%b.%d." % (message_id.encode(), timestamp)
+    return " ".join(["v1," + binascii.b2a_base64(key.digest(head, body), newline=False).decode() for key in keys])
 
 
 def verify(keys: Sequence[SigningKey], headers: Mapping[str, str], body: bytes, *, now: float) -> str:

@@ -1,4 +1,4 @@
-"""Reading a receiver's answer: little of it, raw, and never trusted; and what it says about single events.
+"""What a receiver's answer says about single events.
 
 A receiver that took only some events answers 200 or 207 with JSON `{"failed": [item, …]}`, at most MAX_ANSWER bytes, not
 compressed. An item names an event by `"id"` (its CloudEvents id) or by `"index"` (its 0-based place in the body); it may add
@@ -7,12 +7,11 @@ compressed. An item names an event by `"id"` (its CloudEvents id) or by `"index"
 """
 
 import msgspec
-from aiohttp import ClientResponse
 
 from services.expel.delivery import Delivery
+from services.expel.http_answer import MAX_ANSWER
 from services.expel.outcome import Failure, Outcome, is_recoverable
 
-MAX_ANSWER = 4096
 _MAX_EXCERPT = 200
 _MAX_REASON = 500
 
@@ -37,24 +36,6 @@ class PartialAnswer(msgspec.Struct):
 
 
 _decode = msgspec.json.Decoder(PartialAnswer).decode
-
-
-async def read_answer(response: ClientResponse) -> tuple[bytes, bool]:
-    """Up to MAX_ANSWER bytes of the body, and whether that was all. Closes the connection when it was not.
-
-    Waits as long as the request's total time-out allows; raises what aiohttp raises.
-    """
-    content = response.content
-    if content.at_eof():
-        return b"", True
-    body = b""
-    while len(body) <= MAX_ANSWER:
-        piece = await content.read(MAX_ANSWER + 1 - len(body))
-        if not piece:
-            return body, True
-        body += piece
-    response.close()
-    return body[:MAX_ANSWER], False
 
 
 def read_outcome(status: int, body: bytes, whole: bool, delivery: Delivery) -> Outcome:

@@ -57,7 +57,7 @@ async def start(settings: ExpelSettings, supervision: Supervision) -> None:
             return
         producer = await stack.enter_async_context(Producer(broker.driver))
         builder = LaneBuilder(settings, broker, producer, stack, len(plans))
-        expel.lanes = [await builder.build(plan) for plan in plans]
+        expel.lanes = [builder.build(plan) for plan in plans]
         expel.reason = None
         drain = settings.drain * _DRAIN_SHARE
         running = [supervision.run(lane.run(stopping, drain), f"lane {lane.name}") for lane in expel.lanes]

@@ -9,9 +9,8 @@ import socket
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from ipaddress import IPv4Address, IPv6Address, ip_address
 from typing import Any
-
-from aiohttp.abc import AbstractResolver, ResolveResult
 
 from services.core.net_guard import NetPolicy, refuse_address
 
@@ -27,6 +26,10 @@ class RefusedAddress(OSError):
     """The address of this destination may not be reached (see `net_guard`)."""
 
 
+class NameNotFound(OSError):
+    """The host name has no address, as far as could be found out in time."""
+
+
 class Lookups:
     """`getaddrinfo` for all destinations. At most one thread per host, MAX_THREADS in all, none of which delays the exit."""
 
@@ -35,7 +38,7 @@ class Lookups:
         self._running: dict[str, asyncio.Future[list[AddressInfo]]] = {}
 
     async def find(self, host: str) -> list[AddressInfo]:
-        """TCP addresses of the host, at least one. Raises OSError, also after LOOKUP_TIMEOUT seconds."""
+        """TCP addresses of the host, at least one. Raises NameNotFound, also after LOOKUP_TIMEOUT seconds, and OSError."""
         found = self._running.get(host)
         if found is None:
             found = self._start(host)
@@ -43,7 +46,7 @@ class Lookups:
             async with asyncio.timeout(LOOKUP_TIMEOUT):
                 return await asyncio.shield(found)
         except TimeoutError:
-            raise OSError(f"the name was not found within {LOOKUP_TIMEOUT:.0f} s") from None
+            raise NameNotFound(f"the name was not found within {LOOKUP_TIMEOUT:.0f} s") from None
 
     def _start(self, host: str) -> "asyncio.Future[list[AddressInfo]]":
         if len(self._running) >= MAX_THREADS:
@@ -62,8 +65,10 @@ class Lookups:
         result: list[AddressInfo] | OSError
         try:
             result = self._lookup(host, None, type=socket.SOCK_STREAM, proto=socket.IPPROTO_TCP)
-        except (OSError, UnicodeError) as error:
-            result = error if isinstance(error, OSError) else OSError(f"the name cannot be looked up: {error}")
+        except (socket.gaierror, UnicodeError) as error:
+            result = NameNotFound(f"the name cannot be looked up: {error}")
+        except OSError as error:
+            result = error
         with suppress(RuntimeError):  # the loop is closed: nobody waits any more
             found.get_loop().call_soon_threadsafe(self._finish, host, found, result)
 
@@ -76,7 +81,7 @@ class Lookups:
         if isinstance(result, OSError):
             found.set_exception(result)
         elif not result:
-            found.set_exception(OSError("the name has no address"))
+            found.set_exception(NameNotFound("the name has no address"))
         else:
             found.set_result(result)
 
@@ -87,25 +92,24 @@ def _consume(found: "asyncio.Future[list[AddressInfo]]") -> None:
         found.exception()
 
 
-class GuardedResolver(AbstractResolver):
-    """Refuses a name when any of its addresses is refused: which one a client tries first is up to the name's owner."""
+async def find_addresses(lookups: Lookups, host: str, port: int, policy: NetPolicy) -> list[AddressInfo]:
+    """Where to connect for a host, at least one; an address written as a number is looked up as it is, by nobody.
 
-    def __init__(self, lookups: Lookups, policy: NetPolicy) -> None:
-        self._lookups, self._policy = lookups, policy
+    Refuses a name when any of its addresses is refused: which one a client tries first is up to the name's owner. Raises
+    RefusedAddress, NameNotFound, OSError.
+    """
+    try:
+        found = [_as_info(ip_address(host))]
+    except ValueError:
+        found = await lookups.find(host)
+    for *_, address in found:
+        if (reason := refuse_address(address[0], port, policy)) is not None:
+            raise RefusedAddress(f"the host leads inside: {reason}")
+    return [
+        (family, kind, proto, name, (address[0], port, *address[2:])) for family, kind, proto, name, address in found
+    ]
 
-    async def resolve(
-        self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_UNSPEC
-    ) -> list[ResolveResult]:
-        """Raises RefusedAddress, OSError."""
-        found: list[ResolveResult] = []
-        for kind, _, proto, _, address in await self._lookups.find(host):
-            if (reason := refuse_address(address[0], port, self._policy)) is not None:
-                raise RefusedAddress(f"the host name leads inside: {reason}")
-            if family in (socket.AF_UNSPEC, kind):
-                found.append(
-                    ResolveResult(hostname=host, host=address[0], port=port, family=kind, proto=proto, flags=0)
-                )
-        return found
 
-    async def close(self) -> None:
-        """Nothing to release."""
+def _as_info(address: IPv4Address | IPv6Address) -> AddressInfo:
+    family = socket.AF_INET if address.version == 4 else socket.AF_INET6
+    return family, socket.SOCK_STREAM, socket.IPPROTO_TCP, "", (str(address), 0)

@@ -17,7 +17,7 @@ from services.expel.dispatch import Dispatcher
 from services.expel.disposition import RetryLimits
 from services.expel.dns import Lookups
 from services.expel.forward import MAX_BYTES, MAX_EVENTS, StreamSender
-from services.expel.http_session import open_session
+from services.expel.http_client import HttpClient
 from services.expel.lane import Lane
 from services.expel.lane_bounds import LaneShape
 from services.expel.meter import LaneMeter
@@ -92,13 +92,13 @@ class LaneBuilder:
         self._lookups = Lookups()
         self._lane_bytes = min(_MAX_LANE_BYTES, settings.buffer // max(1, lanes))
 
-    async def build(self, plan: LanePlan) -> Lane:
+    def build(self, plan: LanePlan) -> Lane:
         """One lane, not running yet."""
         destination = plan.destination
         meter = LaneMeter(plan.pipe_name, destination.name)
         sender: Sender
         if destination.webhook is not None:
-            sender = await self._open_webhook(plan, destination.webhook)
+            sender = self._open_webhook(plan, destination.webhook)
             shape = self._shape_webhook(plan, destination.webhook)
         else:
             assert destination.stream is not None
@@ -119,17 +119,17 @@ class LaneBuilder:
             self._settings.commit_interval,
         )
 
-    async def _open_webhook(self, plan: LanePlan, webhook: Webhook) -> WebhookSender:
-        session = open_session(
+    def _open_webhook(self, plan: LanePlan, webhook: Webhook) -> WebhookSender:
+        body = make_format(webhook.body, plan.pipe_name)
+        client = HttpClient(
+            webhook.url,
             policy=self._settings.policy,
             lookups=self._lookups,
-            concurrency=webhook.concurrency,
             timeout=webhook.timeout,
-            headers=webhook.headers,
+            headers={**webhook.headers, "Content-Type": body.content_type},
         )
-        await self._stack.enter_async_context(session)
-        body = make_format(webhook.body, plan.pipe_name)
-        return WebhookSender(session, webhook.url, plan.pipe_name, body, plan.keys, webhook.batch.max_bytes)
+        self._stack.enter_context(client)
+        return WebhookSender(client, plan.pipe_name, body, plan.keys, webhook.batch.max_bytes)
 
     def _shape_webhook(self, plan: LanePlan, webhook: Webhook) -> LaneShape:
         batch, retry = webhook.batch, webhook.retry

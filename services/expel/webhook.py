@@ -2,33 +2,23 @@
 
 import errno
 import hashlib
-import io
+import ssl
 import time
 from collections.abc import Callable, Sequence
 
-from aiohttp import (
-    ClientConnectorDNSError,
-    ClientConnectorError,
-    ClientError,
-    ClientResponse,
-    ClientSession,
-    ClientSSLError,
-)
-from yarl import URL
-
 from services.core.broker.record import Batch
 from services.core.signature import ID_HEADER, SIGNATURE_HEADER, TIMESTAMP_HEADER, SigningKey, sign
-from services.expel.answer import excerpt, read_answer, read_outcome
+from services.expel.answer import excerpt, read_outcome
 from services.expel.body import BodyFormat, Rendered, Renderer, render
 from services.expel.delivery import Delivery
-from services.expel.dns import RefusedAddress
+from services.expel.dns import NameNotFound, RefusedAddress
+from services.expel.http_answer import BadAnswer
+from services.expel.http_client import HttpClient
 from services.expel.outcome import Failure, Outcome, fail_by_status
 from services.expel.retry_after import parse_retry_after
 
 _FRAME_BYTES = 2
 """What a body has beside its parts and one byte per part."""
-_LARGE_BODY = 1 << 20
-"""From here on aiohttp wants a stream, which it writes piece by piece instead of all at once."""
 _ID_CHARS = bytes(code for code in range(0x21, 0x7F) if code != ord("."))
 _MAX_ID = 200
 _OUR_SHORTAGE = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL})
@@ -36,23 +26,21 @@ _OUR_SHORTAGE = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOM
 
 
 class WebhookSender:
-    """`session` is the destination's own; `max_bytes` bounds a body; `wall_clock` in seconds since the epoch."""
+    """`client` is the destination's own; `max_bytes` bounds a body; `wall_clock` in seconds since the epoch."""
 
     def __init__(
         self,
-        session: ClientSession,
-        url: str,
+        client: HttpClient,
         pipe: str,
         body: BodyFormat,
         keys: Sequence[SigningKey],
         max_bytes: int,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        self._session, self._url = session, URL(url)
+        self._client = client
         self._pipe, self._body, self._keys = pipe, body, keys
         self._max_part = max_bytes - _FRAME_BYTES - 1
         self._wall_clock = wall_clock
-        self._content = {"Content-Type": body.content_type}
         self._renderers: dict[str, Renderer] = {}
 
     def render(self, batch: Batch) -> Rendered:
@@ -66,35 +54,20 @@ class WebhookSender:
         """As in Sender. The message id is the same for the same events, over retries and restarts."""
         body = self._body.join(delivery.parts)
         delivery.message_id = delivery.message_id or make_message_id(self._pipe, delivery.ids)
-        data = body if len(body) <= _LARGE_BODY else io.BytesIO(body)
         try:
-            async with self._session.post(
-                self._url, data=data, headers=self._headers(delivery.message_id, body), allow_redirects=False
-            ) as response:
-                return await self._read(response, delivery)
-        except TimeoutError:
-            return Failure("timeout", "no complete answer in time", recoverable=True)
-        except (ClientError, OSError) as error:
+            status, wish, text, whole = await self._client.post(self._headers(delivery.message_id, body), body)
+        except (OSError, BadAnswer) as error:
             return classify(error)
-
-    def _headers(self, message_id: str, body: bytes) -> dict[str, str]:
-        now = int(self._wall_clock())
-        headers = {**self._content, ID_HEADER: message_id, TIMESTAMP_HEADER: str(now)}
-        if self._keys:
-            headers[SIGNATURE_HEADER] = sign(self._keys, message_id, now, body)
-        return headers
-
-    async def _read(self, response: ClientResponse, delivery: Delivery) -> Outcome:
-        status = response.status
         if 200 <= status < 300:
-            answer, whole = await read_answer(response)
-            return read_outcome(status, answer, whole, delivery) if answer or status == 207 else None
-        wish = parse_retry_after(response.headers.get("Retry-After"), now=self._wall_clock())
-        try:
-            answer, _ = await read_answer(response)  # reading it to its end keeps the connection
-        except (TimeoutError, ClientError, OSError):
-            answer = b""
-        return fail_by_status(status, excerpt(answer), wish)
+            return read_outcome(status, text, whole, delivery) if text or status == 207 else None
+        return fail_by_status(status, excerpt(text), parse_retry_after(wish, now=self._wall_clock()))
+
+    def _headers(self, message_id: str, body: bytes) -> bytes:
+        now = int(self._wall_clock())
+        lines = f"{ID_HEADER}: {message_id}\r\n{TIMESTAMP_HEADER}: {now}\r\n"
+        if self._keys:
+            lines += f"{SIGNATURE_HEADER}: {sign(self._keys, message_id, now, body)}\r\n"
+        return lines.encode()
 
 
 def make_message_id(pipe: str, ids: Sequence[bytes]) -> str:
@@ -108,20 +81,21 @@ def make_message_id(pipe: str, ids: Sequence[bytes]) -> str:
     return f"{pipe}:{digest}"
 
 
-def classify(error: Exception) -> Failure:
+def classify(error: OSError | BadAnswer) -> Failure:
     """All of these are recoverable: nothing says that the receiver refused the events themselves."""
-    cause = error.os_error if isinstance(error, ClientConnectorError) else error
-    if isinstance(cause, OSError) and cause.errno in _OUR_SHORTAGE:
-        return Failure(
-            "own_limits",
-            f"no connection could be opened here: {errno.errorcode[cause.errno]}",
-            recoverable=True,
-            ours=True,
-        )
-    if isinstance(cause, RefusedAddress):
-        return Failure("address_refused", str(cause), recoverable=True)
-    if isinstance(error, ClientConnectorDNSError):
-        return Failure("dns", "the host name was not found", recoverable=True)
-    if isinstance(error, ClientSSLError):
-        return Failure("tls", f"no trusted TLS connection: {type(error).__name__}", recoverable=True)
-    return Failure("connection", f"the connection failed: {type(error).__name__}", recoverable=True)
+    match error:
+        case TimeoutError():
+            return Failure("timeout", "no complete answer in time", recoverable=True)
+        case BadAnswer():
+            return Failure("bad_answer", f"the answer is no HTTP: {error}", recoverable=True)
+        case RefusedAddress():
+            return Failure("address_refused", str(error), recoverable=True)
+        case NameNotFound():
+            return Failure("dns", "the host name was not found", recoverable=True)
+        case ssl.SSLError():
+            return Failure("tls", f"no trusted TLS connection: {type(error).__name__}", recoverable=True)
+        case OSError(errno=number) if number in _OUR_SHORTAGE:
+            short = errno.errorcode[number]
+            return Failure("own_limits", f"no connection could be opened here: {short}", recoverable=True, ours=True)
+        case _:
+            return Failure("connection", f"the connection failed: {type(error).__name__}", recoverable=True)

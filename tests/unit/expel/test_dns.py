@@ -9,7 +9,7 @@ import pytest
 
 from services.core.net_guard import NetPolicy
 from services.expel import dns
-from services.expel.dns import AddressInfo, GuardedResolver, Lookups, RefusedAddress
+from services.expel.dns import AddressInfo, Lookups, RefusedAddress, find_addresses
 
 PUBLIC: list[AddressInfo] = [(socket.AF_INET, 1, 6, "", ("93.184.216.34", 0))]
 
@@ -86,6 +86,16 @@ async def test_one_inside_answer_refuses_the_name() -> None:
     """Broken: a name with a public and an inside address reaches the inside one, by happy eyeballs or by chance."""
     mixed = [*PUBLIC, (socket.AF_INET6, 1, 6, "", ("fd00::1", 0, 0, 0))]
     with pytest.raises(RefusedAddress):
-        await GuardedResolver(Lookups(lambda *_a, **_o: mixed), NetPolicy()).resolve("mixed", 443)
-    found = await GuardedResolver(Lookups(lambda *_a, **_o: PUBLIC), NetPolicy()).resolve("public", 443)
-    assert [(item["host"], item["port"]) for item in found] == [("93.184.216.34", 443)]
+        await find_addresses(Lookups(lambda *_a, **_o: mixed), "mixed", 443, NetPolicy())
+    found = await find_addresses(Lookups(lambda *_a, **_o: PUBLIC), "public", 443, NetPolicy())
+    assert [address for *_, address in found] == [("93.184.216.34", 443)]
+
+
+async def test_addresses_are_not_looked_up() -> None:
+    """Broken: an address written as a number goes to a name server, which may say anything."""
+    calls = list[str]()
+    lookups = Lookups(blocking(threading.Event(), calls))
+    assert [a for *_, a in await find_addresses(lookups, "93.184.216.34", 80, NetPolicy())] == [("93.184.216.34", 80)]
+    (found,) = await find_addresses(lookups, "2606:4700::1111", 443, NetPolicy())
+    assert (found[0], found[4]) == (socket.AF_INET6, ("2606:4700::1111", 443))
+    assert calls == []
