@@ -2,7 +2,13 @@
 
 A stream has the partitions and retention of its definition. `<pipe>.out` has as many partitions as the pipe's widest
 source and the longest of their retentions. `<pipe>.dead` has one partition and keeps for `DEAD_LETTER_RETENTION_S`
-more than that: Kafka counts from the event time, and a dead letter may be as old as its source keeps events.
+more than that and than its longest schedule: Kafka counts from the event time, and a dead letter may be as old as its
+source keeps events and have been retried since.
+
+Pipes with webhooks have `<pipe>.retry` and `<pipe>.parked`; and when any destination has a schedule, the global retrier has
+its topics. What waits there outlives a retrier that is down by `RETRY_RETENTION_S`; what is parked is kept until it is
+resumed. Each of these has one partition: on Kinesis a partition costs money, elsewhere files, and it takes far more than
+the retries of a destination, which come paced; ten delay topics are shared among several retriers all the same.
 """
 
 from collections.abc import Collection
@@ -10,10 +16,23 @@ from dataclasses import dataclass
 
 from services.core.broker.contract import Admin, TopicSpec
 from services.core.broker.errors import TopicExists, UnsafeTopic
-from services.core.pipes import PipeFile, dead_letter_topic, output_topic
+from services.core.pipes import (
+    DELAYS_S,
+    RETRIER_DEAD,
+    RETRY_IN,
+    Pipe,
+    PipeFile,
+    dead_letter_topic,
+    delay_topic,
+    needs_retrier,
+    output_topic,
+    parked_topic,
+    retry_topic,
+)
 from services.core.yaml_source import BadConfiguration, Problem
 
 DEAD_LETTER_RETENTION_S = 30 * 86400
+RETRY_RETENTION_S = 14 * 86400
 
 
 class PartitionsDiffer(Exception):
@@ -49,8 +68,25 @@ def wanted_topics(pipes: PipeFile) -> list[TopicSpec]:
         if pipe.transform is not None:
             partitions = max(source.partitions for source in sources)
             specs.append(TopicSpec(output_topic(name), partitions, retention_ms=_millis(retention)))
-        specs.append(TopicSpec(dead_letter_topic(name), 1, retention_ms=_millis(retention + DEAD_LETTER_RETENTION_S)))
+        dead_for = retention + _longest_schedule(pipe) + DEAD_LETTER_RETENTION_S
+        specs.append(TopicSpec(dead_letter_topic(name), 1, retention_ms=_millis(dead_for)))
+        if any(destination.webhook is not None for destination in pipe.destinations):
+            specs.append(TopicSpec(retry_topic(name), 1, retention_ms=_millis(RETRY_RETENTION_S)))
+            specs.append(TopicSpec(parked_topic(name), 1))
+    if needs_retrier(pipes):
+        specs += _retrier_topics(max(spec.retention_ms or 0 for spec in specs))
     return specs
+
+
+def _retrier_topics(dead_letters_ms: int) -> list[TopicSpec]:
+    waits = {RETRY_IN: 0} | {delay_topic(seconds): seconds for seconds in DELAYS_S}
+    specs = [TopicSpec(topic, 1, retention_ms=_millis(wait + RETRY_RETENTION_S)) for topic, wait in waits.items()]
+    return [*specs, TopicSpec(RETRIER_DEAD, 1, retention_ms=dead_letters_ms)]
+
+
+def _longest_schedule(pipe: Pipe) -> float:
+    webhooks = [destination.webhook for destination in pipe.destinations if destination.webhook is not None]
+    return max((sum(webhook.schedule) for webhook in webhooks), default=0.0)
 
 
 async def ensure_topics(admin: Admin, pipes: PipeFile, *, grow: bool = False) -> Provisioned:

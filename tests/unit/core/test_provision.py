@@ -8,7 +8,7 @@ import pytest
 
 from services.core.broker.connect import open_broker
 from services.core.broker.contract import Broker
-from services.core.pipes import PipeFile
+from services.core.pipes import DELAYS_S, RETRIER_DEAD, RETRY_IN, SCHEDULE, PipeFile, delay_topic
 from services.core.provision import PartitionsDiffer, ensure_topics, wanted_topics
 
 PIPES = PipeFile.model_validate(
@@ -35,28 +35,38 @@ async def broker(tmp_path: Path) -> AsyncIterator[Broker]:
 def test_what_a_pipe_file_implies() -> None:
     """Broken: an output has fewer partitions than its source and becomes the bottleneck, or forgets before its source."""
     specs = {spec.name: (spec.partitions, spec.retention_ms) for spec in wanted_topics(PIPES)}
-    day = 86_400_000
-    assert specs == {
+    day, schedule = 86_400_000, int(sum(SCHEDULE) * 1000)
+    assert {name: spec for name, spec in specs.items() if not name.startswith("penstock.")} == {
         "a": (2, day),
         "b": (6, 3 * day),
         "plain.dead": (1, (1 + 30) * day),
         "joined.out": (6, 3 * day),
-        "joined.dead": (1, (3 + 30) * day),
+        "joined.dead": (1, (3 + 30) * day + schedule),
+        "joined.retry": (1, 14 * day),
+        "joined.parked": (1, None),
     }
+
+
+def test_the_retriers_topics() -> None:
+    """Broken: what waits a day is gone when the retrier comes back after a week, or fleets without retries pay for topics."""
+    day = 86_400_000
+    found = {spec.name: (spec.partitions, spec.retention_ms) for spec in wanted_topics(PIPES)}
+    retriers = {name: spec for name, spec in found.items() if name.startswith("penstock.")}
+    delays = {delay_topic(seconds): (1, seconds * 1000 + 14 * day) for seconds in DELAYS_S}
+    assert retriers == {RETRY_IN: (1, 14 * day), RETRIER_DEAD: found["joined.dead"], **delays}
+    for webhook in ({"schedule": []}, {"order": "key"}):
+        destination = {"name": "d", "webhook": {"url": "https://example.org", **webhook}}
+        data = {"streams": {"a": {}}, "pipes": {"p": {"sources": ["a"], "destinations": [destination]}}}
+        assert not [spec for spec in wanted_topics(PipeFile.model_validate(data)) if spec.name.startswith("penstock.")]
 
 
 async def test_idempotent_and_at_the_same_time(broker: Broker) -> None:
     """Broken: two starts at once fail each other, or a second one fails on what the first made."""
     both = await asyncio.gather(*(ensure_topics(broker.admin, PIPES) for _ in range(2)))
-    assert sorted(topic for done in both for topic in done.created) == [
-        "a",
-        "b",
-        "joined.dead",
-        "joined.out",
-        "plain.dead",
-    ]
+    names = sorted(spec.name for spec in wanted_topics(PIPES))
+    assert sorted(topic for done in both for topic in done.created) == names
     again = await ensure_topics(broker.admin, PIPES)
-    assert (again.created, again.grown, len(again.kept)) == ((), (), 5)
+    assert (again.created, again.grown, len(again.kept)) == ((), (), len(names))
     assert await broker.admin.topics() == {spec.name: spec.partitions for spec in wanted_topics(PIPES)}
 
 
