@@ -1,0 +1,1 @@
+"""Ingest against input that nobody would send on purpose."""
