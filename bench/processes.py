@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -24,10 +25,12 @@ _CPUCLOCK_SCHED = 2
 
 
 def free_port() -> int:
-    """A loopback port that is free now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A loopback port that is free now, outside of the range that the kernel gives to outgoing connections."""
+    for port in random.sample(range(10_000, 32_000), 100):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise RuntimeError("none of 100 ports is free")
 
 
 class Child:

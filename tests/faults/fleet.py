@@ -3,7 +3,6 @@
 import asyncio
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,6 +16,7 @@ import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
 from services.core.jvm.child import start_child, stop_child
+from tests.support.ports import free_port
 
 DEADLINE = 60.0
 """Seconds that a condition may take before a test fails: generous, a busy machine is no defect."""
@@ -177,14 +177,6 @@ async def open_fleet() -> AsyncIterator[Fleet]:
         watch.cancel()
         for service in fleet.services.values():
             service.close()
-
-
-def free_port() -> int:
-    """A port that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def _read(path: Path) -> str:

@@ -26,12 +26,13 @@ from services.core.broker.connect import open_broker
 from services.core.jvm.child import start_child, stop_child
 from services.core.jvm.kafka_server import KafkaCluster
 from services.fleet.folder import read_state
-from tests.faults.fleet import free_port, wait_until
+from tests.faults.fleet import wait_until
 from tests.faults.sender import Sender
 from tests.faults.sink import Sink, open_sink
 from tests.faults.trial import BACKENDS, RSS_LIMIT, read_dead_letters
 from tests.support.fault_table import HEAD, Row
 from tests.support.oracle import Fate, Ledger
+from tests.support.ports import free_port
 
 STREAM = "events"
 COLUMNS = "id STRING, key STRING, time BIGINT, fill STRING"

@@ -60,11 +60,9 @@ async def test_full_disk(small_disk: Path, tmp_path: Path, report: Report) -> No
         report(await trial.judge())
 
 
-async def test_ten_times_the_load(log_url: str, tmp_path: Path, report: Report) -> None:
+async def test_ten_times_the_load(url: str, tmp_path: Path, report: Report) -> None:
     """If it fails, a client that sends more than it may, or more than fits, takes the memory or the time of all."""
-    async with open_trial(
-        "20 far more than the quota and the queue", log_url, tmp_path, batch=100, workers=48
-    ) as trial:
+    async with open_trial("20 far more than the quota and the queue", url, tmp_path, batch=100, workers=48) as trial:
         token, entry = make_key(streams=[trial.stream], rate=6000, created="2026-01-02T03:04:05Z")
         await asyncio.to_thread(add_key, tmp_path / "keys.yaml", entry)
         trial.sender.headers["Authorization"] = f"Bearer {token}"
@@ -84,9 +82,9 @@ async def test_ten_times_the_load(log_url: str, tmp_path: Path, report: Report) 
         report(await trial.judge())
 
 
-async def test_few_file_descriptors(log_url: str, tmp_path: Path, report: Report) -> None:
+async def test_few_file_descriptors(url: str, tmp_path: Path, report: Report) -> None:
     """If it fails, many connections at once end ingest, or it never takes new ones again."""
-    async with open_trial("20 no file descriptors left", log_url, tmp_path) as trial:
+    async with open_trial("20 no file descriptors left", url, tmp_path) as trial:
         ingest = await trial.start_ingest()
         await trial.start_expel()
         host, port = trial.listen.split(":")

@@ -11,18 +11,19 @@ import pytest
 
 from services.core.jvm.kafka_server import KafkaCluster
 from tests.faults.conftest import Report
-from tests.faults.fleet import free_port, wait_until
+from tests.faults.fleet import wait_until
 from tests.faults.sink import open_sink
 from tests.faults.trial import Trial, open_trial
 from tests.support.oracle import KEYS
+from tests.support.ports import free_port
 from tests.support.tcp_proxy import TcpProxy, open_proxy
 
 
-async def test_slow_and_cut_link_to_the_receiver(log_url: str, tmp_path: Path, report: Report) -> None:
+async def test_slow_and_cut_link_to_the_receiver(url: str, tmp_path: Path, report: Report) -> None:
     """If it fails, a bad line to a receiver loses events, mixes up the order of a key, or fills expel's memory."""
     name = "8 slow, cut link expel-receiver"
     async with (
-        open_trial(name, log_url, tmp_path, workers=1, order="key") as trial,
+        open_trial(name, url, tmp_path, workers=1, order="key") as trial,
         open_proxy("127.0.0.1", port_of(trial.sink.url)) as link,
     ):
         trial.webhook |= {"url": f"http://127.0.0.1:{link.port}/hook", "timeout": "2s"}
@@ -41,7 +42,7 @@ async def test_slow_and_cut_link_to_the_receiver(log_url: str, tmp_path: Path, r
         await trial.settle()
         assert await expel.metric("penstock_expel_events_retried_total") > 0
         assert not disorders(trial), f"the order of a key changed: {disorders(trial)[:5]}"
-        report(await trial.judge())
+        report(await trial.judge(strikes=6))
 
 
 @pytest.mark.kafka
@@ -99,8 +100,7 @@ async def test_log_locked_for_long(log_url: str, tmp_path: Path, report: Report)
             database = tmp_path / "data" / "topics" / f"{trial.stream}.db"
             start = time.monotonic()
             connection = await asyncio.to_thread(lock, database)
-            await asyncio.sleep(0.5)
-            before = len(trial.sender.acks)
+            before = await trial.wait_no_acks()
             await wait_until(lambda: trial.sender.answers[503] > 0)
             assert len(trial.sender.acks) == before, "acknowledged although nothing could be written"
             await asyncio.to_thread(connection.close)
@@ -110,9 +110,9 @@ async def test_log_locked_for_long(log_url: str, tmp_path: Path, report: Report)
         report(await trial.judge())
 
 
-async def test_slow_dns_for_one_host(log_url: str, tmp_path: Path, report: Report) -> None:
+async def test_slow_dns_for_one_host(url: str, tmp_path: Path, report: Report) -> None:
     """If it fails, a name server that does not answer for one receiver delays the deliveries and commits of the others."""
-    async with open_trial("11 slow DNS for one host", log_url, tmp_path) as trial:
+    async with open_trial("11 slow DNS for one host", url, tmp_path) as trial:
         port = port_of(trial.sink.url)
         trial.webhook["url"] = f"http://quick.test:{port}/hook"
         (tmp_path / "slow.test").touch()

@@ -12,16 +12,15 @@ from tests.faults.fleet import wait_until
 from tests.faults.trial import PARTITIONS, Trial, open_trial
 from tests.support.oracle import KEYS
 
-LEASE = 10.0
-"""Seconds. How long a silent member keeps its partitions, on both brokers."""
+FROZEN = 30.0
+"""Seconds: three times as long as a silent member keeps its partitions."""
 
 
 async def test_kill_9_at_random_moments(url: str, tmp_path: Path, report: Report) -> None:
     """If it fails, a crash of ingest or expel loses events, alters them, or repeats more than what was in flight."""
     async with open_trial("1 kill -9 at random moments", url, tmp_path, rate=600, batch=5) as trial:
-        lane = 500
         starting = [trial.start_ingest(f"ingest-{number}") for number in (1, 2)]
-        starting += [trial.start_expel(f"expel-{number}", "--lane-events", str(lane)) for number in (1, 2)]
+        starting += [trial.start_expel(f"expel-{number}") for number in (1, 2)]
         services = await asyncio.gather(*starting)
         killed = 0
         async with trial.load():
@@ -35,15 +34,13 @@ async def test_kill_9_at_random_moments(url: str, tmp_path: Path, report: Report
                 await victim.wait_ready()
             await trial.recover(struck)
         await trial.settle()
-        row = await trial.judge()
-        assert row.duplicates <= killed * lane
         assert trial.fleet.restarts == 8
-        report(row)
+        report(await trial.judge(strikes=killed))
 
 
 async def test_freeze_for_longer_than_the_lease(url: str, tmp_path: Path, report: Report) -> None:
     """If it fails, a process that hung (paused, swapped out) comes back, delivers and commits what another owns by now."""
-    async with open_trial("2 frozen for longer than the lease", url, tmp_path, rate=200) as trial:
+    async with open_trial(f"2 frozen for {FROZEN:.0f} s beside another", url, tmp_path, rate=200) as trial:
         await trial.start_ingest()
         frozen = await trial.start_expel("expel-1")
         await trial.start_expel("expel-2")
@@ -55,14 +52,14 @@ async def test_freeze_for_longer_than_the_lease(url: str, tmp_path: Path, report
             before = len(trial.sink.firsts)
             await wait_until(lambda: partitions_of(trial.sink.firsts[before:], "expel-2") == set(range(PARTITIONS)))
             trial.recovery = time.monotonic() - struck
-            await asyncio.sleep(max(0.0, struck + LEASE + 2 - time.monotonic()))
+            await asyncio.sleep(max(0.0, struck + FROZEN - time.monotonic()))
             frozen.send(signal.SIGCONT)
             await wait_until(lambda: partitions_of(trial.sink.firsts[before:], "expel-1"))
             await asyncio.sleep(1)
         assert not went_back, f"a commit of the frozen process overwrote a later one: {went_back}"
         await trial.settle()
         for partition, owners in owners_over_time(trial).items():
-            assert len(owners) <= 5, f"partition {partition} had two owners at once: {owners}"
+            assert len(owners) <= 8, f"partition {partition} had two owners at once: {owners}"
         trial.evidence["frozen"] = 1
         report(await trial.judge())
 
@@ -108,9 +105,7 @@ async def test_workers_come_and_go(url: str, tmp_path: Path, report: Report) -> 
         await trial.settle()
         workers = {worker for _, worker in trial.sink.firsts}
         assert len(workers) >= 3, f"the partitions never moved: {workers}"
-        row = await trial.judge()
-        assert row.duplicates <= row.acknowledged // 10
-        report(row)
+        report(await trial.judge(strikes=7))
 
 
 async def test_sigterm_under_load(url: str, tmp_path: Path, report: Report) -> None:

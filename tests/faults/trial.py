@@ -22,17 +22,21 @@ from services.core.broker.record import TopicPartition
 from services.core.event import read_id
 from services.core.pipes import dead_letter_topic, load_pipes
 from services.core.provision import ensure_topics
-from tests.faults.fleet import DEADLINE, Fleet, Service, free_port, open_fleet, wait_until
+from tests.faults.fleet import DEADLINE, Fleet, Service, open_fleet, wait_until
 from tests.faults.sender import Sender
 from tests.faults.sink import Sink, open_sink
 from tests.support.fault_table import Row
 from tests.support.kafka import unique_name
 from tests.support.oracle import Fate, Ledger
+from tests.support.ports import free_port
 
 PARTITIONS = 4
 RSS_LIMIT = 200_000_000
 """Bytes. What the issue allows each service at most."""
+LANE_EVENTS = 500
+"""What one expel process may have in flight to the receiver: the in-flight window."""
 _LINGER_S = 0.3
+_QUIET_S = 2.0
 BACKENDS = (LogBroker, KafkaBroker)
 """Named here so that they are imported before an event loop runs: importing reads files."""
 
@@ -55,6 +59,7 @@ class Trial:
     webhook: dict[str, object]
     listen: str
     chance: random.Random
+    connection: AsyncExitStack
     recovery: float | None = None
     gap: float | None = None
     evidence: dict[str, float] = field(default_factory=dict)
@@ -93,7 +98,7 @@ class Trial:
         """A process that delivers; its requests carry its name."""
         pipes = self.write_pipes(f"pipes-{name}", headers={"x-worker": name})
         shared = ["--broker", self.url, "--pipes", str(pipes), "--allow-networks", "127.0.0.0/8"]
-        shared += ["--commit-interval", "100ms", *flags]
+        shared += ["--commit-interval", "100ms", "--lane-events", str(LANE_EVENTS), *flags]
         return await self.fleet.add(Service(name, module, shared, self.folder), ready=ready)
 
     @asynccontextmanager
@@ -106,6 +111,19 @@ class Trial:
         finally:
             stopping.set()
             await task
+
+    async def wait_no_acks(self) -> int:
+        """Until nothing was acknowledged for a while, for a fault that lets nothing be stored. The number of acks so far."""
+        await wait_until(lambda: time.monotonic() - self.sender.acks[-1][0] > _QUIET_S)
+        return len(self.sender.acks)
+
+    async def connect(self) -> None:
+        """Open the trial's own connection to the broker, again after `disconnect`."""
+        self.broker = await self.connection.enter_async_context(open_broker(self.url))
+
+    async def disconnect(self) -> None:
+        """Close it, so that the log's files are nobody's."""
+        await self.connection.aclose()
 
     async def recover(self, since: float) -> float:
         """Seconds from `since` (monotonic) until a fresh event got through; the longest of a trial goes into its row."""
@@ -164,9 +182,10 @@ class Trial:
         await asyncio.sleep(_LINGER_S)
         await read_dead_letters(self.broker, dead_letter_topic(self.pipe), self.ledger)
 
-    async def judge(self, *, removed: int = 0) -> Row:
+    async def judge(self, *, strikes: int = 1, removed: int = 0) -> Row:
         """The row of this trial, after the promise was checked. Fails when it is broken, or when the fault never bit.
 
+        strikes: how often expel lost what it had in flight; each time LANE_EVENTS may come again, and no more.
         removed: how many events were taken out of the stream on purpose: exactly these must be missing.
         """
         ledger, fleet = self.ledger, self.fleet
@@ -195,6 +214,7 @@ class Trial:
         print(row.text())
         complaints = ledger.complaints(removed=removed)
         assert not complaints, "; ".join(complaints)
+        assert own <= strikes * LANE_EVENTS, f"{own} came twice: more than was in flight"
         assert any(self.evidence.values()), "the fault never bit: the trial proves nothing"
         for name, peak in row.peak_rss.items():
             assert peak * 1e6 < RSS_LIMIT, f"{name} took {peak} MB"
@@ -240,7 +260,8 @@ async def open_trial(
     async with AsyncExitStack() as stack:
         sink = await stack.enter_async_context(open_sink(ledger, seed))
         fleet = await stack.enter_async_context(open_fleet())
-        broker = await stack.enter_async_context(open_broker(url))
+        connection = await stack.enter_async_context(AsyncExitStack())
+        broker = await connection.enter_async_context(open_broker(url))
         sender = Sender(
             ledger, f"http://{listen}/v1/streams/{stream}/events", seed, rate=rate, batch=batch, workers=workers
         )
@@ -249,6 +270,7 @@ async def open_trial(
             webhook=webhook,
             listen=listen,
             chance=random.Random(seed),
+            connection=connection,
         )
         await ensure_topics(broker.admin, await asyncio.to_thread(load_pipes, trial.write_pipes()))
         print("seed", seed)

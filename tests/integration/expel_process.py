@@ -3,7 +3,6 @@
 import asyncio
 import os
 import signal
-import socket
 import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -19,6 +18,7 @@ from services.core.broker.contract import Broker, Lag, TopicSpec
 from services.core.broker.log import LogBroker
 from services.core.broker.producer import Producer
 from services.core.broker.record import Record, TopicPartition
+from tests.support.ports import free_port
 from tests.unit.expel.receiver import DEADLINE, wait_until
 
 STREAM = "flights"
@@ -179,13 +179,6 @@ async def kill_at_end(expel: Expel) -> AsyncIterator[Expel]:
         if expel.process is not None and expel.process.returncode is None:
             expel.process.kill()
             await expel.process.wait()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 __all__ = ["DEAD", "PIPE", "STREAM", "Expel", "hook", "ids", "kill_at_end", "make_record", "open_expel", "wait_until"]

@@ -4,7 +4,6 @@ import asyncio
 import json
 import os
 import signal
-import socket
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -16,17 +15,11 @@ import psutil
 from services.core.signature import SigningKey
 from services.fleet.folder import FleetState, read_state
 from services.fleet.receiver import Received, Receiver, serve_receiver
+from tests.support.ports import free_port
 
 DEADLINE = 120.0
 REPOSITORY = Path(__file__).parents[2]
 SECRET = "whsec_" + "a2V5" * 8
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 class Desk:

@@ -4,7 +4,6 @@ import asyncio
 import json
 import os
 import signal
-import socket
 import sys
 import urllib.error
 import urllib.request
@@ -16,6 +15,7 @@ from uuid import uuid4
 from services.core.broker.connect import open_broker
 from services.core.broker.contract import Broker, TopicSpec
 from services.core.broker.record import Record
+from tests.support.ports import free_port
 from tests.support.raw_http import Client, Reply, make_request
 
 START_S = 30.0
@@ -26,13 +26,6 @@ _LIMITED = (
     "os.execv(sys.executable, [sys.executable, '-m', 'services.ingest', *sys.argv[2:]])"
 )
 TOPICS = ("plain", "orders")
-
-
-def free_port() -> int:
-    """A loopback port that is free now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def log_url(folder: Path) -> str:

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.fleet_process import DEADLINE, REPOSITORY, Command, free_port
+from tests.integration.fleet_process import DEADLINE, REPOSITORY, Command
+from tests.support.ports import free_port
 
 READY = {"penstock up": "Penstock runs", "penstock listen": "Listening on"}
 BLOCK = re.compile(r"^```sh\n(.*?)^```$", re.MULTILINE | re.DOTALL)

@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 
 from services.core import dead_letter
-from tests.integration.expel_process import DEAD, free_port, hook, make_record, open_expel
+from tests.integration.expel_process import DEAD, hook, make_record, open_expel
+from tests.support.ports import free_port
 
 PAGE = Path(__file__).parents[2] / "docs" / "delivery.md"
 SECRET = "whsec_" + base64.b64encode(b"s" * 32).decode()

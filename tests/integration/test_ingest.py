@@ -17,13 +17,13 @@ from tests.integration.ingest_process import (
     PIPES,
     Ingest,
     create_topics,
-    free_port,
     log_lines,
     log_url,
     read_all,
     run_to_end,
     running,
 )
+from tests.support.ports import free_port
 from tests.support.raw_http import Client, make_request
 
 

@@ -7,7 +7,7 @@ import pytest
 
 PROPERTY = "fault_row"
 HEAD = (
-    f"{'fault':<44} {'broker':<6} {'acked':>8} {'arrived':>8} {'dead':>5} {'twice':>6} {'resent':>6} {'lost':>5} "
+    f"{'fault':<44} {'broker':<6} {'acked':>8} {'arrived':>8} {'dead':>5} {'twice':>6} {'share':>6} {'resent':>6} {'lost':>5} "
     f"{'recovery':>9} {'ack gap':>8}  peak RSS, MB; seed; answers"
 )
 
@@ -34,13 +34,18 @@ class Row:
     seed: int
     answers: dict[str, int]
 
+    @property
+    def share(self) -> float:
+        """Duplicates of the acknowledged events, 0 to 1."""
+        return self.duplicates / max(1, self.acknowledged)
+
     def text(self) -> str:
         """One line under HEAD."""
         memory = " ".join(f"{name}={peak}" for name, peak in self.peak_rss.items())
         answers = " ".join(f"{status}:{count}" for status, count in self.answers.items())
         return (
             f"{self.fault:<44} {self.broker:<6} {self.acknowledged:>8} {self.delivered:>8} {self.dead:>5} "
-            f"{self.duplicates:>6} {self.sent_again:>6} {self.lost:>5} {_seconds(self.recovery):>9} "
+            f"{self.duplicates:>6} {self.share:>6.2%} {self.sent_again:>6} {self.lost:>5} {_seconds(self.recovery):>9} "
             f"{_seconds(self.gap):>8}  {memory}; {self.seed}; {answers}"
         )
 
