@@ -7,7 +7,9 @@ from services.core.broker.record import Record, TopicPartition
 
 PREFIX = "penstock_dead_"
 REASON = PREFIX + "reason"
-"""A stable word, e.g. `http_404`, `window_over`, `bad_record`, `schema_mismatch`, `transform_error`."""
+"""A stable word, e.g. `http_404`, `window_over`, `bad_record`, `schema_mismatch`, `transform_error`.
+
+`damaged_batch`: the value is no event but what a broker has stored of several; it cannot be redriven."""
 DETAIL = PREFIX + "detail"
 """For a person; bounded to `MAX_DETAIL` bytes; never a secret."""
 NODE = PREFIX + "node"

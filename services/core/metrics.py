@@ -23,6 +23,11 @@ BROKER_LAG_SECONDS = Gauge(
 BROKER_GAP_RECORDS = Counter(
     "penstock_broker_gap_records", "Records missing where a group wanted to read.", ["group", "topic"]
 )
+BROKER_DAMAGED_RECORDS = Counter(
+    "penstock_broker_damaged_records",
+    "Records that could not be read and went to the dead letters as the bytes that are stored.",
+    ["group", "topic"],
+)
 
 EXPEL_ATTEMPTS = Counter(
     "penstock_expel_attempts", "Requests to a destination, by outcome.", ["pipe", "destination", "outcome"]

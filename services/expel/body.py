@@ -7,13 +7,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from services.core.broker.record import Batch, Record
-from services.core.event import ARRIVAL, CONTENT_TYPE, ID, MAX_MILLIS_DIGITS, ORIGIN
+from services.core.broker.record import Batch, Damage, Record
+from services.core.event import ARRIVAL, CONTENT_TYPE, ID, MAX_MILLIS_DIGITS, ORIGIN, read_arrival
 from services.expel.delivery import Unreadable
 from services.expel.json_check import are_json, is_json
 
 BAD_RECORD = "bad_record"
 OVERSIZE = "oversize"
+DAMAGED_BATCH = "damaged_batch"
 
 
 class BadRecord(ValueError):
@@ -68,6 +69,13 @@ def render(batch: Batch, renderer: Renderer, max_part: int) -> Rendered:
     return _render_usual(batch, renderer, max_part) or _render_each(batch, renderer, max_part)
 
 
+def render_damaged(batch: Batch, damage: Damage) -> Rendered:
+    """For a batch that stands for damaged records: nothing to deliver, their stored bytes go to the dead letters."""
+    detail = f"offsets {damage.first} to {damage.last} cannot be read: {damage.detail}"
+    bad = Unreadable(batch.offsets[0], batch.records[0], DAMAGED_BATCH, detail, damage.last - damage.first + 1)
+    return Rendered((), (), (), (), (), [bad])
+
+
 def _render_usual(batch: Batch, renderer: Renderer, max_part: int) -> Rendered | None:
     """All at once when all records look as ingest writes them, which halves the cost; else None."""
     records = batch.records
@@ -119,14 +127,9 @@ def _render_each(batch: Batch, renderer: Renderer, max_part: int) -> Rendered:
         kept.append(index)
         parts.append(part)
         ids.append(event_id)
-        arrivals.append(_read_arrival(headers))
+        arrivals.append(read_arrival(record) or 0)
     offsets = [batch.offsets[index] for index in kept]
     return Rendered(offsets, [batch.records[index] for index in kept], parts, ids, arrivals, unreadable)
-
-
-def _read_arrival(headers: dict[str, bytes]) -> int:
-    raw = headers.get(ARRIVAL, b"")
-    return int(raw) if raw.isdigit() and len(raw) <= MAX_MILLIS_DIGITS else 0
 
 
 def checked(value: bytes | None) -> bytes:

@@ -29,6 +29,8 @@ class Chunk:
     """The same in monotonic seconds."""
     size: int
     """Bytes of all parts."""
+    weight_each: float
+    """Bytes that an event counts in its lane: its share of what the batch's records and parts take."""
 
 
 class Run(NamedTuple):
@@ -40,12 +42,13 @@ class Run(NamedTuple):
 
 
 class Unreadable(NamedTuple):
-    """A record that cannot be delivered to anybody: dead letters, at once."""
+    """A record that cannot be delivered to anybody: dead letters, at once. events: how many it stands for."""
 
     offset: int
     record: Record
     reason: str
     detail: str
+    events: int = 1
 
 
 @dataclass(slots=True, eq=False)
@@ -58,13 +61,17 @@ class Delivery:
     records: Sequence[Record]
     runs: Sequence[Run]
     size: int
+    weight: float
     attempts: int = 0
     first_failure: int = 0
     """When the first attempt failed, ms since the epoch; 0 before."""
     message_id: str = ""
     """Filled by the sender; stable over retries of these events."""
     lapsed: frozenset[TopicPartition] = frozenset()
-    """Partitions that were revoked meanwhile: their events are not tried again by us."""
+    """Partitions that are being revoked: their events are not tried again by us."""
+    disowned: frozenset[TopicPartition] = frozenset()
+    """Partitions that left while this was under way. What we know of them is over: when they come back, perhaps as a topic
+    made anew under the same name, the same offsets mean other events."""
 
     def __len__(self) -> int:
         return len(self.parts)
@@ -84,9 +91,11 @@ class Delivery:
             [self.records[i] for i in indexes],
             group_runs(places[i] for i in indexes),
             sum(map(len, parts)),
+            self.weight * len(parts) / len(self),
             self.attempts,
             self.first_failure,
             lapsed=self.lapsed,
+            disowned=self.disowned,
         )
 
     def split(self, sources: Collection[TopicPartition]) -> "tuple[Delivery | None, Delivery | None]":

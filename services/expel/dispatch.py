@@ -5,15 +5,16 @@ Nothing here is done per event but slicing lists; per request there is one turn 
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 
 import backoff
 
 from services.core.broker.producer import Producer
-from services.core.broker.record import Batch, TopicPartition
+from services.core.broker.record import Batch, TopicPartition, estimate_size
 from services.core.broker.watermark import LowWater
 from services.core.pipes import dead_letter_topic
+from services.expel.body import render_damaged
 from services.expel.delivery import Chunk, Delivery
 from services.expel.keyed_pending import KeyedPending
 from services.expel.lane_bounds import LaneBounds, LaneShape
@@ -83,14 +84,16 @@ class Dispatcher:
         """A polled batch: in flight from now on. Does not wait."""
         now_ms = self._meter.now_ms()
         self.low_water.take(batch)
-        found = self._sender.render(batch)
+        found = self._sender.render(batch) if batch.damage is None else render_damaged(batch, batch.damage)
         self._meter.took(batch.records, found.arrivals, now_ms)
         size = sum(map(len, found.parts))
         letters = self._writer.from_unreadable(batch.source, found.unreadable, now_ms)
-        self._bounds.add(len(batch.records), size + sum(letter.size for letter in letters))
+        weight = size + estimate_size(found.records)
+        self._bounds.add(len(batch.records), weight + sum(letter.weight for letter in letters))
         if found.parts:
             lists = (found.offsets, found.records, found.parts, found.ids, found.arrivals)
-            self._pending.add(Chunk(batch.source, *lists, now_ms, self._clock(), size))
+            each = weight / len(found.parts)
+            self._pending.add(Chunk(batch.source, *lists, now_ms, self._clock(), size, each))
         self._bury(letters)
         self._pump()
 
@@ -207,23 +210,25 @@ class Dispatcher:
         """The destination has these."""
         self._meter.delivered(delivery)
         for source, offsets, _ in delivery.runs:
-            self.low_water.settle(source, offsets)
+            if source not in delivery.disowned:
+                self.low_water.settle(source, offsets)
         self._forget(delivery)
 
     def _settle_letters(self, letters: Sequence[Letter]) -> None:
         """The dead letters have these, durably."""
         for letter in letters:
-            self.low_water.settle(letter.source, (letter.offset,))
-            self._meter.buried(letter.reason)
+            if not letter.disowned:
+                self.low_water.settle(letter.source, (letter.offset,))
+            self._meter.buried(letter.reason, letter.events)
         self._pending.finish([letter.original for letter in letters if letter.tried])
-        self._bounds.release(len(letters), sum(letter.size for letter in letters))
+        self._bounds.release(len(letters), sum(letter.weight for letter in letters))
         self._progress.set()
         self._pump()
 
     def _forget(self, delivery: Delivery) -> None:
         """These are no longer in flight here: settled, or another member's."""
         self._pending.finish(delivery.records)
-        self._bounds.release(len(delivery.parts), delivery.size)
+        self._bounds.release(len(delivery.parts), delivery.weight)
 
     async def give_up(self, sources: frozenset[TopicPartition], limit: float) -> None:
         """These partitions leave: forget what was not sent, wait at most `limit` seconds for what is being sent.
@@ -242,21 +247,33 @@ class Dispatcher:
 
         await self._wait_until(is_sent, limit)
 
+    def disown(self, sources: Collection[TopicPartition]) -> None:
+        """These partitions are another member's now; what is still under way of them settles nothing any more."""
+        self.low_water.forget(sources)
+        for delivery in self._sending:
+            delivery.disowned |= frozenset(sources)
+        self._letters.disown(sources)
+
     def go_on(self) -> None:
         """Room came free, or keys did, by something else than a settled event."""
         self._progress.set()
         if self._group is not None and not self._stopped:
             self._pump()
 
-    async def drain(self, limit: float) -> None:
-        """Start nothing new; finish within `limit` seconds what was begun, retries and dead letters too; then end all work."""
+    async def drain(self, limit: float) -> bool:
+        """Start nothing new; finish within `limit` seconds what was begun, retries and dead letters too; then end all work.
+
+        Returns whether the time was enough.
+        """
         self._closing = True
 
         def is_drained() -> bool:
             return not (self._sending or len(self._letters) or (self._retries and not self.gone.is_set()))
 
         await self._wait_until(is_drained, limit)
+        in_time = is_drained()
         self.stop()
+        return in_time
 
     def stop(self) -> None:
         """End all work now; what is not settled stays so."""

@@ -4,7 +4,7 @@ While their topic cannot be written nothing is dropped and nothing settled; writ
 """
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -15,7 +15,7 @@ from services.core import dead_letter
 from services.core.broker.errors import RecordTooLarge
 from services.core.broker.key_send import send_by_key
 from services.core.broker.producer import Producer
-from services.core.broker.record import Record, TopicPartition
+from services.core.broker.record import Record, TopicPartition, estimate_size
 from services.expel.delivery import Delivery, Unreadable
 from services.expel.meter import NODE
 from services.expel.outcome import Failure
@@ -27,18 +27,22 @@ _BATCH = 500
 
 
 class Letter(NamedTuple):
-    """A dead letter, and what it settles once it is stored. size: bytes that the event counts in its lane.
+    """A dead letter, and what it settles once it is stored. weight: bytes that the event counts in its lane.
 
+    events: how many are lost to the destination with it; more than one for a damaged batch.
     tried: it was under way to the destination, and its key waits for it.
+    disowned: its partition is another member's meanwhile, and nothing is settled by it.
     """
 
     letter: Record
     original: Record
     source: TopicPartition
     offset: int
-    size: int
+    weight: float
     reason: str
     tried: bool
+    events: int = 1
+    disowned: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,15 +59,17 @@ class LetterWriter:
         for index, failure in failures.items():
             source, offset, _ = places[index]
             bad = Unreadable(offset, delivery.records[index], failure.reason, failure.detail)
-            size = len(delivery.parts[index])
-            letters.append(self._make(source, bad, delivery.attempts, delivery.first_failure, size))
+            letter = self._make(source, bad, delivery.attempts, delivery.first_failure, delivery.weight / len(delivery))
+            letters.append(letter._replace(disowned=source in delivery.disowned))
         return letters
 
     def from_unreadable(self, source: TopicPartition, unreadable: Sequence[Unreadable], now_ms: int) -> list[Letter]:
         """Records that were never tried."""
-        return [self._make(source, bad, 0, now_ms, len(bad.record.value or b"")) for bad in unreadable]
+        return [self._make(source, bad, 0, now_ms, estimate_size((bad.record,))) for bad in unreadable]
 
-    def _make(self, source: TopicPartition, bad: Unreadable, attempts: int, first_failure: int, size: int) -> Letter:
+    def _make(
+        self, source: TopicPartition, bad: Unreadable, attempts: int, first_failure: int, weight: float
+    ) -> Letter:
         letter = dead_letter.make_dead_letter(
             bad.record,
             reason=bad.reason,
@@ -76,7 +82,7 @@ class LetterWriter:
             source=source,
             offset=bad.offset,
         )
-        return Letter(letter, bad.record, source, bad.offset, size, bad.reason, tried=attempts > 0)
+        return Letter(letter, bad.record, source, bad.offset, weight, bad.reason, attempts > 0, bad.events)
 
 
 class DeadLetters:
@@ -103,6 +109,12 @@ class DeadLetters:
         """Whether letters for events of these partitions are not stored yet."""
         return any(letter.source in sources for letter in self._waiting)
 
+    def disown(self, sources: Collection[TopicPartition]) -> None:
+        """Letters for events of these partitions are still written and settle nothing."""
+        self._waiting = [
+            letter._replace(disowned=True) if letter.source in sources else letter for letter in self._waiting
+        ]
+
     def stop(self) -> None:
         """Write no more; what is not stored is not settled."""
         if self._task is not None:
@@ -114,7 +126,7 @@ class DeadLetters:
             while self._waiting:
                 batch = self._waiting[:_BATCH]
                 failed = await send_by_key(self._producer, self._topic, [letter.letter for letter in batch])
-                self._keep(batch, failed)
+                self._keep(len(batch), failed)
                 if not failed:
                     if failures:
                         log.info("dead_letters_written_again", topic=self._topic)
@@ -134,14 +146,15 @@ class DeadLetters:
         finally:
             self._task = None
 
-    def _keep(self, batch: list[Letter], failed: dict[int, Exception]) -> None:
-        """Settle what was stored; what was not stays in front, without its value when that never fits."""
+    def _keep(self, count: int, failed: dict[int, Exception]) -> None:
+        """Of the first `count`, settle what was stored; the rest stays in front, without its value when that never fits."""
+        batch = self._waiting[:count]
         again = [
             _shorten(letter) if isinstance(failed[index], RecordTooLarge) else letter
             for index, letter in enumerate(batch)
             if index in failed
         ]
-        self._waiting[: len(batch)] = again
+        self._waiting[:count] = again
         stored = [letter for index, letter in enumerate(batch) if index not in failed]
         if stored:
             self._stored(stored)

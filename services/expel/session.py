@@ -9,7 +9,7 @@ import structlog
 from services.core import metrics
 from services.core.broker.contract import Consumer
 from services.core.broker.errors import BrokerError, DataDamaged, NotOwner, OffsetOutOfRange
-from services.core.broker.record import TopicPartition
+from services.core.broker.record import Batch, Damage, TopicPartition
 from services.expel.dispatch import Dispatcher
 from services.expel.meter import LaneMeter
 
@@ -33,9 +33,10 @@ class Session:
         self._stuck: set[TopicPartition] = set()
         self._shown: set[TopicPartition] = set()
 
-    async def run(self, consumer: Consumer, stopping: asyncio.Event, drain: float) -> None:
+    async def run(self, consumer: Consumer, stopping: asyncio.Event, drain: float) -> bool:
         """Deliver until `stopping` or until the receiver is gone, then drain within `drain` seconds and commit.
 
+        Returns whether all that was under way is settled.
         Raises an ExceptionGroup of BrokerErrors when the membership cannot go on.
         """
         self._consumer = consumer
@@ -51,13 +52,14 @@ class Session:
                 await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
                 for task in (polling, *ends):
                     task.cancel()
-                await self._dispatcher.drain(drain)
+                is_drained = await self._dispatcher.drain(drain)
             finally:  # also when a task failed: no timer may start work in a group that is over
                 self._dispatcher.stop()
             for task in ticking:
                 task.cancel()
             await self._commit(consumer)
         self._meter.flush()
+        return is_drained
 
     async def _poll(self, consumer: Consumer) -> NoReturn:
         is_failing = False
@@ -80,6 +82,8 @@ class Session:
                 continue
             is_failing = False
             for batch in batches:  # in the same turn of the loop: a partition cannot be revoked between poll and take
+                if batch.damage is not None:
+                    self._tell_damage(batch, batch.damage)
                 self._dispatcher.take(batch)
 
     def _stop_reading(self, consumer: Consumer, error: OffsetOutOfRange | DataDamaged) -> None:
@@ -109,6 +113,20 @@ class Session:
         self._meter.up(False)
         consumer.pause(missing)
 
+    def _tell_damage(self, batch: Batch, damage: Damage) -> None:
+        """Nothing is skipped in silence: the lane goes on behind these, and a person must know."""
+        metrics.BROKER_DAMAGED_RECORDS.labels(self._group, batch.topic).inc(damage.last - damage.first + 1)
+        log.error(
+            "records_damaged",
+            group=self._group,
+            topic=batch.topic,
+            partition=batch.partition,
+            first=damage.first,
+            last=damage.last,
+            error=damage.detail,
+            hint="their stored bytes go to the dead letters, the lane goes on. Try: check the disks of the brokers",
+        )
+
     async def _keep_committing(self, consumer: Consumer) -> NoReturn:
         while True:
             await asyncio.sleep(self._commit_interval)
@@ -127,7 +145,7 @@ class Session:
         except NotOwner as error:
             metrics.BROKER_COMMITS_REFUSED.labels(self._group).inc(len(error.partitions))
             # Those owned again meanwhile are counted from anew, and their marks are not these.
-            low_water.forget({TopicPartition(*source) for source in error.partitions} - consumer.assignment())
+            self._dispatcher.disown({TopicPartition(*source) for source in error.partitions} - consumer.assignment())
             marks = {source: mark for source, mark in marks.items() if source not in error.partitions}
         except BrokerError as error:
             log.warning("commit_failed", group=self._group, error=str(error))
@@ -141,7 +159,7 @@ class Session:
             if self._consumer is not None:
                 await self._commit(self._consumer)
         finally:  # also when the backend cuts this off: what stays would block the partitions when they come back
-            self._dispatcher.low_water.forget(partitions)
+            self._dispatcher.disown(partitions)
             self._stuck -= partitions
             self._hide_lag(partitions)
             self._dispatcher.go_on()

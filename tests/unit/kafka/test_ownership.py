@@ -1,17 +1,21 @@
 """What a member may commit, and in which order it drains."""
 
 import asyncio
+from collections.abc import Awaitable
 
 import pytest
+from aiokafka.errors import CorruptRecordException
 from aiokafka.structs import ConsumerRecord
 from aiokafka.structs import TopicPartition as KafkaPartition
 
-from services.core.broker.errors import OffsetOutOfRange
+from services.core.broker.errors import DataDamaged, OffsetOutOfRange
+from services.core.broker.kafka import consumer as consumer_module
 from services.core.broker.kafka.cluster import Cluster
 from services.core.broker.kafka.consumer import KafkaConsumer
+from services.core.broker.kafka.damage import Damaged
 from services.core.broker.kafka.ownership import Ownership
 from services.core.broker.kafka.timing import Timing
-from services.core.broker.record import TopicPartition
+from services.core.broker.record import Batch, Damage, Record, TopicPartition
 
 _ONE, _TWO = TopicPartition("t", 1), TopicPartition("t", 2)
 
@@ -113,3 +117,81 @@ async def test_what_came_before_placing_is_not_returned() -> None:
     await member.own.on_partitions_assigned([_ONE])
     consumer = KafkaConsumer(Cluster("unused:1", "unit", Timing()), None, member.own, "g", "earliest")
     assert consumer._accept({KafkaPartition("t", 1): [_row(3)], KafkaPartition("t", 2): [_row(4)]}) == []
+
+
+class Client:
+    """Notes where reading goes on; `found` is what a look at the stored batches brings, `meanwhile` happens during it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.seeks: list[tuple[KafkaPartition, int]] = []
+        self.found: dict[TopicPartition, Damaged] = {}
+        self.meanwhile: list[Awaitable[None]] = []
+        monkeypatch.setattr(consumer_module, "find_damage", self._find)
+
+    async def _find(self, _cluster: object, _positions: object) -> dict[TopicPartition, Damaged]:
+        for event in self.meanwhile:
+            await event
+        return self.found
+
+    async def getmany(self, **_: object) -> dict[KafkaPartition, list[object]]:
+        raise CorruptRecordException("checksum mismatch")
+
+    def seek(self, source: KafkaPartition, offset: int) -> None:
+        self.seeks.append((source, offset))
+
+    def pause(self, *_: object) -> None:
+        return
+
+    resume = pause
+
+
+def _damaged(source: TopicPartition, first: int, *, is_next: bool) -> Damaged:
+    batch = Batch(*source, [first + 2], [Record(None, b"raw", 0)], Damage(first, first + 2, "checksum mismatch"))
+    return Damaged(first, is_next, lambda: DataDamaged("t", (), ""), batch if is_next else None)
+
+
+async def test_damage_of_a_partition_that_was_revoked_meanwhile_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If it fails, a member that lost a damaged partition reads all others one record at a time, or returns what it lost."""
+    member, client = Member(), Client(monkeypatch)
+    await member.own.on_partitions_assigned([_ONE, _TWO])
+    member.own.placed({_ONE: 0, _TWO: 0})
+    consumer = KafkaConsumer(Cluster("unused:1", "unit", Timing()), client, member.own, "g", "earliest")
+    client.found = {_ONE: _damaged(_ONE, 9, is_next=False), _TWO: _damaged(_TWO, 0, is_next=True)}
+    client.meanwhile = [
+        member.own.on_partitions_revoked([_ONE, _TWO]),
+        member.own.on_partitions_assigned([TopicPartition("t", 3)]),
+    ]
+    assert await consumer._examine(CorruptRecordException())
+    assert not member.own.is_fragile()
+    assert member.own.take_passed() == []
+
+
+async def test_damage_that_is_passed_over_comes_once_and_after_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If it fails, a paused partition returns records, or damage is returned twice, or reading goes on inside of it."""
+    member, client = Member(), Client(monkeypatch)
+    await member.own.on_partitions_assigned([_ONE])
+    member.own.placed({_ONE: 7})
+    consumer = KafkaConsumer(Cluster("unused:1", "unit", Timing()), client, member.own, "g", "earliest")
+    client.found = {_ONE: _damaged(_ONE, 7, is_next=True)}
+    assert await consumer._examine(CorruptRecordException())
+    consumer.pause([_ONE])
+    assert consumer._pass_over() == []
+    consumer.resume([_ONE])
+    (batch,) = await consumer.poll(max_records=10, max_wait=1)
+    assert batch.damage == Damage(7, 9, "checksum mismatch")
+    assert client.seeks == [(KafkaPartition("t", 1), 7), (KafkaPartition("t", 1), 10)]
+    assert consumer._pass_over() == []
+
+
+async def test_reading_is_careful_only_before_the_damage() -> None:
+    """If it fails, records before damage are lost to it, or all of a member's reading stays slow after it."""
+    member = Member()
+    await member.own.on_partitions_assigned([_ONE, _TWO])
+    member.own.placed({_ONE: 0, _TWO: 0})
+    member.own.fragile[_ONE] = 5
+    assert member.own.is_fragile()
+    member.own.paused.add(_ONE)
+    assert not member.own.is_fragile()
+    member.own.paused.clear()
+    member.own.next_read[_ONE] = 6
+    assert not member.own.is_fragile()

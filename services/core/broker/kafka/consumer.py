@@ -14,7 +14,7 @@ from aiokafka.structs import OffsetAndMetadata
 from services.core.broker.contract import Lag, OnRevoke, Start
 from services.core.broker.errors import BrokerClosed, BrokerError, NotOwner
 from services.core.broker.kafka.cluster import Cluster
-from services.core.broker.kafka.damage import find_damage, find_gaps
+from services.core.broker.kafka.damage import Fault, find_damage, find_gaps
 from services.core.broker.kafka.faults import bounded, classify
 from services.core.broker.kafka.lag import LagMeter
 from services.core.broker.kafka.membership import connect, disconnect
@@ -80,17 +80,24 @@ class KafkaConsumer:
             self._own.raise_stuck()
             if self._own.unplaced:
                 await self._place()
-            batches = self._accept(await self._fetch(max_records, max(0.0, deadline - clock())))
+            batches = self._pass_over() or self._accept(await self._fetch(max_records, max(0.0, deadline - clock())))
             if batches:
                 return batches
             if clock() >= deadline:
                 self._own.raise_stuck()
                 return []
 
+    def _pass_over(self) -> list[Batch]:
+        """What stands for damaged records that are next; aiokafka goes on behind them."""
+        batches = self._own.take_passed()
+        for batch in batches:
+            self._client.seek(KafkaPartition(*batch.source), batch.offsets[-1] + 1)
+        return batches
+
     async def _fetch(self, max_records: int, wait: float) -> Mapping[KafkaPartition, list[Any]]:
         """What aiokafka has, or gets within `wait` seconds. Marks partitions that cannot be read on as stuck."""
         try:
-            if self._own.fragile - self._own.paused:
+            if self._own.is_fragile():
                 max_records = 1
             async with asyncio.timeout(wait + _GRACE):
                 fetched: Mapping[KafkaPartition, list[Any]] = await self._client.getmany(
@@ -101,7 +108,10 @@ class KafkaConsumer:
             return {}  # a rebalance runs, or a partition was just assigned: placing it comes first
         except kafka.OffsetOutOfRangeError as error:
             wanted = {TopicPartition(*source): offset for source, offset in error.args[0].items()}
-            self._stick(await find_gaps(self._cluster, wanted))
+            epoch = self._own.epoch
+            gaps = await find_gaps(self._cluster, wanted)
+            if epoch == self._own.epoch:
+                self._stick(gaps)
         except kafka.ConsumerStoppedError as error:
             raise BrokerClosed("the consumer was closed") from error
         except (kafka.CorruptRecordException, kafka.RecordTooLargeError) as error:
@@ -122,19 +132,21 @@ class KafkaConsumer:
         positions = {source: own.next_read[source] for source in own.owned - own.unplaced}
         for source, offset in positions.items():
             self._client.seek(KafkaPartition(*source), offset)
-        damaged = await find_damage(self._cluster, positions)
-        reached = {
-            source: damage.fault
-            for source, damage in damaged.items()
-            if source in own.fragile or damage.first <= positions[source]
-        }
-        own.fragile = (own.fragile | damaged.keys()) - reached.keys()
-        self._stick(reached)
-        if not damaged:
+        found = await find_damage(self._cluster, positions)
+        for source, damaged in found.items():
+            if own.next_read.get(source) != positions[source]:
+                continue  # revoked meanwhile: whoever owns it looks for itself
+            if not damaged.is_next:
+                own.fragile[source] = damaged.first
+            elif damaged.passed is not None:
+                own.passed[source] = damaged.passed
+            else:
+                self._stick({source: damaged.fault})
+        if not found:
             log.warning("kafka_read_failed_once", group=self._group, error=repr(error))
-        return bool(damaged)
+        return bool(found)
 
-    def _stick(self, faults: Mapping[TopicPartition, Any]) -> None:
+    def _stick(self, faults: Mapping[TopicPartition, Fault]) -> None:
         for source, fault in faults.items():
             if source in self._own.owned:
                 self._own.stuck[source] = fault

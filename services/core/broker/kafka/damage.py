@@ -1,21 +1,34 @@
-"""After a read failed: which partition cannot be read on, and exactly why."""
+"""After a read failed: which partition cannot be read on, exactly why, and what stands for the records that are passed over."""
 
+import time
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from services.core.broker.errors import BrokerError, DataDamaged, OffsetOutOfRange
+from services.core.broker.errors import BrokerError, DataDamaged, OffsetOutOfRange, Unavailable
 from services.core.broker.kafka.cluster import Cluster
-from services.core.broker.kafka.offsets import EARLIEST, ends, fetch_batches, leaders_of, list_offsets
-from services.core.broker.record import TopicPartition
+from services.core.broker.kafka.offsets import EARLIEST, ends, fetch, leaders_of, list_offsets
+from services.core.broker.kafka.packing import BATCH_FRAMING, MAX_BATCH_BYTES, MAX_RECORD_BYTES
+from services.core.broker.kafka.scan import Unreadable, find_unreadable, first_offset
+from services.core.broker.record import Batch, Damage, Record, TopicPartition
 
 Fault = Callable[[], BrokerError]
 
+_LOOK_BYTES = 2 * MAX_BATCH_BYTES
+"""A damaged batch of ours, and the whole one behind it."""
+_MAX_RAW = MAX_RECORD_BYTES - BATCH_FRAMING
+"""Leaves room for what a dead letter says of them."""
 
-class Damage(NamedTuple):
-    """first: the first offset that cannot be read."""
+
+class Damaged(NamedTuple):
+    """first: the first offset that cannot be read. is_next: it is the very next to be read. fault: what to raise for it.
+
+    passed: what stands for it when reading can go on behind it, else None.
+    """
 
     first: int
+    is_next: bool
     fault: Fault
+    passed: Batch | None
 
 
 async def find_gaps(cluster: Cluster, wanted: Mapping[TopicPartition, int]) -> dict[TopicPartition, Fault]:
@@ -33,25 +46,46 @@ def _gap(source: TopicPartition, wanted: int, first: int, end: int) -> Fault:
     return lambda: OffsetOutOfRange(source.topic, source.partition, wanted, first, end)
 
 
-async def find_damage(cluster: Cluster, positions: Mapping[TopicPartition, int]) -> dict[TopicPartition, Damage]:
-    """Read on at each position, a megabyte at most; those with a batch that cannot be decoded."""
-    found: dict[TopicPartition, Damage] = {}
+async def find_damage(cluster: Cluster, positions: Mapping[TopicPartition, int]) -> dict[TopicPartition, Damaged]:
+    """Read on at each position, two megabytes at most; those with a batch that cannot be read. Raises Unavailable."""
+    found: dict[TopicPartition, Damaged] = {}
     leaders = await leaders_of(cluster, positions)
     for source, offset in positions.items():
-        batches = await fetch_batches(cluster, source, leaders[source], offset)
-        first = last = offset
-        try:
-            while batches.has_next():
-                batch = batches.next_batch()
-                first, last = batch.base_offset, batch.next_offset - 1
-                if not batch.validate_crc():
-                    raise ValueError("checksum mismatch")
-                for _ in batch:
-                    pass
-        except Exception as error:
-            found[source] = _damage(source, max(first, offset), last, f"{type(error).__name__}: {error}")
+        data = await fetch(cluster, source, leaders[source], offset, max_bytes=_LOOK_BYTES)
+        unreadable = find_unreadable(data, offset)
+        if unreadable is None:
+            continue
+        resume = None
+        if unreadable.is_next and unreadable.passable:
+            resume = unreadable.resume or await _confirm(cluster, source, leaders[source], unreadable.claimed_end)
+        passed = None if resume is None else _stand_in(source, unreadable, resume - 1)
+        found[source] = Damaged(unreadable.first, unreadable.is_next, _fault(source, unreadable), passed)
     return found
 
 
-def _damage(source: TopicPartition, first: int, last: int, detail: str) -> Damage:
-    return Damage(first, lambda: DataDamaged(source.topic, ((source.partition, first, last),), detail))
+async def _confirm(cluster: Cluster, source: TopicPartition, leader: int, claimed_end: int | None) -> int | None:
+    """The claimed end, if that is the partition's end, or if an intact batch begins exactly there."""
+    if claimed_end is None:
+        return None
+    end = (await ends(cluster, [source]))[source]
+    if claimed_end < end:
+        behind = await fetch(cluster, source, leader, claimed_end, max_bytes=1)
+        if not behind:
+            raise Unavailable(f"{source.topic}[{source.partition}]: nothing could be read at {claimed_end}")
+        return claimed_end if first_offset(behind) == claimed_end else None
+    return claimed_end if claimed_end == end else None
+
+
+def _stand_in(source: TopicPartition, unreadable: Unreadable, last: int) -> Batch:
+    raw, detail = unreadable.raw, unreadable.detail
+    if len(raw) > _MAX_RAW:
+        detail += f"; of {len(raw)} bytes the first {_MAX_RAW} are kept"
+    record = Record(None, raw[:_MAX_RAW], time.time_ns() // 1_000_000)
+    return Batch(*source, [last], [record], Damage(unreadable.first, last, detail))
+
+
+def _fault(source: TopicPartition, unreadable: Unreadable) -> Fault:
+    last = max(unreadable.first, (unreadable.resume or unreadable.claimed_end or 0) - 1)
+    ranges = ((source.partition, unreadable.first, last),)
+    remedy = "Try: another leader for the partition, whose copy may be intact (kafka-reassign-partitions)"
+    return lambda: DataDamaged(source.topic, ranges, f"{unreadable.detail}. {remedy}")

@@ -25,7 +25,6 @@ LATEST, EARLIEST = -1, -2
 _NONE = -1
 _READ_UNCOMMITTED = 0
 _FETCH_WAIT_MS = 500
-_FETCH_BYTES = 1 << 20
 
 
 async def partitions_of(cluster: Cluster, topics: Collection[str]) -> list[TopicPartition]:
@@ -138,20 +137,21 @@ _HAS_MEMBERS = frozenset({22, 25, 27})
 """ILLEGAL_GENERATION, UNKNOWN_MEMBER_ID, REBALANCE_IN_PROGRESS: what a commit from outside gets while there are members."""
 
 
-async def fetch_batches(cluster: Cluster, source: TopicPartition, node: int, offset: int) -> MemoryRecords:
-    """The raw batches from `offset` on, up to a megabyte; none when there is nothing, or nothing there any more."""
-    wanted = [(source.topic, [(source.partition, offset, _FETCH_BYTES)])]
-    answer = await cluster.ask(node, FetchRequest(_FETCH_WAIT_MS, 1, _FETCH_BYTES, _READ_UNCOMMITTED, wanted))
+async def fetch(cluster: Cluster, source: TopicPartition, node: int, offset: int, *, max_bytes: int = 1 << 20) -> bytes:
+    """The raw batches from the one with `offset` on, one at least and cut off at `max_bytes`; empty when there is nothing,
+    or nothing any more."""
+    wanted = [(source.topic, [(source.partition, offset, max_bytes)])]
+    answer = await cluster.ask(node, FetchRequest(_FETCH_WAIT_MS, 1, max_bytes, _READ_UNCOMMITTED, wanted))
     for _, partitions in answer.topics:
         for _, code, *_, data in partitions:
             _raise_for_leader(code, f"read {source.topic}[{source.partition}] at {offset}")
-            return MemoryRecords(data or b"")
-    return MemoryRecords(b"")
+            return bytes(data or b"")
+    return b""
 
 
 async def time_of(cluster: Cluster, source: TopicPartition, node: int, offset: int) -> int | None:
     """Timestamp (ms) of the first record at or behind `offset`; None when there is none."""
-    batches = await fetch_batches(cluster, source, node, offset)
+    batches = MemoryRecords(await fetch(cluster, source, node, offset))
     while batches.has_next():
         batch = batches.next_batch()
         if batch.is_control_batch:

@@ -8,7 +8,7 @@ from aiokafka import ConsumerRebalanceListener
 
 from services.core.broker.contract import OnRevoke
 from services.core.broker.errors import BrokerError
-from services.core.broker.record import TopicPartition
+from services.core.broker.record import Batch, TopicPartition
 
 log = structlog.get_logger()
 
@@ -18,8 +18,8 @@ class Ownership(ConsumerRebalanceListener):  # type: ignore[misc]
 
     owned: what the member may commit. unplaced: those of them whose position is not decided yet. next_read and
     next_commit: offsets, of the placed ones. begun: where reading began in this ownership; what is committed below it
-    belongs to an earlier one. stuck: partitions that cannot be read on, with what to raise. fragile: those that soon
-    cannot. paused: by the caller.
+    belongs to an earlier one. stuck: partitions that cannot be read on, with what to raise. passed: what stands for damaged
+    records that are the next to be read. fragile: offsets ahead at which a partition is damaged. paused: by the caller.
     epoch: counts assignments.
     """
 
@@ -39,7 +39,8 @@ class Ownership(ConsumerRebalanceListener):  # type: ignore[misc]
         self.next_commit: dict[TopicPartition, int] = {}
         self.begun: dict[TopicPartition, int] = {}
         self.stuck: dict[TopicPartition, Callable[[], BrokerError]] = {}
-        self.fragile: set[TopicPartition] = set()
+        self.passed: dict[TopicPartition, Batch] = {}
+        self.fragile: dict[TopicPartition, int] = {}
         self.paused: set[TopicPartition] = set()
 
     async def on_partitions_revoked(self, revoked: Collection[tuple[str, int]]) -> None:
@@ -86,6 +87,20 @@ class Ownership(ConsumerRebalanceListener):  # type: ignore[misc]
         """Drain for good: nothing is taken any more."""
         self._closing = True
         await self.release()
+
+    def is_fragile(self) -> bool:
+        """Whether a partition that is read comes near to where it is damaged."""
+        self.fragile = {
+            source: first for source, first in self.fragile.items() if self.next_read.get(source, first + 1) <= first
+        }
+        return not self.paused.issuperset(self.fragile)
+
+    def take_passed(self) -> list[Batch]:
+        """What stands for damaged records, of those that are not paused; reading goes on behind them."""
+        due = [source for source in self.passed if source not in self.paused]
+        batches = [self.passed.pop(source) for source in due]
+        self.next_read.update({batch.source: batch.offsets[-1] + 1 for batch in batches})
+        return batches
 
     def raise_stuck(self) -> None:
         """Raise for a partition that cannot be read on, unless the caller paused it to go on with the others."""
