@@ -25,7 +25,7 @@ import psutil
 from services.core.broker.connect import open_broker
 from services.core.jvm.child import start_child, stop_child
 from services.core.jvm.kafka_server import KafkaCluster
-from services.fleet.folder import read_state
+from services.fleet.folder import ProcessState, read_state
 from tests.faults.fleet import wait_until
 from tests.faults.sender import Sender
 from tests.faults.sink import Sink, open_sink
@@ -41,6 +41,10 @@ GAP = (3.0, 9.0)
 """Seconds between two faults."""
 TRANSFORM_WEIGHT = 0.3
 """How often Spark is struck for each time that another process is: it needs 10 to 40 s to start, and would never get there."""
+LONG_FREEZES = ((0.25, 30.0), (0.5, 120.0))
+"""(when, as a share of the run; seconds): one expel hangs for so long while everything else is struck as always."""
+MOST_TWICE = 0.01
+"""Duplicates, as a share of what was acknowledged, that a run may have."""
 SETTLE_S = 300.0
 TELL_S = 30.0
 
@@ -58,6 +62,7 @@ class Soak:
     faults: Counter[str] = field(default_factory=Counter)
     peaks: Counter[str] = field(default_factory=Counter)
     recoveries: list[float] = field(default_factory=list)
+    frozen: set[int] = field(default_factory=set)
 
     @property
     def ledger(self) -> Ledger:
@@ -69,8 +74,7 @@ class Soak:
         if self.cluster is not None and self.chance.random() < 0.15:
             await self._kill_broker(self.cluster)
             return
-        state = await asyncio.to_thread(read_state, self.folder / "data")
-        running = [one for one in state.processes if one.pid] if state is not None else []
+        running = [one for one in await self._running() if one.pid not in self.frozen]
         if not running:
             return
         weights = [TRANSFORM_WEIGHT if one.service == "transform" else 1.0 for one in running]
@@ -85,6 +89,24 @@ class Soak:
             else:
                 os.kill(victim.pid, signal.SIGKILL)
                 self.faults[f"kill {victim.service}"] += 1
+
+    async def _running(self) -> list[ProcessState]:
+        state = await asyncio.to_thread(read_state, self.folder / "data")
+        return [one for one in state.processes if one.pid] if state is not None else []
+
+    async def freeze_long(self, wait: float, seconds: float) -> None:
+        """After `wait` seconds, stop one expel for so long. Nothing else strikes it meanwhile."""
+        await asyncio.sleep(wait)
+        pid = next((one.pid for one in await self._running() if one.service == "expel"), None)
+        if pid is None:
+            return
+        self.frozen.add(pid)
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGSTOP)
+            await asyncio.sleep(seconds)
+            os.kill(pid, signal.SIGCONT)
+            self.faults[f"freeze expel {seconds:.0f} s"] += 1
+        self.frozen.discard(pid)
 
     async def _kill_broker(self, cluster: KafkaCluster) -> None:
         node = self.chance.choice(list(cluster.brokers))
@@ -217,7 +239,11 @@ async def _load_and_settle(run: Soak, minutes: float) -> bool:
     """Send under faults, then wait until everything arrived. Whether it did in time."""
     stopping = asyncio.Event()
     sending = asyncio.create_task(run.sender.run(stopping))
-    await run.strike_until(time.monotonic() + 60 * minutes)
+    lasts = 60 * minutes
+    fitting = [(share * lasts, seconds) for share, seconds in LONG_FREEZES if share * lasts + seconds < lasts]
+    freezes = [asyncio.create_task(run.freeze_long(*one)) for one in fitting]
+    await run.strike_until(time.monotonic() + lasts)
+    await asyncio.gather(*freezes)
     stopping.set()
     await sending
     await run.sender.insist_on_one()
@@ -236,6 +262,8 @@ def _judge(run: Soak, minutes: float, rate: float, broker: str, seed: int, *, se
         row = run.row(name, sink, broker, seed)
         print(row.text())
         complaints += [f"{name}: {text}" for text in sink.ledger.complaints()]
+        if row.share > MOST_TWICE:
+            complaints.append(f"{name}: {row.share:.2%} came twice")
     for name, peak in run.peaks.items():
         if peak > RSS_LIMIT and not name.startswith("transform"):
             complaints.append(f"{name} took {peak / 1e6:.0f} MB")
