@@ -87,7 +87,7 @@ class OffsetOutOfRange(BrokerError):
     def __init__(self, topic: str, partition: int, wanted: int, start: int, end: int) -> None:
         super().__init__(
             f"{topic}[{partition}]: offset {wanted} is outside of what is stored, {start} to {end}; "
-            f"{max(0, start - wanted)} records are gone. Try: move the group on with Admin.set_committed"
+            f"{max(0, start - wanted)} records are gone. Try: 'When a partition stops' in docs/operating.md"
         )
         self.topic, self.partition, self.wanted, self.start, self.end = topic, partition, wanted, start, end
 
