@@ -18,7 +18,7 @@ from services.core.broker.record import Record
 from tests.support.ports import free_port
 from tests.support.raw_http import Client, Reply, make_request
 
-START_S = 30.0
+START_S = 90.0
 END_S = 40.0
 PIPES = "version: 1\nstreams:\n  plain: {}\n  orders: {id: id, key: customer, time: at}\n"
 _LIMITED = (
@@ -149,7 +149,7 @@ def log_lines(folder: Path) -> list[dict[str, object]]:
 
 def _get(url: str) -> tuple[int, str]:
     try:
-        with urllib.request.urlopen(url, timeout=5) as answer:
+        with urllib.request.urlopen(url, timeout=30) as answer:
             return int(answer.status), answer.read().decode()
     except urllib.error.HTTPError as error:
         with error:
