@@ -37,10 +37,15 @@ class Supervision:
     def __init__(self, group: asyncio.TaskGroup) -> None:
         self._group = group
         self.stopping = asyncio.Event()
+        self.left: list[str] = []
 
     def run(self, component: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         """Run a component until it returns, which it does once `stopping` is set and it has drained."""
         return self._group.create_task(self._watch(component, name), name=name)
+
+    def cut_short(self, what: str) -> None:
+        """`what`, for a person, was not finished in the drain time and is done again: the exit status says so."""
+        self.left.append(what)
 
     async def _watch(self, component: Coroutine[Any, Any, None], name: str) -> None:
         await component
@@ -77,6 +82,11 @@ async def supervise(start: Callable[[Supervision], Awaitable[None]], drain: floa
             raise bad from None
         for error in errors.exceptions:
             log.exception("failed", error=str(error), kind=type(error).__name__, exc_info=error)
+        return 1
+    if supervision.left:
+        log.warning(
+            "not_drained", left=supervision.left, hint="it stays uncommitted and is done again. Try: a longer --drain"
+        )
         return 1
     log.info("drained")
     return 0

@@ -65,6 +65,8 @@ async def start(settings: ExpelSettings, supervision: Supervision) -> None:
         expel.reason = "stopping"
         if running:
             await asyncio.wait(running)
+        if cut_short := [lane.name for lane in expel.lanes if not lane.is_drained]:
+            supervision.cut_short(f"requests under way: {', '.join(cut_short)}")
 
 
 def _raise_file_limit(plans: Sequence[LanePlan]) -> None:

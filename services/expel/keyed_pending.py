@@ -111,20 +111,19 @@ class KeyedPending:
                     self._ready_events += len(queue.entries)
                     self._ready_size += queue.size
 
-    def drop(self, sources: Collection[TopicPartition]) -> tuple[int, int]:
-        events = size = 0
+    def drop(self, sources: Collection[TopicPartition]) -> tuple[int, float]:
+        events, weight = 0, 0.0
         for key, queue in list(self._queues.items()):
             gone = [entry for entry in queue.entries if entry[0].source in sources]
-            gone_size = sum(len(chunk.parts[index]) for chunk, index in gone)
-            events, size = events + len(gone), size + gone_size
+            events, weight = events + len(gone), weight + sum(chunk.weight_each for chunk, _ in gone)
             queue.entries = deque(entry for entry in queue.entries if entry[0].source not in sources)
-            queue.size -= gone_size
+            queue.size -= sum(len(chunk.parts[index]) for chunk, index in gone)
             if not queue.entries:
                 del self._queues[key]
         self._turn = deque(key for key in self._turn if key in self._queues)
         self._ready_events = sum(len(self._queues[key].entries) for key in self._turn)
         self._ready_size = sum(self._queues[key].size for key in self._turn)
-        return events, size
+        return events, weight
 
 
 def _collect(entries: Sequence[_Entry]) -> Delivery:
@@ -137,4 +136,5 @@ def _collect(entries: Sequence[_Entry]) -> Delivery:
         [chunk.records[index] for chunk, index in entries],
         group_runs((chunk.source, chunk.offsets[index], chunk.taken_ms) for chunk, index in entries),
         sum(map(len, parts)),
+        sum(chunk.weight_each for chunk, _ in entries),
     )

@@ -41,6 +41,8 @@ class Lane:
         self._meter, self._make_dispatcher, self._commit_interval = meter, make_dispatcher, commit_interval
         self.waits_for: str | None = "has not joined its group yet"
         """Why the lane does not run, for a person; None while it runs and also when it is disabled (410)."""
+        self.is_drained = True
+        """Whether nothing that was under way was left unsettled at the end."""
 
     async def run(self, stopping: asyncio.Event, drain: float) -> None:
         """Until `stopping`; then drains within about `drain` seconds. Broker failures are waited out, never raised."""
@@ -67,7 +69,7 @@ class Lane:
             log.info("lane_joined", lane=self.name, topics=self._topics)
             self.waits_for = None
             self._meter.up(True)
-            await session.run(consumer, stopping, drain)
+            self.is_drained = await session.run(consumer, stopping, drain)
         return True
 
     def _report(self, errors: BaseExceptionGroup[Exception], failures: int) -> None:

@@ -7,8 +7,8 @@ from services.expel.pending import CutLimits
 
 _WINDOW = 10
 """Records held above the low-water mark, as a multiple of the lane's events: how many may come again after a crash."""
-_EVENT_BYTES = 300
-"""About what one event costs in objects beside its bytes."""
+_EVENT_BYTES = 700
+"""About what the objects of one event take beside their bytes: a record, its headers, its places in lists."""
 _FIRST_SIZE = 4000.0
 """Bytes that an event is taken for before any was seen."""
 
@@ -17,8 +17,9 @@ _FIRST_SIZE = 4000.0
 class LaneShape:
     """How a lane runs. max_events, max_bytes bound what is taken and not settled.
 
-    concurrency: requests under way at once. max_wait: seconds that an event waits for its request to fill up. rate: events a
-    second. keyed: later events of a key wait for earlier ones. serial: one delivery at a time, its retries included.
+    Bytes are those of a record's key, value and headers and of its part of a body. concurrency: requests under way at once.
+    max_wait: seconds that an event waits for its request to fill up. rate: events a second. keyed: later events of a key wait
+    for earlier ones. serial: one delivery at a time, its retries included.
     """
 
     pipe: str
@@ -40,19 +41,19 @@ class LaneBounds:
     def __init__(self, max_events: int, max_bytes: int) -> None:
         self._max_events, self._max_bytes = max_events, max_bytes
         self.events = 0
-        self._bytes = 0
+        self._bytes = 0.0
         self._usual_size = _FIRST_SIZE
 
-    def add(self, events: int, size: int) -> None:
+    def add(self, events: int, weight: float) -> None:
         """So many events of so many bytes in all were taken; later ones are expected to be about as large."""
         self.events += events
-        self._bytes += size
-        self._usual_size = max(size / events, 0.5 * self._usual_size)
+        self._bytes += weight
+        self._usual_size = max(weight / events, 0.5 * self._usual_size)
 
-    def release(self, events: int, size: int) -> None:
+    def release(self, events: int, weight: float) -> None:
         """They are settled, or another member's."""
         self.events -= events
-        self._bytes -= size
+        self._bytes -= weight
 
     def room(self, held: int) -> int:
         """How many more events may be taken; 0 until a fair part is free. held: records above the low-water mark."""

@@ -39,8 +39,8 @@ class Pending(Protocol):
     def finish(self, records: Sequence[Record]) -> None:
         """These are settled (delivered or buried): later ones of their keys may go."""
 
-    def drop(self, sources: Collection[TopicPartition]) -> tuple[int, int]:
-        """Forget what waits of these partitions; returns how many events and part bytes that were."""
+    def drop(self, sources: Collection[TopicPartition]) -> tuple[int, float]:
+        """Forget what waits of these partitions; returns how many events that were, and their weight."""
 
 
 class FifoPending:
@@ -80,6 +80,7 @@ class FifoPending:
                 [*delivery.records, *more.records],
                 [*delivery.runs, *more.runs],
                 delivery.size + more.size,
+                delivery.weight + more.weight,
             )
             count = len(delivery.parts)
         return delivery
@@ -95,6 +96,7 @@ class FifoPending:
             chunk.records[start:stop],
             [Run(chunk.source, chunk.offsets[start:stop], chunk.taken_ms)],
             size,
+            chunk.weight_each * (stop - start),
         )
         if stop < len(chunk.parts):
             self._start = stop
@@ -118,15 +120,15 @@ class FifoPending:
     def finish(self, records: Sequence[Record]) -> None:
         """Nothing waits for anything here."""
 
-    def drop(self, sources: Collection[TopicPartition]) -> tuple[int, int]:
-        events, size = self._events, self._size
+    def drop(self, sources: Collection[TopicPartition]) -> tuple[int, float]:
         if self._chunks and self._start:
             self._chunks[0] = _tail(self._chunks[0], self._start)
             self._start = 0
+        gone = [chunk for chunk in self._chunks if chunk.source in sources]
         self._chunks = deque(chunk for chunk in self._chunks if chunk.source not in sources)
         self._events = sum(len(chunk.parts) for chunk in self._chunks)
         self._size = sum(chunk.size for chunk in self._chunks)
-        return events - self._events, size - self._size
+        return sum(len(chunk.parts) for chunk in gone), sum(chunk.weight_each * len(chunk.parts) for chunk in gone)
 
 
 def _tail(chunk: Chunk, start: int) -> Chunk:
@@ -141,4 +143,5 @@ def _tail(chunk: Chunk, start: int) -> Chunk:
         chunk.taken_ms,
         chunk.taken_at,
         sum(map(len, parts)),
+        chunk.weight_each,
     )

@@ -361,13 +361,15 @@ async def test_sigterm_under_load_drains(tmp_path: Path) -> None:
 
 
 async def test_sigterm_with_a_hanging_receiver_ends_in_time(tmp_path: Path) -> None:
-    """Broken: one hanging receiver keeps the process from stopping, or what it holds is committed."""
+    """Broken: one hanging receiver keeps the process from stopping, what it holds is committed, or the stop looks clean."""
     async with open_socket_server(bad.hang) as url, open_expel(tmp_path) as expel:
         expel.destinations.append(hook("hook", url, timeout="60s"))
         await expel.send(ids(100))
         await expel.start("--drain", "2s")
         await expel.wait_metric(100, "penstock_expel_lane_events", destination="hook")
-        await expel.stop()
+        assert await expel.stop() == 1
+        assert "not_drained" in expel.log
+        assert "late/hook" in expel.log
         assert sum(lag.records for lag in (await expel.lag("hook")).values()) == 100
 
 

@@ -28,6 +28,7 @@ def make_chunk(first: int, events: Sequence[tuple[bytes | None, int]], partition
         0,
         float(first),
         sum(map(len, parts)),
+        sum(map(len, parts)) / len(parts) + 10.0,
     )
 
 
@@ -55,11 +56,14 @@ def test_fifo_cuts_everything_once_in_order(
         pending.add(make_chunk(total, events, partition=total % 2))
         total += len(events)
     found: list[int] = []
+    size = weight = 0.0
     while pending.oldest() is not None:
         delivery = pending.cut()
         check(delivery, limits)
         found += numbers(delivery)
+        size, weight = size + delivery.size, weight + delivery.weight
     assert found == list(range(total))
+    assert weight == pytest.approx(size + total * 10.0)
     assert not pending.has_full()
 
 
@@ -109,7 +113,8 @@ def test_dropped_partitions_leave_nothing_behind(kind: type[FifoPending] | type[
     pending.add(make_chunk(5, [(b"b", 2)] * 5, partition=1))
     pending.add(make_chunk(10, [(b"a", 3)] * 5, partition=0))
     assert len(pending.cut()) == 3
-    assert pending.drop([TopicPartition("s", 0)]) == (7, 2 * 1 + 5 * 3)
+    events, weight = pending.drop([TopicPartition("s", 0)])
+    assert (events, round(weight)) == (7, 2 * 1 + 5 * 3 + 7 * 10)
     found: list[int] = []
     while pending.oldest() is not None:
         delivery = pending.cut()

@@ -55,7 +55,13 @@ def deliver(sender: WebhookSender, records: list[Record]) -> Delivery:
     found = sender.render(Batch("flights", 0, range(len(records)), records))
     run = Run(TopicPartition("flights", 0), found.offsets, 0)
     return Delivery(
-        list(found.parts), list(found.ids), list(found.arrivals), list(found.records), [run], sum(map(len, found.parts))
+        list(found.parts),
+        list(found.ids),
+        list(found.arrivals),
+        list(found.records),
+        [run],
+        sum(map(len, found.parts)),
+        0,
     )
 
 
