@@ -105,7 +105,8 @@ _HEADERS = (
 
 
 class Head(NamedTuple):
-    """One connection's worth of bytes. payload: the event in it. patient: whether the client ends its side only after the first answer."""
+    """One connection's worth of bytes. payload: the event in it. patient: whether the client ends its side only after the first
+    answer."""
 
     number: int
     wire: bytes
