@@ -15,11 +15,12 @@ from services.core.settings import Settings, default_text, variable_name
 from services.expel.settings import ExpelSettings
 from services.fleet.pipe_schema import pipe_schema
 from services.fleet.settings import OVERRULED, UpSettings
+from services.global_retrier.settings import RetrierSettings
 from services.ingest.settings import IngestSettings
 from spark.settings import TransformSettings
 
 ROOT = Path(__file__).parents[2]
-MODELS: tuple[type[Settings], ...] = (UpSettings, IngestSettings, TransformSettings, ExpelSettings)
+MODELS: tuple[type[Settings], ...] = (UpSettings, IngestSettings, TransformSettings, ExpelSettings, RetrierSettings)
 
 _FILE_HEAD = """\
 # Every setting with its default and its variable; all of it is commented out. Copy it, change what you need, and start

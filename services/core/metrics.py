@@ -48,6 +48,24 @@ EXPEL_LANE_UP = Gauge(
     ["pipe", "destination"],
 )
 
+RETRIER_TAKEN = Counter("penstock_retrier_events_taken", "Events read from retry-in or a delay topic.", ["topic"])
+RETRIER_MOVED = Counter("penstock_retrier_events_moved", "Events put into a delay topic to wait on.", ["topic"])
+RETRIER_RELEASED = Counter(
+    "penstock_retrier_events_released", "Events that were due, given back to expel by the pipe's retry topic.", ["pipe"]
+)
+RETRIER_DEAD = Counter(
+    "penstock_retrier_events_dead", "Records written to the retrier's dead letters, by reason.", ["reason"]
+)
+RETRIER_MOVE_FAILURES = Counter(
+    "penstock_retrier_move_failures", "Events that a topic did not take, tried again, by reason.", ["topic", "reason"]
+)
+RETRIER_NEXT_DUE = Gauge(
+    "penstock_retrier_next_due_timestamp_seconds", "When the first of the events read ahead is due; 0 without any."
+)
+RETRIER_UP = Gauge(
+    "penstock_retrier_up", "1 while the retrier reads; 0 while it waits for the broker, or records are missing."
+)
+
 TRANSFORM_READ = Counter("penstock_transform_events_read", "Events taken from the sources.", ["pipe"])
 TRANSFORM_WRITTEN = Counter("penstock_transform_events_written", "Events written to the output.", ["pipe"])
 TRANSFORM_DEAD = Counter(
@@ -69,7 +87,11 @@ EXPEL_TIME = LagFamily(
 )
 E2E_LAG = LagFamily("penstock_e2e_lag_seconds", "Arrival at ingest to the receiver's 2xx.", ["pipe", "destination"])
 EVENT_LAG = LagFamily("penstock_event_lag_seconds", "Event time to the receiver's 2xx.", ["pipe", "destination"])
+RETRIER_LATENESS = LagFamily(
+    "penstock_retrier_lateness_seconds", "When an event was due to when it was given back to expel.", ["pipe"]
+)
 
-LAG_FAMILIES = (LAG_IN, LAG_OUT, INGEST_TIME, TRANSIT_TIME, EXPEL_TIME, E2E_LAG, EVENT_LAG)
+LAG_FAMILIES = (LAG_IN, LAG_OUT, INGEST_TIME, TRANSIT_TIME, EXPEL_TIME, E2E_LAG, EVENT_LAG, RETRIER_LATENESS)
 for family in LAG_FAMILIES:
     REGISTRY.register(family)
+del family

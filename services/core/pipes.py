@@ -79,12 +79,18 @@ class Transform(_Strict):
         None,
         description="Drop events whose id was seen within this time (micro-batch only). Absent: receivers see the stable id.",
     )
+    watermark: Duration | None = Field(
+        None,
+        description="For a transform over several events: how far an event's time may lie behind the newest one read. Gives "
+        "the column event_time to group or join by; what comes later goes to the dead letters.",
+    )
 
     @model_validator(mode="after")
     def _one_kind(self) -> Self:
         if (self.sql is None) == (self.python is None):
             raise ValueError("exactly one of sql and python is needed")
-        if self.mode == "real-time" and (self.python is not None or self.deduplicate_within is not None):
+        stateful = self.deduplicate_within is not None or self.watermark is not None
+        if self.mode == "real-time" and (self.python is not None or stateful):
             raise ValueError("real-time mode takes a stateless sql transform only. Try: mode: micro-batch")
         return self
 
@@ -286,6 +292,8 @@ RETRY_IN = f"{RESERVED}.retry-in"
 """Where expel hands events over to the global retrier (`retry_state`)."""
 RETRIER_DEAD = f"{RESERVED}.dead"
 """Dead letters of the global retrier: what is no retry record, or whose pipe is gone."""
+RETRIER_GROUP = f"{RESERVED}.retrier"
+"""The global retriers' consumer group."""
 DELAYS_S = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536)
 """How long the delay topics hold a record, ascending."""
 

@@ -4,12 +4,12 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from services.core.pipes import PipeFile
+from services.core.pipes import PipeFile, needs_retrier
 from services.core.units import format_duration
 from services.fleet.process import ServiceSpec
 from services.fleet.settings import UpSettings
 
-START_ORDER = ("expel", "transform", "ingest")
+START_ORDER = ("retrier", "expel", "transform", "ingest")
 """The way out first: when clients are let in, everything behind is there. Stopping goes the other way round."""
 
 
@@ -40,7 +40,8 @@ def make_plan(settings: UpSettings, pipes: PipeFile, broker: str, config: str | 
     if config:
         shared += ["--config", config]
     data = settings.data.absolute()
-    services = [
+    services = [_spec("retrier", 1, "services.global_retrier", shared)] if needs_retrier(pipes) else []
+    services += [
         _spec("expel", number, "services.expel", [*shared, *_expel_arguments(settings)])
         for number in range(1, settings.expel + 1)
     ]

@@ -45,8 +45,8 @@ OVERRULED = {
     ("transform", "data"): "up.data",
     ("expel", "allow_networks"): "up.allow_networks",
     ("expel", "own_addresses"): "up.listen",
-    **{(service, "drain"): "up.drain" for service in ("ingest", "transform", "expel")},
-    **{(service, "management"): "a free port each" for service in ("ingest", "transform", "expel")},
+    **{(service, "drain"): "up.drain" for service in ("ingest", "transform", "expel", "retrier")},
+    **{(service, "management"): "a free port each" for service in ("ingest", "transform", "expel", "retrier")},
 }
 """What `penstock up` decides for the services, and from what. Set for a service it would be overruled silently: refused."""
 

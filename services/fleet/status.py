@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,16 @@ from services.core.broker.connect import open_broker
 from services.core.broker.contract import Broker
 from services.core.broker.errors import BrokerError
 from services.core.lag import LagHistogram
-from services.core.pipes import PipeFile, delivery_group, delivery_topics
+from services.core.pipes import (
+    DELAYS_S,
+    RETRIER_GROUP,
+    RETRY_IN,
+    PipeFile,
+    delay_topic,
+    delivery_group,
+    delivery_topics,
+    needs_retrier,
+)
 from services.fleet.folder import FleetState
 from services.fleet.scrape import Sample, scrape
 
@@ -42,19 +52,24 @@ async def look(state: FleetState, previous: Sample | None) -> Look:
 
 
 async def summarise(look: Look, pipes: PipeFile) -> dict[str, Any]:
-    """Everything as JSON: `streams`, `transforms`, `destinations`, `processes`. Lags in ms; rates in events a second."""
+    """Everything as JSON: `streams`, `transforms`, `destinations`, `processes`, and `retrier` or null.
+
+    Lags in ms; rates in events a second.
+    """
     async with _opened(look.state.broker) as broker:
         destinations = [
             await _destination(look, broker, name, destination.name, delivery_topics(name, pipe))
             for name, pipe in pipes.pipes.items()
             for destination in pipe.destinations
         ]
+        retrier = await _retrier(look, broker) if needs_retrier(pipes) else None
     return {
         "broker": look.state.broker,
         "listen": look.state.listen,
         "streams": [_stream(look, name) for name in pipes.streams],
         "transforms": [_transform(look, name) for name, pipe in pipes.pipes.items() if pipe.transform is not None],
         "destinations": destinations,
+        "retrier": retrier,
         "processes": await asyncio.to_thread(_processes, look),
     }
 
@@ -121,6 +136,22 @@ async def _destination(
         "lag_records": records,
         "lag_ms": millis,
         "e2e_lag_ms": quantiles(sample.lag("penstock_e2e_lag_seconds", **labels)),
+    }
+
+
+async def _retrier(look: Look, broker: Broker | None) -> dict[str, Any]:
+    """What the global retrier holds back. next_due_ms: until the first of the events that it has read ahead is due."""
+    sample = look.sample
+    waiting, _ = await _group_lag(broker, RETRIER_GROUP, [RETRY_IN, *map(delay_topic, DELAYS_S)])
+    next_due = sample.total("penstock_retrier_next_due_timestamp_seconds")
+    return {
+        "up": bool(sample.total("penstock_retrier_up")),
+        "waiting": waiting,
+        "next_due_ms": max(0, int((next_due - time.time()) * 1000)) if next_due else None,
+        "released": int(sample.total("penstock_retrier_events_released_total")),
+        "dead": int(sample.total("penstock_retrier_events_dead_total")),
+        "rate": look.rate("penstock_retrier_events_released_total"),
+        "late_ms": quantiles(sample.lag("penstock_retrier_lateness_seconds")),
     }
 
 

@@ -15,6 +15,8 @@ def render_status(status: dict[str, Any]) -> RenderableType:
         parts.append(_transforms(status["transforms"]))
     if status["destinations"]:
         parts.append(_destinations(status["destinations"]))
+    if status["retrier"] is not None:
+        parts.append(_retrier(status["retrier"]))
     return Group(*parts, _processes(status["processes"]))
 
 
@@ -61,6 +63,20 @@ def _destinations(rows: list[dict[str, Any]]) -> Table:
             _behind(row["lag_records"], row["lag_ms"]),
             spread(row["e2e_lag_ms"]),
         )
+    return table
+
+
+def _retrier(row: dict[str, Any]) -> Table:
+    table = _table("retries", "", "events/s", "waiting", "next due", "released", "dead", "late P50 P95 P99")
+    table.add_row(
+        _named("global retrier", up=row["up"]),
+        _rate(row["rate"]),
+        "?" if row["waiting"] is None else str(row["waiting"]),
+        "" if row["next_due_ms"] is None else f"in {millis(row['next_due_ms'])}",
+        str(row["released"]),
+        _bad(row["dead"]),
+        spread(row["late_ms"]),
+    )
     return table
 
 

@@ -33,7 +33,12 @@ async def test_from_send_to_signed_deliveries(desk: Desk) -> None:
         [destination] = status["destinations"]
         assert (destination["delivered"], destination["dead"], destination["up"]) == (1000, 0, True)
         assert destination["e2e_lag_ms"]["p99"] > 0
-        assert [process["state"] for process in status["processes"]] == ["ready", "ready"]
+        assert (status["retrier"]["up"], status["retrier"]["waiting"], status["retrier"]["dead"]) == (True, 0, 0)
+        assert [(process["name"], process["state"]) for process in status["processes"]] == [
+            ("retrier-1", "ready"),
+            ("expel-1", "ready"),
+            ("ingest-1", "ready"),
+        ]
         assert all(process["rss_bytes"] > 0 for process in status["processes"])
         pids = family(fleet.process.pid)
         assert await fleet.interrupt() == 0

@@ -1,0 +1,183 @@
+"""The retrier's session on a real embedded log, with a clock of the test's own: what goes in, and what comes out when."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from services.core.broker.contract import Broker, Driver
+from services.core.broker.log import LogBroker
+from services.core.broker.producer import Producer
+from services.core.broker.record import Record, TopicPartition
+from services.core.broker.retry import RetryPolicy
+from services.core.pipes import RETRIER_DEAD, RETRIER_GROUP, RETRY_IN, PipeFile, retry_topic
+from services.core.provision import ensure_topics
+from services.core.retry_state import RetryState, wrap
+from services.global_retrier.meter import Meter
+from services.global_retrier.mover import Mover
+from services.global_retrier.route import DELAY_BY_TOPIC
+from services.global_retrier.session import Session
+from tests.unit.global_retrier.fake_clock import FakeClock
+
+DEADLINE_S = 60.0
+PIPES = PipeFile.model_validate(
+    {
+        "streams": {"flights": {}},
+        "pipes": {
+            name: {
+                "sources": ["flights"],
+                "destinations": [{"name": "ops", "webhook": {"url": "https://example.org/hook"}}],
+            }
+            for name in ("late", "early")
+        },
+    }
+)
+
+
+def make_state(due: int, number: int = 0, *, pipe: str = "late", attempts: int = 4, rounds: int = 1) -> RetryState:
+    """As expel would have it for its `number`-th event."""
+    return RetryState(
+        pipe,
+        "ops",
+        attempts,
+        rounds,
+        1_799_999_999_000,
+        due,
+        "http_503",
+        "away",
+        f"flights:0:{number}",
+        1_700_000_000_000,
+    )
+
+
+def make_record(state: RetryState, now: int, value: bytes = b'{"n":1}') -> Record:
+    """An event handed over at `now`."""
+    headers = (("ce_id", state.source.encode()), ("penstock_origin", b"a:0:0"))
+    return wrap(Record(b"k", value, state.time, headers), state, now)
+
+
+@dataclass
+class River:
+    """`pipe` puts in, `drive` lets time pass, `out` reads."""
+
+    broker: Broker
+    clock: FakeClock
+    driver: Driver
+    session: Session | None = None
+    _read: dict[str, int] = field(default_factory=dict)
+    _put: bool = False
+
+    async def put(self, records: Sequence[Record], topic: str = RETRY_IN) -> None:
+        self._put = True
+        async with Producer(self.broker.driver) as producer:
+            (await producer.send(topic, records)).raise_first()
+
+    async def hand_over(self, *states: RetryState) -> None:
+        await self.put([make_record(state, self.clock.now_ms()) for state in states])
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[Session]:
+        """A retrier for the time of the context."""
+        stopping = asyncio.Event()
+        quick = RetryPolicy(deadline=0.2, append_timeout=5.0)
+        async with Producer(self.driver, policy=quick) as producer:
+            meter = Meter(RETRIER_GROUP)
+            self.session = Session(Mover(producer, self.broker.admin, meter, self.clock), meter, self.clock)
+            joining = self.broker.consumer(
+                RETRIER_GROUP, list(DELAY_BY_TOPIC), start="earliest", on_revoke=self.session.revoke
+            )
+            async with joining as consumer:
+                running = asyncio.create_task(self.session.run(consumer, stopping, 5.0))
+                try:
+                    yield self.session
+                finally:
+                    stopping.set()
+                    await running
+
+    async def rest(self) -> None:
+        """Until everything that can be done at this time is done: what is behind is read ahead, and wants to wait."""
+        async with asyncio.timeout(DEADLINE_S):
+            while not await self._is_resting():
+                await asyncio.sleep(0.005)
+
+    @staticmethod
+    def patience() -> asyncio.Timeout:
+        """Bounds a loop that waits for a condition."""
+        return asyncio.timeout(DEADLINE_S)
+
+    @staticmethod
+    async def pause() -> None:
+        """Between two looks at a condition."""
+        await asyncio.sleep(0.01)
+
+    async def _is_resting(self) -> bool:
+        assert self.session is not None
+        if any(line.busy for line in self.session.lines.values()):
+            return False
+        lags = await asyncio.gather(*(self.broker.admin.group_lag(RETRIER_GROUP, topic) for topic in DELAY_BY_TOPIC))
+        for topic, lag in zip(DELAY_BY_TOPIC, lags, strict=True):
+            line = self.session.lines.get(TopicPartition(topic, 0))
+            if lag[0].records != (len(line) if line is not None else 0) and not (line is not None and line.is_full):
+                return False
+        wake = self.clock.next_wake()
+        return wake is None or wake > self.clock.now_ms()
+
+    async def drive(self, until: Callable[[], bool], each: Callable[[], object] | None = None) -> None:
+        """From one moment at which something happens to the next, with everything done in between; a minute at most."""
+        async with asyncio.timeout(DEADLINE_S):
+            while True:
+                await self.rest()
+                if each is not None:
+                    await self._call(each)
+                if until():
+                    return
+                if self._put:
+                    self._put = False
+                    continue
+                wake = self.clock.next_wake()
+                assert wake is not None, "nothing waits any more"
+                self.clock.jump(wake)
+
+    @staticmethod
+    async def _call(each: Callable[[], object]) -> None:
+        done = each()
+        if asyncio.iscoroutine(done):
+            await done
+
+    async def out(self, pipe: str = "late") -> list[Record]:
+        """What came out for this pipe since the last call."""
+        return await self.read_new(retry_topic(pipe))
+
+    async def dead(self) -> list[Record]:
+        """New dead letters of the retrier."""
+        return await self.read_new(RETRIER_DEAD)
+
+    async def read_new(self, topic: str) -> list[Record]:
+        """What came into partition 0 of a topic since the last call."""
+        end = (await self.broker.admin.describe(topic))[0].end
+        found: list[Record] = []
+
+        async def nothing(_lost: frozenset[TopicPartition]) -> None:
+            return
+
+        start = self._read.get(topic, 0)
+        if end == start:
+            return []
+        async with self.broker.consumer(f"test-{topic}", [topic], start="earliest", on_revoke=nothing) as consumer:
+            while len(found) < end - start:
+                for batch in await consumer.poll(max_records=10_000, max_wait=1):
+                    found += batch.records
+                    await consumer.commit({batch.source: batch.offsets[-1]})
+        self._read[topic] = end
+        return found
+
+
+@asynccontextmanager
+async def open_river(
+    folder: Path, wrap_driver: Callable[[Driver], Driver] = lambda driver: driver
+) -> AsyncIterator[River]:
+    """Topics of two pipes, `late` and `early`, and the retrier's own; wrap_driver: what the retrier writes through."""
+    async with LogBroker.open(str(folder / "log")) as broker:
+        await ensure_topics(broker.admin, PIPES)
+        yield River(broker, FakeClock(), wrap_driver(broker.driver))
