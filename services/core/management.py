@@ -9,6 +9,7 @@ from aiohttp import web
 from prometheus_client import REGISTRY
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
+from services.core.address import parse_address
 from services.core.metrics import LAG_FAMILIES
 
 Readiness = Callable[[], str | None]
@@ -42,9 +43,9 @@ async def serve_management(address: str, ready: Readiness) -> AsyncIterator[str]
     app.add_routes([web.get("/metrics", metrics), web.get("/lags", lags)])
     runner = web.AppRunner(app, access_log=None)
     await runner.setup()
-    host, _, port = address.rpartition(":")
+    host, port = parse_address(address)
     try:
-        await web.TCPSite(runner, host.strip("[]"), int(port)).start()
+        await web.TCPSite(runner, host, port).start()
         bound = runner.addresses[0]
         yield f"{bound[0]}:{bound[1]}"
     finally:

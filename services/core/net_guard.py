@@ -10,6 +10,8 @@ import socket
 from dataclasses import dataclass
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
 
+from services.core.address import parse_address
+
 Address = IPv4Address | IPv6Address
 Network = IPv4Network | IPv6Network
 
@@ -73,10 +75,8 @@ def parse_endpoints(text: str) -> tuple[tuple[str, int], ...]:
     """Comma-separated host:port; empty text is none. Raises ValueError for a person."""
     found: list[tuple[str, int]] = []
     for part in filter(None, (part.strip() for part in text.split(","))):
-        match = _AUTHORITY.fullmatch(part)
-        if match is None or match["port"] is None:
-            raise ValueError(f"{part!r} is no host:port. Try: 127.0.0.1:8080")
-        found.append((_plain(match["host"]), int(match["port"])))
+        host, port = parse_address(part)
+        found.append((_plain(host), port))
     return tuple(found)
 
 

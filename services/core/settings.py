@@ -13,6 +13,7 @@ from typing import Any, ClassVar, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
 
+from services.core.address import Address
 from services.core.units import Duration, format_duration, format_size, parse_duration, parse_size
 from services.core.validation import describe
 from services.core.yaml_source import BadConfiguration, Document, Problem, load_yaml
@@ -38,7 +39,7 @@ class Settings(BaseModel):
     )
     pipes: Path = Field(Path("pipes.yaml"), description="The pipe file.")
     log_level: str = Field("info", pattern="^(debug|info|warning|error)$", description="debug, info, warning or error.")
-    management: str = Field(
+    management: Address = Field(
         "127.0.0.1:0", description="host:port of /healthz, /readyz and /metrics; port 0: any free one."
     )
     drain: Duration = Field(25.0, description="Time to finish what is in flight after SIGTERM, e.g. 25s.")

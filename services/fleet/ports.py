@@ -2,6 +2,7 @@
 
 import socket
 
+from services.core.address import parse_address
 from services.fleet.problem import CommandFailed
 
 
@@ -18,14 +19,14 @@ def check_port_free(listen: str) -> None:
 
     Ingest processes share their port (SO_REUSEPORT), so a second fleet would not notice by itself and take half of the events.
     """
-    host, _, port = listen.rpartition(":")
+    host, port = parse_address(listen)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind((host.strip("[]"), int(port)))
+            probe.bind((host, port))
         except OSError as error:
             raise CommandFailed(
                 f"ingest cannot listen on {listen}: {error.strerror}",
-                f"end what listens there, or --listen {host}:{int(port) + 1}",
+                f"end what listens there, or --listen {listen.removesuffix(str(port))}{port + 1}",
             ) from error

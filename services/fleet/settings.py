@@ -4,8 +4,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import ClassVar
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
+from services.core.address import Address
 from services.core.settings import Settings
 from services.core.units import Duration
 from services.core.yaml_source import BadConfiguration, Problem, load_yaml
@@ -22,21 +23,13 @@ class UpSettings(Settings):
         "folder. Or a URL: log:///path, kafka://host:port[,host:port].",
     )
     data: Path = Field(Path("data"), description="The data folder: embedded log, checkpoints, service logs, state.")
-    listen: str = Field("127.0.0.1:8080", description="host:port on which ingest takes events.")
+    listen: Address = Field("127.0.0.1:8080", description="host:port on which ingest takes events.")
     allow_networks: str = Field(
         "", description="Networks inside that webhooks may be in, comma-separated: 127.0.0.0/8 for this machine."
     )
     ingest: int = Field(1, ge=1, le=64, description="Ingest processes; they share the port.")
     expel: int = Field(1, ge=1, le=64, description="Expel processes; they share the work.")
     ready_within: Duration = Field(120.0, description="How long the services may take to become ready.")
-
-    @field_validator("listen", "management")
-    @classmethod
-    def _has_port(cls, value: str) -> str:
-        host, _, port = value.rpartition(":")
-        if not host or not port.isdigit() or int(port) > 65535:
-            raise ValueError("host:port is needed. Try: 127.0.0.1:8080")
-        return value
 
 
 OVERRULED = {

@@ -6,6 +6,7 @@ from typing import ClassVar
 
 from pydantic import Field
 
+from services.core.address import Address, parse_address
 from services.core.settings import Settings
 from services.core.units import Duration, Size
 from services.core.yaml_source import BadConfiguration, Problem
@@ -18,7 +19,7 @@ class IngestSettings(Settings):
 
     section: ClassVar[str] = "ingest"
 
-    listen: str = Field("127.0.0.1:8080", description="host:port for events; without keys loopback only.")
+    listen: Address = Field("127.0.0.1:8080", description="host:port for events; without keys loopback only.")
     reuse_port: bool = Field(True, description="Whether ingest processes may share the port (true or false).")
     keys: Path | None = Field(
         None, description="The keys file that `penstock keys` writes; absent: no keys are asked for."
@@ -40,16 +41,13 @@ class IngestSettings(Settings):
         return Limits(self.max_events, self.max_event, self.max_body)
 
     def address(self) -> tuple[str, int]:
-        """Host and port of `listen`. Raises BadConfiguration, also when others could reach it without a key."""
-        host, _, port = self.listen.rpartition(":")
-        host = host.strip("[]")
-        if not host or not port.isdigit() or int(port) > 65535:
-            raise BadConfiguration([Problem("ingest", "listen", "host:port is needed. Try: 127.0.0.1:8080")])
+        """Host and port of `listen`. Raises BadConfiguration when others could reach it without a key."""
+        host, port = parse_address(self.listen)
         if self.keys is None and not is_loopback(host):
             problem = f"without API keys only this machine may send, and {host} is not a loopback address. "
             problem += "Try: listen: 127.0.0.1:8080, or keys: keys.yaml made by `penstock keys create`"
             raise BadConfiguration([Problem("ingest", "listen", problem)])
-        return host, int(port)
+        return host, port
 
 
 def is_loopback(host: str) -> bool:
