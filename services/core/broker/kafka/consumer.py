@@ -15,6 +15,7 @@ from services.core.broker.contract import Lag, OnRevoke, Start
 from services.core.broker.errors import BrokerClosed, BrokerError, NotOwner
 from services.core.broker.kafka.cluster import Cluster
 from services.core.broker.kafka.damage import Fault, find_damage, find_gaps
+from services.core.broker.kafka.eviction import evict_dead
 from services.core.broker.kafka.faults import bounded, classify
 from services.core.broker.kafka.lag import LagMeter
 from services.core.broker.kafka.membership import connect, disconnect
@@ -43,6 +44,7 @@ async def join(
 ) -> AsyncIterator["KafkaConsumer"]:
     """A member for the time of the context; see `KafkaBroker.consumer`."""
     await partitions_of(cluster, topics)
+    await evict_dead(cluster, group)
     client = await connect(bootstrap, timing, group)
     ownership = Ownership(on_revoke, timing.drain, lambda: not client._coordinator.member_id)
     consumer = KafkaConsumer(cluster, client, ownership, group, start)

@@ -10,14 +10,17 @@ import asyncio
 import structlog
 from aiokafka import AIOKafkaConsumer
 
+from services.core.broker.kafka.eviction import client_id, name_process
 from services.core.broker.kafka.faults import bounded
-from services.core.broker.kafka.packing import MAX_BATCH_BYTES
 from services.core.broker.kafka.timing import Timing
 
 log = structlog.get_logger()
 
 _NEVER_MS = 2**31 - 1
-_FETCH_BYTES = 8 << 20
+_FETCH_BYTES = 1 << 20
+_PARTITION_FETCH_BYTES = 256 << 10
+"""aiokafka keeps what it fetched until it is polled, and a process may have a hundred members. A larger batch comes all the
+same, alone (KIP-74)."""
 _STOP_SECONDS = 10.0
 
 
@@ -25,7 +28,7 @@ async def connect(bootstrap: str, timing: Timing, group: str) -> AIOKafkaConsume
     """A started consumer without a subscription. Raises Unavailable."""
     client = AIOKafkaConsumer(
         bootstrap_servers=bootstrap,
-        client_id=f"penstock-{group}",
+        client_id=client_id(group, await asyncio.to_thread(name_process)),
         group_id=group,
         enable_auto_commit=False,
         auto_offset_reset="none",
@@ -36,7 +39,7 @@ async def connect(bootstrap: str, timing: Timing, group: str) -> AIOKafkaConsume
         # A join is answered only when every member has drained.
         request_timeout_ms=round((timing.rebalance + timing.request) * 1000),
         metadata_max_age_ms=round(timing.metadata * 1000),
-        max_partition_fetch_bytes=MAX_BATCH_BYTES,
+        max_partition_fetch_bytes=_PARTITION_FETCH_BYTES,
         fetch_max_bytes=_FETCH_BYTES,
     )
     try:
