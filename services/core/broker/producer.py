@@ -6,10 +6,13 @@ lane that waits for its leader holds up no other lane.
 """
 
 import asyncio
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from operator import attrgetter
 from types import TracebackType
 from typing import Self
+
+import msgspec
 
 from services.core.broker import errors
 from services.core.broker.contract import MAX_APPEND_BYTES, Appended, Driver
@@ -17,9 +20,13 @@ from services.core.broker.partitioner import split_by_key
 from services.core.broker.record import Record, estimate_size
 from services.core.broker.retry import RetryPolicy, append_with_retry
 
+TOPIC_SHARE = 2
+"""One topic may take this part (a half) of the bound: others go on while one of its partitions has no leader."""
 
-@dataclass(frozen=True, slots=True)
-class PartResult:
+_FAILED = attrgetter("failed")
+
+
+class PartResult(msgspec.Struct, frozen=True):
     """What became of the records that one `send_to` gave to one partition.
 
     first, last: offsets between which its records lie, -1 when none was stored; exactly its own where offsets are
@@ -33,8 +40,7 @@ class PartResult:
     failed: tuple[tuple[int, Exception], ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class SendResult:
+class SendResult(msgspec.Struct, frozen=True):
     """One answer per call: where each part of it went."""
 
     parts: tuple[PartResult, ...]
@@ -42,7 +48,7 @@ class SendResult:
     @property
     def failed(self) -> bool:
         """Whether any record was not stored (or might not have been)."""
-        return any(part.failed for part in self.parts)
+        return any(map(_FAILED, self.parts))
 
     def raise_first(self) -> None:
         """Raise the first failure, for callers for whom all or nothing counts."""
@@ -54,8 +60,9 @@ class SendResult:
 class Producer:
     """Sends batches durably; an async context manager that drains on exit.
 
-    `max_pending_bytes` bounds everything that waits or is under way; beyond it sends raise Overloaded at once.
-    `policy` says how long a batch may be tried (its `deadline`, seconds): each send ends by then plus one append time-out.
+    `max_pending_bytes` bounds everything that waits or is under way, and a topic takes half of it at most; beyond that
+    sends raise Overloaded at once. `policy` says how long records may be tried, counted from their `send_to`: each call ends by
+    its deadline plus one append time-out.
     """
 
     def __init__(self, driver: Driver, *, max_pending_bytes: int = 64 << 20, policy: RetryPolicy | None = None) -> None:
@@ -63,7 +70,7 @@ class Producer:
         self._policy = policy or RetryPolicy()
         self._max_pending = max_pending_bytes
         self._pending = 0
-        self._lanes: dict[tuple[str, int], _Lane] = {}
+        self._queues: dict[str, _Queue] = {}
         self._sticky: dict[str, int] = {}
         self._closed = False
 
@@ -108,49 +115,67 @@ class Producer:
         """
         if self._closed:
             raise errors.BrokerClosed("the producer is closed")
-        sizes = [estimate_size(records) for records in parts.values()]
-        if self._pending + sum(sizes) > self._max_pending and self._pending:
-            raise errors.Overloaded(f"{self._pending} bytes are waiting for the broker already")
-        call = _Call(len(parts), asyncio.get_running_loop().create_future())
         if not parts:
             return SendResult(())
+        queue = self._queues.get(topic)
+        if queue is None:
+            queue = self._queues[topic] = _Queue(topic)
+        sizes = [estimate_size(records) for records in parts.values()]
+        self._admit(queue, sum(sizes))
+        call = _Call(len(parts), asyncio.get_running_loop().create_future(), time.monotonic() + self._policy.deadline)
         for (partition, records), size in zip(parts.items(), sizes, strict=True):
-            self._pending += size
-            self._lane(topic, partition).add(_Piece(call, partition, records, size))
+            lane = queue.lanes.get(partition)
+            if lane is None:
+                lane = queue.lanes[partition] = _Lane(self, queue, partition)
+            lane.add(_Piece(call, partition, records, size))
         return await call.done
 
-    def _lane(self, topic: str, partition: int) -> "_Lane":
-        lane = self._lanes.get((topic, partition))
-        if lane is None:
-            lane = self._lanes[(topic, partition)] = _Lane(self, topic, partition)
-        return lane
-
-    def _release(self, size: int) -> None:
-        self._pending -= size
+    def _admit(self, queue: "_Queue", size: int) -> None:
+        """Count these bytes as pending, or raise Overloaded. A call above a bound passes while nothing else waits."""
+        if self._pending and self._pending + size > self._max_pending:
+            raise errors.Overloaded(f"{self._pending} bytes are waiting for the broker already")
+        if queue.pending and queue.pending + size > self._max_pending // TOPIC_SHARE:
+            raise errors.Overloaded(f"{queue.pending} bytes are waiting for {queue.topic} already")
+        self._pending += size
+        queue.pending += size
 
     async def close(self) -> None:
-        """Wait for what is under way (bounded by the policy's deadline); refuse what is new."""
+        """Wait for what is under way, which ends as `policy` says; refuse what is new."""
         self._closed = True
-        running = [lane.task for lane in self._lanes.values() if lane.task is not None]
+        lanes = [lane for queue in self._queues.values() for lane in queue.lanes.values()]
+        running = [lane.task for lane in lanes if lane.task is not None]
         if running:
             await asyncio.wait(running)
-        for lane in self._lanes.values():
+        for lane in lanes:
             lane.abandon()
 
     def _cancel(self) -> None:
         """Give up at once what is under way: its outcome is unknown."""
-        for lane in self._lanes.values():
-            if lane.task is not None:
-                lane.task.cancel()
+        for queue in self._queues.values():
+            for lane in queue.lanes.values():
+                if lane.task is not None:
+                    lane.task.cancel()
 
 
-@dataclass(slots=True)
-class _Call:
-    """One `send_to`: resolved when its last piece is settled. One future per call, none per record."""
+class _Queue:
+    """One topic: its lanes, and the bytes that they hold."""
+
+    def __init__(self, topic: str) -> None:
+        self.topic = topic
+        self.pending = 0
+        self.lanes: dict[int, _Lane] = {}
+
+
+class _Call(msgspec.Struct, eq=False):
+    """One `send_to`: resolved when its last piece is settled. One future per call, none per record.
+
+    deadline (monotonic seconds): nothing of it is tried later.
+    """
 
     remaining: int
     done: "asyncio.Future[SendResult]"
-    results: list[PartResult] = field(default_factory=list)
+    deadline: float
+    results: list[PartResult] = []
 
     def settle(self, result: PartResult) -> None:
         self.results.append(result)
@@ -159,8 +184,7 @@ class _Call:
             self.done.set_result(SendResult(tuple(self.results)))
 
 
-@dataclass(slots=True)
-class _Piece:
+class _Piece(msgspec.Struct, eq=False):
     """The records of one call for one partition."""
 
     call: _Call
@@ -170,24 +194,27 @@ class _Piece:
 
 
 class _Lane:
-    """One partition's queue. A task runs only while there is something to send, so idle lanes cost nothing."""
+    """One partition's pieces. A task runs only while there is something to send, so idle lanes cost nothing."""
 
-    def __init__(self, producer: Producer, topic: str, partition: int) -> None:
-        self._producer = producer
-        self._topic, self._partition = topic, partition
+    def __init__(self, producer: Producer, queue: _Queue, partition: int) -> None:
+        self._producer, self._queue, self._partition = producer, queue, partition
+        self._name = f"{queue.topic}[{partition}]"
         self._waiting: list[_Piece] = []
         self.task: asyncio.Task[None] | None = None
 
     def add(self, piece: _Piece) -> None:
         self._waiting.append(piece)
         if self.task is None:
-            self.task = asyncio.create_task(self._run(), name=f"lane {self._topic}[{self._partition}]")
+            self.task = asyncio.create_task(self._run(), name=self._name)
 
     async def _run(self) -> None:
         """The task starts on the loop's next turn: everything that this turn added is the first batch."""
         try:
             while self._waiting:
+                self._expire()
                 pieces = self._take()
+                if not pieces:
+                    return
                 try:
                     outcome: Appended | Exception = await self._append(pieces)
                 except asyncio.CancelledError:
@@ -205,9 +232,18 @@ class _Lane:
         self._settle(pieces, errors.BrokerClosed("given up before it was sent"))
 
     def _settle(self, pieces: list[_Piece], outcome: Appended | Exception) -> None:
-        for piece in pieces:
-            self._producer._release(piece.size)
+        size = sum([piece.size for piece in pieces])
+        self._producer._pending -= size
+        self._queue.pending -= size
         _settle(pieces, outcome)
+
+    def _expire(self) -> None:
+        """Fail what waited behind others until its deadline."""
+        now = time.monotonic()
+        if self._waiting[0].call.deadline < now:
+            late = [piece for piece in self._waiting if piece.call.deadline < now]
+            del self._waiting[: len(late)]  # deadlines are in the order of arrival
+            self._settle(late, errors.Unavailable(f"{self._name}: its turn did not come in time; nothing was stored"))
 
     def _take(self) -> list[_Piece]:
         """As many whole pieces as fit one append; a piece that is larger than that travels alone (and is cut in `_append`)."""
@@ -222,10 +258,14 @@ class _Lane:
 
     async def _append(self, pieces: list[_Piece]) -> Appended:
         records = pieces[0].records if len(pieces) == 1 else [record for piece in pieces for record in piece.records]
-        size = sum(piece.size for piece in pieces)
-        producer = self._producer
         return await append_with_retry(
-            producer._driver, self._topic, self._partition, records, producer._policy, size=size
+            self._producer._driver,
+            self._queue.topic,
+            self._partition,
+            records,
+            self._producer._policy,
+            size=sum([piece.size for piece in pieces]),
+            deadlines=lambda: [piece.call.deadline for piece in pieces for _ in piece.records],
         )
 
 

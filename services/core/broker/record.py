@@ -66,7 +66,7 @@ class Batch(msgspec.Struct, frozen=True, gc=False):
 
 
 RECORD_OVERHEAD = 64
-"""Bytes that we count for a record's framing and headers beside its key and value."""
+"""Bytes that we count for a record's framing beside what it holds."""
 
 
 def estimate_size(records: Sequence[Record]) -> int:
@@ -75,4 +75,8 @@ def estimate_size(records: Sequence[Record]) -> int:
     for record in records:
         if record.value is not None:
             size += len(record.value)
+        if record.key is not None:
+            size += len(record.key)
+        for name, value in record.headers:
+            size += len(name) + len(value)
     return size

@@ -19,7 +19,7 @@ from services.core.broker.record import Record, estimate_size
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
-    """All in seconds. deadline: no new attempt starts later than this after the first. append_timeout: for each attempt."""
+    """All in seconds. deadline: no attempt starts later than this after `send_to`. append_timeout: for each attempt."""
 
     deadline: float = 12.0
     append_timeout: float = 8.0
@@ -41,20 +41,22 @@ async def append_with_retry(
     policy: RetryPolicy,
     *,
     size: int,
-    clock: Callable[[], float] = time.monotonic,
+    deadlines: Callable[[], Sequence[float]],
 ) -> Appended:
     """Append all records, in order, cut to what one append takes; failed ones stand in the answer, nothing is raised for them.
 
-    `size` is the records' `estimate_size`; `clock` is monotonic seconds. Errors that are not BrokerErrors (bugs) are raised.
+    `size` is the records' `estimate_size`. `deadlines`: until when (monotonic seconds) each record may be tried; asked for
+    only when something failed or was cut. The first attempt is made whatever it says. Errors that are not BrokerErrors
+    (bugs) are raised.
     """
     outcome = _Outcome()
-    deadline = clock() + policy.deadline
     for start, chunk in _chunks(records, size):
-        if outcome.is_interrupted:  # a later chunk must not overtake what the caller will send again
-            untried = Unavailable("not tried: what stands before it was not stored")
+        # A later chunk must not overtake what the caller will send again.
+        if start and (outcome.is_interrupted or deadlines()[start] < time.monotonic()):
+            untried = Unavailable("not tried: what stands before it was not stored in time")
             outcome.failed.extend((start + index, untried) for index in range(len(chunk)))
             continue
-        await _append_chunk(driver, topic, partition, start, chunk, policy, deadline, clock, outcome)
+        await _append_chunk(driver, topic, partition, start, chunk, policy, deadlines, outcome)
     return outcome.appended()
 
 
@@ -65,38 +67,45 @@ async def _append_chunk(
     start: int,
     chunk: Sequence[Record],
     policy: RetryPolicy,
-    deadline: float,
-    clock: Callable[[], float],
+    deadlines: Callable[[], Sequence[float]],
     outcome: "_Outcome",
 ) -> None:
     """One append and the repeats of what failed of it. Indexes in `outcome` count from the call's first record."""
-    pending: list[int] | range = range(start, start + len(chunk))
+    pending: Sequence[int] = range(start, start + len(chunk))
     uncertain: OutcomeUnknown | None = None
     waits = policy.waits()
     while True:
         try:
             appended = await driver.append(topic, partition, chunk, timeout=policy.append_timeout)
         except BrokerError as error:
-            failed: list[tuple[int, Exception]] = [(index, error) for index in range(len(chunk))]
+            failed: Sequence[tuple[int, Exception]] = [(index, error) for index in range(len(chunk))]
         else:
             outcome.stored(appended)
-            failed = list(appended.failed)
-        again = [index for index, error in failed if isinstance(error, BrokerError) and error.retriable]
-        uncertain = next((error for _, error in failed if isinstance(error, OutcomeUnknown)), uncertain)
-        wait = backoff.full_jitter(next(waits)) if again else 0.0
-        asked = [e.retry_after for _, e in failed if isinstance(e, Throttled) and e.retry_after is not None]
-        wait = max([wait, *asked])
-        if not again or clock() + wait > deadline:
-            outcome.failed.extend((pending[index], _final(error, uncertain)) for index, error in failed)
+            failed = appended.failed
+        if not failed:
             return
-        outcome.failed.extend((pending[index], error) for index, error in failed if index not in set(again))
+        uncertain = next((error for _, error in failed if isinstance(error, OutcomeUnknown)), uncertain)
+        asked = [e.retry_after for _, e in failed if isinstance(e, Throttled) and e.retry_after is not None]
+        wait = max([backoff.full_jitter(next(waits)), *asked])
+        until, next_try = deadlines(), time.monotonic() + wait
+        again = [index for index, error in failed if _is_retriable(error) and until[pending[index]] >= next_try]
+        given_up = {index for index, _ in failed}.difference(again)
+        outcome.failed.extend(
+            (pending[index], _final(error, uncertain)) for index, error in failed if index in given_up
+        )
+        if not again:
+            return
         pending, chunk = [pending[index] for index in again], [chunk[index] for index in again]
         await asyncio.sleep(wait)
 
 
+def _is_retriable(error: Exception) -> bool:
+    return isinstance(error, BrokerError) and error.retriable
+
+
 def _final(error: Exception, uncertain: OutcomeUnknown | None) -> Exception:
     """Once one attempt may have stored a record, a later refusal does not make the outcome known again."""
-    if uncertain is not None and isinstance(error, BrokerError) and error.retriable:
+    if uncertain is not None and _is_retriable(error):
         return uncertain
     return error
 
@@ -131,7 +140,7 @@ class _Outcome:
     @property
     def is_interrupted(self) -> bool:
         """Whether something failed that the caller may send again."""
-        return any(isinstance(error, BrokerError) and error.retriable for _, error in self.failed)
+        return any(_is_retriable(error) for _, error in self.failed)
 
     def appended(self) -> Appended:
         return Appended(self.first, self.last, tuple(sorted(self.failed, key=lambda item: item[0])))

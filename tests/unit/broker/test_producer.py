@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import time
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -12,7 +13,7 @@ from services.core.broker import errors
 from services.core.broker.contract import MAX_APPEND_BYTES, Appended
 from services.core.broker.producer import Producer, SendResult
 from services.core.broker.record import Record, estimate_size
-from services.core.broker.retry import RetryPolicy
+from services.core.broker.retry import RetryPolicy, append_with_retry
 
 QUICK = RetryPolicy(deadline=2.0, append_timeout=1.0, base_wait=0.0001, max_wait=0.001)
 Fault = Callable[[Sequence[Record]], Sequence[tuple[int, Exception]]]
@@ -154,6 +155,68 @@ async def test_full_queue_refuses_at_once_and_empties() -> None:
         await first
         assert producer.pending_bytes == 0
         await producer.send_to("t", {1: make_records(5)})
+
+
+async def test_one_topic_cannot_fill_the_queue_of_all() -> None:
+    """Broken: one partition without a leader, and every stream of the process is answered 503."""
+    driver = FaultyDriver()
+    driver.gate.clear()
+    async with Producer(driver, max_pending_bytes=2000) as producer:
+        sends = [asyncio.create_task(producer.send_to("stuck", {0: make_records(10)}))]
+        await asyncio.sleep(0)
+        with pytest.raises(errors.Overloaded, match="stuck"):
+            await asyncio.wait_for(producer.send_to("stuck", {1: make_records(10)}), 10)
+        sends.append(asyncio.create_task(producer.send_to("other", {2: make_records(10)})))
+        while driver.busy != {0, 2}:
+            await asyncio.sleep(0)
+        driver.gate.set()
+        assert [answer.failed for answer in await asyncio.gather(*sends)] == [False, False]
+        await producer.send_to("stuck", {0: make_records(10)})
+
+
+def test_keys_and_headers_count_against_the_bounds() -> None:
+    """Broken: small payloads under large headers fill the memory while the bound sees next to nothing."""
+    record = Record(b"k" * 1000, b"v" * 100, 0, (("ce_subject", b"s" * 10_000),))
+    assert 11_100 <= estimate_size([record]) <= 11_300
+
+
+async def test_waiting_counts_against_the_deadline() -> None:
+    """Broken: behind slow appends a call is answered, and a close ends, much later than promised."""
+    driver = FaultyDriver()
+    driver.gate.clear()
+    async with Producer(driver, policy=RetryPolicy(deadline=0.05)) as producer:
+        first = asyncio.create_task(producer.send_to("t", {0: make_records(1)}))
+        while not driver.busy:
+            await asyncio.sleep(0)
+        late = asyncio.create_task(producer.send_to("t", {0: make_records(2)}))
+        await asyncio.sleep(0.06)
+        fresh = asyncio.create_task(producer.send_to("t", {0: make_records(3)}))
+        await asyncio.sleep(0)
+        driver.gate.set()
+        assert not (await first).failed
+        assert [type(error) for _, error in (await late).parts[0].failed] == [errors.Unavailable] * 2
+        await fresh
+        assert producer.pending_bytes == 0
+    assert driver.appends in ([1], [1, 3])
+
+
+async def test_each_record_is_tried_until_its_own_deadline() -> None:
+    """Broken: a request that has just arrived is refused because it shares a batch with one that waited long."""
+    failures = iter([errors.Unavailable("leader away")])
+
+    def fault(_records: Sequence[Record]) -> Sequence[tuple[int, Exception]]:
+        for error in failures:
+            raise error
+        return ()
+
+    driver = FaultyDriver(fault)
+    records = make_records(3)
+    now = time.monotonic()
+    answer = await append_with_retry(
+        driver, "t", 0, records, QUICK, size=estimate_size(records), deadlines=lambda: [now - 1, now + 60, now + 60]
+    )
+    assert [(index, type(error)) for index, error in answer.failed] == [(0, errors.Unavailable)]
+    assert driver.stored[0] == records[1:]
 
 
 async def test_cancelled_caller_disturbs_no_other() -> None:
