@@ -5,7 +5,7 @@ The YAML file is validated by these models; `penstock schema` publishes their JS
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
@@ -103,10 +103,17 @@ class Secret(_Strict):
     )
     env: str | None = Field(None, pattern=r"^[A-Z][A-Z0-9_]*$", description="An environment variable that holds it.")
 
+    @model_validator(mode="before")
+    @classmethod
+    def _not_itself(cls, value: Any) -> Any:
+        if not isinstance(value, dict | Secret):
+            raise ValueError("the secret itself must not stand here. Try: secret: {file: webhook.secret}")  # noqa: TRY004
+        return value
+
     @model_validator(mode="after")
     def _one_kind(self) -> Self:
         if (self.file is None) == (self.env is None):
-            raise ValueError("exactly one of file and env is needed")
+            raise ValueError("exactly one of file and env is needed. Try: secret: {file: webhook.secret}")
         return self
 
 

@@ -114,7 +114,7 @@ def resolve_settings(model: type[Model], flags: Mapping[str, str], environ: Mapp
         for item in error.errors(include_url=False, include_input=False):
             name = str(item["loc"][0]) if item["loc"] else ""
             source = sources.get(name, Problem(model.section, name, ""))
-            problems.append(Problem(source.where, source.key, describe(item["type"], item["msg"])))
+            problems.append(Problem(source.where, source.key, describe(item)))
         raise BadConfiguration(problems) from None
     if problems:
         raise BadConfiguration(problems)

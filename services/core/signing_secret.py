@@ -20,7 +20,7 @@ def read_signing_keys(secret: Secret, folder: Path, environ: Mapping[str, str]) 
     if secret.env is not None:
         text, where = environ.get(secret.env), f"the variable {secret.env}"
         if text is None:
-            raise BadSecret(f"{where} is not set")
+            raise BadSecret(f"{where} is not set. Try: put a line into it that `penstock keys secret` made")
     else:
         assert secret.file is not None
         path = folder / secret.file
@@ -44,5 +44,7 @@ def _read_private(path: Path) -> str:
             if mode & stat.S_IRWXO:
                 raise BadSecret(f"{path} can be read by everybody on this machine. Try: chmod 600 {path}")
             return file.read(_MAX_FILE_BYTES).decode("ascii", errors="replace")
+    except FileNotFoundError as error:
+        raise BadSecret(f"{path} cannot be read: {error.strerror}. Try: penstock keys secret {path}") from None
     except OSError as error:
         raise BadSecret(f"{path} cannot be read: {error.strerror}") from None

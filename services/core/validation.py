@@ -4,10 +4,35 @@ from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
 from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
 
 from services.core.yaml_source import BadConfiguration, Document, KeyPath
 
 Model = TypeVar("Model", bound=BaseModel)
+
+_KEYS, _WHOLE, _BOOLEAN = "keys and values are needed", "a whole number is needed", "true or false is needed"
+_WORDS = {
+    "extra_forbidden": "unknown key",
+    "missing": "is required",
+    "model_type": _KEYS,
+    "dict_type": _KEYS,
+    "list_type": "a list is needed",
+    "string_type": "a text is needed",
+    "path_type": "a path is needed",
+    "int_type": _WHOLE,
+    "int_parsing": _WHOLE,
+    "int_from_float": _WHOLE,
+    "bool_type": _BOOLEAN,
+    "bool_parsing": _BOOLEAN,
+    "literal_error": "must be {expected}",
+    "string_pattern_mismatch": "must match {pattern}",
+    "string_too_long": "must have at most {max_length} characters",
+    "too_long": "must have at most {max_length} entries",
+    "too_short": "must have at least {min_length} entries",
+    "greater_than_equal": "must be at least {ge}",
+    "less_than_equal": "must be at most {le}",
+}
+"""By pydantic's type of error; others keep pydantic's message."""
 
 
 def validate_document(document: Document, model: type[Model]) -> Model:
@@ -16,7 +41,7 @@ def validate_document(document: Document, model: type[Model]) -> Model:
         return model.model_validate({} if document.data is None else document.data)
     except ValidationError as error:
         problems = [
-            document.problem(known_path(document.data, item["loc"]), describe(item["type"], item["msg"]))
+            document.problem(known_path(document.data, item["loc"]), describe(item))
             for item in error.errors(include_url=False, include_input=False)
         ]
         raise BadConfiguration(problems) from None
@@ -36,10 +61,7 @@ def known_path(data: object, loc: Sequence[int | str]) -> KeyPath:
     return tuple(path)
 
 
-def describe(kind: str, message: str) -> str:
-    """Pydantic's message in an operator's words."""
-    if kind == "extra_forbidden":
-        return "unknown key"
-    if kind == "missing":
-        return "is required"
-    return message.removeprefix("Value error, ")
+def describe(error: ErrorDetails) -> str:
+    """A pydantic error in an operator's words; never the value, which may be a secret."""
+    words = _WORDS.get(error["type"])
+    return words.format(**error.get("ctx", {})) if words else error["msg"].removeprefix("Value error, ")

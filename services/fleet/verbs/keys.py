@@ -15,6 +15,7 @@ from rich.table import Table
 from services.core.key_file import add_key, load_keys, revoke_key
 from services.core.keys import make_key
 from services.core.signature import PREFIX
+from services.core.validation import describe
 from services.fleet.console import OUT, note
 from services.fleet.problem import CommandFailed
 from services.fleet.verbs.app import APP, example
@@ -48,7 +49,9 @@ def create(
         token, entry = make_key(streams=stream, name=name, rate=rate, created=_now())
     except ValidationError as error:
         problem = error.errors(include_url=False, include_input=False)[0]
-        raise CommandFailed(f"{problem['loc'][0]}: {problem['msg']}", "a stream's name, or '*'", status=2) from None
+        field = problem["loc"][0]
+        remedy = "a stream's name, or '*'" if field == "streams" else ""
+        raise CommandFailed(f"{field}: {describe(problem)}", remedy, status=2) from None
     try:
         add_key(keys, entry)
     except OSError as error:
