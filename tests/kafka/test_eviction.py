@@ -13,14 +13,14 @@ from tests.support.kafka import unique_name
 
 pytestmark = pytest.mark.kafka
 
-_SLOW = Timing(session=10 * DEADLINE, heartbeat=0.3, drain=10.0, request=4.0, metadata=1.0)
+_SLOW = Timing(session=10 * DEADLINE, heartbeat=0.3, drain=10 * DEADLINE, request=4.0, metadata=1.0)
 _MEMBER = f"""
 import asyncio, sys
 from services.core.broker.kafka import KafkaBroker, Timing
 from tests.contract.traffic import ignore_revoke, own
 
 async def main(bootstrap, topic, group):
-    timing = Timing(session={_SLOW.session}, heartbeat=0.3, drain=10.0, request=4.0, metadata=1.0)
+    timing = Timing(session={_SLOW.session}, heartbeat=0.3, drain={_SLOW.drain}, request=4.0, metadata=1.0)
     async with (
         KafkaBroker.open(bootstrap, timing=timing) as broker,
         broker.consumer(group, [topic], start="earliest", on_revoke=ignore_revoke) as consumer,
