@@ -10,11 +10,11 @@ import orjson
 from bench.figures import Figure
 from bench.main_path import ingest
 from bench.processes import Child, fetch_metric, free_port, run_json
-from bench.setup import CPU, Setup, make_topic, send_load, tell
+from bench.setup import CPU, Setup, make_topics, send_load, tell
 
 PIPE = """version: 1
 streams:
-  {stream}: {{partitions: 4, id: id, time: time}}
+  {stream}: {{id: id, time: time}}
 pipes:
   {pipe}:
     sources: [{stream}]
@@ -68,9 +68,9 @@ def _measure_floor(setup: Setup, topic: str, size: int, events: int, sink: str) 
 
 def _measure_expel(setup: Setup, stream: str, pipe: str, size: int, events: int, sink: str) -> float:
     """CPU-s/M of a process that serves this pipe alone, from when it is ready: imports and joining are not counted."""
-    make_topic(setup.kafka, f"{pipe}.dead", 1)
     pipes = setup.folder / f"{pipe}.yaml"
     pipes.write_text(PIPE.format(stream=stream, pipe=pipe, url=sink, secret=_secret(setup.folder), size=size))
+    make_topics(setup.kafka, pipes)
     management = free_port()
     options = ("--broker", setup.kafka, "--pipes", str(pipes), "--allow-networks", "127.0.0.0/8")
     with Child(setup.folder, "services.expel", *options, "--management", f"127.0.0.1:{management}") as child:

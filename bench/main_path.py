@@ -15,7 +15,7 @@ import orjson
 
 from bench.figures import Figure
 from bench.processes import Child, free_port, run_json
-from bench.setup import CPU, PARTITIONS, Setup, make_topic, send_load, tell
+from bench.setup import CPU, Setup, make_topics, send_load, tell
 
 SYNCS = 100
 
@@ -23,9 +23,9 @@ SYNCS = 100
 @contextmanager
 def ingest(setup: Setup, broker: str, stream: str) -> Iterator[tuple[Child, str]]:
     """A running ingest process with one fresh stream, and the URL to post to."""
-    make_topic(broker, stream)
     pipes = setup.folder / f"{stream}.yaml"
-    pipes.write_text(f"version: 1\nstreams:\n  {stream}: {{partitions: {PARTITIONS}, id: id, time: time}}\n")
+    pipes.write_text(f"version: 1\nstreams:\n  {stream}: {{id: id, time: time}}\n")
+    make_topics(broker, pipes)
     port, management = free_port(), free_port()
     options = ("--broker", broker, "--pipes", str(pipes), "--listen", f"127.0.0.1:{port}")
     with Child(setup.folder, "services.ingest", *options, "--management", f"127.0.0.1:{management}") as child:
@@ -44,7 +44,9 @@ def bare_handler(setup: Setup) -> Iterator[tuple[Child, str]]:
 
 def ingest_figures(setup: Setup) -> list[Figure]:
     """Ingest to Kafka and to the log, requests of 100 and of 1."""
-    make_topic(setup.kafka, "floor")
+    floor = setup.folder / "floor.yaml"
+    floor.write_text("version: 1\nstreams:\n  floor: {}\n")
+    make_topics(setup.kafka, floor)
     with ExitStack() as stack:
         subjects = {
             "http": stack.enter_context(bare_handler(setup)),

@@ -14,12 +14,10 @@ import psutil
 from bench.events import make_event
 from bench.figures import Figure
 from bench.processes import Child, fetch_metric, free_port
-from bench.setup import Setup, send_load, tell
+from bench.setup import Setup, make_topics, send_load, tell
 from services.core.broker.connect import open_broker
 from services.core.broker.producer import Producer
 from services.core.broker.record import Record
-from services.core.pipes import load_pipes
-from services.core.provision import ensure_topics
 
 BACKLOG = 1_000_000
 HANG_S, DRAIN_S = 45.0, 150.0
@@ -44,15 +42,13 @@ pipes:
 """
 
 
-async def fill(broker_url: str, pipes: Path) -> None:
-    """The topics, and BACKLOG events in the stream as ingest stores them."""
+async def fill(broker_url: str) -> None:
+    """BACKLOG events in the stream as ingest stores them."""
     now = time.time_ns() // 1_000_000
-    async with open_broker(broker_url) as broker:
-        await ensure_topics(broker.admin, await asyncio.to_thread(load_pipes, pipes))
-        async with Producer(broker.driver) as producer:
-            for start in range(0, BACKLOG, _CHUNK):
-                records = [_record(number, now) for number in range(start, start + _CHUNK)]
-                (await producer.send("events", records)).raise_first()
+    async with open_broker(broker_url) as broker, Producer(broker.driver) as producer:
+        for start in range(0, BACKLOG, _CHUNK):
+            records = [_record(number, now) for number in range(start, start + _CHUNK)]
+            (await producer.send("events", records)).raise_first()
 
 
 def _record(number: int, now: int) -> Record:
@@ -95,9 +91,10 @@ def _memory(setup: Setup, broker: str) -> list[Figure]:
     sink, listen = free_port(), free_port()
     pipes = folder / "pipes.yaml"
     pipes.write_text(PIPES.format(port=sink))
-    asyncio.run(fill(broker, pipes))
+    make_topics(broker, pipes)
+    asyncio.run(fill(broker))
     tell(f"memory, {kind}: {BACKLOG:,} events wait")
-    ports = {name: free_port() for name in ("ingest", "expel", "transform")}
+    ports = {name: free_port() for name in ("ingest", "expel", "retrier", "transform")}
     shared = {name: _shared(broker, pipes, port) for name, port in ports.items()}
     with ExitStack() as stack:
         receiver = stack.enter_context(Child(folder, "bench.floors", "receive", str(sink)))
@@ -106,6 +103,7 @@ def _memory(setup: Setup, broker: str) -> list[Figure]:
         services = {
             "ingest": Child(folder, "services.ingest", *shared["ingest"], "--listen", f"127.0.0.1:{listen}"),
             "expel": Child(folder, "services.expel", *shared["expel"], "--allow-networks", "127.0.0.0/8"),
+            "retrier": Child(folder, "services.global_retrier", *shared["retrier"]),
             "transform": Child(folder, "spark", *shared["transform"], "--data", str(folder)),
         }
         for child in services.values():
@@ -113,7 +111,10 @@ def _memory(setup: Setup, broker: str) -> list[Figure]:
         with watch(services) as peaks:
             _go_through(services, ports, receiver, f"http://127.0.0.1:{listen}/v1/streams/events/events")
     return [
-        *(Figure(f"RSS of {name}, {kind}", peaks[name] / 1e6, "MB", GOAL_MB) for name in ("ingest", "expel")),
+        *(
+            Figure(f"RSS of {name}, {kind}", peaks[name] / 1e6, "MB", GOAL_MB)
+            for name in ("ingest", "expel", "retrier")
+        ),
         Figure(f"RSS of transform's Python, {kind}", peaks["transform"] / 1e6, "MB", GOAL_MB),
         Figure(f"RSS of transform with its Java and workers, {kind}", peaks["transform*"] / 1e6, "MB", GOAL_MB),
     ]

@@ -11,10 +11,10 @@ import orjson
 
 from bench.processes import run_json
 from services.core.broker.connect import open_broker
-from services.core.broker.contract import TopicSpec
+from services.core.pipes import load_pipes
+from services.core.provision import ensure_topics
 
 CPU = "CPU-s per million events"
-PARTITIONS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +40,12 @@ class Setup:
         return self.events if size > 1 else self.events // 10
 
 
-def make_topic(url: str, name: str, partitions: int = PARTITIONS) -> None:
-    """A fresh topic."""
+def make_topics(url: str, pipes: Path) -> None:
+    """The topics that a pipe file implies; those that exist stay."""
 
     async def create() -> None:
         async with open_broker(url) as broker:
-            await broker.admin.create_topic(TopicSpec(name, partitions))
+            await ensure_topics(broker.admin, await asyncio.to_thread(load_pipes, pipes))
 
     asyncio.run(create())
 

@@ -119,7 +119,7 @@ async def test_slow_dns_for_one_host(url: str, tmp_path: Path, report: Report) -
         slowly = trial.ledger.twin()
         await trial.start_ingest()
         async with open_sink(slowly, trial.seed) as sink:
-            webhook = {"url": f"http://slow.test:{port_of(sink.url)}/hook", "retry": {"attempts": 20}}
+            webhook = {"url": f"http://slow.test:{port_of(sink.url)}/hook", "retry": {"attempts": 20}, "schedule": []}
             trial.destinations.append({"name": "slow", "webhook": webhook})
             expel = await trial.start_expel(module="tests.faults.slow_dns")
             async with trial.load():

@@ -73,7 +73,8 @@ class Trial:
     def write_pipes(self, name: str = "pipes", **more: object) -> Path:
         """A pipe file; `more` goes into the webhook."""
         retry = {"attempts": 20, "base": "50ms", "max_wait": "500ms"}
-        hook = {"url": self.sink.url, "retry": retry, "batch": {"max_wait": "20ms"}, **self.webhook, **more}
+        hook: dict[str, object] = {"url": self.sink.url, "retry": retry, "schedule": [], "batch": {"max_wait": "20ms"}}
+        hook |= {**self.webhook, **more}
         pipes = {
             "streams": {self.stream: {"partitions": PARTITIONS, "id": "id", "key": "key", "time": "time"}},
             "pipes": {
