@@ -38,7 +38,7 @@ class ExpelSettings(Settings):
         description="host:port of our own ingest, comma-separated: refused as a destination, because that is a loop.",
     )
     buffer: Size = Field(
-        256_000_000,
+        32_000_000,
         description="Bytes of events in flight over all destinations, shared evenly; each gets one full request at least.",
     )
     lane_events: int = Field(

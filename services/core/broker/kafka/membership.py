@@ -17,8 +17,8 @@ from services.core.broker.kafka.timing import Timing
 log = structlog.get_logger()
 
 _NEVER_MS = 2**31 - 1
-_FETCH_BYTES = 1 << 20
-_PARTITION_FETCH_BYTES = 256 << 10
+_FETCH_BYTES = 256 << 10
+_PARTITION_FETCH_BYTES = 64 << 10
 """aiokafka keeps what it fetched until it is polled, and a process may have a hundred members. A larger batch comes all the
 same, alone (KIP-74)."""
 _STOP_SECONDS = 10.0
