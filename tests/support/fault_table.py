@@ -2,13 +2,16 @@
 
 import dataclasses
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
+
+from tests.support import damage_table
 
 PROPERTY = "fault_row"
 HEAD = (
     f"{'fault':<44} {'broker':<6} {'acked':>8} {'arrived':>8} {'dead':>5} {'twice':>6} {'share':>6} {'resent':>6} {'lost':>5} "
-    f"{'recovery':>9} {'ack gap':>8}  peak RSS, MB; seed; answers"
+    f"{'removed':>7} {'recovery':>9} {'ack gap':>8}  peak RSS, MB; seed; answers"
 )
 
 
@@ -17,6 +20,7 @@ class Row:
     """What one trial measured.
 
     duplicates: deliveries beyond the first of events that the client sent once; sent_again: of those that it sent again.
+    removed: events taken out of the stream on purpose, by retention or damage, and reported in exactly this number.
     recovery: seconds until a fresh event got through. gap: longest time without an acknowledgement. peak_rss in MB.
     """
 
@@ -33,6 +37,7 @@ class Row:
     peak_rss: dict[str, int]
     seed: int
     answers: dict[str, int]
+    removed: int = 0
 
     @property
     def share(self) -> float:
@@ -45,8 +50,8 @@ class Row:
         answers = " ".join(f"{status}:{count}" for status, count in self.answers.items())
         return (
             f"{self.fault:<44} {self.broker:<6} {self.acknowledged:>8} {self.delivered:>8} {self.dead:>5} "
-            f"{self.duplicates:>6} {self.share:>6.2%} {self.sent_again:>6} {self.lost:>5} {_seconds(self.recovery):>9} "
-            f"{_seconds(self.gap):>8}  {memory}; {self.seed}; {answers}"
+            f"{self.duplicates:>6} {self.share:>6.2%} {self.sent_again:>6} {self.lost:>5} "
+            f"{self.removed:>7} {_seconds(self.recovery):>9} {_seconds(self.gap):>8}  {memory}; {self.seed}; {answers}"
         )
 
     def as_property(self) -> tuple[str, object]:
@@ -55,20 +60,30 @@ class Row:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Print the table when there are rows."""
-    rows = [
-        Row(**value)
-        for reports in terminalreporter.stats.values()
-        for report in reports
-        if getattr(report, "when", None) == "call"
-        for name, value in report.user_properties
-        if name == PROPERTY
-    ]
+    """Print the tables that have rows."""
+    rows = [Row(**value) for value in _properties(terminalreporter, PROPERTY)]
     if rows:
         terminalreporter.section("faults")
         terminalreporter.write_line(HEAD)
         for row in sorted(rows, key=lambda row: (row.fault, row.broker)):
             terminalreporter.write_line(row.text())
+    damaged = [damage_table.Damaged(**value) for value in _properties(terminalreporter, damage_table.PROPERTY)]
+    if damaged:
+        terminalreporter.section("the log, damaged")
+        for line in damage_table.table(damaged):
+            terminalreporter.write_line(line)
+
+
+def _properties(terminalreporter: pytest.TerminalReporter, wanted: str) -> list[Any]:
+    """The values of this name that tests recorded."""
+    return [
+        value
+        for reports in terminalreporter.stats.values()
+        for report in reports
+        if getattr(report, "when", None) == "call"
+        for name, value in report.user_properties
+        if name == wanted
+    ]
 
 
 def _seconds(value: float | None) -> str:

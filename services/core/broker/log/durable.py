@@ -13,7 +13,7 @@ import apsw
 
 from services.core.broker.errors import DataDamaged, OutcomeUnknown, Unavailable
 from services.core.broker.log import schema
-from services.core.broker.log.faults import classify
+from services.core.broker.log.faults import FAULTS, classify
 from services.core.broker.log.layout import TopicFiles
 from services.core.broker.log.marks import Marks
 
@@ -38,7 +38,7 @@ def opened(files: TopicFiles) -> Iterator[tuple[int, apsw.Connection]]:
         os.close(lock)
         if isinstance(error, BlockingIOError):
             raise Unavailable(f"{files.topic!r} is being repaired") from None
-        if isinstance(error, apsw.Error | OSError):
+        if isinstance(error, FAULTS):
             raise classify(error, files.topic) from error
         raise
 
@@ -90,7 +90,7 @@ class DurableFile:
                 self.connection.execute("ROLLBACK")
         except FileNotFoundError:
             return
-        except (apsw.Error, OSError) as error:
+        except FAULTS as error:
             raise classify(error, name) from error
 
     def transact(self, work: Callable[[], T], marks: Callable[[T], Mapping[int, int]], slots: int) -> T:
@@ -110,7 +110,7 @@ class DurableFile:
             ends = marks(result)
         except BaseException as error:
             self._roll_back()
-            if isinstance(error, apsw.Error | OSError):
+            if isinstance(error, FAULTS):
                 raise classify(error, name) from error
             raise
         self._commit()

@@ -8,6 +8,9 @@ import apsw
 
 from services.core.broker.errors import BrokerError, DataDamaged, StorageFull, Unavailable
 
+FAULTS = (apsw.Error, OSError, UnicodeDecodeError)
+"""What a statement raises. The last: damage made text of a number or of bytes."""
+
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -29,7 +32,7 @@ def classified(topic: str) -> Iterator[None]:
     """Turn SQLite's and the system's errors of a read into the broker's."""
     try:
         yield
-    except (apsw.Error, OSError) as error:
+    except FAULTS as error:
         raise classify(error, topic) from error
 
 
@@ -38,6 +41,8 @@ def is_damage(error: Exception) -> bool:
 
     Our statements are fixed and right, so an SQL error means an altered schema.
     """
-    if isinstance(error, apsw.CorruptError | apsw.NotADBError | apsw.SQLError | apsw.SchemaChangeError):
+    if isinstance(
+        error, apsw.CorruptError | apsw.NotADBError | apsw.SQLError | apsw.SchemaChangeError | UnicodeDecodeError
+    ):
         return True
     return isinstance(error, apsw.IOError) and getattr(error, "extendedresult", 0) == apsw.SQLITE_IOERR_SHORT_READ

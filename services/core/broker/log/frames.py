@@ -68,7 +68,7 @@ class Row(NamedTuple):
 
 def place(partition: int, offset: int) -> int:
     """The primary key of the row that begins at this offset."""
-    return partition << OFFSET_BITS | offset
+    return (partition << OFFSET_BITS) + offset
 
 
 def pack(records: Sequence[Record]) -> tuple[Packed | None, Failed]:

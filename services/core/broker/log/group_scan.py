@@ -47,6 +47,8 @@ def scan_groups(folder: DataFolder) -> GroupScan:
     finally:
         if connection is not None:
             connection.close(True)
+    if not marks:
+        problems.append("the mark of commits is missing")
     mark = marks[0] if marks else 0
     if found.commits < mark:
         problems.append(f"the last {mark - found.commits} commits of offsets are missing; groups would read again")

@@ -199,12 +199,16 @@ class GroupsFile(DurableFile):
         )
 
     def _count(self) -> int:
-        ((commits,),) = schema.fetch(self.connection, "UPDATE state SET commits=commits+1 WHERE id=1 RETURNING commits")
-        assert isinstance(commits, int)
-        return commits
+        return self._commits("UPDATE state SET commits=commits+1 WHERE id=1 RETURNING commits")
+
+    def _commits(self, sql: str) -> int:
+        match schema.fetch(self.connection, sql):
+            case [[int(commits)]]:
+                return commits
+        raise DataDamaged("groups", (), "the number of commits is altered. Try: penstock log repair")
 
     def _check(self) -> None:
-        ((commits,),) = schema.fetch(self.connection, "SELECT commits FROM state WHERE id=1")
+        commits = self._commits("SELECT commits FROM state WHERE id=1")
         (mark,) = self.marks.read(1)
         if commits < mark:
             raise DataDamaged(

@@ -35,10 +35,9 @@ class Marks:
     @classmethod
     def create(cls, path: Path, incarnation: bytes, marks: list[int]) -> None:
         """Write a new file, synced: its blocks exist from now on, so a full disk cannot stop later marks."""
-        header = _HEADER.pack(_MAGIC, incarnation, crc32(_MAGIC + incarnation))
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         try:
-            os.pwrite(fd, header + b"".join([_slot(p, mark) for p, mark in enumerate(marks)]), 0)
+            os.pwrite(fd, _header(incarnation) + b"".join([_slot(p, mark) for p, mark in enumerate(marks)]), 0)
             os.fsync(fd)
         finally:
             os.close(fd)
@@ -53,7 +52,7 @@ class Marks:
         marks = cls(fd, topic, incarnation)
         try:
             header = os.pread(fd, _HEADER.size, 0)
-            if header != _HEADER.pack(_MAGIC, incarnation, crc32(_MAGIC + incarnation)):
+            if header != _header(incarnation):
                 raise DataDamaged(topic, (), f"the head of its high-water marks ({path.name}) is altered. {_TRY}")
         except BaseException:
             marks.close()
@@ -139,8 +138,8 @@ def read_loose(path: Path) -> LooseMarks:
     except OSError as error:
         return LooseMarks([], None, f"{path.name} cannot be read: {error.strerror}")
     wrong = None
-    magic, incarnation, crc = _HEADER.unpack(data[: _HEADER.size].ljust(_HEADER.size, b"\0"))
-    if magic != _MAGIC or crc != crc32(magic + incarnation):
+    _, incarnation, _ = _HEADER.unpack(data[: _HEADER.size].ljust(_HEADER.size, b"\0"))
+    if data[: _HEADER.size] != _header(incarnation):
         incarnation, wrong = None, f"the head of {path.name} is altered"
     marks = []
     body = data[_HEADER.size :]
@@ -162,6 +161,10 @@ def require_no_loss(files: TopicFiles) -> None:
 
 
 _TRY = "Try: penstock log verify, then penstock log repair"
+
+
+def _header(incarnation: bytes) -> bytes:
+    return _HEADER.pack(_MAGIC, incarnation, crc32(_MAGIC + incarnation))
 
 
 def _slot(partition: int, mark: int) -> bytes:

@@ -10,12 +10,10 @@ from datetime import datetime
 from types import TracebackType
 from typing import NamedTuple, NoReturn, Self
 
-import apsw
-
 from services.core.broker.contract import PartitionRange, Start
 from services.core.broker.errors import DataDamaged, OffsetOutOfRange, UnknownTopic
 from services.core.broker.log import schema
-from services.core.broker.log.faults import classified, classify, is_damage
+from services.core.broker.log.faults import FAULTS, classified, classify, is_damage
 from services.core.broker.log.frames import MAX_OFFSET, Row, place, read_row
 from services.core.broker.log.layout import DataFolder
 from services.core.broker.log.search import first_row_since, next_intact
@@ -95,7 +93,7 @@ class TopicReader:
                 return self._read_rows(partition, offset, max_records) or self._explain(
                     partition, offset, max_records, marks[partition]
                 )
-        except (apsw.Error, OSError) as error:
+        except FAULTS as error:
             if is_damage(error):
                 self._explain_damage(partition, offset, marks[partition], str(error))
             raise classify(error, topic) from error
@@ -189,6 +187,7 @@ class TopicReader:
         return run._replace(skipped=run.skipped + after - offset)
 
     def _explain_damage(self, partition: int, offset: int, end: int, detail: str) -> NoReturn:
+        """Names what cannot be read at `offset`; nothing when all acknowledged records lie before it."""
         behind = next_intact(self._store.connection, partition, offset, end)
-        lost = (partition, offset, max(offset, behind - 1))
-        raise DataDamaged(self._store.topic, (lost,), f"{detail}. Try: penstock log verify, then penstock log repair")
+        lost = ((partition, offset, behind - 1),) if behind > offset else ()
+        raise DataDamaged(self._store.topic, lost, f"{detail}. Try: penstock log verify, then penstock log repair")

@@ -7,13 +7,12 @@ import apsw
 
 from services.core.broker.errors import DataDamaged, UnknownTopic
 from services.core.broker.log import schema
-from services.core.broker.log.faults import is_damage
-from services.core.broker.log.frames import MAX_OFFSET, OFFSET_BITS, Row, place, read_row
+from services.core.broker.log.faults import FAULTS, is_damage
+from services.core.broker.log.frames import MAX_OFFSET, OFFSET_BITS, Row, read_row
 from services.core.broker.log.layout import TopicFiles
 from services.core.broker.log.marks import read_loose
 from services.core.broker.log.report import PartitionReport, TopicReport
-from services.core.broker.log.search import next_intact
-from services.core.broker.log.store import COLUMNS
+from services.core.broker.log.search import next_intact, row_behind
 
 
 class Scan:
@@ -27,7 +26,7 @@ class Scan:
         self.incarnation: bytes | None = None
         try:
             self.connection = schema.connect(files.db)
-        except apsw.Error as error:
+        except (*FAULTS, DataDamaged) as error:
             self.report.problems.append(f"{files.db.name} cannot be opened: {error}")
         try:
             self.meta = self._ask("its description", lambda c: schema.read_meta(c, files.topic), None)
@@ -80,11 +79,8 @@ class Scan:
         offset = -1
         while self.connection is not None:
             try:
-                row = self.connection.execute(
-                    f"SELECT {COLUMNS} FROM batches WHERE pos > ? AND pos <= ? ORDER BY pos LIMIT 1",  # noqa: S608
-                    (place(partition, 0) + offset, place(partition, MAX_OFFSET)),
-                ).fetchone()
-            except apsw.Error as error:
+                row = row_behind(self.connection, partition, offset)
+            except FAULTS as error:
                 if not is_damage(error):
                     raise
                 behind = next_intact(self.connection, partition, offset, MAX_OFFSET)
@@ -94,8 +90,8 @@ class Scan:
                 continue
             if row is None:
                 return
-            yield Row(*row)
-            offset = row[0] & MAX_OFFSET
+            yield row
+            offset = row.first
 
     def _check_structure(self) -> None:
         lines = self._ask("its structure", lambda c: schema.fetch(c, "PRAGMA integrity_check(5)"), [])
@@ -120,6 +116,8 @@ class Scan:
                 self.report.problems.append(f"the description of partition {partition} is missing or altered")
                 start = next((row.first for row in self._rows(partition) if read_row(row) is not None), 0)
             mark = marks[partition] if partition < len(marks) else 0
+            if partition >= len(marks):
+                self.report.problems.append(f"the mark of partition {partition} is missing")
             gaps = [gap[1:3] for gap in self.gaps if gap[0] == partition]
             self.report.partitions.append(PartitionReport(partition, start, max(start, floor, mark), noted=gaps))
 
@@ -135,7 +133,7 @@ class Scan:
             return question(self.connection)
         except UnknownTopic:
             raise
-        except (apsw.Error, DataDamaged, TypeError) as error:
+        except (*FAULTS, DataDamaged, TypeError) as error:
             self.report.problems.append(f"{what} cannot be read: {error}")
             return otherwise
 

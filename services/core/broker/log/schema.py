@@ -18,6 +18,7 @@ from services.core.broker.errors import DataDamaged, UnknownTopic
 
 FORMAT = 1
 BUSY_SECONDS = 5.0
+PAGE_BYTES = 8192
 
 TOPIC_TABLES = """
 CREATE TABLE meta(id INTEGER PRIMARY KEY, body BLOB NOT NULL, crc INTEGER NOT NULL);
@@ -46,12 +47,14 @@ class Meta(msgspec.Struct, frozen=True):
 
 def connect(path: Path, *, create: bool = False, durable: bool = True) -> apsw.Connection:
     """A connection with the settings above. durable=False (leases only): commits survive a crash, not a power cut."""
+    if not create and path.stat().st_size == 0:  # SQLite would take it for new, and remove its write-ahead log
+        raise DataDamaged(path.stem, (), f"{path.name} is empty")
     flags = apsw.SQLITE_OPEN_READWRITE | (apsw.SQLITE_OPEN_CREATE if create else 0)
     connection = apsw.Connection(str(path), flags=flags)
     try:
         connection.set_busy_handler(_Patience())
         if create:
-            connection.execute("PRAGMA page_size=8192")
+            connection.execute(f"PRAGMA page_size={PAGE_BYTES}")
             connection.pragma("journal_mode", "wal")
         else:
             _keep_wal(connection)

@@ -2,7 +2,7 @@
 
 import apsw
 
-from services.core.broker.log.faults import is_damage
+from services.core.broker.log.faults import FAULTS, is_damage
 from services.core.broker.log.frames import MAX_OFFSET, Row, place, read_row
 from services.core.broker.log.store import COLUMNS, Head
 
@@ -16,10 +16,11 @@ def first_row_from(connection: apsw.Connection, partition: int, head: Head, colu
             f"SELECT pos, count, {column} FROM batches WHERE pos BETWEEN ? AND ? ORDER BY pos DESC LIMIT 1",  # noqa: S608
             (place(partition, 0), place(partition, middle)),
         ).fetchone()
-        if row is not None and row[2] >= least:
-            high = min(middle, row[0] & MAX_OFFSET)
+        pos, count, value = row or (0, 0, None)
+        if type(value) is int and value >= least:
+            high = min(middle, pos & MAX_OFFSET)
         else:
-            low = max(middle + 1, 0 if row is None else (row[0] & MAX_OFFSET) + row[1])
+            low = max(middle + 1, (pos & MAX_OFFSET) + count if type(count) is int else 0)
     return low
 
 
@@ -37,8 +38,8 @@ def next_intact(connection: apsw.Connection, partition: int, offset: int, end: i
     """Where reading can go on behind a damaged place at `offset`: the first intact row behind it, else `end`."""
     while offset < end:
         try:
-            row = _row_behind(connection, partition, offset)
-        except apsw.Error as error:
+            row = row_behind(connection, partition, offset)
+        except FAULTS as error:
             if not is_damage(error):
                 raise
             offset = _step_over(connection, partition, offset, end)
@@ -51,11 +52,14 @@ def next_intact(connection: apsw.Connection, partition: int, offset: int, end: i
     return end
 
 
-def _row_behind(connection: apsw.Connection, partition: int, offset: int) -> Row | None:
+def row_behind(connection: apsw.Connection, partition: int, offset: int) -> Row | None:
+    """The next row of the partition that begins behind `offset`. Raises SQLite's errors, also for rows out of order."""
     row = connection.execute(
         f"SELECT {COLUMNS} FROM batches WHERE pos > ? AND pos <= ? ORDER BY pos LIMIT 1",  # noqa: S608
         (place(partition, offset), place(partition, MAX_OFFSET)),
     ).fetchone()
+    if row is not None and not place(partition, offset) < row[0] <= place(partition, MAX_OFFSET):
+        raise apsw.CorruptError("a row lies where it does not belong")
     return None if row is None else Row(*row)
 
 
@@ -79,8 +83,8 @@ def _step_over(connection: apsw.Connection, partition: int, offset: int, end: in
 
 def _is_readable(connection: apsw.Connection, partition: int, offset: int) -> bool:
     try:
-        _row_behind(connection, partition, offset)
-    except apsw.Error as error:
+        row_behind(connection, partition, offset)
+    except FAULTS as error:
         if not is_damage(error):
             raise
         return False

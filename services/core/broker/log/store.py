@@ -93,7 +93,8 @@ class Store(DurableFile):
         ).fetchone()
         if last is None:
             return Head(start, max(start, floor), 0, 0, 0)
-        pos, count, top_ts, stored_ms, total = last
+        pos, *rest = last
+        count, top_ts, stored_ms, total = (value if type(value) is int else 0 for value in rest)  # damage changes types
         return Head(start, max((pos & MAX_OFFSET) + count, floor), top_ts, stored_ms, total)
 
     def check_tail(self) -> list[Head]:
