@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from services.core.jvm.kafka_server import KafkaCluster
 from services.core.key_file import add_key
 from services.core.keys import make_key
 from tests.faults.conftest import Report
@@ -21,11 +22,13 @@ DISK = 16 << 20
 """Bytes. The small disk."""
 SPARE = 256 << 10
 """Bytes that are left on it when it is filled."""
+SMALL_SEGMENTS = {"log.index.size.max.bytes": "4096", "offsets.topic.num.partitions": "1"}
+"""So that an empty Kafka fits on the small disk."""
 
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 16 MiB in memory. Needs root; without it the test fails, because nothing would be proved."""
+    """A file system of DISK bytes in memory. Needs root; without it the test fails, because nothing would be proved."""
     place = tmp_path / "disk"
     place.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK}", "none", str(place)], check=True, timeout=10)
@@ -58,6 +61,36 @@ async def test_full_disk(small_disk: Path, tmp_path: Path, report: Report) -> No
         await trial.settle()
         assert trial.fleet.restarts == 0
         report(await trial.judge())
+
+
+@pytest.mark.kafka
+async def test_full_disk_of_kafka(small_disk: Path, tmp_path: Path, report: Report) -> None:
+    """If it fails, events are acknowledged that Kafka could not write, or nothing goes on after space was freed."""
+    cluster = await asyncio.to_thread(KafkaCluster, small_disk / "kafka", brokers=1, settings=SMALL_SEGMENTS)
+    await asyncio.to_thread(cluster.start)
+    try:
+        async with open_trial("4 disk full", f"kafka://{cluster.bootstrap}", tmp_path) as trial:
+            ingest = await trial.start_ingest()
+            await trial.start_expel()
+            async with trial.load():
+                await wait_until(lambda: len(trial.sender.acks) > 20)
+                full = time.monotonic()
+                await asyncio.to_thread(fill, small_disk, 0)
+                acknowledged = await trial.wait_no_acks()
+                await wait_until(lambda: trial.sender.answers[503] > 0)
+                assert len(trial.sender.acks) == acknowledged
+                assert ingest.is_running
+                (small_disk / "ballast").unlink()
+                freed = time.monotonic()
+                await asyncio.to_thread(cluster.kill, 1)
+                await asyncio.to_thread(cluster.restart)
+                await trial.recover(freed)
+                trial.gap = trial.sender.longest_gap(full, time.monotonic())
+            await trial.settle()
+            assert trial.fleet.restarts == 0
+            report(await trial.judge(strikes=2))
+    finally:
+        await asyncio.to_thread(cluster.stop, grace_s=0)
 
 
 async def test_ten_times_the_load(url: str, tmp_path: Path, report: Report) -> None:
@@ -110,8 +143,8 @@ def count_descriptors(pid: int) -> int:
     return sum(1 for _ in Path(f"/proc/{pid}/fd").iterdir())
 
 
-def fill(disk: Path) -> None:
-    """Write until only SPARE bytes are left."""
+def fill(disk: Path, spare: int = SPARE) -> None:
+    """Write until only so many bytes are left."""
     free = os.statvfs(disk).f_bavail * os.statvfs(disk).f_frsize
     with (disk / "ballast").open("wb") as ballast:
-        os.posix_fallocate(ballast.fileno(), 0, free - SPARE)
+        os.posix_fallocate(ballast.fileno(), 0, free - spare)
