@@ -18,6 +18,8 @@ MAX_EVENTS, MAX_BYTES = 500, 1_000_000
 """Read ahead of one partition; what one poll brings may exceed it once."""
 MOVE_EVENTS = 200
 """Written on at once at most: about what is repeated when the process dies in between."""
+GATHER_MS = 50
+"""After a move that left nothing behind that could go: what becomes due meanwhile travels together."""
 
 
 class Waiting(NamedTuple):
@@ -47,6 +49,7 @@ class Line:
         self._delay = DELAY_BY_TOPIC[source.topic]
         self._waiting: deque[Waiting] = deque()
         self._bytes = 0
+        self._next_move = 0
         self._arrived = asyncio.Event()
 
     def take(self, batch: Batch, now: int) -> None:
@@ -90,7 +93,7 @@ class Line:
         while not self._waiting:
             self._arrived.clear()
             await self._arrived.wait()
-        await clock.sleep_until(self._waiting[0].wake)
+        await clock.sleep_until(max(self._waiting[0].wake, self._next_move))
 
     def cut(self, now: int) -> list[Waiting]:
         """Take out what may leave, at most `MOVE_EVENTS` and about `MAX_BYTES`."""
@@ -102,4 +105,6 @@ class Line:
             count += 1
         moved = [self._waiting.popleft() for _ in range(count)]
         self._bytes -= sum(item.size for item in moved)
+        is_more = bool(self._waiting) and self._waiting[0].wake <= now
+        self._next_move = now if is_more else now + GATHER_MS
         return moved

@@ -18,7 +18,7 @@ from services.core.broker.producer import Producer
 from services.core.broker.record import Record, TopicPartition
 from services.core.pipes import RETRY_IN, retry_topic
 from services.core.retry_state import RetryState, unwrap, wrap
-from tests.integration.expel_process import free_port
+from tests.support.ports import free_port
 
 DEADLINE_S = 120.0
 
