@@ -38,7 +38,7 @@ class HttpClient:
     def __init__(
         self, url: str, *, policy: NetPolicy, lookups: Lookups, timeout: float, headers: Mapping[str, str]
     ) -> None:
-        parsed = URL(url)
+        parsed = URL(url, encoded=True)  # as it was written: a receiver may compare it
         assert parsed.raw_host is not None
         assert parsed.port is not None
         self._host, self._port, self._is_tls = parsed.raw_host, parsed.port, parsed.scheme == "https"

@@ -155,7 +155,15 @@ async def test_redirects_are_not_followed(status: int) -> None:
 
 @pytest.mark.parametrize(
     ("text", "seconds"),
-    [("7", 7), ("1000000000", 60), ("-5", None), ("1e9", None), ("Wed, 21 Oct 2015 07:28:00 GMT", 0), ("soon", None)],
+    [
+        ("7", 7),
+        ("1000000000", 60),
+        ("-5", None),
+        ("1e9", None),
+        ("Wed, 21 Oct 2015 07:28:00 GMT", 0),
+        ("Fri, 31 Dec 9999 23:59:59 GMT", 60),
+        ("soon", None),
+    ],
 )
 async def test_retry_after(text: str, seconds: float | None) -> None:
     """Broken: a receiver's number stops a lane for years, or crashes it."""
