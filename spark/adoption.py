@@ -6,7 +6,11 @@ from collections.abc import Mapping
 
 import msgspec
 
+from services.core.pipes import dead_letter_topic, output_topic
 from spark.checkpoint import REMEDY, Checkpoint, CheckpointDamaged, Identity
+from spark.jobs.late import LATE
+from spark.jobs.query import Query
+from spark.jobs.rejects import DEAD, REJECTS
 from spark.transforms.preparation import Prepared
 
 
@@ -27,21 +31,31 @@ def adopt(checkpoint: Checkpoint, prepared: Prepared, topics: Mapping[str, str])
         checkpoint.write_identity(found)
         return found
     _check_owner(checkpoint, found, prepared.pipe, kind, topics)
-    _check_files(checkpoint, found)
+    _check_files(checkpoint, ran=found.ran)
     identity = msgspec.structs.replace(found, topics={**found.topics, **topics}, transform=digest)
     if identity != found:
         checkpoint.write_identity(identity)
     return identity
 
 
-def check_not_older(checkpoint: Checkpoint, stored: int | None) -> None:
-    """Raise CheckpointDamaged when the output holds batch `stored`, of which the checkpoint knows nothing.
+def check_not_older(query: Query) -> None:
+    """Raise CheckpointDamaged when a topic holds a batch of which the pipe's checkpoints know nothing.
 
-    Its next batches would get the numbers of stored ones, and be taken for them.
+    Their next batches would get the numbers of stored ones, be taken for them, and vanish.
     """
-    offsets = checkpoint.newest("offsets")
+    rejects, dead = query.beside(REJECTS), dead_letter_topic(query.pipe)
+    _compare(query, output_topic(query.pipe), query.writer)
+    _compare(query, dead, f"{query.writer}:{DEAD}")
+    _compare(query, dead, f"{query.writer}:{LATE}")
+    _compare(rejects, dead, f"{rejects.writer}:{DEAD}")
+    _check_files(rejects.checkpoint, ran=False)
+
+
+def _compare(query: Query, topic: str, writer: str) -> None:
+    stored, offsets = query.endpoint.last_epoch(topic, writer), query.checkpoint.newest("offsets")
     if stored is not None and (offsets is None or offsets < stored):
-        raise _damaged(checkpoint, f"it ends at batch {offsets}, the output at batch {stored}: it is an older copy")
+        what = f"it ends at batch {offsets}, topic {topic!r} at batch {stored}: it is an older copy"
+        raise _damaged(query.checkpoint, what)
 
 
 def _check_owner(checkpoint: Checkpoint, found: Identity, pipe: str, kind: str, topics: Mapping[str, str]) -> None:
@@ -54,9 +68,9 @@ def _check_owner(checkpoint: Checkpoint, found: Identity, pipe: str, kind: str, 
             raise _damaged(checkpoint, f"topic {topic!r} was deleted and made again")
 
 
-def _check_files(checkpoint: Checkpoint, found: Identity) -> None:
+def _check_files(checkpoint: Checkpoint, *, ran: bool) -> None:
     offsets, commits = checkpoint.newest("offsets"), checkpoint.newest("commits")
-    if offsets is None and (found.ran or commits is not None):
+    if offsets is None and (ran or commits is not None):
         raise _damaged(checkpoint, "its offsets are gone")
     if offsets is not None and not checkpoint.has_metadata():
         raise _damaged(checkpoint, "the file metadata is gone")

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Iterable
 
 from services.core.metrics import (
+    BROKER_LAG_RECORDS,
     LAG_IN,
     LAG_OUT,
     TRANSFORM_DEAD,
@@ -13,6 +14,7 @@ from services.core.metrics import (
     TRANSFORM_WRITTEN,
 )
 from spark.dead_letters import NODE
+from spark.jobs.backlog import Backlog
 from spark.jobs.job import JobState
 from spark.observed import BatchReport
 
@@ -27,12 +29,13 @@ class Board:
             TRANSFORM_UP.labels(pipe).set(0)
 
     def ready(self) -> str | None:
-        """None when every query runs, else which do not and why."""
+        """None once every query works: it has completed a trigger since it was (re)started, a batch, or a look that found
+        nothing new. Else which do not and why; a query that keeps failing on its first batch is never ready."""
         down = [f"{state.pipe}: {state.problem}" for state in self._states.values() if state.problem]
         return "; ".join(down) or None
 
     def note_state(self, state: JobState) -> None:
-        """A query started or failed."""
+        """A query works, or has failed."""
         self._states[state.pipe] = state
         TRANSFORM_UP.labels(state.pipe).set(0 if state.problem else 1)
         if state.problem:
@@ -48,3 +51,8 @@ class Board:
             TRANSFORM_DEAD.labels(report.pipe, reason).inc(events)
         LAG_IN.labels(report.pipe, NODE).observe(report.lag_in)
         LAG_OUT.labels(report.pipe, NODE).observe(report.lag_out)
+
+    def note_backlog(self, pipe: str, backlog: Backlog) -> None:
+        """What a pipe has not read yet."""
+        for (topic, partition), records in backlog.items():
+            BROKER_LAG_RECORDS.labels(pipe, topic, str(partition)).set(records)

@@ -4,24 +4,24 @@ Spark keeps its progress there (offsets/, commits/, state/); beside it lies `pen
 id names the query as a writer: a broker that stores a batch once does so by this id and the batch's number.
 """
 
-import contextlib
 import fcntl
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from py4j.protocol import Py4JError  # type: ignore[import-untyped]
 from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
 
+from spark.durable import sync, sync_batch
 from spark.errors import shorten
-from spark.place import Place, Position
+from spark.place import Position
 
+Note = TypeVar("Note")
 IDENTITY_FILE = "penstock.json"
-SKIPPED_FILE = "skipped.json"
 REMEDY = (
     "Try: restoring it from a backup that is not older than the output, or moving it away, which reads the sources from "
     "their start again (receivers then see events twice, by the same ids)"
@@ -66,18 +66,11 @@ class Checkpoint:
 
     def read_identity(self) -> Identity | None:
         """None when the folder is new. Raises CheckpointDamaged."""
-        if not self._exists(IDENTITY_FILE):
-            return None
-        try:
-            return msgspec.json.decode(self._read(IDENTITY_FILE), type=Identity)
-        except msgspec.DecodeError as error:
-            raise CheckpointDamaged(
-                f"checkpoint {self.place}: {IDENTITY_FILE} cannot be read: {error}. {REMEDY}"
-            ) from error
+        return self.read_note(IDENTITY_FILE, Identity)
 
     def write_identity(self, identity: Identity) -> None:
         """Replace it, durably."""
-        self._write(IDENTITY_FILE, msgspec.json.encode(identity))
+        self.write_note(IDENTITY_FILE, identity)
 
     def _exists(self, name: str) -> bool:
         return bool(self._files.exists(self._path(f"{self.place}/{name}")))
@@ -112,31 +105,31 @@ class Checkpoint:
         return max((int(name) for name in names if name.isdigit()), default=None)
 
     def make_durable(self, batch: int) -> None:
-        """Sync what Spark noted about this batch, before anything of the batch is stored elsewhere. Local folders only.
+        """Sync what is noted about this batch (`durable.sync_batch`). Local folders only: object stores do it themselves."""
+        if self._local is not None:
+            sync_batch(self._local, batch)
 
-        Spark does not: after a power cut the output could hold a batch that the checkpoint does not know.
-        """
-        if self._local is None:
-            return
-        for name in (str(batch), f".{batch}.crc", "."):
-            with contextlib.suppress(FileNotFoundError):
-                sync(self._local / "offsets" / name)
-
-    def done_up_to(self, parse: Callable[[str], Position]) -> Position:
-        """What the last finished batch ended with; empty before the first one. parse: one source's line."""
-        batch = self.newest("commits")
+    def position(self, batch: int | None, parse: Callable[[str], Position]) -> Position:
+        """What this batch ended with, or is to end with; empty before the first one. parse: one source's line."""
         lines = [] if batch is None else self._read(f"offsets/{batch}").decode().splitlines()[2:]
         return {place: offset for line in lines if line != "-" for place, offset in parse(line).items()}
 
-    def read_skipped(self) -> list[Place]:
-        """Events that the query leaves out: they are in the dead letters."""
-        if not self._exists(SKIPPED_FILE):
-            return []
-        return msgspec.json.decode(self._read(SKIPPED_FILE), type=list[Place])
+    def done_up_to(self, parse: Callable[[str], Position]) -> Position:
+        """What the last finished batch ended with; empty before the first one."""
+        return self.position(self.newest("commits"), parse)
 
-    def write_skipped(self, places: Sequence[Place]) -> None:
-        """Replace the list, durably."""
-        self._write(SKIPPED_FILE, msgspec.json.encode(places))
+    def read_note(self, name: str, kind: type[Note]) -> Note | None:
+        """A small file of ours beside Spark's; None before `write_note`. Raises CheckpointDamaged."""
+        if not self._exists(name):
+            return None
+        try:
+            return msgspec.json.decode(self._read(name), type=kind)
+        except msgspec.DecodeError as error:
+            raise CheckpointDamaged(f"checkpoint {self.place}: {name} cannot be read: {error}. {REMEDY}") from error
+
+    def write_note(self, name: str, value: object) -> None:
+        """Replace it, durably."""
+        self._write(name, msgspec.json.encode(value))
 
     def check_readable(self) -> None:
         """Raise CheckpointDamaged unless what Spark noted last can be read."""
@@ -156,9 +149,17 @@ class Checkpoint:
                     f"checkpoint {self.place}: {folder}/{batch} cannot be read: {shorten(error)}. {REMEDY}"
                 ) from error
 
+    def watermark(self, batch: int) -> int:
+        """What this batch began with, in ms of event time; 0 without one."""
+        return int(self._times(batch)["batchWatermarkMs"])
+
+    def _times(self, batch: int) -> dict[str, Any]:
+        fields: dict[str, Any] = msgspec.json.decode(self._read(f"offsets/{batch}").decode().splitlines()[1])
+        return fields
+
     def check_clock(self, batch: int) -> None:
         """Raise ClockWentBack when this batch's time is older than what its watermark says: Spark would drop all of it."""
-        fields = msgspec.json.decode(self._read(f"offsets/{batch}").decode().splitlines()[1])
+        fields = self._times(batch)
         late = fields["batchWatermarkMs"] - fields["batchTimestampMs"]
         if late > 0:
             raise ClockWentBack(
@@ -174,13 +175,9 @@ class Checkpoint:
         return self._exists("metadata")
 
 
-def sync(path: Path) -> None:
-    """Make a file, or the names in a folder, durable."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+def peek_checkpoint(session: SparkSession, root: str, pipe: str) -> Checkpoint:
+    """The pipe's checkpoint for looking only: another one may hold it."""
+    return Checkpoint(session, f"{root}/{pipe}" if "://" in root else f"file://{root}/{pipe}")
 
 
 @contextmanager
@@ -190,11 +187,12 @@ def open_checkpoint(session: SparkSession, root: str, pipe: str) -> Iterator[Che
     A local folder is held by a lock that goes with the process. In an object store only Spark's own check is left: of two
     queries, the one that is later in noting a batch fails.
     """
-    place = f"{root}/{pipe}"
+    checkpoint = peek_checkpoint(session, root, pipe)
     if "://" in root:
-        yield Checkpoint(session, place)
+        yield checkpoint
         return
-    Path(place).mkdir(parents=True, exist_ok=True)
+    place = Path(root) / pipe
+    place.mkdir(parents=True, exist_ok=True)
     lock = os.open(f"{place}/penstock.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         try:
@@ -206,6 +204,6 @@ def open_checkpoint(session: SparkSession, root: str, pipe: str) -> Iterator[Che
             ) from None
         os.ftruncate(lock, 0)
         os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
-        yield Checkpoint(session, f"file://{place}")
+        yield checkpoint
     finally:
         os.close(lock)

@@ -1,7 +1,10 @@
 """Spark's errors in an operator's words: one line, without plans and stacks."""
 
 import re
+from collections.abc import Iterator
 from typing import Any
+
+from services.core.broker.errors import BrokerError
 
 MESSAGE_CHARACTERS = 300
 _NOISE = re.compile(r"\[SQLSTATE: \w+\]|SQLSTATE: \w+;?|\s*== SQL.*", re.DOTALL)
@@ -19,6 +22,33 @@ def shorten(error: BaseException) -> str:
             break
         kept.append(line.strip())
     return _cut(_NOISE.sub("", " ".join(filter(None, kept))).strip(" ;"))
+
+
+_BROKER_CLASSES = ("org.apache.kafka.", "org.apache.spark.sql.kafka010.")
+_BROKER_WORDS = (
+    "services.core.broker.errors.",
+    "spark.sources.log",
+    "[KAFKA_",
+    "PYTHON_STREAMING_DATA_SOURCE_RUNTIME_ERROR",
+)
+"""What a failure of the broker's has in its text: our errors' module in a worker's traceback, and Spark's conditions."""
+
+
+def is_of_broker(error: BaseException) -> bool:
+    """Whether the failure came from reading or writing, not from what was computed with the data."""
+    if isinstance(error, BrokerError):
+        return True
+    if any(word in str(error) for word in _BROKER_WORDS):
+        return True
+    return any(kind.startswith(_BROKER_CLASSES) for kind in _java_classes(error))
+
+
+def _java_classes(error: BaseException) -> Iterator[str]:
+    """Of a Java exception and its causes, outermost first."""
+    cause: Any = getattr(error, "java_exception", None) or getattr(error, "_origin", None)
+    while cause is not None:
+        yield str(cause.getClass().getName())
+        cause = cause.getCause()
 
 
 def _of_java(error: BaseException) -> str | None:

@@ -1,6 +1,7 @@
 """Counts and event times of a batch, taken while it runs: one pass, no second look at the events."""
 
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,13 +51,13 @@ def lags(events: int, times: list[int] | None, now_ms: int) -> list[int]:
 
 @dataclass(slots=True)
 class BatchReport:
-    """What one batch of a pipe did. Lags in ms: now - event time, at the start and at the end of the batch. seconds: how long
-    handling it took."""
+    """What one batch of a pipe did. dead: dead letters by reason. Lags in ms: now - event time, at the start and at the
+    end of the batch. seconds: how long handling it took."""
 
     pipe: str
     read: int = 0
     written: int = 0
-    dead: dict[str, int] = field(default_factory=dict)
+    dead: Counter[str] = field(default_factory=Counter)
     lag_in: list[int] = field(default_factory=list)
     lag_out: list[int] = field(default_factory=list)
     seconds: float = 0.0

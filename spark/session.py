@@ -47,6 +47,7 @@ _SETTINGS = {
     "spark.sql.streaming.minBatchesToRetain": "20",
     "spark.sql.streaming.numRecentProgressUpdates": "50",
     "spark.sql.streaming.noDataProgressEventInterval": "60000",
+    "spark.python.authenticate.socketTimeout": "60s",  # a machine under load needs longer than 15 s to start a Python
     "spark.python.worker.faulthandler.enabled": "true",  # a worker that crashes says where
 }
 _JAVA_OPTIONS = (
@@ -88,12 +89,13 @@ def open_session(*, master: str, memory: int, kafka: bool) -> SparkSession:
 
 
 def own_session(session: SparkSession) -> SparkSession:
-    """Another session on the same Spark: its views and settings are not seen by others."""
+    """Another session on the same Spark, for this thread: its views and settings are not seen by others."""
     own = session.newSession()
     jvm = own.sparkContext._jvm
     assert jvm is not None
     jvm.org.apache.spark.sql.SparkSession.clearActiveSession()  # else Spark finds our format there, and refuses it here
     own.dataSource.register(LogSource)
+    jvm.org.apache.spark.sql.SparkSession.setActiveSession(own._jsparkSession)  # where it looks for a sink's format
     return own
 
 

@@ -11,7 +11,11 @@ from spark.errors import shorten
 from spark.pipe_file import Chosen
 from spark.session import own_session, slots
 from spark.settings import TransformSettings
+from spark.shapes import EVENT_TIME
+from spark.transforms.plan_check import watermarks
 from spark.transforms.preparation import Prepared
+
+_TRY_WATERMARK = "Try: `watermark: 10m` in the pipe file, and grouping or joining by event_time"
 
 
 def check_suitability(
@@ -46,18 +50,24 @@ def check_suitability(
 
 
 def _streaming_trouble(session: SparkSession, endpoint: Endpoint, prepared: Prepared) -> str | None:
-    """Why Spark would refuse the transform as part of a streaming plan; None when it takes it."""
+    """Why the transform cannot be part of a streaming plan; None when it can."""
+    if prepared.deduplicates:
+        return "deduplicate_within needs a transform that treats each event by itself. Try: a pipe of its own before this one"
     own = own_session(session)
     try:
         frames = {
-            stream: view.good(view.judge(endpoint.read_stream(own, [stream], 1)))
+            stream: prepared.watermarked(view.good(view.judge(endpoint.read_stream(own, [stream], 1))))
             for stream, view in prepared.views.items()
         }
-        plan = prepared.apply(frames, own)._jdf.queryExecution().analyzed()
+        result = prepared.apply(frames, own)
+        if others := watermarks(result) - {EVENT_TIME}:
+            return f"it sets a watermark over {', '.join(sorted(others))}. {_TRY_WATERMARK}"
+        plan = result._jdf.queryExecution().analyzed()
         jvm = own.sparkContext._jvm
         assert jvm is not None
         checker = jvm.org.apache.spark.sql.catalyst.analysis.UnsupportedOperationChecker
         checker.checkForStreaming(plan, jvm.org.apache.spark.sql.streaming.OutputMode.Append())
     except PySparkException as error:
-        return shorten(error)
+        hint = "" if prepared.transform.watermark else f" {_TRY_WATERMARK}"
+        return f"{shorten(error)}{hint}"
     return None

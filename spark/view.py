@@ -11,7 +11,7 @@ from pyspark.sql import functions as f
 from pyspark.sql.types import StringType, StructField, StructType
 
 from services.core import event as names
-from spark.shapes import EVENT, HEADERS, RAW_NAMES, VALUE
+from spark.shapes import EVENT, EVENT_TIME, HEADERS, RAW_NAMES, VALUE
 
 VERDICT = "_penstock_verdict"
 """Column: null for a good record, else the number of the check that it failed."""
@@ -34,9 +34,9 @@ class Check(NamedTuple):
 
 
 class SourceView:
-    """The expressions of one source stream. `columns`: what its payload must hold; None: any text."""
+    """The expressions of one source stream. columns: what its payload must hold; None: any text. timed: with EVENT_TIME."""
 
-    def __init__(self, columns: StructType | None) -> None:
+    def __init__(self, columns: StructType | None, *, timed: bool = False) -> None:
         self.columns = columns
         self.checks = _checks(columns)
         parsed = [] if columns is None else [f.from_json(_TEXT, _nullable(columns), _JSON).alias(_PARSED)]
@@ -53,7 +53,7 @@ class SourceView:
             verdict.alias(VERDICT),
         ]
         self._is_good, self._is_bad = f.col(VERDICT).isNull(), f.col(VERDICT).isNotNull()
-        self._seen = _seen_columns(columns)
+        self._seen = [*_seen_columns(columns), *([f.col(TIME).alias(EVENT_TIME)] if timed else [])]
 
     def judge(self, raw: DataFrame) -> DataFrame:
         """Raw plus VERDICT and TIME."""
@@ -66,6 +66,10 @@ class SourceView:
     def bad(self, judged: DataFrame) -> DataFrame:
         """The others: raw columns and VERDICT."""
         return judged.where(self._is_bad).select(*RAW_NAMES, VERDICT)
+
+    def unused(self, judged: DataFrame) -> DataFrame:
+        """The good ones as they were read: raw columns."""
+        return judged.where(self._is_good).select(*RAW_NAMES)
 
 
 def _nullable(columns: StructType) -> StructType:
@@ -84,8 +88,8 @@ def _checks(columns: StructType | None) -> list[Check]:
     if columns is None:
         return checks
     # from_json takes the first element of an array and does not look behind the first value: look at both ends.
-    trimmed = f.btrim(text, f.lit(" \t\r\n"))
-    is_object = f.startswith(trimmed, f.lit("{")) & f.endswith(trimmed, f.lit("}"))
+    trimmed = f.btrim(text, f.lit(" \t\r\n"))  # makes a string of each character: only where it has to
+    is_object = f.when(_has_braces(text), True).otherwise(_has_braces(trimmed))
     parsed = f.col(_PARSED)
     unfit = parsed.isNull() | parsed[_CORRUPT].isNotNull()
     detail = "the payload is not valid JSON, or a field does not fit the stream's columns"
@@ -98,6 +102,10 @@ def _checks(columns: StructType | None) -> list[Check]:
             detail = f"{field.name} is missing or null, but declared NOT NULL"
             checks.append(Check(parsed[field.name].isNull(), "schema_mismatch", detail))
     return checks
+
+
+def _has_braces(text: Column) -> Column:
+    return f.startswith(text, f.lit("{")) & f.endswith(text, f.lit("}"))
 
 
 def _seen_columns(columns: StructType | None) -> list[Column]:

@@ -6,6 +6,7 @@ broken, and no event is to blame: the query stops.
 
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from pyspark.sql import DataFrame
 
@@ -91,6 +92,16 @@ def _by_partition(places: Iterable[Place]) -> dict[tuple[str, int], list[int]]:
 def _any_of(partitions: Iterable[tuple[str, int]], parts: Iterable[str]) -> str:
     found = [f"(topic = '{t}' AND partition = {p} AND {part})" for (t, p), part in zip(partitions, parts, strict=True)]
     return " OR ".join(found) or "false"
+
+
+def places_of(prepared: Prepared, raw: DataFrame) -> list[Place]:
+    """The events of a batch, in order; records that are no events left out: a transform does not see them."""
+    found: list[Place] = []
+    for stream, view in prepared.views.items():
+        good = view.good(view.judge(of_stream(prepared, raw, stream)))
+        table: Any = good.select("event.topic", "event.partition", "event.offset").toArrow()
+        found += [Place(*row.values()) for row in table.to_pylist()]
+    return sorted(found)
 
 
 def try_transform(prepared: Prepared, raw: DataFrame, places: Sequence[Place]) -> str | None:

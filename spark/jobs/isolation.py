@@ -1,73 +1,75 @@
 """After a query failed whose plan holds the transform: find the events on which it fails, and put them aside for good.
 
-The events that the query would read next are read again as a batch and run through the same transform. What is found
-goes to the dead letters first and then into `skipped.json` beside the checkpoint: from there the next run leaves it out.
+The events that the query was to do are read again as a batch and run through the same transform. What is found goes to
+the dead letters first and then into `skipped.json` beside the checkpoint: from there the next run leaves it out.
 """
 
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import structlog
-from pyspark.sql import DataFrame, SparkSession
-from pyspark.sql import functions as f
-
-from services.core.pipes import dead_letter_topic
-from spark.brokers.endpoint import BatchName, Endpoint
-from spark.checkpoint import Checkpoint
-from spark.dead_letters import TRANSFORM_ERROR, dead_letters, rejected
-from spark.jobs.culprits import exactly, find_culprits, fingerprint, try_transform
+from spark.dead_letters import TRANSFORM_ERROR, rejected
+from spark.jobs.burial import bury
+from spark.jobs.culprits import exactly, find_culprits, fingerprint, places_of, try_transform
+from spark.jobs.query import Query
+from spark.jobs.streak import Streak
 from spark.place import Place, Span
-from spark.transforms.preparation import Prepared
 
-log = structlog.get_logger()
+SKIPPED_FILE = "skipped.json"
 
 
-def put_culprits_aside(
-    session: SparkSession, prepared: Prepared, endpoint: Endpoint, checkpoint: Checkpoint, writer: str
-) -> int:
-    """How many events were found and put aside; 0: the transform is not to blame. Raises TransformBroken."""
-    skipped = checkpoint.read_skipped()
-    for spans in _windows(session, prepared, endpoint, checkpoint):
-        raw = endpoint.read_spans(session, spans).where(f"NOT ({exactly(skipped)})").persist()
+def read_skipped(query: Query) -> list[Place]:
+    """Events that the query leaves out, as they are in the dead letters. Those behind its position are forgotten."""
+    known = query.checkpoint.read_note(SKIPPED_FILE, list[Place]) or []
+    position = query.checkpoint.done_up_to(query.endpoint.parse_position)
+    ahead = [place for place in known if place.offset >= position.get((place.topic, place.partition), 0)]
+    if len(ahead) < len(known):
+        query.checkpoint.write_note(SKIPPED_FILE, ahead)
+    return ahead
+
+
+def put_culprits_aside(query: Query, streak: Streak) -> int:
+    """How many events were found and put aside; 0: the transform is not to blame. Raises TransformBroken, Stopping."""
+    skipped = read_skipped(query)
+    passed = 0
+    for spans in _windows(query):
+        raw = query.endpoint.read_spans(query.session, spans).where(f"NOT ({exactly(skipped)})").persist()
+
+        def trial(places: Sequence[Place], raw: Any = raw) -> str | None:
+            query.check_not_stopping()
+            return try_transform(query.prepared, raw, places)
+
         try:
-            places = _places(raw)
-            culprits = find_culprits(places, lambda some, raw=raw: try_transform(prepared, raw, some)) if places else {}  # type: ignore[misc]
+            places = places_of(query.prepared, raw)
+            culprits = find_culprits(places, trial) if places else {}
+            passed += len(places) - len(culprits)
             if culprits:
+                streak.extend(len(culprits), passed, next(iter(culprits.values())))
                 table: Any = raw.where(exactly(culprits)).toArrow()
+                found = rejected(table, TRANSFORM_ERROR, culprits.__getitem__)
+                bury(query, found, f"skipped:{fingerprint(culprits)}", 0)
+                query.checkpoint.write_note(SKIPPED_FILE, [*skipped, *culprits])
+                return len(culprits)
         finally:
             raw.unpersist()
-        if culprits:
-            found = rejected(table, TRANSFORM_ERROR, lambda place, found=culprits: found[place])  # type: ignore[misc]
-            records = dead_letters(found, pipe=prepared.pipe, max_bytes=endpoint.max_record_bytes)
-            batch = BatchName(f"{writer}:skipped:{fingerprint(culprits)}", 0)
-            endpoint.write_records(session, records, dead_letter_topic(prepared.pipe), batch)
-            checkpoint.write_skipped([*skipped, *culprits])
-            log.warning(
-                "transform failed on events",
-                pipe=prepared.pipe,
-                events=len(culprits),
-                errors=list(culprits.values())[:3],
-            )
-            return len(culprits)
     return 0
 
 
-def _windows(
-    session: SparkSession, prepared: Prepared, endpoint: Endpoint, checkpoint: Checkpoint
-) -> Iterable[list[Span]]:
-    """What the query has not done yet, up to the present end, in parts of about max_events."""
-    topics = list(prepared.views)
+def _windows(query: Query) -> Iterable[list[Span]]:
+    """What the query was to do: the batch that it had begun, else all up to the present end; in parts of about max_events."""
+    endpoint, checkpoint, prepared = query.endpoint, query.checkpoint, query.prepared
     position = checkpoint.done_up_to(endpoint.parse_position)
+    begun = checkpoint.newest("offsets")
+    planned = {} if begun == checkpoint.newest("commits") else checkpoint.position(begun, endpoint.parse_position)
     waiting = [
-        Span(topic, partition, max(start, position.get((topic, partition), start)), end)
-        for topic, partition, start, end in endpoint.held(session, topics)
+        Span(
+            topic,
+            partition,
+            max(start, position.get((topic, partition), start)),
+            min(end, planned.get((topic, partition), end)),
+        )
+        for topic, partition, start, end in endpoint.held(query.session, list(prepared.views))
     ]
     size = max(1, prepared.transform.max_events // max(1, len(waiting)))
     while waiting := [span for span in waiting if span.start < span.end]:
         yield [span._replace(end=min(span.end, span.start + size)) for span in waiting]
         waiting = [span._replace(start=min(span.end, span.start + size)) for span in waiting]
-
-
-def _places(raw: DataFrame) -> Sequence[Place]:
-    table: Any = raw.select("topic", "partition", f.col("offset")).toArrow()
-    return sorted(Place(*row.values()) for row in table.to_pylist())

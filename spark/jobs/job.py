@@ -2,20 +2,22 @@
 
 import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import msgspec
 import structlog
 from pyspark.sql import SparkSession
 
-from services.core.pipes import output_topic
 from spark.adoption import adopt, check_not_older
 from spark.brokers.endpoint import Endpoint
-from spark.checkpoint import Checkpoint, Identity, open_checkpoint
+from spark.checkpoint import Checkpoint, open_checkpoint, peek_checkpoint
 from spark.errors import shorten
+from spark.jobs.backlog import Backlog, measure_backlog
 from spark.jobs.in_plan import InPlanRun
+from spark.jobs.query import Query, Stopping
 from spark.jobs.runs import Run, start_per_batch
+from spark.jobs.warm_up import warm_up
 from spark.observed import BatchReport
 from spark.session import own_session
 from spark.transforms.preparation import Prepared
@@ -26,11 +28,13 @@ ATTEMPTS = 5
 """After so many failures without a stored batch between them the pipe counts as broken."""
 FIRST_WAIT_S = 0.5
 MAX_WAIT_S = 30.0
+BACKLOG_EVERY_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class JobState:
-    """How a pipe's query is doing. problem: None while it runs, else why not, for a person. failures: in a row."""
+    """How a pipe's query is doing. problem: None once it has completed a trigger since its start, else why not, for a
+    person. failures: in a row."""
 
     pipe: str
     problem: str | None
@@ -53,12 +57,14 @@ class Job:
         checkpoints: str,
         on_batch: Callable[[BatchReport], None],
         on_state: Callable[[JobState], None],
+        on_backlog: Callable[[Backlog], None] = lambda _: None,
     ) -> None:
         self._prepared, self._endpoint, self._checkpoints = prepared, endpoint, checkpoints
-        self._on_batch, self._on_state = on_batch, on_state
+        self._on_batch, self._on_state, self._on_backlog = on_batch, on_state, on_backlog
         self._stop = threading.Event()
         self._drain = 0.0
         self._failures = 0
+        self._told = False
         self.pipe = prepared.pipe
 
     def stop(self, drain: float) -> None:
@@ -70,51 +76,76 @@ class Job:
         """Keep the query running until `stop`. Blocking. Failures are told by `on_state`, and tried again for ever."""
         session = own_session(session)
         session.sparkContext.setLocalProperty("spark.scheduler.pool", self.pipe)
+        watching = threading.Thread(
+            target=self._watch_backlog, args=[session], name=f"backlog-{self.pipe}", daemon=True
+        )
+        watching.start()
         while not self._stop.is_set():
             try:
                 self._run_once(session)
+            except Stopping:
+                break
             except Exception as error:
-                self._failures += 1
-                wait = random.uniform(0.5, 1) * min(MAX_WAIT_S, FIRST_WAIT_S * 2**self._failures)  # noqa: S311
-                problem = f"{type(error).__name__}: {shorten(error)}"
-                log.error(  # noqa: TRY400  one line: Spark's stack says nothing to a person
-                    "query failed",
-                    pipe=self.pipe,
-                    error=problem,
-                    failures=self._failures,
-                    again_in_seconds=round(wait, 1),
-                )
-                self._on_state(JobState(self.pipe, problem, self._failures))
-                self._stop.wait(wait)
+                self._note_failure(error)
+        watching.join()
+
+    def _note_failure(self, error: Exception) -> None:
+        """Tell it, and wait before the next start."""
+        self._failures += 1
+        wait = random.uniform(0.5, 1) * min(MAX_WAIT_S, FIRST_WAIT_S * 2**self._failures)  # noqa: S311
+        problem = f"{type(error).__name__}: {shorten(error)}"
+        # One line: Spark's stack says nothing to a person.
+        log.error(
+            "query failed", pipe=self.pipe, error=problem, failures=self._failures, again_in_seconds=round(wait, 1)
+        )
+        self._on_state(JobState(self.pipe, problem, self._failures))
+        self._stop.wait(wait)
 
     def _run_once(self, session: SparkSession) -> None:
         topics = self._endpoint.check(session, list(self._prepared.views))
         with open_checkpoint(session, self._checkpoints, self.pipe) as checkpoint:
-            identity = adopt(checkpoint, self._prepared, topics)
-            writer = f"{self.pipe}:{identity.id}"
-            check_not_older(checkpoint, self._endpoint.last_epoch(output_topic(self.pipe), writer))
-            run = self._start(session, checkpoint, identity)
+            query = self._adopt(session, checkpoint, topics)
+            if self._prepared.per_batch:
+                warm_up(query)
+            run: Run = start_per_batch(query) if self._prepared.per_batch else InPlanRun(query)
             try:
-                self._on_state(JobState(self.pipe, None, self._failures))
+                while not self._stop.is_set() and not run.works():
+                    run.watch()
+                self._note_success()
                 while not self._stop.is_set():
                     run.watch()
             finally:
                 run.end(self._drain)
 
-    def _start(self, session: SparkSession, checkpoint: Checkpoint, identity: Identity) -> Run:
-        start = start_per_batch if self._prepared.per_batch else InPlanRun
-        first = threading.Event()
+    def _adopt(self, session: SparkSession, checkpoint: Checkpoint, topics: Mapping[str, str]) -> Query:
+        identity = adopt(checkpoint, self._prepared, topics)
+        ran = threading.Event()
 
-        def done(report: BatchReport) -> None:
-            if not identity.ran and not first.is_set():
+        def report(done: BatchReport) -> None:
+            if not identity.ran and not ran.is_set():
                 checkpoint.write_identity(msgspec.structs.replace(identity, ran=True))
-            first.set()
-            self._done(report)
+            ran.set()
+            self._note_success()
+            self._on_batch(done)
 
-        return start(session, self._prepared, self._endpoint, checkpoint, f"{self.pipe}:{identity.id}", done)
+        writer = f"{self.pipe}:{identity.id}"
+        query = Query(session, self._prepared, self._endpoint, checkpoint, writer, report, self._stop)
+        check_not_older(query)
+        return query
 
-    def _done(self, report: BatchReport) -> None:
-        if self._failures:
-            self._failures = 0
+    def _note_success(self) -> None:
+        """A trigger was completed, or a batch stored."""
+        if not self._stop.is_set() and (self._failures or not self._told):
+            self._failures, self._told = 0, True
             self._on_state(JobState(self.pipe, None, 0))
-        self._on_batch(report)
+
+    def _watch_backlog(self, session: SparkSession) -> None:
+        checkpoint = peek_checkpoint(session, self._checkpoints, self.pipe)
+        while not self._stop.is_set():
+            try:
+                found = measure_backlog(session, self._endpoint, checkpoint, list(self._prepared.views))
+            except Exception as error:  # whatever is wrong with the broker or the checkpoint is the query's to tell
+                log.debug("backlog unknown", pipe=self.pipe, error=shorten(error))
+            else:
+                self._on_backlog(found)
+            self._stop.wait(BACKLOG_EVERY_S)

@@ -1,13 +1,17 @@
 """The dead letters of a pipe whose transform is part of the streaming plan: a query of its own that only rejects."""
 
-from typing import Any
-
 from pyspark.sql import DataFrame
 
-from spark.dead_letters import judged
+from spark.dead_letters import Rejected, judged
+from spark.jobs.burial import bury
 from spark.jobs.handler import Handler
 from spark.observed import BatchReport
-from spark.transforms.preparation import of_stream
+from spark.transforms.preparation import Prepared, of_stream
+
+REJECTS = "rejects"
+"""Names the query: its writer and its checkpoint."""
+DEAD = "dead"
+"""Names its dead letters, and those of the query that judges and transforms at once."""
 
 
 class RejectHandler(Handler):
@@ -15,11 +19,15 @@ class RejectHandler(Handler):
 
     def handle(self, raw: DataFrame, batch_id: int) -> BatchReport:
         """One pass over the batch; only the bad records leave Spark."""
-        report = BatchReport(self.prepared.pipe)
-        found = []
-        for stream, view in self.prepared.views.items():
-            table: Any = view.bad(view.judge(of_stream(self.prepared, raw, stream))).toArrow()
-            found += judged(table, view.checks)
-        report.read = len(found)
-        self.bury(raw, found, batch_id, report)
-        return report
+        found = reject(self.query.prepared, raw)
+        dead = bury(self.query, found, DEAD, batch_id)
+        return BatchReport(self.query.pipe, read=len(found), dead=dead)
+
+
+def reject(prepared: Prepared, raw: DataFrame) -> list[Rejected]:
+    """The records of a batch that are no events."""
+    return [
+        item
+        for stream, view in prepared.views.items()
+        for item in judged(view.bad(view.judge(of_stream(prepared, raw, stream))).toArrow(), view.checks)
+    ]

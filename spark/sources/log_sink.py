@@ -1,6 +1,7 @@
 """Writing to the log: each batch once, by writer and batch id, in one transaction per topic."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from pyspark.sql.datasource import DataSourceStreamArrowWriter, WriterCommitMessage
@@ -9,6 +10,7 @@ from pyspark.taskcontext import TaskContext
 from services.core.broker.log.blocking import abort_staged, commit_staged, ends, stage
 from services.core.broker.partitioner import split_by_key
 from services.core.broker.record import Record
+from spark.durable import sync_batch
 from spark.sources.record_batches import from_arrow
 
 
@@ -29,6 +31,7 @@ class LogStreamWriter(DataSourceStreamArrowWriter):
 
     def __init__(self, options: Mapping[str, str]) -> None:
         self._path, self._topic, self._writer = options["path"], options["topic"], options["writer"]
+        self._checkpoint = options.get("checkpointlocation", "")
 
     def write(self, iterator: Iterator[Any]) -> Staged:
         """Put the task's records aside, durably; nobody sees them yet."""
@@ -42,6 +45,8 @@ class LogStreamWriter(DataSourceStreamArrowWriter):
 
     def commit(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803 - pyspark's name
         """Make the batch visible in one transaction; a batch that was written before changes nothing."""
+        if self._checkpoint.startswith("file://"):
+            sync_batch(Path(self._checkpoint.removeprefix("file://")), batchId)
         commit_staged(self._path, self._topic, self._writer, batchId, _tokens(messages))
 
     def abort(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803 - pyspark's name

@@ -57,6 +57,13 @@ def nondeterministic_parts(result: DataFrame) -> list[str]:
     return found
 
 
+def watermarks(result: DataFrame) -> set[str]:
+    """The columns over which a streaming result has watermarks."""
+    return {
+        str(node.eventTime().name()) for node in _walk(_analyzed(result)) if node.nodeName() == "EventTimeWatermark"
+    }
+
+
 def _analyzed(frame: DataFrame) -> Any:
     return frame._jdf.queryExecution().analyzed()
 

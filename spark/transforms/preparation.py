@@ -13,7 +13,7 @@ from services.core.yaml_source import BadConfiguration, Document
 from spark.errors import shorten
 from spark.out import BadTransform, OutShape
 from spark.pipe_file import Chosen
-from spark.shapes import EVENT, RAW
+from spark.shapes import EVENT, EVENT_TIME, RAW
 from spark.transforms.definition import Definition, load_definition
 from spark.transforms.plan_check import SOURCE_ALIAS, dropping_parts, is_stateless, nondeterministic_parts
 from spark.view import SourceView
@@ -43,6 +43,11 @@ class Prepared:
         """Whether events seen before are left out."""
         return self.transform.deduplicate_within is not None
 
+    def watermarked(self, frame: DataFrame) -> DataFrame:
+        """A streaming source view with the watermark that the pipe asks for; as it is without one."""
+        delay = self.transform.watermark
+        return frame if delay is None else frame.withWatermark(EVENT_TIME, f"{round(delay * 1000)} milliseconds")
+
     def apply(self, frames: Mapping[str, DataFrame], session: SparkSession) -> DataFrame:
         """The output records for these source views. Lazy."""
         return self.out.apply(self.definition.apply(session, frames))
@@ -69,10 +74,10 @@ def prepare_pipes(session: SparkSession, chosen: Chosen, *, max_bytes: int) -> l
 def _prepare(session: SparkSession, document: Document, file: PipeFile, name: str, max_bytes: int) -> Prepared:
     pipe = file.pipes[name]
     assert pipe.transform is not None
-    views = {}
+    views, timed = {}, pipe.transform.watermark is not None
     for stream in pipe.sources:
         try:
-            views[stream] = SourceView(_parse_columns(file.streams[stream].columns))
+            views[stream] = SourceView(_parse_columns(file.streams[stream].columns, timed=timed), timed=timed)
         except (PySparkException, BadTransform) as error:
             raise BadConfiguration([document.problem(("streams", stream, "columns"), shorten(error))]) from error
     key = ("pipes", name, "transform", "sql" if pipe.transform.sql is not None else "python")
@@ -103,14 +108,14 @@ def _prepare(session: SparkSession, document: Document, file: PipeFile, name: st
     return Prepared(name, pipe.transform, views, definition, out, row_by_row)
 
 
-def _parse_columns(ddl: str | None) -> StructType | None:
+def _parse_columns(ddl: str | None, *, timed: bool) -> StructType | None:
     if ddl is None:
         return None
     columns = StructType.fromDDL(ddl)
     assert isinstance(columns, StructType)
     names = [name.lower() for name in columns.names]
     for name in names:
-        if name == EVENT or name.startswith("_penstock"):
+        if name == EVENT or (timed and name == EVENT_TIME) or name.startswith("_penstock"):
             raise BadTransform(
                 f"the column name {name!r} is taken. Try: another name, read by a transform from `value`"
             )

@@ -3,9 +3,10 @@
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import yaml
 from pyspark.sql import SparkSession
@@ -17,8 +18,12 @@ from services.core.broker.log.topics import create_topic
 from services.core.broker.partitioner import split_by_key
 from services.core.broker.record import Record
 from services.core.event import ARRIVAL, ID, ORIGIN
+from spark.adoption import adopt
 from spark.brokers.log import LogEndpoint
+from spark.checkpoint import open_checkpoint
+from spark.jobs.backlog import Backlog
 from spark.jobs.job import Job, JobState
+from spark.jobs.query import Query
 from spark.observed import BatchReport
 from spark.pipe_file import Chosen, read_pipe_file
 from spark.settings import TransformSettings
@@ -42,6 +47,16 @@ def wait_for(condition: Callable[[], bool], what: str) -> None:
         time.sleep(0.05)
 
 
+def interrupt_queries(session: SparkSession) -> None:
+    """End the threads in which Spark runs queries, as no code of ours or Spark's would."""
+    jvm: Any = session.sparkContext._jvm
+    threads = jvm.java.lang.Thread.getAllStackTraces().keySet().toArray()
+    running = [thread for thread in threads if thread.getName().startswith("stream execution thread")]
+    assert running
+    for thread in running:
+        thread.interrupt()
+
+
 class River:
     """One log with streams `s` and `u`, one pipe `p`."""
 
@@ -50,6 +65,7 @@ class River:
         self.log = folder / "log"
         self.batches: list[BatchReport] = []
         self.states: list[JobState] = []
+        self.backlogs: list[Backlog] = []
         self._epochs = itertools.count()
         self._jobs: list[tuple[Job, threading.Thread]] = []
         for topic in ("s", "u", "p.out", "p.dead"):
@@ -89,11 +105,28 @@ class River:
             checkpoints=str(self.folder / "checkpoints"),
             on_batch=self.batches.append,
             on_state=self.states.append,
+            on_backlog=self.backlogs.append,
         )
         thread = threading.Thread(target=job.run, args=[self.session], daemon=True)
         thread.start()
         self._jobs.append((job, thread))
         return job
+
+    @contextmanager
+    def query(self, chosen: Chosen) -> Iterator[Query]:
+        """What a run of the pipe would work with; nothing runs."""
+        prepared, endpoint = self.prepare(chosen), LogEndpoint(str(self.log))
+        with open_checkpoint(self.session, str(self.folder / "checkpoints"), "p") as checkpoint:
+            identity = adopt(checkpoint, prepared, endpoint.check(self.session, list(prepared.views)))
+            yield Query(
+                self.session,
+                prepared,
+                endpoint,
+                checkpoint,
+                f"p:{identity.id}",
+                self.batches.append,
+                threading.Event(),
+            )
 
     def stop(self) -> None:
         """Stop the jobs in good order."""

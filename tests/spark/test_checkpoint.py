@@ -1,13 +1,17 @@
 """What a pipe's checkpoint promises: one query at a time, no batch twice, and a loud stop when it is not what was left."""
 
 import shutil
+import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import orjson
 import pytest
 from pyspark.sql import SparkSession
 
 from services.core.broker.contract import TopicSpec
+from services.core.broker.log import blocking
 from services.core.broker.log.layout import DataFolder
 from services.core.broker.log.topics import create_topic, delete_topic
 from services.core.broker.record import Record
@@ -15,8 +19,11 @@ from services.core.event import read_id
 from spark.adoption import adopt, check_not_older
 from spark.brokers.log import LogEndpoint
 from spark.checkpoint import CheckpointDamaged, CheckpointInUse, open_checkpoint
+from spark.jobs.backlog import measure_backlog
+from spark.jobs.query import Query
+from spark.jobs.streak import ALL_FAILED, Streak
 from spark.pipe_file import Chosen
-from tests.spark.river import River, event, wait_for
+from tests.spark.river import River, event, interrupt_queries, wait_for
 
 COLUMNS = "delay INT"
 
@@ -65,22 +72,38 @@ def test_batch_that_was_stored_is_not_stored_again(river: River) -> None:
     assert ids(river) == sorted(f"id-{n}" for n in range(40))
 
 
+def newest(folder: Path) -> Path:
+    return max((path for path in folder.iterdir() if path.name.isdigit()), key=lambda path: int(path.name))
+
+
 def truncate(checkpoint: Path) -> None:
-    newest = max((p for p in (checkpoint / "offsets").iterdir() if p.name.isdigit()), key=lambda p: int(p.name))
-    newest.write_bytes(newest.read_bytes()[:10])
+    path = newest(checkpoint / "offsets")
+    path.write_bytes(path.read_bytes()[:10])
 
 
 def empty(checkpoint: Path) -> None:
-    newest = max((p for p in (checkpoint / "offsets").iterdir() if p.name.isdigit()), key=lambda p: int(p.name))
-    newest.write_bytes(b"")
-    (newest.parent / f".{newest.name}.crc").unlink()
+    path = newest(checkpoint / "offsets")
+    path.write_bytes(b"")
+    (path.parent / f".{path.name}.crc").unlink()
 
 
 def flip(checkpoint: Path) -> None:
-    newest = max((p for p in (checkpoint / "offsets").iterdir() if p.name.isdigit()), key=lambda p: int(p.name))
-    content = bytearray(newest.read_bytes())
+    path = newest(checkpoint / "offsets")
+    content = bytearray(path.read_bytes())
     content[-3] ^= 1
-    newest.write_bytes(content)
+    path.write_bytes(content)
+
+
+def truncate_commit(checkpoint: Path) -> None:
+    path = newest(checkpoint / "commits")
+    path.write_bytes(path.read_bytes()[:1])
+
+
+def flip_commit(checkpoint: Path) -> None:
+    path = newest(checkpoint / "commits")
+    content = bytearray(path.read_bytes())
+    content[0] ^= 1
+    path.write_bytes(content)
 
 
 def remove_offsets(checkpoint: Path) -> None:
@@ -107,7 +130,8 @@ def garble_identity(checkpoint: Path) -> None:
     (checkpoint / "penstock.json").write_text("{")
 
 
-HARMS = [truncate, empty, flip, remove_offsets, roll_back, remove_metadata, remove_identity, garble_identity]
+HARMS = [truncate, empty, flip, truncate_commit, flip_commit]
+HARMS += [remove_offsets, roll_back, remove_metadata, remove_identity, garble_identity]
 
 
 def test_damaged_checkpoint_is_refused(river: River, spark: SparkSession) -> None:
@@ -120,7 +144,10 @@ def test_damaged_checkpoint_is_refused(river: River, spark: SparkSession) -> Non
     def take(root: Path) -> None:
         with open_checkpoint(spark, str(root), "p") as checkpoint:
             identity = adopt(checkpoint, prepared, topics)
-            check_not_older(checkpoint, endpoint.last_epoch("p.out", f"p:{identity.id}"))
+            writer = f"p:{identity.id}"
+            check_not_older(
+                Query(spark, prepared, endpoint, checkpoint, writer, river.batches.append, threading.Event())
+            )
 
     take(place.parent)
     for harm in HARMS:
@@ -129,6 +156,49 @@ def test_damaged_checkpoint_is_refused(river: River, spark: SparkSession) -> Non
         harm(copy / "p")
         with pytest.raises(CheckpointDamaged, match="Try:"):
             take(copy)
+
+
+def test_older_copy_is_refused_whatever_it_wrote(river: River) -> None:
+    """If this fails, a restored checkpoint gives dead letters the numbers of stored ones, and they vanish."""
+    chosen, _ = run_first(river)
+    for name in ("dead", "late", "rejects:dead"):
+        topic, bad = "p.dead", event(1000, b"{}")
+        with river.query(chosen) as query:
+            check_not_older(query)
+            assert blocking.append_once(river.log, topic, f"{query.writer}:{name}", 1000, {0: [bad]})
+            with pytest.raises(CheckpointDamaged, match=r"'p\.dead' at batch 1000: it is an older copy"):
+                check_not_older(query)
+        delete_topic(DataFolder.prepare(river.log), topic)
+        create_topic(DataFolder.prepare(river.log), TopicSpec(topic, 3))
+
+
+@pytest.mark.parametrize(
+    "harm", [lambda content: content[: len(content) // 2], lambda content: content[:-9] + b"123456789"]
+)
+def test_damaged_state_stops_the_query(river: River, harm: Callable[[bytes], bytes]) -> None:
+    """If this fails, ids that were seen are forgotten without a word, and duplicates come out."""
+    river.send(flights(0, 30))
+    chosen = river.pipe(columns=COLUMNS, sql="SELECT event, delay FROM s", deduplicate_within="1h", max_events=10)
+    river.run(chosen, 30)
+    files = [path for path in (river.folder / "checkpoints" / "p" / "state").rglob("*.delta") if path.name[0] != "."]
+    last = max(int(path.stem) for path in files)
+    for path in files:
+        if int(path.stem) == last:
+            path.write_bytes(harm(path.read_bytes()))
+    _forget_loaded_state(river)
+    river.send(flights(0, 40))
+    river.start(chosen)
+    wait_for(lambda: river.problem is not None, "the query refuses the state")
+    river.stop()
+    assert not any(state.problem is None for state in river.states[1:])
+    assert ids(river) == sorted(f"id-{n}" for n in range(30))
+
+
+def _forget_loaded_state(river: River) -> None:
+    """As a new process would: Spark keeps state in memory while its session lives."""
+    jvm: Any = river.session.sparkContext._jvm
+    store = getattr(jvm.org.apache.spark.sql.execution.streaming.state, "StateStore$")
+    getattr(store, "MODULE$").stop()
 
 
 def test_damaged_checkpoint_stops_the_query(river: River) -> None:
@@ -150,6 +220,68 @@ def test_one_query_on_a_checkpoint(spark: SparkSession, tmp_path: Path) -> None:
         pass
     with open_checkpoint(spark, str(tmp_path), "p"):
         pass
+
+
+def test_second_query_on_a_checkpoint_is_refused(river: River) -> None:
+    """If this fails, two services on one data folder do each event twice, or the second one says nothing."""
+    chosen, _ = run_first(river)
+    river.start(chosen)
+    wait_for(lambda: len(river.states) >= 2, "the query runs")
+    river.start(chosen)
+    wait_for(lambda: river.problem is not None, "the second one refuses")
+    assert "in use by process" in (river.problem or "")
+    river.send(flights(30, 60))
+    wait_for(lambda: river.read >= 60, "the first one goes on")
+    river.stop()
+    assert ids(river) == sorted(f"id-{n}" for n in range(60))
+
+
+def test_dead_query_is_told_and_started_again(river: River) -> None:
+    """If this fails, a query that ended in a process that lives stays dead, and nobody is told."""
+    chosen, _ = run_first(river)
+    river.start(chosen)
+    wait_for(lambda: len(river.states) >= 2, "the query runs")
+    interrupt_queries(river.session)
+    wait_for(lambda: river.problem is not None, "its end is told")
+    river.send(flights(30, 60))
+    wait_for(lambda: river.read >= 60, "it runs again")
+    river.stop()
+    assert river.states[-1].problem is None
+    assert ids(river) == sorted(f"id-{n}" for n in range(60))
+
+
+def test_backlog_is_known_without_a_query(river: River) -> None:
+    """If this fails, nobody sees how far a pipe is behind while its query is down."""
+    chosen, _ = run_first(river)
+    river.send(flights(30, 45))
+    with river.query(chosen) as query:
+        found = measure_backlog(query.session, query.endpoint, query.checkpoint, ["s", "u"])
+    assert sum(found.values()) == 15
+    assert {topic for topic, _ in found} == {"s", "u"}
+
+
+def test_failures_in_a_row_are_counted_over_restarts(river: River, tmp_path: Path) -> None:
+    """If this fails, a broken transform on a slow stream moves all of it to the dead letters, a few events a restart."""
+    sql = "SELECT event, 1 DIV delay AS share FROM s"
+    chosen = river.pipe(columns=COLUMNS, sql=sql, interval="10ms")
+    with river.query(chosen) as query:
+        Streak(query.checkpoint).extend(ALL_FAILED - 2, 0, "")
+    river.send([event(1, b'{"delay":0}')])
+    river.run(chosen, 1)
+    assert len(river.dead) == 1
+    river.send([event(2, b'{"delay":0}')])
+    river.start(chosen)
+    wait_for(
+        lambda: len([state for state in river.states if state.problem]) >= 2, "it fails, and after a restart again"
+    )
+    river.stop()
+    assert "TransformBroken: it failed on the last 20 events" in (river.problem or "")
+    assert len(river.dead) == 1
+    river.states.clear()
+    river.run(river.pipe(columns=COLUMNS, sql="SELECT event, delay FROM s"), 2)
+    with river.query(chosen) as query:
+        Streak(query.checkpoint).extend(1, 0, "")
+    assert len(river.out) == 1
 
 
 def test_recreated_topic_stops_the_query(river: River) -> None:

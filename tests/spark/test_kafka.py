@@ -1,6 +1,7 @@
 """Transforms on a real Kafka of three brokers: micro-batches and real-time mode."""
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,7 +15,9 @@ from services.core.broker.record import Record
 from services.core.event import read_id
 from services.core.jvm.kafka_server import KafkaCluster
 from tests.spark.kafka_river import KafkaRiver
-from tests.spark.river import NOW, event, wait_for
+from tests.spark.river import NOW, event, interrupt_queries, wait_for
+from tests.spark.service_process import kill_service, start_service
+from tests.spark.test_checkpoint import truncate
 
 pytestmark = pytest.mark.kafka
 COLUMNS = "carrier STRING, delay INT"
@@ -117,6 +120,55 @@ def test_records_that_are_gone_stop_the_query(make_river: MakeRiver) -> None:
     assert "offset" in river.wait_for_problem().lower()
     river.stop()
     assert len(river.records("out", 10)) == 10
+
+
+def test_checkpoint_faults(make_river: MakeRiver) -> None:
+    """If this fails, a second query, a dead one, or a damaged checkpoint on Kafka is not told, or doubles events."""
+    river = make_river(1)
+    river.send([flight(n) for n in range(1, 11)])
+    chosen = river.chosen(columns=COLUMNS, sql="SELECT event, delay FROM {s}")
+    river.start(chosen)
+    river.records("out", 10)
+    river.start(chosen)
+    assert "in use by process" in river.wait_for_problem()
+    river.states.clear()
+    interrupt_queries(river.session)
+    wait_for(
+        lambda: any("ended" in (s.problem or "") or "Interrupt" in (s.problem or "") for s in river.states), "told"
+    )
+    river.send([flight(n) for n in range(11, 21)])
+    assert Counter(read_id(r) for r in river.records("out", 20)) == Counter(f"id-{n}" for n in range(1, 21))
+    river.stop()
+    truncate(river.folder / "checkpoints" / river.pipe)
+    river.states.clear()
+    river.send([flight(n) for n in range(21, 31)])
+    river.start(chosen)
+    assert "CheckpointDamaged" in river.wait_for_problem()
+    river.stop()
+    assert len(river.records("out", 20)) == 20
+
+
+def test_killed_in_the_middle(make_river: MakeRiver, tmp_path: Path) -> None:
+    """If this fails, a killed transform on Kafka loses events, or writes more again than the batch at work."""
+    river = make_river(1)
+    total, batch = 6000, 200
+    river.send([flight(n) for n in range(total)])
+    river.chosen(columns=COLUMNS, sql="SELECT event, delay FROM {s}", max_events=batch, interval="50ms")
+    output = tmp_path / "output.log"
+    process = start_service(tmp_path, f"kafka://{river.bootstrap}", output)
+    try:
+        assert len(river.records("out", batch)) < total, "killed too late to mean anything"
+    finally:
+        kill_service(process)
+    process = start_service(tmp_path, f"kafka://{river.bootstrap}", output)
+    try:
+        counts = Counter(read_id(r) for r in river.records("out", total))
+        while len(counts) < total:
+            counts = Counter(read_id(r) for r in river.records("out", counts.total() + 1))
+    finally:
+        kill_service(process)
+    assert counts.keys() == {f"id-{n}" for n in range(total)}
+    assert counts.total() - total <= batch
 
 
 async def _delete_before(river: KafkaRiver, offset: int) -> None:

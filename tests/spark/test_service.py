@@ -1,10 +1,6 @@
 """`python -m spark` as the supervisor runs it: killed, stopped, misconfigured."""
 
-import contextlib
-import os
-import signal
 import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
@@ -18,11 +14,12 @@ import pytest
 from services.core.broker.contract import TopicSpec
 from services.core.broker.log import blocking
 from services.core.broker.log.layout import DataFolder
-from services.core.broker.log.topics import create_topic
+from services.core.broker.log.topics import create_topic, delete_topic
 from services.core.broker.partitioner import split_by_key
 from services.core.broker.record import Record
 from services.core.event import read_id
 from tests.spark.river import event, wait_for
+from tests.spark.service_process import kill_service, start_service
 
 pytestmark = pytest.mark.spark
 PORT_FILE = "management port open"
@@ -54,20 +51,13 @@ class Service:
 
     def start(self, *arguments: str) -> subprocess.Popen[bytes]:
         """Start it in a session of its own."""
-        command = [sys.executable, "-m", "spark", "--broker", f"log://{self.log}", "--data", str(self.folder)]
-        command += ["--pipes", str(self.folder / "pipes.yaml"), *arguments]
-        with self.output.open("ab") as output:
-            self.process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
-            )
+        self.process = start_service(self.folder, f"log://{self.log}", self.output, *arguments)
         return self.process
 
     def kill(self) -> None:
         """SIGKILL the service, Java and all; waits until it is gone."""
         if self.process is not None:
-            with contextlib.suppress(ProcessLookupError):  # ended by itself, and so did what it had started
-                os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait(30)
+            kill_service(self.process)
 
     def send(self, numbers: range) -> None:
         """Store events."""
@@ -144,10 +134,20 @@ def test_ready_and_stopped(service: Service) -> None:
     assert get("/healthz")[0] == 200
     wait_for(lambda: get("/readyz")[0] == 200, "readiness")
     wait_for(lambda: 'penstock_transform_events_read_total{pipe="p"} 1000.0' in get("/metrics")[1], "1000 events read")
+    lag = 'penstock_broker_lag_records{group="p",partition="%d",topic="s"} 0.0'
+    wait_for(lambda: all(lag % partition in get("/metrics")[1] for partition in (0, 1)), "no event waits")
     metrics = get("/metrics")[1]
     assert 'penstock_transform_query_up{pipe="p"} 1.0' in metrics
     assert 'penstock_transform_events_written_total{pipe="p"} 500.0' in metrics
     assert 'penstock_lag_out_seconds_count{node="transform",pipe="p"} 500.0' in metrics
+    delete_topic(DataFolder.prepare(service.log), "s")
+    wait_for(lambda: get("/readyz")[0] == 503, "a query that fails makes it unready")
+    for failures in (2, 3):
+        line = f'penstock_transform_query_failures_total{{pipe="p"}} {failures}.0'
+        while line not in get("/metrics")[1]:
+            assert get("/readyz")[0] == 503
+            time.sleep(0.05)
+    assert 'penstock_transform_query_up{pipe="p"} 0.0' in get("/metrics")[1]
     process.terminate()
     assert process.wait(60) == 0, service.output.read_text()
     assert service.count() == 500

@@ -1,0 +1,30 @@
+"""Writing dead letters: durably, once for each name, counted by reason."""
+
+from collections import Counter
+from collections.abc import Sequence
+
+import structlog
+
+from services.core.pipes import dead_letter_topic
+from spark.brokers.endpoint import BatchName
+from spark.dead_letters import Rejected, dead_letters
+from spark.jobs.query import Query
+
+log = structlog.get_logger()
+
+
+def bury(query: Query, found: Sequence[Rejected], name: str, epoch: int) -> Counter[str]:
+    """Store these records as dead letters of the pipe, unless (name, epoch) was stored before. How many, by reason."""
+    reasons = Counter(item.reason for item in found)
+    if found:
+        records = dead_letters(found, pipe=query.pipe, max_bytes=query.endpoint.max_record_bytes)
+        batch = BatchName(f"{query.writer}:{name}", epoch)
+        query.endpoint.write_records(query.session, records, dead_letter_topic(query.pipe), batch)
+        log.warning(
+            "dead letters",
+            pipe=query.pipe,
+            events=len(found),
+            reasons=dict(reasons),
+            examples=[item.detail for item in found[:3]],
+        )
+    return reasons

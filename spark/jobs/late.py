@@ -1,0 +1,69 @@
+"""Events that come behind the watermark of a transform over several events: Spark drops them, we keep them.
+
+Spark tells how many rows of a batch it dropped, not which. After such a batch its events are read again, and those behind
+the watermark that it ran with go to the dead letters. A note beside the checkpoint says up to which batch that is settled:
+what a crash left open is settled at the next start.
+"""
+
+from typing import Any
+
+from pyspark.sql import functions as f
+
+from spark.dead_letters import rejected
+from spark.jobs.burial import bury
+from spark.jobs.query import Query
+from spark.observed import BatchReport
+from spark.place import Place, Span
+from spark.transforms.preparation import of_stream
+from spark.view import TIME
+
+LATE = "late"
+"""The reason, and the name of these dead letters."""
+SETTLED_FILE = "late_up_to.json"
+
+
+class LateEvents:
+    """Settles the late events of a query's batches, one batch after the other."""
+
+    def __init__(self, query: Query) -> None:
+        """Settles what the last run left open. Blocking. Raises what reading and writing raise."""
+        self._query = query
+        done = query.checkpoint.newest("commits")
+        settled = query.checkpoint.read_note(SETTLED_FILE, int)
+        self._settled = -1 if settled is None else settled
+        if settled is None:
+            query.checkpoint.write_note(SETTLED_FILE, -1)
+        for batch in range(self._settled + 1, -1 if done is None else done + 1):
+            self.settle(batch, dropped=True)
+
+    def settle(self, batch: int, *, dropped: bool) -> None:
+        """This batch is done; dropped: Spark dropped rows of it, or may have."""
+        if batch <= self._settled:
+            return
+        if dropped:
+            self._keep(batch)
+        self._query.checkpoint.write_note(SETTLED_FILE, batch)
+        self._settled = batch
+
+    def _keep(self, batch: int) -> None:
+        query, view_of = self._query, self._query.prepared.views
+        watermark = query.checkpoint.watermark(batch)
+        parse = query.endpoint.parse_position
+        begin = query.checkpoint.position(batch - 1, parse) if batch else {}
+        end = query.checkpoint.position(batch, parse)
+        spans = [Span(*place, begin.get(place, 0), offset) for place, offset in end.items()]
+        spans = [span for span in spans if span.start < span.end]
+        if not watermark or not spans:
+            return
+        raw = query.endpoint.read_spans(query.session, spans)
+
+        def detail(_place: Place) -> str:
+            return f"its time is behind the watermark {watermark} ms of batch {batch}; a result still open then may hold it"
+
+        found = []
+        for stream, view in view_of.items():
+            judged = view.judge(of_stream(query.prepared, raw, stream))
+            table: Any = view.unused(judged.where(f.col(TIME) <= f.timestamp_millis(f.lit(watermark)))).toArrow()
+            found += rejected(table, LATE, detail)
+        dead = bury(query, found, LATE, batch)
+        query.report(BatchReport(query.pipe, dead=dead))

@@ -1,0 +1,48 @@
+"""What one run of a pipe's query works with."""
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from pyspark.sql import DataFrame, SparkSession
+
+from spark.brokers.endpoint import Endpoint
+from spark.checkpoint import Checkpoint
+from spark.observed import BatchReport
+from spark.transforms.preparation import Prepared
+
+
+class Stopping(Exception):
+    """Not begun, or left, because the job is to stop: it comes again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Query:
+    """One query of a pipe. writer: names it to the broker. report: takes what each stored batch did. stopping: set once
+    the job is to stop."""
+
+    session: SparkSession
+    prepared: Prepared
+    endpoint: Endpoint
+    checkpoint: Checkpoint
+    writer: str
+    report: Callable[[BatchReport], None]
+    stopping: threading.Event
+
+    @property
+    def pipe(self) -> str:
+        """The pipe's name."""
+        return self.prepared.pipe
+
+    def beside(self, name: str) -> "Query":
+        """Another query of the same pipe, with a checkpoint of its own."""
+        return replace(self, checkpoint=self.checkpoint.beside(name), writer=f"{self.writer}:{name}")
+
+    def source(self) -> DataFrame:
+        """All the pipe's sources as one raw stream."""
+        return self.endpoint.read_stream(self.session, list(self.prepared.views), self.prepared.transform.max_events)
+
+    def check_not_stopping(self) -> None:
+        """Between two steps of long work. Raises Stopping."""
+        if self.stopping.is_set():
+            raise Stopping

@@ -1,0 +1,158 @@
+"""Transforms over several events: what they compute, and that what comes too late for them is kept."""
+
+from collections import Counter
+from collections.abc import Sequence
+from datetime import UTC, datetime
+
+import msgspec
+import orjson
+import pytest
+from pyspark.sql import SparkSession
+
+from services.core import dead_letter
+from services.core.broker.errors import Unavailable
+from services.core.broker.log.layout import DataFolder
+from services.core.broker.log.topics import delete_topic
+from services.core.broker.record import Record
+from services.core.event import read_id
+from services.core.yaml_source import BadConfiguration
+from spark.brokers.log import LogEndpoint
+from spark.dead_letters import Rejected
+from spark.jobs.burial import bury
+from spark.jobs.isolation import SKIPPED_FILE, put_culprits_aside, read_skipped
+from spark.jobs.query import Query, Stopping
+from spark.jobs.streak import Streak
+from spark.settings import TransformSettings
+from spark.suitability import check_suitability
+from tests.spark.river import NOW, River, event, wait_for
+
+COUNTS = """SELECT date_format(window.start, 'HH:mm') AS id, window.start AS time, count(*) AS flights, sum(60 DIV delay) AS part
+            FROM s GROUP BY window(event_time, '1 minute')"""
+START = NOW - NOW % 60_000
+
+
+def flight(number: int, minute: float, delay: int | str = 1) -> Record:
+    """An event at so many minutes after START."""
+    record = event(number, orjson.dumps({"delay": delay}), key=b"k")
+    return msgspec.structs.replace(record, timestamp=START + round(minute * 60_000))
+
+
+def minute(number: int) -> str:
+    return datetime.fromtimestamp(START / 1000 + 60 * number, UTC).strftime("%H:%M")
+
+
+def counts(river: River) -> dict[str | None, int]:
+    return {read_id(record): orjson.loads(record.value or b"")["flights"] for record in river.out}
+
+
+def letters(river: River) -> Counter[tuple[str | None, str]]:
+    return Counter((read_id(r), (r.header(dead_letter.REASON) or b"").decode()) for r in river.dead)
+
+
+def send(river: River, *records: Record) -> None:
+    """Send, and wait until Spark has noted the batch."""
+    before = river.read
+    river.send(records)
+    wait_for(lambda: river.read >= before + len(records) or bool(river.problem), f"{len(records)} more events read")
+    assert river.problem is None, river.problem
+
+
+def test_late_events_are_kept(river: River, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If this fails, an event behind the watermark vanishes, stops the pipe, or is forgotten when a crash comes first."""
+    chosen = river.pipe(columns="delay INT", sql=COUNTS, watermark="1m", interval="50ms")
+    river.start(chosen)
+    send(river, flight(0, 0), flight(1, 0.5), flight(2, 1))
+    send(river, flight(3, 10))
+    send(river, flight(4, 20))
+    wait_for(lambda: len(river.out) >= 2, "closed windows")
+    assert counts(river) == {minute(0): 2, minute(1): 1}
+    send(river, flight(5, 0.1), flight(6, 20.5))
+    wait_for(lambda: bool(river.dead), "the late event in the dead letters")
+    assert letters(river) == {("id-5", "late"): 1}
+
+    failed: list[str] = []
+
+    def fail_once(query: Query, found: Sequence[Rejected], name: str, epoch: int) -> Counter[str]:
+        if not failed:
+            failed.append(name)
+            raise Unavailable("just now not")
+        return bury(query, found, name, epoch)
+
+    monkeypatch.setattr("spark.jobs.late.bury", fail_once)
+    river.send([flight(7, 0.2), flight(8, 20.6)])
+    wait_for(lambda: ("id-7", "late") in letters(river), "the other late event, after a failure in between")
+    wait_for(lambda: river.states[-1].problem is None, "the query runs again")
+    river.states.clear()
+    send(river, flight(9, 30))
+    wait_for(lambda: minute(20) in counts(river), "another closed window")
+    river.stop()
+    assert failed
+    assert counts(river) == {minute(0): 2, minute(1): 1, minute(10): 1, minute(20): 3}
+    assert letters(river) == {("id-5", "late"): 1, ("id-7", "late"): 1}
+
+
+def test_poisoned_event_of_an_aggregate(river: River, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If this fails, one event on which an aggregate raises stops it for good, the list of left-out events grows for ever,
+    a stop waits for a long search, or a failing broker starts one."""
+    chosen = river.pipe(columns="delay INT", sql=COUNTS, watermark="1m", interval="50ms")
+    river.start(chosen)
+    send(river, flight(0, 0))
+    river.send([flight(1, 0.1, delay=0), flight(2, 0.2), flight(3, 0.3, delay="no number")])
+    wait_for(lambda: len(river.dead) >= 2, "both in the dead letters")
+    send(river, flight(4, 10))
+    send(river, flight(5, 20))
+    wait_for(lambda: minute(0) in counts(river), "a closed window")
+    river.stop()
+    assert counts(river)[minute(0)] == 2
+    assert letters(river) == {("id-1", "transform_error"): 1, ("id-3", "schema_mismatch"): 1}
+    with river.query(chosen) as query:
+        assert query.checkpoint.read_note(SKIPPED_FILE, list[object])
+        assert read_skipped(query) == []
+        assert query.checkpoint.read_note(SKIPPED_FILE, list[object]) == []
+        river.send([flight(6, 20.1)])
+        query.stopping.set()
+        with pytest.raises(Stopping):
+            put_culprits_aside(query, Streak(query.checkpoint))
+    searched: list[Query] = []
+
+    def search(query: Query, _streak: Streak) -> int:
+        searched.append(query)
+        return 0
+
+    monkeypatch.setattr("spark.jobs.in_plan.put_culprits_aside", search)
+    river.states.clear()
+    river.start(chosen)
+    wait_for(lambda: bool(river.states), "the query runs")
+    delete_topic(DataFolder.prepare(river.log), "s")
+    wait_for(lambda: river.problem is not None, "the query says that its source is away")
+    river.stop()
+    assert not searched
+
+
+@pytest.mark.parametrize(
+    ("transform", "said"),
+    [
+        ({"sql": COUNTS.replace("event_time", "event.time")}, "watermark: 10m"),
+        ({"sql": COUNTS, "watermark": "1m", "deduplicate_within": "1m"}, "deduplicate_within needs"),
+        ({"python": "own.py:own"}, "sets a watermark over at"),
+    ],
+)
+def test_what_could_drop_events_is_refused(
+    river: River, spark: SparkSession, transform: dict[str, str], said: str
+) -> None:
+    """If this fails, a pipe starts whose late events would vanish without our knowing."""
+    (river.folder / "own.py").write_text(OWN)
+    chosen = river.pipe(columns="delay INT", sources=["s"], **transform)
+    prepared = river.prepare(chosen)
+    with pytest.raises(BadConfiguration, match=said):
+        check_suitability(spark, TransformSettings(), LogEndpoint(str(river.log)), chosen, [prepared])
+
+
+OWN = """
+from pyspark.sql import functions as f
+
+def own(frame):
+    timed = frame.withColumn("at", f.col("event.time")).withWatermark("at", "1 minute")
+    return timed.groupBy(f.window("at", "1 minute")).agg(f.count("*").alias("n")).select(
+        f.col("window.start").cast("string").alias("id"), "n")
+"""
