@@ -336,6 +336,10 @@ def read_pipes(path: Path) -> tuple[Document, PipeFile, list[Problem]]:
 
     Raises BadConfiguration, with the broken references, too, when the shape is wrong.
     """
+    if not path.exists():
+        raise BadConfiguration(
+            [Problem(str(path), "", "there is no such file. Try: penstock init, or -f with another")]
+        )
     document = load_yaml(path)
     if document.data is None:
         raise BadConfiguration([document.problem((), "is empty. Try: penstock init")])

@@ -31,6 +31,10 @@ class Problem:
         text = f"{self.where}: {self.key}: {self.message}" if self.key else f"{self.where}: {self.message}"
         return mask_text(text)  # a secret in the wrong place may have become a key or part of a message
 
+    def as_json(self) -> dict[str, str]:
+        """The same for a program."""
+        return {"where": self.where, "key": mask_text(self.key), "message": mask_text(self.message)}
+
 
 class BadConfiguration(Exception):
     """The configuration cannot be used; all problems at once. Programs exit with status 2."""

@@ -1,5 +1,6 @@
 """`penstock`: the command line. Exit status: 0 done, 1 failed, 2 the command or its configuration is wrong, 130 Ctrl-C."""
 
+import logging
 import sys
 
 from services.core.yaml_source import BadConfiguration
@@ -13,6 +14,8 @@ VERBS = (demo, up, send, listen, status, pipes, keys, log)
 
 def main() -> None:
     """Run the verb that the command line names, and exit."""
+    # The Kafka client logs each failed attempt; what came of them all is what a verb raises.
+    logging.getLogger("aiokafka").addHandler(logging.NullHandler())
     try:
         APP()
     except CommandFailed as error:

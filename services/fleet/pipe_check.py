@@ -14,8 +14,12 @@ def check_pipe_file(path: Path, *, listen: str = "", allow_networks: str = "", s
 
     listen: our own ingest, which is no destination. secrets: look for signing secrets, too. Blocking.
     """
+    try:
+        allowed = parse_networks(allow_networks)
+    except ValueError as error:
+        raise BadConfiguration([Problem("--allow-networks", "", str(error))]) from None
     document, pipes, problems = read_pipes(path)
-    policy = NetPolicy(allow=parse_networks(allow_networks), own=parse_endpoints(listen))
+    policy = NetPolicy(allow=allowed, own=parse_endpoints(listen))
     problems += check_destinations(document, pipes, policy, os.environ if secrets else None)
     problems += _missing_files(document, pipes)
     if problems:

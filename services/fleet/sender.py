@@ -19,6 +19,8 @@ TIMEOUT_S = 40.0
 """Longer than ingest may take to learn what became of a batch, so that its answer counts and not our impatience."""
 GIVE_UP_AFTER_S = 120.0
 SHOWN_REFUSALS = 10
+_LASTING_ATTEMPTS = 3
+"""From here on a person wants to know why nothing happens."""
 _BASE_WAIT_S, _MAX_WAIT_S, _MAX_RETRY_AFTER_S = 0.2, 10.0, 60.0
 
 
@@ -40,13 +42,17 @@ class Target:
 
 @dataclass(slots=True)
 class SendSummary:
-    """What became of the input. refused: by reason; examples: (position in the input, reason, detail) of the first few."""
+    """What became of the input. refused: by reason; examples: (position in the input, reason, detail) of the first few.
+
+    trouble: why a request has been repeated several times, "" as soon as one is answered.
+    """
 
     accepted: int = 0
     requests: int = 0
     retries: int = 0
     refused: Counter[str] = field(default_factory=Counter)
     examples: list[tuple[int, str, str]] = field(default_factory=list)
+    trouble: str = ""
 
     def refuse(self, position: int, reason: str, detail: str) -> None:
         """Count one event that ingest will never take."""
@@ -164,6 +170,7 @@ class _Lane:
                 batch = []
             elif status not in (408, 429) and 300 <= status < 500:
                 raise SendingFailed(_explain(status, answer))
+            self._summary.trouble = _explain(status, answer) if batch and attempt >= _LASTING_ATTEMPTS else ""
             self._done()
             if not batch:
                 return []

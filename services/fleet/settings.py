@@ -2,14 +2,20 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from services.core.address import Address
+from services.core.net_guard import parse_networks
 from services.core.settings import Settings
 from services.core.units import Duration
 from services.core.yaml_source import BadConfiguration, Problem, load_yaml
+
+
+def _networks(text: str) -> str:
+    parse_networks(text)
+    return text
 
 
 class UpSettings(Settings):
@@ -24,7 +30,7 @@ class UpSettings(Settings):
     )
     data: Path = Field(Path("data"), description="The data folder: embedded log, checkpoints, service logs, state.")
     listen: Address = Field("127.0.0.1:8080", description="host:port on which ingest takes events.")
-    allow_networks: str = Field(
+    allow_networks: Annotated[str, AfterValidator(_networks)] = Field(
         "", description="Networks inside that webhooks may be in, comma-separated: 127.0.0.0/8 for this machine."
     )
     ingest: int = Field(1, ge=1, le=64, description="Ingest processes; they share the port.")

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 import uvloop
 
+from services.core.yaml_source import BadConfiguration
 from services.fleet.console import OUT, note
 from services.fleet.pipe_check import check_pipe_file
 from services.fleet.pipe_schema import pipe_schema
@@ -46,14 +47,20 @@ def check(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
     """Check a pipe file: every mistake with file, line and key. Status 2 when there is one."""
-    found = check_pipe_file(pipes, allow_networks=allow_networks)
+    try:
+        found = check_pipe_file(pipes, allow_networks=allow_networks)
+    except BadConfiguration as error:
+        if not as_json:
+            raise
+        typer.echo(json.dumps({"problems": [problem.as_json() for problem in error.problems]}))
+        raise typer.Exit(2) from None
     summary = {
         "streams": len(found.streams),
         "pipes": len(found.pipes),
         "destinations": sum(len(pipe.destinations) for pipe in found.pipes.values()),
     }
     if as_json:
-        typer.echo(json.dumps(summary))
+        typer.echo(json.dumps({**summary, "problems": []}))
     else:
         OUT.print(f"{pipes} is good: " + ", ".join(f"{count} {what}" for what, count in summary.items()), style="green")
 

@@ -21,7 +21,7 @@ from services.fleet.console import ERR, note
 from services.fleet.event_source import BadInput, read_events
 from services.fleet.problem import CommandFailed
 from services.fleet.secret_files import read_api_key
-from services.fleet.sender import SendingFailed, SendSummary, Target, send_events
+from services.fleet.sender import GIVE_UP_AFTER_S, SendingFailed, SendSummary, Target, send_events
 from services.fleet.stop import stop_on_signals
 from services.fleet.verbs.app import APP, example
 
@@ -91,7 +91,13 @@ async def _run(source: Any, target: Target, summary: SendSummary, name: str) -> 
     with stop_on_signals(lambda _insists: None) as stop, _progress(size) as progress:
         bar = progress.add_task(f"sending to {target.stream}", total=size or None, accepted=0)
 
+        told = ""
+
         def show() -> None:
+            nonlocal told
+            if summary.trouble and not told:
+                note(f"{target.url}: {summary.trouble}; trying again for up to {GIVE_UP_AFTER_S:.0f} s", "yellow")
+            told = summary.trouble
             progress.update(bar, completed=source.tell() if size else None, accepted=summary.accepted)
 
         sending = asyncio.ensure_future(send_events(read_events(source), target, summary, show))

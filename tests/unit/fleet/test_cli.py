@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from services.fleet import sender
 from services.fleet.cli import main
+from services.fleet.ports import free_port
 
 VERBS = ["demo", "up", "send", "listen", "status", "init", "check", "schema", "apply"]
 SUBVERBS = ["keys create", "keys list", "keys revoke", "keys secret", "log verify", "log repair"]
@@ -74,10 +76,12 @@ def test_no_colours_outside_a_terminal(shell: Shell) -> None:
         ("send orders nofile.json", "nofile.json cannot be read: No such file or directory"),
         ("send orders nofile.json --url ftp://x", "--url needs the address of ingest"),
         ("send orders nofile.json --url http://user:pw@x", "--url needs the address of ingest"),
-        ("up -f nope.yaml", "nope.yaml: cannot be read: No such file or directory"),
+        ("up -f nope.yaml", "nope.yaml: there is no such file. Try: penstock init"),
         ("up --drain 10", "--drain: a duration with a unit is needed (ms, s, m, h, d). Try: 10s"),
         ("up --listen 8080", "--listen: host:port is needed. Try: 127.0.0.1:8080"),
         ("up --ingest 0 --expel many", "--expel: a whole number is needed"),
+        ("up --allow-networks 10.0.0.0/33", "--allow-networks: '10.0.0.0/33' is no network. Try: 127.0.0.0/8"),
+        ("check --allow-networks x", "--allow-networks: 'x' is no network. Try: 127.0.0.0/8"),
         ("up --config nope.yaml", "nope.yaml: cannot be read"),
         ("demo --broker kinesis", "--broker 'kinesis' is not for the demo"),
         ("keys create --stream A.B", "streams: must match"),
@@ -114,7 +118,12 @@ def test_init_check_and_schema(shell: Shell) -> None:
     )
     assert shell.run("keys", "secret", "webhook.secret") == 0
     assert shell.run("check", "--allow-networks", "127.0.0.0/8", "--json") == 0
-    assert json.loads(shell.out) == {"streams": 1, "pipes": 1, "destinations": 1}
+    assert json.loads(shell.out) == {"streams": 1, "pipes": 1, "destinations": 1, "problems": []}
+    assert shell.run("check", "--json") == 2
+    [problem] = json.loads(shell.out)["problems"]
+    assert problem["where"].startswith("pipes.yaml:")
+    assert problem["key"] == "pipes.large-orders.destinations.0.webhook.url"
+    assert "127.0.0.1 is loopback" in problem["message"]
     assert shell.run("schema") == 0
     assert json.loads(shell.out)["title"] == "Penstock pipe file"
 
@@ -226,6 +235,21 @@ def test_send_of_a_damaged_file(shell: Shell, tmp_path: Path) -> None:
     file.write_bytes(gzip.compress(b"[]" + b" " * 99_999)[:-5])
     assert shell.run("send", "orders", file) == 1
     assert "the gzip data is damaged or incomplete" in shell.err
+
+
+def test_send_says_why_it_waits(shell: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Broken: with the fleet not started, or at another address, a person looks at nothing for two minutes."""
+    monkeypatch.setattr(sender, "GIVE_UP_AFTER_S", 1.0)
+    monkeypatch.setattr(sender, "_BASE_WAIT_S", 0.01)
+    (tmp_path / "e.json").write_text('[{"a": 1}]')
+    url = f"http://127.0.0.1:{free_port()}"
+    assert shell.run("send", "orders", "e.json", "--url", url) == 1
+    first, *_, last, remedy = shell.err.splitlines()
+    assert first.startswith(f"{url}: Cannot connect to host")
+    assert "; trying again" in first
+    assert shell.err.count("trying again") == 1
+    assert "ingest took nothing for 1 s" in last
+    assert "penstock status" in remedy
 
 
 def test_settings_that_up_decides(shell: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
