@@ -4,6 +4,7 @@ import enum
 from email.message import Message
 from functools import lru_cache
 
+from aiohttp import hdrs
 from aiohttp.http import RawRequestMessage
 
 from services.ingest import cloudevents, json_events, problems
@@ -48,7 +49,7 @@ def find_format(content_type: str) -> Format | None:
 
 def check_format(message: RawRequestMessage) -> tuple[str, Format | None]:
     """The Content-Type and its format; None for a CloudEvent in binary mode. Raises Refused for what is neither."""
-    content_type = message.headers.get("Content-Type", "")
+    content_type = message.headers.get(hdrs.CONTENT_TYPE, "")
     chosen = find_format(content_type)
     if chosen in (Format.CLOUDEVENT, Format.CLOUDEVENTS_BATCH):
         return content_type, chosen

@@ -8,6 +8,7 @@ from concurrent.futures import Executor
 from urllib.parse import unquote
 
 import orjson
+from aiohttp import hdrs
 from aiohttp.http import RawRequestMessage
 
 from services.core.broker.errors import BrokerClosed, Overloaded
@@ -69,7 +70,7 @@ class Endpoint:
         key = access.authenticate(message)
         access.authorise(key, intake.name)
         content_type, body_format = check_format(message)
-        encoding = choose_encoding(headers.getall("Content-Encoding", []))
+        encoding = choose_encoding(headers.getall(hdrs.CONTENT_ENCODING, []))
         if not intake.partitions:
             detail = "The broker does not have it, or has not answered yet."
             raise Refused(problems.STREAM_NOT_READY, detail, retry_after=RETRY_AFTER_S)

@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from email.utils import formatdate
 from http import HTTPStatus
 from types import MappingProxyType
-from typing import NamedTuple
+
+import msgspec
 
 from services.ingest.problems import Refused, problem_json
 
@@ -15,7 +16,7 @@ _REASONS = {status.value: status.phrase.encode() for status in HTTPStatus}
 _NO_HEADERS: Mapping[bytes, bytes] = MappingProxyType({})
 
 
-class Answer(NamedTuple):
+class Answer(msgspec.Struct, frozen=True):
     """One answer. close: whether the connection must end with it."""
 
     status: int

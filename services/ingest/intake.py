@@ -4,7 +4,9 @@ One `Intake` per stream and process. Everything here is plain computation, done 
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import cast
+
+import msgspec
 
 from services.core.broker.partitioner import choose_partition
 from services.core.broker.record import Record
@@ -21,7 +23,7 @@ KEYLESS_MS = 25
 """Longer than an append takes, so that few are under way at once; far shorter than anybody notices."""
 
 
-class Prepared(NamedTuple):
+class Prepared(msgspec.Struct, frozen=True):
     """Records by partition, ready to send, and what to answer for them.
 
     rows: per partition, which row of the request's columns each record was. all_rows: those of every part. indexes: where each
@@ -107,9 +109,8 @@ class Intake:
         """The ids given, and new ones where there is none."""
         if not found:
             return self._ids.make(count, arrival)
-        given = [one for one in found if one is not None]
-        if len(given) == count:
-            return given
+        if None not in found:
+            return cast("list[bytes]", found)
         made = self._ids.make(count, arrival)
         return [one if one is not None else other for one, other in zip(found, made, strict=True)]
 

@@ -1,8 +1,10 @@
 """What a request's body holds, as columns: one list per property, a row per event. Every body format ends here."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from services.ingest.problems import Refusal
 
@@ -10,8 +12,7 @@ Attributes = dict[str, str]
 """CloudEvents attributes of one event by name, `data` not among them."""
 
 
-@dataclass(slots=True)
-class Items:
+class Items(msgspec.Struct):
     """The events that a body holds, well-formed ones only.
 
     values: payloads, byte for byte as the client sent them. documents: the same parsed, {} where the payload is no JSON object.
@@ -24,7 +25,7 @@ class Items:
     documents: list[dict[str, Any]]
     indexes: Sequence[int]
     attributes: list[Attributes] | None = None
-    refused: list[Refusal] = field(default_factory=list)
+    refused: list[Refusal] = []
     by_line: bool = False
 
 

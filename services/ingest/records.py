@@ -3,7 +3,8 @@
 import re
 import secrets
 from collections.abc import Sequence
-from typing import NamedTuple
+
+import msgspec
 
 from services.core import event
 from services.core.broker.record import Headers, Record
@@ -36,7 +37,7 @@ class Origins:
         return self._prefixes[partition], first
 
 
-class Columns(NamedTuple):
+class Columns(msgspec.Struct, frozen=True):
     """The rows of a request. keys and more: None when no row has any. times in ms."""
 
     values: list[bytes]
@@ -48,11 +49,11 @@ class Columns(NamedTuple):
 
 def make_records(rows: Sequence[int], partition: int, columns: Columns, arrival: int, origins: Origins) -> list[Record]:
     """The records of these rows, numbered in order. arrival in ms."""
-    values, ids, keys, times, more = columns
+    values, ids, times, more = columns.values, columns.ids, columns.times, columns.more
     prefix, first = origins.take(partition, len(rows))
     id_name, origin_name = event.ID, event.ORIGIN
     arrived = (event.ARRIVAL, b"%d" % arrival)
-    keys = keys or [None] * len(values)
+    keys = columns.keys or [None] * len(values)
     if more is None:
         return [
             Record(
