@@ -83,6 +83,10 @@ class InPlanRun:
                 break
             time.sleep(POLL_S / 10)
         running.stop()
+        try:
+            self._note_progress()
+        except Exception as error:  # whatever it is, the next start does it
+            log.warning("late events left to the next start", pipe=self._query.pipe, error=shorten(error))
         self._rejects.end(max(0.0, deadline - time.monotonic()))
 
     def _note_progress(self) -> None:
@@ -90,14 +94,14 @@ class InPlanRun:
         for progress in self._transforming.recentProgress:
             if progress["batchId"] > self._seen:
                 self._seen = progress["batchId"]
+                report = _to_report(self._query.pipe, progress)
+                self._query.report(report)
                 self._query.checkpoint.make_durable(self._seen)
+                if report.read:
+                    self._streak.end()
                 if self._late is not None:
                     dropped = any(state["numRowsDroppedByWatermark"] for state in progress["stateOperators"])
                     self._late.settle(self._seen, dropped=dropped)
-                report = _to_report(self._query.pipe, progress)
-                if report.read:
-                    self._streak.end()
-                self._query.report(report)
 
 
 def start_transforming(query: Query) -> StreamingQuery:
