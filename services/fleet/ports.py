@@ -1,5 +1,6 @@
 """Ports of this machine: which are free."""
 
+import errno
 import socket
 
 from services.core.address import parse_address
@@ -14,19 +15,19 @@ def free_port() -> int:
         return port
 
 
-def check_port_free(listen: str) -> None:
-    """Raise CommandFailed when somebody listens on this address already. Blocking for a moment.
+def check_port_free(address: str, who: str, flag: str) -> None:
+    """Raise CommandFailed when `who` cannot listen on this address, which `flag` sets. Blocking for a moment.
 
     Ingest processes share their port (SO_REUSEPORT), so a second fleet would not notice by itself and take half of the events.
     """
-    host, port = parse_address(listen)
+    host, port = parse_address(address)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
         except OSError as error:
-            raise CommandFailed(
-                f"ingest cannot listen on {listen}: {error.strerror}",
-                f"end what listens there, or --listen {listen.removesuffix(str(port))}{port + 1}",
-            ) from error
+            remedy = f"{flag} with an address of this machine"
+            if error.errno == errno.EADDRINUSE:
+                remedy = f"end what listens there, or {flag} {address.removesuffix(str(port))}{port + 1}"
+            raise CommandFailed(f"{who} cannot listen on {address}: {error.strerror}", remedy) from error

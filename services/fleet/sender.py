@@ -221,4 +221,4 @@ def _reason(answer: dict[str, Any], status: int) -> str:
 
 def _explain(status: int, answer: dict[str, Any]) -> str:
     what = " ".join(str(answer.get(key, "")) for key in ("title", "detail")).strip()
-    return f"status {status}: {what}" if status else what
+    return f"status {status}: {what}".removesuffix(": ") if status else what

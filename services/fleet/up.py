@@ -35,7 +35,8 @@ async def fleet_of(
     pipes = await asyncio.to_thread(
         check_pipe_file, settings.pipes, listen=settings.listen, allow_networks=settings.allow_networks
     )
-    await asyncio.to_thread(check_port_free, settings.listen)
+    await asyncio.to_thread(check_port_free, settings.listen, "ingest", "--listen")
+    await asyncio.to_thread(check_port_free, settings.management, "the supervisor", "--management")
     async with AsyncExitStack() as stack:
         await asyncio.to_thread(stack.enter_context, hold_folder(settings.data.absolute()))
         kafka = None

@@ -45,7 +45,7 @@ def listen(
         uvloop.run(_run(receiver, host, port))
     except OSError as error:
         remedy = f"--port {port + 1}, or end what listens there"
-        raise CommandFailed(f"cannot listen on {host}:{port}: {error.strerror}", remedy) from error
+        raise CommandFailed(f"cannot listen on {host}:{port}: {os.strerror(error.errno or 0)}", remedy) from error
 
 
 def _keys(secret_file: Path | None) -> tuple[SigningKey, ...]:

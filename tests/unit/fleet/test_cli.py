@@ -3,6 +3,7 @@
 import gzip
 import json
 import re
+import socket
 import stat
 import sys
 from pathlib import Path
@@ -235,6 +236,26 @@ def test_send_of_a_damaged_file(shell: Shell, tmp_path: Path) -> None:
     file.write_bytes(gzip.compress(b"[]" + b" " * 99_999)[:-5])
     assert shell.run("send", "orders", file) == 1
     assert "the gzip data is damaged or incomplete" in shell.err
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("up --listen {}", "ingest cannot listen on {}: Address already in use"),
+        ("up --management {}", "the supervisor cannot listen on {}: Address already in use"),
+        ("listen --port {port}", "cannot listen on {}: Address already in use"),
+    ],
+)
+def test_a_taken_port_is_named(shell: Shell, tmp_path: Path, command: str, message: str) -> None:
+    """Broken: two fleets share a port unnoticed, or a traceback hides which of the ports is taken."""
+    (tmp_path / "pipes.yaml").write_text("streams: {a: {}}\n")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        address = f"127.0.0.1:{port}"
+        assert shell.run(*command.format(address, port=port).split()) == 1
+    error, remedy = shell.err.splitlines()
+    assert error == f"error: {message.format(address)}"
+    assert f"{port + 1}" in remedy
 
 
 def test_send_says_why_it_waits(shell: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
