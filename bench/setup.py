@@ -19,7 +19,7 @@ CPU = "CPU-s per million events"
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """bootstrap: "" when no Kafka runs. events: of one round in requests of 100; a tenth of it in requests of 1."""
+    """bootstrap: "" when no Kafka runs. events: of one round of ingest in requests of 100; a tenth of it in requests of 1."""
 
     folder: Path
     bootstrap: str
