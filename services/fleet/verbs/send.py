@@ -1,15 +1,13 @@
 """`penstock send`."""
 
 import asyncio
+import io
 import json
 import os
 import re
-import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 from urllib.parse import urlsplit
 
 import typer
@@ -19,6 +17,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn
 from services.core.pipes import NAME_PATTERN
 from services.fleet.console import ERR, note
 from services.fleet.event_source import BadInput, read_events
+from services.fleet.input_file import STDIN, InputFile
 from services.fleet.problem import CommandFailed
 from services.fleet.secret_files import read_api_key
 from services.fleet.sender import GIVE_UP_AFTER_S, SendingFailed, SendSummary, Target, send_events
@@ -64,8 +63,8 @@ def send(
     target = Target(url, stream, read_api_key(key_file, os.environ), batch, in_flight, rate)
     summary = SendSummary()
     begun = time.monotonic()
-    with _open(file) as source:
-        failure = uvloop.run(_run(source, target, summary, file))
+    with _open(file) as raw:
+        failure = uvloop.run(_run(raw, target, summary, file))
     _print_summary(summary, time.monotonic() - begun, as_json=as_json)
     if failure is not None:
         raise failure
@@ -73,21 +72,17 @@ def send(
         raise typer.Exit(1)
 
 
-@contextmanager
-def _open(file: str) -> Iterator[Any]:
-    if file == "-":
-        yield sys.stdin.buffer
-        return
+def _open(file: str) -> InputFile:
     try:
-        with Path(file).open("rb") as source:
-            yield source
+        return InputFile(STDIN if file == "-" else Path(file))
     except OSError as error:
         raise CommandFailed(f"{file} cannot be read: {error.strerror}", status=2) from error
 
 
-async def _run(source: Any, target: Target, summary: SendSummary, name: str) -> CommandFailed | None:
+async def _run(raw: InputFile, target: Target, summary: SendSummary, name: str) -> CommandFailed | None:
     """Send until the end or Ctrl-C. Returns what went wrong, so that the summary comes first."""
-    size = os.fstat(source.fileno()).st_size if name != "-" else 0
+    source = io.BufferedReader(raw)
+    size = os.fstat(raw.fileno()).st_size if name != "-" else 0
     with stop_on_signals(lambda _insists: None) as stop, _progress(size) as progress:
         bar = progress.add_task(f"sending to {target.stream}", total=size or None, accepted=0)
 
@@ -105,6 +100,8 @@ async def _run(source: Any, target: Target, summary: SendSummary, name: str) -> 
         await asyncio.wait({sending, asked}, return_when=asyncio.FIRST_COMPLETED)
         asked.cancel()
         stopped = sending.cancel()
+        if stopped:
+            raw.stop()
         await asyncio.wait({sending})
         if stopped:
             return CommandFailed("stopped; what was under way may have been stored", status=130)

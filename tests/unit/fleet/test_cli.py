@@ -3,8 +3,10 @@
 import gzip
 import json
 import re
+import signal
 import socket
 import stat
+import subprocess
 import sys
 from pathlib import Path
 
@@ -271,6 +273,31 @@ def test_send_says_why_it_waits(shell: Shell, tmp_path: Path, monkeypatch: pytes
     assert shell.err.count("trying again") == 1
     assert "ingest took nothing for 1 s" in last
     assert "penstock status" in remedy
+
+
+def test_ctrl_c_ends_send_although_its_input_goes_on() -> None:
+    """Broken: `my-export | penstock send` cannot be stopped before the export gives something or ends."""
+    command = [
+        sys.executable,
+        "-m",
+        "services.fleet",
+        "send",
+        "orders",
+        "-",
+        "--url",
+        f"http://127.0.0.1:{free_port()}",
+    ]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True, bufsize=1) as process:
+        assert process.stdin is not None
+        assert process.stderr is not None
+        process.stdin.write('{"a": 1}\n' * 150)
+        assert "trying again" in process.stderr.readline()
+        process.send_signal(signal.SIGINT)
+        try:
+            assert process.wait(30) == 130
+        finally:
+            process.kill()
+        assert "accepted 0" in process.stderr.read()
 
 
 def test_settings_that_up_decides(shell: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
