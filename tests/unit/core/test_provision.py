@@ -54,7 +54,8 @@ def test_the_retriers_topics() -> None:
     retriers = {name: spec for name, spec in found.items() if name.startswith("penstock.")}
     delays = {delay_topic(seconds): (1, seconds * 1000 + 14 * day) for seconds in DELAYS_S}
     assert retriers == {RETRY_IN: (1, 14 * day), RETRIER_DEAD: found["joined.dead"], **delays}
-    for webhook in ({"schedule": []}, {"order": "key"}):
+    unretried: list[dict[str, object]] = [{"schedule": []}, {"order": "key"}]
+    for webhook in unretried:
         destination = {"name": "d", "webhook": {"url": "https://example.org", **webhook}}
         data = {"streams": {"a": {}}, "pipes": {"p": {"sources": ["a"], "destinations": [destination]}}}
         assert not [spec for spec in wanted_topics(PipeFile.model_validate(data)) if spec.name.startswith("penstock.")]
