@@ -3,6 +3,7 @@
 The record keeps its key, value, timestamp and headers; these headers are added in front (a redrive takes them off).
 """
 
+from services.core import retry_state
 from services.core.broker.record import Record, TopicPartition
 
 PREFIX = "penstock_dead_"
@@ -39,8 +40,11 @@ def make_dead_letter(
     source: TopicPartition,
     offset: int,
 ) -> Record:
-    """The record as it goes to the pipe's dead letters. first_failure in ms. Earlier dead-letter headers are replaced."""
-    kept = tuple(header for header in record.headers if not header[0].startswith(PREFIX))
+    """The record as it goes to the pipe's dead letters. first_failure in ms.
+
+    Headers of an earlier dead letter or retry are replaced.
+    """
+    kept = tuple(header for header in record.headers if not header[0].startswith((PREFIX, retry_state.PREFIX)))
     added = (
         (REASON, reason.encode()),
         (DETAIL, detail.encode(errors="replace")[:MAX_DETAIL]),

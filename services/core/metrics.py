@@ -41,6 +41,21 @@ EXPEL_RETRIED = Counter(
 EXPEL_DEAD = Counter(
     "penstock_expel_events_dead", "Events written to dead letters, by reason.", ["pipe", "destination", "reason"]
 )
+EXPEL_HANDED_OVER = Counter(
+    "penstock_expel_events_handed_over",
+    "Events handed to the global retrier, by reason.",
+    ["pipe", "destination", "reason"],
+)
+EXPEL_TWINS = Counter(
+    "penstock_expel_retry_twins",
+    "Retried events that came back twice; the second is passed over.",
+    ["pipe", "destination"],
+)
+EXPEL_BREAKER = Gauge(
+    "penstock_expel_breaker_state",
+    "The destination's circuit breaker: 0 closed, 1 half-open (one request is a probe), 2 open (nothing is sent).",
+    ["pipe", "destination"],
+)
 EXPEL_LANE_EVENTS = Gauge("penstock_expel_lane_events", "Events in flight to a destination.", ["pipe", "destination"])
 EXPEL_LANE_UP = Gauge(
     "penstock_expel_lane_up",

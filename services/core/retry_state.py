@@ -97,6 +97,16 @@ def unwrap(record: Record) -> tuple[Record, RetryState]:
     return Record(record.key, record.value, state.time, _own(record.headers)), state
 
 
+def state_of(record: Record) -> RetryState | None:
+    """The state, when the record was wrapped and all of it is valid."""
+    if not record.headers or not record.headers[0][0].startswith(PREFIX):
+        return None
+    try:
+        return read_state(record)
+    except BadRetryRecord:
+        return None
+
+
 def _own(headers: Headers) -> Headers:
     return tuple(header for header in headers if not header[0].startswith(PREFIX))
 

@@ -13,19 +13,24 @@ import backoff
 from services.core.broker.producer import Producer
 from services.core.broker.record import Batch, TopicPartition, estimate_size
 from services.core.broker.watermark import LowWater
-from services.core.pipes import dead_letter_topic
-from services.expel.body import render_damaged
-from services.expel.delivery import Chunk, Delivery
+from services.core.pipes import retry_topic
+from services.expel.body import Rendered, render_damaged
+from services.expel.delivery import Chunk, Delivery, Unreadable
+from services.expel.elsewhere import Elsewhere
+from services.expel.gate import Gate
 from services.expel.keyed_pending import KeyedPending
 from services.expel.lane_bounds import LaneBounds, LaneShape
-from services.expel.letters import DeadLetters, Letter, LetterWriter
+from services.expel.letters import Letter
 from services.expel.meter import LaneMeter
 from services.expel.outcome import Failure, Outcome
 from services.expel.pending import FifoPending, Pending
-from services.expel.rate import TokenBucket
 from services.expel.retries import Retries
+from services.expel.returned import Returned
 from services.expel.sender import Sender
 from services.expel.verdict import judge
+
+_BREAKER_OPEN = Failure("breaker_open", "not tried: the destination's last requests failed", recoverable=True)
+_LEAST_BREAK_S = 1.0
 
 
 class Dispatcher:
@@ -40,15 +45,15 @@ class Dispatcher:
         sender: Sender,
         producer: Producer,
         meter: LaneMeter,
+        gate: Gate,
         clock: Callable[[], float] = time.monotonic,
         jitter: Callable[[float], float] = backoff.full_jitter,
     ) -> None:
-        self._shape, self._sender, self._meter = shape, sender, meter
+        self._shape, self._sender, self._meter, self._gate = shape, sender, meter, gate
         self._clock, self._jitter = clock, jitter
         self._pending: Pending = KeyedPending(shape.cut) if shape.keyed else FifoPending(shape.cut)
-        self._bucket = TokenBucket(shape.rate, clock) if shape.rate else None
-        self._writer = LetterWriter(shape.pipe, shape.destination)
-        self._letters = DeadLetters(producer, dead_letter_topic(shape.pipe), self._settle_letters)
+        self._returned = Returned(retry_topic(shape.pipe), shape.pipe, shape.destination)
+        self._elsewhere = Elsewhere(shape, producer, meter, self._settle_letters)
         self._retries = Retries()
         self.low_water = LowWater()
         self.gone = asyncio.Event()
@@ -64,11 +69,17 @@ class Dispatcher:
     def open(self, group: asyncio.TaskGroup) -> None:
         """Tasks run in this group from now on."""
         self._group = group
+        self._elsewhere.open(group)
 
     @property
     def unsettled(self) -> int:
-        """Events taken and neither delivered nor durable among the dead letters."""
+        """Events taken and neither delivered nor durable elsewhere."""
         return self._bounds.events
+
+    def show(self) -> None:
+        """Bring the lane's gauges up to date."""
+        self._meter.in_flight(self._bounds.events)
+        self._gate.show()
 
     def room(self) -> int:
         """How many more events may be taken now; 0 until a fair part of the lane is free."""
@@ -82,20 +93,39 @@ class Dispatcher:
 
     def take(self, batch: Batch) -> None:
         """A polled batch: in flight from now on. Does not wait."""
-        now_ms = self._meter.now_ms()
         self.low_water.take(batch)
-        found = self._sender.render(batch) if batch.damage is None else render_damaged(batch, batch.damage)
-        self._meter.took(batch.records, found.arrivals, now_ms)
-        size = sum(map(len, found.parts))
-        letters = self._writer.from_unreadable(batch.source, found.unreadable, now_ms)
-        weight = size + estimate_size(found.records)
-        self._bounds.add(len(batch.records), weight + sum(letter.weight for letter in letters))
-        if found.parts:
-            lists = (found.offsets, found.records, found.parts, found.ids, found.arrivals)
-            each = weight / len(found.parts)
-            self._pending.add(Chunk(batch.source, *lists, now_ms, self._clock(), size, each))
-        self._bury(letters)
+        if batch.damage is not None:
+            self._admit(batch.source, batch, render_damaged(batch, batch.damage))
+        elif batch.topic == self._returned.topic:
+            self._take_returned(batch)
+        else:
+            self._admit(batch.source, batch, self._sender.render(batch))
         self._pump()
+
+    def _take_returned(self, batch: Batch) -> None:
+        """What comes back from the global retrier, of which some is for other destinations."""
+        found = self._returned.sort(batch)
+        self.low_water.settle(batch.source, [*found.others, *found.twins])
+        self._meter.twins(len(found.twins))
+        for mine in found.mine:
+            self._admit(batch.source, mine, self._sender.render(mine))
+        self._bury_unreadable(batch.source, found.unreadable)
+
+    def _admit(self, source: TopicPartition, batch: Batch, found: Rendered) -> None:
+        """Rendered events wait for their request from now on. source: where their offsets count."""
+        now_ms = self._meter.now_ms()
+        self._meter.took(batch.records, found.arrivals, now_ms)
+        if found.parts:
+            size = sum(map(len, found.parts))
+            weight = size + estimate_size(found.records)
+            self._bounds.add(len(found.parts), weight)
+            lists = (found.offsets, found.records, found.parts, found.ids, found.arrivals)
+            self._pending.add(Chunk(source, *lists, now_ms, self._clock(), size, weight / len(found.parts)))
+        self._bury_unreadable(source, found.unreadable)
+
+    def _bury_unreadable(self, source: TopicPartition, unreadable: Sequence[Unreadable]) -> None:
+        if unreadable:
+            self._bounds.add(len(unreadable), self._elsewhere.bury_unreadable(source, unreadable))
 
     def _pump(self) -> None:
         """Start workers while there is a free slot and something to send."""
@@ -120,32 +150,44 @@ class Dispatcher:
     async def _send(self, delivery: Delivery) -> None:
         try:
             outcome = await self._sender.send(delivery)
+        except BaseException:
+            self._gate.cut_off(delivery)
+            raise
         finally:
             self._sending.discard(delivery)
+        self._gate.ended(delivery, outcome)
         self._conclude(delivery, outcome)
         self._progress.set()
 
     def _next(self) -> Delivery | None:
         """What to send now, retries first. When there is nothing yet, a timer is set for when to look again."""
-        if self._stopped or self.gone.is_set():
-            return None
-        now = self._clock()
-        due = self._when_due(now)
-        if due is None:
-            return None
-        due = max(due, self._hold_until)
-        if due <= now and self._bucket is not None:
-            due = now + self._bucket.wait()
-        if due > now:
-            self._look_again(due)
-            return None
-        retry_due = self._retries.due()
-        is_retry = retry_due is not None and retry_due <= now
-        delivery = self._retries.pop() if is_retry else self._pending.cut()
-        if self._bucket is not None:
-            self._bucket.take(len(delivery.parts))
-        self._sending.add(delivery)  # from now on, not from the worker's first turn: a revoke may come in between
-        return delivery
+        while not (self._stopped or self.gone.is_set()):
+            now = self._clock()
+            due = self._when_due(now)
+            if due is None:
+                return None
+            due = max(due, self._hold_until)
+            if due <= now:
+                due = now + self._gate.wait()
+            if due > now:
+                self._look_again(due)
+                return None
+            retry_due = self._retries.due()
+            is_retry = retry_due is not None and retry_due <= now
+            delivery = self._retries.pop() if is_retry else self._pending.cut()
+            if not self._gate.permits(delivery):
+                self._turn_away(delivery)
+                continue
+            self._sending.add(delivery)  # from now on, not from the worker's first turn: a revoke may come in between
+            return delivery
+        return None
+
+    def _turn_away(self, delivery: Delivery) -> None:
+        """The breaker is open: to the global retrier without an attempt; where that may not be, it waits here."""
+        if self._shape.retry.hands_over:
+            self._elsewhere.hand_over(delivery, dict.fromkeys(range(len(delivery)), _BREAKER_OPEN))
+        else:
+            self._retries.push(delivery, max(self._clock() + _LEAST_BREAK_S, self._gate.closed_until))
 
     def _when_due(self, now: float) -> float | None:
         """When the next delivery could leave (not after now: at once); None: not before something else happens."""
@@ -181,15 +223,18 @@ class Dispatcher:
             delivery.attempts += 1
         delivery.first_failure = delivery.first_failure or self._meter.now_ms()
         failures = dict.fromkeys(range(len(delivery)), outcome) if isinstance(outcome, Failure) else outcome
-        verdict = judge(delivery, failures, self._shape.retry, self._jitter, keyed=self._shape.keyed)
+        now_ms = self._meter.now_ms()
+        verdict = judge(delivery, failures, self._shape.retry, self._jitter, now_ms, keyed=self._shape.keyed)
         if verdict.gone is not None:
             self.gone.set()
             return
         self._hold_until = max(self._hold_until, self._clock() + verdict.hold)
         if verdict.delivered:
             self._settle(delivery.subset(verdict.delivered))
+        if verdict.hand_over:
+            self._elsewhere.hand_over(delivery, verdict.hand_over)
         if verdict.bury:
-            self._bury(self._writer.from_failures(delivery, verdict.bury))
+            self._elsewhere.bury(delivery, verdict.bury)
         if verdict.again:
             whole = len(verdict.again) == len(delivery)
             self._retry(delivery if whole else delivery.subset(verdict.again), verdict.wait, verdict.reason)
@@ -202,10 +247,6 @@ class Dispatcher:
             self._meter.retried(len(kept), reason)
             self._retries.push(kept, self._clock() + wait)
 
-    def _bury(self, letters: Sequence[Letter]) -> None:
-        assert self._group is not None
-        self._letters.add(letters, self._group)
-
     def _settle(self, delivery: Delivery) -> None:
         """The destination has these."""
         self._meter.delivered(delivery)
@@ -215,11 +256,10 @@ class Dispatcher:
         self._forget(delivery)
 
     def _settle_letters(self, letters: Sequence[Letter]) -> None:
-        """The dead letters have these, durably."""
+        """These are durable elsewhere."""
         for letter in letters:
             if not letter.disowned:
                 self.low_water.settle(letter.source, (letter.offset,))
-            self._meter.buried(letter.reason, letter.events)
         self._pending.finish([letter.original for letter in letters if letter.tried])
         self._bounds.release(len(letters), sum(letter.weight for letter in letters))
         self._progress.set()
@@ -243,7 +283,7 @@ class Dispatcher:
 
         def is_sent() -> bool:
             sending = any(run.source in sources for delivery in self._sending for run in delivery.runs)
-            return self._stopped or not (sending or self._letters.holds(sources))
+            return self._stopped or not (sending or self._elsewhere.holds(sources))
 
         await self._wait_until(is_sent, limit)
 
@@ -252,7 +292,7 @@ class Dispatcher:
         self.low_water.forget(sources)
         for delivery in self._sending:
             delivery.disowned |= frozenset(sources)
-        self._letters.disown(sources)
+        self._elsewhere.disown(sources)
 
     def go_on(self) -> None:
         """Room came free, or keys did, by something else than a settled event."""
@@ -268,7 +308,7 @@ class Dispatcher:
         self._closing = True
 
         def is_drained() -> bool:
-            return not (self._sending or len(self._letters) or (self._retries and not self.gone.is_set()))
+            return not (self._sending or len(self._elsewhere) or (self._retries and not self.gone.is_set()))
 
         await self._wait_until(is_drained, limit)
         in_time = is_drained()
@@ -282,7 +322,7 @@ class Dispatcher:
             self._timer.cancel()
         for worker in self._workers:
             worker.cancel()
-        self._letters.stop()
+        self._elsewhere.stop()
 
     async def _wait_until(self, condition: Callable[[], bool], limit: float) -> None:
         with suppress(TimeoutError):

@@ -1,8 +1,4 @@
-"""What happens next to an event that was not delivered. The one place that decides.
-
-Today: again soon, to the dead letters, or the destination is disabled. When events can be handed to a global retrier, that is
-one more `Disposition` here, in place of the dead letters for what is recoverable.
-"""
+"""What happens next to an event that was not delivered. The one place that decides."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,11 +14,15 @@ class RetryLimits:
     """attempts: in all, the first included; None: without end (our own broker, which everybody waits for).
 
     base, max_wait in seconds: the wait after attempt n is uniformly random up to min(max_wait, base * 2^(n-1)).
+    window: seconds after its first failure in which an event is tried again here; with `attempts`, what ends first.
+    hands_over: what is recoverable goes to the global retrier afterwards, else to the dead letters.
     """
 
     attempts: int | None
     base: float
     max_wait: float
+    window: float | None = None
+    hands_over: bool = False
 
     def bound(self, attempts: int) -> float:
         """The upper bound of the wait after so many attempts (>= 1), before jitter."""
@@ -40,6 +40,13 @@ class Again:
 
 
 @dataclass(frozen=True, slots=True)
+class HandOver:
+    """To the global retrier: enough was tried here for now."""
+
+    failure: Failure
+
+
+@dataclass(frozen=True, slots=True)
 class Bury:
     """To the dead letters, with the failure's reason."""
 
@@ -53,7 +60,7 @@ class Disable:
     failure: Failure
 
 
-Disposition = Again | Bury | Disable
+Disposition = Again | HandOver | Bury | Disable
 
 
 def decide(
@@ -61,11 +68,19 @@ def decide(
     attempts: int,
     limits: RetryLimits,
     jitter: Callable[[float], float] = backoff.full_jitter,
+    age: float = 0.0,
 ) -> Disposition:
-    """`attempts`: how many this event has had, this one included. A receiver's Retry-After is the least wait."""
+    """attempts: how many this event has had here, this one included. age: seconds since the first of them failed.
+
+    A receiver's Retry-After is the least wait.
+    """
     if failure.gone:
         return Disable(failure)
-    is_over = limits.attempts is not None and attempts >= limits.attempts and not failure.ours
-    if is_over or not failure.recoverable:
+    if not failure.recoverable:
         return Bury(failure)
+    is_over = (limits.attempts is not None and attempts >= limits.attempts) or (
+        limits.window is not None and age >= limits.window
+    )
+    if is_over and not failure.ours:
+        return HandOver(failure) if limits.hands_over else Bury(failure)
     return Again(max(jitter(limits.bound(max(1, attempts))), failure.retry_after or 0.0))

@@ -54,4 +54,4 @@ def _explain(error: Exception) -> Failure:
         return Failure("too_large", str(error), recoverable=False)
     if not isinstance(error, BrokerError):
         raise error
-    return Failure("broker", f"the stream could not take it: {type(error).__name__}", recoverable=True)
+    return Failure("broker", f"the stream could not take it: {type(error).__name__}", recoverable=True, ours=True)

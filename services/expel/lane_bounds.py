@@ -19,7 +19,8 @@ class LaneShape:
 
     Bytes are those of a record's key, value and headers and of its part of a body. concurrency: requests under way at once.
     max_wait: seconds that an event waits for its request to fill up. rate: events a second. keyed: later events of a key wait
-    for earlier ones. serial: one delivery at a time, its retries included.
+    for earlier ones. schedule: seconds before each round of the global retrier; empty: no rounds. serial: one delivery at a
+    time, its retries included.
     """
 
     pipe: str
@@ -32,6 +33,7 @@ class LaneShape:
     max_bytes: int
     rate: int | None = None
     keyed: bool = False
+    schedule: tuple[float, ...] = ()
     serial: bool = False
 
 

@@ -73,6 +73,14 @@ class LaneMeter:
         """So many events are durable among the dead letters."""
         metrics.EXPEL_DEAD.labels(*self._names, reason).inc(events)
 
+    def handed_over(self, reason: str) -> None:
+        """One event is durable in retry-in."""
+        metrics.EXPEL_HANDED_OVER.labels(*self._names, reason).inc()
+
+    def twins(self, events: int) -> None:
+        """So many events came back twice."""
+        metrics.EXPEL_TWINS.labels(*self._names).inc(events)
+
     def in_flight(self, events: int) -> None:
         """So many events are taken and not settled."""
         self._in_flight.set(events)

@@ -13,7 +13,8 @@ class Failure:
 
     reason: a stable word for metrics and dead letters, e.g. `http_503`, `timeout`. detail: for a person, no secrets.
     recoverable: the same attempt may succeed later. retry_after: seconds that the receiver asked to be left alone, clamped.
-    gone: the receiver wants nothing any more (410). ours: this process failed, not the receiver; it uses up no attempt.
+    gone: the receiver wants nothing any more (410). ours: this process or our broker failed, not the receiver; no attempt
+    is used up.
     """
 
     reason: str

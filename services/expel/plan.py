@@ -8,7 +8,17 @@ from services.core.broker.connect import BadBrokerUrl, open_broker
 from services.core.broker.contract import Broker
 from services.core.broker.producer import Producer
 from services.core.destination_check import check_destinations
-from services.core.pipes import Destination, Pipe, Webhook, dead_letter_topic, delivery_topics, read_pipes
+from services.core.pipes import (
+    RETRY_IN,
+    Destination,
+    Pipe,
+    Webhook,
+    dead_letter_topic,
+    delivery_topics,
+    is_retried,
+    read_pipes,
+    retry_topic,
+)
 from services.core.signature import SigningKey
 from services.core.signing_secret import read_signing_keys
 from services.core.yaml_source import BadConfiguration, Problem
@@ -17,6 +27,7 @@ from services.expel.dispatch import Dispatcher
 from services.expel.disposition import RetryLimits
 from services.expel.dns import Lookups
 from services.expel.forward import MAX_BYTES, MAX_EVENTS, StreamSender
+from services.expel.gate import Gate
 from services.expel.http_client import HttpClient
 from services.expel.lane import Lane
 from services.expel.lane_bounds import LaneShape
@@ -79,6 +90,8 @@ def touched_topics(plans: Iterable[LanePlan]) -> set[str]:
         topics.update(delivery_topics(plan.pipe_name, plan.pipe), (dead_letter_topic(plan.pipe_name),))
         if plan.destination.stream is not None:
             topics.add(plan.destination.stream)
+        if is_retried(plan.destination):
+            topics.update((RETRY_IN, retry_topic(plan.pipe_name)))
     return topics
 
 
@@ -96,23 +109,27 @@ class LaneBuilder:
         """One lane, not running yet."""
         destination = plan.destination
         meter = LaneMeter(plan.pipe_name, destination.name)
+        topics = delivery_topics(plan.pipe_name, plan.pipe)
         sender: Sender
         if destination.webhook is not None:
             sender = self._open_webhook(plan, destination.webhook)
             shape = self._shape_webhook(plan, destination.webhook)
+            if is_retried(destination):
+                topics.append(retry_topic(plan.pipe_name))
         else:
             assert destination.stream is not None
             sender = StreamSender(self._producer, destination.stream)
             shape = self._shape_stream(plan)
+        gate = Gate(shape)
 
         def make_dispatcher() -> Dispatcher:
-            return Dispatcher(shape, sender, self._producer, meter)
+            return Dispatcher(shape, sender, self._producer, meter, gate)
 
         return Lane(
             self._broker,
             plan.pipe_name,
             destination.name,
-            delivery_topics(plan.pipe_name, plan.pipe),
+            topics,
             destination.start,
             meter,
             make_dispatcher,
@@ -132,18 +149,19 @@ class LaneBuilder:
         return WebhookSender(client, plan.pipe_name, body, plan.keys, webhook.batch.max_bytes)
 
     def _shape_webhook(self, plan: LanePlan, webhook: Webhook) -> LaneShape:
-        batch, retry = webhook.batch, webhook.retry
+        batch = webhook.batch
         return LaneShape(
             plan.pipe_name,
             plan.destination.name,
             CutLimits(min(batch.max_events, webhook.rate or batch.max_events), batch.max_bytes),
-            RetryLimits(retry.attempts, retry.base, retry.max_wait),
+            _limit_retries(plan.destination, webhook),
             webhook.concurrency,
             batch.max_wait,
             max(self._settings.lane_events, batch.max_events),
             max(self._lane_bytes, batch.max_bytes),
             webhook.rate,
             keyed=webhook.order == "key",
+            schedule=tuple(webhook.schedule) if is_retried(plan.destination) else (),
         )
 
     def _shape_stream(self, plan: LanePlan) -> LaneShape:
@@ -158,3 +176,11 @@ class LaneBuilder:
             max_bytes=max(self._lane_bytes, MAX_BYTES),
             serial=True,
         )
+
+
+def _limit_retries(destination: Destination, webhook: Webhook) -> RetryLimits:
+    """A few attempts here, then the global retrier. Where keys are in order, events are tried here until the window is over."""
+    retry = webhook.retry
+    if webhook.order == "key" and webhook.schedule:
+        return RetryLimits(None, retry.base, retry.max_wait, window=sum(webhook.schedule))
+    return RetryLimits(retry.attempts, retry.base, retry.max_wait, hands_over=is_retried(destination))

@@ -131,7 +131,7 @@ class Session:
         while True:
             await asyncio.sleep(self._commit_interval)
             await self._commit(consumer)
-            self._meter.in_flight(self._dispatcher.unsettled)
+            self._dispatcher.show()
             self._meter.flush()
 
     async def _commit(self, consumer: Consumer) -> None:

@@ -36,9 +36,10 @@ def ids(count: int, start: int = 0) -> list[str]:
 
 
 def hook(name: str, /, url: object, **options: object) -> dict[str, object]:
-    """A webhook destination as the pipe file has it, quick to retry."""
+    """A webhook destination as the pipe file has it, quick to retry, without the global retrier unless `options` say so."""
     quick = {"attempts": 4, "base": "50ms", "max_wait": "200ms"}
-    return {"name": name, "webhook": {"url": url, "retry": quick, "batch": {"max_wait": "20ms"}, **options}}
+    usual = {"url": url, "retry": quick, "batch": {"max_wait": "20ms"}, "schedule": []}
+    return {"name": name, "webhook": {**usual, **options}}
 
 
 @dataclass

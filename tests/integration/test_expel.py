@@ -289,7 +289,7 @@ async def test_unavailable_dead_letters_drop_nothing(tmp_path: Path) -> None:
         await expel.broker.admin.delete_topic(DEAD)
         await expel.send(ids(50))
         await expel.start()
-        await wait_until(lambda: "dead_letters_unavailable" in expel.log)
+        await wait_until(lambda: "outbox_unavailable" in expel.log)
         assert sum(lag.records for lag in (await expel.lag("hook")).values()) == 50
         await expel.broker.admin.create_topic(TopicSpec(DEAD, 1))
         letters = await expel.read_all(DEAD, 50)

@@ -16,6 +16,7 @@ from services.core.broker.producer import Producer
 from services.core.broker.record import Batch, Record, TopicPartition
 from services.core.jvm.kafka_server import KafkaCluster
 from services.expel.dispatch import Dispatcher
+from services.expel.gate import Gate
 from services.expel.lane import Lane
 from services.expel.meter import LaneMeter
 from tests.contract.traffic import (
@@ -185,7 +186,7 @@ async def test_a_lane_buries_damage_and_delivers_the_rest(kafka_cluster: KafkaCl
                 [topic],
                 "earliest",
                 meter,
-                lambda: Dispatcher(shape, sender, producer, meter),
+                lambda: Dispatcher(shape, sender, producer, meter, Gate(shape)),
                 0.1,
             )
             running = asyncio.create_task(lane.run(stopping, 10.0))

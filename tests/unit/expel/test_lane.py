@@ -16,6 +16,7 @@ from services.expel import session
 from services.expel.delivery import Delivery
 from services.expel.dispatch import Dispatcher
 from services.expel.disposition import RetryLimits
+from services.expel.gate import Gate
 from services.expel.lane import Lane
 from services.expel.meter import LaneMeter
 from services.expel.outcome import Failure, Outcome
@@ -26,7 +27,7 @@ from tests.unit.expel.receiver import wait_until
 
 P0, P1 = TopicPartition("s", 0), TopicPartition("s", 1)
 DEAD = TopicPartition("late.dead", 0)
-QUICK = RetryPolicy(deadline=0.0, append_timeout=1.0)
+QUICK = RetryPolicy(deadline=0.2, append_timeout=1.0)
 
 
 def names(numbers: Sequence[int]) -> list[str]:
@@ -68,10 +69,11 @@ async def run_lane(
         sender.answer = answer
     dispatchers: list[Dispatcher] = []
     async with Producer(broker.driver, policy=QUICK) as producer:
-        meter = LaneMeter("late", "hook")
+        meter, made = LaneMeter("late", "hook"), make_shape(**shape)
+        gate = Gate(made)
 
         def make_dispatcher() -> Dispatcher:
-            dispatchers.append(Dispatcher(make_shape(**shape), sender, producer, meter))
+            dispatchers.append(Dispatcher(made, sender, producer, meter, gate))
             return dispatchers[-1]
 
         lane = Lane(broker, "late", "hook", ["s"], "earliest", meter, make_dispatcher, commit_interval)  # type: ignore[arg-type]
@@ -402,7 +404,7 @@ async def test_a_missing_topic_is_waited_for() -> None:
             ["s"],
             "earliest",
             meter,
-            lambda: Dispatcher(make_shape(), sender, producer, meter),
+            lambda: Dispatcher(make_shape(), sender, producer, meter, Gate(make_shape())),
             0.01,
         )
         stopping = asyncio.Event()

@@ -1,0 +1,89 @@
+"""Where a lane puts events that the destination did not take: retry-in, or the pipe's dead letters. Durable, then settled."""
+
+import asyncio
+from collections.abc import Callable, Collection, Mapping, Sequence
+
+from services.core.broker.producer import Producer
+from services.core.broker.record import TopicPartition
+from services.core.pipes import RETRY_IN, dead_letter_topic
+from services.expel.delivery import Delivery, Unreadable
+from services.expel.handover import Handover
+from services.expel.lane_bounds import LaneShape
+from services.expel.letters import Letter, LetterWriter, shorten
+from services.expel.meter import LaneMeter
+from services.expel.outbox import Outbox
+from services.expel.outcome import Failure
+
+
+class Elsewhere:
+    """One lane's, during one membership. Nothing here waits; `stored` is called with what is durable.
+
+    The tasks run in the group given to `open`.
+    """
+
+    def __init__(
+        self, shape: LaneShape, producer: Producer, meter: LaneMeter, stored: Callable[[Sequence[Letter]], None]
+    ) -> None:
+        self._meter, self._stored = meter, stored
+        self._writer = LetterWriter(shape.pipe, shape.destination)
+        self._handover = Handover(shape.pipe, shape.destination, shape.schedule)
+        self._dead = Outbox(producer, dead_letter_topic(shape.pipe), self._buried, shorten)
+        self._retry_in = Outbox(producer, RETRY_IN, self._handed_over, self._bury_too_large)
+        self._group: asyncio.TaskGroup | None = None
+
+    def __len__(self) -> int:
+        """How many are not durable yet."""
+        return len(self._dead) + len(self._retry_in)
+
+    def open(self, group: asyncio.TaskGroup) -> None:
+        """Tasks run in this group from now on."""
+        self._group = group
+
+    def hand_over(self, delivery: Delivery, failures: Mapping[int, Failure]) -> None:
+        """These events (by index) to the global retrier; those whose window is over to the dead letters."""
+        letters, over = self._handover.write(delivery, failures, self._meter.now_ms())
+        self._add(self._retry_in, letters)
+        self.bury(delivery, over)
+
+    def bury(self, delivery: Delivery, failures: Mapping[int, Failure]) -> None:
+        """These events (by index) to the dead letters."""
+        self._add(self._dead, self._writer.from_failures(delivery, failures))
+
+    def bury_unreadable(self, source: TopicPartition, unreadable: Sequence[Unreadable]) -> float:
+        """These records to the dead letters; gives what they weigh in the lane."""
+        letters = self._writer.from_unreadable(source, unreadable, self._meter.now_ms())
+        self._add(self._dead, letters)
+        return sum(letter.weight for letter in letters)
+
+    def holds(self, sources: frozenset[TopicPartition]) -> bool:
+        """Whether events of these partitions are not durable yet."""
+        return self._dead.holds(sources) or self._retry_in.holds(sources)
+
+    def disown(self, sources: Collection[TopicPartition]) -> None:
+        """Events of these partitions are still written and settle nothing."""
+        self._dead.disown(sources)
+        self._retry_in.disown(sources)
+
+    def stop(self) -> None:
+        """Write no more; what is not stored is not settled."""
+        self._dead.stop()
+        self._retry_in.stop()
+
+    def _add(self, outbox: Outbox, letters: Sequence[Letter]) -> None:
+        assert self._group is not None
+        outbox.add(letters, self._group)
+
+    def _bury_too_large(self, letter: Letter) -> None:
+        """With its retry state the record is larger than the broker takes."""
+        detail = "the record with its retry state is larger than the broker takes"
+        self._add(self._dead, [self._writer.from_letter(letter, "too_large", detail)])
+
+    def _buried(self, letters: Sequence[Letter]) -> None:
+        for letter in letters:
+            self._meter.buried(letter.reason, letter.events)
+        self._stored(letters)
+
+    def _handed_over(self, letters: Sequence[Letter]) -> None:
+        for letter in letters:
+            self._meter.handed_over(letter.reason)
+        self._stored(letters)

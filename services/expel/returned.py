@@ -1,0 +1,68 @@
+"""Events that come back from the global retrier: which of a polled batch are this destination's, and as what they go on.
+
+A pipe's destinations share its retry topic, each with a position of its own, and pass over what is for the others.
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from services.core.broker.record import Batch, Record, TopicPartition
+from services.core.retry_state import BadRetryRecord, RetryState, read_state
+from services.expel.delivery import Unreadable
+
+BAD_RETRY_RECORD = "bad_retry_record"
+_REMEMBERED = 5000
+"""Records taken lately. A twin was written by a retrier that died between writing and committing: it comes close behind."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sorted:
+    """mine: batches by the stream they came from first, whose offsets are those of the retry topic. others, twins: offsets."""
+
+    mine: Sequence[Batch]
+    others: Sequence[int]
+    twins: Sequence[int]
+    unreadable: Sequence[Unreadable]
+
+
+class Returned:
+    """One destination's view of `topic` during one membership."""
+
+    def __init__(self, topic: str, pipe: str, destination: str) -> None:
+        self.topic = topic
+        self._pipe, self._destination = pipe, destination
+        self._seen: OrderedDict[tuple[str, int, int], tuple[TopicPartition, int]] = OrderedDict()
+
+    def sort(self, batch: Batch) -> Sorted:
+        """Each record stands in exactly one of the four."""
+        mine: dict[TopicPartition, tuple[list[int], list[Record]]] = {}
+        others: list[int] = []
+        twins: list[int] = []
+        unreadable: list[Unreadable] = []
+        for offset, record in zip(batch.offsets, batch.records, strict=True):
+            try:
+                state = read_state(record)
+            except BadRetryRecord as error:
+                unreadable.append(Unreadable(offset, record, BAD_RETRY_RECORD, str(error)))
+                continue
+            if (state.pipe, state.destination) != (self._pipe, self._destination):
+                others.append(offset)
+            elif self._is_twin(state, (batch.source, offset)):
+                twins.append(offset)
+            else:
+                offsets, records = mine.setdefault(state.position()[0], ([], []))
+                offsets.append(offset)
+                records.append(Record(record.key, record.value, state.time, record.headers))
+        batches = [Batch(topic, partition, *lists) for (topic, partition), lists in mine.items()]
+        return Sorted(batches, others, twins, unreadable)
+
+    def _is_twin(self, state: RetryState, place: tuple[TopicPartition, int]) -> bool:
+        """Whether the same event of the same round was taken from another place. The same place again is a redelivery."""
+        key = (state.source, state.rounds, state.due)
+        known = self._seen.get(key)
+        if known is None:
+            self._seen[key] = place
+            if len(self._seen) > _REMEMBERED:
+                self._seen.popitem(last=False)
+        return known is not None and known != place
