@@ -2,13 +2,22 @@
 # Sees to the programs that tests run beside Python and Java. `make test` calls it; safe to run again.
 set -euo pipefail
 
-missing=()
 # strace: proves that an acknowledgement follows a sync, and makes syncs fail (tests/faults).
-command -v strace >/dev/null || missing+=(strace)
+# mount: a small disk that gets full (tests/faults). openssl: a certificate (tests/unit/expel). curl: the README as it stands.
+# Each is a Debian package of its own name.
+missing=()
+for program in strace mount openssl curl; do
+    command -v "$program" >/dev/null || missing+=("$program")
+done
+
+if [ "$(id -u)" != 0 ]; then
+    echo "test: without root the tests of a full disk fail, because they mount one. Try: sudo make test" >&2
+fi
 [ ${#missing[@]} = 0 ] && exit 0
 
 if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
     echo "Installing the Debian packages ${missing[*]} ..." >&2
+    export DEBIAN_FRONTEND=noninteractive
     { apt-get update --quiet=2 && apt-get install --quiet=2 --yes --no-install-recommends "${missing[@]}"; } >&2 && exit 0
 fi
 printf 'test: these programs are needed: %s\nTry: sudo apt-get install %s\n' "${missing[*]}" "${missing[*]}" >&2
