@@ -22,14 +22,14 @@ class PartitionCounts:
 
     async def get(self, topic: str) -> int:
         """The count. Raises what the look-up raised: UnknownTopic, DataDamaged, Unavailable."""
-        known = self._known.get(topic)
-        if known is None:
+        known, now = self._known.get(topic), boot_ms()
+        if known is None or (known.count is not None and now > known.look_again + _FRESH_MS):  # nobody asked for long
             known = self._known[topic] = _Count()
             self._start(topic, known)
         if known.count is None:
             return await known.wait()
-        if boot_ms() > known.look_again:
-            known.look_again = boot_ms() + _FRESH_MS
+        if now > known.look_again:
+            known.look_again = now + _FRESH_MS
             self._start(topic, known)
         return known.count
 

@@ -3,12 +3,14 @@
 Blocking; one thread at a time. What is missing or altered is never passed over: `read` gives what is intact before it,
 and the next `read` from there raises DataDamaged naming exactly what cannot be read. Ranges that `repair` has noted as
 lost are passed over, and counted.
+
+Nothing above the high-water mark is given away: it may not be on the disk yet, and a consumer that commits it would pass over
+what gets its offset after a power cut. What a dead writer left there is synced and marked first (`Store.settle`).
 """
 
 from collections.abc import Iterator
 from datetime import datetime
-from types import TracebackType
-from typing import NamedTuple, NoReturn, Self
+from typing import NamedTuple, NoReturn
 
 from services.core.broker.contract import PartitionRange, Start
 from services.core.broker.errors import DataDamaged, OffsetOutOfRange, UnknownTopic
@@ -17,7 +19,7 @@ from services.core.broker.log.faults import FAULTS, classified, classify, is_dam
 from services.core.broker.log.frames import MAX_OFFSET, Row, place, read_row
 from services.core.broker.log.layout import DataFolder
 from services.core.broker.log.search import first_row_since, next_intact
-from services.core.broker.log.store import COLUMNS, Head, Store
+from services.core.broker.log.store import COLUMNS, Head, OpenTopic, Store
 from services.core.broker.record import Record
 
 READ_BYTES = 1 << 20
@@ -33,28 +35,16 @@ class Run(NamedTuple):
     skipped: int = 0
 
 
-class TopicReader:
+class TopicReader(OpenTopic):
     """One topic, open for reading."""
 
     def __init__(self, folder: DataFolder, topic: str) -> None:
-        self._store = Store.open(folder, topic)
+        super().__init__(Store.open(folder, topic))
 
     @property
     def store(self) -> Store:
         """The open file."""
         return self._store
-
-    def close(self) -> None:
-        """Close the files."""
-        self._store.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def refresh(self) -> int:
         """Notice added partitions and deletion; gives the number of partitions. Raises UnknownTopic."""
@@ -74,25 +64,36 @@ class TopicReader:
         self.refresh()
         store = self._store
         with classified(store.topic):
-            marks = store.marks.read(store.meta.partitions)
             with store.snapshot():
-                pairs = zip(store.heads(), marks, strict=False)
-                return [head._replace(next=max(head.next, mark)) for head, mark in pairs]
+                heads = store.heads()
+            marks = store.marks.read(len(heads))
+            if any(head.next > mark for head, mark in zip(heads, marks, strict=True)):
+                store.settle()
+            return [head._replace(next=max(head.next, mark)) for head, mark in zip(heads, marks, strict=True)]
 
     def read(self, partition: int, offset: int, max_records: int) -> Run | None:
         """Records from `offset` on, whole rows: there may be more than asked. None at the end.
 
         Raises OffsetOutOfRange, DataDamaged, Unavailable, UnknownTopic.
         """
+        run, mark = self._read(partition, offset, max_records)
+        if run is not None and run.records and run.offset >= mark:
+            with classified(self._store.topic):
+                self._store.settle()
+            run, mark = self._read(partition, offset, max_records)
+        return None if run is None else run._replace(records=run.records[: max(0, mark - run.offset)])
+
+    def _read(self, partition: int, offset: int, max_records: int) -> tuple[Run | None, int]:
+        """What is stored from `offset` on, and up to where it is marked."""
         topic = self._store.topic
         marks = self._store.marks.read(self._store.meta.partitions)  # before the snapshot, which then holds all of it
         if partition >= len(marks):
             raise UnknownTopic(f"{topic} has {len(marks)} partitions, none numbered {partition}")
         try:
             with self._store.snapshot():
-                return self._read_rows(partition, offset, max_records) or self._explain(
-                    partition, offset, max_records, marks[partition]
-                )
+                run = self._read_rows(partition, offset, max_records)
+                run = run or self._explain(partition, offset, max_records, marks[partition])
+                return run, marks[partition]
         except FAULTS as error:
             if is_damage(error):
                 self._explain_damage(partition, offset, marks[partition], str(error))

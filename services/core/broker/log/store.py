@@ -5,7 +5,8 @@ Blocking; used from worker threads and from Spark workers. One thread at a time.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from types import TracebackType
+from typing import NamedTuple, Self
 
 import apsw
 
@@ -124,6 +125,11 @@ class Store(DurableFile):
         self.marks.raise_to({p: head.next for p, head in enumerate(heads)}, len(heads))
         return heads
 
+    def settle(self) -> None:
+        """Sync and mark what a writer stored and did not live to mark. Raises Unavailable, DataDamaged."""
+        self.rewrite_wal()
+        self.marks.raise_to({p: head.next for p, head in enumerate(self.heads())}, self.meta.partitions)
+
     @contextmanager
     def snapshot(self) -> Iterator[None]:
         """Several reads that see the same moment."""
@@ -132,3 +138,22 @@ class Store(DurableFile):
             yield
         finally:
             self.connection.execute("COMMIT")
+
+
+class OpenTopic:
+    """What reads or appends to one topic file, and closes it when its context is left."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def close(self) -> None:
+        """Close the files."""
+        self._store.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

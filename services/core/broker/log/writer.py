@@ -6,8 +6,7 @@ Blocking; one thread at a time. Several processes may append to a topic: SQLite'
 
 import os
 from collections.abc import Mapping, Sequence
-from types import TracebackType
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 import apsw
 
@@ -17,7 +16,7 @@ from services.core.broker.log.clock import WallClock
 from services.core.broker.log.faults import classified
 from services.core.broker.log.frames import BLOCK_BYTES, Packed, Row, make_row, merge, place
 from services.core.broker.log.layout import DataFolder
-from services.core.broker.log.store import COLUMNS, Head, Store
+from services.core.broker.log.store import COLUMNS, Head, OpenTopic, Store
 
 CHECKPOINT_BYTES = 4 << 20
 """Moved from the write-ahead log to the database each time this much was appended, after the answers went out."""
@@ -38,13 +37,13 @@ class Fence(NamedTuple):
     epoch: int
 
 
-class TopicWriter:
+class TopicWriter(OpenTopic):
     """One topic, open for appending. Opening verifies that nothing acknowledged is missing (DataDamaged names it)."""
 
     def __init__(self, folder: DataFolder, topic: str, clock: WallClock, *, rewrite: bool = False) -> None:
         """rewrite: do `rewrite_wal` first; for those that append for long, and after a failure."""
         self._clock = clock
-        self._store = Store.open(folder, topic)
+        super().__init__(Store.open(folder, topic))
         self._heads: list[Head] = []
         self._version: object = None
         self._unsaved = 0
@@ -96,18 +95,6 @@ class TopicWriter:
             return  # another process does it, or there is no room now: the next one will
         except apsw.Error:
             self._store.broken = True
-
-    def close(self) -> None:
-        """Close the files."""
-        self._store.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _insert(self, blocks: Mapping[int, Sequence[Packed]], fence: Fence | None) -> "_Done | None":
         self._refresh()
