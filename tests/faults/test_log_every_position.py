@@ -2,7 +2,6 @@
 
 import random
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 
@@ -111,8 +110,9 @@ def test_lost_file(copies: Copies, file: str) -> None:
     assert FILES[file](copy.damage(file, None)) == "loud"
 
 
-def test_lost_databases(copies: Copies, tmp_path: Path) -> None:
+def test_lost_databases(copies: Copies) -> None:
     """If it fails, a topic or all groups begin anew, empty, and nobody learns what was lost."""
     _, copy = copies
     assert account(copy.damage("topics/orders.db", None)) == "loud"
     assert check_group(copy.damage("groups.db", None)) == "loud"
+    assert not verify(copy.folder.root).is_sound

@@ -6,6 +6,7 @@ import apsw
 
 from services.core.broker.errors import DataDamaged
 from services.core.broker.log import schema
+from services.core.broker.log.faults import FAULTS
 from services.core.broker.log.groups import ALL, Progress
 from services.core.broker.log.layout import DataFolder
 from services.core.broker.log.marks import read_loose
@@ -42,7 +43,7 @@ def scan_groups(folder: DataFolder) -> GroupScan:
         ]
         ((found.commits,),) = schema.fetch(connection, "SELECT commits FROM state WHERE id=1")
         _read_offsets(connection, found)
-    except (apsw.Error, DataDamaged, ValueError) as error:
+    except (*FAULTS, DataDamaged, ValueError) as error:
         problems.append(f"{files.db.name} cannot be read: {error}")
     finally:
         if connection is not None:
