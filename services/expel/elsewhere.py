@@ -76,7 +76,7 @@ class Elsewhere:
     def _bury_too_large(self, letter: Letter) -> None:
         """With its retry state the record is larger than the broker takes."""
         detail = "the record with its retry state is larger than the broker takes"
-        self._add(self._dead, [self._writer.from_letter(letter, "too_large", detail)])
+        self._add(self._dead, [self._writer.from_handover(letter, "too_large", detail)])
 
     def _buried(self, letters: Sequence[Letter]) -> None:
         for letter in letters:

@@ -53,11 +53,12 @@ class LetterWriter:
             letters.append(letter._replace(disowned=source in delivery.disowned))
         return letters
 
-    def from_letter(self, letter: Letter, reason: str, detail: str) -> Letter:
-        """A dead letter in place of one for another topic."""
-        bad = Unreadable(letter.offset, letter.letter, reason, detail)
-        dead = self._make(letter.source, bad, 0, letter.letter.timestamp, letter.weight)
-        return dead._replace(original=letter.original, tried=letter.tried, disowned=letter.disowned)
+    def from_handover(self, letter: Letter, reason: str, detail: str) -> Letter:
+        """A dead letter in place of one for retry-in."""
+        original = letter.original
+        wrapped = Record(original.key, original.value, original.timestamp, letter.letter.headers)
+        dead = self._make(letter.source, Unreadable(letter.offset, wrapped, reason, detail), 0, 0, letter.weight)
+        return dead._replace(original=original, tried=letter.tried, disowned=letter.disowned)
 
     def from_unreadable(self, source: TopicPartition, unreadable: Sequence[Unreadable], now_ms: int) -> list[Letter]:
         """Records that were never tried."""

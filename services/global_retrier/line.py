@@ -63,7 +63,7 @@ class Line:
         self._arrived.set()
 
     def _read(self, offset: int, record: Record, now: int) -> Waiting:
-        size = estimate_size((record,)) + sum(len(value) for _, value in record.headers)
+        size = estimate_size((record,))
         try:
             state = read_state(record)
         except BadRetryRecord as error:

@@ -59,6 +59,7 @@ async def run_lane(
     sender: FakeSender | None = None,
     drain: float = 5.0,
     commit_interval: float = 0.01,
+    topics: Sequence[str] = ("s",),
     **shape: object,
 ) -> AsyncIterator[Running]:
     """The lane runs in the block and is drained at its end."""
@@ -76,7 +77,7 @@ async def run_lane(
             dispatchers.append(Dispatcher(made, sender, producer, meter, gate))
             return dispatchers[-1]
 
-        lane = Lane(broker, "late", "hook", ["s"], "earliest", meter, make_dispatcher, commit_interval)  # type: ignore[arg-type]
+        lane = Lane(broker, "late", "hook", list(topics), "earliest", meter, make_dispatcher, commit_interval)  # type: ignore[arg-type]
         stopping = asyncio.Event()
         task = asyncio.create_task(lane.run(stopping, drain))
         try:
