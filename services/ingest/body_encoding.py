@@ -62,7 +62,7 @@ def _unpack_zstd(body: bytes, limit: int) -> bytes:
             raise Refused(problems.BODY_TOO_LARGE, f"A zstd window has at most {MAX_WINDOW_BYTES} bytes.")
         if frame.content_size != _UNKNOWN_SIZE and frame.content_size > limit:
             raise _too_large(limit)
-        if frame.content_size != _UNKNOWN_SIZE:
+        if frame.content_size not in (0, _UNKNOWN_SIZE):  # the library does not read on when a head says 0
             return zstandard.ZstdDecompressor().decompress(body, allow_extra_data=False)
         return _unpack_zstd_stream(body, limit)
     except zstandard.ZstdError:
@@ -70,7 +70,7 @@ def _unpack_zstd(body: bytes, limit: int) -> bytes:
 
 
 def _unpack_zstd_stream(body: bytes, limit: int) -> bytes:
-    """A frame that does not say how large it is: the reader is bounded, the object notices a missing end and left-overs."""
+    """A frame of unknown size, or of 0: the reader is bounded, the object notices a missing end and left-overs."""
     with zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW_BYTES).stream_reader(body) as reader:
         if len(reader.read(limit + 1)) > limit:
             raise _too_large(limit)

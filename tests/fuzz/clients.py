@@ -56,7 +56,7 @@ class Run:
             if answer is None:
                 raise BadAnswer("the connection ended without an answer")
             self.ledger.note_body(case, answer)
-        except (BadAnswer, ValueError, LookupError, OSError) as error:
+        except Exception as error:
             raise AssertionError(f"{error!r} to {str(case)[:SHOWN]}") from error
         return answer
 

@@ -253,6 +253,8 @@ async def test_compressed_bodies(service: Service, encoding: str, body: bytes) -
         ("zstd", zstd(BODY) + b"x"),
         ("zstd", zstd(BODY, sized=False) + b"x"),
         ("zstd", zstd(BODY) + zstd(BODY)),
+        ("zstd", zstd(b"") + b"x"),
+        ("zstd", zstd(BODY[:100]).replace(bytes((0x20, 100)), bytes((0x20, 0)), 1)),
         ("zstd", BODY),
         ("zstd", b""),
     ],
