@@ -102,6 +102,10 @@ class Trial:
         shared += ["--commit-interval", "100ms", "--lane-events", str(LANE_EVENTS), *flags]
         return await self.fleet.add(Service(name, module, shared, self.folder), ready=ready)
 
+    async def start_retrier(self, name: str = "retrier-1") -> Service:
+        """A process that holds back what is to be tried again later."""
+        return await self.fleet.add(Service(name, "services.global_retrier", ["--broker", self.url], self.folder))
+
     @asynccontextmanager
     async def load(self) -> AsyncIterator[None]:
         """Events are sent meanwhile; ends when every answer is there."""
