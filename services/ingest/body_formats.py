@@ -21,6 +21,8 @@ class Format(enum.Enum):
     CLOUDEVENTS_BATCH = enum.auto()
 
 
+MAX_MEDIA_TYPE = 256
+
 MEDIA_TYPES = {
     "application/json": Format.JSON,
     "application/x-ndjson": Format.LINES,
@@ -39,6 +41,10 @@ _READERS = {
 @lru_cache(maxsize=256)
 def find_format(content_type: str) -> Format | None:
     """The format of a Content-Type; None when it is none of ours or not in UTF-8."""
+    if (
+        len(content_type) > MAX_MEDIA_TYPE or not content_type.isascii()
+    ):  # the parser takes quadratic time, and ASCII only
+        return None
     header = Message()
     header["Content-Type"] = content_type
     charset = header.get_param("charset", "utf-8")

@@ -207,6 +207,14 @@ async def test_another_content_type_is_415(service: Service, media: str | None) 
     assert (reply.status, reply.problem) == (415, "unsupported-media-type")
 
 
+@pytest.mark.parametrize("media", [b"appl\xb7\xd0\x88\xd7ion/json", b"\xff", b'application/json; a="' + b";" * 8000])
+async def test_a_content_type_that_nobody_parses_is_415(service: Service, media: bytes) -> None:
+    """Broken: bytes that are no text are our fault (500), or a long list of parameters costs 60 ms of everybody's time."""
+    head = b"POST /v1/streams/plain/events HTTP/1.1\r\nHost: h\r\nContent-Length: 2\r\nContent-Type: %b\r\n\r\n{}"
+    reply = await service.send(head % media)
+    assert (reply.status, reply.problem) == (415, "unsupported-media-type")
+
+
 def zstd(data: bytes, *, sized: bool = True) -> bytes:
     """One frame, with or without its content's size in its head."""
     if sized:
