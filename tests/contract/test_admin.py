@@ -2,9 +2,9 @@
 
 import pytest
 
-from services.core.broker.contract import TopicSpec
-from services.core.broker.errors import TopicExists, UnknownTopic
-from services.core.broker.record import TopicPartition
+from services.core.broker.contract import Broker, TopicSpec
+from services.core.broker.errors import OffsetOutOfRange, TopicExists, UnknownTopic
+from services.core.broker.record import Record, TopicPartition
 from tests.contract.harness import Harness
 from tests.contract.traffic import append, ignore_revoke, marks_of, numbered, numbers_of, own, read, record, until_async
 
@@ -117,3 +117,56 @@ async def test_nothing_committed_is_absent(harness: Harness) -> None:
     async with harness.open() as broker:
         topic = await harness.create_topic(broker, partitions=2)
         assert await broker.admin.committed(harness.fresh_name("g"), topic) == {}
+
+
+async def read_on(broker: Broker, topic: str, offset: int, max_records: int) -> tuple[list[int], list[Record]]:
+    """Page through partition 0 to its end."""
+    offsets: list[int] = []
+    records: list[Record] = []
+    while (batch := await broker.admin.read(topic, 0, offset, max_records=max_records)) is not None:
+        assert 1 <= len(batch.records) <= max_records
+        assert batch.source == TopicPartition(topic, 0)
+        offsets += batch.offsets
+        records += batch.records
+        offset = batch.offsets[-1] + 1
+    return offsets, records
+
+
+async def test_read_without_a_group(harness: Harness) -> None:
+    """If it fails, an operator sees dead letters out of order, altered, or not all of them."""
+    async with harness.open() as broker:
+        topic = await harness.create_topic(broker)
+        assert await broker.admin.read(topic, 0, 0, max_records=5) is None
+        odd = Record(None, b"\x00\xff", 1, (("h", b"\x00\xfe"), ("h", b""), ("\u00fc", b"2")))
+        placed = await append(broker, topic, numbered(range(10)))
+        await append(broker, topic, [odd, *numbered(range(11, 30))])
+        expected = [*numbered(range(10)), odd, *numbered(range(11, 30))]
+        for page in (1, 7, 100):
+            offsets, records = await read_on(broker, topic, placed.first, page)
+            assert records == expected
+            assert offsets == sorted(set(offsets))
+        if broker.features.contiguous_offsets:
+            assert await read_on(broker, topic, placed.first + 15, 4) == (
+                list(range(placed.first + 15, placed.first + 30)),
+                expected[15:],
+            )
+
+
+async def test_read_outside_of_what_is_stored(harness: Harness) -> None:
+    """If it fails, records that retention took look like none that were ever there."""
+    async with harness.open() as broker:
+        topic = await harness.create_topic(broker)
+        placed = await append(broker, topic, numbered(range(5)))
+        await append(broker, topic, numbered(range(5, 10)))
+        assert await broker.admin.read(topic, 0, placed.first + 10, max_records=5) is None
+        with pytest.raises(OffsetOutOfRange):
+            await broker.admin.read(topic, 0, placed.first + 11, max_records=5)
+        for partition in (1, -1):
+            with pytest.raises(UnknownTopic):
+                await broker.admin.read(topic, partition, 0, max_records=5)
+        with pytest.raises(UnknownTopic):
+            await broker.admin.read(harness.fresh_name("nothing"), 0, 0, max_records=5)
+        await harness.expire(topic, 0, placed.last + 1)
+        with pytest.raises(OffsetOutOfRange) as caught:
+            await broker.admin.read(topic, 0, placed.first, max_records=5)
+        assert caught.value.start == placed.last + 1

@@ -96,6 +96,27 @@ async def test_a_flipped_bit_is_kept_as_stored_and_the_rest_goes_on(kafka_cluste
         assert await broker.admin.committed(group, topic) == {0: 19, 1: 19}
 
 
+async def test_damage_met_without_a_group(kafka_cluster: KafkaCluster) -> None:
+    """If it fails, an operator's look stops at damage, or shows records that are not what was written."""
+    async with KafkaBroker.open(kafka_cluster.bootstrap, timing=_TIMING) as broker:
+        topic = unique_name("topic")
+        await broker.admin.create_topic(TopicSpec(topic, partitions=1))
+        await append(broker, topic, numbered(range(3)))
+        await append(broker, topic, [_UNLUCKY, record(4)])
+        await append(broker, topic, numbered(range(5, 8)))
+        await _damage(kafka_cluster, topic, _flip_value)
+        before = await broker.admin.read(topic, 0, 0, max_records=100)
+        assert before is not None
+        assert numbers_of([before]) == [0, 1, 2]
+        damaged = await broker.admin.read(topic, 0, 3, max_records=100)
+        assert damaged is not None
+        assert damaged.damage is not None
+        assert (damaged.damage.first, damaged.damage.last, list(damaged.offsets)) == (3, 4, [4])
+        behind = await broker.admin.read(topic, 0, 5, max_records=100)
+        assert behind is not None
+        assert numbers_of([behind]) == [5, 6, 7]
+
+
 async def test_damage_at_the_end_and_what_is_written_behind_it_later(kafka_cluster: KafkaCluster) -> None:
     """If it fails, damage in the newest batch stops its lane, or what is written behind it is skipped."""
     async with KafkaBroker.open(kafka_cluster.bootstrap, timing=_TIMING) as broker:

@@ -182,6 +182,13 @@ class Admin(Protocol):
     async def group_lag(self, group: str, topic: str) -> dict[int, Lag]:
         """The group's lag per partition, also while nobody is a member."""
 
+    async def read(self, topic: str, partition: int, offset: int, *, max_records: int) -> Batch | None:
+        """The records at `offset` and behind it, as `poll` would return them, without a group; None at the end.
+
+        At least one and at most `max_records` and `MAX_POLL_BYTES`. Raises UnknownTopic (also for a partition that the topic
+        has not), OffsetOutOfRange, DataDamaged, Unavailable; damage may come as a `Batch` with `damage`, as in `poll`.
+        """
+
 
 class Broker(Protocol):
     """An open connection to one backend; made by `connect.open_broker`, which closes it."""

@@ -11,6 +11,7 @@ from services.core.broker.kafka.cluster import Cluster
 from services.core.broker.kafka.durability import check_durability
 from services.core.broker.kafka.faults import bounded, raise_for
 from services.core.broker.kafka.lag import LagMeter
+from services.core.broker.kafka.look import look
 from services.core.broker.kafka.offsets import (
     EARLIEST,
     commit_without_member,
@@ -21,7 +22,7 @@ from services.core.broker.kafka.offsets import (
     starts,
 )
 from services.core.broker.kafka.packing import MAX_BATCH_BYTES
-from services.core.broker.record import TopicPartition
+from services.core.broker.record import Batch, TopicPartition
 
 _REPLICAS = 3
 _MIN_IN_SYNC = {3: 2}
@@ -128,6 +129,10 @@ class KafkaAdmin:
         positions |= {source: stored.position for source, stored in committed.items()}
         lag = await self._lag.measure(positions)
         return {source.partition: lag[source] for source in sources}
+
+    async def read(self, topic: str, partition: int, offset: int, *, max_records: int) -> Batch | None:
+        """As in the contract; see `look`."""
+        return await look(self._cluster, TopicPartition(topic, partition), offset, max_records)
 
     @property
     def _patience(self) -> int:

@@ -1,7 +1,7 @@
 """The reading half: one group member on AIOKafkaConsumer, with auto-commit and automatic reset off."""
 
 import asyncio
-from collections.abc import AsyncIterator, Collection, Iterable, Mapping
+from collections.abc import AsyncIterator, Collection, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -13,6 +13,7 @@ from aiokafka.structs import OffsetAndMetadata
 
 from services.core.broker.contract import Lag, OnRevoke, Start
 from services.core.broker.errors import BrokerClosed, BrokerError, NotOwner
+from services.core.broker.kafka.batches import make_batch
 from services.core.broker.kafka.cluster import Cluster
 from services.core.broker.kafka.damage import Fault, find_damage, find_gaps
 from services.core.broker.kafka.eviction import evict_dead
@@ -23,8 +24,7 @@ from services.core.broker.kafka.offsets import partitions_of
 from services.core.broker.kafka.ownership import Ownership
 from services.core.broker.kafka.placement import place
 from services.core.broker.kafka.timing import Timing
-from services.core.broker.record import Batch, Headers, Record, TopicPartition
-from services.core.event import TIME, restore_time
+from services.core.broker.record import Batch, TopicPartition
 
 log = structlog.get_logger()
 
@@ -161,17 +161,8 @@ class KafkaConsumer:
             source = TopicPartition(topic, partition)
             if source not in own.owned or source in own.unplaced:
                 continue  # fetched before it was placed: placing goes back to where it belongs
-            first, last = rows[0].offset, rows[-1].offset
-            dense = last - first + 1 == len(rows)
-            offsets = range(first, last + 1) if dense else [row.offset for row in rows]
-            if [1 for row in rows for _, value in row.headers if value is None]:
-                records = [Record(row.key, row.value, row.timestamp, _without_null(row.headers)) for row in rows]
-            else:
-                records = [Record(row.key, row.value, row.timestamp, row.headers) for row in rows]
-            if [1 for record in records if record.headers and record.headers[-1][0] == TIME]:
-                records = [_with_event_time(record) for record in records]
-            own.next_read[source] = last + 1
-            batches.append(Batch(topic, partition, offsets, records))
+            own.next_read[source] = rows[-1].offset + 1
+            batches.append(make_batch(source, rows))
         return batches
 
     async def place_early(self) -> None:
@@ -252,14 +243,3 @@ class KafkaConsumer:
         if self._own.unplaced:
             await self._place()
         return await self._lag.measure(dict(self._own.next_commit))
-
-
-def _with_event_time(record: Record) -> Record:
-    """What a writer that sets no timestamps (Spark) wrote, as ingest would have."""
-    timestamp, headers = restore_time(record.timestamp, record.headers)
-    return Record(record.key, record.value, timestamp, headers)
-
-
-def _without_null(headers: Iterable[tuple[str, bytes | None]]) -> Headers:
-    """Kafka allows a header without a value; other people's records have some. For us it is empty."""
-    return tuple((name, value or b"") for name, value in headers)

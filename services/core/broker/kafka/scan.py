@@ -6,6 +6,7 @@ header must agree with itself and then with the broker: see `damage`.
 """
 
 import struct
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from aiokafka.errors import CorruptRecordException, UnsupportedCodecError
@@ -16,6 +17,16 @@ _HEADER = struct.Struct(">qiibIhiqqqhii")
 _MAGIC, _MAGIC_AT = 2, 16
 _SMALLEST = 14
 """Bytes behind the frame of the smallest record of any version."""
+
+
+class Row(NamedTuple):
+    """A record as it is decoded."""
+
+    offset: int
+    key: bytes | None
+    value: bytes | None
+    timestamp: int
+    headers: tuple[tuple[str, bytes | None], ...]
 
 
 class Unreadable(NamedTuple):
@@ -50,6 +61,20 @@ def find_unreadable(data: bytes, position: int) -> Unreadable | None:
     if at or not data:
         return None
     return Unreadable(position, data, "the length of a batch is altered", True, None, None)
+
+
+def readable_rows(data: bytes, position: int) -> Iterator[Row]:
+    """The records from `position` on, up to the first batch that cannot be read or is cut off."""
+    at = 0
+    while piece := _cut(data, at):
+        if _examine(piece, position)[0] is not None:
+            return
+        batch = MemoryRecords(piece).next_batch()
+        if batch is not None and not batch.is_control_batch:
+            for row in batch:
+                if row.offset >= position:
+                    yield Row(row.offset, row.key, row.value, row.timestamp, tuple(row.headers))
+        at += len(piece)
 
 
 def first_offset(data: bytes) -> int | None:

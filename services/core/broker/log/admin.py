@@ -12,8 +12,9 @@ from services.core.broker.log.groups import Progress as GroupProgress
 from services.core.broker.log.lag import lag_behind
 from services.core.broker.log.layout import DataFolder
 from services.core.broker.log.progress import Progress
+from services.core.broker.log.reader import Run, TopicReader
 from services.core.broker.log.readers import Readers
-from services.core.broker.record import TopicPartition
+from services.core.broker.record import Batch, TopicPartition
 
 
 class LogAdmin:
@@ -83,3 +84,18 @@ class LogAdmin:
         ranges = await self._readers.use(topic, lambda reader: reader.ranges())
         nexts = {p: progress[p].next if p in progress else held.start for p, held in ranges.items()}
         return await self._readers.use(topic, lambda reader: lag_behind(reader, nexts, self._clock.now_ms()))
+
+    async def read(self, topic: str, partition: int, offset: int, *, max_records: int) -> Batch | None:
+        """As in the contract. What `repair` has noted as lost is passed over."""
+
+        def look(reader: TopicReader) -> Run | None:
+            count = reader.refresh()
+            if not 0 <= partition < count:
+                raise UnknownTopic(f"topic {topic!r} has {count} partitions, none numbered {partition}")
+            return reader.read(partition, offset, max_records)
+
+        run = await self._readers.use(topic, look)
+        if run is None or not run.records:
+            return None
+        records = run.records[:max_records]
+        return Batch(topic, partition, range(run.offset, run.offset + len(records)), records)
