@@ -1,4 +1,4 @@
-"""`make bench`: every figure beside its floor, on a real Kafka that is started here. About ten minutes in all.
+"""`make bench`: every figure beside its floor, on a real Kafka that is started here. Ten to twenty minutes in all.
 
 python -m bench [--only NAME ...] [--json] [--events N] [--rounds N] [--brokers 1|3]
 """
