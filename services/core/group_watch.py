@@ -7,7 +7,7 @@ import structlog
 from services.core import metrics
 from services.core.broker.contract import Lag
 from services.core.broker.errors import DataDamaged, OffsetOutOfRange
-from services.core.broker.record import TopicPartition
+from services.core.broker.record import Batch, Damage, TopicPartition
 
 log = structlog.get_logger()
 
@@ -53,6 +53,20 @@ class GroupWatch:
                     hint="this partition waits, the others go on. Try: stop the service, repair or move the group on, start it",
                 )
         return set(missing)
+
+    def note_damage(self, batch: Batch, damage: Damage) -> None:
+        """Count and tell an operator of records that cannot be read although what is behind them can."""
+        metrics.BROKER_DAMAGED_RECORDS.labels(self._group, batch.topic).inc(damage.last - damage.first + 1)
+        log.error(
+            "records_damaged",
+            group=self._group,
+            topic=batch.topic,
+            partition=batch.partition,
+            first=damage.first,
+            last=damage.last,
+            error=damage.detail,
+            hint="their stored bytes go to the dead letters, the rest goes on. Try: check the disks of the brokers",
+        )
 
 
 def _count_missing(error: OffsetOutOfRange | DataDamaged) -> dict[TopicPartition, int]:

@@ -7,9 +7,10 @@ from contextlib import suppress
 import backoff
 import structlog
 
-from services.core import metrics
 from services.core.broker.contract import Broker, Start
 from services.core.broker.errors import BrokerError
+from services.core.broker.record import TopicPartition
+from services.core.group_watch import GroupWatch
 from services.core.pipes import delivery_group
 from services.expel.dispatch import Dispatcher
 from services.expel.meter import LaneMeter
@@ -38,6 +39,7 @@ class Lane:
         self._broker, self._topics, self._start = broker, topics, start
         self.name = f"{pipe}/{destination}"
         self._group = delivery_group(pipe, destination)
+        self._watch = GroupWatch(self._group)
         self._meter, self._make_dispatcher, self._commit_interval = meter, make_dispatcher, commit_interval
         self.waits_for: str | None = "has not joined its group yet"
         """Why the lane does not run, for a person; None while it runs and also when it is disabled (410)."""
@@ -105,10 +107,8 @@ class Lane:
 
     async def _show_backlog(self) -> None:
         for topic in self._topics:
-            for partition, lag in (await self._broker.admin.group_lag(self._group, topic)).items():
-                labels = (self._group, topic, str(partition))
-                metrics.BROKER_LAG_RECORDS.labels(*labels).set(lag.records)
-                metrics.BROKER_LAG_SECONDS.labels(*labels).set(lag.millis / 1000)
+            lags = await self._broker.admin.group_lag(self._group, topic)
+            self._watch.show_lags({TopicPartition(topic, partition): lag for partition, lag in lags.items()})
 
 
 async def wait_for_stop(stopping: asyncio.Event, limit: float) -> None:

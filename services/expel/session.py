@@ -1,7 +1,6 @@
 """One membership of a lane in its group: poll, take, commit what is settled, drain what is revoked, say what is missing."""
 
 import asyncio
-from collections.abc import Iterable
 from typing import NoReturn
 
 import structlog
@@ -9,7 +8,8 @@ import structlog
 from services.core import metrics
 from services.core.broker.contract import Consumer
 from services.core.broker.errors import BrokerError, DataDamaged, NotOwner, OffsetOutOfRange
-from services.core.broker.record import Batch, Damage, TopicPartition
+from services.core.broker.record import TopicPartition
+from services.core.group_watch import GroupWatch
 from services.expel.dispatch import Dispatcher
 from services.expel.meter import LaneMeter
 
@@ -30,8 +30,8 @@ class Session:
         self._group, self._dispatcher, self._meter = group, dispatcher, meter
         self._commit_interval = commit_interval
         self._consumer: Consumer | None = None
+        self._watch = GroupWatch(group)
         self._stuck: set[TopicPartition] = set()
-        self._shown: set[TopicPartition] = set()
 
     async def run(self, consumer: Consumer, stopping: asyncio.Event, drain: float) -> bool:
         """Deliver until `stopping` or until the receiver is gone, then drain within `drain` seconds and commit.
@@ -83,49 +83,17 @@ class Session:
             is_failing = False
             for batch in batches:  # in the same turn of the loop: a partition cannot be revoked between poll and take
                 if batch.damage is not None:
-                    self._tell_damage(batch, batch.damage)
+                    self._watch.note_damage(batch, batch.damage)
                 self._dispatcher.take(batch)
 
     def _stop_reading(self, consumer: Consumer, error: OffsetOutOfRange | DataDamaged) -> None:
         """Records are missing: count them, stop these partitions, go on with the others. Nothing is reset or skipped."""
-        if isinstance(error, OffsetOutOfRange):
-            missing = {TopicPartition(error.topic, error.partition): max(0, error.start - error.wanted)}
-        else:
-            missing = {}
-            for partition, first, last in error.ranges:
-                source = TopicPartition(error.topic, partition)
-                missing[source] = missing.get(source, 0) + last - first + 1
-        if not missing or self._stuck.issuperset(missing):
+        missing = self._watch.note_missing(error, self._stuck)
+        if missing <= self._stuck:
             raise error  # nothing to pause, or pausing did not help: leave, and join again later
-        for source, count in missing.items():
-            if source not in self._stuck:
-                metrics.BROKER_GAP_RECORDS.labels(self._group, source.topic).inc(count)
-                log.error(
-                    "records_missing",
-                    group=self._group,
-                    topic=source.topic,
-                    partition=source.partition,
-                    missing=count,
-                    error=str(error),
-                    hint="this partition waits, the others go on. Try: stop expel, repair or move the group on, start expel",
-                )
-        self._stuck |= missing.keys()
+        self._stuck |= missing
         self._meter.up(False)
         consumer.pause(missing)
-
-    def _tell_damage(self, batch: Batch, damage: Damage) -> None:
-        """Nothing is skipped in silence: the lane goes on behind these, and a person must know."""
-        metrics.BROKER_DAMAGED_RECORDS.labels(self._group, batch.topic).inc(damage.last - damage.first + 1)
-        log.error(
-            "records_damaged",
-            group=self._group,
-            topic=batch.topic,
-            partition=batch.partition,
-            first=damage.first,
-            last=damage.last,
-            error=damage.detail,
-            hint="their stored bytes go to the dead letters, the lane goes on. Try: check the disks of the brokers",
-        )
 
     async def _keep_committing(self, consumer: Consumer) -> NoReturn:
         while True:
@@ -161,27 +129,13 @@ class Session:
         finally:  # also when the backend cuts this off: what stays would block the partitions when they come back
             self._dispatcher.disown(partitions)
             self._stuck -= partitions
-            self._hide_lag(partitions)
+            self._watch.hide_lags(partitions)
             self._dispatcher.go_on()
 
     async def _keep_measuring(self, consumer: Consumer) -> NoReturn:
         while True:
             try:
-                lags = await consumer.lag()
+                self._watch.show_lags(await consumer.lag())
             except BrokerError as error:
                 log.debug("lag_unknown", group=self._group, error=str(error))
-            else:
-                for source, lag in lags.items():
-                    labels = (self._group, source.topic, str(source.partition))
-                    metrics.BROKER_LAG_RECORDS.labels(*labels).set(lag.records)
-                    metrics.BROKER_LAG_SECONDS.labels(*labels).set(lag.millis / 1000)
-                self._shown |= lags.keys()
             await asyncio.sleep(_LAG_INTERVAL)
-
-    def _hide_lag(self, partitions: Iterable[TopicPartition]) -> None:
-        """Another member shows it from now on."""
-        for source in self._shown.intersection(partitions):
-            labels = (self._group, source.topic, str(source.partition))
-            metrics.BROKER_LAG_RECORDS.remove(*labels)
-            metrics.BROKER_LAG_SECONDS.remove(*labels)
-            self._shown.discard(source)

@@ -11,15 +11,9 @@ from services.global_retrier.line import Line, Waiting
 class Meter:
     """The labels are few: the retrier's topics and the pipes."""
 
-    def __init__(self, group: str) -> None:
-        self._group = group
-
     def took(self, batch: Batch) -> None:
         """A polled batch arrived."""
         metrics.RETRIER_TAKEN.labels(batch.topic).inc(len(batch.records))
-        if batch.damage is not None:
-            records = batch.damage.last - batch.damage.first + 1
-            metrics.BROKER_DAMAGED_RECORDS.labels(self._group, batch.topic).inc(records)
 
     def moved(self, topic: str, count: int) -> None:
         """So many are durable in this delay topic."""

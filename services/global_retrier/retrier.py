@@ -26,7 +26,7 @@ class Retrier:
 
     def __init__(self, broker: Broker, producer: Producer, clock: Clock) -> None:
         self._broker, self._clock = broker, clock
-        self._meter = Meter(RETRIER_GROUP)
+        self._meter = Meter()
         self._mover = Mover(producer, broker.admin, self._meter, clock)
         self.waits_for: str | None = "has not joined its group yet"
         """Why it does not run, for a person; None while it runs."""

@@ -94,6 +94,8 @@ class Session:
 
     def _take(self, consumer: Consumer, batch: Batch) -> None:
         assert self._group is not None
+        if batch.damage is not None:
+            self._watch.note_damage(batch, batch.damage)
         source = batch.source
         line = self.lines.get(source)
         if line is None:

@@ -89,7 +89,7 @@ async def test_retries_until_it_works(tmp_path: Path) -> None:
     calls = itertools.count()
 
     async with (
-        open_receiver(lambda _r: answer(503 if next(calls) % 3 else 204)) as receiver,
+        open_receiver(lambda _r: answer(503 if next(calls) % 2 else 204)) as receiver,
         open_expel(tmp_path) as expel,
     ):
         expel.destinations.append(

@@ -82,7 +82,7 @@ class River:
         stopping = asyncio.Event()
         quick = RetryPolicy(deadline=0.2, append_timeout=5.0)
         async with Producer(self.driver, policy=quick) as producer:
-            meter = Meter(RETRIER_GROUP)
+            meter = Meter()
             self.session = Session(Mover(producer, self.broker.admin, meter, self.clock), meter, self.clock)
             joining = self.broker.consumer(
                 RETRIER_GROUP, list(DELAY_BY_TOPIC), start="earliest", on_revoke=self.session.revoke
