@@ -299,6 +299,8 @@ RETRY_IN = f"{RESERVED}.retry-in"
 """Where expel hands events over to the global retrier (`retry_state`)."""
 RETRIER_DEAD = f"{RESERVED}.dead"
 """Dead letters of the global retrier: what is no retry record, or whose pipe is gone."""
+AUDIT = f"{RESERVED}.audit"
+"""What operators did with dead letters, for ever; one partition."""
 RETRIER_GROUP = f"{RESERVED}.retrier"
 """The global retriers' consumer group."""
 DELAYS_S = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536)

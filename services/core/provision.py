@@ -9,6 +9,8 @@ Pipes with webhooks have `<pipe>.retry` and `<pipe>.parked`; and when any destin
 its topics. What waits there outlives a retrier that is down by `RETRY_RETENTION_S`; what is parked is kept until it is
 resumed. Each of these has one partition: on Kinesis a partition costs money, elsewhere files, and it takes far more than
 the retries of a destination, which come paced; ten delay topics are shared among several retriers all the same.
+
+`penstock.audit` says what operators did with dead letters, and is kept for ever.
 """
 
 from collections.abc import Collection
@@ -17,6 +19,7 @@ from dataclasses import dataclass
 from services.core.broker.contract import Admin, TopicSpec
 from services.core.broker.errors import TopicExists, UnsafeTopic
 from services.core.pipes import (
+    AUDIT,
     DELAYS_S,
     RETRIER_DEAD,
     RETRY_IN,
@@ -75,6 +78,8 @@ def wanted_topics(pipes: PipeFile) -> list[TopicSpec]:
             specs.append(TopicSpec(parked_topic(name), 1))
     if needs_retrier(pipes):
         specs += _retrier_topics(max(spec.retention_ms or 0 for spec in specs))
+    if pipes.pipes:
+        specs.append(TopicSpec(AUDIT, 1))
     return specs
 
 

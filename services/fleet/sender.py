@@ -12,6 +12,7 @@ import aiohttp
 import orjson
 
 from services.fleet.event_source import SourceEvent
+from services.fleet.pace import Pace
 from services.fleet.request_body import CONTENT_TYPE, join, wrap
 
 MAX_BATCH_BYTES = 1_000_000
@@ -86,7 +87,7 @@ async def send_events(
             lane = _Lane(session, target, summary, done)
             for _ in range(target.in_flight):
                 group.create_task(lane.work(queue))
-            pace = _Pace(target.rate)
+            pace = Pace(target.rate)
             async for batch in _batches(events, target, summary):
                 await pace.wait(len(batch))
                 await queue.put(batch)
@@ -120,20 +121,6 @@ async def _batches(
         elements = [_Element(event.position, wrap(event.payload, target.stream)) for event in taken if not event.fault]
         if elements:
             yield elements
-
-
-class _Pace:
-    """Spreads events evenly over time. The debt of a pause is not made up for: no burst after it."""
-
-    def __init__(self, rate: float) -> None:
-        self._rate, self._next = rate, 0.0
-
-    async def wait(self, count: int) -> None:
-        if self._rate:
-            now = time.monotonic()
-            self._next = max(self._next, now)
-            await asyncio.sleep(self._next - now)
-            self._next += count / self._rate
 
 
 class _Lane:

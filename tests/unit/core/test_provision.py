@@ -8,7 +8,7 @@ import pytest
 
 from services.core.broker.connect import open_broker
 from services.core.broker.contract import Broker
-from services.core.pipes import DELAYS_S, RETRIER_DEAD, RETRY_IN, SCHEDULE, PipeFile, delay_topic
+from services.core.pipes import AUDIT, DELAYS_S, RETRIER_DEAD, RETRY_IN, SCHEDULE, PipeFile, delay_topic
 from services.core.provision import PartitionsDiffer, ensure_topics, wanted_topics
 
 PIPES = PipeFile.model_validate(
@@ -53,12 +53,13 @@ def test_the_retriers_topics() -> None:
     found = {spec.name: (spec.partitions, spec.retention_ms) for spec in wanted_topics(PIPES)}
     retriers = {name: spec for name, spec in found.items() if name.startswith("penstock.")}
     delays = {delay_topic(seconds): (1, seconds * 1000 + 14 * day) for seconds in DELAYS_S}
-    assert retriers == {RETRY_IN: (1, 14 * day), RETRIER_DEAD: found["joined.dead"], **delays}
+    assert retriers == {RETRY_IN: (1, 14 * day), RETRIER_DEAD: found["joined.dead"], AUDIT: (1, None), **delays}
     unretried: list[dict[str, object]] = [{"schedule": []}, {"order": "key"}]
     for webhook in unretried:
         destination = {"name": "d", "webhook": {"url": "https://example.org", **webhook}}
         data = {"streams": {"a": {}}, "pipes": {"p": {"sources": ["a"], "destinations": [destination]}}}
-        assert not [spec for spec in wanted_topics(PipeFile.model_validate(data)) if spec.name.startswith("penstock.")]
+        ours = {spec.name for spec in wanted_topics(PipeFile.model_validate(data)) if spec.name.startswith("penstock.")}
+        assert ours == {AUDIT}
 
 
 async def test_idempotent_and_at_the_same_time(broker: Broker) -> None:

@@ -18,6 +18,7 @@ from services.fleet.ports import free_port
 
 VERBS = ["demo", "up", "send", "listen", "status", "init", "check", "schema", "apply"]
 SUBVERBS = ["keys create", "keys list", "keys revoke", "keys secret", "log verify", "log repair"]
+SUBVERBS += ["dead list", "dead show", "dead redrive", "dead discard", "dead audit", "destination show"]
 
 
 class Shell:
@@ -92,6 +93,11 @@ def test_no_colours_outside_a_terminal(shell: Shell) -> None:
         ("listen --port 9000 --secret-file nope", "nope cannot be read"),
         ("listen --port 9000 --fail 2", "--fail"),
         ("log verify nowhere", "does not exist"),
+        ("dead list", "no fleet runs on data, and it holds no log"),
+        ("dead list --since yesterday", "'yesterday' is no time. Try: 2h (ago)"),
+        ("dead show late.dead", "'late.dead' is no position"),
+        ("dead redrive", "either positions or filters are needed"),
+        ("dead discard --pipe p p.dead:0:1", "either positions or filters are needed"),
     ],
 )
 def test_mistakes_are_status_2_and_named(shell: Shell, command: str, message: str) -> None:
@@ -165,9 +171,9 @@ def test_apply_creates_keeps_and_never_grows_silently(shell: Shell, tmp_path: Pa
     file.write_text(text.replace("{a:", "{b: {}, a:"))
     broker = f"log://{tmp_path}/log"
     assert shell.run("apply", "--broker", broker, "--json") == 0
-    assert json.loads(shell.out) == {"created": ["b", "a", "p.dead"], "grown": [], "kept": []}
+    assert json.loads(shell.out) == {"created": ["b", "a", "p.dead", "penstock.audit"], "grown": [], "kept": []}
     assert shell.run("apply", "--broker", broker, "--json") == 0
-    assert json.loads(shell.out)["kept"] == ["b", "a", "p.dead"]
+    assert json.loads(shell.out)["kept"] == ["b", "a", "p.dead", "penstock.audit"]
     file.write_text(text.replace("{a:", "{b: {}, a:").replace("partitions: 2", "partitions: 3"))
     assert shell.run("apply", "--broker", broker) == 1
     assert "topic a has 2 partitions, the pipe file wants 3" in shell.err

@@ -1,0 +1,1 @@
+"""Dead letters as operators handle them: found, grouped, redriven, discarded, and every action on record."""

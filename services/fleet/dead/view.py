@@ -1,0 +1,103 @@
+"""Dead letters, their causes and the audit as a person reads them."""
+
+import base64
+from collections.abc import Iterable
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from services.core.masking import mask_text
+from services.fleet.dead.audit import Entry
+from services.fleet.dead.causes import Cause
+from services.fleet.dead.letter import DeadLetter, format_time
+
+SHOWN_DETAIL = 80
+SHOWN_PAYLOAD = 100_000
+
+
+def plain(text: str, limit: int | None = None) -> str:
+    """Without what a terminal would obey, without secrets; at most `limit` characters."""
+    shown = mask_text("".join(sign if sign.isprintable() else "\N{REPLACEMENT CHARACTER}" for sign in text))
+    return shown if limit is None or len(shown) <= limit else f"{shown[: limit - 1]}…"
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for column in columns:
+        table.add_column(column, no_wrap=True)
+    return table
+
+
+def letter_table(letters: Iterable[DeadLetter], *, settled: bool) -> Table:
+    """One line a letter; with its fate when settled ones are among them."""
+    table = _table("position", "pipe", "destination", "reason", "attempts", "first failure", "detail")
+    if settled:
+        table.add_column("fate", no_wrap=True)
+    for letter in letters:
+        fate = [Text(letter.fate or "open", style="dim" if letter.fate else "yellow")] if settled else []
+        named = [Text(plain(text, 40)) for text in (str(letter.position), letter.pipe, letter.destination)]
+        table.add_row(
+            *named,
+            Text(plain(letter.reason, 40), style="red"),
+            str(letter.attempts),
+            format_time(letter.first_failure),
+            Text(plain(letter.detail, SHOWN_DETAIL)),
+            *fate,
+        )
+    return table
+
+
+def letter_page(letter: DeadLetter) -> RenderableType:
+    """Everything about one letter: what our headers say, its other headers, its payload."""
+    lines = [Text.assemble((f"{name:<15}", "bold"), plain(str(value))) for name, value in letter.as_json().items()]
+    lines.append(Text("headers", style="bold"))
+    lines += [Text(f"  {plain(name)}: {plain(_text(value))}") for name, value in letter.record.headers]
+    payload = letter.record.value
+    size = "none" if payload is None else f"{len(payload)} bytes"
+    lines.append(Text.assemble(("payload ", "bold"), f"({size})"))
+    return Group(*lines, Text("\n".join(map(plain, _text(payload or b"").splitlines()))[:SHOWN_PAYLOAD]))
+
+
+def letter_json(letter: DeadLetter) -> dict[str, object]:
+    """Everything about one letter. What is not UTF-8 stands in base64, under a name that says so."""
+    headers = [{"name": name, **_value("value", value)} for name, value in letter.record.headers]
+    return {**letter.as_json(), "headers": headers, **_value("payload", letter.record.value)}
+
+
+def cause_table(causes: Iterable[Cause]) -> Table:
+    """One line a group."""
+    table = _table("count", "reason", "detail", "first seen", "last seen", "example")
+    for cause in causes:
+        table.add_row(
+            str(cause.count),
+            Text(plain(cause.reason, 40), style="red"),
+            Text(plain(cause.detail, SHOWN_DETAIL)),
+            format_time(cause.first),
+            format_time(cause.last),
+            str(cause.example),
+        )
+    return table
+
+
+def audit_line(entry: Entry) -> Text:
+    """One entry: when, who, what."""
+    ranges = ", ".join(f"{first}" if first == last else f"{first} to {last}" for first, last in entry.ranges)
+    asked = " ".join(f"{name}={value}" for name, value in entry.filters.items())
+    where = f"{entry.topic}:{entry.partition} {ranges}"
+    return Text(
+        plain(f"{format_time(entry.at)}  {entry.who}  {entry.action:<8} {entry.count:>6}  {where}  {asked}".rstrip())
+    )
+
+
+def _text(value: bytes) -> str:
+    return value.decode(errors="replace")
+
+
+def _value(name: str, value: bytes | None) -> dict[str, object]:
+    if value is None:
+        return {name: None}
+    try:
+        return {name: value.decode()}
+    except UnicodeDecodeError:
+        return {f"{name}_base64": base64.b64encode(value).decode()}

@@ -1,0 +1,289 @@
+"""Dead letters on the command line: found by what they say, sent again to the right place, each action on record."""
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from services.core import dead_letter
+from services.core.broker.connect import open_broker
+from services.core.broker.contract import Broker
+from services.core.broker.errors import Unavailable
+from services.core.broker.producer import Producer, SendResult
+from services.core.broker.record import Record, TopicPartition
+from services.core.dead_letter import make_dead_letter
+from services.core.pipes import AUDIT, PipeFile
+from services.core.provision import ensure_topics
+from services.core.retry_state import unwrap
+from services.fleet.dead.aim import Aim
+from services.fleet.dead.audit import DISCARD, REDRIVE, Auditor, Entry, Fates, read_audit
+from services.fleet.dead.causes import Causes, normalise
+from services.fleet.dead.found import Found
+from services.fleet.dead.letter import DeadLetter, Filter, Position, parse_time
+from services.fleet.dead.redrive import Redrive
+
+HOOK = {"url": "https://example.org/hook"}
+PIPES = PipeFile.model_validate(
+    {
+        "streams": {"orders": {}, "copy": {}},
+        "pipes": {
+            "late": {
+                "sources": ["orders"],
+                "destinations": [
+                    {"name": "billing", "webhook": HOOK},
+                    {"name": "ordered", "webhook": {**HOOK, "order": "key"}},
+                    {"name": "copied", "stream": "copy"},
+                ],
+            }
+        },
+    }
+)
+BASE = 1_700_000_000_000
+ANY = Filter()
+
+
+@pytest.fixture
+async def broker(tmp_path: Path) -> AsyncIterator[Broker]:
+    async with open_broker(f"log://{tmp_path}/data/log") as opened:
+        await ensure_topics(opened.admin, PIPES)
+        yield opened
+
+
+def original(number: int) -> Record:
+    headers = (("ce_id", b"e%d" % number), ("penstock_arrival", b"1"), ("odd", b"\x00\xff"))
+    return Record(b"k%d" % number, b'{"n":%d}' % number, BASE + number, headers)
+
+
+def letter(number: int, **said: object) -> Record:
+    """Event `number` as a dead letter, first failed `number` seconds after BASE."""
+    usual: dict[str, object] = {"reason": "http_404", "detail": "no", "node": "expel", "destination": "billing"}
+    source = TopicPartition("orders", 1)
+    wanted = {**usual, "attempts": 7, "first_failure": BASE + 1000 * number, "source": source, "offset": number, **said}
+    return make_dead_letter(original(number), pipe="late", **wanted)  # type: ignore[arg-type]
+
+
+async def bury(broker: Broker, letters: Sequence[Record]) -> None:
+    async with Producer(broker.driver) as producer:
+        (await producer.send_to("late.dead", {0: letters})).raise_first()
+
+
+async def numbers(broker: Broker, where: Filter = ANY, *, settled: bool = False) -> list[int]:
+    found = await Found.look(broker.admin, where, settled=settled)
+    return [one.position.offset async for page in found.pages() for one in page]
+
+
+async def stored(broker: Broker, topic: str) -> list[Record]:
+    found: list[Record] = []
+    for partition, held in (await broker.admin.describe(topic)).items():
+        if held.end > held.start:
+            batch = await broker.admin.read(topic, partition, held.start, max_records=10_000)
+            assert batch is not None
+            found += batch.records
+    return found
+
+
+async def redrive(
+    broker: Broker,
+    positions: Sequence[Position] = (),
+    where: Filter = ANY,
+    *,
+    to_stream: bool = False,
+) -> Redrive:
+    async with Producer(broker.driver) as producer:
+        aim = Aim(PIPES, to_stream=to_stream, by_event_time=broker.features.retention_by_event_time)
+        work = Redrive(aim, producer, Auditor(producer, "me@here", where.as_json()), 10_000)
+        await work.run((await Found.look(broker.admin, where, positions)).pages())
+    return work
+
+
+async def test_filters(broker: Broker) -> None:
+    """Broken: an operator redrives or discards other letters than those asked for."""
+    said: list[dict[str, object]] = [{}, {"destination": "ordered"}, {"reason": "timeout"}, {"destination": ""}, {}]
+    await bury(broker, [letter(number, **one) for number, one in enumerate(said)])
+    assert await numbers(broker) == [0, 1, 2, 3, 4]
+    assert await numbers(broker, Filter(pipe="late", destination="billing")) == [0, 2, 4]
+    assert await numbers(broker, Filter(reason="timeout")) == [2]
+    assert await numbers(broker, Filter(since=BASE + 1000, until=BASE + 3000)) == [1, 2]
+    assert await numbers(broker, Filter(destination="nobody")) == []
+
+
+async def test_more_than_a_page_and_nothing_that_comes_later(broker: Broker) -> None:
+    """Broken: a long list is cut off, or a redrive of what dies again at once never ends."""
+    await bury(broker, [letter(number) for number in range(1200)])
+    found = await Found.look(broker.admin, Filter())
+    await bury(broker, [letter(5000)])
+    assert await found.count() == 1200
+    assert [one.position.offset async for page in found.pages() for one in page] == list(range(1200))
+
+
+async def test_redriven_as_they_were_to_their_destination_alone(broker: Broker) -> None:
+    """Broken: a redriven event is altered, given up at once, sent to others too, or sent again by the next redrive."""
+    await bury(broker, [letter(number) for number in range(250)])
+    before = int(time.time() * 1000)
+    work = await redrive(broker, where=Filter(destination="billing"))
+    assert (work.so_far.done, work.so_far.refused) == (250, {})
+    written = [unwrap(record) for record in await stored(broker, "late.retry")]
+    assert [record for record, _ in written] == [original(number) for number in range(250)]
+    for number, (_, state) in enumerate(written):
+        assert (state.pipe, state.destination, state.rounds, state.attempts) == ("late", "billing", 0, 0)
+        assert (state.source, state.first_failure) == (f"orders:1:{number}", BASE + 1000 * number)
+        assert before <= state.due <= time.time() * 1000
+    assert await stored(broker, "orders") == []
+    assert await numbers(broker) == []
+    assert await numbers(broker, settled=True) == list(range(250))
+    assert (await redrive(broker, where=Filter(pipe="late"))).so_far.done == 0
+    entries = [entry async for entry in read_audit(broker.admin)]
+    assert {(entry.action, entry.who, entry.topic, entry.partition) for entry in entries} == {
+        (REDRIVE, "me@here", "late.dead", 0)
+    }
+    assert [entry.ranges for entry in entries] == [[(0, 99)], [(100, 199)], [(200, 249)]]
+    assert [entry.count for entry in entries] == [100, 100, 50]
+    assert entries[0].filters == {"destination": "billing"}
+
+
+async def test_positions_are_taken_again(broker: Broker) -> None:
+    """Broken: what was discarded by mistake, or redriven in vain, can never be sent again."""
+    await bury(broker, [letter(number) for number in range(3)])
+    async with Producer(broker.driver) as producer:
+        await Auditor(producer, "me@here", {}).write(DISCARD, [Position("late.dead", 0, 1)])
+    assert await numbers(broker) == [0, 2]
+    assert (await redrive(broker, [Position("late.dead", 0, 1)])).so_far.done == 1
+    assert await numbers(broker) == [0, 2]
+
+
+async def test_what_cannot_go_stays_with_a_reason(broker: Broker) -> None:
+    """Broken: a letter that nobody reads counts as redriven, and is lost to view."""
+    odd = [
+        letter(0, reason="damaged_batch"),
+        letter(1, destination="ordered"),
+        letter(2, destination="copied"),
+        letter(3, destination="gone"),
+        letter(4, destination=""),
+        Record(None, None, BASE, letter(5).headers),
+        Record(None, b"{}", BASE, ((dead_letter.PIPE, b"late"), (dead_letter.DESTINATION, b"billing"))),
+    ]
+    await bury(broker, odd)
+    work = await redrive(broker, where=Filter(pipe="late"))
+    assert work.so_far.refused == {
+        "damaged_batch": 1,
+        "no_retries": 2,
+        "unknown_destination": 1,
+        "no_destination": 1,
+        "no_payload": 1,
+        "bad_source": 1,
+    }
+    assert work.so_far.examples["unknown_destination"] == Position("late.dead", 0, 3)
+    assert work.so_far.done == 0
+    assert await numbers(broker) == list(range(7))
+
+
+async def test_to_the_stream_again(broker: Broker) -> None:
+    """Broken: what a transform gave up cannot be tried again, or comes back as another event."""
+    await bury(broker, [letter(0, destination=""), letter(1, destination="", source=TopicPartition("other", 0))])
+    work = await redrive(broker, where=Filter(pipe="late"), to_stream=True)
+    assert (work.so_far.done, work.so_far.refused) == (1, {"unknown_stream": 1})
+    assert await stored(broker, "orders") == [original(0)]
+
+
+class Failing(Producer):
+    """Cannot write the audit."""
+
+    async def send_to(self, topic: str, parts: object) -> SendResult:
+        if topic == AUDIT:
+            raise Unavailable("no audit today")
+        return await super().send_to(topic, parts)  # type: ignore[arg-type]
+
+
+async def test_no_record_of_what_is_not_durable_and_at_most_one_batch_without(broker: Broker) -> None:
+    """Broken: after a crash letters count as redriven that were not, or many batches are sent twice."""
+    await bury(broker, [letter(number) for number in range(250)])
+    async with Failing(broker.driver) as producer:
+        work = Redrive(
+            Aim(PIPES, to_stream=False, by_event_time=False), producer, Auditor(producer, "me@here", {}), 10_000
+        )
+        with pytest.raises(Unavailable):
+            await work.run((await Found.look(broker.admin, Filter())).pages())
+    assert len(await stored(broker, "late.retry")) == 100
+    assert len(await numbers(broker)) == 250
+    assert (await redrive(broker, where=Filter(pipe="late"))).so_far.done == 250
+    assert len(await stored(broker, "late.retry")) == 350
+
+
+async def test_stops_between_batches(broker: Broker) -> None:
+    """Broken: Ctrl-C leaves letters that were sent and are not on record."""
+    await bury(broker, [letter(number) for number in range(250)])
+    asked = iter([False, True])
+    async with Producer(broker.driver) as producer:
+        aim = Aim(PIPES, to_stream=False, by_event_time=False)
+        work = Redrive(aim, producer, Auditor(producer, "me", {}), 10_000, asked_to_stop=lambda: next(asked))
+        await work.run((await Found.look(broker.admin, Filter())).pages())
+    assert await numbers(broker) == list(range(100, 250))
+
+
+async def test_foreign_records_in_the_audit_count_for_nothing(broker: Broker) -> None:
+    """Broken: one bad record in the audit topic makes all the commands fail, or hides letters."""
+    async with Producer(broker.driver) as producer:
+        (await producer.send_to(AUDIT, {0: [Record(None, b"{}", 0), Record(None, None, 0)]})).raise_first()
+    await bury(broker, [letter(0)])
+    assert await numbers(broker) == [0]
+
+
+def test_fates_of_ranges_in_any_order() -> None:
+    """Broken: an open letter beside a redriven one is not listed, or a redriven one is."""
+
+    def entry(action: str, *ranges: tuple[int, int], topic: str = "a.dead") -> Entry:
+        return Entry(action, 0, "me", {}, topic, 0, list(ranges), 0)
+
+    fates = Fates([entry(REDRIVE, (10, 12), (3, 3)), entry(DISCARD, (0, 3), (20, 20)), entry(REDRIVE, (13, 14))])
+    found = {n: fates.fate(Position("a.dead", 0, n)) for n in range(22)}
+    redriven, discarded = {3, 10, 11, 12, 13, 14}, {0, 1, 2, 20}
+    assert found == {n: "redriven" if n in redriven else "discarded" if n in discarded else "" for n in range(22)}
+    assert fates.fate(Position("b.dead", 0, 10)) == ""
+    assert fates.fate(Position("a.dead", 1, 10)) == ""
+
+
+@pytest.mark.parametrize(
+    ("details", "common"),
+    [
+        (["status 404: order 17 is unknown", "status 404:  order 2024 is unknown"], "status #: order # is unknown"),
+        (['no field "amount"', 'no field "vat"'], "no field '…'"),
+        (["id 0193e-7f2a gone", "id 5d08dc1 gone"], "id # gone"),
+        (["late since 2026-11-21T08:00:00Z", "late since 2026-11-20T07:01:00Z"], "late since #"),
+        (["Not Found"], "Not Found"),
+    ],
+)
+def test_details_that_differ_only_in_values_are_one_cause(details: list[str], common: str) -> None:
+    """Broken: a customer sees a thousand causes with one event each, or different causes as one."""
+    assert {normalise(detail) for detail in details} == {common}
+
+
+def test_causes_are_counted_and_dated() -> None:
+    """Broken: a customer is told wrong counts, or when it began and ended."""
+    causes = Causes()
+    for number in (5, 2, 9):
+        causes.add(DeadLetter.of(Position("late.dead", 0, number), letter(number, detail=f"no order {number}")))
+    causes.add(DeadLetter.of(Position("late.dead", 0, 11), letter(1, reason="timeout")))
+    first, second = causes.most_common()
+    assert (first.reason, first.detail, first.count) == ("http_404", "no order #", 3)
+    assert (first.first, first.last, first.example) == (BASE + 2000, BASE + 9000, Position("late.dead", 0, 9))
+    assert (second.reason, second.count) == ("timeout", 1)
+
+
+def test_times() -> None:
+    """Broken: --since means another time than it says."""
+    assert parse_time("2h", 10_000.0) == 2_800_000
+    assert parse_time("2023-11-14T22:13:20Z", 0) == BASE
+    for bad in ("yesterday", "2023-11-14T22:13:20", "2"):
+        with pytest.raises(ValueError, match="is no time"):
+            parse_time(bad, 0)
+
+
+async def test_json_names_what_is_not_text(broker: Broker) -> None:
+    """Broken: a program that reads `dead list --json` fails on one odd letter."""
+    strange = Record(b"k", b"\xff", 10**17, ((dead_letter.REASON, b"\xff"), (dead_letter.ATTEMPTS, b"many")))
+    await bury(broker, [strange])
+    (page,) = [page async for page in (await Found.look(broker.admin, Filter())).pages()]
+    assert json.loads(await asyncio.to_thread(json.dumps, page[0].as_json()))["reason"] == "\N{REPLACEMENT CHARACTER}"
