@@ -25,6 +25,8 @@ HEADER_PREFIX = "ce-"
 JSON = "application/json"
 MAX_ATTRIBUTES = 64
 _REQUIRED = ("id", "source", "type")
+_TEXTS = frozenset(("datacontenttype", "dataschema", "subject", "time", "partitionkey"))
+"""Attributes that may be absent, and are text where they stand."""
 _NAME = re.compile(r"[a-z0-9]{1,64}")
 _NO_DATA = b"null"
 
@@ -153,15 +155,15 @@ def _attributes(members: dict[str, Any]) -> Attributes:
             continue
         if not _NAME.fullmatch(name):
             raise _Fault("attribute names have lower-case letters and digits only, at most 64")
-        attributes[name] = _text(value)
+        attributes[name] = value if type(value) is str else _text(name, value)
         if name != "id" and CONTROL.search(attributes[name]):
             raise _Fault("control characters are not allowed in attributes")
     return attributes
 
 
-def _text(value: object) -> str:
-    if type(value) is str:
-        return value
+def _text(name: str, value: object) -> str:
+    if name in _TEXTS:
+        raise _Fault(f"the attribute {name} is a text")
     if type(value) is bool or type(value) is int:
         return orjson.dumps(value).decode()
     raise _Fault("attributes are texts, integers or booleans")

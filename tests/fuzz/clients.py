@@ -79,7 +79,7 @@ class Run:
                     break
                 if case.patient and writer.can_write_eof():
                     writer.write_eof()
-        except ConnectionError:
+        except OSError:  # a reset, which asyncio may also name "not connected"
             self.ledger.unknown_heads.add(case.number)
         except (BadAnswer, ValueError, LookupError) as error:
             raise AssertionError(f"{error!r} to {str(case)[:SHOWN]}") from error

@@ -32,7 +32,7 @@ class Answer(NamedTuple):
 
 
 async def read_answer(reader: asyncio.StreamReader, *, head_only: bool = False) -> Answer | None:
-    """The next answer but a 100; None when the connection ended in good order. Raises BadAnswer, ConnectionError."""
+    """The next answer but a 100; None when the connection ended in good order. Raises BadAnswer, OSError."""
     try:
         async with asyncio.timeout(ANSWER_S):
             while True:

@@ -59,4 +59,5 @@ async def test_ingest_answers_whatever_it_is_sent(tmp_path: Path) -> None:
     assert all(ledger.statuses["body", status] for status in (200, 207, 400, 413, 415, 422)), "too little is reached"
     assert all(ledger.statuses["head", status] for status in (200, 400, 404, 405, 431)), "too little is reached"
     assert len(ledger.stored) > len(SEEDS)
+    assert len(ledger.unknown_heads) < len(ledger.taken) / 100, "connections are cut before their answers are read"
     assert not any(line.get("level") == "error" for line in log_lines(tmp_path))

@@ -89,6 +89,8 @@ async def test_kinds_of_data(service: Service, members: dict[str, Any], value: b
         {"ext": {"a": 1}},
         {"ext": 1.5},
         {"ext": "a\nb"},
+        {"subject": 5},
+        {"datacontenttype": 0, "data": "x"},
         {"data_base64": "%%%"},
         {"data_base64": 5},
         {"data_base64": "AA==", "data": 1},
