@@ -8,6 +8,9 @@ import backoff
 
 from services.expel.outcome import Failure
 
+MAX_HOLD = 60.0
+"""Seconds for which a receiver's Retry-After is waited out here: what is held is not committed. The rest is the global retrier's."""
+
 
 @dataclass(frozen=True, slots=True)
 class RetryLimits:
@@ -72,7 +75,7 @@ def decide(
 ) -> Disposition:
     """attempts: how many this event has had here, this one included. age: seconds since the first of them failed.
 
-    A receiver's Retry-After is the least wait.
+    A receiver's Retry-After is the least wait, up to MAX_HOLD.
     """
     if failure.gone:
         return Disable(failure)
@@ -83,4 +86,4 @@ def decide(
     )
     if is_over and not failure.ours:
         return HandOver(failure) if limits.hands_over else Bury(failure)
-    return Again(max(jitter(limits.bound(max(1, attempts))), failure.retry_after or 0.0))
+    return Again(max(jitter(limits.bound(max(1, attempts))), min(MAX_HOLD, failure.retry_after or 0.0)))

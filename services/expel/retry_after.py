@@ -2,8 +2,8 @@
 
 from email.utils import parsedate_to_datetime
 
-MAX_SECONDS = 60.0
-"""No receiver holds a lane longer than this at a time: what is held here is not committed."""
+MAX_SECONDS = 86_400.0
+"""The longest wish that is granted."""
 
 
 def parse_retry_after(text: str | None, *, now: float) -> float | None:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from services.expel.delivery import Delivery
-from services.expel.disposition import Again, Bury, Disable, HandOver, RetryLimits, decide
+from services.expel.disposition import MAX_HOLD, Again, Bury, Disable, HandOver, RetryLimits, decide
 from services.expel.outcome import Failure
 
 
@@ -64,7 +64,7 @@ def judge(
         hand_over,
         bury,
         max((decision.wait for decision in decisions.values() if isinstance(decision, Again)), default=0.0),
-        max((failure.retry_after or 0.0 for failure in decisions), default=0.0),
+        min(MAX_HOLD, max((failure.retry_after or 0.0 for failure in decisions), default=0.0)),
         next((failures[index].reason for index in sorted(again) if index in failures), ""),
     )
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from services.expel.disposition import Again, Bury, Disable, RetryLimits, decide
+from services.expel.disposition import MAX_HOLD, Again, Bury, Disable, RetryLimits, decide
 from services.expel.outcome import Failure, fail_by_status
 from services.expel.rate import TokenBucket
 from services.expel.retry_after import parse_retry_after
@@ -44,6 +44,7 @@ def test_dispositions() -> None:
 def test_retry_after_is_the_least_wait() -> None:
     """Broken: a receiver's wish is undercut by our jitter, or shortens our own wait."""
     assert decide(fail_by_status(429, retry_after=7), 1, LIMITS, no_jitter) == Again(7)
+    assert decide(fail_by_status(429, retry_after=7200), 1, LIMITS, no_jitter) == Again(MAX_HOLD)
     assert decide(Failure("x", "", True, retry_after=0.0), 1, LIMITS, no_jitter) == Again(0.2)
 
 
@@ -54,8 +55,8 @@ def test_retry_after_is_the_least_wait() -> None:
         ("", None),
         ("0", 0),
         (" 30 ", 30),
-        ("61", 60),
-        ("9" * 5000, 60),
+        ("86401", 86_400),
+        ("9" * 5000, 86_400),
         ("-1", None),
         ("1.5", None),
         ("1e9", None),
@@ -63,7 +64,7 @@ def test_retry_after_is_the_least_wait() -> None:
         ("\u0665", None),
         ("Thu, 01 Jan 1970 00:16:50 GMT", 10),
         ("Thu, 01 Jan 1970 00:00:00 GMT", 0),
-        ("Fri, 31 Dec 9999 23:59:59 GMT", 60),
+        ("Fri, 31 Dec 9999 23:59:59 GMT", 86_400),
         ("Thu, 99 Foo 1970 00:00:00 GMT", None),
         ("x" * 100_000, None),
     ],
