@@ -9,7 +9,7 @@ import backoff
 from services.expel.outcome import Failure
 
 MAX_HOLD = 60.0
-"""Seconds for which a receiver's Retry-After is waited out here: what is held is not committed. The rest is the global retrier's."""
+"""Seconds for which a receiver's Retry-After is waited out here, uncommitted. The rest is the global retrier's."""
 
 
 @dataclass(frozen=True, slots=True)
