@@ -49,6 +49,8 @@ class Page:
 
     async def run_block(self, block: str) -> None:
         ready = next((said for start, said in READY.items() if block.startswith(start)), None)
+        if ready is not None and (earlier := self.running.pop(block.split()[1], None)) is not None:
+            assert await earlier.interrupt() == 0, earlier.err
         command = await self._start(block)
         if ready is not None:
             await command.until_said(ready)
@@ -150,6 +152,15 @@ async def test_operating(tmp_path: Path) -> None:
     page = await run_page("docs/operating.md", tmp_path)
     assert "large-orders → billing" in page.said
     assert "sound" in page.said
+
+
+async def test_dead_letters(tmp_path: Path) -> None:
+    """Broken: docs/dead-letters.md shows commands that do not work, or a redrive that brings nothing."""
+    page = await run_page("docs/dead-letters.md", tmp_path, lambda out: '"id":"o-1"' in out and '"id":"o-2"' in out)
+    assert "http_401" in page.said
+    assert "redriven 2, refused 0" in page.said
+    assert "\n0 dead letters\n" in page.said
+    assert re.search(r"@\S+  redrive +\d  shop.dead:0 0", page.said)
 
 
 def test_links() -> None:
