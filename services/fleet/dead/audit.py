@@ -18,6 +18,7 @@ from services.core.pipes import AUDIT
 from services.fleet.console import note
 from services.fleet.dead.letter import Position
 from services.fleet.dead.pages import read_topic
+from services.fleet.problem import CommandFailed
 
 REDRIVE, DISCARD = "redrive", "discard"
 FATES = {REDRIVE: "redriven", DISCARD: "discarded"}
@@ -81,6 +82,13 @@ class Auditor:
 
     def __init__(self, producer: Producer, who: str, filters: Mapping[str, str]) -> None:
         self._producer, self._who, self._filters = producer, who, dict(filters)
+
+    async def require_topic(self) -> None:
+        """Before anything is done that could not be put on record. Raises CommandFailed."""
+        try:
+            await self._producer.partition_count(AUDIT)
+        except UnknownTopic as error:
+            raise CommandFailed(f"there is no topic {AUDIT}", "penstock apply, which makes it") from error
 
     async def write(self, action: str, positions: Sequence[Position]) -> None:
         """Durably; to be called when the action itself is durable. Raises BrokerError kinds."""

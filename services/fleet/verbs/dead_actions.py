@@ -94,6 +94,8 @@ async def _redrive(
     try:
         with stop_on_signals(lambda _insists: None) as stop:
             async with opened(url) as broker, Producer(broker.driver) as producer:
+                auditor = Auditor(producer, who, where.as_json())
+                await auditor.require_topic()
                 found = await Found.look(broker.admin, where, positions)
                 with _progress() as progress:
                     bar = progress.add_task("redriving", total=await found.count())
@@ -102,7 +104,6 @@ async def _redrive(
                         progress.update(bar, completed=so_far.done + sum(so_far.refused.values()))
 
                     aim = Aim(file, to_stream=to_stream, by_event_time=broker.features.retention_by_event_time)
-                    auditor = Auditor(producer, who, where.as_json())
                     work = Redrive(aim, producer, auditor, rate, asked_to_stop=stop.asked.is_set, show=show)
                     done = work.so_far
                     await work.run(found.pages())
@@ -159,8 +160,9 @@ async def _discard(url: str, where: Filter, positions: list[Position], held: Hel
     """Those that were counted, and none that was buried since."""
     done = 0
     async with opened(url) as broker, Producer(broker.driver) as producer:
-        found = await Found.look(broker.admin, where, positions, held=held)
         auditor = Auditor(producer, who, where.as_json())
+        await auditor.require_topic()
+        found = await Found.look(broker.admin, where, positions, held=held)
         async for page in found.pages():
             await auditor.write(DISCARD, [letter.position for letter in page])
             done += len(page)

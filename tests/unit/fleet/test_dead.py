@@ -24,6 +24,7 @@ from services.fleet.dead.causes import Causes, normalise
 from services.fleet.dead.found import Found
 from services.fleet.dead.letter import DeadLetter, Filter, Position, parse_time
 from services.fleet.dead.redrive import Redrive
+from services.fleet.problem import CommandFailed
 
 HOOK = {"url": "https://example.org/hook"}
 PIPES = PipeFile.model_validate(
@@ -210,6 +211,18 @@ async def test_no_record_of_what_is_not_durable_and_at_most_one_batch_without(br
     assert len(await numbers(broker)) == 250
     assert (await redrive(broker, where=Filter(pipe="late"))).so_far.done == 250
     assert len(await stored(broker, "late.retry")) == 350
+
+
+async def test_nothing_is_done_that_cannot_be_on_record(broker: Broker) -> None:
+    """Broken: on a fleet without the audit topic letters are sent again and again, and nobody knows."""
+    async with Producer(broker.driver) as producer:
+        await Auditor(producer, "me", {}).require_topic()
+    await broker.admin.delete_topic(AUDIT)
+    async with Producer(broker.driver) as producer:
+        with pytest.raises(CommandFailed, match="there is no topic"):
+            await Auditor(producer, "me", {}).require_topic()
+    await bury(broker, [letter(0)])
+    assert await numbers(broker) == [0]
 
 
 async def test_stops_between_batches(broker: Broker) -> None:
