@@ -21,7 +21,7 @@ class Sender:
     """`rate` in events per second over all workers. Every fourth batch gives up after one attempt; the others insist.
 
     answers: how often each status (0: no answer) was seen; reasons: the problem types among them.
-    acks: (monotonic seconds, events) of each 2xx.
+    acks: (monotonic seconds, events) of each 2xx; begun: when each of these requests was sent.
     """
 
     def __init__(
@@ -36,6 +36,7 @@ class Sender:
         self._batches = 0
         self.answers: Counter[int] = Counter()
         self.acks: list[tuple[float, int]] = []
+        self.begun: list[float] = []
         self.reasons: Counter[str] = Counter()
         self.insists = True
 
@@ -86,6 +87,7 @@ class Sender:
         """One request. Its status; 0 when no answer came."""
         body = b"[" + b",".join(self._ledger.payloads(numbers)) + b"]"
         self._ledger.sending(numbers)
+        begun = time.monotonic()
         try:
             async with session.post(self._url, data=body, headers=self.headers) as answer:
                 status, text = answer.status, await answer.read()
@@ -97,6 +99,7 @@ class Sender:
             self.reasons[_reason(text)] += 1
         if status in (200, 207):
             self.acks.append((time.monotonic(), len(numbers)))
+            self.begun.append(begun)
         return status
 
     async def insist_on_one(self) -> int:
