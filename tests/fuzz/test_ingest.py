@@ -1,6 +1,6 @@
 """Mutated bodies and mutated heads against a real ingest process on the embedded log, with an oracle.
 
-`PENSTOCK_FUZZ_SECONDS` says how long, `PENSTOCK_FUZZ_SEED` makes the same cases again.
+`PENSTOCK_FUZZ_SECONDS` says how long. Every run makes the same cases, another `PENSTOCK_FUZZ_SEED` makes others.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ from tests.fuzz.ledger import Ledger
 from tests.integration.ingest_process import create_topics, log_lines, running
 
 SECONDS = float(os.environ.get("PENSTOCK_FUZZ_SECONDS", "60"))
-SEED = int(os.environ.get("PENSTOCK_FUZZ_SEED", random.randrange(1 << 30)))
+SEED = int(os.environ.get("PENSTOCK_FUZZ_SEED", "216998795"))
 WARM_UP = 0.25
 """Part of the run after which memory may not grow any more."""
 GROWTH_BYTES = 30_000_000

@@ -10,7 +10,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "transforms.md"
 
 def test_the_page_is_a_working_pipe_file(tmp_path: Path) -> None:
     """Broken: a newcomer copies the page and gets an error."""
-    blocks = dict(re.findall(r"```(yaml|python)\n(.*?)```", PAGE.read_text(), re.DOTALL))
+    blocks = dict(reversed(re.findall(r"```(yaml|python)\n(.*?)```", PAGE.read_text(), re.DOTALL)))  # the first of each
     (tmp_path / "pipes.yaml").write_text(blocks["yaml"])
     (tmp_path / "rounded.py").write_text(blocks["python"])
     pipes = check_pipe_file(tmp_path / "pipes.yaml", allow_networks="127.0.0.0/8")
