@@ -5,7 +5,6 @@
 
 import asyncio
 import os
-import random
 import time
 from pathlib import Path
 
