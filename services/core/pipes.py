@@ -288,11 +288,6 @@ def retry_topic(pipe: str) -> str:
     return f"{pipe}.retry"
 
 
-def parked_topic(pipe: str) -> str:
-    """Where events for paused destinations of this pipe are kept until they are resumed."""
-    return f"{pipe}.parked"
-
-
 RESERVED = "penstock"
 """No pipe and no stream has this name: topics beginning with it are the fleet's own."""
 RETRY_IN = f"{RESERVED}.retry-in"

@@ -43,7 +43,6 @@ def test_what_a_pipe_file_implies() -> None:
         "joined.out": (6, 3 * day),
         "joined.dead": (1, (3 + 30) * day + schedule),
         "joined.retry": (1, 14 * day),
-        "joined.parked": (1, None),
     }
 
 
