@@ -96,7 +96,8 @@ class InPlanRun:
     def _note_progress(self) -> None:
         """What each batch did since the last look."""
         for progress in self._transforming.recentProgress:
-            if progress["batchId"] > self._seen:
+            # What Spark tells of an idle query carries the number of the batch that is yet to come.
+            if progress["batchId"] > self._seen and "addBatch" in progress["durationMs"]:
                 self._seen = progress["batchId"]
                 report = _to_report(self._query.pipe, progress)
                 self._query.report(report)

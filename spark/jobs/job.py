@@ -125,7 +125,8 @@ class Job:
             if not identity.ran and not ran.is_set():
                 checkpoint.write_identity(msgspec.structs.replace(identity, ran=True))
             ran.set()
-            self._note_success()
+            if done.read:  # else it tells of late events of an earlier run
+                self._note_success()
             self._on_batch(done)
 
         writer = f"{self.pipe}:{identity.id}"

@@ -28,22 +28,22 @@ class LateEvents:
     def __init__(self, query: Query) -> None:
         """Settles what the last run left open. Blocking. Raises what reading and writing raise."""
         self._query = query
-        done = query.checkpoint.newest("commits")
         settled = query.checkpoint.read_note(SETTLED_FILE, int)
         self._settled = -1 if settled is None else settled
         if settled is None:
             query.checkpoint.write_note(SETTLED_FILE, -1)
-        for batch in range(self._settled + 1, -1 if done is None else done + 1):
-            self.settle(batch, dropped=True)
+        done = query.checkpoint.newest("commits")
+        if done is not None:
+            self.settle(done, dropped=True)
 
     def settle(self, batch: int, *, dropped: bool) -> None:
-        """This batch is done; dropped: Spark dropped rows of it, or may have."""
-        if batch <= self._settled:
-            return
-        if dropped:
-            self._keep(batch)
-        self._query.checkpoint.write_note(SETTLED_FILE, batch)
-        self._settled = batch
+        """This batch is done; dropped: Spark dropped rows of it, or may have. So may those before it that are not settled."""
+        while self._settled < batch:
+            following = self._settled + 1
+            if dropped or following < batch:
+                self._keep(following)
+            self._query.checkpoint.write_note(SETTLED_FILE, following)
+            self._settled = following
 
     def _keep(self, batch: int) -> None:
         query, view_of = self._query, self._query.prepared.views

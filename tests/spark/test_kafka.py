@@ -103,6 +103,7 @@ def test_real_time(make_river: MakeRiver) -> None:
     river.send([flight(n) for n in range(30, 40)])
     wait_for(lambda: {f"id-{n}" for n in range(30, 40)} <= {read_id(r) for r in river.records("out", 31)}, "new events")
     river.stop()
+    assert sum(report.written for report in river.batches) >= 31, "batches in real-time mode are not reported"
     assert "id-100" not in {read_id(r) for r in river.records("out", 31)}
 
 

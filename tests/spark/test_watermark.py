@@ -81,6 +81,7 @@ def test_late_events_are_kept(river: River, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("spark.jobs.late.bury", fail_once)
     river.send([flight(7, 0.2), flight(8, 20.6)])
     wait_for(lambda: ("id-7", "late") in letters(river), "the other late event, after a failure in between")
+    wait_for(lambda: river.problem is not None, "the failure is told")
     wait_for(lambda: river.states[-1].problem is None, "the query runs again")
     river.states.clear()
     send(river, flight(9, 30))
