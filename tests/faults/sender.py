@@ -21,7 +21,7 @@ class Sender:
     """`rate` in events per second over all workers. Every fourth batch gives up after one attempt; the others insist.
 
     answers: how often each status (0: no answer) was seen; reasons: the problem types among them.
-    acks: (monotonic seconds, events) of each 2xx; begun: when each of these requests was sent.
+    acks: (monotonic seconds, events) of each 2xx that accepted any; begun: when each of these requests was sent.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class Sender:
         self.answers[status] += 1
         if status >= 400:
             self.reasons[_reason(text)] += 1
-        if status in (200, 207):
+        if status == 200 or (status == 207 and orjson.loads(text)["accepted"]):
             self.acks.append((time.monotonic(), len(numbers)))
             self.begun.append(begun)
         return status

@@ -117,10 +117,16 @@ class Trial:
             stopping.set()
             await task
 
-    async def wait_no_acks(self) -> int:
-        """Until nothing was acknowledged for a while, for a fault that lets nothing be stored. The number of acks so far."""
+    async def wait_refused(self) -> None:
+        """Until a request was refused under a fault that lets nothing be stored, and nothing sent under it was acknowledged.
+
+        What was sent before may be acknowledged late, as far as it was stored before.
+        """
         await wait_until(lambda: time.monotonic() - self.sender.acks[-1][0] > _QUIET_S)
-        return len(self.sender.acks)
+        since = time.monotonic()
+        refused = self.sender.answers[503]
+        await wait_until(lambda: self.sender.answers[503] > refused)
+        assert max(self.sender.begun) <= since, "acknowledged although nothing could be stored"
 
     async def connect(self) -> None:
         """Open the trial's own connection to the broker, again after `disconnect`."""
