@@ -83,7 +83,7 @@ async def test_topic_recreated(url: str, tmp_path: Path, report: Report) -> None
             await expel.start()
         await trial.settle()
         trial.evidence["recreated"] = 1
-        report(await trial.judge())
+        report(await trial.judge(strikes=2))
 
 
 async def lags_only_in(trial: Trial, victim: int) -> bool:
