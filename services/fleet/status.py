@@ -115,7 +115,7 @@ def _transform(look: Look, pipe: str) -> dict[str, Any]:
 
 
 def _transform_lag(sample: Sample, pipe: str) -> int | None:
-    """Events that the transform has not read; None when it does not say: Spark keeps its offsets to itself."""
+    """Events that the transform has not read; None before it said."""
     known = any(name == "penstock_broker_lag_records" and ("group", pipe) in labels for name, labels in sample.values)
     return int(sample.total("penstock_broker_lag_records", group=pipe)) if known else None
 
