@@ -18,7 +18,7 @@ from services.expel.outcome import Failure, Outcome
 from tests.unit.expel.fake_broker import FakeBroker
 from tests.unit.expel.fake_sender import BUSY, WRONG, make_record
 from tests.unit.expel.receiver import wait_until
-from tests.unit.expel.test_lane import DEAD, P0, names, run_lane
+from tests.unit.expel.running_lane import DEAD, P0, names, run_lane
 
 RETRY_IN, BACK = TopicPartition("penstock.retry-in", 0), TopicPartition("late.retry", 0)
 TOPICS = ("s", "late.retry")

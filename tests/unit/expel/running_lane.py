@@ -1,0 +1,78 @@
+"""A lane that runs over a broker in memory, for tests of what it does."""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+
+from prometheus_client import REGISTRY
+
+from services.core.broker.producer import Producer
+from services.core.broker.record import Record, TopicPartition
+from services.core.broker.retry import RetryPolicy
+from services.expel.dispatch import Dispatcher
+from services.expel.gate import Gate
+from services.expel.lane import Lane
+from services.expel.meter import LaneMeter
+from tests.unit.expel.fake_broker import FakeBroker
+from tests.unit.expel.fake_sender import Answer, FakeSender, make_shape
+
+P0, P1 = TopicPartition("s", 0), TopicPartition("s", 1)
+DEAD = TopicPartition("late.dead", 0)
+QUICK = RetryPolicy(deadline=0.2, append_timeout=1.0)
+
+
+def names(numbers: Sequence[int]) -> list[str]:
+    return [f"e{number}" for number in numbers]
+
+
+class Running:
+    """A lane, what it stands on, and the dispatchers that it made."""
+
+    def __init__(self, broker: FakeBroker, sender: FakeSender, lane: Lane, dispatchers: list[Dispatcher]) -> None:
+        self.broker, self.sender, self.lane, self.dispatchers = broker, sender, lane, dispatchers
+
+    def committed(self, source: TopicPartition = P0) -> int:
+        return self.broker.committed.get(("late.hook", source), -1)
+
+    def letters(self) -> list[Record]:
+        return self.broker.stored[DEAD]
+
+    def metric(self, name: str, **labels: str) -> float:
+        return REGISTRY.get_sample_value(name, labels) or 0.0
+
+
+@asynccontextmanager
+async def run_lane(
+    records: Sequence[Record] = (),
+    answer: Answer | None = None,
+    *,
+    broker: FakeBroker | None = None,
+    sender: FakeSender | None = None,
+    drain: float = 5.0,
+    commit_interval: float = 0.01,
+    topics: Sequence[str] = ("s",),
+    **shape: object,
+) -> AsyncIterator[Running]:
+    """The lane runs in the block and is drained at its end."""
+    broker = broker or FakeBroker({"s": 2, "late.dead": 1})
+    broker.stored[P0] += records
+    sender = sender or FakeSender()
+    if answer is not None:
+        sender.answer = answer
+    dispatchers: list[Dispatcher] = []
+    async with Producer(broker.driver, policy=QUICK) as producer:
+        meter, made = LaneMeter("late", "hook"), make_shape(**shape)
+        gate = Gate(made)
+
+        def make_dispatcher() -> Dispatcher:
+            dispatchers.append(Dispatcher(made, sender, producer, meter, gate))
+            return dispatchers[-1]
+
+        lane = Lane(broker, "late", "hook", list(topics), "earliest", meter, make_dispatcher, commit_interval)  # type: ignore[arg-type]
+        stopping = asyncio.Event()
+        task = asyncio.create_task(lane.run(stopping, drain))
+        try:
+            yield Running(broker, sender, lane, dispatchers)
+        finally:
+            stopping.set()
+            await task
