@@ -359,6 +359,7 @@ async def test_a_missing_topic_is_waited_for() -> None:
 async def test_gone_stops_everything_and_settles_nothing() -> None:
     """Broken: what a receiver refused with 410 is lost, or it is called again and again."""
     async with run_lane([make_record(n) for n in range(100)], lambda _d: GONE, concurrency=1) as running:
+        await wait_until(lambda: bool(running.sender.sent))
         await wait_until(
             lambda: running.metric("penstock_broker_lag_records", group="late.hook", topic="s", partition="0") == 100
         )
