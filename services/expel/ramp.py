@@ -29,7 +29,8 @@ class Ramp:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._usual: float | None = None
-        self._counted, self._counting_since = 0, clock()
+        self._counted, self._seen = 0, 0.0
+        self._counting_since: float | None = None
         self._bucket: TokenBucket | None = None
         self._rate = self._raise_at = self._held_at = 0.0
 
@@ -42,11 +43,17 @@ class Ramp:
         """So many events were delivered; outside of a ramp that is what is usual."""
         if self._bucket is not None:
             return
-        self._counted += events
         now = self._clock()
+        if (
+            self._counting_since is None
+        ):  # how long there was nothing before the first events says nothing of their rate
+            self._counting_since = now
+            return
+        self._counted += events
         passed = now - self._counting_since
         if passed >= 1.0:
-            weight = 1.0 - math.exp(-passed / _AVERAGE_S)
+            self._seen += passed
+            weight = max(1.0 - math.exp(-passed / _AVERAGE_S), passed / self._seen)  # at first the plain mean
             rate = self._counted / passed
             self._usual = rate if self._usual is None else self._usual + weight * (rate - self._usual)
             self._counted, self._counting_since = 0, now
