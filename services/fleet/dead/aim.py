@@ -4,9 +4,9 @@ from typing import NamedTuple
 
 from services.core.broker.record import Record
 from services.core.dead_letter import strip
+from services.core.letter import DeadLetter, Position
 from services.core.pipes import PipeFile, is_retried, retry_topic
 from services.core.retry_state import BadRetryRecord, RetryState, read_state, wrap
-from services.fleet.dead.letter import DeadLetter, Position
 
 REMEDIES = {
     "no_payload": "the letter has lost its payload, it was too large; its source has the whole event",

@@ -7,10 +7,11 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from services.core.causes import Cause
+from services.core.letter import DeadLetter
 from services.core.masking import mask_text
+from services.core.times import format_time
 from services.fleet.dead.audit import Entry
-from services.fleet.dead.causes import Cause
-from services.fleet.dead.letter import DeadLetter, format_time
 
 SHOWN_DETAIL = 80
 SHOWN_PAYLOAD = 100_000
@@ -75,7 +76,7 @@ def cause_table(causes: Iterable[Cause]) -> Table:
             Text(plain(cause.detail, SHOWN_DETAIL)),
             format_time(cause.first),
             format_time(cause.last),
-            str(cause.example),
+            str(cause.example.position),
         )
     return table
 

@@ -8,11 +8,12 @@ import msgspec
 import typer
 import uvloop
 
+from services.core.letter import DeadLetter, Position
 from services.fleet.access import find_broker, opened
 from services.fleet.console import OUT, note
 from services.fleet.dead.audit import read_audit
+from services.fleet.dead.filter import Filter
 from services.fleet.dead.found import Found
-from services.fleet.dead.letter import DeadLetter, Filter, Position
 from services.fleet.dead.view import audit_line, letter_json, letter_page, letter_table
 from services.fleet.verbs.app import APP, example
 from services.fleet.verbs.dead_options import (

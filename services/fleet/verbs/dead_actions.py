@@ -9,13 +9,14 @@ import uvloop
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from services.core.broker.producer import Producer
+from services.core.letter import Position
 from services.core.pipes import PipeFile, load_pipes
 from services.fleet.access import find_broker, find_pipes, opened
 from services.fleet.console import ERR, note
 from services.fleet.dead.aim import REMEDIES, Aim
 from services.fleet.dead.audit import DISCARD, Auditor, whoami
+from services.fleet.dead.filter import Filter
 from services.fleet.dead.found import Found, Held
-from services.fleet.dead.letter import Filter, Position
 from services.fleet.dead.redrive import Redrive, Redriven
 from services.fleet.problem import CommandFailed
 from services.fleet.stop import stop_on_signals

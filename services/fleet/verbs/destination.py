@@ -7,11 +7,11 @@ from typing import Annotated
 import typer
 import uvloop
 
+from services.core.causes import Causes
 from services.fleet.access import find_broker, opened
 from services.fleet.console import OUT, note
-from services.fleet.dead.causes import Causes
+from services.fleet.dead.filter import Filter
 from services.fleet.dead.found import Found
-from services.fleet.dead.letter import Filter
 from services.fleet.dead.view import cause_table
 from services.fleet.verbs.app import APP, example
 from services.fleet.verbs.dead_options import AsJson, BrokerUrl, Data, PipeName, Since, Until, make_filter
@@ -19,7 +19,7 @@ from services.fleet.verbs.dead_options import AsJson, BrokerUrl, Data, PipeName,
 DESTINATION = typer.Typer(help="One destination as its owner sees it.", no_args_is_help=True)
 APP.add_typer(DESTINATION, name="destination")
 
-SHOWN = 20
+SHOWN, LIMIT = 20, 1000
 
 
 @DESTINATION.command(
@@ -50,7 +50,7 @@ def show(
 
 
 async def _group(url: str, where: Filter, *, settled: bool) -> Causes:
-    causes = Causes()
+    causes = Causes(LIMIT)
     async with opened(url) as broker:
         async for page in (await Found.look(broker.admin, where, settled=settled)).pages():
             for letter in page:

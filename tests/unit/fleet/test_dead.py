@@ -14,15 +14,17 @@ from services.core.broker.contract import Broker
 from services.core.broker.errors import Unavailable
 from services.core.broker.producer import Producer, SendResult
 from services.core.broker.record import Record, TopicPartition
+from services.core.causes import Causes, normalise
 from services.core.dead_letter import make_dead_letter
+from services.core.letter import DeadLetter, Position
 from services.core.pipes import AUDIT, PipeFile
 from services.core.provision import ensure_topics
 from services.core.retry_state import unwrap
+from services.core.times import parse_time
 from services.fleet.dead.aim import Aim
 from services.fleet.dead.audit import DISCARD, REDRIVE, Auditor, Entry, Fates, read_audit
-from services.fleet.dead.causes import Causes, normalise
+from services.fleet.dead.filter import Filter
 from services.fleet.dead.found import Found
-from services.fleet.dead.letter import DeadLetter, Filter, Position, parse_time
 from services.fleet.dead.redrive import Redrive
 from services.fleet.problem import CommandFailed
 
@@ -275,13 +277,13 @@ def test_details_that_differ_only_in_values_are_one_cause(details: list[str], co
 
 def test_causes_are_counted_and_dated() -> None:
     """Broken: a customer is told wrong counts, or when it began and ended."""
-    causes = Causes()
+    causes = Causes(10)
     for number in (5, 2, 9):
         causes.add(DeadLetter.of(Position("late.dead", 0, number), letter(number, detail=f"no order {number}")))
     causes.add(DeadLetter.of(Position("late.dead", 0, 11), letter(1, reason="timeout")))
     first, second = causes.most_common()
     assert (first.reason, first.detail, first.count) == ("http_404", "no order #", 3)
-    assert (first.first, first.last, first.example) == (BASE + 2000, BASE + 9000, Position("late.dead", 0, 9))
+    assert (first.first, first.last, first.example.position) == (BASE + 2000, BASE + 9000, Position("late.dead", 0, 9))
     assert (second.reason, second.count) == ("timeout", 1)
 
 
