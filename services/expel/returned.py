@@ -1,6 +1,6 @@
-"""Events that come back from the global retrier: which of a polled batch are this destination's, and as what they go on.
+"""Events that come back, retried or parked: which of a polled batch are this destination's, and as what they go on.
 
-A pipe's destinations share its retry topic, each with a position of its own, and pass over what is for the others.
+A pipe's destinations share such a topic, each with a position of its own, and pass over what is for the others.
 """
 
 from collections import OrderedDict
@@ -13,12 +13,12 @@ from services.expel.delivery import Unreadable
 
 BAD_RETRY_RECORD = "bad_retry_record"
 _REMEMBERED = 5000
-"""Records taken lately. A twin was written by a retrier that died between writing and committing: it comes close behind."""
+"""Records taken lately. A twin was written by who died between writing and committing: it comes close behind."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sorted:
-    """mine: batches by the stream they came from first, whose offsets are those of the retry topic. others, twins: offsets."""
+    """mine: batches by the stream they came from first, whose offsets are those of the topic read. others, twins: offsets."""
 
     mine: Sequence[Batch]
     others: Sequence[int]

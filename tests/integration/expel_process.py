@@ -18,6 +18,7 @@ from services.core.broker.contract import Broker, Lag, TopicSpec
 from services.core.broker.log import LogBroker
 from services.core.broker.producer import Producer
 from services.core.broker.record import Record, TopicPartition
+from services.core.pipes import CONTROL, parked_topic, retry_topic
 from tests.support.ports import free_port
 from tests.unit.expel.receiver import DEADLINE, wait_until
 
@@ -167,6 +168,8 @@ async def open_expel(
     async with LogBroker.open(str(folder / "data")) as broker:
         for topic in (STREAM, "copy", DEAD):
             await broker.admin.create_topic(TopicSpec(topic, partitions))
+        for topic in (retry_topic(PIPE), parked_topic(PIPE), CONTROL):
+            await broker.admin.create_topic(TopicSpec(topic, 1))
         async with kill_at_end(Expel(folder, broker, f"log://{folder / 'data'}", list(destinations))) as expel:
             yield expel
 
