@@ -38,6 +38,7 @@ PIPES = PipeFile.model_validate(
                 "destinations": [
                     {"name": "billing", "webhook": HOOK},
                     {"name": "ordered", "webhook": {**HOOK, "order": "key"}},
+                    {"name": "once", "webhook": {**HOOK, "schedule": []}},
                     {"name": "copied", "stream": "copy"},
                 ],
             }
@@ -157,11 +158,18 @@ async def test_positions_are_taken_again(broker: Broker) -> None:
     assert await numbers(broker) == [0, 2]
 
 
+async def test_every_webhook_takes_its_letters_again(broker: Broker) -> None:
+    """Broken: what an ordered destination, or one without a schedule, refused by mistake can never be sent to it again."""
+    await bury(broker, [letter(0, destination="ordered"), letter(1, destination="once")])
+    work = await redrive(broker, where=Filter(pipe="late"))
+    assert (work.so_far.done, work.so_far.refused) == (2, {})
+
+
 async def test_what_cannot_go_stays_with_a_reason(broker: Broker) -> None:
     """Broken: a letter that nobody reads counts as redriven, and is lost to view."""
     odd = [
         letter(0, reason="damaged_batch"),
-        letter(1, destination="ordered"),
+        letter(1, destination="copied"),
         letter(2, destination="copied"),
         letter(3, destination="gone"),
         letter(4, destination=""),
