@@ -13,6 +13,7 @@ import orjson
 
 from bench.delivery import delivery_figures
 from bench.figures import Figure, print_figures
+from bench.isolation import isolation_figures
 from bench.latency import kafka_lag, log_lag
 from bench.main_path import ingest_figures
 from bench.memory import kafka_memory, log_memory
@@ -22,6 +23,7 @@ from services.core.jvm.kafka_server import KafkaCluster
 GROUPS: dict[str, Callable[[Setup], list[Figure]]] = {
     "ingest": ingest_figures,
     "expel": delivery_figures,
+    "isolation": isolation_figures,
     "lag-kafka": kafka_lag,
     "lag-log": log_lag,
     "memory-log": log_memory,
