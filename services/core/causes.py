@@ -106,7 +106,7 @@ class Causes:
             self._forget_the_rarest()
 
     def _forget_the_rarest(self) -> None:
-        ranked = sorted(self._groups.values(), key=lambda cause: -cause.count)
+        ranked = sorted(self._groups.values(), key=_rank)
         self._groups = {(cause.reason, cause.detail): cause for cause in ranked[: self._limit]}
         for cause in ranked[self._limit :]:
             if self._other is None:
@@ -115,5 +115,10 @@ class Causes:
 
     def most_common(self) -> list[Cause]:
         """The most frequent first; OTHER last."""
-        named = sorted(self._groups.values(), key=lambda cause: -cause.count)
+        named = sorted(self._groups.values(), key=_rank)
         return named if self._other is None else [*named, self._other]
+
+
+def _rank(cause: Cause) -> tuple[int, int]:
+    """The most frequent first; of equals the one seen last."""
+    return -cause.count, -cause.last

@@ -96,10 +96,11 @@ class Show:
 
     async def _drain(self) -> None:
         """Until everything has arrived, or nothing has moved for NO_PROGRESS_S seconds."""
-        before = -1
-        while not self._is_done() and (moved := self._moved()) != before:
-            before = moved
-            await self._until(lambda: self._is_done() or self._moved() != before, NO_PROGRESS_S)
+        moved, before = time.monotonic(), -1
+        while not self._is_done() and time.monotonic() - moved < NO_PROGRESS_S:
+            if (total := self._moved()) != before:
+                moved, before = time.monotonic(), total
+            await self._for(LOOK_EVERY_S)
 
     def _moved(self) -> int:
         return self._sent.accepted + sum(len(tracker.delivered) for tracker in self._trackers.values())
