@@ -9,7 +9,7 @@ from services.core.pipes import PipeFile, retry_topic
 from services.core.retry_state import BadRetryRecord, RetryState, read_state, wrap
 
 REMEDIES = {
-    "no_payload": "the letter has lost its payload, it was too large; its source has the whole event",
+    "no_payload": "it was too large to be kept with its payload, and its source has the event no more",
     "damaged_batch": "these are damaged bytes and no event",
     "no_destination": "a transform gave it up; --to-stream sends it to its stream again, to all pipes of that stream",
     "unknown_destination": "the pipe file has no such destination any more; discard it, or --pipes with another file",

@@ -25,7 +25,9 @@ from services.fleet.dead.aim import Aim
 from services.fleet.dead.audit import DISCARD, REDRIVE, Auditor, Entry, Fates, read_audit
 from services.fleet.dead.filter import Filter
 from services.fleet.dead.found import Found
+from services.fleet.dead.payload import restore, with_payloads
 from services.fleet.dead.redrive import Redrive
+from services.fleet.dead.view import letter_json
 from services.fleet.problem import CommandFailed
 
 HOOK = {"url": "https://example.org/hook"}
@@ -99,7 +101,7 @@ async def redrive(
     async with Producer(broker.driver) as producer:
         aim = Aim(PIPES, to_stream=to_stream, by_event_time=broker.features.retention_by_event_time)
         work = Redrive(aim, producer, Auditor(producer, "me@here", where.as_json()), 10_000)
-        await work.run((await Found.look(broker.admin, where, positions)).pages())
+        await work.run(with_payloads(broker.admin, (await Found.look(broker.admin, where, positions)).pages()))
     return work
 
 
@@ -310,3 +312,28 @@ async def test_json_names_what_is_not_text(broker: Broker) -> None:
     await bury(broker, [strange])
     (page,) = [page async for page in (await Found.look(broker.admin, Filter())).pages()]
     assert json.loads(await asyncio.to_thread(json.dumps, page[0].as_json()))["reason"] == "\N{REPLACEMENT CHARACTER}"
+
+
+def without_value(full: Record) -> Record:
+    return Record(full.key, None, full.timestamp, full.headers)
+
+
+async def test_a_payload_that_was_too_large_for_a_letter_comes_from_its_source(broker: Broker) -> None:
+    """Broken: an event that was too large for the broker with its reason on can be seen and sent again by nobody."""
+    async with Producer(broker.driver) as producer:
+        (await producer.send_to("orders", {1: [original(0), original(1)]})).raise_first()
+    gone, other = letter(0, offset=7), letter(1, offset=0)
+    await bury(broker, [*map(without_value, (letter(0), gone, other)), letter(1)])
+    found = [
+        DeadLetter.of(Position("late.dead", 0, offset), record)
+        for offset, record in enumerate(await stored(broker, "late.dead"))
+    ]
+    whole = [await restore(broker.admin, one) for one in found]
+    assert [one.record.value for one in whole] == [b'{"n":0}', None, None, b'{"n":1}']
+    assert whole[3] is found[3]
+    assert letter_json(whole[0], from_source=True)["payload_from"] == "source"
+    assert letter_json(whole[1], from_source=False)["payload_from"] is None
+    work = await redrive(broker, where=Filter(pipe="late"))
+    assert (work.so_far.done, dict(work.so_far.refused)) == (2, {"no_payload": 2})
+    sent = [unwrap(record)[0] for record in await stored(broker, "late.retry")]
+    assert sent == [original(0), original(1)]
