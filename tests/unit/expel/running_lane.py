@@ -12,10 +12,12 @@ from services.core.broker.record import Record, TopicPartition
 from services.core.broker.retry import RetryPolicy
 from services.core.pauses import Pause, Pauses, write_pause
 from services.core.pipes import CONTROL
+from services.expel.delivery import Delivery
 from services.expel.dispatch import Dispatcher
 from services.expel.gate import Gate
 from services.expel.lane import Lane
 from services.expel.meter import LaneMeter
+from services.expel.outcome import Outcome
 from services.expel.standing import Standing
 from tests.unit.expel.fake_broker import FakeBroker
 from tests.unit.expel.fake_sender import Answer, FakeSender, make_shape
@@ -27,6 +29,14 @@ QUICK = RetryPolicy(deadline=0.2, append_timeout=1.0)
 
 def names(numbers: Sequence[int]) -> list[str]:
     return [f"e{number}" for number in numbers]
+
+
+def hold(released: asyncio.Event) -> Answer:
+    async def answer(_delivery: Delivery) -> Outcome:
+        await released.wait()
+        return None
+
+    return answer
 
 
 class Running:
