@@ -8,7 +8,7 @@ healthy phase, too: that is the noise of the machine.
 import asyncio
 import statistics
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -131,8 +131,16 @@ async def open_receivers() -> AsyncIterator[Receivers]:
 class Isolation:
     """The run: services are up, all ten healthy."""
 
-    def __init__(self, receivers: Receivers, session: aiohttp.ClientSession, ingest: str, retrier: int) -> None:
+    def __init__(
+        self,
+        receivers: Receivers,
+        session: aiohttp.ClientSession,
+        ingest: str,
+        retrier: int,
+        services: Mapping[str, Child],
+    ) -> None:
         self._receivers, self._session, self._ingest, self._retrier = receivers, session, ingest, retrier
+        self._services = services
         self._sent = 0
 
     async def run_phase(self, way: Way) -> Phase:
@@ -143,13 +151,14 @@ class Isolation:
         self._receivers.lags.clear()
         await self._send_paced(PACED_S)
         lags = sorted(self._receivers.lags)
+        used = {name: child.cpu_seconds() for name, child in self._services.items()}
         began = time.monotonic()
         await self._send_burst()
         rate = BURST * len(OTHERS) / (time.monotonic() - began)
         phase = Phase(way, lags[int(0.95 * (len(lags) - 1))], rate)
-        tell(
-            f"isolation, {way}: P50 {statistics.median(lags):.1f} ms, P95 {phase.p95:.1f} ms, {rate:,.0f} deliveries/s"
-        )
+        spent = ", ".join(f"{name} {child.cpu_seconds() - used[name]:.2f}" for name, child in self._services.items())
+        late = f"P50 {statistics.median(lags):.1f} ms, P95 {phase.p95:.1f} ms"
+        tell(f"isolation, {way}: {late}; burst: {rate:,.0f} deliveries/s, CPU-s: {spent}")
         return phase
 
     async def _send_paced(self, seconds: float) -> None:
@@ -219,7 +228,7 @@ async def _run(setup: Setup) -> list[Phase]:
             stack.enter_context(child)
             await asyncio.to_thread(child.wait_ready, ports[name])
         session = await stack.enter_async_context(aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=30)))
-        run = Isolation(receivers, session, f"http://{listen}/v1/streams/events/events", ports["retrier"])
+        run = Isolation(receivers, session, f"http://{listen}/v1/streams/events/events", ports["retrier"], services)
         await run.run_phase("healthy")  # connections, caches and positions warm
         phases = [await run.run_phase("healthy")]
         for _ in range(REPEATS):

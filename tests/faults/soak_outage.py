@@ -17,7 +17,7 @@ from services.core import dead_letter
 from services.core.event import read_id
 from services.core.jvm.kafka_server import KafkaCluster
 from services.core.pipes import dead_letter_topic, retry_topic
-from tests.faults.fleet import Service, wait_until
+from tests.faults.fleet import Service
 from tests.faults.sink import number_of
 from tests.faults.trial import Trial, open_trial
 from tests.support.fault_table import HEAD
@@ -43,6 +43,7 @@ DOOMED = 100
 MOST_TWICE = 0.01
 SETTLE_S = 300.0
 _PAGE = 500
+_LOOK_S, _TELL_S = 2.0, 20.0
 
 
 @dataclass
@@ -91,6 +92,20 @@ class Outage:
                     attempts = int(record.header(dead_letter.ATTEMPTS) or b"-1")
                     self.letters.setdefault(number_of(event_id), []).append(attempts)
                 offset = batch.offsets[-1] + 1
+
+    async def wait_settled(self) -> float:
+        """Until every acknowledged event arrived or was buried, at most SETTLE_S; how long it took."""
+        began, told = time.monotonic(), time.monotonic()
+        while time.monotonic() - began < SETTLE_S:
+            await self.read_letters()
+            left = self.trial.ledger.lost()
+            if not left:
+                break
+            if time.monotonic() - told > _TELL_S:
+                told = time.monotonic()
+                print(f"{len(left)} on their way: {left[:5]}", flush=True)
+            await asyncio.sleep(_LOOK_S)
+        return time.monotonic() - began
 
     def forgotten(self) -> Counter[int]:
         """How many letters are short of so many of the attempts that the receiver saw."""
@@ -141,27 +156,19 @@ async def soak(minutes: float, rate: float, seed: int, url: str, folder: Path) -
         async with trial.load():
             await run.strike_until(time.monotonic() + 60 * minutes)
         moods.cancel()
-        struck = time.monotonic()
         trial.sink.fail = 0.0
-
-        async def is_settled() -> bool:
-            await run.read_letters()
-            return not trial.ledger.lost()
-
-        await wait_until(is_settled, SETTLE_S)
-        trial.recovery = time.monotonic() - struck
-        await trial.settle()
-        await run.read_letters()
+        trial.recovery = await run.wait_settled()
+        if not trial.ledger.lost():
+            await trial.settle()
         (held,) = (await trial.broker.admin.describe(retry_topic(trial.pipe))).values()
         print(HEAD)
-        trial_row = await trial.judge(strikes=run.kills["expel-1"])
+        row = trial.row()
+        print(row.text())
         print(f"{minutes:g} minutes at {rate:g}/s, kills {dict(run.kills)}, {held.end} came back from the retrier")
         print(
             f"{len(run.letters)} dead, attempts short of what the receiver saw: {dict(sorted(run.forgotten().items()))}"
         )
-        print(
-            f"came twice: {trial_row.share:.2%}; buried twice: {sum(len(counts) - 1 for counts in run.letters.values())}"
-        )
+        print(f"came twice: {row.share:.2%}; buried twice: {sum(len(counts) - 1 for counts in run.letters.values())}")
         complaints = run.complaints()
         for text in complaints:
             print("FAILED:", text)
