@@ -72,8 +72,8 @@ class Session:
                 is_drained = await self._dispatcher.drain(drain)
             finally:  # also when a task failed: no timer may start work in a group that is over
                 self._dispatcher.stop()
-            for task in ticking:
-                task.cancel()
+            for ticker in ticking:
+                ticker.cancel()
             await self._commit(consumer)
         self._meter.flush()
         return is_drained

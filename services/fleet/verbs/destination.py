@@ -74,7 +74,7 @@ async def _find_paused(admin: Admin, name: str, pipe: str | None) -> list[tuple[
         await pauses.refresh()
     except UnknownTopic:
         return []
-    lanes = {(*lane.split("/", 1),): pause for lane, pause in pauses.paused().items()}
-    found = [Target(*lane, "paused", pause) for lane, pause in lanes.items() if lane[1] == name]
-    chosen = [target for target in found if pipe in (None, target.pipe)]
+    lanes = [(*lane.partition("/"), pause) for lane, pause in pauses.paused().items()]
+    found = [Target(of_pipe, destination, "paused", pause) for of_pipe, _, destination, pause in lanes]
+    chosen = [target for target in found if target.destination == name and pipe in (None, target.pipe)]
     return [(target, await count_parked(admin, target.pipe, target.destination)) for target in chosen]
