@@ -97,7 +97,7 @@ async def ask_the_observer(desk: Desk) -> None:
     await wait_for_failures(state.observer, expected)
     assert observer.pid is not None
     os.kill(observer.pid, signal.SIGKILL)
-    await until(lambda: not living({observer.pid}), "the observer is gone")
+    await until(lambda: not living([observer.pid]), "the observer is gone")
     await wait_for_failures(state.observer, expected)
 
 
