@@ -26,10 +26,10 @@ check: $(STAMP)  ## format, lint, types, import rules
 	@$(PY) -m mypy
 	@.venv/bin/lint-imports
 
-# Tests that need Kafka share one cluster and run in one worker, those that need Spark in another (tests/conftest.py).
+# Tests that need Kafka share one cluster and run in one worker, those that need Spark in another (tests/support/workers.py).
 test: setup check  ## every check and every test there is, real Kafka among them
 	@infra/dev/test_tools.sh
-	@$(PY) -m pytest -n $(WORKERS) --dist loadgroup
+	@$(PY) -m pytest -n $(WORKERS)
 
 # On the embedded log it needs no jars; on Kafka it fetches them itself, once.
 demo: $(STAMP)  ## the fleet, end to end, on real events; ARGS="--broker kafka", ARGS=--chaos, ARGS=--json

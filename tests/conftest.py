@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import pytest
 import uvloop
@@ -9,7 +10,9 @@ from blockbuster import blockbuster_ctx
 
 from services.core.jvm.kafka_server import KafkaCluster
 from tests.support import fault_table, second_try
+from tests.support.workers import SharedWorkers
 
+START_S = 600.0
 _CLUSTER = pytest.StashKey[KafkaCluster]()
 
 
@@ -18,17 +21,17 @@ def pytest_asyncio_loop_factories() -> Mapping[str, Callable[[], asyncio.Abstrac
     return {"uvloop": uvloop.new_event_loop}
 
 
-@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Under `pytest -n`, give all Kafka tests to one worker (one cluster is enough) and all Spark tests to one."""
+    """Mark what needs Kafka, and what may be tried twice."""
     for item in items:
         second_try.allow_second_try(item)
         if "kafka_cluster" in getattr(item, "fixturenames", ()):
             item.add_marker("kafka")
-        for group in ("kafka", "spark"):
-            if item.get_closest_marker(group) is not None:
-                item.add_marker(pytest.mark.xdist_group(group))
-                break
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> SharedWorkers:
+    """Who runs what under `pytest -n`."""
+    return SharedWorkers(config, log)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
@@ -53,7 +56,7 @@ def kafka_cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempP
     """
     cluster = KafkaCluster(tmp_path_factory.mktemp("kafka"))
     try:
-        cluster.start()
+        cluster.start(timeout_s=START_S)
         request.config.stash[_CLUSTER] = cluster
         yield cluster
     finally:
@@ -65,4 +68,4 @@ def _whole_cluster_again(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     cluster = request.config.stash.get(_CLUSTER, None)
     if cluster is not None and request.node.get_closest_marker("kafka") is not None:
-        cluster.restart()
+        cluster.restart(timeout_s=START_S)

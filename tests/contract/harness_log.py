@@ -66,7 +66,7 @@ class LogHarness:
         )
         try:
             assert child.stdout is not None
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(120):
                 assert await child.stdout.readline() == b"holds\n"
         finally:
             os.kill(child.pid, signal.SIGKILL)

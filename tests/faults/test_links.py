@@ -46,7 +46,7 @@ async def test_slow_and_cut_link_to_the_receiver(url: str, tmp_path: Path, repor
 
 
 @pytest.mark.kafka
-async def test_slow_and_cut_link_to_the_broker(tmp_path: Path, report: Report) -> None:
+async def test_slow_and_cut_link_to_kafka(tmp_path: Path, report: Report) -> None:
     """If it fails, a bad line to Kafka loses what was acknowledged, or ingest takes more than it can hold."""
     name = "8 slow, cut link to the broker"
     async with proxied_kafka(tmp_path) as (url, link), open_trial(name, url, tmp_path) as trial:
@@ -71,7 +71,7 @@ async def test_slow_and_cut_link_to_the_broker(tmp_path: Path, report: Report) -
 
 
 @pytest.mark.kafka
-async def test_broker_acknowledges_late(tmp_path: Path, report: Report) -> None:
+async def test_kafka_acknowledges_late(tmp_path: Path, report: Report) -> None:
     """If it fails, an answer that came too late counts as "not stored", or as stored: a client draws the wrong conclusion."""
     name = "9 the broker acknowledges late"
     async with proxied_kafka(tmp_path) as (url, link), open_trial(name, url, tmp_path) as trial:

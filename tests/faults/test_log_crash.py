@@ -21,7 +21,7 @@ from services.core.broker.log.layout import DataFolder
 from services.core.broker.log.verify import verify
 
 TOPIC = "orders"
-DEADLINE = 60.0
+DEADLINE = 240.0
 
 
 @pytest.fixture

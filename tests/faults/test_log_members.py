@@ -22,7 +22,7 @@ from services.core.broker.record import TopicPartition
 
 TOPIC = "orders"
 LEASE = 600
-DEADLINE = 30.0
+DEADLINE = 120.0
 ALL = {TopicPartition(TOPIC, partition) for partition in range(4)}
 
 

@@ -56,7 +56,7 @@ async def read_topic(broker: Broker, topic: str) -> list[Record]:
     ranges = await broker.admin.describe(topic)
     expected = sum(one.end - one.start for one in ranges.values())
     async with broker.consumer(f"reader-{uuid4()}", [topic], start="earliest", on_revoke=nothing) as consumer:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(240):
             while len(records) < expected:
                 for batch in await consumer.poll(max_records=10_000, max_wait=0.5):
                     records.extend(batch.records)

@@ -20,7 +20,7 @@ from services.core.pipes import RETRY_IN, retry_topic
 from services.core.retry_state import RetryState, unwrap, wrap
 from tests.support.ports import free_port
 
-DEADLINE_S = 120.0
+DEADLINE_S = 240.0
 
 
 @dataclass

@@ -51,7 +51,7 @@ class KafkaRiver:
         """Store records in one partition of the stream."""
 
         async def append() -> None:
-            async with asyncio.timeout(60), KafkaBroker.open(self.bootstrap) as broker:
+            async with asyncio.timeout(240), KafkaBroker.open(self.bootstrap) as broker:
                 while True:  # a fresh cluster first finds out who gives producer ids
                     try:
                         await broker.driver.append(self.stream, partition, records, timeout=30.0)
@@ -72,7 +72,7 @@ class KafkaRiver:
 
         found: list[Record] = []
         async with (
-            asyncio.timeout(90),
+            asyncio.timeout(360),
             KafkaBroker.open(self.bootstrap) as broker,
             broker.consumer(f"g{uuid4().hex[:8]}", [topic], start="earliest", on_revoke=let_go) as consumer,
         ):

@@ -29,7 +29,7 @@ from spark.pipe_file import Chosen, read_pipe_file
 from spark.settings import TransformSettings
 from spark.transforms.preparation import Prepared, prepare_pipes
 
-DEADLINE_S = 90.0
+DEADLINE_S = 360.0
 NOW = 1_700_000_000_000
 
 

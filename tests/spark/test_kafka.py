@@ -199,7 +199,7 @@ def test_recreated_topic_stops_the_query(make_river: MakeRiver) -> None:
 async def _make_again(river: KafkaRiver) -> None:
     async with KafkaBroker.open(river.bootstrap) as broker:
         await broker.admin.delete_topic(river.stream)
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(120):
             while river.stream in await broker.admin.topics():
                 await asyncio.sleep(0.1)
     await river.create([river.stream], 1)

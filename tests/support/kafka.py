@@ -43,7 +43,7 @@ async def make_topic(
         errors = [error for error in answer.topic_errors if error[1] != 0]
         assert not errors, f"the cluster refused the topic: {errors}"
     for address in bootstrap.split(","):
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(120):
             while not await _has_leaders(address, name, partitions):
                 await asyncio.sleep(0.05)
     return name

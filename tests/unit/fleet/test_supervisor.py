@@ -23,7 +23,7 @@ from services.fleet.process import ServiceSpec
 from services.fleet.stop import Stop
 from services.fleet.supervisor import Fleet, run_fleet
 
-DEADLINE = 60.0
+DEADLINE = 240.0
 MODULE = "tests.unit.fleet.sample_service"
 
 

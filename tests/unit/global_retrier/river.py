@@ -20,7 +20,7 @@ from services.global_retrier.route import DELAY_BY_TOPIC
 from services.global_retrier.session import Session
 from tests.unit.global_retrier.fake_clock import FakeClock
 
-DEADLINE_S = 60.0
+DEADLINE_S = 240.0
 PIPES = PipeFile.model_validate(
     {
         "streams": {"flights": {}},

@@ -333,7 +333,7 @@ async def test_connections_are_bounded(echo: Echo) -> None:
                 reply = await third.reply()
                 assert (reply.status, reply.problem, reply.closed) == (503, "overloaded", True)
                 assert int(reply.headers["retry-after"]) >= 1
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(40):
             while True:
                 async with Client(port) as client:
                     if (await client.request(make_request("/", b"3"))).status == 200:

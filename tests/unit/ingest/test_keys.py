@@ -147,7 +147,7 @@ async def test_a_changed_file_is_taken_over_and_a_broken_one_is_not(tmp_path: Pa
     def opens(token: str) -> bool:
         return access.ring is not None and access.ring.find(token) is not None
 
-    async with asyncio.timeout(20), asyncio.TaskGroup() as group:
+    async with asyncio.timeout(80), asyncio.TaskGroup() as group:
         group.create_task(watch_keys(path, access, stamp, stopping))
         (second,) = await asyncio.to_thread(make_file, path)
         while not opens(second):

@@ -49,7 +49,7 @@ async def test_readiness_follows_the_broker(monkeypatch: pytest.MonkeyPatch) -> 
         probe = Probe(cast("Broker", answers), producer, intakes)
 
         async def until(part: str | None) -> None:
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(40):
                 while probe.reason is not None if part is None else part not in (probe.reason or ""):
                     await asyncio.sleep(0.005)
 

@@ -13,7 +13,7 @@ import pytest
 
 from services.core.broker.log.alive import Alive
 
-DEADLINE = 30.0
+DEADLINE = 120.0
 
 CHILD = """
 import os, sys
