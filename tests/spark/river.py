@@ -29,6 +29,8 @@ from spark.pipe_file import Chosen, read_pipe_file
 from spark.settings import TransformSettings
 from spark.transforms.preparation import Prepared, prepare_pipes
 
+TOO_SLOW = "Python worker failed to connect back"
+"""Spark gives it 10 s and no setting for it."""
 DEADLINE_S = 360.0
 NOW = 1_700_000_000_000
 
@@ -104,7 +106,7 @@ class River:
             LogEndpoint(str(self.log)),
             checkpoints=str(self.folder / "checkpoints"),
             on_batch=self.batches.append,
-            on_state=self.states.append,
+            on_state=self._note,
             on_backlog=self.backlogs.append,
         )
         thread = threading.Thread(target=job.run, args=[self.session], daemon=True)
@@ -147,6 +149,11 @@ class River:
     def read(self) -> int:
         """Events that all batches together took."""
         return sum(report.read for report in self.batches)
+
+    def _note(self, state: JobState) -> None:
+        """Keep it, unless Spark only was too slow to start a Python worker: the job begins again by itself."""
+        if TOO_SLOW not in (state.problem or ""):
+            self.states.append(state)
 
     @property
     def problem(self) -> str | None:
