@@ -9,7 +9,7 @@ from tests.contract.harness import Harness
 from tests.contract.traffic import append, ignore_revoke, marks_of, numbered, numbers_of, own, read, record, until_async
 
 _LONG_MS = 100 * 365 * 86_400_000
-"""The records' times are of 1970 or so, and Kafka counts retention from them."""
+"""The records are of 2023, and Kafka counts retention from their times."""
 
 
 async def test_create_describe_delete(harness: Harness) -> None:
