@@ -54,7 +54,8 @@ class Reach(msgspec.Struct, frozen=True, array_like=True):
 class LagSet(msgspec.Struct, frozen=True, array_like=True):
     """Lags of one kind measured in one minute of the wall clock, as the buckets of `services.core.lag` hold them.
 
-    kind: lag_in, lag_out (from event time), e2e, ingest_time, transit_time, expel_time, process_time (from arrival or of the node).
+    kind: lag_in, lag_out (from event time); e2e, ingest_time, transit_time, expel_time, process_time (from arrival, or of
+    the node).
     """
 
     kind: str
@@ -68,8 +69,8 @@ class Report(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """One node's word.
 
     instance: one run of one process. pipe: its name; for ingest that of the stream. destination: only of expel.
-    at_ms: wall clock when it was made. behind_ms: age of the oldest record that the instance has not processed, 0 when there is none, None when
-    it is not known. reaches: only of ingest. closed: the instance drained and says no more.
+    at_ms: wall clock when it was made. behind_ms: age of the oldest record that the instance has not processed, 0 when there
+    is none, None when it is not known. reaches: only of ingest. closed: the instance drained and says no more.
     """
 
     version: int = _VERSION
