@@ -89,6 +89,19 @@ TRANSFORM_DEAD = Counter(
 TRANSFORM_FAILURES = Counter("penstock_transform_query_failures", "Times the pipe's query ended by itself.", ["pipe"])
 TRANSFORM_UP = Gauge("penstock_transform_query_up", "1 while the pipe's query runs.", ["pipe"])
 
+LEDGER_REPORTS = Counter("penstock_ledger_reports", "Records written to the telemetry topic.", ["node"])
+LEDGER_BYTES = Counter("penstock_ledger_report_bytes", "Bytes written to the telemetry topic.", ["node"])
+LEDGER_FAILURES = Counter(
+    "penstock_ledger_report_failures",
+    "Reports that were not stored and are tried again, by reason.",
+    ["node", "reason"],
+)
+LEDGER_OUTSIDE = Counter(
+    "penstock_ledger_events_outside",
+    "Events settled that the ledger cannot count, because they carry no origin that can be read, by reason.",
+    ["node", "pipe", "reason"],
+)
+
 FLEET_RESTARTS = Counter("penstock_fleet_restarts", "Processes that died and were started again.", ["service"])
 
 LAG_IN = LagFamily("penstock_lag_in_seconds", "Event time to arrival at the node.", ["pipe", "node"])

@@ -10,6 +10,8 @@ waits there outlives a retrier that is down by `RETRY_RETENTION_S`. Each of thes
 costs money, elsewhere files, and it takes far more than the retries of a destination, which come paced; ten delay topics
 are shared among several retriers all the same.
 
+`penstock.telemetry` holds the nodes' reports of the last `TELEMETRY_RETENTION_S` (`services.core.ledger`).
+
 `penstock.audit` says what operators did with dead letters, and is kept for ever.
 """
 
@@ -18,6 +20,7 @@ from dataclasses import dataclass
 
 from services.core.broker.contract import Admin, TopicSpec
 from services.core.broker.errors import TopicExists, UnsafeTopic
+from services.core.ledger.report import TELEMETRY
 from services.core.pipes import (
     AUDIT,
     DELAYS_S,
@@ -35,6 +38,7 @@ from services.core.yaml_source import BadConfiguration, Problem
 
 DEAD_LETTER_RETENTION_S = 30 * 86400
 RETRY_RETENTION_S = 14 * 86400
+TELEMETRY_RETENTION_S = 86400
 
 
 class PartitionsDiffer(Exception):
@@ -76,6 +80,7 @@ def wanted_topics(pipes: PipeFile) -> list[TopicSpec]:
             specs.append(TopicSpec(retry_topic(name), 1, retention_ms=_millis(RETRY_RETENTION_S)))
     if needs_retrier(pipes):
         specs += _retrier_topics(max(spec.retention_ms or 0 for spec in specs))
+    specs.append(TopicSpec(TELEMETRY, 1, retention_ms=_millis(TELEMETRY_RETENTION_S)))
     if pipes.pipes:
         specs.append(TopicSpec(AUDIT, 1))
     return specs

@@ -44,7 +44,10 @@ class OriginSet(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Reach(msgspec.Struct, frozen=True, array_like=True):
-    """How far ingest's reports go: all that this incarnation put into this partition up to `offset` has been told."""
+    """How far ingest's reports go: all that this incarnation put into this partition up to `offset` has been told.
+
+    The first one of an incarnation says where the partition ended before it sent anything (-1: it was empty).
+    """
 
     incarnation: str
     partition: int
@@ -68,7 +71,7 @@ class LagSet(msgspec.Struct, frozen=True, array_like=True):
 class Report(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """One node's word.
 
-    instance: one run of one process. pipe: its name; for ingest that of the stream. destination: only of expel.
+    instance: one run of one process. pipe: its name; for ingest that of the stream. destination: of expel and the retrier.
     at_ms: wall clock when it was made. behind_ms: age of the oldest record that the instance has not processed, 0 when there
     is none, None when it is not known. reaches: only of ingest. closed: the instance drained and says no more.
     """
