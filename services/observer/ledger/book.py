@@ -143,6 +143,10 @@ class Book:
         for origins in self._told.values():
             origins.remove_below(run, floor, self._kept.numbers(run))
 
+    def heard(self, incarnation: str) -> int:
+        """When a report last named it, in ms; 0 for never."""
+        return self._heard.get(incarnation, 0)
+
     def find_gone(self, before_ms: int) -> list[str]:
         """Incarnations of which no minute is held and that nobody named since."""
         old = [incarnation for incarnation, at_ms in self._heard.items() if at_ms < before_ms]

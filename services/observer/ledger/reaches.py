@@ -1,9 +1,9 @@
 """How far ingest's reports go in each stream: where to read on when an incarnation died, and where a minute lies."""
 
+from services.core.ledger.minute import MINUTE_MS
 from services.core.ledger.report import Report
 from services.observer.ledger.origins import Run
 
-MINUTE_MS = 60_000
 KEEP_MINUTES = 24 * 60
 
 

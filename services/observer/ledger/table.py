@@ -2,6 +2,7 @@
 
 import msgspec
 
+from services.core.ledger.minute import BEHIND_MS, MINUTE_MS
 from services.core.ledger.report import Report
 from services.observer.ledger.book import Book
 from services.observer.ledger.flow import Flow, Step
@@ -10,10 +11,6 @@ from services.observer.ledger.presence import Presence
 from services.observer.ledger.reaches import Reaches
 from services.observer.ledger.row import Row, add, count
 from services.observer.ledger.settlement import Settlement, settle
-
-MINUTE_MS = 60_000
-LATE_MS = 60_000
-"""An event may arrive so long after its minute ended and belong to it."""
 
 
 class Ages(msgspec.Struct, frozen=True):
@@ -98,7 +95,7 @@ class Table:
         for one in row.steps:
             if one.missing:
                 step = Step(one.node, row.pipe, one.destination)
-                if (reason := self.presence.why_not_done(step, end + LATE_MS, now)) is not None:
+                if (reason := self.presence.why_not_done(step, end + BEHIND_MS, now)) is not None:
                     return reason
         return None
 
