@@ -10,12 +10,14 @@ from services.core.broker.connect import BadBrokerUrl, open_broker
 from services.core.broker.contract import Broker
 from services.core.broker.errors import BrokerError, DataDamaged
 from services.core.broker.producer import Producer
+from services.core.ledger.report import TELEMETRY
 from services.core.lifecycle import Supervision
 from services.core.management import serve_management
 from services.core.pipes import RETRIER_DEAD
 from services.core.provision import require_safe_topics
 from services.core.yaml_source import BadConfiguration, Problem
 from services.global_retrier.clock import SteadyClock
+from services.global_retrier.ledger import Ledger
 from services.global_retrier.retrier import Retrier, wait_for_stop
 from services.global_retrier.route import DELAY_BY_TOPIC
 from services.global_retrier.settings import RetrierSettings
@@ -48,12 +50,14 @@ async def start(settings: RetrierSettings, supervision: Supervision) -> None:
         if broker is None:
             return
         producer = await stack.enter_async_context(Producer(broker.driver))
-        readiness.retrier = Retrier(broker, producer, SteadyClock())
+        ledger = Ledger(producer if settings.ledger else None)
+        readiness.retrier = Retrier(broker, producer, SteadyClock(), ledger)
         readiness.reason = None
         running = supervision.run(readiness.retrier.run(stopping, settings.drain * _DRAIN_SHARE), "retrier")
         await stopping.wait()
         readiness.reason = "stopping"
         await asyncio.wait([running])
+        await ledger.close()
 
 
 async def _open(stack: AsyncExitStack, url: str, readiness: Readiness, stopping: asyncio.Event) -> Broker | None:
@@ -63,7 +67,7 @@ async def _open(stack: AsyncExitStack, url: str, readiness: Readiness, stopping:
         try:
             async with AsyncExitStack() as attempt:
                 broker = await attempt.enter_async_context(open_broker(url))
-                await require_safe_topics(broker.admin, [*DELAY_BY_TOPIC, RETRIER_DEAD])
+                await require_safe_topics(broker.admin, [*DELAY_BY_TOPIC, RETRIER_DEAD, TELEMETRY])
                 stack.push_async_exit(attempt.pop_all())
                 return broker
         except BadBrokerUrl as error:

@@ -135,6 +135,7 @@ class Session:
         async with self._committing:
             while marks := self._low_water.committable():
                 try:
+                    await self._mover.ledger.report()  # all lines' at once, and nothing while events only wait
                     await consumer.commit(marks)
                 except NotOwner as error:
                     metrics.BROKER_COMMITS_REFUSED.labels(RETRIER_GROUP).inc(len(error.partitions))
@@ -178,6 +179,7 @@ class Session:
             self._meter.holds(self.lines.values())
             try:
                 self._watch.show_lags(await consumer.lag())
+                await self._mover.ledger.report()
             except BrokerError as error:
                 log.debug("lag_unknown", group=RETRIER_GROUP, error=str(error))
             await asyncio.sleep(_MEASURE_INTERVAL)
