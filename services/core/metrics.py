@@ -101,6 +101,21 @@ LEDGER_OUTSIDE = Counter(
     "Events settled that the ledger cannot count, because they carry no origin that can be read, by reason.",
     ["node", "pipe", "reason"],
 )
+LEDGER_BAD_REPORTS = Counter("penstock_ledger_bad_reports", "Records of the telemetry topic that are no reports.")
+LEDGER_FINAL = Counter("penstock_ledger_final_events", "Events accepted in minutes that are final.", ["pipe"])
+LEDGER_MISSING = Counter(
+    "penstock_ledger_missing_events",
+    "Events that were missing when their minute became final, by the step that did not settle them.",
+    ["pipe", "node", "destination"],
+)
+LEDGER_LOSS = Gauge(
+    "penstock_ledger_loss_ratio", "Share of events missing in the newest minute that is final, 0 to 1.", ["pipe"]
+)
+LEDGER_ALARMS = Counter(
+    "penstock_ledger_alarms", "Minutes that became final with more loss than the threshold.", ["pipe"]
+)
+LEDGER_OPEN = Gauge("penstock_ledger_open_minutes", "Minutes that are not final yet.", ["pipe"])
+PIPE_HEALTH = Gauge("penstock_pipe_health", "0: healthy, 1: degraded, 2: unstable.", ["pipe"])
 
 FLEET_RESTARTS = Counter("penstock_fleet_restarts", "Processes that died and were started again.", ["service"])
 

@@ -10,7 +10,8 @@ waits there outlives a retrier that is down by `RETRY_RETENTION_S`. Each of thes
 costs money, elsewhere files, and it takes far more than the retries of a destination, which come paced; ten delay topics
 are shared among several retriers all the same.
 
-`penstock.telemetry` holds the nodes' reports of the last `TELEMETRY_RETENTION_S` (`services.core.ledger`).
+`penstock.telemetry` holds the nodes' reports of the last `TELEMETRY_RETENTION_S` (`services.core.ledger`), `penstock.observer`
+for twice as long what the observer made of them.
 
 `penstock.audit` says what operators did with dead letters, and is kept for ever.
 """
@@ -20,7 +21,7 @@ from dataclasses import dataclass
 
 from services.core.broker.contract import Admin, TopicSpec
 from services.core.broker.errors import TopicExists, UnsafeTopic
-from services.core.ledger.report import TELEMETRY
+from services.core.ledger.report import SNAPSHOTS, TELEMETRY
 from services.core.pipes import (
     AUDIT,
     DELAYS_S,
@@ -81,6 +82,7 @@ def wanted_topics(pipes: PipeFile) -> list[TopicSpec]:
     if needs_retrier(pipes):
         specs += _retrier_topics(max(spec.retention_ms or 0 for spec in specs))
     specs.append(TopicSpec(TELEMETRY, 1, retention_ms=_millis(TELEMETRY_RETENTION_S)))
+    specs.append(TopicSpec(SNAPSHOTS, 1, retention_ms=_millis(2 * TELEMETRY_RETENTION_S)))
     if pipes.pipes:
         specs.append(TopicSpec(AUDIT, 1))
     return specs

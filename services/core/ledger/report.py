@@ -10,6 +10,8 @@ from pyroaring import BitMap
 
 TELEMETRY = "penstock.telemetry"
 """One partition; key: the reporter's name, so that a reader may tell them apart without decoding."""
+SNAPSHOTS = "penstock.observer"
+"""One partition: what the observer made of the reports, so that it survives them."""
 
 Node = Literal["ingest", "transform", "expel", "retrier"]
 Outcome = Literal["accepted", "refused", "passed", "filtered", "delivered", "retrying", "parked", "released", "dead"]

@@ -42,11 +42,14 @@ class Presence:
         """All; not to be changed."""
         return self._words
 
+    def alive(self, step: Step, now: int) -> list[str]:
+        """The instances that speak for this step."""
+        words = self._words.get(step, {})
+        return [name for name, word in words.items() if not word.closed and now - word.at_ms <= SILENT_AFTER_MS]
+
     def is_alive(self, step: Step, now: int) -> bool:
-        """Whether any instance speaks for this step."""
-        return any(
-            not word.closed and now - word.at_ms <= SILENT_AFTER_MS for word in self._words.get(step, {}).values()
-        )
+        """Whether any instance does."""
+        return bool(self.alive(step, now))
 
     def behind_ms(self, step: Step, now: int) -> int | None:
         """How far behind the slowest instance is; None when nobody knows."""

@@ -40,7 +40,7 @@ async def recover(table: Table, admin: Admin, now: int) -> AsyncIterator[Report]
             async for report in _speak_for(table, admin, stream, instance, word.at_ms, runs):
                 yield report
     for incarnation, steps in table.book.strangers().items():
-        since = table.book.heard(incarnation)
+        since = table.book.heard[incarnation]
         if now - since < SILENT_AFTER_MS:
             continue
         for stream in sorted({source for step in steps for source in table.flow.pipes[step.pipe].sources}):

@@ -27,9 +27,6 @@ class Told(Protocol):
     def told(self, step: Step, outcome: Outcome) -> Origins:
         """Everything that this step reported with this outcome, of all minutes."""
 
-    def makes_new(self, pipe: str) -> bool:
-        """Whether the pipe's transform ends the origins of its input and makes new ones."""
-
 
 class StepSets(NamedTuple):
     """expected: what the step before passed on. outcomes and missing share it out: every origin is in exactly one."""
@@ -63,7 +60,7 @@ def settle(flow: Flow, pipe: str, accepted: Accepted, told: Told) -> Settlement:
     if flow.pipes[pipe].transforms:
         made = accepted.get(("transform", pipe), Origins())
         steps.append(_share_out(Step("transform", pipe), entered, _transformed(flow, pipe, entered, told)))
-        expected = made if told.makes_new(pipe) else steps[0].outcomes["passed"]
+        expected = steps[0].outcomes["passed"] | made
     for destination in flow.pipes[pipe].destinations:
         step = Step("expel", pipe, destination)
         steps.append(_share_out(step, expected, _expelled(step, expected, told)))
@@ -92,8 +89,6 @@ def _transformed(flow: Flow, pipe: str, entered: Origins, told: Told) -> dict[Ou
 def _expelled(step: Step, expected: Origins, told: Told) -> dict[Outcome, Origins]:
     found: dict[Outcome, Origins] = {outcome: told.told(step, outcome) & expected for outcome in _EXPEL}
     found["dead"] = found["dead"] | (told.told(Step("retrier", step.pipe, step.destination), "dead") & expected)
-    buried = told.told(Step("retrier", step.pipe), "dead")  # whose destination is not known: one that handed it over
-    found["dead"] = found["dead"] | (buried & found["retrying"])
     return found
 
 

@@ -38,9 +38,9 @@ class Table:
         self.book = Book()
         self.presence = Presence()
         self.reaches = Reaches()
-        self._final: dict[tuple[str, int], int] = {}
+        self.final: dict[tuple[str, int], int] = {}
         """How many were missing when the minute of the pipe became final."""
-        self._base: dict[tuple[str, int], Row] = {}
+        self.base: dict[tuple[str, int], Row] = {}
         """Counts of what is folded."""
         self._dropped: set[int] = set()
         """Minutes of which only what waits is held."""
@@ -55,13 +55,13 @@ class Table:
 
     def minutes(self, pipe: str) -> list[int]:
         """Those that have a row, oldest first. A minute in which nothing came into the pipe has none."""
-        folded = {minute for name, minute in self._base if name == pipe}
+        folded = {minute for name, minute in self.base if name == pipe}
         return sorted(minute for minute in folded.union(self.book.minutes()) if self._find(pipe, minute).accepted)
 
     def row(self, pipe: str, minute: int, now: int) -> Row:
         """The row as it stands. Raises KeyError for an unknown pipe."""
         row = self._find(pipe, minute)
-        missing_then = self._final.get((pipe, minute))
+        missing_then = self.final.get((pipe, minute))
         if missing_then is None:
             return msgspec.structs.replace(row, why_open=self._why_open(row, now))
         return msgspec.structs.replace(row, why_open=None, late=max(0, missing_then - row.missing))
@@ -75,9 +75,9 @@ class Table:
         if (known := self._rows.get(key)) is not None:
             return known
         row = count(pipe, minute, self.settlement(pipe, minute))
-        if (base := self._base.get(key)) is not None:
+        if (base := self.base.get(key)) is not None:
             row = add(row, base)
-        if key in self._final:
+        if key in self.final:
             self._rows[key] = row
         return row
 
@@ -90,7 +90,7 @@ class Table:
             if self.presence.fallen_silent(Step("ingest", source), now):
                 return f"ingest of {source} fell silent; what it did not tell is read from the stream"
             for step in self.flow.feeders(source):
-                if (step.pipe, row.minute) not in self._final and self._find(step.pipe, row.minute).accepted:
+                if (step.pipe, row.minute) not in self.final and self._find(step.pipe, row.minute).accepted:
                     return f"{step.pipe}, which feeds {source}, is not final"
         for one in row.steps:
             if one.missing:
@@ -133,16 +133,16 @@ class Table:
     def _finish(self, minute: int, now: int) -> list[Row]:
         found = []
         for pipe in self.flow.pipes:
-            if (pipe, minute) in self._final or not self._find(pipe, minute).accepted:
+            if (pipe, minute) in self.final or not self._find(pipe, minute).accepted:
                 continue
             row = self.row(pipe, minute, now)
             if row.why_open is None:
-                self._final[pipe, minute] = row.missing
+                self.final[pipe, minute] = row.missing
                 found.append(row)
         return found
 
     def _is_final(self, minute: int) -> bool:
-        return all((pipe, minute) in self._final or not self._find(pipe, minute).accepted for pipe in self.flow.pipes)
+        return all((pipe, minute) in self.final or not self._find(pipe, minute).accepted for pipe in self.flow.pipes)
 
     def _fold(self, minute: int) -> None:
         """Keep the sets of what is unsettled in any pipe; count the rest."""
@@ -167,8 +167,8 @@ class Table:
         for pipe in self.flow.pipes:
             part = count(pipe, minute, settle(self.flow, pipe, gone, self.book))
             if part.accepted:
-                base = self._base.get((pipe, minute))
-                self._base[pipe, minute] = part if base is None else add(base, part)
+                base = self.base.get((pipe, minute))
+                self.base[pipe, minute] = part if base is None else add(base, part)
         every = Origins()
         for origins in gone.values():
             every = every | origins
@@ -178,7 +178,7 @@ class Table:
         """Of minutes that are old and hold nothing any more."""
         oldest = (now - self.ages.drop) // MINUTE_MS
         held = set(self.book.minutes())
-        for key in [key for key in (*self._base, *self._final) if key[1] < oldest and key[1] not in held]:
-            for known in (self._base, self._final, self._rows):
+        for key in [key for key in (*self.base, *self.final) if key[1] < oldest and key[1] not in held]:
+            for known in (self.base, self.final, self._rows):
                 known.pop(key, None)
         self._dropped &= held

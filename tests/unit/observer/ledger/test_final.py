@@ -164,10 +164,10 @@ def test_a_feeding_pipe_that_is_not_final_keeps_the_fed_one_open() -> None:
 def held(table: Table) -> int:
     """Packed bytes and rows that the table holds, roughly."""
     book = table.book
-    sets = [origins for places in book._accepted.values() for origins in places.values()]
-    sets += [*book._told.values(), book._kept]
+    sets = [origins for places in book.held.values() for origins in places.values()]
+    sets += [*book.all_told.values(), book.kept]
     bitmaps = sum(len(numbers.serialize()) for origins in sets for _, numbers in origins.runs())
-    return bitmaps + 100 * (len(book._floors) + len(book._heard) + len(table._base) + len(table._final))
+    return bitmaps + 100 * (len(book.floors) + len(book.heard) + len(table.base) + len(table.final))
 
 
 def run_for(table: Table, minutes: int, per_minute: int) -> None:

@@ -174,7 +174,7 @@ def test_a_transform_that_makes_new_events_ends_the_old_ones() -> None:
     flow = Flow({"sums": PipeFlow(("flights",), transforms=True, destinations={"ops": None})})
     table = Table(flow)
     table.apply(accept(range(10)))
-    table.apply(tell("transform", "sums", "passed", range(10)))
+    table.apply(tell("transform", "sums", "filtered", range(10)))
     table.apply(tell("transform", "sums", "accepted", range(2), minute=MINUTE, incarnation="made"))
     table.apply(tell("expel", "sums", "delivered", [1], destination="ops", incarnation="made"))
     row = table.row("sums", MINUTE, START_MS)
