@@ -13,8 +13,10 @@ import orjson
 
 from bench.delivery import delivery_figures
 from bench.figures import Figure, print_figures
+from bench.isolation import isolation_figures
 from bench.latency import kafka_lag, log_lag
 from bench.ledger import ledger_figures
+from bench.local_retries import local_retries
 from bench.main_path import ingest_figures
 from bench.memory import kafka_memory, log_memory
 from bench.setup import Setup, tell
@@ -24,12 +26,14 @@ GROUPS: dict[str, Callable[[Setup], list[Figure]]] = {
     "ingest": ingest_figures,
     "expel": delivery_figures,
     "ledger": ledger_figures,
+    "isolation": isolation_figures,
+    "local-retries": local_retries,
     "lag-kafka": kafka_lag,
     "lag-log": log_lag,
     "memory-log": log_memory,
     "memory-kafka": kafka_memory,
 }
-WITHOUT_KAFKA = {"ledger", "lag-log", "memory-log"}
+WITHOUT_KAFKA = {"ledger", "lag-log", "memory-log", "local-retries"}
 
 
 def main() -> None:

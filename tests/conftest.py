@@ -8,7 +8,7 @@ import uvloop
 from blockbuster import blockbuster_ctx
 
 from services.core.jvm.kafka_server import KafkaCluster
-from tests.support.fault_table import pytest_terminal_summary as pytest_terminal_summary
+from tests.support import fault_table, second_try
 
 _CLUSTER = pytest.StashKey[KafkaCluster]()
 
@@ -22,12 +22,19 @@ def pytest_asyncio_loop_factories() -> Mapping[str, Callable[[], asyncio.Abstrac
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Under `pytest -n`, give all Kafka tests to one worker (one cluster is enough) and all Spark tests to one."""
     for item in items:
+        second_try.allow_second_try(item)
         if "kafka_cluster" in getattr(item, "fixturenames", ()):
             item.add_marker("kafka")
         for group in ("kafka", "spark"):
             if item.get_closest_marker(group) is not None:
                 item.add_marker(pytest.mark.xdist_group(group))
                 break
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """What a person should see beside passed and failed."""
+    fault_table.pytest_terminal_summary(terminalreporter)
+    second_try.pytest_terminal_summary(terminalreporter)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -27,9 +27,11 @@ _BASE_WAIT, _MAX_WAIT = 0.1, 5.0
 class Mover:
     """Shared by all lines; keeps nothing between two moves. Safe for concurrent use."""
 
-    def __init__(self, producer: Producer, admin: Admin, meter: Meter, clock: Clock, ledger: Ledger) -> None:
+    def __init__(
+        self, producer: Producer, admin: Admin, meter: Meter, clock: Clock, ledger: Ledger | None = None
+    ) -> None:
         self._producer, self._admin, self._meter, self._clock = producer, admin, meter, clock
-        self.ledger = ledger
+        self.ledger = ledger or Ledger(None)
 
     async def move(self, source: TopicPartition, items: Sequence[Waiting]) -> None:
         """Returns when all are durable elsewhere: in a delay topic, in their pipe's retry topic, or among the dead letters.

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import orjson
 
-from services.core.broker.contract import Broker
+from services.core.broker.contract import Broker, TopicSpec
 from services.core.broker.log import LogBroker
 from services.core.broker.record import Record
 from services.core.event import ORIGIN, Origin
@@ -63,7 +63,7 @@ async def read_told(broker: Broker) -> Told:
 
 async def read_stored(broker: Broker) -> dict[Origin, tuple[int, int]]:
     """Partition and offset of each event of the stream."""
-    stored = {}
+    stored: dict[Origin, tuple[int, int]] = {}
     for partition in await broker.admin.describe(STREAM):
         async for offset, record in read(broker, STREAM, partition):
             stored[Origin.unpack(record.header(ORIGIN) or b"")] = (partition, offset)
@@ -96,6 +96,7 @@ async def test_reports_add_up_after_kills(tmp_path: Path) -> None:
         quick = hook("hook", receiver.url, batch={"max_wait": "20ms", "max_events": 10})
         expel = Expel(tmp_path / "expel", broker, log_url(tmp_path), [quick], stream=STREAM)
         await ensure_topics(broker.admin, await asyncio.to_thread(load_pipes, expel.write_pipes()))
+        await broker.admin.create_topic(TopicSpec("orders"))  # ingest serves it, too
 
         async def received() -> set[Origin]:
             """By the ids, which are the stream's."""
