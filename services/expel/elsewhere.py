@@ -98,6 +98,7 @@ class Elsewhere:
     def _are_parked(self, letters: Sequence[Letter]) -> None:
         for reason in {letter.reason for letter in letters}:
             self._meter.parked(reason, sum(letter.reason == reason for letter in letters))
+        self._meter.ledger.add("parked", [letter.original for letter in letters])
         self._stored(letters)
 
     def _handed_over(self, letters: Sequence[Letter]) -> None:

@@ -57,6 +57,11 @@ class Mover:
         if failures:
             log.info("moved_again", source=source.topic, tries=failures + 1)
 
+    def note_moved(self, items: Sequence[Waiting]) -> None:
+        """These were written on by a predecessor, who may not have told of those that were due."""
+        now = self._clock.now_ms()
+        self.ledger.left("released", [item for item in items if item.due <= now])
+
     async def _send(
         self, source: TopicPartition, topic: str, items: list[Waiting], now: int, failures: int
     ) -> list[Waiting]:

@@ -126,6 +126,7 @@ class Session:
             items = line.cut(self._clock.now_ms())
             moved = await predecessor.find_moved(items)
             self._meter.already_moved(line.source.topic, len(moved))
+            self._mover.note_moved([item for item in items if item.offset in moved])
             await self._mover.move(line.source, [item for item in items if item.offset not in moved])
             self._low_water.settle(line.source, [item.offset for item in items])
             await self._commit(consumer)

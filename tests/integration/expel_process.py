@@ -19,6 +19,7 @@ from services.core.broker.contract import Broker, Lag, TopicSpec
 from services.core.broker.log import LogBroker
 from services.core.broker.producer import Producer
 from services.core.broker.record import Record, TopicPartition
+from services.core.ledger.report import TELEMETRY
 from services.core.pauses import OPERATOR, Pause, write_pause
 from services.core.pipes import CONTROL, parked_topic, retry_topic
 from tests.support.ports import free_port
@@ -170,7 +171,7 @@ async def open_expel(
     async with LogBroker.open(str(folder / "data")) as broker:
         for topic in (STREAM, "copy", DEAD):
             await broker.admin.create_topic(TopicSpec(topic, partitions))
-        for topic in (retry_topic(PIPE), parked_topic(PIPE), CONTROL):
+        for topic in (retry_topic(PIPE), parked_topic(PIPE), CONTROL, TELEMETRY):
             await broker.admin.create_topic(TopicSpec(topic, 1))
         async with kill_at_end(Expel(folder, broker, f"log://{folder / 'data'}", list(destinations))) as expel:
             yield expel
