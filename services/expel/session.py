@@ -166,9 +166,7 @@ class Session:
         low_water = self._dispatcher.low_water
         marks = low_water.committable()
         try:
-            await (
-                self._meter.ledger.report()
-            )  # before the commit: what is committed and not told would count as missing
+            await self._meter.ledger.report()  # first: what is committed and was never told would count as missing
             if not marks:
                 return
             await consumer.commit(marks)

@@ -40,6 +40,7 @@ class Desk:
 
     broker: FakeBroker
     telemetry: MemoryDriver
+    dispatchers: list[Dispatcher]
 
     def committed(self) -> int:
         return self.broker.committed.get(("late.hook", P0), -1)
@@ -62,23 +63,24 @@ async def run_lane(answer: Outcome = None, *, count: int = 30, blocked: bool = F
         numbers = [int(one[1:]) for one in delivery.ids]
         return {index: answer for index, number in enumerate(numbers) if number % 2 == 0}  # type: ignore[misc]
 
-    broker, telemetry = FakeBroker({"s": 1, "late.dead": 1, RETRY_IN: 1}), MemoryDriver()
+    broker, telemetry = FakeBroker({"s": 1, "late.dead": 1, "late.parked": 1, RETRY_IN: 1}), MemoryDriver()
     telemetry.create(TELEMETRY, 1)
     telemetry.errors += [UnknownTopic(TELEMETRY)] * (10_000 * blocked)
     broker.stored[P0] += [event(number) for number in range(count)]
     async with Producer(broker.driver, policy=QUICK) as producer, Producer(telemetry, policy=QUICK) as telling:  # type: ignore[arg-type]
         meter = LaneMeter("late", "hook", ledger=LaneLedger.open(telling, "i", "late", "hook", ["s"]))
         shape = make_shape(retry=RetryLimits(1, 0.01, 0.02, hands_over=True), schedule=(1.0,))
-        gate = Gate(shape)
+        gate, dispatchers = Gate(shape), list[Dispatcher]()
 
         def make_dispatcher() -> Dispatcher:
-            return Dispatcher(shape, FakeSender(decide), producer, meter, gate)
+            dispatchers.append(Dispatcher(shape, FakeSender(decide), producer, meter, gate))
+            return dispatchers[-1]
 
         lane = Lane(broker, "late", "hook", ["s"], "earliest", meter, make_dispatcher, 0.01)  # type: ignore[arg-type]
         stopping = asyncio.Event()
         task = asyncio.create_task(lane.run(stopping, 5.0))
         try:
-            yield Desk(broker, telemetry)
+            yield Desk(broker, telemetry, dispatchers)
         finally:
             stopping.set()
             await task
@@ -106,6 +108,16 @@ async def test_what_went_elsewhere_is_told_as_that() -> None:
     async with run_lane(WRONG) as desk:
         await wait_until(lambda: desk.committed() == 29)
         assert (desk.told("retrying"), desk.told("delivered"), desk.told("dead")) == (set(), odds, evens)
+
+
+async def test_what_is_parked_is_told_as_that() -> None:
+    """Broken: the events of a paused destination count as missing."""
+    async with run_lane(count=0) as desk:
+        await wait_until(lambda: bool(desk.broker.consumers))
+        desk.dispatchers[0].park("operator")
+        desk.broker.stored[P0] += [event(number) for number in range(30)]
+        await wait_until(lambda: desk.committed() == 29)
+        assert (desk.told("parked"), desk.told("delivered")) == (set(range(30)), set())
 
 
 async def test_only_the_sources_hold_minutes_open() -> None:
