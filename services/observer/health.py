@@ -11,7 +11,8 @@ from services.observer.ledger.row import Row
 from services.observer.ledger.table import Table
 
 State = Literal["healthy", "degraded", "unstable"]
-_ORDER: tuple[State, ...] = ("healthy", "degraded", "unstable")
+STATES: tuple[State, ...] = ("healthy", "degraded", "unstable")
+"""The worst last."""
 WATCHED_MINUTES = 15
 """Loss in a final minute makes a pipe unstable for so long after the minute's end."""
 BEHIND_MS = 30_000
@@ -34,7 +35,7 @@ def judge(
     """
     found = [*_lossy(table, pipe, now, threshold), *_steps(table, pipe, now), *more]
     window = planned.covers(pipe, now, now + 1)
-    state = _ORDER[max((_ORDER.index(state) for state, _ in found), default=0)]
+    state = STATES[max((STATES.index(state) for state, _ in found), default=0)]
     if window is not None and state == "unstable":
         state = "degraded"
     return Health(state, tuple(reason for _, reason in found), window.kind if window is not None else None)

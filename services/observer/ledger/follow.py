@@ -59,7 +59,8 @@ class Follower:
         self.catching_up = True
         self.problem: str | None = None
         """Why the topic cannot be read now, for a person."""
-        self._admin, self._producer, self._on_final, self._now_ms = admin, producer, on_final, now_ms
+        self._admin, self._producer, self._on_final = admin, producer, on_final
+        self.now_ms = now_ms
         self._next: int | None = None
         self._ticked_at = self._recovered_at = self._kept_at = 0.0
 
@@ -87,14 +88,14 @@ class Follower:
 
     async def announce(self, window: Window) -> None:
         """Durable when this returns. Raises TooMany, BrokerError kinds (it may hold until a restart then)."""
-        self.planned.announce(window, self._now_ms())
+        self.planned.announce(window, self.now_ms())
         await self.keep()
 
     async def keep(self) -> None:
         """Append a snapshot. Raises BrokerError kinds."""
         self._kept_at = time.monotonic()
         data = dump(self.table, self.planned, self._next or 0)
-        name = f"{self._now_ms()}-{id(self):x}"
+        name = f"{self.now_ms()}-{id(self):x}"
         for record in cut(data, name):
             (await self._producer.send_to(SNAPSHOTS, {0: [record]})).raise_first()
 
@@ -113,7 +114,7 @@ class Follower:
         self._kept_at = time.monotonic()
 
     async def _an_hour_back(self) -> int:
-        now = datetime.fromtimestamp(self._now_ms() / 1000, UTC)
+        now = datetime.fromtimestamp(self.now_ms() / 1000, UTC)
         return (await self._admin.offsets_at(TELEMETRY, now - _LAGS_BACK))[0]
 
     async def _turn(self) -> bool:
@@ -159,12 +160,14 @@ class Follower:
         if now - self._ticked_at < TURN_S:
             return
         self._ticked_at = now
-        final = self.table.tick(self._now_ms())
+        final = self.table.tick(self.now_ms())
         if final:
             self._on_final(final)
+        if any(row.missing for row in final):
+            await self.keep()  # so that a restart does not raise the same alarm
         if now - self._recovered_at >= RECOVER_EVERY_S:
             self._recovered_at = now
-            async for report in recover(self.table, self._admin, self._now_ms()):
+            async for report in recover(self.table, self._admin, self.now_ms()):
                 await self._speak(report)
         if now - self._kept_at >= SNAPSHOT_EVERY_S:
             await self.keep()
@@ -175,5 +178,5 @@ class Follower:
             log.error("report_too_large", bytes=len(value))
             return
         key = f"observer/{report.pipe}/{report.instance}".encode()
-        (await self._producer.send_to(TELEMETRY, {0: [Record(key, value, self._now_ms())]})).raise_first()
+        (await self._producer.send_to(TELEMETRY, {0: [Record(key, value, self.now_ms())]})).raise_first()
         self.table.apply(report)
