@@ -33,41 +33,46 @@ class Accumulator:
     """
 
     def __init__(self, node: Node, pipe: str) -> None:
-        self._waiting: dict[Outcome, list[bytes]] = {}
+        self._waiting: dict[Outcome, list[list[bytes]]] = {}
+        self._count = 0
         self._sets = Sets()
         self._missing = metrics.LEDGER_OUTSIDE.labels(node, pipe, "no_origin")
         self._malformed = metrics.LEDGER_OUTSIDE.labels(node, pipe, "bad_origin")
 
     def add(self, outcome: Outcome, records: Sequence[Record]) -> None:
         """These records were settled so."""
-        waiting = self._waiting.get(outcome)
-        if waiting is None:
-            waiting = self._waiting[outcome] = []
-        before = len(waiting)
+        found: list[bytes] = []
         with suppress(IndexError):
-            waiting += [value for name, value in [record.headers[_PLACE] for record in records] if name == ORIGIN]
-        if len(waiting) - before < len(records):
-            del waiting[before:]
-            self._search(waiting, records)
-        if len(waiting) > _FOLD_AT:
-            self._fold(outcome)
-
-    def _search(self, waiting: list[bytes], records: Sequence[Record]) -> None:
-        found = [origin for record in records if (origin := record.header(ORIGIN)) is not None]
-        self._missing.inc(len(records) - len(found))
-        waiting += found
+            found = [value for name, value in [record.headers[_PLACE] for record in records] if name == ORIGIN]
+        if len(found) < len(records):
+            found = [origin for record in records if (origin := record.header(ORIGIN)) is not None]
+            self._missing.inc(len(records) - len(found))
+        if found:
+            self._waiting.setdefault(outcome, []).append(found)
+            self._count += len(found)
+        if self._count > _FOLD_AT:
+            self._fold_all()
 
     def drain(self) -> Sets:
         """Everything since the last call."""
-        for outcome in self._waiting:
-            self._fold(outcome)
+        self._fold_all()
         sets, self._sets = self._sets, Sets()
         return sets
 
+    def _fold_all(self) -> None:
+        for outcome in self._waiting:
+            self._fold(outcome)
+        self._count = 0
+
     def _fold(self, outcome: Outcome) -> None:
+        """Batches that begin alike together: partitions alternate from batch to batch, seldom within one."""
         waiting = self._waiting[outcome]
-        if waiting and not self._fold_uniform(outcome, waiting):
-            self._fold_each(outcome, waiting)
+        alike: dict[bytes, list[bytes]] = {}
+        for batch in waiting:
+            alike.setdefault(batch[0].rpartition(b":")[0], []).extend(batch)
+        for origins in alike.values():
+            if not self._fold_uniform(outcome, origins):
+                self._fold_each(outcome, origins)
         waiting.clear()
 
     def _fold_uniform(self, outcome: Outcome, origins: list[bytes]) -> bool:

@@ -61,13 +61,13 @@ async def run_lane(answer: Outcome = None, *, count: int = 30, blocked: bool = F
         if answer is None:
             return None
         numbers = [int(one[1:]) for one in delivery.ids]
-        return {index: answer for index, number in enumerate(numbers) if number % 2 == 0}  # type: ignore[misc]
+        return {index: answer for index, number in enumerate(numbers) if number % 2 == 0}
 
     broker, telemetry = FakeBroker({"s": 1, "late.dead": 1, "late.parked": 1, RETRY_IN: 1}), MemoryDriver()
     telemetry.create(TELEMETRY, 1)
     telemetry.errors += [UnknownTopic(TELEMETRY)] * (10_000 * blocked)
     broker.stored[P0] += [event(number) for number in range(count)]
-    async with Producer(broker.driver, policy=QUICK) as producer, Producer(telemetry, policy=QUICK) as telling:  # type: ignore[arg-type]
+    async with Producer(broker.driver, policy=QUICK) as producer, Producer(telemetry, policy=QUICK) as telling:
         meter = LaneMeter("late", "hook", ledger=LaneLedger.open(telling, "i", "late", "hook", ["s"]))
         shape = make_shape(retry=RetryLimits(1, 0.01, 0.02, hands_over=True), schedule=(1.0,))
         gate, dispatchers = Gate(shape), list[Dispatcher]()
