@@ -27,7 +27,8 @@ class Numbering(NamedTuple):
         """The packed origin of a row. A task's rows beyond the room for them go to another partition of the incarnation."""
         row = f.monotonically_increasing_id().bitwiseAND((1 << 33) - 1)
         partition = f.spark_partition_id() + f.shiftright(row, _ROWS.bit_length() - 1) * _TASKS
-        return f.concat_ws(":", f.lit(self.incarnation), partition, f.lit(self.first) + row.bitwiseAND(_ROWS - 1))
+        number = f.lit(self.first) + row.bitwiseAND(_ROWS - 1)
+        return f.concat_ws(":", f.lit(self.incarnation), partition.cast("string"), number.cast("string"))
 
 
 def number_batch(query_id: str, batch: int, at_ms: int) -> Numbering:

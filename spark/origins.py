@@ -33,7 +33,7 @@ def gather(condition: Column | None = None, *, timed: bool = False) -> Column:
     """An aggregate over records: the origins of those for which the condition holds. timed: each with its time in ms."""
     origin = header(ORIGIN).cast("string")
     if timed:
-        origin = f.concat(origin, f.lit(":"), f.unix_millis(f.col("timestamp")))
+        origin = f.concat(origin, f.lit(":"), f.unix_millis(f.col("timestamp")).cast("string"))
     return f.array_join(f.collect_list(origin if condition is None else f.when(condition, origin)), " ")
 
 
