@@ -50,7 +50,8 @@ def test_sets_add_up(river: River) -> None:
 
 def test_batch_that_could_not_be_told_comes_again(river: River, monkeypatch: pytest.MonkeyPatch) -> None:
     """If this fails, a crash between output and report, or between report and checkpoint, loses a report or a batch."""
-    tell, failed = PipeReporter.tell, []
+    tell = PipeReporter.tell
+    failed: list[BatchReport] = []
 
     def fail_twice(reporter: PipeReporter, done: BatchReport) -> None:
         if len(failed) == 1:
@@ -116,7 +117,8 @@ def test_new_events_have_origins(river: River) -> None:
 
 def test_aggregate_tells_what_it_read(river: River, monkeypatch: pytest.MonkeyPatch) -> None:
     """If this fails, what a transform over several events took in counts as lost, after a crash at the latest."""
-    tell, failed = PipeReporter.tell, []
+    tell = PipeReporter.tell
+    failed: list[BatchReport] = []
 
     def fail_once(reporter: PipeReporter, done: BatchReport) -> None:
         if done.read and not failed:
