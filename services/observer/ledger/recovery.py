@@ -12,7 +12,7 @@ from services.core.broker.contract import Admin
 from services.core.broker.record import Record
 from services.core.event import ORIGIN, Origin, read_arrival
 from services.core.ledger.minute import MINUTE_MS, minute_of
-from services.core.ledger.report import OriginSet, Reach, Report, pack_numbers
+from services.core.ledger.report import OriginSet, Report, pack_numbers
 from services.observer.ledger.flow import Step
 from services.observer.ledger.origins import Run
 from services.observer.ledger.presence import SILENT_AFTER_MS
@@ -58,15 +58,14 @@ async def _speak_for(
     for partition in sorted(await admin.describe(stream)) if incarnations else ():
         starts = [table.reaches.start(stream, Run(one, partition), at_ms) for one in incarnations]
         start = None if None in starts else min(one for one in starts if one is not None)
-        gathered = _Gathered(partition, incarnations)
+        gathered = _Gathered(incarnations)
         async for batch in scan(admin, stream, partition, start, None):
             for record in batch.records:
                 gathered.take(record)
-            gathered.offset = batch.offsets[-1]
             if gathered.count >= _REPORT_NUMBERS:
                 yield _say(stream, instance, at_ms, gathered)
                 found += gathered.count
-                gathered = _Gathered(partition, incarnations)
+                gathered = _Gathered(incarnations)
         yield _say(stream, instance, at_ms, gathered)
         found += gathered.count
     log.info("ingest_recovered", stream=stream, instance=instance, events=found)
@@ -74,19 +73,17 @@ async def _speak_for(
 
 
 def _say(stream: str, instance: str, at_ms: int, gathered: "_Gathered") -> Report:
-    return Report(
-        node="ingest", instance=instance, pipe=stream, at_ms=at_ms, sets=gathered.sets(), reaches=gathered.reaches()
-    )
+    """Without reaches: those say what existed at the report's time, and this was read later."""
+    return Report(node="ingest", instance=instance, pipe=stream, at_ms=at_ms, sets=gathered.sets())
 
 
 class _Gathered:
-    """Origins of some incarnations in one partition of the stream."""
+    """Origins of some incarnations."""
 
-    def __init__(self, partition: int, incarnations: Collection[str]) -> None:
-        self._partition, self._incarnations = partition, incarnations
+    def __init__(self, incarnations: Collection[str]) -> None:
+        self._incarnations = incarnations
         self._numbers: dict[tuple[str, int, int], BitMap] = {}
         self.count = 0
-        self.offset: int | None = None
 
     def take(self, record: Record) -> None:
         raw, arrival = record.header(ORIGIN), read_arrival(record)
@@ -107,8 +104,3 @@ class _Gathered:
             OriginSet("accepted", incarnation, partition, minute, pack_numbers(numbers))
             for (incarnation, partition, minute), numbers in self._numbers.items()
         )
-
-    def reaches(self) -> tuple[Reach, ...]:
-        if self.offset is None:
-            return ()
-        return tuple(Reach(incarnation, self._partition, self.offset) for incarnation in sorted(self._incarnations))

@@ -75,6 +75,9 @@ async def test_what_a_killed_ingest_did_not_tell_is_read_from_the_stream(broker:
     assert table.row("late", MINUTE, LATER_MS).accepted == 10
     assert table.row("late", MINUTE + 1, LATER_MS).accepted == 4
     assert await recovered(table, broker) == [], "once is enough"
+    assert table.reaches.before("flights", 0, MINUTE + 1) == 6, (
+        "what was read later did not exist at that time for sure"
+    )
     alive = Report(node="ingest", instance="one", pipe="flights", at_ms=LATER_MS)
     table.apply(alive)
     assert table.presence.is_alive(Step("ingest", "flights"), LATER_MS), "one that was only slow may speak again"
