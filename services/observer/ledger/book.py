@@ -35,6 +35,7 @@ class Book:
         self._touched = Origins()
         self.heard: dict[str, int] = {}
         """When each incarnation was last named, in ms."""
+        self.first_heard: dict[str, int] = {}
 
     def apply(self, report: Report) -> None:
         """Unite with what this report says. Sets that are no bitmaps are passed over and logged."""
@@ -47,6 +48,7 @@ class Book:
                 continue
             run = Run(told.incarnation, told.partition)
             self.heard[run.incarnation] = max(self.heard.get(run.incarnation, 0), report.at_ms)
+            self.first_heard[run.incarnation] = min(self.first_heard.get(run.incarnation, report.at_ms), report.at_ms)
             if (floor := self.floors.get(run)) is not None and numbers and numbers.min() < floor:
                 kept = numbers & self.kept.numbers(run)
                 numbers.remove_range(0, floor)
@@ -93,6 +95,18 @@ class Book:
                 if run.incarnation not in known and step.node != "ingest":
                     found.setdefault(run.incarnation, set()).add(step)
         return found
+
+    def has_unaccepted(self, incarnation: str) -> bool:
+        """Whether steps name origins of it that nobody accepted."""
+        accepted, named = Origins(), Origins()
+        for origins in (origins for places in self.held.values() for origins in places.values()):
+            for run, numbers in origins.runs():
+                accepted.add(run, numbers)
+        for (step, _), origins in self.all_told.items():
+            for run, numbers in origins.runs():
+                if run.incarnation == incarnation and step.node != "ingest":
+                    named.add(run, numbers)
+        return bool(named - accepted)
 
     def fold(self, minute: int, settled: Origins) -> None:
         """Forget these origins of the minute: they are counted elsewhere. What is left of it is kept until the next fold."""
@@ -147,6 +161,7 @@ class Book:
         """Drop what is known of an incarnation that has no minutes left and will not speak again."""
         self.floors = {run: floor for run, floor in self.floors.items() if run.incarnation != incarnation}
         self.heard.pop(incarnation, None)
+        self.first_heard.pop(incarnation, None)
         for origins in (self.kept, self.gone, *self.all_told.values()):
             origins.forget(incarnation)
 

@@ -1,10 +1,12 @@
 """What an ingest that died could not say any more, read from its stream and said in its name.
 
-The reports are appended to the telemetry topic like any other: a restart of the observer finds them there.
+The reports are appended to the telemetry topic like any other: a restart of the observer finds them there. They have no
+reaches: those say what existed at a report's time, and this was read later.
 """
 
 from collections.abc import AsyncIterator, Collection
 
+import msgspec
 import structlog
 from pyroaring import BitMap
 
@@ -23,58 +25,68 @@ log = structlog.get_logger()
 
 _REPORT_NUMBERS = 100_000
 """So many origins are put into one report: scattered ones take two bytes each."""
+NEAR_MS = 10 * MINUTE_MS
 STRANGER = "stranger-"
 """Begins the instance's name in reports about incarnations that never reported."""
 
 
 async def recover(table: Table, admin: Admin, now: int) -> AsyncIterator[Report]:
-    """The reports that are missing, by instance; the last of each says goodbye for it. Append each before the next is asked for.
+    """The reports that are missing, by instance; the last of each says goodbye for it.
 
-    Raises BrokerError kinds; call again then. Reads from the last report's reach, or from the last offset that is known to be
-    older; a whole partition only when nothing of it was ever told.
+    Append each and apply it to the table before the next is asked for. Raises BrokerError kinds; call again then. Reads from
+    the last report's reach, or from the last offset that is known to be older; a whole partition only when none is.
     """
     for stream in sorted({source for pipe in table.flow.pipes.values() for source in pipe.sources}):
-        step = Step("ingest", stream)
-        for instance, word in table.presence.fallen_silent(step, now).items():
+        for instance, word in table.presence.fallen_silent(Step("ingest", stream), now).items():
+            told = Report(node="ingest", instance=instance, pipe=stream, at_ms=word.at_ms)
             runs = table.reaches.runs.get((stream, instance), set())
-            async for report in _speak_for(table, admin, stream, instance, word.at_ms, runs):
+            async for report in _read_out(table, admin, told, word.at_ms, runs):
                 yield report
+            yield msgspec.structs.replace(told, closed=True)
     for incarnation, steps in table.book.strangers().items():
-        since = table.book.heard[incarnation]
-        if now - since < SILENT_AFTER_MS:
-            continue
-        for stream in sorted({source for step in steps for source in table.flow.pipes[step.pipe].sources}):
-            instance = f"{STRANGER}{incarnation}"
-            if instance in table.presence.words().get(Step("ingest", stream), {}):
-                continue  # looked for already
-            async for report in _speak_for(table, admin, stream, instance, since - MINUTE_MS, {incarnation}):
+        if now - table.book.first_heard[incarnation] >= SILENT_AFTER_MS:
+            streams = sorted({source for step in steps for source in table.flow.pipes[step.pipe].sources})
+            async for report in _find_stranger(table, admin, incarnation, streams):
                 yield report
 
 
-async def _speak_for(
-    table: Table, admin: Admin, stream: str, instance: str, at_ms: int, incarnations: Collection[str]
+async def _find_stranger(table: Table, admin: Admin, incarnation: str, streams: list[str]) -> AsyncIterator[Report]:
+    """Near the time at which it was first named; in all that is stored when it is not there: a step may have been behind."""
+    first = table.book.first_heard[incarnation]
+    heads = [
+        Report(node="ingest", instance=f"{STRANGER}{incarnation}", pipe=stream, at_ms=first)
+        for stream in streams
+        if f"{STRANGER}{incarnation}" not in table.presence.words().get(Step("ingest", stream), {})
+    ]
+    for since in (first - NEAR_MS, 0):
+        if table.book.has_unaccepted(incarnation):
+            for told in heads:
+                async for report in _read_out(table, admin, told, since, {incarnation}):
+                    yield report
+    for told in heads:
+        yield msgspec.structs.replace(told, closed=True)
+
+
+async def _read_out(
+    table: Table, admin: Admin, told: Report, since: int, incarnations: Collection[str]
 ) -> AsyncIterator[Report]:
+    """What these incarnations put into the stream of `told` since that time, as reports like it. Nothing for none."""
     found = 0
-    for partition in sorted(await admin.describe(stream)) if incarnations else ():
-        starts = [table.reaches.start(stream, Run(one, partition), at_ms) for one in incarnations]
+    for partition in sorted(await admin.describe(told.pipe)) if incarnations else ():
+        starts = [table.reaches.start(told.pipe, Run(one, partition), since) for one in incarnations]
         start = None if None in starts else min(one for one in starts if one is not None)
         gathered = _Gathered(incarnations)
-        async for batch in scan(admin, stream, partition, start, None):
+        async for batch in scan(admin, told.pipe, partition, start, None):
             for record in batch.records:
                 gathered.take(record)
             if gathered.count >= _REPORT_NUMBERS:
-                yield _say(stream, instance, at_ms, gathered)
+                yield msgspec.structs.replace(told, sets=gathered.sets())
                 found += gathered.count
                 gathered = _Gathered(incarnations)
-        yield _say(stream, instance, at_ms, gathered)
+        if gathered.count:
+            yield msgspec.structs.replace(told, sets=gathered.sets())
         found += gathered.count
-    log.info("ingest_recovered", stream=stream, instance=instance, events=found)
-    yield Report(node="ingest", instance=instance, pipe=stream, at_ms=at_ms, closed=True)
-
-
-def _say(stream: str, instance: str, at_ms: int, gathered: "_Gathered") -> Report:
-    """Without reaches: those say what existed at the report's time, and this was read later."""
-    return Report(node="ingest", instance=instance, pipe=stream, at_ms=at_ms, sets=gathered.sets())
+    log.info("ingest_recovered", stream=told.pipe, instance=told.instance, events=found)
 
 
 class _Gathered:

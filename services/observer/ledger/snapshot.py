@@ -44,6 +44,7 @@ class State(msgspec.Struct, array_like=True):
     kept: Packed
     folded: list[int]
     heard: dict[str, int]
+    first_heard: dict[str, int]
     final: list[tuple[str, int, int]]
     base: list[Row]
     words: list[tuple[Node, str, str | None, dict[str, Word]]]
@@ -66,6 +67,7 @@ def dump(table: Table, planned: Planned, offset: int) -> bytes:
         _pack(book.kept),
         sorted(book.folded),
         book.heard,
+        book.first_heard,
         [(*key, missing) for key, missing in table.final.items()],
         list(table.base.values()),
         [(*step, words) for step, words in table.presence.words().items()],
@@ -90,7 +92,7 @@ def restore(data: bytes, table: Table) -> tuple[Planned, int]:
     for minute, node, name, packed in state.accepted:
         book.held.setdefault(minute, {})[node, name] = _unpack(packed)
     book.all_told = {(Step(n, p, d), outcome): _unpack(packed) for n, p, d, outcome, packed in state.told}
-    book.heard, book.folded = state.heard, set(state.folded)
+    book.heard, book.first_heard, book.folded = state.heard, state.first_heard, set(state.folded)
     book.floors = {Run(incarnation, partition): floor for incarnation, partition, floor in state.floors}
     book.gone, book.kept = _unpack(state.gone), _unpack(state.kept)
     table.final = {(pipe, minute): missing for pipe, minute, missing in state.final}

@@ -95,6 +95,19 @@ async def test_an_incarnation_that_never_reported_is_found(broker: Broker) -> No
     assert await recovered(table, broker) == []
 
 
+async def test_a_stranger_is_found_although_it_was_named_long_after(broker: Broker) -> None:
+    """Broken: expel was down when ingest died; what it delivers later was never accepted."""
+    hour = 3_600_000
+    await store(broker, "flights", range(5), incarnation="b")
+    table = Table(PLAIN)
+    for at_ms, offset in ((START_MS, 4), (START_MS + hour, 9), (START_MS + 2 * hour, 14)):
+        table.apply(reach("flights", {0: offset, 1: offset}, at_ms=at_ms))
+    table.apply(Report(node="ingest", instance="one", pipe="flights", at_ms=START_MS + 2 * hour, closed=True))
+    table.apply(tell("transform", "late", "passed", range(3), incarnation="b", at_ms=START_MS + 2 * hour))
+    await recovered(table, broker, START_MS + 2 * hour + MINUTE_MS)
+    assert table.row("late", MINUTE, LATER_MS).accepted == 5
+
+
 async def test_missing_events_are_named_with_where_they_were_last_seen(broker: Broker) -> None:
     """Broken: somebody who sees a loss cannot look at what was lost."""
     await store(broker, "flights", range(20))
