@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 from zlib import crc32
 
 import aiohttp
@@ -48,8 +48,9 @@ def hook(name: str, /, url: object, **options: object) -> dict[str, object]:
 
 @dataclass
 class Expel:
-    """The process and its surroundings."""
+    """The process and its surroundings. module: what is run."""
 
+    module: ClassVar[str] = "services.expel"
     folder: Path
     broker: Broker
     url: str
@@ -85,7 +86,7 @@ class Expel:
         ]
         with (self.folder / f"{self.name}.log").open("ab") as log:
             self.process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "services.expel", *arguments, stderr=log, env={**os.environ, **self.environ}
+                sys.executable, "-m", self.module, *arguments, stderr=log, env={**os.environ, **self.environ}
             )
         if wait_ready:
             await self.wait_ready()
