@@ -7,6 +7,7 @@ import pytest
 import uvloop
 from blockbuster import blockbuster_ctx
 
+from services.core.aws_emulator import CREDENTIALS, AwsEmulator
 from services.core.jvm.kafka_server import KafkaCluster
 from tests.support.fault_table import pytest_terminal_summary as pytest_terminal_summary
 
@@ -20,11 +21,13 @@ def pytest_asyncio_loop_factories() -> Mapping[str, Callable[[], asyncio.Abstrac
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Under `pytest -n`, give all Kafka tests to one worker (one cluster is enough) and all Spark tests to one."""
+    """Under `pytest -n`, give all Kafka tests to one worker (one cluster is enough), all Kinesis tests and all Spark tests to one."""
     for item in items:
         if "kafka_cluster" in getattr(item, "fixturenames", ()):
             item.add_marker("kafka")
-        for group in ("kafka", "spark"):
+        if "kinesis_emulator" in getattr(item, "fixturenames", ()):
+            item.add_marker("kinesis")
+        for group in ("kafka", "kinesis", "spark"):
             if item.get_closest_marker(group) is not None:
                 item.add_marker(pytest.mark.xdist_group(group))
                 break
@@ -51,6 +54,18 @@ def kafka_cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempP
         yield cluster
     finally:
         cluster.stop(grace_s=0)
+
+
+@pytest.fixture(scope="session")
+def kinesis_emulator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AwsEmulator]:
+    """Kinesis and DynamoDB in memory, started once a session, with credentials for them in the environment.
+
+    Streams and groups need names of their own. Without Node or the emulator the test fails.
+    """
+    with pytest.MonkeyPatch.context() as environment, AwsEmulator(tmp_path_factory.mktemp("aws")) as emulator:
+        for name, value in CREDENTIALS.items():
+            environment.setenv(name, value)
+        yield emulator
 
 
 @pytest.fixture(autouse=True)
