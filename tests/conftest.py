@@ -10,6 +10,7 @@ from blockbuster import blockbuster_ctx
 from services.core.aws_emulator import CREDENTIALS, AwsEmulator
 from services.core.jvm.kafka_server import KafkaCluster
 from tests.support.fault_table import pytest_terminal_summary as pytest_terminal_summary
+from tests.support.kinesis_limits import KinesisLimits
 
 _CLUSTER = pytest.StashKey[KafkaCluster]()
 
@@ -21,11 +22,11 @@ def pytest_asyncio_loop_factories() -> Mapping[str, Callable[[], asyncio.Abstrac
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Under `pytest -n`, give all Kafka tests to one worker (one cluster is enough), all Kinesis tests and all Spark tests to one."""
+    """Under `pytest -n`, give all Kafka tests to one worker (one cluster is enough), and so Kinesis and Spark."""
     for item in items:
         if "kafka_cluster" in getattr(item, "fixturenames", ()):
             item.add_marker("kafka")
-        if "kinesis_emulator" in getattr(item, "fixturenames", ()):
+        if {"kinesis_emulator", "kinesis_limits"} & set(getattr(item, "fixturenames", ())):
             item.add_marker("kinesis")
         for group in ("kafka", "kinesis", "spark"):
             if item.get_closest_marker(group) is not None:
@@ -66,6 +67,14 @@ def kinesis_emulator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AwsEm
         for name, value in CREDENTIALS.items():
             environment.setenv(name, value)
         yield emulator
+
+
+@pytest.fixture(scope="session")
+def kinesis_limits(kinesis_emulator: AwsEmulator) -> Iterator[KinesisLimits]:
+    """The emulator's Kinesis behind the service's limits, served by a thread of its own. A test resets its `faults`."""
+    limits = KinesisLimits(kinesis_emulator.endpoint)
+    with limits.serve_in_thread():
+        yield limits
 
 
 @pytest.fixture(autouse=True)

@@ -12,8 +12,8 @@ from aiobotocore.config import AioConfig
 from aiobotocore.session import AioSession
 
 from services.core.broker.errors import Unavailable
-from services.core.broker.kinesis.address import Address
 from services.core.broker.kinesis.faults import bounded
+from services.core.broker.kinesis_url import Address
 
 _CONNECTIONS = 50
 _PREPARE_SECONDS = 60.0
