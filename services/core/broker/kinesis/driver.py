@@ -8,7 +8,7 @@ from services.core.broker.contract import Appended
 from services.core.broker.errors import BrokerClosed, BrokerError, OutcomeUnknown, Throttled, Unavailable
 from services.core.broker.kinesis.frames import Entry, make_entries
 from services.core.broker.kinesis.offsets import offset_of
-from services.core.broker.kinesis.pace import Pace
+from services.core.broker.kinesis.pace import MeteredPace
 from services.core.broker.kinesis.put_lane import Parcel, PutLane
 from services.core.broker.kinesis.slots import hash_key_of, shard_of
 from services.core.broker.kinesis.streams import Streams, Topology
@@ -26,7 +26,7 @@ class KinesisDriver:
     def __init__(self, kinesis: Any, streams: Streams, timing: Timing) -> None:
         self._kinesis, self._streams, self._timing = kinesis, streams, timing
         self._lanes: dict[str, PutLane] = {}
-        self._paces: dict[tuple[str, int], Pace] = {}
+        self._paces: dict[tuple[str, str], MeteredPace] = {}
         self._closed = False
 
     async def partition_count(self, topic: str) -> int:
@@ -62,13 +62,8 @@ class KinesisDriver:
         """Store one entry when its shard's turn has come; its sequence number."""
         topic, partition, hash_key, topology = place
         shard = shard_of(hash_key, topology.shards)
-        pace = self._pace(topic, -1 if shard is None else shard.number)
-        patience = deadline - asyncio.get_running_loop().time()
-        wait = pace.reserve(len(entry.data), patience)
-        if wait > patience:
-            raise Throttled(f"{topic}[{partition}]: its shard has no room for {wait:.1f} s", retry_after=wait)
-        if wait > 0:
-            await asyncio.sleep(wait)
+        pace = self._pace(topic, "none" if shard is None else str(shard.number))
+        await pace.turn(len(entry.data), deadline - asyncio.get_running_loop().time())
         parcel = Parcel(entry.data, str(partition), str(hash_key))
         self._lane(topic).add(parcel)
         try:
@@ -85,10 +80,10 @@ class KinesisDriver:
             lane = self._lanes[topic] = PutLane(self._kinesis, topic)
         return lane
 
-    def _pace(self, topic: str, shard: int) -> Pace:
+    def _pace(self, topic: str, shard: str) -> MeteredPace:
         pace = self._paces.get((topic, shard))
         if pace is None:
-            pace = self._paces[topic, shard] = Pace()
+            pace = self._paces[topic, shard] = MeteredPace(topic, shard)
         return pace
 
     async def close(self) -> None:

@@ -5,8 +5,12 @@ second. Several processes write to one shard and none sees the others, so each f
 a part of it away at once, and time gives it back evenly (additive increase, multiplicative decrease).
 """
 
+import asyncio
 import time
 from collections.abc import Callable
+
+from services.core import metrics
+from services.core.broker.errors import Throttled
 
 BYTES_PER_SECOND = 1_000_000
 ENTRIES_PER_SECOND = 1_000
@@ -56,3 +60,28 @@ class Pace:
         passed, self._at = now - self._at, now
         self._spare = min(1.0, self._spare + passed * self.share)
         self.share = min(1.0, self.share + passed * _RECOVERY)
+
+
+class MeteredPace:
+    """A shard's pace, its waits and throttles on /metrics."""
+
+    def __init__(self, topic: str, shard: str) -> None:
+        self._pace = Pace()
+        self._throttles = metrics.BROKER_THROTTLES.labels(topic, shard)
+        self._waits = metrics.BROKER_PACE_WAIT.labels(topic, shard)
+        metrics.BROKER_CAPACITY_USED.labels(topic, shard).set_function(self._pace.used)
+        metrics.BROKER_PACE.labels(topic, shard).set_function(lambda: self._pace.share)
+
+    async def turn(self, size: int, patience: float) -> None:
+        """Wait until an entry of so many bytes may leave. Raises Throttled at once when that takes above `patience`."""
+        wait = self._pace.reserve(size, patience)
+        if wait > patience:
+            raise Throttled(f"the shard has no room for {wait:.1f} s", retry_after=wait)
+        if wait > 0:
+            self._waits.inc(wait)
+            await asyncio.sleep(wait)
+
+    def throttle(self) -> None:
+        """The service refused an entry for this shard."""
+        self._throttles.inc()
+        self._pace.throttle()
