@@ -56,4 +56,4 @@ class KinesisHarness:
     async def expire(self, topic: str, partition: int, before: int) -> None:
         """The proxy hides what retention would take: whole entries, as Kinesis does."""
         sequence, sub = split_offset(before)
-        self._limits.cut(topic, shard_id(partition), sequence if sub == 0 else str(int(sequence) + 1))
+        self._limits.cut(topic, shard_id(partition), sequence, too=sub > 0)

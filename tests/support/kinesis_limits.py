@@ -82,15 +82,15 @@ class KinesisLimits:
         self._shards: dict[tuple[str, str], _Shard] = {}
         self._ranges: dict[str, tuple[float, list[dict[str, Any]]]] = {}
         self._iterators: dict[str, tuple[str, str]] = {}
-        self._floors: dict[tuple[str, str], str] = {}
+        self._floors: dict[tuple[str, str], tuple[str, str]] = {}
         self._session: ClientSession | None = None
         self.faults = Faults()
         self.counts: Counter[str] = Counter()
         self.endpoint = ""
 
-    def cut(self, stream: str, shard: str, before: str) -> None:
-        """Forget what lies before this sequence number, as retention would."""
-        self._floors[stream, shard] = before
+    def cut(self, stream: str, shard: str, sequence: str, *, too: bool) -> None:
+        """Forget what lies before the entry of this sequence number, as retention would; `too`: and that entry."""
+        self._floors[stream, shard] = ("AFTER_SEQUENCE_NUMBER" if too else "AT_SEQUENCE_NUMBER", sequence)
 
     @contextmanager
     def serve_in_thread(self) -> "Iterator[KinesisLimits]":
@@ -203,9 +203,11 @@ class KinesisLimits:
         stream, shard = asked["StreamName"], asked["ShardId"]
         floor = self._floors.get((stream, shard))
         if floor is not None and _is_below(asked, floor):
-            asked = {"StreamName": stream, "ShardId": shard, "ShardIteratorType": "AT_SEQUENCE_NUMBER"}
-            asked["StartingSequenceNumber"] = floor
+            asked = {"StreamName": stream, "ShardId": shard, "ShardIteratorType": floor[0]}
+            asked["StartingSequenceNumber"] = floor[1]
         status, said = await self._pass("GetShardIterator", asked, request)
+        if "Unable to find record" in said.get("message", ""):  # the emulator's word for what the service calls invalid
+            return 400, {"__type": "InvalidArgumentException", "message": said["message"]}
         if status == 200:
             self._iterators[said["ShardIterator"]] = (stream, shard)
         return status, said
@@ -239,10 +241,10 @@ class KinesisLimits:
         return known[1]
 
 
-def _is_below(asked: dict[str, Any], floor: str) -> bool:
-    kind = asked["ShardIteratorType"]
+def _is_below(asked: dict[str, Any], floor: tuple[str, str]) -> bool:
+    kind, first = asked["ShardIteratorType"], int(floor[1]) + (floor[0] == "AFTER_SEQUENCE_NUMBER")
     if kind in ("AT_SEQUENCE_NUMBER", "AFTER_SEQUENCE_NUMBER"):
-        return int(asked["StartingSequenceNumber"]) < int(floor)
+        return int(asked["StartingSequenceNumber"]) < first
     return kind in ("TRIM_HORIZON", "AT_TIMESTAMP")
 
 
