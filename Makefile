@@ -32,7 +32,7 @@ test: setup check  ## every check and every test there is, real Kafka among them
 	@$(PY) -m pytest -n $(WORKERS) --dist loadgroup
 
 # On the embedded log it needs no jars; on Kafka it fetches them itself, once.
-demo: $(STAMP)  ## the fleet, end to end, on real events; ARGS="--broker kafka", ARGS=--json
+demo: $(STAMP)  ## the fleet, end to end, on real events; ARGS="--broker kafka", ARGS=--chaos, ARGS=--json
 	@$(PY) -m services.fleet demo $(ARGS)
 
 bench: setup  ## every figure beside its floor, on a real Kafka; ARGS=--json, ARGS="--only ingest"

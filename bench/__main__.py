@@ -13,7 +13,9 @@ import orjson
 
 from bench.delivery import delivery_figures
 from bench.figures import Figure, print_figures
+from bench.isolation import isolation_figures
 from bench.latency import kafka_lag, log_lag
+from bench.local_retries import local_retries
 from bench.main_path import ingest_figures
 from bench.memory import kafka_memory, log_memory
 from bench.setup import Setup, tell
@@ -22,12 +24,14 @@ from services.core.jvm.kafka_server import KafkaCluster
 GROUPS: dict[str, Callable[[Setup], list[Figure]]] = {
     "ingest": ingest_figures,
     "expel": delivery_figures,
+    "isolation": isolation_figures,
+    "local-retries": local_retries,
     "lag-kafka": kafka_lag,
     "lag-log": log_lag,
     "memory-log": log_memory,
     "memory-kafka": kafka_memory,
 }
-WITHOUT_KAFKA = {"lag-log", "memory-log"}
+WITHOUT_KAFKA = {"lag-log", "memory-log", "local-retries"}
 
 
 def main() -> None:

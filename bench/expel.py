@@ -24,7 +24,8 @@ from services.core.broker.log import LogBroker
 from services.core.broker.producer import Producer
 from services.core.broker.record import Record, TopicPartition
 from services.core.net_guard import NetPolicy, parse_networks
-from services.core.pipes import Batching, Destination, Pipe, Webhook
+from services.core.pauses import Pauses
+from services.core.pipes import CONTROL, Batching, Destination, Pipe, Webhook, parked_topic, retry_topic
 from services.core.signature import SigningKey
 from services.expel.app import calm_collector
 from services.expel.plan import LaneBuilder, LanePlan
@@ -59,6 +60,8 @@ def cpu() -> float:
 async def fill(broker: LogBroker, topic: str, events: int, payload: int) -> None:
     """Events as ingest stores them."""
     await broker.admin.create_topic(TopicSpec(topic, 4))
+    for ours in (retry_topic("bench"), parked_topic("bench"), CONTROL):
+        await broker.admin.create_topic(TopicSpec(ours, 1))
     value = b'{"carrier":"AA","delay":12,"pad":"' + b"x" * (payload - 36) + b'"}'
     now = int(time.time() * 1000)
     async with Producer(broker.driver) as producer:
@@ -134,7 +137,9 @@ async def run_expel(
     begun = cpu()
     async with AsyncExitStack() as stack:
         producer = await stack.enter_async_context(Producer(broker.driver))
-        lane = LaneBuilder(settings, broker, producer, stack, 1).build(
+        pauses = Pauses(broker.admin)
+        await pauses.refresh()
+        lane = LaneBuilder(settings, broker, producer, pauses, stack, 1).build(
             LanePlan("bench", pipe, pipe.destinations[0], keys)
         )
         task = asyncio.create_task(lane.run(stopping, 5.0))

@@ -9,7 +9,7 @@ from blockbuster import blockbuster_ctx
 
 from services.core.aws_emulator import CREDENTIALS, AwsEmulator
 from services.core.jvm.kafka_server import KafkaCluster
-from tests.support.fault_table import pytest_terminal_summary as pytest_terminal_summary
+from tests.support import fault_table, second_try
 from tests.support.kinesis_limits import KinesisLimits
 
 _CLUSTER = pytest.StashKey[KafkaCluster]()
@@ -24,6 +24,7 @@ def pytest_asyncio_loop_factories() -> Mapping[str, Callable[[], asyncio.Abstrac
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Under `pytest -n`, give all Kafka tests to one worker (one cluster is enough), and so Kinesis and Spark."""
     for item in items:
+        second_try.allow_second_try(item)
         if "kafka_cluster" in getattr(item, "fixturenames", ()):
             item.add_marker("kafka")
         if {"kinesis_emulator", "kinesis_limits"} & set(getattr(item, "fixturenames", ())):
@@ -32,6 +33,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             if item.get_closest_marker(group) is not None:
                 item.add_marker(pytest.mark.xdist_group(group))
                 break
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """What a person should see beside passed and failed."""
+    fault_table.pytest_terminal_summary(terminalreporter)
+    second_try.pytest_terminal_summary(terminalreporter)
 
 
 @pytest.fixture(scope="session", autouse=True)

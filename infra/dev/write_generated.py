@@ -17,10 +17,18 @@ from services.fleet.pipe_schema import pipe_schema
 from services.fleet.settings import OVERRULED, UpSettings
 from services.global_retrier.settings import RetrierSettings
 from services.ingest.settings import IngestSettings
+from services.observer.settings import ObserverSettings
 from spark.settings import TransformSettings
 
 ROOT = Path(__file__).parents[2]
-MODELS: tuple[type[Settings], ...] = (UpSettings, IngestSettings, TransformSettings, ExpelSettings, RetrierSettings)
+MODELS: tuple[type[Settings], ...] = (
+    UpSettings,
+    IngestSettings,
+    TransformSettings,
+    ExpelSettings,
+    RetrierSettings,
+    ObserverSettings,
+)
 
 _FILE_HEAD = """\
 # Every setting with its default and its variable; all of it is commented out. Copy it, change what you need, and start

@@ -67,6 +67,19 @@ EXPEL_TWINS = Counter(
     "Retried events that came back twice; the second is passed over.",
     ["pipe", "destination"],
 )
+EXPEL_PARKED = Counter(
+    "penstock_expel_events_parked",
+    "Events of a paused destination written to the pipe's parked topic, by reason: operator or 410.",
+    ["pipe", "destination", "reason"],
+)
+EXPEL_REPLAYED = Counter(
+    "penstock_expel_events_replayed", "Parked events taken again after a resume.", ["pipe", "destination"]
+)
+EXPEL_PAUSED = Gauge(
+    "penstock_expel_paused",
+    "1 while the destination is paused, by an operator or by its 410, and its events are parked.",
+    ["pipe", "destination"],
+)
 EXPEL_BREAKER = Gauge(
     "penstock_expel_breaker_state",
     "The destination's circuit breaker: 0 closed, 1 half-open (one request is a probe), 2 open (nothing is sent).",
@@ -75,12 +88,17 @@ EXPEL_BREAKER = Gauge(
 EXPEL_LANE_EVENTS = Gauge("penstock_expel_lane_events", "Events in flight to a destination.", ["pipe", "destination"])
 EXPEL_LANE_UP = Gauge(
     "penstock_expel_lane_up",
-    "1 while the lane delivers; 0 while it waits for the broker, or stopped: disabled by 410, a gap, damage.",
+    "1 while the lane delivers; 0 while it waits for the broker, or stopped: paused, a gap, damage.",
     ["pipe", "destination"],
 )
 
 RETRIER_TAKEN = Counter("penstock_retrier_events_taken", "Events read from retry-in or a delay topic.", ["topic"])
 RETRIER_MOVED = Counter("penstock_retrier_events_moved", "Events put into a delay topic to wait on.", ["topic"])
+RETRIER_ALREADY_MOVED = Counter(
+    "penstock_retrier_events_already_moved",
+    "Events that a process which died had written on, and that are not written twice, by the topic they were read in.",
+    ["topic"],
+)
 RETRIER_RELEASED = Counter(
     "penstock_retrier_events_released", "Events that were due, given back to expel by the pipe's retry topic.", ["pipe"]
 )
@@ -104,6 +122,15 @@ TRANSFORM_DEAD = Counter(
 )
 TRANSFORM_FAILURES = Counter("penstock_transform_query_failures", "Times the pipe's query ended by itself.", ["pipe"])
 TRANSFORM_UP = Gauge("penstock_transform_query_up", "1 while the pipe's query runs.", ["pipe"])
+
+OBSERVER_LETTERS = Counter("penstock_observer_letters_read", "Dead letters read, again after each start.", ["topic"])
+OBSERVER_PASSED_OVER = Counter(
+    "penstock_observer_letters_passed_over",
+    "Dead letters that count for no destination: no_destination (a transform gave up), unknown_destination, damaged.",
+    ["topic", "reason"],
+)
+OBSERVER_TOPIC_UP = Gauge("penstock_observer_topic_up", "1 while these dead letters can be read.", ["topic"])
+OBSERVER_REQUESTS = Counter("penstock_observer_requests", "Requests to the API, by status.", ["status"])
 
 FLEET_RESTARTS = Counter("penstock_fleet_restarts", "Processes that died and were started again.", ["service"])
 

@@ -288,6 +288,11 @@ def retry_topic(pipe: str) -> str:
     return f"{pipe}.retry"
 
 
+def parked_topic(pipe: str) -> str:
+    """Where the events of paused destinations of this pipe wait for ever; its lanes in expel write and read it."""
+    return f"{pipe}.parked"
+
+
 RESERVED = "penstock"
 """No pipe and no stream has this name: topics beginning with it are the fleet's own."""
 RETRY_IN = f"{RESERVED}.retry-in"
@@ -296,6 +301,8 @@ RETRIER_DEAD = f"{RESERVED}.dead"
 """Dead letters of the global retrier: what is no retry record, or whose pipe is gone."""
 AUDIT = f"{RESERVED}.audit"
 """What operators did with dead letters, for ever; one partition."""
+CONTROL = f"{RESERVED}.control"
+"""What is paused (`pauses`), for ever; one partition."""
 RETRIER_GROUP = f"{RESERVED}.retrier"
 """The global retriers' consumer group."""
 DELAYS_S = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536)
@@ -308,7 +315,7 @@ def delay_topic(seconds: int) -> str:
 
 
 def is_retried(destination: Destination) -> bool:
-    """Whether its events may go to the global retrier. Never where keys are in order: those wait in their stream."""
+    """Whether its events may be handed over to the global retrier. Never where keys are in order: those wait in their stream."""
     webhook = destination.webhook
     return webhook is not None and bool(webhook.schedule) and webhook.order != "key"
 

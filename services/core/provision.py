@@ -5,12 +5,12 @@ source and the longest of their retentions. `<pipe>.dead` has one partition and 
 more than that and than its longest schedule: Kafka counts from the event time, and a dead letter may be as old as its
 source keeps events and have been retried since.
 
-Pipes with webhooks have `<pipe>.retry`; and when any destination has a schedule, the global retrier has its topics. What
-waits there outlives a retrier that is down by `RETRY_RETENTION_S`. Each of these has one partition: on Kinesis a partition
-costs money, elsewhere files, and it takes far more than the retries of a destination, which come paced; ten delay topics
-are shared among several retriers all the same.
+Pipes with webhooks have `<pipe>.retry`, and `<pipe>.parked`, which keeps for ever; when any destination has a schedule, the
+global retrier has its topics. What waits there outlives a retrier that is down by `RETRY_RETENTION_S`. Each of these has one
+partition: on Kinesis a partition costs money, elsewhere files, and it takes far more than the retries of a destination, which
+come paced; ten delay topics are shared among several retriers all the same.
 
-`penstock.audit` says what operators did with dead letters, and is kept for ever.
+`penstock.audit` says what operators did with dead letters, `penstock.control` what is paused. Both are kept for ever.
 """
 
 from collections.abc import Collection
@@ -20,6 +20,7 @@ from services.core.broker.contract import Admin, TopicSpec
 from services.core.broker.errors import TopicExists, UnsafeTopic
 from services.core.pipes import (
     AUDIT,
+    CONTROL,
     DELAYS_S,
     RETRIER_DEAD,
     RETRY_IN,
@@ -29,6 +30,7 @@ from services.core.pipes import (
     delay_topic,
     needs_retrier,
     output_topic,
+    parked_topic,
     retry_topic,
 )
 from services.core.yaml_source import BadConfiguration, Problem
@@ -74,10 +76,11 @@ def wanted_topics(pipes: PipeFile) -> list[TopicSpec]:
         specs.append(TopicSpec(dead_letter_topic(name), 1, retention_ms=_millis(dead_for)))
         if any(destination.webhook is not None for destination in pipe.destinations):
             specs.append(TopicSpec(retry_topic(name), 1, retention_ms=_millis(RETRY_RETENTION_S)))
+            specs.append(TopicSpec(parked_topic(name), 1))
     if needs_retrier(pipes):
         specs += _retrier_topics(max(spec.retention_ms or 0 for spec in specs))
     if pipes.pipes:
-        specs.append(TopicSpec(AUDIT, 1))
+        specs += [TopicSpec(AUDIT, 1), TopicSpec(CONTROL, 1)]
     return specs
 
 

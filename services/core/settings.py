@@ -18,7 +18,7 @@ from services.core.units import Duration, format_duration, format_size, parse_du
 from services.core.validation import describe
 from services.core.yaml_source import BadConfiguration, Document, Problem, load_yaml
 
-SECTIONS = frozenset({"fleet", "up", "ingest", "transform", "expel", "retrier"})
+SECTIONS = frozenset({"fleet", "up", "ingest", "transform", "expel", "retrier", "observer"})
 """The sections of a settings file: `fleet` is shared, each other belongs to one service (`up`: the supervisor)."""
 
 

@@ -16,6 +16,7 @@ from services.core.broker.errors import BrokerError, DataDamaged
 from services.core.broker.producer import Producer
 from services.core.lifecycle import Supervision
 from services.core.management import serve_management
+from services.core.pauses import Pauses
 from services.core.provision import require_safe_topics
 from services.core.yaml_source import BadConfiguration, Problem
 from services.expel.lane import Lane, wait_for_stop
@@ -39,7 +40,7 @@ class Expel:
         self.reason: str | None = "starting"
 
     def ready(self) -> str | None:
-        """None when every lane runs (a disabled one does not count), else why not."""
+        """None when every lane runs or is paused, else why not."""
         return self.reason or next((lane.waits_for for lane in self.lanes if lane.waits_for), None)
 
 
@@ -56,7 +57,10 @@ async def start(settings: ExpelSettings, supervision: Supervision) -> None:
         if broker is None:
             return
         producer = await stack.enter_async_context(Producer(broker.driver))
-        builder = LaneBuilder(settings, broker, producer, stack, len(plans))
+        pauses = Pauses(broker.admin)
+        if any(plan.destination.webhook is not None for plan in plans):
+            supervision.run(pauses.follow(stopping), "pauses")
+        builder = LaneBuilder(settings, broker, producer, pauses, stack, len(plans))
         expel.lanes = [builder.build(plan) for plan in plans]
         expel.reason = None
         drain = settings.drain * _DRAIN_SHARE

@@ -13,7 +13,7 @@ import backoff
 from services.core.broker.producer import Producer
 from services.core.broker.record import Batch, TopicPartition, estimate_size
 from services.core.broker.watermark import LowWater
-from services.core.pipes import retry_topic
+from services.core.pipes import parked_topic, retry_topic
 from services.expel.body import Rendered, render_damaged
 from services.expel.delivery import Chunk, Delivery, Unreadable
 from services.expel.elsewhere import Elsewhere
@@ -36,7 +36,7 @@ _LEAST_BREAK_S = 1.0
 class Dispatcher:
     """Lives as long as one membership of the lane's group; its tasks belong to the group given to `open`. Not thread-safe.
 
-    `gone` is set when the receiver answered 410: nothing is started any more.
+    `gone` is set when the receiver answered 410: nothing is started any more, what it refused is kept for `park`.
     """
 
     def __init__(
@@ -52,7 +52,9 @@ class Dispatcher:
         self._shape, self._sender, self._meter, self._gate = shape, sender, meter, gate
         self._clock, self._jitter = clock, jitter
         self._pending: Pending = KeyedPending(shape.cut) if shape.keyed else FifoPending(shape.cut)
-        self._returned = Returned(retry_topic(shape.pipe), shape.pipe, shape.destination)
+        self._parked = parked_topic(shape.pipe)
+        topics = (retry_topic(shape.pipe), self._parked)
+        self._returned = {topic: Returned(topic, shape.pipe, shape.destination) for topic in topics}
         self._elsewhere = Elsewhere(shape, producer, meter, self._settle_letters)
         self._retries = Retries()
         self.low_water = LowWater()
@@ -61,7 +63,8 @@ class Dispatcher:
         self._workers: set[asyncio.Task[None]] = set()
         self._sending: set[Delivery] = set()
         self._bounds = LaneBounds(shape.max_events, shape.max_bytes)
-        self._closing = self._stopped = False
+        self._closing = self._stopped = self._replaying = False
+        self._park_reason: str | None = None
         self._hold_until = self._timer_at = 0.0
         self._timer: asyncio.TimerHandle | None = None
         self._progress = asyncio.Event()
@@ -70,6 +73,30 @@ class Dispatcher:
         """Tasks run in this group from now on."""
         self._group = group
         self._elsewhere.open(group)
+
+    def park(self, reason: str) -> None:
+        """The destination is paused: from now on everything goes to the parked topic, what is held here, too.
+
+        That topic is not read any more: what was taken of it and not sent comes again after the resume.
+        """
+        parked = frozenset(source for source in self.low_water.sources() if source.topic == self._parked)
+        self._drop(parked)
+        self._park_reason = reason
+        self.go_on()
+
+    def replay(self) -> None:
+        """Take nothing but parked events."""
+        self._replaying = True
+
+    def ease_in(self) -> None:
+        """The destination was resumed: its backlog is sent at a rate that rises step by step."""
+        self._gate.ease_in()
+
+    def reads(self, topic: str) -> bool:
+        """Whether batches of this topic are taken. What is not taken now is never taken in this membership."""
+        if self._park_reason is not None:
+            return topic != self._parked
+        return topic == self._parked or not self._replaying
 
     @property
     def unsettled(self) -> int:
@@ -92,21 +119,25 @@ class Dispatcher:
             await self._progress.wait()
 
     def take(self, batch: Batch) -> None:
-        """A polled batch: in flight from now on. Does not wait."""
+        """A polled batch: in flight from now on, unless its topic is not to be read. Does not wait."""
+        if not self.reads(batch.topic):
+            return
         self.low_water.take(batch)
         if batch.damage is not None:
             self._admit(batch.source, batch, render_damaged(batch, batch.damage))
-        elif batch.topic == self._returned.topic:
+        elif batch.topic in self._returned:
             self._take_returned(batch)
         else:
             self._admit(batch.source, batch, self._sender.render(batch))
         self._pump()
 
     def _take_returned(self, batch: Batch) -> None:
-        """What comes back from the global retrier, of which some is for other destinations."""
-        found = self._returned.sort(batch)
+        """What comes back, of which some is for other destinations."""
+        found = self._returned[batch.topic].sort(batch)
         self.low_water.settle(batch.source, [*found.others, *found.twins])
         self._meter.twins(len(found.twins))
+        if batch.topic == self._parked:
+            self._meter.replayed(sum(len(mine.records) for mine in found.mine))
         for mine in found.mine:
             self._admit(batch.source, mine, self._sender.render(mine))
         self._bury_unreadable(batch.source, found.unreadable)
@@ -130,6 +161,8 @@ class Dispatcher:
     def _pump(self) -> None:
         """Start workers while there is a free slot and something to send."""
         assert self._group is not None
+        if self._park_reason is not None and not self._stopped:
+            self._park_held(self._park_reason)  # also while all slots are taken by requests that hang
         while len(self._workers) < self._shape.concurrency and (delivery := self._next()) is not None:
             self._workers.add(self._group.create_task(self._work(delivery)))
 
@@ -161,7 +194,12 @@ class Dispatcher:
 
     def _next(self) -> Delivery | None:
         """What to send now, retries first. When there is nothing yet, a timer is set for when to look again."""
-        while not (self._stopped or self.gone.is_set()):
+        while not self._stopped:
+            if self._park_reason is not None:
+                self._park_held(self._park_reason)
+                return None
+            if self.gone.is_set():
+                return None
             now = self._clock()
             due = self._when_due(now)
             if due is None:
@@ -181,6 +219,13 @@ class Dispatcher:
             self._sending.add(delivery)  # from now on, not from the worker's first turn: a revoke may come in between
             return delivery
         return None
+
+    def _park_held(self, reason: str) -> None:
+        """What is held here and not being sent, retries first; a key that is under way follows when it is not."""
+        while self._retries:
+            self._elsewhere.park(self._retries.pop(), reason)
+        while self._pending.oldest() is not None:
+            self._elsewhere.park(self._pending.cut(), reason)
 
     def _turn_away(self, delivery: Delivery) -> None:
         """The breaker is open: to the global retrier without an attempt; where that may not be, it waits here."""
@@ -226,6 +271,8 @@ class Dispatcher:
         now_ms = self._meter.now_ms()
         verdict = judge(delivery, failures, self._shape.retry, self._jitter, now_ms, keyed=self._shape.keyed)
         if verdict.gone is not None:
+            if (kept := self._keep(delivery)) is not None:
+                self._retries.push(kept, self._clock())
             self.gone.set()
             return
         self._hold_until = max(self._hold_until, self._clock() + verdict.hold)
@@ -240,12 +287,16 @@ class Dispatcher:
             self._retry(delivery if whole else delivery.subset(verdict.again), verdict.wait, verdict.reason)
 
     def _retry(self, delivery: Delivery, wait: float, reason: str) -> None:
+        if (kept := self._keep(delivery)) is not None:
+            self._meter.retried(len(kept), reason)
+            self._retries.push(kept, self._clock() + wait)
+
+    def _keep(self, delivery: Delivery) -> Delivery | None:
+        """What of it is still ours to try; the rest is forgotten."""
         kept, lapsed = delivery.split(delivery.lapsed)
         if lapsed is not None:
             self._forget(lapsed)
-        if kept is not None:
-            self._meter.retried(len(kept), reason)
-            self._retries.push(kept, self._clock() + wait)
+        return kept
 
     def _settle(self, delivery: Delivery) -> None:
         """The destination has these."""
@@ -275,17 +326,21 @@ class Dispatcher:
 
         What is settled by then may be committed; the next owner does the rest again.
         """
-        self._bounds.release(*self._pending.drop(sources))
-        for delivery in self._retries.drop(sources):
-            self._forget(delivery)
-        for delivery in self._sending:
-            delivery.lapsed |= sources
+        self._drop(sources)
 
         def is_sent() -> bool:
             sending = any(run.source in sources for delivery in self._sending for run in delivery.runs)
             return self._stopped or not (sending or self._elsewhere.holds(sources))
 
         await self._wait_until(is_sent, limit)
+
+    def _drop(self, sources: frozenset[TopicPartition]) -> None:
+        """Forget what of these is not being sent, and do not try again what is."""
+        self._bounds.release(*self._pending.drop(sources))
+        for delivery in self._retries.drop(sources):
+            self._forget(delivery)
+        for delivery in self._sending:
+            delivery.lapsed |= sources
 
     def disown(self, sources: Collection[TopicPartition]) -> None:
         """These partitions are another member's now; what is still under way of them settles nothing any more."""
@@ -308,6 +363,8 @@ class Dispatcher:
         self._closing = True
 
         def is_drained() -> bool:
+            if self._park_reason is not None:
+                return not self._bounds.events
             return not (self._sending or len(self._elsewhere) or (self._retries and not self.gone.is_set()))
 
         await self._wait_until(is_drained, limit)

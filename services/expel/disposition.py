@@ -58,7 +58,7 @@ class Bury:
 
 @dataclass(frozen=True, slots=True)
 class Disable:
-    """Deliver nothing more to this destination; what it has not taken stays uncommitted in its stream."""
+    """Deliver nothing more to this destination: it is paused, and what it has not taken is parked."""
 
     failure: Failure
 

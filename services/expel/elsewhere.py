@@ -1,11 +1,14 @@
-"""Where a lane puts events that the destination did not take: retry-in, or the pipe's dead letters. Durable, then settled."""
+"""Where a lane puts events that the destination did not take: retry-in, the pipe's dead letters or parked events.
+
+They are durable there, and then settled.
+"""
 
 import asyncio
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from services.core.broker.producer import Producer
 from services.core.broker.record import TopicPartition
-from services.core.pipes import RETRY_IN, dead_letter_topic
+from services.core.pipes import RETRY_IN, dead_letter_topic, parked_topic
 from services.expel.delivery import Delivery, Unreadable
 from services.expel.handover import Handover
 from services.expel.lane_bounds import LaneShape
@@ -13,6 +16,7 @@ from services.expel.letters import Letter, LetterWriter, shorten
 from services.expel.meter import LaneMeter
 from services.expel.outbox import Outbox
 from services.expel.outcome import Failure
+from services.expel.parked import ParkedWriter
 
 
 class Elsewhere:
@@ -27,13 +31,16 @@ class Elsewhere:
         self._meter, self._stored = meter, stored
         self._writer = LetterWriter(shape.pipe, shape.destination)
         self._handover = Handover(shape.pipe, shape.destination, shape.schedule)
+        self._parked_writer = ParkedWriter(shape.pipe, shape.destination)
         self._dead = Outbox(producer, dead_letter_topic(shape.pipe), self._buried, shorten)
         self._retry_in = Outbox(producer, RETRY_IN, self._handed_over, self._bury_too_large)
+        self._parked = Outbox(producer, parked_topic(shape.pipe), self._are_parked, self._bury_too_large)
+        self._all = (self._dead, self._retry_in, self._parked)
         self._group: asyncio.TaskGroup | None = None
 
     def __len__(self) -> int:
         """How many are not durable yet."""
-        return len(self._dead) + len(self._retry_in)
+        return sum(map(len, self._all))
 
     def open(self, group: asyncio.TaskGroup) -> None:
         """Tasks run in this group from now on."""
@@ -44,6 +51,10 @@ class Elsewhere:
         letters, over = self._handover.write(delivery, failures, self._meter.now_ms())
         self._add(self._retry_in, letters)
         self.bury(delivery, over)
+
+    def park(self, delivery: Delivery, reason: str) -> None:
+        """All of it to the parked ones. reason: why the destination is paused."""
+        self._add(self._parked, self._parked_writer.write(delivery, reason, self._meter.now_ms()))
 
     def bury(self, delivery: Delivery, failures: Mapping[int, Failure]) -> None:
         """These events (by index) to the dead letters."""
@@ -57,17 +68,17 @@ class Elsewhere:
 
     def holds(self, sources: frozenset[TopicPartition]) -> bool:
         """Whether events of these partitions are not durable yet."""
-        return self._dead.holds(sources) or self._retry_in.holds(sources)
+        return any(outbox.holds(sources) for outbox in self._all)
 
     def disown(self, sources: Collection[TopicPartition]) -> None:
         """Events of these partitions are still written and settle nothing."""
-        self._dead.disown(sources)
-        self._retry_in.disown(sources)
+        for outbox in self._all:
+            outbox.disown(sources)
 
     def stop(self) -> None:
         """Write no more; what is not stored is not settled."""
-        self._dead.stop()
-        self._retry_in.stop()
+        for outbox in self._all:
+            outbox.stop()
 
     def _add(self, outbox: Outbox, letters: Sequence[Letter]) -> None:
         assert self._group is not None
@@ -81,6 +92,11 @@ class Elsewhere:
     def _buried(self, letters: Sequence[Letter]) -> None:
         for letter in letters:
             self._meter.buried(letter.reason, letter.events)
+        self._stored(letters)
+
+    def _are_parked(self, letters: Sequence[Letter]) -> None:
+        for reason in {letter.reason for letter in letters}:
+            self._meter.parked(reason, sum(letter.reason == reason for letter in letters))
         self._stored(letters)
 
     def _handed_over(self, letters: Sequence[Letter]) -> None:

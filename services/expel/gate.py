@@ -65,6 +65,10 @@ class Gate:
                 self._ramp.begin()
                 log.info("breaker_closed", lane=self._lane)
 
+    def ease_in(self) -> None:
+        """A backlog comes: the rate rises step by step, as after an outage."""
+        self._ramp.begin()
+
     def show(self) -> None:
         """Bring the gauge up to date."""
         self._shown.set(_STATES[self._breaker.state])

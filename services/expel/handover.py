@@ -71,7 +71,7 @@ class Handover:
             destination=self._destination,
             attempts=delivery.attempts + (0 if earlier is None else earlier.attempts),
             rounds=rounds + 1,
-            first_failure=first_failure if earlier is None else earlier.first_failure,
+            first_failure=(0 if earlier is None else earlier.first_failure) or first_failure,
             due=now_ms + int(1000 * max(wait, failure.retry_after or 0.0)),
             reason=failure.reason,
             detail=failure.detail,

@@ -9,21 +9,22 @@ import structlog
 
 from services.core.broker.contract import Broker, Start
 from services.core.broker.errors import BrokerError
-from services.core.broker.record import TopicPartition
-from services.core.group_watch import GroupWatch
 from services.core.pipes import delivery_group
 from services.expel.dispatch import Dispatcher
 from services.expel.meter import LaneMeter
 from services.expel.session import Session
+from services.expel.standing import Standing
 
 log = structlog.get_logger()
 
 _BASE_WAIT, _MAX_WAIT = 0.2, 5.0
-_GONE_LAG_INTERVAL = 10.0
 
 
 class Lane:
-    """`topics` is what the destination reads; `make_dispatcher` gives a fresh one for each membership."""
+    """`topics` is what the destination reads; `make_dispatcher` gives a fresh one for each membership.
+
+    Without a `standing` it cannot be paused.
+    """
 
     def __init__(
         self,
@@ -35,14 +36,15 @@ class Lane:
         meter: LaneMeter,
         make_dispatcher: Callable[[], Dispatcher],
         commit_interval: float,
+        standing: Standing | None = None,
     ) -> None:
         self._broker, self._topics, self._start = broker, topics, start
         self.name = f"{pipe}/{destination}"
         self._group = delivery_group(pipe, destination)
-        self._watch = GroupWatch(self._group)
+        self._standing = standing
         self._meter, self._make_dispatcher, self._commit_interval = meter, make_dispatcher, commit_interval
         self.waits_for: str | None = "has not joined its group yet"
-        """Why the lane does not run, for a person; None while it runs and also when it is disabled (410)."""
+        """Why the lane does not run, for a person; None while it runs and also while it is paused."""
         self.is_drained = True
         """Whether nothing that was under way was left unsettled at the end."""
 
@@ -50,22 +52,24 @@ class Lane:
         """Until `stopping`; then drains within about `drain` seconds. Broker failures are waited out, never raised."""
         failures = 0
         while not stopping.is_set():
-            dispatcher = self._make_dispatcher()
+            if self._standing is not None and self._standing.unknown is not None:
+                self.waits_for = f"{self.name}: it is not known whether it is paused: {self._standing.unknown}"
+                await wait_for_stop(stopping, _BASE_WAIT)
+                continue
             try:
-                joined = await self._deliver(dispatcher, stopping, drain)
+                joined = await self._deliver(stopping, drain)
             except* Exception as errors:  # a fault of ours, too, is this lane's alone
                 joined = False
                 self._report(errors, failures)
-            if dispatcher.gone.is_set() and not stopping.is_set():
-                await self._rest(stopping)
-            elif not stopping.is_set():
+            if not stopping.is_set():
                 failures = 0 if joined else failures + 1
                 wait = backoff.full_jitter(min(_MAX_WAIT, _BASE_WAIT * 2 ** min(failures, 10)))
                 await wait_for_stop(stopping, wait)
         self._meter.up(False)
 
-    async def _deliver(self, dispatcher: Dispatcher, stopping: asyncio.Event, drain: float) -> bool:
-        session = Session(self._group, dispatcher, self._meter, self._commit_interval)
+    async def _deliver(self, stopping: asyncio.Event, drain: float) -> bool:
+        dispatcher = self._make_dispatcher()
+        session = Session(self._group, dispatcher, self._meter, self._commit_interval, self._standing)
         joining = self._broker.consumer(self._group, self._topics, start=self._start, on_revoke=session.revoke)
         async with joining as consumer:
             log.info("lane_joined", lane=self.name, topics=self._topics)
@@ -90,25 +94,6 @@ class Lane:
                 hint="it joins again by itself",
                 exc_info=cause,
             )
-
-    async def _rest(self, stopping: asyncio.Event) -> None:
-        """The receiver answered 410. Nothing is lost: what it has not taken stays in the stream, uncommitted."""
-        self._meter.up(False)
-        log.error(
-            "destination_disabled",
-            lane=self.name,
-            reason="the receiver answered 410 Gone",
-            hint="its backlog stays in the stream within its retention. Try: correct the pipe file and restart expel",
-        )
-        while not stopping.is_set():
-            with suppress(BrokerError):
-                await self._show_backlog()
-            await wait_for_stop(stopping, _GONE_LAG_INTERVAL)
-
-    async def _show_backlog(self) -> None:
-        for topic in self._topics:
-            lags = await self._broker.admin.group_lag(self._group, topic)
-            self._watch.show_lags({TopicPartition(topic, partition): lag for partition, lag in lags.items()})
 
 
 async def wait_for_stop(stopping: asyncio.Event, limit: float) -> None:

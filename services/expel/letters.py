@@ -77,7 +77,7 @@ class LetterWriter:
             pipe=self.pipe,
             destination=self.destination,
             attempts=attempts if earlier is None else attempts + earlier.attempts,
-            first_failure=first_failure if earlier is None else earlier.first_failure,
+            first_failure=(0 if earlier is None else earlier.first_failure) or first_failure,
             source=original,
             offset=offset,
         )

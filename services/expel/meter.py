@@ -27,6 +27,8 @@ class LaneMeter:
         self._delivered = metrics.EXPEL_DELIVERED.labels(pipe, destination)
         self._succeeded = metrics.EXPEL_ATTEMPTS.labels(pipe, destination, "delivered")
         self._in_flight = metrics.EXPEL_LANE_EVENTS.labels(pipe, destination)
+        self._replayed = metrics.EXPEL_REPLAYED.labels(pipe, destination)
+        self._paused = metrics.EXPEL_PAUSED.labels(pipe, destination)
         self._up = metrics.EXPEL_LANE_UP.labels(pipe, destination)
         self._event_lags_in: list[int] = []
         self._transits: list[int] = []
@@ -80,6 +82,18 @@ class LaneMeter:
     def twins(self, events: int) -> None:
         """So many events came back twice."""
         metrics.EXPEL_TWINS.labels(*self._names).inc(events)
+
+    def parked(self, reason: str, events: int) -> None:
+        """So many events are durable in the parked topic."""
+        metrics.EXPEL_PARKED.labels(*self._names, reason).inc(events)
+
+    def replayed(self, events: int) -> None:
+        """So many parked events were taken again."""
+        self._replayed.inc(events)
+
+    def paused(self, is_paused: bool) -> None:
+        """Whether events are parked instead of being sent."""
+        self._paused.set(1 if is_paused else 0)
 
     def in_flight(self, events: int) -> None:
         """So many events are taken and not settled."""

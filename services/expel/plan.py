@@ -8,7 +8,9 @@ from services.core.broker.connect import BadBrokerUrl, open_broker
 from services.core.broker.contract import Broker
 from services.core.broker.producer import Producer
 from services.core.destination_check import check_destinations
+from services.core.pauses import Pauses
 from services.core.pipes import (
+    CONTROL,
     RETRY_IN,
     Destination,
     Pipe,
@@ -16,6 +18,7 @@ from services.core.pipes import (
     dead_letter_topic,
     delivery_topics,
     is_retried,
+    parked_topic,
     read_pipes,
     retry_topic,
 )
@@ -35,6 +38,7 @@ from services.expel.meter import LaneMeter
 from services.expel.pending import CutLimits
 from services.expel.sender import Sender
 from services.expel.settings import ExpelSettings
+from services.expel.standing import Standing
 from services.expel.webhook import WebhookSender
 
 _MAX_LANE_BYTES = 64_000_000
@@ -90,8 +94,10 @@ def touched_topics(plans: Iterable[LanePlan]) -> set[str]:
         topics.update(delivery_topics(plan.pipe_name, plan.pipe), (dead_letter_topic(plan.pipe_name),))
         if plan.destination.stream is not None:
             topics.add(plan.destination.stream)
+        if plan.destination.webhook is not None:
+            topics.update((retry_topic(plan.pipe_name), parked_topic(plan.pipe_name), CONTROL))
         if is_retried(plan.destination):
-            topics.update((RETRY_IN, retry_topic(plan.pipe_name)))
+            topics.add(RETRY_IN)
     return topics
 
 
@@ -99,8 +105,15 @@ class LaneBuilder:
     """Makes lanes; what they need closed is closed by `stack`."""
 
     def __init__(
-        self, settings: ExpelSettings, broker: Broker, producer: Producer, stack: AsyncExitStack, lanes: int
+        self,
+        settings: ExpelSettings,
+        broker: Broker,
+        producer: Producer,
+        pauses: Pauses,
+        stack: AsyncExitStack,
+        lanes: int,
     ) -> None:
+        self._pauses = pauses
         self._settings, self._broker, self._producer, self._stack = settings, broker, producer, stack
         self._lookups = Lookups()
         self._lane_bytes = min(_MAX_LANE_BYTES, settings.buffer // max(1, lanes))
@@ -111,11 +124,12 @@ class LaneBuilder:
         meter = LaneMeter(plan.pipe_name, destination.name)
         topics = delivery_topics(plan.pipe_name, plan.pipe)
         sender: Sender
+        standing = None
         if destination.webhook is not None:
             sender = self._open_webhook(plan, destination.webhook)
             shape = self._shape_webhook(plan, destination.webhook)
-            if is_retried(destination):
-                topics.append(retry_topic(plan.pipe_name))
+            topics += [retry_topic(plan.pipe_name), parked_topic(plan.pipe_name)]
+            standing = Standing(self._pauses, self._broker.admin, self._producer, shape)
         else:
             assert destination.stream is not None
             sender = StreamSender(self._producer, destination.stream)
@@ -134,6 +148,7 @@ class LaneBuilder:
             meter,
             make_dispatcher,
             self._settings.commit_interval,
+            standing,
         )
 
     def _open_webhook(self, plan: LanePlan, webhook: Webhook) -> WebhookSender:

@@ -1,8 +1,9 @@
 """After an outage a destination is not run over: the rate rises step by step, to at most twice what was usual before.
 
 The usual rate is an average over some minutes of healthy delivery. While it is unknown (the process started during the
-outage) the rate doubles without a known end. The ramp is over when the destination was served below its limit for a while,
-so the backlog is gone.
+outage) the rate doubles without a known end. What was usual may be less than what comes now: where a destination has a
+backlog still after minutes at its limit, the limit is doubled, or its lag would grow until its events die. The ramp is over
+when the destination was served below its limit for a while, so the backlog is gone.
 """
 
 import math
@@ -17,6 +18,8 @@ _FIRST_SHARE = 0.1
 _MOST = 2.0
 _STEP_S = 5.0
 """The allowed rate doubles so often."""
+_LIMITED_S = 120.0
+"""So long at the limit, and it is doubled."""
 _CALM_S = 10.0
 """So long below the limit, and the ramp is over."""
 _AVERAGE_S = 120.0
@@ -29,7 +32,8 @@ class Ramp:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._usual: float | None = None
-        self._counted, self._counting_since = 0, clock()
+        self._counted, self._seen = 0, 0.0
+        self._counting_since: float | None = None
         self._bucket: TokenBucket | None = None
         self._rate = self._raise_at = self._held_at = 0.0
 
@@ -42,11 +46,17 @@ class Ramp:
         """So many events were delivered; outside of a ramp that is what is usual."""
         if self._bucket is not None:
             return
-        self._counted += events
         now = self._clock()
+        if (
+            self._counting_since is None
+        ):  # how long there was nothing before the first events says nothing of their rate
+            self._counting_since = now
+            return
+        self._counted += events
         passed = now - self._counting_since
         if passed >= 1.0:
-            weight = 1.0 - math.exp(-passed / _AVERAGE_S)
+            self._seen += passed
+            weight = max(1.0 - math.exp(-passed / _AVERAGE_S), passed / self._seen)  # at first the plain mean
             rate = self._counted / passed
             self._usual = rate if self._usual is None else self._usual + weight * (rate - self._usual)
             self._counted, self._counting_since = 0, now
@@ -64,8 +74,7 @@ class Ramp:
             return 0.0
         now = self._clock()
         if now >= self._raise_at:
-            limit = math.inf if self._usual is None else max(FIRST_RATE, _MOST * self._usual)
-            self._rate, self._raise_at = min(limit, 2 * self._rate), now + _STEP_S
+            self._raise(now)
             self._bucket.change(self._rate)
         wait = self._bucket.wait()
         if wait:
@@ -74,6 +83,15 @@ class Ramp:
             self._bucket = None
             self._counted, self._counting_since = 0, now
         return wait
+
+    def _raise(self, now: float) -> None:
+        limit = math.inf if self._usual is None else max(FIRST_RATE, _MOST * self._usual)
+        if self._rate >= limit:
+            self._usual = limit  # what comes now is more than what was usual
+            limit *= _MOST
+        self._rate = min(limit, 2 * self._rate)
+        is_at_limit = self._usual is not None and self._rate >= limit
+        self._raise_at = now + (_LIMITED_S if is_at_limit else _STEP_S)
 
     def take(self, events: int) -> None:
         """A request with so many events goes now."""

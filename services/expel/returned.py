@@ -1,6 +1,6 @@
-"""Events that come back from the global retrier: which of a polled batch are this destination's, and as what they go on.
+"""Events that come back, retried or parked: which of a polled batch are this destination's, and as what they go on.
 
-A pipe's destinations share its retry topic, each with a position of its own, and pass over what is for the others.
+A pipe's destinations share such a topic, each with a position of its own, and pass over what is for the others.
 """
 
 from collections import OrderedDict
@@ -8,17 +8,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from services.core.broker.record import Batch, Record, TopicPartition
-from services.core.retry_state import BadRetryRecord, RetryState, read_state
+from services.core.retry_state import PREFIX, BadRetryRecord, RetryState, read_state
 from services.expel.delivery import Unreadable
 
+_DESTINATION = PREFIX + "destination"
 BAD_RETRY_RECORD = "bad_retry_record"
+_OTHERS = 1000
+"""As many destinations as a pipe may have."""
 _REMEMBERED = 5000
-"""Records taken lately. A twin was written by a retrier that died between writing and committing: it comes close behind."""
+"""Records taken lately. A twin was written by who died between writing and committing: it comes close behind."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sorted:
-    """mine: batches by the stream they came from first, whose offsets are those of the retry topic. others, twins: offsets."""
+    """mine: batches by the stream they came from first, whose offsets are those of the topic read. others, twins: offsets."""
 
     mine: Sequence[Batch]
     others: Sequence[int]
@@ -32,6 +35,8 @@ class Returned:
     def __init__(self, topic: str, pipe: str, destination: str) -> None:
         self.topic = topic
         self._pipe, self._destination = pipe, destination
+        self._others: set[bytes] = set()
+        """Other destinations' names seen so far: what is for them costs a look at one header."""
         self._seen: OrderedDict[tuple[str, int, int], tuple[TopicPartition, int]] = OrderedDict()
 
     def sort(self, batch: Batch) -> Sorted:
@@ -41,6 +46,9 @@ class Returned:
         twins: list[int] = []
         unreadable: list[Unreadable] = []
         for offset, record in zip(batch.offsets, batch.records, strict=True):
+            if record.header(_DESTINATION) in self._others:
+                others.append(offset)
+                continue
             try:
                 state = read_state(record)
             except BadRetryRecord as error:
@@ -48,6 +56,8 @@ class Returned:
                 continue
             if (state.pipe, state.destination) != (self._pipe, self._destination):
                 others.append(offset)
+                if state.destination != self._destination and len(self._others) < _OTHERS:
+                    self._others.add(state.destination.encode())
             elif self._is_twin(state, (batch.source, offset)):
                 twins.append(offset)
             else:

@@ -12,6 +12,7 @@ from services.core.broker.record import TopicPartition
 from services.core.group_watch import GroupWatch
 from services.expel.dispatch import Dispatcher
 from services.expel.meter import LaneMeter
+from services.expel.standing import Mode, Standing
 
 log = structlog.get_logger()
 
@@ -26,28 +27,44 @@ _ERROR_WAIT = 0.5
 class Session:
     """Made before joining, because revocation may be called from the first moment on."""
 
-    def __init__(self, group: str, dispatcher: Dispatcher, meter: LaneMeter, commit_interval: float) -> None:
+    def __init__(
+        self,
+        group: str,
+        dispatcher: Dispatcher,
+        meter: LaneMeter,
+        commit_interval: float,
+        standing: Standing | None = None,
+    ) -> None:
         self._group, self._dispatcher, self._meter = group, dispatcher, meter
         self._commit_interval = commit_interval
+        self._standing = standing
+        self.mode = Mode.RUNNING
+        self._is_over = asyncio.Event()
         self._consumer: Consumer | None = None
         self._watch = GroupWatch(group)
         self._stuck: set[TopicPartition] = set()
 
     async def run(self, consumer: Consumer, stopping: asyncio.Event, drain: float) -> bool:
-        """Deliver until `stopping` or until the receiver is gone, then drain within `drain` seconds and commit.
+        """Deliver or park until `stopping`, or until another mode needs another membership; then drain and commit.
 
-        Returns whether all that was under way is settled.
+        Returns whether all that was under way is settled within `drain` seconds.
         Raises an ExceptionGroup of BrokerErrors when the membership cannot go on.
         """
         self._consumer = consumer
         async with asyncio.TaskGroup() as group:
             self._dispatcher.open(group)
+            self._begin()
             polling = group.create_task(self._poll(consumer))
-            ticking = [
+            ticking: list[asyncio.Task[None]] = [
                 group.create_task(self._keep_committing(consumer)),
                 group.create_task(self._keep_measuring(consumer)),
             ]
-            ends = [group.create_task(event.wait()) for event in (stopping, self._dispatcher.gone)]
+            if self._standing is not None:
+                ticking.append(group.create_task(self._follow_operator(self._standing)))
+                ticking.append(group.create_task(self._follow_receiver(self._standing)))
+                if self.mode is Mode.REPLAYING:
+                    ticking.append(group.create_task(self._standing.watch_replay()))
+            ends = [group.create_task(event.wait()) for event in (stopping, self._is_over)]
             try:
                 await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
                 for task in (polling, *ends):
@@ -55,16 +72,55 @@ class Session:
                 is_drained = await self._dispatcher.drain(drain)
             finally:  # also when a task failed: no timer may start work in a group that is over
                 self._dispatcher.stop()
-            for task in ticking:
-                task.cancel()
+            for ticker in ticking:
+                ticker.cancel()
             await self._commit(consumer)
         self._meter.flush()
         return is_drained
+
+    def _begin(self) -> None:
+        if self._standing is None:
+            return
+        self.mode = self._standing.mode
+        self._meter.paused(self.mode is Mode.PAUSED)
+        if self.mode is Mode.PAUSED:
+            self._park(self._standing)
+            return
+        if self.mode is Mode.REPLAYING:
+            self._dispatcher.replay()
+        if self._standing.was_parked:
+            self._standing.was_parked = False
+            self._dispatcher.ease_in()
+            log.info("destination_resumed", group=self._group, mode=self.mode.value)
+
+    def _park(self, standing: Standing) -> None:
+        self.mode, standing.was_parked = Mode.PAUSED, True
+        self._meter.up(False)
+        self._meter.paused(True)
+        log.warning("destination_paused", group=self._group, reason=standing.reason, hint="its events are parked")
+        self._dispatcher.park(standing.reason)
+
+    async def _follow_operator(self, standing: Standing) -> None:
+        """Only a running lane is paused as it is: with partitions it would give to others who may not know of it yet."""
+        while (mode := standing.mode) is self.mode or (self.mode, mode) == (Mode.RUNNING, Mode.PAUSED):
+            if mode is not self.mode:
+                self._park(standing)
+            await standing.wait_for_change()
+        self._is_over.set()
+
+    async def _follow_receiver(self, standing: Standing) -> None:
+        """Pause it durably before anything is parked: else a crash would let later events of a key go before those."""
+        await self._dispatcher.gone.wait()
+        if standing.mode is not Mode.PAUSED:
+            await standing.pause_gone()
+        if standing.mode is not Mode.PAUSED:
+            self._is_over.set()  # resumed in the same moment: it is asked once more
 
     async def _poll(self, consumer: Consumer) -> NoReturn:
         is_failing = False
         while True:
             await self._dispatcher.wait_for_room()
+            consumer.pause({source for source in consumer.assignment() if not self._dispatcher.reads(source.topic)})
             try:
                 batches = await consumer.poll(
                     max_records=min(self._dispatcher.room(), _POLL_RECORDS), max_wait=_POLL_WAIT

@@ -13,7 +13,7 @@ class Verdict:
     """Indexes into the delivery; each event stands in exactly one of the four, unless the destination is gone.
 
     wait: seconds until the next attempt for `again`. hold: seconds that the receiver wants nothing at all (Retry-After).
-    gone: no event may be settled by this attempt; the destination is disabled.
+    gone: the destination took nothing, and is paused.
     """
 
     delivered: list[int]

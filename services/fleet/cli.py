@@ -6,10 +6,23 @@ import sys
 from services.core.yaml_source import BadConfiguration
 from services.fleet.console import print_failure, print_problems
 from services.fleet.problem import CommandFailed
-from services.fleet.verbs import dead, dead_actions, demo, destination, keys, listen, log, pipes, send, status, up
+from services.fleet.verbs import (
+    dead,
+    dead_actions,
+    demo,
+    destination,
+    destination_pause,
+    keys,
+    listen,
+    log,
+    pipes,
+    send,
+    status,
+    up,
+)
 from services.fleet.verbs.app import APP
 
-VERBS = (demo, up, send, listen, status, dead, dead_actions, destination, pipes, keys, log)
+VERBS = (demo, up, send, listen, status, dead, dead_actions, destination, destination_pause, pipes, keys, log)
 
 
 def main() -> None:

@@ -34,6 +34,7 @@ class FleetState(msgspec.Struct, frozen=True):
     broker: str
     pipes: str
     listen: str
+    observer: str
     processes: list[ProcessState]
 
 

@@ -4,23 +4,26 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from services.core.address import parse_address
 from services.core.pipes import PipeFile, needs_retrier
 from services.core.units import format_duration
+from services.fleet.ports import free_port
 from services.fleet.process import ServiceSpec
 from services.fleet.settings import UpSettings
 
-START_ORDER = ("retrier", "expel", "transform", "ingest")
+START_ORDER = ("observer", "retrier", "expel", "transform", "ingest")
 """The way out first: when clients are let in, everything behind is there. Stopping goes the other way round."""
 
 
 @dataclass(frozen=True, slots=True)
 class FleetPlan:
-    """What one fleet runs. data is absolute; broker is a URL."""
+    """What one fleet runs. data is absolute; broker is a URL; listen and observer are where ingest and the observer listen."""
 
     data: Path
     broker: str
     pipes: Path
     listen: str
+    observer: str
     services: tuple[ServiceSpec, ...]
     ready_within: float
     drain: float
@@ -40,7 +43,9 @@ def make_plan(settings: UpSettings, pipes: PipeFile, broker: str, config: str | 
     if config:
         shared += ["--config", config]
     data = settings.data.absolute()
-    services = [_spec("retrier", 1, "services.global_retrier", shared)] if needs_retrier(pipes) else []
+    observer = settings.observer if parse_address(settings.observer)[1] else f"127.0.0.1:{free_port()}"
+    services = [_spec("observer", 1, "services.observer", [*shared, "--listen", observer])]
+    services += [_spec("retrier", 1, "services.global_retrier", shared)] if needs_retrier(pipes) else []
     services += [
         _spec("expel", number, "services.expel", [*shared, *_expel_arguments(settings)])
         for number in range(1, settings.expel + 1)
@@ -53,7 +58,14 @@ def make_plan(settings: UpSettings, pipes: PipeFile, broker: str, config: str | 
         for number in range(1, settings.ingest + 1)
     ]
     return FleetPlan(
-        data, broker, settings.pipes.absolute(), settings.listen, tuple(services), settings.ready_within, settings.drain
+        data,
+        broker,
+        settings.pipes.absolute(),
+        settings.listen,
+        observer,
+        tuple(services),
+        settings.ready_within,
+        settings.drain,
     )
 
 

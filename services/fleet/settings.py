@@ -30,6 +30,10 @@ class UpSettings(Settings):
     )
     data: Path = Field(Path("data"), description="The data folder: embedded log, checkpoints, service logs, state.")
     listen: Address = Field("127.0.0.1:8080", description="host:port on which ingest takes events.")
+    observer: Address = Field(
+        "127.0.0.1:0",
+        description="host:port of the observer's API, which asks nobody who they are; port 0: any free one here.",
+    )
     allow_networks: Annotated[str, AfterValidator(_networks)] = Field(
         "", description="Networks inside that webhooks may be in, comma-separated: 127.0.0.0/8 for this machine."
     )
@@ -38,14 +42,16 @@ class UpSettings(Settings):
     ready_within: Duration = Field(120.0, description="How long the services may take to become ready.")
 
 
+SERVICES = ("ingest", "transform", "expel", "retrier", "observer")
 OVERRULED = {
     ("ingest", "listen"): "up.listen",
     ("ingest", "reuse_port"): "up.ingest",
+    ("observer", "listen"): "up.observer",
     ("transform", "data"): "up.data",
     ("expel", "allow_networks"): "up.allow_networks",
     ("expel", "own_addresses"): "up.listen",
-    **{(service, "drain"): "up.drain" for service in ("ingest", "transform", "expel", "retrier")},
-    **{(service, "management"): "a free port each" for service in ("ingest", "transform", "expel", "retrier")},
+    **{(service, "drain"): "up.drain" for service in SERVICES},
+    **{(service, "management"): "a free port each" for service in SERVICES},
 }
 """What `penstock up` decides for the services, and from what. Set for a service it would be overruled silently: refused."""
 

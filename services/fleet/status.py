@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,7 @@ from services.core.broker.connect import open_broker
 from services.core.broker.contract import Broker
 from services.core.broker.errors import BrokerError
 from services.core.lag import LagHistogram
+from services.core.pauses import Pause, Pauses
 from services.core.pipes import (
     DELAYS_S,
     RETRIER_GROUP,
@@ -21,7 +23,9 @@ from services.core.pipes import (
     delivery_group,
     delivery_topics,
     needs_retrier,
+    parked_topic,
 )
+from services.core.times import format_time
 from services.fleet.folder import FleetState
 from services.fleet.scrape import Sample, scrape
 
@@ -57,8 +61,9 @@ async def summarise(look: Look, pipes: PipeFile) -> dict[str, Any]:
     Lags in ms; rates in events a second.
     """
     async with _opened(look.state.broker) as broker:
+        pauses = await _read_pauses(broker)
         destinations = [
-            await _destination(look, broker, name, destination.name, delivery_topics(name, pipe))
+            await _destination(look, broker, name, destination.name, delivery_topics(name, pipe), pauses)
             for name, pipe in pipes.pipes.items()
             for destination in pipe.destinations
         ]
@@ -66,6 +71,7 @@ async def summarise(look: Look, pipes: PipeFile) -> dict[str, Any]:
     return {
         "broker": look.state.broker,
         "listen": look.state.listen,
+        "observer": look.state.observer,
         "streams": [_stream(look, name) for name in pipes.streams],
         "transforms": [_transform(look, name) for name, pipe in pipes.pipes.items() if pipe.transform is not None],
         "destinations": destinations,
@@ -121,11 +127,12 @@ def _transform_lag(sample: Sample, pipe: str) -> int | None:
 
 
 async def _destination(
-    look: Look, broker: Broker | None, pipe: str, destination: str, topics: list[str]
+    look: Look, broker: Broker | None, pipe: str, destination: str, topics: list[str], pauses: Mapping[str, Pause]
 ) -> dict[str, Any]:
     labels = {"pipe": pipe, "destination": destination}
     sample = look.sample
     records, millis = await _group_lag(broker, delivery_group(pipe, destination), topics)
+    pause = pauses.get(f"{pipe}/{destination}")
     return {
         **labels,
         "up": bool(sample.total("penstock_expel_lane_up", **labels)),
@@ -133,10 +140,29 @@ async def _destination(
         "retried": int(sample.total("penstock_expel_events_retried_total", **labels)),
         "dead": int(sample.total("penstock_expel_events_dead_total", **labels)),
         "rate": look.rate("penstock_expel_events_delivered_total", **labels),
+        "paused": None if pause is None else await _paused(broker, pipe, destination, pause),
         "lag_records": records,
         "lag_ms": millis,
         "e2e_lag_ms": quantiles(sample.lag("penstock_e2e_lag_seconds", **labels)),
     }
+
+
+async def _paused(broker: Broker | None, pipe: str, destination: str, pause: Pause) -> dict[str, Any]:
+    """parked: at most so many events; those that the pipe has parked for others since are counted, too, as all are not read."""
+    parked, _ = await _group_lag(broker, delivery_group(pipe, destination), [parked_topic(pipe)])
+    since, because = format_time(pause.at), pause.detail or pause.reason
+    return {"since": since, "by": pause.by, "reason": pause.reason, "because": because, "parked": parked}
+
+
+async def _read_pauses(broker: Broker | None) -> Mapping[str, Pause]:
+    """By `<pipe>/<destination>`; none while the broker does not say."""
+    if broker is None:
+        return {}
+    pauses = Pauses(broker.admin)
+    with contextlib.suppress(BrokerError, TimeoutError):
+        async with asyncio.timeout(BROKER_TIMEOUT_S):
+            await pauses.refresh()
+    return pauses.paused()
 
 
 async def _retrier(look: Look, broker: Broker | None) -> dict[str, Any]:

@@ -6,15 +6,19 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from services.fleet.dead.view import plain
+
 
 def render_status(status: dict[str, Any]) -> RenderableType:
     """Tables of streams, transforms, destinations and processes."""
-    head = Text(f"ingest http://{status['listen']}   broker {status['broker']}", style="dim")
+    addresses = f"ingest http://{status['listen']}   observer http://{status['observer']}"
+    head = Text(f"{addresses}   broker {status['broker']}", style="dim")
     parts: list[RenderableType] = [head, _streams(status["streams"])]
     if status["transforms"]:
         parts.append(_transforms(status["transforms"]))
     if status["destinations"]:
         parts.append(_destinations(status["destinations"]))
+        parts += [_paused(row) for row in status["destinations"] if row["paused"] is not None]
     if status["retrier"] is not None:
         parts.append(_retrier(status["retrier"]))
     return Group(*parts, _processes(status["processes"]))
@@ -64,6 +68,15 @@ def _destinations(rows: list[dict[str, Any]]) -> Table:
             spread(row["e2e_lag_ms"]),
         )
     return table
+
+
+def _paused(row: dict[str, Any]) -> Text:
+    """Since when, by whom and why."""
+    paused = row["paused"]
+    name = Text(f"{row['pipe']} → {row['destination']}", style="yellow")
+    parked = "?" if paused["parked"] is None else f"up to {paused['parked']}"
+    told = f"{paused['since']} by {plain(paused['by'], 100)} because: {plain(paused['because'], 200)}"
+    return Text.assemble(name, " is paused since ", told, f", {parked} events parked")
 
 
 def _retrier(row: dict[str, Any]) -> Table:

@@ -49,7 +49,8 @@ class Fleet:
             for one in self.processes
         ]
         plan = self.plan
-        return FleetState(os.getpid(), self.management, plan.broker, str(plan.pipes), plan.listen, processes)
+        where = (plan.broker, str(plan.pipes), plan.listen, plan.observer)
+        return FleetState(os.getpid(), self.management, *where, processes)
 
     async def keep_state(self) -> None:
         """Write the state file whenever something changed."""

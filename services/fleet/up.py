@@ -37,6 +37,7 @@ async def fleet_of(
     )
     await asyncio.to_thread(check_port_free, settings.listen, "ingest", "--listen")
     await asyncio.to_thread(check_port_free, settings.management, "the supervisor", "--management")
+    await asyncio.to_thread(check_port_free, settings.observer, "the observer", "--observer")
     async with AsyncExitStack() as stack:
         await asyncio.to_thread(stack.enter_context, hold_folder(settings.data.absolute()))
         kafka = None
@@ -68,6 +69,7 @@ def _print_running(fleet: Fleet) -> None:
     plan = fleet.plan
     note(f"Penstock runs. Send events to http://{plan.listen}/v1/streams/STREAM/events", "bold green")
     note(f"  broker  {plan.broker}")
+    note(f"  what could not be delivered: http://{plan.observer}/v1/destinations")
     for process in fleet.processes:
         note(f"  {process.spec.name:<12} pid {process.pid}  http://{process.management}/metrics  {process.log}")
     note("  Ctrl-C drains and stops. Try: penstock status")

@@ -19,6 +19,10 @@ class Meter:
         """So many are durable in this delay topic."""
         metrics.RETRIER_MOVED.labels(topic).inc(count)
 
+    def already_moved(self, topic: str, count: int) -> None:
+        """So many were read in this topic and stood already where they were to go."""
+        metrics.RETRIER_ALREADY_MOVED.labels(topic).inc(count)
+
     def released(self, items: Sequence[Waiting], now: int) -> None:
         """These are durable in their pipe's retry topic; `now` was when they were sent there."""
         by_pipe: dict[str, list[int]] = {}

@@ -49,7 +49,7 @@ class Retrier:
 
     async def _work(self, stopping: asyncio.Event, drain: float) -> None:
         self._joined = False
-        session = Session(self._mover, self._meter, self._clock)
+        session = Session(self._broker, self._mover, self._meter, self._clock)
         topics = list(DELAY_BY_TOPIC)
         async with self._broker.consumer(RETRIER_GROUP, topics, start="earliest", on_revoke=session.revoke) as consumer:
             log.info("retrier_joined", group=RETRIER_GROUP)

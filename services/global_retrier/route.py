@@ -21,6 +21,12 @@ def choose_delay(left: int) -> str | None:
     return _TOPICS[max(0, bisect_right(_DELAYS, left) - 1)]
 
 
+def choose_delays(least: int, most: int) -> list[str | None]:
+    """All that `choose_delay` can answer for a time left between these two, ascending by delay."""
+    first, last = (bisect_right(_DELAYS, max(left, _DELAYS[0])) - 1 if left > 0 else -1 for left in (least, most))
+    return [_TOPICS[at] if at >= 0 else None for at in range(first, last + 1)]
+
+
 def find_wake(delay: int, written: int, due: int, now: int) -> int:
     """When a record leaves its topic: after the topic's delay, and no later than it is due.
 

@@ -7,7 +7,7 @@ import backoff
 import structlog
 
 from services.core import metrics
-from services.core.broker.contract import Consumer
+from services.core.broker.contract import Broker, Consumer
 from services.core.broker.errors import BrokerError, DataDamaged, NotOwner, OffsetOutOfRange
 from services.core.broker.record import Batch, TopicPartition
 from services.core.broker.watermark import LowWater
@@ -17,6 +17,7 @@ from services.global_retrier.clock import Clock
 from services.global_retrier.line import Line
 from services.global_retrier.meter import Meter
 from services.global_retrier.mover import Mover
+from services.global_retrier.predecessor import Predecessor
 
 log = structlog.get_logger()
 
@@ -36,8 +37,8 @@ class Session:
     those that are served now.
     """
 
-    def __init__(self, mover: Mover, meter: Meter, clock: Clock) -> None:
-        self._mover, self._meter, self._clock = mover, meter, clock
+    def __init__(self, broker: Broker, mover: Mover, meter: Meter, clock: Clock) -> None:
+        self._broker, self._mover, self._meter, self._clock = broker, mover, meter, clock
         self._watch = GroupWatch(RETRIER_GROUP)
         self._low_water = LowWater()
         self._committing = asyncio.Lock()
@@ -118,11 +119,14 @@ class Session:
 
     async def _serve(self, line: Line, consumer: Consumer) -> None:
         """Move what may leave, batch by batch, until the line is closed."""
+        predecessor = Predecessor(line.source, self._broker, self._clock)
         while self.lines.get(line.source) is line:
             await line.wait_until_ready(self._clock)
             line.busy = True
             items = line.cut(self._clock.now_ms())
-            await self._mover.move(line.source, items)
+            moved = await predecessor.find_moved(items)
+            self._meter.already_moved(line.source.topic, len(moved))
+            await self._mover.move(line.source, [item for item in items if item.offset not in moved])
             self._low_water.settle(line.source, [item.offset for item in items])
             await self._commit(consumer)
             line.busy = False

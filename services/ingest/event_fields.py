@@ -11,8 +11,8 @@ from typing import Annotated, Any
 
 import msgspec
 
+from services.core.problem_type import ProblemType
 from services.ingest import problems
-from services.ingest.problems import ProblemType
 
 MAX_ID_BYTES = 256
 MAX_KEY_BYTES = 1024

@@ -7,10 +7,11 @@ from types import MappingProxyType
 
 import msgspec
 
-from services.ingest.problems import Refused, problem_json
+from services.core.problem_type import CONTENT_TYPE, problem_json
+from services.ingest.problems import Refused
 
 JSON = b"application/json"
-PROBLEM = b"application/problem+json"
+PROBLEM = CONTENT_TYPE.encode()
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 _REASONS = {status.value: status.phrase.encode() for status in HTTPStatus}
 _NO_HEADERS: Mapping[bytes, bytes] = MappingProxyType({})

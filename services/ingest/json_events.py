@@ -5,10 +5,11 @@ from typing import Any
 
 import orjson
 
+from services.core.problem_type import ProblemType
 from services.ingest import problems
 from services.ingest.items import Items, Limits
 from services.ingest.json_text import TOO_DEEP_DETAIL, WHITESPACE, describe, is_too_deep, parse, split_array
-from services.ingest.problems import ProblemType, Refusal, Refused
+from services.ingest.problems import Refusal, Refused
 
 _ONE = range(1)
 

@@ -13,10 +13,11 @@ from services.core.broker.errors import (
     UnknownTopic,
 )
 from services.core.broker.producer import SendResult
+from services.core.problem_type import ProblemType, problem_json
 from services.ingest import problems
 from services.ingest.http_answer import PROBLEM, Answer, refuse
 from services.ingest.intake import Prepared
-from services.ingest.problems import SEND_AGAIN, ProblemType, Refusal, Refused, problem_json
+from services.ingest.problems import SEND_AGAIN, Refusal, Refused
 
 log = structlog.get_logger()
 

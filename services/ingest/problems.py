@@ -4,25 +4,9 @@ Details are constant texts or name limits and positions; they never repeat what 
 """
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
-import orjson
-
-URN = "urn:penstock:problem:"
-
-
-class ProblemType(NamedTuple):
-    """One kind of problem. `name` is the stable end of its URI; `status` is what a whole request of this kind gets."""
-
-    name: str
-    status: int
-    title: str
-
-    @property
-    def uri(self) -> str:
-        """The `type` member of RFC 9457."""
-        return URN + self.name
-
+from services.core.problem_type import ProblemType
 
 BAD_REQUEST = ProblemType("bad-request", 400, "The HTTP request is malformed")
 EMPTY_BODY = ProblemType("empty-body", 400, "The body is empty")
@@ -94,9 +78,3 @@ class Refused(Exception):
     ) -> None:
         super().__init__(detail)
         self.kind, self.detail, self.retry_after, self.allow = kind, detail, retry_after, allow
-
-
-def problem_json(kind: ProblemType, detail: str, **members: object) -> bytes:
-    """The body of an application/problem+json answer."""
-    head = {"type": kind.uri, "title": kind.title, "status": kind.status, "detail": detail}
-    return orjson.dumps({**head, **members})

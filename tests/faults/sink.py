@@ -2,7 +2,9 @@
 
 import asyncio
 import random
-from collections.abc import AsyncIterator
+import time
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
@@ -20,6 +22,11 @@ class Item(msgspec.Struct):
     data: msgspec.Raw
 
 
+def number_of(event_id: str) -> int:
+    """The number in an event's id."""
+    return int(event_id.rpartition("-")[2])
+
+
 _decode = msgspec.json.Decoder(list[Item]).decode
 
 
@@ -28,7 +35,8 @@ class Sink:
     """slow: seconds before each answer. fail: the share of requests answered with 503 (nothing of them counts).
 
     firsts: (number, worker) in the order of first arrival; `worker` is what the request's x-worker header says.
-    hold: while it is cleared, nothing is answered.
+    hold: while it is cleared, nothing is answered. dooms: events (by number) that are refused with 503 however often they come;
+    tries: for each of these, when it came (monotonic seconds).
     """
 
     ledger: Ledger
@@ -41,6 +49,8 @@ class Sink:
     requests: int = 0
     url: str = ""
     firsts: list[tuple[int, str]] = field(default_factory=list)
+    dooms: Callable[[int], bool] = lambda _number: False
+    tries: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
     hold: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def take(self, request: web.Request) -> web.Response:
@@ -50,14 +60,22 @@ class Sink:
         await self.hold.wait()
         if self.slow:
             await asyncio.sleep(self.slow)
+        items = _decode(body)
+        doomed = {item.id for item in items if self.dooms(number_of(item.id))}
+        for event_id in doomed:
+            self.tries[number_of(event_id)].append(time.monotonic())
         if self.chance.random() < self.fail:
             self.refused += 1
             return web.Response(status=503)
         worker = request.headers.get("x-worker", "")
-        for item in _decode(body):
+        for item in items:
+            if item.id in doomed:
+                continue
             number = self.ledger.arrive(item.id, self._payload(item))
             if number is not None and self.keeps_order:
                 self.firsts.append((number, worker))
+        if doomed:
+            return web.json_response({"failed": [{"id": event_id, "status": 503} for event_id in doomed]}, status=207)
         return web.Response(status=204)
 
     def _payload(self, item: Item) -> bytes:

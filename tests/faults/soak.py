@@ -26,6 +26,7 @@ from services.core.broker.connect import open_broker
 from services.core.jvm.child import start_child, stop_child
 from services.core.jvm.kafka_server import KafkaCluster
 from services.fleet.folder import ProcessState, read_state
+from tests.faults import soak_outage
 from tests.faults.fleet import wait_until
 from tests.faults.sender import Sender
 from tests.faults.sink import Sink, open_sink
@@ -285,8 +286,11 @@ def main() -> int:
     parser.add_argument("--rate", type=float, default=2000, help="events per second")
     parser.add_argument("--seed", type=int, default=random.randrange(1 << 30))
     parser.add_argument("--broker", choices=["log", "kafka"], default="log")
+    parser.add_argument("--outage", action="store_true", help="instead: a failing receiver, retrier and expel killed")
     arguments = parser.parse_args()
     assert BACKENDS
+    if arguments.outage:
+        return soak_outage.run(arguments.minutes, arguments.rate, arguments.seed, kafka=arguments.broker == "kafka")
     print("seed", arguments.seed, flush=True)
     with tempfile.TemporaryDirectory(prefix="penstock-soak-", ignore_cleanup_errors=True) as folder:
         run = soak(arguments.minutes, arguments.rate, arguments.seed, Path(folder), arguments.broker == "kafka")

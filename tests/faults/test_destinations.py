@@ -1,4 +1,4 @@
-"""One of fifty destinations is bad, in each way that a receiver can be: row 10 of the fault matrix."""
+"""One of many destinations is bad, in each way that a receiver can be: row 10 of the fault matrix."""
 
 from collections import defaultdict
 from collections.abc import AsyncIterator
@@ -10,6 +10,8 @@ import psutil
 import pytest
 from aiohttp import web
 
+from services.core.broker.contract import TopicSpec
+from services.core.pipes import RETRY_IN
 from tests.faults.trial import RSS_LIMIT
 from tests.integration.expel_process import Expel, hook, ids, open_expel
 from tests.support.ports import free_port
@@ -89,3 +91,47 @@ async def test_one_bad_destination_of_fifty(tmp_path: Path, kind: str) -> None:
         assert await expel.metric("penstock_expel_events_dead_total") == 0
         assert await expel.get("/readyz") == 200
         assert max(peak, process.memory_info().rss) < RSS_LIMIT
+
+
+LANE = 200
+"""What a lane holds at most, of many more events."""
+
+
+@pytest.mark.parametrize("kind", ["refuses", "hangs", "500"])
+@pytest.mark.parametrize("hands_over", [False, True])
+async def test_nine_of_ten_beside_a_full_lane(tmp_path: Path, kind: str, hands_over: bool) -> None:
+    """If it fails, the other nine of ten wait for a dead one: for its full lane, or while its events go to the retrier."""
+    serve, events = KINDS[kind], 10 * LANE
+    async with AsyncExitStack() as stack:
+        url, taken = await stack.enter_async_context(open_good())
+        expel = await stack.enter_async_context(open_expel(tmp_path, partitions=2))
+        await expel.broker.admin.create_topic(TopicSpec(RETRY_IN, 1))
+        bad_url = f"http://127.0.0.1:{free_port()}/"
+        if serve is not None:
+            bad_url = await stack.enter_async_context(open_socket_server(serve))
+        retry = (
+            {"attempts": 2, "base": "20ms", "max_wait": "50ms"} if hands_over else {"attempts": 20, "max_wait": "60s"}
+        )
+        schedule = ["1h"] if hands_over else []
+        good = [f"good-{n}" for n in range(9)]
+        expel.destinations += [hook("bad", bad_url, timeout="120s", retry=retry, schedule=schedule)]
+        expel.destinations += [hook(name, f"{url}/{name}", schedule=["1h"]) for name in good]
+        await expel.send(ids(events))
+        await expel.start("--drain", "1s", "--lane-events", str(LANE))
+        wanted = set(ids(events))
+        await wait_until(lambda: all(taken[name] == wanted for name in good))
+        for name in good:
+            await expel.wait_no_lag(name)
+            assert await expel.metric("penstock_expel_events_retried_total", destination=name) == 0
+            assert await expel.metric("penstock_expel_events_handed_over_total", destination=name) == 0
+        if hands_over and kind != "hangs":
+            await expel.wait_metric(events, "penstock_expel_events_handed_over_total", destination="bad")
+            await expel.wait_no_lag("bad")
+            (held,) = (await expel.broker.admin.describe(RETRY_IN)).values()
+            assert held.end == events
+        else:
+            await expel.wait_metric(LANE * 7 // 8, "penstock_expel_lane_events", destination="bad")
+            assert await expel.metric("penstock_expel_lane_events", destination="bad") <= LANE
+            assert await unsettled(expel, "bad") == events
+        assert await expel.metric("penstock_expel_events_delivered_total", destination="bad") == 0
+        assert await expel.metric("penstock_expel_events_dead_total") == 0

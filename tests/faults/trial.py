@@ -207,7 +207,21 @@ class Trial:
             "duplicates": own + again,
             "retried": await fleet.total("penstock_expel_events_retried_total"),
         }
-        row = Row(
+        row = self.row(removed=removed)
+        print(row.text())
+        complaints = ledger.complaints(removed=removed)
+        assert not complaints, "; ".join(complaints)
+        assert own <= strikes * LANE_EVENTS, f"{own} came twice: more than was in flight"
+        assert any(self.evidence.values()), "the fault never bit: the trial proves nothing"
+        for name, peak in row.peak_rss.items():
+            assert peak * 1e6 < RSS_LIMIT, f"{name} took {peak} MB"
+        return row
+
+    def row(self, *, removed: int = 0) -> Row:
+        """What was measured so far; see `judge`."""
+        ledger, fleet = self.ledger, self.fleet
+        own, again = ledger.duplicates()
+        return Row(
             fault=self.fault,
             broker=self.url.partition(":")[0],
             acknowledged=ledger.count(Fate.OBLIGED),
@@ -223,14 +237,6 @@ class Trial:
             seed=self.seed,
             answers={str(status): count for status, count in sorted(self.sender.answers.items())},
         )
-        print(row.text())
-        complaints = ledger.complaints(removed=removed)
-        assert not complaints, "; ".join(complaints)
-        assert own <= strikes * LANE_EVENTS, f"{own} came twice: more than was in flight"
-        assert any(self.evidence.values()), "the fault never bit: the trial proves nothing"
-        for name, peak in row.peak_rss.items():
-            assert peak * 1e6 < RSS_LIMIT, f"{name} took {peak} MB"
-        return row
 
 
 async def read_dead_letters(broker: Broker, topic: str, ledger: Ledger) -> None:

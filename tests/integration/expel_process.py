@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Literal
 from zlib import crc32
 
 import aiohttp
@@ -18,8 +19,10 @@ from services.core.broker.contract import Broker, Lag, TopicSpec
 from services.core.broker.log import LogBroker
 from services.core.broker.producer import Producer
 from services.core.broker.record import Record, TopicPartition
+from services.core.pauses import OPERATOR, Pause, write_pause
+from services.core.pipes import CONTROL, parked_topic, retry_topic
 from tests.support.ports import free_port
-from tests.unit.expel.receiver import DEADLINE, wait_until
+from tests.unit.expel.receiver import DEADLINE
 
 STREAM = "flights"
 PIPE = "late"
@@ -167,6 +170,8 @@ async def open_expel(
     async with LogBroker.open(str(folder / "data")) as broker:
         for topic in (STREAM, "copy", DEAD):
             await broker.admin.create_topic(TopicSpec(topic, partitions))
+        for topic in (retry_topic(PIPE), parked_topic(PIPE), CONTROL):
+            await broker.admin.create_topic(TopicSpec(topic, 1))
         async with kill_at_end(Expel(folder, broker, f"log://{folder / 'data'}", list(destinations))) as expel:
             yield expel
 
@@ -182,4 +187,26 @@ async def kill_at_end(expel: Expel) -> AsyncIterator[Expel]:
             await expel.process.wait()
 
 
-__all__ = ["DEAD", "PIPE", "STREAM", "Expel", "hook", "ids", "kill_at_end", "make_record", "open_expel", "wait_until"]
+async def decide(expel: Expel, state: Literal["paused", "resumed"]) -> None:
+    async with Producer(expel.broker.driver) as producer:
+        await write_pause(producer, f"{expel.pipe}/hook", Pause(state, OPERATOR, "ann@desk", 1))
+
+
+async def count_parked(expel: Expel) -> int:
+    held = await expel.broker.admin.describe(parked_topic(expel.pipe))
+    return sum(found.end - found.start for found in held.values())
+
+
+async def wait_parked(expel: Expel, count: int) -> None:
+    async with asyncio.timeout(DEADLINE):
+        while await count_parked(expel) < count:
+            await asyncio.sleep(0.05)
+
+
+async def wait_replayed(expel: Expel) -> None:
+    async with asyncio.timeout(DEADLINE):
+        while any(
+            lag.records
+            for lag in (await expel.broker.admin.group_lag(f"{expel.pipe}.hook", parked_topic(expel.pipe))).values()
+        ):
+            await asyncio.sleep(0.05)

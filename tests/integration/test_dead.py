@@ -2,12 +2,16 @@
 
 import asyncio
 import json
+import os
+import signal
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 from aiohttp import web
 
-from tests.integration.fleet_process import DEADLINE, Desk, until
+from tests.integration.fleet_process import DEADLINE, Desk, living, until
 from tests.unit.expel.receiver import Received, Receiver, open_receiver
 
 EVENTS = 30
@@ -65,6 +69,7 @@ async def refuse_and_redrive(desk: Desk, receiver: Receiver) -> None:
     (cause,) = destination["causes"]
     assert (cause["reason"], cause["count"]) == ("http_404", EVENTS)
     assert "no order #" in cause["detail"]
+    await ask_the_observer(desk)
 
     receiver.answer = lambda _received: web.Response(status=204)
     (done,) = await lines(desk, "dead", "redrive", "--destination", "d", "--rate", "50")
@@ -82,6 +87,30 @@ async def refuse_and_redrive(desk: Desk, receiver: Receiver) -> None:
     assert sum(entry["count"] for entry in entries) == EVENTS + 1
     assert {(entry["action"], entry["topic"]) for entry in entries} == {("redrive", "p.dead")}
     assert all("@" in entry["who"] for entry in entries)
+
+
+async def ask_the_observer(desk: Desk) -> None:
+    """It counts what the command line counts, and after a crash it counts it again."""
+    state = await desk.state()
+    [observer] = [process for process in state.processes if process.service == "observer"]
+    expected = ("active", False, EVENTS, [("http_404", 404, EVENTS)])
+    await wait_for_failures(state.observer, expected)
+    assert observer.pid is not None
+    os.kill(observer.pid, signal.SIGKILL)
+    await until(lambda: not living({observer.pid}), "the observer is gone")
+    await wait_for_failures(state.observer, expected)
+
+
+async def wait_for_failures(address: str, expected: tuple[object, ...]) -> None:
+    found: object = None
+    async with asyncio.timeout(DEADLINE), aiohttp.ClientSession() as session:
+        while found != expected:
+            await asyncio.sleep(0.1)
+            with suppress(aiohttp.ClientError):
+                async with session.get(f"http://{address}/v1/destinations/p/d/failures") as answer:
+                    body = await answer.json()
+                causes = [(cause["reason"], cause["status"], cause["count"]) for cause in body["causes"]]
+                found = (body["state"], body["catching_up"], body["letters"], causes)
 
 
 async def test_discarded_and_listed_no_more(tmp_path: Path) -> None:

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from services.fleet.demo.flights import EXAMPLES, load_flights
-from services.fleet.demo.run import forget_settings
+from services.fleet.demo.chaos_summary import ChaosResult, Course, make_chaos_result, render_chaos
+from services.fleet.demo.flights import CHAOS_PIPE, EXAMPLES, SHAKY, STEADY, load_flights
+from services.fleet.demo.stage import forget_settings
 from services.fleet.demo.summary import DemoResult, make_result, render_result
 from services.fleet.demo.tracker import Tracker
 from services.fleet.receiver import Received
@@ -150,3 +151,44 @@ def test_duplicates_are_counted_and_no_loss() -> None:
     tracker = Tracker(flights)
     tracker.take(Received("m", [event, event], [event], True, 2.0))
     assert (tracker.duplicates, tracker.lost, len(tracker.delivered)) == (1, 0, 1)
+
+
+async def test_an_outage_loses_nothing(desk: Desk) -> None:
+    """Broken: what the project promises most, a destination that goes down and comes back, is not true where all can see it."""
+    command, result = await run_demo(desk, "--chaos")
+    assert command.process.returncode == 0, command.err
+    assert result["ok"] is True
+    sent = result["sent"]
+    assert result["accepted"] == sent
+    for arrivals in result["destinations"].values():
+        assert (arrivals["delivered"], arrivals["lost"], arrivals["dead"], arrivals["wrong"]) == (sent, 0, 0, 0)
+    assert result["destinations"]["partner"]["handed_over"] > 0
+    assert result["destinations"]["operations"]["handed_over"] == 0
+    assert result["most_waiting"] > 0
+    said = [command.err.index(text) for text in ("partner goes down", "partner is back", "nothing lost")]
+    assert said == sorted(said)
+    assert not left_over(desk)
+
+
+@pytest.mark.parametrize(("name", "value"), [("events", []), ("signed", False), ("dead", 1.0)])
+def test_an_outage_that_loses_something_fails(name: str, value: Any) -> None:
+    """Broken: the demo of an outage says "nothing lost" while one destination lost or buried an event."""
+    good, bad = chaos_of(), chaos_of(**{name: value})
+    assert good.good
+    assert good.steady_lag_ms["during"]["p50"] == pytest.approx(1000, rel=0.01)
+    assert not bad.good
+    assert render_chaos(bad)
+
+
+def chaos_of(events: Any = None, signed: bool = True, dead: float = 0.0) -> ChaosResult:
+    """An outage with two events; what came to the destination that was down, overriding a perfect run."""
+    flights = dict(list(load_flights(NEWEST).items())[:2])
+    right = [{"id": key, "penstockarrival": "1000", "data": flight.expected} for key, flight in flights.items()]
+    trackers = {STEADY: Tracker(flights), SHAKY: Tracker(flights)}
+    trackers[STEADY].take(Received("m", right, right, True, 2.0))
+    came = right if events is None else events
+    trackers[SHAKY].take(Received("m", came, came, signed, 2.0))
+    labels = frozenset({("pipe", CHAOS_PIPE), ("destination", SHAKY), ("reason", "http_404")})
+    sample = Sample(0.0, {("penstock_expel_events_dead_total", labels): dead})
+    course = Course(sample, marks=[0, 0, 2], most_waiting=2, seconds=3.0, outage_s=1.0, recovery_s=1.0)
+    return make_chaos_result("log", 2, 2, trackers, course)

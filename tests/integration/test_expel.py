@@ -225,31 +225,6 @@ async def test_one_dead_destination_is_felt_by_no_other(tmp_path: Path) -> None:
             assert await expel.metric("penstock_expel_events_dead_total", destination=name) == 0
 
 
-async def test_gone_disables_and_loses_nothing(tmp_path: Path) -> None:
-    """Broken: events vanish while a destination is disabled, or a receiver that said 410 is called on and on."""
-    async with (
-        open_receiver(lambda _r: answer(410)) as receiver,
-        open_receiver() as other,
-        open_expel(tmp_path) as expel,
-    ):
-        expel.destinations += [hook("hook", receiver.url, concurrency=1), hook("other", other.url)]
-        await expel.send(ids(1000))
-        await expel.start()
-        await other.wait_for_ids(ids(1000))
-        await wait_until(lambda: "destination_disabled" in expel.log)
-        called = len(receiver.requests)
-        await expel.send(ids(500, start=1000))
-        await other.wait_for_ids(ids(1500))
-        assert await expel.metric("penstock_expel_lane_up", destination="hook") == 0
-        assert await expel.get("/readyz") == 200
-        assert await expel.stop() == 0
-        assert len(receiver.requests) == called == 1
-        receiver.answer = bad.accept
-        await expel.start()
-        await receiver.wait_for_ids(ids(1500))
-        assert len(receiver.accepted) == 1500
-
-
 async def test_order_by_key_holds_under_failures(tmp_path: Path) -> None:
     """Broken: a receiver ends with an old state of a key, because a retry overtook or was overtaken."""
     calls = itertools.count()

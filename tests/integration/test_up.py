@@ -35,6 +35,7 @@ async def test_from_send_to_signed_deliveries(desk: Desk) -> None:
         assert destination["e2e_lag_ms"]["p99"] > 0
         assert (status["retrier"]["up"], status["retrier"]["waiting"], status["retrier"]["dead"]) == (True, 0, 0)
         assert [(process["name"], process["state"]) for process in status["processes"]] == [
+            ("observer-1", "ready"),
             ("retrier-1", "ready"),
             ("expel-1", "ready"),
             ("ingest-1", "ready"),

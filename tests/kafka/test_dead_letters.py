@@ -14,8 +14,8 @@ from services.core.provision import ensure_topics
 from services.core.retry_state import unwrap
 from services.fleet.dead.aim import Aim
 from services.fleet.dead.audit import Auditor, read_audit
+from services.fleet.dead.filter import Filter
 from services.fleet.dead.found import Found
-from services.fleet.dead.letter import Filter
 from services.fleet.dead.redrive import Redrive
 from tests.contract.traffic import read_all, records_of
 from tests.support.kafka import unique_name

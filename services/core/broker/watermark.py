@@ -107,6 +107,10 @@ class LowWater:
             self._marks.pop(source, None)
             self._committed.pop(source, None)
 
+    def sources(self) -> set[TopicPartition]:
+        """The partitions of which something is unsettled."""
+        return set(self._spans)
+
     def in_flight(self, source: TopicPartition | None = None) -> int:
         """Unsettled records of one partition, or of all."""
         chosen = self._spans.values() if source is None else [self._spans.get(source, [])]

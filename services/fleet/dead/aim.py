@@ -4,16 +4,16 @@ from typing import NamedTuple
 
 from services.core.broker.record import Record
 from services.core.dead_letter import strip
-from services.core.pipes import PipeFile, is_retried, retry_topic
+from services.core.letter import DeadLetter, Position
+from services.core.pipes import PipeFile, retry_topic
 from services.core.retry_state import BadRetryRecord, RetryState, read_state, wrap
-from services.fleet.dead.letter import DeadLetter, Position
 
 REMEDIES = {
-    "no_payload": "the letter has lost its payload, it was too large; its source has the whole event",
+    "no_payload": "it was too large to be kept with its payload, and its source has the event no more",
     "damaged_batch": "these are damaged bytes and no event",
     "no_destination": "a transform gave it up; --to-stream sends it to its stream again, to all pipes of that stream",
     "unknown_destination": "the pipe file has no such destination any more; discard it, or --pipes with another file",
-    "no_retries": "the destination reads no retries: it is a stream, has order: key, or an empty schedule",
+    "no_retries": "the destination is a stream, which reads no retries",
     "unknown_stream": "its source is none of the pipe's streams",
     "too_old": "Kafka would delete it at once: its event time is older than the stream's retention",
     "bad_source": "its header says no source; it is no letter of ours",
@@ -52,7 +52,7 @@ class Aim:
         named = [] if pipe is None else [one for one in pipe.destinations if one.name == letter.destination]
         if not named:
             return "unknown_destination"
-        if not is_retried(named[0]):
+        if named[0].webhook is None:
             return "no_retries"
         original = strip(letter.record)
         state = RetryState(

@@ -14,9 +14,9 @@ from services.core.broker.contract import Admin
 from services.core.broker.errors import UnknownTopic
 from services.core.broker.producer import Producer
 from services.core.broker.record import Record
+from services.core.letter import Position
 from services.core.pipes import AUDIT
 from services.fleet.console import note
-from services.fleet.dead.letter import Position
 from services.fleet.dead.pages import read_topic
 from services.fleet.problem import CommandFailed
 

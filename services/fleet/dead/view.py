@@ -7,10 +7,11 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from services.core.causes import Cause
+from services.core.letter import DeadLetter
 from services.core.masking import mask_text
+from services.core.times import format_time
 from services.fleet.dead.audit import Entry
-from services.fleet.dead.causes import Cause
-from services.fleet.dead.letter import DeadLetter, format_time
 
 SHOWN_DETAIL = 80
 SHOWN_PAYLOAD = 100_000
@@ -48,21 +49,26 @@ def letter_table(letters: Iterable[DeadLetter], *, settled: bool) -> Table:
     return table
 
 
-def letter_page(letter: DeadLetter) -> RenderableType:
-    """Everything about one letter: what our headers say, its other headers, its payload."""
+def letter_page(letter: DeadLetter, *, from_source: bool) -> RenderableType:
+    """Everything about one letter: what our headers say, its other headers, its payload, which may come from its source."""
     lines = [Text.assemble((f"{name:<15}", "bold"), plain(str(value))) for name, value in letter.as_json().items()]
     lines.append(Text("headers", style="bold"))
     lines += [Text(f"  {plain(name)}: {plain(_text(value))}") for name, value in letter.record.headers]
     payload = letter.record.value
-    size = "none" if payload is None else f"{len(payload)} bytes"
+    size = "none, and its source has the event no more" if payload is None else f"{len(payload)} bytes"
+    size += ", read from its source" if from_source else ""
     lines.append(Text.assemble(("payload ", "bold"), f"({size})"))
     return Group(*lines, Text("\n".join(map(plain, _text(payload or b"").splitlines()))[:SHOWN_PAYLOAD]))
 
 
-def letter_json(letter: DeadLetter) -> dict[str, object]:
-    """Everything about one letter. What is not UTF-8 stands in base64, under a name that says so."""
+def letter_json(letter: DeadLetter, *, from_source: bool) -> dict[str, object]:
+    """Everything about one letter. What is not UTF-8 stands in base64, under a name that says so.
+
+    payload_from: `letter`, `source`, or null when neither has it.
+    """
     headers = [{"name": name, **_value("value", value)} for name, value in letter.record.headers]
-    return {**letter.as_json(), "headers": headers, **_value("payload", letter.record.value)}
+    found = None if letter.record.value is None else "source" if from_source else "letter"
+    return {**letter.as_json(), "headers": headers, **_value("payload", letter.record.value), "payload_from": found}
 
 
 def cause_table(causes: Iterable[Cause]) -> Table:
@@ -75,7 +81,7 @@ def cause_table(causes: Iterable[Cause]) -> Table:
             Text(plain(cause.detail, SHOWN_DETAIL)),
             format_time(cause.first),
             format_time(cause.last),
-            str(cause.example),
+            str(cause.example.position),
         )
     return table
 

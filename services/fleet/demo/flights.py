@@ -13,6 +13,7 @@ from services.fleet.event_source import SourceEvent
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 STREAM, PIPE, DESTINATION = "flights", "punctuality", "operations"
+CHAOS_PIPE, STEADY, SHAKY = "departures", "operations", "partner"
 
 
 @dataclass(frozen=True, slots=True)

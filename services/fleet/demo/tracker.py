@@ -43,3 +43,8 @@ class Tracker:
     def lost(self) -> int:
         """Events that have not arrived."""
         return len(self.flights) - len(self.delivered)
+
+    def recent_lag(self) -> int | None:
+        """The median of the last thousand lags, in ms; None before the first."""
+        recent = sorted(self.lags_ms[-1000:])
+        return recent[len(recent) // 2] if recent else None

@@ -8,11 +8,13 @@ import msgspec
 import typer
 import uvloop
 
+from services.core.letter import DeadLetter, Position
 from services.fleet.access import find_broker, opened
 from services.fleet.console import OUT, note
 from services.fleet.dead.audit import read_audit
+from services.fleet.dead.filter import Filter
 from services.fleet.dead.found import Found
-from services.fleet.dead.letter import DeadLetter, Filter, Position
+from services.fleet.dead.payload import restore
 from services.fleet.dead.view import audit_line, letter_json, letter_page, letter_table
 from services.fleet.verbs.app import APP, example
 from services.fleet.verbs.dead_options import (
@@ -91,10 +93,12 @@ def show(
 async def _show(url: str, positions: list[Position], *, as_json: bool) -> None:
     async with opened(url) as broker:
         async for (letter,) in (await Found.look(broker.admin, Filter(), positions)).pages():
+            whole = await restore(broker.admin, letter)
+            from_source = whole.record is not letter.record
             if as_json:
-                typer.echo(json.dumps(letter_json(letter)))
+                typer.echo(json.dumps(letter_json(whole, from_source=from_source)))
             else:
-                OUT.print(letter_page(letter))
+                OUT.print(letter_page(whole, from_source=from_source))
 
 
 @DEAD.command(epilog=example("penstock dead audit\npenstock dead audit --json | jq .who"))

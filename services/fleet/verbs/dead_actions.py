@@ -9,13 +9,15 @@ import uvloop
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from services.core.broker.producer import Producer
+from services.core.letter import Position
 from services.core.pipes import PipeFile, load_pipes
 from services.fleet.access import find_broker, find_pipes, opened
 from services.fleet.console import ERR, note
 from services.fleet.dead.aim import REMEDIES, Aim
 from services.fleet.dead.audit import DISCARD, Auditor, whoami
+from services.fleet.dead.filter import Filter
 from services.fleet.dead.found import Found, Held
-from services.fleet.dead.letter import Filter, Position
+from services.fleet.dead.payload import with_payloads
 from services.fleet.dead.redrive import Redrive, Redriven
 from services.fleet.problem import CommandFailed
 from services.fleet.stop import stop_on_signals
@@ -106,7 +108,7 @@ async def _redrive(
                     aim = Aim(file, to_stream=to_stream, by_event_time=broker.features.retention_by_event_time)
                     work = Redrive(aim, producer, auditor, rate, asked_to_stop=stop.asked.is_set, show=show)
                     done = work.so_far
-                    await work.run(found.pages())
+                    await work.run(with_payloads(broker.admin, found.pages()))
             if stop.asked.is_set():
                 return done, CommandFailed(
                     "stopped; what is left was not redriven", "the same command again", status=130

@@ -6,7 +6,9 @@ from typing import Annotated
 
 import typer
 
-from services.fleet.dead.letter import Filter, Position, parse_time
+from services.core.letter import Position
+from services.core.times import parse_time
+from services.fleet.dead.filter import Filter
 from services.fleet.problem import CommandFailed
 
 BrokerUrl = Annotated[

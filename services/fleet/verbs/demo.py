@@ -6,31 +6,48 @@ from typing import Annotated
 
 import typer
 import uvloop
+from rich.console import RenderableType
 
 from services.fleet.console import ERR, OUT
-from services.fleet.demo.run import forget_settings, run_demo
-from services.fleet.demo.summary import render_result
+from services.fleet.demo.chaos import run_chaos
+from services.fleet.demo.chaos_summary import ChaosResult, render_chaos
+from services.fleet.demo.run import run_demo
+from services.fleet.demo.stage import forget_settings
+from services.fleet.demo.summary import DemoResult, render_result
 from services.fleet.problem import CommandFailed
 from services.fleet.verbs.app import APP, example
 
 
-@APP.command(epilog=example("penstock demo\npenstock demo --broker kafka\npenstock demo --json | tail -1 | jq .lost"))
+@APP.command(
+    epilog=example("penstock demo\npenstock demo --chaos --broker kafka\npenstock demo --json | tail -1 | jq .lost")
+)
 def demo(
     broker: Annotated[
         str, typer.Option("--broker", help="log: the embedded log. kafka: a real Apache Kafka, started for the demo.")
     ] = "log",
+    chaos: Annotated[
+        bool, typer.Option("--chaos", help="Two destinations, without Spark: one goes down, stays down, comes back.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object as the last line on stdout.")] = False,
 ) -> None:
     """Run the whole fleet for about a minute on 10,000 real events, and count what became of each.
 
     HTTP, ingest, broker, PySpark, expel, signed webhooks: all real, on this machine, in a temporary folder. Events are
-    sent at 1,000 a second. Status 0 only if nothing was lost.
+    sent at 1,000 a second. With --chaos: 2,600 events to two destinations, of which one goes down for a while. Status 0 only
+    if nothing was lost.
     """
     if broker not in ("log", "kafka"):
         raise CommandFailed(f"--broker {broker!r} is not for the demo", "--broker log, or --broker kafka", status=2)
     forget_settings(os.environ)
-    result = uvloop.run(run_demo(broker))
-    (ERR if as_json else OUT).print(render_result(result))
+    result: DemoResult | ChaosResult
+    shown: RenderableType
+    if chaos:
+        result = uvloop.run(run_chaos(broker))
+        shown = render_chaos(result)
+    else:
+        result = uvloop.run(run_demo(broker))
+        shown = render_result(result)
+    (ERR if as_json else OUT).print(shown)
     if as_json:
         typer.echo(json.dumps(result.as_json()))
     if not result.good:

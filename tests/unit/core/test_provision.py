@@ -8,7 +8,7 @@ import pytest
 
 from services.core.broker.connect import open_broker
 from services.core.broker.contract import Broker
-from services.core.pipes import AUDIT, DELAYS_S, RETRIER_DEAD, RETRY_IN, SCHEDULE, PipeFile, delay_topic
+from services.core.pipes import AUDIT, CONTROL, DELAYS_S, RETRIER_DEAD, RETRY_IN, SCHEDULE, PipeFile, delay_topic
 from services.core.provision import PartitionsDiffer, ensure_topics, wanted_topics
 
 PIPES = PipeFile.model_validate(
@@ -43,6 +43,7 @@ def test_what_a_pipe_file_implies() -> None:
         "joined.out": (6, 3 * day),
         "joined.dead": (1, (3 + 30) * day + schedule),
         "joined.retry": (1, 14 * day),
+        "joined.parked": (1, None),
     }
 
 
@@ -52,13 +53,14 @@ def test_the_retriers_topics() -> None:
     found = {spec.name: (spec.partitions, spec.retention_ms) for spec in wanted_topics(PIPES)}
     retriers = {name: spec for name, spec in found.items() if name.startswith("penstock.")}
     delays = {delay_topic(seconds): (1, seconds * 1000 + 14 * day) for seconds in DELAYS_S}
-    assert retriers == {RETRY_IN: (1, 14 * day), RETRIER_DEAD: found["joined.dead"], AUDIT: (1, None), **delays}
+    for_ever = {AUDIT: (1, None), CONTROL: (1, None)}
+    assert retriers == {RETRY_IN: (1, 14 * day), RETRIER_DEAD: found["joined.dead"], **for_ever, **delays}
     unretried: list[dict[str, object]] = [{"schedule": []}, {"order": "key"}]
     for webhook in unretried:
         destination = {"name": "d", "webhook": {"url": "https://example.org", **webhook}}
         data = {"streams": {"a": {}}, "pipes": {"p": {"sources": ["a"], "destinations": [destination]}}}
         ours = {spec.name for spec in wanted_topics(PipeFile.model_validate(data)) if spec.name.startswith("penstock.")}
-        assert ours == {AUDIT}
+        assert ours == {AUDIT, CONTROL}
 
 
 async def test_idempotent_and_at_the_same_time(broker: Broker) -> None:

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 
-from services.core.broker.contract import Appended, Lag, OnRevoke, Start
+from services.core.broker.contract import Appended, Lag, OnRevoke, PartitionRange, Start
 from services.core.broker.errors import BrokerError, NotOwner, UnknownTopic
 from services.core.broker.record import Batch, Record, TopicPartition
 
@@ -20,7 +20,7 @@ class FakeBroker:
         self.poll_errors: list[BrokerError] = []
         self.commit_error: BrokerError | None = None
         self.consumers: list[FakeConsumer] = []
-        self.admin = self
+        self.admin = FakeAdmin(self)
         self.driver = self
 
     async def partition_count(self, topic: str) -> int:
@@ -37,13 +37,6 @@ class FakeBroker:
         held.extend(records)
         return Appended(first, len(held) - 1)
 
-    async def group_lag(self, group: str, topic: str) -> dict[int, Lag]:
-        return {
-            source.partition: Lag(len(records) - 1 - self.committed.get((group, source), -1), 0)
-            for source, records in self.stored.items()
-            if source.topic == topic
-        }
-
     @asynccontextmanager
     async def consumer(
         self, group: str, topics: Collection[str], *, start: Start, on_revoke: OnRevoke
@@ -58,6 +51,35 @@ class FakeBroker:
         finally:
             await on_revoke(consumer.assignment())
             consumer.positions.clear()
+
+
+class FakeAdmin:
+    """What lanes ask of it."""
+
+    def __init__(self, broker: FakeBroker) -> None:
+        self._broker = broker
+
+    async def group_lag(self, group: str, topic: str) -> dict[int, Lag]:
+        return {
+            source.partition: Lag(len(records) - 1 - self._broker.committed.get((group, source), -1), 0)
+            for source, records in self._broker.stored.items()
+            if source.topic == topic
+        }
+
+    async def describe(self, topic: str) -> dict[int, PartitionRange]:
+        stored = self._broker.stored
+        return {source.partition: PartitionRange(0, len(stored[source])) for source in stored if source.topic == topic}
+
+    async def committed(self, group: str, topic: str) -> dict[int, int]:
+        marks = self._broker.committed
+        return {s.partition: mark for (name, s), mark in marks.items() if (name, s.topic) == (group, topic)}
+
+    async def read(self, topic: str, partition: int, offset: int, *, max_records: int) -> Batch | None:
+        try:
+            records = self._broker.stored[TopicPartition(topic, partition)][offset : offset + max_records]
+        except KeyError:
+            raise UnknownTopic(f"no topic {topic}") from None
+        return Batch(topic, partition, range(offset, offset + len(records)), records) if records else None
 
 
 class FakeConsumer:

@@ -3,21 +3,27 @@
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from typing import Literal
 
 from prometheus_client import REGISTRY
 
 from services.core.broker.producer import Producer
 from services.core.broker.record import Record, TopicPartition
 from services.core.broker.retry import RetryPolicy
+from services.core.pauses import Pause, Pauses, write_pause
+from services.core.pipes import CONTROL
+from services.expel.delivery import Delivery
 from services.expel.dispatch import Dispatcher
 from services.expel.gate import Gate
 from services.expel.lane import Lane
 from services.expel.meter import LaneMeter
+from services.expel.outcome import Outcome
+from services.expel.standing import Standing
 from tests.unit.expel.fake_broker import FakeBroker
 from tests.unit.expel.fake_sender import Answer, FakeSender, make_shape
 
 P0, P1 = TopicPartition("s", 0), TopicPartition("s", 1)
-DEAD = TopicPartition("late.dead", 0)
+DEAD, PARKED = TopicPartition("late.dead", 0), TopicPartition("late.parked", 0)
 QUICK = RetryPolicy(deadline=0.2, append_timeout=1.0)
 
 
@@ -25,11 +31,33 @@ def names(numbers: Sequence[int]) -> list[str]:
     return [f"e{number}" for number in numbers]
 
 
+def hold(released: asyncio.Event) -> Answer:
+    async def answer(_delivery: Delivery) -> Outcome:
+        await released.wait()
+        return None
+
+    return answer
+
+
 class Running:
     """A lane, what it stands on, and the dispatchers that it made."""
 
-    def __init__(self, broker: FakeBroker, sender: FakeSender, lane: Lane, dispatchers: list[Dispatcher]) -> None:
+    def __init__(
+        self,
+        broker: FakeBroker,
+        sender: FakeSender,
+        lane: Lane,
+        dispatchers: list[Dispatcher],
+        pauses: Pauses,
+        producer: Producer,
+    ) -> None:
         self.broker, self.sender, self.lane, self.dispatchers = broker, sender, lane, dispatchers
+        self._pauses, self._producer = pauses, producer
+
+    async def decide(self, state: Literal["paused", "resumed"]) -> None:
+        """As an operator, and the lane hears of it at once."""
+        await write_pause(self._producer, "late/hook", Pause(state, "operator", "ann@desk", 1))
+        await self._pauses.refresh()
 
     def committed(self, source: TopicPartition = P0) -> int:
         return self.broker.committed.get(("late.hook", source), -1)
@@ -63,16 +91,21 @@ async def run_lane(
     async with Producer(broker.driver, policy=QUICK) as producer:
         meter, made = LaneMeter("late", "hook"), make_shape(**shape)
         gate = Gate(made)
+        for topic in (CONTROL, PARKED.topic):
+            broker.stored.setdefault(TopicPartition(topic, 0), [])
+        pauses = Pauses(broker.admin)  # type: ignore[arg-type]
+        await pauses.refresh()
+        standing = Standing(pauses, broker.admin, producer, made)  # type: ignore[arg-type]
 
         def make_dispatcher() -> Dispatcher:
             dispatchers.append(Dispatcher(made, sender, producer, meter, gate))
             return dispatchers[-1]
 
-        lane = Lane(broker, "late", "hook", list(topics), "earliest", meter, make_dispatcher, commit_interval)  # type: ignore[arg-type]
+        lane = Lane(broker, "late", "hook", list(topics), "earliest", meter, make_dispatcher, commit_interval, standing)  # type: ignore[arg-type]
         stopping = asyncio.Event()
         task = asyncio.create_task(lane.run(stopping, drain))
         try:
-            yield Running(broker, sender, lane, dispatchers)
+            yield Running(broker, sender, lane, dispatchers, pauses, producer)
         finally:
             stopping.set()
             await task

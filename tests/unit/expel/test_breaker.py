@@ -128,6 +128,30 @@ def test_recovery_rises_to_twice_the_usual_rate_at_most(clock: Clock) -> None:
     assert not ramp.is_over
 
 
+def test_a_young_process_learns_the_usual_rate_at_once(clock: Clock) -> None:
+    """If it fails, an outage soon after a start leaves a destination throttled below its traffic, for as long as that lasts."""
+    ramp = Ramp(clock)
+    clock.now += 60
+    for _ in range(80):
+        ramp.delivered(20)
+        clock.now += 0.1
+    ramp.begin()
+    rates = list(flow(ramp, clock, 120))
+    assert max(rates) == pytest.approx(400, rel=0.1)
+
+
+def test_limit_gives_way_to_what_comes_now(clock: Clock) -> None:
+    """If this fails, a destination that was quiet before its outage is throttled for ever, and its lag ends in dead letters."""
+    ramp = Ramp(clock)
+    for _ in range(300):
+        clock.now += 1
+        ramp.delivered(5)
+    ramp.begin()
+    rates = list(flow(ramp, clock, 1200))
+    assert max(rates[:120]) <= 2 * FIRST_RATE
+    assert max(rates[-60:]) > 500
+
+
 def test_a_drained_backlog_ends_the_ramp(clock: Clock) -> None:
     """If it fails, a destination stays limited for ever after one outage."""
     ramp = Ramp(clock)

@@ -1,35 +1,19 @@
-"""A lane over a broker in memory: bounds, commits, revocation, gaps and outages, each at the moment the test chooses."""
+"""A lane over a broker in memory: its bounds, its commits, its order, and what becomes of each event."""
 
 import asyncio
 
 import pytest
-from prometheus_client import REGISTRY
 
 from services.core import dead_letter
-from services.core.broker.errors import DataDamaged, NotOwner, OffsetOutOfRange, RecordTooLarge, Unavailable
-from services.core.broker.producer import Producer
+from services.core.broker.errors import RecordTooLarge, Unavailable
 from services.core.broker.record import Batch, Record, estimate_size
-from services.expel import session
 from services.expel.delivery import Delivery
-from services.expel.dispatch import Dispatcher
 from services.expel.disposition import RetryLimits
-from services.expel.gate import Gate
-from services.expel.lane import Lane
-from services.expel.meter import LaneMeter
 from services.expel.outcome import Failure, Outcome
 from services.expel.pending import CutLimits
-from tests.unit.expel.fake_broker import FakeBroker
-from tests.unit.expel.fake_sender import BUSY, GONE, WRONG, Answer, FakeSender, make_record, make_shape
+from tests.unit.expel.fake_sender import BUSY, WRONG, make_record
 from tests.unit.expel.receiver import wait_until
-from tests.unit.expel.running_lane import P0, P1, QUICK, names, run_lane
-
-
-def hold(released: asyncio.Event) -> Answer:
-    async def answer(_delivery: Delivery) -> Outcome:
-        await released.wait()
-        return None
-
-    return answer
+from tests.unit.expel.running_lane import P0, hold, names, run_lane
 
 
 async def test_commits_stay_below_the_first_unsettled_event() -> None:
@@ -158,217 +142,6 @@ async def test_a_letter_that_is_too_large_keeps_its_headers() -> None:
         assert letter.header(dead_letter.SOURCE) == b"s:0:0"
 
 
-async def test_revoked_partition_is_drained_and_committed_first() -> None:
-    """Broken: the next owner delivers again what this one had just delivered; or waits for ever."""
-    released = asyncio.Event()
-    broker = FakeBroker({"s": 2, "late.dead": 1})
-    broker.stored[P1] += [make_record(n) for n in range(100, 200)]
-    async with run_lane(
-        [make_record(n) for n in range(100)], hold(released), broker=broker, cut=CutLimits(5, 1000)
-    ) as running:
-        await wait_until(lambda: running.sender.under_way == 2)
-        (dispatcher,) = running.dispatchers
-        leaving = asyncio.create_task(dispatcher.give_up(frozenset({P0}), 30.0))
-        await asyncio.sleep(0.02)
-        assert not leaving.done()
-        released.set()
-        await leaving
-        # What was under way, and nothing more of it; the lane may have committed it meanwhile.
-        assert dispatcher.low_water.committable().get(P0, running.committed(P0)) == 9
-        dispatcher.low_water.forget([P0])
-        await wait_until(lambda: running.committed(P1) == 99)
-        assert len(running.sender.taken) == 110
-
-
-async def test_revocation_commits_before_it_returns() -> None:
-    """Broken: at every rebalance the next owner delivers again what was settled since the last commit."""
-    async with run_lane([make_record(n) for n in range(10)], commit_interval=600) as running:
-        await wait_until(lambda: len(running.sender.taken) == 10)
-        assert running.committed() == -1
-        await running.broker.consumers[0].revoke(P0)
-        assert running.committed() == 9
-
-
-async def test_failed_events_of_a_revoked_partition_are_left_to_the_next_owner() -> None:
-    """Broken: two members deliver the same events, one of them for ever, and its keys stay blocked."""
-    released = asyncio.Event()
-
-    async def answer(_delivery: Delivery) -> Outcome:
-        if released.is_set():
-            return None
-        await released.wait()
-        return BUSY
-
-    records = [make_record(n, key=b"a") for n in range(5)]
-    async with run_lane(records, answer, keyed=True, drain=0.5) as running:
-        await wait_until(lambda: running.sender.under_way == 1)
-        (dispatcher,) = running.dispatchers
-        await dispatcher.give_up(frozenset({P0}), 0.01)
-        dispatcher.low_water.forget([P0])
-        released.set()
-        await wait_until(lambda: dispatcher.unsettled == 0)
-        await asyncio.sleep(0.05)
-        assert len(running.sender.sent) == 1
-        running.broker.stored[P1].append(make_record(9, key=b"a"))
-        await wait_until(lambda: running.sender.taken == ["e9"])
-
-
-async def test_revocation_does_not_wait_for_a_hanging_receiver() -> None:
-    """Broken: one hanging receiver makes every rebalance of its group take the rebalance time-out."""
-    async with run_lane([make_record(n) for n in range(20)], hold(asyncio.Event()), drain=0.05) as running:
-        await wait_until(lambda: running.sender.under_way == 2)
-        async with asyncio.timeout(10):
-            await running.dispatchers[0].give_up(frozenset({P0}), 0.05)
-
-
-@pytest.mark.parametrize("outcome", [None, WRONG])
-async def test_a_topic_made_anew_is_not_settled_by_what_was_under_way_before(outcome: Outcome) -> None:
-    """Broken: a topic is deleted and made again within one request, and the new events at its offsets are lost."""
-    first, second = asyncio.Event(), asyncio.Event()
-
-    async def answer(delivery: Delivery) -> Outcome:
-        is_old = delivery.ids[0].startswith(b"e0")
-        await (first if is_old else second).wait()
-        return outcome if is_old else None
-
-    async with run_lane([make_record(0)], answer, commit_interval=600) as running:
-        await wait_until(lambda: running.sender.under_way == 1)
-        (consumer,), (dispatcher,) = running.broker.consumers, running.dispatchers
-        dispatcher.disown([P0])
-        running.broker.stored[P0][:] = [make_record(1)]
-        consumer.positions[P0] = 0
-        await wait_until(lambda: running.sender.under_way == 2)
-        first.set()
-        await wait_until(lambda: dispatcher.unsettled == 1)
-        assert dispatcher.low_water.committable() == {}
-        second.set()
-        await wait_until(lambda: dispatcher.low_water.committable() == {P0: 0})
-
-
-async def test_letters_of_a_topic_made_anew_settle_nothing() -> None:
-    """Broken: a dead letter that waited for the broker settles the event that has its offset now."""
-    second = asyncio.Event()
-
-    async def answer(delivery: Delivery) -> Outcome:
-        if delivery.ids[0] == b"e0":
-            return WRONG
-        await second.wait()
-        return None
-
-    broker = FakeBroker({"s": 2, "late.dead": 1})
-    broker.append_error = Unavailable("down")
-    async with run_lane([make_record(0)], answer, broker=broker, commit_interval=600) as running:
-        await wait_until(lambda: running.sender.sent != [] and running.sender.under_way == 0)
-        (consumer,), (dispatcher,) = broker.consumers, running.dispatchers
-        dispatcher.disown([P0])
-        broker.stored[P0][:] = [make_record(1)]
-        consumer.positions[P0] = 0
-        await wait_until(lambda: running.sender.under_way == 1)
-        broker.append_error = None
-        await wait_until(lambda: dispatcher.unsettled == 1)
-        assert len(running.letters()) == 1
-        assert dispatcher.low_water.committable() == {}
-        second.set()
-        await wait_until(lambda: dispatcher.low_water.committable() == {P0: 0})
-
-
-@pytest.mark.parametrize(("released", "is_drained"), [(True, True), (False, False)])
-async def test_a_drain_says_whether_its_time_was_enough(released: bool, is_drained: bool) -> None:
-    """Broken: a deployment takes a process that was cut off for one that had finished."""
-    event = asyncio.Event()
-    async with run_lane([make_record(0)], hold(event), drain=0.05) as running:
-        await wait_until(lambda: running.sender.under_way == 1)
-        if released:
-            event.set()
-    assert running.lane.is_drained is is_drained
-
-
-async def test_refused_commits_are_counted_and_do_no_harm() -> None:
-    """Broken: a commit after a lost lease ends the lane."""
-    before = REGISTRY.get_sample_value("penstock_broker_commits_refused_total", {"group": "late.hook"}) or 0
-    broker = FakeBroker({"s": 2, "late.dead": 1})
-    broker.commit_error = NotOwner(frozenset({P0}))
-    async with run_lane([make_record(0)], broker=broker) as running:
-        await wait_until(lambda: running.metric("penstock_broker_commits_refused_total", group="late.hook") > before)
-        broker.commit_error = None
-        broker.stored[P0].append(make_record(1))
-        await wait_until(lambda: running.committed() == 1)
-
-
-async def test_failed_commits_are_tried_again() -> None:
-    """Broken: one failed commit leaves everything to be delivered again after the next restart."""
-    broker = FakeBroker({"s": 2, "late.dead": 1})
-    broker.commit_error = Unavailable("down")
-    async with run_lane([make_record(0)], broker=broker) as running:
-        await wait_until(lambda: running.sender.taken == ["e0"])
-        await asyncio.sleep(0.05)
-        broker.commit_error = None
-        await wait_until(lambda: running.committed() == 0)
-
-
-async def test_a_gap_stops_its_partition_with_the_exact_count() -> None:
-    """Broken: records that retention took are passed over silently, or the other partitions stop too."""
-    labels = {"group": "late.hook", "topic": "s"}
-    broker = FakeBroker({"s": 2, "late.dead": 1})
-    broker.poll_errors = [OffsetOutOfRange("s", 1, wanted=5, start=47, end=60), DataDamaged("s", ((0, 3, 5),), "crc")]
-    async with run_lane(broker=broker) as running:
-        before = running.metric("penstock_broker_gap_records_total", **labels)
-        await wait_until(lambda: running.metric("penstock_broker_gap_records_total", **labels) == before + 42 + 3)
-        (consumer,) = broker.consumers
-        assert consumer.paused == {P0, P1}
-        assert running.metric("penstock_expel_lane_up", pipe="late", destination="hook") == 0
-        consumer.resume([P0])
-        broker.stored[P0].append(make_record(0))
-        await wait_until(lambda: running.sender.taken == ["e0"])
-
-
-async def test_polling_survives_an_outage() -> None:
-    """Broken: a restarted broker needs a restarted expel."""
-    broker = FakeBroker({"s": 2, "late.dead": 1})
-    broker.poll_errors = [Unavailable("down")]
-    async with run_lane([make_record(0)], broker=broker) as running:
-        await wait_until(lambda: running.committed() == 0)
-        assert len(broker.consumers) == 1
-
-
-async def test_a_missing_topic_is_waited_for() -> None:
-    """Broken: expel has to be started after everything else."""
-    broker = FakeBroker({"late.dead": 1})
-    async with Producer(broker.driver, policy=QUICK) as producer:
-        meter, sender = LaneMeter("late", "hook"), FakeSender()
-        lane = Lane(
-            broker,  # type: ignore[arg-type]
-            "late",
-            "hook",
-            ["s"],
-            "earliest",
-            meter,
-            lambda: Dispatcher(make_shape(), sender, producer, meter, Gate(make_shape())),
-            0.01,
-        )
-        stopping = asyncio.Event()
-        task = asyncio.create_task(lane.run(stopping, 1.0))
-        await wait_until(lambda: "no topic s" in (lane.waits_for or ""))
-        broker.stored[P0] = [make_record(0)]
-        await wait_until(lambda: sender.taken == ["e0"])
-        assert lane.waits_for is None
-        stopping.set()
-        await task
-
-
-async def test_gone_stops_everything_and_settles_nothing() -> None:
-    """Broken: what a receiver refused with 410 is lost, or it is called again and again."""
-    async with run_lane([make_record(n) for n in range(100)], lambda _d: GONE, concurrency=1) as running:
-        await wait_until(lambda: bool(running.sender.sent))
-        await wait_until(
-            lambda: running.metric("penstock_broker_lag_records", group="late.hook", topic="s", partition="0") == 100
-        )
-        assert running.sender.sent == [names(range(10))]
-        assert running.committed() == -1
-        assert running.letters() == []
-        assert running.lane.waits_for is None
-
-
 async def test_keyed_lane_holds_only_keys_that_wait() -> None:
     """Broken: one failing key stops all keys, or its later events overtake it."""
     failing = True
@@ -408,31 +181,10 @@ async def test_rate_is_a_limit() -> None:
     assert loop.time() - started >= (60 - 20 - 10) / 200
 
 
-async def test_drain_finishes_retries_but_starts_nothing_new() -> None:
-    """Broken: a stop leaves a gap at the front, so that everything behind it is delivered again."""
-    attempts: list[int] = []
-
-    def answer(delivery: Delivery) -> Outcome:
-        if delivery.ids[0] != b"e0":
-            return None
-        attempts.append(1)
-        return BUSY if len(attempts) < 3 else None
-
-    retry = RetryLimits(10, 0.2, 0.2)
-    async with run_lane([make_record(n) for n in range(30)], answer, retry=retry) as running:
-        await wait_until(lambda: len(running.sender.taken) == 20)
-    assert running.committed() == 29
-
-
 async def test_events_without_arrival_are_delivered() -> None:
     """Broken: a record that others wrote with an id alone is not delivered, or spoils the lag figures."""
     async with run_lane([make_record(0)]) as running:
         await wait_until(lambda: running.committed() == 0)
-
-
-def test_waits_are_shorter_than_the_backends_allow() -> None:
-    """Broken: the backend gives up on a drain before expel does, and commits are lost."""
-    assert session._REVOKE_WAIT < 30
 
 
 async def test_mixed_outcome_is_sorted() -> None:
@@ -453,25 +205,6 @@ async def test_mixed_outcome_is_sorted() -> None:
         assert sorted(running.sender.taken) == names([0, 2, 3, 4, 5, 6, 7, 8, 9])
         assert [letter.header("ce_id") for letter in running.letters()] == [b"e1"]
         assert running.dispatchers[0].unsettled == 0
-
-
-async def test_a_lane_full_of_retries_goes_on_after_a_revoke() -> None:
-    """Broken: a rebalance during a receiver's outage leaves the lane asleep until restart, its membership alive."""
-    is_busy = True
-
-    def answer(_delivery: Delivery) -> Outcome:
-        return BUSY if is_busy else None
-
-    records = [make_record(n) for n in range(200)]
-    retry = RetryLimits(20, 30.0, 30.0)
-    async with run_lane(records, answer, retry=retry, drain=0.1, max_events=100) as running:
-        await wait_until(lambda: running.dispatchers != [] and running.dispatchers[0].room() == 0)
-        await wait_until(lambda: len(running.sender.sent) == 10 and running.sender.under_way == 0)
-        is_busy = False
-        running.broker.stored[P1] += [make_record(n) for n in range(1000, 1010)]
-        (consumer,) = running.broker.consumers
-        await consumer.revoke(P0)
-        await wait_until(lambda: set(names(range(1000, 1010))) <= set(running.sender.taken))
 
 
 async def test_an_unreadable_record_frees_no_key() -> None:

@@ -19,6 +19,7 @@ from services.fleet.ports import free_port
 VERBS = ["demo", "up", "send", "listen", "status", "init", "check", "schema", "apply"]
 SUBVERBS = ["keys create", "keys list", "keys revoke", "keys secret", "log verify", "log repair"]
 SUBVERBS += ["dead list", "dead show", "dead redrive", "dead discard", "dead audit", "destination show"]
+SUBVERBS += ["destination pause", "destination resume", "destination list"]
 
 
 class Shell:
@@ -171,9 +172,10 @@ def test_apply_creates_keeps_and_never_grows_silently(shell: Shell, tmp_path: Pa
     file.write_text(text.replace("{a:", "{b: {}, a:"))
     broker = f"log://{tmp_path}/log"
     assert shell.run("apply", "--broker", broker, "--json") == 0
-    assert json.loads(shell.out) == {"created": ["b", "a", "p.dead", "penstock.audit"], "grown": [], "kept": []}
+    topics = ["b", "a", "p.dead", "penstock.audit", "penstock.control"]
+    assert json.loads(shell.out) == {"created": topics, "grown": [], "kept": []}
     assert shell.run("apply", "--broker", broker, "--json") == 0
-    assert json.loads(shell.out)["kept"] == ["b", "a", "p.dead", "penstock.audit"]
+    assert json.loads(shell.out)["kept"] == topics
     file.write_text(text.replace("{a:", "{b: {}, a:").replace("partitions: 2", "partitions: 3"))
     assert shell.run("apply", "--broker", broker) == 1
     assert "topic a has 2 partitions, the pipe file wants 3" in shell.err

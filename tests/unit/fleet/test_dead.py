@@ -14,16 +14,20 @@ from services.core.broker.contract import Broker
 from services.core.broker.errors import Unavailable
 from services.core.broker.producer import Producer, SendResult
 from services.core.broker.record import Record, TopicPartition
+from services.core.causes import Causes, normalise
 from services.core.dead_letter import make_dead_letter
+from services.core.letter import DeadLetter, Position
 from services.core.pipes import AUDIT, PipeFile
 from services.core.provision import ensure_topics
 from services.core.retry_state import unwrap
+from services.core.times import parse_time
 from services.fleet.dead.aim import Aim
 from services.fleet.dead.audit import DISCARD, REDRIVE, Auditor, Entry, Fates, read_audit
-from services.fleet.dead.causes import Causes, normalise
+from services.fleet.dead.filter import Filter
 from services.fleet.dead.found import Found
-from services.fleet.dead.letter import DeadLetter, Filter, Position, parse_time
+from services.fleet.dead.payload import restore, with_payloads
 from services.fleet.dead.redrive import Redrive
+from services.fleet.dead.view import letter_json
 from services.fleet.problem import CommandFailed
 
 HOOK = {"url": "https://example.org/hook"}
@@ -36,6 +40,7 @@ PIPES = PipeFile.model_validate(
                 "destinations": [
                     {"name": "billing", "webhook": HOOK},
                     {"name": "ordered", "webhook": {**HOOK, "order": "key"}},
+                    {"name": "once", "webhook": {**HOOK, "schedule": []}},
                     {"name": "copied", "stream": "copy"},
                 ],
             }
@@ -96,7 +101,7 @@ async def redrive(
     async with Producer(broker.driver) as producer:
         aim = Aim(PIPES, to_stream=to_stream, by_event_time=broker.features.retention_by_event_time)
         work = Redrive(aim, producer, Auditor(producer, "me@here", where.as_json()), 10_000)
-        await work.run((await Found.look(broker.admin, where, positions)).pages())
+        await work.run(with_payloads(broker.admin, (await Found.look(broker.admin, where, positions)).pages()))
     return work
 
 
@@ -155,11 +160,18 @@ async def test_positions_are_taken_again(broker: Broker) -> None:
     assert await numbers(broker) == [0, 2]
 
 
+async def test_every_webhook_takes_its_letters_again(broker: Broker) -> None:
+    """Broken: what an ordered destination, or one without a schedule, refused by mistake can never be sent to it again."""
+    await bury(broker, [letter(0, destination="ordered"), letter(1, destination="once")])
+    work = await redrive(broker, where=Filter(pipe="late"))
+    assert (work.so_far.done, work.so_far.refused) == (2, {})
+
+
 async def test_what_cannot_go_stays_with_a_reason(broker: Broker) -> None:
     """Broken: a letter that nobody reads counts as redriven, and is lost to view."""
     odd = [
         letter(0, reason="damaged_batch"),
-        letter(1, destination="ordered"),
+        letter(1, destination="copied"),
         letter(2, destination="copied"),
         letter(3, destination="gone"),
         letter(4, destination=""),
@@ -275,13 +287,13 @@ def test_details_that_differ_only_in_values_are_one_cause(details: list[str], co
 
 def test_causes_are_counted_and_dated() -> None:
     """Broken: a customer is told wrong counts, or when it began and ended."""
-    causes = Causes()
+    causes = Causes(10)
     for number in (5, 2, 9):
         causes.add(DeadLetter.of(Position("late.dead", 0, number), letter(number, detail=f"no order {number}")))
     causes.add(DeadLetter.of(Position("late.dead", 0, 11), letter(1, reason="timeout")))
     first, second = causes.most_common()
     assert (first.reason, first.detail, first.count) == ("http_404", "no order #", 3)
-    assert (first.first, first.last, first.example) == (BASE + 2000, BASE + 9000, Position("late.dead", 0, 9))
+    assert (first.first, first.last, first.example.position) == (BASE + 2000, BASE + 9000, Position("late.dead", 0, 9))
     assert (second.reason, second.count) == ("timeout", 1)
 
 
@@ -300,3 +312,28 @@ async def test_json_names_what_is_not_text(broker: Broker) -> None:
     await bury(broker, [strange])
     (page,) = [page async for page in (await Found.look(broker.admin, Filter())).pages()]
     assert json.loads(await asyncio.to_thread(json.dumps, page[0].as_json()))["reason"] == "\N{REPLACEMENT CHARACTER}"
+
+
+def without_value(full: Record) -> Record:
+    return Record(full.key, None, full.timestamp, full.headers)
+
+
+async def test_a_payload_that_was_too_large_for_a_letter_comes_from_its_source(broker: Broker) -> None:
+    """Broken: an event that was too large for the broker with its reason on can be seen and sent again by nobody."""
+    async with Producer(broker.driver) as producer:
+        (await producer.send_to("orders", {1: [original(0), original(1)]})).raise_first()
+    gone, other = letter(0, offset=7), letter(1, offset=0)
+    await bury(broker, [*map(without_value, (letter(0), gone, other)), letter(1)])
+    found = [
+        DeadLetter.of(Position("late.dead", 0, offset), record)
+        for offset, record in enumerate(await stored(broker, "late.dead"))
+    ]
+    whole = [await restore(broker.admin, one) for one in found]
+    assert [one.record.value for one in whole] == [b'{"n":0}', None, None, b'{"n":1}']
+    assert whole[3] is found[3]
+    assert letter_json(whole[0], from_source=True)["payload_from"] == "source"
+    assert letter_json(whole[1], from_source=False)["payload_from"] is None
+    work = await redrive(broker, where=Filter(pipe="late"))
+    assert (work.so_far.done, dict(work.so_far.refused)) == (2, {"no_payload": 2})
+    sent = [unwrap(record)[0] for record in await stored(broker, "late.retry")]
+    assert sent == [original(0), original(1)]

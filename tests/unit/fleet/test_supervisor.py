@@ -39,7 +39,7 @@ class Bench:
             ServiceSpec(f"{service}-1", service, MODULE, ("--name", service, "--drain", "2s"), self.environ(mode))
             for service in services
         )
-        plan = FleetPlan(self.data, "log:///x", Path("/p"), "127.0.0.1:1", specs, ready_within, 2.0)
+        plan = FleetPlan(self.data, "log:///x", Path("/p"), "127.0.0.1:1", "127.0.0.1:2", specs, ready_within, 2.0)
         return run_fleet(plan, "127.0.0.1:0", lambda _level, text: self.said.append(text), self.said.append, self.stop)
 
     def environ(self, mode: str) -> dict[str, str]:

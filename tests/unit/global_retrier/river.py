@@ -83,7 +83,9 @@ class River:
         quick = RetryPolicy(deadline=0.2, append_timeout=5.0)
         async with Producer(self.driver, policy=quick) as producer:
             meter = Meter()
-            self.session = Session(Mover(producer, self.broker.admin, meter, self.clock), meter, self.clock)
+            self.session = Session(
+                self.broker, Mover(producer, self.broker.admin, meter, self.clock), meter, self.clock
+            )
             joining = self.broker.consumer(
                 RETRIER_GROUP, list(DELAY_BY_TOPIC), start="earliest", on_revoke=self.session.revoke
             )

@@ -1,14 +1,13 @@
-"""One dead letter as an operator sees it, and which of them are meant."""
+"""One dead letter read back: what its headers say, and where it lies."""
 
-import datetime
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import NamedTuple, Self
 
 from services.core import dead_letter
 from services.core.broker.record import Record
 from services.core.event import read_id
-from services.core.units import parse_duration
+from services.core.times import format_time
 
 _POSITION = re.compile(r"([A-Za-z0-9._-]{1,249}):(\d{1,9}):(\d{1,64})")
 
@@ -34,7 +33,7 @@ class Position(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DeadLetter:
-    """What the headers say (`core.dead_letter`), "" and 0 where one is missing. first_failure: ms. fate: "" while it is open."""
+    """What the headers say (`dead_letter`), "" and 0 where one is missing. first_failure: ms. fate: "" while it is open."""
 
     position: Position
     record: Record
@@ -65,11 +64,16 @@ class DeadLetter:
             fate,
         )
 
+    @property
+    def event_id(self) -> str | None:
+        """None when it has none, or none that is text."""
+        return read_id(self.record)
+
     def as_json(self) -> dict[str, object]:
         """Without the payload; times in RFC 3339."""
         return {
             "position": str(self.position),
-            "id": read_id(self.record),
+            "id": self.event_id,
             "pipe": self.pipe,
             "destination": self.destination,
             "node": self.node,
@@ -81,60 +85,6 @@ class DeadLetter:
             "source": self.source,
             "fate": self.fate,
         }
-
-
-@dataclass(frozen=True, slots=True)
-class Filter:
-    """Which letters; None: any. since, until: ms, of the first failure, since <= time < until."""
-
-    pipe: str | None = None
-    destination: str | None = None
-    reason: str | None = None
-    since: int | None = None
-    until: int | None = None
-
-    def __bool__(self) -> bool:
-        return any(value is not None for value in asdict(self).values())
-
-    def matches(self, letter: DeadLetter) -> bool:
-        """Whether the letter is meant."""
-        return (
-            self.pipe in (None, letter.pipe)
-            and self.destination in (None, letter.destination)
-            and self.reason in (None, letter.reason)
-            and (self.since is None or self.since <= letter.first_failure)
-            and (self.until is None or letter.first_failure < self.until)
-        )
-
-    def as_json(self) -> dict[str, str]:
-        """What was asked for, for the audit."""
-        times = {"since", "until"}
-        given = {name: value for name, value in asdict(self).items() if value is not None}
-        return {name: format_time(value) if name in times else value for name, value in given.items()}
-
-
-def parse_time(text: str, now: float) -> int:
-    """Milliseconds from `2h` (ago) or an RFC 3339 time with a time zone. now: seconds. Raises ValueError."""
-    try:
-        return int((now - parse_duration(text)) * 1000)
-    except ValueError:
-        pass
-    try:
-        when = datetime.datetime.fromisoformat(text)
-    except ValueError:
-        when = None
-    if when is None or when.tzinfo is None:
-        raise ValueError(f"{text[:40]!r} is no time. Try: 2h (ago) or 2026-11-21T08:00:00Z")
-    return int(when.timestamp() * 1000)
-
-
-def format_time(millis: int) -> str:
-    """RFC 3339 in UTC; the number itself when it is no time that anybody meant."""
-    try:
-        when = datetime.datetime.fromtimestamp(millis / 1000, datetime.UTC)
-    except (ValueError, OverflowError, OSError):
-        return str(millis)
-    return when.isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 def _text(record: Record, name: str) -> str:

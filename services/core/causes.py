@@ -1,0 +1,124 @@
+"""Why letters died, grouped: their reason, and their detail without what differs from one event to the next."""
+
+import re
+from dataclasses import dataclass
+from functools import lru_cache
+
+from services.core.letter import DeadLetter, Position
+from services.core.masking import mask_text
+from services.core.times import format_time
+
+OTHER = "other"
+"""The reason of what is too rare to be named."""
+
+_QUOTED = re.compile(r"\"[^\"]*\"|'[^']*'|`[^`]*`")
+_VARYING = re.compile(r"\b(?=[\w.:+-]*\d)[\w.:+-]*\w")
+_STATUS = re.compile(r"http_(\d{3})")
+_MAX_ID = 256
+
+
+@lru_cache(4096)
+def normalise(detail: str) -> str:
+    """The detail with quoted parts, and words with a digit (numbers, ids, times), replaced; no secret is left in it."""
+    return " ".join(_VARYING.sub("#", _QUOTED.sub("'…'", mask_text(detail))).split())
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """One letter of a cause. event_id: None when it has none; it and detail are for a person, without secrets."""
+
+    position: Position
+    event_id: str | None
+    detail: str
+
+    @classmethod
+    def of(cls, letter: DeadLetter) -> "Example":
+        """What is shown of this letter."""
+        event_id = letter.event_id
+        shown = None if event_id is None else mask_text(event_id[:_MAX_ID])
+        return cls(letter.position, shown, mask_text(letter.detail))
+
+
+@dataclass(slots=True)
+class Cause:
+    """first, last: ms, of the first failures. example: the newest letter's."""
+
+    reason: str
+    detail: str
+    count: int
+    first: int
+    last: int
+    example: Example
+
+    @property
+    def status(self) -> int | None:
+        """The receiver's answer, when that was the reason."""
+        match = _STATUS.fullmatch(self.reason)
+        return None if match is None else int(match[1])
+
+    def as_json(self) -> dict[str, object]:
+        """Times in RFC 3339."""
+        return {
+            "reason": self.reason,
+            "status": self.status,
+            "detail": self.detail,
+            "count": self.count,
+            "first_seen": format_time(self.first),
+            "last_seen": format_time(self.last),
+            "example": {
+                "position": str(self.example.position),
+                "event_id": self.example.event_id,
+                "detail": self.example.detail,
+            },
+        }
+
+    def absorb(self, other: "Cause") -> None:
+        """Count what the other counted as this."""
+        self.count += other.count
+        self.first = min(self.first, other.first)
+        if other.last >= self.last:
+            self.last, self.example = other.last, other.example
+
+
+class Causes:
+    """The `limit` most frequent causes, by and by: at most twice as many are held, and the rarest are counted as OTHER.
+
+    The sum of all counts is exact. A cause that was counted as OTHER and comes again begins at 1.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._groups: dict[tuple[str, str], Cause] = {}
+        self._other: Cause | None = None
+        self.letters = 0
+
+    def add(self, letter: DeadLetter) -> None:
+        """Count one."""
+        self.letters += 1
+        seen = letter.first_failure
+        one = Cause(letter.reason, normalise(letter.detail), 1, seen, seen, Example.of(letter))
+        known = self._groups.get((one.reason, one.detail))
+        if known is not None:
+            known.absorb(one)
+            return
+        self._groups[one.reason, one.detail] = one
+        if len(self._groups) > 2 * self._limit:
+            self._forget_the_rarest()
+
+    def _forget_the_rarest(self) -> None:
+        ranked = sorted(self._groups.values(), key=_rank)
+        self._groups = {(cause.reason, cause.detail): cause for cause in ranked[: self._limit]}
+        for cause in ranked[self._limit :]:
+            if self._other is None:
+                self._other = Cause(OTHER, "causes too rare to be named", 0, cause.first, cause.last, cause.example)
+            self._other.absorb(cause)
+
+    def most_common(self) -> list[Cause]:
+        """The most frequent first; OTHER last."""
+        named = sorted(self._groups.values(), key=_rank)
+        return named if self._other is None else [*named, self._other]
+
+
+def _rank(cause: Cause) -> tuple[int, int]:
+    """The most frequent first; of equals the one seen last."""
+    return -cause.count, -cause.last

@@ -1,0 +1,29 @@
+"""Times as people write and read them; inside they are milliseconds since the epoch."""
+
+import datetime
+
+from services.core.units import parse_duration
+
+
+def parse_time(text: str, now: float) -> int:
+    """Milliseconds from `2h` (ago) or an RFC 3339 time with a time zone. now: seconds. Raises ValueError."""
+    try:
+        return int((now - parse_duration(text)) * 1000)
+    except ValueError:
+        pass
+    try:
+        when = datetime.datetime.fromisoformat(text)
+    except ValueError:
+        when = None
+    if when is None or when.tzinfo is None:
+        raise ValueError(f"{text[:40]!r} is no time. Try: 2h (ago) or 2026-11-21T08:00:00Z")
+    return int(when.timestamp() * 1000)
+
+
+def format_time(millis: int) -> str:
+    """RFC 3339 in UTC; the number itself when it is no time that anybody meant."""
+    try:
+        when = datetime.datetime.fromtimestamp(millis / 1000, datetime.UTC)
+    except (ValueError, OverflowError, OSError):
+        return str(millis)
+    return when.isoformat(timespec="milliseconds").replace("+00:00", "Z")

@@ -1,0 +1,122 @@
+"""Which destinations are paused, and how many of their events are parked, as an operator wants to know it."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from services.core.broker.contract import Admin, PartitionRange
+from services.core.broker.errors import UnknownTopic
+from services.core.pauses import Pause, Pauses
+from services.core.pipes import Destination, PipeFile, delivery_group, parked_topic
+from services.core.retry_state import PREFIX
+from services.core.times import format_time
+from services.fleet.dead.pages import read_topic
+from services.fleet.dead.view import plain
+from services.fleet.problem import CommandFailed
+
+_STYLES = {"running": "green", "paused": "red", "replaying": "yellow"}
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """One destination and its state: running, paused, or replaying (in order: parked events go before all others)."""
+
+    pipe: str
+    destination: str
+    state: str
+    pause: Pause | None = None
+
+    @property
+    def lane(self) -> str:
+        """As the control topic names it."""
+        return f"{self.pipe}/{self.destination}"
+
+    def as_json(self) -> dict[str, Any]:
+        """Times in RFC 3339."""
+        found: dict[str, Any] = {"pipe": self.pipe, "destination": self.destination, "state": self.state}
+        if self.state == "paused" and self.pause is not None:
+            since, because = format_time(self.pause.at), self.pause.detail or self.pause.reason
+            found |= {"since": since, "by": self.pause.by, "reason": self.pause.reason, "because": because}
+        return found
+
+
+def targets(pipes: PipeFile, pauses: Pauses) -> list[Target]:
+    """Every webhook destination of the file. A stream cannot be paused."""
+    return [
+        _target(name, destination, pauses)
+        for name, pipe in pipes.pipes.items()
+        for destination in pipe.destinations
+        if destination.webhook is not None
+    ]
+
+
+def _target(pipe: str, destination: Destination, pauses: Pauses) -> Target:
+    found = pauses.of(f"{pipe}/{destination.name}")
+    if found is None:
+        return Target(pipe, destination.name, "running")
+    is_keyed = destination.webhook is not None and destination.webhook.order == "key"
+    state = "paused" if found[1].state == "paused" else "replaying" if is_keyed else "running"
+    return Target(pipe, destination.name, state, found[1])
+
+
+def choose(known: list[Target], name: str, pipe: str | None) -> list[Target]:
+    """Those of this name, in every pipe or in one. Raises CommandFailed when there is none."""
+    chosen = [target for target in known if target.destination == name and pipe in (None, target.pipe)]
+    if not chosen:
+        where = "" if pipe is None else f" in the pipe {pipe}"
+        names = ", ".join(target.lane for target in known) or "the pipe file has none"
+        raise CommandFailed(f"no webhook destination {name}{where}", f"one of: {names}", status=2)
+    return chosen
+
+
+async def read_pauses(admin: Admin) -> Pauses:
+    """As they are now. Raises CommandFailed without the topic, BrokerError kinds."""
+    pauses = Pauses(admin)
+    try:
+        await pauses.refresh()
+    except UnknownTopic as error:
+        raise CommandFailed(str(error), "penstock apply, which makes it") from error
+    return pauses
+
+
+async def count_parked(admin: Admin, pipe: str, destination: str) -> int:
+    """How many parked events of this destination wait. Reads all that the pipe has parked since its last replay."""
+    topic, count = parked_topic(pipe), 0
+    try:
+        kept = await admin.describe(topic)
+    except UnknownTopic:
+        return 0
+    settled = await admin.committed(delivery_group(pipe, destination), topic)
+    for partition, held in kept.items():
+        start = max(held.start, settled.get(partition, held.start - 1) + 1)
+        async for batch in read_topic(admin, topic, partition, PartitionRange(start, held.end)):
+            count += sum(record.header(f"{PREFIX}destination") == destination.encode() for record in batch.records)
+    return count
+
+
+def describe(target: Target, parked: int) -> Text:
+    """One line for a person."""
+    words = Text(f"{target.lane} is ")
+    words.append(target.state, style=_STYLES[target.state])
+    if target.state == "paused" and target.pause is not None:
+        pause = target.pause
+        because = plain(pause.detail or pause.reason, 200)
+        words.append(f" since {format_time(pause.at)} by {plain(pause.by, 100)} because: {because}")
+    if target.state != "running" or parked:
+        words.append(f", {parked} events parked")
+    return words
+
+
+def target_table(found: list[tuple[Target, int]]) -> Table:
+    """One line a destination."""
+    table = Table(box=None, pad_edge=False)
+    for column in ("destination", "state", "parked", "since", "by", "because"):
+        table.add_column(column, no_wrap=True, justify="right" if column == "parked" else "left")
+    for target, parked in found:
+        state = Text(target.state, style=_STYLES[target.state])
+        pause = target.pause if target.state == "paused" else None
+        told = ("", "", "") if pause is None else (format_time(pause.at), pause.by, pause.detail or pause.reason)
+        table.add_row(target.lane, state, str(parked), *[Text(plain(text, 80)) for text in told])
+    return table

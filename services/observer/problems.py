@@ -1,0 +1,10 @@
+"""Every way in which the observer's API says no; its details name what is wrong and repeat nothing that was sent."""
+
+from services.core.problem_type import ProblemType
+
+BAD_PARAMETER = ProblemType("bad-parameter", 400, "A query parameter is not understood")
+NOT_FOUND = ProblemType("not-found", 404, "There is no such resource")
+DESTINATION_NOT_FOUND = ProblemType("destination-not-found", 404, "The pipe file has no such destination")
+METHOD_NOT_ALLOWED = ProblemType("method-not-allowed", 405, "This method is not allowed here")
+BAD_REQUEST = ProblemType("bad-request", 400, "The HTTP request is malformed")
+INTERNAL = ProblemType("internal", 500, "The observer failed")

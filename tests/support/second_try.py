@@ -1,0 +1,28 @@
+"""Tests on real processes and clusters get a second try when they could not get as far as their assertions.
+
+On two shared cores a broker, a JVM or a child may be slower than any deadline that still finds a hang. An assertion that
+fails, fails: what it says of lost or repeated events is never asked twice. Every second try is printed with what went wrong.
+"""
+
+from pathlib import Path
+
+import pytest
+
+_REAL = ("contract", "faults", "integration", "kafka", "spark")
+
+
+def allow_second_try(item: pytest.Item) -> None:
+    """Mark the test when it runs on real processes."""
+    folder = Path(item.path).relative_to(item.config.rootpath / "tests").parts[0]
+    if folder in _REAL:
+        item.add_marker(pytest.mark.flaky(reruns=1, rerun_except=["AssertionError", "Failed"]))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print what went wrong in the first tries."""
+    reports = terminalreporter.stats.get("rerun", [])
+    if reports:
+        terminalreporter.section("second tries")
+        for report in reports:
+            terminalreporter.write_line(report.nodeid)
+            terminalreporter.write_line(report.longreprtext)

@@ -1,0 +1,75 @@
+"""`penstock destination pause`, `resume` and `list`, on a log without a fleet."""
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.core.broker.connect import open_broker
+from services.core.pauses import Pauses
+from services.core.pipes import load_pipes
+from services.core.provision import ensure_topics
+from tests.unit.fleet.test_cli import Shell, shell
+
+__all__ = ["shell"]
+
+HOOK = "webhook: {url: 'https://example.org/'}"
+PIPES = f"""\
+streams: {{s: {{}}, copy: {{}}}}
+pipes:
+  a: {{sources: [s], destinations: [{{name: billing, {HOOK}}}, {{name: copied, stream: copy}}]}}
+  b: {{sources: [s], destinations: [{{name: billing, {HOOK}}}, {{name: other, {HOOK}}}]}}
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "pipes.yaml").write_text(PIPES)
+    pipes = load_pipes(tmp_path / "pipes.yaml")
+
+    async def make() -> None:
+        async with open_broker(f"log://{tmp_path}/data/log") as broker:
+            await ensure_topics(broker.admin, pipes)
+
+    asyncio.run(make())
+    return tmp_path
+
+
+def listed(shell: Shell) -> dict[str, str]:
+    assert shell.run("destination", "list", "--json") == 0
+    rows: list[dict[str, Any]] = [json.loads(line) for line in shell.out.splitlines()]
+    return {f"{row['pipe']}/{row['destination']}": row["state"] for row in rows}
+
+
+def test_paused_until_resumed(shell: Shell, folder: Path) -> None:
+    """Broken: an operator pauses the wrong destination, or cannot see, lift or explain a pause."""
+    assert listed(shell) == dict.fromkeys(["a/billing", "b/billing", "b/other"], "running")
+    assert shell.run("destination", "pause", "billing", "--pipe", "b", "--reason", "they move") == 0
+    assert listed(shell) == {"a/billing": "running", "b/billing": "paused", "b/other": "running"}
+    assert shell.run("destination", "show", "billing") == 0
+    assert "b/billing is paused since 20" in shell.out
+    assert "because: they move, 0 events parked" in shell.out
+    assert shell.run("destination", "show", "billing", "--json") == 0
+    (paused,) = json.loads(shell.out)["paused"]
+    assert (paused["pipe"], paused["because"], paused["reason"]) == ("b", "they move", "operator")
+    assert shell.run("destination", "resume", "billing", "--json") == 0
+    assert {json.loads(line)["state"] for line in shell.out.splitlines()} == {"running"}
+
+    async def read() -> Pauses:
+        async with open_broker(f"log://{folder}/data/log") as broker:
+            pauses = Pauses(broker.admin)
+            await pauses.refresh()
+            return pauses
+
+    pauses = asyncio.run(read())
+    assert pauses.of("a/billing") is None  # it was not paused, so nothing was written
+
+
+def test_an_unknown_name_lists_the_known_ones(shell: Shell) -> None:
+    """Broken: a slip of the pen pauses nothing and says nothing."""
+    for name in ("biling", "copied"):
+        assert shell.run("destination", "pause", name) == 2
+        assert f"no webhook destination {name}" in shell.err
+        assert "Try: one of: a/billing, b/billing, b/other" in shell.err

@@ -1,0 +1,136 @@
+"""The observer's API against its description; it answers every mistake with a problem, and shows no payload and no secret."""
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import aiohttp
+import orjson
+import pytest
+from jsonschema import Draft202012Validator
+
+from services.core.letter import DeadLetter, Position
+from services.observer.api import OPENAPI, Api, serve_api
+from services.observer.failures import FailureBook
+from services.observer.letter_reader import LetterReader
+from tests.unit.observer.letters import PIPES, letter
+
+DOCUMENT = orjson.loads(OPENAPI.read_bytes())
+FAILURES = "/v1/destinations/shop/billing/failures"
+
+
+def no_admin() -> Any:
+    """Nothing is read in these tests."""
+    return None
+
+
+class Client:
+    """Asks, and holds each answer against the description."""
+
+    def __init__(self, address: str, book: FailureBook) -> None:
+        self._address, self.book = address, book
+
+    async def get(self, path: str, method: str = "GET") -> tuple[int, dict[str, Any], str]:
+        async with (
+            aiohttp.ClientSession() as session,
+            session.request(method, f"http://{self._address}{path}") as answer,
+        ):
+            text = await answer.text()
+            return answer.status, orjson.loads(text) if text else {}, answer.content_type
+
+    def note(self, number: int, **said: object) -> None:
+        self.book.note(DeadLetter.of(Position("shop.dead", 0, number), letter(number, **said)))
+
+
+@pytest.fixture
+async def client() -> AsyncIterator[Client]:
+    book = FailureBook(PIPES)
+    reader = LetterReader(no_admin(), ["shop.dead"], book.note)
+    states = {"shop/billing": "paused", "shop/search": "active"}
+    async with serve_api("127.0.0.1:0", Api(book, reader, states.get, OPENAPI.read_bytes())) as address:
+        yield Client(address, book)
+
+
+def check(name: str, body: object) -> None:
+    schema = DOCUMENT["components"]["schemas"][name]
+    Draft202012Validator({**schema, "components": DOCUMENT["components"]}).validate(body)
+
+
+async def test_destinations_and_their_causes(client: Client) -> None:
+    """Broken: a customer does not see why, since when and how often their endpoint fails."""
+    for number in (1, 2, 3):
+        client.note(number, detail=f"status 404: no order {number}")
+    client.note(9, reason="timeout")
+    status, body, kind = await client.get("/v1/destinations")
+    assert (status, kind) == (200, "application/json")
+    check("Destinations", body)
+    first = {"pipe": "shop", "destination": "billing", "state": "paused", "letters": 4}
+    assert body["destinations"][0] == {**first, "last_failure": "2023-11-14T22:13:29.000Z"}
+    assert body["destinations"][1]["last_failure"] is None
+    assert body["catching_up"] is True
+    status, body, _ = await client.get(FAILURES)
+    check("Failures", body)
+    assert [(cause["status"], cause["detail"], cause["count"]) for cause in body["causes"]] == [
+        (404, "status #: no order #", 3),
+        (None, "no", 1),
+    ]
+    example = {"position": "shop.dead:0:3", "event_id": "e3", "detail": "status 404: no order 3"}
+    assert body["causes"][0]["example"] == example
+    assert (body["causes"][0]["first_seen"], body["causes"][0]["last_seen"]) == (
+        "2023-11-14T22:13:21.000Z",
+        "2023-11-14T22:13:23.000Z",
+    )
+    assert "4111" not in orjson.dumps(body).decode()
+
+
+async def test_since_and_limit(client: Client) -> None:
+    """Broken: "what fails now" shows what failed last month, or the answer grows with what failed."""
+    for number, reason in enumerate(["timeout", "http_400", "http_404", "http_404"]):
+        client.note(number, reason=reason)
+    _, body, _ = await client.get(f"{FAILURES}?since=2023-11-14T22:13:21Z")
+    assert [cause["reason"] for cause in body["causes"]] == ["http_404", "http_400"]
+    _, body, _ = await client.get(f"{FAILURES}?limit=1")
+    assert ([cause["reason"] for cause in body["causes"]], body["more"]) == (["http_404"], 2)
+
+
+async def test_secrets_are_masked(client: Client) -> None:
+    """Broken: a receiver that repeats our signature's secret or a token has it published."""
+    client.note(1, detail="bad token Bearer abc.def.ghi for whsec_c2VjcmV0c2VjcmV0")
+    _, body, _ = await client.get(FAILURES)
+    shown = orjson.dumps(body).decode()
+    assert "abc.def" not in shown
+    assert "c2VjcmV0" not in shown
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "name"),
+    [
+        ("GET", f"{FAILURES}?limit=0", 400, "bad-parameter"),
+        ("GET", f"{FAILURES}?limit=101", 400, "bad-parameter"),
+        ("GET", f"{FAILURES}?limit=%C2%B2", 400, "bad-parameter"),
+        ("GET", f"{FAILURES}?limit=1&limit=2", 400, "bad-parameter"),
+        ("GET", f"{FAILURES}?since=yesterday", 400, "bad-parameter"),
+        ("GET", f"{FAILURES}?since={'9' * 39}d", 400, "bad-parameter"),
+        ("GET", f"{FAILURES}?since={'9' * 400}", 400, "bad-parameter"),
+        ("GET", f"{FAILURES}?until=2h", 400, "bad-parameter"),
+        ("GET", "/v1/destinations?limit=1", 400, "bad-parameter"),
+        ("GET", "/v1/destinations/shop/nobody/failures", 404, "destination-not-found"),
+        ("GET", "/v1/destinations/%00/%2F/failures", 404, "destination-not-found"),
+        ("GET", "/v2", 404, "not-found"),
+        ("POST", "/v1/destinations", 405, "method-not-allowed"),
+    ],
+)
+async def test_every_mistake_is_a_problem(client: Client, method: str, path: str, status: int, name: str) -> None:
+    """Broken: a client's mistake is a 500, a page of HTML, or is answered as if it were none."""
+    found, body, kind = await client.get(path, method)
+    assert (found, kind, body["type"]) == (status, "application/problem+json", f"urn:penstock:problem:{name}")
+    check("Problem", body)
+
+
+async def test_the_description_is_served_and_names_every_route(client: Client) -> None:
+    """Broken: what a client is generated from is not what is served."""
+    status, body, _ = await client.get("/openapi.json")
+    assert (status, body) == (200, DOCUMENT)
+    api = Api(client.book, LetterReader(no_admin(), [], client.book.note), lambda _lane: None, b"")
+    assert {route.path for route in api.routes()} == set(DOCUMENT["paths"])
+    for schema in DOCUMENT["components"]["schemas"].values():
+        Draft202012Validator.check_schema(schema)
