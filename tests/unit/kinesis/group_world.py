@@ -134,7 +134,7 @@ class Actor:
             stored = self.world.stored[source.partition]
             last = held.row.committed if held.row.committed is not None else -1
             new = [offset for offset in stored if offset > max(last, getattr(held, "fed", -1))]
-            runs = [Run([offset], [Record(None, b"", offset)], self.side.now_ms(), 1) for offset in new]
+            runs = [Run(str(offset), [offset], [Record(None, b"", offset)], self.side.now_ms(), 1) for offset in new]
             held.backlog.add(runs, 0, self.side.now_ms())
             if new:
                 held.fed = new[-1]  # type: ignore[attr-defined]

@@ -1,5 +1,6 @@
-"""What is read of one shard: what was not returned yet, and what was returned and is not processed. Pure: no I/O."""
+"""What is read of one shard: what was not returned yet, and what was returned and is not processed. No I/O."""
 
+import asyncio
 from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Sequence
@@ -7,19 +8,30 @@ from typing import NamedTuple
 
 from services.core.broker.contract import MAX_APPEND_BYTES, Lag
 from services.core.broker.errors import BrokerError
+from services.core.broker.kinesis.offsets import offset_of
 from services.core.broker.record import Batch, Damage, Record, TopicPartition
 
 _POLL_BYTES = 1_000_000
 
 
 class Run(NamedTuple):
-    """What one Kinesis record held. arrived: when the service took it, ms. size: bytes as stored."""
+    """What one Kinesis record held, or the rest of it. arrived: when the service took it, ms. size: bytes as stored."""
 
+    sequence: str
     offsets: Sequence[int]
     records: Sequence[Record]
     arrived: int
     size: int
     damage: Damage | None = None
+
+    @property
+    def next(self) -> int:
+        """The offset behind it."""
+        return self.offsets[-1] + 1 if self.offsets else offset_of(self.sequence)
+
+    def behind(self, count: int) -> "Run":
+        """Without its first `count` records."""
+        return self._replace(offsets=self.offsets[count:], records=self.records[count:])
 
 
 class _Open(NamedTuple):
@@ -43,17 +55,43 @@ class Backlog:
         self._taken_of_first = 0
         self._settled = 0
         self._looked = 0
+        self._room = asyncio.Event()
+        self._asks = 0
+        self._answered = 0
         self.size = 0
-        self.reads = 0
+        self.is_full = False
         self.behind: int | None = None
         self.ended = False
         self.error: BrokerError | None = None
 
+    async def make_room(self, limit: int) -> None:
+        """Wait until less than `limit` bytes were not returned yet."""
+        while self.size >= limit:
+            self.is_full = True
+            self._room.clear()
+            await self._room.wait()
+        self.is_full = False
+
+    def asked(self) -> int:
+        """A read is under way; one at a time. Gives its number."""
+        self._asks += 1
+        return self._asks
+
+    @property
+    def asks(self) -> int:
+        """The number of the last read that began."""
+        return self._asks
+
+    def knows(self, asks: int) -> bool:
+        """Whether a read was answered that began after the one of this number; or none will be."""
+        return self._answered > asks or self.is_full or self.ended or self.error is not None
+
     def add(self, runs: Sequence[Run], behind: int, now_ms: int) -> None:
         """An answer came: what it held, and how far behind the end it was. now_ms: when it was asked for."""
-        self._runs.extend(run for run in runs if run.records)
-        self.size += sum(run.size for run in runs)
-        self.reads += 1
+        kept = [run for run in runs if run.records]
+        self._runs.extend(kept)
+        self.size += sum(run.size for run in kept)
+        self._answered = self._asks
         self.behind = behind
         if behind == 0:
             self._looked = now_ms
@@ -109,6 +147,7 @@ class Backlog:
             self._runs.popleft()
             self._taken_of_first = 0
             self.size -= run.size
+            self._room.set()
         else:
             self._taken_of_first = stop
 

@@ -16,7 +16,7 @@ class Held:
     """One held lease. row: as last written. until: it cannot be another's before (by `clock`, seconds).
 
     backlog: what is read and not processed. begun: the first offset of this ownership; what lies below belongs to an
-    earlier one. revoking: being drained, nothing more is returned.
+    earlier one. is_placed: it is known where reading begins. revoking: being drained, nothing more is returned.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class Held:
         self.source, self.row, self.until = source, row, until
         self.backlog = Backlog(source)
         self.begun = 0 if row.committed is None else row.committed
-        self.revoking = self.paused = False
+        self.is_placed = self.revoking = self.paused = False
         self.reading: asyncio.Task[None] | None = None
         self._member, self._table, self._clock, self._lease = member, table, clock, lease
         self._writing = asyncio.Lock()

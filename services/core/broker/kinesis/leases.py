@@ -105,9 +105,15 @@ _MOST_ASKED = 5
 def plan(rows: Iterable[Lease], free: Collection[str], member: str) -> Claims:
     """A fair share for `member`: free rows up to it; none free, then some of the one that has most, if two or more apart.
 
+    Of shards whose parents are done; an operator may have moved the group back to a parent.
     At most a quarter of the difference a round, so that members that come at the same time do not ask for too much.
     """
-    todo = [row for row in rows if not row.is_done]
+    every = {(row.stream, row.shard): row for row in rows}
+    todo = [
+        row
+        for row in every.values()
+        if not row.is_done and all(every[row.stream, p].is_done for p in row.parents if (row.stream, p) in every)
+    ]
     loads = Counter(row.owner for row in todo if row.owner and row.key not in free)
     mine = loads.pop(member, 0)
     share = -(-len(todo) // (len(loads) + 1))
@@ -133,7 +139,7 @@ def new_rows(stream: str, shards: Collection[Shard], rows: Collection[Lease], be
     listed = {shard.number for shard in shards}
     roots = [row for row in rows if not row.parents]
     if roots:
-        begin = min((row.begin for row in roots if row.begin.kind != "offset"), default=OLDEST, key=lambda b: b.value)
+        begin = min((row.begin for row in roots if row.begin.kind != "offset"), default=begin, key=lambda b: b.value)
     added = []
     for shard in shards:
         parents = tuple(number for number in shard.parents if number in listed or number in known)

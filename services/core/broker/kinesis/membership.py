@@ -161,6 +161,7 @@ class Membership:
         if not self._leaving:
             await self._claim(ours, free)
         self._beaten = now
+        side.wake()  # a lease that had run out may be ours still: what is read of it can be returned again
 
     @property
     def _synced_is_due(self) -> bool:
@@ -239,7 +240,14 @@ class Membership:
         held = Held(source, self.member, row, sent + side.timing.lease, side.table, side.clock, side.timing.lease)
         self.held[source] = held
         stream = self._streams[source.topic]
-        held.reading = asyncio.create_task(side.read(held, stream), name=f"kinesis-shard-{source.partition}")
+        held.reading = asyncio.create_task(self._read(held, stream), name=f"kinesis-shard-{source.partition}")
+
+    async def _read(self, held: Held, stream: Stream) -> None:
+        try:
+            await self._side.read(held, stream)
+        except Exception as error:  # a fault of ours: nobody may wait for records that never come
+            self._failure, self._fatal = error, True
+            self._side.wake()
 
     def _start_drain(self, leaving: set[TopicPartition]) -> None:
         """Tell on_revoke of what is lost, drain what leaves. One at a time; what comes meanwhile waits."""
