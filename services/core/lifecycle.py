@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import structlog
@@ -51,6 +52,13 @@ class Supervision:
         await component
         if not self.stopping.is_set():
             raise ComponentEndedError(f"{name} ended by itself")
+
+
+async def wait_for_stop(stopping: asyncio.Event, limit: float) -> None:
+    """Until `stopping`, at most `limit` seconds."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(limit):
+            await stopping.wait()
 
 
 async def supervise(start: Callable[[Supervision], Awaitable[None]], drain: float) -> int:

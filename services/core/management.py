@@ -9,7 +9,7 @@ from aiohttp import web
 from prometheus_client import REGISTRY
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
-from services.core.address import parse_address
+from services.core.listening import serve_app
 from services.core.metrics import LAG_FAMILIES
 
 Readiness = Callable[[], str | None]
@@ -41,12 +41,5 @@ async def serve_management(address: str, ready: Readiness) -> AsyncIterator[str]
     app = web.Application()
     app.add_routes([web.get("/healthz", healthz), web.get("/readyz", readyz)])
     app.add_routes([web.get("/metrics", metrics), web.get("/lags", lags)])
-    runner = web.AppRunner(app, access_log=None)
-    await runner.setup()
-    host, port = parse_address(address)
-    try:
-        await web.TCPSite(runner, host, port).start()
-        bound = runner.addresses[0]
-        yield f"{bound[0]}:{bound[1]}"
-    finally:
-        await runner.cleanup()
+    async with serve_app(app, address) as bound:
+        yield bound

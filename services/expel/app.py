@@ -4,22 +4,17 @@ import asyncio
 import gc
 import os
 import resource
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 
-import backoff
 import structlog
 
-from services.core.broker.connect import open_broker
-from services.core.broker.contract import Broker
-from services.core.broker.errors import BrokerError, DataDamaged
 from services.core.broker.producer import Producer
 from services.core.lifecycle import Supervision
 from services.core.management import serve_management
+from services.core.opening import open_when_reachable
 from services.core.pauses import Pauses
-from services.core.provision import require_safe_topics
-from services.core.yaml_source import BadConfiguration, Problem
-from services.expel.lane import Lane, wait_for_stop
+from services.expel.lane import Lane
 from services.expel.plan import LaneBuilder, LanePlan, read_plan, touched_topics
 from services.expel.settings import ExpelSettings
 
@@ -39,6 +34,10 @@ class Expel:
         self.lanes: list[Lane] = []
         self.reason: str | None = "starting"
 
+    def note(self, reason: str) -> None:
+        """Why it is not ready."""
+        self.reason = reason
+
     def ready(self) -> str | None:
         """None when every lane runs or is paused, else why not."""
         return self.reason or next((lane.waits_for for lane in self.lanes if lane.waits_for), None)
@@ -53,7 +52,9 @@ async def start(settings: ExpelSettings, supervision: Supervision) -> None:
     async with AsyncExitStack() as stack:
         management = await stack.enter_async_context(serve_management(settings.management, expel.ready))
         log.info("started", management=management, lanes=len(plans))
-        broker = await _open(stack, settings.broker, touched_topics(plans), expel, stopping)
+        broker = await open_when_reachable(
+            stack, settings.broker, stopping, topics=touched_topics(plans), tell=expel.note
+        )
         if broker is None:
             return
         producer = await stack.enter_async_context(Producer(broker.driver))
@@ -92,28 +93,3 @@ def calm_collector() -> None:
     """Deliveries make many objects and no cycles; Python's default would look for cycles many times a second."""
     gc.freeze()
     gc.set_threshold(_GC_YOUNG_OBJECTS, 20, 50)
-
-
-async def _open(
-    stack: AsyncExitStack, url: str, topics: Collection[str], expel: Expel, stopping: asyncio.Event
-) -> Broker | None:
-    """The broker, as soon as it can be reached; None when the stop comes first. Raises BadConfiguration."""
-    failures = 0
-    while not stopping.is_set():
-        try:
-            async with AsyncExitStack() as attempt:
-                broker = await attempt.enter_async_context(open_broker(url))
-                await require_safe_topics(broker.admin, topics)
-                stack.push_async_exit(attempt.pop_all())
-                return broker
-        except DataDamaged:
-            raise
-        except BrokerError as error:
-            if not error.retriable:
-                raise BadConfiguration([Problem("--broker", "", str(error))]) from error
-            expel.reason = f"the broker cannot be opened: {error}"
-            if not failures:
-                log.warning("broker_unavailable", error=str(error), hint="it is tried again")
-            failures += 1
-            await wait_for_stop(stopping, backoff.full_jitter(min(5.0, 0.2 * 2 ** min(failures, 10))))
-    return None

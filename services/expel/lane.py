@@ -2,13 +2,13 @@
 
 import asyncio
 from collections.abc import Callable
-from contextlib import suppress
 
 import backoff
 import structlog
 
 from services.core.broker.contract import Broker, Start
 from services.core.broker.errors import BrokerError
+from services.core.lifecycle import wait_for_stop
 from services.core.pipes import delivery_group
 from services.expel.dispatch import Dispatcher
 from services.expel.meter import LaneMeter
@@ -94,10 +94,3 @@ class Lane:
                 hint="it joins again by itself",
                 exc_info=cause,
             )
-
-
-async def wait_for_stop(stopping: asyncio.Event, limit: float) -> None:
-    """Until `stopping`, at most `limit` seconds."""
-    with suppress(TimeoutError):
-        async with asyncio.timeout(limit):
-            await stopping.wait()

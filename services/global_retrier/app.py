@@ -3,20 +3,15 @@
 import asyncio
 from contextlib import AsyncExitStack
 
-import backoff
 import structlog
 
-from services.core.broker.connect import BadBrokerUrl, open_broker
-from services.core.broker.contract import Broker
-from services.core.broker.errors import BrokerError, DataDamaged
 from services.core.broker.producer import Producer
 from services.core.lifecycle import Supervision
 from services.core.management import serve_management
+from services.core.opening import open_when_reachable
 from services.core.pipes import RETRIER_DEAD
-from services.core.provision import require_safe_topics
-from services.core.yaml_source import BadConfiguration, Problem
 from services.global_retrier.clock import SteadyClock
-from services.global_retrier.retrier import Retrier, wait_for_stop
+from services.global_retrier.retrier import Retrier
 from services.global_retrier.route import DELAY_BY_TOPIC
 from services.global_retrier.settings import RetrierSettings
 
@@ -33,6 +28,10 @@ class Readiness:
         self.retrier: Retrier | None = None
         self.reason: str | None = "starting"
 
+    def note(self, reason: str) -> None:
+        """Why it is not ready."""
+        self.reason = reason
+
     def why_not(self) -> str | None:
         """None when the retrier runs."""
         return self.reason or (self.retrier.waits_for if self.retrier is not None else "starting")
@@ -44,7 +43,9 @@ async def start(settings: RetrierSettings, supervision: Supervision) -> None:
     async with AsyncExitStack() as stack:
         management = await stack.enter_async_context(serve_management(settings.management, readiness.why_not))
         log.info("started", management=management)
-        broker = await _open(stack, settings.broker, readiness, stopping)
+        broker = await open_when_reachable(
+            stack, settings.broker, stopping, topics=[*DELAY_BY_TOPIC, RETRIER_DEAD], tell=readiness.note
+        )
         if broker is None:
             return
         producer = await stack.enter_async_context(Producer(broker.driver))
@@ -54,28 +55,3 @@ async def start(settings: RetrierSettings, supervision: Supervision) -> None:
         await stopping.wait()
         readiness.reason = "stopping"
         await asyncio.wait([running])
-
-
-async def _open(stack: AsyncExitStack, url: str, readiness: Readiness, stopping: asyncio.Event) -> Broker | None:
-    """The broker, as soon as it can be reached; None when the stop comes first. Raises BadConfiguration."""
-    failures = 0
-    while not stopping.is_set():
-        try:
-            async with AsyncExitStack() as attempt:
-                broker = await attempt.enter_async_context(open_broker(url))
-                await require_safe_topics(broker.admin, [*DELAY_BY_TOPIC, RETRIER_DEAD])
-                stack.push_async_exit(attempt.pop_all())
-                return broker
-        except BadBrokerUrl as error:
-            raise BadConfiguration([Problem("--broker", "", str(error))]) from error
-        except DataDamaged:
-            raise
-        except BrokerError as error:
-            if not error.retriable:
-                raise BadConfiguration([Problem("--broker", "", str(error))]) from error
-            readiness.reason = f"the broker cannot be opened: {error}"
-            if not failures:
-                log.warning("broker_unavailable", error=str(error), hint="it is tried again")
-            failures += 1
-            await wait_for_stop(stopping, backoff.full_jitter(min(5.0, 0.2 * 2 ** min(failures, 10))))
-    return None

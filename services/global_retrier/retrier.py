@@ -1,7 +1,6 @@
 """The global retrier: joins its group and joins again when the membership breaks. Broker failures are waited out."""
 
 import asyncio
-from contextlib import suppress
 
 import backoff
 import structlog
@@ -9,6 +8,7 @@ import structlog
 from services.core.broker.contract import Broker
 from services.core.broker.errors import BrokerError
 from services.core.broker.producer import Producer
+from services.core.lifecycle import wait_for_stop
 from services.core.pipes import RETRIER_GROUP
 from services.global_retrier.clock import Clock
 from services.global_retrier.meter import Meter
@@ -72,10 +72,3 @@ class Retrier:
                 hint="it joins again by itself; nothing is lost. Try: penstock up creates its topics",
                 exc_info=cause,
             )
-
-
-async def wait_for_stop(stopping: asyncio.Event, limit: float) -> None:
-    """Until `stopping`, at most `limit` seconds."""
-    with suppress(TimeoutError):
-        async with asyncio.timeout(limit):
-            await stopping.wait()

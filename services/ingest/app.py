@@ -16,7 +16,7 @@ from services.core.broker.connect import BadBrokerUrl, open_broker
 from services.core.broker.contract import Broker
 from services.core.broker.errors import BrokerError
 from services.core.broker.producer import Producer
-from services.core.lifecycle import Supervision
+from services.core.lifecycle import Supervision, wait_for_stop
 from services.core.management import serve_management
 from services.core.pipes import load_pipes
 from services.core.yaml_source import BadConfiguration, Problem
@@ -26,7 +26,7 @@ from services.ingest.http_server import HttpServer, Timeouts
 from services.ingest.intake import Intake, max_age_ms
 from services.ingest.key_watch import Stamp, read_ring, watch_keys
 from services.ingest.openapi import load_openapi
-from services.ingest.probe import Probe, flush_tallies, pause
+from services.ingest.probe import Probe, flush_tallies
 from services.ingest.settings import IngestSettings
 
 log = structlog.get_logger()
@@ -100,7 +100,7 @@ async def _open_broker(stack: AsyncExitStack, url: str, stopping: asyncio.Event)
             raise BadConfiguration([Problem("fleet", "broker", str(error))]) from None
         except BrokerError as error:
             log.warning("the broker cannot be opened", kind=type(error).__name__, error=str(error))
-        await pause(OPEN_AGAIN_S, stopping)
+        await wait_for_stop(stopping, OPEN_AGAIN_S)
     return None
 
 

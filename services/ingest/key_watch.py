@@ -7,9 +7,9 @@ import structlog
 
 from services.core.key_file import load_keys
 from services.core.keys import KeyRing
+from services.core.lifecycle import wait_for_stop
 from services.core.yaml_source import BadConfiguration
 from services.ingest.access import Access
-from services.ingest.probe import pause
 
 log = structlog.get_logger()
 
@@ -32,7 +32,7 @@ async def watch_keys(path: Path, access: Access, stamp: Stamp | None, stopping: 
         if now != stamp:
             stamp = now
             await _reload(path, access)
-        await pause(LOOK_EVERY_S, stopping)
+        await wait_for_stop(stopping, LOOK_EVERY_S)
 
 
 async def _reload(path: Path, access: Access) -> None:

@@ -10,6 +10,7 @@ from services.core import metrics
 from services.core.broker.contract import Broker
 from services.core.broker.errors import BrokerError, UnknownTopic
 from services.core.broker.producer import Producer
+from services.core.lifecycle import wait_for_stop
 from services.core.provision import require_safe_topics
 from services.ingest.intake import Intake
 
@@ -48,7 +49,7 @@ class Probe:
             if reason != self._said:
                 log.info("ready") if reason is None else log.warning("not ready", reason=reason)
             self._said = reason
-            await pause(UNREADY_EVERY_S if reason is not None else READY_EVERY_S, stopping)
+            await wait_for_stop(stopping, UNREADY_EVERY_S if reason is not None else READY_EVERY_S)
         self._said = "stopping"
 
     async def _ask_all(self) -> str | None:
@@ -74,16 +75,7 @@ class Probe:
 async def flush_tallies(intakes: Collection[Intake], producer: Producer, stopping: asyncio.Event) -> None:
     """Hand what was counted to the metrics, twice a second, until `stopping` is set."""
     while not stopping.is_set():
-        await pause(FLUSH_EVERY_S, stopping)
+        await wait_for_stop(stopping, FLUSH_EVERY_S)
         metrics.INGEST_PENDING.set(producer.pending_bytes)
         for intake in intakes:
             intake.tally.flush()
-
-
-async def pause(seconds: float, stopping: asyncio.Event) -> None:
-    """Sleep, but not beyond the stop."""
-    try:
-        async with asyncio.timeout(seconds):
-            await stopping.wait()
-    except TimeoutError:
-        return

@@ -10,7 +10,7 @@ import structlog
 from aiohttp import web
 
 from services.core import metrics
-from services.core.address import parse_address
+from services.core.listening import serve_app
 from services.core.pipes import dead_letter_topic
 from services.core.problem_type import CONTENT_TYPE, ProblemType, problem_json
 from services.core.times import format_time, parse_time
@@ -144,12 +144,5 @@ async def serve_api(address: str, api: Api) -> AsyncIterator[str]:
     """Listen until the context is left; yields the bound "host:port". Raises OSError when the port is taken."""
     app = web.Application(client_max_size=1024, middlewares=[answer])
     app.add_routes(api.routes())
-    runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
-    await runner.setup()
-    host, port = parse_address(address)
-    try:
-        await web.TCPSite(runner, host, port).start()
-        bound = runner.addresses[0]
-        yield f"{bound[0]}:{bound[1]}"
-    finally:
-        await runner.cleanup()
+    async with serve_app(app, address) as bound:
+        yield bound

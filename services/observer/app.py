@@ -2,19 +2,15 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager
 
-import backoff
 import structlog
 
-from services.core.broker.connect import BadBrokerUrl, open_broker
-from services.core.broker.contract import Broker
-from services.core.broker.errors import BrokerError, DataDamaged
 from services.core.lifecycle import Supervision
 from services.core.management import serve_management
+from services.core.opening import open_when_reachable
 from services.core.pauses import Pauses
 from services.core.pipes import RETRIER_DEAD, dead_letter_topic, load_pipes
-from services.core.yaml_source import BadConfiguration, Problem
 from services.observer.api import OPENAPI, Api, serve_api
 from services.observer.failures import FailureBook
 from services.observer.letter_reader import LetterReader
@@ -35,7 +31,7 @@ async def start(settings: ObserverSettings, supervision: Supervision) -> None:
     async with AsyncExitStack() as stack:
         management = await stack.enter_async_context(serve_management(settings.management, lambda: reason))
         log.info("started", management=management)
-        broker = await _open(stack, settings.broker, stopping)
+        broker = await open_when_reachable(stack, settings.broker, stopping)
         if broker is None:
             return
         book = FailureBook(pipes)
@@ -65,25 +61,3 @@ async def _listen(address: str, api: Api) -> AsyncIterator[str]:
             yield bound
     except OSError as error:
         raise OSError(f"{address}: {error.strerror}. Try: another --listen, or end what listens there") from error
-
-
-async def _open(stack: AsyncExitStack, url: str, stopping: asyncio.Event) -> Broker | None:
-    """The broker, as soon as it can be reached; None when the stop comes first. Raises BadConfiguration."""
-    failures = 0
-    while not stopping.is_set():
-        try:
-            return await stack.enter_async_context(open_broker(url))
-        except BadBrokerUrl as error:
-            raise BadConfiguration([Problem("--broker", "", str(error))]) from error
-        except DataDamaged:
-            raise
-        except BrokerError as error:
-            if not error.retriable:
-                raise BadConfiguration([Problem("--broker", "", str(error))]) from error
-            if not failures:
-                log.warning("broker_unavailable", error=str(error), hint="it is tried again")
-            failures += 1
-            with suppress(TimeoutError):
-                async with asyncio.timeout(backoff.full_jitter(min(5.0, 0.2 * 2 ** min(failures, 10)))):
-                    await stopping.wait()
-    return None

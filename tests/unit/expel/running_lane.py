@@ -21,6 +21,7 @@ from services.expel.outcome import Outcome
 from services.expel.standing import Standing
 from tests.unit.expel.fake_broker import FakeBroker
 from tests.unit.expel.fake_sender import Answer, FakeSender, make_shape
+from tests.unit.expel.receiver import wait_until
 
 P0, P1 = TopicPartition("s", 0), TopicPartition("s", 1)
 DEAD, PARKED = TopicPartition("late.dead", 0), TopicPartition("late.parked", 0)
@@ -55,9 +56,11 @@ class Running:
         self._pauses, self._producer = pauses, producer
 
     async def decide(self, state: Literal["paused", "resumed"]) -> None:
-        """As an operator, and the lane hears of it at once."""
+        """As an operator; returns when the lane that runs has heard of a pause: what comes before that is still sent."""
         await write_pause(self._producer, "late/hook", Pause(state, "operator", "ann@desk", 1))
         await self._pauses.refresh()
+        if state == "paused":
+            await wait_until(lambda: self.metric("penstock_expel_paused", pipe="late", destination="hook") == 1)
 
     def committed(self, source: TopicPartition = P0) -> int:
         return self.broker.committed.get(("late.hook", source), -1)

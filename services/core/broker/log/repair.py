@@ -139,7 +139,7 @@ def _repair_groups(folder: DataFolder, scan: GroupScan) -> None:
 
 def _replace(folder: DataFolder, files: TopicFiles, draft: Path, incarnation: bytes, marks: list[int]) -> None:
     """Put the draft in the damaged file's place. Cut off half-way it leaves a loud state and the damaged files aside."""
-    aside = folder.root / "damaged" / f"{files.topic}-{time.strftime('%Y%m%dT%H%M%S')}-{uuid.uuid4().hex[:4]}"
+    aside = folder.root / "damaged" / f"{files.topic}-{time.strftime('%Y%m%dT%H%M%S')}-{uuid.uuid4().hex[:12]}"
     aside.mkdir(mode=0o700, parents=True)
     for path in (files.db, files.wal, files.marks):
         if path.exists():
