@@ -25,8 +25,8 @@ GATHER_MS = 50
 class Waiting(NamedTuple):
     """A record read ahead. wake: when it leaves its topic; due: when the event is due (ms).
 
-    problem: why it goes to the dead letters (a stable word), else empty; detail: the same for a person. bare: its letter
-    goes without the value.
+    pipe, destination: whom it is for. problem: why it goes to the dead letters (a stable word), else empty; detail: the same for
+    a person. bare: its letter goes without the value.
     """
 
     offset: int
@@ -34,6 +34,7 @@ class Waiting(NamedTuple):
     size: int
     wake: int
     pipe: str = ""
+    destination: str = ""
     due: int = 0
     problem: str = ""
     detail: str = ""
@@ -69,7 +70,7 @@ class Line:
         except BadRetryRecord as error:
             return Waiting(offset, record, size, now, problem="bad_retry_record", detail=str(error))
         wake = find_wake(self._delay, record.timestamp, state.due, now)
-        return Waiting(offset, record, size, wake, state.pipe, state.due)
+        return Waiting(offset, record, size, wake, state.pipe, state.destination, state.due)
 
     def __len__(self) -> int:
         return len(self._waiting)

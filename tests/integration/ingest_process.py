@@ -15,6 +15,7 @@ from uuid import uuid4
 from services.core.broker.connect import open_broker
 from services.core.broker.contract import Broker, TopicSpec
 from services.core.broker.record import Record
+from services.core.ledger.report import TELEMETRY
 from tests.support.ports import free_port
 from tests.support.raw_http import Client, Reply, make_request
 
@@ -33,7 +34,7 @@ def log_url(folder: Path) -> str:
     return f"log://{folder}/log"
 
 
-async def create_topics(folder: Path, topics: Sequence[str] = TOPICS) -> None:
+async def create_topics(folder: Path, topics: Sequence[str] = (*TOPICS, TELEMETRY)) -> None:
     """What `penstock up` does before it starts ingest."""
     async with open_broker(log_url(folder)) as broker:
         for topic in topics:

@@ -172,7 +172,8 @@ def test_apply_creates_keeps_and_never_grows_silently(shell: Shell, tmp_path: Pa
     file.write_text(text.replace("{a:", "{b: {}, a:"))
     broker = f"log://{tmp_path}/log"
     assert shell.run("apply", "--broker", broker, "--json") == 0
-    topics = ["b", "a", "p.dead", "penstock.audit", "penstock.control"]
+    fleet = ["penstock.telemetry", "penstock.observer", "penstock.audit", "penstock.control"]
+    topics = ["b", "a", "p.dead", *fleet]
     assert json.loads(shell.out) == {"created": topics, "grown": [], "kept": []}
     assert shell.run("apply", "--broker", broker, "--json") == 0
     assert json.loads(shell.out)["kept"] == topics

@@ -46,7 +46,7 @@ async def client() -> AsyncIterator[Client]:
     book = FailureBook(PIPES)
     reader = LetterReader(no_admin(), ["shop.dead"], book.note)
     states = {"shop/billing": "paused", "shop/search": "active"}
-    async with serve_api("127.0.0.1:0", Api(book, reader, states.get, OPENAPI.read_bytes())) as address:
+    async with serve_api("127.0.0.1:0", Api(book, reader, states.get, OPENAPI.read_bytes()).routes()) as address:
         yield Client(address, book)
 
 

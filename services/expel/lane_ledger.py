@@ -1,0 +1,67 @@
+"""What a lane tells of its events, before it commits them."""
+
+from collections.abc import Mapping, Sequence
+
+from services.core import metrics
+from services.core.broker.contract import Lag
+from services.core.broker.producer import Producer
+from services.core.broker.record import Record, TopicPartition
+from services.core.lag import LagHistogram
+from services.core.ledger.report import Node, Outcome
+from services.core.ledger.reporter import Reporter, say_goodbye
+
+NODE: Node = "expel"
+
+
+class LaneLedger:
+    """One destination's, over all its memberships. Without a reporter nothing is told.
+
+    sources: the topics that events come from first. What comes back from the global retrier or from parking was told as
+    retrying or parked: it is outstanding, and no minute waits for it.
+    """
+
+    def __init__(
+        self, reporter: Reporter | None = None, sources: Sequence[str] = (), lag_in: LagHistogram | None = None
+    ):
+        self._reporter, self._sources, self._lag_in = reporter, frozenset(sources), lag_in
+
+    @classmethod
+    def open(
+        cls, producer: Producer, instance: str, pipe: str, destination: str, sources: Sequence[str]
+    ) -> "LaneLedger":
+        """One that tells."""
+        lag_in = LagHistogram()
+        lags = {
+            "lag_in": lag_in,
+            "lag_out": metrics.EVENT_LAG.labels(pipe, destination),
+            "e2e": metrics.E2E_LAG.labels(pipe, destination),
+            "transit_time": metrics.TRANSIT_TIME.labels(pipe, destination),
+            "expel_time": metrics.EXPEL_TIME.labels(pipe, destination),
+        }
+        return cls(Reporter(producer, instance, NODE, pipe, destination, lags=lags), sources, lag_in)
+
+    def add(self, outcome: Outcome, records: Sequence[Record]) -> None:
+        """These are with the destination, or durable elsewhere."""
+        if self._reporter is not None:
+            self._reporter.settled.add(outcome, records)
+
+    def arrived(self, lags_ms: Sequence[int]) -> None:
+        """Lags of events that came here, from their event time."""
+        if self._lag_in is not None:
+            self._lag_in.observe(lags_ms)
+
+    def behind(self, lags: Mapping[TopicPartition, Lag]) -> None:
+        """The group's lag, measured just now."""
+        if self._reporter is not None:
+            waiting = [lag.millis for source, lag in lags.items() if source.topic in self._sources]
+            self._reporter.behind(max(waiting, default=0))
+
+    async def report(self) -> None:
+        """Returns when everything that was added is durably told. Raises Unavailable."""
+        if self._reporter is not None:
+            await self._reporter.report()
+
+    async def close(self) -> None:
+        """The last report."""
+        if self._reporter is not None:
+            await say_goodbye([self._reporter])

@@ -1,0 +1,75 @@
+// The loss table, the destinations, the groups.
+
+import { element } from "./dom.js";
+import { clock, count, duration, seconds, share } from "./format.js";
+
+const BREAKERS = { closed: "good", "half-open": "warn", open: "bad" };
+
+// texts: which columns hold words; the others hold numbers and stand on the right.
+function fill(table, caption, heads, rows, texts = []) {
+  const cells = heads.map((head) => element("th", { scope: "col", class: texts.includes(head) ? "text" : null }, head));
+  const head = element("thead", {}, element("tr", {}, ...cells));
+  table.replaceChildren(element("caption", {}, caption), head, element("tbody", {}, ...rows));
+}
+
+function lossCell(cell, accepted, threshold, explain) {
+  const part = accepted ? cell.missing / accepted : 0;
+  const text = cell.missing ? `${count(cell.missing)} (${share(part)})` : "0";
+  if (cell.state === "open") return element("td", { class: "open" }, cell.missing ? `${count(cell.missing)} open` : "0");
+  if (cell.state === "behind") return element("td", { class: "behind", title: "the node has older events to process" }, `${count(cell.missing)} behind`);
+  if (!cell.missing) return element("td", { class: "none" }, "0");
+  const button = element("button", { type: "button", title: "Which ones?", onclick: explain }, text);
+  return element("td", { class: part > threshold ? "lost" : "some" }, button);
+}
+
+export function drawLoss(table, pipe, threshold, explain) {
+  const rows = [...pipe.loss].reverse().map((row) => {
+    const whole = row.state === "final" ? (row.loss > threshold ? "lost" : row.loss ? "some" : "none") : row.state;
+    return element("tr", {},
+      element("th", { scope: "row" }, clock(row.minute)),
+      element("td", {}, count(row.accepted)),
+      ...row.cells.map((cell) => lossCell(cell, row.accepted, threshold, () => explain(row.minute))),
+      element("td", { class: whole }, row.state === "final" ? share(row.loss) : row.state),
+      element("td", { class: "late" }, row.late ? count(row.late) : ""));
+  });
+  fill(table, `Loss of ${pipe.name} by minute`, ["Minute", "Accepted", ...pipe.nodes.map((node) => `missing at ${node}`), "End to end", "Settled late"], rows);
+}
+
+function causes(destination, opened) {
+  if (!destination.causes.length) return "";
+  const [first, ...more] = destination.causes;
+  const line = (cause) => `${cause.reason} · ${count(cause.count)} · last ${seconds(cause.last_ms)}`;
+  if (!more.length) return line(first);
+  const toggle = (event) => (event.target.open ? opened.add(destination.name) : opened.delete(destination.name));
+  return element("details", { open: opened.has(destination.name), ontoggle: toggle },
+    element("summary", {}, line(first)), element("ul", {}, ...more.map((cause) => element("li", {}, line(cause)))));
+}
+
+export function drawDestinations(table, pipe, opened) {
+  const rows = pipe.destinations.map((one) => element("tr", {},
+    element("th", { scope: "row" }, one.name),
+    element("td", { class: "text" }, one.state),
+    element("td", { class: "text" }, element("span", { class: `badge ${BREAKERS[one.breaker] ?? "quiet"}` }, one.breaker)),
+    ...[one.delivered, one.retrying, one.parked, one.dead].map((number) => element("td", {}, count(number))),
+    element("td", { class: "text wrap" }, causes(one, opened))));
+  fill(table, `Destinations of ${pipe.name}`, ["Destination", "State", "Breaker", "Delivered", "Retrying", "Parked", "Dead", "Common failures"], rows,
+    ["State", "Breaker", "Common failures"]);
+}
+
+export function drawGroups(table, groups) {
+  const rows = groups.map((group) => element("tr", {},
+    element("th", { scope: "row" }, group.service),
+    element("td", {}, count(group.instances)),
+    element("td", {}, group.cpu === null ? "unknown" : share(group.cpu)),
+    element("td", {}, duration(group.behind_ms))));
+  fill(table, "Groups of instances", ["Service", "Instances", "Average CPU", "Behind"], rows);
+}
+
+export function drawMissing(place, events) {
+  const table = element("table");
+  const rows = events.map((one) => element("tr", {}, element("th", { scope: "row" }, one.origin),
+    ...[one.id ?? "unknown", one.last_node ?? one.last_seen ?? "", one.topic ?? "", one.partition ?? "", one.offset ?? ""].map((text) => element("td", { class: "text" }, text))));
+  fill(table, "Missing events", ["Origin", "Event id", "Last seen at", "Topic", "Partition", "Offset"], rows,
+    ["Event id", "Last seen at", "Topic", "Partition", "Offset"]);
+  place.replaceChildren(element("div", { class: "scroll" }, table));
+}
