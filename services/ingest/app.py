@@ -71,10 +71,10 @@ async def start(settings: IngestSettings, supervision: Supervision) -> None:
             )
             for name, stream in pipes.streams.items()
         }
-        reporters = []
+        ledgers = []
         if settings.ledger:
             instance = new_instance()
-            reporters = [_open_ledger(intake, producer, instance) for intake in intakes.values()]
+            ledgers = [_open_ledger(intake, producer, instance) for intake in intakes.values()]
         probe = Probe(broker, producer, intakes.values())
         unpackers = stack.enter_context(ThreadPoolExecutor(UNPACK_THREADS, thread_name_prefix="unpack"))
         endpoint = Endpoint(intakes, producer, access, settings.limits, openapi, unpackers)
@@ -86,16 +86,16 @@ async def start(settings: IngestSettings, supervision: Supervision) -> None:
         )
         supervision.run(probe.run(stopping), "probe")
         supervision.run(flush_tallies(intakes.values(), producer, stopping), "tallies")
-        supervision.run(keep_reporting(reporters, stopping), "ledger")
+        supervision.run(keep_reporting(ledgers, stopping), "ledger")
         if settings.keys is not None:
             supervision.run(watch_keys(settings.keys, access, stamp, stopping), "keys")
         async with _listen(server, settings) as address:
             log.info("listening", address=address)
             await stopping.wait()
-        await say_goodbye(reporters)
+        await say_goodbye(ledgers)
 
 
-def _open_ledger(intake: Intake, producer: Producer, instance: str) -> Reporter:
+def _open_ledger(intake: Intake, producer: Producer, instance: str) -> StreamLedger:
     """Ingest has no backlog: what it took is stored or refused within seconds."""
     name = intake.name
     lags = {
@@ -105,7 +105,7 @@ def _open_ledger(intake: Intake, producer: Producer, instance: str) -> Reporter:
     }
     reporter = Reporter(producer, instance, NODE, name, lags=lags, has_backlog=False)
     intake.ledger = StreamLedger(reporter)
-    return reporter
+    return intake.ledger
 
 
 async def _open_access(settings: IngestSettings) -> tuple[Access, Stamp | None]:

@@ -104,10 +104,7 @@ class Endpoint:
 
     async def _store(self, intake: Intake, prepared: Prepared, arrival: int) -> SendResult:
         """What became of each part; the ledger knows it, too. Raises Refused when nothing was queued."""
-        ledger = intake.ledger
-        sending = result = None
-        if ledger is not None:
-            sending = ledger.begin(prepared.numbers, prepared.rows, prepared.times, arrival)
+        result = None
         try:
             result = await self._producer.send_to(intake.name, prepared.parts)
         except Overloaded:
@@ -117,8 +114,8 @@ class Endpoint:
             detail = "This process is stopping; nothing was stored."
             raise Refused(problems.BROKER_UNAVAILABLE, detail, retry_after=RETRY_AFTER_S) from None
         finally:
-            if ledger is not None and sending is not None:
-                ledger.end(sending, result)
+            if intake.ledger is not None:
+                intake.ledger.settled(prepared.numbers, prepared.rows, prepared.times, arrival, result)
         return result
 
     async def _unpack(self, body: bytes, encoding: str, connection: Connection) -> bytes:

@@ -22,8 +22,25 @@ def near_minutes(arrival: int) -> tuple[int, int]:
 
 def common_minute(times: list[int], arrival: int) -> int | None:
     """The minute of all these events; None when there are several, or when that takes a look at each."""
+    own = arrival // MINUTE_MS
+    low = high = times[0] // MINUTE_MS
+    if len(times) > 1:
+        low, high = min(times) // MINUTE_MS, max(times) // MINUTE_MS
+    if low == high == own:  # nearly always, and ingest asks once a request
+        return own
     first, last = near_minutes(arrival)
-    low, high = min(times) // MINUTE_MS, max(times) // MINUTE_MS
     if low == high:
-        return low if first <= low <= last else arrival // MINUTE_MS
-    return arrival // MINUTE_MS if high < first or low > last else None
+        return low if first <= low <= last else own
+    return own if high < first or low > last else None
+
+
+def group_by_minute(times: list[int], arrival: int) -> dict[int, list[int]]:
+    """Which of these events count in which minute: their indexes."""
+    own: dict[int, list[int]] = {}
+    for index, minute in enumerate([time // MINUTE_MS for time in times]):
+        own.setdefault(minute, []).append(index)
+    first, last = near_minutes(arrival)
+    found: dict[int, list[int]] = {}
+    for minute, indexes in own.items():
+        found.setdefault(minute if first <= minute <= last else arrival // MINUTE_MS, []).extend(indexes)
+    return found

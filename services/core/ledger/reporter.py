@@ -9,6 +9,7 @@ import secrets
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
+from typing import Protocol
 
 import msgspec
 import structlog
@@ -162,7 +163,14 @@ class Reporter:
         self._failing = True
 
 
-async def keep_reporting(reporters: Collection[Reporter], stopping: asyncio.Event) -> None:
+class Reports(Protocol):
+    """A `Reporter`, or what puts something into one first."""
+
+    async def report(self, *, closed: bool = False) -> None:
+        """As `Reporter.report`."""
+
+
+async def keep_reporting(reporters: Collection[Reports], stopping: asyncio.Event) -> None:
     """What these have to say, every second, until `stopping` is set. For nodes whose work does not wait for it."""
     while not stopping.is_set():
         with suppress(TimeoutError):
@@ -171,14 +179,14 @@ async def keep_reporting(reporters: Collection[Reporter], stopping: asyncio.Even
         await asyncio.gather(*(_try(reporter) for reporter in reporters))
 
 
-async def say_goodbye(reporters: Collection[Reporter]) -> None:
+async def say_goodbye(reporters: Collection[Reports]) -> None:
     """The last of these reporters' reports. Gives up after `GOODBYE_S`: the observer notices the silence, too."""
     with suppress(TimeoutError):
         async with asyncio.timeout(GOODBYE_S):
             await asyncio.gather(*(_try(reporter, closed=True) for reporter in reporters))
 
 
-async def _try(reporter: Reporter, *, closed: bool = False) -> None:
+async def _try(reporter: Reports, *, closed: bool = False) -> None:
     with suppress(Unavailable):  # it is on record, and told with the next
         await reporter.report(closed=closed)
 

@@ -3,7 +3,7 @@
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from services.core.ledger.minute import common_minute, minute_of
+from services.core.ledger.minute import common_minute, group_by_minute, minute_of
 
 M = 60_000
 NOON = 29_000_000 * M
@@ -31,3 +31,7 @@ def test_a_common_minute_is_that_of_each(times: list[int], arrival: int) -> None
     assert found is None or minutes == {found}
     if len({(NOON + time) // M for time in times}) == 1:
         assert found is not None
+    grouped = group_by_minute([NOON + time for time in times], NOON + arrival)
+    assert {index: minute for minute, indexes in grouped.items() for index in indexes} == {
+        index: minute_of(NOON + time, NOON + arrival) for index, time in enumerate(times)
+    }
