@@ -1,6 +1,6 @@
 """What the ledger costs: ingest and expel on the embedded log at a fixed rate, with it and without it in turn.
 
-Both fleets run all the time; only the one that gets events is measured.
+Both fleets run all the time. What the other one uses meanwhile, with nothing to do, is left out: CPU is per process.
 """
 
 import asyncio
@@ -19,8 +19,8 @@ from bench.figures import Figure
 from bench.processes import Child, fetch_metric, free_port
 from bench.setup import CPU, Setup, make_topics, tell
 
-RATE, REQUEST = 10_000, 100
-"""Events a second, events a request."""
+CASES = ((10_000, 100), (1_000, 1))
+"""Events a second, events a request and a delivery. At 10,000 requests a second two cores would measure their own queues."""
 WARM_UP_S, ROUND_S = 5, 15
 PATIENCE_S = 60.0
 _ACCEPTED, _TOLD = "penstock_ingest_payload_bytes_total", "penstock_ledger_report_bytes_total"
@@ -46,32 +46,38 @@ class Fleet:
 
 def ledger_figures(setup: Setup) -> list[Figure]:
     """CPU with the ledger beside CPU without it, and the bytes that it writes beside those of the events."""
+    with receiver(setup) as sink:
+        return [figure for rate, size in CASES for figure in _compare(setup, sink, rate, size)]
+
+
+def _compare(setup: Setup, sink: str, rate: int, size: int) -> list[Figure]:
     costs: dict[str, list[float]] = defaultdict(list)
     with ExitStack() as stack:
-        sink = stack.enter_context(receiver(setup))
-        fleets = {state: stack.enter_context(_fleet(setup, state, sink)) for state in ("true", "false")}
+        fleets = {state: stack.enter_context(_fleet(setup, state, sink, size)) for state in ("true", "false")}
         for fleet in fleets.values():
-            _measure(fleet, WARM_UP_S)
+            _measure(fleet, rate, size, WARM_UP_S)
         for number in range(setup.rounds):
             for state, fleet in fleets.items():
-                for service, cost in _measure(fleet, ROUND_S).items():
+                for service, cost in _measure(fleet, rate, size, ROUND_S).items():
                     costs[f"{service} {state}"].append(cost)
             tell(f"ledger, round {number + 1}: " + ", ".join(f"{name} {cost[-1]:.2f}" for name, cost in costs.items()))
         told = fleets["true"].total(_TOLD) / fleets["true"].total(_ACCEPTED) * 100
     least = {name: min(cost) for name, cost in costs.items()}
+    case = f"{rate:,} events/s, {size} a request"
     return [
-        Figure("ingest with the ledger, 10,000 events/s", least["ingest true"], CPU, 1.05, least["ingest false"]),
-        Figure("expel with the ledger, 10,000 events/s", least["expel true"], CPU, 1.05, least["expel false"]),
-        Figure("telemetry beside the events", told, "% of their bytes", 1),
+        Figure(f"ingest with the ledger, {case}", least["ingest true"], CPU, 1.05, least["ingest false"]),
+        Figure(f"expel with the ledger, {case}", least["expel true"], CPU, 1.05, least["expel false"]),
+        Figure(f"telemetry beside the events, {case}", told, "% of their bytes", 1),
     ]
 
 
 @contextmanager
-def _fleet(setup: Setup, state: str, sink: str) -> Iterator[Fleet]:
+def _fleet(setup: Setup, state: str, sink: str, size: int) -> Iterator[Fleet]:
     """state: of the setting `ledger`."""
-    pipes = setup.folder / f"ledger-{state}.yaml"
-    pipes.write_text(PIPE.format(stream="events", pipe="out", url=sink, secret=make_secret(setup.folder), size=REQUEST))
-    log = setup.log(f"ledger-{state}")
+    name = f"ledger-{state}-{size}"
+    pipes = setup.folder / f"{name}.yaml"
+    pipes.write_text(PIPE.format(stream="events", pipe="out", url=sink, secret=make_secret(setup.folder), size=size))
+    log = setup.log(name)
     make_topics(log, pipes)
     port, ports = free_port(), (free_port(), free_port())
     options = ("--broker", log, "--pipes", str(pipes), "--ledger", state, "--management")
@@ -88,10 +94,10 @@ def _fleet(setup: Setup, state: str, sink: str) -> Iterator[Fleet]:
         yield Fleet(f"http://127.0.0.1:{port}/v1/streams/events/events", ingest, expel, ports)
 
 
-def _measure(fleet: Fleet, seconds: int) -> dict[str, float]:
+def _measure(fleet: Fleet, rate: int, size: int, seconds: int) -> dict[str, float]:
     """CPU-s/M by service, until the last of the events is delivered."""
     before, delivered = fleet.cpu(), fleet.total(DELIVERED)
-    sent = uvloop.run(_send(fleet.url, seconds))
+    sent = uvloop.run(_send(fleet.url, rate, size, seconds))
     deadline = time.monotonic() + PATIENCE_S
     while fleet.total(DELIVERED) < delivered + sent:
         if time.monotonic() > deadline:
@@ -100,14 +106,14 @@ def _measure(fleet: Fleet, seconds: int) -> dict[str, float]:
     return {service: (used - before[service]) / sent * 1e6 for service, used in fleet.cpu().items()}
 
 
-async def _send(url: str, seconds: int) -> int:
+async def _send(url: str, rate: int, size: int, seconds: int) -> int:
     """At the rate, whatever the answers take; how many events were sent. Raises when one is refused."""
-    body, count = make_body(REQUEST), seconds * RATE // REQUEST
+    body, count = make_body(size), seconds * rate // size
     begin = time.monotonic()
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=64)) as session:
 
         async def post(number: int) -> None:
-            await asyncio.sleep(begin + number * REQUEST / RATE - time.monotonic())
+            await asyncio.sleep(begin + number * size / rate - time.monotonic())
             async with session.post(url, data=body, headers={"Content-Type": "application/json"}) as answer:
                 if answer.status != 200:
                     raise RuntimeError(f"refused: {answer.status} {await answer.text()}")
@@ -115,4 +121,4 @@ async def _send(url: str, seconds: int) -> int:
         async with asyncio.TaskGroup() as group:
             for number in range(count):
                 group.create_task(post(number))
-    return count * REQUEST
+    return count * size

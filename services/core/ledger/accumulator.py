@@ -7,7 +7,6 @@ putting them into a set are one call each; adding and reading take 0.2 us an eve
 
 import re
 from collections.abc import Sequence
-from contextlib import suppress
 
 import orjson
 
@@ -41,9 +40,10 @@ class Accumulator:
 
     def add(self, outcome: Outcome, records: Sequence[Record]) -> None:
         """These records were settled so."""
-        found: list[bytes] = []
-        with suppress(IndexError):
+        try:
             found = [value for name, value in [record.headers[_PLACE] for record in records] if name == ORIGIN]
+        except IndexError:
+            found = []
         if len(found) < len(records):
             found = [origin for record in records if (origin := record.header(ORIGIN)) is not None]
             self._missing.inc(len(records) - len(found))
