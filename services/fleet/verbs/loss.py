@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from services.fleet.console import OUT, note
+from services.fleet.loss_table import loss_table
 from services.fleet.observer_client import ask, find_observer
 from services.fleet.verbs.app import APP, example
 from services.fleet.verbs.dead_options import AsJson, Data
@@ -42,7 +43,7 @@ def show(
         typer.echo(json.dumps(body))
         return
     if body["minutes"]:
-        OUT.print(_loss_table(body))
+        OUT.print(loss_table(body))
     _note_gaps(body)
     accepted = sum(row["accepted"] for row in body["minutes"])
     missing = sum(row["missing"] for row in body["minutes"] if row["final"])
@@ -73,25 +74,6 @@ def explain(
         note(f"Only {body['records_read']} records were looked at; some places may be unknown.", "yellow")
     more = f", {len(named) - SHOWN} of them not shown. Try: --json" if len(named) > SHOWN else ""
     note(f"{body['missing']} events of {body['minute']} are missing in {pipe}{more}")
-
-
-def _loss_table(body: dict[str, Any]) -> Table:
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    rows = body["minutes"]
-    steps = [step["node"] + (f" to {step['destination']}" if step["destination"] else "") for step in rows[-1]["steps"]]
-    table.add_column("minute", no_wrap=True, min_width=17)
-    for name in ("accepted", *steps, "waiting", "loss"):
-        table.add_column(name, justify="right")
-    table.add_column("state")
-    for row in rows:
-        lossy = row["loss"] > body["threshold"]
-        style = "dim" if not row["final"] else "red" if lossy else "green"
-        state = "final" if row["final"] else row["why_open"]
-        late = f", {row['late']} settled late" if row["late"] else ""
-        missing = [Text(str(step["missing"]), style=style if step["missing"] else "") for step in row["steps"]]
-        cells = [row["minute"], str(row["accepted"]), *missing, str(row["waiting"])]
-        table.add_row(*cells, Text(f"{row['loss']:.2%}", style=style), Text(state + late))
-    return table
 
 
 def _missing_table(named: list[dict[str, Any]]) -> Table:

@@ -19,7 +19,7 @@ from services.fleet.ports import free_port
 VERBS = ["demo", "up", "send", "listen", "status", "init", "check", "schema", "apply"]
 SUBVERBS = ["keys create", "keys list", "keys revoke", "keys secret", "log verify", "log repair"]
 SUBVERBS += ["dead list", "dead show", "dead redrive", "dead discard", "dead audit", "destination show"]
-SUBVERBS += ["destination pause", "destination resume", "destination list"]
+SUBVERBS += ["destination pause", "destination resume", "destination list", "loss show", "loss explain"]
 
 
 class Shell:
