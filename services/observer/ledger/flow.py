@@ -39,6 +39,13 @@ class Flow(msgspec.Struct, frozen=True):
             *(Step("expel", pipe, destination) for destination in flow.destinations),
         ]
 
+    def knows(self, step: Step) -> bool:
+        """Whether the step is of a pipe that there is; of ingest and the retrier: of one of its streams or destinations."""
+        if step.node == "ingest":
+            return any(step.pipe in pipe.sources for pipe in self.pipes.values())
+        pipe = self.pipes.get(step.pipe)
+        return pipe is not None and (step.destination is None or step.destination in pipe.destinations)
+
     def feeders(self, stream: str) -> list[Step]:
         """The destinations that write into this stream."""
         return [

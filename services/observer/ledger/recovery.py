@@ -45,7 +45,8 @@ async def recover(table: Table, admin: Admin, now: int) -> AsyncIterator[Report]
             yield msgspec.structs.replace(told, closed=True)
     for incarnation, steps in table.book.strangers().items():
         if now - table.book.first_heard[incarnation] >= SILENT_AFTER_MS:
-            streams = sorted({source for step in steps for source in table.flow.pipes[step.pipe].sources})
+            known = [step for step in steps if table.flow.knows(step)]  # a snapshot may tell of a pipe that is gone
+            streams = sorted({source for step in known for source in table.flow.pipes[step.pipe].sources})
             async for report in _find_stranger(table, admin, incarnation, streams):
                 yield report
 

@@ -48,7 +48,9 @@ class Table:
         """Rows of final minutes, as long as nothing of theirs is touched."""
 
     def apply(self, report: Report) -> None:
-        """Unite with a report: in any order, any number of times."""
+        """Unite with a report: in any order, any number of times. One of a step that the flow does not know changes nothing."""
+        if not self.flow.knows(Step(report.node, report.pipe, report.destination)):
+            return
         self.presence.hear(report)
         self.reaches.hear(report)
         self.book.apply(report)

@@ -108,6 +108,21 @@ async def test_a_stranger_is_found_although_it_was_named_long_after(broker: Brok
     assert table.row("late", MINUTE, LATER_MS).accepted == 5
 
 
+async def test_reports_about_a_pipe_that_is_gone_change_nothing(broker: Broker) -> None:
+    """Broken: whoever takes a pipe or a destination out of the pipe file finds an observer that dies at every start."""
+    table = Table(PLAIN)
+    table.apply(accept(range(5), stream="gone"))
+    table.apply(tell("expel", "gone", "delivered", range(5), destination="ops", incarnation="b"))
+    table.apply(tell("expel", "late", "delivered", range(5), destination="gone", incarnation="b"))
+    assert await recovered(table, broker) == []
+    assert not table.book.held
+    assert not table.book.all_told
+    old = Step("expel", "gone", "ops")
+    table.book.apply(tell("expel", "gone", "delivered", range(5), destination="ops", incarnation="b"))
+    assert table.book.strangers() == {"b": {old}}, "as a snapshot of a time when there was one would bring it"
+    assert await recovered(table, broker) == []
+
+
 async def test_missing_events_are_named_with_where_they_were_last_seen(broker: Broker) -> None:
     """Broken: somebody who sees a loss cannot look at what was lost."""
     await store(broker, "flights", range(20))
