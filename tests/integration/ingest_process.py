@@ -104,14 +104,20 @@ class Ingest:
 
 @asynccontextmanager
 async def running(
-    folder: Path, *flags: str, port: int | None = None, broker: str | None = None, files: int | None = None
+    folder: Path,
+    *flags: str,
+    port: int | None = None,
+    broker: str | None = None,
+    files: int | None = None,
+    pipes: Path | None = None,
 ) -> AsyncIterator[Ingest]:
     """Start it; whatever is left of it is killed at the end. Its log is `ingest.log` in the folder.
 
-    broker: another one than the folder's log. files: its limit on open files.
+    broker: another one than the folder's log. files: its limit on open files. pipes: another pipe file than PIPES.
     """
-    pipe_file = folder / "pipes.yaml"
-    await asyncio.to_thread(pipe_file.write_text, PIPES)
+    pipe_file = pipes or folder / "pipes.yaml"
+    if pipes is None:
+        await asyncio.to_thread(pipe_file.write_text, PIPES)
     port, management = port or free_port(), free_port()
     arguments = ["--broker", broker or log_url(folder), "--pipes", str(pipe_file), "--listen", f"127.0.0.1:{port}"]
     arguments += ["--management", f"127.0.0.1:{management}", *flags]

@@ -24,7 +24,7 @@ async def prepare(bootstrap: str) -> None:
     async with KafkaBroker.open(bootstrap) as broker:
         for topic in (*TOPICS, TELEMETRY):
             try:
-                await broker.admin.create_topic(TopicSpec(topic, partitions=3))
+                await broker.admin.create_topic(TopicSpec(topic, partitions=1 if topic == TELEMETRY else 3))
             except TopicExists:
                 continue
 
