@@ -6,7 +6,7 @@ from collections.abc import Callable
 import structlog
 
 from services.core import metrics
-from services.expel.breaker import Breaker
+from services.expel.breaker import Breaker, State
 from services.expel.delivery import Delivery
 from services.expel.lane_bounds import LaneShape
 from services.expel.outcome import Failure, Outcome
@@ -32,6 +32,11 @@ class Gate:
     def closed_until(self) -> float:
         """When a refused request may be tried again at the earliest, monotonic seconds; in the past when now."""
         return self._breaker.open_until
+
+    @property
+    def state(self) -> State:
+        """The breaker's, now."""
+        return self._breaker.state
 
     def permits(self, delivery: Delivery) -> bool:
         """Whether it may be sent; if so it counts as sent, and `ended` or `cut_off` must follow."""
@@ -71,4 +76,4 @@ class Gate:
 
     def show(self) -> None:
         """Bring the gauge up to date."""
-        self._shown.set(_STATES[self._breaker.state])
+        self._shown.set(_STATES[self.state])

@@ -1,13 +1,13 @@
 """What a lane tells of its events, before it commits them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from services.core import metrics
 from services.core.broker.contract import Lag
 from services.core.broker.producer import Producer
 from services.core.broker.record import Record, TopicPartition
 from services.core.lag import LagHistogram
-from services.core.ledger.report import Node, Outcome
+from services.core.ledger.report import Breaker, Node, Outcome
 from services.core.ledger.reporter import Reporter, say_goodbye
 
 NODE: Node = "expel"
@@ -44,6 +44,11 @@ class LaneLedger:
         """These are with the destination, or durable elsewhere."""
         if self._reporter is not None:
             self._reporter.settled.add(outcome, records)
+
+    def watch(self, breaker: Callable[[], Breaker]) -> None:
+        """Tell the state of the destination's breaker, too."""
+        if self._reporter is not None:
+            self._reporter.breaker = breaker
 
     def arrived(self, lags_ms: Sequence[int]) -> None:
         """Lags of events that came here, from their event time."""

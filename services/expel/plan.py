@@ -139,6 +139,7 @@ class LaneBuilder:
             sender = StreamSender(self._producer, destination.stream)
             shape = self._shape_stream(plan)
         gate = Gate(shape)
+        meter.ledger.watch(lambda: gate.state)
 
         def make_dispatcher() -> Dispatcher:
             return Dispatcher(shape, sender, self._producer, meter, gate)

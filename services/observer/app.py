@@ -22,6 +22,7 @@ from services.core.signing_secret import read_signing_keys
 from services.core.yaml_source import BadConfiguration, Problem
 from services.observer import health
 from services.observer.api import OPENAPI, Api, serve_api
+from services.observer.backlogs import Backlogs
 from services.observer.failures import FailureBook
 from services.observer.ledger.alarm import AlarmWebhook
 from services.observer.ledger.flow import read_flow
@@ -88,6 +89,7 @@ class _Parts:
             broker.admin, [*map(dead_letter_topic, pipes.pipes), RETRIER_DEAD], self.failures.note
         )
         self._pauses = Pauses(broker.admin)
+        self._backlogs = Backlogs(pipes, broker.admin)
         webhook = AlarmWebhook(settings.alarm_url, keys) if settings.alarm_url is not None else None
         self.watch = Watch(settings.threshold, webhook, self._told_elsewhere)
         ages = Ages(final=round(settings.final_after * 1000))
@@ -98,6 +100,7 @@ class _Parts:
         """What runs until the stop."""
         yield "letter reader", self.reader.run(stopping)
         yield "pauses", self._pauses.follow(stopping)
+        yield "backlogs", self._backlogs.follow(stopping)
         yield "follower", self.follower.run(stopping)
         yield "watch", self.watch.run(stopping)
 
@@ -115,7 +118,8 @@ class _Parts:
     def view(self) -> View:
         """The page, as of now."""
         now = int(time.time() * 1000)
-        return make_view(self.follower, now, self.watch.threshold, self.watch.judge, self._state_of, self._causes_of)
+        threshold, judge = self.watch.threshold, self.watch.judge
+        return make_view(self.follower, now, threshold, judge, self._state_of, self._causes_of, self._backlogs.of)
 
     def _state_of(self, pipe: str, destination: str) -> str:
         return self.state(f"{pipe}/{destination}") or "unknown"

@@ -79,6 +79,8 @@ def _steps(table: Table, pipe: str, now: int) -> list[tuple[State, str]]:
             )
         elif (behind := table.presence.behind_ms(step, now)) is not None and behind > BEHIND_MS:
             found.append(("degraded", f"{name} is behind by {behind / 1000:.0f} s"))
+        if (breaker := table.presence.breaker(step, now)) not in (None, "closed"):
+            found.append(("degraded", f"the breaker of {step.destination} is {breaker}"))
     return found
 
 

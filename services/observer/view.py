@@ -18,6 +18,7 @@ from services.observer.page.model import (
     LossCell,
     LossRow,
     PipeView,
+    ShardView,
     View,
 )
 
@@ -32,15 +33,20 @@ _DURATIONS = (
 Judge = Callable[[str, int], Health]
 State = Callable[[str, str], str]
 Causes = Callable[[str, str], tuple[Cause, ...]]
+Shards = Callable[[str], tuple[ShardView, ...]]
 
 
-def make_view(follower: Follower, now: int, threshold: float, judge: Judge, state: State, causes: Causes) -> View:
-    """The whole page. judge: health by pipe and time. state, causes: by pipe and destination."""
-    pipes = tuple(_pipe(follower, pipe, now, judge, state, causes) for pipe in follower.table.flow.pipes)
+def make_view(
+    follower: Follower, now: int, threshold: float, judge: Judge, state: State, causes: Causes, shards: Shards
+) -> View:
+    """The whole page. judge: health by pipe and time. state, causes: by pipe and destination. shards: by pipe."""
+    pipes = tuple(_pipe(follower, pipe, now, judge, state, causes, shards) for pipe in follower.table.flow.pipes)
     return View(now, threshold, follower.catching_up, pipes, _groups(follower, now))
 
 
-def _pipe(follower: Follower, pipe: str, now: int, judge: Judge, state: State, causes: Causes) -> PipeView:
+def _pipe(
+    follower: Follower, pipe: str, now: int, judge: Judge, state: State, causes: Causes, shards: Shards
+) -> PipeView:
     rows = recent_rows(follower.table, pipe, now, MINUTES)
     health = judge(pipe, now)
     lags = _Lags(follower, pipe)
@@ -57,9 +63,16 @@ def _pipe(follower: Follower, pipe: str, now: int, judge: Judge, state: State, c
         durations=lags.durations([(node, kind) for name, node, kind in _DURATIONS if name in names]),
         lag=lags.end_to_end(),
         destinations=tuple(
-            _destination(rows, name, state(pipe, name), causes(pipe, name))
+            _destination(
+                rows,
+                name,
+                state(pipe, name),
+                follower.table.presence.breaker(Step("expel", pipe, name), now) or "unknown",
+                causes(pipe, name),
+            )
             for name in follower.table.flow.pipes[pipe].destinations
         ),
+        shards=shards(pipe),
     )
 
 
@@ -73,12 +86,14 @@ def _loss(row: Row) -> LossRow:
     return LossRow(row.minute, row.accepted, cells, row.loss, state, row.late)
 
 
-def _destination(rows: Sequence[Row], name: str, state: str, causes: tuple[Cause, ...]) -> DestinationView:
+def _destination(
+    rows: Sequence[Row], name: str, state: str, breaker: str, causes: tuple[Cause, ...]
+) -> DestinationView:
     steps = [step for row in rows for step in row.steps if step.destination == name]
     delivered, retrying, parked, dead = (
         sum(step.outcomes.get(outcome, 0) for step in steps) for outcome in ("delivered", "retrying", "parked", "dead")
     )
-    return DestinationView(name, state, "unknown", delivered, retrying, parked, dead, causes)
+    return DestinationView(name, state, breaker, delivered, retrying, parked, dead, causes)
 
 
 def _groups(follower: Follower, now: int) -> tuple[GroupView, ...]:
@@ -89,7 +104,7 @@ def _groups(follower: Follower, now: int) -> tuple[GroupView, ...]:
         instances = {name for step in steps for name in presence.alive(step, now)}
         behind = [one for step in steps if (one := presence.behind_ms(step, now)) is not None]
         if steps:
-            found.append(GroupView(service, len(instances), None, max(behind, default=None)))
+            found.append(GroupView(service, len(instances), max(behind, default=None)))
     return tuple(found)
 
 

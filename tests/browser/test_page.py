@@ -10,6 +10,8 @@ import pytest
 from aiohttp import ClientSession, web
 from playwright.async_api import Browser, expect
 
+from services.observer.ledger.explain import Explanation, Missing
+from services.observer.ledger_api import read_minute
 from services.observer.page import routes
 from services.observer.page.model import View
 from services.observer.page.routes import add_page, load_files
@@ -44,9 +46,10 @@ class Observer:
 
 
 async def _explain(request: web.Request) -> web.Response:
-    minute = request.match_info["minute"]
-    place = {"last_node": "ingest", "topic": "orders", "partition": 0, "offset": 41}
-    return web.json_response({"missing": [{"origin": f"ab:0:{minute}", "id": "event-7", **place}]})
+    minute = read_minute(request.match_info["minute"])
+    one = Missing(f"ab:0:{minute}", "transform", None, "ingest", "event-7", "orders", 0, 41)
+    found = Explanation("orders", minute, 1_500, (one,), 60_000, complete=True)
+    return web.json_response(msgspec.to_builtins(found))
 
 
 @pytest.fixture
@@ -72,7 +75,8 @@ async def test_everything_is_shown(
         await expect(page.get_by_role("img", name="Lag end to end over 40 minutes")).to_be_visible()
         await expect(page.get_by_role("img", name="Duration of each step")).to_be_visible()
         await expect(page.get_by_role("img", name="Shares of the time")).to_be_visible()
-        await expect(page.get_by_role("table", name="Groups of instances")).to_contain_text("41.0 %")
+        await expect(page.get_by_role("table", name="Groups of instances")).to_contain_text("420 ms")
+        await expect(page.get_by_role("table", name="Shards of orders")).to_contain_text("12,740")
         await expect(page.get_by_role("status")).to_contain_text("live")
         is_wider = await page.evaluate("document.documentElement.scrollWidth > document.documentElement.clientWidth")
         assert not is_wider, "the page scrolls sideways"
@@ -101,6 +105,7 @@ async def test_keyboard_alone_is_enough(chromium: Browser, observer: Observer) -
         dialog = page.get_by_role("dialog")
         await expect(dialog).to_contain_text(f"ab:0:{NOW_MIN - 28}")
         await expect(dialog).to_contain_text("event-7")
+        await expect(dialog).to_contain_text("and 1,499 more")
         await page.keyboard.press("Escape")
         await expect(dialog).to_be_hidden()
 

@@ -11,6 +11,7 @@ from services.observer.page.model import (
     LossCell,
     LossRow,
     PipeView,
+    ShardView,
     View,
 )
 
@@ -22,10 +23,10 @@ def make_view(*, at_ms: int = NOW_MIN * 60_000, per_second: float = 1000, catchi
     """Three pipes: one with a loss and a destination that is down, one that is well, one with a hostile name."""
     pipes = (make_lossy(per_second), make_well("invoices"), make_well(HOSTILE))
     groups = (
-        GroupView("ingest", 2, 0.41, None),
-        GroupView("transform", 1, 0.83, 420),
-        GroupView("expel", 2, 0.37, 0),
-        GroupView("global_retrier", 1, None, 0),
+        GroupView("ingest", 2, None),
+        GroupView("transform", 1, 420),
+        GroupView("expel", 2, 0),
+        GroupView("retrier", 1, 0),
     )
     return View(at_ms, 0.01, catching_up, pipes, groups)
 
@@ -58,7 +59,13 @@ def make_lossy(per_second: float) -> PipeView:
         "destination crm-of-a-customer: breaker open for 12 min",
     )
     nodes = ("transform", "expel billing", "expel crm-of-a-customer")
-    return PipeView("orders", "unstable", reasons, per_second, nodes, tuple(loss), steps, durations, lag, destinations)
+    shards = (
+        ShardView("orders.out", "orders.billing", 8, None, 0, 0),
+        ShardView("orders.out", "orders.crm-of-a-customer", 8, 3, 12_740, 61_000),
+    )
+    return PipeView(
+        "orders", "unstable", reasons, per_second, nodes, tuple(loss), steps, durations, lag, destinations, shards
+    )
 
 
 def _row(minute: int) -> LossRow:

@@ -33,7 +33,7 @@ async def judge_quiet(observer: str, pipe: str, acknowledged: int) -> list[str]:
     """The complaints about a pipe from which nothing was dropped, once all its minutes are final."""
     deadline = time.monotonic() + FINAL_S
     while True:
-        rows: list[dict[str, Any]] = (await ask(observer, f"/v1/pipes/{pipe}/loss", {}))["minutes"]
+        rows: list[dict[str, Any]] = (await ask(observer, f"/v1/pipes/{pipe}/loss", {"from": "23h"}))["minutes"]
         still_open = [row for row in rows if not row["final"]]
         if rows and not still_open:
             break

@@ -21,6 +21,8 @@ ingest: accepted | refused (numbered, and not stored for sure). transform: passe
 retrying | parked | dead. retrier: released | dead.
 """
 
+Breaker = Literal["closed", "half-open", "open"]
+
 MAX_NUMBER = 1 << 31
 """An incarnation ends before its numbers grow beyond this: the bitmaps hold 32 bits."""
 MAX_REPORT_BYTES = 512 * 1024
@@ -75,7 +77,8 @@ class Report(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 
     instance: one run of one process. pipe: its name; for ingest that of the stream. destination: of expel and the retrier.
     at_ms: wall clock when it was made. behind_ms: age of the oldest record that the instance has not processed, 0 when there
-    is none, None when it is not known. reaches: only of ingest. closed: the instance drained and says no more.
+    is none, None when it is not known. reaches: only of ingest. closed: the instance drained and says no more. breaker: only of
+    expel, of the destination's circuit breaker.
     """
 
     version: int = _VERSION
@@ -89,6 +92,7 @@ class Report(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     lags: tuple[LagSet, ...] = ()
     reaches: tuple[Reach, ...] = ()
     closed: bool = False
+    breaker: Breaker | None = None
 
     def encode(self) -> bytes:
         """As the record's value."""

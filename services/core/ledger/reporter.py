@@ -24,6 +24,7 @@ from services.core.ledger.lags import LagTap, join_lags
 from services.core.ledger.report import (
     MAX_REPORT_BYTES,
     TELEMETRY,
+    Breaker,
     LagSet,
     Node,
     OriginSet,
@@ -84,6 +85,8 @@ class Reporter:
         self._told_at = 0.0
         self._failing = False
         self._telling = asyncio.Lock()
+        self.breaker: Callable[[], Breaker] | None = None
+        """Asked for every report, where there is one."""
 
     def reached(self, reach: Reach) -> None:
         """As in `Report.reaches`; to be called when everything up to there is in `sets`."""
@@ -114,6 +117,7 @@ class Reporter:
                 lags=tuple(lags),
                 reaches=tuple(Reach(*key, offset) for key, offset in reaches.items()),
                 closed=closed,
+                breaker=self.breaker() if self.breaker is not None else None,
             )
             try:
                 await self._send([part.encode() for part in cut(report)], report.at_ms)

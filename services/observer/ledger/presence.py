@@ -2,7 +2,7 @@
 
 import msgspec
 
-from services.core.ledger.report import Report
+from services.core.ledger.report import Breaker, Report
 from services.observer.ledger.flow import Step
 
 SILENT_AFTER_MS = 30_000
@@ -10,6 +10,7 @@ SILENT_AFTER_MS = 30_000
 TAKEOVER_MS = 120_000
 """Within this time somebody else owns what a silent instance did, and speaks of it."""
 FORGET_AFTER_MS = 86_400_000
+_WORST_FIRST: tuple[Breaker, ...] = ("open", "half-open", "closed")
 
 
 class Word(msgspec.Struct, frozen=True):
@@ -18,6 +19,7 @@ class Word(msgspec.Struct, frozen=True):
     at_ms: int
     behind_ms: int | None
     closed: bool
+    breaker: Breaker | None = None
 
 
 def _order(word: Word) -> tuple[int, bool, int]:
@@ -33,7 +35,7 @@ class Presence:
     def hear(self, report: Report) -> None:
         """Keep the newest, in whatever order they come."""
         words = self._words.setdefault(Step(report.node, report.pipe, report.destination), {})
-        word = Word(report.at_ms, report.behind_ms, report.closed)
+        word = Word(report.at_ms, report.behind_ms, report.closed, report.breaker)
         known = words.get(report.instance)
         if known is None or _order(word) > _order(known):
             words[report.instance] = word
@@ -55,6 +57,12 @@ class Presence:
         """How far behind the slowest instance is; None when nobody knows."""
         known = [word.behind_ms for word in self._speaking(step, now) if word.behind_ms is not None]
         return max(known, default=None)
+
+    def breaker(self, step: Step, now: int) -> Breaker | None:
+        """The worst of its instances' breakers; None when nobody who is alive told of one."""
+        words = self._words.get(step, {})
+        told = {words[name].breaker for name in self.alive(step, now)}
+        return next((state for state in _WORST_FIRST if state in told), None)
 
     def why_not_done(self, step: Step, until: int, now: int) -> str | None:
         """Why the step may not have processed everything older than `until`; None when it has."""

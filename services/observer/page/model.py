@@ -55,7 +55,7 @@ class Cause(msgspec.Struct, frozen=True):
 
 
 class DestinationView(msgspec.Struct, frozen=True):
-    """state, for a person: delivering, paused, ... breaker: closed, half-open, open, or unknown."""
+    """state, for a person: active, paused, unknown. breaker: closed, half-open, open, or unknown."""
 
     name: str
     state: str
@@ -65,6 +65,18 @@ class DestinationView(msgspec.Struct, frozen=True):
     parked: int
     dead: int
     causes: tuple[Cause, ...] = ()
+
+
+class ShardView(msgspec.Struct, frozen=True):
+    """How far one group is behind in one topic. furthest: the partition that is behind most, None when none is. millis: age of
+    the oldest record that is not processed."""
+
+    topic: str
+    group: str
+    partitions: int
+    furthest: int | None
+    records: int
+    millis: int
 
 
 class PipeView(msgspec.Struct, frozen=True):
@@ -80,14 +92,14 @@ class PipeView(msgspec.Struct, frozen=True):
     durations: tuple[DurationRow, ...]
     lag: tuple[LagRow, ...]
     destinations: tuple[DestinationView, ...]
+    shards: tuple[ShardView, ...] = ()
 
 
 class GroupView(msgspec.Struct, frozen=True):
-    """A group of instances. cpu: average share of a core, 0..1, or None when unknown."""
+    """All instances of one service. behind_ms: of the slowest; None when nobody knows."""
 
     service: str
     instances: int
-    cpu: float | None
     behind_ms: int | None
 
 

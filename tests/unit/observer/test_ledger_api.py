@@ -19,6 +19,7 @@ from services.observer import health
 from services.observer.api import serve_api
 from services.observer.ledger.follow import Follower
 from services.observer.ledger_api import LedgerApi, format_minute
+from tests.unit.observer.description import check_answer
 from tests.unit.observer.ledger.stories import MINUTE_MS, PLAIN, accept, tell
 
 MINUTE = int(time.time() * 1000) // MINUTE_MS - 5
@@ -51,7 +52,9 @@ async def ask(address: str, path: str, method: str = "GET", **more: Any) -> tupl
         aiohttp.ClientSession() as session,
         session.request(method, f"http://{address}{path}", **more) as answer,
     ):
-        return answer.status, await answer.json(content_type=None)
+        body = await answer.json(content_type=None)
+    check_answer(method, path, answer.status, body)
+    return answer.status, body
 
 
 async def test_loss_health_and_explain(address: str) -> None:

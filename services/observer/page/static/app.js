@@ -2,8 +2,8 @@
 
 import { drawDurations, drawLag, drawShares } from "./charts.js";
 import { element, find } from "./dom.js";
-import { clock, count, duration, seconds, share } from "./format.js";
-import { drawDestinations, drawGroups, drawLoss, drawMissing } from "./tables.js";
+import { clock, count, duration, instant, seconds, share } from "./format.js";
+import { drawDestinations, drawGroups, drawLoss, drawMissing, drawShards } from "./tables.js";
 
 const STALE_MS = 20_000;
 const opened = new Map(); // of each pipe: the destinations whose causes are unfolded
@@ -58,11 +58,12 @@ async function explain(pipe, minute) {
   list.replaceChildren(element("p", { class: "hint" }, "Looking…"));
   dialog.showModal();
   try {
-    const answer = await fetch(`/v1/pipes/${encodeURIComponent(pipe.name)}/loss/${minute}/explain`);
-    if (!answer.ok) throw new Error(`the observer answered ${answer.status}`);
-    drawMissing(list, (await answer.json()).missing);
+    const answer = await fetch(`/v1/pipes/${encodeURIComponent(pipe.name)}/loss/${encodeURIComponent(instant(minute))}/explain`);
+    const said = await answer.json();
+    if (!answer.ok) throw new Error(`${said.title}. ${said.detail}`);
+    drawMissing(list, said);
   } catch (error) {
-    list.replaceChildren(element("p", {}, `Could not find out: ${error.message}. Try: penstock loss explain ${pipe.name} ${clock(minute)}`));
+    list.replaceChildren(element("p", {}, `Could not find out: ${error.message}. Try: penstock loss explain ${pipe.name} ${instant(minute)}`));
   }
 }
 
@@ -80,6 +81,7 @@ function draw() {
   drawShares(find("shares"), pipe.steps, pipe.durations.at(-1));
   drawLoss(find("loss"), pipe, view.threshold, (minute) => explain(pipe, minute));
   drawDestinations(find("destinations"), pipe, opened.get(pipe.name));
+  drawShards(find("shards"), pipe);
   drawGroups(find("groups"), view.groups);
 }
 

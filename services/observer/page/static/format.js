@@ -7,6 +7,9 @@ export function clock(minute) {
   return `${two(date.getUTCHours())}:${two(date.getUTCMinutes())}`;
 }
 
+// As the API and the command line take it.
+export const instant = (minute) => `${new Date(minute * 60_000).toISOString().slice(0, 16)}Z`;
+
 export function seconds(atMs) {
   const date = new Date(atMs);
   return `${two(date.getUTCHours())}:${two(date.getUTCMinutes())}:${two(date.getUTCSeconds())}`;

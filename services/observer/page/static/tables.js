@@ -60,16 +60,28 @@ export function drawGroups(table, groups) {
   const rows = groups.map((group) => element("tr", {},
     element("th", { scope: "row" }, group.service),
     element("td", {}, count(group.instances)),
-    element("td", {}, group.cpu === null ? "unknown" : share(group.cpu)),
     element("td", {}, duration(group.behind_ms))));
-  fill(table, "Groups of instances", ["Service", "Instances", "Average CPU", "Behind"], rows);
+  fill(table, "Groups of instances", ["Service", "Instances", "Behind"], rows);
 }
 
-export function drawMissing(place, events) {
+export function drawShards(table, pipe) {
+  const rows = pipe.shards.map((one) => element("tr", {},
+    element("th", { scope: "row" }, one.topic),
+    element("td", { class: "text" }, one.group),
+    element("td", {}, count(one.partitions)),
+    element("td", {}, one.furthest === null ? "" : `${one.furthest}`),
+    element("td", {}, count(one.records)),
+    element("td", {}, one.millis ? duration(one.millis) : "0")));
+  fill(table, `Shards of ${pipe.name}`, ["Topic", "Group", "Partitions", "Furthest behind", "Records behind", "Oldest"], rows, ["Group"]);
+}
+
+export function drawMissing(place, said) {
   const table = element("table");
-  const rows = events.map((one) => element("tr", {}, element("th", { scope: "row" }, one.origin),
-    ...[one.id ?? "unknown", one.last_node ?? one.last_seen ?? "", one.topic ?? "", one.partition ?? "", one.offset ?? ""].map((text) => element("td", { class: "text" }, text))));
-  fill(table, "Missing events", ["Origin", "Event id", "Last seen at", "Topic", "Partition", "Offset"], rows,
-    ["Event id", "Last seen at", "Topic", "Partition", "Offset"]);
-  place.replaceChildren(element("div", { class: "scroll" }, table));
+  const rows = said.named.map((one) => element("tr", {}, element("th", { scope: "row" }, one.origin),
+    ...[one.event_id ?? "not found", one.destination ? `${one.missing_at} to ${one.destination}` : one.missing_at, one.seen_by, one.topic ?? "", one.partition ?? "", one.offset ?? ""]
+      .map((text) => element("td", { class: "text" }, text))));
+  fill(table, "Missing events", ["Origin", "Event id", "Missing at", "Last seen by", "Topic", "Partition", "Offset"], rows,
+    ["Event id", "Missing at", "Last seen by", "Topic", "Partition", "Offset"]);
+  const more = said.missing - said.named.length;
+  place.replaceChildren(element("div", { class: "scroll" }, table), ...(more > 0 ? [element("p", { class: "hint" }, `and ${count(more)} more`)] : []));
 }

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+import msgspec
 import pytest
 from aiohttp import web
 
@@ -100,6 +101,11 @@ def test_health_names_its_reasons() -> None:
     alive(table, NOW + 1, behind_ms=40_000)
     assert "transform is behind by 40 s" in health.judge(table, planned, "late", NOW + 1, 0.01).reasons
     alive(table, NOW + 2)
+    for instance, breaker in (("one", "closed"), ("two", "open")):
+        said = beat("expel", "late", "ops", at_ms=NOW + 2)
+        table.apply(msgspec.structs.replace(said, instance=instance, breaker=breaker))
+    assert health.judge(table, planned, "late", NOW + 2, 0.01).reasons == ("the breaker of ops is open",)
+    table.apply(msgspec.structs.replace(said, instance="two", closed=True))
     table.apply(accept(range(10)))
     table.apply(tell("transform", "late", "passed", range(10)))
     table.apply(tell("expel", "late", "delivered", range(8), destination="ops"))
