@@ -132,6 +132,9 @@ LEDGER_LOSS = Gauge(
 LEDGER_ALARMS = Counter(
     "penstock_ledger_alarms", "Minutes that became final with more loss than the threshold.", ["pipe"]
 )
+LEDGER_DRIFTS = Counter(
+    "penstock_ledger_drifts", "Payload fields that changed against the hour before, each counted once.", ["pipe"]
+)
 LEDGER_OPEN = Gauge("penstock_ledger_open_minutes", "Minutes that are not final yet.", ["pipe"])
 PIPE_HEALTH = Gauge("penstock_pipe_health", "0: healthy, 1: degraded, 2: unstable.", ["pipe"])
 OBSERVER_LETTERS = Counter("penstock_observer_letters_read", "Dead letters read, again after each start.", ["topic"])

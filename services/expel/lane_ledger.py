@@ -7,6 +7,7 @@ from services.core.broker.contract import Lag
 from services.core.broker.producer import Producer
 from services.core.broker.record import Record, TopicPartition
 from services.core.lag import LagHistogram
+from services.core.ledger.fields import FieldSample
 from services.core.ledger.report import Breaker, Node, Outcome
 from services.core.ledger.reporter import Reporter, say_goodbye
 
@@ -24,6 +25,9 @@ class LaneLedger:
         self, reporter: Reporter | None = None, sources: Sequence[str] = (), lag_in: LagHistogram | None = None
     ):
         self._reporter, self._sources, self._lag_in = reporter, frozenset(sources), lag_in
+        self._sample = FieldSample()
+        if reporter is not None:
+            reporter.sample = self._sample
 
     @classmethod
     def open(
@@ -44,6 +48,8 @@ class LaneLedger:
         """These are with the destination, or durable elsewhere."""
         if self._reporter is not None:
             self._reporter.settled.add(outcome, records)
+            if outcome == "delivered":
+                self._sample.offer(records[0].value)
 
     def watch(self, breaker: Callable[[], Breaker]) -> None:
         """Tell the state of the destination's breaker, too."""

@@ -95,6 +95,8 @@ class Endpoint:
         if stored:
             intake.trouble = None
             _count(intake, prepared, stored, arrival)
+            if intake.ledger is not None:
+                intake.ledger.sample.offer(prepared.values[stored[0]])
         elif refused and refused[-1].kind.status >= 503:
             intake.trouble = time.monotonic(), refused[-1].kind.title
         if refused:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from services.core.broker.errors import OutcomeUnknown
 from services.core.broker.producer import PartResult, SendResult
+from services.core.ledger.fields import FieldSample
 from services.core.ledger.minute import common_minute, group_by_minute
 from services.core.ledger.report import Reach
 from services.core.ledger.reporter import Reporter
@@ -33,6 +34,8 @@ class StreamLedger:
 
     def __init__(self, reporter: Reporter) -> None:
         self.reporter = reporter
+        self.sample = reporter.sample = FieldSample()
+        """To be offered one payload of each request that is stored."""
         self.is_introduced = False
         self._entries: list[_Entry] = []
         self._events = 0

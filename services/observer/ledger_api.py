@@ -51,6 +51,7 @@ class LedgerApi:
             web.get("/v1/pipes/{pipe}/health", self.health),
             web.get("/v1/pipes/{pipe}/loss", self.loss),
             web.get("/v1/pipes/{pipe}/lag", self.lag),
+            web.get("/v1/pipes/{pipe}/fields", self.fields),
             web.get("/v1/pipes/{pipe}/loss/{minute}/explain", self.explain),
             web.get("/v1/planned", self.planned),
             web.post("/v1/planned", self.announce),
@@ -94,6 +95,21 @@ class LedgerApi:
             if step in steps
         ]
         return json_answer({"pipe": pipe, "lags": found, **self._how_complete()})
+
+    async def fields(self, request: web.Request) -> web.Response:
+        """What the payloads of a sample of the last hour's events were like, per step and field; and what changed of late."""
+        read_query(request, {})
+        pipe, book = self._pipe(request), self._follower.fields
+        found, drifts = [], []
+        for step in self._follower.table.flow.steps(pipe):
+            where = {"node": step.node, "destination": step.destination}
+            found += [
+                {**where, "field": name, **msgspec.to_builtins(figures)} for name, figures in book.figures(step).items()
+            ]
+            drifts += [
+                {**where, "field": drift.field, "what": drift.what, "text": drift.text} for drift in book.drifts(step)
+            ]
+        return json_answer({"pipe": pipe, "fields": found, "drifts": drifts, **self._how_complete()})
 
     async def explain(self, request: web.Request) -> web.Response:
         """The missing events of a minute, named."""

@@ -13,6 +13,7 @@ from services.observer.page.model import (
     CellState,
     DestinationView,
     DurationRow,
+    FieldView,
     GroupView,
     LagRow,
     LossCell,
@@ -73,6 +74,7 @@ def _pipe(
             for name in follower.table.flow.pipes[pipe].destinations
         ),
         shards=shards(pipe),
+        fields=_fields(follower, pipe),
     )
 
 
@@ -94,6 +96,20 @@ def _destination(
         sum(step.outcomes.get(outcome, 0) for step in steps) for outcome in ("delivered", "retrying", "parked", "dead")
     )
     return DestinationView(name, state, breaker, delivered, retrying, parked, dead, causes)
+
+
+def _fields(follower: Follower, pipe: str) -> tuple[FieldView, ...]:
+    """By name, arrival before departure."""
+    book, found = follower.fields, []
+    for step in follower.table.flow.steps(pipe):
+        drifts: dict[str, list[str]] = {}
+        for drift in book.drifts(step):
+            drifts.setdefault(drift.field, []).append(drift.text)
+        name = f"ingest of {step.pipe}" if step.node == "ingest" else _name(step.node, step.destination)
+        for field, one in book.figures(step).items():
+            changed = "; ".join(drifts.get(field, ()))
+            found.append(FieldView(name, field, one.present, one.nulls, one.distinct, one.mean, changed))
+    return tuple(sorted(found, key=lambda one: one.name))
 
 
 def _groups(follower: Follower, now: int) -> tuple[GroupView, ...]:

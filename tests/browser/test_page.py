@@ -77,6 +77,7 @@ async def test_everything_is_shown(
         await expect(page.get_by_role("img", name="Shares of the time")).to_be_visible()
         await expect(page.get_by_role("table", name="Groups of instances")).to_contain_text("420 ms")
         await expect(page.get_by_role("table", name="Shards of orders")).to_contain_text("12,740")
+        await expect(page.get_by_role("table", name="Payload fields of orders")).to_contain_text("null in 61%")
         await expect(page.get_by_role("status")).to_contain_text("live")
         is_wider = await page.evaluate("document.documentElement.scrollWidth > document.documentElement.clientWidth")
         assert not is_wider, "the page scrolls sideways"

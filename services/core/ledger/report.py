@@ -8,6 +8,8 @@ from typing import Literal, get_args
 import msgspec
 from pyroaring import BitMap
 
+from services.core.ledger.fields import FieldSet
+
 TELEMETRY = "penstock.telemetry"
 """One partition; key: the reporter's name, so that a reader may tell them apart without decoding."""
 SNAPSHOTS = "penstock.observer"
@@ -78,7 +80,7 @@ class Report(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     instance: one run of one process. pipe: its name; for ingest that of the stream. destination: of expel and the retrier.
     at_ms: wall clock when it was made. behind_ms: age of the oldest record that the instance has not processed, 0 when there
     is none, None when it is not known. reaches: only of ingest. closed: the instance drained and says no more. breaker: only of
-    expel, of the destination's circuit breaker.
+    expel, of the destination's circuit breaker. fields: of ingest and expel, what the payloads of a sample were like.
     """
 
     version: int = _VERSION
@@ -93,6 +95,7 @@ class Report(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     reaches: tuple[Reach, ...] = ()
     closed: bool = False
     breaker: Breaker | None = None
+    fields: tuple[FieldSet, ...] = ()
 
     def encode(self) -> bytes:
         """As the record's value."""

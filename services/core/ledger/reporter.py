@@ -20,6 +20,7 @@ from services.core.broker.producer import Producer
 from services.core.broker.record import Record
 from services.core.lag import LagHistogram
 from services.core.ledger.accumulator import Accumulator
+from services.core.ledger.fields import FieldSample, FieldSet
 from services.core.ledger.lags import LagTap, join_lags
 from services.core.ledger.report import (
     MAX_REPORT_BYTES,
@@ -44,6 +45,8 @@ GOODBYE_S = 3.0
 LAGS_EVERY_S = 5.0
 _MAX_LAGS = 100
 """Lag sets kept while nothing can be told. Beyond them lags stay where they are counted, and are told as of a later minute."""
+_MAX_FIELD_SETS = 10
+"""Minutes of them that are kept while nothing can be told; older ones are forgotten."""
 _BEHIND_VALID_S = 30.0
 """A measurement that is older says nothing any more."""
 
@@ -85,6 +88,9 @@ class Reporter:
         self._told_at = 0.0
         self._failing = False
         self._telling = asyncio.Lock()
+        self._fields: list[FieldSet] = []
+        self.sample: FieldSample | None = None
+        """Fed by a node that sees payloads."""
         self.breaker: Callable[[], Breaker] | None = None
         """Asked for every report, where there is one."""
 
@@ -105,10 +111,14 @@ class Reporter:
         async with self._telling:
             now = self._clock()
             sets = self._take(now, last=closed)
-            if not (sets or self._reaches or self._lags or closed) and now - self._told_at < HEARTBEAT_S:
+            if (
+                not (sets or self._reaches or self._lags or self._fields or closed)
+                and now - self._told_at < HEARTBEAT_S
+            ):
                 return
             reaches, self._reaches = self._reaches, {}
             lags, self._lags = self._lags, []
+            fields, self._fields = self._fields, []
             report = msgspec.structs.replace(
                 self._head,
                 at_ms=int(now * 1000),
@@ -118,6 +128,7 @@ class Reporter:
                 reaches=tuple(Reach(*key, offset) for key, offset in reaches.items()),
                 closed=closed,
                 breaker=self.breaker() if self.breaker is not None else None,
+                fields=tuple(fields),
             )
             try:
                 await self._send([part.encode() for part in cut(report)], report.at_ms)
@@ -126,6 +137,7 @@ class Reporter:
                 self.sets = sets
                 self._reaches = reaches | self._reaches
                 self._lags = lags + self._lags
+                self._fields = (fields + self._fields)[-_MAX_FIELD_SETS:]
                 self._note_failure(error)
                 if isinstance(error, BrokerError):
                     raise Unavailable(f"{TELEMETRY}: {error}") from error
@@ -139,6 +151,8 @@ class Reporter:
             self._lags_at = now
             taken = [tap.take(int(now // 60)) for tap in self._taps]
             self._lags = join_lags([*self._lags, *(lag for lag in taken if lag is not None)])
+        if self.sample is not None and (drained := self.sample.drain(last=last)) is not None:
+            self._fields.append(drained)
         return sets
 
     def _behind_now(self, now: float) -> int | None:
@@ -196,7 +210,7 @@ async def _try(reporter: Reports, *, closed: bool = False) -> None:
 
 
 def cut(report: Report) -> Iterator[Report]:
-    """The report, or several that say the same, none longer than MAX_REPORT_BYTES. Reaches and `closed` come with the last."""
+    """The report, or several that say the same, none longer than MAX_REPORT_BYTES. Reaches, fields and `closed` come last."""
     sets, lags = report.sets, report.lags
     if len(report.encode()) <= MAX_REPORT_BYTES or not (sets or lags):
         yield report
@@ -208,17 +222,15 @@ def cut(report: Report) -> Iterator[Report]:
         return
     items: list[OriginSet | LagSet] = [*sets, *lags]
     middle = len(items) // 2
-    yield from cut(_with(report, items[:middle], reaches=(), closed=False))
-    yield from cut(_with(report, items[middle:], reaches=report.reaches, closed=report.closed))
+    yield from cut(_with(msgspec.structs.replace(report, reaches=(), fields=(), closed=False), items[:middle]))
+    yield from cut(_with(report, items[middle:]))
 
 
-def _with(report: Report, items: list[OriginSet | LagSet], *, reaches: tuple[Reach, ...], closed: bool) -> Report:
+def _with(report: Report, items: list[OriginSet | LagSet]) -> Report:
     return msgspec.structs.replace(
         report,
         sets=tuple(item for item in items if isinstance(item, OriginSet)),
         lags=tuple(item for item in items if isinstance(item, LagSet)),
-        reaches=reaches,
-        closed=closed,
     )
 
 

@@ -17,6 +17,7 @@ from services.core.broker.errors import BrokerError, DataDamaged, OffsetOutOfRan
 from services.core.broker.producer import Producer
 from services.core.broker.record import Batch, Record
 from services.core.ledger.report import MAX_REPORT_BYTES, SNAPSHOTS, TELEMETRY, BadReport, Report, decode_report
+from services.observer.ledger.fields import FieldBook
 from services.observer.ledger.flow import Flow
 from services.observer.ledger.lags import LagBook
 from services.observer.ledger.planned import Planned, Window
@@ -38,7 +39,7 @@ OnFinal = Callable[[Sequence[Row]], None]
 
 
 class Follower:
-    """The ledger of a fleet. `table`, `lags` and `planned` may be read at any time between two turns of the event loop.
+    """The ledger of a fleet. `table`, `lags`, `fields` and `planned` may be read at any time between two turns of the event loop.
 
     on_final: gets the rows that became final, each once, but for the minutes before a crash. now_ms: wall clock.
     """
@@ -55,6 +56,7 @@ class Follower:
     ) -> None:
         self.table = Table(flow, ages)
         self.lags = LagBook()
+        self.fields = FieldBook()
         self.planned = Planned()
         self.catching_up = True
         self.problem: str | None = None
@@ -154,6 +156,7 @@ class Follower:
                 continue
             self.table.apply(report)
             self.lags.hear(report)
+            self.fields.hear(report)
 
     async def _pass_time(self) -> None:
         now = time.monotonic()

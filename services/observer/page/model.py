@@ -79,6 +79,19 @@ class ShardView(msgspec.Struct, frozen=True):
     millis: int
 
 
+class FieldView(msgspec.Struct, frozen=True):
+    """A field of a sample of the last hour's events at one step. present: share of the events that have it. nulls: share of
+    these. drift: how it differs from before, empty when it does not."""
+
+    step: str
+    name: str
+    present: float
+    nulls: float
+    distinct: int
+    mean: float | None
+    drift: str
+
+
 class PipeView(msgspec.Struct, frozen=True):
     """Rows are oldest first, one a minute, at most an hour of them."""
 
@@ -93,6 +106,7 @@ class PipeView(msgspec.Struct, frozen=True):
     lag: tuple[LagRow, ...]
     destinations: tuple[DestinationView, ...]
     shards: tuple[ShardView, ...] = ()
+    fields: tuple[FieldView, ...] = ()
 
 
 class GroupView(msgspec.Struct, frozen=True):

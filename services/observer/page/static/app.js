@@ -3,7 +3,7 @@
 import { drawDurations, drawLag, drawShares } from "./charts.js";
 import { element, find } from "./dom.js";
 import { clock, count, duration, instant, seconds, share } from "./format.js";
-import { drawDestinations, drawGroups, drawLoss, drawMissing, drawShards } from "./tables.js";
+import { drawDestinations, drawFields, drawGroups, drawLoss, drawMissing, drawShards } from "./tables.js";
 
 const STALE_MS = 20_000;
 const opened = new Map(); // of each pipe: the destinations whose causes are unfolded
@@ -81,6 +81,7 @@ function draw() {
   drawShares(find("shares"), pipe.steps, pipe.durations.at(-1));
   drawLoss(find("loss"), pipe, view.threshold, (minute) => explain(pipe, minute));
   drawDestinations(find("destinations"), pipe, opened.get(pipe.name));
+  drawFields(find("fields"), pipe);
   drawShards(find("shards"), pipe);
   drawGroups(find("groups"), view.groups);
 }

@@ -64,6 +64,18 @@ export function drawGroups(table, groups) {
   fill(table, "Groups of instances", ["Service", "Instances", "Behind"], rows);
 }
 
+export function drawFields(table, pipe) {
+  const rows = pipe.fields.map((one) => element("tr", {},
+    element("th", { scope: "row" }, one.name),
+    element("td", { class: "text" }, one.step),
+    element("td", {}, share(one.present)),
+    element("td", {}, share(one.nulls)),
+    element("td", {}, count(one.distinct)),
+    element("td", {}, one.mean === null ? "" : one.mean.toLocaleString("en", { maximumSignificantDigits: 4 })),
+    element("td", { class: one.drift ? "text wrap lost" : "text" }, one.drift)));
+  fill(table, `Payload fields of ${pipe.name}`, ["Field", "At", "Present", "Null", "Different values", "Mean", "Changed"], rows, ["At", "Changed"]);
+}
+
 export function drawShards(table, pipe) {
   const rows = pipe.shards.map((one) => element("tr", {},
     element("th", { scope: "row" }, one.topic),

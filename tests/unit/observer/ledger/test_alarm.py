@@ -11,7 +11,7 @@ from aiohttp import web
 from services.core.signature import SigningKey, verify
 from services.observer import health
 from services.observer.ledger import alarm
-from services.observer.ledger.alarm import AlarmWebhook, find_alarms
+from services.observer.ledger.alarm import AlarmWebhook, find_alarms, loss_alarm
 from services.observer.ledger.flow import Step
 from services.observer.ledger.planned import MAX_WINDOWS, Planned, TooMany, Window
 from services.observer.ledger.row import Row, StepRow
@@ -70,7 +70,7 @@ async def test_an_alarm_is_signed_and_tried_again(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(alarm, "_MAX_WAIT_S", 0.01)
     got: list[tuple[dict[str, str], bytes]] = []
     async with receiver([503, 500], got) as url, asyncio.timeout(30):
-        assert await AlarmWebhook(url, [KEY]).tell(lossy(7))
+        assert await AlarmWebhook(url, [KEY]).tell(loss_alarm(lossy(7)))
     assert len(got) == 3
     head, body = got[-1]
     stamp = float(head["webhook-timestamp"])
@@ -83,7 +83,7 @@ async def test_an_alarm_that_nobody_takes_is_given_up(monkeypatch: pytest.Monkey
     monkeypatch.setattr(alarm, "_MAX_WAIT_S", 0.01)
     got: list[tuple[dict[str, str], bytes]] = []
     async with receiver([500] * alarm.ATTEMPTS, got) as url, asyncio.timeout(30):
-        assert not await AlarmWebhook(url, []).tell(lossy(7))
+        assert not await AlarmWebhook(url, []).tell(loss_alarm(lossy(7)))
     assert len(got) == alarm.ATTEMPTS
 
 
