@@ -11,7 +11,7 @@ from zlib import crc32
 import msgspec
 import orjson
 
-PER_SECOND = 50
+PER_SECOND = 20
 MAX_BYTES = 16_384
 """Larger payloads are not looked at."""
 MAX_FIELDS = 40
