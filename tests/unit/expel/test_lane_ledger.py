@@ -19,7 +19,7 @@ from services.expel.gate import Gate
 from services.expel.lane import Lane
 from services.expel.lane_ledger import LaneLedger
 from services.expel.meter import LaneMeter
-from services.expel.outcome import Outcome
+from services.expel.outcome import Failure, Outcome
 from tests.support.memory_driver import MemoryDriver
 from tests.unit.expel.fake_broker import FakeBroker
 from tests.unit.expel.fake_sender import BUSY, WRONG, FakeSender, make_shape
@@ -54,7 +54,7 @@ class Desk:
 
 
 @asynccontextmanager
-async def run_lane(answer: Outcome = None, *, count: int = 30, blocked: bool = False) -> AsyncIterator[Desk]:
+async def run_lane(answer: Failure | None = None, *, count: int = 30, blocked: bool = False) -> AsyncIterator[Desk]:
     """Drained at the end. answer: to events with even numbers, the others are taken."""
 
     def decide(delivery: Delivery) -> Outcome:

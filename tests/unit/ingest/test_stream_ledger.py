@@ -65,7 +65,7 @@ class Desk:
         """Numbers by outcome, partition and minute, and offsets by partition, as they stand in the reports so far."""
         await self.ledger.report()
         found: defaultdict[tuple[str, int, int | None], set[int]] = defaultdict(set)
-        reaches = {}
+        reaches: dict[int, int] = {}
         for record in self.driver.records(TELEMETRY):
             report = decode_report(record.value)
             for one in report.sets:

@@ -28,7 +28,7 @@ def watch() -> Watch:
 
 
 def raised() -> float:
-    return metrics.LEDGER_DRIFTS.labels("late")._value.get()
+    return float(metrics.LEDGER_DRIFTS.labels("late")._value.get())
 
 
 def test_a_drift_is_one_alarm(watch: Watch) -> None:
