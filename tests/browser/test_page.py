@@ -134,6 +134,7 @@ async def test_what_a_person_opened_stays_open(chromium: Browser, observer: Obse
         observer.view = make_view(per_second=77)
         await expect(page.locator("#figures")).to_contain_text("77")
         await expect(page.get_by_text("connection refused · 530")).to_be_visible()
+        await expect(page.get_by_text("503 Service Unavailable · 12,210")).to_be_focused()
 
 
 async def test_empty_view_says_so(chromium: Browser, observer: Observer) -> None:

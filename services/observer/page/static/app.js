@@ -97,10 +97,9 @@ function tell() {
 function connect() {
   const stream = new EventSource("/v1/stream");
   stream.addEventListener("view", (event) => {
-    const isInUse = document.activeElement?.closest?.(".scroll table");
     view = JSON.parse(event.data);
     lastMessage = Date.now();
-    if (!isInUse) draw();
+    draw();
     tell();
   });
   stream.addEventListener("error", () => {

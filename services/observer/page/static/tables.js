@@ -5,11 +5,28 @@ import { clock, count, duration, seconds, share } from "./format.js";
 
 const BREAKERS = { closed: "good", "half-open": "warn", open: "bad" };
 
+// What has the focus in a table, to be focused again when its rows are others.
+function holdFocus(table) {
+  const active = document.activeElement, row = table.contains(active) ? active.closest("tbody tr") : null;
+  if (!row) return () => {};
+  const focusable = (one) => [...one.querySelectorAll("button, summary")];
+  const name = row.cells[0].textContent, at = focusable(row).indexOf(active);
+  return () => focusable([...table.tBodies[0].rows].find((one) => one.cells[0].textContent === name) ?? row)[at]?.focus({ preventScroll: true });
+}
+
+function isBeingCopied(table) {
+  const selection = getSelection();
+  return !selection.isCollapsed && table.contains(selection.anchorNode);
+}
+
 // texts: which columns hold words; the others hold numbers and stand on the right.
 function fill(table, caption, heads, rows, texts = []) {
+  if (isBeingCopied(table)) return;
+  const focus = holdFocus(table);
   const cells = heads.map((head) => element("th", { scope: "col", class: texts.includes(head) ? "text" : null }, head));
   const head = element("thead", {}, element("tr", {}, ...cells));
   table.replaceChildren(element("caption", {}, caption), head, element("tbody", {}, ...rows));
+  focus();
 }
 
 function lossCell(cell, accepted, threshold, explain) {
