@@ -51,6 +51,11 @@ EXPEL_TWINS = Counter(
     "Retried events that came back twice; the second is passed over.",
     ["pipe", "destination"],
 )
+EXPEL_INHERITED = Counter(
+    "penstock_expel_events_inherited",
+    "Events that an expel which died had handed over without committing it; the next one passes over them.",
+    ["pipe", "destination"],
+)
 EXPEL_PARKED = Counter(
     "penstock_expel_events_parked",
     "Events of a paused destination written to the pipe's parked topic, by reason: operator or 410.",

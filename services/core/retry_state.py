@@ -18,9 +18,22 @@ MAX_REASON, MAX_DETAIL = 100, 1024
 
 _NAME = re.compile(NAME_PATTERN)
 _COUNT = re.compile(r"\d{1,9}")
-_MILLIS = re.compile(rf"-?\d{{1,{MAX_MILLIS_DIGITS}}}")
+_MS = rf"-?\d{{1,{MAX_MILLIS_DIGITS}}}"
+_MILLIS = re.compile(_MS)
 _SOURCE = re.compile(r"([A-Za-z0-9._-]{1,249}):(\d{1,9}):(\d{1,64})")
 """64 digits: a Kinesis sequence number has 56."""
+
+_TEXTS = ("reason", "detail")
+_BEFORE_TEXTS = ("pipe", "destination", "attempts", "rounds", "first_failure", "due")
+_PARTS = tuple(PREFIX + part for part in (*_BEFORE_TEXTS, *_TEXTS, "source", "time"))
+"""In the order in which `wrap` writes them."""
+_REASON, _DETAIL = (_PARTS.index(PREFIX + part) for part in _TEXTS)
+_STATE = re.compile(
+    r"({name})\0({name})\0\d{{1,9}}\0\d{{1,9}}\0{ms}\0({ms})\0\0\0[A-Za-z0-9._-]{{1,249}}:\d{{1,9}}:\d{{1,64}}\0{ms}".format(
+        name=NAME_PATTERN.strip("^$"), ms=_MS
+    ).encode()
+)
+"""All parts but the two texts, which are empty here."""
 
 
 class BadRetryRecord(ValueError):
@@ -91,6 +104,23 @@ def read_state(record: Record) -> RetryState:
     )
 
 
+def read_wait(record: Record) -> tuple[str, str, int]:
+    """(pipe, destination, due) of a wrapped record, every part of its state checked as `read_state` does, in a third of the time.
+
+    Raises BadRetryRecord.
+    """
+    head = record.headers[: len(_PARTS)]
+    values = [value for _, value in head]
+    if tuple(name for name, _ in head) == _PARTS:
+        reason, detail = values[_REASON], values[_DETAIL]
+        values[_REASON] = values[_DETAIL] = b""
+        form = _STATE.fullmatch(b"\0".join(values))
+        if form and len(reason) <= MAX_REASON and len(detail) <= MAX_DETAIL and _is_text(reason) and _is_text(detail):
+            return form[1].decode(), form[2].decode(), int(form[3])
+    state = read_state(record)
+    return state.pipe, state.destination, state.due
+
+
 def unwrap(record: Record) -> tuple[Record, RetryState]:
     """The record as it was before `wrap`, with its event time, and its state. Raises BadRetryRecord."""
     state = read_state(record)
@@ -107,6 +137,14 @@ def state_of(record: Record) -> RetryState | None:
         return None
 
 
+def state_for(record: Record, pipe: str, destination: str) -> RetryState | None:
+    """As `state_of`, of this destination's only; a quick look at others'."""
+    if record.header(PREFIX + "destination") != destination.encode():
+        return None
+    state = state_of(record)
+    return state if state is not None and state.pipe == pipe else None
+
+
 def _own(headers: Headers) -> Headers:
     return tuple(header for header in headers if not header[0].startswith(PREFIX))
 
@@ -114,6 +152,14 @@ def _own(headers: Headers) -> Headers:
 def _cut(text: str, limit: int) -> bytes:
     """At most `limit` bytes of UTF-8, whole characters; what cannot be encoded becomes a question mark."""
     return text.encode(errors="replace")[:limit].decode(errors="ignore").encode()
+
+
+def _is_text(value: bytes) -> bool:
+    try:
+        value.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 def _text(found: dict[str, bytes], name: str, limit: int) -> str:

@@ -22,7 +22,7 @@ State = Literal["closed", "open", "half-open"]
 class Breaker:
     """Fed once per request, not per event. `clock` is monotonic seconds. Not thread-safe.
 
-    `permits(request)` before each request; when it said yes, exactly one of `succeeded`, `failed`, `unknown` with the same
+    `take(request)` before each request, unless `is_shut`; then exactly one of `succeeded`, `failed`, `unknown` with the same
     request after it: late answers to requests from before the outage are told from the probe's.
     """
 
@@ -45,14 +45,15 @@ class Breaker:
         """Monotonic seconds when a probe may go; in the past when it is not open."""
         return self._open_until
 
-    def permits(self, request: object) -> bool:
-        """Whether this request may go now. A yes while half-open makes it the probe."""
-        if not self._opened:
-            return True
-        if self._probe is not None or self._clock() < self._open_until:
-            return False
-        self._probe = request
-        return True
+    @property
+    def is_shut(self) -> bool:
+        """Whether no request may go now: it is open, or its probe is under way."""
+        return bool(self._opened) and (self._probe is not None or self._clock() < self._open_until)
+
+    def take(self, request: object) -> None:
+        """This request goes; while half-open it is the probe."""
+        if self._opened:
+            self._probe = request
 
     def succeeded(self, request: object) -> bool:
         """The receiver is up: it took the events, or refused them for good. True when that closed the breaker."""

@@ -29,8 +29,8 @@ from services.expel.returned import Returned
 from services.expel.sender import Sender
 from services.expel.verdict import judge
 
-_BREAKER_OPEN = Failure("breaker_open", "not tried: the destination's last requests failed", recoverable=True)
-_LEAST_BREAK_S = 1.0
+_BREAKER_OPEN = "breaker_open"
+_NOT_TRIED = "not tried: the destination's last requests failed"
 
 
 class Dispatcher:
@@ -99,6 +99,11 @@ class Dispatcher:
         return topic == self._parked or not self._replaying
 
     @property
+    def reach(self) -> int:
+        """As in LaneShape."""
+        return self._shape.reach
+
+    @property
     def unsettled(self) -> int:
         """Events taken and neither delivered nor durable elsewhere."""
         return self._bounds.events
@@ -118,11 +123,25 @@ class Dispatcher:
             self._progress.clear()
             await self._progress.wait()
 
-    def take(self, batch: Batch) -> None:
-        """A polled batch: in flight from now on, unless its topic is not to be read. Does not wait."""
+    def take(self, batch: Batch, inherited: Sequence[int] = ()) -> None:
+        """A polled batch: in flight from now on, unless its topic is not to be read. Does not wait.
+
+        inherited: offsets of what the retrier has already: settled, and passed over.
+        """
         if not self.reads(batch.topic):
             return
         self.low_water.take(batch)
+        if inherited:
+            self._meter.inherited(len(inherited))
+            pairs, known = zip(batch.offsets, batch.records, strict=True), frozenset(inherited)
+            # Whoever handed them over may have died before it told of it.
+            self._meter.ledger.add("retrying", [record for offset, record in pairs if offset in known])
+            self.low_water.settle(batch.source, inherited)
+            rest = batch.without(inherited)
+            if rest is None:
+                self._progress.set()
+                return
+            batch = rest
         if batch.damage is not None:
             self._admit(batch.source, batch, render_damaged(batch, batch.damage))
         elif batch.topic in self._returned:
@@ -210,12 +229,11 @@ class Dispatcher:
             if due > now:
                 self._look_again(due)
                 return None
-            retry_due = self._retries.due()
-            is_retry = retry_due is not None and retry_due <= now
-            delivery = self._retries.pop() if is_retry else self._pending.cut()
-            if not self._gate.permits(delivery):
-                self._turn_away(delivery)
+            if self._gate.is_shut:
+                self._turn_away(now)
                 continue
+            delivery = self._take_due(now)
+            self._gate.take(delivery)
             self._sending.add(delivery)  # from now on, not from the worker's first turn: a revoke may come in between
             return delivery
         return None
@@ -227,12 +245,24 @@ class Dispatcher:
         while self._pending.oldest() is not None:
             self._elsewhere.park(self._pending.cut(), reason)
 
-    def _turn_away(self, delivery: Delivery) -> None:
-        """The breaker is open: to the global retrier without an attempt; where that may not be, it waits here."""
-        if self._shape.retry.hands_over:
-            self._elsewhere.hand_over(delivery, dict.fromkeys(range(len(delivery)), _BREAKER_OPEN))
-        else:
-            self._retries.push(delivery, max(self._clock() + _LEAST_BREAK_S, self._gate.closed_until))
+    def _take_due(self, now: float) -> Delivery:
+        """What may leave now, retries first; only when `_when_due` says that there is something."""
+        retry = self._retries.due()
+        return self._retries.pop() if retry is not None and retry <= now else self._pending.cut()
+
+    def _turn_away(self, now: float) -> None:
+        """The breaker is open: some of what is due to the global retrier, without an attempt.
+
+        It does not come back before the breaker may close: that would only cost a round.
+        """
+        left, shut_for = self._gate.diversion.limit(), self._gate.shut_for()
+        while left > 0 and (due := self._when_due(now)) is not None and due <= now:
+            delivery = self._take_due(now)
+            least = shut_for + self._jitter(shut_for / 2)
+            failure = Failure(_BREAKER_OPEN, _NOT_TRIED, recoverable=True, retry_after=least)
+            self._elsewhere.hand_over(delivery, dict.fromkeys(range(len(delivery)), failure))
+            left -= len(delivery)
+        self._gate.diversion.end_turn(is_more=left <= 0)
 
     def _when_due(self, now: float) -> float | None:
         """When the next delivery could leave (not after now: at once); None: not before something else happens."""

@@ -8,6 +8,7 @@ import structlog
 from services.core import metrics
 from services.expel.breaker import Breaker, State
 from services.expel.delivery import Delivery
+from services.expel.diversion import Diversion
 from services.expel.lane_bounds import LaneShape
 from services.expel.outcome import Failure, Outcome
 from services.expel.ramp import Ramp
@@ -17,6 +18,7 @@ log = structlog.get_logger()
 
 _STATES = {"closed": 0, "half-open": 1, "open": 2}
 _TOO_MANY = "http_429"
+_LEAST_BREAK_S = 1.0
 
 
 class Gate:
@@ -25,30 +27,37 @@ class Gate:
     def __init__(self, shape: LaneShape, clock: Callable[[], float] = time.monotonic) -> None:
         self._bucket = TokenBucket(shape.rate, clock) if shape.rate else None
         self._lane = f"{shape.pipe}/{shape.destination}"
-        self._breaker, self._ramp = Breaker(clock), Ramp(clock)
+        self._breaker, self._ramp, self.diversion = Breaker(clock), Ramp(clock), Diversion(clock)
+        self._diverts, self._clock = shape.retry.hands_over, clock
         self._shown = metrics.EXPEL_BREAKER.labels(shape.pipe, shape.destination)
 
     @property
-    def closed_until(self) -> float:
-        """When a refused request may be tried again at the earliest, monotonic seconds; in the past when now."""
-        return self._breaker.open_until
+    def is_shut(self) -> bool:
+        """Whether no request may go, because the last ones failed: what is due is put away (`diversion`)."""
+        return self._breaker.is_shut
 
     @property
     def state(self) -> State:
         """The breaker's, now."""
         return self._breaker.state
 
-    def permits(self, delivery: Delivery) -> bool:
-        """Whether it may be sent; if so it counts as sent, and `ended` or `cut_off` must follow."""
-        permitted = self._breaker.permits(delivery)
-        if permitted:
-            self._ramp.take(len(delivery.parts))
-            if self._bucket is not None:
-                self._bucket.take(len(delivery.parts))
-        return permitted
+    def shut_for(self) -> float:
+        """Seconds until the receiver may be asked again at the earliest; 0 when a probe may go or is under way."""
+        return max(0.0, self._breaker.open_until - self._clock())
+
+    def take(self, delivery: Delivery) -> None:
+        """It is sent now, while the gate is not shut; `ended` or `cut_off` must follow."""
+        self._breaker.take(delivery)
+        self._ramp.take(len(delivery.parts))
+        if self._bucket is not None:
+            self._bucket.take(len(delivery.parts))
 
     def wait(self) -> float:
-        """Seconds until the next request may go, as far as rate and ramp are asked; 0 when it may now."""
+        """Seconds until the next request may go, or until some may be put away; 0 when it is now."""
+        if self._breaker.is_shut:
+            if self._diverts:
+                return self.diversion.wait()
+            return max(_LEAST_BREAK_S, self.shut_for())
         wait = self._ramp.wait()
         return wait if self._bucket is None else max(wait, self._bucket.wait())
 
@@ -62,6 +71,7 @@ class Gate:
             self._breaker.unknown(delivery)
         elif isinstance(outcome, Failure) and outcome.recoverable:
             if self._breaker.failed(delivery):
+                self.diversion.begin(self._ramp.usual)
                 log.warning("breaker_open", lane=self._lane, reason=outcome.reason, detail=outcome.detail)
         else:
             if outcome is None:

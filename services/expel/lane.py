@@ -11,6 +11,7 @@ from services.core.broker.errors import BrokerError
 from services.core.lifecycle import wait_for_stop
 from services.core.pipes import delivery_group
 from services.expel.dispatch import Dispatcher
+from services.expel.inheritance import Inheritance
 from services.expel.meter import LaneMeter
 from services.expel.session import Session
 from services.expel.standing import Standing
@@ -39,7 +40,7 @@ class Lane:
         standing: Standing | None = None,
     ) -> None:
         self._broker, self._topics, self._start = broker, topics, start
-        self.name = f"{pipe}/{destination}"
+        self.name, self._pipe, self._destination = f"{pipe}/{destination}", pipe, destination
         self._group = delivery_group(pipe, destination)
         self._standing = standing
         self._meter, self._make_dispatcher, self._commit_interval = meter, make_dispatcher, commit_interval
@@ -70,7 +71,8 @@ class Lane:
 
     async def _deliver(self, stopping: asyncio.Event, drain: float) -> bool:
         dispatcher = self._make_dispatcher()
-        session = Session(self._group, dispatcher, self._meter, self._commit_interval, self._standing)
+        inheritance = Inheritance(self._broker, self._pipe, self._destination, dispatcher.reach)
+        session = Session(self._group, dispatcher, self._meter, self._commit_interval, inheritance, self._standing)
         joining = self._broker.consumer(self._group, self._topics, start=self._start, on_revoke=session.revoke)
         async with joining as consumer:
             log.info("lane_joined", lane=self.name, topics=self._topics)

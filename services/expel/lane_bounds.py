@@ -36,6 +36,11 @@ class LaneShape:
     schedule: tuple[float, ...] = ()
     serial: bool = False
 
+    @property
+    def reach(self) -> int:
+        """How many records of a partition may be handed over above what is committed."""
+        return self.max_events * _WINDOW if self.retry.hands_over else 0
+
 
 class LaneBounds:
     """Counts what is taken and not settled, and says how much more may be."""

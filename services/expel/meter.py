@@ -94,6 +94,10 @@ class LaneMeter:
         """So many events came back twice."""
         metrics.EXPEL_TWINS.labels(*self._names).inc(events)
 
+    def inherited(self, events: int) -> None:
+        """So many events had been handed over by who had the partition before."""
+        metrics.EXPEL_INHERITED.labels(*self._names).inc(events)
+
     def parked(self, reason: str, events: int) -> None:
         """So many events are durable in the parked topic."""
         metrics.EXPEL_PARKED.labels(*self._names, reason).inc(events)

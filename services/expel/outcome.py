@@ -12,7 +12,8 @@ class Failure:
     """Why events were not delivered.
 
     reason: a stable word for metrics and dead letters, e.g. `http_503`, `timeout`. detail: for a person, no secrets.
-    recoverable: the same attempt may succeed later. retry_after: seconds that the receiver asked to be left alone, clamped.
+    recoverable: the same attempt may succeed later. retry_after: seconds for which not to try again: the receiver asked for
+    them, clamped, or its breaker stays open.
     gone: the receiver wants nothing any more (410). ours: this process or our broker failed, not the receiver; no attempt
     is used up.
     """

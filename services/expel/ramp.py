@@ -42,6 +42,11 @@ class Ramp:
         """Whether nothing is held back."""
         return self._bucket is None
 
+    @property
+    def usual(self) -> float | None:
+        """Events a second while all was well; None while it is unknown."""
+        return self._usual
+
     def delivered(self, events: int) -> None:
         """So many events were delivered; outside of a ramp that is what is usual."""
         if self._bucket is not None:

@@ -11,6 +11,7 @@ from services.core.broker.errors import BrokerError, DataDamaged, NotOwner, Offs
 from services.core.broker.record import TopicPartition
 from services.core.group_watch import GroupWatch
 from services.expel.dispatch import Dispatcher
+from services.expel.inheritance import Inheritance
 from services.expel.meter import LaneMeter
 from services.expel.standing import Mode, Standing
 
@@ -33,16 +34,19 @@ class Session:
         dispatcher: Dispatcher,
         meter: LaneMeter,
         commit_interval: float,
+        inheritance: Inheritance,
         standing: Standing | None = None,
     ) -> None:
         self._group, self._dispatcher, self._meter = group, dispatcher, meter
-        self._commit_interval = commit_interval
+        self._commit_interval, self._inheritance = commit_interval, inheritance
         self._standing = standing
         self.mode = Mode.RUNNING
         self._is_over = asyncio.Event()
         self._consumer: Consumer | None = None
         self._watch = GroupWatch(group)
         self._stuck: set[TopicPartition] = set()
+        self._revoked: set[TopicPartition] = set()
+        """Since the last look at what a predecessor left: polled batches of these are no longer ours."""
 
     async def run(self, consumer: Consumer, stopping: asyncio.Event, drain: float) -> bool:
         """Deliver or park until `stopping`, or until another mode needs another membership; then drain and commit.
@@ -137,10 +141,14 @@ class Session:
                 await asyncio.sleep(_ERROR_WAIT)
                 continue
             is_failing = False
+            if not self._inheritance.is_known(sources := {batch.source for batch in batches}):
+                self._revoked.clear()
+                await self._inheritance.look(sources)
+                batches = [batch for batch in batches if batch.source not in self._revoked]
             for batch in batches:  # in the same turn of the loop: a partition cannot be revoked between poll and take
                 if batch.damage is not None:
                     self._watch.note_damage(batch, batch.damage)
-                self._dispatcher.take(batch)
+                self._dispatcher.take(batch, self._inheritance.find(batch))
 
     def _stop_reading(self, consumer: Consumer, error: OffsetOutOfRange | DataDamaged) -> None:
         """Records are missing: count them, stop these partitions, go on with the others. Nothing is reset or skipped."""
@@ -188,6 +196,8 @@ class Session:
                 await self._commit(self._consumer)
         finally:  # also when the backend cuts this off: what stays would block the partitions when they come back
             self._dispatcher.disown(partitions)
+            self._inheritance.forget(partitions)
+            self._revoked |= partitions
             self._stuck -= partitions
             self._watch.hide_lags(partitions)
             self._dispatcher.go_on()

@@ -10,7 +10,7 @@ from itertools import islice
 from typing import NamedTuple
 
 from services.core.broker.record import Batch, Record, TopicPartition, estimate_size
-from services.core.retry_state import BadRetryRecord, read_state
+from services.core.retry_state import BadRetryRecord, read_wait
 from services.global_retrier.clock import Clock
 from services.global_retrier.route import DELAY_BY_TOPIC, find_wake
 
@@ -18,7 +18,7 @@ MAX_EVENTS, MAX_BYTES = 500, 1_000_000
 """Read ahead of one partition; what one poll brings may exceed it once."""
 MOVE_EVENTS = 200
 """Written on at once at most: about what is repeated when the process dies in between."""
-GATHER_MS = 50
+GATHER_MS = 200
 """After a move that left nothing behind that could go: what becomes due meanwhile travels together."""
 
 
@@ -66,11 +66,11 @@ class Line:
     def _read(self, offset: int, record: Record, now: int) -> Waiting:
         size = estimate_size((record,))
         try:
-            state = read_state(record)
+            pipe, destination, due = read_wait(record)
         except BadRetryRecord as error:
             return Waiting(offset, record, size, now, problem="bad_retry_record", detail=str(error))
-        wake = find_wake(self._delay, record.timestamp, state.due, now)
-        return Waiting(offset, record, size, wake, state.pipe, state.destination, state.due)
+        wake = find_wake(self._delay, record.timestamp, due, now)
+        return Waiting(offset, record, size, wake, pipe, destination, due)
 
     def __len__(self) -> int:
         return len(self._waiting)

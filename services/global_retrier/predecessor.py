@@ -7,13 +7,13 @@ records are looked through, once.
 
 import asyncio
 from collections.abc import Sequence
-from datetime import UTC, datetime
 
 import structlog
 
 from services.core.broker.contract import Broker
-from services.core.broker.errors import BrokerError, UnknownTopic
+from services.core.broker.errors import BrokerError
 from services.core.broker.record import Headers, TopicPartition
+from services.core.broker.tail import read_tail
 from services.core.pipes import retry_topic
 from services.global_retrier.clock import Clock
 from services.global_retrier.line import MOVE_EVENTS, Waiting
@@ -23,8 +23,6 @@ log = structlog.get_logger()
 
 TAIL_EVENTS = 5000
 """Looked through at the end of a topic at most: what others have written there since."""
-_PAGE_EVENTS = 1000
-_MAX_PAGES = 20
 _PATIENCE_S = 3.0
 _SKEW_MS = 500
 """By how much the predecessor's clock may have been ahead of ours."""
@@ -72,28 +70,11 @@ class Predecessor:
         wanted: dict[Headers, list[int]] = {}
         for item in candidates:
             wanted.setdefault(item.record.headers, []).append(item.offset)
-        since = datetime.fromtimestamp((min(item.wake for item in candidates) - _SKEW_MS) / 1000, UTC)
-        try:
-            starts = await self._broker.admin.offsets_at(topic, since)
-            held = await self._broker.admin.describe(topic)
-        except UnknownTopic:
-            return set()
+        since = min(item.wake for item in candidates) - _SKEW_MS
         found: set[int] = set()
-        for partition, start in starts.items():
-            if self._broker.features.contiguous_offsets:
-                start = max(start, held[partition].end - TAIL_EVENTS)
-            found |= await self._scan(TopicPartition(topic, partition), max(start, held[partition].start), wanted)
-        return found
-
-    async def _scan(self, target: TopicPartition, offset: int, wanted: dict[Headers, list[int]]) -> set[int]:
-        found: set[int] = set()
-        for _ in range(_MAX_PAGES):
-            batch = await self._broker.admin.read(*target, offset, max_records=_PAGE_EVENTS)
-            if batch is None:
-                break
+        async for batch in read_tail(self._broker, topic, since, TAIL_EVENTS):
             for at, record in zip(batch.offsets, batch.records, strict=True):
                 own = wanted.get(record.headers, ())
                 # In its own topic a record finds itself, too.
-                found.update(offset for offset in own if target != self._source or offset < at)
-            offset = batch.offsets[-1] + 1
+                found.update(offset for offset in own if batch.source != self._source or offset < at)
         return found

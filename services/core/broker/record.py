@@ -1,6 +1,6 @@
 """A record: what a topic holds. One immutable value type for both directions and every backend."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -63,6 +63,14 @@ class Batch(msgspec.Struct, frozen=True, gc=False):
     def source(self) -> TopicPartition:
         """The partition that this batch was read from."""
         return TopicPartition(self.topic, self.partition)
+
+    def without(self, offsets: Collection[int]) -> "Batch | None":
+        """The rest of it; None when there is none. The batch has no damage."""
+        gone = frozenset(offsets)
+        kept = [pair for pair in zip(self.offsets, self.records, strict=True) if pair[0] not in gone]
+        if not kept:
+            return None
+        return Batch(self.topic, self.partition, [offset for offset, _ in kept], [record for _, record in kept])
 
 
 RECORD_OVERHEAD = 64

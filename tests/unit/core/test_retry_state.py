@@ -5,7 +5,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.core.broker.record import Record, TopicPartition
-from services.core.retry_state import MAX_DETAIL, PREFIX, BadRetryRecord, RetryState, read_state, unwrap, wrap
+from services.core.retry_state import (
+    MAX_DETAIL,
+    PREFIX,
+    BadRetryRecord,
+    RetryState,
+    read_state,
+    read_wait,
+    unwrap,
+    wrap,
+)
 
 NOW = 1_800_000_000_000
 STATE = RetryState("late", "ops", 4, 1, NOW - 5, NOW + 5, "http_503", "away", "flights:2:17", NOW - 9)
@@ -42,6 +51,7 @@ def test_what_was_wrapped_comes_out(
     wrapped = wrap(given_over, state, now)
     assert wrapped.timestamp == now
     assert unwrap(wrapped) == (record, state)
+    assert read_wait(wrapped) == (state.pipe, state.destination, state.due)
 
 
 @given(
@@ -50,12 +60,16 @@ def test_what_was_wrapped_comes_out(
 def test_anything_in_a_header_is_read_or_refused(name: str, value: bytes) -> None:
     """Broken: a record that somebody else wrote ends the retrier, or names a topic outside of the pipe's own."""
     headers = tuple((found, value if found == name else old) for found, old in wrap(RECORD, STATE, NOW).headers)
+    record = Record(None, b"", NOW, headers)
     try:
-        state = read_state(Record(None, b"", NOW, headers))
+        state = read_state(record)
     except BadRetryRecord as error:
         refused = error.header
+        with pytest.raises(BadRetryRecord):
+            read_wait(record)
     else:
         refused = name
+        assert read_wait(record) == (state.pipe, state.destination, state.due)
         assert state.pipe.replace("-", "").replace("_", "").isalnum()
         assert len(state.detail) <= MAX_DETAIL
     assert refused == name
@@ -67,6 +81,8 @@ def test_a_missing_header_is_named(name: str) -> None:
     headers = tuple(header for header in wrap(RECORD, STATE, NOW).headers if header[0] != name)
     with pytest.raises(BadRetryRecord, match=f"header {name} is missing"):
         unwrap(Record(None, b"", NOW, headers))
+    with pytest.raises(BadRetryRecord, match=f"header {name} is missing"):
+        read_wait(Record(None, b"", NOW, headers))
 
 
 @pytest.mark.parametrize(
@@ -92,9 +108,10 @@ def test_a_wrong_header_is_named(header: str, value: bytes) -> None:
     """Broken: a forged state is acted on."""
     wrapped = wrap(RECORD, STATE, NOW)
     headers = tuple((name, value if name == PREFIX + header else old) for name, old in wrapped.headers)
-    with pytest.raises(BadRetryRecord) as caught:
-        read_state(Record(None, b"", NOW, headers))
-    assert caught.value.header == PREFIX + header
+    for read in (read_state, read_wait):
+        with pytest.raises(BadRetryRecord) as caught:
+            read(Record(None, b"", NOW, headers))
+        assert caught.value.header == PREFIX + header
 
 
 def test_long_texts_are_cut_between_characters() -> None:

@@ -3,8 +3,9 @@
 import asyncio
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
+from datetime import datetime
 
-from services.core.broker.contract import Appended, Lag, OnRevoke, PartitionRange, Start
+from services.core.broker.contract import Appended, Features, Lag, OnRevoke, PartitionRange, Start
 from services.core.broker.errors import BrokerError, NotOwner, UnknownTopic
 from services.core.broker.record import Batch, Record, TopicPartition
 
@@ -21,6 +22,7 @@ class FakeBroker:
         self.commit_error: BrokerError | None = None
         self.consumers: list[FakeConsumer] = []
         self.admin = FakeAdmin(self)
+        self.features = Features(True, False, False, 1 << 20)
         self.driver = self
 
     async def partition_count(self, topic: str) -> int:
@@ -69,6 +71,15 @@ class FakeAdmin:
     async def describe(self, topic: str) -> dict[int, PartitionRange]:
         stored = self._broker.stored
         return {source.partition: PartitionRange(0, len(stored[source])) for source in stored if source.topic == topic}
+
+    async def offsets_at(self, topic: str, start: Start) -> dict[int, int]:
+        assert isinstance(start, datetime)
+        since, found = start.timestamp() * 1000, {}
+        for source, records in self._broker.stored.items():
+            if source.topic == topic:
+                new = (offset for offset, record in enumerate(records) if record.timestamp >= since)
+                found[source.partition] = next(new, len(records))
+        return found
 
     async def committed(self, group: str, topic: str) -> dict[int, int]:
         marks = self._broker.committed

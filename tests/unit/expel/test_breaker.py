@@ -25,10 +25,18 @@ def clock() -> Clock:
     return Clock()
 
 
+def goes(breaker: Breaker, request: object) -> bool:
+    """Whether the request may go; if so it does."""
+    is_shut = breaker.is_shut
+    if not is_shut:
+        breaker.take(request)
+    return not is_shut
+
+
 def opened(clock: Clock) -> Breaker:
     """A breaker that just opened."""
     breaker = Breaker(clock)
-    results = [breaker.permits(n) and breaker.failed(n) for n in range(MIN_ATTEMPTS)]
+    results = [goes(breaker, n) and breaker.failed(n) for n in range(MIN_ATTEMPTS)]
     assert results == [False] * (MIN_ATTEMPTS - 1) + [True]
     return breaker
 
@@ -59,17 +67,17 @@ def test_one_probe_at_a_time_and_longer_waits(clock: Clock) -> None:
     breaker = opened(clock)
     waits = []
     for _ in range(10):
-        assert not breaker.permits("early")
+        assert not goes(breaker, "early")
         waits.append(breaker.open_until - clock.now)
         clock.now = breaker.open_until
         probe, *others = object(), object(), object()
-        assert breaker.permits(probe)
-        assert not any(breaker.permits(other) for other in others)
+        assert goes(breaker, probe)
+        assert not any(goes(breaker, other) for other in others)
         assert not breaker.failed(probe)
     assert waits[:3] == [FIRST_WAIT_S, 2 * FIRST_WAIT_S, 4 * FIRST_WAIT_S]
     assert waits[-1] == MAX_WAIT_S
     clock.now = breaker.open_until
-    assert breaker.permits("last")
+    assert goes(breaker, "last")
     assert breaker.succeeded("last")
     assert breaker.state == "closed"
 
@@ -80,10 +88,10 @@ def test_requests_from_before_do_not_decide(clock: Clock) -> None:
     assert not breaker.succeeded("old")
     assert breaker.state == "open"
     clock.now = until = breaker.open_until
-    assert breaker.permits("probe")
+    assert goes(breaker, "probe")
     assert not breaker.failed("old")
     assert breaker.open_until == until
-    assert not breaker.permits("second")
+    assert not goes(breaker, "second")
     assert breaker.succeeded("probe")
 
 
@@ -91,9 +99,9 @@ def test_a_probe_without_a_verdict_is_made_again(clock: Clock) -> None:
     """If it fails, a probe that was cut off leaves the destination closed off for ever."""
     breaker = opened(clock)
     clock.now = breaker.open_until
-    assert breaker.permits("cut off")
+    assert goes(breaker, "cut off")
     breaker.unknown("cut off")
-    assert breaker.permits("next")
+    assert goes(breaker, "next")
 
 
 def flow(ramp: Ramp, clock: Clock, seconds: float) -> Iterator[float]:
@@ -182,7 +190,7 @@ def test_never_more_than_one_probe(steps: list[str]) -> None:
     for number, step in enumerate(steps):
         was_closed = breaker.state == "closed"
         request = f"request {number}"
-        if step == "send" and breaker.permits(request):
+        if step == "send" and goes(breaker, request):
             assert probe is None
             probe = None if was_closed else request
         elif step == "later":
@@ -195,4 +203,4 @@ def test_never_more_than_one_probe(steps: list[str]) -> None:
     if probe is not None:
         breaker.unknown(probe)
     clock.now += 2 * MAX_WAIT_S
-    assert breaker.permits("at last")
+    assert goes(breaker, "at last")

@@ -157,12 +157,15 @@ class KafkaDriver:
         if code in (0, _DUPLICATE_SEQUENCE):
             state.stored()
             return -1 if code else offset
-        raise self._refusal(line, state, code)
-
-    def _refusal(self, line: _Line, state: SequenceState, code: int) -> Exception:
         error = classify_produce(code, line.name)
-        if not isinstance(error, OutcomeUnknown):
-            state.refused()
+        if isinstance(error, OutcomeUnknown):
+            progress.in_doubt = packed.count
+            raise error
+        state.refused()
+        raise self._refusal(line, error, code)
+
+    def _refusal(self, line: _Line, error: BrokerError, code: int) -> Exception:
+        """What to do about a batch that was not stored."""
         if code in PRODUCER_STATE_LOST:
             line.sequence = self._identity = None
         if code in TOO_LARGE:

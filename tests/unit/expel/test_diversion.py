@@ -1,0 +1,53 @@
+"""How fast a lane with an open breaker puts its events away, in simulated time."""
+
+from itertools import accumulate
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.expel.diversion import LEAST_RATE, TURN_S, Diversion
+from tests.unit.expel.test_breaker import Clock
+
+
+def put_away(diversion: Diversion, clock: Clock, seconds: float, arriving: float) -> float:
+    """Put away what comes at this rate, turn by turn; returns what is left."""
+    left, end = 0.0, clock.now + seconds
+    while clock.now < end:
+        assert diversion.wait() == 0
+        taken = min(left, diversion.limit())
+        left -= taken
+        diversion.end_turn(is_more=left > 0)
+        assert diversion.wait() == pytest.approx(TURN_S)
+        clock.now += TURN_S
+        left += arriving * TURN_S
+    return left
+
+
+@given(st.sampled_from([None, 3.0, 800.0, 20_000.0]))
+def test_what_usually_comes_is_put_away_as_it_comes(usual: float | None) -> None:
+    """If it fails, a dead destination's lane falls behind although nothing unusual comes."""
+    clock = Clock()
+    diversion = Diversion(clock)
+    diversion.begin(usual)
+    rate = max(LEAST_RATE, usual or 0.0)
+    assert put_away(diversion, clock, 60, rate) <= rate * TURN_S
+
+
+def test_a_burst_does_not_take_the_machine() -> None:
+    """If it fails, the backlog of a dead destination is put away as fast as the machine can, and the others pay for it."""
+    clock = Clock()
+    diversion = Diversion(clock)
+    diversion.begin(500.0)
+    assert put_away(diversion, clock, 5, 10_000) == pytest.approx(5 * (10_000 - LEAST_RATE), rel=0.01)
+
+
+def test_a_backlog_that_stays_is_put_away_faster_and_faster() -> None:
+    """If it fails, what comes for days is left in its stream until the stream's retention takes it."""
+    clock = Clock()
+    diversion = Diversion(clock)
+    diversion.begin(None)
+    left = list(accumulate(range(8), lambda _, __: put_away(diversion, clock, 60, 20_000), initial=0.0))
+    assert left[-1] <= 20_000 * TURN_S
+    diversion.begin(None)
+    assert diversion.limit() == LEAST_RATE * TURN_S
