@@ -1,6 +1,6 @@
-"""Takes the README's picture of the observer's page, of a demo while it runs.
+"""Takes the README's picture of the observer's page, of the demo of an outage while one destination is down.
 
-.venv/bin/python infra/dev/screenshot.py docs/images/observer.png [--broker kafka]
+.venv/bin/python infra/dev/screenshot.py docs/images/observer.png [--broker kafka] [--scheme dark]
 
 Look at it before it is committed. Needs Debian's chromium, as the browser tests do.
 """
@@ -17,8 +17,8 @@ from playwright.async_api import async_playwright
 
 WIDTH, HEIGHT = 1100, 1180
 WITHIN_S = 300.0
-SHOWN_S = 8.0
-"""So long after events began to be delivered: the charts have figures by then."""
+SHOWN_S = 6.0
+"""So long after the outage began: the breaker is open, and the first lags are told."""
 
 
 async def main(file: Path, broker: str, scheme: str) -> None:
@@ -26,7 +26,7 @@ async def main(file: Path, broker: str, scheme: str) -> None:
     chromium = shutil.which("chromium")
     if chromium is None:
         raise SystemExit("Chromium is missing. Try: sudo apt-get install chromium")
-    command = [sys.executable, "-m", "services.fleet", "demo", "--broker", broker]
+    command = [sys.executable, "-m", "services.fleet", "demo", "--chaos", "--broker", broker]
     demo = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE, env={**os.environ})
     address = ""
     async with asyncio.timeout(WITHIN_S):
@@ -35,7 +35,7 @@ async def main(file: Path, broker: str, scheme: str) -> None:
             line = raw.decode()
             if found := re.search(r"live: (http://\S+)", line):
                 address = found[1]
-            if address and "E2E lag P50" in line:
+            if "goes down" in line:
                 break
         rest = asyncio.create_task(demo.stderr.read())
         await asyncio.sleep(SHOWN_S)
@@ -45,7 +45,6 @@ async def main(file: Path, broker: str, scheme: str) -> None:
             page = await browser.new_page(viewport={"width": WIDTH, "height": HEIGHT}, color_scheme=scheme)  # type: ignore[arg-type]
             await page.goto(address)
             await page.get_by_role("table", name=re.compile("^Loss of ")).wait_for()
-            await asyncio.sleep(3)
             await page.screenshot(path=file)
             await browser.close()
         await rest

@@ -6,6 +6,7 @@ from typing import Literal
 import msgspec
 
 from services.core.ledger.minute import MINUTE_MS
+from services.observer.ledger.flow import Step
 from services.observer.ledger.planned import Planned
 from services.observer.ledger.row import Row
 from services.observer.ledger.table import Table
@@ -73,15 +74,21 @@ def _steps(table: Table, pipe: str, now: int) -> list[tuple[State, str]]:
         name = f"{step.node} of {step.pipe}" if step.node == "ingest" else step.node
         name += f" to {step.destination}" if step.destination is not None else ""
         if not table.presence.is_alive(step, now):
-            heard = bool(table.presence.words().get(step))
-            found.append(
-                ("unstable", f"{name} is silent") if heard else ("degraded", f"nothing was heard of {name} yet")
-            )
+            found.append(_why_silent(table, step, name))
         elif (behind := table.presence.behind_ms(step, now)) is not None and behind > BEHIND_MS:
             found.append(("degraded", f"{name} is behind by {behind / 1000:.0f} s"))
         if (breaker := table.presence.breaker(step, now)) not in (None, "closed"):
             found.append(("degraded", f"the breaker of {step.destination} is {breaker}"))
     return found
+
+
+def _why_silent(table: Table, step: Step, name: str) -> tuple[State, str]:
+    words = table.presence.words().get(step, {}).values()
+    if not words:
+        return "degraded", f"nothing was heard of {name} yet"
+    if max(words, key=lambda word: word.at_ms).closed:
+        return "degraded", f"{name} was stopped"
+    return "unstable", f"{name} is silent"
 
 
 def _count(number: int, noun: str) -> str:

@@ -66,14 +66,18 @@ function none(figure, title) {
   figure.replaceChildren(element("h3", {}, title), element("p", { class: "empty" }, "No figures yet."));
 }
 
+// The points of a line; a single minute is a line across.
+const across = (frame, points) => (points.length > 1 ? points : [[LEFT, points[0][1]], [frame.width - RIGHT, points[0][1]]]);
+const path = (points, begin) => points.map(([x, y], index) => `${index ? "L" : begin}${x},${y}`).join("");
+
 export function drawLag(figure, rows) {
   const title = "End to end, arrival to the receiver’s 2xx";
   if (!rows.length) return none(figure, title);
   const names = ["p99", "p95", "p50"], minutes = rows.map((row) => row.minute);
   const frame = new Frame(figure, minutes, Math.max(...rows.map((row) => row.p99)));
-  const path = (name) => rows.map((row, index) => `${index ? "L" : "M"}${frame.x(row.minute)},${frame.y(row[name])}`).join("");
+  const points = (name) => across(frame, rows.map((row) => [frame.x(row.minute), frame.y(row[name])]));
   const lines = names.map((name, index) =>
-    shape("path", { class: `line s${index === 0 ? 5 : index - 1 ? 2 : 0}${name === "p95" ? "" : " thin"}`, d: path(name) }));
+    shape("path", { class: `line s${index === 0 ? 5 : index - 1 ? 2 : 0}${name === "p95" ? "" : " thin"}`, d: path(points(name), "M") }));
   const caption = element("figcaption");
   const tell = (index) => caption.replaceChildren(element("span", { class: "time" }, `${clock(minutes[index])} UTC`),
     ...names.map((name, at) => key(at === 0 ? 5 : at - 1 ? 2 : 0, `${name.toUpperCase()} ${duration(rows[index][name])}`)));
@@ -90,11 +94,11 @@ export function drawDurations(figure, steps, rows) {
   const totals = rows.map((row) => row.millis.reduce((sum, one) => sum + one, 0));
   const frame = new Frame(figure, minutes, Math.max(...totals));
   const below = rows.map(() => 0);
+  const border = () => across(frame, rows.map((row, index) => [frame.x(row.minute), frame.y(below[index])]));
   const areas = steps.map((_, step) => {
-    const lower = rows.map((row, index) => `L${frame.x(row.minute)},${frame.y(below[index])}`).reverse();
+    const lower = border().reverse();
     rows.forEach((row, index) => { below[index] += row.millis[step]; });
-    const upper = rows.map((row, index) => `${index ? "L" : "M"}${frame.x(row.minute)},${frame.y(below[index])}`);
-    return shape("path", { class: `area s${step % 6}`, d: `${upper.join("")}${lower.join("")}Z` });
+    return shape("path", { class: `area s${step % 6}`, d: `${path(border(), "M")}${path(lower, "L")}Z` });
   });
   const caption = element("figcaption");
   const tell = (index) => caption.replaceChildren(element("span", { class: "time" }, `${clock(minutes[index])} UTC`),

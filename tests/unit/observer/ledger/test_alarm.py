@@ -117,3 +117,6 @@ def test_health_names_its_reasons() -> None:
     silent = NOW + 60_000
     assert "expel to ops is silent" in health.judge(table, Planned(), "late", silent, 0.5).reasons
     assert table.presence.alive(Step("expel", "late", "ops"), silent) == []
+    goodbye = msgspec.structs.replace(beat("transform", "late", at_ms=silent), closed=True)
+    table.apply(goodbye)
+    assert "transform was stopped" in health.judge(table, Planned(), "late", silent, 0.5).reasons
