@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import msgspec
 
 from services.core.ledger.fields import FieldSet, FieldStats, merge_sets
+from services.core.ledger.minute import MINUTE_MS
 from services.core.ledger.report import Report
 from services.observer.ledger.flow import Step
 
@@ -53,26 +54,31 @@ class FieldBook:
         """As computed since the last report; they are asked for far more often than they change."""
 
     def hear(self, report: Report) -> None:
-        """Take what a report says of payloads. Each instance tells a minute once: what comes again replaces itself."""
+        """Take what a report says of payloads. Each instance tells a minute once: what comes again replaces itself.
+
+        Reports that say nothing of them let time pass: what was told an hour before them is forgotten.
+        """
+        over = report.at_ms // MINUTE_MS - 1
+        if not report.fields and over <= self._newest:
+            return
+        self._newest = max(self._newest, over)
         step = Step(report.node, report.pipe, report.destination)
         for told in report.fields:
-            self._newest = max(self._newest, min(told.minute, report.at_ms // 60_000))
             self._by_step.setdefault(step, {}).setdefault(told.minute, {})[report.instance] = told
-        if report.fields:
-            self._forget()
-            self._figures.clear()
-            self._drifts.clear()
+        self._forget()
+        self._figures.clear()
+        self._drifts.clear()
 
     def _forget(self) -> None:
         for minutes in self._by_step.values():
-            for minute in [one for one in minutes if not 0 <= self._newest - one < KEEP_MINUTES]:
+            for minute in [one for one in minutes if not -1 <= self._newest - one < KEEP_MINUTES]:
                 del minutes[minute]
         self._by_step = {step: minutes for step, minutes in self._by_step.items() if minutes}
 
     def figures(self, step: Step) -> dict[str, Figures]:
         """Each field over the last hour."""
         if step not in self._figures:
-            events, fields = self._merge(step, self._newest - KEEP_MINUTES, self._newest)
+            events, fields = self._merge(step, self._newest - KEEP_MINUTES, self._newest + 1)
             self._figures[step] = {name: _figures(events, stats) for name, stats in sorted(fields.items())}
         return self._figures[step]
 

@@ -97,6 +97,17 @@ def test_what_has_changed_is_named(change: dict[str, object], field: str, what: 
     assert {name for name, _ in found} == {field}
 
 
+def test_a_change_is_over_when_nothing_comes_any_more() -> None:
+    """Broken: a pipe is degraded for ever because its last events were odd."""
+    book = book_of(usual, lambda number: {**usual(number), "delay": None})
+    assert book.drifts(INGEST)
+    book.hear(Report(node="expel", instance="e", pipe="late", destination="ops", at_ms=(MINUTE + 66) * MINUTE_MS))
+    assert not book.drifts(INGEST)
+    assert book.figures(INGEST)
+    book.hear(Report(node="expel", instance="e", pipe="late", destination="ops", at_ms=(MINUTE + 130) * MINUTE_MS))
+    assert not book.figures(INGEST)
+
+
 def test_a_sample_is_bounded_and_passes_over_what_it_cannot_read() -> None:
     """Broken: the ledger's cost grows with the rate, with the size of payloads or with their fields."""
     clock = Clock()
