@@ -14,6 +14,7 @@ from services.core.broker.kafka.cluster import Cluster
 from services.core.broker.kafka.consumer import KafkaConsumer
 from services.core.broker.kafka.damage import Damaged
 from services.core.broker.kafka.ownership import Ownership
+from services.core.broker.kafka.standstill import Standstill
 from services.core.broker.kafka.timing import Timing
 from services.core.broker.record import Batch, Damage, Record, TopicPartition
 
@@ -104,7 +105,7 @@ async def test_offsets_belong_to_their_records(offsets: list[int]) -> None:
     member = Member()
     await member.own.on_partitions_assigned([_ONE])
     member.own.placed({_ONE: 0})
-    consumer = KafkaConsumer(Cluster("unused:1", "unit", Timing()), None, member.own, "g", "earliest")
+    consumer = KafkaConsumer(Cluster("unused:1", "unit", Timing()), None, member.own, "g", "earliest", Standstill(5.0))
     (batch,) = consumer._accept({KafkaPartition("t", 1): [_row(offset) for offset in offsets]})
     assert list(batch.offsets) == offsets
     assert [record.value for record in batch.records] == [b"%d" % offset for offset in offsets]
@@ -115,7 +116,7 @@ async def test_what_came_before_placing_is_not_returned() -> None:
     """If it fails, records of a partition without a decided position are returned, and again after it is decided."""
     member = Member()
     await member.own.on_partitions_assigned([_ONE])
-    consumer = KafkaConsumer(Cluster("unused:1", "unit", Timing()), None, member.own, "g", "earliest")
+    consumer = KafkaConsumer(Cluster("unused:1", "unit", Timing()), None, member.own, "g", "earliest", Standstill(5.0))
     assert consumer._accept({KafkaPartition("t", 1): [_row(3)], KafkaPartition("t", 2): [_row(4)]}) == []
 
 
@@ -155,7 +156,9 @@ async def test_damage_of_a_partition_that_was_revoked_meanwhile_is_forgotten(mon
     member, client = Member(), Client(monkeypatch)
     await member.own.on_partitions_assigned([_ONE, _TWO])
     member.own.placed({_ONE: 0, _TWO: 0})
-    consumer = KafkaConsumer(Cluster("unused:1", "unit", Timing()), client, member.own, "g", "earliest")
+    consumer = KafkaConsumer(
+        Cluster("unused:1", "unit", Timing()), client, member.own, "g", "earliest", Standstill(5.0)
+    )
     client.found = {_ONE: _damaged(_ONE, 9, is_next=False), _TWO: _damaged(_TWO, 0, is_next=True)}
     client.meanwhile = [
         member.own.on_partitions_revoked([_ONE, _TWO]),
@@ -171,7 +174,9 @@ async def test_damage_that_is_passed_over_comes_once_and_after_a_pause(monkeypat
     member, client = Member(), Client(monkeypatch)
     await member.own.on_partitions_assigned([_ONE])
     member.own.placed({_ONE: 7})
-    consumer = KafkaConsumer(Cluster("unused:1", "unit", Timing()), client, member.own, "g", "earliest")
+    consumer = KafkaConsumer(
+        Cluster("unused:1", "unit", Timing()), client, member.own, "g", "earliest", Standstill(5.0)
+    )
     client.found = {_ONE: _damaged(_ONE, 7, is_next=True)}
     assert await consumer._examine(CorruptRecordException())
     consumer.pause([_ONE])

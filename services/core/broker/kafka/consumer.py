@@ -23,6 +23,7 @@ from services.core.broker.kafka.membership import connect, disconnect
 from services.core.broker.kafka.offsets import partitions_of
 from services.core.broker.kafka.ownership import Ownership
 from services.core.broker.kafka.placement import place
+from services.core.broker.kafka.standstill import Standstill
 from services.core.broker.kafka.timing import Timing
 from services.core.broker.record import Batch, TopicPartition
 
@@ -47,12 +48,15 @@ async def join(
     await evict_dead(cluster, group)
     client = await connect(bootstrap, timing, group)
     ownership = Ownership(on_revoke, timing.drain, lambda: not client._coordinator.member_id)
-    consumer = KafkaConsumer(cluster, client, ownership, group, start)
+    standstill = Standstill(timing.session / 2)
+    consumer = KafkaConsumer(cluster, client, ownership, group, start, standstill)
     ownership.on_assigned = consumer.place_early
     client.subscribe(list(topics), listener=ownership)
+    watching = asyncio.create_task(standstill.watch(), name=f"standstill {group}")
     try:
         yield consumer
     finally:
+        watching.cancel()
         try:
             await ownership.close()
         finally:
@@ -63,10 +67,16 @@ class KafkaConsumer:
     """The contract's `Consumer`."""
 
     def __init__(
-        self, cluster: Cluster, client: AIOKafkaConsumer, ownership: Ownership, group: str, start: Start
+        self,
+        cluster: Cluster,
+        client: AIOKafkaConsumer,
+        ownership: Ownership,
+        group: str,
+        start: Start,
+        standstill: Standstill,
     ) -> None:
         self._cluster, self._client, self._own = cluster, client, ownership
-        self._group, self._start = group, start
+        self._group, self._start, self._standstill = group, start, standstill
         self._placing = asyncio.Lock()
         self._notes: dict[str, str] = {}
         self._lag = LagMeter(cluster)
@@ -82,12 +92,45 @@ class KafkaConsumer:
             self._own.raise_stuck()
             if self._own.unplaced:
                 await self._place()
-            batches = self._pass_over() or self._accept(await self._fetch(max_records, max(0.0, deadline - clock())))
+            epoch = self._own.epoch
+            batches = self._pass_over()
+            if not batches:
+                fetched = await self._fetch(max_records, max(0.0, deadline - clock()))
+                if not self._standstill.is_in_doubt() or await self._is_member(epoch):
+                    batches = self._accept(fetched)
             if batches:
                 return batches
             if clock() >= deadline:
                 self._own.raise_stuck()
                 return []
+
+    async def _is_member(self, epoch: int) -> bool:
+        """Ask the group after a standstill. While that is not certain, what was fetched is left for whoever owns it now."""
+        certain = False
+        try:
+            if self._client._coordinator.member_id:
+                async with bounded(f"heartbeat of group {self._group}", self._cluster.timing.request):
+                    certain = await self._client._coordinator._do_heartbeat() and epoch == self._own.epoch
+        except BrokerError as error:
+            log.info("kafka_membership_unknown", group=self._group, error=str(error))
+        finally:  # also when it is cancelled: nothing may be left out
+            if not certain:
+                self._go_back()
+        if certain:
+            self._standstill.settle()
+        else:
+            log.warning(
+                "kafka_stood_still", group=self._group, hint="what another member may have had is not delivered"
+            )
+            await asyncio.sleep(_GRACE)
+        return certain
+
+    def _go_back(self) -> None:
+        """Read again from behind what was returned last."""
+        assigned = self._client.assignment()
+        for source in self._own.owned - self._own.unplaced:
+            if KafkaPartition(*source) in assigned:
+                self._client.seek(KafkaPartition(*source), self._own.next_read[source])
 
     def _pass_over(self) -> list[Batch]:
         """What stands for damaged records that are next; aiokafka goes on behind them."""
