@@ -12,9 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from services.core.settings import variable_name
 from services.fleet import sender
 from services.fleet.cli import main
 from services.fleet.ports import free_port
+from services.fleet.settings import UpSettings
 
 VERBS = ["demo", "up", "send", "listen", "status", "init", "check", "schema", "apply"]
 SUBVERBS = ["keys create", "keys list", "keys revoke", "keys secret", "log verify", "log repair"]
@@ -59,8 +61,9 @@ def test_up_names_default_and_variable_of_every_flag(shell: Shell) -> None:
     """Broken: an operator cannot find how to set something in a container."""
     assert shell.run("up", "--help") == 0
     text = " ".join(re.sub("[│\n]", " ", shell.out).split())
-    for variable in ("PENSTOCK_PIPES", "PENSTOCK_BROKER", "PENSTOCK_UP_DATA", "PENSTOCK_UP_LISTEN", "PENSTOCK_CONFIG"):
-        assert f"[{variable}]" in text
+    for name in UpSettings.model_fields:
+        assert f"[{variable_name(UpSettings, name)}]" in text
+    assert "[PENSTOCK_CONFIG]" in text
     assert "Default: 127.0.0.1:8080." in text
 
 
