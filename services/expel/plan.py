@@ -201,7 +201,7 @@ class LaneBuilder:
         if not self._settings.ledger:
             return LaneLedger()
         name, sources = plan.pipe_name, delivery_topics(plan.pipe_name, plan.pipe)
-        return LaneLedger.open(self._producer, self._instance, name, plan.destination.name, sources)
+        return LaneLedger.open(self._producer, self._broker.admin, self._instance, name, plan.destination.name, sources)
 
 
 def _limit_retries(destination: Destination, webhook: Webhook) -> RetryLimits:

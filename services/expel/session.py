@@ -205,6 +205,7 @@ class Session:
     async def _keep_measuring(self, consumer: Consumer) -> NoReturn:
         while True:
             try:
+                await self._meter.ledger.look()
                 lags = await consumer.lag()
                 self._watch.show_lags(lags)
                 self._meter.ledger.behind(lags)

@@ -10,12 +10,13 @@ import msgspec
 import structlog
 from pyspark.sql import SparkSession
 
+from services.core.ledger.age import Age
 from services.core.ledger.report import TELEMETRY
 from spark.adoption import adopt, check_not_older
 from spark.brokers.endpoint import Endpoint
 from spark.checkpoint import Checkpoint, open_checkpoint, peek_checkpoint
 from spark.errors import shorten
-from spark.jobs.backlog import Age, Backlog, measure_backlog
+from spark.jobs.backlog import Backlog, measure_backlog
 from spark.jobs.in_plan import InPlanRun
 from spark.jobs.query import Query, Stopping
 from spark.jobs.runs import Run, start_per_batch
@@ -172,5 +173,7 @@ class Job:
         held = self._endpoint.held(session, list(self._prepared.views))
         if self._reporter is not None:
             settled = settled_position(self._prepared, self._endpoint, checkpoint)
-            self._reporter.settled_up_to(self._age.done_up_to(begun, held, settled))
+            starts = {(span.topic, span.partition): span.start for span in held}
+            ends = {(span.topic, span.partition): span.end for span in held}
+            self._reporter.settled_up_to(self._age.done_up_to(begun, starts, ends, settled))
         return measure_backlog(held, checkpoint.done_up_to(self._endpoint.parse_position))

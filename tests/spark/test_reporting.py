@@ -1,6 +1,5 @@
 """What a pipe's reports are made of, without Spark: origins, ages, and the reporter itself."""
 
-import random
 from collections.abc import Sequence
 
 import pytest
@@ -11,7 +10,6 @@ from services.core.broker.errors import Unavailable
 from services.core.broker.record import Record
 from services.core.ledger.report import Report, decode_report, unpack_numbers
 from services.core.ledger.reporter import HEARTBEAT_S
-from spark.jobs.backlog import Age
 from spark.jobs.ranges import windows
 from spark.numbering import number_batch
 from spark.observed import BatchReport
@@ -106,37 +104,6 @@ def test_windows_cover_everything_once() -> None:
     found = [(s.topic, s.partition, n) for part in windows(spans, 6) for s in part for n in range(s.start, s.end)]
     assert sorted(found) == [*(("s", 0, n) for n in range(5, 17)), ("u", 0, 2)]
     assert all(sum(s.end - s.start for s in part) <= 6 for part in windows(spans, 6))
-
-
-def test_age_never_promises_too_much() -> None:
-    """If this fails, a minute is final before a pipe has done its events, and they count as lost."""
-    seed = random.randrange(1 << 30)
-    chance = random.Random(seed)
-    age, stored, done, known = Age(), [[0.0] * 5, [0.0] * 5], [0, 5], []
-    for now in range(1, 800):
-        for partition in (0, 1):
-            stored[partition] += [now - chance.random()] * chance.choice([0, 0, 3])
-            done[partition] = min(len(stored[partition]), done[partition] + chance.choice([0, 1, 2, 3]))
-        held = [Span("s", partition, 0, len(stored[partition])) for partition in (0, 1)]
-        answer = age.done_up_to(now, held, {("s", partition): done[partition] for partition in (0, 1)})
-        left = [at for partition in (0, 1) for at in stored[partition][done[partition] :]]
-        assert answer is None or all(at > answer - 1 for at in left), f"seed {seed}"
-        known.append(answer)
-    held = [Span("s", partition, 0, len(stored[partition])) for partition in (0, 1)]
-    assert age.done_up_to(800, held, {("s", 0): len(stored[0]), ("s", 1): len(stored[1])}) == 800
-    assert sum(answer is not None for answer in known) > 200, f"seed {seed}"
-
-
-def test_age_is_not_known_before_the_first_look() -> None:
-    """If this fails, a restart with a backlog looks as if nothing were left to do."""
-    age = Age()
-    assert age.done_up_to(10, [Span("s", 0, 0, 100)], {}) is None
-    assert age.done_up_to(20, [Span("s", 0, 0, 110)], {("s", 0): 99}) is None
-    assert age.done_up_to(30, [Span("s", 0, 0, 120)], {("s", 0): 105}) == 10
-    assert age.done_up_to(40, [Span("s", 0, 0, 120)], {("s", 0): 120}) == 40
-    for at in range(50, 1500):
-        assert age.done_up_to(at, [Span("s", 0, 0, 120 + at)], {("s", 0): 120}) == 40
-    assert age.looks < 1100
 
 
 def test_reporter_tells_batches_and_that_it_lives() -> None:

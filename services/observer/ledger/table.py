@@ -12,6 +12,9 @@ from services.observer.ledger.reaches import Reaches
 from services.observer.ledger.row import Row, add, count
 from services.observer.ledger.settlement import Settlement, settle
 
+STORED_MS = 30_000
+"""From an event's arrival to where it is stored at most: ingest gives up before. What steps are behind counts from there."""
+
 
 class Ages(msgspec.Struct, frozen=True):
     """After a minute's end, in ms. final: no earlier is it final. fold: its sets become counts, but for what is unsettled.
@@ -97,7 +100,7 @@ class Table:
         for one in row.steps:
             if one.missing:
                 step = Step(one.node, row.pipe, one.destination)
-                if (reason := self.presence.why_not_done(step, end + BEHIND_MS, now)) is not None:
+                if (reason := self.presence.why_not_done(step, end + BEHIND_MS + STORED_MS, now)) is not None:
                     return reason
         return None
 
