@@ -5,6 +5,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
@@ -16,7 +17,6 @@ from services.core.broker.retry import RetryPolicy
 from services.core.ledger.report import TELEMETRY, Report, decode_report, unpack_numbers
 from services.core.pipes import RETRY_IN
 from services.core.retry_state import RetryState, wrap
-from services.expel import lane_ledger
 from services.expel.delivery import Delivery
 from services.expel.dispatch import Dispatcher
 from services.expel.disposition import RetryLimits
@@ -37,6 +37,11 @@ QUICK = RetryPolicy(deadline=5.0, append_timeout=60.0)
 def event(number: int) -> Record:
     headers = (("ce_id", b"e%d" % number), ("penstock_arrival", b"1"), ("penstock_origin", b"a:0:%d" % number))
     return Record(None, b"{}", 0, headers)
+
+
+def open_ledger(producer: Producer, broker: FakeBroker) -> LaneLedger:
+    admin: Any = broker.admin
+    return LaneLedger.open(producer, admin, "i", "late", "hook", ["s"])
 
 
 @dataclass
@@ -79,7 +84,7 @@ async def run_lane(
         state = RetryState("late", "hook", 3, 1, now, now + 5000, "http_503", "busy", f"s:0:{number}", 0)
         broker.stored[TopicPartition(RETRY_IN, 0)].append(wrap(event(number), state, now))
     async with Producer(broker.driver, policy=QUICK) as producer, Producer(telemetry, policy=QUICK) as telling:
-        meter = LaneMeter("late", "hook", ledger=LaneLedger.open(telling, broker.admin, "i", "late", "hook", ["s"]))
+        meter = LaneMeter("late", "hook", ledger=open_ledger(telling, broker))
         shape = make_shape(retry=RetryLimits(1, 0.01, 0.02, hands_over=True), schedule=(1.0,))
         gate, dispatchers = Gate(shape), list[Dispatcher]()
 
@@ -142,12 +147,12 @@ async def test_only_the_sources_hold_minutes_open(monkeypatch: pytest.MonkeyPatc
     """Broken: a destination that is paused for a day keeps every minute of that day from becoming final, or a backlog of
     events with old event times looks older than it is."""
     now = 1_800_000_000.0
-    monkeypatch.setattr(lane_ledger.time, "time", lambda: now)
+    monkeypatch.setattr("time.time", lambda: now)
     driver, broker = MemoryDriver(), FakeBroker({"s": 2, "late.parked": 1})
     driver.create(TELEMETRY, 1)
     parked = {TopicPartition("late.parked", 0): Lag(9, 90_000_000)}
     async with Producer(driver) as producer:
-        ledger = LaneLedger.open(producer, broker.admin, "i", "late", "hook", ["s"])
+        ledger = open_ledger(producer, broker)
 
         async def measure(waiting: int) -> int | None:
             await ledger.look()
