@@ -13,7 +13,7 @@ from services.fleet.observer_client import ask
 from services.fleet.problem import CommandFailed
 from services.fleet.supervisor import Fleet
 
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 ASK_EVERY_S = 0.5
 
 Loss = dict[str, Any]
