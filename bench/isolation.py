@@ -1,8 +1,8 @@
 """What one dead destination of ten costs the other nine: healthy and dead phases in turn, one run, one machine.
 
 A phase waits until the retrier has put away what the last one left (in a dead phase also until the dead lane has), sends at a
-steady rate (how late the nine get their events), then a burst (how fast they get it). Each dead phase is compared with the healthy
-phases on both sides of it. Each healthy phase, too: that is the noise of the machine.
+steady rate (how late the nine get their events), then a burst (how fast they get it). Each dead phase is compared with the
+healthy phases on both sides of it. Each healthy phase, too: that is the noise of the machine.
 """
 
 import asyncio
