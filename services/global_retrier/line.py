@@ -19,7 +19,7 @@ MAX_EVENTS, MAX_BYTES = 500, 1_000_000
 MOVE_EVENTS = 200
 """Written on at once at most: about what is repeated when the process dies in between."""
 GATHER_MS = 200
-"""After a move that left nothing behind that could go: what becomes due meanwhile travels together."""
+"""After a move that left nothing behind that could go: what becomes due meanwhile travels together, unless the line is full."""
 
 
 class Waiting(NamedTuple):
@@ -51,7 +51,7 @@ class Line:
         self._waiting: deque[Waiting] = deque()
         self._bytes = 0
         self._next_move = 0
-        self._arrived = asyncio.Event()
+        self._arrived, self._filled = asyncio.Event(), asyncio.Event()
 
     def take(self, batch: Batch, now: int) -> None:
         """Queue a polled batch. now: ms."""
@@ -62,6 +62,8 @@ class Line:
         self._waiting += taken
         self._bytes += sum(item.size for item in taken)
         self._arrived.set()
+        if self.is_full:
+            self._filled.set()
 
     def _read(self, offset: int, record: Record, now: int) -> Waiting:
         size = estimate_size((record,))
@@ -94,7 +96,20 @@ class Line:
         while not self._waiting:
             self._arrived.clear()
             await self._arrived.wait()
-        await clock.sleep_until(max(self._waiting[0].wake, self._next_move))
+        await self._gather(clock)
+        await clock.sleep_until(self._waiting[0].wake)
+
+    async def _gather(self, clock: Clock) -> None:
+        """Until the next move may begin, or there is enough for several."""
+        if self._next_move <= clock.now_ms() or self.is_full:
+            return
+        self._filled.clear()
+        ends = [asyncio.ensure_future(end) for end in (clock.sleep_until(self._next_move), self._filled.wait())]
+        try:
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for end in ends:
+                end.cancel()
 
     def cut(self, now: int) -> list[Waiting]:
         """Take out what may leave, at most `MOVE_EVENTS` and about `MAX_BYTES`."""
