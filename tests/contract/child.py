@@ -15,6 +15,8 @@ from contextlib import asynccontextmanager
 from types import TracebackType
 from typing import Any, Self
 
+import structlog
+
 from services.core.broker.errors import BrokerError, NotOwner
 from services.core.broker.producer import Producer
 from services.core.broker.record import TopicPartition
@@ -123,5 +125,6 @@ async def _member(spec: str, group: str, topic: str) -> None:
 
 
 if __name__ == "__main__":
+    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))  # stdout is for facts
     role, *rest = sys.argv[1:]
     asyncio.run(_append(*rest) if role == "append" else _member(*rest))

@@ -21,5 +21,7 @@ def test_in_doubt_after_a_long_standstill_until_settled() -> None:
     assert standstill.is_in_doubt()
     clock.now += 0.1
     assert standstill.is_in_doubt()
+    assert [standstill.is_news() for _ in range(2)] == [True, False]
     standstill.settle()
     assert not standstill.is_in_doubt()
+    assert standstill.is_news()

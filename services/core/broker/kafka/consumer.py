@@ -96,7 +96,7 @@ class KafkaConsumer:
             batches = self._pass_over()
             if not batches:
                 fetched = await self._fetch(max_records, max(0.0, deadline - clock()))
-                if not self._standstill.is_in_doubt() or await self._is_member(epoch):
+                if not (fetched and self._standstill.is_in_doubt()) or await self._is_member(epoch):
                     batches = self._accept(fetched)
             if batches:
                 return batches

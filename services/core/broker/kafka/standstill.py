@@ -16,7 +16,7 @@ class Standstill:
     def __init__(self, limit: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._limit, self._clock = limit, clock
         self._alive_at = clock()
-        self._happened = False
+        self._happened = self._is_told = False
 
     async def watch(self) -> NoReturn:
         """Note that the loop runs, several times within the limit, until cancelled."""
@@ -31,7 +31,12 @@ class Standstill:
 
     def settle(self) -> None:
         """The membership is certain again."""
-        self._happened = False
+        self._happened = self._is_told = False
+
+    def is_news(self) -> bool:
+        """Whether this is asked for the first time since it happened."""
+        is_told, self._is_told = self._is_told, True
+        return not is_told
 
     def _note(self) -> None:
         now = self._clock()
