@@ -1,5 +1,6 @@
 """Where a server listens, as people write it: host:port, IPv6 in brackets."""
 
+import ipaddress
 import re
 from typing import Annotated
 
@@ -15,6 +16,14 @@ def parse_address(text: str) -> tuple[str, int]:
     if match is None or int(match["port"]) > MAX_PORT:
         raise ValueError("host:port is needed. Try: 127.0.0.1:8080, or [::1]:8080")
     return match["six"] or match["host"], int(match["port"])
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host, as text, can be reached from this machine only. Names other than localhost count as reachable."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def _checked(text: str) -> str:

@@ -137,6 +137,7 @@ LEDGER_LOSS = Gauge(
 LEDGER_ALARMS = Counter(
     "penstock_ledger_alarms", "Minutes that became final with more loss than the threshold.", ["pipe"]
 )
+LEDGER_ALARMS_UNTOLD = Counter("penstock_ledger_alarms_untold", "Alarms that their webhook did not get.", ["reason"])
 LEDGER_DRIFTS = Counter(
     "penstock_ledger_drifts", "Payload fields that changed against the hour before, each counted once.", ["pipe"]
 )

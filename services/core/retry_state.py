@@ -84,7 +84,7 @@ def wrap(record: Record, state: RetryState, now_ms: int) -> Record:
         (PREFIX + "source", state.source.encode()),
         (PREFIX + "time", b"%d" % state.time),
     )
-    return Record(record.key, record.value, now_ms, added + _own(record.headers))
+    return Record(record.key, record.value, now_ms, added + own_headers(record))
 
 
 def read_state(record: Record) -> RetryState:
@@ -124,7 +124,7 @@ def read_wait(record: Record) -> tuple[str, str, int]:
 def unwrap(record: Record) -> tuple[Record, RetryState]:
     """The record as it was before `wrap`, with its event time, and its state. Raises BadRetryRecord."""
     state = read_state(record)
-    return Record(record.key, record.value, state.time, _own(record.headers)), state
+    return Record(record.key, record.value, state.time, own_headers(record)), state
 
 
 def state_of(record: Record) -> RetryState | None:
@@ -145,8 +145,9 @@ def state_for(record: Record, pipe: str, destination: str) -> RetryState | None:
     return state if state is not None and state.pipe == pipe else None
 
 
-def _own(headers: Headers) -> Headers:
-    return tuple(header for header in headers if not header[0].startswith(PREFIX))
+def own_headers(record: Record) -> Headers:
+    """Those that it had before it was wrapped."""
+    return tuple(header for header in record.headers if not header[0].startswith(PREFIX))
 
 
 def _cut(text: str, limit: int) -> bytes:

@@ -223,7 +223,8 @@ class Dispatcher:
             due = self._when_due(now)
             if due is None:
                 return None
-            due = max(due, self._hold_until)
+            if not self._gate.is_shut:
+                due = max(due, self._hold_until)
             if due <= now:
                 due = now + self._gate.wait()
             if due > now:
@@ -255,14 +256,15 @@ class Dispatcher:
 
         It does not come back before the breaker may close: that would only cost a round.
         """
-        left, shut_for = self._gate.diversion.limit(), self._gate.shut_for()
+        limit, shut_for, was_full = self._gate.diversion.limit(), self._gate.shut_for(), not self.room()
+        left = limit
         while left > 0 and (due := self._when_due(now)) is not None and due <= now:
             delivery = self._take_due(now)
             least = shut_for + self._jitter(shut_for / 2)
             failure = Failure(_BREAKER_OPEN, _NOT_TRIED, recoverable=True, retry_after=least)
             self._elsewhere.hand_over(delivery, dict.fromkeys(range(len(delivery)), failure))
             left -= len(delivery)
-        self._gate.diversion.end_turn(is_more=left <= 0)
+        self._gate.diversion.end_turn(limit - left, is_more=left <= 0 or was_full)
 
     def _when_due(self, now: float) -> float | None:
         """When the next delivery could leave (not after now: at once); None: not before something else happens."""
@@ -409,6 +411,8 @@ class Dispatcher:
             self._timer.cancel()
         for worker in self._workers:
             worker.cancel()
+        for delivery in self._sending:  # a worker that never began says nothing of its probe
+            self._gate.cut_off(delivery)
         self._elsewhere.stop()
 
     async def _wait_until(self, condition: Callable[[], bool], limit: float) -> None:

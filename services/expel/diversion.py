@@ -37,10 +37,10 @@ class Diversion:
         """How many events a turn may take, its last request aside."""
         return int(self._rate * TURN_S)
 
-    def end_turn(self, *, is_more: bool) -> None:
-        """A turn was taken. is_more: the limit ended it, not the want of events."""
+    def end_turn(self, taken: int, *, is_more: bool) -> None:
+        """A turn put so many events away. is_more: there is more: here, or in the stream because the lane was full."""
         now = self._clock()
-        self._next_turn = now + TURN_S
+        self._next_turn = now + (min(TURN_S, taken / self._rate) if is_more else TURN_S)
         if not is_more:
             self._enough_at = now
         elif now - self._enough_at >= _DOUBLE_S:

@@ -16,7 +16,7 @@ from services.core.broker.errors import BrokerError
 from services.core.broker.record import Batch, Record, TopicPartition
 from services.core.broker.tail import read_tail
 from services.core.pipes import RETRY_IN, parked_topic, retry_topic
-from services.core.retry_state import state_for
+from services.core.retry_state import own_headers, state_for
 
 log = structlog.get_logger()
 
@@ -28,6 +28,8 @@ _PATIENCE_S = 3.0
 
 _Life = tuple[str, int]
 """Where the original record lies (`topic:partition:offset`), and how often the event was handed over."""
+_Seen = tuple[int, int]
+"""When it was handed over (ms), and a hash of the event: a topic that was made anew has other events at the same offsets."""
 
 
 class Inheritance:
@@ -39,7 +41,7 @@ class Inheritance:
     def __init__(self, broker: Broker, pipe: str, destination: str, reach: int) -> None:
         self._broker, self._pipe, self._destination, self._reach = broker, pipe, destination, reach
         self._unsure: dict[TopicPartition, int] = {}
-        self._handed_over: dict[_Life, int] = {}
+        self._handed_over: dict[_Life, _Seen] = {}
 
     def is_known(self, sources: Collection[TopicPartition]) -> bool:
         """Whether `look` was called for all of these since they came."""
@@ -48,13 +50,14 @@ class Inheritance:
     async def look(self, sources: Collection[TopicPartition]) -> None:
         """Find what concerns these partitions. While the broker cannot be asked nothing is found: some may live twice."""
         since = int((time.time() - WITHIN_S) * 1000)
+        self._handed_over = {life: seen for life, seen in self._handed_over.items() if seen[0] >= since}
         try:
             async with asyncio.timeout(_PATIENCE_S):
                 async for batch in read_tail(self._broker, RETRY_IN, since, TAIL_EVENTS):
                     self._note(batch.records)
         except (BrokerError, TimeoutError) as error:
             log.warning("tail_unknown", topic=RETRY_IN, error=str(error), hint="some events may be handed over twice")
-        self._unsure |= dict.fromkeys(sources, self._reach)
+        self._unsure = dict.fromkeys(sources, self._reach) | self._unsure
 
     def forget(self, sources: Collection[TopicPartition]) -> None:
         """These partitions left: when they come back somebody else may have had them."""
@@ -67,21 +70,30 @@ class Inheritance:
         if left <= 0 or not self._handed_over or batch.damage is not None:
             return []
         self._unsure[batch.source] = left - len(batch.offsets)
+        is_back = batch.topic in (retry_topic(self._pipe), parked_topic(self._pipe))
         place = f"{batch.topic}:{batch.partition}"
-        came_back = batch.topic in (retry_topic(self._pipe), parked_topic(self._pipe))
         return [
             offset
             for offset, record in zip(batch.offsets, batch.records, strict=True)
-            if (self._went_on(record) if came_back else (f"{place}:{offset}", 1) in self._handed_over)
+            if (self._went_on(record) if is_back else self._is_next((f"{place}:{offset}", 1), record))
         ]
 
     def _note(self, records: Sequence[Record]) -> None:
         for record in records:
             state = state_for(record, self._pipe, self._destination)
             if state is not None:
-                self._handed_over[state.source, state.rounds] = record.timestamp
+                self._handed_over[state.source, state.rounds] = record.timestamp, _hash(record)
+
+    def _is_next(self, life: _Life, record: Record, since: int = 0) -> bool:
+        """Whether this event was handed over in that life, at `since` (ms) or later."""
+        seen = self._handed_over.get(life)
+        return seen is not None and seen[0] >= since and seen[1] == _hash(record)
 
     def _went_on(self, record: Record) -> bool:
         """Whether it went to its next round after it had come back: a letter that is redriven has been through rounds before."""
         state = state_for(record, self._pipe, self._destination)
-        return state is not None and self._handed_over.get((state.source, state.rounds + 1), -1) >= record.timestamp
+        return state is not None and self._is_next((state.source, state.rounds + 1), record, record.timestamp)
+
+
+def _hash(record: Record) -> int:
+    return hash((record.key, record.value, own_headers(record)))

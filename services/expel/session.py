@@ -143,7 +143,7 @@ class Session:
             is_failing = False
             if not self._inheritance.is_known(sources := {batch.source for batch in batches}):
                 self._revoked.clear()
-                await self._inheritance.look(sources)
+                await self._inheritance.look(sources | consumer.assignment())
                 batches = [batch for batch in batches if batch.source not in self._revoked]
             for batch in batches:  # in the same turn of the loop: a partition cannot be revoked between poll and take
                 if batch.damage is not None:
@@ -190,6 +190,7 @@ class Session:
 
     async def revoke(self, partitions: frozenset[TopicPartition]) -> None:
         """`contract.OnRevoke`: finish what is being sent of these, commit, forget."""
+        self._revoked |= partitions
         try:
             await self._dispatcher.give_up(partitions, _REVOKE_WAIT)
             if self._consumer is not None:
@@ -197,7 +198,6 @@ class Session:
         finally:  # also when the backend cuts this off: what stays would block the partitions when they come back
             self._dispatcher.disown(partitions)
             self._inheritance.forget(partitions)
-            self._revoked |= partitions
             self._stuck -= partitions
             self._watch.hide_lags(partitions)
             self._dispatcher.go_on()

@@ -1,12 +1,11 @@
 """Settings of ingest, and the checks that need more than one of them."""
 
-import ipaddress
 from pathlib import Path
 from typing import ClassVar
 
 from pydantic import Field
 
-from services.core.address import Address, parse_address
+from services.core.address import Address, is_loopback, parse_address
 from services.core.settings import Settings
 from services.core.units import Duration, Size
 from services.core.yaml_source import BadConfiguration, Problem
@@ -48,11 +47,3 @@ class IngestSettings(Settings):
             problem += "Try: listen: 127.0.0.1:8080, or keys: keys.yaml made by `penstock keys create`"
             raise BadConfiguration([Problem("ingest", "listen", problem)])
         return host, port
-
-
-def is_loopback(host: str) -> bool:
-    """Whether a host, as text, can be reached from this machine only. Names other than localhost count as reachable."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

@@ -7,6 +7,7 @@ import structlog
 from aiohttp import web
 
 from services.core import metrics
+from services.core.address import is_loopback
 from services.core.problem_type import CONTENT_TYPE, ProblemType, problem_json
 from services.observer import problems
 
@@ -64,3 +65,13 @@ async def answer(
         response = _problem(problems.INTERNAL, "Its log says why.")
     metrics.OBSERVER_REQUESTS.labels(str(response.status)).inc()
     return response
+
+
+@web.middleware
+async def refuse_other_names(
+    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+) -> web.StreamResponse:
+    """A page of somebody else whose name resolves to this machine (DNS rebinding) would be of the same origin as ours."""
+    if not is_loopback(request.url.host or ""):
+        raise Refused(problems.BAD_HOST, "It answers to localhost and to loopback addresses. Try: http://127.0.0.1")
+    return await handler(request)

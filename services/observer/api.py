@@ -7,11 +7,12 @@ from pathlib import Path
 
 from aiohttp import web
 
+from services.core.address import is_loopback, parse_address
 from services.core.listening import serve_app
 from services.core.pipes import dead_letter_topic
 from services.core.times import format_time, parse_time
 from services.observer import problems
-from services.observer.answers import Refused, answer, json_answer, read_query
+from services.observer.answers import Refused, answer, json_answer, read_query, refuse_other_names
 from services.observer.failures import FailureBook, Failures
 from services.observer.letter_reader import LetterReader
 
@@ -91,7 +92,8 @@ async def serve_api(
 ) -> AsyncIterator[str]:
     """Listen until the context is left; yields the bound "host:port". more: adds what is no API. Raises OSError when the port is
     taken."""
-    app = web.Application(client_max_size=1024, middlewares=[answer])
+    checks = [refuse_other_names] if is_loopback(parse_address(address)[0]) else []
+    app = web.Application(client_max_size=1024, middlewares=[answer, *checks])
     app.add_routes(routes)
     more(app)
     async with serve_app(app, address) as bound:

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 
 import structlog
 
@@ -69,7 +68,10 @@ class Watch:
 
     def _raise(self, alarm: Alarm) -> None:
         if self._webhook is not None:
-            with suppress(asyncio.QueueFull):
+            if self._alarms.full():
+                metrics.LEDGER_ALARMS_UNTOLD.labels("queue_full").inc()
+                log.error("alarm_not_told", alarm=alarm.id, error="too many wait", hint="Try: is alarm_url right?")
+            else:
                 self._alarms.put_nowait(alarm)
 
     def on_drifts(self, pipe: str, drifts: Iterable[Drift], now: int) -> None:
@@ -100,7 +102,8 @@ class Watch:
         while True:
             alarm = await self._alarms.get()
             assert self._webhook is not None
-            await self._webhook.tell(alarm)
+            if not await self._webhook.tell(alarm):
+                metrics.LEDGER_ALARMS_UNTOLD.labels("refused").inc()
 
     async def _measure(self) -> None:
         assert self.follower is not None

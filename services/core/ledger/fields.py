@@ -18,6 +18,8 @@ MAX_FIELDS = 40
 """Further fields of a minute are left out."""
 MAX_NAME = 100
 KEPT_HASHES = 64
+_LARGEST = 1e150
+"""Larger numbers count as this one: their squares would be no numbers any more."""
 
 
 class FieldStats(msgspec.Struct, array_like=True):
@@ -32,17 +34,21 @@ class FieldStats(msgspec.Struct, array_like=True):
     hashes: set[int] = msgspec.field(default_factory=set)
 
     def add(self, value: object) -> None:
-        """One value, as JSON has it."""
+        """One value, as JSON has it. One that is nested too deeply to be written again is passed over."""
+        try:
+            written = orjson.dumps(value)
+        except orjson.JSONEncodeError:
+            return
         self.seen += 1
         if value is None:
             self.nulls += 1
             return
         if isinstance(value, int | float) and not isinstance(value, bool):
-            number = float(value)
+            number = max(-_LARGEST, min(_LARGEST, float(value)))
             self.numbers += 1
             self.total += number
             self.squares += number * number
-        self.hashes.add(crc32(orjson.dumps(value)))
+        self.hashes.add(crc32(written))
         if len(self.hashes) > 4 * KEPT_HASHES:
             self.trim()
 

@@ -61,7 +61,7 @@ async def explain(table: Table, admin: Admin, pipe: str, minute: int) -> Explana
     if wanted:
         for stream in table.flow.pipes[pipe].sources:
             for partition in await _partitions(admin, stream):
-                start = table.reaches.before(stream, partition, minute)
+                start = table.reaches.before(stream, partition, minute - 1)  # an event may be ahead of its minute
                 end = table.reaches.after(stream, partition, minute + (BEHIND_MS + MINUTE_MS) // MINUTE_MS)
                 await search.read(stream, partition, start, end)
         if behind := {one.origin.encode() for one in named if one.seen_by == "transform"}:

@@ -73,18 +73,19 @@ class Presence:
             if word.behind_ms is None:
                 return f"{name} does not know how far behind it is"
             if word.at_ms - word.behind_ms < until:
-                silent = now - word.at_ms > SILENT_AFTER_MS
-                return (
-                    f"an instance of {name} fell silent"
-                    if silent
-                    else f"{name} is behind by {word.behind_ms / 1000:.0f} s"
-                )
+                if word.closed:
+                    return f"an instance of {name} left before it was done"
+                if now - word.at_ms > SILENT_AFTER_MS:
+                    return f"an instance of {name} fell silent"
+                return f"{name} is behind by {word.behind_ms / 1000:.0f} s"
         return None
 
     def _speaking(self, step: Step, now: int) -> list[Word]:
-        """Those whose word counts: alive, or silent for so short a time that nobody may have taken over."""
+        """Those whose word counts: alive, or gone for so short a time that nobody may have taken over what they had not done."""
         return [
-            word for word in self._words.get(step, {}).values() if not word.closed and now - word.at_ms <= TAKEOVER_MS
+            word
+            for word in self._words.get(step, {}).values()
+            if now - word.at_ms <= TAKEOVER_MS and (word.behind_ms or not word.closed)
         ]
 
     def fallen_silent(self, step: Step, now: int) -> dict[str, Word]:

@@ -47,43 +47,51 @@ async def recover(table: Table, admin: Admin, now: int) -> AsyncIterator[Report]
         if now - table.book.first_heard[incarnation] >= SILENT_AFTER_MS:
             known = [step for step in steps if table.flow.knows(step)]  # a snapshot may tell of a pipe that is gone
             streams = sorted({source for step in known for source in table.flow.pipes[step.pipe].sources})
-            async for report in _find_stranger(table, admin, incarnation, streams):
+            async for report in _find_stranger(table, admin, incarnation, streams, now):
                 yield report
 
 
-async def _find_stranger(table: Table, admin: Admin, incarnation: str, streams: list[str]) -> AsyncIterator[Report]:
-    """Near the time at which it was first named; in all that is stored when it is not there: a step may have been behind."""
+async def _find_stranger(
+    table: Table, admin: Admin, incarnation: str, streams: list[str], now: int
+) -> AsyncIterator[Report]:
+    """Near the time at which it was first named; else in all whose minutes are kept: a step may have been behind.
+
+    An event of an older minute came back long after it was counted: a letter that was redriven, a group that was rewound.
+    """
     first = table.book.first_heard[incarnation]
     heads = [
         Report(node="ingest", instance=f"{STRANGER}{incarnation}", pipe=stream, at_ms=first)
         for stream in streams
         if f"{STRANGER}{incarnation}" not in table.presence.words().get(Step("ingest", stream), {})
     ]
-    for since in (first - NEAR_MS, 0):
+    for since in (first - NEAR_MS, now - table.ages.drop):
         if table.book.has_unaccepted(incarnation):
             for told in heads:
-                async for report in _read_out(table, admin, told, since, {incarnation}):
+                async for report in _read_out(table, admin, told, since, {incarnation}, now - table.ages.drop):
                     yield report
     for told in heads:
         yield msgspec.structs.replace(told, closed=True)
 
 
 async def _read_out(
-    table: Table, admin: Admin, told: Report, since: int, incarnations: Collection[str]
+    table: Table, admin: Admin, told: Report, since: int, incarnations: Collection[str], oldest: int = 0
 ) -> AsyncIterator[Report]:
-    """What these incarnations put into the stream of `told` since that time, as reports like it. Nothing for none."""
+    """What these incarnations put into the stream of `told` since that time, as reports like it. Nothing for none.
+
+    oldest: ms; events of earlier minutes are left out.
+    """
     found = 0
     for partition in sorted(await admin.describe(told.pipe)) if incarnations else ():
         starts = [table.reaches.start(told.pipe, Run(one, partition), since) for one in incarnations]
         start = None if None in starts else min(one for one in starts if one is not None)
-        gathered = _Gathered(incarnations)
+        gathered = _Gathered(incarnations, oldest)
         async for batch in scan(admin, told.pipe, partition, start, None):
             for record in batch.records:
                 gathered.take(record)
             if gathered.count >= _REPORT_NUMBERS:
                 yield msgspec.structs.replace(told, sets=gathered.sets())
                 found += gathered.count
-                gathered = _Gathered(incarnations)
+                gathered = _Gathered(incarnations, oldest)
         if gathered.count:
             yield msgspec.structs.replace(told, sets=gathered.sets())
         found += gathered.count
@@ -93,8 +101,8 @@ async def _read_out(
 class _Gathered:
     """Origins of some incarnations."""
 
-    def __init__(self, incarnations: Collection[str]) -> None:
-        self._incarnations = incarnations
+    def __init__(self, incarnations: Collection[str], oldest: int) -> None:
+        self._incarnations, self._oldest = incarnations, oldest // MINUTE_MS
         self._numbers: dict[tuple[str, int, int], BitMap] = {}
         self.count = 0
 
@@ -109,6 +117,8 @@ class _Gathered:
         if origin.incarnation not in self._incarnations or not 0 <= origin.sequence < 1 << 32:
             return
         key = (origin.incarnation, origin.partition, minute_of(record.timestamp, arrival))
+        if key[2] < self._oldest:
+            return
         self._numbers.setdefault(key, BitMap()).add(origin.sequence)
         self.count += 1
 

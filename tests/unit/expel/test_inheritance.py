@@ -77,6 +77,15 @@ async def test_a_round_that_was_over_is_passed_over_and_a_redriven_letter_is_not
         assert running.sender.taken == names([2, 2])
 
 
+async def test_a_topic_that_was_made_anew_has_other_events(broker: FakeBroker) -> None:
+    """If it fails, the first events of a topic that was deleted and made again during an outage are lost."""
+    broker.stored[RETRY_IN] += [waiting(0), waiting(1)]
+    broker.stored[P0] += [make_record(1, key=b"new"), make_record(1), make_record(7), make_record(8)]
+    async with run_lane(broker=broker, **HANDING_OVER) as running:  # type: ignore[arg-type]
+        await wait_until(lambda: running.committed() == 3)
+        assert running.sender.taken == names([1, 7, 8])
+
+
 async def test_a_rewind_further_back_is_delivered_again(broker: FakeBroker, monkeypatch: pytest.MonkeyPatch) -> None:
     """If it fails, an operator who rewinds a group does not get what lies far behind its commit."""
     shape = {**HANDING_OVER, "max_events": 10}
@@ -101,8 +110,10 @@ async def test_a_partition_that_leaves_during_the_look_is_not_taken(
     monkeypatch.setattr(broker.admin, "describe", slowly)
     async with run_lane([make_record(0)], broker=broker, **HANDING_OVER) as running:  # type: ignore[arg-type]
         await looking.wait()
-        await broker.consumers[0].revoke(P0)
+        leaving = asyncio.create_task(broker.consumers[0].revoke(P0))
+        await asyncio.sleep(0)
         looked.set()
+        await leaving
         broker.stored[BACK].append(waiting(1))
         await wait_until(lambda: running.committed(BACK) == 0)
         assert running.sender.taken == names([1])

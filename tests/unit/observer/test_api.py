@@ -142,3 +142,13 @@ async def test_the_description_is_served_and_names_every_route(client: Client) -
     assert served == {(path, method) for path, methods in DOCUMENT["paths"].items() for method in methods}
     for schema in DOCUMENT["components"]["schemas"].values():
         Draft202012Validator.check_schema(schema)
+
+
+async def test_another_name_for_this_machine_is_refused() -> None:
+    """Broken: a page on the web whose name was made to mean this machine reads what failed, and announces deploys."""
+    book, states = FailureBook(PIPES), dict[str, str]()
+    api = Api(book, LetterReader(no_admin(), [], book.note), states.get, OPENAPI.read_bytes())
+    async with serve_api("127.0.0.1:0", api.routes()) as address, aiohttp.ClientSession() as session:
+        for name, status in (("evil.example", 421), ("localhost", 200), ("127.0.0.1:1", 200), ("[::1]", 200)):
+            async with session.get(f"http://{address}/openapi.json", headers={"Host": name}) as answer:
+                assert (name, answer.status) == (name, status)

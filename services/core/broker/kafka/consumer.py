@@ -119,9 +119,8 @@ class KafkaConsumer:
         if certain:
             self._standstill.settle()
         else:
-            log.warning(
-                "kafka_stood_still", group=self._group, hint="what another member may have had is not delivered"
-            )
+            if self._standstill.is_news():
+                log.warning("kafka_stood_still", group=self._group, hint="it asks its group before it reads on")
             await asyncio.sleep(_GRACE)
         return certain
 

@@ -4,6 +4,7 @@ So topics do not wait for each other's syncs. Threads that took turns would each
 more CPU per append as soon as a second topic was written now and then.
 """
 
+import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -128,8 +129,7 @@ class LogDriver:
     async def close(self, timeout: float) -> None:
         """Finish what is under way, at most `timeout` seconds, and close every topic."""
         self._closed = True
-        for queue in self._queues.values():
-            await queue.close(timeout)
+        await asyncio.gather(*(queue.close(timeout) for queue in self._queues.values()))
 
     def _queue(self, topic: str) -> TopicQueue:
         if self._closed:

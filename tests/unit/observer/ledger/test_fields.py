@@ -7,7 +7,7 @@ import orjson
 import pytest
 
 from services.core.ledger.fields import KEPT_HASHES, PER_SECOND, FieldSample, FieldSet, FieldStats
-from services.core.ledger.report import Report
+from services.core.ledger.report import Report, decode_report
 from services.observer.ledger.fields import FieldBook
 from services.observer.ledger.flow import Step
 from tests.unit.observer.ledger.stories import MINUTE, MINUTE_MS
@@ -133,3 +133,14 @@ def test_different_values_are_estimated() -> None:
             (stats if number % 2 else other).add(f"v{number}")
         stats.merge(other)
         assert stats.distinct() == pytest.approx(count, rel=0.5)
+
+
+def test_values_that_cannot_be_written_again_are_passed_over() -> None:
+    """Broken: one deeply nested event stops its destination for ever, or ingest answers 500 for what it stored."""
+    sample = FieldSample(Clock())
+    sample.offer(b'{"deep":' + b"[" * 300 + b"]" * 300 + b',"large":1e308,"small":1}')
+    found = sample.drain(last=True)
+    assert found is not None
+    assert (found.fields["deep"].seen, found.fields["small"].seen) == (0, 1)
+    report = Report(node="ingest", instance="one", pipe="flights", at_ms=1, fields=(found,))
+    assert decode_report(report.encode()) == report

@@ -83,6 +83,20 @@ def test_a_partition_without_an_owner_is_waited_for() -> None:
     assert len(table.tick(FINAL_MS + 80_001)) == 1
 
 
+def test_one_that_left_with_a_backlog_counts_until_somebody_took_over() -> None:
+    """Broken: scaling expel down while it is behind is a loss, because the others do not know yet what is theirs now."""
+    table = lossy()
+    everybody(table, FINAL_MS)
+    left = Report(
+        node="expel", instance="two", pipe="late", destination="ops", at_ms=FINAL_MS, behind_ms=600_000, closed=True
+    )
+    table.apply(left)
+    assert table.tick(FINAL_MS) == []
+    assert table.row("late", MINUTE, FINAL_MS).why_open == "an instance of expel to ops left before it was done"
+    everybody(table, FINAL_MS + 120_001)
+    assert len(table.tick(FINAL_MS + 120_001)) == 1
+
+
 def test_ingest_that_fell_silent_is_read_up_on_first() -> None:
     """Broken: what ingest did not tell before it was killed is missing from the accepted events."""
     table = lossy()

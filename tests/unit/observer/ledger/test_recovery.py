@@ -108,6 +108,15 @@ async def test_a_stranger_is_found_although_it_was_named_long_after(broker: Brok
     assert table.row("late", MINUTE, LATER_MS).accepted == 5
 
 
+async def test_a_letter_redriven_days_later_brings_no_old_minute_back(broker: Broker) -> None:
+    """Broken: one redriven event makes a minute of last week final with everything else of it missing, and wakes somebody."""
+    await store(broker, "flights", range(1000), incarnation="b")
+    table, now = Table(PLAIN), START_MS + 3 * Ages().drop
+    table.apply(tell("expel", "late", "delivered", [7], destination="ops", incarnation="b", at_ms=now))
+    await recovered(table, broker, now + MINUTE_MS)
+    assert table.minutes("late") == []
+
+
 async def test_reports_about_a_pipe_that_is_gone_change_nothing(broker: Broker) -> None:
     """Broken: whoever takes a pipe or a destination out of the pipe file finds an observer that dies at every start."""
     table = Table(PLAIN)
