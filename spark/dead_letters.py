@@ -44,10 +44,10 @@ def _rows(table: Any) -> Iterable[tuple[Record, Place]]:
     return zip(from_arrow(table), map(Place, *places), strict=True)
 
 
-def dead_letters(rejected: Iterable[Rejected], *, pipe: str, max_bytes: int) -> list[Record]:
+def dead_letters(rejected: Iterable[Rejected], *, pipe: str, version: str, max_bytes: int) -> list[Record]:
     """The records for the pipe's dead letters. A payload too large to carry the reason is left where it was read."""
     now = time.time_ns() // 1_000_000
-    return [_dead_letter(item, pipe, max_bytes, now) for item in rejected]
+    return [_dead_letter(item, pipe, version, max_bytes, now) for item in rejected]
 
 
 def _bare(record: Record) -> Record:
@@ -56,7 +56,7 @@ def _bare(record: Record) -> Record:
     return Record(None, b"", record.timestamp, ((ID, event_id),) if event_id else ())
 
 
-def _dead_letter(item: Rejected, pipe: str, max_bytes: int, now: int) -> Record:
+def _dead_letter(item: Rejected, pipe: str, version: str, max_bytes: int, now: int) -> Record:
     record, detail = item.record, item.detail
     size = len(record.key or b"") + len(record.value or b"") + sum(len(n) * 4 + len(v) for n, v in record.headers)
     if size > max_bytes - _ADDED_BYTES:
@@ -70,6 +70,7 @@ def _dead_letter(item: Rejected, pipe: str, max_bytes: int, now: int) -> Record:
         detail=detail,
         node=NODE,
         pipe=pipe,
+        version=version,
         first_failure=now,
         source=source,
         offset=item.place.offset,

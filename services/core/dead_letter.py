@@ -18,6 +18,8 @@ NODE = PREFIX + "node"
 PIPE = PREFIX + "pipe"
 DESTINATION = PREFIX + "destination"
 """Empty when the node is not one of a destination."""
+VERSION = PREFIX + "version"
+"""Which definition of the pipe was in force (`pipes.pipe_version`); missing where the node does not know it."""
 ATTEMPTS = PREFIX + "attempts"
 FIRST_FAILURE = PREFIX + "first_failure"
 """Milliseconds since the epoch of the first failed attempt."""
@@ -34,6 +36,7 @@ def make_dead_letter(
     detail: str,
     node: str,
     pipe: str,
+    version: str = "",
     destination: str = "",
     attempts: int = 0,
     first_failure: int,
@@ -50,6 +53,7 @@ def make_dead_letter(
         (DETAIL, detail.encode(errors="replace")[:MAX_DETAIL]),
         (NODE, node.encode()),
         (PIPE, pipe.encode()),
+        *(((VERSION, version.encode()),) if version else ()),
         (DESTINATION, destination.encode()),
         (ATTEMPTS, str(attempts).encode()),
         (FIRST_FAILURE, str(first_failure).encode()),

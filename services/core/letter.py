@@ -46,6 +46,7 @@ class DeadLetter:
     first_failure: int
     source: str
     fate: str = ""
+    version: str = ""
 
     @classmethod
     def of(cls, position: Position, record: Record, fate: str = "") -> Self:
@@ -62,6 +63,7 @@ class DeadLetter:
             _number(record, dead_letter.FIRST_FAILURE),
             _text(record, dead_letter.SOURCE),
             fate,
+            _text(record, dead_letter.VERSION),
         )
 
     @property
@@ -75,6 +77,7 @@ class DeadLetter:
             "position": str(self.position),
             "id": self.event_id,
             "pipe": self.pipe,
+            "pipe_version": self.version,
             "destination": self.destination,
             "node": self.node,
             "reason": self.reason,

@@ -3,6 +3,7 @@
 The YAML file is validated by these models; `penstock schema` publishes their JSON Schema, which editors complete by.
 """
 
+import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -188,6 +189,11 @@ class Pipe(_Strict):
     sources: list[Name] = Field(min_length=1, max_length=32)
     transform: Transform | None = None
     destinations: list[Destination] = Field(min_length=1, max_length=1000)
+
+
+def pipe_version(pipe: Pipe) -> str:
+    """Twelve hex digits that stand for this definition: another one, however little it differs, has others."""
+    return hashlib.sha256(pipe.model_dump_json().encode()).hexdigest()[:12]
 
 
 class PipeFile(_Strict):

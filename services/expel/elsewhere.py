@@ -29,7 +29,7 @@ class Elsewhere:
         self, shape: LaneShape, producer: Producer, meter: LaneMeter, stored: Callable[[Sequence[Letter]], None]
     ) -> None:
         self._meter, self._stored = meter, stored
-        self._writer = LetterWriter(shape.pipe, shape.destination)
+        self._writer = LetterWriter(shape.pipe, shape.destination, shape.version)
         self._handover = Handover(shape.pipe, shape.destination, shape.schedule)
         self._parked_writer = ParkedWriter(shape.pipe, shape.destination)
         self._dead = Outbox(producer, dead_letter_topic(shape.pipe), self._buried, shorten)

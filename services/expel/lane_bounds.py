@@ -20,7 +20,7 @@ class LaneShape:
     Bytes are those of a record's key, value and headers and of its part of a body. concurrency: requests under way at once.
     max_wait: seconds that an event waits for its request to fill up. rate: events a second. keyed: later events of a key wait
     for earlier ones. schedule: seconds before each round of the global retrier; empty: no rounds. serial: one delivery at a
-    time, its retries included.
+    time, its retries included. version: of the pipe's definition.
     """
 
     pipe: str
@@ -35,6 +35,7 @@ class LaneShape:
     keyed: bool = False
     schedule: tuple[float, ...] = ()
     serial: bool = False
+    version: str = ""
 
     @property
     def reach(self) -> int:

@@ -37,10 +37,11 @@ class Letter(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LetterWriter:
-    """Makes the letters of one destination."""
+    """Makes the letters of one destination. version: of its pipe's definition."""
 
     pipe: str
     destination: str
+    version: str = ""
 
     def from_failures(self, delivery: Delivery, failures: Mapping[int, Failure]) -> list[Letter]:
         """Events (by index) that were given up after the delivery's attempts."""
@@ -75,6 +76,7 @@ class LetterWriter:
             detail=bad.detail,
             node=NODE,
             pipe=self.pipe,
+            version=self.version,
             destination=self.destination,
             attempts=attempts if earlier is None else attempts + earlier.attempts,
             first_failure=(0 if earlier is None else earlier.first_failure) or first_failure,

@@ -21,6 +21,7 @@ from services.core.pipes import (
     delivery_topics,
     is_retried,
     parked_topic,
+    pipe_version,
     read_pipes,
     retry_topic,
 )
@@ -182,6 +183,7 @@ class LaneBuilder:
             webhook.rate,
             keyed=webhook.order == "key",
             schedule=tuple(webhook.schedule) if is_retried(plan.destination) else (),
+            version=pipe_version(plan.pipe),
         )
 
     def _shape_stream(self, plan: LanePlan) -> LaneShape:
@@ -195,6 +197,7 @@ class LaneBuilder:
             max_events=max(self._settings.lane_events, MAX_EVENTS),
             max_bytes=max(self._lane_bytes, MAX_BYTES),
             serial=True,
+            version=pipe_version(plan.pipe),
         )
 
     def _open_ledger(self, plan: LanePlan) -> LaneLedger:

@@ -22,7 +22,8 @@ def bury(query: Query, found: Sequence[Rejected], name: str, epoch: int, report:
     if found:
         if query.ledger:
             put(report.sets, "dead", origins_of([item.record for item in found], query.pipe))
-        records = dead_letters(found, pipe=query.pipe, max_bytes=query.endpoint.max_record_bytes)
+        most = query.endpoint.max_record_bytes
+        records = dead_letters(found, pipe=query.pipe, version=query.prepared.version, max_bytes=most)
         batch = BatchName(f"{query.writer}:{name}", epoch)
         query.endpoint.write_records(query.session, records, dead_letter_topic(query.pipe), batch)
         log.warning(

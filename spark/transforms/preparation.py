@@ -8,7 +8,7 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as f
 from pyspark.sql.types import StructType
 
-from services.core.pipes import PipeFile, Transform
+from services.core.pipes import PipeFile, Transform, pipe_version
 from services.core.yaml_source import BadConfiguration, Document
 from spark.errors import shorten
 from spark.numbering import Numbering
@@ -24,7 +24,7 @@ from spark.view import SourceView
 class Prepared:
     """A pipe's transform, ready to run. views: by source stream, in the pipe's order.
 
-    row_by_row: each micro-batch may be computed by itself (see `plan_check.is_stateless`).
+    row_by_row: each micro-batch may be computed by itself (see `plan_check.is_stateless`). version: of the pipe's definition.
     """
 
     pipe: str
@@ -33,6 +33,7 @@ class Prepared:
     definition: Definition
     out: OutShape
     row_by_row: bool
+    version: str = ""
 
     @property
     def per_batch(self) -> bool:
@@ -108,7 +109,7 @@ def _prepare(session: SparkSession, document: Document, file: PipeFile, name: st
         raise BadConfiguration([document.problem(key, shorten(error))]) from error
     except Exception as error:  # the operator's own code: whatever it raises is a mistake in that file
         raise BadConfiguration([document.problem(key, f"{type(error).__name__}: {shorten(error)}")]) from error
-    return Prepared(name, pipe.transform, views, definition, out, row_by_row)
+    return Prepared(name, pipe.transform, views, definition, out, row_by_row, pipe_version(pipe))
 
 
 def _parse_columns(ddl: str | None, *, timed: bool) -> StructType | None:
