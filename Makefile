@@ -11,9 +11,9 @@ WORKERS ?= 2
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-setup: $(STAMP) jars  ## .venv with the exact packages, a Java, the jars; quick when nothing changed
+setup: $(STAMP) jars  ## .venv with the exact packages, a Java, the jars, a Kinesis emulator; quick when nothing changed
 
-$(STAMP): pyproject.toml constraints.txt infra/dev/setup.sh
+$(STAMP): pyproject.toml constraints.txt infra/dev/setup.sh infra/dev/emulator/package-lock.json
 	@PYTHON="$(PYTHON)" infra/dev/setup.sh
 	@touch $@
 

@@ -15,6 +15,22 @@ INGEST_PENDING = Gauge("penstock_ingest_pending_bytes", "Bytes waiting for the b
 INGEST_IN_FLIGHT = Gauge("penstock_ingest_in_flight_requests", "Requests being read or answered.")
 
 BROKER_RETRIES = Counter("penstock_broker_append_retries", "Appends tried again, by reason.", ["topic", "reason"])
+BROKER_THROTTLES = Counter(
+    "penstock_broker_shard_throttles", "Entries that Kinesis refused for a shard's limits.", ["topic", "shard"]
+)
+BROKER_PACE_WAIT = Counter(
+    "penstock_broker_shard_wait_seconds", "Time that entries waited for a shard's capacity.", ["topic", "shard"]
+)
+BROKER_CAPACITY_USED = Gauge(
+    "penstock_broker_shard_capacity_used_ratio",
+    "Of a second of a shard's write capacity, what this process has taken: above 1 entries wait.",
+    ["topic", "shard"],
+)
+BROKER_PACE = Gauge(
+    "penstock_broker_shard_pace_ratio",
+    "The part of a shard's write capacity that this process allows itself: 1 until it is throttled.",
+    ["topic", "shard"],
+)
 BROKER_COMMITS_REFUSED = Counter("penstock_broker_commits_refused", "Commits refused as no longer owner.", ["group"])
 BROKER_LAG_RECORDS = Gauge("penstock_broker_lag_records", "Records behind the end.", ["group", "topic", "partition"])
 BROKER_LAG_SECONDS = Gauge(

@@ -15,6 +15,7 @@ import backoff
 from services.core.broker.contract import MAX_APPEND_BYTES, Appended, Driver
 from services.core.broker.errors import BrokerError, OutcomeUnknown, Throttled, Unavailable
 from services.core.broker.record import Record, estimate_size
+from services.core.metrics import BROKER_RETRIES
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +96,7 @@ async def _append_chunk(
         )
         if not again:
             return
+        BROKER_RETRIES.labels(topic, type(failed[0][1]).__name__).inc()
         pending, chunk = [pending[index] for index in again], [chunk[index] for index in again]
         await asyncio.sleep(wait)
 

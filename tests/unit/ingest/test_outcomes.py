@@ -30,7 +30,7 @@ async def fail(service: Service, error: Exception, times: int = 1000) -> None:
     ("error", "status", "problem", "outcome"),
     [
         (Unavailable("away"), 503, "broker-unavailable", "not stored"),
-        (Throttled("slow down", retry_after=7.0), 503, "broker-unavailable", "not stored"),
+        (Throttled("slow down", retry_after=7.0), 429, "stream-full", "not stored"),
         (OutcomeUnknown("no answer"), 503, "outcome-unknown", "unknown"),
         (StorageFull("disk full"), 507, "storage-full", "not stored"),
         (UnknownTopic("plain"), 503, "stream-not-ready", "not stored"),

@@ -1,0 +1,51 @@
+"""What a shard holds now: its first and its last record. The service tells neither, so both are looked for."""
+
+import time
+
+from services.core.broker.contract import PartitionRange
+from services.core.broker.kinesis.frames import BadEntry, read_entry
+from services.core.broker.kinesis.offsets import offset_of
+from services.core.broker.kinesis.shard_iterator import OLDEST, Entry, ShardSource, arrival_of, at_time
+
+_LOOK_BACK_MS = (10_000, 600_000, 6 * 3_600_000)
+_MOST_ENTRIES = 10_000
+
+
+async def stored_range(source: ShardSource) -> PartitionRange:
+    """Offsets; 0 to 0 when it is empty. Reads from ever longer ago to the end, until something is there: for operators.
+
+    Raises UnknownTopic (of a shard too), Throttled, Unavailable.
+    """
+    first = await _first(source)
+    if first is None:
+        return PartitionRange(0, 0)
+    last = await _last(source)
+    end = first if last is None else last
+    return PartitionRange(offset_of(first["SequenceNumber"]), offset_of(end["SequenceNumber"], count_records(end)))
+
+
+def count_records(entry: Entry) -> int:
+    """How many offsets an entry takes: one for each of its records, one for an entry that cannot be read."""
+    try:
+        return len(read_entry(entry["Data"], entry["PartitionKey"], arrival_of(entry)))
+    except BadEntry:
+        return 1
+
+
+async def _first(source: ShardSource) -> Entry | None:
+    async for answer in source.read_on(OLDEST, 1):
+        if answer.entries:
+            return answer.entries[0]
+    return None
+
+
+async def _last(source: ShardSource) -> Entry | None:
+    now = int(time.time() * 1000)
+    for where in (*(at_time(now - back) for back in _LOOK_BACK_MS), OLDEST):
+        last: Entry | None = None
+        async for answer in source.read_on(where, _MOST_ENTRIES):
+            if answer.entries:
+                last = answer.entries[-1]
+        if last is not None:
+            return last
+    return None
