@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -26,7 +27,7 @@ CREDENTIALS = {
 }
 """What the environment of a process that uses the emulator must hold: the SDK signs with anything."""
 
-_READY_SECONDS = 120.0
+_READY_SECONDS = 300.0
 _ANSWER_SECONDS = 10.0
 _SETTLING = "20ms"
 _SHARDS = 10_000
@@ -121,6 +122,8 @@ def _kinesis(plain: int, tls: int) -> Sequence[str]:
 
 
 def _dynamodb(port: int) -> Sequence[str]:
+    if find_spec("moto") is None:
+        raise EmulatorNotReady("the DynamoDB emulator is not installed. Try: make setup")
     return [sys.executable, "-m", "moto.server", "--host", "127.0.0.1", "--port", str(port)]
 
 

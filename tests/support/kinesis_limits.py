@@ -172,7 +172,7 @@ class KinesisLimits:
     async def _PutRecords(self, asked: dict[str, Any], request: web.Request) -> Answer:  # noqa: N802 - AWS's name
         stream, entries = asked["StreamName"], asked["Records"]
         sizes = [len(base64.b64decode(one["Data"])) + len(one["PartitionKey"].encode()) for one in entries]
-        if len(entries) > 500 or sum(sizes) > 5 << 20 or max(sizes, default=0) > (1 << 20) + 256:
+        if len(entries) > 500 or sum(sizes) > 5 << 20 or max(sizes, default=0) > 1 << 20:
             return 400, {"__type": "ValidationException", "message": f"{len(entries)} entries, {sum(sizes)} bytes"}
         ranges = await self._open_ranges(stream, request)
         if not ranges:

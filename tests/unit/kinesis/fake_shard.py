@@ -22,7 +22,10 @@ class Hurried(ReadPace):
 
 
 class FakeShard:
-    """The client. fail: error codes that the next reads answer with. per_read: entries an answer holds at most."""
+    """The client. fail: error codes that the next reads answer with. per_read: entries an answer holds at most.
+
+    grows: with each read one more entry arrives, a second later.
+    """
 
     def __init__(self) -> None:
         self.entries: list[dict[str, Any]] = []
@@ -30,6 +33,8 @@ class FakeShard:
         self.closed = False
         self.fail: list[str] = []
         self.per_read = 100
+        self.grows = False
+        self.reads = 0
         self.iterators: list[str] = []
         self._next = 1
 
@@ -72,6 +77,10 @@ class FakeShard:
     async def get_records(self, **asked: Any) -> dict[str, Any]:
         if self.fail:
             raise ClientError({"Error": {"Code": self.fail.pop(0), "Message": ""}}, "GetRecords")
+        self.reads += 1
+        if self.grows:
+            self.now_ms += 1000
+            self.put([self.now_ms])
         at = int(asked["ShardIterator"])
         rest = [entry for entry in self.entries if int(entry["SequenceNumber"]) >= at]
         given = rest[: min(self.per_read, asked["Limit"])]

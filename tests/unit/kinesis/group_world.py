@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 
 from services.core.broker.contract import Start
 from services.core.broker.errors import NotOwner, Unavailable
-from services.core.broker.kinesis.backlog import Run
 from services.core.broker.kinesis.held import Held
 from services.core.broker.kinesis.leases import Lease
 from services.core.broker.kinesis.membership import Membership, Stream
+from services.core.broker.kinesis.runs import Run
 from services.core.broker.kinesis.shards import Shard
 from services.core.broker.kinesis.timing import Timing
 from services.core.broker.record import Record, TopicPartition

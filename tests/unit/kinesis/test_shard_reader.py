@@ -178,9 +178,9 @@ async def test_a_date_after_everything_is_the_end() -> None:
     """If it fails, a start in the future waits for ever, or skips what comes after the group has joined."""
     shard = FakeShard()
     shard.put([10])
+    shard.now_ms += 1
     async with _reading(shard, ROW._replace(begin=Begin("date", 40))) as reader:
         await reader.until(lambda: reader.held.is_placed)
-        shard.now_ms += 1
         shard.put([11])
         assert await reader.read(1) == [11]
         row = reader.table.stored[ROW.key]

@@ -8,30 +8,10 @@ from typing import NamedTuple
 
 from services.core.broker.contract import MAX_APPEND_BYTES, Lag
 from services.core.broker.errors import BrokerError
-from services.core.broker.kinesis.offsets import offset_of
-from services.core.broker.record import Batch, Damage, Record, TopicPartition
+from services.core.broker.kinesis.runs import Run
+from services.core.broker.record import Batch, Record, TopicPartition
 
 _POLL_BYTES = 1_000_000
-
-
-class Run(NamedTuple):
-    """What one Kinesis record held, or the rest of it. arrived: when the service took it, ms. size: bytes as stored."""
-
-    sequence: str
-    offsets: Sequence[int]
-    records: Sequence[Record]
-    arrived: int
-    size: int
-    damage: Damage | None = None
-
-    @property
-    def next(self) -> int:
-        """The offset behind it."""
-        return self.offsets[-1] + 1 if self.offsets else offset_of(self.sequence)
-
-    def behind(self, count: int) -> "Run":
-        """Without its first `count` records."""
-        return self._replace(offsets=self.offsets[count:], records=self.records[count:])
 
 
 class _Open(NamedTuple):

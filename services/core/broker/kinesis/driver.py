@@ -68,9 +68,8 @@ class KinesisDriver:
         self._lane(topic).add(parcel)
         try:
             return await parcel.answer
-        except Throttled:
-            pace.throttle()
-            raise
+        except Throttled as error:
+            raise Throttled(str(error), retry_after=pace.throttle(len(entry.data))) from error
         finally:
             progress.sent = parcel.sent
 

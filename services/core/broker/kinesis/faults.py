@@ -3,7 +3,9 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from socket import gaierror
 
+from aiohttp import ClientConnectorError
 from botocore import exceptions as aws
 
 from services.core.broker.errors import (
@@ -29,7 +31,10 @@ _THROTTLED = frozenset(
     }
 )
 _LATER = frozenset({"ResourceInUseException", "ServiceUnavailable", "InternalFailure", "InternalServerError"})
-_NEVER_ARRIVED = (aws.ConnectTimeoutError, aws.EndpointConnectionError, aws.ProxyConnectionError)
+_ON_THE_WAY = (aws.HTTPClientError, aws.ConnectionError, aws.MetadataRetrievalError, aws.CredentialRetrievalError)
+
+AWS_ERRORS = (aws.BotoCoreError, aws.ClientError)
+"""What the SDK raises."""
 
 
 def code_of(error: aws.ClientError) -> str:
@@ -46,20 +51,25 @@ def classify_entry(code: str, message: str, where: str) -> BrokerError:
 def classify_put(error: Exception, where: str) -> BrokerError:
     """What the failure of a whole PutRecords request says about its entries: refused before anything was stored, or unknown."""
     text = f"{where}: {error}"
-    if isinstance(error, _NEVER_ARRIVED):
-        return Unavailable(text)
     if not isinstance(error, aws.ClientError):
-        return OutcomeUnknown(text)
+        return Unavailable(text) if _never_left(error) else OutcomeUnknown(text)
     if _status(error) >= 500:
         return OutcomeUnknown(text)
     return classify(error, where)
+
+
+def _never_left(error: Exception) -> bool:
+    """aiobotocore says "could not connect" also when an open connection breaks under a request: the cause tells."""
+    if isinstance(error, aws.EndpointConnectionError):
+        return isinstance(error.kwargs.get("error"), ClientConnectorError | gaierror)
+    return isinstance(error, aws.ConnectTimeoutError | aws.ProxyConnectionError)
 
 
 def classify(error: Exception, what: str) -> BrokerError:
     """For everything but PutRecords: such requests can simply be made again."""
     text = f"{what}: {error}"
     if not isinstance(error, aws.ClientError):
-        return Unavailable(text) if isinstance(error, aws.HTTPClientError) else BrokerError(text)
+        return Unavailable(text) if isinstance(error, _ON_THE_WAY) else BrokerError(text)
     code = code_of(error)
     if code in _THROTTLED:
         return Throttled(text)
@@ -89,5 +99,5 @@ async def bounded(what: str, seconds: float) -> AsyncIterator[None]:
             yield
     except TimeoutError as error:
         raise Unavailable(f"{what}: no answer within {seconds:g} s") from error
-    except (aws.BotoCoreError, aws.ClientError) as error:
+    except AWS_ERRORS as error:
         raise classify(error, what) from error

@@ -6,21 +6,14 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from datetime import datetime
 from typing import TypeVar
 
-from services.core.broker.contract import MAX_POLL_BYTES, Lag, PartitionRange, Start
-from services.core.broker.errors import DataDamaged, OffsetOutOfRange, Throttled
-from services.core.broker.kinesis.frames import BadEntry, read_entry
-from services.core.broker.kinesis.offsets import offset_of, split_offset
-from services.core.broker.kinesis.shard_iterator import (
-    OLDEST,
-    BadSequence,
-    Entry,
-    ShardSource,
-    arrival_of,
-    at_sequence,
-    at_time,
-)
+from services.core.broker.contract import MAX_POLL_BYTES, Lag, Start
+from services.core.broker.errors import OffsetOutOfRange, Throttled
+from services.core.broker.kinesis.backlog import Backlog
+from services.core.broker.kinesis.offsets import split_offset
+from services.core.broker.kinesis.runs import Run, read_run
+from services.core.broker.kinesis.shard_iterator import OLDEST, BadSequence, ShardSource, at_sequence, at_time
 from services.core.broker.kinesis.stored import stored_range
-from services.core.broker.record import Batch, Record, estimate_size
+from services.core.broker.record import Batch, TopicPartition
 
 _CLOCKS_AHEAD_MS = 300_000
 _ENTRIES = 1_000
@@ -43,21 +36,22 @@ async def patiently(ask: Callable[[], Awaitable[_T]]) -> _T:
 
 
 async def look(source: ShardSource, offset: int, max_records: int) -> Batch | None:
-    """As `Admin.read`."""
-    offsets: list[int] = []
-    records: list[Record] = []
-    size = 0
-    async for found, record in _records_from(source, offset):
-        size += estimate_size((record,))
-        if records and size > MAX_POLL_BYTES:
+    """As `Admin.read`. Offset 0 is the beginning of what is kept. At the end of a shard it costs one read."""
+    sequence, sub = split_offset(offset)
+    is_kept, count = offset == 0, 0
+    found = Backlog(TopicPartition(source.topic, source.shard))
+    async for run in _runs_from(source, offset, min(_ENTRIES, max_records + 1)):
+        if run.sequence == sequence:
+            is_kept = run.next >= offset
+            run = run.behind(sub)
+        found.add([run], 0, 0)
+        count += len(run.records)
+        if count >= max_records or found.size >= MAX_POLL_BYTES:
             break
-        offsets.append(found)
-        records.append(record)
-        if len(records) == max_records:
-            break
-    if not records or split_offset(offsets[0])[0] != split_offset(offset)[0]:
+    if not is_kept:
         await _check_stored(source, offset)
-    return Batch(source.topic, source.shard, offsets, records) if records else None
+    batches = found.take(max_records)
+    return batches[0] if batches else None
 
 
 async def offset_at(source: ShardSource, start: Start) -> int:
@@ -65,8 +59,8 @@ async def offset_at(source: ShardSource, start: Start) -> int:
     if isinstance(start, datetime):
         millis = round(start.timestamp() * 1000)
         async for answer in source.read_on(at_time(millis - _CLOCKS_AHEAD_MS), _ENTRIES):
-            for entry in answer.entries:
-                for offset, record in read_offsets(source, entry):
+            for run in map(read_run, answer.entries):
+                for offset, record in zip(run.offsets, run.records, strict=True):
                     if record.timestamp >= millis:
                         return offset
     stored = await stored_range(source)
@@ -75,47 +69,37 @@ async def offset_at(source: ShardSource, start: Start) -> int:
 
 async def lag_behind(source: ShardSource, committed: int | None, now_ms: int) -> Lag:
     """What lies behind the committed offset, counted by reading it: exact up to 32 MiB, a lower bound above that."""
+    offset = 0 if committed is None else committed + 1
+    sequence, sub = split_offset(offset)
     count = size = 0
     oldest: int | None = None
-    async for found, record in _records_from(source, 0 if committed is None else committed + 1):
-        oldest = record.timestamp if oldest is None else oldest
-        count += 1
-        size += estimate_size((record,))
+    async for run in _runs_from(source, offset, _ENTRIES):
+        rest = run.records[sub:] if run.sequence == sequence else run.records
+        if rest and oldest is None:
+            oldest = rest[0].timestamp
+        count += len(rest)
+        size += run.size
         if size > _COUNT_BYTES:
             break
-        assert found
     return Lag(count, 0 if oldest is None else max(0, now_ms - oldest))
 
 
-def read_offsets(source: ShardSource, entry: Entry) -> list[tuple[int, Record]]:
-    """(offset, record) of all that an entry holds. Raises DataDamaged."""
-    first = offset_of(entry["SequenceNumber"])
+async def _runs_from(source: ShardSource, offset: int, limit: int) -> AsyncIterator[Run]:
+    """The entry in which the offset lies, as a whole, if it is kept, and all behind it; `limit` entries a read."""
+    first = split_offset(offset)[0]
     try:
-        records = read_entry(entry["Data"], entry["PartitionKey"], arrival_of(entry))
-    except BadEntry as error:
-        raise DataDamaged(source.topic, ((source.shard, first, first),), str(error)) from error
-    return [(first + index, record) for index, record in enumerate(records)]
-
-
-async def _records_from(source: ShardSource, offset: int) -> AsyncIterator[tuple[int, Record]]:
-    sequence, _ = split_offset(offset)
-    where = at_sequence(sequence) if offset else OLDEST
-    try:
-        async for answer in source.read_on(where, _ENTRIES):
+        async for answer in source.read_on(at_sequence(first) if offset else OLDEST, limit):
             for entry in answer.entries:
-                for found in read_offsets(source, entry):
-                    if found[0] >= offset:
-                        yield found
-    except BadSequence:
+                yield read_run(entry)
+    except BadSequence:  # never was one of this shard's: what lies behind it does, all the same
         async for answer in source.read_on(OLDEST, _ENTRIES):
             for entry in answer.entries:
-                for found in read_offsets(source, entry):
-                    if found[0] >= offset:
-                        yield found
+                if int(entry["SequenceNumber"]) >= int(first):
+                    yield read_run(entry)
 
 
 async def _check_stored(source: ShardSource, offset: int) -> None:
     """Raise OffsetOutOfRange unless the offset lies within what is stored, or at its end, or nothing is."""
-    stored: PartitionRange = await stored_range(source)
+    stored = await stored_range(source)
     if stored.end and not stored.start <= offset <= stored.end:
-        raise OffsetOutOfRange(source.topic, source.shard, offset, stored.start, stored.end)
+        raise OffsetOutOfRange(source.topic, source.shard, offset, stored.start, stored.end, contiguous=False)

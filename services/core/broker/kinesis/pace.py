@@ -81,7 +81,8 @@ class MeteredPace:
             self._waits.inc(wait)
             await asyncio.sleep(wait)
 
-    def throttle(self) -> None:
-        """The service refused an entry for this shard."""
+    def throttle(self, size: int) -> float:
+        """The service refused an entry of so many bytes for this shard; the seconds after which it may leave again."""
         self._throttles.inc()
         self._pace.throttle()
+        return self._pace.reserve(size, patience=-1)

@@ -4,9 +4,7 @@ import asyncio
 from dataclasses import dataclass, field
 from typing import Any
 
-from botocore.exceptions import BotoCoreError, ClientError
-
-from services.core.broker.kinesis.faults import classify_entry, classify_put
+from services.core.broker.kinesis.faults import AWS_ERRORS, classify_entry, classify_put
 
 MAX_ENTRIES = 500
 MAX_REQUEST_BYTES = 5_000_000
@@ -76,9 +74,12 @@ class PutLane:
         try:
             answer = await self._kinesis.put_records(StreamName=self._topic, Records=records)
             rows = answer["Records"]
-        except (BotoCoreError, ClientError) as error:
+        except AWS_ERRORS as error:
             for parcel in parcels:
                 _settle(parcel, error=classify_put(error, f"append to {self._topic}"))
+        except Exception as error:  # a fault of ours
+            for parcel in parcels:
+                _settle(parcel, error=error)
         except BaseException:
             for parcel in parcels:
                 parcel.answer.cancel()

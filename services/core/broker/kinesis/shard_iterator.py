@@ -93,11 +93,14 @@ class ShardSource:
             raise
         entries = answer["Records"]
         self.pace.read(sum(len(entry["Data"]) for entry in entries))
-        return Answer(entries, int(answer.get("MillisBehindLatest") or 0), answer.get("NextShardIterator"))
+        behind = int(answer.get("MillisBehindLatest") or 0)
+        # Milliseconds are coarse: behind a full answer there may be more of the same one.
+        return Answer(entries, behind or int(len(entries) >= limit), answer.get("NextShardIterator"))
 
     async def read_on(self, where: Mapping[str, Any], limit: int) -> AsyncIterator[Answer]:
-        """One answer after the other until the end as it is now. Raises as the others do, but Unavailable for Expired."""
+        """One answer after the other, to the end as it was at first. Raises as the others do, but Unavailable for Expired."""
         iterator: str | None = await self.iterator(where)
+        newest: int | None = None
         while iterator is not None:
             try:
                 answer = await self.read(iterator, limit)
@@ -105,3 +108,8 @@ class ShardSource:
                 raise Unavailable(f"read {self.topic}[{self.shard}]: {error}") from error
             yield answer
             iterator = answer.next if answer.behind else None
+            if answer.entries:
+                arrived = arrival_of(answer.entries[-1])
+                newest = arrived + answer.behind if newest is None else newest
+                if arrived > newest:
+                    return

@@ -4,26 +4,21 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from services.core.broker.contract import MAX_APPEND_BYTES
 from services.core.broker.errors import BrokerError, OffsetOutOfRange, Throttled
-from services.core.broker.kinesis.backlog import Run
-from services.core.broker.kinesis.frames import BadEntry, read_entry
 from services.core.broker.kinesis.held import Held
 from services.core.broker.kinesis.leases import Begin
-from services.core.broker.kinesis.offsets import offset_of, split_offset
+from services.core.broker.kinesis.offsets import split_offset
+from services.core.broker.kinesis.runs import Run, read_run
 from services.core.broker.kinesis.shard_iterator import (
     OLDEST,
     Answer,
     BadSequence,
-    Entry,
     Expired,
     ShardSource,
-    arrival_of,
     at_sequence,
     at_time,
 )
 from services.core.broker.kinesis.stored import stored_range
-from services.core.broker.record import Damage, Record
 
 _ROOM_BYTES = 2_000_000
 _READ_BYTES = 1_000_000
@@ -117,7 +112,7 @@ class _Reader:
         return await self._source.iterator(at_time(min(at, self._reading.now_ms()) - 1000))
 
     async def _accept(self, answer: Answer, asked: int) -> None:
-        runs = [_read_run(entry) for entry in answer.entries]
+        runs = [read_run(entry) for entry in answer.entries]
         if self._expected is not None and (runs or answer.behind == 0):
             await self._check_expected(runs)
         kept = [run for run in runs if run.arrived >= self._not_before]
@@ -170,15 +165,4 @@ class _Reader:
     async def _lost(self) -> OffsetOutOfRange:
         wanted = self._next or 0
         held = await stored_range(self._source)
-        return OffsetOutOfRange(self._source.topic, self._source.shard, wanted, held.start, held.end)
-
-
-def _read_run(entry: Entry) -> Run:
-    data, arrived, sequence = entry["Data"], arrival_of(entry), entry["SequenceNumber"]
-    first = offset_of(sequence)
-    try:
-        records = read_entry(data, entry["PartitionKey"], arrived)
-    except BadEntry as error:
-        buried = Record(None, data[:MAX_APPEND_BYTES], arrived)
-        return Run(sequence, range(first, first + 1), [buried], arrived, len(data), Damage(first, first, str(error)))
-    return Run(sequence, range(first, first + len(records)), records, arrived, len(data))
+        return OffsetOutOfRange(self._source.topic, self._source.shard, wanted, held.start, held.end, contiguous=False)

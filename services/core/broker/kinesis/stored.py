@@ -3,9 +3,9 @@
 import time
 
 from services.core.broker.contract import PartitionRange
-from services.core.broker.kinesis.frames import BadEntry, read_entry
 from services.core.broker.kinesis.offsets import offset_of
-from services.core.broker.kinesis.shard_iterator import OLDEST, Entry, ShardSource, arrival_of, at_time
+from services.core.broker.kinesis.runs import read_run
+from services.core.broker.kinesis.shard_iterator import OLDEST, Entry, ShardSource, at_time
 
 _LOOK_BACK_MS = (10_000, 600_000, 6 * 3_600_000)
 _MOST_ENTRIES = 10_000
@@ -20,16 +20,7 @@ async def stored_range(source: ShardSource) -> PartitionRange:
     if first is None:
         return PartitionRange(0, 0)
     last = await _last(source)
-    end = first if last is None else last
-    return PartitionRange(offset_of(first["SequenceNumber"]), offset_of(end["SequenceNumber"], count_records(end)))
-
-
-def count_records(entry: Entry) -> int:
-    """How many offsets an entry takes: one for each of its records, one for an entry that cannot be read."""
-    try:
-        return len(read_entry(entry["Data"], entry["PartitionKey"], arrival_of(entry)))
-    except BadEntry:
-        return 1
+    return PartitionRange(offset_of(first["SequenceNumber"]), read_run(first if last is None else last).next)
 
 
 async def _first(source: ShardSource) -> Entry | None:
