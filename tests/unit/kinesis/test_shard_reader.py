@@ -196,7 +196,12 @@ async def test_a_damaged_entry_is_a_batch_of_its_own() -> None:
     shard.put([3])
     async with _reading(shard) as reader:
         batches: list[Batch] = []
-        await reader.until(lambda: bool(batches.extend(reader.held.backlog.take(10))) or len(batches) == 3)
+
+        def three() -> bool:
+            batches.extend(reader.held.backlog.take(10))
+            return len(batches) == 3
+
+        await reader.until(three)
     assert [batch.damage is not None for batch in batches] == [False, True, False]
     assert batches[1].offsets[-1] == offset_of(bad)
     assert batches[1].records[0].value == MAGIC + b"\xc1"

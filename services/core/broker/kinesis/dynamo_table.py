@@ -199,8 +199,9 @@ def parse_lease(item: Mapping[str, Mapping[str, Any]]) -> Lease:
 
 def _parse_begin(text: str) -> Begin:
     kind, _, value = text.partition(":")
-    if kind == "arrival" or kind == "date" or kind == "offset":
-        return Begin(kind, int(value))
+    match kind:
+        case "arrival" | "date" | "offset":
+            return Begin(kind, int(value))
     return OLDEST
 
 

@@ -1,0 +1,183 @@
+"""Kinesis beyond the contract suite: shards that split and merge, that are full, and a service that fails in every way."""
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+
+import pytest
+
+from services.core.aws_emulator import AwsEmulator
+from services.core.broker.contract import Broker
+from services.core.broker.kinesis.sdk import Clients, open_clients
+from services.core.broker.kinesis.shards import Shard, parse_shard, shard_id
+from services.core.broker.kinesis_url import parse_address
+from services.core.broker.producer import Producer
+from services.core.broker.retry import RetryPolicy
+from tests.contract.harness_kinesis import KinesisHarness
+from tests.contract.traffic import DEADLINE, Ledger, Member, numbers_of, read_all, record, until, until_async
+from tests.support.kinesis_limits import PROVISIONED, Faults, KinesisLimits
+
+_PATIENT = RetryPolicy(deadline=DEADLINE, append_timeout=5)
+_KEYS = 12
+
+
+@pytest.fixture
+def harness(kinesis_emulator: AwsEmulator, kinesis_limits: KinesisLimits) -> KinesisHarness:
+    """The emulator behind the limits."""
+    return KinesisHarness(kinesis_emulator, kinesis_limits)
+
+
+class _Resharding:
+    """What an operator, or an autoscaler, does to a stream."""
+
+    def __init__(self, clients: Clients, stream: str) -> None:
+        self._kinesis, self._stream = clients.kinesis, stream
+
+    async def shards(self) -> dict[int, Shard]:
+        """Those that can be written to."""
+        rows = (await self._kinesis.list_shards(StreamName=self._stream))["Shards"]
+        return {shard.number: shard for shard in map(parse_shard, rows) if shard.is_open}
+
+    async def split(self, number: int) -> None:
+        shard = (await self.shards())[number]
+        middle = (shard.first_key + shard.last_key + 1) // 2
+        await self._kinesis.split_shard(
+            StreamName=self._stream, ShardToSplit=shard_id(number), NewStartingHashKey=str(middle)
+        )
+        await self._settled()
+
+    async def merge(self, left: int, right: int) -> None:
+        await self._kinesis.merge_shards(
+            StreamName=self._stream, ShardToMerge=shard_id(left), AdjacentShardToMerge=shard_id(right)
+        )
+        await self._settled()
+
+    async def _settled(self) -> None:
+        async def is_active() -> bool:
+            said = await self._kinesis.describe_stream_summary(StreamName=self._stream)
+            return bool(said["StreamDescriptionSummary"]["StreamStatus"] == "ACTIVE")
+
+        await until_async(is_active, "the stream is active again")
+
+
+@asynccontextmanager
+async def _load(broker: Broker, topic: str) -> AsyncIterator[list[int]]:
+    """Sends keyed records, each key's in order, until the context is left; the list has what was acknowledged."""
+    acked: list[int] = []
+    stop = asyncio.Event()
+
+    async def send() -> None:
+        async with Producer(broker.driver, policy=_PATIENT) as producer:
+            while not stop.is_set():
+                numbers = range(len(acked), len(acked) + _KEYS)
+                (await producer.send(topic, [record(n, b"key-%d" % (n % _KEYS)) for n in numbers])).raise_first()
+                acked.extend(numbers)
+                await asyncio.sleep(0.02)
+
+    async with asyncio.timeout(DEADLINE), asyncio.TaskGroup() as tasks:
+        tasks.create_task(send())
+        try:
+            yield acked
+        finally:
+            stop.set()
+
+
+def _assert_order_per_key(numbers: Iterable[int]) -> None:
+    first_seen = list(dict.fromkeys(numbers))
+    for key in range(_KEYS):
+        of_key = [number for number in first_seen if number % _KEYS == key]
+        assert of_key == sorted(of_key)
+
+
+async def test_order_and_everything_holds_through_splits_and_merges(harness: KinesisHarness) -> None:
+    """If it fails, scaling a stream while it runs loses events, or delivers a key's new events before its old ones."""
+    async with (
+        harness.open() as writer,
+        harness.open() as one,
+        harness.open() as two,
+        open_clients(parse_address(harness.url), 10) as clients,
+    ):
+        topic = await harness.create_topic(writer, partitions=4)
+        stream, group, ledger = _Resharding(clients, topic), harness.fresh_name("g"), Ledger()
+        async with Member(one, group, topic, "one", ledger), Member(two, group, topic, "two", ledger):
+            async with _load(writer, topic) as acked:
+
+                async def more() -> None:
+                    goal = len(acked) + 5 * _KEYS
+                    await until(lambda: len(ledger.processed) >= goal, "what was sent since is processed")
+
+                await more()
+                await stream.merge(0, 1)
+                await more()
+                await stream.split(2)
+                await stream.split(4)
+                await more()
+                await stream.merge(7, 8)
+                await more()
+            assert sorted(await stream.shards()) == [3, 5, 6, 9]
+            await until(lambda: len(ledger.processed) == len(acked), "everything was processed")
+
+            async def settled() -> bool:
+                return all(lag.records == 0 for lag in (await writer.admin.group_lag(group, topic)).values())
+
+            await until_async(settled, "everything was committed")
+        assert ledger.conflicts == []
+        assert set(ledger.processed) == set(acked)
+        _assert_order_per_key(ledger.processed)
+
+
+async def test_two_writers_that_fill_a_shard_lose_nothing(
+    harness: KinesisHarness, kinesis_limits: KinesisLimits
+) -> None:
+    """If it fails, throttling loses events or turns them around, or writers never find their share of a shard."""
+    async with harness.open() as one, harness.open() as two:
+        topic = await harness.create_topic(one)
+        refused = kinesis_limits.counts["entries refused"]
+
+        async def fill(broker: Broker, first: int) -> None:
+            async with Producer(broker.driver, policy=_PATIENT) as producer:
+                for number in range(first, first + 20, 5):
+                    batch = [record(n, b"k", size=100_000) for n in range(number, number + 5)]
+                    (await producer.send_to(topic, {0: batch})).raise_first()
+
+        async with asyncio.timeout(DEADLINE):
+            await asyncio.gather(fill(one, 0), fill(two, 100))
+        assert kinesis_limits.counts["entries refused"] > refused, "the shard was never full"
+        numbers = numbers_of(await read_all(one, topic, harness.fresh_name("g")))
+        assert sorted(set(numbers)) == [*range(20), *range(100, 120)]
+        for writer in (0, 1):
+            mine = list(dict.fromkeys(n for n in numbers if n // 100 == writer))
+            assert mine == sorted(mine)
+
+
+async def test_a_service_that_fails_in_every_way_loses_nothing(
+    harness: KinesisHarness, kinesis_limits: KinesisLimits
+) -> None:
+    """If it fails, refused entries, throttles, expired iterators, 5xx or slow answers lose events or their order."""
+    seed = random.randrange(1 << 30)
+    print(f"seed {seed}")
+    chance = random.Random(seed)
+    async with harness.open() as writer, harness.open() as reader:
+        topic = await harness.create_topic(writer, partitions=3)
+        group, ledger = harness.fresh_name("g"), Ledger()
+        kinesis_limits.faults = Faults(
+            errors={
+                "PutRecords": [PROVISIONED, "InternalFailure"] * 5,
+                "GetRecords": [PROVISIONED, "ExpiredIteratorException", "InternalFailure"] * 4,
+                "GetShardIterator": [PROVISIONED, "InternalFailure"],
+                "ListShards": ["LimitExceededException", "InternalFailure"],
+            },
+            refuse=lambda stream, _index: stream == topic and chance.random() < 0.3,
+            latency=0.02,
+        )
+        try:
+            async with Member(reader, group, topic, "one", ledger):
+                async with _load(writer, topic) as acked:
+                    await until(lambda: len(acked) >= 40 * _KEYS, "acknowledged in spite of it all")
+                    await until(lambda: not any(kinesis_limits.faults.errors.values()), "every fault was met")
+                kinesis_limits.faults = Faults()
+                await until(lambda: set(ledger.processed) >= set(acked), "everything was processed")
+        finally:
+            kinesis_limits.faults = Faults()
+        _assert_order_per_key(ledger.processed)
