@@ -60,6 +60,7 @@ class KinesisAdmin:
                 raise Unavailable(f"{topic} is still being deleted after {self._side.timing.settle:g} s")
             await asyncio.sleep(_PAUSE)
         self._streams.forget(topic)
+        self._side.identities.forget(topic)
 
     async def topics(self) -> dict[str, int]:
         """As in the contract: all streams of the account in this region."""
@@ -115,6 +116,7 @@ class KinesisAdmin:
     async def set_committed(self, group: str, topic: str, processed: Mapping[int, int]) -> None:
         """As in the contract."""
         member = MemberSide(self._side, group)
+        self._side.identities.forget(topic)
         stream = await member.look(topic)
         if unknown := processed.keys() - {shard.number for shard in stream.shards}:
             raise UnknownTopic(f"{topic} has no shards {sorted(unknown)}")

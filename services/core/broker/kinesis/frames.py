@@ -44,7 +44,7 @@ def make_entries(
     packer = Packer(partition_key, hash_key)
     room = MAX_ENTRY_BYTES - len(partition_key) - packer.overhead()
     frames = [MAGIC + _ENCODE(record) for record in records]
-    if sum(map(len, frames)) + MAX_HEAD_BYTES * len(frames) <= room:
+    if sum(map(len, frames)) + MAX_HEAD_BYTES * len(frames) <= min(room, MAX_RECORD_BYTES):
         return [Entry(range(len(frames)), packer.pack(frames))], {}
     refused = {
         index: RecordTooLarge(f"a record of {size:,} bytes; this broker takes at most {MAX_RECORD_BYTES:,}")

@@ -16,6 +16,7 @@ async def join(
     """A member for the time of the context; the group's lease table is made when it has none. Raises UnknownTopic."""
     side = MemberSide(shared, group)
     for topic in topics:
+        shared.identities.forget(topic)  # it may have been made anew: what another one's leases say is not about it
         await side.look(topic)
     await side.table.prepare()
     membership = Membership(side, group, topics, start, on_revoke)

@@ -35,12 +35,16 @@ class Identities:
         asked, known = self._known.get(topic, (0.0, None))
         if known is not None and now - asked < limit:
             return known
-        self._known.pop(topic, None)
+        self.forget(topic)
         async with bounded(f"describe {topic}", self._timing.request):
             answer = await self._kinesis.describe_stream_summary(StreamName=topic)
         identity = _parse(answer["StreamDescriptionSummary"])
         self._known[topic] = (now, identity)
         return identity
+
+    def forget(self, topic: str) -> None:
+        """Ask anew next time."""
+        self._known.pop(topic, None)
 
 
 def _parse(summary: Mapping[str, Any]) -> Identity:
