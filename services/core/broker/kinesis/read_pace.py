@@ -1,49 +1,62 @@
 """How fast this process reads one shard: all its groups together, within the service's limits, slower after a throttle.
 
 Source of the limits: "Quotas and limits", Kinesis Data Streams developer guide: a shard answers five GetRecords and gives
-2 MB a second. Other processes read it too and none sees the others, so each finds its share: a throttle
-doubles the time between two reads, and every read that succeeds takes a part of it back.
+2 MB a second. Other processes read it too and none sees the others, so each finds its share: a throttle halves
+the reads per second, and time gives them back evenly. Additive increase, multiplicative decrease: whatever the others began
+with, shares become equal (Chiu and Jain, 1989).
 """
 
 import asyncio
 import time
 from collections.abc import Callable
 
-READS_PER_SECOND = 5
+READS_PER_SECOND = 5.0
 BYTES_PER_SECOND = 2_000_000
-_SHORTEST = 1 / READS_PER_SECOND
-_LONGEST = 5.0
-_RECOVERY = 0.9
+_LOWEST = 0.2
+_RECOVERY = 0.5
+"""Reads per second, per second."""
 
 
 class ReadPace:
-    """One shard's. throttles: how often the service refused. waited: seconds, by all readers."""
+    """One shard's. rate: reads per second that we allow ourselves. throttles: how often the service refused. waited: seconds, by
+    all readers.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._next = clock()
-        self.interval = _SHORTEST
+        self._next = self._at = clock()
+        self.rate = READS_PER_SECOND
         self.throttles = 0
         self.waited = 0.0
 
     async def turn(self) -> None:
         """Wait until the next read may be made. First come, first served."""
-        now = self._clock()
+        await asyncio.sleep(self.reserve())
+
+    def reserve(self) -> float:
+        """Take the next turn; the seconds until then."""
+        now = self._pass_time()
         at = max(now, self._next)
-        self._next = at + self.interval
+        self._next = at + 1 / self.rate
         self.waited += at - now
-        await asyncio.sleep(at - now)
+        return at - now
 
     def read(self, size: int) -> None:
         """A read gave so many bytes."""
-        self.interval = max(_SHORTEST, self.interval * _RECOVERY)
-        self._next = max(self._next, self._clock() + size / BYTES_PER_SECOND)
+        self._next = max(self._next, self._pass_time() + size / BYTES_PER_SECOND)
 
     def throttle(self) -> None:
         """The service refused a read."""
+        now = self._pass_time()
         self.throttles += 1
-        self.interval = min(_LONGEST, self.interval * 2)
-        self._next = max(self._next, self._clock() + self.interval)
+        self.rate = max(_LOWEST, self.rate / 2)
+        self._next = max(self._next, now + 1 / self.rate)
+
+    def _pass_time(self) -> float:
+        now = self._clock()
+        self.rate = min(READS_PER_SECOND, self.rate + (now - self._at) * _RECOVERY)
+        self._at = now
+        return now
 
 
 class ReadPaces:
