@@ -15,6 +15,7 @@ from bench.delivery import delivery_figures
 from bench.figures import Figure, print_figures
 from bench.isolation import isolation_figures
 from bench.latency import kafka_lag, log_lag
+from bench.ledger import ledger_figures
 from bench.local_retries import local_retries
 from bench.main_path import ingest_figures
 from bench.memory import kafka_memory, log_memory
@@ -24,6 +25,7 @@ from services.core.jvm.kafka_server import KafkaCluster
 GROUPS: dict[str, Callable[[Setup], list[Figure]]] = {
     "ingest": ingest_figures,
     "expel": delivery_figures,
+    "ledger": ledger_figures,
     "isolation": isolation_figures,
     "local-retries": local_retries,
     "lag-kafka": kafka_lag,
@@ -31,7 +33,7 @@ GROUPS: dict[str, Callable[[Setup], list[Figure]]] = {
     "memory-log": log_memory,
     "memory-kafka": kafka_memory,
 }
-WITHOUT_KAFKA = {"lag-log", "memory-log", "local-retries"}
+WITHOUT_KAFKA = {"ledger", "lag-log", "memory-log", "local-retries"}
 
 
 def main() -> None:

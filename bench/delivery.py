@@ -35,7 +35,7 @@ LEFT = 0.3
 
 def delivery_figures(setup: Setup) -> list[Figure]:
     """Batches of 100 and single events, signatures and statuses included."""
-    with _receiver(setup) as sink:
+    with receiver(setup) as sink:
         return [
             _figure(setup, sink, 100, 2 * setup.events, "batches of 100", 1.5),
             _figure(setup, sink, 1, setup.events // 4, "single events", 1.1),
@@ -43,10 +43,11 @@ def delivery_figures(setup: Setup) -> list[Figure]:
 
 
 @contextmanager
-def _receiver(setup: Setup) -> Iterator[str]:
+def receiver(setup: Setup) -> Iterator[str]:
+    """A running receiver's URL."""
     port = free_port()
-    with Child(setup.folder, "bench.floors", "receive", str(port)) as receiver:
-        receiver.wait_port(port)
+    with Child(setup.folder, "bench.floors", "receive", str(port)) as child:
+        child.wait_port(port)
         yield f"http://127.0.0.1:{port}/"
 
 
@@ -71,7 +72,7 @@ def _measure_floor(setup: Setup, topic: str, size: int, events: int, sink: str) 
 def _measure_expel(setup: Setup, stream: str, pipe: str, size: int, events: int, sink: str) -> float:
     """CPU-s/M of a process that serves this pipe alone, from when it is ready: imports and joining are not counted."""
     pipes = setup.folder / f"{pipe}.yaml"
-    pipes.write_text(PIPE.format(stream=stream, pipe=pipe, url=sink, secret=_secret(setup.folder), size=size))
+    pipes.write_text(PIPE.format(stream=stream, pipe=pipe, url=sink, secret=make_secret(setup.folder), size=size))
     make_topics(setup.kafka, pipes)
     management = free_port()
     options = ("--broker", setup.kafka, "--pipes", str(pipes), "--allow-networks", "127.0.0.0/8")
@@ -91,7 +92,8 @@ def _measure_expel(setup: Setup, stream: str, pipe: str, size: int, events: int,
         return used / (now - delivered) * 1e6
 
 
-def _secret(folder: Path) -> Path:
+def make_secret(folder: Path) -> Path:
+    """A file with a signing secret."""
     path = folder / "webhook.secret"
     if not path.exists():
         path.touch(0o600)

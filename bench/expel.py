@@ -23,6 +23,7 @@ from services.core.broker.contract import Consumer, TopicSpec
 from services.core.broker.log import LogBroker
 from services.core.broker.producer import Producer
 from services.core.broker.record import Record, TopicPartition
+from services.core.ledger.report import TELEMETRY
 from services.core.net_guard import NetPolicy, parse_networks
 from services.core.pauses import Pauses
 from services.core.pipes import CONTROL, Batching, Destination, Pipe, Webhook, parked_topic, retry_topic
@@ -60,7 +61,7 @@ def cpu() -> float:
 async def fill(broker: LogBroker, topic: str, events: int, payload: int) -> None:
     """Events as ingest stores them."""
     await broker.admin.create_topic(TopicSpec(topic, 4))
-    for ours in (retry_topic("bench"), parked_topic("bench"), CONTROL):
+    for ours in (retry_topic("bench"), parked_topic("bench"), CONTROL, TELEMETRY):
         await broker.admin.create_topic(TopicSpec(ours, 1))
     value = b'{"carrier":"AA","delay":12,"pad":"' + b"x" * (payload - 36) + b'"}'
     now = int(time.time() * 1000)

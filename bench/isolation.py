@@ -1,8 +1,8 @@
 """What one dead destination of ten costs the other nine: healthy and dead phases in turn, one run, one machine.
 
-A phase waits until the retrier has put away what the last one left, sends at a steady rate (how late the nine get their
-events), then a burst (how fast they get it). Each dead phase is compared with the healthy phases on both sides of it. Each
-healthy phase, too: that is the noise of the machine.
+A phase waits until the retrier has put away what the last one left (in a dead phase also until the dead lane has), sends at a
+steady rate (how late the nine get their events), then a burst (how fast they get it). Each dead phase is compared with the
+healthy phases on both sides of it. Each healthy phase, too: that is the noise of the machine.
 """
 
 import asyncio
@@ -136,10 +136,10 @@ class Isolation:
         receivers: Receivers,
         session: aiohttp.ClientSession,
         ingest: str,
-        retrier: int,
+        ports: Mapping[str, int],
         services: Mapping[str, Child],
     ) -> None:
-        self._receivers, self._session, self._ingest, self._retrier = receivers, session, ingest, retrier
+        self._receivers, self._session, self._ingest, self._ports = receivers, session, ingest, ports
         self._services = services
         self._sent = 0
 
@@ -148,6 +148,8 @@ class Isolation:
         await self._receivers.become(way)
         await self._send_paced(STRIKE_S)
         await self._wait_put_away()
+        if way != "healthy":
+            await self._wait_caught_up()
         self._receivers.lags.clear()
         await self._send_paced(PACED_S)
         lags = sorted(self._receivers.lags)
@@ -197,9 +199,15 @@ class Isolation:
             moved, since = -1.0, time.monotonic()
             while time.monotonic() - since < QUIET_S:
                 await asyncio.sleep(0.5)
-                now = await asyncio.to_thread(_count_moves, self._retrier)
+                now = await asyncio.to_thread(_count_moves, self._ports["retrier"])
                 if now != moved:
                     moved, since = now, time.monotonic()
+
+    async def _wait_caught_up(self) -> None:
+        """Until no lane is behind: what a burst left in the dead one's stream is not this phase's."""
+        async with asyncio.timeout(PATIENCE_S):
+            while await asyncio.to_thread(fetch_metric, self._ports["expel"], "penstock_broker_lag_records"):
+                await asyncio.sleep(0.5)
 
 
 def _count_moves(port: int) -> float:
@@ -228,7 +236,7 @@ async def _run(setup: Setup) -> list[Phase]:
             stack.enter_context(child)
             await asyncio.to_thread(child.wait_ready, ports[name])
         session = await stack.enter_async_context(aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=30)))
-        run = Isolation(receivers, session, f"http://{listen}/v1/streams/events/events", ports["retrier"], services)
+        run = Isolation(receivers, session, f"http://{listen}/v1/streams/events/events", ports, services)
         await run.run_phase("healthy")  # connections, caches and positions warm
         phases = [await run.run_phase("healthy")]
         for _ in range(REPEATS):

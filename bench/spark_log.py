@@ -1,6 +1,6 @@
 """The transform on the embedded log, or in real-time mode on Kafka: how late an event is behind it, and what it costs.
 
-python -m bench.spark_log [--real-time] [--rate 2000] [--seconds 30] [--backlog 100000]
+python -m bench.spark_log [--real-time] [--rate 2000] [--seconds 30] [--backlog 100000] [--ledger off]
 
 Prints the time until the service is ready, and what the first event then takes; then, after warming up, the time from the
 append of an event to its arrival at a consumer behind the transform (from_json, a filter, JSON again) at a steady rate;
@@ -30,6 +30,7 @@ from services.core.broker.log import LogBroker
 from services.core.broker.partitioner import split_by_key
 from services.core.broker.record import Record, TopicPartition
 from services.core.jvm.kafka_server import KafkaCluster
+from services.core.ledger.report import TELEMETRY
 
 WARM_UP_S = 15.0
 TICK_S = 0.02
@@ -152,7 +153,7 @@ async def wait_until_ready(address: str, limit: float) -> None:
             await asyncio.sleep(TICK_S)
 
 
-async def measure(folder: Path, rate: int, seconds: float, backlog: int, *, real_time: bool) -> None:
+async def measure(folder: Path, rate: int, seconds: float, backlog: int, *, real_time: bool, ledger: str) -> None:
     """Run the service and print the figures."""
     pipes = folder / "pipes.yaml"
     pipes.write_text(PIPES.replace("MODE", "real-time" if real_time else "micro-batch"))
@@ -160,11 +161,12 @@ async def measure(folder: Path, rate: int, seconds: float, backlog: int, *, real
         url, broker = await stack.enter_async_context(open_broker(folder, real_time))
         for topic in ("flights", "late.out", "late.dead"):
             await broker.admin.create_topic(TopicSpec(topic, 4))
+        await broker.admin.create_topic(TopicSpec(TELEMETRY, 1))
         management = f"127.0.0.1:{free_port()}"
         command = [sys.executable, "-m", "spark", "--broker", url, "--data", str(folder), "--pipes", str(pipes)]
         command += ["--management", management, "--master", "local[5]" if real_time else "local[2]"]
         begun = time.monotonic()
-        child = await asyncio.to_thread(subprocess.Popen, [*command, "--log-level", "warning"])
+        child = await asyncio.to_thread(subprocess.Popen, [*command, "--log-level", "warning", "--ledger", ledger])
         stack.callback(child.wait)
         stack.callback(child.terminate)
         process, watch = psutil.Process(child.pid), Watch()
@@ -215,10 +217,13 @@ def main() -> None:
     parser.add_argument("--rate", type=int, default=2000)
     parser.add_argument("--seconds", type=float, default=30.0)
     parser.add_argument("--backlog", type=int, default=100_000)
+    parser.add_argument("--ledger", choices=["on", "off"], default="on", help="to see what the ledger costs")
     parser.add_argument("--real-time", action="store_true", help="on a Kafka of its own")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="penstock-bench-") as name:
-        asyncio.run(measure(Path(name), args.rate, args.seconds, args.backlog, real_time=args.real_time))
+        asyncio.run(
+            measure(Path(name), args.rate, args.seconds, args.backlog, real_time=args.real_time, ledger=args.ledger)
+        )
 
 
 if __name__ == "__main__":

@@ -153,6 +153,10 @@ class Checkpoint:
         """What this batch began with, in ms of event time; 0 without one."""
         return int(self._times(batch)["batchWatermarkMs"])
 
+    def began(self, batch: int) -> int:
+        """When this batch was planned, in ms: the same whenever it is computed."""
+        return int(self._times(batch)["batchTimestampMs"])
+
     def _times(self, batch: int) -> dict[str, Any]:
         fields: dict[str, Any] = msgspec.json.decode(self._read(f"offsets/{batch}").decode().splitlines()[1])
         return fields

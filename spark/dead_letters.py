@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from services.core.broker.record import Record, TopicPartition
 from services.core.dead_letter import MAX_DETAIL, make_dead_letter
@@ -11,7 +11,7 @@ from spark.place import Place
 from spark.sources.record_batches import from_arrow
 from spark.view import VERDICT, Check
 
-NODE = "transform"
+NODE: Final = "transform"
 TRANSFORM_ERROR = "transform_error"
 _ADDED_BYTES = MAX_DETAIL + 1024
 

@@ -8,7 +8,11 @@ from typing import Any
 from pyspark.sql import Column, Observation
 from pyspark.sql import functions as f
 
+from services.core.ledger.sets import Sets
+
 COUNTS_WITHIN_S = 30.0
+ORIGINS = "origins"
+"""Names what was gathered of them (`spark.origins.gather`)."""
 QUANTILES = 64
 """So many event times stand for all those of a batch."""
 
@@ -52,7 +56,7 @@ def lags(events: int, times: list[int] | None, now_ms: int) -> list[int]:
 @dataclass(slots=True)
 class BatchReport:
     """What one batch of a pipe did. dead: dead letters by reason. Lags in ms: now - event time, at the start and at the
-    end of the batch. seconds: how long handling it took."""
+    end of the batch. seconds: how long handling it took. sets: what became of which origins; empty when nobody asks."""
 
     pipe: str
     read: int = 0
@@ -61,3 +65,4 @@ class BatchReport:
     lag_in: list[int] = field(default_factory=list)
     lag_out: list[int] = field(default_factory=list)
     seconds: float = 0.0
+    sets: Sets = field(default_factory=Sets)

@@ -5,13 +5,14 @@ object; or, for events that did not exist before, `id` (the same again when a ba
 `key` and `time`, beside the payload.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as f
-from pyspark.sql.types import BinaryType, DataType, StringType, StructType, TimestampType
+from pyspark.sql.types import BinaryType, DataType, StringType, StructField, StructType, TimestampType
 
 from services.core import event as names
+from spark.numbering import Numbering
 from spark.shapes import EVENT, EVENT_TYPE, HEADERS, VALUE
 
 _JSON = {"ignoreNullFields": "false"}
@@ -28,28 +29,37 @@ class OutShape:
 
     def __init__(self, result: StructType, *, declared: Iterable[str], max_bytes: int) -> None:
         """declared: columns of the sources; one named `value` hides the payload's text. Raises BadTransform."""
-        fields = {field.name.lower(): field for field in result.fields}
+        fields = self._fields = {field.name.lower(): field for field in result.fields}
         if len(fields) < len(result.fields):
             raise BadTransform("returns two columns of one name. Try: AS with another name")
         self.carries_events = EVENT in fields
         if self.carries_events:
             _expect_event(fields[EVENT].dataType)
-            key, time, headers = f.col("event.key"), f.col("event.time"), f.col("event.headers")
         else:
-            key, time, headers = _new_event({name: field.dataType for name, field in fields.items()})
+            _expect_new_event(fields)
         envelope = {EVENT} if self.carries_events else set(_NEW_EVENT)
         payload = [field for name, field in fields.items() if name not in envelope]
-        value = _payload(StructType(payload), {name.lower() for name in declared})
-        self._columns = [
+        self._value, self._max_bytes = _payload(StructType(payload), {name.lower() for name in declared}), max_bytes
+        self._columns = self._make(None)
+
+    def apply(self, result: DataFrame, numbering: Numbering | None = None) -> DataFrame:
+        """The transform's result as records. Executing it raises for a row without payload, event or id.
+
+        numbering: gives new events their origins and their time; without one they have no origin.
+        """
+        return result.select(*(self._columns if numbering is None else self._make(numbering)))
+
+    def _make(self, numbering: Numbering | None) -> list[Column]:
+        if self.carries_events:
+            key, time, headers = f.col("event.key"), f.col("event.time"), f.col("event.headers")
+        else:
+            key, time, headers = _new_event(self._fields, numbering)
+        return [
             key.alias("key"),
-            _guard(value, key, headers, max_bytes).alias("value"),
+            _guard(self._value, key, headers, self._max_bytes).alias("value"),
             time.alias("timestamp"),
             headers.alias("headers"),
         ]
-
-    def apply(self, result: DataFrame) -> DataFrame:
-        """The transform's result as records. Executing it raises for a row without payload, event or id."""
-        return result.select(*self._columns)
 
 
 def _expect_event(found: DataType) -> None:
@@ -58,7 +68,8 @@ def _expect_event(found: DataType) -> None:
         raise BadTransform(f"returns an `{EVENT}` that is not the one it got. Try: SELECT {EVENT}, …")
 
 
-def _new_event(types: dict[str, DataType]) -> tuple[Column, Column, Column]:
+def _expect_new_event(fields: Mapping[str, StructField]) -> None:
+    types: dict[str, DataType] = {name: field.dataType for name, field in fields.items()}
     if "id" not in types:
         raise BadTransform(
             f"returns neither `{EVENT}` nor `id`. Try: SELECT {EVENT}, … or, for new events, SELECT … AS id, …"
@@ -69,12 +80,17 @@ def _new_event(types: dict[str, DataType]) -> tuple[Column, Column, Column]:
         raise BadTransform(f"returns `key` as {types['key'].simpleString()}. Try: CAST(… AS STRING) AS key")
     if not isinstance(types.get("time", TimestampType()), TimestampType):
         raise BadTransform(f"returns `time` as {types['time'].simpleString()}. Try: CAST(… AS TIMESTAMP) AS time")
-    now = f.current_timestamp()
-    key = f.col("key").cast("binary") if "key" in types else f.lit(None).cast("binary")
-    time = f.coalesce(f.col("time"), now) if "time" in types else now
+
+
+def _new_event(fields: Mapping[str, StructField], numbering: Numbering | None) -> tuple[Column, Column, Column]:
+    now = f.current_timestamp() if numbering is None else f.timestamp_millis(f.lit(numbering.at_ms))
+    key = f.col("key").cast("binary") if "key" in fields else f.lit(None).cast("binary")
+    time = f.coalesce(f.col("time"), now) if "time" in fields else now
     event_id = _or_raise(f.col("id"), "the transform returned a row without id").cast("binary")
     arrival = f.unix_millis(now).cast("string").cast("binary")
     pairs = [(names.ID, event_id), (names.ARRIVAL, arrival)]
+    if numbering is not None:
+        pairs.append((names.ORIGIN, numbering.origin().cast("binary")))
     headers = f.array(*[f.struct(f.lit(name).alias("key"), value.alias("value")) for name, value in pairs])
     return key, time, headers.cast(HEADERS)
 

@@ -62,6 +62,7 @@ def _job(settings: TransformSettings, endpoint: Endpoint, board: Board, prepared
         prepared,
         endpoint,
         checkpoints=settings.checkpoint_root(),
+        ledger=settings.ledger,
         on_batch=lambda report: _tell(loop, lambda: board.note_batch(report)),
         on_state=lambda state: _tell(loop, lambda: board.note_state(state)),
         on_backlog=lambda backlog: _tell(loop, lambda: board.note_backlog(prepared.pipe, backlog)),

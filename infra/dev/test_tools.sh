@@ -4,10 +4,12 @@ set -euo pipefail
 
 # strace: proves that an acknowledgement follows a sync, and makes syncs fail (tests/faults).
 # mount: a small disk that gets full (tests/faults). openssl: a certificate (tests/unit/expel). curl: the README as it stands.
-# Each is a Debian package of its own name.
+# chromium: the observer's page (tests/browser). promtool: the rules of infra/prometheus (tests/unit/infra).
+# Each is a Debian package of its own name, but promtool.
+declare -A package=([promtool]=prometheus)
 missing=()
-for program in strace mount openssl curl; do
-    command -v "$program" >/dev/null || missing+=("$program")
+for program in strace mount openssl curl chromium promtool; do
+    command -v "$program" >/dev/null || missing+=("${package[$program]:-$program}")
 done
 
 if [ "$(id -u)" != 0 ]; then
@@ -18,7 +20,14 @@ fi
 if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
     echo "Installing the Debian packages ${missing[*]} ..." >&2
     export DEBIAN_FRONTEND=noninteractive
-    { apt-get update --quiet=2 && apt-get install --quiet=2 --yes --no-install-recommends "${missing[@]}"; } >&2 && exit 0
+    { apt-get update --quiet=2 && apt-get install --quiet=2 --yes --no-install-recommends "${missing[@]}"; } >&2 && installed=yes
+fi
+if [ "${installed:-}" = yes ]; then
+    if [[ " ${missing[*]} " = *" prometheus "* ]]; then
+        # Wanted for promtool alone; where the package starts its service, that has to go.
+        { service prometheus stop; update-rc.d prometheus disable; } >/dev/null 2>&1 || true
+    fi
+    exit 0
 fi
 printf 'test: these programs are needed: %s\nTry: sudo apt-get install %s\n' "${missing[*]}" "${missing[*]}" >&2
 exit 1

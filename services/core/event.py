@@ -4,6 +4,7 @@ Attributes of CloudEvents use the names of the CloudEvents Kafka binding (`ce_` 
 consumer reads our streams. Our own headers start with `penstock_`.
 """
 
+import re
 from typing import NamedTuple
 
 from services.core.broker.record import Headers, Record
@@ -25,6 +26,9 @@ CE_PREFIX = "ce_"
 """Prefix of CloudEvents attributes, when the client gave them: ce_type, ce_source, ce_specversion, ce_subject, …"""
 CONTENT_TYPE = "content-type"
 """Media type of the value, when it is not application/json (CloudEvents `datacontenttype`)."""
+
+
+_TRACEPARENT = re.compile(rb"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}(-[!-~]{0,200})?")
 
 
 class Origin(NamedTuple):
@@ -65,6 +69,12 @@ def read_arrival(record: Record) -> int | None:
     """Arrival time in ms, or None when missing or not a time."""
     raw = record.header(ARRIVAL)
     return int(raw) if raw is not None and raw.isdigit() and len(raw) <= MAX_MILLIS_DIGITS else None
+
+
+def read_traceparent(record: Record) -> str | None:
+    """The trace context, fit for an HTTP header; None when missing or not well-formed, which W3C says to ignore."""
+    raw = record.header(TRACEPARENT)
+    return raw.decode() if raw is not None and _TRACEPARENT.fullmatch(raw) else None
 
 
 def restore_time(timestamp: int, headers: Headers) -> tuple[int, Headers]:

@@ -7,6 +7,7 @@ g = (1 + a) / (1 - a); every quantile is then within a relative error of a = 0.5
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 from prometheus_client.core import HistogramMetricFamily
@@ -48,6 +49,17 @@ class LagHistogram:
         self.count += other.count
         self.total_ms += other.total_ms
 
+    def buckets(self) -> Counter[int]:
+        """A copy of the counts by bucket; what `services.core.ledger.report.LagSet` carries."""
+        self._fold()
+        return self._buckets.copy()
+
+    def copy(self) -> "LagHistogram":
+        """As it is now."""
+        copied = LagHistogram()
+        copied._buckets, copied.count, copied.total_ms = self.buckets(), self.count, self.total_ms
+        return copied
+
     def dump(self) -> dict[str, Any]:
         """As JSON that `load` reads: for merging over processes without loss."""
         self._fold()
@@ -82,6 +94,7 @@ class LagHistogram:
         return [sum(count for bucket, count in self._buckets.items() if _value(bucket) <= bound) for bound in bounds_ms]
 
 
+@lru_cache(maxsize=1 << 14)
 def _bucket(lag_ms: int) -> int:
     return math.ceil(math.log(lag_ms) / _LOG_GAMMA) if lag_ms > 0 else -1
 

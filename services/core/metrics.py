@@ -128,6 +128,36 @@ TRANSFORM_DEAD = Counter(
 TRANSFORM_FAILURES = Counter("penstock_transform_query_failures", "Times the pipe's query ended by itself.", ["pipe"])
 TRANSFORM_UP = Gauge("penstock_transform_query_up", "1 while the pipe's query runs.", ["pipe"])
 
+LEDGER_REPORTS = Counter("penstock_ledger_reports", "Records written to the telemetry topic.", ["node"])
+LEDGER_BYTES = Counter("penstock_ledger_report_bytes", "Bytes written to the telemetry topic.", ["node"])
+LEDGER_FAILURES = Counter(
+    "penstock_ledger_report_failures",
+    "Reports that were not stored and are tried again, by reason.",
+    ["node", "reason"],
+)
+LEDGER_OUTSIDE = Counter(
+    "penstock_ledger_events_outside",
+    "Events settled that the ledger cannot count, because they carry no origin that can be read, by reason.",
+    ["node", "pipe", "reason"],
+)
+LEDGER_BAD_REPORTS = Counter("penstock_ledger_bad_reports", "Records of the telemetry topic that are no reports.")
+LEDGER_FINAL = Counter("penstock_ledger_final_events", "Events accepted in minutes that are final.", ["pipe"])
+LEDGER_MISSING = Counter(
+    "penstock_ledger_missing_events",
+    "Events that were missing when their minute became final, by the step that did not settle them.",
+    ["pipe", "node", "destination"],
+)
+LEDGER_LOSS = Gauge(
+    "penstock_ledger_loss_ratio", "Share of events missing in the newest minute that is final, 0 to 1.", ["pipe"]
+)
+LEDGER_ALARMS = Counter(
+    "penstock_ledger_alarms", "Minutes that became final with more loss than the threshold.", ["pipe"]
+)
+LEDGER_DRIFTS = Counter(
+    "penstock_ledger_drifts", "Payload fields that changed against the hour before, each counted once.", ["pipe"]
+)
+LEDGER_OPEN = Gauge("penstock_ledger_open_minutes", "Minutes that are not final yet.", ["pipe"])
+PIPE_HEALTH = Gauge("penstock_pipe_health", "0: healthy, 1: degraded, 2: unstable.", ["pipe"])
 OBSERVER_LETTERS = Counter("penstock_observer_letters_read", "Dead letters read, again after each start.", ["topic"])
 OBSERVER_PASSED_OVER = Counter(
     "penstock_observer_letters_passed_over",

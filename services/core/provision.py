@@ -10,6 +10,9 @@ global retrier has its topics. What waits there outlives a retrier that is down 
 partition: on Kinesis a partition costs money, elsewhere files, and it takes far more than the retries of a destination, which
 come paced; ten delay topics are shared among several retriers all the same.
 
+`penstock.telemetry` holds the nodes' reports of the last `TELEMETRY_RETENTION_S` (`services.core.ledger`), `penstock.observer`
+for twice as long what the observer made of them.
+
 `penstock.audit` says what operators did with dead letters, `penstock.control` what is paused. Both are kept for ever.
 """
 
@@ -18,6 +21,7 @@ from dataclasses import dataclass
 
 from services.core.broker.contract import Admin, TopicSpec
 from services.core.broker.errors import TopicExists, UnsafeTopic
+from services.core.ledger.report import SNAPSHOTS, TELEMETRY
 from services.core.pipes import (
     AUDIT,
     CONTROL,
@@ -37,6 +41,7 @@ from services.core.yaml_source import BadConfiguration, Problem
 
 DEAD_LETTER_RETENTION_S = 30 * 86400
 RETRY_RETENTION_S = 14 * 86400
+TELEMETRY_RETENTION_S = 86400
 
 
 class PartitionsDiffer(Exception):
@@ -79,6 +84,8 @@ def wanted_topics(pipes: PipeFile) -> list[TopicSpec]:
             specs.append(TopicSpec(parked_topic(name), 1))
     if needs_retrier(pipes):
         specs += _retrier_topics(max(spec.retention_ms or 0 for spec in specs))
+    specs.append(TopicSpec(TELEMETRY, 1, retention_ms=_millis(TELEMETRY_RETENTION_S)))
+    specs.append(TopicSpec(SNAPSHOTS, 1, retention_ms=_millis(2 * TELEMETRY_RETENTION_S)))
     if pipes.pipes:
         specs += [TopicSpec(AUDIT, 1), TopicSpec(CONTROL, 1)]
     return specs

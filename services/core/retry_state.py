@@ -29,7 +29,7 @@ _PARTS = tuple(PREFIX + part for part in (*_BEFORE_TEXTS, *_TEXTS, "source", "ti
 """In the order in which `wrap` writes them."""
 _REASON, _DETAIL = (_PARTS.index(PREFIX + part) for part in _TEXTS)
 _STATE = re.compile(
-    r"({name})\0{name}\0\d{{1,9}}\0\d{{1,9}}\0{ms}\0({ms})\0\0\0[A-Za-z0-9._-]{{1,249}}:\d{{1,9}}:\d{{1,64}}\0{ms}".format(
+    r"({name})\0({name})\0\d{{1,9}}\0\d{{1,9}}\0{ms}\0({ms})\0\0\0[A-Za-z0-9._-]{{1,249}}:\d{{1,9}}:\d{{1,64}}\0{ms}".format(
         name=NAME_PATTERN.strip("^$"), ms=_MS
     ).encode()
 )
@@ -104,8 +104,8 @@ def read_state(record: Record) -> RetryState:
     )
 
 
-def read_wait(record: Record) -> tuple[str, int]:
-    """(pipe, due) of a wrapped record, every part of its state checked as `read_state` does, in a third of the time.
+def read_wait(record: Record) -> tuple[str, str, int]:
+    """(pipe, destination, due) of a wrapped record, every part of its state checked as `read_state` does, in a third of the time.
 
     Raises BadRetryRecord.
     """
@@ -116,9 +116,9 @@ def read_wait(record: Record) -> tuple[str, int]:
         values[_REASON] = values[_DETAIL] = b""
         form = _STATE.fullmatch(b"\0".join(values))
         if form and len(reason) <= MAX_REASON and len(detail) <= MAX_DETAIL and _is_text(reason) and _is_text(detail):
-            return form[1].decode(), int(form[2])
+            return form[1].decode(), form[2].decode(), int(form[3])
     state = read_state(record)
-    return state.pipe, state.due
+    return state.pipe, state.destination, state.due
 
 
 def unwrap(record: Record) -> tuple[Record, RetryState]:

@@ -27,7 +27,7 @@ class Settings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=False)
     section: ClassVar[str]
-    shared: ClassVar[frozenset[str]] = frozenset({"broker", "pipes", "log_level"})
+    shared: ClassVar[frozenset[str]] = frozenset({"broker", "pipes", "ledger", "log_level"})
 
     @classmethod
     def program(cls) -> str:
@@ -38,6 +38,9 @@ class Settings(BaseModel):
         "log:///var/lib/penstock", description="Broker URL: log:///path or kafka://host:port[,host:port]."
     )
     pipes: Path = Field(Path("pipes.yaml"), description="The pipe file.")
+    ledger: bool = Field(
+        True, description="Whether to report which events were settled, for the observer (true or false)."
+    )
     log_level: str = Field("info", pattern="^(debug|info|warning|error)$", description="debug, info, warning or error.")
     management: Address = Field(
         "127.0.0.1:0", description="host:port of /healthz, /readyz and /metrics; port 0: any free one."

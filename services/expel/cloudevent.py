@@ -68,6 +68,8 @@ class CloudEventRenderer:
         if second := _second(record.timestamp // 1000):
             attributes["time"] = (second + _MILLIS[record.timestamp % 1000]).decode()
         attributes.update(_attributes(headers))
+        if (trace := event.read_traceparent(record)) is not None:
+            attributes[event.TRACEPARENT] = trace
         if attributes["specversion"] != "1.0":
             raise BadRecord("its CloudEvents version is not 1.0")
         content_type = headers.get(CONTENT_TYPE)

@@ -133,6 +133,9 @@ class Dispatcher:
         self.low_water.take(batch)
         if inherited:
             self._meter.inherited(len(inherited))
+            pairs, known = zip(batch.offsets, batch.records, strict=True), frozenset(inherited)
+            # Whoever handed them over may have died before it told of it.
+            self._meter.ledger.add("retrying", [record for offset, record in pairs if offset in known])
             self.low_water.settle(batch.source, inherited)
             rest = batch.without(inherited)
             if rest is None:

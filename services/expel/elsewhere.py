@@ -90,6 +90,7 @@ class Elsewhere:
         self._add(self._dead, [self._writer.from_handover(letter, "too_large", detail)])
 
     def _buried(self, letters: Sequence[Letter]) -> None:
+        self._meter.ledger.add("dead", [letter.original for letter in letters])
         for letter in letters:
             self._meter.buried(letter.reason, letter.events)
         self._stored(letters)
@@ -97,9 +98,11 @@ class Elsewhere:
     def _are_parked(self, letters: Sequence[Letter]) -> None:
         for reason in {letter.reason for letter in letters}:
             self._meter.parked(reason, sum(letter.reason == reason for letter in letters))
+        self._meter.ledger.add("parked", [letter.original for letter in letters])
         self._stored(letters)
 
     def _handed_over(self, letters: Sequence[Letter]) -> None:
         for letter in letters:
             self._meter.handed_over(letter.reason)
+        self._meter.ledger.add("retrying", [letter.original for letter in letters])
         self._stored(letters)

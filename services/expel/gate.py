@@ -6,7 +6,7 @@ from collections.abc import Callable
 import structlog
 
 from services.core import metrics
-from services.expel.breaker import Breaker
+from services.expel.breaker import Breaker, State
 from services.expel.delivery import Delivery
 from services.expel.diversion import Diversion
 from services.expel.lane_bounds import LaneShape
@@ -35,6 +35,11 @@ class Gate:
     def is_shut(self) -> bool:
         """Whether no request may go, because the last ones failed: what is due is put away (`diversion`)."""
         return self._breaker.is_shut
+
+    @property
+    def state(self) -> State:
+        """The breaker's, now."""
+        return self._breaker.state
 
     def shut_for(self) -> float:
         """Seconds until the receiver may be asked again at the earliest; 0 when a probe may go or is under way."""
@@ -81,4 +86,4 @@ class Gate:
 
     def show(self) -> None:
         """Bring the gauge up to date."""
-        self._shown.set(_STATES[self._breaker.state])
+        self._shown.set(_STATES[self.state])

@@ -67,6 +67,7 @@ class Lane:
                 wait = backoff.full_jitter(min(_MAX_WAIT, _BASE_WAIT * 2 ** min(failures, 10)))
                 await wait_for_stop(stopping, wait)
         self._meter.up(False)
+        await self._meter.ledger.close()
 
     async def _deliver(self, stopping: asyncio.Event, drain: float) -> bool:
         dispatcher = self._make_dispatcher()

@@ -10,7 +10,7 @@ from services.core import dead_letter
 from services.core.broker.record import Record, TopicPartition, estimate_size
 from services.core.retry_state import state_of
 from services.expel.delivery import Delivery, Unreadable
-from services.expel.meter import NODE
+from services.expel.lane_ledger import NODE
 from services.expel.outcome import Failure
 
 log = structlog.get_logger()

@@ -6,17 +6,27 @@ from collections.abc import Callable, Sequence
 from services.core import metrics
 from services.core.broker.record import Record
 from services.expel.delivery import Delivery
+from services.expel.lane_ledger import NODE, LaneLedger
 from services.expel.outcome import Failure, Outcome
 
-NODE = "expel"
 _FLUSH_AT = 5000
 
 
 class LaneMeter:
-    """The metrics of one destination of one pipe. `wall_clock` in seconds since the epoch. Call `flush` now and then."""
+    """The metrics of one destination of one pipe. Call `flush` now and then.
 
-    def __init__(self, pipe: str, destination: str, wall_clock: Callable[[], float] = time.time) -> None:
+    `ledger`: what is told of its events; `wall_clock` in seconds since the epoch.
+    """
+
+    def __init__(
+        self,
+        pipe: str,
+        destination: str,
+        wall_clock: Callable[[], float] = time.time,
+        ledger: LaneLedger | None = None,
+    ) -> None:
         self._names = (pipe, destination)
+        self.ledger = ledger or LaneLedger()
         self._wall_clock = wall_clock
         self._lag_in = metrics.LAG_IN.labels(pipe, NODE)
         self._lag_out = metrics.LAG_OUT.labels(pipe, NODE)
@@ -56,6 +66,7 @@ class LaneMeter:
         for _, offsets, taken_ms in delivery.runs:
             self._expel_times += [now_ms - taken_ms] * len(offsets)
         self._counts[0] += len(delivery.parts)
+        self.ledger.add("delivered", delivery.records)
         if len(self._event_lags) > _FLUSH_AT:
             self.flush()
 
@@ -110,6 +121,7 @@ class LaneMeter:
     def flush(self) -> None:
         """Hand everything gathered to the metrics."""
         self._lag_in.observe(self._event_lags_in)
+        self.ledger.arrived(self._event_lags_in)
         self._transit.observe(self._transits)
         self._event_lag.observe(self._event_lags)
         self._lag_out.observe(self._event_lags)

@@ -8,6 +8,8 @@ from services.core.broker.connect import BadBrokerUrl, open_broker
 from services.core.broker.contract import Broker
 from services.core.broker.producer import Producer
 from services.core.destination_check import check_destinations
+from services.core.ledger.report import TELEMETRY
+from services.core.ledger.reporter import new_instance
 from services.core.pauses import Pauses
 from services.core.pipes import (
     CONTROL,
@@ -34,6 +36,7 @@ from services.expel.gate import Gate
 from services.expel.http_client import HttpClient
 from services.expel.lane import Lane
 from services.expel.lane_bounds import LaneShape
+from services.expel.lane_ledger import LaneLedger
 from services.expel.meter import LaneMeter
 from services.expel.pending import CutLimits
 from services.expel.sender import Sender
@@ -89,7 +92,7 @@ def read_plan(settings: ExpelSettings, environ: Mapping[str, str]) -> list[LaneP
 
 def touched_topics(plans: Iterable[LanePlan]) -> set[str]:
     """What these lanes read and write."""
-    topics: set[str] = set()
+    topics = {TELEMETRY}
     for plan in plans:
         topics.update(delivery_topics(plan.pipe_name, plan.pipe), (dead_letter_topic(plan.pipe_name),))
         if plan.destination.stream is not None:
@@ -116,12 +119,13 @@ class LaneBuilder:
         self._pauses = pauses
         self._settings, self._broker, self._producer, self._stack = settings, broker, producer, stack
         self._lookups = Lookups()
+        self._instance = new_instance()
         self._lane_bytes = min(_MAX_LANE_BYTES, settings.buffer // max(1, lanes))
 
     def build(self, plan: LanePlan) -> Lane:
         """One lane, not running yet."""
         destination = plan.destination
-        meter = LaneMeter(plan.pipe_name, destination.name)
+        meter = LaneMeter(plan.pipe_name, destination.name, ledger=self._open_ledger(plan))
         topics = delivery_topics(plan.pipe_name, plan.pipe)
         sender: Sender
         standing = None
@@ -135,6 +139,7 @@ class LaneBuilder:
             sender = StreamSender(self._producer, destination.stream)
             shape = self._shape_stream(plan)
         gate = Gate(shape)
+        meter.ledger.watch(lambda: gate.state)
 
         def make_dispatcher() -> Dispatcher:
             return Dispatcher(shape, sender, self._producer, meter, gate)
@@ -191,6 +196,12 @@ class LaneBuilder:
             max_bytes=max(self._lane_bytes, MAX_BYTES),
             serial=True,
         )
+
+    def _open_ledger(self, plan: LanePlan) -> LaneLedger:
+        if not self._settings.ledger:
+            return LaneLedger()
+        name, sources = plan.pipe_name, delivery_topics(plan.pipe_name, plan.pipe)
+        return LaneLedger.open(self._producer, self._broker.admin, self._instance, name, plan.destination.name, sources)
 
 
 def _limit_retries(destination: Destination, webhook: Webhook) -> RetryLimits:

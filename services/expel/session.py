@@ -167,12 +167,16 @@ class Session:
             self._meter.flush()
 
     async def _commit(self, consumer: Consumer) -> None:
-        """Make durable what is settled without a gap. What fails is tried again at the next turn; twice is harmless."""
+        """Tell what is settled, then make durable what is settled without a gap.
+
+        What fails is tried again at the next turn; twice is harmless.
+        """
         low_water = self._dispatcher.low_water
         marks = low_water.committable()
-        if not marks:
-            return
         try:
+            await self._meter.ledger.report()  # first: what is committed and was never told would count as missing
+            if not marks:
+                return
             await consumer.commit(marks)
         except NotOwner as error:
             metrics.BROKER_COMMITS_REFUSED.labels(self._group).inc(len(error.partitions))
@@ -201,7 +205,10 @@ class Session:
     async def _keep_measuring(self, consumer: Consumer) -> NoReturn:
         while True:
             try:
-                self._watch.show_lags(await consumer.lag())
+                await self._meter.ledger.look()
+                lags = await consumer.lag()
+                self._watch.show_lags(lags)
+                self._meter.ledger.behind(lags)
             except BrokerError as error:
                 log.debug("lag_unknown", group=self._group, error=str(error))
             await asyncio.sleep(_LAG_INTERVAL)

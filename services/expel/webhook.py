@@ -6,7 +6,8 @@ import ssl
 import time
 from collections.abc import Callable, Sequence
 
-from services.core.broker.record import Batch
+from services.core.broker.record import Batch, Record
+from services.core.event import TRACEPARENT, read_traceparent
 from services.core.signature import ID_HEADER, SIGNATURE_HEADER, TIMESTAMP_HEADER, SigningKey, sign
 from services.expel.answer import excerpt, read_outcome
 from services.expel.body import BodyFormat, Rendered, Renderer, render
@@ -55,19 +56,29 @@ class WebhookSender:
         body = self._body.join(delivery.parts)
         delivery.message_id = delivery.message_id or make_message_id(self._pipe, delivery.ids)
         try:
-            status, wish, text, whole = await self._client.post(self._headers(delivery.message_id, body), body)
+            status, wish, text, whole = await self._client.post(self._headers(delivery, body), body)
         except (OSError, BadAnswer) as error:
             return classify(error)
         if 200 <= status < 300:
             return read_outcome(status, text, whole, delivery) if text or status == 207 else None
         return fail_by_status(status, excerpt(text), parse_retry_after(wish, now=self._wall_clock()))
 
-    def _headers(self, message_id: str, body: bytes) -> bytes:
-        now = int(self._wall_clock())
+    def _headers(self, delivery: Delivery, body: bytes) -> bytes:
+        now, message_id = int(self._wall_clock()), delivery.message_id
         lines = f"{ID_HEADER}: {message_id}\r\n{TIMESTAMP_HEADER}: {now}\r\n"
         if self._keys:
             lines += f"{SIGNATURE_HEADER}: {sign(self._keys, message_id, now, body)}\r\n"
+        if (trace := _common_trace(delivery.records)) is not None:
+            lines += f"{TRACEPARENT}: {trace}\r\n"
         return lines.encode()
+
+
+def _common_trace(records: Sequence[Record]) -> str | None:
+    """The trace context of the request: that of its events, if it is one and the same."""
+    trace = read_traceparent(records[0])
+    if trace is None or any(record.header(TRACEPARENT) != trace.encode() for record in records):
+        return None
+    return trace
 
 
 def make_message_id(pipe: str, ids: Sequence[bytes]) -> str:

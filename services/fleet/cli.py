@@ -15,6 +15,7 @@ from services.fleet.verbs import (
     keys,
     listen,
     log,
+    loss,
     pipes,
     send,
     status,
@@ -22,7 +23,7 @@ from services.fleet.verbs import (
 )
 from services.fleet.verbs.app import APP
 
-VERBS = (demo, up, send, listen, status, dead, dead_actions, destination, destination_pause, pipes, keys, log)
+VERBS = (demo, up, send, listen, status, dead, dead_actions, destination, destination_pause, loss, pipes, keys, log)
 
 
 def main() -> None:

@@ -39,7 +39,7 @@ def broker_url(settings: UpSettings, kafka: str | None) -> str:
 def make_plan(settings: UpSettings, pipes: PipeFile, broker: str, config: str | None) -> FleetPlan:
     """Which processes with which arguments."""
     shared = ["--broker", broker, "--pipes", str(settings.pipes.absolute()), "--log-level", settings.log_level]
-    shared += ["--drain", format_duration(settings.drain)]
+    shared += ["--drain", format_duration(settings.drain), "--ledger", str(settings.ledger).lower()]
     if config:
         shared += ["--config", config]
     data = settings.data.absolute()

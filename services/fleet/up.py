@@ -69,6 +69,7 @@ def _print_running(fleet: Fleet) -> None:
     plan = fleet.plan
     note(f"Penstock runs. Send events to http://{plan.listen}/v1/streams/STREAM/events", "bold green")
     note(f"  broker  {plan.broker}")
+    note(f"  how late and how complete it is, live: http://{plan.observer}/")
     note(f"  what could not be delivered: http://{plan.observer}/v1/destinations")
     for process in fleet.processes:
         note(f"  {process.spec.name:<12} pid {process.pid}  http://{process.management}/metrics  {process.log}")

@@ -6,11 +6,13 @@ from contextlib import AsyncExitStack
 import structlog
 
 from services.core.broker.producer import Producer
+from services.core.ledger.report import TELEMETRY
 from services.core.lifecycle import Supervision
 from services.core.management import serve_management
 from services.core.opening import open_when_reachable
 from services.core.pipes import RETRIER_DEAD
 from services.global_retrier.clock import SteadyClock
+from services.global_retrier.ledger import Ledger
 from services.global_retrier.retrier import Retrier
 from services.global_retrier.route import DELAY_BY_TOPIC
 from services.global_retrier.settings import RetrierSettings
@@ -44,14 +46,16 @@ async def start(settings: RetrierSettings, supervision: Supervision) -> None:
         management = await stack.enter_async_context(serve_management(settings.management, readiness.why_not))
         log.info("started", management=management)
         broker = await open_when_reachable(
-            stack, settings.broker, stopping, topics=[*DELAY_BY_TOPIC, RETRIER_DEAD], tell=readiness.note
+            stack, settings.broker, stopping, topics=[*DELAY_BY_TOPIC, RETRIER_DEAD, TELEMETRY], tell=readiness.note
         )
         if broker is None:
             return
         producer = await stack.enter_async_context(Producer(broker.driver))
-        readiness.retrier = Retrier(broker, producer, SteadyClock())
+        ledger = Ledger(producer if settings.ledger else None)
+        readiness.retrier = Retrier(broker, producer, SteadyClock(), ledger)
         readiness.reason = None
         running = supervision.run(readiness.retrier.run(stopping, settings.drain * _DRAIN_SHARE), "retrier")
         await stopping.wait()
         readiness.reason = "stopping"
         await asyncio.wait([running])
+        await ledger.close()

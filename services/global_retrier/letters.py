@@ -2,10 +2,11 @@
 
 from services.core.broker.record import Record, TopicPartition
 from services.core.dead_letter import PREFIX, make_dead_letter
+from services.core.ledger.report import Node
 from services.core.retry_state import unwrap
 from services.global_retrier.line import Waiting
 
-NODE = "retrier"
+NODE: Node = "retrier"
 
 
 def make_letter(source: TopicPartition, item: Waiting, now: int) -> Record:

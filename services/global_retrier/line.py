@@ -25,8 +25,8 @@ GATHER_MS = 200
 class Waiting(NamedTuple):
     """A record read ahead. wake: when it leaves its topic; due: when the event is due (ms).
 
-    problem: why it goes to the dead letters (a stable word), else empty; detail: the same for a person. bare: its letter
-    goes without the value.
+    pipe, destination: whom it is for. problem: why it goes to the dead letters (a stable word), else empty; detail: the same for
+    a person. bare: its letter goes without the value.
     """
 
     offset: int
@@ -34,6 +34,7 @@ class Waiting(NamedTuple):
     size: int
     wake: int
     pipe: str = ""
+    destination: str = ""
     due: int = 0
     problem: str = ""
     detail: str = ""
@@ -67,11 +68,11 @@ class Line:
     def _read(self, offset: int, record: Record, now: int) -> Waiting:
         size = estimate_size((record,))
         try:
-            pipe, due = read_wait(record)
+            pipe, destination, due = read_wait(record)
         except BadRetryRecord as error:
             return Waiting(offset, record, size, now, problem="bad_retry_record", detail=str(error))
         wake = find_wake(self._delay, record.timestamp, due, now)
-        return Waiting(offset, record, size, wake, pipe, due)
+        return Waiting(offset, record, size, wake, pipe, destination, due)
 
     def __len__(self) -> int:
         return len(self._waiting)

@@ -13,6 +13,7 @@ from services.core.broker.producer import Producer
 from services.core.broker.record import Record, TopicPartition
 from services.core.pipes import RETRIER_DEAD, retry_topic
 from services.global_retrier.clock import Clock
+from services.global_retrier.ledger import Ledger
 from services.global_retrier.letters import make_letter, without_value
 from services.global_retrier.line import Waiting
 from services.global_retrier.meter import Meter
@@ -26,8 +27,11 @@ _BASE_WAIT, _MAX_WAIT = 0.1, 5.0
 class Mover:
     """Shared by all lines; keeps nothing between two moves. Safe for concurrent use."""
 
-    def __init__(self, producer: Producer, admin: Admin, meter: Meter, clock: Clock) -> None:
+    def __init__(
+        self, producer: Producer, admin: Admin, meter: Meter, clock: Clock, ledger: Ledger | None = None
+    ) -> None:
         self._producer, self._admin, self._meter, self._clock = producer, admin, meter, clock
+        self.ledger = ledger or Ledger(None)
 
     async def move(self, source: TopicPartition, items: Sequence[Waiting]) -> None:
         """Returns when all are durable elsewhere: in a delay topic, in their pipe's retry topic, or among the dead letters.
@@ -52,6 +56,11 @@ class Mover:
                 await asyncio.sleep(backoff.full_jitter(min(_MAX_WAIT, _BASE_WAIT * 2 ** min(failures, 10))))
         if failures:
             log.info("moved_again", source=source.topic, tries=failures + 1)
+
+    def note_moved(self, items: Sequence[Waiting]) -> None:
+        """These were written on by a predecessor, who may not have told of those that were due."""
+        now = self._clock.now_ms()
+        self.ledger.left("released", [item for item in items if item.due <= now])
 
     async def _send(
         self, source: TopicPartition, topic: str, items: list[Waiting], now: int, failures: int
@@ -96,8 +105,10 @@ class Mover:
             self._meter.moved(topic, len(items))
         elif topic == RETRIER_DEAD:
             self._meter.buried(items)
+            self.ledger.left("dead", items)
         else:
             self._meter.released(items, now)
+            self.ledger.left("released", items)
 
 
 def _find_topic(item: Waiting, now: int) -> str:

@@ -11,6 +11,7 @@ from services.core.broker.producer import Producer
 from services.core.lifecycle import wait_for_stop
 from services.core.pipes import RETRIER_GROUP
 from services.global_retrier.clock import Clock
+from services.global_retrier.ledger import Ledger
 from services.global_retrier.meter import Meter
 from services.global_retrier.mover import Mover
 from services.global_retrier.route import DELAY_BY_TOPIC
@@ -24,10 +25,10 @@ _BASE_WAIT, _MAX_WAIT = 0.2, 5.0
 class Retrier:
     """Reads retry-in and all delay topics in one group; several of them share the topics."""
 
-    def __init__(self, broker: Broker, producer: Producer, clock: Clock) -> None:
+    def __init__(self, broker: Broker, producer: Producer, clock: Clock, ledger: Ledger) -> None:
         self._broker, self._clock = broker, clock
         self._meter = Meter()
-        self._mover = Mover(producer, broker.admin, self._meter, clock)
+        self._mover = Mover(producer, broker.admin, self._meter, clock, ledger)
         self.waits_for: str | None = "has not joined its group yet"
         """Why it does not run, for a person; None while it runs."""
         self._joined = False

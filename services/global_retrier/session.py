@@ -126,6 +126,7 @@ class Session:
             items = line.cut(self._clock.now_ms())
             moved = await predecessor.find_moved(items)
             self._meter.already_moved(line.source.topic, len(moved))
+            self._mover.note_moved([item for item in items if item.offset in moved])
             await self._mover.move(line.source, [item for item in items if item.offset not in moved])
             self._low_water.settle(line.source, [item.offset for item in items])
             await self._commit(consumer)
@@ -139,6 +140,7 @@ class Session:
         async with self._committing:
             while marks := self._low_water.committable():
                 try:
+                    await self._mover.ledger.report()  # all lines' at once, and nothing while events only wait
                     await consumer.commit(marks)
                 except NotOwner as error:
                     metrics.BROKER_COMMITS_REFUSED.labels(RETRIER_GROUP).inc(len(error.partitions))
@@ -182,6 +184,7 @@ class Session:
             self._meter.holds(self.lines.values())
             try:
                 self._watch.show_lags(await consumer.lag())
+                await self._mover.ledger.report()
             except BrokerError as error:
                 log.debug("lag_unknown", group=RETRIER_GROUP, error=str(error))
             await asyncio.sleep(_MEASURE_INTERVAL)

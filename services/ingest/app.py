@@ -1,6 +1,7 @@
 """Ingest put together: what is opened in which order, and how it drains.
 
-Drain: readiness off, stop accepting, answer what is under way, close the producer, close the broker. `lifecycle` bounds it.
+Drain: readiness off, stop accepting, answer what is under way, tell the ledger, close the producer, close the broker.
+`lifecycle` bounds it.
 """
 
 import asyncio
@@ -12,10 +13,12 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 import structlog
 
+from services.core import metrics
 from services.core.broker.connect import BadBrokerUrl, open_broker
 from services.core.broker.contract import Broker
 from services.core.broker.errors import BrokerError
 from services.core.broker.producer import Producer
+from services.core.ledger.reporter import Reporter, keep_reporting, new_instance, say_goodbye
 from services.core.lifecycle import Supervision, wait_for_stop
 from services.core.management import serve_management
 from services.core.pipes import load_pipes
@@ -28,6 +31,8 @@ from services.ingest.key_watch import Stamp, read_ring, watch_keys
 from services.ingest.openapi import load_openapi
 from services.ingest.probe import Probe, flush_tallies
 from services.ingest.settings import IngestSettings
+from services.ingest.stream_ledger import StreamLedger
+from services.ingest.tally import NODE
 
 log = structlog.get_logger()
 
@@ -66,6 +71,10 @@ async def start(settings: IngestSettings, supervision: Supervision) -> None:
             )
             for name, stream in pipes.streams.items()
         }
+        ledgers = []
+        if settings.ledger:
+            instance = new_instance()
+            ledgers = [_open_ledger(intake, producer, instance) for intake in intakes.values()]
         probe = Probe(broker, producer, intakes.values())
         unpackers = stack.enter_context(ThreadPoolExecutor(UNPACK_THREADS, thread_name_prefix="unpack"))
         endpoint = Endpoint(intakes, producer, access, settings.limits, openapi, unpackers)
@@ -77,11 +86,26 @@ async def start(settings: IngestSettings, supervision: Supervision) -> None:
         )
         supervision.run(probe.run(stopping), "probe")
         supervision.run(flush_tallies(intakes.values(), producer, stopping), "tallies")
+        supervision.run(keep_reporting(ledgers, stopping), "ledger")
         if settings.keys is not None:
             supervision.run(watch_keys(settings.keys, access, stamp, stopping), "keys")
         async with _listen(server, settings) as address:
             log.info("listening", address=address)
             await stopping.wait()
+        await say_goodbye(ledgers)
+
+
+def _open_ledger(intake: Intake, producer: Producer, instance: str) -> StreamLedger:
+    """Ingest has no backlog: what it took is stored or refused within seconds."""
+    name = intake.name
+    lags = {
+        "lag_in": metrics.LAG_IN.labels(name, NODE),
+        "lag_out": metrics.LAG_OUT.labels(name, NODE),
+        "ingest_time": metrics.INGEST_TIME.labels(name),
+    }
+    reporter = Reporter(producer, instance, NODE, name, lags=lags, has_backlog=False)
+    intake.ledger = StreamLedger(reporter)
+    return intake.ledger
 
 
 async def _open_access(settings: IngestSettings) -> tuple[Access, Stamp | None]:

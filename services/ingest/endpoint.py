@@ -12,7 +12,7 @@ from aiohttp import hdrs
 from aiohttp.http import RawRequestMessage
 
 from services.core.broker.errors import BrokerClosed, Overloaded
-from services.core.broker.producer import Producer
+from services.core.broker.producer import Producer, SendResult
 from services.ingest import problems
 from services.ingest.access import Access, check_query, unknown_stream
 from services.ingest.body_encoding import choose_encoding, unpack
@@ -87,14 +87,7 @@ class Endpoint:
     async def _send(self, intake: Intake, prepared: Prepared, arrival: int, *, wants_ids: bool) -> Answer:
         refused, failed, retry_after = prepared.refused, set[int](), RETRY_AFTER_S
         if prepared.parts:
-            try:
-                result = await self._producer.send_to(intake.name, prepared.parts)
-            except Overloaded:
-                detail = "The queue to the broker is full; nothing was stored."
-                raise Refused(problems.OVERLOADED, detail, retry_after=RETRY_AFTER_S) from None
-            except BrokerClosed:
-                detail = "This process is stopping; nothing was stored."
-                raise Refused(problems.BROKER_UNAVAILABLE, detail, retry_after=RETRY_AFTER_S) from None
+            result = await self._store(intake, prepared, arrival)
             if result.failed:
                 failed, more, retry_after = find_failures(result, prepared)
                 refused = refused + more
@@ -102,12 +95,30 @@ class Endpoint:
         if stored:
             intake.trouble = None
             _count(intake, prepared, stored, arrival)
+            if intake.ledger is not None:
+                intake.ledger.sample.offer(prepared.values[stored[0]])
         elif refused and refused[-1].kind.status >= 503:
             intake.trouble = time.monotonic(), refused[-1].kind.title
         if refused:
             intake.tally.refused([refusal.kind.name for refusal in refused])
         ids = [prepared.ids[row].decode() for row in stored] if wants_ids else None
         return answer(len(stored), refused, retry_after, ids)
+
+    async def _store(self, intake: Intake, prepared: Prepared, arrival: int) -> SendResult:
+        """What became of each part; the ledger knows it, too. Raises Refused when nothing was queued."""
+        result = None
+        try:
+            result = await self._producer.send_to(intake.name, prepared.parts)
+        except Overloaded:
+            detail = "The queue to the broker is full; nothing was stored."
+            raise Refused(problems.OVERLOADED, detail, retry_after=RETRY_AFTER_S) from None
+        except BrokerClosed:
+            detail = "This process is stopping; nothing was stored."
+            raise Refused(problems.BROKER_UNAVAILABLE, detail, retry_after=RETRY_AFTER_S) from None
+        finally:
+            if intake.ledger is not None:
+                intake.ledger.settled(prepared.numbers, prepared.rows, prepared.times, arrival, result)
+        return result
 
     async def _unpack(self, body: bytes, encoding: str, connection: Connection) -> bytes:
         """On a thread: the codecs release the interpreter, and 5 MB take them 10 ms."""

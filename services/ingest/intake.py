@@ -16,7 +16,8 @@ from services.ingest.event_fields import Column, Faults, Reader, field_reader, p
 from services.ingest.event_ids import IdMaker
 from services.ingest.items import Items
 from services.ingest.problems import Refusal, Refused
-from services.ingest.records import Columns, Origins, make_records, more_headers
+from services.ingest.records import Columns, Numbers, Origins, make_records, more_headers
+from services.ingest.stream_ledger import StreamLedger
 from services.ingest.tally import Tally
 
 KEYLESS_MS = 25
@@ -26,11 +27,13 @@ KEYLESS_MS = 25
 class Prepared(msgspec.Struct, frozen=True):
     """Records by partition, ready to send, and what to answer for them.
 
-    rows: per partition, which row of the request's columns each record was. all_rows: those of every part. indexes: where each
-    row stood in the request. values, ids, times (ms): by row. refused: events that will not be sent.
+    numbers: per partition, those of its records. rows: per partition, which row of the request's columns each record was.
+    all_rows: those of every part. indexes: where each row stood in the request. values, ids, times (ms): by row. refused: events
+    that will not be sent.
     """
 
     parts: dict[int, list[Record]]
+    numbers: dict[int, Numbers]
     rows: dict[int, Sequence[int]]
     all_rows: Sequence[int]
     indexes: Sequence[int]
@@ -59,6 +62,8 @@ class Intake:
         self.partitions = 0
         self.tally = Tally(name)
         self.origins = Origins()
+        self.ledger: StreamLedger | None = None
+        """What is told of the numbers of `origins`; None when nobody wants to know."""
         self.trouble: tuple[float, str] | None = None
         """When (monotonic seconds) and why a request last stored nothing at all because of the broker; None since one did."""
         self._ids = IdMaker()
@@ -80,11 +85,11 @@ class Intake:
             refused = refused + [Refusal(items.indexes[row], *fault) for row, fault in sorted(faults.items())]
             rows = [row for row in rows if row not in faults]
         split = self._split(rows, columns.keys, arrival) if rows else {}
+        numbers = {partition: self.origins.take(partition, len(chosen)) for partition, chosen in split.items()}
         parts = {
-            partition: make_records(chosen, partition, columns, arrival, self.origins)
-            for partition, chosen in split.items()
+            partition: make_records(chosen, columns, arrival, numbers[partition]) for partition, chosen in split.items()
         }
-        return Prepared(parts, split, rows, items.indexes, columns.values, columns.ids, columns.times, refused)
+        return Prepared(parts, numbers, split, rows, items.indexes, columns.values, columns.ids, columns.times, refused)
 
     def _columns(self, items: Items, arrival: int, traceparent: str | None) -> tuple[Columns, Faults]:
         """Every row's id, key, time and further headers, and which rows have a fault."""

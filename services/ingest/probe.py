@@ -10,6 +10,7 @@ from services.core import metrics
 from services.core.broker.contract import Broker
 from services.core.broker.errors import BrokerError, UnknownTopic
 from services.core.broker.producer import Producer
+from services.core.ledger.report import TELEMETRY
 from services.core.lifecycle import wait_for_stop
 from services.core.provision import require_safe_topics
 from services.ingest.intake import Intake
@@ -61,7 +62,7 @@ class Probe:
         try:
             async with asyncio.timeout(2 * TIMEOUT_S):
                 if not intake.partitions:  # seen for the first time
-                    await require_safe_topics(self._broker.admin, [intake.name])
+                    await self._meet(intake)
                 intake.partitions = await self._producer.partition_count(intake.name)
                 await self._broker.probe(intake.name, timeout=TIMEOUT_S)
         except UnknownTopic:
@@ -70,6 +71,14 @@ class Probe:
         except (BrokerError, TimeoutError) as error:
             return f"the broker cannot store events of {intake.name}: {type(error).__name__}: {error}"
         return None
+
+    async def _meet(self, intake: Intake) -> None:
+        """Before the first event of this incarnation is let in."""
+        await require_safe_topics(self._broker.admin, [intake.name, TELEMETRY])
+        if intake.ledger is not None and not intake.ledger.is_introduced:
+            ranges = await self._broker.admin.describe(intake.name)
+            ends = {partition: held.end for partition, held in ranges.items()}
+            intake.ledger.introduce(intake.origins.incarnation, ends)
 
 
 async def flush_tallies(intakes: Collection[Intake], producer: Producer, stopping: asyncio.Event) -> None:

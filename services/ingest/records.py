@@ -3,11 +3,13 @@
 import re
 import secrets
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import msgspec
 
 from services.core import event
 from services.core.broker.record import Headers, Record
+from services.core.ledger.report import MAX_NUMBER
 from services.ingest.cloudevents import JSON
 from services.ingest.items import Attributes
 
@@ -16,25 +18,40 @@ _OWN_HEADER = frozenset(("id", "datacontenttype"))
 _NO_HEADERS: Headers = ()
 
 
+class Numbers(NamedTuple):
+    """Consecutive numbers in one partition, from `first` on. prefix: what the packed `event.Origin` of each starts with."""
+
+    incarnation: str
+    first: int
+    prefix: bytes
+
+
 class Origins:
     """Numbers the events that one process run sends into one stream: 0, 1, 2, … in each partition, without a gap.
 
-    Each stream has an incarnation of its own, so that two streams never share an origin.
+    Each stream has an incarnation of its own, so that two streams never share an origin; and begins another one before a
+    number is larger than the ledger's sets can hold.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, limit: int = MAX_NUMBER) -> None:
+        self._limit = limit
+        self._begin()
+
+    def _begin(self) -> None:
         self.incarnation = secrets.token_hex(8)
         self._next: dict[int, int] = {}
         self._prefixes: dict[int, bytes] = {}
 
-    def take(self, partition: int, count: int) -> tuple[bytes, int]:
-        """Reserve `count` numbers: (what the packed `event.Origin` starts with, the first number)."""
-        first = self._next.get(partition, -1)
-        if first < 0:
+    def take(self, partition: int, count: int) -> Numbers:
+        """Reserve `count` numbers, at most `limit`."""
+        first = self._next.get(partition, 0)
+        if first + count > self._limit:
+            self._begin()
             first = 0
+        if not first:
             self._prefixes[partition] = f"{self.incarnation}:{partition}:".encode()
         self._next[partition] = first + count
-        return self._prefixes[partition], first
+        return Numbers(self.incarnation, first, self._prefixes[partition])
 
 
 class Columns(msgspec.Struct, frozen=True):
@@ -47,10 +64,10 @@ class Columns(msgspec.Struct, frozen=True):
     more: list[Headers] | None
 
 
-def make_records(rows: Sequence[int], partition: int, columns: Columns, arrival: int, origins: Origins) -> list[Record]:
+def make_records(rows: Sequence[int], columns: Columns, arrival: int, numbers: Numbers) -> list[Record]:
     """The records of these rows, numbered in order. arrival in ms."""
     values, ids, times, more = columns.values, columns.ids, columns.times, columns.more
-    prefix, first = origins.take(partition, len(rows))
+    prefix, first = numbers.prefix, numbers.first
     id_name, origin_name = event.ID, event.ORIGIN
     arrived = (event.ARRIVAL, b"%d" % arrival)
     keys = columns.keys or [None] * len(values)

@@ -4,8 +4,9 @@ from collections import Counter
 from collections.abc import Sequence
 
 from services.core import metrics
+from services.core.ledger.report import Node
 
-NODE = "ingest"
+NODE: Node = "ingest"
 _HAND_OVER_AT = 20_000
 
 

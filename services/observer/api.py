@@ -1,39 +1,25 @@
 """The observer's HTTP API: reads only, asks nobody who they are, and shows no payload. docs/observing.md is its page."""
 
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-import orjson
-import structlog
 from aiohttp import web
 
-from services.core import metrics
 from services.core.listening import serve_app
 from services.core.pipes import dead_letter_topic
-from services.core.problem_type import CONTENT_TYPE, ProblemType, problem_json
 from services.core.times import format_time, parse_time
 from services.observer import problems
+from services.observer.answers import Refused, answer, json_answer, read_query
 from services.observer.failures import FailureBook, Failures
 from services.observer.letter_reader import LetterReader
 
-log = structlog.get_logger()
-
 OPENAPI = Path(__file__).with_name("openapi.json")
 LIMIT, MOST = 20, 100
-_MAX_PARAMETER = 40
 
 State = Callable[[str], str | None]
 """The state of `<pipe>/<destination>`; None while it is not known."""
-
-
-class Refused(Exception):
-    """The request gets this problem."""
-
-    def __init__(self, kind: ProblemType, detail: str) -> None:
-        super().__init__(detail)
-        self.kind, self.detail = kind, detail
 
 
 class Api:
@@ -52,13 +38,13 @@ class Api:
 
     async def destinations(self, request: web.Request) -> web.Response:
         """All of them."""
-        _read_query(request, {})
+        read_query(request, {})
         found = [self._summary(pipe, name, failures) for (pipe, name), failures in self._book.all().items()]
-        return _json({"destinations": found, **self._how_complete()})
+        return json_answer({"destinations": found, **self._how_complete()})
 
     async def failures(self, request: web.Request) -> web.Response:
         """The causes of one destination's failures."""
-        query = _read_query(request, {"since": _since, "limit": _limit})
+        query = read_query(request, {"since": _since, "limit": _limit})
         pipe, name = request.match_info["pipe"], request.match_info["name"]
         failures = self._book.all().get((pipe, name))
         if failures is None:
@@ -66,7 +52,9 @@ class Api:
         causes = failures.since(query.get("since", -(2**63)))
         shown = [cause.as_json() for cause in causes[: query.get("limit", LIMIT)]]
         more = len(causes) - len(shown)
-        return _json({**self._summary(pipe, name, failures), "causes": shown, "more": more, **self._how_complete(pipe)})
+        return json_answer(
+            {**self._summary(pipe, name, failures), "causes": shown, "more": more, **self._how_complete(pipe)}
+        )
 
     async def openapi(self, _request: web.Request) -> web.Response:
         """The description of this API."""
@@ -84,17 +72,6 @@ class Api:
         return {"catching_up": self._reader.catching_up, "unread": unread}
 
 
-def _read_query(request: web.Request, known: Mapping[str, Callable[[str], int]]) -> dict[str, int]:
-    """Each parameter at most once, and no other than the known ones. Raises Refused."""
-    found: dict[str, int] = {}
-    for name, text in request.query.items():
-        if name not in known or name in found or len(text) > _MAX_PARAMETER:
-            allowed = f"Known here, each at most once: {', '.join(known) or 'none'}."
-            raise Refused(problems.BAD_PARAMETER, allowed)
-        found[name] = known[name](text)
-    return found
-
-
 def _since(text: str) -> int:
     try:
         return parse_time(text, time.time())
@@ -108,41 +85,14 @@ def _limit(text: str) -> int:
     return int(text)
 
 
-def _json(body: object) -> web.Response:
-    return web.Response(body=orjson.dumps(body), content_type="application/json")
-
-
-def _problem(kind: ProblemType, detail: str, headers: Mapping[str, str] | None = None) -> web.Response:
-    return web.Response(status=kind.status, body=problem_json(kind, detail), content_type=CONTENT_TYPE, headers=headers)
-
-
-@web.middleware
-async def answer(
-    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
-) -> web.StreamResponse:
-    """Counts each answer, and makes a problem of whatever is none."""
-    try:
-        response = await handler(request)
-    except Refused as error:
-        response = _problem(error.kind, error.detail)
-    except web.HTTPMethodNotAllowed as error:
-        allowed = ", ".join(sorted(error.allowed_methods))
-        response = _problem(problems.METHOD_NOT_ALLOWED, f"Allowed: {allowed}.", {"Allow": allowed})
-    except web.HTTPNotFound:
-        response = _problem(problems.NOT_FOUND, "GET /openapi.json says what there is.")
-    except web.HTTPException as error:
-        response = _problem(problems.BAD_REQUEST._replace(status=error.status), error.reason)
-    except Exception:
-        log.exception("request_failed", path=request.path)
-        response = _problem(problems.INTERNAL, "Its log says why.")
-    metrics.OBSERVER_REQUESTS.labels(str(response.status)).inc()
-    return response
-
-
 @asynccontextmanager
-async def serve_api(address: str, api: Api) -> AsyncIterator[str]:
-    """Listen until the context is left; yields the bound "host:port". Raises OSError when the port is taken."""
+async def serve_api(
+    address: str, routes: Sequence[web.RouteDef], more: Callable[[web.Application], None] = lambda app: None
+) -> AsyncIterator[str]:
+    """Listen until the context is left; yields the bound "host:port". more: adds what is no API. Raises OSError when the port is
+    taken."""
     app = web.Application(client_max_size=1024, middlewares=[answer])
-    app.add_routes(api.routes())
+    app.add_routes(routes)
+    more(app)
     async with serve_app(app, address) as bound:
         yield bound

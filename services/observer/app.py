@@ -1,22 +1,44 @@
-"""The observer as a service: a reader of dead letters, an API, a management port."""
+"""The observer as a service: the ledger, a reader of dead letters, an API with a page, a management port."""
 
 import asyncio
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
 
 import structlog
+from aiohttp import web
 
+from services.core.broker.contract import Broker
+from services.core.broker.producer import Producer
 from services.core.lifecycle import Supervision
 from services.core.management import serve_management
 from services.core.opening import open_when_reachable
 from services.core.pauses import Pauses
-from services.core.pipes import RETRIER_DEAD, dead_letter_topic, load_pipes
+from services.core.pipes import RETRIER_DEAD, PipeFile, Secret, dead_letter_topic, load_pipes
+from services.core.signature import BadSecret, SigningKey
+from services.core.signing_secret import read_signing_keys
+from services.core.yaml_source import BadConfiguration, Problem
+from services.observer import health
 from services.observer.api import OPENAPI, Api, serve_api
+from services.observer.backlogs import Backlogs
 from services.observer.failures import FailureBook
+from services.observer.ledger.alarm import AlarmWebhook
+from services.observer.ledger.flow import read_flow
+from services.observer.ledger.follow import Follower
+from services.observer.ledger.table import Ages
+from services.observer.ledger_api import LedgerApi
 from services.observer.letter_reader import LetterReader
+from services.observer.page.model import Cause, View
+from services.observer.page.routes import add_page, load_files
 from services.observer.settings import ObserverSettings
+from services.observer.view import make_view
+from services.observer.watch import Watch
 
 log = structlog.get_logger()
+
+_SHOWN_CAUSES = 5
 
 
 async def start(settings: ObserverSettings, supervision: Supervision) -> None:
@@ -25,7 +47,8 @@ async def start(settings: ObserverSettings, supervision: Supervision) -> None:
     Ready as soon as the API answers: it says itself whether it is catching up.
     """
     pipes = await asyncio.to_thread(load_pipes, settings.pipes)
-    openapi = await asyncio.to_thread(OPENAPI.read_bytes)
+    openapi, page = await asyncio.to_thread(OPENAPI.read_bytes), await asyncio.to_thread(load_files)
+    keys = await asyncio.to_thread(_read_keys, settings.alarm_secret)
     reason: str | None = "the broker is not reachable yet"
     stopping = supervision.stopping
     async with AsyncExitStack() as stack:
@@ -34,30 +57,94 @@ async def start(settings: ObserverSettings, supervision: Supervision) -> None:
         broker = await open_when_reachable(stack, settings.broker, stopping)
         if broker is None:
             return
-        book = FailureBook(pipes)
-        reader = LetterReader(broker.admin, [*map(dead_letter_topic, pipes.pipes), RETRIER_DEAD], book.note)
-        pauses = Pauses(broker.admin)
-        reading = supervision.run(reader.run(stopping), "letter reader")
-        following = supervision.run(pauses.follow(stopping), "pauses")
-        api = Api(book, reader, lambda lane: _state(pauses, lane), openapi)
-        address = await stack.enter_async_context(_listen(settings.listen, api))
+        producer = await stack.enter_async_context(Producer(broker.driver))
+        parts = _Parts(pipes, broker, producer, settings, keys)
+        running = [supervision.run(work, name) for name, work in parts.work(stopping)]
+        api = Api(parts.failures, parts.reader, parts.state, openapi)
+        ledger = LedgerApi(parts.follower, broker.admin, parts.watch.judge, settings.threshold)
+        routes = [*api.routes(), *ledger.routes()]
+        address = await stack.enter_async_context(
+            _listen(settings.listen, routes, lambda app: add_page(app, page, parts.view))
+        )
         log.info("listening", address=address)
         reason = None
         await stopping.wait()
         reason = "stopping"
-        await asyncio.wait([reading, following])
+        await asyncio.wait(running)
 
 
-def _state(pauses: Pauses, lane: str) -> str | None:
-    if pauses.unknown is not None:
-        return None
-    return "paused" if lane in pauses.paused() else "active"
+class _Parts:
+    """What runs, and what the API and the page ask."""
+
+    def __init__(
+        self,
+        pipes: PipeFile,
+        broker: Broker,
+        producer: Producer,
+        settings: ObserverSettings,
+        keys: Sequence[SigningKey],
+    ) -> None:
+        self.failures = FailureBook(pipes)
+        self.reader = LetterReader(
+            broker.admin, [*map(dead_letter_topic, pipes.pipes), RETRIER_DEAD], self.failures.note
+        )
+        self._pauses = Pauses(broker.admin)
+        self._backlogs = Backlogs(pipes, broker.admin)
+        webhook = AlarmWebhook(settings.alarm_url, keys) if settings.alarm_url is not None else None
+        self.watch = Watch(settings.threshold, webhook, self._told_elsewhere)
+        ages = Ages(final=round(settings.final_after * 1000))
+        self.follower = Follower(read_flow(pipes), broker.admin, producer, self.watch.on_final, ages=ages)
+        self.watch.follower = self.follower
+
+    def work(self, stopping: asyncio.Event) -> Iterator[tuple[str, Coroutine[Any, Any, None]]]:
+        """What runs until the stop."""
+        yield "letter reader", self.reader.run(stopping)
+        yield "pauses", self._pauses.follow(stopping)
+        yield "backlogs", self._backlogs.follow(stopping)
+        yield "follower", self.follower.run(stopping)
+        yield "watch", self.watch.run(stopping)
+
+    def state(self, lane: str) -> str | None:
+        """As `api.State`."""
+        if self._pauses.unknown is not None:
+            return None
+        return "paused" if lane in self._pauses.paused() else "active"
+
+    def _told_elsewhere(self, pipe: str) -> list[tuple[health.State, str]]:
+        destinations = self.follower.table.flow.pipes[pipe].destinations
+        paused = [name for name in destinations if self.state(f"{pipe}/{name}") == "paused"]
+        return [("degraded", f"{name} is paused") for name in paused]
+
+    def view(self) -> View:
+        """The page, as of now."""
+        now = int(time.time() * 1000)
+        threshold, judge = self.watch.threshold, self.watch.judge
+        return make_view(self.follower, now, threshold, judge, self._state_of, self._causes_of, self._backlogs.of)
+
+    def _state_of(self, pipe: str, destination: str) -> str:
+        return self.state(f"{pipe}/{destination}") or "unknown"
+
+    def _causes_of(self, pipe: str, destination: str) -> tuple[Cause, ...]:
+        found = self.failures.all()[pipe, destination].causes.most_common()[:_SHOWN_CAUSES]
+        return tuple(Cause(cause.detail or cause.reason, cause.count, cause.last) for cause in found)
 
 
 @asynccontextmanager
-async def _listen(address: str, api: Api) -> AsyncIterator[str]:
+async def _listen(
+    address: str, routes: Sequence[web.RouteDef], more: Callable[[web.Application], None]
+) -> AsyncIterator[str]:
     try:
-        async with serve_api(address, api) as bound:
+        async with serve_api(address, routes, more) as bound:
             yield bound
     except OSError as error:
         raise OSError(f"{address}: {error.strerror}. Try: another --listen, or end what listens there") from error
+
+
+def _read_keys(file: Path | None) -> tuple[SigningKey, ...]:
+    """Blocking. Raises BadConfiguration."""
+    if file is None:
+        return ()
+    try:
+        return read_signing_keys(Secret(file=file), Path(), {})
+    except BadSecret as error:
+        raise BadConfiguration([Problem("--alarm-secret", "", str(error))]) from error

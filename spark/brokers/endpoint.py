@@ -7,6 +7,7 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.streaming.readwriter import DataStreamWriter
 
 from services.core.broker.record import Record
+from spark.brokers.appender import Appender
 from spark.place import Position, Span
 
 
@@ -51,6 +52,9 @@ class Endpoint(Protocol):
 
     def write_records(self, session: SparkSession, records: Sequence[Record], topic: str, batch: BatchName) -> None:
         """Store these records durably."""
+
+    def open_appender(self, session: SparkSession, topic: str) -> Appender:
+        """For small records, often."""
 
     def last_epoch(self, topic: str, writer: str) -> int | None:
         """The newest batch that this writer stored; None without one, or where the broker does not know."""

@@ -17,6 +17,7 @@ from pyspark.sql.streaming.readwriter import DataStreamWriter
 from services.core import event as names
 from services.core.broker.errors import Unavailable, UnknownTopic
 from services.core.broker.record import Batch, Record
+from spark.brokers.appender import KafkaAppender
 from spark.brokers.endpoint import BatchName
 from spark.errors import shorten
 from spark.place import Position, Span
@@ -109,6 +110,10 @@ class KafkaEndpoint:
             columns = to_arrow(Batch(topic, 0, range(len(records)), records), OUT_SCHEMA)
             self.write(session.createDataFrame(pa.Table.from_batches([columns]), OUT), topic, batch)
 
+    def open_appender(self, session: SparkSession, topic: str) -> KafkaAppender:
+        """See Endpoint."""
+        return KafkaAppender(session, self._servers, topic)
+
     def last_epoch(self, topic: str, writer: str) -> int | None:
         """Kafka does not know."""
         return None
@@ -132,7 +137,9 @@ class KafkaEndpoint:
             yield _Admin(client, jvm)
         except (Py4JError, PySparkException) as error:
             if "UnknownTopicOrPartition" in str(error):
-                raise UnknownTopic("a source topic does not exist. Try: declaring it under `streams:`") from error
+                raise UnknownTopic(
+                    "a topic does not exist. Try: declaring it under `streams:`, and penstock apply"
+                ) from error
             raise Unavailable(f"Kafka at {self._servers} does not answer: {shorten(error)}") from error
         finally:
             client.close()

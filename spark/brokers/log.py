@@ -13,6 +13,7 @@ from services.core.broker.log.frames import MAX_RECORD_BYTES
 from services.core.broker.log.layout import DataFolder
 from services.core.broker.log.reader import TopicReader
 from services.core.broker.record import Record
+from spark.brokers.appender import LogAppender
 from spark.brokers.endpoint import BatchName
 from spark.place import Position, Span
 from spark.sources.log import NAME
@@ -72,6 +73,10 @@ class LogEndpoint:
     def write_records(self, session: SparkSession, records: Sequence[Record], topic: str, batch: BatchName) -> None:
         """See Endpoint."""
         self._append(records, topic, batch)
+
+    def open_appender(self, session: SparkSession, topic: str) -> LogAppender:
+        """See Endpoint."""
+        return LogAppender(self._path, topic)
 
     def last_epoch(self, topic: str, writer: str) -> int | None:
         """See Endpoint."""

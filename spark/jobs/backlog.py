@@ -1,22 +1,16 @@
 """How many records a pipe has not done: asked beside its query, so that it is known, and grows, while the query is down."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 
-from pyspark.sql import SparkSession
-
-from spark.brokers.endpoint import Endpoint
-from spark.checkpoint import Checkpoint
+from spark.place import Position, Span
 
 Backlog = dict[tuple[str, int], int]
 """Records by topic and partition."""
 
 
-def measure_backlog(
-    session: SparkSession, endpoint: Endpoint, checkpoint: Checkpoint, topics: Sequence[str]
-) -> Backlog:
-    """From what the last finished batch ended with to the present ends. Blocking. Raises what reading either raises."""
-    position = checkpoint.done_up_to(endpoint.parse_position)
+def measure_backlog(held: Iterable[Span], done: Position) -> Backlog:
+    """From what was done to the present ends."""
     return {
-        (topic, partition): max(0, end - max(start, position.get((topic, partition), start)))
-        for topic, partition, start, end in endpoint.held(session, topics)
+        (topic, partition): max(0, end - max(start, done.get((topic, partition), start)))
+        for topic, partition, start, end in held
     }

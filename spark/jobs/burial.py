@@ -9,14 +9,19 @@ from services.core.pipes import dead_letter_topic
 from spark.brokers.endpoint import BatchName
 from spark.dead_letters import Rejected, dead_letters
 from spark.jobs.query import Query
+from spark.observed import BatchReport
+from spark.origins import origins_of, put
 
 log = structlog.get_logger()
 
 
-def bury(query: Query, found: Sequence[Rejected], name: str, epoch: int) -> Counter[str]:
-    """Store these records as dead letters of the pipe, unless (name, epoch) was stored before. How many, by reason."""
+def bury(query: Query, found: Sequence[Rejected], name: str, epoch: int, report: BatchReport) -> None:
+    """Store these records as dead letters of the pipe, unless (name, epoch) was stored before, and add them to the report."""
     reasons = Counter(item.reason for item in found)
+    report.dead += reasons
     if found:
+        if query.ledger:
+            put(report.sets, "dead", origins_of([item.record for item in found], query.pipe))
         records = dead_letters(found, pipe=query.pipe, max_bytes=query.endpoint.max_record_bytes)
         batch = BatchName(f"{query.writer}:{name}", epoch)
         query.endpoint.write_records(query.session, records, dead_letter_topic(query.pipe), batch)
@@ -27,4 +32,3 @@ def bury(query: Query, found: Sequence[Rejected], name: str, epoch: int) -> Coun
             reasons=dict(reasons),
             examples=[item.detail for item in found[:3]],
         )
-    return reasons

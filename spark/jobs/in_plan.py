@@ -4,17 +4,17 @@ Two queries: one transforms the good events; another, in micro-batches, sends wh
 event on which the transform raises ends the first one; `isolation` then finds it, and the next run leaves it out.
 """
 
+import json
 import time
-from collections import Counter
 from typing import Any
 
 import structlog
 from pyspark.errors import StreamingQueryException
 from pyspark.sql import functions as f
+from pyspark.sql.streaming.listener import StreamingQueryProgress
 from pyspark.sql.streaming.query import StreamingQuery
 
 from services.core.pipes import output_topic
-from spark.dead_letters import TRANSFORM_ERROR
 from spark.errors import is_of_broker, shorten
 from spark.jobs.culprits import exactly
 from spark.jobs.isolation import put_culprits_aside, read_skipped
@@ -23,7 +23,9 @@ from spark.jobs.query import Query
 from spark.jobs.rejects import REJECTS, RejectHandler
 from spark.jobs.runs import POLL_S, PerBatchRun, has_worked, wait_for_end
 from spark.jobs.streak import Streak
-from spark.observed import BatchReport, count_and_times, lags
+from spark.jobs.told import ToldBatches
+from spark.observed import ORIGINS, BatchReport, count_and_times, lags
+from spark.origins import add_settled, gather
 from spark.view import TIME, VERDICT
 
 log = structlog.get_logger()
@@ -35,6 +37,8 @@ Events wait while it is noted, 0.2 to 0.6 s: with 5 seconds these were more than
 REJECT_EVERY_S = 5.0
 """Nobody waits for dead letters, and each look at them takes time from the events that are transformed."""
 _OUT = "out"
+_PROGRESS_KEPT = 10
+"""Of so many batches Spark keeps what was gathered; we look four times a second, and read again what we missed."""
 
 
 class InPlanRun:
@@ -44,6 +48,7 @@ class InPlanRun:
         """Starts them."""
         self._query = query
         self._streak = Streak(query.checkpoint)
+        self._told = ToldBatches(query) if query.ledger else None
         self._late = LateEvents(query) if query.prepared.transform.watermark is not None else None
         self._transforming = start_transforming(query)
         self._seen = -1
@@ -64,10 +69,10 @@ class InPlanRun:
             wait_for_end(self._transforming)
         except StreamingQueryException as error:
             self._note_progress()
-            found = 0 if is_of_broker(error) else put_culprits_aside(self._query, self._streak)
-            if not found:
+            if self._told is not None:
+                self._told.catch_up()
+            if is_of_broker(error) or not put_culprits_aside(self._query, self._streak):
                 raise
-            self._query.report(BatchReport(self._query.pipe, read=found, dead=Counter({TRANSFORM_ERROR: found})))
             log.warning("started again without events that fail", pipe=self._query.pipe, error=shorten(error))
             self._transforming = start_transforming(self._query)
         self._note_progress()
@@ -90,23 +95,28 @@ class InPlanRun:
         try:
             self._note_progress()
         except Exception as error:  # whatever it is, the next start does it
-            log.warning("late events left to the next start", pipe=self._query.pipe, error=shorten(error))
+            log.warning("the last batch is told at the next start", pipe=self._query.pipe, error=shorten(error))
         self._rejects.end(max(0.0, deadline - time.monotonic()))
 
     def _note_progress(self) -> None:
         """What each batch did since the last look."""
-        for progress in self._transforming.recentProgress:
+        for progress in _progress_since(self._transforming, self._seen):
             # What Spark tells of an idle query carries the number of the batch that is yet to come.
-            if progress["batchId"] > self._seen and "addBatch" in progress["durationMs"]:
+            if "addBatch" in progress["durationMs"]:
+                report = _to_report(self._query, progress)
+                if self._told is None:
+                    self._query.report(report)
+                else:
+                    self._told.tell(progress["batchId"], report)
                 self._seen = progress["batchId"]
-                report = _to_report(self._query.pipe, progress)
-                self._query.report(report)
                 self._query.checkpoint.make_durable(self._seen)
                 if report.read:
                     self._streak.end()
                 if self._late is not None:
                     dropped = any(state["numRowsDroppedByWatermark"] for state in progress["stateOperators"])
                     self._late.settle(self._seen, dropped=dropped)
+        if self._told is not None:
+            self._told.note()
 
 
 def start_transforming(query: Query) -> StreamingQuery:
@@ -116,10 +126,15 @@ def start_transforming(query: Query) -> StreamingQuery:
     real_time = prepared.transform.mode == "real-time"
     share = -(-prepared.transform.max_events // len(prepared.views))
     metrics = count_and_times(f.col(TIME), f.count(VERDICT).alias("bad"))
+    out_metrics = count_and_times(f.col("timestamp"))
+    if query.ledger:
+        query.session.conf.set("spark.sql.streaming.numRecentProgressUpdates", str(_PROGRESS_KEPT))
+        metrics.append(gather(f.col(VERDICT).isNull()).alias(ORIGINS))
+        out_metrics.append(gather().alias(ORIGINS))
     for stream, view in prepared.views.items():
         raw = endpoint.read_stream(query.session, [stream], None if real_time else share).where(f"NOT ({skip})")
         frames[stream] = prepared.watermarked(view.good(view.judge(raw).observe(f"in:{stream}", *metrics)))
-    out = prepared.apply(frames, query.session).observe(_OUT, *count_and_times(f.col("timestamp")))
+    out = prepared.apply(frames, query.session).observe(_OUT, *out_metrics)
     writer = endpoint.write_stream(out, output_topic(query.pipe), query.writer)
     writer = writer.queryName(query.pipe).option("checkpointLocation", query.checkpoint.place)
     if real_time:
@@ -130,14 +145,34 @@ def start_transforming(query: Query) -> StreamingQuery:
     return writer.outputMode("append").trigger(processingTime=interval).start()
 
 
-def _to_report(pipe: str, progress: Any) -> BatchReport:
-    now = time.time_ns() // 1_000_000
-    report = BatchReport(pipe, seconds=progress["batchDuration"] / 1000)
+def _progress_since(running: StreamingQuery, batch: int) -> list[Any]:
+    """What Spark tells of later batches, oldest first. The rest stays in Java: what was gathered makes it long."""
+    found: list[Any] = []
+    for progress in reversed(list(running._jsq.recentProgress())):
+        if progress.batchId() <= batch:
+            break
+        found.append(StreamingQueryProgress.fromJson(json.loads(progress.json())))
+    return found[::-1]
+
+
+def _to_report(query: Query, progress: Any) -> BatchReport:
+    """Without lags in real-time mode: an event was written long before its batch ended, nobody knows when."""
+    now, lasted = time.time_ns() // 1_000_000, progress["batchDuration"]
+    report = BatchReport(query.pipe)
+    timed = query.prepared.transform.mode != "real-time"
+    gathered, written = [], ""
     for name, row in progress["observedMetrics"].items():
         if name == _OUT:
             report.written = row["events"]
-            report.lag_out = lags(row["events"], row["times"], now)
+            written = row[ORIGINS] if query.ledger else ""
+            report.lag_out = lags(row["events"], row["times"], now) if timed else []
         else:
-            report.read += row["events"] - row["bad"]
-            report.lag_in += lags(row["events"], row["times"], now - progress["batchDuration"])
+            events = row["events"] - row["bad"]
+            report.read += events
+            gathered.append((row[ORIGINS] if query.ledger else "", events))
+            report.lag_in += lags(row["events"], row["times"], now - lasted) if timed else []
+    if timed:
+        report.seconds = lasted / 1000
+    if query.ledger:
+        add_settled(report, gathered, written)
     return report

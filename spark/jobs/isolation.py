@@ -4,14 +4,16 @@ The events that the query was to do are read again as a batch and run through th
 the dead letters first and then into `skipped.json` beside the checkpoint: from there the next run leaves it out.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from spark.dead_letters import TRANSFORM_ERROR, rejected
 from spark.jobs.burial import bury
 from spark.jobs.culprits import exactly, find_culprits, fingerprint, places_of, try_transform
 from spark.jobs.query import Query
+from spark.jobs.ranges import windows
 from spark.jobs.streak import Streak
+from spark.observed import BatchReport
 from spark.place import Place, Span
 
 SKIPPED_FILE = "skipped.json"
@@ -28,7 +30,7 @@ def read_skipped(query: Query) -> list[Place]:
 
 
 def put_culprits_aside(query: Query, streak: Streak) -> int:
-    """How many events were found and put aside; 0: the transform is not to blame. Raises TransformBroken, Stopping."""
+    """How many events were found, put aside and told of; 0: the transform is not to blame. Raises TransformBroken, Stopping."""
     skipped = read_skipped(query)
     passed = 0
     for spans in _windows(query):
@@ -46,7 +48,9 @@ def put_culprits_aside(query: Query, streak: Streak) -> int:
                 streak.extend(len(culprits), passed, next(iter(culprits.values())))
                 table: Any = raw.where(exactly(culprits)).toArrow()
                 found = rejected(table, TRANSFORM_ERROR, culprits.__getitem__)
-                bury(query, found, f"skipped:{fingerprint(culprits)}", 0)
+                report = BatchReport(query.pipe, read=len(culprits))
+                bury(query, found, f"skipped:{fingerprint(culprits)}", 0, report)
+                query.report(report)
                 query.checkpoint.write_note(SKIPPED_FILE, [*skipped, *culprits])
                 return len(culprits)
         finally:
@@ -54,7 +58,7 @@ def put_culprits_aside(query: Query, streak: Streak) -> int:
     return 0
 
 
-def _windows(query: Query) -> Iterable[list[Span]]:
+def _windows(query: Query) -> Iterator[list[Span]]:
     """What the query was to do: the batch that it had begun, else all up to the present end; in parts of about max_events."""
     endpoint, checkpoint, prepared = query.endpoint, query.checkpoint, query.prepared
     position = checkpoint.done_up_to(endpoint.parse_position)
@@ -69,7 +73,4 @@ def _windows(query: Query) -> Iterable[list[Span]]:
         )
         for topic, partition, start, end in endpoint.held(query.session, list(prepared.views))
     ]
-    size = max(1, prepared.transform.max_events // max(1, len(waiting)))
-    while waiting := [span for span in waiting if span.start < span.end]:
-        yield [span._replace(end=min(span.end, span.start + size)) for span in waiting]
-        waiting = [span._replace(start=min(span.end, span.start + size)) for span in waiting]
+    yield from windows(waiting, prepared.transform.max_events)

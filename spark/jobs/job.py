@@ -2,6 +2,7 @@
 
 import random
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -9,6 +10,8 @@ import msgspec
 import structlog
 from pyspark.sql import SparkSession
 
+from services.core.ledger.age import Age
+from services.core.ledger.report import TELEMETRY
 from spark.adoption import adopt, check_not_older
 from spark.brokers.endpoint import Endpoint
 from spark.checkpoint import Checkpoint, open_checkpoint, peek_checkpoint
@@ -17,8 +20,10 @@ from spark.jobs.backlog import Backlog, measure_backlog
 from spark.jobs.in_plan import InPlanRun
 from spark.jobs.query import Query, Stopping
 from spark.jobs.runs import Run, start_per_batch
+from spark.jobs.told import settled_position
 from spark.jobs.warm_up import warm_up
 from spark.observed import BatchReport
+from spark.reporter import PipeReporter
 from spark.session import own_session
 from spark.transforms.preparation import Prepared
 
@@ -55,11 +60,15 @@ class Job:
         endpoint: Endpoint,
         *,
         checkpoints: str,
+        ledger: bool,
         on_batch: Callable[[BatchReport], None],
         on_state: Callable[[JobState], None],
         on_backlog: Callable[[Backlog], None] = lambda _: None,
     ) -> None:
-        self._prepared, self._endpoint, self._checkpoints = prepared, endpoint, checkpoints
+        """ledger: whether to report what became of which events."""
+        self._prepared, self._endpoint, self._checkpoints, self._ledger = prepared, endpoint, checkpoints, ledger
+        self._reporter: PipeReporter | None = None
+        self._age = Age()
         self._on_batch, self._on_state, self._on_backlog = on_batch, on_state, on_backlog
         self._stop = threading.Event()
         self._drain = 0.0
@@ -76,6 +85,8 @@ class Job:
         """Keep the query running until `stop`. Blocking. Failures are told by `on_state`, and tried again for ever."""
         session = own_session(session)
         session.sparkContext.setLocalProperty("spark.scheduler.pool", self.pipe)
+        if self._ledger:
+            self._reporter = PipeReporter(self.pipe, self._endpoint.open_appender(session, TELEMETRY))
         watching = threading.Thread(
             target=self._watch_backlog, args=[session], name=f"backlog-{self.pipe}", daemon=True
         )
@@ -88,6 +99,8 @@ class Job:
             except Exception as error:
                 self._note_failure(error)
         watching.join()
+        if self._reporter is not None:
+            self._reporter.close()
 
     def _note_failure(self, error: Exception) -> None:
         """Tell it, and wait before the next start."""
@@ -122,6 +135,8 @@ class Job:
         ran = threading.Event()
 
         def report(done: BatchReport) -> None:
+            if self._reporter is not None:
+                self._reporter.tell(done)
             if not identity.ran and not ran.is_set():
                 checkpoint.write_identity(msgspec.structs.replace(identity, ran=True))
             ran.set()
@@ -130,7 +145,7 @@ class Job:
             self._on_batch(done)
 
         writer = f"{self.pipe}:{identity.id}"
-        query = Query(session, self._prepared, self._endpoint, checkpoint, writer, report, self._stop)
+        query = Query(session, self._prepared, self._endpoint, checkpoint, writer, report, self._ledger, self._stop)
         check_not_older(query)
         return query
 
@@ -144,9 +159,21 @@ class Job:
         checkpoint = peek_checkpoint(session, self._checkpoints, self.pipe)
         while not self._stop.is_set():
             try:
-                found = measure_backlog(session, self._endpoint, checkpoint, list(self._prepared.views))
+                found = self._look(session, checkpoint)
             except Exception as error:  # whatever is wrong with the broker or the checkpoint is the query's to tell
                 log.debug("backlog unknown", pipe=self.pipe, error=shorten(error))
             else:
                 self._on_backlog(found)
+            if self._reporter is not None:
+                self._reporter.beat()
             self._stop.wait(BACKLOG_EVERY_S)
+
+    def _look(self, session: SparkSession, checkpoint: Checkpoint) -> Backlog:
+        begun = time.time_ns() // 1_000_000
+        held = self._endpoint.held(session, list(self._prepared.views))
+        if self._reporter is not None:
+            settled = settled_position(self._prepared, self._endpoint, checkpoint)
+            starts = {(span.topic, span.partition): span.start for span in held}
+            ends = {(span.topic, span.partition): span.end for span in held}
+            self._reporter.settled_up_to(self._age.done_up_to(begun, starts, ends, settled))
+        return measure_backlog(held, checkpoint.done_up_to(self._endpoint.parse_position))

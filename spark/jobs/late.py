@@ -12,8 +12,9 @@ from pyspark.sql import functions as f
 from spark.dead_letters import rejected
 from spark.jobs.burial import bury
 from spark.jobs.query import Query
+from spark.jobs.ranges import spans_of
 from spark.observed import BatchReport
-from spark.place import Place, Span
+from spark.place import Place
 from spark.transforms.preparation import of_stream
 from spark.view import TIME
 
@@ -48,11 +49,7 @@ class LateEvents:
     def _keep(self, batch: int) -> None:
         query, view_of = self._query, self._query.prepared.views
         watermark = query.checkpoint.watermark(batch)
-        parse = query.endpoint.parse_position
-        begin = query.checkpoint.position(batch - 1, parse) if batch else {}
-        end = query.checkpoint.position(batch, parse)
-        spans = [Span(*place, begin.get(place, 0), offset) for place, offset in end.items()]
-        spans = [span for span in spans if span.start < span.end]
+        spans = spans_of(query, batch)
         if not watermark or not spans:
             return
         raw = query.endpoint.read_spans(query.session, spans)
@@ -65,5 +62,6 @@ class LateEvents:
             judged = view.judge(of_stream(query.prepared, raw, stream))
             table: Any = view.unused(judged.where(f.col(TIME) <= f.timestamp_millis(f.lit(watermark)))).toArrow()
             found += rejected(table, LATE, detail)
-        dead = bury(query, found, LATE, batch)
-        query.report(BatchReport(query.pipe, dead=dead))
+        report = BatchReport(query.pipe)
+        bury(query, found, LATE, batch, report)
+        query.report(report)

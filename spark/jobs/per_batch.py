@@ -19,9 +19,12 @@ from spark.jobs.burial import bury
 from spark.jobs.culprits import exactly, find_culprits, fingerprint, places_of, try_transform
 from spark.jobs.handler import Handler
 from spark.jobs.query import Query
+from spark.jobs.ranges import spans_of
 from spark.jobs.rejects import DEAD, reject
 from spark.jobs.streak import Streak
-from spark.observed import BatchReport, count_and_times, lags, read_counts
+from spark.numbering import Numbering, number_batch
+from spark.observed import ORIGINS, BatchReport, count_and_times, lags, read_counts
+from spark.origins import add_made, add_settled, collect_origins, gather, put, without
 from spark.place import Place
 from spark.transforms.preparation import of_stream
 from spark.view import TIME, VERDICT
@@ -32,8 +35,12 @@ class BatchHandler(Handler):
 
     def __init__(self, query: Query) -> None:
         super().__init__(query)
+        self._makes_new = query.ledger and not query.prepared.out.carries_events
         self._in_metrics = count_and_times(f.col(TIME), f.count(VERDICT).alias("bad"))
         self._out_metrics = count_and_times(f.col("timestamp"))
+        if query.ledger:
+            self._in_metrics.append(gather(f.col(VERDICT).isNull()).alias(ORIGINS))
+            self._out_metrics.append(gather(timed=self._makes_new).alias(ORIGINS))
         self._streak = Streak(query.checkpoint)
         # Each view reads the batch, and so does each look at a deduplicated one: then keep it.
         self._keep = len(query.prepared.views) > 1 or query.prepared.deduplicates
@@ -48,16 +55,22 @@ class BatchHandler(Handler):
             return self._transform(raw, batch_id)
         raw.persist()
         try:
-            if deduplicates:
-                raw.count()  # now the ids that this batch adds are noted: a power cut must not take them from a stored batch
+            kept = raw.count() if deduplicates else 0
+            if (
+                deduplicates
+            ):  # the ids that this batch adds are noted: a power cut must not take them from a stored batch
                 checkpoint.make_durable(batch_id)
-            return self._transform(raw, batch_id)
+            report = self._transform(raw, batch_id)
+            if deduplicates and self.query.ledger:
+                self._add_duplicates(report, raw, kept, batch_id)
+            return report
         finally:
             raw.unpersist()
 
     def _transform(self, raw: DataFrame, batch_id: int) -> BatchReport:
         try:
-            report = self._compute(raw, batch_id)
+            report = BatchReport(self.query.pipe)
+            self._compute(raw, batch_id, report)
         except Exception as error:
             culprits = {} if is_of_broker(error) else self._isolate(raw, error)
             if not culprits:
@@ -65,19 +78,17 @@ class BatchHandler(Handler):
             table: Any = raw.where(exactly(culprits)).toArrow()
             failed = rejected(table, TRANSFORM_ERROR, lambda place: culprits[place])
             # Before the output: once that is stored, a repeat of this batch that finds no culprits would write nothing of them.
-            dead = bury(self.query, failed, f"{DEAD}:{fingerprint(culprits)}", batch_id)
-            report = self._compute(raw.where(f"NOT ({exactly(culprits)})"), batch_id)
-            report.read += len(culprits)
-            report.dead += dead
+            report = BatchReport(self.query.pipe, read=len(culprits))
+            bury(self.query, failed, f"{DEAD}:{fingerprint(culprits)}", batch_id, report)
+            self._compute(raw.where(f"NOT ({exactly(culprits)})"), batch_id, report)
             return report
         if report.read > report.dead.total():
             self._streak.end()
         return report
 
-    def _compute(self, raw: DataFrame, batch_id: int) -> BatchReport:
-        """Transform and write, and send the records that are no events to the dead letters."""
+    def _compute(self, raw: DataFrame, batch_id: int, report: BatchReport) -> None:
+        """Transform and write, send the records that are no events to the dead letters, and add it all to the report."""
         query, prepared = self.query, self.query.prepared
-        report = BatchReport(query.pipe)
         begun = _now_ms()
         seen = {stream: Observation() for stream in prepared.views}
         made = Observation()
@@ -85,21 +96,37 @@ class BatchHandler(Handler):
             stream: view.good(view.judge(of_stream(prepared, raw, stream)).observe(seen[stream], *self._in_metrics))
             for stream, view in prepared.views.items()
         }
-        out = prepared.apply(frames, raw.sparkSession).observe(made, *self._out_metrics)
+        numbering = self._number(batch_id) if self._makes_new else None
+        out = prepared.apply(frames, raw.sparkSession, numbering).observe(made, *self._out_metrics)
         query.endpoint.write(out, output_topic(query.pipe), BatchName(query.writer, batch_id))
         ended = _now_ms()
-        bad = 0
+        bad, gathered = 0, []
         for observation in seen.values():
             values = read_counts(observation)
             bad += values["bad"]
+            gathered.append((values.get(ORIGINS, ""), values["events"] - values["bad"]))
             report.read += values["events"]
             report.lag_in += lags(values["events"], values["times"], begun)
         values = read_counts(made)
         report.written = values["events"]
         report.lag_out = lags(values["events"], values["times"], ended)
+        if query.ledger:
+            add_settled(report, gathered, "" if numbering else values[ORIGINS])
+        if numbering:
+            add_made(report, values[ORIGINS], numbering.at_ms)
         if bad:
-            report.dead += bury(query, reject(prepared, raw), DEAD, batch_id)
-        return report
+            bury(query, reject(prepared, raw), DEAD, batch_id, report)
+
+    def _number(self, batch_id: int) -> Numbering:
+        query_id = self.query.writer.rpartition(":")[2]
+        return number_batch(query_id, batch_id, self.query.checkpoint.began(batch_id))
+
+    def _add_duplicates(self, report: BatchReport, raw: DataFrame, kept: int, batch_id: int) -> None:
+        """Report what is no longer in a deduplicated batch: it is read again, if there is any."""
+        spans = spans_of(self.query, batch_id)
+        if kept < sum(span.end - span.start for span in spans):
+            every = collect_origins(self.query.endpoint.read_spans(raw.sparkSession, spans), self.query.pipe)
+            put(report.sets, "filtered", without(every, collect_origins(raw, self.query.pipe)))
 
     def _isolate(self, raw: DataFrame, error: Exception) -> dict[Place, str]:
         """The events on which the transform fails; none when it does not fail again. Raises TransformBroken, Stopping."""

@@ -18,8 +18,8 @@ class Stopping(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """One query of a pipe. writer: names it to the broker. report: takes what each stored batch did. stopping: set once
-    the job is to stop."""
+    """One query of a pipe. writer: names it to the broker. report: takes what each stored batch did; when it returns, that
+    is told durably. ledger: whether reports hold sets of origins. stopping: set once the job is to stop."""
 
     session: SparkSession
     prepared: Prepared
@@ -27,6 +27,7 @@ class Query:
     checkpoint: Checkpoint
     writer: str
     report: Callable[[BatchReport], None]
+    ledger: bool
     stopping: threading.Event
 
     @property

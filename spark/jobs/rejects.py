@@ -20,8 +20,9 @@ class RejectHandler(Handler):
     def handle(self, raw: DataFrame, batch_id: int) -> BatchReport:
         """One pass over the batch; only the bad records leave Spark."""
         found = reject(self.query.prepared, raw)
-        dead = bury(self.query, found, DEAD, batch_id)
-        return BatchReport(self.query.pipe, read=len(found), dead=dead)
+        report = BatchReport(self.query.pipe, read=len(found))
+        bury(self.query, found, DEAD, batch_id, report)
+        return report
 
 
 def reject(prepared: Prepared, raw: DataFrame) -> list[Rejected]:

@@ -11,6 +11,7 @@ from pyspark.sql.types import StructType
 from services.core.pipes import PipeFile, Transform
 from services.core.yaml_source import BadConfiguration, Document
 from spark.errors import shorten
+from spark.numbering import Numbering
 from spark.out import BadTransform, OutShape
 from spark.pipe_file import Chosen
 from spark.shapes import EVENT, EVENT_TIME, RAW
@@ -48,9 +49,11 @@ class Prepared:
         delay = self.transform.watermark
         return frame if delay is None else frame.withWatermark(EVENT_TIME, f"{round(delay * 1000)} milliseconds")
 
-    def apply(self, frames: Mapping[str, DataFrame], session: SparkSession) -> DataFrame:
-        """The output records for these source views. Lazy."""
-        return self.out.apply(self.definition.apply(session, frames))
+    def apply(
+        self, frames: Mapping[str, DataFrame], session: SparkSession, numbering: Numbering | None = None
+    ) -> DataFrame:
+        """The output records for these source views. Lazy. numbering: as in `OutShape.apply`."""
+        return self.out.apply(self.definition.apply(session, frames), numbering)
 
 
 def of_stream(prepared: Prepared, raw: DataFrame, stream: str) -> DataFrame:

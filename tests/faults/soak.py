@@ -26,7 +26,7 @@ from services.core.broker.connect import open_broker
 from services.core.jvm.child import start_child, stop_child
 from services.core.jvm.kafka_server import KafkaCluster
 from services.fleet.folder import ProcessState, read_state
-from tests.faults import soak_outage
+from tests.faults import soak_fidelity, soak_outage
 from tests.faults.fleet import wait_until
 from tests.faults.sender import Sender
 from tests.faults.sink import Sink, open_sink
@@ -189,11 +189,11 @@ def write_pipes(folder: Path, straight: str, through: str) -> Path:
 
 
 @asynccontextmanager
-async def run_up(folder: Path, pipes: Path, broker: str, listen: str) -> AsyncIterator[None]:
+async def run_up(folder: Path, pipes: Path, broker: str, listen: str, observer: str) -> AsyncIterator[None]:
     """`penstock up`, ready; drained and stopped at the end."""
     command = [sys.executable, "-m", "services.fleet", "up", "--broker", broker, "--data", str(folder / "data")]
     command += ["--pipes", str(pipes), "--listen", listen, "--allow-networks", "127.0.0.0/8"]
-    command += ["--ingest", "2", "--expel", "2"]
+    command += ["--observer", observer, "--ingest", "2", "--expel", "2"]
     log = folder / "up.log"
     child = await asyncio.to_thread(start_child, command, log=log)
     try:
@@ -208,9 +208,9 @@ async def run_up(folder: Path, pipes: Path, broker: str, listen: str) -> AsyncIt
         await asyncio.to_thread(stop_child, child, grace_s=60.0)
 
 
-async def soak(minutes: float, rate: float, seed: int, folder: Path, kafka: bool) -> int:
+async def soak(minutes: float, rate: float, seed: int, folder: Path, *, kafka: bool, fidelity: bool) -> int:
     """Run it and print the table. The exit status."""
-    listen = f"127.0.0.1:{free_port()}"
+    listen, observer = f"127.0.0.1:{free_port()}", f"127.0.0.1:{free_port()}"
     ledger = Ledger(f"soak-{seed}")
     async with AsyncExitStack() as stack:
         cluster = await asyncio.to_thread(KafkaCluster, folder / "kafka") if kafka else None
@@ -218,22 +218,36 @@ async def soak(minutes: float, rate: float, seed: int, folder: Path, kafka: bool
             stack.callback(cluster.stop, grace_s=0)
             await asyncio.to_thread(cluster.start)
         broker = f"kafka://{cluster.bootstrap}" if cluster is not None else f"log://{folder / 'data' / 'log'}"
+        more = await _lose_some(folder, broker, seed) if fidelity else []
         straight = await stack.enter_async_context(open_sink(ledger, seed))
         through = await stack.enter_async_context(open_sink(ledger.twin(), seed, by_value=True))
         straight.keeps_order = through.keeps_order = False
         sender = Sender(ledger, f"http://{listen}/v1/streams/{STREAM}/events", seed, rate=rate, batch=50, workers=8)
         run = Soak(folder, random.Random(seed), straight, through, sender, cluster)
         pipes = write_pipes(folder, straight.url, through.url)
-        await stack.enter_async_context(run_up(folder, pipes, broker, listen))
+        await stack.enter_async_context(run_up(folder, pipes, broker, listen, observer))
         watch = asyncio.create_task(run.watch())
         try:
             settled = await _load_and_settle(run, minutes)
         finally:
             watch.cancel()
+        if fidelity:
+            for name in ("straight", "through"):
+                more += await soak_fidelity.judge_quiet(observer, name, run.ledger.count(Fate.OBLIGED))
         backend = await stack.enter_async_context(open_broker(broker))
         for name, sink in (("straight", straight), ("through", through)):
             await read_dead_letters(backend, f"{name}.dead", sink.ledger)
-        return _judge(run, minutes, rate, broker.partition(":")[0], seed, settled=settled)
+        if not settled:
+            more.append(f"not everything arrived within {SETTLE_S:.0f} s after the last fault")
+        return _judge(run, minutes, rate, broker.partition(":")[0], seed, more)
+
+
+async def _lose_some(folder: Path, broker: str, seed: int) -> list[str]:
+    """On a log of its own; on the same Kafka, which it leaves some topics."""
+    own = folder / "lossy"
+    own.mkdir()
+    url = broker if broker.startswith("kafka") else f"log://{own / 'log'}"
+    return await soak_fidelity.lose_among_many(own, url, seed)
 
 
 async def _load_and_settle(run: Soak, minutes: float) -> bool:
@@ -255,9 +269,8 @@ async def _load_and_settle(run: Soak, minutes: float) -> bool:
     return False
 
 
-def _judge(run: Soak, minutes: float, rate: float, broker: str, seed: int, *, settled: bool) -> int:
+def _judge(run: Soak, minutes: float, rate: float, broker: str, seed: int, complaints: list[str]) -> int:
     print(f"\n{minutes:g} minutes at {rate:g} events/s, faults: {dict(run.faults)}, seed {seed}")
-    complaints = [] if settled else [f"not everything arrived within {SETTLE_S:.0f} s after the last fault"]
     print(HEAD)
     for name, sink in (("soak, straight", run.straight), ("soak, through Spark", run.through)):
         row = run.row(name, sink, broker, seed)
@@ -286,6 +299,9 @@ def main() -> int:
     parser.add_argument("--rate", type=float, default=2000, help="events per second")
     parser.add_argument("--seed", type=int, default=random.randrange(1 << 30))
     parser.add_argument("--broker", choices=["log", "kafka"], default="log")
+    parser.add_argument(
+        "--fidelity", action="store_true", help="does the observer name what is lost, and nothing else?"
+    )
     parser.add_argument("--outage", action="store_true", help="instead: a failing receiver, retrier and expel killed")
     arguments = parser.parse_args()
     assert BACKENDS
@@ -293,7 +309,8 @@ def main() -> int:
         return soak_outage.run(arguments.minutes, arguments.rate, arguments.seed, kafka=arguments.broker == "kafka")
     print("seed", arguments.seed, flush=True)
     with tempfile.TemporaryDirectory(prefix="penstock-soak-", ignore_cleanup_errors=True) as folder:
-        run = soak(arguments.minutes, arguments.rate, arguments.seed, Path(folder), arguments.broker == "kafka")
+        kafka, fidelity = arguments.broker == "kafka", arguments.fidelity
+        run = soak(arguments.minutes, arguments.rate, arguments.seed, Path(folder), kafka=kafka, fidelity=fidelity)
         status = asyncio.run(run)
         if status:
             kept = Path(f"{folder}-kept")

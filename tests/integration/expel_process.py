@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 from zlib import crc32
 
 import aiohttp
@@ -19,6 +19,7 @@ from services.core.broker.contract import Broker, Lag, TopicSpec
 from services.core.broker.log import LogBroker
 from services.core.broker.producer import Producer
 from services.core.broker.record import Record, TopicPartition
+from services.core.ledger.report import TELEMETRY
 from services.core.pauses import OPERATOR, Pause, write_pause
 from services.core.pipes import CONTROL, parked_topic, retry_topic
 from tests.support.ports import free_port
@@ -47,8 +48,9 @@ def hook(name: str, /, url: object, **options: object) -> dict[str, object]:
 
 @dataclass
 class Expel:
-    """The process and its surroundings."""
+    """The process and its surroundings. module: what is run."""
 
+    module: ClassVar[str] = "services.expel"
     folder: Path
     broker: Broker
     url: str
@@ -84,7 +86,7 @@ class Expel:
         ]
         with (self.folder / f"{self.name}.log").open("ab") as log:
             self.process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "services.expel", *arguments, stderr=log, env={**os.environ, **self.environ}
+                sys.executable, "-m", self.module, *arguments, stderr=log, env={**os.environ, **self.environ}
             )
         if wait_ready:
             await self.wait_ready()
@@ -170,7 +172,7 @@ async def open_expel(
     async with LogBroker.open(str(folder / "data")) as broker:
         for topic in (STREAM, "copy", DEAD):
             await broker.admin.create_topic(TopicSpec(topic, partitions))
-        for topic in (retry_topic(PIPE), parked_topic(PIPE), CONTROL):
+        for topic in (retry_topic(PIPE), parked_topic(PIPE), CONTROL, TELEMETRY):
             await broker.admin.create_topic(TopicSpec(topic, 1))
         async with kill_at_end(Expel(folder, broker, f"log://{folder / 'data'}", list(destinations))) as expel:
             yield expel

@@ -15,6 +15,7 @@ from uuid import uuid4
 from services.core.broker.connect import open_broker
 from services.core.broker.contract import Broker, TopicSpec
 from services.core.broker.record import Record
+from services.core.ledger.report import TELEMETRY
 from tests.support.ports import free_port
 from tests.support.raw_http import Client, Reply, make_request
 
@@ -33,7 +34,7 @@ def log_url(folder: Path) -> str:
     return f"log://{folder}/log"
 
 
-async def create_topics(folder: Path, topics: Sequence[str] = TOPICS) -> None:
+async def create_topics(folder: Path, topics: Sequence[str] = (*TOPICS, TELEMETRY)) -> None:
     """What `penstock up` does before it starts ingest."""
     async with open_broker(log_url(folder)) as broker:
         for topic in topics:
@@ -103,14 +104,20 @@ class Ingest:
 
 @asynccontextmanager
 async def running(
-    folder: Path, *flags: str, port: int | None = None, broker: str | None = None, files: int | None = None
+    folder: Path,
+    *flags: str,
+    port: int | None = None,
+    broker: str | None = None,
+    files: int | None = None,
+    pipes: Path | None = None,
 ) -> AsyncIterator[Ingest]:
     """Start it; whatever is left of it is killed at the end. Its log is `ingest.log` in the folder.
 
-    broker: another one than the folder's log. files: its limit on open files.
+    broker: another one than the folder's log. files: its limit on open files. pipes: another pipe file than PIPES.
     """
-    pipe_file = folder / "pipes.yaml"
-    await asyncio.to_thread(pipe_file.write_text, PIPES)
+    pipe_file = pipes or folder / "pipes.yaml"
+    if pipes is None:
+        await asyncio.to_thread(pipe_file.write_text, PIPES)
     port, management = port or free_port(), free_port()
     arguments = ["--broker", broker or log_url(folder), "--pipes", str(pipe_file), "--listen", f"127.0.0.1:{port}"]
     arguments += ["--management", f"127.0.0.1:{management}", *flags]

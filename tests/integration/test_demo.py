@@ -52,7 +52,10 @@ async def test_demo_delivers_every_event(desk: Desk, broker: str) -> None:
     assert 0 < result["e2e_lag_p50_ms"] <= result["e2e_lag_p95_ms"] <= result["e2e_lag_p99_ms"]
     assert result["ingest_time_ms"]["p95"] > 0
     assert result["expel_time_ms"]["p95"] > 0
-    assert "nothing lost" in command.err
+    assert (result["ledger"]["accepted"], result["ledger"]["missing"]) == (10_000, 0)
+    assert [step["node"] for step in result["ledger"]["minutes"][0]["steps"]] == ["transform", "expel"]
+    said = [command.err.index(text) for text in ("complete it is, live: http://", "nothing lost", "0 of 10,000 events")]
+    assert said == sorted(said)
     assert not left_over(desk)
 
 
@@ -121,7 +124,7 @@ def result_of(**changes: Any) -> DemoResult:
     tracker = Tracker(flights)
     received = changes.get("events", good)
     tracker.take(Received("m", received, received, changes.get("signed", True), 2.0))
-    return make_result("log", 2, changes.get("accepted", 2), tracker, Sample(0.0), 1.0)
+    return make_result("log", 2, changes.get("accepted", 2), tracker, Sample(0.0), 1.0, {})
 
 
 @pytest.mark.parametrize(
@@ -165,7 +168,9 @@ async def test_an_outage_loses_nothing(desk: Desk) -> None:
     assert result["destinations"]["partner"]["handed_over"] > 0
     assert result["destinations"]["operations"]["handed_over"] == 0
     assert result["most_waiting"] > 0
-    said = [command.err.index(text) for text in ("partner goes down", "partner is back", "nothing lost")]
+    assert (result["ledger"]["accepted"], result["ledger"]["missing"]) == (sent, 0)
+    words = ("live: http://", "partner goes down", "partner is back", "nothing lost", f"0 of {sent:,} events")
+    said = [command.err.index(text) for text in words]
     assert said == sorted(said)
     assert not left_over(desk)
 
@@ -191,4 +196,4 @@ def chaos_of(events: Any = None, signed: bool = True, dead: float = 0.0) -> Chao
     labels = frozenset({("pipe", CHAOS_PIPE), ("destination", SHAKY), ("reason", "http_404")})
     sample = Sample(0.0, {("penstock_expel_events_dead_total", labels): dead})
     course = Course(sample, marks=[0, 0, 2], most_waiting=2, seconds=3.0, outage_s=1.0, recovery_s=1.0)
-    return make_chaos_result("log", 2, 2, trackers, course)
+    return make_chaos_result("log", 2, 2, trackers, course, {})

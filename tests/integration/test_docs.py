@@ -21,7 +21,7 @@ class Page:
     """One page's commands. Its ports are changed for free ones, so that pages and tests do not meet."""
 
     def __init__(self, name: str, folder: Path) -> None:
-        self._hook, self._ingest = str(free_port()), str(free_port())
+        self._hook, self._ingest, self._observer = str(free_port()), str(free_port()), str(free_port())
         self.blocks = [self._with_ports(block) for block in BLOCK.findall((REPOSITORY / name).read_text())]
         assert self.blocks, f"{name} has no commands"
         self._folder = folder
@@ -33,6 +33,7 @@ class Page:
             text.replace(":9000", f":{self._hook}")
             .replace("--port 9000", f"--port {self._hook}")
             .replace(":8080", f":{self._ingest}")
+            .replace(":8081", f":{self._observer}")
         )
 
     def _environ(self) -> dict[str, str]:
@@ -152,6 +153,14 @@ async def test_operating(tmp_path: Path) -> None:
     page = await run_page("docs/operating.md", tmp_path)
     assert "large-orders → billing" in page.said
     assert "sound" in page.said
+
+
+async def test_fidelity(tmp_path: Path) -> None:
+    """Broken: docs/fidelity.md shows commands that do not work."""
+    page = await run_page("docs/fidelity.md", tmp_path)
+    assert "events are missing in" in page.said
+    assert '"kind":"deploy"' in page.said
+    assert '"planned":"deploy"' in page.said
 
 
 async def test_dead_letters(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from services.core.broker.contract import TopicSpec
 from services.core.broker.errors import TopicExists
 from services.core.broker.kafka import KafkaBroker
 from services.core.jvm.kafka_server import KafkaCluster
+from services.core.ledger.report import TELEMETRY
 from services.core.pipes import CONTROL, dead_letter_topic, parked_topic, retry_topic
 from tests.integration.expel_process import (
     Expel,
@@ -34,7 +35,7 @@ async def make_topics(broker: KafkaBroker, stream: str, pipe: str) -> None:
     """Those of one pipe, without a retention: the events' times are old. The control topic is the whole cluster's."""
     for topic in (stream, dead_letter_topic(pipe)):
         await broker.admin.create_topic(TopicSpec(topic, 4))
-    for topic in (retry_topic(pipe), parked_topic(pipe), CONTROL):
+    for topic in (retry_topic(pipe), parked_topic(pipe), CONTROL, TELEMETRY):
         with suppress(TopicExists):
             await broker.admin.create_topic(TopicSpec(topic, 1))
 

@@ -12,6 +12,7 @@ from services.core.broker.contract import TopicSpec
 from services.core.broker.errors import TopicExists
 from services.core.broker.kafka import KafkaBroker
 from services.core.jvm.kafka_server import KafkaCluster
+from services.core.ledger.report import TELEMETRY
 from tests.integration.ingest_process import TOPICS, Ingest, read_topic, running
 
 pytestmark = pytest.mark.kafka
@@ -21,9 +22,9 @@ FIRST_ACK_S = 10.0
 async def prepare(bootstrap: str) -> None:
     """The streams of the pipe file, with the cluster's replication."""
     async with KafkaBroker.open(bootstrap) as broker:
-        for topic in TOPICS:
+        for topic in (*TOPICS, TELEMETRY):
             try:
-                await broker.admin.create_topic(TopicSpec(topic, partitions=3))
+                await broker.admin.create_topic(TopicSpec(topic, partitions=1 if topic == TELEMETRY else 3))
             except TopicExists:
                 continue
 

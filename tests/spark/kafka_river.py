@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Self
 from uuid import uuid4
@@ -11,9 +12,10 @@ import yaml
 from pyspark.sql import SparkSession
 
 from services.core.broker.contract import TopicSpec
-from services.core.broker.errors import Unavailable
+from services.core.broker.errors import TopicExists, Unavailable
 from services.core.broker.kafka import KafkaBroker
 from services.core.broker.record import Record, TopicPartition
+from services.core.ledger.report import TELEMETRY, Report, decode_report
 from spark.brokers.kafka import KafkaEndpoint
 from spark.jobs.job import Job, JobState
 from spark.observed import BatchReport
@@ -34,6 +36,8 @@ class KafkaRiver:
         self.states: list[JobState] = []
         self._jobs: list[tuple[Job, threading.Thread]] = []
         asyncio.run(self.create([self.stream, f"{self.pipe}.out", f"{self.pipe}.dead"], partitions))
+        with suppress(TopicExists):
+            asyncio.run(self.create([TELEMETRY], 1))
 
     def __enter__(self) -> Self:
         return self
@@ -82,6 +86,26 @@ class KafkaRiver:
                 found += batch.records
         return found
 
+    def reports(self) -> list[Report]:
+        """What the pipe told the telemetry topic, once it has said goodbye; waits for that."""
+        return asyncio.run(self._read_reports())
+
+    async def _read_reports(self) -> list[Report]:
+        async def let_go(_: frozenset[TopicPartition]) -> None:
+            return
+
+        found: list[Report] = []
+        async with (
+            asyncio.timeout(90),
+            KafkaBroker.open(self.bootstrap) as broker,
+            broker.consumer(f"g{uuid4().hex[:8]}", [TELEMETRY], start="earliest", on_revoke=let_go) as consumer,
+        ):
+            while not found or not found[-1].closed:
+                batches = await consumer.poll(max_records=1000, max_wait=0.5)
+                reports = [decode_report(record.value) for batch in batches for record in batch.records]
+                found += [report for report in reports if report.pipe == self.pipe]
+        return found
+
     def chosen(self, *, columns: str | None = None, **transform: object) -> Chosen:
         """Write the pipe file; `{s}` in `sql` stands for the stream."""
         if isinstance(sql := transform.get("sql"), str):
@@ -98,7 +122,14 @@ class KafkaRiver:
         endpoint = KafkaEndpoint(self.bootstrap)
         prepared = prepare_pipes(self.session, chosen, max_bytes=endpoint.max_record_bytes)[0]
         checkpoints = str(self.folder / "checkpoints")
-        job = Job(prepared, endpoint, checkpoints=checkpoints, on_batch=self.batches.append, on_state=self._note)
+        job = Job(
+            prepared,
+            endpoint,
+            checkpoints=checkpoints,
+            ledger=True,
+            on_batch=self.batches.append,
+            on_state=self._note,
+        )
         thread = threading.Thread(target=job.run, args=[self.session], daemon=True)
         thread.start()
         self._jobs.append((job, thread))

@@ -18,6 +18,7 @@ from services.core.broker.log.topics import create_topic
 from services.core.broker.partitioner import split_by_key
 from services.core.broker.record import Record
 from services.core.event import ARRIVAL, ID, ORIGIN
+from services.core.ledger.report import TELEMETRY, Outcome, Report, decode_report, unpack_numbers
 from spark.adoption import adopt
 from spark.brokers.log import LogEndpoint
 from spark.checkpoint import open_checkpoint
@@ -49,6 +50,12 @@ def wait_for(condition: Callable[[], bool], what: str) -> None:
         time.sleep(0.05)
 
 
+def numbers(reports: Iterable[Report], outcome: Outcome) -> set[int]:
+    """Of all events of which this was told, in whatever incarnation and partition."""
+    sets = (told for report in reports for told in report.sets if told.outcome == outcome)
+    return {number for told in sets for number in unpack_numbers(told.numbers)}
+
+
 def interrupt_queries(session: SparkSession) -> None:
     """End the threads in which Spark runs queries, as no code of ours or Spark's would."""
     jvm: Any = session.sparkContext._jvm
@@ -72,6 +79,7 @@ class River:
         self._jobs: list[tuple[Job, threading.Thread]] = []
         for topic in ("s", "u", "p.out", "p.dead"):
             create_topic(DataFolder.prepare(self.log), TopicSpec(topic, 3))
+        create_topic(DataFolder.prepare(self.log), TopicSpec(TELEMETRY, 1))
 
     def __enter__(self) -> Self:
         return self
@@ -105,6 +113,7 @@ class River:
             self.prepare(chosen),
             LogEndpoint(str(self.log)),
             checkpoints=str(self.folder / "checkpoints"),
+            ledger=True,
             on_batch=self.batches.append,
             on_state=self._note,
             on_backlog=self.backlogs.append,
@@ -127,6 +136,7 @@ class River:
                 checkpoint,
                 f"p:{identity.id}",
                 self.batches.append,
+                True,
                 threading.Event(),
             )
 
@@ -174,6 +184,15 @@ class River:
     def out(self) -> list[Record]:
         """What the pipe wrote."""
         return self.records("p.out")
+
+    @property
+    def reports(self) -> list[Report]:
+        """What the pipe told the telemetry topic."""
+        return [decode_report(record.value) for record in self.records(TELEMETRY)]
+
+    def told(self, outcome: Outcome) -> set[int]:
+        """The numbers of all events of which this was told."""
+        return numbers(self.reports, outcome)
 
     @property
     def dead(self) -> list[Record]:

@@ -146,7 +146,7 @@ def test_damaged_checkpoint_is_refused(river: River, spark: SparkSession) -> Non
             identity = adopt(checkpoint, prepared, topics)
             writer = f"p:{identity.id}"
             check_not_older(
-                Query(spark, prepared, endpoint, checkpoint, writer, river.batches.append, threading.Event())
+                Query(spark, prepared, endpoint, checkpoint, writer, river.batches.append, True, threading.Event())
             )
 
     take(place.parent)
@@ -255,7 +255,9 @@ def test_backlog_is_known_without_a_query(river: River) -> None:
     chosen, _ = run_first(river)
     river.send(flights(30, 45))
     with river.query(chosen) as query:
-        found = measure_backlog(query.session, query.endpoint, query.checkpoint, ["s", "u"])
+        found = measure_backlog(
+            query.endpoint.held(query.session, ["s", "u"]), query.checkpoint.done_up_to(query.endpoint.parse_position)
+        )
     assert sum(found.values()) == 15
     assert {topic for topic, _ in found} == {"s", "u"}
 

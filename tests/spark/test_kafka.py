@@ -15,7 +15,7 @@ from services.core.broker.record import Record
 from services.core.event import read_id
 from services.core.jvm.kafka_server import KafkaCluster
 from tests.spark.kafka_river import KafkaRiver
-from tests.spark.river import NOW, event, interrupt_queries, wait_for
+from tests.spark.river import NOW, event, interrupt_queries, numbers, wait_for
 from tests.spark.service_process import kill_service, start_service
 from tests.spark.test_checkpoint import truncate
 
@@ -85,7 +85,7 @@ def test_micro_batches(make_river: MakeRiver) -> None:
 
 
 def test_real_time(make_river: MakeRiver) -> None:
-    """If this fails, real-time mode does not run our SQL, or what is no event, or raises, stops it or vanishes."""
+    """If this fails, real-time mode does not run our SQL, or what is no event, or raises, stops it, vanishes or is not told."""
     river = make_river(1)
     chosen = river.chosen(
         columns=COLUMNS, sql="SELECT event, 100 / delay AS share FROM {s} WHERE delay < 90", mode="real-time"
@@ -105,6 +105,10 @@ def test_real_time(make_river: MakeRiver) -> None:
     river.stop()
     assert sum(report.written for report in river.batches) >= 31, "batches in real-time mode are not reported"
     assert "id-100" not in {read_id(r) for r in river.records("out", 31)}
+    told = river.reports()
+    assert numbers(told, "dead") == {22, 23}
+    assert numbers(told, "filtered") == {100}
+    assert numbers(told, "passed") == {*range(1, 20), 21, 24, *range(30, 40)}
 
 
 def test_records_that_are_gone_stop_the_query(make_river: MakeRiver) -> None:
@@ -148,7 +152,8 @@ def test_checkpoint_faults(make_river: MakeRiver) -> None:
 
 
 def test_killed_in_the_middle(make_river: MakeRiver, tmp_path: Path) -> None:
-    """If this fails, a killed transform on Kafka loses events, or writes more again than the batch at work."""
+    """If this fails, a killed transform on Kafka loses events, writes more again than the batch at work, or tells the ledger
+    of less than it did."""
     river = make_river(1)
     total, batch = 6000, 200
     river.send([flight(n) for n in range(total)])
@@ -164,6 +169,9 @@ def test_killed_in_the_middle(make_river: MakeRiver, tmp_path: Path) -> None:
         counts = Counter(read_id(r) for r in river.records("out", total))
         while len(counts) < total:
             counts = Counter(read_id(r) for r in river.records("out", counts.total() + 1))
+        process.terminate()
+        assert process.wait(60) == 0
+        assert numbers(river.reports(), "passed") == set(range(total))
     finally:
         kill_service(process)
     assert counts.keys() == {f"id-{n}" for n in range(total)}

@@ -18,7 +18,8 @@ from services.core.broker.log.topics import create_topic, delete_topic
 from services.core.broker.partitioner import split_by_key
 from services.core.broker.record import Record
 from services.core.event import read_id
-from tests.spark.river import event, wait_for
+from services.core.ledger.report import TELEMETRY, decode_report
+from tests.spark.river import event, numbers, wait_for
 from tests.spark.service_process import kill_service, start_service
 
 pytestmark = pytest.mark.spark
@@ -45,6 +46,7 @@ class Service:
         self.folder, self.log = folder, folder / "log"
         for topic in ("s", "p.out", "p.dead"):
             create_topic(DataFolder.prepare(self.log), TopicSpec(topic, 2))
+        create_topic(DataFolder.prepare(self.log), TopicSpec(TELEMETRY, 1))
         (folder / "pipes.yaml").write_text(PIPES)
         self.process: subprocess.Popen[bytes] | None = None
         self.output = folder / "output.log"
@@ -98,7 +100,7 @@ def service(tmp_path: Path) -> Iterator[Service]:
 
 
 def test_killed_in_the_middle(service: Service) -> None:
-    """If this fails, a killed transform loses events or writes some twice."""
+    """If this fails, a killed transform loses events, writes some twice, or tells the ledger of others than it did."""
     service.send(range(6000))
     driver = service.start()
     wait_for(lambda: service.count() >= 500, "500 records")
@@ -115,6 +117,11 @@ def test_killed_in_the_middle(service: Service) -> None:
     counts = Counter(read_id(r) for r in service.records("p.out"))
     assert counts == Counter(f"id-{n}" for n in range(0, 6000, 2))
     assert not service.records("p.dead")
+    reports = [decode_report(record.value) for record in service.records(TELEMETRY)]
+    assert len({report.instance for report in reports}) == 3
+    assert numbers(reports, "passed") == set(range(0, 6000, 2))
+    assert numbers(reports, "filtered") == set(range(1, 6000, 2))
+    assert not numbers(reports, "dead")
 
 
 def test_ready_and_stopped(service: Service) -> None:

@@ -22,6 +22,7 @@ from spark.jobs.burial import bury
 from spark.jobs.isolation import SKIPPED_FILE, put_culprits_aside, read_skipped
 from spark.jobs.query import Query, Stopping
 from spark.jobs.streak import Streak
+from spark.observed import BatchReport
 from spark.settings import TransformSettings
 from spark.suitability import check_suitability
 from tests.spark.river import NOW, River, event, wait_for
@@ -72,11 +73,11 @@ def test_late_events_are_kept(river: River, monkeypatch: pytest.MonkeyPatch) -> 
 
     failed: list[str] = []
 
-    def fail_once(query: Query, found: Sequence[Rejected], name: str, epoch: int) -> Counter[str]:
+    def fail_once(query: Query, found: Sequence[Rejected], name: str, epoch: int, report: BatchReport) -> None:
         if not failed:
             failed.append(name)
             raise Unavailable("just now not")
-        return bury(query, found, name, epoch)
+        bury(query, found, name, epoch, report)
 
     monkeypatch.setattr("spark.jobs.late.bury", fail_once)
     river.send([flight(7, 0.2), flight(8, 20.6)])

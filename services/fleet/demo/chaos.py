@@ -14,6 +14,7 @@ from services.fleet.console import note
 from services.fleet.demo.chaos_summary import ChaosResult, Course, make_chaos_result
 from services.fleet.demo.display import Display
 from services.fleet.demo.doorway import Doorway
+from services.fleet.demo.fidelity import read_loss, show_address
 from services.fleet.demo.flights import CHAOS_PIPE, SHAKY, STEADY, Flight, load_flights
 from services.fleet.demo.stage import Stage, aim_at, look, perform, send_flights
 from services.fleet.demo.tracker import Tracker
@@ -50,13 +51,16 @@ async def _play(stage: Stage) -> ChaosResult:
     ):
         settings = await stage.write_pipes(_pipes(port, doorway.port))
         async with stage.fleet(settings) as fleet:
+            show_address(fleet)
             sent = SendSummary()
             with Display(EVENTS, ("accepted", STEADY, SHAKY)) as display:
                 show = Show(fleet, sent, steady, shaky, doorway, display)
                 async with asyncio.TaskGroup() as group:
                     group.create_task(send_flights(aim_at(settings, batch=BATCH, rate=RATE), sent, flights))
                     await show.run()
-            return make_chaos_result(stage.broker, EVENTS, sent.accepted, {STEADY: steady, SHAKY: shaky}, show.course)
+            loss = await read_loss(fleet, CHAOS_PIPE, sent.accepted)
+            trackers = {STEADY: steady, SHAKY: shaky}
+            return make_chaos_result(stage.broker, EVENTS, sent.accepted, trackers, show.course, loss)
 
 
 class Show:

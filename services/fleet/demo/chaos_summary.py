@@ -8,6 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from services.core.lag import LagHistogram
+from services.fleet.demo.fidelity import Loss, render_loss
 from services.fleet.demo.flights import CHAOS_PIPE, SHAKY, STEADY
 from services.fleet.demo.tracker import Tracker
 from services.fleet.scrape import Sample
@@ -55,7 +56,8 @@ class Arrivals:
 class ChaosResult:
     """outage_s: how long one destination was down; recovery_s: from its return until all was delivered.
 
-    steady_lag_ms: the other destination's E2E lag before, during and after the outage, as P50, P95, P99.
+    steady_lag_ms: the other destination's E2E lag before, during and after the outage, as P50, P95, P99. ledger: what the
+    observer says of the same events.
     """
 
     broker: str
@@ -67,6 +69,7 @@ class ChaosResult:
     outage_s: float
     recovery_s: float
     steady_lag_ms: dict[str, dict[str, float]]
+    ledger: Loss
 
     @property
     def lost(self) -> int:
@@ -84,9 +87,9 @@ class ChaosResult:
 
 
 def make_chaos_result(
-    broker: str, sent: int, accepted: int, trackers: dict[str, Tracker], course: Course
+    broker: str, sent: int, accepted: int, trackers: dict[str, Tracker], course: Course, loss: Loss
 ) -> ChaosResult:
-    """Put together what client, receivers and services counted."""
+    """Put together what client, receivers, services and observer counted."""
     lags = trackers[STEADY].lags_ms
     ends = [*course.marks[1:], len(lags)]
     return ChaosResult(
@@ -101,6 +104,7 @@ def make_chaos_result(
         steady_lag_ms={
             phase: _quantiles(lags[begin:end]) for phase, begin, end in zip(PHASES, course.marks, ends, strict=True)
         },
+        ledger=loss,
     )
 
 
@@ -126,7 +130,7 @@ def _arrivals(name: str, tracker: Tracker, sample: Sample) -> Arrivals:
 
 def render_chaos(result: ChaosResult) -> RenderableType:
     """The tables that the demo ends with."""
-    return Group(_title(result), _counts(result), Text(), _lags(result))
+    return Group(_title(result), _counts(result), Text(), _lags(result), render_loss(result.ledger))
 
 
 def _title(result: ChaosResult) -> Text:

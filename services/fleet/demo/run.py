@@ -6,7 +6,8 @@ from itertools import islice
 
 from services.fleet.console import note
 from services.fleet.demo.display import Display
-from services.fleet.demo.flights import EXAMPLES, Flight, load_flights
+from services.fleet.demo.fidelity import read_loss, show_address
+from services.fleet.demo.flights import EXAMPLES, PIPE, Flight, load_flights
 from services.fleet.demo.stage import Stage, aim_at, look, perform, send_flights
 from services.fleet.demo.summary import DemoResult, make_result
 from services.fleet.demo.tracker import Tracker
@@ -37,6 +38,7 @@ async def _play(stage: Stage) -> DemoResult:
     async with serve_receiver(Receiver((stage.key,), tell=tracker.take), "127.0.0.1", 0) as port:
         settings = await stage.write_pipes(await asyncio.to_thread(_example_pipes, port))
         async with stage.fleet(settings) as fleet:
+            show_address(fleet)
             note("real flights of January 2013, their times shifted so that the newest is now", "dim")
             return await _feed(fleet, settings, tracker)
 
@@ -57,7 +59,8 @@ async def _feed(fleet: Fleet, settings: UpSettings, tracker: Tracker) -> DemoRes
         await asyncio.sleep(DUPLICATES_FOR_S)
         sample = await look(fleet)
         display.show(_counts(sent, sample, tracker), {"delivered": ""})
-    return make_result(settings.broker, len(flights), sent.accepted, tracker, sample, seconds)
+    loss = await read_loss(fleet, PIPE, sent.accepted)
+    return make_result(settings.broker, len(flights), sent.accepted, tracker, sample, seconds, loss)
 
 
 async def _carry(

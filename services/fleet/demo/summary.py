@@ -3,11 +3,12 @@
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from rich.console import RenderableType
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from services.core.lag import LagHistogram
+from services.fleet.demo.fidelity import Loss, render_loss
 from services.fleet.demo.flights import DESTINATION, PIPE, STREAM
 from services.fleet.demo.tracker import Tracker
 from services.fleet.scrape import Sample
@@ -17,7 +18,10 @@ from services.fleet.status_view import millis
 
 @dataclass(frozen=True, slots=True)
 class DemoResult:
-    """Counts of events; times in ms as P50, P95, P99; seconds: from the first event sent to the last one delivered."""
+    """Counts of events; times in ms as P50, P95, P99; seconds: from the first event sent to the last one delivered.
+
+    ledger: what the observer says of the same events.
+    """
 
     broker: str
     sent: int
@@ -35,6 +39,7 @@ class DemoResult:
     transit_time_ms: dict[str, float]
     expel_time_ms: dict[str, float]
     e2e_lag_ms: dict[str, float]
+    ledger: Loss
 
     @property
     def good(self) -> bool:
@@ -49,8 +54,10 @@ class DemoResult:
         return {"ok": self.good, **asdict(self), **flat}
 
 
-def make_result(broker: str, sent: int, accepted: int, tracker: Tracker, sample: Sample, seconds: float) -> DemoResult:
-    """Put together what client, receiver and services counted."""
+def make_result(
+    broker: str, sent: int, accepted: int, tracker: Tracker, sample: Sample, seconds: float, loss: Loss
+) -> DemoResult:
+    """Put together what client, receiver, services and observer counted."""
     e2e = LagHistogram()
     e2e.observe(tracker.lags_ms)
     to = {"pipe": PIPE, "destination": DESTINATION}
@@ -72,11 +79,12 @@ def make_result(broker: str, sent: int, accepted: int, tracker: Tracker, sample:
         transit_time_ms=quantiles(sample.lag("penstock_transit_time_seconds", **to)),
         expel_time_ms=quantiles(sample.lag("penstock_expel_time_seconds", **to)),
         e2e_lag_ms=quantiles(e2e),
+        ledger=loss,
     )
 
 
 def render_result(result: DemoResult) -> RenderableType:
-    """The table that the demo ends with."""
+    """The tables that the demo ends with."""
     table = Table(box=None, show_header=False, pad_edge=False, title=_title(result), title_justify="left")
     table.add_column(no_wrap=True)
     table.add_column(justify="right", no_wrap=True)
@@ -99,7 +107,7 @@ def render_result(result: DemoResult) -> RenderableType:
     ]
     for name, values, meaning in times:
         table.add_row(f"{name} P50 P95 P99", "  ".join(millis(value) for value in values.values()), f"{meaning}")
-    return table
+    return Group(table, render_loss(result.ledger))
 
 
 def _title(result: DemoResult) -> Text:

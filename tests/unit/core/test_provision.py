@@ -8,6 +8,7 @@ import pytest
 
 from services.core.broker.connect import open_broker
 from services.core.broker.contract import Broker
+from services.core.ledger.report import SNAPSHOTS, TELEMETRY
 from services.core.pipes import AUDIT, CONTROL, DELAYS_S, RETRIER_DEAD, RETRY_IN, SCHEDULE, PipeFile, delay_topic
 from services.core.provision import PartitionsDiffer, ensure_topics, wanted_topics
 
@@ -53,14 +54,14 @@ def test_the_retriers_topics() -> None:
     found = {spec.name: (spec.partitions, spec.retention_ms) for spec in wanted_topics(PIPES)}
     retriers = {name: spec for name, spec in found.items() if name.startswith("penstock.")}
     delays = {delay_topic(seconds): (1, seconds * 1000 + 14 * day) for seconds in DELAYS_S}
-    for_ever = {AUDIT: (1, None), CONTROL: (1, None)}
-    assert retriers == {RETRY_IN: (1, 14 * day), RETRIER_DEAD: found["joined.dead"], **for_ever, **delays}
+    ours = {AUDIT: (1, None), CONTROL: (1, None), TELEMETRY: (1, day), SNAPSHOTS: (1, 2 * day)}
+    assert retriers == {RETRY_IN: (1, 14 * day), RETRIER_DEAD: found["joined.dead"], **ours, **delays}
     unretried: list[dict[str, object]] = [{"schedule": []}, {"order": "key"}]
     for webhook in unretried:
         destination = {"name": "d", "webhook": {"url": "https://example.org", **webhook}}
         data = {"streams": {"a": {}}, "pipes": {"p": {"sources": ["a"], "destinations": [destination]}}}
-        ours = {spec.name for spec in wanted_topics(PipeFile.model_validate(data)) if spec.name.startswith("penstock.")}
-        assert ours == {AUDIT, CONTROL}
+        names = {spec.name for spec in wanted_topics(PipeFile.model_validate(data))}
+        assert {name for name in names if name.startswith("penstock.")} == ours.keys()
 
 
 async def test_idempotent_and_at_the_same_time(broker: Broker) -> None:
@@ -82,7 +83,7 @@ async def test_partitions_never_change_silently(broker: Broker) -> None:
         await ensure_topics(broker.admin, wider)
     assert "c" not in await broker.admin.topics()
     done = await ensure_topics(broker.admin, wider, grow=True)
-    assert (done.created, done.grown, done.kept) == (("c",), ("a",), ("b",))
+    assert (done.created, done.grown, done.kept) == (("c",), ("a",), ("b", TELEMETRY, SNAPSHOTS))
     assert (await broker.admin.topics())["a"] == 3
     narrower = PipeFile.model_validate({"streams": {"b": {"partitions": 1}}})
     with pytest.raises(PartitionsDiffer, match="Try: partitions: 6"):

@@ -51,7 +51,7 @@ def test_what_was_wrapped_comes_out(
     wrapped = wrap(given_over, state, now)
     assert wrapped.timestamp == now
     assert unwrap(wrapped) == (record, state)
-    assert read_wait(wrapped) == (state.pipe, state.due)
+    assert read_wait(wrapped) == (state.pipe, state.destination, state.due)
 
 
 @given(
@@ -69,7 +69,7 @@ def test_anything_in_a_header_is_read_or_refused(name: str, value: bytes) -> Non
             read_wait(record)
     else:
         refused = name
-        assert read_wait(record) == (state.pipe, state.due)
+        assert read_wait(record) == (state.pipe, state.destination, state.due)
         assert state.pipe.replace("-", "").replace("_", "").isalnum()
         assert len(state.detail) <= MAX_DETAIL
     assert refused == name

@@ -100,6 +100,28 @@ async def test_signed_cloudevents_batch() -> None:
         }
 
 
+def traced(number: int, trace: bytes) -> Record:
+    one = record(number)
+    return Record(one.key, one.value, one.timestamp, (*one.headers, ("traceparent", trace)))
+
+
+async def test_the_trace_context_goes_on() -> None:
+    """Broken: a trace ends at ingest; or a foreign header breaks the request."""
+    one, other = (b"00-%032x-%016x-01" % (number, number) for number in (1, 2))
+    async with open_receiver() as receiver, open_sender(receiver.url) as sender:
+        for records in (
+            [traced(1, one), traced(2, one)],
+            [traced(1, one), traced(2, other)],
+            [traced(1, one), record(2)],
+            [traced(1, one[:-2] + b"01\r\nx-evil: 1")],
+        ):
+            assert await sender.send(deliver(sender, records)) is None
+        assert [request.headers.get("traceparent") for request in receiver.requests] == [one.decode(), None, None, None]
+        attributes = [[event.get("traceparent") for event in request.events] for request in receiver.requests]
+        assert attributes == [[one.decode()] * 2, [one.decode(), other.decode()], [one.decode(), None], [None]]
+        assert all("x-evil" not in request.headers for request in receiver.requests)
+
+
 async def test_message_id_is_stable_and_of_the_content() -> None:
     """Broken: a receiver that drops repeated webhook-ids drops new events, or takes the same ones twice."""
     async with open_receiver() as receiver, open_sender(receiver.url) as sender:

@@ -12,14 +12,16 @@ from pathlib import Path
 
 import pytest
 
+from services.core.settings import variable_name
 from services.fleet import sender
 from services.fleet.cli import main
 from services.fleet.ports import free_port
+from services.fleet.settings import UpSettings
 
 VERBS = ["demo", "up", "send", "listen", "status", "init", "check", "schema", "apply"]
 SUBVERBS = ["keys create", "keys list", "keys revoke", "keys secret", "log verify", "log repair"]
 SUBVERBS += ["dead list", "dead show", "dead redrive", "dead discard", "dead audit", "destination show"]
-SUBVERBS += ["destination pause", "destination resume", "destination list"]
+SUBVERBS += ["destination pause", "destination resume", "destination list", "loss show", "loss explain"]
 
 
 class Shell:
@@ -59,8 +61,9 @@ def test_up_names_default_and_variable_of_every_flag(shell: Shell) -> None:
     """Broken: an operator cannot find how to set something in a container."""
     assert shell.run("up", "--help") == 0
     text = " ".join(re.sub("[│\n]", " ", shell.out).split())
-    for variable in ("PENSTOCK_PIPES", "PENSTOCK_BROKER", "PENSTOCK_UP_DATA", "PENSTOCK_UP_LISTEN", "PENSTOCK_CONFIG"):
-        assert f"[{variable}]" in text
+    for name in UpSettings.model_fields:
+        assert f"[{variable_name(UpSettings, name)}]" in text
+    assert "[PENSTOCK_CONFIG]" in text
     assert "Default: 127.0.0.1:8080." in text
 
 
@@ -172,7 +175,8 @@ def test_apply_creates_keeps_and_never_grows_silently(shell: Shell, tmp_path: Pa
     file.write_text(text.replace("{a:", "{b: {}, a:"))
     broker = f"log://{tmp_path}/log"
     assert shell.run("apply", "--broker", broker, "--json") == 0
-    topics = ["b", "a", "p.dead", "penstock.audit", "penstock.control"]
+    fleet = ["penstock.telemetry", "penstock.observer", "penstock.audit", "penstock.control"]
+    topics = ["b", "a", "p.dead", *fleet]
     assert json.loads(shell.out) == {"created": topics, "grown": [], "kept": []}
     assert shell.run("apply", "--broker", broker, "--json") == 0
     assert json.loads(shell.out)["kept"] == topics

@@ -13,6 +13,7 @@ from services.core.dead_letter import PREFIX
 from services.core.provision import ensure_topics
 from services.core.retry_state import unwrap
 from services.global_retrier.clock import SteadyClock
+from services.global_retrier.ledger import Ledger
 from services.global_retrier.retrier import Retrier
 from tests.unit.global_retrier.river import PIPES, River, make_record, make_state, open_river
 
@@ -21,7 +22,7 @@ async def test_topics_that_come_later(tmp_path: Path) -> None:
     """Broken: a retrier that was started before `penstock up` made its topics has to be started again by hand."""
     async with LogBroker.open(str(tmp_path / "log")) as broker, Producer(broker.driver) as producer:
         clock, stopping = SteadyClock(), asyncio.Event()
-        retrier = Retrier(broker, producer, clock)
+        retrier = Retrier(broker, producer, clock, Ledger(None))
         running = asyncio.create_task(retrier.run(stopping, 5.0))
         async with River.patience():
             while "no topic" not in (retrier.waits_for or ""):

@@ -8,19 +8,30 @@ import orjson
 import pytest
 from jsonschema import Draft202012Validator
 
+from services.core.broker.producer import Producer
 from services.core.letter import DeadLetter, Position
 from services.observer.api import OPENAPI, Api, serve_api
 from services.observer.failures import FailureBook
+from services.observer.health import Health
+from services.observer.ledger.follow import Follower
+from services.observer.ledger_api import LedgerApi
 from services.observer.letter_reader import LetterReader
+from tests.support.memory_driver import MemoryDriver
+from tests.unit.observer.description import DOCUMENT, check
+from tests.unit.observer.ledger.stories import PLAIN
 from tests.unit.observer.letters import PIPES, letter
 
-DOCUMENT = orjson.loads(OPENAPI.read_bytes())
 FAILURES = "/v1/destinations/shop/billing/failures"
 
 
 def no_admin() -> Any:
     """Nothing is read in these tests."""
     return None
+
+
+def no_judge(pipe: str, now: int) -> Health:
+    """Nobody asks."""
+    raise AssertionError(pipe, now)
 
 
 class Client:
@@ -46,13 +57,8 @@ async def client() -> AsyncIterator[Client]:
     book = FailureBook(PIPES)
     reader = LetterReader(no_admin(), ["shop.dead"], book.note)
     states = {"shop/billing": "paused", "shop/search": "active"}
-    async with serve_api("127.0.0.1:0", Api(book, reader, states.get, OPENAPI.read_bytes())) as address:
+    async with serve_api("127.0.0.1:0", Api(book, reader, states.get, OPENAPI.read_bytes()).routes()) as address:
         yield Client(address, book)
-
-
-def check(name: str, body: object) -> None:
-    schema = DOCUMENT["components"]["schemas"][name]
-    Draft202012Validator({**schema, "components": DOCUMENT["components"]}).validate(body)
 
 
 async def test_destinations_and_their_causes(client: Client) -> None:
@@ -131,6 +137,8 @@ async def test_the_description_is_served_and_names_every_route(client: Client) -
     status, body, _ = await client.get("/openapi.json")
     assert (status, body) == (200, DOCUMENT)
     api = Api(client.book, LetterReader(no_admin(), [], client.book.note), lambda _lane: None, b"")
-    assert {route.path for route in api.routes()} == set(DOCUMENT["paths"])
+    ledger = LedgerApi(Follower(PLAIN, no_admin(), Producer(MemoryDriver()), print), no_admin(), no_judge, 0.01)
+    served = {(route.path, route.method.lower()) for route in (*api.routes(), *ledger.routes())}
+    assert served == {(path, method) for path, methods in DOCUMENT["paths"].items() for method in methods}
     for schema in DOCUMENT["components"]["schemas"].values():
         Draft202012Validator.check_schema(schema)

@@ -1,12 +1,8 @@
 """The log for code without an event loop, such as Spark workers and drivers. Every function blocks and opens what it
 needs for itself, so it may be called from any process of the host, also from a forked one.
 
-Reading: `ends`, `offsets_at`, `read_range`. Writing a whole batch once: `append_once`. Writing it from many tasks: each
-task calls `stage`, the driver `commit_staged` with all tokens, and everything becomes visible in one transaction.
-
-Exactly once: `writer` names one sink of one query (its checkpoint, say); `epoch` is the batch id, growing. A batch whose
-epoch was written before writes nothing. Errors are `errors.BrokerError` kinds; nothing here retries. After
-OutcomeUnknown call again with the same epoch: the answer then is certain.
+Reading: `ends`, `offsets_at`, `read_range`. Writing: `append`; a whole batch once: `append_once`. Writing it from many
+tasks: each task calls `stage`, the driver `commit_staged` with all tokens, and everything becomes visible in one transaction.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -59,6 +55,13 @@ def read_range(
                 some = records[first : first + max_records]
                 yield Batch(topic, partition, range(start + first, start + first + len(some)), some)
             start += len(run.records)
+
+
+def append(path: str | Path, topic: str, parts: Parts) -> None:
+    """Store all records in one durable transaction; raises as `append_once`."""
+    blocks = _pack(parts)
+    with TopicWriter(DataFolder.prepare(path), topic, WallClock()) as log:
+        log.append(blocks)
 
 
 def append_once(path: str | Path, topic: str, writer: str, epoch: int, parts: Parts) -> bool:

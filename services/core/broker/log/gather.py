@@ -34,9 +34,9 @@ class Gatherer(Generic[W]):
     """
 
     def __init__(
-        self, name: str, threads: ThreadPoolExecutor, work: Callable[[list[W]], Callable[[], None] | None], limit: int
+        self, name: str, thread: ThreadPoolExecutor, work: Callable[[list[W]], Callable[[], None] | None], limit: int
     ) -> None:
-        self._name, self._threads, self._do, self._limit = name, threads, work, limit
+        self._name, self._thread, self._do, self._limit = name, thread, work, limit
         self._loop = asyncio.get_running_loop()
         self._waiting: list[W] = []
         self._busy = False
@@ -65,8 +65,8 @@ class Gatherer(Generic[W]):
             raise OutcomeUnknown(f"{self._name}: no answer from the disk within {timeout:g} s") from None
 
     async def run(self, work: Callable[[], R]) -> R:
-        """Something else on the same threads; the caller knows that no transaction is under way."""
-        return await self._loop.run_in_executor(self._threads, work)
+        """Something else on the same thread; the caller knows that no transaction is under way."""
+        return await self._loop.run_in_executor(self._thread, work)
 
     async def close(self, timeout: float) -> bool:
         """Let everything be answered; whether that was done in `timeout` seconds. Refuses what still waits otherwise."""
@@ -87,7 +87,7 @@ class Gatherer(Generic[W]):
             self._busy = False
             self._idle.set()
             return
-        self._threads.submit(self._work, requests)
+        self._thread.submit(self._work, requests)
 
     def _work(self, requests: list[W]) -> None:
         after = None

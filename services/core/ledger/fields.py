@@ -1,0 +1,134 @@
+"""What the payloads are like: per top-level field of a JSON object how often it is null, how many different values, which mean.
+
+Of a sample: the first event of each batch, `PER_SECOND` a second at most. So it costs the same at any rate, and says nothing
+exact: it is there to show that something changed.
+"""
+
+import time
+from collections.abc import Callable, Iterable
+from zlib import crc32
+
+import msgspec
+import orjson
+
+PER_SECOND = 20
+MAX_BYTES = 16_384
+"""Larger payloads are not looked at."""
+MAX_FIELDS = 40
+"""Further fields of a minute are left out."""
+MAX_NAME = 100
+KEPT_HASHES = 64
+
+
+class FieldStats(msgspec.Struct, array_like=True):
+    """One field. seen: events that have it. nulls: null in these. numbers, total, squares: of numeric values, their count, sum
+    and sum of squares. hashes: the smallest of its values' hashes (32 bits), by which the different ones are estimated."""
+
+    seen: int = 0
+    nulls: int = 0
+    numbers: int = 0
+    total: float = 0.0
+    squares: float = 0.0
+    hashes: set[int] = msgspec.field(default_factory=set)
+
+    def add(self, value: object) -> None:
+        """One value, as JSON has it."""
+        self.seen += 1
+        if value is None:
+            self.nulls += 1
+            return
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            number = float(value)
+            self.numbers += 1
+            self.total += number
+            self.squares += number * number
+        self.hashes.add(crc32(orjson.dumps(value)))
+        if len(self.hashes) > 4 * KEPT_HASHES:
+            self.trim()
+
+    def merge(self, other: "FieldStats") -> None:
+        """Both as one."""
+        self.seen += other.seen
+        self.nulls += other.nulls
+        self.numbers += other.numbers
+        self.total += other.total
+        self.squares += other.squares
+        self.hashes |= other.hashes
+        if len(self.hashes) > 4 * KEPT_HASHES:
+            self.trim()
+
+    def trim(self) -> None:
+        """Keep no more hashes than count."""
+        self.hashes = set(sorted(self.hashes)[:KEPT_HASHES])
+
+    def distinct(self) -> float:
+        """About how many different values: exact below KEPT_HASHES, then mostly within 12 % (k minimum values, Bar-Yossef
+        2002)."""
+        if len(self.hashes) < KEPT_HASHES:
+            return float(len(self.hashes))
+        return (KEPT_HASHES - 1) * 2.0**32 / (sorted(self.hashes)[KEPT_HASHES - 1] + 1)
+
+
+class FieldSet(msgspec.Struct, frozen=True, array_like=True):
+    """The sampled events of one minute of the wall clock, as they arrived at ingest or left expel."""
+
+    minute: int
+    events: int
+    fields: dict[str, FieldStats]
+
+
+class FieldSample:
+    """Fed by a node, batch by batch; emptied by its reporter once a minute."""
+
+    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+        self._clock = clock
+        self._second = self._left = 0
+        self._minute = 0
+        self._events = 0
+        self._fields: dict[str, FieldStats] = {}
+
+    def offer(self, value: bytes | None) -> None:
+        """The payload of one event of a batch. What is no JSON object is passed over."""
+        now = int(self._clock())
+        if now != self._second:
+            self._second, self._left = now, PER_SECOND
+        if self._left <= 0 or value is None or len(value) > MAX_BYTES:
+            return
+        self._left -= 1
+        try:
+            document = orjson.loads(value)
+        except orjson.JSONDecodeError:
+            return
+        if isinstance(document, dict):
+            self._minute = self._minute or now // 60
+            self._take(document)
+
+    def _take(self, document: dict[str, object]) -> None:
+        self._events += 1
+        for name, value in document.items():
+            stats = self._fields.get(name)
+            if stats is None:
+                if len(self._fields) >= MAX_FIELDS or len(name) > MAX_NAME:
+                    continue
+                stats = self._fields[name] = FieldStats()
+            stats.add(value)
+
+    def drain(self, *, last: bool = False) -> FieldSet | None:
+        """The minute that is over, or, as the last word, what there is; None for nothing."""
+        if not self._events or not (last or int(self._clock()) // 60 > self._minute):
+            return None
+        found = FieldSet(self._minute, self._events, self._fields)
+        self._minute, self._events, self._fields = 0, 0, {}
+        for stats in found.fields.values():
+            stats.trim()
+        return found
+
+
+def merge_sets(sets: Iterable[FieldSet]) -> tuple[int, dict[str, FieldStats]]:
+    """All of them as one: events, and statistics of their own by field."""
+    events, merged = 0, dict[str, FieldStats]()
+    for one in sets:
+        events += one.events
+        for name, stats in one.fields.items():
+            merged.setdefault(name, FieldStats()).merge(stats)
+    return events, merged

@@ -1,0 +1,134 @@
+"""A report: what one node settled since its last one. The records of the telemetry topic.
+
+A report is a set of origins and may come twice, late, and in any order: the observer takes unions.
+"""
+
+from typing import Literal, get_args
+
+import msgspec
+from pyroaring import BitMap
+
+from services.core.ledger.fields import FieldSet
+
+TELEMETRY = "penstock.telemetry"
+"""One partition; key: the reporter's name, so that a reader may tell them apart without decoding."""
+SNAPSHOTS = "penstock.observer"
+"""One partition: what the observer made of the reports, so that it survives them."""
+
+Node = Literal["ingest", "transform", "expel", "retrier"]
+Outcome = Literal["accepted", "refused", "passed", "filtered", "delivered", "retrying", "parked", "released", "dead"]
+"""What became of an event at a node.
+
+ingest: accepted | refused (numbered, and not stored for sure). transform: passed | filtered | dead. expel: delivered |
+retrying | parked | dead. retrier: released | dead.
+"""
+
+Breaker = Literal["closed", "half-open", "open"]
+
+MAX_NUMBER = 1 << 31
+"""An incarnation ends before its numbers grow beyond this: the bitmaps hold 32 bits."""
+MAX_REPORT_BYTES = 512 * 1024
+"""Larger ones are cut in two before they are sent; a reader refuses them."""
+_VERSION = 1
+
+
+class BadReport(ValueError):
+    """A record of the telemetry topic that is no report; the message says why."""
+
+
+class OriginSet(msgspec.Struct, frozen=True, array_like=True):
+    """Origins of one incarnation and partition with one outcome.
+
+    minute: of the event time, in minutes since the epoch; only in sets of ingest. numbers: `pack_numbers`.
+    """
+
+    outcome: Outcome
+    incarnation: str
+    partition: int
+    minute: int | None
+    numbers: bytes
+
+
+class Reach(msgspec.Struct, frozen=True, array_like=True):
+    """How far ingest's reports go: all that this incarnation put into this partition up to `offset` has been told.
+
+    The first one of an incarnation says where the partition ended before it sent anything (-1: it was empty).
+    """
+
+    incarnation: str
+    partition: int
+    offset: int
+
+
+class LagSet(msgspec.Struct, frozen=True, array_like=True):
+    """Lags of one kind measured in one minute of the wall clock, as the buckets of `services.core.lag` hold them.
+
+    kind: lag_in, lag_out (from event time); e2e, ingest_time, transit_time, expel_time, process_time (from arrival, or of
+    the node).
+    """
+
+    kind: str
+    minute: int
+    count: int
+    total_ms: int
+    buckets: dict[int, int]
+
+
+class Report(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """One node's word.
+
+    instance: one run of one process. pipe: its name; for ingest that of the stream. destination: of expel and the retrier.
+    at_ms: wall clock when it was made. behind_ms: age of the oldest record that the instance has not processed, 0 when there
+    is none, None when it is not known. reaches: only of ingest. closed: the instance drained and says no more. breaker: only of
+    expel, of the destination's circuit breaker. fields: of ingest and expel, what the payloads of a sample were like.
+    """
+
+    version: int = _VERSION
+    node: Node
+    instance: str
+    pipe: str
+    destination: str | None = None
+    at_ms: int
+    behind_ms: int | None = None
+    sets: tuple[OriginSet, ...] = ()
+    lags: tuple[LagSet, ...] = ()
+    reaches: tuple[Reach, ...] = ()
+    closed: bool = False
+    breaker: Breaker | None = None
+    fields: tuple[FieldSet, ...] = ()
+
+    def encode(self) -> bytes:
+        """As the record's value."""
+        return _ENCODER.encode(self)
+
+
+def decode_report(value: bytes | None) -> Report:
+    """Raises BadReport for anything else, also for one of another version."""
+    if value is None or len(value) > MAX_REPORT_BYTES:
+        raise BadReport("no value" if value is None else f"{len(value)} bytes are more than {MAX_REPORT_BYTES}")
+    try:
+        report = _DECODER.decode(value)
+    except msgspec.MsgspecError as error:
+        raise BadReport(str(error)) from error
+    if report.version != _VERSION:
+        raise BadReport(f"version {report.version} is not {_VERSION}")
+    return report
+
+
+def pack_numbers(numbers: BitMap) -> bytes:
+    """As an `OriginSet` carries them; runs take a few bytes."""
+    numbers.run_optimize()
+    return numbers.serialize()
+
+
+def unpack_numbers(data: bytes) -> BitMap:
+    """Raises BadReport when these are no packed numbers."""
+    try:
+        return BitMap.deserialize(data)
+    except (ValueError, MemoryError) as error:
+        raise BadReport(f"no bitmap: {error}") from error
+
+
+OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
+_ENCODER = msgspec.msgpack.Encoder()
+_DECODER = msgspec.msgpack.Decoder(Report)

@@ -1,0 +1,245 @@
+"""Tells the telemetry topic what one node settled of one pipe, durably, and keeps what it could not tell.
+
+One `Reporter` per process, node, pipe and destination.
+"""
+
+import asyncio
+import math
+import secrets
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import suppress
+from typing import Protocol
+
+import msgspec
+import structlog
+
+from services.core import metrics
+from services.core.broker.errors import BrokerError, Unavailable
+from services.core.broker.producer import Producer
+from services.core.broker.record import Record
+from services.core.lag import LagHistogram
+from services.core.ledger.accumulator import Accumulator
+from services.core.ledger.fields import FieldSample, FieldSet
+from services.core.ledger.lags import LagTap, join_lags
+from services.core.ledger.report import (
+    MAX_REPORT_BYTES,
+    TELEMETRY,
+    Breaker,
+    LagSet,
+    Node,
+    OriginSet,
+    Reach,
+    Report,
+    pack_numbers,
+    unpack_numbers,
+)
+from services.core.ledger.sets import Sets
+
+log = structlog.get_logger()
+
+HEARTBEAT_S = 10.0
+"""Something is said at least so often, by whoever calls `report` at least so often."""
+EVERY_S = 1.0
+GOODBYE_S = 3.0
+LAGS_EVERY_S = 5.0
+_MAX_LAGS = 100
+"""Lag sets kept while nothing can be told. Beyond them lags stay where they are counted, and are told as of a later minute."""
+_MAX_FIELD_SETS = 10
+"""Minutes of them that are kept while nothing can be told; older ones are forgotten."""
+_BEHIND_VALID_S = 30.0
+"""A measurement that is older says nothing any more."""
+
+
+def new_instance() -> str:
+    """A name for this run of this process, as reports carry it."""
+    return secrets.token_hex(8)
+
+
+class Reporter:
+    """`settled` and `sets` take what is to be told.
+
+    lags: histograms by kind, told as they fill. has_backlog: whether the node reads a stream and may be behind. `clock`: seconds
+    since the epoch. While the topic cannot be written memory does not grow with events: sets are united. Not thread-safe.
+    """
+
+    def __init__(
+        self,
+        producer: Producer,
+        instance: str,
+        node: Node,
+        pipe: str,
+        destination: str | None = None,
+        *,
+        lags: Mapping[str, LagHistogram] | None = None,
+        has_backlog: bool = True,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._producer, self._clock = producer, clock
+        self._head = Report(node=node, instance=instance, pipe=pipe, destination=destination, at_ms=0)
+        self._key = "/".join(filter(None, (node, pipe, destination, instance))).encode()
+        self.settled = Accumulator(node, pipe)
+        self.sets = Sets()
+        self._reaches: dict[tuple[str, int], int] = {}
+        self._taps = [LagTap(kind, histogram) for kind, histogram in (lags or {}).items()]
+        self._lags: list[LagSet] = []
+        self._lags_at = clock()
+        self._behind = None if has_backlog else (math.inf, 0)
+        self._told_at = 0.0
+        self._failing = False
+        self._telling = asyncio.Lock()
+        self._fields: list[FieldSet] = []
+        self.sample: FieldSample | None = None
+        """Fed by a node that sees payloads."""
+        self.breaker: Callable[[], Breaker] | None = None
+        """Asked for every report, where there is one."""
+
+    def reached(self, reach: Reach) -> None:
+        """As in `Report.reaches`; to be called when everything up to there is in `sets`."""
+        self._reaches[reach.incarnation, reach.partition] = reach.offset
+
+    def behind(self, millis: int | None) -> None:
+        """The age in ms of the oldest record that is not processed, as measured right now; 0: there is none; None: not known."""
+        self._behind = None if millis is None else (self._clock(), millis)
+
+    async def report(self, *, closed: bool = False) -> None:
+        """Returns when everything that was given before this call is durable. Does nothing when there is nothing to say.
+
+        Raises Unavailable when it is not durable for sure; then it is all told with the next report. Several at a time wait
+        for each other. closed: nothing comes after this.
+        """
+        async with self._telling:
+            now = self._clock()
+            sets = self._take(now, last=closed)
+            if (
+                not (sets or self._reaches or self._lags or self._fields or closed)
+                and now - self._told_at < HEARTBEAT_S
+            ):
+                return
+            reaches, self._reaches = self._reaches, {}
+            lags, self._lags = self._lags, []
+            fields, self._fields = self._fields, []
+            report = msgspec.structs.replace(
+                self._head,
+                at_ms=int(now * 1000),
+                behind_ms=self._behind_now(now),
+                sets=sets.pack(),
+                lags=tuple(lags),
+                reaches=tuple(Reach(*key, offset) for key, offset in reaches.items()),
+                closed=closed,
+                breaker=self.breaker() if self.breaker is not None else None,
+                fields=tuple(fields),
+            )
+            try:
+                await self._send([part.encode() for part in cut(report)], report.at_ms)
+            except BaseException as error:
+                sets.merge(self.sets)
+                self.sets = sets
+                self._reaches = reaches | self._reaches
+                self._lags = lags + self._lags
+                self._fields = (fields + self._fields)[-_MAX_FIELD_SETS:]
+                self._note_failure(error)
+                if isinstance(error, BrokerError):
+                    raise Unavailable(f"{TELEMETRY}: {error}") from error
+                raise
+            self._told_at, self._failing = now, False
+
+    def _take(self, now: float, *, last: bool) -> Sets:
+        sets, self.sets = self.sets, Sets()
+        sets.merge(self.settled.drain())
+        if (last or now - self._lags_at >= LAGS_EVERY_S) and len(self._lags) < _MAX_LAGS:
+            self._lags_at = now
+            taken = [tap.take(int(now // 60)) for tap in self._taps]
+            self._lags = join_lags([*self._lags, *(lag for lag in taken if lag is not None)])
+        if self.sample is not None and (drained := self.sample.drain(last=last)) is not None:
+            self._fields.append(drained)
+        return sets
+
+    def _behind_now(self, now: float) -> int | None:
+        """What was behind has grown older since; nothing behind was true then, and is for some seconds."""
+        if self._behind is None or now - self._behind[0] > _BEHIND_VALID_S:
+            return None
+        at, millis = self._behind
+        return millis and millis + max(0, int((now - at) * 1000))
+
+    async def _send(self, values: list[bytes], now_ms: int) -> None:
+        records = [Record(self._key, value, now_ms) for value in values]
+        (await self._producer.send_to(TELEMETRY, {0: records})).raise_first()
+        metrics.LEDGER_REPORTS.labels(self._head.node).inc(len(values))
+        metrics.LEDGER_BYTES.labels(self._head.node).inc(sum(map(len, values)))
+
+    def _note_failure(self, error: BaseException) -> None:
+        metrics.LEDGER_FAILURES.labels(self._head.node, type(error).__name__).inc()
+        if not self._failing and isinstance(error, BrokerError):
+            log.warning(
+                "report_failed",
+                topic=TELEMETRY,
+                reporter=self._key.decode(),
+                error=str(error),
+                hint="it is kept and told later; what waits for it stays uncommitted. Try: penstock apply makes the topic",
+            )
+        self._failing = True
+
+
+class Reports(Protocol):
+    """A `Reporter`, or what puts something into one first."""
+
+    async def report(self, *, closed: bool = False) -> None:
+        """As `Reporter.report`."""
+
+
+async def keep_reporting(reporters: Collection[Reports], stopping: asyncio.Event) -> None:
+    """What these have to say, every second, until `stopping` is set. For nodes whose work does not wait for it."""
+    while not stopping.is_set():
+        with suppress(TimeoutError):
+            async with asyncio.timeout(EVERY_S):
+                await stopping.wait()
+        await asyncio.gather(*(_try(reporter) for reporter in reporters))
+
+
+async def say_goodbye(reporters: Collection[Reports]) -> None:
+    """The last of these reporters' reports. Gives up after `GOODBYE_S`: the observer notices the silence, too."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(GOODBYE_S):
+            await asyncio.gather(*(_try(reporter, closed=True) for reporter in reporters))
+
+
+async def _try(reporter: Reports, *, closed: bool = False) -> None:
+    with suppress(Unavailable):  # it is on record, and told with the next
+        await reporter.report(closed=closed)
+
+
+def cut(report: Report) -> Iterator[Report]:
+    """The report, or several that say the same, none longer than MAX_REPORT_BYTES. Reaches, fields and `closed` come last."""
+    sets, lags = report.sets, report.lags
+    if len(report.encode()) <= MAX_REPORT_BYTES or not (sets or lags):
+        yield report
+        return
+    if len(sets) + len(lags) == 1:
+        sets = sum(map(_cut_set, sets), ())
+    if len(sets) + len(lags) == 1:
+        yield report
+        return
+    items: list[OriginSet | LagSet] = [*sets, *lags]
+    middle = len(items) // 2
+    yield from cut(_with(msgspec.structs.replace(report, reaches=(), fields=(), closed=False), items[:middle]))
+    yield from cut(_with(report, items[middle:]))
+
+
+def _with(report: Report, items: list[OriginSet | LagSet]) -> Report:
+    return msgspec.structs.replace(
+        report,
+        sets=tuple(item for item in items if isinstance(item, OriginSet)),
+        lags=tuple(item for item in items if isinstance(item, LagSet)),
+    )
+
+
+def _cut_set(one: OriginSet) -> tuple[OriginSet, ...]:
+    """Two halves of its numbers; itself when it holds one only."""
+    numbers = unpack_numbers(one.numbers)
+    if len(numbers) < 2:
+        return (one,)
+    middle = len(numbers) // 2
+    return tuple(
+        msgspec.structs.replace(one, numbers=pack_numbers(half)) for half in (numbers[:middle], numbers[middle:])
+    )

@@ -1,0 +1,96 @@
+"""`penstock loss`: how many events of each minute are missing, and which."""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+from urllib.parse import quote
+
+import typer
+import uvloop
+from rich.table import Table
+from rich.text import Text
+
+from services.fleet.console import OUT, note
+from services.fleet.loss_table import loss_table
+from services.fleet.observer_client import ask, find_observer
+from services.fleet.verbs.app import APP, example
+from services.fleet.verbs.dead_options import AsJson, Data
+
+LOSS = typer.Typer(help="How many events of each minute are missing, and which.", no_args_is_help=True)
+APP.add_typer(LOSS, name="loss")
+
+Observer = Annotated[
+    str | None,
+    typer.Option("--observer", help="host:port of the observer; absent: that of the fleet on --data."),
+]
+PipeArgument = Annotated[str, typer.Argument(help="The pipe's name.")]
+SHOWN = 50
+
+
+@LOSS.command(epilog=example("penstock loss show punctuality\npenstock loss show punctuality --from 3h --json"))
+def show(
+    pipe: PipeArgument,
+    since: Annotated[str | None, typer.Option("--from", help="First minute: 3h (ago), or an RFC 3339 time.")] = None,
+    until: Annotated[str | None, typer.Option("--to", help="Last minute; absent: this one.")] = None,
+    observer: Observer = None,
+    data: Data = Path("data"),
+    as_json: AsJson = False,
+) -> None:
+    """Show the loss table of a pipe, minute by minute: what came in, what is missing at each node and end to end."""
+    query = {name: value for name, value in (("from", since), ("to", until)) if value is not None}
+    body = uvloop.run(ask(find_observer(observer, data), f"/v1/pipes/{quote(pipe, safe='')}/loss", query))
+    if as_json:
+        typer.echo(json.dumps(body))
+        return
+    if body["minutes"]:
+        OUT.print(loss_table(body))
+    _note_gaps(body)
+    accepted = sum(row["accepted"] for row in body["minutes"])
+    missing = sum(row["missing"] for row in body["minutes"] if row["final"])
+    note(
+        f"{missing} of {accepted} events are missing in {len(body['minutes'])} minutes of {pipe}; open ones not counted"
+    )
+
+
+@LOSS.command(epilog=example("penstock loss explain punctuality 2026-11-21T08:05Z"))
+def explain(
+    pipe: PipeArgument,
+    minute: Annotated[str, typer.Argument(help="As `penstock loss show` has it, or 5m (ago).")],
+    observer: Observer = None,
+    data: Data = Path("data"),
+    as_json: AsJson = False,
+) -> None:
+    """Name the missing events of a minute, one by one: id, where each was last seen, and its offset there."""
+    path = f"/v1/pipes/{quote(pipe, safe='')}/loss/{quote(minute, safe='')}/explain"
+    body = uvloop.run(ask(find_observer(observer, data), path, {}))
+    if as_json:
+        typer.echo(json.dumps(body))
+        return
+    named = body["named"]
+    if named:
+        OUT.print(_missing_table(named[:SHOWN]))
+    _note_gaps(body)
+    if not body["complete"]:
+        note(f"Only {body['records_read']} records were looked at; some places may be unknown.", "yellow")
+    more = f", {len(named) - SHOWN} of them not shown. Try: --json" if len(named) > SHOWN else ""
+    note(f"{body['missing']} events of {body['minute']} are missing in {pipe}{more}")
+
+
+def _missing_table(named: list[dict[str, Any]]) -> Table:
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for name in ("event", "origin", "missing at", "last seen by", "where"):
+        table.add_column(name)
+    for one in named:
+        step = one["missing_at"] + (f" to {one['destination']}" if one["destination"] else "")
+        where = "not found" if one["topic"] is None else f"{one['topic']}:{one['partition']}:{one['offset']}"
+        table.add_row(
+            Text(ascii(one["event_id"] or "")[1:-1]), one["origin"], Text(step, style="red"), one["seen_by"], where
+        )
+    return table
+
+
+def _note_gaps(body: dict[str, Any]) -> None:
+    if body["catching_up"]:
+        note("The observer is catching up: these are not the last figures.", "yellow")
+    if body["problem"]:
+        note(f"The observer cannot read the reports: {body['problem']}", "yellow")

@@ -1,0 +1,95 @@
+"""How a pipe is, from its loss table and who speaks for it. Asked by people, the autoscaler and the deployer."""
+
+from collections.abc import Sequence
+from typing import Literal
+
+import msgspec
+
+from services.core.ledger.minute import MINUTE_MS
+from services.observer.ledger.flow import Step
+from services.observer.ledger.planned import Planned
+from services.observer.ledger.row import Row
+from services.observer.ledger.table import Table
+
+State = Literal["healthy", "degraded", "unstable"]
+STATES: tuple[State, ...] = ("healthy", "degraded", "unstable")
+"""The worst last."""
+WATCHED_MINUTES = 15
+"""Loss in a final minute makes a pipe unstable for so long after the minute's end."""
+BEHIND_MS = 30_000
+
+
+class Health(msgspec.Struct, frozen=True):
+    """The worst of its reasons; none when healthy. planned: the kind of an announced window that excuses them, or None."""
+
+    state: State
+    reasons: tuple[str, ...]
+    planned: str | None
+
+
+def judge(
+    table: Table, planned: Planned, pipe: str, now: int, threshold: float, more: Sequence[tuple[State, str]] = ()
+) -> Health:
+    """The health of a pipe of the table. threshold: of the loss, 0..1. more: what is known from elsewhere (breakers, pauses).
+
+    In a planned window nothing is worse than degraded. Raises KeyError for an unknown pipe.
+    """
+    found = [*_lossy(table, pipe, now, threshold), *_steps(table, pipe, now), *more]
+    window = planned.covers(pipe, now, now + 1)
+    state = STATES[max((STATES.index(state) for state, _ in found), default=0)]
+    if window is not None and state == "unstable":
+        state = "degraded"
+    return Health(state, tuple(reason for _, reason in found), window.kind if window is not None else None)
+
+
+def recent_rows(table: Table, pipe: str, now: int, minutes: int = WATCHED_MINUTES) -> list[Row]:
+    """The rows of the last minutes, oldest first."""
+    first = now // MINUTE_MS - minutes
+    return [table.row(pipe, minute, now) for minute in table.minutes(pipe) if minute >= first]
+
+
+def _lossy(table: Table, pipe: str, now: int, threshold: float) -> list[tuple[State, str]]:
+    rows = recent_rows(table, pipe, now)
+    lossy = [row for row in rows if row.why_open is None and row.loss > threshold]
+    found: list[tuple[State, str]] = []
+    if lossy:
+        missing, accepted = sum(row.missing for row in lossy), sum(row.accepted for row in lossy)
+        found.append(("unstable", f"{missing} of {accepted} events are missing in {_count(len(lossy), 'minute')}"))
+    dead = sum(step.outcomes.get("dead", 0) for row in rows for step in row.steps)
+    if dead:
+        found.append(
+            ("degraded", f"{_count(dead, 'event')} of the last {WATCHED_MINUTES} minutes went to the dead letters")
+        )
+    waiting = sum(row.waiting for row in rows)
+    if waiting:
+        found.append(
+            ("degraded", f"{_count(waiting, 'event')} of the last {WATCHED_MINUTES} minutes wait for another attempt")
+        )
+    return found
+
+
+def _steps(table: Table, pipe: str, now: int) -> list[tuple[State, str]]:
+    found: list[tuple[State, str]] = []
+    for step in table.flow.steps(pipe):
+        name = f"{step.node} of {step.pipe}" if step.node == "ingest" else step.node
+        name += f" to {step.destination}" if step.destination is not None else ""
+        if not table.presence.is_alive(step, now):
+            found.append(_why_silent(table, step, name))
+        elif (behind := table.presence.behind_ms(step, now)) is not None and behind > BEHIND_MS:
+            found.append(("degraded", f"{name} is behind by {behind / 1000:.0f} s"))
+        if (breaker := table.presence.breaker(step, now)) not in (None, "closed"):
+            found.append(("degraded", f"the breaker of {step.destination} is {breaker}"))
+    return found
+
+
+def _why_silent(table: Table, step: Step, name: str) -> tuple[State, str]:
+    words = table.presence.words().get(step, {}).values()
+    if not words:
+        return "degraded", f"nothing was heard of {name} yet"
+    if max(words, key=lambda word: word.at_ms).closed:
+        return "degraded", f"{name} was stopped"
+    return "unstable", f"{name} is silent"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -1,0 +1,152 @@
+"""What payloads are like, minute by minute, at each step that tells; and what changed of late."""
+
+import math
+from collections.abc import Iterator
+
+import msgspec
+
+from services.core.ledger.fields import FieldSet, FieldStats, merge_sets
+from services.core.ledger.minute import MINUTE_MS
+from services.core.ledger.report import Report
+from services.observer.ledger.flow import Step
+
+KEEP_MINUTES = 60
+RECENT_MINUTES = 5
+"""What is compared with the minutes before."""
+MIN_EVENTS = 200
+"""Fewer sampled events on either side show nothing."""
+NULLS, MISSING = 0.1, 0.1
+"""Changes of these shares that matter."""
+SPREADS, ERRORS = 0.5, 6.0
+"""A mean has moved by more than half its usual standard deviation, and by six standard errors: chance does not do that."""
+DISTINCT = 3.0
+"""Times as many different values among as many events, or as few."""
+
+
+class Figures(msgspec.Struct, frozen=True):
+    """A field at a step. events: sampled in all. present, nulls: share of these. distinct: different values, about. mean: of its
+    numbers, None without one."""
+
+    events: int
+    present: float
+    nulls: float
+    distinct: int
+    mean: float | None
+
+
+class Drift(msgspec.Struct, frozen=True):
+    """A field that is not as it was. what: a stable word. text: for a person."""
+
+    step: Step
+    field: str
+    what: str
+    text: str
+
+
+class FieldBook:
+    """The last hour, by step and minute. Grows with steps, minutes and fields (bounded in each report), not with events."""
+
+    def __init__(self) -> None:
+        self._by_step: dict[Step, dict[int, dict[str, FieldSet]]] = {}
+        self._newest = 0
+        self._figures: dict[Step, dict[str, Figures]] = {}
+        self._drifts: dict[Step, tuple[Drift, ...]] = {}
+        """As computed since the last report; they are asked for far more often than they change."""
+
+    def hear(self, report: Report) -> None:
+        """Take what a report says of payloads. Each instance tells a minute once: what comes again replaces itself.
+
+        Reports that say nothing of them let time pass: what was told an hour before them is forgotten.
+        """
+        over = report.at_ms // MINUTE_MS - 1
+        if not report.fields and over <= self._newest:
+            return
+        self._newest = max(self._newest, over)
+        step = Step(report.node, report.pipe, report.destination)
+        for told in report.fields:
+            self._by_step.setdefault(step, {}).setdefault(told.minute, {})[report.instance] = told
+        self._forget()
+        self._figures.clear()
+        self._drifts.clear()
+
+    def _forget(self) -> None:
+        for minutes in self._by_step.values():
+            for minute in [one for one in minutes if not -1 <= self._newest - one < KEEP_MINUTES]:
+                del minutes[minute]
+        self._by_step = {step: minutes for step, minutes in self._by_step.items() if minutes}
+
+    def figures(self, step: Step) -> dict[str, Figures]:
+        """Each field over the last hour."""
+        if step not in self._figures:
+            events, fields = self._merge(step, self._newest - KEEP_MINUTES, self._newest + 1)
+            self._figures[step] = {name: _figures(events, stats) for name, stats in sorted(fields.items())}
+        return self._figures[step]
+
+    def _merge(self, step: Step, after: int, last: int) -> tuple[int, dict[str, FieldStats]]:
+        minutes = self._by_step.get(step, {})
+        return merge_sets(one for minute, told in minutes.items() if after < minute <= last for one in told.values())
+
+    def drifts(self, step: Step) -> tuple[Drift, ...]:
+        """Fields whose last minutes differ from those before. What goes on changing, as a time or a counter does, is no drift."""
+        if step not in self._drifts:
+            self._drifts[step] = tuple(self._find_drifts(step))
+        return self._drifts[step]
+
+    def _find_drifts(self, step: Step) -> Iterator[Drift]:
+        border = self._newest - RECENT_MINUTES
+        middle = border - (KEEP_MINUTES - RECENT_MINUTES) // 2
+        spans = ((self._newest - KEEP_MINUTES, middle), (middle, border), (border, self._newest))
+        (count, earlier), (count_before, before), (count_now, now) = (self._merge(step, *span) for span in spans)
+        if min(count, count_before, count_now) < MIN_EVENTS:
+            return
+        for name in sorted(now.keys() | before.keys()):
+            three = [fields.get(name, FieldStats()) for fields in (earlier, before, now)]
+            usual = {what for what, _ in _compare(three[0], count, three[1], count_before)}
+            for what, text in _compare(three[1], count_before, three[2], count_now):
+                if what not in usual:
+                    yield Drift(step, name, what, f"{name}: {text}")
+
+
+def _figures(events: int, stats: FieldStats) -> Figures:
+    seen = max(1, stats.seen)
+    return Figures(events, stats.seen / events, stats.nulls / seen, round(stats.distinct()), _mean(stats))
+
+
+def _mean(stats: FieldStats) -> float | None:
+    mean = stats.total / stats.numbers if stats.numbers else math.nan
+    return mean if math.isfinite(mean) else None
+
+
+def _compare(then: FieldStats, count_then: int, now: FieldStats, count_now: int) -> Iterator[tuple[str, str]]:
+    presence = then.seen / count_then, now.seen / count_now
+    if abs(presence[1] - presence[0]) > MISSING:
+        yield "present", f"in {presence[1]:.0%} of the events, {presence[0]:.0%} before"
+    if min(then.seen, now.seen) < MIN_EVENTS:
+        return
+    nulls = then.nulls / then.seen, now.nulls / now.seen
+    if abs(nulls[1] - nulls[0]) > NULLS:
+        yield "nulls", f"null in {nulls[1]:.0%}, {nulls[0]:.0%} before"
+    if min(then.numbers, now.numbers) >= MIN_EVENTS and _has_moved(then, now):
+        yield "mean", f"mean {_mean(now):.6g}, {_mean(then):.6g} before"
+    distinct = then.distinct() / then.seen, now.distinct() / now.seen
+    if _has_another_variety(then, now):
+        yield "distinct", f"{distinct[1]:.1%} of its values are different, {distinct[0]:.1%} before"
+
+
+def _has_moved(then: FieldStats, now: FieldStats) -> bool:
+    before, after = _mean(then), _mean(now)
+    if before is None or after is None:
+        return False
+    variance = then.squares / then.numbers - before * before
+    spread = math.sqrt(variance) if math.isfinite(variance) and variance > 0 else 0.0
+    error = spread * math.sqrt(1 / then.numbers + 1 / now.numbers)
+    return abs(after - before) > max(SPREADS * spread, ERRORS * error, 1e-9 * abs(before))
+
+
+def _has_another_variety(then: FieldStats, now: FieldStats) -> bool:
+    """The share of different values falls by itself from 1 on as events are added: what that can explain is no change."""
+    natural = then.seen / now.seen
+    low, high = min(1.0, natural), max(1.0, natural)
+    before = then.distinct() / then.seen
+    ratio = now.distinct() / now.seen / before if before else math.inf
+    return ratio > DISTINCT * high or ratio < low / DISTINCT

@@ -1,0 +1,70 @@
+"""What feeds what: the pipes as the ledger sees them."""
+
+from typing import NamedTuple
+
+import msgspec
+
+from services.core.ledger.report import Node
+from services.core.pipes import PipeFile
+
+
+class Step(NamedTuple):
+    """One node of one pipe. pipe: for ingest the stream. destination: only for expel."""
+
+    node: Node
+    pipe: str
+    destination: str | None = None
+
+
+class PipeFlow(msgspec.Struct, frozen=True):
+    """sources: streams. destinations: the stream that each feeds, None for a webhook."""
+
+    sources: tuple[str, ...]
+    transforms: bool
+    destinations: dict[str, str | None]
+
+
+class Flow(msgspec.Struct, frozen=True):
+    """All pipes by name. Without loops, as a pipe file is."""
+
+    pipes: dict[str, PipeFlow]
+
+    def steps(self, pipe: str) -> list[Step]:
+        """In the order in which events pass them."""
+        flow = self.pipes[pipe]
+        transform = [Step("transform", pipe)] if flow.transforms else []
+        return [
+            *(Step("ingest", source) for source in flow.sources),
+            *transform,
+            *(Step("expel", pipe, destination) for destination in flow.destinations),
+        ]
+
+    def knows(self, step: Step) -> bool:
+        """Whether the step is of a pipe that there is; of ingest and the retrier: of one of its streams or destinations."""
+        if step.node == "ingest":
+            return any(step.pipe in pipe.sources for pipe in self.pipes.values())
+        pipe = self.pipes.get(step.pipe)
+        return pipe is not None and (step.destination is None or step.destination in pipe.destinations)
+
+    def feeders(self, stream: str) -> list[Step]:
+        """The destinations that write into this stream."""
+        return [
+            Step("expel", name, destination)
+            for name, pipe in self.pipes.items()
+            for destination, target in pipe.destinations.items()
+            if target == stream
+        ]
+
+
+def read_flow(file: PipeFile) -> Flow:
+    """From a pipe file."""
+    return Flow(
+        {
+            name: PipeFlow(
+                tuple(pipe.sources),
+                pipe.transform is not None,
+                {destination.name: destination.stream for destination in pipe.destinations},
+            )
+            for name, pipe in file.pipes.items()
+        }
+    )

@@ -1,0 +1,74 @@
+"""How far ingest's reports go in each stream: where to read on when an incarnation died, and where a minute lies."""
+
+from services.core.ledger.minute import MINUTE_MS
+from services.core.ledger.report import Report
+from services.observer.ledger.origins import Run
+
+KEEP_MINUTES = 24 * 60
+
+
+class Reaches:
+    """Offsets by stream and partition. Grows with partitions and minutes of a day. Order and repetition do not matter."""
+
+    def __init__(self) -> None:
+        self.told: dict[str, dict[Run, int]] = {}
+        """By stream: what was put there up to this offset was told of."""
+        self.marks: dict[str, dict[int, dict[int, int]]] = {}
+        """By stream, partition and minute of the wall clock: an offset that existed in that minute."""
+        self.runs: dict[tuple[str, str], set[str]] = {}
+        """By stream and ingest instance: its incarnations."""
+
+    def hear(self, report: Report) -> None:
+        """Take what a report of ingest says; others say nothing of it."""
+        if report.node != "ingest":
+            return
+        told = self.told.setdefault(report.pipe, {})
+        marks = self.marks.setdefault(report.pipe, {})
+        minute = report.at_ms // MINUTE_MS
+        mine = self.runs.setdefault((report.pipe, report.instance), set())
+        mine.update(one.incarnation for one in report.sets)
+        for reach in report.reaches:
+            run = Run(reach.incarnation, reach.partition)
+            mine.add(reach.incarnation)
+            told[run] = max(told.get(run, -1), reach.offset)
+            by_minute = marks.setdefault(reach.partition, {})
+            by_minute[minute] = max(by_minute.get(minute, -1), reach.offset)
+
+    def start(self, stream: str, run: Run, at_ms: int) -> int | None:
+        """The offset at which to look for what `run` put there after its last report, made at `at_ms`.
+
+        None when nothing is known of the partition: then it is to be read from its beginning.
+        """
+        told = self.told.get(stream, {}).get(run)
+        return told + 1 if told is not None else self.before(stream, run.partition, at_ms // MINUTE_MS)
+
+    def before(self, stream: str, partition: int, minute: int) -> int | None:
+        """An offset, the highest known, that existed before this minute of the wall clock; None when none is known."""
+        marks = self.marks.get(stream, {}).get(partition, {})
+        return max((offset + 1 for known, offset in marks.items() if known < minute), default=None)
+
+    def after(self, stream: str, partition: int, minute: int) -> int | None:
+        """The lowest known offset such that what was stored in this minute or before lies below it; None when none is known."""
+        marks = self.marks.get(stream, {}).get(partition, {})
+        return min((offset + 1 for known, offset in marks.items() if known > minute), default=None)
+
+    def forget(self, incarnation: str) -> None:
+        """Drop an incarnation that is gone."""
+        for told in self.told.values():
+            for run in [run for run in told if run.incarnation == incarnation]:
+                del told[run]
+        for key in [key for key, runs in self.runs.items() if incarnation in runs]:
+            self.runs[key].discard(incarnation)
+            if not self.runs[key]:
+                del self.runs[key]
+
+    def forget_marks(self, now: int) -> None:
+        """Drop marks older than a day, but for the newest of each partition."""
+        oldest = now // MINUTE_MS - KEEP_MINUTES
+        for partitions in self.marks.values():
+            for partition, marks in partitions.items():
+                if len(marks) > KEEP_MINUTES:
+                    newest = max(marks)
+                    partitions[partition] = {
+                        minute: offset for minute, offset in marks.items() if minute >= oldest or minute == newest
+                    }

@@ -1,0 +1,147 @@
+"""The table's state as records, so that a restart knows what is older than the reports that are kept.
+
+A snapshot is cut into parts, appended to one topic; the newest whose parts are all there counts. What came after it is in
+the telemetry topic.
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime, timedelta
+
+import msgspec
+import zstandard
+from pyroaring import BitMap
+
+from services.core.broker.contract import Admin
+from services.core.broker.record import Record
+from services.core.ledger.report import SNAPSHOTS, Node, Outcome
+from services.observer.ledger.flow import Step
+from services.observer.ledger.origins import Origins, Run
+from services.observer.ledger.planned import Planned, Window
+from services.observer.ledger.presence import Presence, Word
+from services.observer.ledger.row import Row
+from services.observer.ledger.scan import scan
+from services.observer.ledger.table import Table
+
+PART_BYTES = 512 * 1024
+MAX_BYTES = 256 << 20
+_RECENT = timedelta(minutes=30)
+_VERSION = 1
+
+Packed = list[tuple[str, int, bytes]]
+"""(incarnation, partition, bitmap)."""
+
+
+class State(msgspec.Struct, array_like=True):
+    """Everything that a Table and Planned hold; offset: of the telemetry topic, where to read on."""
+
+    version: int
+    offset: int
+    accepted: list[tuple[int, Node, str, Packed]]
+    told: list[tuple[Node, str, str | None, Outcome, Packed]]
+    floors: list[tuple[str, int, int]]
+    gone: Packed
+    kept: Packed
+    folded: list[int]
+    heard: dict[str, int]
+    first_heard: dict[str, int]
+    final: list[tuple[str, int, int]]
+    base: list[Row]
+    words: list[tuple[Node, str, str | None, dict[str, Word]]]
+    told_to: list[tuple[str, str, int, int]]
+    marks: dict[str, dict[int, dict[int, int]]]
+    runs: list[tuple[str, str, list[str]]]
+    windows: tuple[Window, ...]
+
+
+def dump(table: Table, planned: Planned, offset: int) -> bytes:
+    """The state, compressed."""
+    book, reaches = table.book, table.reaches
+    state = State(
+        _VERSION,
+        offset,
+        [(m, *place, _pack(held)) for m, places in book.held.items() for place, held in places.items()],
+        [(*step, outcome, _pack(origins)) for (step, outcome), origins in book.all_told.items()],
+        [(*run, floor) for run, floor in book.floors.items()],
+        _pack(book.gone),
+        _pack(book.kept),
+        sorted(book.folded),
+        book.heard,
+        book.first_heard,
+        [(*key, missing) for key, missing in table.final.items()],
+        list(table.base.values()),
+        [(*step, words) for step, words in table.presence.words().items()],
+        [(stream, *run, offset) for stream, told in reaches.told.items() for run, offset in told.items()],
+        reaches.marks,
+        [(*key, sorted(runs)) for key, runs in reaches.runs.items()],
+        planned.all(),
+    )
+    return zstandard.ZstdCompressor(level=3).compress(msgspec.msgpack.encode(state))
+
+
+def restore(data: bytes, table: Table) -> tuple[Planned, int]:
+    """Fill an empty table; returns what was planned and the offset to read telemetry from. Raises ValueError."""
+    try:
+        raw = zstandard.ZstdDecompressor().decompress(data, max_output_size=MAX_BYTES)
+        state = msgspec.msgpack.decode(raw, type=State)
+    except (zstandard.ZstdError, msgspec.MsgspecError) as error:
+        raise ValueError(f"no snapshot: {error}") from error
+    if state.version != _VERSION:
+        raise ValueError(f"snapshot of version {state.version}, not {_VERSION}")
+    book, reaches = table.book, table.reaches
+    for minute, node, name, packed in state.accepted:
+        book.held.setdefault(minute, {})[node, name] = _unpack(packed)
+    book.all_told = {(Step(n, p, d), outcome): _unpack(packed) for n, p, d, outcome, packed in state.told}
+    book.heard, book.first_heard, book.folded = state.heard, state.first_heard, set(state.folded)
+    book.floors = {Run(incarnation, partition): floor for incarnation, partition, floor in state.floors}
+    book.gone, book.kept = _unpack(state.gone), _unpack(state.kept)
+    table.final = {(pipe, minute): missing for pipe, minute, missing in state.final}
+    table.base = {(row.pipe, row.minute): row for row in state.base}
+    table.presence = Presence({Step(n, p, d): words for n, p, d, words in state.words})
+    for stream, incarnation, partition, offset in state.told_to:
+        reaches.told.setdefault(stream, {})[Run(incarnation, partition)] = offset
+    reaches.marks = state.marks
+    reaches.runs = {(stream, instance): set(runs) for stream, instance, runs in state.runs}
+    return Planned(state.windows), state.offset
+
+
+def _pack(origins: Origins) -> Packed:
+    return [(run.incarnation, run.partition, numbers.serialize()) for run, numbers in origins.runs()]
+
+
+def _unpack(packed: Packed) -> Origins:
+    return Origins((Run(name, partition), BitMap.deserialize(data)) for name, partition, data in packed)
+
+
+def cut(data: bytes, name: str) -> Iterator[Record]:
+    """The records of one snapshot; name: its own."""
+    parts = range(0, len(data), PART_BYTES)
+    for number, start in enumerate(parts):
+        head = (("snapshot", name.encode()), ("part", b"%d" % number), ("parts", b"%d" % len(parts)))
+        yield Record(b"ledger", data[start : start + PART_BYTES], int(time.time() * 1000), head)
+
+
+def join(records: Sequence[Record]) -> bytes | None:
+    """The newest snapshot that is whole, from records in their order; None without one."""
+    parts: dict[bytes, dict[int, bytes]] = {}
+    newest = None
+    for record in records:
+        name, part, of = record.header("snapshot"), record.header("part"), record.header("parts")
+        if name is None or part is None or of is None or record.value is None or not (part + of).isdigit():
+            continue
+        mine = parts.setdefault(name, {})
+        mine[int(part)] = record.value
+        if len(mine) == int(of):
+            newest = b"".join(value for _, value in sorted(mine.items()))
+            parts = {}
+    return newest
+
+
+async def find_snapshot(admin: Admin) -> bytes | None:
+    """The newest whole snapshot. Raises BrokerError kinds."""
+    recent = (await admin.offsets_at(SNAPSHOTS, datetime.now(UTC) - _RECENT))[0]
+    for start in (recent, None):
+        records = [record async for batch in scan(admin, SNAPSHOTS, 0, start, None) for record in batch.records]
+        if (found := join(records)) is not None:
+            return found
+    return None

@@ -1,0 +1,215 @@
+"""The ledger on the observer's API: pipes, their health, loss and lag; what is missing, one by one; planned actions."""
+
+import asyncio
+import time
+from collections.abc import Callable
+
+import msgspec
+from aiohttp import web
+
+from services.core.broker.contract import Admin
+from services.core.broker.errors import BrokerError
+from services.core.lag import LagHistogram
+from services.core.ledger.minute import MINUTE_MS
+from services.core.times import format_time, parse_time
+from services.observer import problems
+from services.observer.answers import Refused, json_answer, read_query
+from services.observer.health import Health
+from services.observer.ledger.explain import explain
+from services.observer.ledger.flow import Step
+from services.observer.ledger.follow import Follower
+from services.observer.ledger.planned import MAX_LENGTH_MS, Kind, TooMany, Window
+from services.observer.ledger.row import Row
+
+MAX_MINUTES = 24 * 60
+DEFAULT_MINUTES = 60
+_QUANTILES = (0.5, 0.95, 0.99)
+
+Judge = Callable[[str, int], Health]
+
+
+class Announcement(msgspec.Struct, forbid_unknown_fields=True):
+    """The body of POST /v1/planned."""
+
+    kind: Kind
+    seconds: int = 600
+    pipe: str | None = None
+    by: str = ""
+
+
+class LedgerApi:
+    """Answers from the follower's table; only `explain` reads streams, one request at a time."""
+
+    def __init__(self, follower: Follower, admin: Admin, judge: Judge, threshold: float) -> None:
+        self._follower, self._admin, self._judge, self._threshold = follower, admin, judge, threshold
+        self._explaining = asyncio.Lock()
+
+    def routes(self) -> list[web.RouteDef]:
+        """What there is."""
+        return [
+            web.get("/v1/pipes", self.pipes),
+            web.get("/v1/pipes/{pipe}/health", self.health),
+            web.get("/v1/pipes/{pipe}/loss", self.loss),
+            web.get("/v1/pipes/{pipe}/lag", self.lag),
+            web.get("/v1/pipes/{pipe}/fields", self.fields),
+            web.get("/v1/pipes/{pipe}/loss/{minute}/explain", self.explain),
+            web.get("/v1/planned", self.planned),
+            web.post("/v1/planned", self.announce),
+        ]
+
+    async def pipes(self, request: web.Request) -> web.Response:
+        """All of them with their health."""
+        read_query(request, {})
+        names = self._follower.table.flow.pipes
+        return json_answer({"pipes": [{"pipe": name, **self._health(name)} for name in names], **self._how_complete()})
+
+    async def health(self, request: web.Request) -> web.Response:
+        """The health of one."""
+        read_query(request, {})
+        pipe = self._pipe(request)
+        return json_answer({"pipe": pipe, **self._health(pipe), **self._how_complete()})
+
+    def _health(self, pipe: str) -> dict[str, object]:
+        found = self._judge(pipe, _now())
+        return {"health": found.state, "reasons": list(found.reasons), "planned": found.planned}
+
+    async def loss(self, request: web.Request) -> web.Response:
+        """The loss table, oldest minute first."""
+        first, last = _read_span(request)
+        pipe, table, now = self._pipe(request), self._follower.table, _now()
+        rows = [table.row(pipe, minute, now) for minute in table.minutes(pipe) if first <= minute <= last]
+        return json_answer(
+            {"pipe": pipe, "threshold": self._threshold, "minutes": list(map(row_json, rows)), **self._how_complete()}
+        )
+
+    async def lag(self, request: web.Request) -> web.Response:
+        """P50, P95 and P99 in ms per step, kind and minute of measurement, of the last hour at most."""
+        first, last = _read_span(request)
+        pipe = self._pipe(request)
+        steps = set(self._follower.table.flow.steps(pipe))
+        minutes = [minute for minute in self._follower.lags.minutes() if first <= minute <= last]
+        found = [
+            lag_json(minute, step, kind, histogram)
+            for minute in minutes
+            for (step, kind), histogram in self._follower.lags.kinds(minute).items()
+            if step in steps
+        ]
+        return json_answer({"pipe": pipe, "lags": found, **self._how_complete()})
+
+    async def fields(self, request: web.Request) -> web.Response:
+        """What the payloads of a sample of the last hour's events were like, per step and field; and what changed of late."""
+        read_query(request, {})
+        pipe, book = self._pipe(request), self._follower.fields
+        found, drifts = [], []
+        for step in self._follower.table.flow.steps(pipe):
+            where = {"node": step.node, "destination": step.destination}
+            found += [
+                {**where, "field": name, **msgspec.to_builtins(figures)} for name, figures in book.figures(step).items()
+            ]
+            drifts += [
+                {**where, "field": drift.field, "what": drift.what, "text": drift.text} for drift in book.drifts(step)
+            ]
+        return json_answer({"pipe": pipe, "fields": found, "drifts": drifts, **self._how_complete()})
+
+    async def explain(self, request: web.Request) -> web.Response:
+        """The missing events of a minute, named."""
+        read_query(request, {})
+        pipe, minute = self._pipe(request), read_minute(request.match_info["minute"])
+        if self._explaining.locked():
+            raise Refused(problems.BUSY, "Another minute is being explained. Try again in a few seconds.")
+        async with self._explaining:
+            try:
+                found = await explain(self._follower.table, self._admin, pipe, minute)
+            except BrokerError as error:
+                raise Refused(problems.BROKER_AWAY, f"The streams cannot be read: {type(error).__name__}.") from error
+        said = msgspec.to_builtins(found)
+        return json_answer({**said, "minute": format_minute(minute), **self._how_complete()})
+
+    async def planned(self, request: web.Request) -> web.Response:
+        """What was announced."""
+        read_query(request, {})
+        return json_answer({"planned": list(map(_window_json, self._follower.planned.all()))})
+
+    async def announce(self, request: web.Request) -> web.Response:
+        """Announce a planned action, from now on."""
+        read_query(request, {})
+        if request.content_type != "application/json":  # which a page of another origin may not send unasked
+            raise Refused(problems.NOT_JSON, "Content-Type: application/json.")
+        window = self._read_window(await request.read())
+        try:
+            await self._follower.announce(window)
+        except TooMany as error:
+            raise Refused(problems.TOO_MANY_WINDOWS, f"{error}.") from error
+        except BrokerError as error:
+            raise Refused(problems.BROKER_AWAY, "It was not stored. Try again: twice does no harm.") from error
+        return json_answer(_window_json(window), status=201)
+
+    def _read_window(self, body: bytes) -> Window:
+        try:
+            said = _ANNOUNCEMENT.decode(body)
+        except msgspec.MsgspecError as error:
+            wanted = 'Wanted: {"kind": "deploy" | "scaling" | "pause", "seconds": 600, "pipe": null, "by": "ci"}.'
+            raise Refused(problems.BAD_BODY, wanted) from error
+        if said.pipe is not None and said.pipe not in self._follower.table.flow.pipes:
+            raise Refused(problems.PIPE_NOT_FOUND, "GET /v1/pipes lists those that there are.")
+        if not 1 <= said.seconds <= MAX_LENGTH_MS // 1000:
+            raise Refused(problems.BAD_BODY, f"seconds: from 1 to {MAX_LENGTH_MS // 1000}.")
+        now = _now()
+        return Window(said.kind, said.pipe, now, now + said.seconds * 1000, said.by[:100])
+
+    def _pipe(self, request: web.Request) -> str:
+        pipe = request.match_info["pipe"]
+        if pipe not in self._follower.table.flow.pipes:
+            raise Refused(problems.PIPE_NOT_FOUND, "GET /v1/pipes lists those that there are.")
+        return pipe
+
+    def _how_complete(self) -> dict[str, object]:
+        return {"catching_up": self._follower.catching_up, "problem": self._follower.problem}
+
+
+def row_json(row: Row) -> dict[str, object]:
+    """As the API shows a row."""
+    said: dict[str, object] = msgspec.to_builtins(row)
+    del said["pipe"]
+    return {**said, "minute": format_minute(row.minute), "final": row.why_open is None, "loss": row.loss}
+
+
+def lag_json(minute: int, step: Step, kind: str, histogram: LagHistogram) -> dict[str, object]:
+    """As the API shows a lag."""
+    quantiles = [round(value, 1) for value in histogram.quantiles(_QUANTILES)]
+    said = {"minute": format_minute(minute), "node": step.node, "destination": step.destination, "kind": kind}
+    return {**said, "count": histogram.count, **dict(zip(("p50", "p95", "p99"), quantiles, strict=True))}
+
+
+def format_minute(minute: int) -> str:
+    """RFC 3339 to the minute."""
+    return format_time(minute * MINUTE_MS)[:16] + "Z"
+
+
+def read_minute(text: str) -> int:
+    """From `format_minute`, `2h` (ago), or any RFC 3339 time in it. Raises Refused."""
+    try:
+        return parse_time(text, time.time()) // MINUTE_MS
+    except (ValueError, OverflowError):
+        raise Refused(problems.BAD_PARAMETER, "A minute: 5m (ago), or 2026-11-21T08:05Z.") from None
+
+
+def _read_span(request: web.Request) -> tuple[int, int]:
+    query = read_query(request, {"from": read_minute, "to": read_minute})
+    last = query.get("to", _now() // MINUTE_MS)
+    first = query.get("from", last - DEFAULT_MINUTES + 1)
+    if not 0 <= last - first < MAX_MINUTES:
+        raise Refused(problems.BAD_PARAMETER, f"from, to: at most {MAX_MINUTES} minutes, oldest first.")
+    return first, last
+
+
+def _window_json(window: Window) -> dict[str, object]:
+    said = {"kind": window.kind, "pipe": window.pipe, "by": window.by}
+    return {**said, "from": format_time(window.from_ms), "until": format_time(window.until_ms)}
+
+
+def _now() -> int:
+    return int(time.time() * 1000)
+
+
+_ANNOUNCEMENT = msgspec.json.Decoder(Announcement)

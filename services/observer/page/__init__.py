@@ -1,0 +1,1 @@
+"""The observer's page: static files, a view model, and a stream of it."""

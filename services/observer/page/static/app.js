@@ -1,0 +1,116 @@
+// The page: takes each whole view from the stream and draws the chosen pipe. What a person chose stays theirs.
+
+import { drawDurations, drawLag, drawShares } from "./charts.js";
+import { element, find } from "./dom.js";
+import { clock, count, duration, instant, seconds, share } from "./format.js";
+import { drawDestinations, drawFields, drawGroups, drawLoss, drawMissing, drawShards } from "./tables.js";
+
+const STALE_MS = 20_000;
+const opened = new Map(); // of each pipe: the destinations whose causes are unfolded
+let view = null, lastMessage = 0;
+
+const wanted = () => decodeURIComponent(location.hash.slice(1));
+const chosen = () => view.pipes.find((pipe) => pipe.name === wanted()) ?? view.pipes[0];
+
+function choose(name, focus) {
+  history.replaceState(null, "", `#${encodeURIComponent(name)}`);
+  draw();
+  if (focus) find("pipes").querySelector('[aria-selected="true"]').focus();
+}
+
+function drawTabs() {
+  const current = chosen(), focused = find("pipes").contains(document.activeElement);
+  const tabs = view.pipes.map((pipe) => element("button", {
+    role: "tab", type: "button", "aria-selected": String(pipe === current), "aria-controls": "pipe", tabindex: pipe === current ? 0 : -1,
+    onclick: () => choose(pipe.name),
+  }, element("span", { class: "name" }, pipe.name), element("span", { class: `badge ${pipe.health}` }, pipe.health)));
+  find("pipes").replaceChildren(...tabs);
+  if (focused) find("pipes").querySelector('[aria-selected="true"]').focus();
+}
+
+function onKey(event) {
+  const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
+  const busy = event.target.closest("dialog, .scroll, input, textarea") || event.altKey || event.ctrlKey || event.metaKey;
+  if (!step || busy || !view?.pipes.length) return;
+  const at = view.pipes.indexOf(chosen());
+  event.preventDefault();
+  choose(view.pipes[(at + step + view.pipes.length) % view.pipes.length].name, find("pipes").contains(document.activeElement));
+}
+
+function drawSummary(pipe) {
+  find("name").textContent = pipe.name;
+  find("health").replaceChildren(element("span", { class: `badge ${pipe.health}` }, pipe.health));
+  find("reasons").replaceChildren(...pipe.reasons.map((reason) => element("li", {}, reason)));
+  const final = pipe.loss.filter((row) => row.state === "final");
+  const accepted = final.reduce((sum, row) => sum + row.accepted, 0), lag = pipe.lag.at(-1);
+  const lost = final.reduce((sum, row) => sum + row.loss * row.accepted, 0);
+  const figures = [
+    ["events a second", count(pipe.per_second)],
+    ["lost, of final minutes", final.length ? `${count(lost)} of ${count(accepted)} (${share(accepted ? lost / accepted : 0)})` : "none is final yet"],
+    ["end to end P95", lag ? duration(lag.p95) : "unknown"],
+  ];
+  find("figures").replaceChildren(...figures.map(([name, value]) => element("div", {}, element("dt", {}, name), element("dd", {}, value))));
+}
+
+async function explain(pipe, minute) {
+  const dialog = find("missing"), list = find("missing-list");
+  find("missing-title").textContent = `Missing of ${pipe.name} at ${clock(minute)} UTC`;
+  list.replaceChildren(element("p", { class: "hint" }, "Looking…"));
+  dialog.showModal();
+  try {
+    const answer = await fetch(`/v1/pipes/${encodeURIComponent(pipe.name)}/loss/${encodeURIComponent(instant(minute))}/explain`);
+    const said = await answer.json();
+    if (!answer.ok) throw new Error(`${said.title}. ${said.detail}`);
+    drawMissing(list, said);
+  } catch (error) {
+    list.replaceChildren(element("p", {}, `Could not find out: ${error.message}. Try: penstock loss explain ${pipe.name} ${instant(minute)}`));
+  }
+}
+
+function draw() {
+  const pipe = view.pipes.length ? chosen() : null;
+  find("empty").hidden = Boolean(pipe);
+  find("content").hidden = !pipe;
+  drawTabs();
+  if (!pipe) return;
+  if (!opened.has(pipe.name)) opened.set(pipe.name, new Set());
+  document.title = `${pipe.name} · ${pipe.health} · Penstock`;
+  drawSummary(pipe);
+  drawLag(find("lag"), pipe.lag);
+  drawDurations(find("durations"), pipe.steps, pipe.durations);
+  drawShares(find("shares"), pipe.steps, pipe.durations.at(-1));
+  drawLoss(find("loss"), pipe, view.threshold, (minute) => explain(pipe, minute));
+  drawDestinations(find("destinations"), pipe, opened.get(pipe.name));
+  drawFields(find("fields"), pipe);
+  drawShards(find("shards"), pipe);
+  drawGroups(find("groups"), view.groups);
+}
+
+function tell() {
+  const status = find("connection"), isLive = view && Date.now() - lastMessage < STALE_MS;
+  const state = isLive ? "live" : "waiting";
+  const text = !view ? "connecting" : `${isLive ? (view.catching_up ? "catching up" : "live") : "no word from the observer since"} ${seconds(view.at_ms)}`;
+  if (status.dataset.state !== state) status.dataset.state = state;
+  if (status.textContent !== text) status.textContent = text;
+}
+
+function connect() {
+  const stream = new EventSource("/v1/stream");
+  stream.addEventListener("view", (event) => {
+    view = JSON.parse(event.data);
+    lastMessage = Date.now();
+    draw();
+    tell();
+  });
+  stream.addEventListener("error", () => {
+    if (stream.readyState !== EventSource.CLOSED) return; // it connects again by itself
+    setTimeout(connect, 2000);
+  });
+}
+
+let waiting = 0;
+addEventListener("resize", () => { cancelAnimationFrame(waiting); waiting = requestAnimationFrame(() => view && draw()); });
+addEventListener("hashchange", () => view && draw());
+addEventListener("keydown", onKey);
+setInterval(tell, 1000);
+connect();

@@ -1,0 +1,155 @@
+"""What the page shows, made from the ledger: the last hour of each pipe."""
+
+from collections.abc import Callable, Iterable, Sequence
+
+from services.core.lag import LagHistogram
+from services.core.ledger.minute import MINUTE_MS
+from services.observer.health import Health, recent_rows
+from services.observer.ledger.flow import Step
+from services.observer.ledger.follow import Follower
+from services.observer.ledger.row import Row
+from services.observer.page.model import (
+    Cause,
+    CellState,
+    DestinationView,
+    DurationRow,
+    FieldView,
+    GroupView,
+    LagRow,
+    LossCell,
+    LossRow,
+    PipeView,
+    ShardView,
+    View,
+)
+
+MINUTES = 60
+_DURATIONS = (
+    ("ingest", "ingest", "ingest_time"),
+    ("transit", "expel", "transit_time"),
+    ("expel", "expel", "expel_time"),
+)
+"""What the chart calls it, which node measures it, and as which kind of lag. They add up; transit has the transform in it."""
+
+Judge = Callable[[str, int], Health]
+State = Callable[[str, str], str]
+Causes = Callable[[str, str], tuple[Cause, ...]]
+Shards = Callable[[str], tuple[ShardView, ...]]
+
+
+def make_view(
+    follower: Follower, now: int, threshold: float, judge: Judge, state: State, causes: Causes, shards: Shards
+) -> View:
+    """The whole page. judge: health by pipe and time. state, causes: by pipe and destination. shards: by pipe."""
+    pipes = tuple(_pipe(follower, pipe, now, judge, state, causes, shards) for pipe in follower.table.flow.pipes)
+    return View(now, threshold, follower.catching_up, pipes, _groups(follower, now))
+
+
+def _pipe(
+    follower: Follower, pipe: str, now: int, judge: Judge, state: State, causes: Causes, shards: Shards
+) -> PipeView:
+    rows = recent_rows(follower.table, pipe, now, MINUTES)
+    health = judge(pipe, now)
+    lags = _Lags(follower, pipe)
+    names = tuple(name for name, node, kind in _DURATIONS if lags.has(node, kind))
+    last = next((row for row in reversed(rows) if row.minute < now // MINUTE_MS), None)
+    return PipeView(
+        name=pipe,
+        health=health.state,
+        reasons=health.reasons,
+        per_second=last.accepted / 60 if last is not None and last.minute == now // MINUTE_MS - 1 else 0.0,
+        nodes=tuple(_name(step.node, step.destination) for step in rows[-1].steps) if rows else (),
+        loss=tuple(map(_loss, rows)),
+        steps=names,
+        durations=lags.durations([(node, kind) for name, node, kind in _DURATIONS if name in names]),
+        lag=lags.end_to_end(),
+        destinations=tuple(
+            _destination(
+                rows,
+                name,
+                state(pipe, name),
+                follower.table.presence.breaker(Step("expel", pipe, name), now) or "unknown",
+                causes(pipe, name),
+            )
+            for name in follower.table.flow.pipes[pipe].destinations
+        ),
+        shards=shards(pipe),
+        fields=_fields(follower, pipe),
+    )
+
+
+def _name(node: str, destination: str | None) -> str:
+    return node if destination is None else f"{node} to {destination}"
+
+
+def _loss(row: Row) -> LossRow:
+    state: CellState = "final" if row.why_open is None else "behind" if "behind" in row.why_open else "open"
+    cells = tuple(LossCell(step.missing, state if step.missing else "final") for step in row.steps)
+    return LossRow(row.minute, row.accepted, cells, row.loss, state, row.late)
+
+
+def _destination(
+    rows: Sequence[Row], name: str, state: str, breaker: str, causes: tuple[Cause, ...]
+) -> DestinationView:
+    steps = [step for row in rows for step in row.steps if step.destination == name]
+    delivered, retrying, parked, dead = (
+        sum(step.outcomes.get(outcome, 0) for step in steps) for outcome in ("delivered", "retrying", "parked", "dead")
+    )
+    return DestinationView(name, state, breaker, delivered, retrying, parked, dead, causes)
+
+
+def _fields(follower: Follower, pipe: str) -> tuple[FieldView, ...]:
+    """By name, arrival before departure."""
+    book, found = follower.fields, []
+    for step in follower.table.flow.steps(pipe):
+        drifts: dict[str, list[str]] = {}
+        for drift in book.drifts(step):
+            drifts.setdefault(drift.field, []).append(drift.text)
+        name = f"ingest of {step.pipe}" if step.node == "ingest" else _name(step.node, step.destination)
+        for field, one in book.figures(step).items():
+            changed = "; ".join(drifts.get(field, ()))
+            found.append(FieldView(name, field, one.present, one.nulls, one.distinct, one.mean, changed))
+    return tuple(sorted(found, key=lambda one: one.name))
+
+
+def _groups(follower: Follower, now: int) -> tuple[GroupView, ...]:
+    presence = follower.table.presence
+    found = []
+    for service in ("ingest", "transform", "expel", "retrier"):
+        steps = [step for step in presence.words() if step.node == service]
+        instances = {name for step in steps for name in presence.alive(step, now)}
+        behind = [one for step in steps if (one := presence.behind_ms(step, now)) is not None]
+        if steps:
+            found.append(GroupView(service, len(instances), max(behind, default=None)))
+    return tuple(found)
+
+
+class _Lags:
+    """The lags of one pipe, over all its steps of a node."""
+
+    def __init__(self, follower: Follower, pipe: str) -> None:
+        self._book = follower.lags
+        self._steps = follower.table.flow.steps(pipe)
+
+    def has(self, node: str, kind: str) -> bool:
+        return any(self._merged(node, kind, minute).count for minute in self._book.minutes())
+
+    def _merged(self, node: str, kind: str, minute: int) -> LagHistogram:
+        merged = LagHistogram()
+        for histogram in self._find(node, kind, minute):
+            merged.merge(histogram)
+        return merged
+
+    def _find(self, node: str, kind: str, minute: int) -> Iterable[LagHistogram]:
+        found = (self._book.find(Step(*step), kind, minute) for step in self._steps if step.node == node)
+        return (histogram for histogram in found if histogram is not None)
+
+    def durations(self, wanted: Sequence[tuple[str, str]]) -> tuple[DurationRow, ...]:
+        return tuple(
+            DurationRow(minute, tuple(self._merged(*one, minute).quantiles([0.5])[0] for one in wanted))
+            for minute in self._book.minutes()
+        )
+
+    def end_to_end(self) -> tuple[LagRow, ...]:
+        found = ((minute, self._merged("expel", "e2e", minute)) for minute in self._book.minutes())
+        return tuple(LagRow(minute, *merged.quantiles([0.5, 0.95, 0.99])) for minute, merged in found if merged.count)

@@ -1,0 +1,98 @@
+"""Tells the telemetry topic what a pipe's queries settled: durably, before what they did counts as done. See ADR 0009."""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import structlog
+
+from services.core import metrics
+from services.core.broker.errors import BrokerError
+from services.core.broker.record import Record
+from services.core.lag import LagHistogram
+from services.core.ledger.lags import LagTap, join_lags
+from services.core.ledger.report import TELEMETRY, LagSet, OriginSet, Report
+from services.core.ledger.reporter import HEARTBEAT_S, LAGS_EVERY_S, cut, new_instance
+from spark.brokers.appender import Appender
+from spark.dead_letters import NODE
+from spark.observed import BatchReport
+
+log = structlog.get_logger()
+
+
+class PipeReporter:
+    """One run of one pipe. Thread-safe: its queries and the look at its backlog share it. `clock`: seconds since the epoch."""
+
+    def __init__(self, pipe: str, appender: Appender, clock: Callable[[], float] = time.time) -> None:
+        self._pipe, self._appender, self._clock = pipe, appender, clock
+        self._instance = new_instance()
+        self._key = f"{NODE}/{pipe}/{self._instance}".encode()
+        self._lock = threading.Lock()
+        self._histograms = {kind: LagHistogram() for kind in ("lag_in", "lag_out", "process_time")}
+        self._taps = [LagTap(kind, histogram) for kind, histogram in self._histograms.items()]
+        self._lags: list[LagSet] = []
+        self._lags_at = self._told_at = 0.0
+        self._settled_up_to: int | None = None
+
+    def tell(self, done: BatchReport) -> None:
+        """Say what became of a batch's events; returns when that is durable. Blocking.
+
+        Raises BrokerError kinds; then the batch is not done: it is to be told again.
+        """
+        with self._lock:
+            self._histograms["lag_in"].observe(done.lag_in)
+            self._histograms["lag_out"].observe(done.lag_out)
+            self._histograms["process_time"].observe([round(done.seconds * 1000)] * len(done.lag_out))
+            if sets := done.sets.pack():
+                self._report(sets)
+
+    def settled_up_to(self, millis: int | None) -> None:
+        """Every record that was stored before this time (ms) is told of. None: not known."""
+        with self._lock:
+            self._settled_up_to = millis
+
+    def beat(self) -> None:
+        """Say that the pipe lives, and how far behind it is, unless something was said lately; to be called often. Blocking."""
+        with self._lock:
+            if self._clock() - self._told_at < HEARTBEAT_S:
+                return
+            try:
+                self._report(())
+            except BrokerError as error:
+                log.warning("heartbeat not stored", topic=TELEMETRY, pipe=self._pipe, error=str(error))
+
+    def close(self) -> None:
+        """Say that nothing more comes from this run. Blocking."""
+        with self._lock:
+            try:
+                self._report((), closed=True)
+            except BrokerError as error:
+                log.warning("end not told", topic=TELEMETRY, pipe=self._pipe, error=str(error))
+            self._appender.close()
+
+    def _report(self, sets: Sequence[OriginSet], *, closed: bool = False) -> None:
+        now = self._clock()
+        if closed or now - self._lags_at >= LAGS_EVERY_S:
+            self._lags_at = now
+            taken = [tap.take(int(now // 60)) for tap in self._taps]
+            self._lags = join_lags([*self._lags, *(lag for lag in taken if lag is not None)])
+        at_ms = int(now * 1000)
+        report = Report(
+            node=NODE,
+            instance=self._instance,
+            pipe=self._pipe,
+            at_ms=at_ms,
+            behind_ms=None if self._settled_up_to is None else max(0, at_ms - self._settled_up_to),
+            sets=tuple(sets),
+            lags=tuple(self._lags),
+            closed=closed,
+        )
+        values = [part.encode() for part in cut(report)]
+        try:
+            self._appender.append([Record(self._key, value, at_ms) for value in values])
+        except BrokerError as error:
+            metrics.LEDGER_FAILURES.labels(NODE, type(error).__name__).inc()
+            raise
+        self._lags, self._told_at = [], now
+        metrics.LEDGER_REPORTS.labels(NODE).inc(len(values))
+        metrics.LEDGER_BYTES.labels(NODE).inc(sum(map(len, values)))

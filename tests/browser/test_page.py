@@ -1,0 +1,169 @@
+"""The observer's page in a real browser, on views made up here."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import msgspec
+import pytest
+from aiohttp import ClientSession, web
+from playwright.async_api import Browser, expect
+
+from services.observer.ledger.explain import Explanation, Missing
+from services.observer.ledger_api import read_minute
+from services.observer.page import routes
+from services.observer.page.model import View
+from services.observer.page.routes import add_page, load_files
+from tests.browser.conftest import open_page
+from tests.browser.views import HOSTILE, NOW_MIN, make_view
+from tests.support.ports import free_port
+
+FILES = load_files()
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+class Observer:
+    """What stands behind the page: `view` may be exchanged, and the server stopped and started again on its port."""
+
+    def __init__(self) -> None:
+        self.view: View = make_view()
+        self.port = free_port()
+        self.address = f"http://127.0.0.1:{self.port}/"
+
+    @asynccontextmanager
+    async def serve(self) -> AsyncIterator[str]:
+        app = web.Application()
+        add_page(app, FILES, lambda: self.view, interval=0.1)
+        app.router.add_get("/v1/pipes/{pipe}/loss/{minute}/explain", _explain)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        try:
+            await web.TCPSite(runner, "127.0.0.1", self.port).start()
+            yield self.address
+        finally:
+            await runner.cleanup()
+
+
+async def _explain(request: web.Request) -> web.Response:
+    minute = read_minute(request.match_info["minute"])
+    one = Missing(f"ab:0:{minute}", "transform", None, "ingest", "event-7", "orders", 0, 41)
+    found = Explanation("orders", minute, 1_500, (one,), 60_000, complete=True)
+    return web.json_response(msgspec.to_builtins(found))
+
+
+@pytest.fixture
+def observer() -> Observer:
+    return Observer()
+
+
+@pytest.mark.parametrize(
+    ("scheme", "width"), [("light", 1280), ("dark", 1280), ("light", 390)], ids=["light", "dark", "narrow"]
+)
+async def test_everything_is_shown(
+    chromium: Browser, observer: Observer, scheme: str, width: int, tmp_path: Path
+) -> None:
+    """If this fails, a person at three in the morning sees an empty or broken page. The screenshots are for looking at."""
+    options = {"color_scheme": scheme, "viewport": {"width": width, "height": 1600}}
+    async with observer.serve() as address, open_page(chromium, address, **options) as page:
+        loss = page.get_by_role("table", name="Loss of orders by minute")
+        await expect(loss.get_by_role("button", name="1,500 (2.50 %)")).to_be_visible()
+        await expect(page.get_by_role("listitem").filter(has_text="were lost at transform")).to_be_visible()
+        destinations = page.get_by_role("table", name="Destinations of orders")
+        await expect(destinations.get_by_role("row", name="crm-of-a-customer")).to_contain_text("open")
+        await expect(destinations).to_contain_text("503 Service Unavailable · 12,210")
+        await expect(page.get_by_role("img", name="Lag end to end over 40 minutes")).to_be_visible()
+        await expect(page.get_by_role("img", name="Duration of each step")).to_be_visible()
+        await expect(page.get_by_role("img", name="Shares of the time")).to_be_visible()
+        await expect(page.get_by_role("table", name="Groups of instances")).to_contain_text("420 ms")
+        await expect(page.get_by_role("table", name="Shards of orders")).to_contain_text("12,740")
+        await expect(page.get_by_role("table", name="Payload fields of orders")).to_contain_text("null in 61%")
+        await expect(page.get_by_role("status")).to_contain_text("live")
+        is_wider = await page.evaluate("document.documentElement.scrollWidth > document.documentElement.clientWidth")
+        assert not is_wider, "the page scrolls sideways"
+        await page.screenshot(path=tmp_path / "page.png", full_page=True)
+
+
+async def test_names_are_text(chromium: Browser, observer: Observer) -> None:
+    """If this fails, whoever may name a pipe runs scripts in an operator's browser."""
+    async with observer.serve() as address, open_page(chromium, address) as page:
+        tab = page.get_by_role("tab", name=HOSTILE)
+        await tab.click()
+        await expect(page.get_by_role("heading", level=2)).to_have_text(HOSTILE)
+        assert await page.locator("img").count() == 0
+
+
+async def test_keyboard_alone_is_enough(chromium: Browser, observer: Observer) -> None:
+    """If this fails, who uses no mouse cannot choose a pipe or see which events are missing."""
+    async with observer.serve() as address, open_page(chromium, address) as page:
+        await expect(page.get_by_role("tab", name="orders")).to_have_attribute("aria-selected", "true")
+        await page.keyboard.press("ArrowRight")
+        await expect(page.get_by_role("tab", name="invoices")).to_have_attribute("aria-selected", "true")
+        await page.keyboard.press("ArrowLeft")
+        button = page.get_by_role("button", name="1,500 (2.50 %)")
+        await button.focus()
+        await page.keyboard.press("Enter")
+        dialog = page.get_by_role("dialog")
+        await expect(dialog).to_contain_text(f"ab:0:{NOW_MIN - 28}")
+        await expect(dialog).to_contain_text("event-7")
+        await expect(dialog).to_contain_text("and 1,499 more")
+        await page.keyboard.press("Escape")
+        await expect(dialog).to_be_hidden()
+
+
+async def test_page_lives_and_comes_back(chromium: Browser, observer: Observer) -> None:
+    """If this fails, the page shows old figures as if they were of now."""
+    context = await chromium.new_context()
+    page = await context.new_page()
+    async with observer.serve() as address:
+        await page.goto(address)
+        await expect(page.locator("#figures")).to_contain_text("1,000")
+        observer.view = make_view(per_second=1234)
+        await expect(page.locator("#figures")).to_contain_text("1,234")
+    observer.view = make_view(per_second=4321, catching_up=True)
+    async with observer.serve():
+        await expect(page.locator("#figures")).to_contain_text("4,321", timeout=30_000)
+        await expect(page.get_by_role("status")).to_contain_text("catching up")
+    await context.close()
+
+
+async def test_what_a_person_opened_stays_open(chromium: Browser, observer: Observer) -> None:
+    """If this fails, each new view folds away what somebody is reading."""
+    async with observer.serve() as address, open_page(chromium, address) as page:
+        await page.get_by_text("503 Service Unavailable · 12,210").click()
+        observer.view = make_view(per_second=77)
+        await expect(page.locator("#figures")).to_contain_text("77")
+        await expect(page.get_by_text("connection refused · 530")).to_be_visible()
+        await expect(page.get_by_text("503 Service Unavailable · 12,210")).to_be_focused()
+
+
+async def test_empty_view_says_so(chromium: Browser, observer: Observer) -> None:
+    """If this fails, a fleet without pipes shows a page that looks broken."""
+    observer.view = msgspec.structs.replace(observer.view, pipes=(), groups=())
+    async with observer.serve() as address, open_page(chromium, address) as page:
+        await expect(page.get_by_text("Nothing has been reported yet.")).to_be_visible()
+
+
+async def test_nothing_is_fetched_from_elsewhere(observer: Observer) -> None:
+    """If this fails, the page does not work offline, or runs what others serve."""
+    async with observer.serve() as address, ClientSession() as session, session.get(address) as answer:
+        assert "script-src 'self'" in answer.headers["Content-Security-Policy"]
+        assert "http" not in await answer.text()
+        async with session.get(address, headers={"If-None-Match": answer.headers["ETag"]}) as again:
+            assert again.status == 304
+
+
+async def test_streams_are_bounded_and_end_with_the_service(
+    observer: Observer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If this fails, open tabs keep the observer from stopping, or as many as there are use it up."""
+    monkeypatch.setattr(routes, "MAX_CLIENTS", 2)
+    async with ClientSession() as session:
+        async with asyncio.timeout(30), observer.serve() as address:
+            first = await session.get(f"{address}v1/stream")
+            second = await session.get(f"{address}v1/stream")
+            assert (await first.content.readline()) == b"event: view\n"
+            async with session.get(f"{address}v1/stream") as third:
+                assert third.status == 503
+        first.close()
+        second.close()

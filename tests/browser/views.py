@@ -1,0 +1,106 @@
+"""Views as the observer would make them, with everything in them that the page knows to show."""
+
+import math
+
+from services.observer.page.model import (
+    Cause,
+    DestinationView,
+    DurationRow,
+    FieldView,
+    GroupView,
+    LagRow,
+    LossCell,
+    LossRow,
+    PipeView,
+    ShardView,
+    View,
+)
+
+NOW_MIN = 29_300_000
+HOSTILE = "<img src=x onerror=alert(1)>"
+
+
+def make_view(*, at_ms: int = NOW_MIN * 60_000, per_second: float = 1000, catching_up: bool = False) -> View:
+    """Three pipes: one with a loss and a destination that is down, one that is well, one with a hostile name."""
+    pipes = (make_lossy(per_second), make_well("invoices"), make_well(HOSTILE))
+    groups = (
+        GroupView("ingest", 2, None),
+        GroupView("transform", 1, 420),
+        GroupView("expel", 2, 0),
+        GroupView("retrier", 1, 0),
+    )
+    return View(at_ms, 0.01, catching_up, pipes, groups)
+
+
+def make_lossy(per_second: float) -> PipeView:
+    """1,500 of one minute's events are missing behind the transform; a webhook is down."""
+    loss = [_row(minute) for minute in range(NOW_MIN - 40, NOW_MIN)]
+    steps = ("ingest", "transit", "transform", "expel")
+    durations = tuple(
+        DurationRow(minute, (4.0, 12 + 3 * math.sin(minute), 380 + 60 * math.sin(minute / 5), 30.0))
+        for minute in range(NOW_MIN - 40, NOW_MIN)
+    )
+    lag = tuple(
+        LagRow(
+            minute, 410 + 50 * math.sin(minute / 5), 560 + 90 * math.sin(minute / 4), 900 + 300 * math.sin(minute / 3)
+        )
+        for minute in range(NOW_MIN - 40, NOW_MIN)
+    )
+    causes = (
+        Cause("503 Service Unavailable", 12_210, NOW_MIN * 60_000 - 4_000),
+        Cause("connection refused", 530, NOW_MIN * 60_000 - 61_000),
+    )
+    destinations = (
+        DestinationView("billing", "delivering", "closed", 2_400_000, 0, 0, 0),
+        DestinationView("crm-of-a-customer", "down for 12 min", "open", 1_800_000, 12_740, 0, 17, causes),
+        DestinationView("archive", "paused by an operator", "closed", 900_000, 0, 40_210, 0),
+    )
+    reasons = (
+        "2.50 % of the events of 14:12 were lost at transform",
+        "destination crm-of-a-customer: breaker open for 12 min",
+    )
+    nodes = ("transform", "expel billing", "expel crm-of-a-customer")
+    shards = (
+        ShardView("orders.out", "orders.billing", 8, None, 0, 0),
+        ShardView("orders.out", "orders.crm-of-a-customer", 8, 3, 12_740, 61_000),
+    )
+    fields = (
+        FieldView("ingest of orders", "price", 1.0, 0.02, 811, 12.5, ""),
+        FieldView("expel to billing", "price", 1.0, 0.61, 790, 12.4, "price: null in 61%, 2% before"),
+    )
+    return PipeView(
+        "orders",
+        "unstable",
+        reasons,
+        per_second,
+        nodes,
+        tuple(loss),
+        steps,
+        durations,
+        lag,
+        destinations,
+        shards,
+        fields,
+    )
+
+
+def _row(minute: int) -> LossRow:
+    age = NOW_MIN - minute
+    if age <= 2:
+        cells = (LossCell(310 * (3 - age), "open"), LossCell(540, "open"), LossCell(0, "behind"))
+        return LossRow(minute, 60_000, cells, 0.0, "open")
+    missing = 1_500 if age == 28 else 3 if age == 11 else 0
+    cells = (LossCell(missing, "final"), LossCell(0, "final"), LossCell(0, "final"))
+    return LossRow(minute, 60_000, cells, missing / 60_000, "final", late=12 if age == 11 else 0)
+
+
+def make_well(name: str) -> PipeView:
+    """Nothing to see."""
+    loss = tuple(
+        LossRow(minute, 1200, (LossCell(0, "final"),), 0.0, "final") for minute in range(NOW_MIN - 10, NOW_MIN - 2)
+    )
+    destination = DestinationView("books", "delivering", "closed", 9_600, 0, 0, 0)
+    lag = tuple(LagRow(minute, 8, 21, 44) for minute in range(NOW_MIN - 10, NOW_MIN))
+    durations = tuple(DurationRow(minute, (3.0, 4.0, 9.0)) for minute in range(NOW_MIN - 10, NOW_MIN))
+    steps = ("ingest", "transit", "expel")
+    return PipeView(name, "healthy", (), 20, ("expel books",), loss, steps, durations, lag, (destination,))

@@ -1,0 +1,160 @@
+"""What a pipe's reports are made of, without Spark: origins, ages, and the reporter itself."""
+
+from collections.abc import Sequence
+
+import pytest
+from prometheus_client import REGISTRY
+from pyroaring import BitMap
+
+from services.core.broker.errors import Unavailable
+from services.core.broker.record import Record
+from services.core.ledger.report import Report, decode_report, unpack_numbers
+from services.core.ledger.reporter import HEARTBEAT_S
+from spark.jobs.ranges import windows
+from spark.numbering import number_batch
+from spark.observed import BatchReport
+from spark.origins import add_made, add_settled, read_origins, union, without
+from spark.place import Span
+from spark.reporter import PipeReporter
+
+
+class Shelf:
+    """Keeps what is appended, or refuses it."""
+
+    def __init__(self) -> None:
+        self.records: list[Record] = []
+        self.away = self.closed = False
+
+    def append(self, records: Sequence[Record]) -> None:
+        if self.away:
+            raise Unavailable("away")
+        self.records += records
+
+    def close(self) -> None:
+        self.closed = True
+
+    def reports(self) -> list[Report]:
+        return [decode_report(record.value) for record in self.records]
+
+
+class Clock:
+    """Seconds, moved by hand."""
+
+    def __init__(self) -> None:
+        self.now = 1_000_000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def sets(report: Report) -> dict[tuple[str, str, int, int | None], list[int]]:
+    return {
+        (told.outcome, told.incarnation, told.partition, told.minute): list(unpack_numbers(told.numbers))
+        for told in report.sets
+    }
+
+
+def outside(reason: str) -> float:
+    labels = {"node": "transform", "pipe": "odd", "reason": reason}
+    return REGISTRY.get_sample_value("penstock_ledger_events_outside_total", labels) or 0.0
+
+
+def test_origins_are_read_and_what_is_none_is_counted() -> None:
+    """If this fails, one record that others wrote stops a pipe, or an event is taken for another one."""
+    text = "a:0:5 b:1:7 a:0:6 a:0:6 A:0:1 x a:0: a::3 a:0:2147483648 a:0:-1 a:0:12345678901 a:0:1_0 a:0:2147483647"
+    assert read_origins(text, "odd", events=16) == {("a", 0): BitMap([5, 6, 2**31 - 1]), ("b", 1): BitMap([7])}
+    assert outside("bad_origin") == 8
+    assert outside("no_origin") == 3
+    assert read_origins("", "odd") == {}
+
+
+def test_settled_is_passed_or_filtered() -> None:
+    """If this fails, an event counts twice or not at all behind a transform."""
+    report = BatchReport("p")
+    add_settled(report, [("a:0:1 a:0:2 a:1:1", 3), ("b:0:1", 1)], "a:0:2 b:0:1 b:0:1")
+    assert {(told.outcome, told.incarnation, told.partition) for told in report.sets.pack()} == {
+        ("passed", "a", 0),
+        ("passed", "b", 0),
+        ("filtered", "a", 0),
+        ("filtered", "a", 1),
+    }
+    left = without(union([read_origins("a:0:1", "p"), read_origins("a:0:2", "p")]), read_origins("a:0:1", "p"))
+    assert left == {("a", 0): BitMap([2])}
+
+
+def test_new_events_count_in_their_minute() -> None:
+    """If this fails, events that a transform makes are missing from the minutes that the observer shows, or in the wrong ones."""
+    report, at = BatchReport("p"), 100 * 60_000 + 5
+    add_made(report, f"q:0:1:{at} q:0:2:{at - 60_000} q:0:3:{at - 600_000} q:0:4:{at + 600_000}", at)
+    found = {(told.minute, tuple(unpack_numbers(told.numbers))) for told in report.sets.pack()}
+    assert found == {(100, (1, 3, 4)), (99, (2,))}
+
+
+def test_numbers_of_batches_never_meet() -> None:
+    """If this fails, two new events have one origin, and the loss of one of them is never seen."""
+    first = [number_batch("q", batch, 0)[:2] for batch in range(5000)]
+    assert len(set(first)) == 5000
+    assert max(number for _, number in first) + (1 << 20) <= 1 << 31
+    assert first == [number_batch("q", batch, 99)[:2] for batch in range(5000)]
+
+
+def test_windows_cover_everything_once() -> None:
+    """If this fails, events are left out, or done twice, when what a crash left is done in parts."""
+    spans = [Span("s", 0, 5, 17), Span("s", 1, 0, 0), Span("u", 0, 2, 3)]
+    found = [(s.topic, s.partition, n) for part in windows(spans, 6) for s in part for n in range(s.start, s.end)]
+    assert sorted(found) == [*(("s", 0, n) for n in range(5, 17)), ("u", 0, 2)]
+    assert all(sum(s.end - s.start for s in part) <= 6 for part in windows(spans, 6))
+
+
+def test_reporter_tells_batches_and_that_it_lives() -> None:
+    """If this fails, the observer takes a pipe that lives for a silent one, or misses what it settled."""
+    shelf, clock = Shelf(), Clock()
+    reporter = PipeReporter("p", shelf, clock)
+    reporter.beat()
+    reporter.beat()
+    assert [report.behind_ms for report in shelf.reports()] == [None]
+    done = BatchReport("p", read=3, lag_in=[5, 6], lag_out=[7, 8], seconds=0.002)
+    add_settled(done, [("a:0:1 a:0:2 a:0:3", 3)], "a:0:1 a:0:2")
+    clock.now += 7
+    reporter.settled_up_to(int(clock.now * 1000) - 4000)
+    reporter.tell(done)
+    reporter.tell(BatchReport("p"))
+    clock.now += HEARTBEAT_S - 1
+    reporter.beat()
+    assert len(shelf.records) == 2
+    clock.now += 1
+    reporter.beat()
+    reporter.close()
+    _, told, beat, end = shelf.reports()
+    assert sets(told) == {("passed", "a", 0, None): [1, 2], ("filtered", "a", 0, None): [3]}
+    assert {(lag.kind, lag.count, lag.total_ms) for lag in told.lags} == {
+        ("lag_in", 2, 11),
+        ("lag_out", 2, 15),
+        ("process_time", 2, 4),
+    }
+    assert (told.behind_ms, beat.behind_ms) == (4000, 14_000)
+    assert not beat.sets
+    assert not beat.lags
+    assert [report.closed for report in (told, beat, end)] == [False, False, True]
+    assert shelf.closed
+
+
+def test_reporter_that_cannot_write() -> None:
+    """If this fails, a batch counts as done though nobody was told, or lags are told twice or never."""
+    shelf, clock = Shelf(), Clock()
+    reporter = PipeReporter("p", shelf, clock)
+    done = BatchReport("p", lag_out=[7])
+    add_settled(done, [("a:0:1", 1)], "a:0:1")
+    shelf.away = True
+    with pytest.raises(Unavailable):
+        reporter.tell(done)
+    reporter.beat()
+    shelf.away = False
+    reporter.tell(done)
+    (told,) = shelf.reports()
+    assert sets(told) == {("passed", "a", 0, None): [1]}
+    assert sum(lag.count for lag in told.lags if lag.kind == "lag_out") == 1
+    clock.now += 60
+    shelf.away = True
+    reporter.close()
+    assert shelf.closed

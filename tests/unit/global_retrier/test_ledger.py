@@ -1,0 +1,55 @@
+"""What the retrier tells: what left it, for whom, and not what only waits."""
+
+from pathlib import Path
+
+from services.core.broker.producer import Producer
+from services.core.broker.record import Batch, Record, TopicPartition
+from services.core.ledger.report import TELEMETRY, decode_report, unpack_numbers
+from services.core.pipes import RETRY_IN
+from services.core.retry_state import wrap
+from services.global_retrier.ledger import Ledger
+from services.global_retrier.line import Line, Waiting
+from services.global_retrier.meter import Meter
+from services.global_retrier.mover import Mover
+from tests.unit.global_retrier.river import River, make_state, open_river
+
+SOURCE = TopicPartition(RETRY_IN, 0)
+
+
+def wait(river: River, number: int, due_in: int, pipe: str = "late") -> Record:
+    now = river.clock.now_ms()
+    headers = (("ce_id", b"e"), ("penstock_origin", b"a:0:%d" % number))
+    return wrap(Record(None, b"{}", 5, headers), make_state(now + due_in, number, pipe=pipe), now)
+
+
+async def read_told(river: River) -> dict[tuple[str, str | None, str], set[int]]:
+    batch = await river.broker.admin.read(TELEMETRY, 0, 0, max_records=1000)
+    found: dict[tuple[str, str | None, str], set[int]] = {}
+    for record in batch.records if batch is not None else ():
+        report = decode_report(record.value)
+        assert (report.node, report.behind_ms) == ("retrier", 0)
+        for one in report.sets:
+            found.setdefault((report.pipe, report.destination, one.outcome), set()).update(unpack_numbers(one.numbers))
+    return found
+
+
+async def test_what_left_is_told_for_its_destination(tmp_path: Path) -> None:
+    """Broken: an event that the retrier gave up counts as waiting for ever, or one that waits as given back."""
+    async with open_river(tmp_path) as river, Producer(river.driver) as producer:
+        mover = Mover(producer, river.broker.admin, Meter(), river.clock, Ledger(producer))
+        records = [wait(river, 0, -1), wait(river, 1, 5000), wait(river, 2, -1, "early"), wait(river, 3, -1, "gone")]
+        records.append(Record(None, b"no retry record", 5))
+        line = Line(SOURCE)
+        line.take(Batch(*SOURCE, range(len(records)), records), river.clock.now_ms())
+        items: list[Waiting] = line.cut(river.clock.now_ms())
+        await mover.move(SOURCE, items)
+        await mover.ledger.report()
+        told = {
+            ("late", "ops", "released"): {0},
+            ("early", "ops", "released"): {2},
+            ("gone", "ops", "dead"): {3},
+        }
+        assert await read_told(river) == told
+        await mover.move(SOURCE, items[:1])
+        await mover.ledger.report()
+        assert await read_told(river) == told, "twice is the same"

@@ -1,0 +1,205 @@
+"""What ingest tells: every number once, for its minute, and never further than is told."""
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.core.broker.errors import OutcomeUnknown
+from services.core.broker.producer import PartResult, Producer, SendResult
+from services.core.ledger.report import TELEMETRY, OriginSet, decode_report, unpack_numbers
+from services.core.ledger.reporter import Reporter
+from services.ingest.records import Numbers, Origins
+from services.ingest.stream_ledger import StreamLedger
+from tests.support.memory_driver import MemoryDriver
+from tests.unit.ingest.service import running
+
+M = 60_000
+NOON = 29_000_000 * M
+MINUTE = NOON // M
+
+Told = dict[tuple[str, int, int | None], list[int]]
+
+
+class Request(NamedTuple):
+    """One that was numbered."""
+
+    numbers: dict[int, Numbers]
+    rows: dict[int, Sequence[int]]
+    times: list[int]
+    arrival: int
+
+
+class Desk:
+    """A ledger of incarnation `a`, and what it told."""
+
+    def __init__(self) -> None:
+        self.driver = MemoryDriver()
+        self.driver.create(TELEMETRY, 1)
+        self.reporter = Reporter(Producer(self.driver), "i", "ingest", "orders")
+        self.ledger = StreamLedger(self.reporter)
+        self._next: dict[int, int] = {}
+
+    def begin(self, counts: dict[int, int], times: list[int] | None = None, arrival: int = NOON) -> Request:
+        """A request with so many events per partition."""
+        numbers: dict[int, Numbers] = {}
+        rows: dict[int, Sequence[int]] = {}
+        row = 0
+        for partition, count in counts.items():
+            first = self._next.get(partition, 0)
+            numbers[partition] = Numbers("a", first, b"")
+            rows[partition] = range(row, row + count)
+            self._next[partition] = first + count
+            row += count
+        return Request(numbers, rows, times or [arrival] * row, arrival)
+
+    def end(self, request: Request, *parts: PartResult) -> None:
+        """It was answered so; without parts: nothing is known of it."""
+        self.ledger.settled(*request, SendResult(parts) if parts else None)
+
+    async def told(self) -> tuple[Told, dict[int, int]]:
+        """Numbers by outcome, partition and minute, and offsets by partition, as they stand in the reports so far."""
+        await self.ledger.report()
+        found: defaultdict[tuple[str, int, int | None], set[int]] = defaultdict(set)
+        reaches: dict[int, int] = {}
+        for record in self.driver.records(TELEMETRY):
+            report = decode_report(record.value)
+            for one in report.sets:
+                found[one.outcome, one.partition, one.minute].update(unpack_numbers(one.numbers))
+            reaches |= {reach.partition: reach.offset for reach in report.reaches}
+        return {key: sorted(numbers) for key, numbers in found.items()}, reaches
+
+
+async def test_each_number_in_its_minute() -> None:
+    """Broken: a minute's loss is computed from events of another minute."""
+    desk = Desk()
+    desk.end(desk.begin({0: 2, 1: 1}), PartResult(1, 1, 0, 0), PartResult(0, 2, 0, 1))
+    desk.end(desk.begin({0: 3}, [NOON - 1, NOON, 5]), PartResult(0, 3, 2, 4))
+    desk.end(desk.begin({0: 1}, [NOON - M]), PartResult(0, 1, 5, 5))
+    told, reaches = await desk.told()
+    assert told == {
+        ("accepted", 0, MINUTE): [0, 1, 3, 4],
+        ("accepted", 1, MINUTE): [0],
+        ("accepted", 0, MINUTE - 1): [2, 5],
+    }
+    assert reaches == {0: 5, 1: 0}
+
+
+async def test_refused_is_what_was_numbered_and_not_stored() -> None:
+    """Broken: a gap in the numbers that nobody explains, which looks like a loss."""
+    desk = Desk()
+    desk.end(desk.begin({0: 3}), PartResult(0, 3, 7, 8, ((1, OutcomeUnknown("slow")),)))
+    desk.end(desk.begin({0: 2}, [NOON - 1, NOON]))
+    told, reaches = await desk.told()
+    assert told == {
+        ("accepted", 0, MINUTE): [0, 2],
+        ("refused", 0, MINUTE): [1, 4],
+        ("refused", 0, MINUTE - 1): [3],
+    }
+    assert reaches == {0: 6}, "records of others may lie between the first and the last of a shared append"
+
+
+async def test_never_reaches_beyond_what_is_not_told() -> None:
+    """Broken: ingest dies, and the observer looks for its last events behind the place where they are."""
+    desk = Desk()
+    slow, quick = desk.begin({0: 2, 1: 1}), desk.begin({0: 2})
+    desk.end(quick, PartResult(0, 2, 2, 3))
+    told, reaches = await desk.told()
+    assert told == {("accepted", 0, MINUTE): [2, 3]}
+    assert reaches == {}
+    desk.end(slow, PartResult(0, 2, 0, 1), PartResult(1, 1, 0, 0))
+    assert (await desk.told())[1] == {0: 3, 1: 0}
+
+
+@given(st.data())
+def test_any_order_of_answers_tells_every_number_once(data: st.DataObject) -> None:
+    """Broken: joining the numbers of many requests leaves one out, or says one of a minute to which it does not belong."""
+    desk = Desk()
+    sizes = data.draw(
+        st.lists(st.tuples(st.integers(1, 4), st.integers(-3, 1), st.booleans()), min_size=1, max_size=12)
+    )
+    requests = [(desk.begin({0: count}, [NOON + late * M] * count), late, fails) for count, late, fails in sizes]
+    expected: dict[tuple[str, int, int | None], list[int]] = {}
+    for request, late, fails in requests:
+        first = request.numbers[0].first
+        minute = MINUTE + late if -2 <= late <= 0 else MINUTE
+        key = ("refused" if fails else "accepted", 0, minute)
+        expected.setdefault(key, []).extend(range(first, first + len(request.times)))
+
+    async def answer() -> None:
+        for index, (request, _, fails) in enumerate(data.draw(st.permutations(requests))):
+            first, count = request.numbers[0].first, len(request.times)
+            desk.end(request, *(() if fails else (PartResult(0, count, first, first + count - 1),)))
+            if index % 3 == 0:
+                await desk.told()
+        told, _ = await desk.told()
+        assert told == expected
+
+    asyncio.run(answer())
+
+
+def test_an_incarnation_ends_before_its_numbers_are_too_large() -> None:
+    """Broken: the ledger cannot hold the numbers of a process that runs for years."""
+    origins = Origins(limit=10)
+    first, second, third = origins.take(0, 6), origins.take(1, 6), origins.take(0, 5)
+    assert (first.first, second.first, third.first) == (0, 0, 0)
+    assert first.incarnation == second.incarnation != third.incarnation
+    assert third.prefix == f"{third.incarnation}:0:".encode()
+    assert origins.take(0, 5).first == 5
+
+
+async def test_a_request_is_told_as_it_was_answered() -> None:
+    """Broken: what was acknowledged is not in the ledger, or what was refused is."""
+    async with running() as service:
+        service.driver.create(TELEMETRY, 1)
+        intake = service.intakes["orders"]
+        async with Producer(service.driver) as producer:
+            reporter = Reporter(producer, "i", "ingest", "orders")
+            intake.ledger = ledger = StreamLedger(reporter)
+            body = b'[{"id":1,"customer":{"id":"x"}},{"id":2,"customer":{"id":"y"}},{"id":3},{"id":[]}]'
+            assert (await service.post(body, "orders")).status == 207
+            service.driver.errors += [OutcomeUnknown("slow")] * 50
+            assert (await service.post(b'{"id":4}', "orders")).status == 503
+            service.driver.errors.clear()
+            await ledger.report()
+        sets = [one for record in service.driver.records(TELEMETRY) for one in decode_report(record.value).sets]
+        stored = {record.header("penstock_origin") for record in service.stored("orders")}
+        accepted = {
+            f"{one.incarnation}:{one.partition}:{number}".encode()
+            for one in sets
+            if one.outcome == "accepted"
+            for number in unpack_numbers(one.numbers)
+        }
+        assert accepted == stored
+        assert len(stored) == 3
+        assert sum(len(unpack_numbers(one.numbers)) for one in sets if one.outcome == "refused") == 1
+
+
+async def test_a_request_that_nobody_waits_for_is_told() -> None:
+    """Broken: a cancelled request leaves a gap in the numbers, and nothing behind it is ever reached."""
+    async with running() as service:
+        service.driver.create(TELEMETRY, 1)
+        intake = service.intakes["plain"]
+        async with Producer(service.driver) as producer:
+            reporter = Reporter(producer, "i", "ingest", "plain")
+            intake.ledger = ledger = StreamLedger(reporter)
+            service.driver.gate.clear()
+            posting = asyncio.create_task(service.post(b"{}"))
+            while not service.driver.waiting:
+                await asyncio.sleep(0.01)
+            posting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await posting
+            service.driver.gate.set()
+            sets: list[OriginSet] = []
+            async with asyncio.timeout(30):
+                while not sets:
+                    await asyncio.sleep(0.01)
+                    await ledger.report()
+                    told = [decode_report(record.value) for record in service.driver.records(TELEMETRY)]
+                    sets = [one for report in told for one in report.sets]
+        assert [list(unpack_numbers(one.numbers)) for one in sets] == [[0]]

@@ -1,0 +1,122 @@
+"""When an alarm is due, what it says, and how a pipe's health follows from the table."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import msgspec
+import pytest
+from aiohttp import web
+
+from services.core.signature import SigningKey, verify
+from services.observer import health
+from services.observer.ledger import alarm
+from services.observer.ledger.alarm import AlarmWebhook, find_alarms, loss_alarm
+from services.observer.ledger.flow import Step
+from services.observer.ledger.planned import MAX_WINDOWS, Planned, TooMany, Window
+from services.observer.ledger.row import Row, StepRow
+from services.observer.ledger.table import Ages, Table
+from tests.unit.observer.ledger.stories import MINUTE, MINUTE_MS, PLAIN, START_MS, accept, beat, tell
+
+NOW = START_MS + MINUTE_MS + Ages().final
+KEY = SigningKey(b"k" * 32)
+
+
+def lossy(missing: int, minute: int = MINUTE) -> Row:
+    step = StepRow("expel", "ops", 100, {"delivered": 100 - missing}, missing)
+    return Row("late", minute, 100, (step,), missing, 0, None)
+
+
+def test_an_alarm_is_due_above_the_threshold_and_outside_of_planned_windows() -> None:
+    """Broken: people are woken for a deploy, or not woken for a loss."""
+    planned = Planned()
+    rows = [lossy(1), lossy(2, MINUTE + 1), lossy(50, MINUTE + 2)]
+    assert [row.minute for row in find_alarms(rows, planned, 0.01)] == [MINUTE + 1, MINUTE + 2]
+    planned.announce(Window("deploy", "other", START_MS, NOW, "ci"), NOW)
+    assert len(find_alarms(rows, planned, 0.01)) == 2
+    planned.announce(Window("deploy", None, START_MS + MINUTE_MS, START_MS + 2 * MINUTE_MS, "ci"), NOW)
+    assert [row.minute for row in find_alarms(rows, planned, 0.01)] == [MINUTE + 2]
+
+
+def test_announced_windows_are_bounded() -> None:
+    """Broken: whoever announces in a loop fills the observer's memory."""
+    planned = Planned()
+    for _ in range(MAX_WINDOWS):
+        planned.announce(Window("pause", "late", NOW, NOW + 1, "me"), NOW)
+    with pytest.raises(TooMany):
+        planned.announce(Window("pause", "late", NOW, NOW + 1, "me"), NOW)
+
+
+@asynccontextmanager
+async def receiver(statuses: list[int], got: list[tuple[dict[str, str], bytes]]) -> AsyncIterator[str]:
+    async def take(request: web.Request) -> web.Response:
+        got.append(({name.lower(): value for name, value in request.headers.items()}, await request.read()))
+        return web.Response(status=statuses.pop(0) if statuses else 204)
+
+    app = web.Application()
+    app.router.add_post("/alarm", take)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    try:
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}/alarm"
+    finally:
+        await runner.cleanup()
+
+
+async def test_an_alarm_is_signed_and_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Broken: an alarm is lost because the receiver was restarting, or anybody may raise one."""
+    monkeypatch.setattr(alarm, "_MAX_WAIT_S", 0.01)
+    got: list[tuple[dict[str, str], bytes]] = []
+    async with receiver([503, 500], got) as url, asyncio.timeout(30):
+        assert await AlarmWebhook(url, [KEY]).tell(loss_alarm(lossy(7)))
+    assert len(got) == 3
+    head, body = got[-1]
+    stamp = float(head["webhook-timestamp"])
+    assert {verify([KEY], one, sent, now=stamp) for one, sent in got} == {f"loss-late-{MINUTE}"}
+    assert b'"missing":7' in body
+
+
+async def test_an_alarm_that_nobody_takes_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Broken: the observer tells one alarm for ever and no other."""
+    monkeypatch.setattr(alarm, "_MAX_WAIT_S", 0.01)
+    got: list[tuple[dict[str, str], bytes]] = []
+    async with receiver([500] * alarm.ATTEMPTS, got) as url, asyncio.timeout(30):
+        assert not await AlarmWebhook(url, []).tell(loss_alarm(lossy(7)))
+    assert len(got) == alarm.ATTEMPTS
+
+
+def alive(table: Table, at_ms: int = NOW, *, behind_ms: int = 0) -> None:
+    for step in PLAIN.steps("late"):
+        table.apply(beat(step.node, step.pipe, step.destination, at_ms=at_ms, behind_ms=behind_ms))
+
+
+def test_health_names_its_reasons() -> None:
+    """Broken: an autoscaler or deployer takes a lossy or silent pipe for a healthy one."""
+    table, planned = Table(PLAIN), Planned()
+    assert health.judge(table, planned, "late", NOW, 0.01).state == "degraded", "nothing was heard yet"
+    alive(table)
+    assert health.judge(table, planned, "late", NOW, 0.01) == health.Health("healthy", (), None)
+    alive(table, NOW + 1, behind_ms=40_000)
+    assert "transform is behind by 40 s" in health.judge(table, planned, "late", NOW + 1, 0.01).reasons
+    alive(table, NOW + 2)
+    for instance, breaker in (("one", "closed"), ("two", "open")):
+        said = beat("expel", "late", "ops", at_ms=NOW + 2)
+        table.apply(msgspec.structs.replace(said, instance=instance, breaker=breaker))
+    assert health.judge(table, planned, "late", NOW + 2, 0.01).reasons == ("the breaker of ops is open",)
+    table.apply(msgspec.structs.replace(said, instance="two", closed=True))
+    table.apply(accept(range(10)))
+    table.apply(tell("transform", "late", "passed", range(10)))
+    table.apply(tell("expel", "late", "delivered", range(8), destination="ops"))
+    table.tick(NOW + 2)
+    found = health.judge(table, planned, "late", NOW + 2, 0.01)
+    assert found == health.Health("unstable", ("2 of 10 events are missing in 1 minute",), None)
+    planned.announce(Window("deploy", "late", NOW, NOW + 10, "ci"), NOW)
+    assert health.judge(table, planned, "late", NOW + 2, 0.01).state == "degraded"
+    silent = NOW + 60_000
+    assert "expel to ops is silent" in health.judge(table, Planned(), "late", silent, 0.5).reasons
+    assert table.presence.alive(Step("expel", "late", "ops"), silent) == []
+    goodbye = msgspec.structs.replace(beat("transform", "late", at_ms=silent), closed=True)
+    table.apply(goodbye)
+    assert "transform was stopped" in health.judge(table, Planned(), "late", silent, 0.5).reasons

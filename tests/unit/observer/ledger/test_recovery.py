@@ -1,0 +1,157 @@
+"""What ingest did not say, and what is missing, read from the streams of a real embedded log."""
+
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from services.core.broker.contract import Broker, TopicSpec
+from services.core.broker.log import LogBroker
+from services.core.broker.record import Record
+from services.core.event import ARRIVAL, ID, ORIGIN
+from services.core.ledger.report import Report
+from services.observer.ledger.explain import explain
+from services.observer.ledger.flow import Step
+from services.observer.ledger.recovery import recover
+from services.observer.ledger.table import Ages, Table
+from tests.unit.observer.ledger.stories import MINUTE, MINUTE_MS, PLAIN, START_MS, accept, reach, tell
+
+LATER_MS = START_MS + MINUTE_MS + Ages().final
+
+
+@pytest.fixture
+async def broker(tmp_path: Path) -> AsyncIterator[Broker]:
+    """With the stream and the transform's output."""
+    async with LogBroker.open(str(tmp_path / "log")) as opened:
+        for topic in ("flights", "late.out"):
+            await opened.admin.create_topic(TopicSpec(topic, 2))
+        yield opened
+
+
+async def store(
+    broker: Broker,
+    topic: str,
+    numbers: Sequence[int],
+    *,
+    partition: int = 0,
+    at: int = START_MS,
+    incarnation: str = "a",
+) -> None:
+    """Events as ingest stores them: partition 0 of this incarnation, wherever they lie."""
+    records = [
+        Record(
+            None,
+            b"{}",
+            at,
+            (
+                (ID, b"id-%d" % number),
+                (ARRIVAL, b"%d" % at),
+                (ORIGIN, f"{incarnation}:0:{number}".encode()),
+            ),
+        )
+        for number in numbers
+    ]
+    await broker.driver.append(topic, partition, records, timeout=30)
+
+
+async def recovered(table: Table, broker: Broker, now: int = LATER_MS) -> list[Report]:
+    """Let it speak, and the table hear."""
+    reports = [report async for report in recover(table, broker.admin, now)]
+    for report in reports:
+        table.apply(report)
+    return reports
+
+
+async def test_what_a_killed_ingest_did_not_tell_is_read_from_the_stream(broker: Broker) -> None:
+    """Broken: events that were acknowledged within a second of a kill -9 are not counted as accepted."""
+    await store(broker, "flights", range(10))
+    await store(broker, "flights", range(10, 14), at=START_MS + MINUTE_MS)
+    table = Table(PLAIN)
+    table.apply(accept(range(6)))
+    table.apply(reach("flights", {0: 5}))
+    assert table.presence.fallen_silent(Step("ingest", "flights"), LATER_MS)
+    reports = await recovered(table, broker)
+    assert sum(len(report.sets) for report in reports) == 2, "what was told is not read again"
+    assert table.row("late", MINUTE, LATER_MS).accepted == 10
+    assert table.row("late", MINUTE + 1, LATER_MS).accepted == 4
+    assert await recovered(table, broker) == [], "once is enough"
+    assert table.reaches.before("flights", 0, MINUTE + 1) == 6, (
+        "what was read later did not exist at that time for sure"
+    )
+    alive = Report(node="ingest", instance="one", pipe="flights", at_ms=LATER_MS)
+    table.apply(alive)
+    assert table.presence.is_alive(Step("ingest", "flights"), LATER_MS), "one that was only slow may speak again"
+
+
+async def test_an_incarnation_that_never_reported_is_found(broker: Broker) -> None:
+    """Broken: ingest killed in its first second leaves events that are delivered and were never accepted."""
+    await store(broker, "flights", range(5), incarnation="b")
+    table = Table(PLAIN)
+    table.apply(tell("transform", "late", "passed", range(3), incarnation="b"))
+    assert await recovered(table, broker, START_MS + 1000) == [], "its report may be on the way"
+    await recovered(table, broker)
+    row = table.row("late", MINUTE, LATER_MS)
+    assert (row.accepted, row.missing) == (5, 5)
+    assert await recovered(table, broker) == []
+
+
+async def test_a_stranger_is_found_although_it_was_named_long_after(broker: Broker) -> None:
+    """Broken: expel was down when ingest died; what it delivers later was never accepted."""
+    hour = 3_600_000
+    await store(broker, "flights", range(5), incarnation="b")
+    table = Table(PLAIN)
+    for at_ms, offset in ((START_MS, 4), (START_MS + hour, 9), (START_MS + 2 * hour, 14)):
+        table.apply(reach("flights", {0: offset, 1: offset}, at_ms=at_ms))
+    table.apply(Report(node="ingest", instance="one", pipe="flights", at_ms=START_MS + 2 * hour, closed=True))
+    table.apply(tell("transform", "late", "passed", range(3), incarnation="b", at_ms=START_MS + 2 * hour))
+    await recovered(table, broker, START_MS + 2 * hour + MINUTE_MS)
+    assert table.row("late", MINUTE, LATER_MS).accepted == 5
+
+
+async def test_reports_about_a_pipe_that_is_gone_change_nothing(broker: Broker) -> None:
+    """Broken: whoever takes a pipe or a destination out of the pipe file finds an observer that dies at every start."""
+    table = Table(PLAIN)
+    table.apply(accept(range(5), stream="gone"))
+    table.apply(tell("expel", "gone", "delivered", range(5), destination="ops", incarnation="b"))
+    table.apply(tell("expel", "late", "delivered", range(5), destination="gone", incarnation="b"))
+    assert await recovered(table, broker) == []
+    assert not table.book.held
+    assert not table.book.all_told
+    old = Step("expel", "gone", "ops")
+    table.book.apply(tell("expel", "gone", "delivered", range(5), destination="ops", incarnation="b"))
+    assert table.book.strangers() == {"b": {old}}, "as a snapshot of a time when there was one would bring it"
+    assert await recovered(table, broker) == []
+
+
+async def test_missing_events_are_named_with_where_they_were_last_seen(broker: Broker) -> None:
+    """Broken: somebody who sees a loss cannot look at what was lost."""
+    await store(broker, "flights", range(20))
+    passed = [number for number in range(20) if number not in (4, 5)]
+    await store(broker, "late.out", passed, partition=1)
+    table = Table(PLAIN)
+    table.apply(accept(range(20)))
+    table.apply(reach("flights", {0: 19}))
+    table.apply(tell("transform", "late", "passed", passed))
+    table.apply(tell("expel", "late", "delivered", set(passed) - {17}, destination="ops"))
+    found = await explain(table, broker.admin, "late", MINUTE)
+    assert (found.missing, found.complete) == (3, True)
+    lines = [
+        (one.origin, one.event_id, one.missing_at, one.destination, one.seen_by, one.topic, one.partition, one.offset)
+        for one in found.named
+    ]
+    assert lines == [
+        ("a:0:4", "id-4", "transform", None, "ingest", "flights", 0, 4),
+        ("a:0:5", "id-5", "transform", None, "ingest", "flights", 0, 5),
+        ("a:0:17", "id-17", "expel", "ops", "transform", "late.out", 1, 15),
+    ]
+
+
+async def test_what_is_not_found_is_named_all_the_same(broker: Broker) -> None:
+    """Broken: an event that the broker lost is not named because it is not there."""
+    table = Table(PLAIN)
+    table.apply(accept(range(2)))
+    found = await explain(table, broker.admin, "late", MINUTE)
+    assert [(one.origin, one.topic, one.event_id) for one in found.named] == [
+        ("a:0:0", None, None),
+        ("a:0:1", None, None),
+    ]

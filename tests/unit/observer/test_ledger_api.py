@@ -1,0 +1,136 @@
+"""The ledger's answers over HTTP: what people, the autoscaler and `penstock loss` read."""
+
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from typer.testing import CliRunner
+
+from services.core.broker.contract import TopicSpec
+from services.core.broker.log import LogBroker
+from services.core.broker.producer import Producer
+from services.core.ledger.report import SNAPSHOTS
+from services.fleet.verbs import loss
+from services.fleet.verbs.app import APP
+from services.observer import health
+from services.observer.api import serve_api
+from services.observer.ledger.follow import Follower
+from services.observer.ledger_api import LedgerApi, format_minute
+from tests.unit.observer.description import check_answer
+from tests.unit.observer.ledger.stories import MINUTE_MS, PLAIN, accept, tell
+
+MINUTE = int(time.time() * 1000) // MINUTE_MS - 5
+
+
+@pytest.fixture
+async def address(tmp_path: Path) -> AsyncIterator[str]:
+    """An observer that knows of ten events, two of them missing."""
+    async with LogBroker.open(str(tmp_path / "log")) as broker, Producer(broker.driver) as producer:
+        for topic in ("flights", "late.out", SNAPSHOTS):
+            await broker.admin.create_topic(TopicSpec(topic, 1))
+        follower = Follower(PLAIN, broker.admin, producer, lambda rows: None)
+        for report in (
+            accept(range(10), minute=MINUTE),
+            tell("transform", "late", "passed", range(10)),
+            tell("expel", "late", "delivered", range(8), destination="ops"),
+        ):
+            follower.table.apply(report)
+
+        def judge(pipe: str, now: int) -> health.Health:
+            return health.judge(follower.table, follower.planned, pipe, now, 0.01)
+
+        api = LedgerApi(follower, broker.admin, judge, 0.01)
+        async with serve_api("127.0.0.1:0", api.routes()) as bound:
+            yield bound
+
+
+async def ask(address: str, path: str, method: str = "GET", **more: Any) -> tuple[int, dict[str, Any]]:
+    async with (
+        aiohttp.ClientSession() as session,
+        session.request(method, f"http://{address}{path}", **more) as answer,
+    ):
+        body = await answer.json(content_type=None)
+    check_answer(method, path, answer.status, body)
+    return answer.status, body
+
+
+async def test_loss_health_and_explain(address: str) -> None:
+    """Broken: a loss is in the table of nobody who asks for it."""
+    status, body = await ask(address, "/v1/pipes/late/loss")
+    assert status == 200
+    (row,) = body["minutes"]
+    assert (row["minute"], row["accepted"], row["missing"], row["loss"]) == (format_minute(MINUTE), 10, 2, 0.2)
+    assert [step["missing"] for step in row["steps"]] == [0, 2]
+    status, body = await ask(address, f"/v1/pipes/late/loss/{row['minute']}/explain")
+    assert (status, [one["origin"] for one in body["named"]]) == (200, ["a:0:8", "a:0:9"])
+    status, body = await ask(address, "/v1/pipes/late/health")
+    assert (status, body["health"]) == (200, "unstable")
+    status, body = await ask(address, "/v1/pipes")
+    assert [pipe["pipe"] for pipe in body["pipes"]] == ["late"]
+    assert (await ask(address, "/v1/pipes/late/lag"))[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "status"),
+    [
+        ("/v1/pipes/none/loss", 404),
+        ("/v1/pipes/late/loss?from=yesterday", 400),
+        ("/v1/pipes/late/loss?from=40d", 400),
+        ("/v1/pipes/late/loss?what=1", 400),
+        ("/v1/pipes/late/loss/never/explain", 400),
+    ],
+)
+async def test_mistakes_are_problems(address: str, path: str, status: int) -> None:
+    """Broken: a wrong question gets a wrong answer, or makes the observer work for nothing."""
+    found, body = await ask(address, path)
+    assert (found, body["status"]) == (status, status)
+
+
+async def test_a_planned_action_is_announced(address: str) -> None:
+    """Broken: a deployer cannot keep alarms quiet, or any page in a browser can."""
+    good = {"kind": "deploy", "seconds": 60, "pipe": "late", "by": "ci"}
+    status, body = await ask(address, "/v1/planned", "POST", json=good)
+    assert (status, body["kind"]) == (201, "deploy")
+    assert len((await ask(address, "/v1/planned"))[1]["planned"]) == 1
+    for bad in ({"kind": "nap"}, {**good, "pipe": "none"}, {**good, "seconds": 0}, {**good, "more": 1}):
+        assert (await ask(address, "/v1/planned", "POST", json=bad))[0] in (400, 404)
+    assert (await ask(address, "/v1/planned", "POST", data='{"kind": "deploy"}'))[0] == 415
+
+
+def test_the_command_line_shows_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Broken: `penstock loss` fails on what the observer answers."""
+    steps = [
+        {"node": "transform", "destination": None, "missing": 0},
+        {"node": "expel", "destination": "ops", "missing": 2},
+    ]
+    minute = "2026-11-21T08:05Z"
+    row = {"minute": minute, "accepted": 10, "steps": steps, "missing": 2, "waiting": 0, "loss": 0.2}
+    whole = {"pipe": "late", "threshold": 0.01, "catching_up": False, "problem": None}
+    named = {"origin": "a:0:8", "missing_at": "expel", "destination": "ops", "seen_by": "transform", "event_id": "e8"}
+    answers = {
+        "loss": {**whole, "minutes": [{**row, "final": True, "why_open": None, "late": 1}]},
+        "explain": {
+            **whole,
+            "minute": minute,
+            "missing": 1,
+            "records_read": 9,
+            "complete": True,
+            "named": [{**named, "topic": "late.out", "partition": 1, "offset": 15}],
+        },
+    }
+
+    async def answer(_address: str, path: str, _query: dict[str, str]) -> dict[str, Any]:
+        return answers[path.rpartition("/")[2]]
+
+    monkeypatch.setattr(loss, "ask", answer)
+    shown = CliRunner().invoke(APP, ["loss", "show", "late", "--observer", "x:1"])
+    assert shown.exit_code == 0, shown.output
+    assert "20.00%" in shown.output
+    assert minute in shown.output
+    assert "settled" in shown.output
+    shown = CliRunner().invoke(APP, ["loss", "explain", "late", "2026-11-21T08:05Z", "--observer", "x:1"])
+    assert shown.exit_code == 0, shown.output
+    assert "late.out:1:15" in shown.output
