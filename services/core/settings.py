@@ -35,7 +35,8 @@ class Settings(BaseModel):
         return f"python -m services.{cls.section}"
 
     broker: str = Field(
-        "log:///var/lib/penstock", description="Broker URL: log:///path or kafka://host:port[,host:port]."
+        "log:///var/lib/penstock",
+        description="Broker URL: log:///path, kafka://host:port[,host:port] or kinesis://region.",
     )
     pipes: Path = Field(Path("pipes.yaml"), description="The pipe file.")
     ledger: bool = Field(
