@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Makes .venv with the packages of constraints.txt, and sees to a Java and the Kinesis emulator. `make setup` calls it; safe to run again.
+# Makes .venv with the packages of constraints.txt, and sees to a Java. `make setup` calls it; safe to run again.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 python=${PYTHON:-python3}
@@ -44,22 +44,4 @@ if ! .venv/bin/python -m services.core.jvm.java >&2; then
     echo "Installing a Java into .venv ..." >&2
     "${install[@]}" --editable '.[dev,java]'
     .venv/bin/python -m services.core.jvm.java >&2 || stop "The installed Java does not run on this machine."
-fi
-
-have_node() {
-    command -v node >/dev/null && command -v npm >/dev/null
-}
-
-emulator=.venv/emulator
-if ! cmp --silent infra/dev/emulator/package-lock.json "$emulator/package-lock.json" || [ ! -e "$emulator/.done" ]; then
-    if ! have_node && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
-        echo "Installing the Debian packages nodejs and npm ..." >&2
-        { apt-get update --quiet=2 && apt-get install --quiet=2 --yes --no-install-recommends nodejs npm; } >&2 || true
-    fi
-    have_node || stop "Node.js and npm are needed to run the Kinesis emulator." "Try: sudo apt-get install nodejs npm"
-    echo "Installing the Kinesis emulator into .venv ..." >&2
-    mkdir -p "$emulator"
-    cp infra/dev/emulator/package.json infra/dev/emulator/package-lock.json "$emulator/"
-    npm ci --prefix "$emulator" --ignore-scripts --no-audit --no-fund --silent >&2 || stop "npm could not install the Kinesis emulator."
-    touch "$emulator/.done"
 fi
