@@ -156,9 +156,10 @@ def test_duplicates_are_counted_and_no_loss() -> None:
     assert (tracker.duplicates, tracker.lost, len(tracker.delivered)) == (1, 0, 1)
 
 
-async def test_an_outage_loses_nothing(desk: Desk) -> None:
+@pytest.mark.parametrize("broker", ["log", "kinesis"])
+async def test_an_outage_loses_nothing(desk: Desk, broker: str) -> None:
     """Broken: what the project promises most, a destination that goes down and comes back, is not true where all can see it."""
-    command, result = await run_demo(desk, "--chaos")
+    command, result = await run_demo(desk, "--chaos", "--broker", broker)
     assert command.process.returncode == 0, command.err
     assert result["ok"] is True
     sent = result["sent"]
