@@ -136,6 +136,18 @@ async def test_what_waits_for_several_shards_travels_together() -> None:
         assert sum(len(entry["Data"]) for entry in request) <= MAX_REQUEST_BYTES
 
 
+async def test_small_events_do_not_pay_per_record() -> None:
+    """If it fails, events of 300 bytes cost an entry each: a thousand fill a shard that could take ten times as many."""
+    service = FakeService(4)
+    async with _driver(service) as driver, Producer(driver, policy=_QUICK) as producer:
+        for wave in range(5):
+            sends = [producer.send_to("t", {n % 4: numbered(n, size=300)}) for n in range(wave * 200, (wave + 1) * 200)]
+            for result in await asyncio.gather(*sends):
+                result.raise_first()
+    assert sum(map(len, service.stored.values())) == 1000
+    assert sum(map(len, service.requests)) <= 100
+
+
 @pytest.mark.parametrize(
     ("failure", "kind"),
     [
