@@ -20,7 +20,7 @@ class LaneLedger:
     """One destination's, over all its memberships. Without a reporter nothing is told.
 
     sources: the topics that events come from first. What comes back from the global retrier or from parking was told as
-    retrying or parked: it is outstanding, and no minute waits for it. Without an admin it is not told how far behind this is.
+    retrying or parked: it is outstanding, and no minute waits for it.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class LaneLedger:
 
     @classmethod
     def open(
-        cls, producer: Producer, admin: Admin | None, instance: str, pipe: str, destination: str, sources: Sequence[str]
+        cls, producer: Producer, admin: Admin, instance: str, pipe: str, destination: str, sources: Sequence[str]
     ) -> "LaneLedger":
         """One that tells."""
         lag_in = LagHistogram()
@@ -79,7 +79,7 @@ class LaneLedger:
 
     def behind(self, lags: Mapping[TopicPartition, Lag]) -> None:
         """The group's lag in the partitions that are ours, measured just after `look`. Others speak for the other ones."""
-        if self._reporter is None or self._admin is None:
+        if self._reporter is None:
             return
         starts = {place: one.start for place, one in self._held.items()}
         ends = {place: one.end for place, one in self._held.items()}

@@ -198,12 +198,10 @@ class LaneBuilder:
         )
 
     def _open_ledger(self, plan: LanePlan) -> LaneLedger:
-        if not self._settings.ledger:
+        if not (self._settings.ledger and self._broker.features.contiguous_offsets):
             return LaneLedger()
         name, sources = plan.pipe_name, delivery_topics(plan.pipe_name, plan.pipe)
-        # How far behind a lane is counts in offsets; where these jump nobody knows, and a minute stays open.
-        admin = self._broker.admin if self._broker.features.contiguous_offsets else None
-        return LaneLedger.open(self._producer, admin, self._instance, name, plan.destination.name, sources)
+        return LaneLedger.open(self._producer, self._broker.admin, self._instance, name, plan.destination.name, sources)
 
 
 def _limit_retries(destination: Destination, webhook: Webhook) -> RetryLimits:

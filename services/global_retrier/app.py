@@ -51,7 +51,7 @@ async def start(settings: RetrierSettings, supervision: Supervision) -> None:
         if broker is None:
             return
         producer = await stack.enter_async_context(Producer(broker.driver))
-        ledger = Ledger(producer if settings.ledger else None)
+        ledger = Ledger(producer if settings.ledger and broker.features.contiguous_offsets else None)
         readiness.retrier = Retrier(broker, producer, SteadyClock(), ledger)
         readiness.reason = None
         running = supervision.run(readiness.retrier.run(stopping, settings.drain * _DRAIN_SHARE), "retrier")

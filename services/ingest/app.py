@@ -72,7 +72,7 @@ async def start(settings: IngestSettings, supervision: Supervision) -> None:
             for name, stream in pipes.streams.items()
         }
         ledgers = []
-        if settings.ledger:
+        if settings.ledger and broker.features.contiguous_offsets:
             instance = new_instance()
             ledgers = [_open_ledger(intake, producer, instance) for intake in intakes.values()]
         probe = Probe(broker, producer, intakes.values())

@@ -236,7 +236,7 @@ class KinesisLimits:
         if known is None or self._clock() - known[0] > 1:
             status, said = await self._pass("ListShards", {"StreamName": stream}, request)
             rows = said.get("Shards", []) if status == 200 else []
-            rows = [one for one in rows if "EndingSequenceNumber" not in one["SequenceNumberRange"]]
+            rows = [one for one in rows if one["SequenceNumberRange"].get("EndingSequenceNumber") is None]
             known = self._ranges[stream] = (self._clock(), rows)
         return known[1]
 

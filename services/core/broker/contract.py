@@ -38,6 +38,7 @@ class Features:
     """How backends truly differ; contract tests read it. Never a skipped promise."""
 
     contiguous_offsets: bool
+    """Whether offsets count records, in 64 bits. Where they do not, nothing is told to the ledger, which counts on it."""
     compaction: bool
     retention_by_event_time: bool
     """Whether a topic's retention counts from the record's timestamp (Kafka) or from when it was stored (the log)."""

@@ -172,18 +172,3 @@ async def test_only_the_sources_hold_minutes_open(monkeypatch: pytest.MonkeyPatc
         now += 5
         assert (await measure(0) or 0) < 1000
         await ledger.close()
-
-
-async def test_where_offsets_jump_nothing_is_said_of_how_far_behind() -> None:
-    """If it fails, a minute is final while expel is still behind on Kinesis, and what is late looks lost."""
-    telemetry = MemoryDriver()
-    telemetry.create(TELEMETRY, 1)
-    async with Producer(telemetry, policy=QUICK) as producer:
-        ledger = LaneLedger.open(producer, None, "i", "late", "hook", ["s"])
-        await ledger.look()
-        ledger.behind({P0: Lag(0, 0)})
-        ledger.add("delivered", [event(1)])
-        await ledger.report()
-    (report,) = [decode_report(record.value) for record in telemetry.records(TELEMETRY)]
-    assert report.behind_ms is None
-    assert [unpack_numbers(one.numbers)[0] for one in report.sets] == [1]
