@@ -144,6 +144,7 @@ class Session:
             if not self._inheritance.is_known(sources := {batch.source for batch in batches}):
                 self._revoked.clear()
                 await self._inheritance.look(sources | consumer.assignment())
+                self._inheritance.forget(self._revoked)
                 batches = [batch for batch in batches if batch.source not in self._revoked]
             for batch in batches:  # in the same turn of the loop: a partition cannot be revoked between poll and take
                 if batch.damage is not None:
