@@ -13,8 +13,8 @@ from services.core.metrics import (
     TRANSFORM_UP,
     TRANSFORM_WRITTEN,
 )
+from spark.brokers.gauge import Backlog
 from spark.dead_letters import NODE
-from spark.jobs.backlog import Backlog
 from spark.jobs.job import JobState
 from spark.observed import BatchReport
 
@@ -49,8 +49,8 @@ class Board:
         TRANSFORM_WRITTEN.labels(report.pipe).inc(report.written)
         for reason, events in report.dead.items():
             TRANSFORM_DEAD.labels(report.pipe, reason).inc(events)
-        LAG_IN.labels(report.pipe, NODE).observe(report.lag_in)
-        LAG_OUT.labels(report.pipe, NODE).observe(report.lag_out)
+        LAG_IN.labels(report.pipe, NODE).observe_counts(report.lag_in)
+        LAG_OUT.labels(report.pipe, NODE).observe_counts(report.lag_out)
 
     def note_backlog(self, pipe: str, backlog: Backlog) -> None:
         """What a pipe has not read yet."""

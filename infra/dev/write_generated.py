@@ -9,6 +9,7 @@ from pathlib import Path
 
 from prometheus_client import Counter, Gauge
 
+from services.autoscaler.settings import AutoscalerSettings
 from services.core import metrics
 from services.core.lag import LagFamily
 from services.core.settings import Settings, default_text, variable_name
@@ -28,6 +29,7 @@ MODELS: tuple[type[Settings], ...] = (
     ExpelSettings,
     RetrierSettings,
     ObserverSettings,
+    AutoscalerSettings,
 )
 
 _FILE_HEAD = """\

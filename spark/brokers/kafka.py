@@ -5,12 +5,13 @@ events again, with the same ids.
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pyarrow as pa
 from py4j.protocol import Py4JError  # type: ignore[import-untyped]
 from pyspark.errors import PySparkException
-from pyspark.sql import Column, DataFrame, SparkSession
+from pyspark.sql import Column, DataFrame, Observation, SparkSession
 from pyspark.sql import functions as f
 from pyspark.sql.streaming.readwriter import DataStreamWriter
 
@@ -19,10 +20,13 @@ from services.core.broker.errors import Unavailable, UnknownTopic
 from services.core.broker.record import Batch, Record
 from spark.brokers.appender import KafkaAppender
 from spark.brokers.endpoint import BatchName
+from spark.brokers.gauge import EndsGauge
 from spark.errors import shorten
-from spark.place import Position, Span
+from spark.origins import with_origin
+from spark.place import DIGITS, Position, Span, cut_evenly
 from spark.shapes import HEADERS, OUT, RAW_NAMES
 from spark.sources.record_batches import OUT_SCHEMA, to_arrow
+from spark.written import Wanted, Written, observe, of_observation
 
 REQUEST_MS = 30_000
 _SINK = {
@@ -49,6 +53,7 @@ class KafkaEndpoint:
 
     needs_kafka_jars = True
     real_time = True
+    packs_origins = False
     max_record_bytes = 1_040_000
     """Below max.message.bytes of our topics, with room for a batch's and a record's framing."""
 
@@ -65,12 +70,15 @@ class KafkaEndpoint:
         with self._admin(session) as admin:
             return len(admin.partitions(topics))
 
-    def read_stream(self, session: SparkSession, topics: Sequence[str], max_events: int | None) -> DataFrame:
+    def read_stream(
+        self, session: SparkSession, topics: Sequence[str], max_events: int | None, *, origins: bool = False
+    ) -> DataFrame:
         """See Endpoint."""
         options = _SOURCE | {"subscribe": ",".join(topics), "startingOffsets": "earliest"}
         if max_events is not None:
             options["maxOffsetsPerTrigger"] = str(max_events)
-        return self._select(session.readStream.format("kafka").options(**self._with_servers(options)).load())
+        raw = self._select(session.readStream.format("kafka").options(**self._with_servers(options)).load())
+        return with_origin(raw) if origins else raw
 
     def held(self, session: SparkSession, topics: Sequence[str]) -> list[Span]:
         """See Endpoint."""
@@ -78,6 +86,18 @@ class KafkaEndpoint:
             partitions = admin.partitions(topics)
             starts, ends = (admin.offsets(partitions, which) for which in ("earliest", "latest"))
         return [Span(*each, start, end) for each, start, end in zip(partitions, starts, ends, strict=True)]
+
+    def newest(self, session: SparkSession, topics: Sequence[str], events: int) -> list[Span]:
+        """See Endpoint."""
+        return [span._replace(start=max(span.start, span.end - events)) for span in self.held(session, topics)]
+
+    def windows(self, spans: Sequence[Span], events: int) -> Iterator[list[Span]]:
+        """See Endpoint."""
+        return cut_evenly(spans, events)
+
+    def open_gauge(self, session: SparkSession, topics: Sequence[str]) -> EndsGauge:
+        """See Endpoint."""
+        return EndsGauge(partial(self.held, session, topics))
 
     def read_spans(self, session: SparkSession, spans: Sequence[Span]) -> DataFrame:
         """See Endpoint."""
@@ -99,16 +119,17 @@ class KafkaEndpoint:
         """See Endpoint; at least once."""
         return _for_sink(frame).writeStream.format("kafka").options(**self._with_servers(_SINK | {"topic": topic}))
 
-    def write(self, frame: DataFrame, topic: str, batch: BatchName) -> None:
+    def write(self, frame: DataFrame, topic: str, batch: BatchName, wanted: Wanted) -> Written:
         """See Endpoint. When executing the frame fails, some of its records may have been written."""
-        options = self._with_servers(_SINK | {"topic": topic})
-        _for_sink(frame).write.format("kafka").mode("append").options(**options).save()
+        seen = Observation()
+        self._save(observe(frame, wanted, seen), topic)
+        return of_observation(seen)
 
     def write_records(self, session: SparkSession, records: Sequence[Record], topic: str, batch: BatchName) -> None:
         """See Endpoint."""
         if records:
             columns = to_arrow(Batch(topic, 0, range(len(records)), records), OUT_SCHEMA)
-            self.write(session.createDataFrame(pa.Table.from_batches([columns]), OUT), topic, batch)
+            self._save(session.createDataFrame(pa.Table.from_batches([columns]), OUT), topic)
 
     def open_appender(self, session: SparkSession, topic: str) -> KafkaAppender:
         """See Endpoint."""
@@ -118,11 +139,21 @@ class KafkaEndpoint:
         """Kafka does not know."""
         return None
 
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def _save(self, frame: DataFrame, topic: str) -> None:
+        options = self._with_servers(_SINK | {"topic": topic})
+        _for_sink(frame).write.format("kafka").mode("append").options(**options).save()
+
     def _with_servers(self, options: Mapping[str, str]) -> dict[str, Any]:
         return {"kafka.bootstrap.servers": self._servers, **options}
 
     def _select(self, frame: DataFrame) -> DataFrame:
-        return frame.select(*RAW_NAMES)
+        columns = {name: f.col(name) for name in RAW_NAMES} | {
+            "offset": f.lpad(f.col("offset").cast("string"), DIGITS, "0")
+        }
+        return frame.select(*[column.alias(name) for name, column in columns.items()])
 
     @contextmanager
     def _admin(self, session: SparkSession) -> Iterator["_Admin"]:

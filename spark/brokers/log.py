@@ -3,7 +3,8 @@ transaction: no worker, no staging and one sync a batch. `sources.log_sink` writ
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.streaming.readwriter import DataStreamWriter
@@ -15,11 +16,13 @@ from services.core.broker.log.reader import TopicReader
 from services.core.broker.record import Record
 from spark.brokers.appender import LogAppender
 from spark.brokers.endpoint import BatchName
-from spark.place import Position, Span
-from spark.sources.log import NAME
-from spark.sources.log_offsets import place_of
+from spark.brokers.gauge import EndsGauge
+from spark.place import Position, Span, cut_evenly
 from spark.sources.log_sink import place
+from spark.sources.offsets import place_of
 from spark.sources.record_batches import from_arrow
+from spark.sources.source import NAME
+from spark.written import Wanted, Written, of_records
 
 
 class LogEndpoint:
@@ -28,9 +31,10 @@ class LogEndpoint:
     max_record_bytes = MAX_RECORD_BYTES
     needs_kafka_jars = False
     real_time = False
+    packs_origins = True
 
     def __init__(self, path: str) -> None:
-        self._path = path
+        self._path, self._url = path, f"log://{path}"
 
     def check(self, session: SparkSession, topics: Sequence[str]) -> dict[str, str]:
         """The topics' incarnations. Raises UnknownTopic, DataDamaged."""
@@ -44,18 +48,33 @@ class LogEndpoint:
         """See Endpoint."""
         return len(self.held(session, topics))
 
-    def read_stream(self, session: SparkSession, topics: Sequence[str], max_events: int | None) -> DataFrame:
+    def read_stream(
+        self, session: SparkSession, topics: Sequence[str], max_events: int | None, *, origins: bool = False
+    ) -> DataFrame:
         """See Endpoint; the query stops when records that it wants to read are gone or damaged."""
-        options = {"path": self._path, "topics": ",".join(topics), "max_events": str(max_events)}
+        options = {"broker": self._url, "topics": ",".join(topics), "max_events": str(max_events)}
+        options |= {"origins": "read"} if origins else {}
         return session.readStream.format(NAME).options(**options).load()
 
     def held(self, session: SparkSession, topics: Sequence[str]) -> list[Span]:
         """See Endpoint."""
         return [Span(topic, p, *part) for topic in topics for p, part in self._ranges(topic)]
 
+    def newest(self, session: SparkSession, topics: Sequence[str], events: int) -> list[Span]:
+        """See Endpoint."""
+        return [span._replace(start=max(span.start, span.end - events)) for span in self.held(session, topics)]
+
+    def windows(self, spans: Sequence[Span], events: int) -> Iterator[list[Span]]:
+        """See Endpoint."""
+        return cut_evenly(spans, events)
+
+    def open_gauge(self, session: SparkSession, topics: Sequence[str]) -> EndsGauge:
+        """See Endpoint."""
+        return EndsGauge(partial(self.held, session, topics))
+
     def read_spans(self, session: SparkSession, spans: Sequence[Span]) -> DataFrame:
         """See Endpoint."""
-        return session.read.format(NAME).options(path=self._path, ranges=json.dumps(spans)).load()
+        return session.read.format(NAME).options(broker=self._url, ranges=json.dumps(spans)).load()
 
     def parse_position(self, line: str) -> Position:
         """See Endpoint."""
@@ -64,11 +83,13 @@ class LogEndpoint:
 
     def write_stream(self, frame: DataFrame, topic: str, writer: str) -> DataStreamWriter:
         """See Endpoint; exactly once by Spark's batch number."""
-        return frame.writeStream.format(NAME).options(path=self._path, topic=topic, writer=writer)
+        return frame.writeStream.format(NAME).options(broker=self._url, topic=topic, writer=writer)
 
-    def write(self, frame: DataFrame, topic: str, batch: BatchName) -> None:
+    def write(self, frame: DataFrame, topic: str, batch: BatchName, wanted: Wanted) -> Written:
         """See Endpoint. Raises the frame's errors, or a BrokerError."""
-        self._append(from_arrow(frame.toArrow()), topic, batch)
+        records = from_arrow(frame.toArrow())
+        self._append(records, topic, batch)
+        return of_records(records, wanted)
 
     def write_records(self, session: SparkSession, records: Sequence[Record], topic: str, batch: BatchName) -> None:
         """See Endpoint."""
@@ -81,6 +102,9 @@ class LogEndpoint:
     def last_epoch(self, topic: str, writer: str) -> int | None:
         """See Endpoint."""
         return blocking.last_epoch(self._path, topic, writer)
+
+    def close(self) -> None:
+        """Nothing is held."""
 
     def _ranges(self, topic: str) -> list[tuple[int, tuple[int, int]]]:
         return [(p, (part.start, part.end)) for p, part in blocking.ends(self._path, topic).items()]

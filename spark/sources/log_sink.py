@@ -11,6 +11,7 @@ from services.core.broker.log.blocking import abort_staged, commit_staged, ends,
 from services.core.broker.partitioner import split_by_key
 from services.core.broker.record import Record
 from spark.durable import sync_batch
+from spark.sources.log_read import path_of
 from spark.sources.record_batches import from_arrow
 
 
@@ -30,7 +31,7 @@ class LogStreamWriter(DataSourceStreamArrowWriter):
     """`write` runs in task workers, `commit` and `abort` in a process of the driver's host."""
 
     def __init__(self, options: Mapping[str, str]) -> None:
-        self._path, self._topic, self._writer = options["path"], options["topic"], options["writer"]
+        self._path, self._topic, self._writer = path_of(options), options["topic"], options["writer"]
         self._checkpoint = options.get("checkpointlocation", "")
 
     def write(self, iterator: Iterator[Any]) -> Staged:

@@ -10,8 +10,9 @@ from services.core.broker.contract import PartitionRange
 from services.core.broker.log.layout import DataFolder
 from services.core.broker.log.reader import TopicReader
 from spark.place import Span
-from spark.sources.log_offsets import Offset, advance, check_place, make_offset, place_of
-from spark.sources.log_read import LogTask, plan_tasks, read_task
+from spark.sources.log_read import LogTask, path_of, plan_tasks, read_task
+from spark.sources.offsets import Offset, advance, check_place, make_offset, place_of
+from spark.sources.record_batches import raw_schema
 
 UNBOUNDED = 1 << 62
 
@@ -20,9 +21,10 @@ class LogStreamReader(DataSourceStreamReader):
     """Lives in a Python process of its own beside the query; `read` runs in task workers and uses no state."""
 
     def __init__(self, options: Mapping[str, str]) -> None:
-        self._path = options["path"]
+        self._path = path_of(options)
         self._topics = options["topics"].split(",")
         self._max_events = int(options["max_events"])
+        self._schema = raw_schema(options)
         self._readers: dict[str, TopicReader] = {}
 
     def initialOffset(self) -> Offset:  # noqa: N802 - pyspark's name
@@ -64,7 +66,7 @@ class LogStreamReader(DataSourceStreamReader):
     def read(self, partition: InputPartition) -> Iterator[Any]:
         """Arrow batches of one task."""
         assert isinstance(partition, LogTask)
-        return read_task(self._path, partition)
+        return read_task(self._path, partition, self._schema)
 
     def stop(self) -> None:
         """Close the files."""

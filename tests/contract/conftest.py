@@ -7,13 +7,19 @@ import pytest
 from tests.contract.harness import Harness
 
 
-@pytest.fixture(params=["log", pytest.param("kafka", marks=pytest.mark.kafka)])
+@pytest.fixture(
+    params=["log", pytest.param("kafka", marks=pytest.mark.kafka), pytest.param("kinesis", marks=pytest.mark.kinesis)]
+)
 def harness(request: pytest.FixtureRequest, tmp_path: Path) -> Harness:
-    """The log in a fresh folder, or the session's three Kafka brokers (RF 3, min ISR 2)."""
+    """The log in a fresh folder, or the session's three Kafka brokers (RF 3, min ISR 2), or its Kinesis emulator."""
     if request.param == "log":
         from tests.contract.harness_log import LogHarness
 
         return LogHarness(tmp_path)
+    if request.param == "kinesis":
+        from tests.contract.harness_kinesis import KinesisHarness
+
+        return KinesisHarness(request.getfixturevalue("kinesis_emulator"), request.getfixturevalue("kinesis_limits"))
     from tests.contract.harness_kafka import KafkaHarness
 
     return KafkaHarness(request.getfixturevalue("kafka_cluster"))

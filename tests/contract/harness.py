@@ -58,4 +58,8 @@ def open_spec(spec: str) -> AbstractAsyncContextManager[Broker]:
         from tests.contract.harness_kafka import open_for_tests as open_kafka
 
         return open_kafka(address)
+    if kind == "kinesis":
+        from tests.contract.harness_kinesis import open_for_tests as open_kinesis
+
+        return open_kinesis(address)
     raise ValueError(f"unknown harness {kind!r}")

@@ -92,9 +92,16 @@ def marks_of(batches: Iterable[Batch]) -> dict[TopicPartition, int]:
 async def read_all(broker: Broker, topic: str, group: str) -> list[Batch]:
     """What a new group reads from the earliest record to the end as it is now."""
     ranges = await broker.admin.describe(topic)
-    count = sum(stored.end - stored.start for stored in ranges.values())
+    missing = {partition: stored.end - 1 for partition, stored in ranges.items() if stored.start < stored.end}
+    batches: list[Batch] = []
     async with broker.consumer(group, [topic], start="earliest", on_revoke=ignore_revoke) as consumer:
-        return await read(consumer, count)
+        async with asyncio.timeout(DEADLINE):
+            while missing:
+                for batch in await poll(consumer):
+                    batches.append(batch)
+                    if batch.offsets[-1] >= missing.get(batch.partition, 0):
+                        missing.pop(batch.partition, None)
+    return batches
 
 
 async def until(condition: Callable[[], bool], what: str, deadline: float = DEADLINE) -> None:

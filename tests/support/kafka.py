@@ -52,12 +52,15 @@ async def make_topic(
 async def describe_partitions(bootstrap: str, topic: str) -> list[dict[str, Any]]:
     """The partitions of a topic: `partition`, `leader` (node id, -1: none), `replicas`, `isr`.
 
-    Empty while the broker that answers has not heard of the topic: each broker follows the controller at its own pace.
+    Waits until the broker that answers has heard of the topic: each broker follows the controller at its own pace.
     """
-    async with open_admin(bootstrap) as admin:
-        (description,) = await admin.describe_topics([topic])
-        partitions: list[dict[str, Any]] = description["partitions"]
-        return sorted(partitions, key=lambda partition: partition["partition"])
+    async with asyncio.timeout(120), open_admin(bootstrap) as admin:
+        while True:
+            (description,) = await admin.describe_topics([topic])
+            partitions: list[dict[str, Any]] = description["partitions"]
+            if partitions:
+                return sorted(partitions, key=lambda partition: partition["partition"])
+            await asyncio.sleep(0.05)
 
 
 async def _has_leaders(address: str, topic: str, partitions: int) -> bool:

@@ -7,25 +7,30 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from urllib.parse import urlsplit
 
 from services.core.broker.contract import Broker
+from services.core.broker.kinesis_url import parse_address
 
-SCHEMES = ("log", "kafka")
+SCHEMES = ("log", "kafka", "kinesis")
 _HOST_PORT = re.compile(r"(?:[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):[0-9]{1,5}")
 
 _Open = Callable[[str], AbstractAsyncContextManager[Broker]]
 
 
 class BadBrokerUrl(ValueError):
-    """The broker URL cannot be understood. Try: log:///var/lib/penstock or kafka://host:9092."""
+    """The broker URL cannot be understood. Try: log:///var/lib/penstock, kafka://host:9092 or kinesis://eu-west-1."""
 
 
 def open_broker(url: str) -> AbstractAsyncContextManager[Broker]:
-    """`log:///path` or `kafka://host:port[,host:port…]`. Raises BadBrokerUrl at once; entering raises BrokerError kinds.
+    """`log:///path`, `kafka://host:port[,host:port…]` or `kinesis://region[?endpoint=URL&dynamodb=URL&fan_out=1]`.
+
+    Raises BadBrokerUrl at once; entering raises BrokerError kinds.
 
     Entering imports the backend, in a thread: a process loads only the client library it uses, and no loop waits for it.
     """
     parts = urlsplit(url)
     if parts.username or parts.password:
         raise BadBrokerUrl("a broker URL carries no user or password. Try: settings files for credentials")
+    if parts.scheme == "kinesis":
+        return _open_kinesis(url)
     if parts.query or parts.fragment:
         raise BadBrokerUrl(
             "a broker URL carries no options: acks=all and the like are not negotiable. Try: what is before the ?"
@@ -41,6 +46,14 @@ def open_broker(url: str) -> AbstractAsyncContextManager[Broker]:
             )
         return _open(_load_kafka, parts.netloc)
     raise BadBrokerUrl(f"unknown kind of broker {parts.scheme!r}. Try one of: {', '.join(SCHEMES)}")
+
+
+def _open_kinesis(url: str) -> AbstractAsyncContextManager[Broker]:
+    try:
+        parse_address(url)
+    except ValueError as error:
+        raise BadBrokerUrl(str(error)) from None
+    return _open(_load_kinesis, url)
 
 
 @asynccontextmanager
@@ -60,3 +73,9 @@ def _load_kafka() -> _Open:
     from services.core.broker.kafka import KafkaBroker
 
     return KafkaBroker.open
+
+
+def _load_kinesis() -> _Open:
+    from services.core.broker.kinesis import KinesisBroker
+
+    return KinesisBroker.open

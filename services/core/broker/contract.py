@@ -21,6 +21,7 @@ from datetime import datetime
 from typing import Literal, Protocol
 
 from services.core.broker.record import Batch, Record, TopicPartition
+from services.core.broker.resharding import Resharding
 
 Start = Literal["earliest", "latest"] | datetime
 """Where a group without a committed offset begins. A date (aware): the first record whose timestamp is not older.
@@ -38,6 +39,9 @@ class Features:
     """How backends truly differ; contract tests read it. Never a skipped promise."""
 
     contiguous_offsets: bool
+    """Whether offsets count records, in 64 bits, and what is written to a partition is read as that one. Elsewhere (Kinesis)
+    it is read as one or several shards; offsets are ordered along them.
+    """
     compaction: bool
     retention_by_event_time: bool
     """Whether a topic's retention counts from the record's timestamp (Kafka) or from when it was stored (the log)."""
@@ -50,27 +54,34 @@ class Appended:
     """Where a batch went: durable now.
 
     first, last: offsets of its first and last stored record. failed: (index in the batch, error) of those that were
-    not stored, ascending; the others were stored in the batch's order.
+    not stored, ascending; the others were stored in the batch's order. seconds_per_byte: the pace at which the broker's rate
+    limits let more follow, 0 where it has none.
     """
 
     first: int
     last: int
     failed: tuple[tuple[int, Exception], ...] = ()
+    seconds_per_byte: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Lag:
-    """records: not processed yet. millis: age of the oldest of them by its record timestamp, 0 when there is none."""
+    """records: not processed yet. millis: age of the oldest of them by its record timestamp, 0 when there is none.
+
+    stored: when the oldest of them was stored, ms; None where the broker does not tell, or there is none.
+    """
 
     records: int
     millis: int
+    stored: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class TopicSpec:
     """A topic to create. Retention None means keep for ever; bytes count per partition.
 
-    compact: keep the newest record of each key at least.
+    compact: keep the newest record of each key at least. shards: of Kinesis, to begin with, at most as many as partitions and
+    as many when None; elsewhere it says nothing.
     """
 
     name: str
@@ -78,6 +89,7 @@ class TopicSpec:
     retention_ms: int | None = None
     retention_bytes: int | None = None
     compact: bool = False
+    shards: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +176,12 @@ class Admin(Protocol):
     async def describe(self, topic: str) -> dict[int, PartitionRange]:
         """Stored range per partition. Raises UnknownTopic."""
 
+    async def next_at_least(self, topic: str) -> dict[int, int]:
+        """Per partition that takes records an offset that no record stored later is below. Raises UnknownTopic.
+
+        Its end, or not far below it where that takes long to find: a second or two, however much is stored.
+        """
+
     async def offsets_at(self, topic: str, start: Start) -> dict[int, int]:
         """Per partition the offset at which a read from `start` begins (the end when nothing is that new)."""
 
@@ -198,6 +216,10 @@ class Broker(Protocol):
 
     @property
     def admin(self) -> Admin: ...
+
+    @property
+    def resharding(self) -> Resharding | None:
+        """None where partitions are all there is."""
 
     @property
     def driver(self) -> Driver: ...

@@ -81,13 +81,18 @@ class NotOwner(BrokerError):
 class OffsetOutOfRange(BrokerError):
     """The next offset to read is outside of what the partition holds: `[start, end)`.
 
-    Raised by `poll`, each time again, until somebody decides: nothing is reset silently.
+    Raised by `poll`, each time again, until somebody decides: nothing is reset silently. missing: how many records are gone;
+    where offsets are not contiguous 1 stands for any number.
     """
 
-    def __init__(self, topic: str, partition: int, wanted: int, start: int, end: int) -> None:
+    def __init__(
+        self, topic: str, partition: int, wanted: int, start: int, end: int, *, contiguous: bool = True
+    ) -> None:
+        self.missing = max(0, start - wanted if contiguous else int(start > wanted))
+        count = self.missing if contiguous or not self.missing else "an unknown number of"
         super().__init__(
             f"{topic}[{partition}]: offset {wanted} is outside of what is stored, {start} to {end}; "
-            f"{max(0, start - wanted)} records are gone. Try: 'When a partition stops' in docs/operating.md"
+            f"{count} records are gone. Try: 'When a partition stops' in docs/operating.md"
         )
         self.topic, self.partition, self.wanted, self.start, self.end = topic, partition, wanted, start, end
 

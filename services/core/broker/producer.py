@@ -23,6 +23,9 @@ from services.core.broker.retry import RetryPolicy, append_with_retry
 TOPIC_SHARE = 2
 """One topic may take this part (a half) of the bound: others go on while one of its partitions has no leader."""
 
+_LONGEST_WAIT_S = 60.0
+"""Nobody is told to stay away longer: paces recover, and a stream gets more shards."""
+
 _FAILED = attrgetter("failed")
 
 
@@ -62,7 +65,8 @@ class Producer:
 
     `max_pending_bytes` bounds everything that waits or is under way, and a topic takes half of it at most; beyond that
     sends raise Overloaded at once. `policy` says how long records may be tried, counted from their `send_to`: each call ends by
-    its deadline plus one append time-out.
+    its deadline plus one append time-out. What the broker's rate limits would hold up for longer than its patience is Throttled
+    at once, with the seconds after which there is room.
     """
 
     def __init__(self, driver: Driver, *, max_pending_bytes: int = 64 << 20, policy: RetryPolicy | None = None) -> None:
@@ -127,7 +131,11 @@ class Producer:
             lane = queue.lanes.get(partition)
             if lane is None:
                 lane = queue.lanes[partition] = _Lane(self, queue, partition)
-            lane.add(_Piece(call, partition, records, size))
+            piece = _Piece(call, partition, records, size)
+            if lane.wait() > self._policy.patience:
+                lane.refuse(piece)
+            else:
+                lane.add(piece)
         return await call.done
 
     def _admit(self, queue: "_Queue", size: int) -> None:
@@ -200,10 +208,30 @@ class _Lane:
         self._producer, self._queue, self._partition = producer, queue, partition
         self._name = f"{queue.topic}[{partition}]"
         self._waiting: list[_Piece] = []
+        self._pending = 0
+        self._seconds_per_byte = 0.0
+        """The broker's rate limits, as the last append met them; 0: not at all."""
         self.task: asyncio.Task[None] | None = None
+
+    def wait(self) -> float:
+        """Seconds after which the broker's rate limits will have let through what is here already."""
+        return self._pending * self._seconds_per_byte
+
+    def refuse(self, piece: _Piece) -> None:
+        """There is no room for it in time."""
+        error = self._throttled()
+        self._pending += piece.size
+        self._settle([piece], error)
+
+    def _throttled(self) -> errors.Throttled:
+        wait = min(self.wait(), _LONGEST_WAIT_S)
+        return errors.Throttled(
+            f"{self._name}: what waits already takes {wait:.1f} s or more; not stored", retry_after=wait
+        )
 
     def add(self, piece: _Piece) -> None:
         self._waiting.append(piece)
+        self._pending += piece.size
         if self.task is None:
             self.task = asyncio.create_task(self._run(), name=self._name)
 
@@ -233,6 +261,7 @@ class _Lane:
 
     def _settle(self, pieces: list[_Piece], outcome: Appended | Exception) -> None:
         size = sum([piece.size for piece in pieces])
+        self._pending -= size
         self._producer._pending -= size
         self._queue.pending -= size
         _settle(pieces, outcome)
@@ -243,7 +272,8 @@ class _Lane:
         if self._waiting[0].call.deadline < now:
             late = [piece for piece in self._waiting if piece.call.deadline < now]
             del self._waiting[: len(late)]  # deadlines are in the order of arrival
-            self._settle(late, errors.Unavailable(f"{self._name}: its turn did not come in time; nothing was stored"))
+            late_by = errors.Unavailable(f"{self._name}: its turn did not come in time; nothing was stored")
+            self._settle(late, self._throttled() if self._seconds_per_byte else late_by)
 
     def _take(self) -> list[_Piece]:
         """As many whole pieces as fit one append; a piece that is larger than that travels alone (and is cut in `_append`)."""
@@ -258,15 +288,22 @@ class _Lane:
 
     async def _append(self, pieces: list[_Piece]) -> Appended:
         records = pieces[0].records if len(pieces) == 1 else [record for piece in pieces for record in piece.records]
-        return await append_with_retry(
+        size = sum([piece.size for piece in pieces])
+        appended = await append_with_retry(
             self._producer._driver,
             self._queue.topic,
             self._partition,
             records,
             self._producer._policy,
-            size=sum([piece.size for piece in pieces]),
+            size=size,
             deadlines=lambda: [piece.call.deadline for piece in pieces for _ in piece.records],
         )
+        self._seconds_per_byte = appended.seconds_per_byte
+        for _, error in appended.failed:
+            if isinstance(error, errors.Throttled):
+                # Of a few bytes it tells when the next append may leave, not how long each byte takes.
+                self._seconds_per_byte = (error.retry_after or 0.0) / max(size, MAX_APPEND_BYTES)
+        return appended
 
 
 def _settle(pieces: list[_Piece], outcome: Appended | Exception) -> None:

@@ -15,13 +15,18 @@ import backoff
 from services.core.broker.contract import MAX_APPEND_BYTES, Appended, Driver
 from services.core.broker.errors import BrokerError, OutcomeUnknown, Throttled, Unavailable
 from services.core.broker.record import Record, estimate_size
+from services.core.metrics import BROKER_RETRIES
 
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
-    """All in seconds. deadline: no attempt starts later than this after `send_to`. append_timeout: for each attempt."""
+    """All in seconds. deadline: no attempt starts later than this after `send_to`. append_timeout: for each attempt.
+
+    patience: where a broker's rate limits let what waits already take longer than this, more is refused at once.
+    """
 
     deadline: float = 12.0
+    patience: float = 5.0
     append_timeout: float = 8.0
     base_wait: float = 0.05
     max_wait: float = 1.0
@@ -95,6 +100,7 @@ async def _append_chunk(
         )
         if not again:
             return
+        BROKER_RETRIES.labels(topic, partition, type(failed[0][1]).__name__).inc()
         pending, chunk = [pending[index] for index in again], [chunk[index] for index in again]
         await asyncio.sleep(wait)
 
@@ -131,8 +137,10 @@ class _Outcome:
     def __init__(self) -> None:
         self.first = self.last = -1
         self.failed: list[tuple[int, Exception]] = []
+        self.seconds_per_byte = 0.0
 
     def stored(self, appended: Appended) -> None:
+        self.seconds_per_byte = appended.seconds_per_byte
         if appended.first >= 0:
             self.first = appended.first if self.first < 0 else min(self.first, appended.first)
             self.last = max(self.last, appended.last)
@@ -143,4 +151,5 @@ class _Outcome:
         return any(_is_retriable(error) for _, error in self.failed)
 
     def appended(self) -> Appended:
-        return Appended(self.first, self.last, tuple(sorted(self.failed, key=lambda item: item[0])))
+        failed = tuple(sorted(self.failed, key=lambda item: item[0]))
+        return Appended(self.first, self.last, failed, self.seconds_per_byte)

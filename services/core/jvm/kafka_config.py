@@ -22,7 +22,7 @@ class Node:
 
 def choose_nodes(count: int) -> list[Node]:
     """`count` nodes, ids from 1, each with two ports that were free a moment ago."""
-    ports = _free_ports(2 * count)
+    ports = free_ports(2 * count)
     return [Node(index + 1, ports[2 * index], ports[2 * index + 1]) for index in range(count)]
 
 
@@ -72,7 +72,7 @@ def server_properties(node: Node, nodes: Sequence[Node], data: str, settings: Ma
     return "".join(f"{name}={value}\n" for name, value in properties.items())
 
 
-def _free_ports(count: int) -> list[int]:
+def free_ports(count: int) -> list[int]:
     found: list[int] = []
     for port in random.sample(PORTS, len(PORTS)):
         if len(found) == count:

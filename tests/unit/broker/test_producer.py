@@ -22,13 +22,13 @@ Fault = Callable[[Sequence[Record]], Sequence[tuple[int, Exception]]]
 class FaultyDriver:
     """Stores records in lists; `fault` decides per append which indexes fail (or raises for all)."""
 
-    def __init__(self, fault: Fault | None = None, partitions: int = 4) -> None:
+    def __init__(self, fault: Fault | None = None, partitions: int = 4, seconds_per_byte: float = 0.0) -> None:
         self.stored: dict[int, list[Record]] = {}
         self.appends: list[int] = []
         self.busy: set[int] = set()
         self.gate = asyncio.Event()
         self.gate.set()
-        self._fault, self._partitions = fault, partitions
+        self._fault, self._partitions, self._pace = fault, partitions, seconds_per_byte
 
     async def partition_count(self, topic: str) -> int:
         return self._partitions
@@ -45,7 +45,7 @@ class FaultyDriver:
             log = self.stored.setdefault(partition, [])
             first = len(log)
             log.extend(record for index, record in enumerate(records) if index not in bad)
-            return Appended(first, len(log) - 1, failed) if len(log) > first else Appended(-1, -1, failed)
+            return Appended(first, len(log) - 1, failed, self._pace) if len(log) > first else Appended(-1, -1, failed)
         finally:
             self.busy.discard(partition)
 
@@ -198,6 +198,69 @@ async def test_waiting_counts_against_the_deadline() -> None:
         await fresh
         assert producer.pending_bytes == 0
     assert driver.appends in ([1], [1, 3])
+
+
+async def test_what_a_full_partition_cannot_take_in_time_is_refused_at_once() -> None:
+    """Broken: clients of a partition at its limit wait for their time-out, are told nothing, or hold up the other partitions."""
+    driver = FaultyDriver(seconds_per_byte=0.001)
+    async with Producer(driver, policy=RetryPolicy(patience=1.0)) as producer:
+        (await producer.send_to("t", {0: make_records(1)})).raise_first()
+        driver.gate.clear()
+        waiting = asyncio.create_task(producer.send_to("t", {0: make_records(20, size=100)}))
+        await asyncio.sleep(0)
+        refused = asyncio.create_task(producer.send_to("t", {0: make_records(2), 1: make_records(3)}))
+        await asyncio.sleep(0)
+        pending = producer.pending_bytes
+        driver.gate.set()
+        full, other = (await refused).parts
+        assert other.partition == 1
+        assert not other.failed
+        (_, error), _ = full.failed
+        assert isinstance(error, errors.Throttled)
+        assert error.retry_after == pytest.approx(0.001 * estimate_size(make_records(20, size=100)))
+        assert pending < estimate_size(make_records(20, size=100)) * 2
+        assert not (await waiting).failed
+        assert not (await producer.send_to("t", {0: make_records(4)})).failed, "there is room again"
+        assert producer.pending_bytes == 0
+
+
+async def test_a_small_append_that_was_refused_says_little_of_what_waits() -> None:
+    """If it fails, clients of a full partition are told to come back in days: the seconds for 300 bytes, times megabytes."""
+
+    def fault(records: Sequence[Record]) -> Sequence[tuple[int, Exception]]:
+        return [(index, errors.Throttled("full", retry_after=14.0)) for index in range(len(records))]
+
+    driver = FaultyDriver(fault)
+    async with Producer(driver, policy=RetryPolicy(deadline=1.0)) as producer:
+        await producer.send_to("t", {0: make_records(1, size=300)})
+        driver.gate.clear()
+        waiting = [asyncio.create_task(producer.send_to("t", {0: make_records(1, size=700_000)})) for _ in range(5)]
+        await asyncio.sleep(0)
+        last = asyncio.create_task(producer.send_to("t", {0: make_records(1)}))
+        await asyncio.sleep(0)
+        driver.gate.set()
+        waits = []
+        for result in await asyncio.gather(*waiting, last):
+            ((_, error),) = result.parts[0].failed
+            assert isinstance(error, errors.Throttled)
+            waits.append(error.retry_after)
+        assert waits[-1] == pytest.approx(14 * 700_000 / MAX_APPEND_BYTES, rel=0.01)
+
+
+async def test_nobody_is_told_to_stay_away_for_long() -> None:
+    """If it fails, clients stay away for hours from a shard that is throttled for seconds."""
+    driver = FaultyDriver(seconds_per_byte=1.0)
+    async with Producer(driver, policy=RetryPolicy(deadline=1.0)) as producer:
+        (await producer.send_to("t", {0: make_records(1)})).raise_first()
+        driver.gate.clear()
+        waiting = asyncio.create_task(producer.send_to("t", {0: make_records(1, size=3_000)}))
+        await asyncio.sleep(0)
+        result = await producer.send_to("t", {0: make_records(1)})
+        ((_, error),) = result.parts[0].failed
+        assert isinstance(error, errors.Throttled)
+        assert error.retry_after == 60
+        driver.gate.set()
+        await waiting
 
 
 async def test_each_record_is_tried_until_its_own_deadline() -> None:

@@ -97,6 +97,10 @@ class KafkaAdmin:
         end = await ends(self._cluster, sources)
         return {source.partition: PartitionRange(first[source], end[source]) for source in sources}
 
+    async def next_at_least(self, topic: str) -> dict[int, int]:
+        """As in the contract: the ends."""
+        return {partition: held.end for partition, held in (await self.describe(topic)).items()}
+
     async def offsets_at(self, topic: str, start: Start) -> dict[int, int]:
         """As in the contract."""
         sources = await partitions_of(self._cluster, [topic])

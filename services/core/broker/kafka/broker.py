@@ -51,6 +51,10 @@ class KafkaBroker:
         return self._admin
 
     @property
+    def resharding(self) -> None:
+        """As in the contract."""
+
+    @property
     def driver(self) -> Driver:
         return self._driver
 

@@ -47,6 +47,10 @@ class LogAdmin:
         """As in the contract."""
         return await self._readers.use(topic, lambda reader: reader.ranges())
 
+    async def next_at_least(self, topic: str) -> dict[int, int]:
+        """As in the contract: the ends."""
+        return {partition: held.end for partition, held in (await self.describe(topic)).items()}
+
     async def offsets_at(self, topic: str, start: Start) -> dict[int, int]:
         """As in the contract."""
         return await self._readers.use(topic, lambda reader: reader.offsets_at(start))

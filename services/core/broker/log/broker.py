@@ -69,6 +69,10 @@ class LogBroker:
         return self._admin
 
     @property
+    def resharding(self) -> None:
+        """As in the contract."""
+
+    @property
     def driver(self) -> LogDriver:
         """As in the contract."""
         return self._driver

@@ -1,7 +1,6 @@
 """One member of a group: keeps its leases alive, takes and drains partitions. Independent of who polls when."""
 
 import asyncio
-import logging
 import uuid
 from collections.abc import Awaitable, Callable, Collection
 from contextlib import suppress
@@ -9,7 +8,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from services.core.broker.contract import OnRevoke, Start
-from services.core.broker.errors import BrokerError, Unavailable
+from services.core.broker.errors import BrokerError
 from services.core.broker.log.bell import Bell, Listener
 from services.core.broker.log.clock import boot_ms
 from services.core.broker.log.groups import Progress as GroupProgress
@@ -18,10 +17,10 @@ from services.core.broker.log.owned import Owned
 from services.core.broker.log.progress import Progress
 from services.core.broker.log.readers import Readers
 from services.core.broker.record import TopicPartition
+from services.core.broker.trouble import Trouble, end_tasks
 
 T = TypeVar("T")
 
-_LOG = logging.getLogger(__name__)
 _LISTEN_SECONDS = 0.05
 _LEAVE_SECONDS = 5.0
 
@@ -60,8 +59,7 @@ class Membership:
         self.member = uuid.uuid4().hex
         self.owned: dict[TopicPartition, Owned] = {}
         self.until = 0
-        self.failure: BaseException | None = None
-        self._fatal = False
+        self._trouble = Trouble(group)
         self._leaving = False
         self._drain: asyncio.Task[None] | None = None
         self._draining: frozenset[TopicPartition] = frozenset()
@@ -82,20 +80,13 @@ class Membership:
         for topic in self._topics:
             await self._side.readers.partition_count(topic)
         await self._beat()
-        if self.failure is not None:
-            raise self.failure
+        if (failure := self._trouble.take(is_alive=False)) is not None:
+            raise failure
         self._beats = asyncio.create_task(self._run(), name=f"log-group-{self.group}")
 
     def take_failure(self) -> BaseException | None:
-        """What failed since the last call; passing faults of a member whose leases still hold do not count.
-
-        A fault of the caller's own on_revoke stays.
-        """
-        failure = self.failure
-        if self._fatal:
-            return failure
-        self.failure = None
-        return None if isinstance(failure, Unavailable) and self.is_alive else failure
+        """What poll should raise, see `Trouble`."""
+        return self._trouble.take(is_alive=self.is_alive)
 
     async def leave(self) -> None:
         """Drain everything, keeping the leases alive; then stop, free it, end the membership."""
@@ -103,27 +94,26 @@ class Membership:
         try:
             if self._drain is not None:
                 await self._drain
-            rest = frozenset(self.owned)
+            rest, self._lost = frozenset(self.owned) | self._lost, frozenset()
             if rest:
                 await self._revoke(rest)
         finally:
-            await _end(self._drain, self._beats)  # a beat after the release would make us a member again
+            await end_tasks(self._drain, self._beats)  # a beat after the release would make us a member again
             with suppress(BrokerError, TimeoutError):  # the leases run out by themselves
                 async with asyncio.timeout(_LEAVE_SECONDS):
                     await asyncio.shield(self._release(frozenset(self.owned), leave=True))
-        if self._fatal and self.failure is not None:
-            raise self.failure
+        self._trouble.raise_fatal()
 
     async def _run(self) -> None:
-        """Beat until cancelled. What fails is kept in `failure`, for poll to raise, and tried again."""
+        """Beat until cancelled. What fails is kept for poll to raise, and tried again."""
         while True:
             await self._listen()
             try:
                 await self._beat()
             except BrokerError as error:
-                self._note(error)
-            except Exception as error:  # a fault of ours: nobody may wait for records that never come
-                self.failure, self._fatal = error, True
+                self._trouble.note(error)
+            except Exception as error:
+                self._trouble.end(error)
                 return
 
     async def _listen(self) -> None:
@@ -142,7 +132,7 @@ class Membership:
             try:
                 counts[topic] = await side.readers.partition_count(topic)
             except BrokerError as error:  # the others go on
-                self._note(error)
+                self._trouble.note(error)
         if self._unreleased and not self._leaving:
             await self._release(frozenset())
         held = {source: owned.epoch for source, owned in self.owned.items()}
@@ -161,11 +151,7 @@ class Membership:
             try:
                 await self._take({source: epoch for source, epoch in taken.items() if source.topic == topic})
             except BrokerError as error:  # the next beat takes them again
-                self._note(error)
-
-    def _note(self, error: BaseException) -> None:
-        if not self._fatal:
-            self.failure = error
+                self._trouble.note(error)
 
     async def _take(self, taken: dict[TopicPartition, int]) -> None:
         """Start reading partitions of one topic where the group is."""
@@ -208,13 +194,7 @@ class Membership:
         for source in sources:
             if source in self.owned:
                 self.owned[source].revoking = True
-        try:
-            async with asyncio.timeout(self._side.timing.drain):
-                await self._on_revoke(sources)
-        except TimeoutError:
-            _LOG.warning("group %s: on_revoke timed out; %d partitions go undrained", self.group, len(sources))
-        except Exception as error:
-            self.failure, self._fatal = error, True
+        await self._trouble.revoke(self._on_revoke, sources, self._side.timing.drain)
 
     async def _release(self, sources: frozenset[TopicPartition], *, leave: bool = False) -> None:
         self._unreleased |= {source: self.owned.pop(source).epoch for source in sources if source in self.owned}
@@ -223,12 +203,3 @@ class Membership:
         for source in released:
             self._unreleased.pop(source, None)
         await self._side.on_thread(self._side.bell.ring)
-
-
-async def _end(*tasks: "asyncio.Task[None] | None") -> None:
-    """Cancel these tasks and wait until they are over."""
-    running = [task for task in tasks if task is not None and not task.done()]
-    for task in running:
-        task.cancel()
-    if running:
-        await asyncio.wait(running)

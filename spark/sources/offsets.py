@@ -1,7 +1,7 @@
-"""How far a query has read the log: the offset that Spark keeps in its checkpoint, one for all topics of a query.
+"""How far a query has read: the offset that Spark keeps in its checkpoint, one for all topics of a query.
 
-`{"topics": {name: {"incarnation": hex, "next": {partition: offset}}}}`, offsets "next to read". The incarnation tells a
-topic that was deleted and made again from the one that the query read.
+`{"topics": {name: {"incarnation": text, "next": {partition: offset}}}}`, offsets "next to read"; of Kinesis as text,
+and more beside them (`shards`). The incarnation tells a topic that was deleted and made again from the one that the query read.
 """
 
 from collections.abc import Mapping
@@ -29,18 +29,23 @@ def make_offset(places: Mapping[str, tuple[str, Mapping[int, int]]]) -> Offset:
 def place_of(offset: Offset, topic: str) -> tuple[str, dict[int, int]]:
     """(incarnation, next offset by partition) of a topic; ("", {}) for one that the query has not read yet."""
     found = offset["topics"].get(topic)
-    return ("", {}) if found is None else (found["incarnation"], {int(p): n for p, n in found["next"].items()})
+    return ("", {}) if found is None else (found["incarnation"], {int(p): int(n) for p, n in found["next"].items()})
+
+
+def check_incarnation(topic: str, incarnation: str, known: str) -> None:
+    """Raise TopicRecreated unless the topic is the one that was read, if any was."""
+    if known and known != incarnation:
+        raise TopicRecreated(
+            f"topic {topic!r} was deleted and made again since the last batch. "
+            "Try: moving the pipe's checkpoint folder away, and reading it from the start"
+        )
 
 
 def check_place(
     topic: str, incarnation: str, known: tuple[str, Mapping[int, int]], held: Mapping[int, PartitionRange]
 ) -> None:
     """Raise unless the topic is the one that was read and still holds everything from there on."""
-    if known[0] and known[0] != incarnation:
-        raise TopicRecreated(
-            f"topic {topic!r} was deleted and made again since the last batch. "
-            "Try: moving the pipe's checkpoint folder away, and reading it from the start"
-        )
+    check_incarnation(topic, incarnation, known[0])
     for partition, wanted in known[1].items():
         part = held.get(partition, PartitionRange(0, 0))
         if not part.start <= wanted <= part.end:

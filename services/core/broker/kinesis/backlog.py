@@ -1,0 +1,163 @@
+"""What is read of one shard: what was not returned yet, and what was returned and is not processed. No I/O."""
+
+import asyncio
+from bisect import bisect_left, bisect_right
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from services.core.broker.contract import MAX_APPEND_BYTES, Lag
+from services.core.broker.errors import BrokerError
+from services.core.broker.kinesis.runs import Run
+from services.core.broker.record import Batch, Record, TopicPartition
+
+_POLL_BYTES = 1_000_000
+
+
+class _Open(NamedTuple):
+    """Returned, not processed: offsets and record times of a run."""
+
+    offsets: Sequence[int]
+    times: Sequence[int]
+    arrived: int
+
+
+class Backlog:
+    """behind: how far reading is behind the shard's end (ms), None until it is known. ended: the shard has no more.
+
+    error: why reading does not go on. settled: when nothing unprocessed was left behind (wall clock, ms; 0 if never).
+    """
+
+    def __init__(self, source: TopicPartition) -> None:
+        self._source = source
+        self._runs: deque[Run] = deque()
+        self._open: deque[_Open] = deque()
+        self._taken_of_first = 0
+        self._settled = 0
+        self._looked = 0
+        self._room = asyncio.Event()
+        self._asks = 0
+        self._answered = 0
+        self.size = 0
+        self.is_full = False
+        self.behind: int | None = None
+        self.ended = False
+        self.error: BrokerError | None = None
+
+    async def make_room(self, limit: int) -> None:
+        """Wait until less than `limit` bytes were not returned yet."""
+        while self.size >= limit:
+            self.is_full = True
+            self._room.clear()
+            await self._room.wait()
+        self.is_full = False
+
+    def asked(self) -> int:
+        """A read is under way; one at a time. Gives its number."""
+        self._asks += 1
+        return self._asks
+
+    @property
+    def asks(self) -> int:
+        """The number of the last read that began."""
+        return self._asks
+
+    def knows(self, asks: int) -> bool:
+        """Whether a read was answered that began after the one of this number; or none will be."""
+        return self._answered > asks or self.is_full or self.ended or self.error is not None
+
+    def add(self, runs: Sequence[Run], behind: int, now_ms: int) -> None:
+        """An answer came: what it held, and how far behind the end it was. now_ms: when it was asked for."""
+        kept = [run for run in runs if run.records]
+        self._runs.extend(kept)
+        self.size += sum(run.size for run in kept)
+        self._answered = self._asks
+        self.behind = behind
+        if behind == 0:
+            self._looked = now_ms
+        self._note_settled()
+
+    @property
+    def is_processed(self) -> bool:
+        """Whether everything that was read is processed."""
+        return not self._runs and not self._open
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the shard has ended and all of it is processed."""
+        return self.ended and self.is_processed
+
+    @property
+    def settled(self) -> int:
+        """As in the class."""
+        return self._settled
+
+    def has_records(self) -> bool:
+        """Whether `take` would return something."""
+        return bool(self._runs)
+
+    def take(self, count: int) -> list[Batch]:
+        """The next records, at most `count` and about a megabyte, as one batch; damage is a batch of its own."""
+        offsets: list[int] = []
+        records: list[Record] = []
+        size = 0
+        batches: list[Batch] = []
+        while self._runs and len(records) < count and size < _POLL_BYTES:
+            run = self._runs[0]
+            if run.damage is not None:
+                if not records:
+                    batches.append(Batch(*self._source, run.offsets, run.records, run.damage))
+                    self._pass(run, len(run.records))
+                break
+            start = self._taken_of_first
+            stop = min(len(run.records), start + count - len(records))
+            offsets += run.offsets[start:stop]
+            records += run.records[start:stop]
+            size += min(run.size, MAX_APPEND_BYTES)
+            self._pass(run, stop)
+        if records:
+            batches.append(Batch(*self._source, offsets, records))
+        return batches
+
+    def _pass(self, run: Run, stop: int) -> None:
+        start = self._taken_of_first
+        taken = run.records[start:stop]
+        self._open.append(_Open(run.offsets[start:stop], [record.timestamp for record in taken], run.arrived))
+        if stop == len(run.records):
+            self._runs.popleft()
+            self._taken_of_first = 0
+            self.size -= run.size
+            self._room.set()
+        else:
+            self._taken_of_first = stop
+
+    def arrived(self, offset: int) -> int:
+        """When the record of a returned offset arrived, ms; 0 when it is not known any more."""
+        at = bisect_left(self._open, offset, key=lambda run: run.offsets[-1])
+        return self._open[at].arrived if at < len(self._open) else 0
+
+    def processed(self, offset: int) -> None:
+        """Everything that was returned up to this offset is processed."""
+        while self._open and self._open[0].offsets[-1] <= offset:
+            self._open.popleft()
+        if self._open and self._open[0].offsets[0] <= offset:
+            first = self._open[0]
+            done = bisect_right(first.offsets, offset)
+            self._open[0] = _Open(first.offsets[done:], first.times[done:], first.arrived)
+        self._note_settled()
+
+    def _note_settled(self) -> None:
+        if self.is_processed and self.behind == 0:
+            self._settled = max(self._settled, self._looked)
+
+    def lag(self, now_ms: int) -> Lag:
+        """What is not processed. Exact when reading is at the shard's end; behind it, the records that are known of."""
+        count = sum(len(run.offsets) for run in self._open) + sum(len(run.records) for run in self._runs)
+        count -= self._taken_of_first
+        if self._open:
+            oldest, stored = self._open[0].times[0], self._open[0].arrived
+        elif self._runs:
+            oldest, stored = self._runs[0].records[self._taken_of_first].timestamp, self._runs[0].arrived
+        else:
+            return Lag(1, self.behind, now_ms - self.behind) if self.behind else Lag(0, 0)
+        return Lag(count, max(0, now_ms - oldest), stored)

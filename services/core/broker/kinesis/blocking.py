@@ -1,0 +1,111 @@
+"""Kinesis for code without an event loop, such as Spark's drivers and workers.
+
+Every method blocks, and may be called from any thread. Not to be carried over a fork: a process opens its own.
+"""
+
+import asyncio
+import threading
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack
+from typing import Any, TypeVar
+
+from services.core.broker.contract import PartitionRange, Start
+from services.core.broker.errors import OffsetOutOfRange
+from services.core.broker.kinesis.broker import KinesisBroker
+from services.core.broker.kinesis.look import patiently
+from services.core.broker.kinesis.membership import Stream
+from services.core.broker.partitioner import split_by_key
+from services.core.broker.producer import Producer
+from services.core.broker.record import Batch, Record, estimate_size
+from services.core.broker.retry import RetryPolicy
+
+T = TypeVar("T")
+_PATIENT = RetryPolicy(deadline=60.0, patience=60.0)
+"""Nobody waits for an answer, and a batch that fails is written again as a whole."""
+_READ_RECORDS = 5_000
+_SEND_BYTES = 512 << 10
+"""Travel together: a shard takes a megabyte a second, and each send has the producer's seconds."""
+
+
+class BlockingKinesis:
+    """An open connection, with an event loop of its own on a daemon thread. Every wait ends as the broker's do."""
+
+    def __init__(self, url: str) -> None:
+        """`url`: see `kinesis_url`. Raises ValueError, Unavailable."""
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="kinesis", daemon=True)
+        self._thread.start()
+        self._stack = AsyncExitStack()
+        try:
+            self.broker = self.wait(self._stack.enter_async_context(KinesisBroker.open(url)))
+            self._producer = self.wait(self._stack.enter_async_context(Producer(self.broker.driver, policy=_PATIENT)))
+        except BaseException:
+            self.close()
+            raise
+
+    def wait(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run it on the loop, and wait for what comes of it."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    def close(self) -> None:
+        """Drain, and end the thread."""
+        self.wait(self._stack.aclose())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def stream(self, topic: str) -> Stream:
+        """As it is now. Raises UnknownTopic, Unavailable."""
+        return self.wait(patiently(lambda: self.broker.stream(topic)))
+
+    def partition_count(self, topic: str) -> int:
+        """How many partitions it has to those who write. Raises UnknownTopic, Unavailable."""
+        return self.wait(self._producer.partition_count(topic))
+
+    def ranges(self, topic: str) -> Mapping[int, PartitionRange]:
+        """What each shard holds; seconds, not milliseconds. Raises UnknownTopic, Unavailable."""
+        return self.wait(self.broker.admin.describe(topic))
+
+    def offsets_at(self, topic: str, start: Start) -> Mapping[int, int]:
+        """As `Admin.offsets_at`, per shard."""
+        return self.wait(self.broker.admin.offsets_at(topic, start))
+
+    def read(self, topic: str, shard: int, offset: int, max_records: int = _READ_RECORDS) -> Batch | None:
+        """As `Admin.read`."""
+        return self.wait(self.broker.admin.read(topic, shard, offset, max_records=max_records))
+
+    def read_range(self, topic: str, shard: int, start: int, end: int) -> Iterator[Batch]:
+        """The records `start <= offset < end` of a shard, in order; 0 is the beginning of what is kept.
+
+        Raises OffsetOutOfRange when the first or the last of them are gone, or do not exist yet.
+        """
+        at = start
+        while at < end:
+            batch = self.read(topic, shard, at)
+            if batch is None:
+                raise OffsetOutOfRange(topic, shard, end, start, at, contiguous=False)
+            kept = sum(offset < end for offset in batch.offsets)
+            if kept:
+                yield Batch(topic, shard, batch.offsets[:kept], batch.records[:kept], batch.damage)
+            at = batch.offsets[-1] + 1
+
+    def send(self, topic: str, records: Sequence[Record], turn: int = 0) -> None:
+        """Store them by key, durably, tried again as everywhere; those without a key in one partition, another each turn.
+
+        At least once: Kinesis has no idempotent put. Raises BrokerError kinds; then some may be stored.
+        """
+        count = self.partition_count(topic)
+        for some in _in_pieces(records):
+            parts = split_by_key(some, count, keyless=turn % count)
+            self.wait(self._producer.send_to(topic, parts)).raise_first()
+
+
+def _in_pieces(records: Sequence[Record]) -> Iterator[Sequence[Record]]:
+    first = size = 0
+    for index, record in enumerate(records):
+        size += estimate_size([record])
+        if size >= _SEND_BYTES:
+            yield records[first : index + 1]
+            first, size = index + 1, 0
+    if first < len(records):
+        yield records[first:]

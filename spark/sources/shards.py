@@ -1,0 +1,158 @@
+"""How far a query has read a stream's shards, and what it reads next: children after their parents, and nothing that retention
+took is passed over.
+
+Where a shard ends is only known by reading it. So what a micro-batch holds is read when it is planned.
+"""
+
+import asyncio
+import time
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from services.core.broker.contract import Admin
+from services.core.broker.errors import OffsetOutOfRange
+from services.core.broker.kinesis.membership import Stream
+from services.core.broker.kinesis.shards import Shard
+from services.core.broker.record import Batch, estimate_size
+from spark.sources.offsets import Offset
+
+BATCH_BYTES = 16 << 20
+"""A micro-batch holds about so much of one stream."""
+SETTLED_EVERY_MS = 3_600_000
+"""So often an idle stream makes an empty batch, by which the checkpoint knows how long nothing can have been missed."""
+_READ_RECORDS = 5_000
+_FULL_BYTES = 500_000
+"""A read gives about a megabyte at most: behind half of one there may be more."""
+
+
+class ShardPosition(NamedTuple):
+    """next: the offset to read next; 0: the beginning. settled: when (ms) nothing more was there. ended: nor will be."""
+
+    next: int
+    settled: int
+    ended: bool = False
+
+
+Shards = dict[int, ShardPosition]
+"""By number."""
+
+
+class Planned(NamedTuple):
+    """What is to be read of one shard: from `start` on, behind which it continues at `position`."""
+
+    start: int
+    position: ShardPosition
+    batches: list[Batch]
+
+
+def pack_places(places: Mapping[str, tuple[str, Shards]]) -> Offset:
+    """topic -> (which life of the stream, shards), as `offsets` has it; big numbers as text."""
+    topics = {
+        topic: {
+            "incarnation": incarnation,
+            "next": {str(number): str(shards[number].next) for number in sorted(shards)},
+            "settled": {str(number): shards[number].settled for number in sorted(shards)},
+            "ended": [number for number in sorted(shards) if shards[number].ended],
+        }
+        for topic, (incarnation, shards) in sorted(places.items())
+    }
+    return {"topics": topics}
+
+
+def unpack_place(offset: Offset, topic: str) -> tuple[str, Shards]:
+    """Of one topic; ("", {}) for one that the query has not read yet."""
+    found = offset["topics"].get(topic)
+    if found is None:
+        return "", {}
+    settled, ended = found["settled"], found["ended"]
+    return found["incarnation"], {
+        int(number): ShardPosition(int(following), settled[number], int(number) in ended)
+        for number, following in found["next"].items()
+    }
+
+
+def meet(topic: str, stream: Stream, known: Shards, now_ms: int) -> Shards:
+    """The shards as they are now: new ones from their beginning; those that aged out are forgotten. A batch reads those only that
+    the one before it had met: then its beginning says since when nothing of them can have been missed.
+
+    Raises OffsetOutOfRange when one aged out that nobody looked at for a whole retention.
+    """
+    kept = {shard.number for shard in stream.shards}
+    for number, position in known.items():
+        if number not in kept and not position.ended and is_overdue(stream, position, now_ms):
+            raise OffsetOutOfRange(topic, number, position.next, position.next + 1, position.next + 1, contiguous=False)
+    new = {
+        shard.number: ShardPosition(
+            0, min((known[one].settled for one in shard.parents if one in known), default=now_ms)
+        )
+        for shard in stream.shards
+    }
+    return {number: known.get(number, new[number]) for number in sorted(kept)}
+
+
+def is_overdue(stream: Stream, position: ShardPosition, now_ms: int) -> bool:
+    """Whether something may have come and expired since somebody looked."""
+    return position.settled + stream.retention_ms < now_ms
+
+
+def check_beginning(topic: str, stream: Stream, shard: int, position: ShardPosition, now_ms: int) -> None:
+    """Raise OffsetOutOfRange when a shard is to be read from its beginning, and that may be gone."""
+    if not position.next and is_overdue(stream, position, now_ms):
+        raise OffsetOutOfRange(topic, shard, 0, 1, 1, contiguous=False)
+
+
+def readable(stream: Stream, known: Shards) -> list[Shard]:
+    """Those that have not ended, and whose parents have: in a batch before, so that keys keep their order between tasks, too."""
+    unfinished = {number for number, position in known.items() if not position.ended}
+    return [shard for shard in stream.shards if shard.number in unfinished and unfinished.isdisjoint(shard.parents)]
+
+
+async def read_on(admin: Admin, topic: str, stream: Stream, known: Shards, room: int) -> dict[int, Planned]:
+    """About `room` records and BATCH_BYTES at most, shared evenly by the shards; nothing of those whose turn has not come.
+
+    Raises OffsetOutOfRange, UnknownTopic, Unavailable.
+    """
+    shards = readable(stream, known)
+    if not shards:
+        return {}
+    share, size = -(-room // len(shards)), BATCH_BYTES // len(shards)
+    found = await asyncio.gather(
+        *(_read_shard(admin, topic, stream, shard, known[shard.number], share, size) for shard in shards)
+    )
+    return {shard.number: planned for shard, planned in zip(shards, found, strict=True)}
+
+
+async def _read_shard(
+    admin: Admin, topic: str, stream: Stream, shard: Shard, known: ShardPosition, room: int, size: int
+) -> Planned:
+    at, batches = known.next, list[Batch]()
+    check_beginning(topic, stream, shard.number, known, time.time_ns() // 1_000_000)
+    is_more = True
+    while room > 0 and size > 0 and is_more:  # at the end: what comes from here on is for the next batch
+        now = time.time_ns() // 1_000_000
+        overdue = is_overdue(stream, known, now)
+        asked = min(room, _READ_RECORDS)
+        try:
+            batch = await admin.read(topic, shard.number, at, max_records=asked)
+        except OffsetOutOfRange as error:
+            if batches or overdue or error.start <= at:
+                raise
+            at = error.start  # what was read last is gone, and nothing else: somebody looked in time
+            continue
+        if batch is None:
+            if overdue and not batches:
+                await _expect_last(admin, topic, shard.number, at)
+            settled = now if batches or now - known.settled > SETTLED_EVERY_MS else known.settled
+            return Planned(known.next, ShardPosition(at, settled, ended=not shard.is_open), batches)
+        batches.append(batch)
+        at = batch.offsets[-1] + 1
+        room -= len(batch.records)
+        size -= (given := estimate_size(batch.records))
+        is_more = len(batch.records) == asked or given >= _FULL_BYTES
+    return Planned(known.next, known._replace(next=at), batches)
+
+
+async def _expect_last(admin: Admin, topic: str, shard: int, at: int) -> None:
+    """Raise OffsetOutOfRange unless what was read last is still there: then nothing behind it was taken."""
+    if await admin.read(topic, shard, at - 1, max_records=1) is None:
+        raise OffsetOutOfRange(topic, shard, at, at + 1, at + 1, contiguous=False)

@@ -1,0 +1,62 @@
+"""Kinesis in the contract suite: the session's emulator, behind the proxy that keeps the service's limits."""
+
+import asyncio
+from contextlib import AbstractAsyncContextManager
+
+from services.core.aws_emulator import AwsEmulator, kinesis_url
+from services.core.broker.contract import Broker, TopicSpec
+from services.core.broker.kinesis import KinesisBroker, Timing
+from services.core.broker.kinesis.offsets import split_offset
+from services.core.broker.kinesis.shards import shard_id
+from tests.support.kafka import unique_name
+from tests.support.kinesis_limits import KinesisLimits
+
+_TIMING = Timing(lease=2.0, beat=0.2, sync=1.0, drain=10.0, request=10.0, subscription=4.0)
+"""Short, so that tests need not wait for a lost member, and see subscriptions end."""
+
+_DOWN_SECONDS = 1.0
+
+
+def open_for_tests(url: str) -> AbstractAsyncContextManager[Broker]:
+    """A connection with short leases."""
+    return KinesisBroker.open(url, timing=_TIMING)
+
+
+class KinesisHarness:
+    """See `harness.Harness`."""
+
+    member_timeout = _TIMING.lease
+    poll_interval = 1.0
+
+    def __init__(self, emulator: AwsEmulator, limits: KinesisLimits, *, fan_out: bool = False) -> None:
+        """fan_out: shards are pushed, past the limits: the proxy does not speak HTTP/2."""
+        self._limits = limits
+        self.url = kinesis_url(limits.endpoint, emulator.dynamodb)
+        if fan_out:
+            self.url = f"{kinesis_url(emulator.endpoint, emulator.dynamodb)}&fan_out=1"
+        self.spec = f"kinesis:{self.url}"
+
+    def open(self) -> AbstractAsyncContextManager[Broker]:
+        return open_for_tests(self.url)
+
+    def fresh_name(self, hint: str) -> str:
+        return unique_name(hint)
+
+    async def create_topic(self, broker: Broker, partitions: int = 1) -> str:
+        name = unique_name("topic")
+        await broker.admin.create_topic(TopicSpec(name, partitions=partitions, retention_ms=86_400_000))
+        return name
+
+    async def crash(self, topic: str, partition: int = 0) -> None:
+        """The service does not die; it goes away for a second, in the middle of requests that it has carried out."""
+        self._limits.faults.down = True
+        await asyncio.sleep(_DOWN_SECONDS)
+        self._limits.faults.down = False
+
+    async def restart(self) -> None:
+        """The service has no restart; what survives one is what another connection sees."""
+
+    async def expire(self, topic: str, partition: int, before: int) -> None:
+        """The proxy hides what retention would take: whole entries, as Kinesis does."""
+        sequence, sub = split_offset(before)
+        self._limits.cut(topic, shard_id(partition), sequence, too=sub > 0)

@@ -1,0 +1,156 @@
+"""Transforms on Kinesis: the emulator, without its limits; what is tested here is Spark's side."""
+
+import asyncio
+import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+import orjson
+import pytest
+from pyspark.sql import SparkSession
+
+from services.core import dead_letter
+from services.core.aws_emulator import AwsEmulator
+from services.core.broker.kinesis.sdk import open_clients
+from services.core.broker.kinesis_url import parse_address
+from services.core.broker.record import Record
+from services.core.event import read_id
+from spark.sources.source import NAME
+from tests.spark.broker_river import BrokerRiver
+from tests.spark.river import NOW, event, numbers, wait_for
+from tests.support.kinesis_resharding import Resharding
+
+START = NOW - NOW % 60_000
+SQL = "SELECT event, upper(value) AS value FROM {s}"
+
+
+@pytest.fixture
+def river(spark: SparkSession, kinesis_emulator: AwsEmulator, tmp_path: Path) -> Iterator[BrokerRiver]:
+    """A stream of two shards and a pipe; its jobs are stopped at the end."""
+    with BrokerRiver(spark, kinesis_emulator.url, tmp_path, partitions=2) as river:
+        yield river
+
+
+async def reshard(river: BrokerRiver, *, splits: Sequence[int] = (), merge: tuple[int, int] | None = None) -> None:
+    """Split these shards of the stream in the middle; merge these two neighbours."""
+    async with open_clients(parse_address(river.url), 10.0) as clients:
+        resharding = Resharding(clients, river.stream)
+        for number in splits:
+            await resharding.split(number)
+        if merge is not None:
+            await resharding.merge(*merge)
+
+
+def send(river: BrokerRiver, first: int, last: int) -> None:
+    """Events with numbers from `first` to below `last`, each key in one partition."""
+    for partition in (0, 1):
+        river.send(
+            [event(n, b"v%d" % n, key=b"key-%d" % (n % 2)) for n in range(first, last) if n % 2 == partition], partition
+        )
+
+
+def written(river: BrokerRiver, count: int) -> list[Record]:
+    """What the pipe wrote: each event once, and those of a key in their order."""
+    out = river.records("out", count)
+    assert Counter(read_id(record) for record in out) == Counter(f"id-{n}" for n in range(count))
+    for key in (b"key-0", b"key-1"):
+        times = [record.timestamp for record in out if record.key == key]
+        assert times == sorted(times)
+    return out
+
+
+def test_splits_merges_and_restarts_lose_nothing(river: BrokerRiver) -> None:
+    """If this fails, a child shard is read before its parent, or a checkpoint forgets which shards were read."""
+    send(river, 0, 100)
+    chosen = river.chosen(sql=SQL)
+    river.start(chosen)
+    assert {record.value for record in written(river, 100)} == {b"V%d" % n for n in range(100)}
+    asyncio.run(reshard(river, splits=(0, 1)))
+    send(river, 100, 200)
+    written(river, 200)
+    river.stop()
+    asyncio.run(reshard(river, splits=(5,), merge=(3, 4)))  # 3 and 5 are those that partitions 0 and 1 go to
+    send(river, 200, 300)
+    river.send([Record(None, b"no id", 1)], 0)
+    river.start(chosen)
+    written(river, 300)
+    (letter,) = river.records("dead", 1)
+    river.stop()
+    assert river.problem is None
+    assert letter.header(dead_letter.REASON) == b"bad_record"
+    assert numbers(river.reports(), "passed") == set(range(300))
+
+
+def flight(number: int, minute: float, delay: int = 1) -> Record:
+    """An event at so many minutes after START."""
+    record = event(number, orjson.dumps({"delay": delay}), key=b"k")
+    return msgspec.structs.replace(record, timestamp=START + round(minute * 60_000))
+
+
+def reasons(river: BrokerRiver, count: int) -> set[tuple[str | None, bytes | None]]:
+    """Why which events are among the dead letters; waits for so many."""
+    return {(read_id(letter), letter.header(dead_letter.REASON)) for letter in river.records("dead", count)}
+
+
+def test_an_aggregate_keeps_what_it_leaves_out(river: BrokerRiver) -> None:
+    """If this fails, an event on which a transform in the plan raises stops it for good, or a late one vanishes."""
+    counts = """SELECT date_format(window.start, 'HH:mm') AS id, count(*) AS flights, sum(60 DIV delay) AS part
+                FROM {s} GROUP BY window(event_time, '1 minute')"""
+    river.start(river.chosen(columns="delay INT", sql=counts, watermark="1m", interval="50ms"))
+    river.send([flight(0, 0), flight(1, 0.5)])
+    wait_for(lambda: sum(report.read for report in river.batches) >= 2, "a batch")
+    river.send([flight(2, 10), flight(3, 10.1, delay=0)])
+    assert reasons(river, 1) == {("id-3", b"transform_error")}
+    river.send([flight(4, 20)])
+    assert [orjson.loads(record.value or b"")["flights"] for record in river.records("out", 2)] == [2, 1]
+    river.send([flight(5, 0.1)])
+    assert reasons(river, 2) == {("id-3", b"transform_error"), ("id-5", b"late")}
+
+
+def test_a_batch_that_was_not_noted_is_the_same_again(river: BrokerRiver, spark: SparkSession, tmp_path: Path) -> None:
+    """If this fails, what a crash interrupts is lost, or comes again as other events."""
+    send(river, 0, 100)
+    checkpoint = tmp_path / "sink"
+
+    def run(until: int) -> None:
+        source = spark.readStream.format(NAME).options(broker=river.url, topics=river.stream, max_events="30").load()
+        out = source.select("key", "value", "timestamp", "headers")
+        writer = out.writeStream.format(NAME).options(broker=river.url, topic=f"{river.pipe}.out", writer="w")
+        query = writer.option("checkpointLocation", str(checkpoint)).start()
+        try:
+            wait_for(lambda: len(river.records("out", 0)) >= until or not query.isActive, f"{until} records")
+            query.processAllAvailable()
+        finally:
+            query.stop()
+
+    run(100)
+    written(river, 100)
+    newest = max(int(path.name) for path in (checkpoint / "commits").iterdir() if path.name.isdigit())
+    for name in (f"{newest}", f".{newest}.crc"):
+        (checkpoint / "commits" / name).unlink()
+    run(101)
+    counts = Counter(read_id(record) for record in river.records("out", 101))
+    assert set(counts) == {f"id-{n}" for n in range(100)}
+    assert set(counts.values()) == {1, 2}
+
+
+def test_reads_what_is_stored(river: BrokerRiver, spark: SparkSession) -> None:
+    """If this fails, a batch cannot be computed again to find the events that make it fail."""
+    nothing = river.endpoint.newest(spark, [river.stream], 20)
+    assert river.endpoint.read_spans(spark, nothing).count() == 0
+    send(river, 0, 50)
+    spans = river.endpoint.held(spark, [river.stream])
+    rows = river.endpoint.read_spans(spark, spans).orderBy("partition", "offset").collect()
+    assert [row.timestamp for row in rows if row.partition == 0] == sorted(
+        row.timestamp for row in rows if row.partition == 0
+    )
+    assert len(rows) == 50
+    parts = list(river.endpoint.windows(spans, 10))
+    assert sum(river.endpoint.read_spans(spark, part).count() for part in parts) == 50
+    assert len(parts) >= 2
+    ranges = json.dumps(spans)
+    assert spark.read.format(NAME).options(broker=river.url, ranges=ranges).load().count() == 50
+    everything = spark.read.format(NAME).options(broker=river.url, topics=river.stream).load()
+    assert everything.count() == 50

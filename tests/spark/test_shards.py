@@ -1,0 +1,142 @@
+"""What a query over Kinesis reads next, without Spark and without the service."""
+
+import time
+from collections.abc import Sequence
+from typing import Any, cast
+
+import pytest
+
+from services.core.broker.contract import Admin
+from services.core.broker.errors import OffsetOutOfRange
+from services.core.broker.kinesis.look import look
+from services.core.broker.kinesis.membership import Stream
+from services.core.broker.kinesis.shards import Shard
+from services.core.broker.record import Batch, Record, estimate_size
+from spark.sources import shards as planning
+from spark.sources.shards import SETTLED_EVERY_MS, ShardPosition, meet, pack_places, read_on, readable, unpack_place
+from tests.unit.kinesis.fake_shard import FakeShard
+
+DAY_MS = 86_400_000
+NOW = int(time.time() * 1000)
+BIG = 1 << 200
+
+
+class Shelf:
+    """Records by shard: offsets BIG, BIG + 10, …; `gone` of them are not kept any more."""
+
+    def __init__(self, counts: Sequence[int], gone: int = 0) -> None:
+        self.offsets = [[BIG + 10 * n for n in range(count)] for count in counts]
+        self.gone = gone
+
+    async def read(self, topic: str, shard: int, offset: int, *, max_records: int) -> Batch | None:
+        every = self.offsets[shard]
+        kept = every[self.gone :]
+        if offset and offset - 1 not in kept and offset not in kept and kept:
+            raise OffsetOutOfRange(topic, shard, offset, kept[0], kept[-1] + 1, contiguous=False)
+        found = [one for one in kept if one >= offset][:max_records]
+        return Batch(topic, shard, found, [Record(None, b"x", NOW)] * len(found)) if found else None
+
+
+def stream(*shards: Shard) -> Stream:
+    return Stream("account:s:1", shards, DAY_MS)
+
+
+def shard(number: int, *parents: int, is_open: bool = True) -> Shard:
+    return Shard(number, parents, 0, 1, is_open)
+
+
+async def plan(shelf: Shelf, found: Stream, known: dict[int, ShardPosition], room: int = 1000) -> dict[int, Any]:
+    return dict(await read_on(cast(Admin, shelf), "s", found, known, room))
+
+
+async def test_children_wait_for_a_batch_after_their_parents_end() -> None:
+    """If this fails, the events of a key come out of order around a split or a merge."""
+    split = stream(shard(0, is_open=False), shard(1, is_open=False), shard(2, 0, 1))
+    known = meet("s", split, {0: ShardPosition(0, NOW), 1: ShardPosition(0, NOW)}, NOW)
+    shelf = Shelf([3, 1, 5])
+    planned = await plan(shelf, split, known, room=4)
+    assert {number: len(one.batches) for number, one in planned.items()} == {0: 1, 1: 1}
+    assert [len(planned[n].batches[0].records) for n in (0, 1)] == [2, 1]
+    known |= {number: one.position for number, one in planned.items()}
+    assert [one.number for one in readable(split, known)] == [0, 1], "more may have come meanwhile"
+    known |= {number: one.position for number, one in (await plan(shelf, split, known, room=2)).items()}
+    assert (known[0].ended, known[1].ended) == (False, True)
+    assert [one.number for one in readable(split, known)] == [0]
+    known |= {number: one.position for number, one in (await plan(shelf, split, known)).items()}
+    assert [one.number for one in readable(split, known)] == [2]
+    assert [one.number for one in readable(stream(shard(2, 0, 1)), meet("s", stream(shard(2, 0, 1)), known, NOW))] == [
+        2
+    ]
+
+
+async def test_what_is_known_survives_the_checkpoint() -> None:
+    """If this fails, an offset of 206 bits is rounded, or a restart reads a shard again that has ended."""
+    known = {0: ShardPosition(BIG + 1, NOW, ended=True), 11: ShardPosition(0, NOW)}
+    assert unpack_place(pack_places({"s": ("a", known)}), "s") == ("a", known)
+    assert unpack_place(pack_places({"s": ("a", known)}), "t") == ("", {})
+
+
+async def test_an_idle_shard_stays_where_it_is() -> None:
+    """If this fails, an idle query makes a batch several times a second, or never says that it looked."""
+    one, shelf = stream(shard(0)), Shelf([2])
+    idle = ShardPosition(BIG + 11, NOW)
+    assert (await plan(shelf, one, {0: idle}))[0].position == idle
+    old = idle._replace(settled=NOW - SETTLED_EVERY_MS - 1)
+    assert (await plan(shelf, one, {0: old}))[0].position.settled >= NOW
+
+
+async def test_what_expired_unread_is_an_error() -> None:
+    """If this fails, events that retention took before they were read are passed over in silence."""
+    one, looked, long_ago = stream(shard(0)), NOW - 1000, NOW - DAY_MS - 1000
+    behind = Shelf([3], gone=2)
+    with pytest.raises(OffsetOutOfRange):
+        await plan(behind, one, {0: ShardPosition(BIG + 1, long_ago)})
+    kept = await plan(behind, one, {0: ShardPosition(BIG + 1, looked)})
+    assert kept[0].position.next == BIG + 21, "what was read is gone, and nothing else"
+    with pytest.raises(OffsetOutOfRange):
+        await plan(behind, one, {0: ShardPosition(0, long_ago)})
+    with pytest.raises(OffsetOutOfRange):
+        await plan(Shelf([3], gone=3), one, {0: ShardPosition(BIG + 1, long_ago)})
+    assert not (await plan(Shelf([3], gone=3), one, {0: ShardPosition(BIG + 21, looked)}))[0].batches
+    assert not (await plan(Shelf([3]), one, {0: ShardPosition(BIG + 21, long_ago)}))[0].batches, "the last one is there"
+    with pytest.raises(OffsetOutOfRange):
+        meet("s", stream(shard(1)), {0: ShardPosition(BIG, long_ago)}, NOW)
+
+
+async def test_a_child_is_as_old_as_its_parents_last_look() -> None:
+    """If this fails, a query that was down across a split takes what it finds of a child for all that there was."""
+    split = stream(shard(0, is_open=False), shard(1, 0))
+    assert meet("s", split, {0: ShardPosition(BIG, NOW - 5000)}, NOW)[1] == ShardPosition(0, NOW - 5000)
+    assert meet("s", split, {}, NOW)[1] == ShardPosition(0, NOW)
+
+
+async def test_a_batch_is_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If this fails, a backlog of large events is taken into memory as one batch."""
+    monkeypatch.setattr(planning, "BATCH_BYTES", 100)
+    monkeypatch.setattr(planning, "_READ_RECORDS", 1)
+    planned = await plan(Shelf([50]), stream(shard(0)), {0: ShardPosition(0, NOW)})
+    assert len(planned[0].batches) == 2
+    assert planned[0].position.next == BIG + 11
+
+
+class Shard0:
+    """The admin of a stream of one shard, which is read as the real one is."""
+
+    def __init__(self, shard: FakeShard) -> None:
+        self.shard = shard
+
+    async def read(self, topic: str, shard: int, offset: int, *, max_records: int) -> Batch | None:
+        return await look(self.shard.source(), offset, max_records)
+
+
+async def test_a_backlog_fills_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If this fails, a batch holds a megabyte of each shard, whatever its bound, and a busy pipe falls behind for good."""
+    backlog = FakeShard()
+    for _ in range(60):
+        backlog.put(range(300), size=300)
+    admin, one, beginning = cast(Admin, Shard0(backlog)), stream(shard(0)), {0: ShardPosition(0, NOW)}
+    everything = (await read_on(admin, "s", one, beginning, 1 << 62))[0]
+    assert sum(len(batch.records) for batch in everything.batches) == 60 * 300
+    monkeypatch.setattr(planning, "BATCH_BYTES", 3 << 20)
+    part = (await read_on(admin, "s", one, beginning, 1 << 62))[0]
+    assert 3 << 20 < sum(estimate_size(batch.records) for batch in part.batches) < 5 << 20

@@ -1,0 +1,60 @@
+"""Records to Kinesis entries and back."""
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from services.core.broker.errors import RecordTooLarge
+from services.core.broker.kinesis.frames import MAX_ENTRY_BYTES, MAX_RECORD_BYTES, make_entries, read_entry
+from services.core.broker.record import Record
+
+HEADERS = st.lists(st.tuples(st.text(max_size=5), st.binary(max_size=5)), max_size=3).map(tuple)
+RECORDS = st.builds(
+    Record,
+    st.none() | st.binary(max_size=9),
+    st.none() | st.binary(max_size=300),
+    st.integers(0, 1 << 45),
+    HEADERS,
+)
+KEY, HASH_KEY, NOW = "0", 1 << 127, 1_700_000_000_000
+
+
+@settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)
+@given(st.lists(RECORDS, min_size=1, max_size=20))
+def test_records_come_back(records: list[Record]) -> None:
+    """If it fails, a payload, key, header or event time is altered on its way through Kinesis."""
+    (entry,), refused = make_entries(records, KEY, HASH_KEY)
+    assert not refused
+    assert list(entry.indexes) == list(range(len(records)))
+    assert read_entry(entry.data, KEY, NOW) == records
+
+
+def test_what_is_too_large_for_one_entry_becomes_several_in_order() -> None:
+    """If it fails, an append above a megabyte is refused for ever, or its order is lost."""
+    huge = Record(b"k", b"x" * (MAX_RECORD_BYTES + 1), 1)
+    records = [Record(b"k", bytes([n]) * 400_000, n) for n in range(5)]
+    entries, refused = make_entries([*records[:2], huge, *records[2:]], KEY, HASH_KEY)
+    assert {index: type(error) for index, error in refused.items()} == {2: RecordTooLarge}
+    assert [list(entry.indexes) for entry in entries] == [[0, 1], [3, 4], [5]]
+    assert [one for entry in entries for one in read_entry(entry.data, KEY, NOW)] == records
+    assert all(len(entry.data) + len(KEY) <= MAX_ENTRY_BYTES for entry in entries)
+
+
+def test_the_largest_record_fits() -> None:
+    """If it fails, an event of the size that we promise to take is refused."""
+    largest = Record(b"k" * 100, b"x" * (MAX_RECORD_BYTES - 100), 1)
+    (entry,), refused = make_entries([largest], KEY, HASH_KEY)
+    assert not refused
+    assert len(entry.data) + len(KEY) <= MAX_ENTRY_BYTES
+
+
+def test_many_small_headers_do_not_burst_an_entry() -> None:
+    """If it fails, a record within the limit by its content is sent and refused for ever for its framing."""
+    record = Record(b"k", b"", 1, tuple((f"h{n}", b"") for n in range(150_000)))
+    entries, refused = make_entries([record], KEY, HASH_KEY)
+    assert not entries
+    assert isinstance(refused[0], RecordTooLarge)
+
+
+def test_what_others_wrote_is_a_record_too() -> None:
+    """If it fails, a stream that others write to cannot be read."""
+    assert read_entry(b"plain", "their key", NOW) == [Record(b"their key", b"plain", NOW)]

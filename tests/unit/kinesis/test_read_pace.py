@@ -1,0 +1,59 @@
+"""How fast a shard is read."""
+
+from services.core.broker.kinesis.read_pace import READS_PER_SECOND, ReadPace, ReadPaces
+from tests.support.kinesis_limits import Bucket
+from tests.unit.kinesis.test_pace import Clock
+
+
+def test_reads_of_all_groups_share_the_limit() -> None:
+    """If it fails, two groups of one process throttle each other for ever."""
+    clock = Clock()
+    pace = ReadPace(clock)
+    waits = [round(pace.reserve(), 3) for _ in range(3)]
+    assert waits == [0, 0.2, 0.4]
+    paces = ReadPaces()
+    assert paces.of("t", 1) is paces.of("t", 1)
+    assert paces.of("t", 1) is not paces.of("t", 2)
+
+
+def test_large_answers_are_paid_for() -> None:
+    """If it fails, a reader that catches up takes more than the shard gives, and is throttled all the time."""
+    clock = Clock()
+    pace = ReadPace(clock)
+    pace.read(1_000_000)
+    assert round(pace.reserve(), 3) == 0.5
+
+
+def test_a_throttle_slows_down_and_time_without_one_speeds_up() -> None:
+    """If it fails, processes that share a shard storm it with reads that are refused, or crawl for ever after one throttle."""
+    clock = Clock()
+    pace = ReadPace(clock)
+    for _ in range(20):
+        pace.throttle()
+    assert pace.rate == 0.2
+    clock.now += 10
+    pace.read(0)
+    assert pace.rate == READS_PER_SECOND
+
+
+def test_a_process_that_comes_later_gets_its_share() -> None:
+    """If it fails, an operator's look at a busy shard, or a second group, waits for minutes."""
+    clock = Clock()
+    limit = Bucket(READS_PER_SECOND, clock)
+    paces = [ReadPace(clock), ReadPace(clock)]
+    for _ in range(10):
+        paces[1].throttle()  # at its slowest, beside one at full speed
+    due = [clock.now + pace.reserve() for pace in paces]
+    given = [0, 0]
+    while clock.now < 400:
+        who = due.index(min(due))
+        clock.now = max(clock.now, due[who])
+        if limit.has(1):
+            limit.owe(1)
+            given[who] += 1
+            paces[who].read(0)
+        else:
+            paces[who].throttle()
+        due[who] = clock.now + paces[who].reserve()
+    assert min(given) > max(given) / 2
+    assert sum(given) > 300 * 3, "most of the shard's capacity is used"
