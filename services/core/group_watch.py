@@ -71,7 +71,7 @@ class GroupWatch:
 
 def _count_missing(error: OffsetOutOfRange | DataDamaged) -> dict[TopicPartition, int]:
     if isinstance(error, OffsetOutOfRange):
-        return {TopicPartition(error.topic, error.partition): max(0, error.start - error.wanted)}
+        return {TopicPartition(error.topic, error.partition): error.missing}
     missing: dict[TopicPartition, int] = {}
     for partition, first, last in error.ranges:
         source = TopicPartition(error.topic, partition)

@@ -7,6 +7,7 @@ from services.core.yaml_source import BadConfiguration
 from services.fleet.console import print_failure, print_problems
 from services.fleet.problem import CommandFailed
 from services.fleet.verbs import (
+    cost,
     dead,
     dead_actions,
     demo,
@@ -17,13 +18,31 @@ from services.fleet.verbs import (
     log,
     loss,
     pipes,
+    rate,
     send,
     status,
     up,
 )
 from services.fleet.verbs.app import APP
 
-VERBS = (demo, up, send, listen, status, dead, dead_actions, destination, destination_pause, loss, pipes, keys, log)
+VERBS = (
+    demo,
+    up,
+    rate,
+    cost,
+    send,
+    listen,
+    status,
+    dead,
+    dead_actions,
+    destination,
+    destination_pause,
+    loss,
+    pipes,
+    keys,
+    cost,
+    log,
+)
 
 
 def main() -> None:

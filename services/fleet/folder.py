@@ -13,6 +13,7 @@ from services.core.broker.log.layout import refuse_network
 from services.fleet.problem import CommandFailed
 
 STATE_FILE = "fleet.json"
+TOKEN_FILE = "control.token"  # noqa: S105
 
 
 class ProcessState(msgspec.Struct, frozen=True):
@@ -67,7 +68,8 @@ def hold_folder(data: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        (data / STATE_FILE).unlink(missing_ok=True)
+        for name in (STATE_FILE, TOKEN_FILE):
+            (data / name).unlink(missing_ok=True)
         os.close(lock)
 
 
@@ -76,6 +78,15 @@ def write_state(data: Path, state: FleetState) -> None:
     new = data / f"{STATE_FILE}.new"
     new.write_bytes(msgspec.json.format(msgspec.json.encode(state)))
     new.replace(data / STATE_FILE)
+
+
+def write_token(data: Path, token: str) -> None:
+    """What lets one resize this fleet; readable by its owner alone. Blocking."""
+    new = data / f"{TOKEN_FILE}.new"
+    new.unlink(missing_ok=True)
+    with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
+        file.write(token)
+    new.replace(data / TOKEN_FILE)
 
 
 def read_state(data: Path) -> FleetState | None:

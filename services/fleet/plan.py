@@ -3,16 +3,19 @@
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import quote
 
 from services.core.address import parse_address
 from services.core.pipes import PipeFile, needs_retrier
 from services.core.units import format_duration
+from services.fleet.folder import STATE_FILE
 from services.fleet.ports import free_port
 from services.fleet.process import ServiceSpec
 from services.fleet.settings import UpSettings
 
-START_ORDER = ("observer", "retrier", "expel", "transform", "ingest")
-"""The way out first: when clients are let in, everything behind is there. Stopping goes the other way round."""
+START_ORDER = ("observer", "retrier", "expel", "transform", "ingest", "autoscaler")
+"""The way out first: when clients are let in, everything behind is there. Stopping goes the other way round: nobody resizes a
+fleet that stops."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +55,15 @@ def make_plan(settings: UpSettings, pipes: PipeFile, broker: str, config: str | 
     ]
     if any(pipe.transform is not None for pipe in pipes.pipes.values()):
         services.append(_spec("transform", 1, "spark", [*shared, "--data", str(data)]))
-    shares_port = ["--reuse-port", "true"] if settings.ingest > 1 else []
+    shares_port = ["--reuse-port", "true"] if settings.ingest > 1 or settings.autoscale else []
     services += [
         _spec("ingest", number, "services.ingest", [*shared, "--listen", settings.listen, *shares_port])
         for number in range(1, settings.ingest + 1)
     ]
+    if settings.autoscale:
+        groups = ["--group-driver", f"fleet://{quote(str(data))}", "--observer", observer]
+        targets = ["--targets", str(data / STATE_FILE)]
+        services.append(_spec("autoscaler", 1, "services.autoscaler", [*shared, *groups, *targets]))
     return FleetPlan(
         data,
         broker,

@@ -58,6 +58,11 @@ class ServiceProcess:
         process = self._process
         return process.pid if process is not None and process.returncode is None else None
 
+    @property
+    def leaving(self) -> bool:
+        """Whether it was told to stop."""
+        return self._stopping.is_set()
+
     async def keep_running(self) -> None:
         """Run it until `stop`; when it dies start it again, after an exponential, jittered wait of at most 30 s.
 
@@ -92,6 +97,8 @@ class ServiceProcess:
         finally:
             os.close(output.writer)
         self._changed()
+        if self._stopping.is_set():  # asked while it was being started
+            process.terminate()
         try:
             status = await process.wait()
         finally:
@@ -121,13 +128,20 @@ class ServiceProcess:
         words = "".join(f"\n    {line}" for line in self.last_words) if status >= 0 else ""
         return f"{self.spec.name} {how}. Its log: {self.log}{words}"
 
-    async def stop(self, limit: float, hurry: asyncio.Event) -> bool:
-        """SIGTERM, then SIGKILL after `limit` seconds or as soon as `hurry` is set. Whether it drained in time."""
+    def leave(self) -> None:
+        """SIGTERM, once: to a service a second one means "at once". It is not started again."""
+        if self.leaving:
+            return
         self._stopping.set()
+        if self._process is not None and self._process.returncode is None:
+            self._process.terminate()
+
+    async def stop(self, limit: float, hurry: asyncio.Event) -> bool:
+        """`leave`, then SIGKILL after `limit` seconds or as soon as `hurry` is set. Whether it drained in time."""
+        self.leave()
         process = self._process
         if process is None or process.returncode is not None:
             return True
-        process.terminate()
         ended, hurried = asyncio.ensure_future(process.wait()), asyncio.ensure_future(hurry.wait())
         try:
             await asyncio.wait({ended, hurried}, timeout=limit, return_when=asyncio.FIRST_COMPLETED)

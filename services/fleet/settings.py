@@ -26,7 +26,7 @@ class UpSettings(Settings):
     broker: str = Field(
         "log",
         description="log: the embedded log in the data folder. kafka: a real Kafka, started here, its data in the data "
-        "folder. Or a URL: log:///path, kafka://host:port[,host:port].",
+        "folder. Or a URL: log:///path, kafka://host:port[,host:port], kinesis://region.",
     )
     data: Path = Field(Path("data"), description="The data folder: embedded log, checkpoints, service logs, state.")
     listen: Address = Field("127.0.0.1:8080", description="host:port on which ingest takes events.")
@@ -39,10 +39,14 @@ class UpSettings(Settings):
     )
     ingest: int = Field(1, ge=1, le=64, description="Ingest processes; they share the port.")
     expel: int = Field(1, ge=1, le=64, description="Expel processes; they share the work.")
+    autoscale: bool = Field(
+        False,
+        description="Whether the autoscaler runs, too: shards and groups grow and shrink as its settings say (true or false).",
+    )
     ready_within: Duration = Field(120.0, description="How long the services may take to become ready.")
 
 
-SERVICES = ("ingest", "transform", "expel", "retrier", "observer")
+SERVICES = ("ingest", "transform", "expel", "retrier", "observer", "autoscaler")
 OVERRULED = {
     ("ingest", "listen"): "up.listen",
     ("ingest", "reuse_port"): "up.ingest",
@@ -50,6 +54,9 @@ OVERRULED = {
     ("transform", "data"): "up.data",
     ("expel", "allow_networks"): "up.allow_networks",
     ("expel", "own_addresses"): "up.listen",
+    ("autoscaler", "group_driver"): "up.autoscale",
+    ("autoscaler", "observer"): "up.observer",
+    ("autoscaler", "targets"): "up.data",
     **{(service, "drain"): "up.drain" for service in SERVICES},
     **{(service, "management"): "a free port each" for service in SERVICES},
 }

@@ -25,9 +25,9 @@ from services.core.pipes import (
     needs_retrier,
     parked_topic,
 )
+from services.core.scrape import Sample, scrape
 from services.core.times import format_time
 from services.fleet.folder import FleetState
-from services.fleet.scrape import Sample, scrape
 
 SHARES = (0.5, 0.95, 0.99)
 BROKER_TIMEOUT_S = 10.0

@@ -1,7 +1,9 @@
-"""The fleet: starts the services, keeps them running, drains them in order. Used by `penstock up` and by the demo."""
+"""The fleet: starts the services, keeps them running, resizes and drains them. Used by `penstock up` and by the demo."""
 
 import asyncio
+import dataclasses
 import os
+import secrets
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -9,12 +11,14 @@ from contextlib import asynccontextmanager
 import aiohttp
 
 from services.core.management import serve_management
-from services.fleet.folder import FleetState, ProcessState, write_state
+from services.fleet.control import Control
+from services.fleet.folder import FleetState, ProcessState, write_state, write_token
 from services.fleet.output import Say
 from services.fleet.plan import START_ORDER, FleetPlan
 from services.fleet.problem import CommandFailed
-from services.fleet.process import ServiceProcess
+from services.fleet.process import ServiceProcess, ServiceSpec
 from services.fleet.readiness import POLL_S, ask_ready
+from services.fleet.size import refuse_size
 from services.fleet.stop import Stop
 
 GRACE_S = 5.0
@@ -27,12 +31,31 @@ Progress = Callable[[str], None]
 class Fleet:
     """The running processes of one plan. Owned by `run_fleet`."""
 
+    _group: asyncio.TaskGroup
+
     def __init__(self, plan: FleetPlan, say: Say, progress: Progress, stop: Stop) -> None:
-        self.plan, self._progress, self._stop = plan, progress, stop
+        self.plan, self._say, self._progress, self._stop = plan, say, progress, stop
         self.management = ""
         self.drained = False
+        self.resizable = False
         self._state_due = asyncio.Event()
-        self.processes = [ServiceProcess(spec, plan.data / "logs", say, self._state_due.set) for spec in plan.services]
+        self.running: dict[ServiceProcess, asyncio.Task[None]] = {}
+
+    @property
+    def processes(self) -> list[ServiceProcess]:
+        """All, in the order of their start; those that leave, too."""
+        return list(self.running)
+
+    def start(self, group: asyncio.TaskGroup) -> None:
+        """Start what the plan has, in tasks of the group."""
+        self._group = group
+        self._progress("starting " + ", ".join(spec.name for spec in self.plan.services))
+        for spec in self.plan.services:
+            self._add(spec)
+
+    def _add(self, spec: ServiceSpec) -> None:
+        process = ServiceProcess(spec, self.plan.data / "logs", self._say, self._state_due.set)
+        self.running[process] = self._group.create_task(process.keep_running(), name=spec.name)
 
     def of(self, service: str) -> list[ServiceProcess]:
         """The processes of one service."""
@@ -40,7 +63,32 @@ class Fleet:
 
     def why_not_ready(self) -> str | None:
         """For the supervisor's own /readyz: the first service that does not run now."""
-        return next((f"{one.spec.name} is being started" for one in self.processes if one.pid is None), None)
+        missing = (one.spec.name for one in self.processes if one.pid is None and not one.leaving)
+        return next((f"{name} is being started" for name in missing), None)
+
+    def resize(self, service: str, seen: int, size: int) -> None:
+        """Start processes of a service, or let its youngest drain and go; returns at once, `of` shows how far it is.
+
+        seen: the size that the caller knows. Raises SizeRefused.
+        """
+        group = self.of(service)
+        staying = [one for one in group if not one.leaving]
+        refuse_size(service, len(staying), len(group) - len(staying), seen, size, self.resizable)
+        self._progress(f"{service}: {seen} -> {size} processes")
+        if size < seen:
+            staying[-1].leave()
+            self._group.create_task(self._retire(staying[-1]), name=f"{staying[-1].spec.name} leaves")
+        taken = {one.spec.name for one in group}
+        free = (name for name in (f"{service}-{number}" for number in range(1, 1000)) if name not in taken)
+        for _ in range(size - seen):
+            self._add(dataclasses.replace(staying[0].spec, name=next(free)))
+
+    async def _retire(self, process: ServiceProcess) -> None:
+        if not await process.stop(self.plan.drain + GRACE_S, self._stop.insisted):
+            self._progress(f"{process.spec.name} did not drain; what was in flight will be done again")
+        await asyncio.wait({self.running[process]})
+        del self.running[process]
+        self._state_due.set()
 
     def state(self) -> FleetState:
         """As `status` reads it."""
@@ -77,7 +125,7 @@ class Fleet:
 
     async def drain(self) -> None:
         """Stop the services in the order of the events' way, each bounded. `drained`: whether all did in time."""
-        drained = True
+        drained, self.resizable = True, False
         for service in reversed(START_ORDER):
             group = self.of(service)
             if group and not self._stop.insisted.is_set():
@@ -97,20 +145,28 @@ async def run_fleet(plan: FleetPlan, management: str, say: Say, progress: Progre
 
     Raises CommandFailed when a service cannot start or has a bad configuration, also while the caller runs.
     """
+    token = secrets.token_urlsafe(32)
+    await asyncio.to_thread(write_token, plan.data, token)
     fleet = Fleet(plan, say, progress, stop)
+    routes = Control(fleet.of, fleet.resize, token).routes()
     try:
-        async with serve_management(management, fleet.why_not_ready) as fleet.management, asyncio.TaskGroup() as group:
+        async with (
+            serve_management(management, fleet.why_not_ready, routes) as fleet.management,
+            asyncio.TaskGroup() as group,
+        ):
             keeper = group.create_task(fleet.keep_state(), name="state file")
-            progress("starting " + ", ".join(spec.name for spec in plan.services))
-            running = [group.create_task(process.keep_running(), name=process.spec.name) for process in fleet.processes]
+            fleet.start(group)
             try:
                 await fleet.wait_ready()
+                fleet.resizable = True
                 yield fleet
                 await fleet.drain()
             finally:
-                for task in (keeper, *running):
+                tasks = (keeper, *fleet.running.values())
+                for task in tasks:
                     if not task.cancelling():  # a second cancel would disturb what it does because of the first
                         task.cancel()
+                await asyncio.wait(tasks)  # the group's end would cancel them once more
     except BaseExceptionGroup as errors:
         raise _first(errors) from None
 

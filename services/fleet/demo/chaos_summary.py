@@ -8,10 +8,10 @@ from rich.table import Table
 from rich.text import Text
 
 from services.core.lag import LagHistogram
+from services.core.scrape import Sample
 from services.fleet.demo.fidelity import Loss, render_loss
 from services.fleet.demo.flights import CHAOS_PIPE, SHAKY, STEADY
 from services.fleet.demo.tracker import Tracker
-from services.fleet.scrape import Sample
 from services.fleet.status import quantiles
 from services.fleet.status_view import spread
 

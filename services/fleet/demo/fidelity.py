@@ -16,6 +16,11 @@ from services.fleet.supervisor import Fleet
 PATIENCE_S = 60.0
 ASK_EVERY_S = 0.5
 
+_OPEN = (
+    "A minute is final two and a half minutes after its end, as late events may come meanwhile: "
+    "the demo does not wait for that, a fleet that goes on (penstock up) does."
+)
+
 Loss = dict[str, Any]
 """The observer's answer, with `accepted` and `missing` over all its minutes; empty when it did not answer."""
 
@@ -51,4 +56,5 @@ def render_loss(loss: Loss) -> RenderableType:
     if not loss.get("minutes"):
         return Text("the observer knows no minute of it", style="yellow")
     words = f"the observer's loss table: {loss['missing']:,} of {loss['accepted']:,} events are missing"
-    return Group(Text(), Text(words, style="bold red" if loss["missing"] else "bold green"), loss_table(loss))
+    table = Text(), Text(words, style="bold red" if loss["missing"] else "bold green"), loss_table(loss)
+    return Group(*table) if all(row["final"] for row in loss["minutes"]) else Group(*table, Text(_OPEN, style="dim"))

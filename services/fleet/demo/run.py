@@ -4,6 +4,7 @@ import asyncio
 import time
 from itertools import islice
 
+from services.core.scrape import Sample
 from services.fleet.console import note
 from services.fleet.demo.display import Display
 from services.fleet.demo.fidelity import read_loss, show_address
@@ -12,7 +13,6 @@ from services.fleet.demo.stage import Stage, aim_at, look, perform, send_flights
 from services.fleet.demo.summary import DemoResult, make_result
 from services.fleet.demo.tracker import Tracker
 from services.fleet.receiver import Receiver, serve_receiver
-from services.fleet.scrape import Sample
 from services.fleet.sender import SendSummary, Target
 from services.fleet.settings import UpSettings
 from services.fleet.supervisor import Fleet
@@ -40,10 +40,10 @@ async def _play(stage: Stage) -> DemoResult:
         async with stage.fleet(settings) as fleet:
             show_address(fleet)
             note("real flights of January 2013, their times shifted so that the newest is now", "dim")
-            return await _feed(fleet, settings, tracker)
+            return await _feed(stage, fleet, settings, tracker)
 
 
-async def _feed(fleet: Fleet, settings: UpSettings, tracker: Tracker) -> DemoResult:
+async def _feed(stage: Stage, fleet: Fleet, settings: UpSettings, tracker: Tracker) -> DemoResult:
     """The first events alone until they have arrived, as Spark compiles its query for its first batch; then the rest, paced."""
     target = aim_at(settings, batch=BATCH, rate=RATE)
     sent = SendSummary()
@@ -60,7 +60,7 @@ async def _feed(fleet: Fleet, settings: UpSettings, tracker: Tracker) -> DemoRes
         sample = await look(fleet)
         display.show(_counts(sent, sample, tracker), {"delivered": ""})
     loss = await read_loss(fleet, PIPE, sent.accepted)
-    return make_result(settings.broker, len(flights), sent.accepted, tracker, sample, seconds, loss)
+    return make_result(stage.broker, len(flights), sent.accepted, tracker, sample, seconds, loss)
 
 
 async def _carry(

@@ -5,18 +5,19 @@ import base64
 import secrets
 import shutil
 import tempfile
-from collections.abc import Awaitable, Callable, Iterator, MutableMapping
-from contextlib import AbstractAsyncContextManager, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, MutableMapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+from services.core.aws_emulator import AwsEmulator, EmulatorNotReady, use_credentials
+from services.core.scrape import Sample, scrape
 from services.core.signature import PREFIX, SigningKey
 from services.fleet.console import note
 from services.fleet.demo.flights import EXAMPLES, STREAM, Flight, as_source
 from services.fleet.ports import free_port
 from services.fleet.problem import CommandFailed
-from services.fleet.scrape import Sample, scrape
 from services.fleet.sender import SendingFailed, SendSummary, Target, send_events
 from services.fleet.settings import UpSettings
 from services.fleet.stop import Stop, stop_on_signals
@@ -45,10 +46,13 @@ class _Imperfect(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """broker: `log` or `kafka`. key: what deliveries are signed with; it stands in `webhook.secret` in the folder."""
+    """broker: `log`, `kafka` or `kinesis`; address: what the fleet is told instead. key: what deliveries are signed with; it
+    stands in `webhook.secret` in the folder.
+    """
 
     folder: Path
     broker: str
+    address: str
     key: SigningKey
     stop: Stop
 
@@ -58,7 +62,7 @@ class Stage:
         await asyncio.to_thread(path.write_text, text, encoding="utf-8")
         return UpSettings.model_validate(
             {
-                "broker": self.broker,
+                "broker": self.address,
                 "pipes": path,
                 "data": self.folder / "data",
                 "listen": f"127.0.0.1:{free_port()}",
@@ -84,7 +88,7 @@ async def perform(broker: str, play: Callable[[Stage], Awaitable[Result]]) -> Re
 async def _perform(broker: str, play: Callable[[Stage], Awaitable[Result]]) -> Result:
     with stop_on_signals(lambda _insists: note("stopping")) as stop, _scratch_folder() as folder:
         key = await asyncio.to_thread(_write_pipe_secret, folder)
-        demo = asyncio.ensure_future(play(Stage(folder, broker, key, stop)))
+        demo = asyncio.ensure_future(_play(play, folder, broker, key, stop))
         asked = asyncio.ensure_future(stop.asked.wait())
         await asyncio.wait({demo, asked}, return_when=asyncio.FIRST_COMPLETED)
         asked.cancel()
@@ -98,6 +102,32 @@ async def _perform(broker: str, play: Callable[[Stage], Awaitable[Result]]) -> R
         if not (result := demo.result()).good:
             raise _Imperfect(result)
         return result
+
+
+async def _play(
+    play: Callable[[Stage], Awaitable[Result]], folder: Path, broker: str, key: SigningKey, stop: Stop
+) -> Result:
+    async with _address_of(broker, folder) as address:
+        return await play(Stage(folder, broker, address, key, stop))
+
+
+@asynccontextmanager
+async def _address_of(broker: str, folder: Path) -> AsyncIterator[str]:
+    """For Kinesis the URL of an emulator, which lives as long as the demo; the others are the fleet's own business."""
+    if broker != "kinesis":
+        yield broker
+        return
+    note("starting the Kinesis emulator", "dim")
+    use_credentials()
+    try:
+        emulator = await asyncio.to_thread(AwsEmulator, folder / "aws")
+        await asyncio.to_thread(emulator.start)
+    except EmulatorNotReady as error:
+        raise CommandFailed(str(error)) from error
+    try:
+        yield emulator.url
+    finally:
+        await asyncio.to_thread(emulator.stop)
 
 
 @contextmanager

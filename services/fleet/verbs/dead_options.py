@@ -16,7 +16,7 @@ BrokerUrl = Annotated[
     typer.Option(
         "--broker",
         envvar="PENSTOCK_BROKER",
-        help="log:///path or kafka://host:port; absent: the broker of the fleet on --data, or the log in that folder.",
+        help="log:///path, kafka://host:port or kinesis://region; absent: the fleet on --data, or the log in that folder.",
     ),
 ]
 Data = Annotated[Path, typer.Option("--data", envvar="PENSTOCK_UP_DATA", help="The data folder of the fleet.")]

@@ -23,7 +23,11 @@ from services.fleet.verbs.app import APP, example
 )
 def demo(
     broker: Annotated[
-        str, typer.Option("--broker", help="log: the embedded log. kafka: a real Apache Kafka, started for the demo.")
+        str,
+        typer.Option(
+            "--broker",
+            help="log: the embedded log. kafka: a real Apache Kafka, started for the demo. kinesis: an emulator, in memory.",
+        ),
     ] = "log",
     chaos: Annotated[
         bool, typer.Option("--chaos", help="Two destinations, without Spark: one goes down, stays down, comes back.")
@@ -36,8 +40,8 @@ def demo(
     sent at 1,000 a second. With --chaos: 2,600 events to two destinations, of which one goes down for a while. Status 0 only
     if nothing was lost.
     """
-    if broker not in ("log", "kafka"):
-        raise CommandFailed(f"--broker {broker!r} is not for the demo", "--broker log, or --broker kafka", status=2)
+    if broker not in ("log", "kafka", "kinesis"):
+        raise CommandFailed(f"--broker {broker!r} is not for the demo", "--broker log, kafka or kinesis", status=2)
     forget_settings(os.environ)
     result: DemoResult | ChaosResult
     shown: RenderableType

@@ -10,6 +10,7 @@ import uvloop
 from rich.table import Table
 from rich.text import Text
 
+from services.core.pipes import is_of_retrier
 from services.fleet.console import OUT, note
 from services.fleet.loss_table import loss_table
 from services.fleet.observer_client import ask, find_observer
@@ -72,13 +73,18 @@ def explain(
     _note_gaps(body)
     if not body["complete"]:
         note(f"Only {body['records_read']} records were looked at; some places may be unknown.", "yellow")
+    if any(_waited_unseen(one) for one in named):
+        note(
+            "What waited for another attempt and is not found in the retrier's topics is shown where it came from.",
+            "yellow",
+        )
     more = f", {len(named) - SHOWN} of them not shown. Try: --json" if len(named) > SHOWN else ""
     note(f"{body['missing']} events of {body['minute']} are missing in {pipe}{more}")
 
 
 def _missing_table(named: list[dict[str, Any]]) -> Table:
     table = Table(box=None, header_style="bold", pad_edge=False)
-    for name in ("event", "origin", "missing at", "last seen by", "where"):
+    for name in ("event", "origin", "missing at", "last seen by", "where (topic:partition:offset)"):
         table.add_column(name)
     for one in named:
         step = one["missing_at"] + (f" to {one['destination']}" if one["destination"] else "")
@@ -87,6 +93,12 @@ def _missing_table(named: list[dict[str, Any]]) -> Table:
             Text(ascii(one["event_id"] or "")[1:-1]), one["origin"], Text(step, style="red"), one["seen_by"], where
         )
     return table
+
+
+def _waited_unseen(one: dict[str, Any]) -> bool:
+    """Whether the record that is shown is not that in which the event waited."""
+    waited = "retrier" in (one["missing_at"], one["seen_by"])
+    return waited and one["topic"] is not None and not is_of_retrier(one["topic"])
 
 
 def _note_gaps(body: dict[str, Any]) -> None:

@@ -74,7 +74,8 @@ def schema() -> None:
 @APP.command(epilog=example("penstock apply -f pipes.yaml --broker kafka://127.0.0.1:9092"))
 def apply(
     broker: Annotated[
-        str, typer.Option("--broker", envvar="PENSTOCK_BROKER", help="log:///path or kafka://host:port.")
+        str,
+        typer.Option("--broker", envvar="PENSTOCK_BROKER", help="log:///path, kafka://host:port or kinesis://region."),
     ],
     pipes: PipeFilePath = Path("pipes.yaml"),
     allow_networks: Allowed = "",

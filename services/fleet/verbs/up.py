@@ -31,6 +31,7 @@ def up(
     allow_networks: Annotated[Value, _option("allow_networks", "--allow-networks")] = None,
     ingest: Annotated[Value, _option("ingest", "--ingest")] = None,
     expel: Annotated[Value, _option("expel", "--expel")] = None,
+    autoscale: Annotated[Value, _option("autoscale", "--autoscale")] = None,
     ready_within: Annotated[Value, _option("ready_within", "--ready-within")] = None,
     drain: Annotated[Value, _option("drain", "--drain")] = None,
     management: Annotated[Value, _option("management", "--management")] = None,

@@ -43,6 +43,13 @@ def test_precedence(tmp_path: Path) -> None:
     assert load_settings(Sample, [], {}).wait == 2.0
 
 
+def test_a_switch_may_stand_alone() -> None:
+    """Broken: `--dry-run` is refused with a word about an argument; or a switch cannot be switched off."""
+    flag = "--open-to-all"
+    for argv, value in (([flag], True), ([flag, "--broker", "log:///x"], True), ([flag, "false"], False), ([], False)):
+        assert load_settings(Sample, argv, {}).open_to_all is value
+
+
 def test_every_mistake_at_once(tmp_path: Path) -> None:
     """Broken: an operator repairs one mistake, starts again, meets the next."""
     file = tmp_path / "penstock.yaml"
@@ -50,7 +57,7 @@ def test_every_mistake_at_once(tmp_path: Path) -> None:
     environ = {"PENSTOCK_INGEST_MAX_BODY": "-1MB", "PENSTOCK_INGEST_WAITT": "1s"}
     assert mistakes(["--config", str(file), "--workers", "0"], environ) == [
         "PENSTOCK_INGEST_WAITT: unknown setting",
-        f"{file}:3: ingset: unknown section. Try one of: expel, fleet, ingest, observer, retrier, transform, up",
+        f"{file}:3: ingset: unknown section. Try one of: autoscaler, expel, fleet, ingest, observer, retrier, transform, up",
         f"{file}:2: fleet.brocker: unknown key. Try one of: broker, ledger, log_level, pipes",
         f"{file}:6: ingest.acks: unknown key. Try one of: drain, management, max_body, open_to_all, wait, workers",
         "PENSTOCK_INGEST_MAX_BODY: a size with a unit is needed (B, KB, MB, GB, KiB, MiB, GiB). Try: 1MB",

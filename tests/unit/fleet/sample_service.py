@@ -1,5 +1,6 @@
 """A service that does nothing but run, for tests of the supervisor. Its behaviour is in SAMPLE_* variables."""
 
+import asyncio
 import os
 import sys
 from pathlib import Path
@@ -11,6 +12,9 @@ from services.core.lifecycle import Supervision, run_service
 from services.core.management import serve_management
 from services.core.settings import Settings
 from services.core.yaml_source import BadConfiguration, Problem
+
+LET_GO = "let-go"
+"""In mode `draining` the drain lasts until this file stands beside the notes."""
 
 
 class SampleSettings(Settings):
@@ -36,6 +40,8 @@ async def start(settings: SampleSettings, supervision: Supervision) -> None:
         if mode == "stuck":
             while True:
                 os.sched_yield()
+        while mode == "draining" and not notes.with_name(LET_GO).exists():
+            await asyncio.sleep(0.02)
     _write(notes, f"{settings.name} drained")
 
 

@@ -91,7 +91,7 @@ def test_no_colours_outside_a_terminal(shell: Shell) -> None:
         ("up --allow-networks 10.0.0.0/33", "--allow-networks: '10.0.0.0/33' is no network. Try: 127.0.0.0/8"),
         ("check --allow-networks x", "--allow-networks: 'x' is no network. Try: 127.0.0.0/8"),
         ("up --config nope.yaml", "nope.yaml: cannot be read"),
-        ("demo --broker kinesis", "--broker 'kinesis' is not for the demo"),
+        ("demo --broker pulsar", "--broker 'pulsar' is not for the demo"),
         ("keys create --stream A.B", "streams: must match"),
         ("keys revoke nobody", "there is no keys.yaml"),
         ("listen --port 9000 --secret-file nope", "nope cannot be read"),

@@ -34,12 +34,15 @@ class Bench:
         self.data, self.notes_file, self.said, self.stop = data, data / "notes", list[str](), Stop()
         (data / "logs").mkdir()
 
-    def run(self, *services: str, mode: str = "", ready_within: float = DEADLINE) -> AbstractAsyncContextManager[Fleet]:
+    def run(
+        self, *services: str, mode: str = "", ready_within: float = DEADLINE, drain: float = 2.0
+    ) -> AbstractAsyncContextManager[Fleet]:
+        arguments = ("--drain", f"{drain:.0f}s")
         specs = tuple(
-            ServiceSpec(f"{service}-1", service, MODULE, ("--name", service, "--drain", "2s"), self.environ(mode))
+            ServiceSpec(f"{service}-1", service, MODULE, ("--name", service, *arguments), self.environ(mode))
             for service in services
         )
-        plan = FleetPlan(self.data, "log:///x", Path("/p"), "127.0.0.1:1", "127.0.0.1:2", specs, ready_within, 2.0)
+        plan = FleetPlan(self.data, "log:///x", Path("/p"), "127.0.0.1:1", "127.0.0.1:2", specs, ready_within, drain)
         return run_fleet(plan, "127.0.0.1:0", lambda _level, text: self.said.append(text), self.said.append, self.stop)
 
     def environ(self, mode: str) -> dict[str, str]:

@@ -11,6 +11,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from services.core.lag import LagHistogram
 
+MAX_BODY = 32_000_000
+"""Bytes of one answer, at most."""
 TIMEOUT = aiohttp.ClientTimeout(total=5.0)
 
 Labels = frozenset[tuple[str, str]]
@@ -49,12 +51,9 @@ async def scrape(addresses: Iterable[str]) -> Sample:
 
 async def _scrape_one(session: aiohttp.ClientSession, address: str, sample: Sample) -> None:
     try:
-        async with session.get(f"http://{address}/readyz") as response:
-            ready = orjson.loads(await response.read())
-        async with session.get(f"http://{address}/metrics") as response:
-            metrics = await response.text()
-        async with session.get(f"http://{address}/lags") as response:
-            lags = orjson.loads(await response.read())
+        ready = orjson.loads(await _get(session, f"http://{address}/readyz", (200, 503)))
+        metrics = (await _get(session, f"http://{address}/metrics", (200,))).decode(errors="replace")
+        lags = orjson.loads(await _get(session, f"http://{address}/lags", (200,)))
     except (aiohttp.ClientError, TimeoutError, orjson.JSONDecodeError):
         sample.unready[address] = "does not answer"
         return
@@ -62,6 +61,19 @@ async def _scrape_one(session: aiohttp.ClientSession, address: str, sample: Samp
         sample.unready[address] = str(ready.get("reason") or "not ready")
     _add_values(sample, metrics)
     _add_lags(sample, lags)
+
+
+async def _get(session: aiohttp.ClientSession, url: str, wanted: tuple[int, ...]) -> bytes:
+    """The body. Follows nobody elsewhere. Raises aiohttp.ClientError, for another status and a body without an end too."""
+    async with session.get(url, allow_redirects=False) as response:
+        if response.status not in wanted:
+            raise aiohttp.ClientPayloadError(f"status {response.status}")
+        body = bytearray()
+        async for chunk in response.content.iter_any():
+            body += chunk
+            if len(body) > MAX_BODY:
+                raise aiohttp.ClientPayloadError(f"more than {MAX_BODY} bytes")
+        return bytes(body)
 
 
 def _add_values(sample: Sample, text: str) -> None:

@@ -1,0 +1,1 @@
+"""Traffic replayed against scaling policies in simulated time: `python -m bench.simulator`."""

@@ -1,0 +1,58 @@
+"""Replays each trace against each policy, prints tables, and writes the plots. About a minute; no broker.
+
+python -m bench.simulator [--only shards|groups] [--images docs/images] [--decisions]
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from bench.simulator import groups, report, shards
+from bench.simulator.others import OTHERS
+from bench.simulator.result import Result
+from bench.simulator.traces import TRACES
+from services.autoscaler.shards.rules import RULES
+
+_GROUP_CALM_S = 60.0
+"""Two cool-downs of a group, by its defaults."""
+
+
+def main() -> None:
+    """Exit status 0 whatever the figures are: they are figures, not tests."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", choices=("shards", "groups"), help="these alone")
+    parser.add_argument("--images", type=Path, help="a folder for the plots; absent: none are written")
+    parser.add_argument("--decisions", action="store_true", help="say why our shard policy acted, on stderr")
+    args = parser.parse_args()
+    if args.only != "groups":
+        board = [(trace.name, _on_shards(trace.name, args.decisions)) for trace in TRACES]
+        _show(report.Board("shard", "throttled", RULES.calm, board), args.images)
+    if args.only != "shards":
+        board = [
+            (trace.name, [groups.run_ours(trace), *(groups.run_other(trace, name) for name in OTHERS)])
+            for trace in TRACES
+            if trace.hot is None
+        ]
+        _show(report.Board("instance", "that had to wait", _GROUP_CALM_S, board), args.images)
+
+
+def _on_shards(name: str, tell: bool) -> list[Result]:
+    trace = next(one for one in TRACES if one.name == name)
+    if tell:
+        print(name, file=sys.stderr)
+    ours = shards.run_ours(trace, (lambda text: print(text, file=sys.stderr)) if tell else (lambda _text: None))
+    return [ours, *(shards.run_other(trace, other) for other in OTHERS)]
+
+
+def _show(board: report.Board, images: Path | None) -> None:
+    print(f"\n{report.table(board)}\n")
+    for trace, results in board.results:
+        print(f"{trace}: {'holds' if report.holds(results) else 'falls short'}")
+    if images is not None:
+        path = images / f"autoscaler-{board.unit}s.svg"
+        path.write_text(report.plot(board), encoding="utf-8")
+        print(f"wrote {path}")
+
+
+if __name__ == "__main__":
+    main()

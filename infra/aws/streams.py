@@ -1,0 +1,140 @@
+"""Print the CloudFormation template of a pipe file's Kinesis streams, and of the policies of the services that use them.
+
+    python infra/aws/streams.py pipes.yaml > streams.json
+
+The streams are those that `penstock apply` would make. What people name has no dot and stands in the policies by its name; what
+Penstock makes for each pipe stands there as `*.dead` and the like. The services make DynamoDB's tables: a group's leases are in
+`penstock-<group>`.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from services.core.broker.contract import TopicSpec
+from services.core.broker.kinesis.admin import retention_hours
+from services.core.broker.kinesis.slots import PARTITIONS_TAG
+from services.core.ledger.report import SNAPSHOTS, TELEMETRY
+from services.core.pipes import PipeFile, load_pipes
+from services.core.provision import wanted_topics
+from services.core.yaml_source import BadConfiguration
+
+Json = dict[str, Any]
+
+_SHARDS = ["kinesis:ListShards", "kinesis:ListTagsForStream"]
+_WRITE = ["kinesis:PutRecords", *_SHARDS]
+_READ = [*_SHARDS, "kinesis:DescribeStreamSummary", "kinesis:GetShardIterator", "kinesis:GetRecords"]
+_LOOK_AT_LEASES = ["dynamodb:DescribeTable", "dynamodb:Scan", "dynamodb:GetItem"]
+_HOLD_LEASES = [
+    *_LOOK_AT_LEASES,
+    "dynamodb:CreateTable",
+    "dynamodb:PutItem",
+    "dynamodb:UpdateItem",
+    "dynamodb:DeleteItem",
+]
+_RESHARD = ["kinesis:SplitShard", "kinesis:MergeShards", "kinesis:UpdateShardCount", "kinesis:AddTagsToStream"]
+
+
+def make_template(pipes: PipeFile) -> Json:
+    """The whole template."""
+    policies = {
+        f"{name}Policy": _policy(name, statements) for name, statements in _rights(sorted(pipes.streams)).items()
+    }
+    return {
+        "AWSTemplateFormatVersion": "2010-09-09",
+        "Description": "The streams of a Penstock fleet, and who may do what with them. Written by infra/aws/streams.py.",
+        "Resources": {_logical(spec.name): _stream(spec) for spec in wanted_topics(pipes)} | policies,
+        "Outputs": {name: {"Value": {"Ref": name}} for name in policies},
+    }
+
+
+def _stream(spec: TopicSpec) -> Json:
+    """As the Kinesis backend makes it. Deleting the stack leaves the events."""
+    return {
+        "Type": "AWS::Kinesis::Stream",
+        "DeletionPolicy": "Retain",
+        "UpdateReplacePolicy": "Retain",
+        "Properties": {
+            "Name": spec.name,
+            "ShardCount": spec.shards or spec.partitions,
+            "RetentionPeriodHours": retention_hours(spec.retention_ms),
+            "StreamModeDetails": {"StreamMode": "PROVISIONED"},
+            "StreamEncryption": {"EncryptionType": "KMS", "KeyId": "alias/aws/kinesis"},
+            "Tags": [{"Key": PARTITIONS_TAG, "Value": str(spec.partitions)}],
+        },
+    }
+
+
+def _rights(people: list[str]) -> dict[str, list[Json]]:
+    """What each service may do. people: the streams that people name."""
+    return {
+        # Before its first event ingest looks where its streams end, for the ledger.
+        "Ingest": [_on_streams(_WRITE, *people, TELEMETRY), _on_streams(_READ, *people)],
+        "Expel": [
+            _on_streams(_READ, *people, "*.out", "*.retry", "*.parked", "penstock.retry-in", "penstock.control"),
+            _on_streams(_WRITE, *people, "*.dead", "*.parked", "penstock.retry-in", "penstock.control", TELEMETRY),
+            _on_tables(_HOLD_LEASES, "penstock-*"),
+        ],
+        "GlobalRetrier": [
+            _on_streams(_READ, "penstock.retry-in", "penstock.delay-*", "*.retry"),
+            _on_streams(_WRITE, "penstock.delay-*", "*.retry", "penstock.dead", TELEMETRY),
+            _on_tables(_HOLD_LEASES, "penstock-penstock.retrier"),
+            # To know whether a pipe is gone it looks at every stream of the account; at its shards and tags alone.
+            _allow(["kinesis:ListStreams"], ["*"]),
+            _on_streams(_SHARDS, "*"),
+        ],
+        "Observer": [
+            _on_streams(_READ, *people, "*.out", "*.retry", "*.parked", "*.dead", "penstock.*"),
+            _on_streams(_WRITE, SNAPSHOTS, TELEMETRY),
+            _on_tables(_LOOK_AT_LEASES, "penstock-*"),
+        ],
+        "Autoscaler": [
+            _on_streams([*_SHARDS, "kinesis:DescribeStreamSummary", *_RESHARD], *people, "*.out"),
+            _allow(["kinesis:DescribeLimits"], ["*"]),
+        ],
+    }
+
+
+def _policy(name: str, statements: list[Json]) -> Json:
+    return {
+        "Type": "AWS::IAM::ManagedPolicy",
+        "Properties": {
+            "Description": f"What Penstock's {name} may do on the broker",
+            "PolicyDocument": {"Version": "2012-10-17", "Statement": statements},
+        },
+    }
+
+
+def _on_streams(actions: list[str], *names: str) -> Json:
+    prefix = "arn:${AWS::Partition}:kinesis:${AWS::Region}:${AWS::AccountId}:stream/"
+    return _allow(actions, [{"Fn::Sub": prefix + name} for name in names])
+
+
+def _on_tables(actions: list[str], name: str) -> Json:
+    return _allow(
+        actions, [{"Fn::Sub": "arn:${AWS::Partition}:dynamodb:${AWS::Region}:${AWS::AccountId}:table/" + name}]
+    )
+
+
+def _allow(actions: list[str], resources: list[Any]) -> Json:
+    return {"Effect": "Allow", "Action": actions, "Resource": resources}
+
+
+def _logical(name: str) -> str:
+    """CloudFormation's name of a stream's resource: letters and digits only, and no two streams the same."""
+    return "Stream" + "".join(char if char.isascii() and char.isalnum() else f"X{ord(char):x}" for char in name)
+
+
+def main() -> None:
+    """`streams.py PIPES`. Ends with 2 when the pipe file has a mistake."""
+    try:
+        pipes = load_pipes(Path(sys.argv[1]))
+    except BadConfiguration as error:
+        print(*error.problems, sep="\n", file=sys.stderr)
+        sys.exit(2)
+    print(json.dumps(make_template(pipes), indent=2))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,186 @@
+"""Groups as AWS Auto Scaling groups.
+
+An instance that leaves must drain, so a group is only made smaller when it has a lifecycle hook for EC2_INSTANCE_TERMINATING: the
+instance then stays in Terminating:Wait until the hook is completed, by what stopped the service on it. Needs the rights
+autoscaling:DescribeAutoScalingGroups, DescribeLifecycleHooks, SetDesiredCapacity, TerminateInstanceInAutoScalingGroup and
+ec2:DescribeInstances. Credentials come by the SDK's own chain.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from functools import cache
+from typing import Any
+
+import botocore.session
+from aiobotocore.config import AioConfig
+from aiobotocore.session import AioSession
+from botocore.exceptions import BotoCoreError, ClientError
+
+from services.autoscaler.groups.drivers.contract import (
+    TIMEOUT_S,
+    Away,
+    Group,
+    GroupNotFound,
+    Member,
+    Refused,
+    SizeChanged,
+    check_step,
+    one_attempt,
+)
+
+_SERVICES = ("autoscaling", "ec2")
+_LATER = frozenset(
+    {
+        "Throttling",
+        "ThrottlingException",
+        "RequestLimitExceeded",
+        "ServiceUnavailable",
+        "InternalFailure",
+        "Unavailable",
+    }
+)
+_BUSY = frozenset({"ScalingActivityInProgress", "ResourceContention", "ResourceInUse"})
+_GONE = ("Terminated", "Detached")
+_PAGE = 100
+
+
+class AwsDriver:
+    """The Auto Scaling groups of one region."""
+
+    def __init__(self, autoscaling: Any, ec2: Any, port: int) -> None:
+        self._autoscaling, self._ec2, self._port = autoscaling, ec2, port
+
+    async def look(self, group: str) -> Group:
+        """As `GroupDriver.look`."""
+        async with one_attempt("AWS"):
+            found = await self._describe(group)
+            members = [one for one in found["Instances"] if one["LifecycleState"] not in _GONE]
+            known = await self._instances([one["InstanceId"] for one in members])
+        return Group(
+            found["DesiredCapacity"],
+            tuple(self._member(one, known.get(one["InstanceId"], {})) for one in members),
+        )
+
+    async def resize(self, group: str, seen: int, size: int) -> None:
+        """As `GroupDriver.resize`; the youngest leaves."""
+        check_step(seen, size)
+        async with one_attempt("AWS"):
+            await self._resize(group, seen, size)
+
+    async def _resize(self, group: str, seen: int, size: int) -> None:
+        found = await self._describe(group)
+        if found["DesiredCapacity"] != seen:
+            raise SizeChanged(f"Auto Scaling group {group} has size {found['DesiredCapacity']}, not {seen}")
+        low, high = found["MinSize"], found["MaxSize"]
+        if not low <= size <= high:
+            raise Refused(
+                f"Auto Scaling group {group} has from {low} to {high} instances. Try: within these, or others there"
+            )
+        if size > seen:
+            with _classified():
+                await self._autoscaling.set_desired_capacity(
+                    AutoScalingGroupName=group, DesiredCapacity=size, HonorCooldown=False
+                )
+            return
+        await self._terminate_one(group, found["Instances"])
+
+    async def _terminate_one(self, group: str, instances: Sequence[dict[str, Any]]) -> None:
+        if any(_leaves(one) for one in instances):
+            raise SizeChanged(f"an instance of Auto Scaling group {group} is leaving already")
+        with _classified():
+            hooks = (await self._autoscaling.describe_lifecycle_hooks(AutoScalingGroupName=group))["LifecycleHooks"]
+        if not any(hook["LifecycleTransition"] == "autoscaling:EC2_INSTANCE_TERMINATING" for hook in hooks):
+            raise Refused(
+                f"Auto Scaling group {group} would end an instance without its drain. "
+                "Try: a lifecycle hook for autoscaling:EC2_INSTANCE_TERMINATING"
+            )
+        staying = [one["InstanceId"] for one in instances if one["LifecycleState"] not in _GONE]
+        if not staying:
+            raise SizeChanged(f"Auto Scaling group {group} has no instances yet")
+        known = await self._instances(staying)
+        youngest = max(staying, key=lambda name: (str(known.get(name, {}).get("LaunchTime", "")), name))
+        with _classified():
+            await self._autoscaling.terminate_instance_in_auto_scaling_group(
+                InstanceId=youngest, ShouldDecrementDesiredCapacity=True
+            )
+
+    async def _describe(self, group: str) -> dict[str, Any]:
+        with _classified():
+            answer = await self._autoscaling.describe_auto_scaling_groups(AutoScalingGroupNames=[group])
+        if not answer["AutoScalingGroups"]:
+            raise GroupNotFound(f"there is no Auto Scaling group {group} in this region")
+        found: dict[str, Any] = answer["AutoScalingGroups"][0]
+        return found
+
+    async def _instances(self, names: Sequence[str]) -> dict[str, dict[str, Any]]:
+        known: dict[str, dict[str, Any]] = {}
+        for start in range(0, len(names), _PAGE):
+            with _classified():
+                answer = await self._ec2.describe_instances(
+                    Filters=[{"Name": "instance-id", "Values": list(names[start : start + _PAGE])}]
+                )
+            for reservation in answer["Reservations"]:
+                known |= {one["InstanceId"]: one for one in reservation["Instances"]}
+        return known
+
+    def _member(self, one: dict[str, Any], known: dict[str, Any]) -> Member:
+        ip = known.get("PrivateIpAddress")
+        return Member(one["InstanceId"], f"{ip}:{self._port}" if ip else None, _leaves(one))
+
+
+def _leaves(one: dict[str, Any]) -> bool:
+    return str(one["LifecycleState"]).startswith("Terminating")
+
+
+@contextmanager
+def _classified() -> Iterator[None]:
+    """The SDK's errors as ours."""
+    try:
+        yield
+    except ClientError as error:
+        code = error.response.get("Error", {}).get("Code", "")
+        status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 400)
+        if code in _BUSY:
+            raise SizeChanged(str(error)) from error
+        if code in _LATER or status >= 500:
+            raise Away(str(error)) from error
+        raise Refused(str(error)) from error
+    except (BotoCoreError, OSError, TimeoutError) as error:
+        raise Away(f"AWS does not answer: {error}") from error
+
+
+@asynccontextmanager
+async def open_aws(region: str, port: int, endpoint: str | None) -> AsyncIterator[AwsDriver]:
+    """The driver, with clients of its own. Raises Refused when there are no credentials."""
+    config = AioConfig(
+        connect_timeout=TIMEOUT_S, read_timeout=TIMEOUT_S, retries={"mode": "standard", "total_max_attempts": 1}
+    )
+    session = await asyncio.to_thread(_prepare, region)
+    async with AsyncExitStack() as closing:
+        if await session.get_credentials() is None:
+            raise Refused("no AWS credentials. Try: AWS_PROFILE, AWS_ACCESS_KEY_ID, or an instance role")
+        clients = [
+            await closing.enter_async_context(
+                session.create_client(service, region_name=region, endpoint_url=endpoint, config=config)
+            )
+            for service in _SERVICES
+        ]
+        yield AwsDriver(clients[0], clients[1], port)
+
+
+def _prepare(region: str) -> AioSession:
+    """A session that has read its files already. Blocks."""
+    session = AioSession()
+    session.register_component("data_loader", _loader(region))
+    session.get_scoped_config()
+    return session
+
+
+@cache
+def _loader(region: str) -> Any:
+    """The service models, megabytes of JSON, read by making a client of each once a process. Blocks."""
+    reading = botocore.session.get_session()
+    for service in _SERVICES:
+        reading.create_client(service, region_name=region)
+    return reading.get_component("data_loader")

@@ -1,0 +1,82 @@
+"""What a platform must be able to do: tell how large a group is and where its instances are, and take another size.
+
+A driver makes one attempt, within `TIMEOUT_S`, and classifies what went wrong; the scaler asks again at its next look.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+TIMEOUT_S = 10.0
+
+
+class DriverError(Exception):
+    """The platform did not do it. The message is for a person and says what to try."""
+
+
+class Away(DriverError):
+    """It does not answer, or is overloaded: later it may."""
+
+
+class GroupNotFound(DriverError):
+    """It has no group of this name."""
+
+
+class SizeChanged(DriverError):
+    """The group is not as it was seen, or an instance is leaving already. Look again before deciding."""
+
+
+class Refused(DriverError):
+    """It says no, and will say so again: a right, a limit or a drain is missing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """An instance as the platform knows it. address: host:port of its management port, None before it has one.
+
+    leaving: it was told to go and drains. What is gone is no member.
+    """
+
+    name: str
+    address: str | None
+    leaving: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """size: how many instances the platform was told to run, without those that leave."""
+
+    size: int
+    members: tuple[Member, ...]
+
+
+class GroupDriver(Protocol):
+    """One platform. A group's name is the platform's own: a service of the fleet, an Auto Scaling group, a Deployment."""
+
+    async def look(self, group: str) -> Group:
+        """The group as it is. Raises Away, GroupNotFound, Refused."""
+
+    async def resize(self, group: str, seen: int, size: int) -> None:
+        """Order another size than the `seen` one: more, or one fewer. Returns when it is ordered, not when it is there.
+
+        Who leaves gets SIGTERM and its whole drain time. Raises SizeChanged when the size is not `seen`, or one is leaving and
+        `size` is smaller; Away, GroupNotFound, Refused; ValueError when size < 1 or size < seen - 1.
+        """
+
+
+@asynccontextmanager
+async def one_attempt(platform: str) -> AsyncIterator[None]:
+    """All requests of one call within `TIMEOUT_S`. Raises Away."""
+    try:
+        async with asyncio.timeout(TIMEOUT_S):
+            yield
+    except TimeoutError as error:
+        raise Away(f"{platform} does not answer within {TIMEOUT_S:.0f} s") from error
+
+
+def check_step(seen: int, size: int) -> None:
+    """Raise ValueError for a size that no driver takes."""
+    if size < 1 or size < seen - 1:
+        raise ValueError(f"from {seen} to {size} instances is no step: one fewer at a time, and never none")

@@ -1,0 +1,96 @@
+"""Groups as processes of the fleet on this machine, resized through the supervisor's management port.
+
+Finds the supervisor by the state file in the fleet's data folder, and proves with the token beside it that it may.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import aiohttp
+import msgspec
+
+from services.autoscaler.groups.drivers.contract import (
+    TIMEOUT_S,
+    Away,
+    Group,
+    GroupNotFound,
+    Member,
+    Refused,
+    SizeChanged,
+    check_step,
+)
+
+
+class _State(msgspec.Struct):
+    """What is needed of fleet.json."""
+
+    management: str
+
+
+class _Instance(msgspec.Struct):
+    name: str
+    address: str | None
+    leaving: bool
+
+
+class _Answer(msgspec.Struct):
+    size: int
+    instances: list[_Instance]
+
+
+class FleetDriver:
+    """The supervisor of one data folder. The files are read anew each time: it may have been started again."""
+
+    def __init__(self, data: Path, session: aiohttp.ClientSession) -> None:
+        self._data, self._session = data, session
+
+    async def look(self, group: str) -> Group:
+        """As `GroupDriver.look`."""
+        try:
+            found = msgspec.json.decode(await self._ask("GET", group), type=_Answer)
+        except msgspec.MsgspecError as error:
+            raise Away(f"the supervisor on {self._data} answers strangely: {error}") from error
+        return Group(found.size, tuple(Member(one.name, one.address, one.leaving) for one in found.instances))
+
+    async def resize(self, group: str, seen: int, size: int) -> None:
+        """As `GroupDriver.resize`."""
+        check_step(seen, size)
+        await self._ask("PUT", group, msgspec.json.encode({"seen": seen, "size": size}))
+
+    async def _ask(self, method: str, group: str, body: bytes | None = None) -> bytes:
+        management, token = await asyncio.to_thread(self._read_files)
+        url = f"http://{management}/v1/groups/{group}"
+        try:
+            async with self._session.request(
+                method, url, data=body, headers={"Authorization": f"Bearer {token}"}
+            ) as answer:
+                said = await answer.read()
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise Away(f"the supervisor on {self._data} does not answer: {error!r}. Try: penstock status") from error
+        words = f"the fleet on {self._data}: {said[:300].decode(errors='replace')}"
+        if answer.status == 404:
+            raise GroupNotFound(f"{words}, not {group}")
+        if answer.status == 409:
+            raise SizeChanged(words)
+        if answer.status >= 500:
+            raise Away(words)
+        if answer.status >= 300:
+            raise Refused(words)
+        return said
+
+    def _read_files(self) -> tuple[str, str]:
+        """Blocking."""
+        try:
+            state = msgspec.json.decode((self._data / "fleet.json").read_bytes(), type=_State)
+            return state.management, (self._data / "control.token").read_text(encoding="utf-8")
+        except (OSError, msgspec.MsgspecError) as error:
+            raise Away(f"no fleet runs on {self._data}: {error}. Try: penstock up") from error
+
+
+@asynccontextmanager
+async def open_fleet(data: str) -> AsyncIterator[FleetDriver]:
+    """The driver, with connections of its own."""
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=TIMEOUT_S)) as session:
+        yield FleetDriver(Path(data), session)

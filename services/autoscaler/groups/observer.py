@@ -1,0 +1,158 @@
+"""What the observer knows that bears on a group's size, and telling it what we do. The observer is the source of health."""
+
+import time
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import aiohttp
+import msgspec
+
+from services.core.times import parse_time
+
+TIMEOUT = aiohttp.ClientTimeout(total=5.0)
+OURS = "autoscaler/groups/"
+"""How our announcements begin; then the group's name, a space, `out` or `in`, and the sizes."""
+
+Lane = tuple[str, str]
+"""Pipe and destination."""
+
+
+class ObserverAway(Exception):
+    """It does not answer, or not as it should."""
+
+
+class Destination(msgspec.Struct, frozen=True):
+    """As GET /v1/destinations has it."""
+
+    pipe: str
+    destination: str
+    state: str | None
+    breaker: str | None
+
+
+class Window(msgspec.Struct, frozen=True):
+    """As GET /v1/planned has it."""
+
+    kind: str
+    by: str
+    begins: str = msgspec.field(name="from")
+    until: str
+
+    @property
+    def began(self) -> float:
+        """In s since 1970."""
+        return _seconds(self.begins)
+
+
+class Pipe(msgspec.Struct, frozen=True):
+    """As GET /v1/pipes has it."""
+
+    pipe: str
+    health: str
+    reasons: tuple[str, ...]
+
+
+class _Pipes(msgspec.Struct):
+    pipes: list[Pipe]
+
+
+class _Destinations(msgspec.Struct):
+    destinations: list[Destination]
+
+
+class _Planned(msgspec.Struct):
+    planned: list[Window]
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """failing: lanes whose receiver is the reason why events wait. windows: all that were announced in the last day.
+
+    unstable: pipes that lose events, or of whose nodes nothing is heard.
+    """
+
+    failing: frozenset[Lane]
+    windows: tuple[Window, ...]
+    unstable: tuple[Pipe, ...]
+
+    def under_way(self, now: float) -> str | None:
+        """An unstable pipe; a deploy, or a change of scale that is not one of our groups', at `now` (s since 1970)."""
+        for pipe in self.unstable:
+            return f"pipe {pipe.pipe} is unstable: {'; '.join(pipe.reasons)}"
+        for one in self.windows:
+            if one.began <= now < _seconds(one.until) and _disturbs(one):
+                return f"a {one.kind} by {one.by or 'somebody'} is announced"
+        return None
+
+    def last_window(self, group: str) -> Window | None:
+        """What an autoscaler, this or another, announced last for the group; by the order, which no clock disturbs."""
+        return next((one for one in reversed(self.windows) if one.by.startswith(f"{OURS}{group} ")), None)
+
+
+def action_of(window: Window) -> Literal["out", "in"]:
+    """Of a group's window."""
+    return "in" if window.by.partition(" ")[2].startswith("in ") else "out"
+
+
+def _disturbs(window: Window) -> bool:
+    return window.kind == "deploy" or (window.kind == "scaling" and not window.by.startswith(OURS))
+
+
+def _seconds(text: str) -> float:
+    return parse_time(text, time.time()) / 1000
+
+
+class ObserverClient:
+    """One observer's API. Each call is one attempt of at most 5 s; raises ObserverAway."""
+
+    def __init__(self, address: str, session: aiohttp.ClientSession) -> None:
+        self._address, self._session = address, session
+
+    async def read(self) -> Observed:
+        """What it says now."""
+        destinations = await self._ask("GET", "/v1/destinations", _Destinations)
+        planned = await self._ask("GET", "/v1/planned", _Planned)
+        pipes = await self._ask("GET", "/v1/pipes", _Pipes)
+        unstable = tuple(pipe for pipe in pipes.pipes if pipe.health == "unstable")
+        return Observed(frozenset(_failing(destinations.destinations)), tuple(planned.planned), unstable)
+
+    async def announce(self, group: str, action: str, words: str, seconds: float) -> Window:
+        """Tell of a change of scale, so that its disturbance raises no alarm, and another autoscaler knows of it.
+
+        Returns the window as `read` will show it.
+        """
+        by = f"{OURS}{group} {action} {words}"[:100]
+        body = {"kind": "scaling", "seconds": max(1, round(seconds)), "by": by}
+        window: Window = await self._ask("POST", "/v1/planned", Window, body)
+        return window
+
+    async def announce_shards(self, what: str, seconds: float) -> None:
+        """Tell of shards that are split or merged: no group shrinks meanwhile."""
+        body = {"kind": "scaling", "seconds": max(1, round(seconds)), "by": f"autoscaler: {what}"[:100]}
+        await self._ask("POST", "/v1/planned", dict[str, Any], body)
+
+    async def _ask(self, method: str, path: str, kind: type[Any], body: dict[str, Any] | None = None) -> Any:
+        try:
+            async with self._session.request(method, f"http://{self._address}{path}", json=body) as answer:
+                said = await answer.read()
+            if answer.status not in (200, 201):
+                raise ObserverAway(f"the observer at {self._address} answers {method} {path} with {answer.status}")
+            return msgspec.json.decode(said, type=kind)
+        except (aiohttp.ClientError, TimeoutError, msgspec.MsgspecError) as error:
+            raise ObserverAway(f"the observer at {self._address} does not answer: {error!r}") from error
+
+
+def _failing(destinations: Iterable[Destination]) -> Iterable[Lane]:
+    """Paused, or behind a breaker that is not closed."""
+    for one in destinations:
+        if one.state == "paused" or one.breaker not in (None, "closed"):
+            yield one.pipe, one.destination
+
+
+@asynccontextmanager
+async def open_observer(address: str) -> AsyncIterator[ObserverClient]:
+    """The client, with connections of its own."""
+    async with aiohttp.ClientSession(timeout=TIMEOUT, trust_env=False) as session:
+        yield ObserverClient(address, session)

@@ -1,0 +1,52 @@
+"""Settings of the autoscaler: what every service has, where it reads figures, and its bounds."""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar
+
+import orjson
+from pydantic import AfterValidator, BeforeValidator, Field
+
+from services.autoscaler.groups.drivers.open import check_driver
+from services.autoscaler.groups.rules import GroupRules
+from services.autoscaler.targets import check_targets
+from services.core.address import Address
+from services.core.settings import Settings
+from services.core.units import Duration, Size
+
+
+def _read_groups(value: Any) -> Any:
+    """In a flag or a variable the groups are JSON."""
+    try:
+        return orjson.loads(value) if isinstance(value, str) else value
+    except orjson.JSONDecodeError:
+        raise ValueError('groups as JSON are needed. Try: {"expel": {"max": 4}}') from None
+
+
+GroupName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")]
+
+
+class AutoscalerSettings(Settings):
+    """Gives each stream the shards, and each service the instances, that its load needs."""
+
+    section: ClassVar[str] = "autoscaler"
+
+    targets: Annotated[str, AfterValidator(check_targets)] = Field(
+        "data/fleet.json",
+        description="The management addresses of the processes that write: a file (Prometheus' file_sd, or a fleet's fleet.json) "
+        "or dns://name:port, all addresses of that name; looked up each time.",
+    )
+    dry_run: bool = Field(False, description="Whether to log decisions without carrying them out (true or false).")
+    stream_every: Duration = Field(15.0, ge=1, description="Time between two looks at Kinesis streams.")
+    partition_capacity: Size = Field(
+        5_000_000,
+        description="On Kafka: bytes a second that one partition takes; streams without keys get more in time.",
+    )
+    groups: Annotated[Mapping[GroupName, GroupRules], BeforeValidator(_read_groups)] = Field(
+        {}, description="By name: how each group is scaled, see docs/scaling-groups.md; in a flag or variable as JSON."
+    )
+    group_driver: Annotated[str, AfterValidator(check_driver)] | None = Field(
+        None,
+        description="Where the groups run: fleet:///data, aws://region, kubernetes://namespace; needed when there are groups.",
+    )
+    group_every: Duration = Field(15.0, ge=1, description="Time between two looks at the groups.")
+    observer: Address = Field("127.0.0.1:8081", description="host:port of the observer's API.")

@@ -1,0 +1,136 @@
+"""When a stream gets other shards, and which: a pure function of figures, memory and time."""
+
+import math
+
+from services.autoscaler.shards.choice import Choice, choose_down, choose_up
+from services.autoscaler.shards.figures import LOOK_S, Direction, StreamDecision, StreamFigures, StreamMemory
+from services.autoscaler.shards.growth import asked_for, expected
+from services.autoscaler.shards.layout import shard_loads
+from services.autoscaler.shards.rules import RULES, Rules
+
+_STILL_FALLING = 0.97
+"""Of the highest load of the last minutes. A load that falls on is waited for: one merge then saves what three would."""
+
+
+def decide(
+    figures: StreamFigures, memory: StreamMemory, now: float, rules: Rules = RULES
+) -> tuple[StreamDecision, StreamMemory]:
+    """What to do with a stream. Its memory counts the update as begun; who does not begin it keeps the older one.
+
+    now: in seconds, by a clock that never steps; only the day's pattern goes by the wall clock, `figures.ahead` of it.
+    At most `rules.updates` in a rolling day; at most twice and at least half the shards; never an opposite update within
+    `rules.calm`; nothing while the stream is changing or its figures are of an older layout.
+    """
+    if figures.changing or figures.covered < rules.cover:
+        return StreamDecision(None, _not_yet(figures, rules)), memory
+    memory = memory.observe(figures, now, rules.calm)
+    asked = asked_for(figures, rules)
+    coming = expected(figures, asked, memory, now, rules, rules.lead)
+    loads = shard_loads(figures.layout, coming)
+    about = _describe(figures, loads, len(memory.recent(now)), rules)
+    if max(loads) > rules.high:
+        lasting = expected(figures, asked, memory, now, rules, rules.size_for)
+        return _grow(figures, memory, now, rules, tuple(map(max, coming, lasting)), about)
+    return _shrink(figures, memory, now, rules, about)
+
+
+def _not_yet(figures: StreamFigures, rules: Rules) -> str:
+    if figures.changing:
+        return "the stream is being changed"
+    return f"figures of these shards for {figures.covered:.0f} s, {rules.cover:.0f} are needed"
+
+
+def _grow(
+    figures: StreamFigures,
+    memory: StreamMemory,
+    now: float,
+    rules: Rules,
+    slots: tuple[float, ...],
+    about: str,
+) -> tuple[StreamDecision, StreamMemory]:
+    shards = len(figures.layout)
+    most = min(2 * shards, max(shards, len(slots)), shards + figures.room)
+    choice = choose_up(figures.layout, slots, rules.target, most, figures.room)
+    why_not = _refusal(memory, "up", now, rules)
+    if choice is None:
+        why_not = _no_split_helps(figures, slots, rules, most)
+        merged = _shrink(figures, memory, now, rules, about)  # its neighbours may be cold all the same
+        if merged[0].layout is not None:
+            return merged
+    if choice is None or why_not:
+        return StreamDecision(None, f"more shards are needed, but {why_not}: {about}"), memory
+    return _begin(choice, memory, "up", now, f"a shard is too full: {about}")
+
+
+def _shrink(
+    figures: StreamFigures, memory: StreamMemory, now: float, rules: Rules, about: str
+) -> tuple[StreamDecision, StreamMemory]:
+    shards, total = len(figures.layout), sum(figures.slots)
+    seen = now - memory.looks[0][0] if memory.looks else 0.0
+    if figures.partial:
+        return StreamDecision(None, f"not all processes say what they write: {about}"), memory
+    if not memory.looks or seen < rules.calm - 2 * LOOK_S:
+        return StreamDecision(None, f"figures of {seen:.0f} s are too few to merge: {about}"), memory
+    highest = max([total, *(sum(slots) for _, slots in memory.looks)])
+    likely = sum(expected(figures, figures.slots, memory, now, rules, rules.size_for))
+    likely = max(highest, likely, memory.day.expected(now + figures.ahead, rules.outlook) or 0.0)
+    slots = tuple(load * likely / total for load in figures.slots) if total > 0 else figures.slots
+    half = -(-shards // 2)
+    has_plenty = rules.updates - len(memory.recent(now)) >= rules.plenty
+    choice = choose_down(figures.layout, slots, rules.low_with_plenty if has_plenty else rules.low, half, figures.room)
+    worth = 1 if has_plenty else rules.worth * shards
+    if choice is None or shards - len(choice.layout) < worth:
+        return StreamDecision(None, f"the shards fit the load: {about}"), memory
+    if total < _STILL_FALLING * highest and len(choice.layout) > half:
+        return StreamDecision(None, f"fewer shards would do; the load is still falling: {about}"), memory
+    if why_not := _refusal(memory, "down", now, rules) or _no_way_back(len(choice.layout), memory, now, rules):
+        return StreamDecision(None, f"fewer shards would do, but {why_not}: {about}"), memory
+    return _begin(choice, memory, "down", now, f"the shards are too empty: {about}")
+
+
+def _refusal(memory: StreamMemory, direction: Direction, now: float, rules: Rules) -> str:
+    """Why no update of this direction may begin now; empty when it may."""
+    left = rules.updates - len(memory.recent(now))
+    if left <= 0:
+        return f"{rules.updates} updates were made within 24 h, the service takes no more"
+    if memory.updates and memory.updates[-1].direction != direction:
+        passed = now - memory.updates[-1].at
+        if passed < rules.calm:
+            return f"the opposite was done {passed:.0f} s ago, {rules.calm:.0f} must pass"
+    return ""
+
+
+def _no_way_back(shards: int, memory: StreamMemory, now: float, rules: Rules) -> str:
+    """Why so few shards could not grow again, by doubling with what updates are left, to what the last day needed."""
+    left = rules.updates - len(memory.recent(now)) - 1
+    needed = math.ceil(max(memory.day.newest) / rules.target)
+    if left >= 1 and shards * 2**left >= needed:
+        return ""
+    return f"the {left + 1} updates that are left are kept for growing back to {needed} shards"
+
+
+def _no_split_helps(figures: StreamFigures, slots: tuple[float, ...], rules: Rules, most: int) -> str:
+    if figures.room < 1:
+        return "the account has all the shards that it may have. Try: asking for a higher limit"
+    if most <= len(figures.layout):
+        return f"there are as many shards as partitions, {len(slots)}. Try: more partitions"
+    hottest = max(range(len(slots)), key=lambda slot: slots[slot])
+    return (
+        f"partition {hottest} alone has {slots[hottest]:.0%} of a shard and cannot be split. "
+        "Try: keys with more values, or more partitions"
+    )
+
+
+def _begin(
+    choice: Choice, memory: StreamMemory, direction: Direction, now: float, reason: str
+) -> tuple[StreamDecision, StreamMemory]:
+    reason = f"{reason}; {len(choice.layout)} shards, the fullest with {choice.worst:.0%}"
+    return StreamDecision(choice.layout, reason, choice.at_once), memory.begun(direction, now)
+
+
+def _describe(figures: StreamFigures, loads: list[float], used: int, rules: Rules) -> str:
+    fullest = max(range(len(loads)), key=lambda at: loads[at])
+    return (
+        f"{len(loads)} shards take {sum(figures.slots):.2f}, expected {sum(loads):.2f}; the fullest, number {fullest} by "
+        f"range, {loads[fullest]:.0%}; {len(figures.full)} refuse or delay; {used} of {rules.updates} updates used"
+    )

@@ -1,0 +1,1 @@
+"""What one instance of a service takes on this machine."""

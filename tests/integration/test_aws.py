@@ -1,0 +1,166 @@
+"""infra/aws, deployed: the fleet's groups, streams and rights are there, and its instances do what they must."""
+
+import asyncio
+import os
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import jmespath
+import pytest
+
+from services.core.aws_emulator import kinesis_url
+from services.core.broker.connect import open_broker
+from services.core.pipes import load_pipes
+from services.core.provision import ensure_topics, wanted_topics
+from tests.integration.aws_account import PIPES, POLICIES, SECRET, SINGLE, Account, open_account
+
+IMAGE = "123456789012.dkr.ecr.us-east-1.amazonaws.com/penstock:0.1.0"
+COMMANDS = {
+    "aws": 'case "$*" in *get-secret-value*) echo hidden ;; *Values=observer*) cat "$FAKE/observer" ;; '
+    '*describe-instances*) echo "[]" ;; esac',
+    "curl": 'case "$*" in *-X*) echo token ;; *instance-id) echo i-1 ;; *) tail -n1 "$FAKE/state" ;; esac',
+    "sleep": 'echo Terminated >>"$FAKE/state"',
+    "dnf": "",
+    "systemctl": "",
+    "docker": "",
+}
+"""What stands in for the commands that reach out of an instance, each in bash. The group wants it gone after one wait."""
+
+
+@pytest.fixture(scope="module")
+def account(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Account]:
+    with open_account(tmp_path_factory.mktemp("moto") / "moto.log") as account:
+        yield account
+
+
+async def test_the_streams_are_those_that_apply_makes(account: Account) -> None:
+    """Broken: on AWS ingest never becomes ready: streams are missing, or have other partitions than the pipe file says."""
+    pipes = await asyncio.to_thread(load_pipes, PIPES)
+    async with open_broker(kinesis_url(account.endpoint, account.endpoint)) as broker:
+        done = await ensure_topics(broker.admin, pipes)
+    assert (done.created, done.grown) == ((), ())
+    assert set(done.kept) == {spec.name for spec in wanted_topics(pipes)}
+
+
+@pytest.mark.parametrize("service", POLICIES)
+def test_each_service_is_a_group_of_its_own(account: Account, service: str) -> None:
+    """Broken: a group runs another service, services scale together, or two do what one must."""
+    group, script = account.group(service), account.user_data(service)
+    assert (group["MinSize"], group["MaxSize"]) == ((1, 1) if service in SINGLE else (2, 8))
+    assert bool(group["TargetGroupARNs"]) == (service == "ingest")
+    assert group["HealthCheckType"] == "EC2", "a broker that is away would cost every instance its life"
+    assert f" $image services.{service.replace('-', '_')}\n" in script
+    assert "${" not in script, "not replaced by CloudFormation"
+
+
+@pytest.mark.parametrize("service", POLICIES)
+def test_instances_may_do_only_their_own(account: Account, service: str) -> None:
+    """Broken: a service's instances may read a secret, let an instance go or scale a group of others."""
+    rights = account.rights(service)
+    assert rights["autoscaling:CompleteLifecycleAction"].endswith(f"autoScalingGroupName/penstock-{service}")
+    assert rights.get("secretsmanager:GetSecretValue") == (SECRET if service == "ingest" else None)
+    assert ("autoscaling:SetDesiredCapacity" in rights) == (service == "autoscaler")
+    anywhere = {action for action, where in rights.items() if where == "*" and not action.startswith("ssm")}
+    looks = {"autoscaling:DescribeAutoScalingGroups", "autoscaling:DescribeLifecycleHooks", "ec2:DescribeInstances"}
+    assert anywhere == {"ecr:GetAuthorizationToken"} | (looks if service == "autoscaler" else set())
+    bucket = account.outputs["data"]["Bucket"]
+    assert rights["s3:GetObjectVersion"] == [f"arn:aws:s3:::{bucket}/{name}.yaml" for name in ("pipes", "penstock")]
+
+
+def run_on_instance(script: str, root: Path) -> list[str]:
+    """Run a script of an instance on a root of its own. Returns what it told the commands that reach out, in order."""
+    fake = root / "fake"
+    fake.mkdir(exist_ok=True)
+    (fake / "state").write_text("InService\n")
+    for name, body in COMMANDS.items():
+        (fake / name).write_text(f'#!/bin/bash\necho "{name} $*" >>"$FAKE/said"\n{body}\n')
+        (fake / name).chmod(0o755)
+    for path in ("/etc/penstock", "/etc/systemd/system", "/usr/local/sbin"):
+        (root / path[1:]).mkdir(parents=True, exist_ok=True)
+        script = script.replace(path, f"{root}{path}")
+    script = script.replace("install -m 640 -g 10001", "install -m 640")  # not everybody may give a file away
+    environment = {"PATH": f"{fake}{os.pathsep}{os.environ['PATH']}", "FAKE": str(fake)}
+    done = subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    said = (fake / "said").read_text().splitlines()
+    (fake / "said").unlink()
+    return said
+
+
+def test_an_instance_starts_its_service_and_drains_it(account: Account, tmp_path: Path) -> None:
+    """Broken: instances come up without their service, or are gone before it has drained."""
+    said = run_on_instance(account.user_data("ingest"), tmp_path)
+    assert f"docker pull --quiet {IMAGE}" in said
+    assert any("--key pipes.yaml --version-id v1" in line for line in said)
+    assert any("--key penstock.yaml --version-id v2" in line for line in said)
+    assert said[-1] == "systemctl enable --now penstock penstock-drain"
+    secret = tmp_path / "etc" / "penstock" / "secret"
+    assert secret.read_text() == "hidden\n"
+    assert secret.stat().st_mode & 0o777 == 0o640
+    unit = (tmp_path / "etc" / "systemd" / "system" / "penstock.service").read_text()
+    [start] = [line for line in unit.splitlines() if line.startswith("ExecStart=")]
+    assert start.endswith(f" {IMAGE} services.ingest")
+    assert " --env PENSTOCK_BROKER=kinesis://us-east-1 " in start
+    assert " --env PENSTOCK_INGEST_LISTEN=0.0.0.0:8080 --env PENSTOCK_INGEST_KEYS=" in start
+
+    drain = (tmp_path / "usr" / "local" / "sbin" / "penstock-drain").read_text()
+    told = [line for line in run_on_instance(drain, tmp_path) if not line.startswith("curl")]
+    assert told[:2] == ["sleep 5", "systemctl stop penstock"]
+    assert "complete-lifecycle-action" in told[2]
+    assert "--auto-scaling-group-name penstock-ingest --lifecycle-hook-name drain --instance-id i-1" in told[2]
+
+
+def test_the_autoscaler_knows_where_the_others_are(account: Account, tmp_path: Path) -> None:
+    """Broken: the autoscaler sees no load, and no stream gets shards."""
+    script = account.user_data("autoscaler")
+    said = run_on_instance(script, tmp_path)
+    assert said[-2:] == ["systemctl enable --now penstock-targets", "systemctl enable --now penstock penstock-drain"]
+    assert not any(
+        "enable --now penstock-targets" in line for line in run_on_instance(account.user_data("expel"), tmp_path)
+    )
+    [asks] = [line for line in script.splitlines() if "--query" in line and "targets" in line]
+    [query] = re.findall(r'--query "(.*?)"', asks)
+    answer = {"Reservations": [{"Instances": [{"PrivateIpAddress": "10.0.0.1"}, {"PrivateIpAddress": "10.0.0.2"}]}]}
+    assert jmespath.search(query, answer) == [{"targets": ["10.0.0.1:9100", "10.0.0.2:9100"]}]
+    group = account.group("observer")
+    tags = {tag["Key"]: tag["Value"] for tag in group["Tags"] if tag["PropagateAtLaunch"]}
+    for tag in ("penstock:fleet", "penstock:service"):
+        assert f"Name=tag:{tag},Values={tags[tag]} " in script
+
+
+def test_the_autoscaler_knows_where_the_observer_is(account: Account, tmp_path: Path) -> None:
+    """Broken: on AWS groups grow and never shrink, and a change of shards is announced to nobody."""
+    script = account.user_data("autoscaler")
+    run_on_instance(script, tmp_path)
+    hosts = tmp_path / "etc" / "penstock" / "hosts"
+    assert hosts.read_text() == "127.0.0.1 localhost\n", "Docker would make a folder of a file that is not there"
+    inode = hosts.stat().st_ino
+    unit = (tmp_path / "etc" / "systemd" / "system" / "penstock.service").read_text()
+    assert f" --volume {hosts}:/etc/hosts:ro " in unit
+    assert " --env PENSTOCK_AUTOSCALER_OBSERVER=observer:8081 " in unit
+    keeping = (tmp_path / "usr" / "local" / "sbin" / "penstock-targets").read_text()
+    once = keeping.replace(str(tmp_path), "").replace("while true", "for round in 1 2")
+    for answer, wanted in (("None", ""), ("10.0.0.7", "10.0.0.7 observer\n"), ("10.0.0.70", "10.0.0.70 observer\n")):
+        (tmp_path / "fake" / "observer").write_text(f"{answer}\n")
+        run_on_instance(once, tmp_path)
+        assert hosts.read_text() == f"127.0.0.1 localhost\n{wanted}"
+    assert hosts.stat().st_ino == inode, "the container would keep the old file"
+    assert (tmp_path / "etc" / "penstock" / "targets.json").read_text() == "[]\n"
+    [query] = re.findall(r'--query "(sort_by.*?)"', keeping)
+    old = {"LaunchTime": "2026-01-01T00:00:00+00:00", "PrivateIpAddress": "10.0.0.2"}
+    new = {"LaunchTime": "2026-01-02T00:00:00+00:00", "PrivateIpAddress": "10.0.0.1"}
+    assert jmespath.search(query, {"Reservations": [{"Instances": [new]}, {"Instances": [old]}]}) == "10.0.0.1"
+    assert jmespath.search(query, {"Reservations": []}) is None
+
+
+def test_the_autoscaler_may_ask_the_others(account: Account) -> None:
+    """Broken: the autoscaler sees no load, or no health; or others may call the observer's API, which asks for no key."""
+    autoscaler = account.outputs["autoscaler"]["SecurityGroup"]
+    memberships = set(account.launch("autoscaler")["SecurityGroupIds"])
+    assert autoscaler in memberships
+    for service in POLICIES:
+        callers = account.callers(service)
+        assert callers[9100] & memberships
+        assert callers.get(8081) == ({autoscaler} if service == "observer" else None)

@@ -1,0 +1,78 @@
+"""What streams cost on Kinesis."""
+
+import time
+from pathlib import Path
+
+import pytest
+
+from services.core.broker.contract import TopicSpec
+from services.core.broker.log import LogBroker
+from services.core.broker.record import Record
+from services.fleet.cost.model import HOURS_PER_MONTH, Load, Prices, layouts, pareto
+from services.fleet.cost.sample import Sample, Sort, namespace_of, take_sample
+from services.fleet.cost.view import render_cost, summarise_cost
+from tests.contract.traffic import append
+
+_PRICES = Prices(shard_hour=0.015, million_units=0.014)
+
+
+def test_the_price_of_a_load() -> None:
+    """Broken: an operator pays what nobody told. AWS' own arithmetic: a 5 KB record is one unit, one of 45 KB is two."""
+    small = Load("s", events=100.0, bytes=100 * 5_120.0, per_entry=1.0)
+    assert (small.shards, small.units) == (1, 100.0)
+    assert Load("s", 100.0, 100 * 45 * 1024.0, 1.0).units == 200.0
+    assert Load("s", 1_000.0, 1_000 * 300.0, 100.0).units == 20.0
+    assert Load("s", 3_000.0, 300_000.0, 1.0).shards == 4
+    hours, units = small.per_month(_PRICES)
+    assert hours == pytest.approx(HOURS_PER_MONTH * 0.015)
+    assert units == pytest.approx(100 * 3600 * HOURS_PER_MONTH / 1e6 * 0.014)
+    assert small.per_month(_PRICES, shards=4)[0] == 4 * hours
+
+
+def _sample() -> Sample:
+    sorts = {
+        "com.shop.order.paid": Sort(6_000, 3_000_000),
+        "com.shop.order.sent": Sort(3_000, 900_000),
+        "com.shop.user": Sort(1_000, 100_000),
+    }
+    return Sample(10.0, sorts, entries=500)
+
+
+def test_other_layouts_fill_their_entries_less() -> None:
+    """Broken: a stream per type looks cheaper than it would be, because it is taken to aggregate as well."""
+    found = layouts([("orders", _sample())])
+    assert [load.name for load in found["a stream per namespace"]] == ["com.shop.order", "com.shop"]
+    assert len(found["a stream per type"]) == 3
+    whole = found["as it is"][0]
+    assert whole.per_entry == 20.0
+    for name in ("a stream per namespace", "a stream per type"):
+        assert sum(load.events for load in found[name]) == pytest.approx(whole.events)
+        assert sum(load.bytes for load in found[name]) == pytest.approx(whole.bytes)
+    assert sum(load.entries for load in found["a stream per type"]) == pytest.approx(3 * whole.entries)
+    assert namespace_of("plain") == "plain"
+
+
+def test_the_largest_types_come_first() -> None:
+    """Broken: the list hides what costs most."""
+    rows = pareto([("orders", _sample())])
+    assert [row[0] for row in rows] == ["com.shop.order.paid", "com.shop.order.sent", "com.shop.user"]
+    assert [round(row[3], 3) for row in rows] == [0.75, 0.975, 1.0]
+
+
+async def test_a_sample_of_what_is_stored(tmp_path: Path) -> None:
+    """Broken: the report counts yesterday's events, or another partition's twice."""
+    now = int(time.time() * 1000)
+    async with LogBroker.open(str(tmp_path)) as broker:
+        await broker.admin.create_topic(TopicSpec("t", 2))
+        await append(broker, "t", [Record(None, b"old", now - 3_600_000)] * 5, 0)
+        for partition in (0, 1):
+            paid = Record(b"k", b"x" * 100, now - 30_000, (("ce_type", b"order.paid"),))
+            await append(broker, "t", [paid] * 7 + [Record(None, b"y", now - 30_000)], partition)
+        sample = await take_sample(broker.admin, "t", 1.0, aggregated=False)
+    assert (sample.sorts["order.paid"].events, sample.sorts["(none)"].events) == (14, 2)
+    assert sample.events_per_entry == 1.0
+    found = summarise_cost([("t", sample)], {"t": 3}, _PRICES)
+    assert found["streams"][0]["shards_needed"] == 1
+    assert found["streams"][0]["shard_hours_month"] == pytest.approx(3 * HOURS_PER_MONTH * 0.015)
+    assert [row["layout"] for row in found["layouts"]] == ["as it is", "a stream per namespace", "a stream per type"]
+    assert render_cost(found)

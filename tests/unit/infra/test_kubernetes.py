@@ -1,0 +1,269 @@
+"""infra/kubernetes: manifests that Kubernetes' schemas take, and that keep what the services promise."""
+
+import os
+import re
+import stat
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+
+from services.autoscaler.settings import AutoscalerSettings
+from services.core.address import parse_address
+from services.core.broker.connect import open_broker
+from services.core.key_file import load_keys
+from services.core.lifecycle import CLOSE_S
+from services.core.settings import Settings, load_settings
+from services.core.signing_secret import read_signing_keys
+from services.expel.settings import ExpelSettings
+from services.fleet.pipe_check import check_pipe_file
+from services.global_retrier.settings import RetrierSettings
+from services.ingest.settings import IngestSettings
+from services.observer.settings import ObserverSettings
+from spark.settings import TransformSettings
+from tests.unit.infra.dockerfile import read_dockerfile
+
+INFRA = Path(__file__).parents[3] / "infra"
+BASE = INFRA / "kubernetes" / "base"
+VERSION = "1.33"
+SETTINGS: dict[str, type[Settings]] = {
+    "services.ingest": IngestSettings,
+    "services.expel": ExpelSettings,
+    "services.global_retrier": RetrierSettings,
+    "services.observer": ObserverSettings,
+    "services.autoscaler": AutoscalerSettings,
+    "spark": TransformSettings,
+}
+SCALED = {"ingest", "expel", "global-retrier"}
+SINGLE = {"observer", "transform", "autoscaler"}
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    return list(yaml.safe_load_all(path.read_text()))
+
+
+FILES = [path for path in sorted((INFRA / "kubernetes").glob("*/*.yaml")) if path.name != "kustomization.yaml"]
+OBJECTS = [found for path in FILES for found in read(path)]
+DEPLOYMENTS = {one["metadata"]["name"]: one["spec"] for one in OBJECTS if one["kind"] == "Deployment"}
+
+
+def of_kind(kind: str) -> dict[str, dict[str, Any]]:
+    return {one["metadata"]["name"]: one["spec"] for one in OBJECTS if one["kind"] == kind}
+
+
+PODS = {
+    one["metadata"]["name"]: one["spec"]["template"]["spec"] for one in OBJECTS if one["kind"] in ("Deployment", "Job")
+}
+
+
+def environment() -> dict[str, str]:
+    lines = (BASE / "config" / "environment.env").read_text().split()
+    variables = dict(line.split("=", 1) for line in lines)
+    return {name: value.replace("/etc/penstock/", f"{BASE}/config/") for name, value in variables.items()}
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_schemas(path: Path) -> None:
+    """Broken: `kubectl apply` refuses a file, or drops a misspelt field without a word."""
+    for found in read(path):
+        kubernetes_validate.validate(found, VERSION, strict=True)
+
+
+def test_every_file_is_applied() -> None:
+    """Broken: a service is left out, or its names in the cluster and in the files differ."""
+    for folder in ("base", "autoscaled"):
+        kustomization = yaml.safe_load((INFRA / "kubernetes" / folder / "kustomization.yaml").read_text())
+        listed = {name for name in kustomization["resources"] if name != "../base"}
+        assert listed == {path.name for path in FILES if path.parent.name == folder}
+    names = {
+        source["name"]: source
+        for source in yaml.safe_load((BASE / "kustomization.yaml").read_text())["configMapGenerator"]
+    }
+    assert set(names) == {"penstock", "environment"}
+    for source in (*names["penstock"]["files"], *names["environment"]["envs"]):
+        assert (BASE / source).is_file()
+
+
+def test_every_service_has_its_objects() -> None:
+    """Broken: a service is not watched, all of it goes at once when nodes are drained, or it is scaled although it is one."""
+    assert (
+        set(DEPLOYMENTS)
+        == set(of_kind("PodDisruptionBudget"))
+        == set(of_kind("Service")) - {"fleet"}
+        == SCALED | SINGLE
+    )
+    scalers = of_kind("HorizontalPodAutoscaler")
+    assert {scaler["scaleTargetRef"]["name"] for scaler in scalers.values()} == set(scalers) == SCALED
+    for name, spec in DEPLOYMENTS.items():
+        assert spec.get("replicas") == (None if name in SCALED else 1), "an apply would undo the scaler's number"
+        assert spec["strategy"]["type"] == ("RollingUpdate" if name in SCALED else "Recreate")
+        labels = {"app.kubernetes.io/name": name}
+        assert (
+            spec["selector"]["matchLabels"] == of_kind("PodDisruptionBudget")[name]["selector"]["matchLabels"] == labels
+        )
+        assert of_kind("Service")[name]["selector"] == labels
+    for scaler in scalers.values():
+        assert 2 <= scaler["minReplicas"] < scaler["maxReplicas"], "one may be lost"
+        assert scaler["metrics"][0]["resource"]["name"] == "cpu"
+
+
+@pytest.mark.parametrize("name", sorted(DEPLOYMENTS))
+def test_probes_ask_the_management_port(name: str) -> None:
+    """Broken: a service gets work before it is ready, or is killed while it waits for its broker."""
+    [container] = DEPLOYMENTS[name]["template"]["spec"]["containers"]
+    image = {one.rest for one in read_dockerfile(INFRA / "container" / "Dockerfile") if one.name == "ENV"}
+    [port] = {text.rpartition(":")[2] for text in image if "_MANAGEMENT=" in text}
+    assert {"name": "management", "containerPort": int(port)} in container["ports"]
+    assert container["readinessProbe"]["httpGet"] == {"path": "/readyz", "port": "management"}
+    assert container["livenessProbe"]["httpGet"] == {"path": "/healthz", "port": "management"}
+    assert DEPLOYMENTS[name]["template"]["metadata"]["annotations"]["prometheus.io/port"] == port
+
+
+@pytest.mark.parametrize("name", sorted(DEPLOYMENTS))
+def test_a_drain_is_never_cut_short(name: str) -> None:
+    """Broken: every roll-out kills what is in flight."""
+    pod = DEPLOYMENTS[name]["template"]["spec"]
+    [container] = pod["containers"]
+    sleep = container.get("lifecycle", {}).get("preStop", {}).get("sleep", {}).get("seconds", 0)
+    settings = load_settings(SETTINGS[container["args"][0]], [], environment())
+    assert pod["terminationGracePeriodSeconds"] >= sleep + settings.drain + CLOSE_S + 10
+    if name in SCALED:
+        policies = of_kind("HorizontalPodAutoscaler")[name]["behavior"]["scaleDown"]["policies"]
+        assert [(one["type"], one["value"]) for one in policies] == [("Pods", 1)]
+        assert policies[0]["periodSeconds"] > pod["terminationGracePeriodSeconds"]
+
+
+@pytest.mark.parametrize("name", sorted(PODS))
+def test_pods_may_do_nothing_they_need_not(name: str) -> None:
+    """Broken: whoever breaks into a service gets root, the node or the cluster's API; or the service does not start."""
+    pod = PODS[name]
+    [container] = pod["containers"]
+    assert pod["enableServiceLinks"] is False, "PENSTOCK_INGEST_SERVICE_HOST is no setting of ingest"
+    if name == "autoscaler":
+        assert pod["serviceAccountName"] == "autoscaler"
+    else:
+        assert pod["automountServiceAccountToken"] is False
+    user = f"{pod['securityContext']['runAsUser']}:{pod['securityContext']['runAsGroup']}"
+    assert [one.rest for one in read_dockerfile(INFRA / "container" / "Dockerfile") if one.name == "USER"] == [user]
+    assert pod["securityContext"]["runAsNonRoot"] is True
+    assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert container["securityContext"] == {
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"]},
+    }
+    assert container["resources"]["limits"]["memory"]
+    assert set(container["resources"]["requests"]) == {"cpu", "memory"}
+    assert {"name": "tmp", "mountPath": "/tmp"} in container["volumeMounts"]
+
+
+def test_settings_are_taken() -> None:
+    """Broken: a service ends with status 2 as soon as it starts in the cluster."""
+    run = {pod["containers"][0]["args"][0] for pod in PODS.values()}
+    assert run == {*SETTINGS, "services.fleet"}
+    for model in SETTINGS.values():
+        settings = load_settings(model, [], environment())
+        open_broker(settings.broker)
+        assert settings.pipes == BASE / "config" / "pipes.yaml"
+    ingest = load_settings(IngestSettings, [], environment())
+    assert ingest.address() == ("0.0.0.0", 8080)
+    transform = load_settings(TransformSettings, [], environment())
+    requests = DEPLOYMENTS["transform"]["template"]["spec"]["containers"][0]["resources"]["requests"]
+    assert transform.master == f"local[{requests['cpu']}]"
+    assert transform.memory < int(requests["memory"].removesuffix("Gi")) << 30
+    mounts = DEPLOYMENTS["transform"]["template"]["spec"]["containers"][0]["volumeMounts"]
+    assert {"name": "data", "mountPath": str(transform.data)} in mounts
+
+
+def test_the_example_needs_only_the_secret_that_expel_gets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Broken: whoever follows docs/fleet.md has a pipe file that is refused, or a secret in a ConfigMap."""
+    for name in [name for name in os.environ if name.startswith("PENSTOCK_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("BILLING_SECRET", "whsec_" + "A" * 32)
+    listen = yaml.safe_load((BASE / "config" / "penstock.yaml").read_text())["expel"]["own_addresses"]
+    pipes = check_pipe_file(BASE / "config" / "pipes.yaml", listen=listen)
+    [destination] = [one for pipe in pipes.pipes.values() for one in pipe.destinations]
+    assert destination.webhook is not None
+    assert destination.webhook.secret is not None
+    assert read_signing_keys(destination.webhook.secret, BASE, dict(os.environ))
+    with_secrets = {name for name, pod in PODS.items() if "webhook-secrets" in str(pod)}
+    assert with_secrets == {"expel"}
+    assert not [one for one in OBJECTS if one["kind"] in ("Secret", "ConfigMap")]
+    said = "".join(path.read_text() for path in (INFRA / "kubernetes").rglob("*.*"))
+    assert not re.search(r"whsec_|psk_|AKIA|BEGIN [A-Z ]*PRIVATE", said)
+
+
+def test_keys_can_be_read_as_the_secret_mounts_them(tmp_path: Path) -> None:
+    """Broken: ingest refuses its keys file, which Kubernetes gives to the pod's group."""
+    pod = DEPLOYMENTS["ingest"]["template"]["spec"]
+    [secret] = [volume["secret"] for volume in pod["volumes"] if "secret" in volume]
+    mode = secret["defaultMode"]
+    assert mode & stat.S_IRGRP
+    assert pod["securityContext"]["fsGroup"] == pod["securityContext"]["runAsGroup"]
+    file = tmp_path / "keys.yaml"
+    file.write_text("version: 1\nkeys: []\n")
+    file.chmod(mode)
+    assert load_keys(file) == []
+    [mount] = [one for one in pod["containers"][0]["volumeMounts"] if one["name"] == "keys"]
+    assert load_settings(IngestSettings, [], environment()).keys == Path(mount["mountPath"]) / "keys.yaml"
+
+
+def test_only_the_scaled_can_be_scaled() -> None:
+    """Broken: the autoscaler may change what it must not, the HPAs work against it, or the observer tells everybody."""
+    [role] = [one for one in OBJECTS if one["kind"] == "Role"]
+    rights = {rule["resources"][0]: (rule["verbs"], rule.get("resourceNames")) for rule in role["rules"]}
+    assert set(rights) == {"deployments/scale", "pods"}
+    assert rights["pods"] == (["list"], None)
+    assert rights["deployments/scale"][0] == ["get", "update"]
+    assert set(rights["deployments/scale"][1] or ()) == SCALED
+    [container] = PODS["autoscaler"]["containers"]
+    variables = {one["name"]: one["value"] for one in container["env"]}
+    settings = load_settings(AutoscalerSettings, [], environment() | variables)
+    assert set(settings.groups) == SCALED
+    assert settings.group_driver == "kubernetes://penstock"
+    overlay = yaml.safe_load((INFRA / "kubernetes" / "autoscaled" / "kustomization.yaml").read_text())
+    scalers, observer = overlay["patches"]
+    assert scalers["target"] == {"kind": "HorizontalPodAutoscaler"}
+    assert "$patch: delete" in scalers["patch"]
+    assert observer["target"] == {"kind": "Deployment", "name": "observer"}
+    [opened] = yaml.safe_load(observer["patch"])
+    opens = {one["name"]: one["value"] for one in opened["value"]}
+    assert load_settings(ObserverSettings, [], opens).listen == "0.0.0.0:8081"
+    assert settings.observer == "observer:8081"
+    rules = of_kind("NetworkPolicy")["observer"]["ingress"]
+    assert [rule["ports"] for rule in rules if "from" not in rule] == [[{"port": 9100}]]
+
+
+def test_the_autoscaler_asks_every_pod() -> None:
+    """Broken: streams keep their shards, or partitions, whatever is written: the autoscaler has nobody to ask, or asks few."""
+    [container] = PODS["autoscaler"]["containers"]
+    variables = {one["name"]: one["value"] for one in container["env"]}
+    settings = load_settings(AutoscalerSettings, [], environment() | variables)
+    name, port = parse_address(settings.targets.removeprefix("dns://"))
+    assert settings.targets == f"dns://{name}:{port}"
+    service = of_kind("Service")[name]
+    assert service["clusterIP"] == "None", "a name with one address of its own stands for any pod, not for all"
+    assert service["publishNotReadyAddresses"] is True, "who drains still writes"
+    assert {"name": "management", "containerPort": port} in container["ports"]
+    asked = {
+        one["metadata"]["name"]
+        for one in OBJECTS
+        if one["kind"] in ("Deployment", "Job")
+        and service["selector"].items() <= one["spec"]["template"]["metadata"]["labels"].items()
+    }
+    assert asked == set(DEPLOYMENTS), "the Job has no management port, and who is silent holds up merges"
+
+
+def test_cpu_targets_leave_room() -> None:
+    """Broken: a group is told to use more CPU than its pods are promised, and never grows."""
+    [container] = PODS["autoscaler"]["containers"]
+    variables = {one["name"]: one["value"] for one in container["env"]}
+    for name, rules in load_settings(AutoscalerSettings, [], variables).groups.items():
+        [service] = PODS[name]["containers"]
+        requested = int(service["resources"]["requests"]["cpu"].removesuffix("m")) / 1000
+        scaler = of_kind("HorizontalPodAutoscaler")[name]
+        percent = scaler["metrics"][0]["resource"]["target"]["averageUtilization"]
+        assert rules.target_cpu == pytest.approx(requested * percent / 100)
+        assert (rules.min, rules.max) == (scaler["minReplicas"], scaler["maxReplicas"])
