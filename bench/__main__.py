@@ -14,6 +14,7 @@ import orjson
 from bench.delivery import delivery_figures
 from bench.figures import Figure, print_figures
 from bench.isolation import isolation_figures
+from bench.kinesis import kinesis_figures
 from bench.latency import kafka_lag, log_lag
 from bench.ledger import ledger_figures
 from bench.local_retries import local_retries
@@ -24,6 +25,7 @@ from services.core.jvm.kafka_server import KafkaCluster
 
 GROUPS: dict[str, Callable[[Setup], list[Figure]]] = {
     "ingest": ingest_figures,
+    "kinesis": kinesis_figures,
     "expel": delivery_figures,
     "ledger": ledger_figures,
     "isolation": isolation_figures,

@@ -1,14 +1,16 @@
-"""What the ledger costs: ingest and expel on the embedded log at a fixed rate, with it and without it in turn.
+"""What the ledger costs: ingest and expel on the embedded log at a fixed rate, with it and without it at the same time.
 
-Each round has processes of its own, and the median counts: two of the same code differ by up to a tenth for as long as they run.
+At the same time, because one process costs up to a third more in one minute than in another on a machine that others use. Each
+round has processes of its own, and the median counts: two of the same code differ by up to a tenth for as long as they run.
 """
 
 import asyncio
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
 
 import aiohttp
@@ -17,13 +19,17 @@ import uvloop
 from bench.delivery import DELIVERED, PIPE, make_secret, receiver
 from bench.events import make_body
 from bench.figures import Figure
+from bench.ledger_transform import transform_figures
 from bench.processes import Child, fetch_metric, free_port
 from bench.setup import CPU, Setup, make_topics, tell
 
 CASES = ((10_000, 100), (1_000, 1))
 """Events a second, events a request and a delivery. At 10,000 requests a second two cores would measure their own queues."""
 WARM_UP_S, ROUND_S = 3, 12
+OBSERVED_S = 120
 PATIENCE_S = 60.0
+STATES = ("true", "false")
+"""Of the setting `ledger`."""
 _ACCEPTED, _TOLD = "penstock_ingest_payload_bytes_total", "penstock_ledger_report_bytes_total"
 
 
@@ -32,6 +38,8 @@ class Fleet:
     """Ingest and expel of one pipe, on a log of their own, and their management ports."""
 
     url: str
+    url_of_log: str
+    pipes: Path
     ingest: Child
     expel: Child
     ports: tuple[int, int]
@@ -46,30 +54,60 @@ class Fleet:
 
 
 def ledger_figures(setup: Setup) -> list[Figure]:
-    """CPU with the ledger beside CPU without it, and the bytes that it writes beside those of the events."""
+    """CPU with the ledger beside CPU without it, and the bytes that it writes beside the events'; the observer's memory."""
     with receiver(setup) as sink:
-        return [figure for rate, size in CASES for figure in _compare(setup, sink, rate, size)]
+        found = [figure for rate, size in CASES for figure in _compare(setup, sink, rate, size)]
+        return [*found, _observe(setup, sink), *transform_figures(setup)]
+
+
+def _observe(setup: Setup, sink: str) -> Figure:
+    """The observer's memory after a long load beside that after a short one."""
+    rate, size = CASES[0]
+    with _fleet(setup, "observed", "true", sink, size) as fleet:
+        port = free_port()
+        options = ("--broker", fleet.url_of_log, "--pipes", str(fleet.pipes), "--listen", f"127.0.0.1:{free_port()}")
+        with Child(setup.folder, "services.observer", *options, "--management", f"127.0.0.1:{port}") as observer:
+            observer.wait_ready(port)
+            _measure([fleet], rate, size, OBSERVED_S // 4)
+            early = observer.rss()
+            _measure([fleet], rate, size, OBSERVED_S)
+            late = observer.rss()
+    tell(f"ledger, observer: {early / 1e6:.1f} MB, after {OBSERVED_S * rate:,} events more {late / 1e6:.1f} MB")
+    return Figure(f"RSS of the observer, {OBSERVED_S * rate:,} events later", late / 1e6, "MB", 1.1, early / 1e6)
 
 
 def _compare(setup: Setup, sink: str, rate: int, size: int) -> list[Figure]:
     costs: dict[str, list[float]] = defaultdict(list)
     told = 0.0
     for number in range(setup.rounds):
-        for state in ("true", "false") if number % 2 else ("false", "true"):
-            with _fleet(setup, f"{state}-{size}-{number}", state, sink, size) as fleet:
-                _measure(fleet, rate, size, WARM_UP_S)
-                for service, cost in _measure(fleet, rate, size, ROUND_S).items():
+        with (
+            _fleet(setup, f"true-{size}-{number}", "true", sink, size) as told_of,
+            _fleet(setup, f"false-{size}-{number}", "false", sink, size) as silent,
+        ):
+            pair = {"true": told_of, "false": silent}
+            states = STATES[:: 1 if number % 2 else -1]  # who is sent first is at an advantage
+            _measure([pair[state] for state in states], rate, size, WARM_UP_S)
+            found = _measure([pair[state] for state in states], rate, size, ROUND_S)
+            for state, one in zip(states, found, strict=True):
+                for service, cost in one.items():
                     costs[f"{service} {state}"].append(cost)
-                if state == "true":
-                    told = max(told, fleet.total(_TOLD) / fleet.total(_ACCEPTED) * 100)
+            told = max(told, told_of.total(_TOLD) / told_of.total(_ACCEPTED) * 100)
         tell(f"ledger, round {number + 1}: " + ", ".join(f"{name} {cost[-1]:.2f}" for name, cost in costs.items()))
-    usual = {name: median(cost) for name, cost in costs.items()}
     case = f"{rate:,} events/s, {size} a request"
     return [
-        Figure(f"ingest with the ledger, {case}", usual["ingest true"], CPU, 1.05, usual["ingest false"]),
-        Figure(f"expel with the ledger, {case}", usual["expel true"], CPU, 1.05, usual["expel false"]),
+        *(
+            _figure(service, case, costs[f"{service} true"], costs[f"{service} false"])
+            for service in ("ingest", "expel")
+        ),
         Figure(f"telemetry beside the events, {case}", told, "% of their bytes", 1),
     ]
+
+
+def _figure(service: str, case: str, told: list[float], silent: list[float]) -> Figure:
+    """By the median of the rounds' ratios: what a round costs differs more than what the ledger does."""
+    floor = median(silent)
+    ratio = median(one / other for one, other in zip(told, silent, strict=True))
+    return Figure(f"{service} with the ledger, {case}", ratio * floor, CPU, 1.05, floor)
 
 
 @contextmanager
@@ -92,28 +130,33 @@ def _fleet(setup: Setup, name: str, state: str, sink: str, size: int) -> Iterato
     ):
         ingest.wait_ready(ports[0])
         expel.wait_ready(ports[1])
-        yield Fleet(f"http://127.0.0.1:{port}/v1/streams/events/events", ingest, expel, ports)
+        yield Fleet(f"http://127.0.0.1:{port}/v1/streams/events/events", log, pipes, ingest, expel, ports)
 
 
-def _measure(fleet: Fleet, rate: int, size: int, seconds: int) -> dict[str, float]:
-    """CPU-s/M by service, until the last of the events is delivered."""
-    before, delivered = fleet.cpu(), fleet.total(DELIVERED)
-    sent = uvloop.run(_send(fleet.url, rate, size, seconds))
+def _measure(fleets: Sequence[Fleet], rate: int, size: int, seconds: int) -> list[dict[str, float]]:
+    """CPU-s/M of each by service, all at once, until the last of the events is delivered."""
+    before = [(fleet.cpu(), fleet.total(DELIVERED)) for fleet in fleets]
+    sent = uvloop.run(_send([fleet.url for fleet in fleets], rate, size, seconds))
     deadline = time.monotonic() + PATIENCE_S
-    while fleet.total(DELIVERED) < delivered + sent:
-        if time.monotonic() > deadline:
-            raise RuntimeError(f"not everything was delivered in {PATIENCE_S:.0f} s; see {fleet.expel.log}")
-        time.sleep(0.5)
-    return {service: (used - before[service]) / sent * 1e6 for service, used in fleet.cpu().items()}
+    for fleet, (_, delivered) in zip(fleets, before, strict=True):
+        while fleet.total(DELIVERED) < delivered + sent:
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"not everything was delivered in {PATIENCE_S:.0f} s; see {fleet.expel.log}")
+            time.sleep(0.5)
+    after = [fleet.cpu() for fleet in fleets]
+    return [
+        {service: (used - cpu[service]) / sent * 1e6 for service, used in now.items()}
+        for now, (cpu, _) in zip(after, before, strict=True)
+    ]
 
 
-async def _send(url: str, rate: int, size: int, seconds: int) -> int:
-    """At the rate, whatever the answers take; how many events were sent. Raises when one is refused."""
+async def _send(urls: Sequence[str], rate: int, size: int, seconds: int) -> int:
+    """To each at the rate, whatever the answers take; how many events each was sent. Raises when one is refused."""
     body, count = make_body(size), seconds * rate // size
     begin = time.monotonic()
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=64)) as session:
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=64 * len(urls))) as session:
 
-        async def post(number: int) -> None:
+        async def post(url: str, number: int) -> None:
             await asyncio.sleep(begin + number * size / rate - time.monotonic())
             async with session.post(url, data=body, headers={"Content-Type": "application/json"}) as answer:
                 if answer.status != 200:
@@ -121,5 +164,6 @@ async def _send(url: str, rate: int, size: int, seconds: int) -> int:
 
         async with asyncio.TaskGroup() as group:
             for number in range(count):
-                group.create_task(post(number))
+                for url in urls:
+                    group.create_task(post(url, number))
     return count * size

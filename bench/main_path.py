@@ -21,10 +21,10 @@ SYNCS = 100
 
 
 @contextmanager
-def ingest(setup: Setup, broker: str, stream: str) -> Iterator[tuple[Child, str]]:
+def ingest(setup: Setup, broker: str, stream: str, partitions: int = 4) -> Iterator[tuple[Child, str]]:
     """A running ingest process with one fresh stream, and the URL to post to."""
     pipes = setup.folder / f"{stream}.yaml"
-    pipes.write_text(f"version: 1\nstreams:\n  {stream}: {{id: id, time: time}}\n")
+    pipes.write_text(f"version: 1\nstreams:\n  {stream}: {{id: id, time: time, partitions: {partitions}}}\n")
     make_topics(broker, pipes)
     port, management = free_port(), free_port()
     options = ("--broker", broker, "--pipes", str(pipes), "--listen", f"127.0.0.1:{port}")

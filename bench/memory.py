@@ -47,11 +47,12 @@ async def fill(broker_url: str) -> None:
     now = time.time_ns() // 1_000_000
     async with open_broker(broker_url) as broker, Producer(broker.driver) as producer:
         for start in range(0, BACKLOG, _CHUNK):
-            records = [_record(number, now) for number in range(start, start + _CHUNK)]
+            records = [make_record(number, now) for number in range(start, start + _CHUNK)]
             (await producer.send("events", records)).raise_first()
 
 
-def _record(number: int, now: int) -> Record:
+def make_record(number: int, now: int) -> Record:
+    """Event `number` as ingest stores it; now: its arrival, ms."""
     marks = (
         ("ce_id", b"evt-%012d" % number),
         ("penstock_arrival", b"%d" % now),

@@ -73,5 +73,5 @@ def _dead_letter(item: Rejected, pipe: str, version: str, max_bytes: int, now: i
         version=version,
         first_failure=now,
         source=source,
-        offset=item.place.offset,
+        offset=int(item.place.offset),
     )

@@ -27,7 +27,7 @@ def shorten(error: BaseException) -> str:
 _BROKER_CLASSES = ("org.apache.kafka.", "org.apache.spark.sql.kafka010.")
 _BROKER_WORDS = (
     "services.core.broker.errors.",
-    "spark.sources.log",
+    "spark.sources.",
     "[KAFKA_",
     "PYTHON_STREAMING_DATA_SOURCE_RUNTIME_ERROR",
 )

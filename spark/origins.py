@@ -20,21 +20,37 @@ from services.core.ledger.report import MAX_NUMBER, Outcome
 from services.core.ledger.sets import SetKey, Sets
 from spark.dead_letters import NODE
 from spark.observed import BatchReport
+from spark.shapes import ORIGINS_READ
 from spark.view import header
 
 Origins = dict[tuple[str, int], BitMap]
 """Numbers by incarnation and partition."""
+COLUMN = ORIGINS_READ
 _PREFIX = re.compile(r"([a-z0-9]{1,64}):(\d{1,9})")
+_COUNT = re.compile(r"#(\d{1,9})\b")
 _NUMBER = re.compile(r"[0-9]{1,10}")
 _DIGITS_AND_COMMA = frozenset("0123456789,")
 
 
-def gather(condition: Column | None = None, *, timed: bool = False) -> Column:
-    """An aggregate over records: the origins of those for which the condition holds. timed: each with its time in ms."""
+def with_origin(records: DataFrame, condition: Column | None = None, *, timed: bool = False) -> DataFrame:
+    """Records with what `gather` needs in COLUMN: of those for which the condition holds. timed: each with its time in ms.
+
+    In a column of its own, because it is generated code there; an aggregate interprets what it is given, at twice the cost.
+    """
     origin = header(ORIGIN).cast("string")
     if timed:
         origin = f.concat(origin, f.lit(":"), f.unix_millis(f.col("timestamp")).cast("string"))
-    return f.array_join(f.collect_list(origin if condition is None else f.when(condition, origin)), " ")
+    return records.withColumn(COLUMN, origin if condition is None else f.when(condition, origin))
+
+
+def gather() -> Column:
+    """An aggregate over what `with_origin` gave: the origins, as one text."""
+    return f.array_join(f.collect_list(f.col(COLUMN)), " ")
+
+
+def split_count(text: str) -> tuple[int, str]:
+    """From what was gathered of ORIGINS_READ: of how many records it says it is (0 when it does not say), and the origins."""
+    return sum(map(int, _COUNT.findall(text))), _COUNT.sub("", text)
 
 
 def read_origins(text: str, pipe: str, *, events: int = 0) -> Origins:
@@ -72,14 +88,19 @@ def _read_numbers(texts: list[str]) -> list[int]:
 
 def collect_origins(records: DataFrame, pipe: str) -> Origins:
     """Of records in Spark: executes the frame."""
-    row = records.agg(gather()).first()
-    return read_origins(row[0] if row else "", pipe)
+    return read_origins(collect_text(records), pipe)
 
 
-def origins_of(records: Sequence[Record], pipe: str) -> Origins:
-    """Of records that left Spark."""
+def collect_text(records: DataFrame) -> str:
+    """As `gather` gives it: executes the frame."""
+    row = with_origin(records).agg(gather()).first()
+    return row[0] if row else ""
+
+
+def origins_of(records: Sequence[Record], pipe: str, *, counted: bool) -> Origins:
+    """Of records that left Spark. counted: those without an origin were, where all that is read is looked at."""
     texts = (origin.decode(errors="replace") for record in records if (origin := record.header(ORIGIN)) is not None)
-    return read_origins(" ".join(texts), pipe, events=len(records))
+    return read_origins(" ".join(texts), pipe, events=0 if counted else len(records))
 
 
 def without(these: Origins, others: Origins) -> Origins:
@@ -87,15 +108,18 @@ def without(these: Origins, others: Origins) -> Origins:
     return {place: numbers - others.get(place, _NONE) for place, numbers in these.items()}
 
 
-def add_settled(report: BatchReport, read: Iterable[tuple[str, int]], written: str) -> None:
-    """What is in the output passed, the rest of the good events was filtered.
+def add_settled(
+    report: BatchReport, read: Iterable[tuple[str, int]], written: str, dead: Iterable[Origins] = ()
+) -> None:
+    """What is in the output passed, and the rest of what was read was filtered, but for those that are told of as dead.
 
-    read: what was gathered of good events, and how many these were, by source. written: what was gathered of the output.
+    read: what was gathered of events, and how many these were, by source. written: what was gathered of the output.
     """
     passed = read_origins(written, report.pipe)
     put(report.sets, "passed", passed)
+    settled = union([passed, *dead])
     for text, events in read:
-        put(report.sets, "filtered", without(read_origins(text, report.pipe, events=events), passed))
+        put(report.sets, "filtered", without(read_origins(text, report.pipe, events=events), settled))
 
 
 def add_made(report: BatchReport, made: str, at_ms: int) -> None:

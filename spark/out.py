@@ -13,7 +13,8 @@ from pyspark.sql.types import BinaryType, DataType, StringType, StructField, Str
 
 from services.core import event as names
 from spark.numbering import Numbering
-from spark.shapes import EVENT, EVENT_TYPE, HEADERS, VALUE
+from spark.shapes import EVENT, EVENT_TYPE, HEADERS, READ, STAMPED_EVENT_TYPE, VALUE
+from spark.view import READ_AT
 
 _JSON = {"ignoreNullFields": "false"}
 _HEADER_ROOM = 64 * 1024
@@ -27,23 +28,28 @@ class BadTransform(ValueError):
 class OutShape:
     """The expressions from a transform's result to records of at most `max_bytes`."""
 
-    def __init__(self, result: StructType, *, declared: Iterable[str], max_bytes: int) -> None:
-        """declared: columns of the sources; one named `value` hides the payload's text. Raises BadTransform."""
+    def __init__(self, result: StructType, *, declared: Iterable[str], max_bytes: int, stamped: bool = False) -> None:
+        """declared: columns of the sources; one named `value` hides the payload's text. stamped: events have READ.
+
+        Raises BadTransform.
+        """
         fields = self._fields = {field.name.lower(): field for field in result.fields}
         if len(fields) < len(result.fields):
             raise BadTransform("returns two columns of one name. Try: AS with another name")
         self.carries_events = EVENT in fields
         if self.carries_events:
-            _expect_event(fields[EVENT].dataType)
+            _expect_event(fields[EVENT].dataType, stamped=stamped)
         else:
             _expect_new_event(fields)
         envelope = {EVENT} if self.carries_events else set(_NEW_EVENT)
         payload = [field for name, field in fields.items() if name not in envelope]
         self._value, self._max_bytes = _payload(StructType(payload), {name.lower() for name in declared}), max_bytes
+        self.stamped = stamped and self.carries_events
         self._columns = self._make(None)
 
     def apply(self, result: DataFrame, numbering: Numbering | None = None) -> DataFrame:
-        """The transform's result as records. Executing it raises for a row without payload, event or id.
+        """The transform's result as records, stamped ones with READ_AT. Executing it raises for a row without payload,
+        event or id.
 
         numbering: gives new events their origins and their time; without one they have no origin.
         """
@@ -59,11 +65,12 @@ class OutShape:
             _guard(self._value, key, headers, self._max_bytes).alias("value"),
             time.alias("timestamp"),
             headers.alias("headers"),
+            *([f.col(EVENT)[READ].alias(READ_AT)] if self.stamped else []),
         ]
 
 
-def _expect_event(found: DataType) -> None:
-    wanted = StructType.fromDDL(EVENT_TYPE)
+def _expect_event(found: DataType, *, stamped: bool) -> None:
+    wanted = StructType.fromDDL(STAMPED_EVENT_TYPE if stamped else EVENT_TYPE)
     if found.simpleString() != wanted.simpleString():
         raise BadTransform(f"returns an `{EVENT}` that is not the one it got. Try: SELECT {EVENT}, …")
 

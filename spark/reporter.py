@@ -33,6 +33,7 @@ class PipeReporter:
         self._lags: list[LagSet] = []
         self._lags_at = self._told_at = 0.0
         self._settled_up_to: int | None = None
+        self._counted: BatchReport | None = None
 
     def tell(self, done: BatchReport) -> None:
         """Say what became of a batch's events; returns when that is durable. Blocking.
@@ -40,9 +41,11 @@ class PipeReporter:
         Raises BrokerError kinds; then the batch is not done: it is to be told again.
         """
         with self._lock:
-            self._histograms["lag_in"].observe(done.lag_in)
-            self._histograms["lag_out"].observe(done.lag_out)
-            self._histograms["process_time"].observe([round(done.seconds * 1000)] * len(done.lag_out))
+            if done is not self._counted:  # one that is told again has its lags counted already
+                self._counted = done
+                self._histograms["lag_in"].observe_counts(done.lag_in)
+                self._histograms["lag_out"].observe_counts(done.lag_out)
+                self._histograms["process_time"].observe_counts(done.took)
             if sets := done.sets.pack():
                 self._report(sets)
 
@@ -54,7 +57,7 @@ class PipeReporter:
     def beat(self) -> None:
         """Say that the pipe lives, and how far behind it is, unless something was said lately; to be called often. Blocking."""
         with self._lock:
-            if self._clock() - self._told_at < HEARTBEAT_S:
+            if 0 <= self._clock() - self._told_at < HEARTBEAT_S:  # a clock may be set back
                 return
             try:
                 self._report(())
@@ -72,7 +75,7 @@ class PipeReporter:
 
     def _report(self, sets: Sequence[OriginSet], *, closed: bool = False) -> None:
         now = self._clock()
-        if closed or now - self._lags_at >= LAGS_EVERY_S:
+        if closed or not 0 <= now - self._lags_at < LAGS_EVERY_S:
             self._lags_at = now
             taken = [tap.take(int(now // 60)) for tap in self._taps]
             self._lags = join_lags([*self._lags, *(lag for lag in taken if lag is not None)])

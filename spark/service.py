@@ -47,6 +47,7 @@ async def start(settings: TransformSettings, supervision: Supervision) -> None:
             settings, supervision, board, session, [_job(settings, endpoint, board, each) for each in prepared]
         )
         await run_blocking(session.stop, "spark-stop")
+        await run_blocking(endpoint.close, "broker-close")
 
 
 def _open(settings: TransformSettings, endpoint: Endpoint, chosen: Chosen) -> tuple[SparkSession, list[Prepared]]:

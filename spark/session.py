@@ -9,7 +9,7 @@ from pyspark.sql import SparkSession
 
 from services.core.jvm.jars import spark_kafka_jars
 from services.core.jvm.java import java_env
-from spark.sources.log import LogSource
+from spark.sources.source import BrokerSource
 
 _PACKAGES = Path(__file__).parents[1]
 _LOG4J = Path(__file__).with_name("log4j2.properties")
@@ -84,7 +84,7 @@ def open_session(*, master: str, memory: int, kafka: bool) -> SparkSession:
     if kafka:
         builder = builder.config("spark.jars", ",".join(str(path) for path in spark_kafka_jars()))
     session = builder.getOrCreate()
-    session.dataSource.register(LogSource)
+    session.dataSource.register(BrokerSource)
     return session
 
 
@@ -94,7 +94,7 @@ def own_session(session: SparkSession) -> SparkSession:
     jvm = own.sparkContext._jvm
     assert jvm is not None
     jvm.org.apache.spark.sql.SparkSession.clearActiveSession()  # else Spark finds our format there, and refuses it here
-    own.dataSource.register(LogSource)
+    own.dataSource.register(BrokerSource)
     jvm.org.apache.spark.sql.SparkSession.setActiveSession(own._jsparkSession)  # where it looks for a sink's format
     return own
 

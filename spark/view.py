@@ -4,6 +4,7 @@ Expressions are built once and used for each batch: every call into Java costs, 
 Names that start with `_penstock` are ours.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from pyspark.sql import Column, DataFrame
@@ -11,12 +12,14 @@ from pyspark.sql import functions as f
 from pyspark.sql.types import StringType, StructField, StructType
 
 from services.core import event as names
-from spark.shapes import EVENT, EVENT_TIME, HEADERS, RAW_NAMES, VALUE
+from spark.shapes import EVENT, EVENT_TIME, HEADERS, RAW_NAMES, READ, VALUE
 
 VERDICT = "_penstock_verdict"
 """Column: null for a good record, else the number of the check that it failed."""
 TIME = "_penstock_time"
 """Column: event time of a record."""
+READ_AT = "_penstock_read"
+"""Column: when a record was read, ms; of a view with stamps."""
 _TEXT = "_penstock_text"
 _ID = "_penstock_id"
 _PARSED = "_penstock_parsed"
@@ -34,10 +37,11 @@ class Check(NamedTuple):
 
 
 class SourceView:
-    """The expressions of one source stream. columns: what its payload must hold; None: any text. timed: with EVENT_TIME."""
+    """The expressions of one source stream. columns: what its payload must hold; None: any text. timed: with EVENT_TIME.
+    stamped: events with READ."""
 
-    def __init__(self, columns: StructType | None, *, timed: bool = False) -> None:
-        self.columns = columns
+    def __init__(self, columns: StructType | None, *, timed: bool = False, stamped: bool = False) -> None:
+        self.columns, self._stamped = columns, stamped
         self.checks = _checks(columns)
         parsed = [] if columns is None else [f.from_json(_TEXT, _nullable(columns), _JSON).alias(_PARSED)]
         verdict = f.lit(None).cast("int")
@@ -53,11 +57,14 @@ class SourceView:
             verdict.alias(VERDICT),
         ]
         self._is_good, self._is_bad = f.col(VERDICT).isNull(), f.col(VERDICT).isNotNull()
-        self._seen = [*_seen_columns(columns), *([f.col(TIME).alias(EVENT_TIME)] if timed else [])]
+        self._seen = [*_seen_columns(columns, stamped=stamped), *([f.col(TIME).alias(EVENT_TIME)] if timed else [])]
 
-    def judge(self, raw: DataFrame) -> DataFrame:
-        """Raw plus VERDICT and TIME."""
-        return raw.select(*self._judged)
+    def judge(self, raw: DataFrame, clock: Column | None = None, *, keep: Sequence[str] = ()) -> DataFrame:
+        """Raw plus VERDICT and TIME. clock: what stamps events (ms); without one their READ is null. keep: further columns."""
+        if not self._stamped:
+            return raw.select(*self._judged, *keep)
+        now = f.lit(None) if clock is None else clock
+        return raw.select(*self._judged, now.cast("long").alias(READ_AT), *keep)
 
     def good(self, judged: DataFrame) -> DataFrame:
         """The events as a transform sees them: `event`, `value` and the declared columns."""
@@ -108,7 +115,7 @@ def _has_braces(text: Column) -> Column:
     return f.startswith(text, f.lit("{")) & f.endswith(text, f.lit("}"))
 
 
-def _seen_columns(columns: StructType | None) -> list[Column]:
+def _seen_columns(columns: StructType | None, *, stamped: bool) -> list[Column]:
     declared = [] if columns is None else columns.fieldNames()
     payload = [] if VALUE in [name.lower() for name in declared] else [f.col(_TEXT).alias(VALUE)]
     event = f.struct(
@@ -122,6 +129,7 @@ def _seen_columns(columns: StructType | None) -> list[Column]:
         f.col("topic"),
         f.col("partition"),
         f.col("offset"),
+        *([f.col(READ_AT).alias(READ)] if stamped else []),
     )
     return [event.alias(EVENT), *payload, *[f.col(_PARSED)[name].alias(name) for name in declared]]
 

@@ -37,6 +37,14 @@ class LagHistogram:
         if len(self._raw) > _FOLD_AT:
             self._fold()
 
+    def observe_counts(self, events: Mapping[int, int]) -> None:
+        """Count so many events by lag."""
+        self._raw.update(events)
+        self.count += sum(events.values())
+        self.total_ms += sum(lag * count for lag, count in events.items())
+        if len(self._raw) > _FOLD_AT:
+            self._fold()
+
     def _fold(self) -> None:
         for lag, count in self._raw.items():
             self._buckets[_bucket(lag)] += count
@@ -53,12 +61,6 @@ class LagHistogram:
         """A copy of the counts by bucket; what `services.core.ledger.report.LagSet` carries."""
         self._fold()
         return self._buckets.copy()
-
-    def copy(self) -> "LagHistogram":
-        """As it is now."""
-        copied = LagHistogram()
-        copied._buckets, copied.count, copied.total_ms = self.buckets(), self.count, self.total_ms
-        return copied
 
     def dump(self) -> dict[str, Any]:
         """As JSON that `load` reads: for merging over processes without loss."""

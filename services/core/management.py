@@ -1,7 +1,7 @@
 """The management port of every service: /healthz (alive), /readyz (should get work), /metrics (Prometheus), and /lags:
 the lag histograms in full, which `penstock status` merges over processes (Prometheus' few buckets are too coarse for a P99)."""
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
 import orjson
@@ -17,10 +17,10 @@ Readiness = Callable[[], str | None]
 
 
 @asynccontextmanager
-async def serve_management(address: str, ready: Readiness) -> AsyncIterator[str]:
+async def serve_management(address: str, ready: Readiness, more: Sequence[web.RouteDef] = ()) -> AsyncIterator[str]:
     """Serve until the context is left; yields the bound "host:port". `address` "host:0" takes any free port.
 
-    Raises OSError when the port is taken.
+    more: routes of this service's own. Raises OSError when the port is taken.
     """
 
     async def healthz(_request: web.Request) -> web.Response:
@@ -40,6 +40,6 @@ async def serve_management(address: str, ready: Readiness) -> AsyncIterator[str]
 
     app = web.Application()
     app.add_routes([web.get("/healthz", healthz), web.get("/readyz", readyz)])
-    app.add_routes([web.get("/metrics", metrics), web.get("/lags", lags)])
+    app.add_routes([web.get("/metrics", metrics), web.get("/lags", lags), *more])
     async with serve_app(app, address) as bound:
         yield bound

@@ -14,7 +14,48 @@ INGEST_BYTES = Counter("penstock_ingest_payload_bytes", "Payload bytes of accept
 INGEST_PENDING = Gauge("penstock_ingest_pending_bytes", "Bytes waiting for the broker.")
 INGEST_IN_FLIGHT = Gauge("penstock_ingest_in_flight_requests", "Requests being read or answered.")
 
-BROKER_RETRIES = Counter("penstock_broker_append_retries", "Appends tried again, by reason.", ["topic", "reason"])
+BROKER_RETRIES = Counter(
+    "penstock_broker_append_retries", "Appends tried again, by reason.", ["topic", "partition", "reason"]
+)
+BROKER_THROTTLES = Counter(
+    "penstock_broker_shard_throttles", "Entries that Kinesis refused for a shard's limits.", ["topic", "shard"]
+)
+BROKER_PACE_WAIT = Counter(
+    "penstock_broker_shard_wait_seconds", "Time that entries waited for a shard's capacity.", ["topic", "shard"]
+)
+BROKER_PARTITION_BYTES = Counter(
+    "penstock_broker_partition_bytes",
+    "Bytes that Kinesis took from this process, by partition.",
+    ["topic", "partition"],
+)
+BROKER_PARTITION_ENTRIES = Counter(
+    "penstock_broker_partition_entries",
+    "Entries that Kinesis took from this process, by partition: an append is one, or more if it is large.",
+    ["topic", "partition"],
+)
+BROKER_CAPACITY_USED = Gauge(
+    "penstock_broker_shard_capacity_used_ratio",
+    "Of a second of a shard's write capacity, what this process has taken: above 1 entries wait.",
+    ["topic", "shard"],
+)
+BROKER_PACE = Gauge(
+    "penstock_broker_shard_pace_ratio",
+    "The part of a shard's write capacity that this process allows itself: 1 until it is throttled.",
+    ["topic", "shard"],
+)
+BROKER_READ_THROTTLES = Counter(
+    "penstock_broker_shard_read_throttles", "Reads that Kinesis refused for a shard's limits.", ["topic", "shard"]
+)
+BROKER_READ_WAIT = Counter(
+    "penstock_broker_shard_read_wait_seconds",
+    "Time that reads waited for their turn: a shard answers five a second, to all groups together.",
+    ["topic", "shard"],
+)
+BROKER_READ_PACE = Gauge(
+    "penstock_broker_shard_reads_per_second",
+    "Reads of a shard that this process allows itself: 5 until it is throttled.",
+    ["topic", "shard"],
+)
 BROKER_COMMITS_REFUSED = Counter("penstock_broker_commits_refused", "Commits refused as no longer owner.", ["group"])
 BROKER_LAG_RECORDS = Gauge("penstock_broker_lag_records", "Records behind the end.", ["group", "topic", "partition"])
 BROKER_LAG_SECONDS = Gauge(
@@ -125,17 +166,37 @@ LEDGER_OUTSIDE = Counter(
     ["node", "pipe", "reason"],
 )
 LEDGER_BAD_REPORTS = Counter("penstock_ledger_bad_reports", "Records of the telemetry topic that are no reports.")
+LEDGER_REPORTS_GONE = Counter(
+    "penstock_ledger_reports_gone",
+    "Reports that were gone by retention, or damaged, before the observer read them; their minutes may show loss that was none.",
+)
+LEDGER_AHEAD = Counter(
+    "penstock_ledger_reports_ahead",
+    "Reports whose clock was ahead of the observer's; their lags and payload fields are not counted.",
+    ["node"],
+)
+LEDGER_STRANGERS = Counter(
+    "penstock_ledger_strangers_given_up",
+    "Ingest processes that never reported, and whose events were not all found within the records that are searched for them.",
+)
 LEDGER_FINAL = Counter("penstock_ledger_final_events", "Events accepted in minutes that are final.", ["pipe"])
 LEDGER_MISSING = Counter(
     "penstock_ledger_missing_events",
-    "Events that were missing when their minute became final, by the step that did not settle them.",
+    "Events that were missing when their minute became final, or later, by the step that did not settle them.",
     ["pipe", "node", "destination"],
 )
 LEDGER_LOSS = Gauge(
     "penstock_ledger_loss_ratio", "Share of events missing in the newest minute that is final, 0 to 1.", ["pipe"]
 )
+LEDGER_LOSS_FOUND = Gauge(
+    "penstock_ledger_found_loss_ratio",
+    "Highest share of events missing in a minute, however old, whose loss was found in the last 15 minutes, 0 to 1.",
+    ["pipe"],
+)
 LEDGER_ALARMS = Counter(
-    "penstock_ledger_alarms", "Minutes that became final with more loss than the threshold.", ["pipe"]
+    "penstock_ledger_alarms",
+    "Alarms: a minute is final with more loss than the threshold, or its loss has doubled since.",
+    ["pipe"],
 )
 LEDGER_ALARMS_UNTOLD = Counter("penstock_ledger_alarms_untold", "Alarms that their webhook did not get.", ["reason"])
 LEDGER_DRIFTS = Counter(
@@ -151,6 +212,37 @@ OBSERVER_PASSED_OVER = Counter(
 )
 OBSERVER_TOPIC_UP = Gauge("penstock_observer_topic_up", "1 while these dead letters can be read.", ["topic"])
 OBSERVER_REQUESTS = Counter("penstock_observer_requests", "Requests to the API, by status.", ["status"])
+
+AUTOSCALER_DECISIONS = Counter(
+    "penstock_autoscaler_shard_decisions",
+    "Looks at a stream, by what was decided: up, down, hold, or failed.",
+    ["stream", "decision"],
+)
+AUTOSCALER_SHARDS = Gauge("penstock_autoscaler_open_shards", "Shards that can be written to.", ["stream"])
+AUTOSCALER_LOAD = Gauge(
+    "penstock_autoscaler_fullest_shard_ratio",
+    "The load of a stream's fullest shard, of what a shard takes.",
+    ["stream"],
+)
+AUTOSCALER_UPDATES = Gauge(
+    "penstock_autoscaler_updates_used", "Updates of a rolling day, of which the service allows ten.", ["stream"]
+)
+AUTOSCALER_GROUP_SIZE = Gauge(
+    "penstock_autoscaler_group_instances", "Instances that the platform was told to run.", ["group"]
+)
+AUTOSCALER_GROUP_CPU = Gauge(
+    "penstock_autoscaler_group_cpu_ratio", "Average CPU of an instance, in cores, the warming ones included.", ["group"]
+)
+AUTOSCALER_GROUP_DECISIONS = Counter(
+    "penstock_autoscaler_group_decisions",
+    "Decisions, by action (out, in, hold) and reason.",
+    ["group", "action", "reason"],
+)
+AUTOSCALER_GROUP_FAILURES = Counter(
+    "penstock_autoscaler_group_failures",
+    "Looks and orders that the platform did not answer, by what was asked and why.",
+    ["group", "what", "reason"],
+)
 
 FLEET_RESTARTS = Counter("penstock_fleet_restarts", "Processes that died and were started again.", ["service"])
 

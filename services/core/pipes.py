@@ -37,6 +37,12 @@ class Stream(_Strict):
     """A broker topic that people name; clients send events to it."""
 
     partitions: int = Field(4, ge=1, le=1024, description="Partitions of the topic.")
+    shards: int | None = Field(
+        None,
+        ge=1,
+        description="On Kinesis: shards to begin with, fewer than partitions where an autoscaler is to split them; absent: as "
+        "many as partitions.",
+    )
     retention: Duration = Field(7 * 86400.0, description="How long events are kept, e.g. 7d.")
     id: FieldPath | None = Field(
         None, description="Payload field with the event id; absent: CloudEvents id, else a new UUIDv7."
@@ -55,6 +61,12 @@ class Stream(_Strict):
         description="The payload's columns for transforms, as Spark DDL: 'carrier STRING, dep_delay INT'. "
         "A payload that does not fit goes to the pipe's dead letters.",
     )
+
+    @model_validator(mode="after")
+    def _not_more_shards(self) -> Self:
+        if self.shards is not None and self.shards > self.partitions:
+            raise ValueError(f"shards: {self.shards} are more than the {self.partitions} partitions that they hold")
+        return self
 
 
 class Transform(_Strict):
@@ -294,6 +306,12 @@ def retry_topic(pipe: str) -> str:
     return f"{pipe}.retry"
 
 
+def event_topics(pipes: "PipeFile") -> list[str]:
+    """Where events flow: streams and the outputs of transforms; not what Penstock keeps for itself."""
+    outputs = [output_topic(name) for name, pipe in pipes.pipes.items() if pipe.transform is not None]
+    return [*pipes.streams, *outputs]
+
+
 def parked_topic(pipe: str) -> str:
     """Where the events of paused destinations of this pipe wait for ever; its lanes in expel write and read it."""
     return f"{pipe}.parked"
@@ -318,6 +336,11 @@ DELAYS_S = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536)
 def delay_topic(seconds: int) -> str:
     """Where an event waits so long; seconds is one of DELAYS_S."""
     return f"{RESERVED}.delay-{seconds}s"
+
+
+def is_of_retrier(topic: str) -> bool:
+    """Whether events wait there for the global retrier, or come back from it."""
+    return topic == RETRY_IN or topic.startswith(f"{RESERVED}.delay-") or topic.endswith(".retry")
 
 
 def is_retried(destination: Destination) -> bool:

@@ -68,7 +68,7 @@ class Provisioned:
 def wanted_topics(pipes: PipeFile) -> list[TopicSpec]:
     """Every topic of the pipe file, streams first."""
     specs = [
-        TopicSpec(name, stream.partitions, retention_ms=_millis(stream.retention))
+        TopicSpec(name, stream.partitions, retention_ms=_millis(stream.retention), shards=stream.shards)
         for name, stream in pipes.streams.items()
     ]
     for name, pipe in pipes.pipes.items():
@@ -76,7 +76,8 @@ def wanted_topics(pipes: PipeFile) -> list[TopicSpec]:
         retention = max(source.retention for source in sources)
         if pipe.transform is not None:
             partitions = max(source.partitions for source in sources)
-            specs.append(TopicSpec(output_topic(name), partitions, retention_ms=_millis(retention)))
+            shards = max((source.shards or source.partitions for source in sources), default=None)
+            specs.append(TopicSpec(output_topic(name), partitions, retention_ms=_millis(retention), shards=shards))
         dead_for = retention + _longest_schedule(pipe) + DEAD_LETTER_RETENTION_S
         specs.append(TopicSpec(dead_letter_topic(name), 1, retention_ms=_millis(dead_for)))
         if any(destination.webhook is not None for destination in pipe.destinations):

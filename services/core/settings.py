@@ -18,7 +18,7 @@ from services.core.units import Duration, format_duration, format_size, parse_du
 from services.core.validation import describe
 from services.core.yaml_source import BadConfiguration, Document, Problem, load_yaml
 
-SECTIONS = frozenset({"fleet", "up", "ingest", "transform", "expel", "retrier", "observer"})
+SECTIONS = frozenset({"fleet", "up", "ingest", "transform", "expel", "retrier", "observer", "autoscaler"})
 """The sections of a settings file: `fleet` is shared, each other belongs to one service (`up`: the supervisor)."""
 
 
@@ -35,7 +35,8 @@ class Settings(BaseModel):
         return f"python -m services.{cls.section}"
 
     broker: str = Field(
-        "log:///var/lib/penstock", description="Broker URL: log:///path or kafka://host:port[,host:port]."
+        "log:///var/lib/penstock",
+        description="Broker URL: log:///path, kafka://host:port[,host:port] or kinesis://region[?fan_out=1].",
     )
     pipes: Path = Field(Path("pipes.yaml"), description="The pipe file.")
     ledger: bool = Field(
@@ -62,7 +63,11 @@ def add_flags(parser: argparse.ArgumentParser, model: type[Settings]) -> None:
     parser.add_argument("--config", metavar="FILE", help="settings file (YAML) [PENSTOCK_CONFIG]")
     for name in model.model_fields:
         text = flag_help(model, name).replace("%", "%%")
-        parser.add_argument(f"--{name.replace('_', '-')}", dest=name, metavar="VALUE", help=text)
+        switch = model.model_fields[name].annotation is bool  # may be given alone
+        nargs, const = ("?", "true") if switch else (None, None)
+        parser.add_argument(
+            f"--{name.replace('_', '-')}", dest=name, metavar="VALUE", help=text, nargs=nargs, const=const
+        )
 
 
 def flag_help(model: type[Settings], name: str) -> str:

@@ -5,7 +5,7 @@ Nothing here is done per event but slicing lists; per request there is one turn 
 
 import asyncio
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 
 import backoff
@@ -13,22 +13,22 @@ import backoff
 from services.core.broker.producer import Producer
 from services.core.broker.record import Batch, TopicPartition, estimate_size
 from services.core.broker.watermark import LowWater
+from services.core.ledger.due import Span
 from services.core.pipes import parked_topic, retry_topic
+from services.expel.agenda import Agenda
 from services.expel.body import Rendered, render_damaged
 from services.expel.delivery import Chunk, Delivery, Unreadable
 from services.expel.elsewhere import Elsewhere
 from services.expel.gate import Gate
-from services.expel.keyed_pending import KeyedPending
 from services.expel.lane_bounds import LaneBounds, LaneShape
 from services.expel.letters import Letter
 from services.expel.meter import LaneMeter
 from services.expel.outcome import Failure, Outcome
-from services.expel.pending import FifoPending, Pending
-from services.expel.retries import Retries
 from services.expel.returned import Returned
 from services.expel.sender import Sender
 from services.expel.verdict import judge
 
+_NO_OFFSETS: Mapping[int, Span] = {}
 _BREAKER_OPEN = "breaker_open"
 _NOT_TRIED = "not tried: the destination's last requests failed"
 
@@ -51,22 +51,20 @@ class Dispatcher:
     ) -> None:
         self._shape, self._sender, self._meter, self._gate = shape, sender, meter, gate
         self._clock, self._jitter = clock, jitter
-        self._pending: Pending = KeyedPending(shape.cut) if shape.keyed else FifoPending(shape.cut)
+        self._agenda = Agenda(shape, self._pump, clock)
         self._parked = parked_topic(shape.pipe)
         topics = (retry_topic(shape.pipe), self._parked)
         self._returned = {topic: Returned(topic, shape.pipe, shape.destination) for topic in topics}
         self._elsewhere = Elsewhere(shape, producer, meter, self._settle_letters)
-        self._retries = Retries()
         self.low_water = LowWater()
         self.gone = asyncio.Event()
         self._group: asyncio.TaskGroup | None = None
         self._workers: set[asyncio.Task[None]] = set()
         self._sending: set[Delivery] = set()
         self._bounds = LaneBounds(shape.max_events, shape.max_bytes)
-        self._closing = self._stopped = self._replaying = False
+        self._stopped = self._replaying = False
         self._park_reason: str | None = None
-        self._hold_until = self._timer_at = 0.0
-        self._timer: asyncio.TimerHandle | None = None
+        self._hold_until = 0.0
         self._progress = asyncio.Event()
 
     def open(self, group: asyncio.TaskGroup) -> None:
@@ -123,21 +121,22 @@ class Dispatcher:
             self._progress.clear()
             await self._progress.wait()
 
-    def take(self, batch: Batch, inherited: Sequence[int] = ()) -> None:
+    def take(self, batch: Batch, inherited: Mapping[int, Span] = _NO_OFFSETS) -> None:
         """A polled batch: in flight from now on, unless its topic is not to be read. Does not wait.
 
-        inherited: offsets of what the retrier has already: settled, and passed over.
+        inherited: what the retrier has already, by offset, and when it is due: settled, and passed over.
         """
         if not self.reads(batch.topic):
             return
         self.low_water.take(batch)
         if inherited:
             self._meter.inherited(len(inherited))
-            pairs, known = zip(batch.offsets, batch.records, strict=True), frozenset(inherited)
             # Whoever handed them over may have died before it told of it.
-            self._meter.ledger.add("retrying", [record for offset, record in pairs if offset in known])
-            self.low_water.settle(batch.source, inherited)
-            rest = batch.without(inherited)
+            for offset, record in zip(batch.offsets, batch.records, strict=True):
+                if (due := inherited.get(offset)) is not None:
+                    self._meter.ledger.add("retrying", [record], due)
+            self.low_water.settle(batch.source, list(inherited))
+            rest = batch.without(list(inherited))
             if rest is None:
                 self._progress.set()
                 return
@@ -170,7 +169,7 @@ class Dispatcher:
             weight = size + estimate_size(found.records)
             self._bounds.add(len(found.parts), weight)
             lists = (found.offsets, found.records, found.parts, found.ids, found.arrivals)
-            self._pending.add(Chunk(source, *lists, now_ms, self._clock(), size, weight / len(found.parts)))
+            self._agenda.add(Chunk(source, *lists, now_ms, self._clock(), size, weight / len(found.parts)))
         self._bury_unreadable(source, found.unreadable)
 
     def _bury_unreadable(self, source: TopicPartition, unreadable: Sequence[Unreadable]) -> None:
@@ -220,7 +219,7 @@ class Dispatcher:
             if self.gone.is_set():
                 return None
             now = self._clock()
-            due = self._when_due(now)
+            due = self._agenda.when_due(now, is_sending=bool(self._sending))
             if due is None:
                 return None
             if not self._gate.is_shut:
@@ -228,28 +227,21 @@ class Dispatcher:
             if due <= now:
                 due = now + self._gate.wait()
             if due > now:
-                self._look_again(due)
+                self._agenda.look_again(due)
                 return None
             if self._gate.is_shut:
                 self._turn_away(now)
                 continue
-            delivery = self._take_due(now)
+            delivery = self._agenda.take(now)
             self._gate.take(delivery)
             self._sending.add(delivery)  # from now on, not from the worker's first turn: a revoke may come in between
             return delivery
         return None
 
     def _park_held(self, reason: str) -> None:
-        """What is held here and not being sent, retries first; a key that is under way follows when it is not."""
-        while self._retries:
-            self._elsewhere.park(self._retries.pop(), reason)
-        while self._pending.oldest() is not None:
-            self._elsewhere.park(self._pending.cut(), reason)
-
-    def _take_due(self, now: float) -> Delivery:
-        """What may leave now, retries first; only when `_when_due` says that there is something."""
-        retry = self._retries.due()
-        return self._retries.pop() if retry is not None and retry <= now else self._pending.cut()
+        """What is held here and not being sent."""
+        for delivery in self._agenda.take_all():
+            self._elsewhere.park(delivery, reason)
 
     def _turn_away(self, now: float) -> None:
         """The breaker is open: some of what is due to the global retrier, without an attempt.
@@ -258,37 +250,17 @@ class Dispatcher:
         """
         limit, shut_for, was_full = self._gate.diversion.limit(), self._gate.shut_for(), not self.room()
         left = limit
-        while left > 0 and (due := self._when_due(now)) is not None and due <= now:
-            delivery = self._take_due(now)
+        while left > 0 and self._is_due(now):
+            delivery = self._agenda.take(now)
             least = shut_for + self._jitter(shut_for / 2)
             failure = Failure(_BREAKER_OPEN, _NOT_TRIED, recoverable=True, retry_after=least)
             self._elsewhere.hand_over(delivery, dict.fromkeys(range(len(delivery)), failure))
             left -= len(delivery)
         self._gate.diversion.end_turn(limit - left, is_more=left <= 0 or was_full)
 
-    def _when_due(self, now: float) -> float | None:
-        """When the next delivery could leave (not after now: at once); None: not before something else happens."""
-        retry = self._retries.due()
-        is_busy = self._shape.serial and (self._sending or self._retries)
-        if self._closing or is_busy or (retry is not None and retry <= now):
-            return retry
-        oldest = self._pending.oldest()
-        if oldest is None:
-            return retry
-        full = now if self._pending.has_full() else oldest + self._shape.max_wait
-        return full if retry is None else min(retry, full)
-
-    def _look_again(self, at: float) -> None:
-        if self._timer is not None:
-            if self._timer_at <= at:
-                return
-            self._timer.cancel()
-        self._timer_at = at
-        self._timer = asyncio.get_running_loop().call_later(max(0.0, at - self._clock()), self._on_timer)
-
-    def _on_timer(self) -> None:
-        self._timer = None
-        self._pump()
+    def _is_due(self, now: float) -> bool:
+        due = self._agenda.when_due(now, is_sending=bool(self._sending))
+        return due is not None and due <= now
 
     def _conclude(self, delivery: Delivery, outcome: Outcome) -> None:
         """An attempt ended: settle what was delivered; the verdict says what becomes of the rest."""
@@ -304,7 +276,7 @@ class Dispatcher:
         verdict = judge(delivery, failures, self._shape.retry, self._jitter, now_ms, keyed=self._shape.keyed)
         if verdict.gone is not None:
             if (kept := self._keep(delivery)) is not None:
-                self._retries.push(kept, self._clock())
+                self._agenda.again(kept)
             self.gone.set()
             return
         self._hold_until = max(self._hold_until, self._clock() + verdict.hold)
@@ -321,7 +293,7 @@ class Dispatcher:
     def _retry(self, delivery: Delivery, wait: float, reason: str) -> None:
         if (kept := self._keep(delivery)) is not None:
             self._meter.retried(len(kept), reason)
-            self._retries.push(kept, self._clock() + wait)
+            self._agenda.again(kept, wait)
 
     def _keep(self, delivery: Delivery) -> Delivery | None:
         """What of it is still ours to try; the rest is forgotten."""
@@ -343,14 +315,14 @@ class Dispatcher:
         for letter in letters:
             if not letter.disowned:
                 self.low_water.settle(letter.source, (letter.offset,))
-        self._pending.finish([letter.original for letter in letters if letter.tried])
+        self._agenda.finish([letter.original for letter in letters if letter.tried])
         self._bounds.release(len(letters), sum(letter.weight for letter in letters))
         self._progress.set()
         self._pump()
 
     def _forget(self, delivery: Delivery) -> None:
         """These are no longer in flight here: settled, or another member's."""
-        self._pending.finish(delivery.records)
+        self._agenda.finish(delivery.records)
         self._bounds.release(len(delivery.parts), delivery.weight)
 
     async def give_up(self, sources: frozenset[TopicPartition], limit: float) -> None:
@@ -368,8 +340,9 @@ class Dispatcher:
 
     def _drop(self, sources: frozenset[TopicPartition]) -> None:
         """Forget what of these is not being sent, and do not try again what is."""
-        self._bounds.release(*self._pending.drop(sources))
-        for delivery in self._retries.drop(sources):
+        waiting, retries = self._agenda.drop(sources)
+        self._bounds.release(*waiting)
+        for delivery in retries:
             self._forget(delivery)
         for delivery in self._sending:
             delivery.lapsed |= sources
@@ -392,12 +365,12 @@ class Dispatcher:
 
         Returns whether the time was enough.
         """
-        self._closing = True
+        self._agenda.closing = True
 
         def is_drained() -> bool:
             if self._park_reason is not None:
                 return not self._bounds.events
-            return not (self._sending or len(self._elsewhere) or (self._retries and not self.gone.is_set()))
+            return not (self._sending or len(self._elsewhere) or (self._agenda.retries and not self.gone.is_set()))
 
         await self._wait_until(is_drained, limit)
         in_time = is_drained()
@@ -407,8 +380,7 @@ class Dispatcher:
     def stop(self) -> None:
         """End all work now; what is not settled stays so."""
         self._stopped = True
-        if self._timer is not None:
-            self._timer.cancel()
+        self._agenda.stop()
         for worker in self._workers:
             worker.cancel()
         for delivery in self._sending:  # a worker that never began says nothing of its probe

@@ -7,7 +7,8 @@ import asyncio
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from services.core.broker.producer import Producer
-from services.core.broker.record import TopicPartition
+from services.core.broker.record import Record, TopicPartition
+from services.core.ledger.due import Span
 from services.core.pipes import RETRY_IN, dead_letter_topic, parked_topic
 from services.expel.delivery import Delivery, Unreadable
 from services.expel.handover import Handover
@@ -104,5 +105,9 @@ class Elsewhere:
     def _handed_over(self, letters: Sequence[Letter]) -> None:
         for letter in letters:
             self._meter.handed_over(letter.reason)
-        self._meter.ledger.add("retrying", [letter.original for letter in letters])
+        by_due: dict[Span | None, list[Record]] = {}
+        for letter in letters:
+            by_due.setdefault(letter.due, []).append(letter.original)
+        for due, records in by_due.items():
+            self._meter.ledger.add("retrying", records, due)
         self._stored(letters)

@@ -8,6 +8,7 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 
 from services.core.broker.record import Record
+from services.core.ledger.due import due_span
 from services.core.retry_state import RetryState, state_of, wrap
 from services.expel.delivery import Delivery
 from services.expel.letters import Letter
@@ -53,7 +54,8 @@ class Handover:
                 failure.reason,
                 tried=True,
             )
-            letters.append(letter._replace(disowned=source in delivery.disowned))
+            due = due_span(state.due, state.due - now_ms)
+            letters.append(letter._replace(disowned=source in delivery.disowned, due=due))
         return letters, over
 
     def _next(

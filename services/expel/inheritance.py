@@ -15,6 +15,7 @@ from services.core.broker.contract import Broker
 from services.core.broker.errors import BrokerError
 from services.core.broker.record import Batch, Record, TopicPartition
 from services.core.broker.tail import read_tail
+from services.core.ledger.due import Span, due_span
 from services.core.pipes import RETRY_IN, parked_topic, retry_topic
 from services.core.retry_state import own_headers, state_for
 
@@ -28,8 +29,9 @@ _PATIENCE_S = 3.0
 
 _Life = tuple[str, int]
 """Where the original record lies (`topic:partition:offset`), and how often the event was handed over."""
-_Seen = tuple[int, int]
-"""When it was handed over (ms), and a hash of the event: a topic that was made anew has other events at the same offsets."""
+_Seen = tuple[int, int, Span]
+"""When it was handed over (ms); a hash of the event: a topic that was made anew has other events at the same offsets; when it
+is due."""
 
 
 class Inheritance:
@@ -64,35 +66,39 @@ class Inheritance:
         for source in sources:
             self._unsure.pop(source, None)
 
-    def find(self, batch: Batch) -> list[int]:
-        """Offsets of those events that the retrier has. Each batch once, in order."""
+    def find(self, batch: Batch) -> dict[int, Span]:
+        """Those events that the retrier has, by offset, and when they are due. Each batch once, in order."""
         left = self._unsure.get(batch.source, 0)
         if left <= 0 or not self._handed_over or batch.damage is not None:
-            return []
+            return {}
         self._unsure[batch.source] = left - len(batch.offsets)
         is_back = batch.topic in (retry_topic(self._pipe), parked_topic(self._pipe))
         place = f"{batch.topic}:{batch.partition}"
-        return [
-            offset
-            for offset, record in zip(batch.offsets, batch.records, strict=True)
-            if (self._went_on(record) if is_back else self._is_next((f"{place}:{offset}", 1), record))
-        ]
+        pairs = zip(batch.offsets, batch.records, strict=True)
+        return {
+            offset: due
+            for offset, record in pairs
+            if (due := self._went_on(record) if is_back else self._find_next((f"{place}:{offset}", 1), record))
+        }
 
     def _note(self, records: Sequence[Record]) -> None:
         for record in records:
             state = state_for(record, self._pipe, self._destination)
             if state is not None:
-                self._handed_over[state.source, state.rounds] = record.timestamp, _hash(record)
+                due = due_span(state.due, state.due - record.timestamp)
+                self._handed_over[state.source, state.rounds] = record.timestamp, _hash(record), due
 
-    def _is_next(self, life: _Life, record: Record, since: int = 0) -> bool:
-        """Whether this event was handed over in that life, at `since` (ms) or later."""
+    def _find_next(self, life: _Life, record: Record, since: int = 0) -> Span | None:
+        """When this event is due, if it was handed over in that life, at `since` (ms) or later."""
         seen = self._handed_over.get(life)
-        return seen is not None and seen[0] >= since and seen[1] == _hash(record)
+        return seen[2] if seen is not None and seen[0] >= since and seen[1] == _hash(record) else None
 
-    def _went_on(self, record: Record) -> bool:
-        """Whether it went to its next round after it had come back: a letter that is redriven has been through rounds before."""
+    def _went_on(self, record: Record) -> Span | None:
+        """As above, if it went to its next round after it had come back: a letter that is redriven has been through rounds."""
         state = state_for(record, self._pipe, self._destination)
-        return state is not None and self._is_next((state.source, state.rounds + 1), record, record.timestamp)
+        return (
+            self._find_next((state.source, state.rounds + 1), record, record.timestamp) if state is not None else None
+        )
 
 
 def _hash(record: Record) -> int:

@@ -7,40 +7,98 @@ from services.core import metrics
 from services.core.broker.contract import Admin, Lag, PartitionRange
 from services.core.broker.producer import Producer
 from services.core.broker.record import Record, TopicPartition
+from services.core.group_lag import GroupLag, follow_group
 from services.core.lag import LagHistogram
 from services.core.ledger.age import Age, Place
+from services.core.ledger.due import Span
 from services.core.ledger.fields import FieldSample
 from services.core.ledger.report import Breaker, Node, Outcome
 from services.core.ledger.reporter import Reporter, say_goodbye
+from services.core.pipes import delivery_group
 
 NODE: Node = "expel"
+
+
+class _Backlog:
+    """What is not done of some topics, and since when."""
+
+    def __init__(self, topics: Sequence[str]) -> None:
+        self._topics = topics
+        self._age = Age()
+        self._held: dict[Place, PartitionRange] = {}
+
+    async def look(self, admin: Admin) -> None:
+        """Where the topics end."""
+        held = {topic: await admin.describe(topic) for topic in self._topics}
+        self._held = {(topic, partition): one for topic, found in held.items() for partition, one in found.items()}
+
+    def age(self, looked_at: int, lags: Mapping[TopicPartition, Lag]) -> int | None:
+        """Of the oldest record that is not done, in ms; looked_at: when `look` began, ms. None: not known."""
+        starts = {place: one.start for place, one in self._held.items()}
+        ends = {place: one.end for place, one in self._held.items()}
+        done = {
+            place: end - lags[TopicPartition(*place)].records for place, end in ends.items() if place in lags
+        }  # of which no lag is known, nothing is known to be done
+        known = self._age.done_up_to(looked_at, starts, ends, done)
+        return None if known is None else looked_at - known
+
+
+class _TimedBacklog:
+    """As `_Backlog`, where the lag says when the oldest record was stored: no end needs to be known."""
+
+    def __init__(self, topics: Sequence[str]) -> None:
+        self._topics = topics
+
+    async def look(self, admin: Admin) -> None:
+        """There is nothing to ask."""
+
+    def age(self, looked_at: int, lags: Mapping[TopicPartition, Lag]) -> int | None:
+        """As there."""
+        waiting = [lag.stored for source, lag in lags.items() if source.topic in self._topics and lag.records]
+        known = [stored for stored in waiting if stored is not None]
+        return None if len(known) < len(waiting) else max(0, looked_at - min(known, default=looked_at))
 
 
 class LaneLedger:
     """One destination's, over all its memberships. Without a reporter nothing is told.
 
-    sources: the topics that events come from first. What comes back from the global retrier or from parking was told as
-    retrying or parked: it is outstanding, and no minute waits for it.
+    sources: the topics that events come from first. What comes back from the global retrier (by `returned`) or from parking was
+    told as retrying or parked: it is outstanding, and no minute waits for it. timed: the broker's lag says when the oldest
+    record was stored.
     """
 
     def __init__(
         self,
         reporter: Reporter | None = None,
         sources: Sequence[str] = (),
+        returned: str | None = None,
         lag_in: LagHistogram | None = None,
         admin: Admin | None = None,
+        group: GroupLag | None = None,
+        *,
+        timed: bool = False,
     ) -> None:
-        self._reporter, self._sources, self._lag_in, self._admin = reporter, sources, lag_in, admin
-        self._age = Age()
+        self._reporter, self._lag_in, self._admin, self._group = reporter, lag_in, admin, group
+        backlog = _TimedBacklog if timed else _Backlog
+        self._sources = backlog(sources)
+        self._returned = None if returned is None else backlog([returned])
         self._looked_at = 0
-        self._held: dict[Place, PartitionRange] = {}
         self._sample = FieldSample()
         if reporter is not None:
             reporter.sample = self._sample
 
     @classmethod
     def open(
-        cls, producer: Producer, admin: Admin, instance: str, pipe: str, destination: str, sources: Sequence[str]
+        cls,
+        producer: Producer,
+        admin: Admin,
+        instance: str,
+        pipe: str,
+        destination: str,
+        sources: Sequence[str],
+        returned: str | None = None,
+        *,
+        timed: bool = False,
     ) -> "LaneLedger":
         """One that tells."""
         lag_in = LagHistogram()
@@ -51,12 +109,15 @@ class LaneLedger:
             "transit_time": metrics.TRANSIT_TIME.labels(pipe, destination),
             "expel_time": metrics.EXPEL_TIME.labels(pipe, destination),
         }
-        return cls(Reporter(producer, instance, NODE, pipe, destination, lags=lags), sources, lag_in, admin)
+        reporter = Reporter(producer, instance, NODE, pipe, destination, lags=lags)
+        topics = [*sources, *([returned] if returned is not None else [])]
+        group = follow_group(admin, delivery_group(pipe, destination), topics, reads=timed)
+        return cls(reporter, sources, returned, lag_in, admin, group, timed=timed)
 
-    def add(self, outcome: Outcome, records: Sequence[Record]) -> None:
-        """These are with the destination, or durable elsewhere."""
+    def add(self, outcome: Outcome, records: Sequence[Record], due: Span | None = None) -> None:
+        """These are with the destination, or durable elsewhere. due: when the retrier gives them back."""
         if self._reporter is not None:
-            self._reporter.settled.add(outcome, records)
+            self._reporter.settled.add(outcome, records, due)
             if outcome == "delivered":
                 self._sample.offer(records[0].value)
 
@@ -65,29 +126,32 @@ class LaneLedger:
         if self._reporter is not None:
             self._reporter.breaker = breaker
 
-    def arrived(self, lags_ms: Sequence[int]) -> None:
-        """Lags of events that came here, from their event time."""
+    def arrived(self, events: Mapping[int, int]) -> None:
+        """How many events came here, by their lag in ms from event time."""
         if self._lag_in is not None:
-            self._lag_in.observe(lags_ms)
+            self._lag_in.observe_counts(events)
 
     async def look(self) -> None:
-        """Where the sources end. To be called before the lag is measured. Raises BrokerError kinds."""
+        """Where the topics end. To be called before the lag is measured. Raises BrokerError kinds."""
         if self._reporter is not None and self._admin is not None:
             self._looked_at = int(time.time() * 1000)
-            held = {topic: await self._admin.describe(topic) for topic in self._sources}
-            self._held = {(topic, partition): one for topic, found in held.items() for partition, one in found.items()}
+            await self._sources.look(self._admin)
+            if self._returned is not None:
+                await self._returned.look(self._admin)
 
-    def behind(self, lags: Mapping[TopicPartition, Lag]) -> None:
-        """The group's lag in the partitions that are ours, measured just after `look`. Others speak for the other ones."""
+    async def behind(self, own: Mapping[TopicPartition, Lag]) -> None:
+        """The group's lag in the partitions that are ours, measured just after `look`; the broker is asked for the others'.
+
+        Raises BrokerError kinds.
+        """
         if self._reporter is None:
             return
-        starts = {place: one.start for place, one in self._held.items()}
-        ends = {place: one.end for place, one in self._held.items()}
-        done = {
-            place: end - lags[TopicPartition(*place)].records if place in lags else end for place, end in ends.items()
-        }
-        known = self._age.done_up_to(self._looked_at, starts, ends, done)
-        self._reporter.behind(None if known is None else self._looked_at - known)
+        lags = own if self._group is None else await self._group.complete(own)
+        if lags is None:
+            return
+        self._reporter.behind(self._sources.age(self._looked_at, lags))
+        if self._returned is not None:
+            self._reporter.returned_behind(self._returned.age(self._looked_at, lags))
 
     async def report(self) -> None:
         """Returns when everything that was added is durably told. Raises Unavailable."""

@@ -8,6 +8,7 @@ import structlog
 
 from services.core import dead_letter
 from services.core.broker.record import Record, TopicPartition, estimate_size
+from services.core.ledger.due import Span
 from services.core.retry_state import state_of
 from services.expel.delivery import Delivery, Unreadable
 from services.expel.lane_ledger import NODE
@@ -21,7 +22,7 @@ class Letter(NamedTuple):
 
     events: how many are lost to the destination with it; more than one for a damaged batch.
     tried: it was under way to the destination, and its key waits for it.
-    disowned: its partition is another member's meanwhile, and nothing is settled by it.
+    disowned: its partition is another member's meanwhile, and nothing is settled by it. due: when it comes back, if it does.
     """
 
     letter: Record
@@ -33,6 +34,7 @@ class Letter(NamedTuple):
     tried: bool
     events: int = 1
     disowned: bool = False
+    due: Span | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,7 @@
 """What a lane counts. Values are gathered in plain lists and handed to the histograms together: per event that is an append."""
 
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 from services.core import metrics
@@ -44,7 +45,7 @@ class LaneMeter:
         self._transits: list[int] = []
         self._event_lags: list[int] = []
         self._e2es: list[int] = []
-        self._expel_times: list[int] = []
+        self._expel_times: Counter[int] = Counter()
         self._counts = [0, 0]
 
     def now_ms(self) -> int:
@@ -64,7 +65,7 @@ class LaneMeter:
         self._event_lags += [now_ms - record.timestamp for record in delivery.records]
         self._e2es += [now_ms - arrival for arrival in delivery.arrivals if arrival]
         for _, offsets, taken_ms in delivery.runs:
-            self._expel_times += [now_ms - taken_ms] * len(offsets)
+            self._expel_times[now_ms - taken_ms] += len(offsets)
         self._counts[0] += len(delivery.parts)
         self.ledger.add("delivered", delivery.records)
         if len(self._event_lags) > _FLUSH_AT:
@@ -120,13 +121,14 @@ class LaneMeter:
 
     def flush(self) -> None:
         """Hand everything gathered to the metrics."""
-        self._lag_in.observe(self._event_lags_in)
-        self.ledger.arrived(self._event_lags_in)
+        lags_in, lags_out = Counter(self._event_lags_in), Counter(self._event_lags)
+        self._lag_in.observe_counts(lags_in)
+        self.ledger.arrived(lags_in)
         self._transit.observe(self._transits)
-        self._event_lag.observe(self._event_lags)
-        self._lag_out.observe(self._event_lags)
+        self._event_lag.observe_counts(lags_out)
+        self._lag_out.observe_counts(lags_out)
         self._e2e.observe(self._e2es)
-        self._expel_time.observe(self._expel_times)
+        self._expel_time.observe_counts(self._expel_times)
         for values in (self._event_lags_in, self._transits, self._event_lags, self._e2es, self._expel_times):
             values.clear()
         delivered, succeeded = self._counts

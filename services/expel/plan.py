@@ -204,7 +204,17 @@ class LaneBuilder:
         if not self._settings.ledger:
             return LaneLedger()
         name, sources = plan.pipe_name, delivery_topics(plan.pipe_name, plan.pipe)
-        return LaneLedger.open(self._producer, self._broker.admin, self._instance, name, plan.destination.name, sources)
+        returned = retry_topic(name) if is_retried(plan.destination) else None
+        return LaneLedger.open(
+            self._producer,
+            self._broker.admin,
+            self._instance,
+            name,
+            plan.destination.name,
+            sources,
+            returned,
+            timed=not self._broker.features.contiguous_offsets,
+        )
 
 
 def _limit_retries(destination: Destination, webhook: Webhook) -> RetryLimits:

@@ -42,6 +42,7 @@ class Session:
         self._standing = standing
         self.mode = Mode.RUNNING
         self._is_over = asyncio.Event()
+        self._is_failing_to_commit = False
         self._consumer: Consumer | None = None
         self._watch = GroupWatch(group)
         self._stuck: set[TopicPartition] = set()
@@ -176,17 +177,19 @@ class Session:
         marks = low_water.committable()
         try:
             await self._meter.ledger.report()  # first: what is committed and was never told would count as missing
-            if not marks:
-                return
-            await consumer.commit(marks)
+            if marks:
+                await consumer.commit(marks)
         except NotOwner as error:
             metrics.BROKER_COMMITS_REFUSED.labels(self._group).inc(len(error.partitions))
             # Those owned again meanwhile are counted from anew, and their marks are not these.
             self._dispatcher.disown({TopicPartition(*source) for source in error.partitions} - consumer.assignment())
             marks = {source: mark for source, mark in marks.items() if source not in error.partitions}
         except BrokerError as error:
-            log.warning("commit_failed", group=self._group, error=str(error))
+            if not self._is_failing_to_commit:
+                log.warning("commit_failed", group=self._group, error=str(error), hint="it is tried again every turn")
+            self._is_failing_to_commit = True
             return
+        self._is_failing_to_commit = False
         low_water.committed(marks)
 
     async def revoke(self, partitions: frozenset[TopicPartition]) -> None:
@@ -209,7 +212,7 @@ class Session:
                 await self._meter.ledger.look()
                 lags = await consumer.lag()
                 self._watch.show_lags(lags)
-                self._meter.ledger.behind(lags)
+                await self._meter.ledger.behind(lags)
             except BrokerError as error:
                 log.debug("lag_unknown", group=self._group, error=str(error))
             await asyncio.sleep(_LAG_INTERVAL)

@@ -6,11 +6,12 @@ from contextlib import AsyncExitStack
 import structlog
 
 from services.core.broker.producer import Producer
+from services.core.group_lag import follow_group
 from services.core.ledger.report import TELEMETRY
 from services.core.lifecycle import Supervision
 from services.core.management import serve_management
 from services.core.opening import open_when_reachable
-from services.core.pipes import RETRIER_DEAD
+from services.core.pipes import RETRIER_DEAD, RETRIER_GROUP
 from services.global_retrier.clock import SteadyClock
 from services.global_retrier.ledger import Ledger
 from services.global_retrier.retrier import Retrier
@@ -51,7 +52,9 @@ async def start(settings: RetrierSettings, supervision: Supervision) -> None:
         if broker is None:
             return
         producer = await stack.enter_async_context(Producer(broker.driver))
-        ledger = Ledger(producer if settings.ledger else None)
+        reads = not broker.features.contiguous_offsets
+        group = follow_group(broker.admin, RETRIER_GROUP, list(DELAY_BY_TOPIC), reads=reads)
+        ledger = Ledger(producer if settings.ledger else None, group)
         readiness.retrier = Retrier(broker, producer, SteadyClock(), ledger)
         readiness.reason = None
         running = supervision.run(readiness.retrier.run(stopping, settings.drain * _DRAIN_SHARE), "retrier")

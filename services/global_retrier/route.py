@@ -7,6 +7,7 @@ from services.core.pipes import DELAYS_S, RETRY_IN, delay_topic
 DELAY_BY_TOPIC = {RETRY_IN: 0} | {delay_topic(seconds): seconds * 1000 for seconds in DELAYS_S}
 """What the retrier reads, and how long a record stays there."""
 
+SHORTEST_MS = DELAYS_S[0] * 1000
 _DELAYS = [seconds * 1000 for seconds in DELAYS_S]
 _TOPICS = [delay_topic(seconds) for seconds in DELAYS_S]
 

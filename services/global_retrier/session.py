@@ -183,7 +183,9 @@ class Session:
         while True:
             self._meter.holds(self.lines.values())
             try:
-                self._watch.show_lags(await consumer.lag())
+                lags = await consumer.lag()
+                self._watch.show_lags(lags)
+                await self._mover.ledger.behind(lags)
                 await self._mover.ledger.report()
             except BrokerError as error:
                 log.debug("lag_unknown", group=RETRIER_GROUP, error=str(error))

@@ -42,11 +42,14 @@ class Answer(msgspec.Struct, frozen=True):
         )
 
 
+def retry_later(seconds: float) -> dict[bytes, bytes]:
+    """The header that tells when to try again."""
+    return {b"Retry-After": b"%d" % max(1, round(seconds + 0.5))}
+
+
 def refuse(refused: Refused, *, close: bool = False, **members: object) -> Answer:
     """The problem+json answer to a request that is refused as a whole. members: extension members of RFC 9457."""
-    headers: dict[bytes, bytes] = {}
-    if refused.retry_after is not None:
-        headers[b"Retry-After"] = b"%d" % max(1, round(refused.retry_after + 0.5))
+    headers = {} if refused.retry_after is None else retry_later(refused.retry_after)
     if refused.allow is not None:
         headers[b"Allow"] = refused.allow.encode()
     if refused.kind.status == HTTPStatus.UNAUTHORIZED:

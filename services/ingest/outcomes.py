@@ -15,7 +15,7 @@ from services.core.broker.errors import (
 from services.core.broker.producer import SendResult
 from services.core.problem_type import ProblemType, problem_json
 from services.ingest import problems
-from services.ingest.http_answer import PROBLEM, Answer, refuse
+from services.ingest.http_answer import PROBLEM, Answer, refuse, retry_later
 from services.ingest.intake import Prepared
 from services.ingest.problems import SEND_AGAIN, Refusal, Refused
 
@@ -26,6 +26,7 @@ _KINDS: tuple[tuple[type[Exception], ProblemType, str], ...] = (
     (RecordTooLarge, problems.EVENT_TOO_LARGE, "It is larger than the broker takes."),
     (OutcomeUnknown, problems.OUTCOME_UNKNOWN, f"It may or may not be stored. {SEND_AGAIN}"),
     (StorageFull, problems.STORAGE_FULL, "It was not stored."),
+    (Throttled, problems.STREAM_FULL, "It was not stored."),
     (UnknownTopic, problems.STREAM_NOT_READY, "The stream does not exist in the broker yet."),
     (BrokerClosed, problems.BROKER_UNAVAILABLE, "This process is stopping; it was not stored."),
     (BrokerError, problems.BROKER_UNAVAILABLE, "It was not stored."),
@@ -60,8 +61,9 @@ def find_failures(result: SendResult, prepared: Prepared) -> tuple[set[int], lis
 
 
 def answer(stored: int, refused: list[Refusal], retry_after: float, ids: list[str] | None) -> Answer:
-    """200 when all were stored, 207 for some, 422 for none; 503 or 507 when none was and the broker is why.
+    """200 when all were stored, 207 for some, 422 for none; 503 or 507 when none was and the broker is why, 429 its limits.
 
+    retry_after: seconds, told when the broker is why any was refused.
     `ids`: those of the stored events, in the request's order, for clients that asked for them.
     """
     more = {} if ids is None else {"ids": ids}
@@ -70,9 +72,10 @@ def answer(stored: int, refused: list[Refusal], retry_after: float, ids: list[st
         return Answer(200, body)
     refused = sorted(refused, key=lambda refusal: refusal.index)
     listed = [refusal.as_json() for refusal in refused]
+    ours = [refusal.kind for refusal in refused if refusal.kind.status >= 503 or refusal.kind is problems.STREAM_FULL]
     if stored:
-        return Answer(207, orjson.dumps({"accepted": stored, "refused": listed, **more}))
-    ours = [refusal.kind for refusal in refused if refusal.kind.status >= 503]
+        later = retry_later(retry_after) if ours else {}
+        return Answer(207, orjson.dumps({"accepted": stored, "refused": listed, **more}), headers=later)
     if ours:
         return _unavailable(ours, retry_after)
     detail = f"All {len(refused)} events were refused."

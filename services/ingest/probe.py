@@ -76,8 +76,7 @@ class Probe:
         """Before the first event of this incarnation is let in."""
         await require_safe_topics(self._broker.admin, [intake.name, TELEMETRY])
         if intake.ledger is not None and not intake.ledger.is_introduced:
-            ranges = await self._broker.admin.describe(intake.name)
-            ends = {partition: held.end for partition, held in ranges.items()}
+            ends = await self._broker.admin.next_at_least(intake.name)
             intake.ledger.introduce(intake.origins.incarnation, ends)
 
 

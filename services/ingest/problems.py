@@ -37,6 +37,7 @@ TOO_OLD = ProblemType("too-old", 422, "An event time is more than half the strea
 TIME_OUT_OF_RANGE = ProblemType("time-out-of-range", 422, "An event time is out of range")
 BAD_CLOUDEVENT = ProblemType("bad-cloudevent", 422, "Not a valid CloudEvent 1.0")
 OVER_QUOTA = ProblemType("over-quota", 429, "The API key's quota is used up")
+STREAM_FULL = ProblemType("stream-full", 429, "The stream's capacity is used up; the event was not stored")
 HEAD_TOO_LARGE = ProblemType("head-too-large", 431, "The request line or a header is too large")
 INTERNAL = ProblemType("internal", 500, "Ingest failed; the outcome is unknown")
 OVERLOADED = ProblemType("overloaded", 503, "Too much is under way; nothing was stored")

@@ -10,7 +10,6 @@ from services.core.broker.errors import OutcomeUnknown
 from services.core.broker.producer import PartResult, SendResult
 from services.core.ledger.fields import FieldSample
 from services.core.ledger.minute import common_minute, group_by_minute
-from services.core.ledger.report import Reach
 from services.core.ledger.reporter import Reporter
 from services.core.ledger.sets import SetKey
 from services.ingest.records import Numbers
@@ -42,13 +41,13 @@ class StreamLedger:
         self._settled: dict[_Where, _Settled] = {}
 
     def introduce(self, incarnation: str, ends: Mapping[int, int]) -> None:
-        """An incarnation that has sent nothing yet. ends: per partition, the first offset that its records may get.
+        """An incarnation that has sent nothing yet. ends: no record of it gets a lower offset, by partition as it is read.
 
         If it dies before its first report of events, the observer knows where to look for them.
         """
         self.is_introduced = True
         for partition, end in ends.items():
-            self.reporter.reached(Reach(incarnation, partition, end - 1))
+            self.reporter.reached(incarnation, partition, end - 1)
 
     def settled(
         self,
@@ -91,7 +90,7 @@ class StreamLedger:
             self._tell_ranges(where, runs)
             settled = self._settled.setdefault(where, _Settled())
             if settled.take(runs):
-                self.reporter.reached(Reach(*where, settled.reach))
+                self.reporter.reached(*where, settled.reach)
 
     def _tell_ranges(self, where: _Where, runs: list[_Run]) -> None:
         begin = last = 0

@@ -20,14 +20,17 @@ OPENAPI = Path(__file__).with_name("openapi.json")
 LIMIT, MOST = 20, 100
 
 State = Callable[[str], str | None]
-"""The state of `<pipe>/<destination>`; None while it is not known."""
+"""Of `<pipe>/<destination>`: whether it is paused, or how its breaker is. None while it is not known."""
 
 
 class Api:
     """Answers from what was read so far; nothing here waits for a broker."""
 
-    def __init__(self, book: FailureBook, reader: LetterReader, state: State, openapi: bytes) -> None:
-        self._book, self._reader, self._state, self._openapi = book, reader, state, openapi
+    def __init__(
+        self, book: FailureBook, reader: LetterReader, state: State, openapi: bytes, breaker: State = lambda _lane: None
+    ) -> None:
+        self._book, self._reader, self._openapi = book, reader, openapi
+        self._state, self._breaker = state, breaker
 
     def routes(self) -> list[web.RouteDef]:
         """What there is."""
@@ -63,8 +66,8 @@ class Api:
 
     def _summary(self, pipe: str, name: str, failures: Failures) -> dict[str, object]:
         last = None if failures.last is None else format_time(failures.last)
-        state = self._state(f"{pipe}/{name}")
-        return {"pipe": pipe, "destination": name, "state": state, "letters": failures.letters, "last_failure": last}
+        standing = {"state": self._state(f"{pipe}/{name}"), "breaker": self._breaker(f"{pipe}/{name}")}
+        return {"pipe": pipe, "destination": name, **standing, "letters": failures.letters, "last_failure": last}
 
     def _how_complete(self, pipe: str | None = None) -> dict[str, object]:
         unread = self._reader.problems

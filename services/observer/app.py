@@ -25,7 +25,7 @@ from services.observer.api import OPENAPI, Api, serve_api
 from services.observer.backlogs import Backlogs
 from services.observer.failures import FailureBook
 from services.observer.ledger.alarm import AlarmWebhook
-from services.observer.ledger.flow import read_flow
+from services.observer.ledger.flow import Step, read_flow
 from services.observer.ledger.follow import Follower
 from services.observer.ledger.table import Ages
 from services.observer.ledger_api import LedgerApi
@@ -60,7 +60,7 @@ async def start(settings: ObserverSettings, supervision: Supervision) -> None:
         producer = await stack.enter_async_context(Producer(broker.driver))
         parts = _Parts(pipes, broker, producer, settings, keys)
         running = [supervision.run(work, name) for name, work in parts.work(stopping)]
-        api = Api(parts.failures, parts.reader, parts.state, openapi)
+        api = Api(parts.failures, parts.reader, parts.state, openapi, parts.breaker)
         ledger = LedgerApi(parts.follower, broker.admin, parts.watch.judge, settings.threshold)
         routes = [*api.routes(), *ledger.routes()]
         address = await stack.enter_async_context(
@@ -93,7 +93,14 @@ class _Parts:
         webhook = AlarmWebhook(settings.alarm_url, keys) if settings.alarm_url is not None else None
         self.watch = Watch(settings.threshold, webhook, self._told_elsewhere)
         ages = Ages(final=round(settings.final_after * 1000))
-        self.follower = Follower(read_flow(pipes), broker.admin, producer, self.watch.on_final, ages=ages)
+        self.follower = Follower(
+            read_flow(pipes),
+            broker.admin,
+            producer,
+            self.watch.on_final,
+            ages=ages,
+            by_partition=broker.features.contiguous_offsets,
+        )
         self.watch.follower = self.follower
 
     def work(self, stopping: asyncio.Event) -> Iterator[tuple[str, Coroutine[Any, Any, None]]]:
@@ -109,6 +116,12 @@ class _Parts:
         if self._pauses.unknown is not None:
             return None
         return "paused" if lane in self._pauses.paused() else "active"
+
+    def breaker(self, lane: str) -> str | None:
+        """As `api.State`."""
+        pipe, _, destination = lane.partition("/")
+        step = Step("expel", pipe, destination)
+        return self.follower.table.presence.breaker(step, int(time.time() * 1000))
 
     def _told_elsewhere(self, pipe: str) -> list[tuple[health.State, str]]:
         destinations = self.follower.table.flow.pipes[pipe].destinations

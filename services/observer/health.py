@@ -7,7 +7,7 @@ import msgspec
 
 from services.core.ledger.minute import MINUTE_MS
 from services.observer.ledger.flow import Step
-from services.observer.ledger.planned import Planned
+from services.observer.ledger.planned import Planned, Window
 from services.observer.ledger.row import Row
 from services.observer.ledger.table import Table
 
@@ -15,7 +15,7 @@ State = Literal["healthy", "degraded", "unstable"]
 STATES: tuple[State, ...] = ("healthy", "degraded", "unstable")
 """The worst last."""
 WATCHED_MINUTES = 15
-"""Loss in a final minute makes a pipe unstable for so long after the minute's end."""
+"""Loss in a final minute makes a pipe unstable for so long after the minute's end, and after it was found."""
 BEHIND_MS = 30_000
 
 
@@ -32,14 +32,20 @@ def judge(
 ) -> Health:
     """The health of a pipe of the table. threshold: of the loss, 0..1. more: what is known from elsewhere (breakers, pauses).
 
-    In a planned window nothing is worse than degraded. Raises KeyError for an unknown pipe.
+    In a planned window nothing is worse than degraded, but for loss in a window that does not excuse it. Raises KeyError for an
+    unknown pipe.
     """
-    found = [*_lossy(table, pipe, now, threshold), *_steps(table, pipe, now), *more]
-    window = planned.covers(pipe, now, now + 1)
-    state = STATES[max((STATES.index(state) for state, _ in found), default=0)]
-    if window is not None and state == "unstable":
-        state = "degraded"
-    return Health(state, tuple(reason for _, reason in found), window.kind if window is not None else None)
+    lossy, others = _lossy(table, pipe, now, threshold), [*_steps(table, pipe, now), *more]
+    for_loss = planned.covers(pipe, now, now + 1, loss=True)
+    window = for_loss or planned.covers(pipe, now, now + 1)
+    state = STATES[max(_worst(lossy, for_loss), _worst(others, window))]
+    return Health(state, tuple(reason for _, reason in (*lossy, *others)), window.kind if window is not None else None)
+
+
+def _worst(found: Sequence[tuple[State, str]], window: Window | None) -> int:
+    """In STATES."""
+    worst = max((STATES.index(state) for state, _ in found), default=0)
+    return worst if window is None else min(worst, STATES.index("degraded"))
 
 
 def recent_rows(table: Table, pipe: str, now: int, minutes: int = WATCHED_MINUTES) -> list[Row]:
@@ -50,12 +56,14 @@ def recent_rows(table: Table, pipe: str, now: int, minutes: int = WATCHED_MINUTE
 
 def _lossy(table: Table, pipe: str, now: int, threshold: float) -> list[tuple[State, str]]:
     rows = recent_rows(table, pipe, now)
-    lossy = [row for row in rows if row.why_open is None and row.loss > threshold]
+    final = {row.minute: row for row in (*rows, *table.found_lately(pipe, now)) if row.why_open is None}
+    lossy = [row for row in final.values() if row.loss > threshold]
     found: list[tuple[State, str]] = []
     if lossy:
         missing, accepted = sum(row.missing for row in lossy), sum(row.accepted for row in lossy)
         found.append(("unstable", f"{missing} of {accepted} events are missing in {_count(len(lossy), 'minute')}"))
-    dead = sum(step.outcomes.get("dead", 0) for row in rows for step in row.steps)
+    # The retrier's are among expel's.
+    dead = sum(step.outcomes.get("dead", 0) for row in rows for step in row.steps if step.node != "retrier")
     if dead:
         found.append(
             ("degraded", f"{_count(dead, 'event')} of the last {WATCHED_MINUTES} minutes went to the dead letters")
@@ -86,7 +94,7 @@ def _why_silent(table: Table, step: Step, name: str) -> tuple[State, str]:
     words = table.presence.words().get(step, {}).values()
     if not words:
         return "degraded", f"nothing was heard of {name} yet"
-    if max(words, key=lambda word: word.at_ms).closed:
+    if max(words, key=lambda word: word.heard_ms).closed:
         return "degraded", f"{name} was stopped"
     return "unstable", f"{name} is silent"
 

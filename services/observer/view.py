@@ -27,9 +27,11 @@ MINUTES = 60
 _DURATIONS = (
     ("ingest", "ingest", "ingest_time"),
     ("transit", "expel", "transit_time"),
+    ("transform", "transform", "process_time"),
     ("expel", "expel", "expel_time"),
 )
-"""What the chart calls it, which node measures it, and as which kind of lag. They add up; transit has the transform in it."""
+"""What the chart calls it, which node measures it, and as which kind of lag. They add up: the transform's share, where it tells
+one, is taken out of the transit from ingest to expel."""
 
 Judge = Callable[[str, int], Health]
 State = Callable[[str, str], str]
@@ -91,11 +93,14 @@ def _loss(row: Row) -> LossRow:
 def _destination(
     rows: Sequence[Row], name: str, state: str, breaker: str, causes: tuple[Cause, ...]
 ) -> DestinationView:
+    """From expel's steps: the retrier's dead are among their dead, and what it lost is among their retrying."""
     steps = [step for row in rows for step in row.steps if step.destination == name]
     delivered, retrying, parked, dead = (
-        sum(step.outcomes.get(outcome, 0) for step in steps) for outcome in ("delivered", "retrying", "parked", "dead")
+        sum(step.outcomes.get(outcome, 0) for step in steps if step.node == "expel")
+        for outcome in ("delivered", "retrying", "parked", "dead")
     )
-    return DestinationView(name, state, breaker, delivered, retrying, parked, dead, causes)
+    lost = sum(step.missing for step in steps if step.node == "retrier")
+    return DestinationView(name, state, breaker, delivered, retrying - lost, parked, dead, causes)
 
 
 def _fields(follower: Follower, pipe: str) -> tuple[FieldView, ...]:
@@ -145,10 +150,15 @@ class _Lags:
         return (histogram for histogram in found if histogram is not None)
 
     def durations(self, wanted: Sequence[tuple[str, str]]) -> tuple[DurationRow, ...]:
-        return tuple(
-            DurationRow(minute, tuple(self._merged(*one, minute).quantiles([0.5])[0] for one in wanted))
-            for minute in self._book.minutes()
-        )
+        return tuple(DurationRow(minute, self._share_out(wanted, minute)) for minute in self._book.minutes())
+
+    def _share_out(self, wanted: Sequence[tuple[str, str]], minute: int) -> tuple[float, ...]:
+        medians = {node_kind: self._merged(*node_kind, minute).quantiles([0.5])[0] for node_kind in wanted}
+        transit, own = ("expel", "transit_time"), ("transform", "process_time")
+        if transit in medians and own in medians:
+            medians[own] = min(medians[own], medians[transit])
+            medians[transit] -= medians[own]
+        return tuple(medians.values())
 
     def end_to_end(self) -> tuple[LagRow, ...]:
         found = ((minute, self._merged("expel", "e2e", minute)) for minute in self._book.minutes())

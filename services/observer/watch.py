@@ -8,18 +8,18 @@ import structlog
 from services.core import metrics
 from services.core.ledger.minute import MINUTE_MS
 from services.observer import health
-from services.observer.ledger.alarm import Alarm, AlarmWebhook, drift_alarm, find_alarms, loss_alarm
+from services.observer.ledger.alarm import Alarm, AlarmWebhook, drift_alarm, find_alarms, has_doubled, loss_alarm
 from services.observer.ledger.fields import Drift
 from services.observer.ledger.flow import Step
 from services.observer.ledger.follow import Follower
 from services.observer.ledger.row import Row
+from services.observer.ledger.table import FOUND_FOR_MS, Turn
 
 log = structlog.get_logger()
 
 MEASURE_S = 5.0
-_WAITING = 100
-"""Alarms that wait to be told; more are in the log and the metrics only."""
-
+_TELL_AGAIN_S = 15.0
+"""After an alarm that its receiver did not take in any of its attempts."""
 _DRIFT_ENDS_MS = 3_600_000
 """A drift that was not seen for so long is another one when it comes again."""
 
@@ -34,9 +34,6 @@ class Watch:
         self.threshold = threshold
         self.follower: Follower | None = None
         self._webhook, self._elsewhere = webhook, elsewhere
-        self._alarms: asyncio.Queue[Alarm] = asyncio.Queue(_WAITING)
-        self._drifting: dict[tuple[str, Step, str, str], int] = {}
-        """When each drift was last seen, in ms."""
 
     def judge(self, pipe: str, now: int) -> health.Health:
         """The health of a pipe."""
@@ -52,71 +49,100 @@ class Watch:
         steps = self.follower.table.flow.steps(pipe)
         return [drift for step in steps for drift in self.follower.fields.drifts(step)]
 
-    def on_final(self, rows: Sequence[Row]) -> None:
-        """Count them, and raise the alarms that are due."""
+    def on_final(self, turn: Turn) -> None:
+        """Count what is lost, and raise the alarms that are due."""
         assert self.follower is not None
-        for row in rows:
+        for row in turn.final:
             metrics.LEDGER_FINAL.labels(row.pipe).inc(row.accepted)
             metrics.LEDGER_LOSS.labels(row.pipe).set(row.loss)
-            for step in row.steps:
-                metrics.LEDGER_MISSING.labels(row.pipe, step.node, step.destination or "").inc(step.missing)
-        for row in find_alarms(rows, self.follower.planned, self.threshold):
+            _count_missing(row)
+        for before, after in turn.worse:
+            _count_missing(after, before)
+        now, planned = self.follower.now_ms(), self.follower.planned
+        worse = [after for before, after in turn.worse if self._is_news(before, after)]
+        alarms = find_alarms(turn.final, planned, self.threshold)
+        for row in (*alarms, *find_alarms(worse, planned, self.threshold, (now - FOUND_FOR_MS, now + 1))):
             metrics.LEDGER_ALARMS.labels(row.pipe).inc()
             hint = f"Try: penstock loss explain {row.pipe} MINUTE"
             log.error("loss", pipe=row.pipe, minute=row.minute, missing=row.missing, accepted=row.accepted, hint=hint)
             self._raise(loss_alarm(row))
 
+    def _is_news(self, before: Row, after: Row) -> bool:
+        return has_doubled(before, after) or before.loss <= self.threshold < after.loss
+
     def _raise(self, alarm: Alarm) -> None:
-        if self._webhook is not None:
-            if self._alarms.full():
-                metrics.LEDGER_ALARMS_UNTOLD.labels("queue_full").inc()
-                log.error("alarm_not_told", alarm=alarm.id, error="too many wait", hint="Try: is alarm_url right?")
-            else:
-                self._alarms.put_nowait(alarm)
+        assert self.follower is not None
+        if self._webhook is not None and not self.follower.untold.add(alarm):
+            metrics.LEDGER_ALARMS_UNTOLD.labels("queue_full").inc()
+            log.error("alarm_not_told", alarm=alarm.id, error="too many wait", hint="Try: is alarm_url right?")
 
     def on_drifts(self, pipe: str, drifts: Iterable[Drift], now: int) -> None:
         """Raise an alarm for each that was not there for an hour, unless something is planned."""
         assert self.follower is not None
+        drifting = self.follower.drifting
         quiet = self.follower.planned.covers(pipe, now - health.WATCHED_MINUTES * MINUTE_MS, now + 1) is not None
         for drift in drifts:
             key = (pipe, drift.step, drift.field, drift.what)
-            is_known = now - self._drifting.get(key, -_DRIFT_ENDS_MS) < _DRIFT_ENDS_MS
-            self._drifting[key] = now
-            if not (is_known or quiet):
+            is_known = now - drifting.get(key, -_DRIFT_ENDS_MS) < _DRIFT_ENDS_MS
+            if quiet and not is_known:
+                continue  # what a deploy has changed for good is told when it is over
+            drifting[key] = now
+            if not is_known:
                 metrics.LEDGER_DRIFTS.labels(pipe).inc()
                 log.warning(
                     "drift", pipe=pipe, node=drift.step.node, field=drift.field, what=drift.what, text=drift.text
                 )
                 self._raise(drift_alarm(pipe, drift, now // MINUTE_MS))
-        self._drifting = {key: seen for key, seen in self._drifting.items() if now - seen < _DRIFT_ENDS_MS}
+        for key in [key for key, seen in drifting.items() if now - seen >= _DRIFT_ENDS_MS]:
+            del drifting[key]
 
     async def run(self, stopping: asyncio.Event) -> None:
-        """Tell alarms and measure until `stopping`; what is not told by then is in the log."""
+        """Tell alarms and measure until `stopping`; what is not told by then is in the follower's snapshot."""
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(self._tell()), group.create_task(self._measure())]
+            tasks = [group.create_task(self._measure())]
+            if self._webhook is not None:
+                tasks.append(group.create_task(self._tell(self._webhook)))
             await stopping.wait()
             for task in tasks:
                 task.cancel()
 
-    async def _tell(self) -> None:
+    async def _tell(self, webhook: AlarmWebhook) -> None:
+        assert self.follower is not None
+        untold = self.follower.untold
         while True:
-            alarm = await self._alarms.get()
-            assert self._webhook is not None
-            if not await self._webhook.tell(alarm):
-                metrics.LEDGER_ALARMS_UNTOLD.labels("refused").inc()
+            alarm = await untold.first()
+            if await webhook.tell(alarm):
+                untold.remove(alarm)
+                continue
+            metrics.LEDGER_ALARMS_UNTOLD.labels("refused").inc()
+            untold.put_last(alarm)
+            await asyncio.sleep(_TELL_AGAIN_S)
 
     async def _measure(self) -> None:
         assert self.follower is not None
-        table, clock = self.follower.table, self.follower.now_ms
         while True:
-            now = clock()
-            for pipe in table.flow.pipes:
-                rows = health.recent_rows(table, pipe, now, health.WATCHED_MINUTES)
-                metrics.LEDGER_OPEN.labels(pipe).set(sum(row.why_open is not None for row in rows))
-                if not self.follower.catching_up:
-                    self.on_drifts(pipe, self.find_drifts(pipe), now)
-                metrics.PIPE_HEALTH.labels(pipe).set(health.STATES.index(self.judge(pipe, now).state))
+            self.measure(self.follower.now_ms())
             await asyncio.sleep(MEASURE_S)
+
+    def measure(self, now: int) -> None:
+        """Set the series that are about now, and look for drifts."""
+        assert self.follower is not None
+        table = self.follower.table
+        for pipe in table.flow.pipes:
+            rows = health.recent_rows(table, pipe, now, health.WATCHED_MINUTES)
+            metrics.LEDGER_OPEN.labels(pipe).set(sum(row.why_open is not None for row in rows))
+            found = max((row.loss for row in table.found_lately(pipe, now)), default=0.0)
+            metrics.LEDGER_LOSS_FOUND.labels(pipe).set(found)
+            if not self.follower.catching_up:
+                self.on_drifts(pipe, self.find_drifts(pipe), now)
+            metrics.PIPE_HEALTH.labels(pipe).set(health.STATES.index(self.judge(pipe, now).state))
+
+
+def _count_missing(row: Row, before: Row | None = None) -> None:
+    counted = {(step.node, step.destination): step.missing for step in before.steps} if before is not None else {}
+    for step in row.steps:
+        more = step.missing - counted.get((step.node, step.destination), 0)
+        metrics.LEDGER_MISSING.labels(row.pipe, step.node, step.destination or "").inc(max(0, more))
 
 
 def _name(step: Step) -> str:

@@ -72,18 +72,18 @@ def _search(places: Sequence[Place], trial: Trial, alone: dict[Place, str], culp
 
 def span(places: Sequence[Place]) -> str:
     """A SQL condition on raw columns: from the first to the last of these places, in each partition."""
-    parts = (f"offset BETWEEN {min(offsets)} AND {max(offsets)}" for offsets in _by_partition(places).values())
+    parts = (f"offset BETWEEN '{min(offsets)}' AND '{max(offsets)}'" for offsets in _by_partition(places).values())
     return _any_of(_by_partition(places), parts)
 
 
 def exactly(places: Iterable[Place]) -> str:
     """A SQL condition on raw columns that is true for these records alone."""
-    parts = (f"offset IN ({', '.join(map(str, offsets))})" for offsets in _by_partition(places).values())
+    parts = (f"offset IN ({', '.join(map(repr, offsets))})" for offsets in _by_partition(places).values())
     return _any_of(_by_partition(places), parts)
 
 
-def _by_partition(places: Iterable[Place]) -> dict[tuple[str, int], list[int]]:
-    offsets: dict[tuple[str, int], list[int]] = {}
+def _by_partition(places: Iterable[Place]) -> dict[tuple[str, int], list[str]]:
+    offsets: dict[tuple[str, int], list[str]] = {}
     for place in places:
         offsets.setdefault((place.topic, place.partition), []).append(place.offset)
     return offsets

@@ -3,6 +3,7 @@
 import threading
 import time
 from abc import ABC, abstractmethod
+from collections import Counter
 
 from pyspark.sql import DataFrame
 
@@ -28,7 +29,7 @@ class Handler(ABC):
                 self.query.checkpoint.make_durable(batch_id)
                 begun = time.monotonic()
                 report = self.handle(raw, batch_id)
-                report.seconds = time.monotonic() - begun
+                report.took += Counter({round((time.monotonic() - begun) * 1000): report.lag_out.total()})
                 self.query.report(report)
             except BaseException as error:
                 self.failure = error

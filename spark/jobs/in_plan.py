@@ -6,6 +6,8 @@ event on which the transform raises ends the first one; `isolation` then finds i
 
 import json
 import time
+from collections import Counter
+from datetime import datetime
 from typing import Any
 
 import structlog
@@ -24,9 +26,9 @@ from spark.jobs.rejects import REJECTS, RejectHandler
 from spark.jobs.runs import POLL_S, PerBatchRun, has_worked, wait_for_end
 from spark.jobs.streak import Streak
 from spark.jobs.told import ToldBatches
-from spark.observed import ORIGINS, BatchReport, count_and_times, lags
-from spark.origins import add_settled, gather
-from spark.view import TIME, VERDICT
+from spark.observed import ORIGINS, BatchReport, age, began, clock_now, count_by_lag, read_lags
+from spark.origins import COLUMN, add_settled, gather, with_origin
+from spark.view import READ_AT, TIME, VERDICT
 
 log = structlog.get_logger()
 
@@ -37,6 +39,8 @@ Events wait while it is noted, 0.2 to 0.6 s: with 5 seconds these were more than
 REJECT_EVERY_S = 5.0
 """Nobody waits for dead letters, and each look at them takes time from the events that are transformed."""
 _OUT = "out"
+_TOOK = "took"
+_WRITTEN_AT = "_penstock_written"
 _PROGRESS_KEPT = 10
 """Of so many batches Spark keeps what was gathered; we look four times a second, and read again what we missed."""
 
@@ -125,16 +129,33 @@ def start_transforming(query: Query) -> StreamingQuery:
     skip = exactly(read_skipped(query))
     real_time = prepared.transform.mode == "real-time"
     share = -(-prepared.transform.max_events // len(prepared.views))
-    metrics = count_and_times(f.col(TIME), f.count(VERDICT).alias("bad"))
-    out_metrics = count_and_times(f.col("timestamp"))
+    lag_in, lag_out = age(f.col(TIME)), age(f.col("timestamp"))
+    if real_time:  # each event for itself: its batch lasts long after it was written
+        lag_in = f.col(READ_AT) - f.unix_millis(f.col(TIME))
+        lag_out = f.col(_WRITTEN_AT) - f.unix_millis(f.col("timestamp"))
+    events = f.count(f.lit(1)).alias("events")
+    metrics = [events, count_by_lag(lag_in).alias("lags"), f.count(VERDICT).alias("bad")]
+    out_metrics = [events, count_by_lag(lag_out).alias("lags")]
+    if not real_time:
+        metrics.append(began())
+        out_metrics.append(began())
+    elif prepared.out.stamped:
+        out_metrics.append(count_by_lag(f.col(_WRITTEN_AT) - f.col(READ_AT)).alias(_TOOK))
     if query.ledger:
         query.session.conf.set("spark.sql.streaming.numRecentProgressUpdates", str(_PROGRESS_KEPT))
-        metrics.append(gather(f.col(VERDICT).isNull()).alias(ORIGINS))
+        metrics.append(gather().alias(ORIGINS))
         out_metrics.append(gather().alias(ORIGINS))
     for stream, view in prepared.views.items():
         raw = endpoint.read_stream(query.session, [stream], None if real_time else share).where(f"NOT ({skip})")
-        frames[stream] = prepared.watermarked(view.good(view.judge(raw).observe(f"in:{stream}", *metrics)))
-    out = prepared.apply(frames, query.session).observe(_OUT, *out_metrics)
+        judged = view.judge(raw, clock_now())
+        judged = (with_origin(judged, f.col(VERDICT).isNull()) if query.ledger else judged).observe(
+            f"in:{stream}", *metrics
+        )
+        frames[stream] = prepared.watermarked(view.good(judged))
+    out = prepared.apply(frames, query.session)
+    out = with_origin(out) if query.ledger else out
+    out = out.withColumn(_WRITTEN_AT, clock_now()) if real_time else out
+    out = out.observe(_OUT, *out_metrics).drop(READ_AT, _WRITTEN_AT, COLUMN)
     writer = endpoint.write_stream(out, output_topic(query.pipe), query.writer)
     writer = writer.queryName(query.pipe).option("checkpointLocation", query.checkpoint.place)
     if real_time:
@@ -156,23 +177,26 @@ def _progress_since(running: StreamingQuery, batch: int) -> list[Any]:
 
 
 def _to_report(query: Query, progress: Any) -> BatchReport:
-    """Without lags in real-time mode: an event was written long before its batch ended, nobody knows when."""
-    now, lasted = time.time_ns() // 1_000_000, progress["batchDuration"]
-    report = BatchReport(query.pipe)
-    timed = query.prepared.transform.mode != "real-time"
+    """In real-time mode each event is timed for itself, else all of a batch by its beginning and end."""
+    report, lasted = BatchReport(query.pipe), progress["batchDuration"]
+    begun = round(datetime.fromisoformat(progress["timestamp"]).timestamp() * 1000)
+    real_time = query.prepared.transform.mode == "real-time"
     gathered, written = [], ""
     for name, row in progress["observedMetrics"].items():
+        after = 0 if real_time or not row["events"] else begun - row["began"]
         if name == _OUT:
             report.written = row["events"]
             written = row[ORIGINS] if query.ledger else ""
-            report.lag_out = lags(row["events"], row["times"], now) if timed else []
+            report.lag_out = read_lags(row["lags"], later_ms=0 if real_time else after + lasted)
+            if not real_time:
+                report.took = Counter({lasted: row["events"]})
+            elif query.prepared.out.stamped:
+                report.took = read_lags(row[_TOOK])
         else:
             events = row["events"] - row["bad"]
             report.read += events
             gathered.append((row[ORIGINS] if query.ledger else "", events))
-            report.lag_in += lags(row["events"], row["times"], now - lasted) if timed else []
-    if timed:
-        report.seconds = lasted / 1000
+            report.lag_in += read_lags(row["lags"], later_ms=max(0, after))  # a batch that is done again began long ago
     if query.ledger:
         add_settled(report, gathered, written)
     return report

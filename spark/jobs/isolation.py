@@ -11,7 +11,6 @@ from spark.dead_letters import TRANSFORM_ERROR, rejected
 from spark.jobs.burial import bury
 from spark.jobs.culprits import exactly, find_culprits, fingerprint, places_of, try_transform
 from spark.jobs.query import Query
-from spark.jobs.ranges import windows
 from spark.jobs.streak import Streak
 from spark.observed import BatchReport
 from spark.place import Place, Span
@@ -23,7 +22,7 @@ def read_skipped(query: Query) -> list[Place]:
     """Events that the query leaves out, as they are in the dead letters. Those behind its position are forgotten."""
     known = query.checkpoint.read_note(SKIPPED_FILE, list[Place]) or []
     position = query.checkpoint.done_up_to(query.endpoint.parse_position)
-    ahead = [place for place in known if place.offset >= position.get((place.topic, place.partition), 0)]
+    ahead = [place for place in known if int(place.offset) >= position.get((place.topic, place.partition), 0)]
     if len(ahead) < len(known):
         query.checkpoint.write_note(SKIPPED_FILE, ahead)
     return ahead
@@ -73,4 +72,4 @@ def _windows(query: Query) -> Iterator[list[Span]]:
         )
         for topic, partition, start, end in endpoint.held(query.session, list(prepared.views))
     ]
-    yield from windows(waiting, prepared.transform.max_events)
+    yield from endpoint.windows(waiting, prepared.transform.max_events)

@@ -2,7 +2,6 @@
 
 import random
 import threading
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -10,13 +9,13 @@ import msgspec
 import structlog
 from pyspark.sql import SparkSession
 
-from services.core.ledger.age import Age
+from services.core.broker.errors import BrokerError
 from services.core.ledger.report import TELEMETRY
 from spark.adoption import adopt, check_not_older
 from spark.brokers.endpoint import Endpoint
+from spark.brokers.gauge import Backlog, Gauge
 from spark.checkpoint import Checkpoint, open_checkpoint, peek_checkpoint
 from spark.errors import shorten
-from spark.jobs.backlog import Backlog, measure_backlog
 from spark.jobs.in_plan import InPlanRun
 from spark.jobs.query import Query, Stopping
 from spark.jobs.runs import Run, start_per_batch
@@ -68,7 +67,6 @@ class Job:
         """ledger: whether to report what became of which events."""
         self._prepared, self._endpoint, self._checkpoints, self._ledger = prepared, endpoint, checkpoints, ledger
         self._reporter: PipeReporter | None = None
-        self._age = Age()
         self._on_batch, self._on_state, self._on_backlog = on_batch, on_state, on_backlog
         self._stop = threading.Event()
         self._drain = 0.0
@@ -102,15 +100,13 @@ class Job:
         if self._reporter is not None:
             self._reporter.close()
 
-    def _note_failure(self, error: Exception) -> None:
-        """Tell it, and wait before the next start."""
+    def _note_failure(self, error: Exception, event: str = "query failed") -> None:
+        """Tell it, and wait before the next try."""
         self._failures += 1
         wait = random.uniform(0.5, 1) * min(MAX_WAIT_S, FIRST_WAIT_S * 2**self._failures)  # noqa: S311
         problem = f"{type(error).__name__}: {shorten(error)}"
         # One line: Spark's stack says nothing to a person.
-        log.error(
-            "query failed", pipe=self.pipe, error=problem, failures=self._failures, again_in_seconds=round(wait, 1)
-        )
+        log.error(event, pipe=self.pipe, error=problem, failures=self._failures, again_in_seconds=round(wait, 1))
         self._on_state(JobState(self.pipe, problem, self._failures))
         self._stop.wait(wait)
 
@@ -136,7 +132,7 @@ class Job:
 
         def report(done: BatchReport) -> None:
             if self._reporter is not None:
-                self._reporter.tell(done)
+                self._tell(self._reporter, done)
             if not identity.ran and not ran.is_set():
                 checkpoint.write_identity(msgspec.structs.replace(identity, ran=True))
             ran.set()
@@ -149,6 +145,22 @@ class Job:
         check_not_older(query)
         return query
 
+    def _tell(self, reporter: PipeReporter, done: BatchReport) -> None:
+        """For as long as it takes: what the batch wrote is stored, and would be written again with it. Raises Stopping."""
+        failed = False
+        while True:
+            try:
+                reporter.tell(done)
+            except BrokerError as error:
+                failed = True
+                self._note_failure(error, "batch not told")
+                if self._stop.is_set():
+                    raise Stopping from error
+            else:
+                if failed:
+                    self._note_success()
+                return
+
     def _note_success(self) -> None:
         """A trigger was completed, or a batch stored."""
         if not self._stop.is_set() and (self._failures or not self._told):
@@ -157,9 +169,10 @@ class Job:
 
     def _watch_backlog(self, session: SparkSession) -> None:
         checkpoint = peek_checkpoint(session, self._checkpoints, self.pipe)
+        gauge = self._endpoint.open_gauge(session, list(self._prepared.views))
         while not self._stop.is_set():
             try:
-                found = self._look(session, checkpoint)
+                found = self._look(gauge, checkpoint)
             except Exception as error:  # whatever is wrong with the broker or the checkpoint is the query's to tell
                 log.debug("backlog unknown", pipe=self.pipe, error=shorten(error))
             else:
@@ -168,12 +181,11 @@ class Job:
                 self._reporter.beat()
             self._stop.wait(BACKLOG_EVERY_S)
 
-    def _look(self, session: SparkSession, checkpoint: Checkpoint) -> Backlog:
-        begun = time.time_ns() // 1_000_000
-        held = self._endpoint.held(session, list(self._prepared.views))
-        if self._reporter is not None:
-            settled = settled_position(self._prepared, self._endpoint, checkpoint)
-            starts = {(span.topic, span.partition): span.start for span in held}
-            ends = {(span.topic, span.partition): span.end for span in held}
-            self._reporter.settled_up_to(self._age.done_up_to(begun, starts, ends, settled))
-        return measure_backlog(held, checkpoint.done_up_to(self._endpoint.parse_position))
+    def _look(self, gauge: Gauge, checkpoint: Checkpoint) -> Backlog:
+        parse = self._endpoint.parse_position
+        done = checkpoint.done_up_to(parse)
+        if self._reporter is None:
+            return gauge.look(done, done).backlog
+        look = gauge.look(done, settled_position(self._prepared, self._endpoint, checkpoint))
+        self._reporter.settled_up_to(look.settled_up_to)
+        return look.backlog

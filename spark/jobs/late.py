@@ -63,5 +63,5 @@ class LateEvents:
             table: Any = view.unused(judged.where(f.col(TIME) <= f.timestamp_millis(f.lit(watermark)))).toArrow()
             found += rejected(table, LATE, detail)
         report = BatchReport(query.pipe)
-        bury(query, found, LATE, batch, report)
+        bury(query, found, LATE, batch, report, counted=True)
         query.report(report)

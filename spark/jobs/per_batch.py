@@ -6,6 +6,8 @@ crash at any moment computes the same batch again.
 """
 
 import time
+from collections import Counter
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from pyspark.sql import DataFrame, Observation
@@ -23,11 +25,24 @@ from spark.jobs.ranges import spans_of
 from spark.jobs.rejects import DEAD, reject
 from spark.jobs.streak import Streak
 from spark.numbering import Numbering, number_batch
-from spark.observed import ORIGINS, BatchReport, count_and_times, lags, read_counts
-from spark.origins import add_made, add_settled, collect_origins, gather, put, without
+from spark.observed import ORIGINS, BatchReport, age, count_by_lag, in_text, read_counts, read_lags
+from spark.origins import (
+    COLUMN,
+    Origins,
+    add_made,
+    add_settled,
+    collect_origins,
+    collect_text,
+    gather,
+    put,
+    split_count,
+    with_origin,
+    without,
+)
 from spark.place import Place
 from spark.transforms.preparation import of_stream
-from spark.view import TIME, VERDICT
+from spark.view import TIME, VERDICT, SourceView
+from spark.written import Wanted
 
 
 class BatchHandler(Handler):
@@ -36,11 +51,14 @@ class BatchHandler(Handler):
     def __init__(self, query: Query) -> None:
         super().__init__(query)
         self._makes_new = query.ledger and not query.prepared.out.carries_events
-        self._in_metrics = count_and_times(f.col(TIME), f.count(VERDICT).alias("bad"))
-        self._out_metrics = count_and_times(f.col("timestamp"))
+        events = f.count(f.lit(1)).alias("events")
+        lags = in_text(count_by_lag(age(f.col(TIME)))).alias("lags")
+        self._in_metrics = [events, lags, f.count(VERDICT).alias("bad")]
+        self._wanted, self._packed = Wanted.NONE, False
         if query.ledger:
-            self._in_metrics.append(gather(f.col(VERDICT).isNull()).alias(ORIGINS))
-            self._out_metrics.append(gather(timed=self._makes_new).alias(ORIGINS))
+            self._in_metrics.append(gather().alias(ORIGINS))
+            self._wanted = Wanted.TIMED if self._makes_new else Wanted.PLAIN
+            self._packed = query.endpoint.packs_origins and not query.prepared.deduplicates
         self._streak = Streak(query.checkpoint)
         # Each view reads the batch, and so does each look at a deduplicated one: then keep it.
         self._keep = len(query.prepared.views) > 1 or query.prepared.deduplicates
@@ -78,44 +96,65 @@ class BatchHandler(Handler):
             table: Any = raw.where(exactly(culprits)).toArrow()
             failed = rejected(table, TRANSFORM_ERROR, lambda place: culprits[place])
             # Before the output: once that is stored, a repeat of this batch that finds no culprits would write nothing of them.
-            report = BatchReport(self.query.pipe, read=len(culprits))
-            bury(self.query, failed, f"{DEAD}:{fingerprint(culprits)}", batch_id, report)
-            self._compute(raw.where(f"NOT ({exactly(culprits)})"), batch_id, report)
+            report = BatchReport(self.query.pipe)
+            dead = bury(self.query, failed, f"{DEAD}:{fingerprint(culprits)}", batch_id, report, counted=True)
+            self._compute(raw, batch_id, report, culprits, dead)
             return report
         if report.read > report.dead.total():
             self._streak.end()
         return report
 
-    def _compute(self, raw: DataFrame, batch_id: int, report: BatchReport) -> None:
-        """Transform and write, send the records that are no events to the dead letters, and add it all to the report."""
+    def _compute(
+        self,
+        raw: DataFrame,
+        batch_id: int,
+        report: BatchReport,
+        culprits: Collection[Place] = (),
+        dead: Origins | None = None,
+    ) -> None:
+        """Transform and write, send the records that are no events to the dead letters, and add it all to the report.
+
+        culprits, dead: events to be left out, and their origins.
+        """
         query, prepared = self.query, self.query.prepared
-        begun = _now_ms()
         seen = {stream: Observation() for stream in prepared.views}
-        made = Observation()
-        frames = {
-            stream: view.good(view.judge(of_stream(prepared, raw, stream)).observe(seen[stream], *self._in_metrics))
-            for stream, view in prepared.views.items()
-        }
+        frames = {}
+        for stream, view in prepared.views.items():
+            judged = self._judge(view, of_stream(prepared, raw, stream)).observe(seen[stream], *self._in_metrics)
+            frames[stream] = view.good(judged.where(f"NOT ({exactly(culprits)})") if culprits else judged)
         numbering = self._number(batch_id) if self._makes_new else None
-        out = prepared.apply(frames, raw.sparkSession, numbering).observe(made, *self._out_metrics)
-        query.endpoint.write(out, output_topic(query.pipe), BatchName(query.writer, batch_id))
+        out = prepared.apply(frames, raw.sparkSession, numbering)
+        name = BatchName(query.writer, batch_id)
+        written = query.endpoint.write(out, output_topic(query.pipe), name, self._wanted)
         ended = _now_ms()
         bad, gathered = 0, []
-        for observation in seen.values():
+        for stream, observation in seen.items():
             values = read_counts(observation)
             bad += values["bad"]
-            gathered.append((values.get(ORIGINS, ""), values["events"] - values["bad"]))
+            gathered.append((self._origins_read(values, raw, stream), values["events"]))
             report.read += values["events"]
-            report.lag_in += lags(values["events"], values["times"], begun)
-        values = read_counts(made)
-        report.written = values["events"]
-        report.lag_out = lags(values["events"], values["times"], ended)
+            report.lag_in += read_lags(values["lags"])
+        report.written = written.times.total()
+        report.lag_out = Counter({ended - time: events for time, events in written.times.items()})
+        buried = bury(query, reject(prepared, raw), DEAD, batch_id, report, counted=True) if bad else {}
         if query.ledger:
-            add_settled(report, gathered, "" if numbering else values[ORIGINS])
+            add_settled(report, gathered, "" if numbering else written.origins, [dead or {}, buried])
         if numbering:
-            add_made(report, values[ORIGINS], numbering.at_ms)
-        if bad:
-            bury(query, reject(prepared, raw), DEAD, batch_id, report)
+            add_made(report, written.origins, numbering.at_ms)
+
+    def _judge(self, view: SourceView, raw: DataFrame) -> DataFrame:
+        """With COLUMN for the ledger: as it was read, or where duplicates are left out, by each event's own header."""
+        if not self.query.ledger:
+            return view.judge(raw)
+        return with_origin(view.judge(raw)) if self.query.prepared.deduplicates else view.judge(raw, keep=[COLUMN])
+
+    def _origins_read(self, values: Mapping[str, Any], raw: DataFrame, stream: str) -> str:
+        """What was gathered. When these are not the records that came, each record is asked: one that was lost on the way
+        must not count as filtered."""
+        packed, origins = split_count(values.get(ORIGINS, ""))
+        if self._packed and packed != values["events"]:
+            return collect_text(of_stream(self.query.prepared, raw, stream))
+        return origins
 
     def _number(self, batch_id: int) -> Numbering:
         query_id = self.query.writer.rpartition(":")[2]

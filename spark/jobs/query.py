@@ -39,9 +39,10 @@ class Query:
         """Another query of the same pipe, with a checkpoint of its own."""
         return replace(self, checkpoint=self.checkpoint.beside(name), writer=f"{self.writer}:{name}")
 
-    def source(self) -> DataFrame:
-        """All the pipe's sources as one raw stream."""
-        return self.endpoint.read_stream(self.session, list(self.prepared.views), self.prepared.transform.max_events)
+    def source(self, *, origins: bool = False) -> DataFrame:
+        """All the pipe's sources as one raw stream. origins: as in `Endpoint.read_stream`."""
+        most = self.prepared.transform.max_events
+        return self.endpoint.read_stream(self.session, list(self.prepared.views), most, origins=origins)
 
     def check_not_stopping(self) -> None:
         """Between two steps of long work. Raises Stopping."""

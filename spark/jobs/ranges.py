@@ -1,7 +1,5 @@
 """What lies between two positions of a query."""
 
-from collections.abc import Iterator, Sequence
-
 from spark.jobs.query import Query
 from spark.place import Position, Span
 
@@ -21,12 +19,3 @@ def spans_of(query: Query, batch: int) -> list[Span]:
     return spans_between(
         query, checkpoint.position(batch - 1 if batch else None, parse), checkpoint.position(batch, parse)
     )
-
-
-def windows(spans: Sequence[Span], events: int) -> Iterator[list[Span]]:
-    """These spans in parts of about so many events."""
-    waiting = [span for span in spans if span.start < span.end]
-    size = max(1, events // max(1, len(waiting)))
-    while waiting:
-        yield [span._replace(end=min(span.end, span.start + size)) for span in waiting]
-        waiting = [span._replace(start=span.start + size) for span in waiting if span.start + size < span.end]

@@ -59,7 +59,8 @@ class PerBatchRun:
 
 def start_per_batch(query: Query) -> PerBatchRun:
     """Run a row-by-row transform on each micro-batch."""
-    transform, source = query.prepared.transform, query.source()
+    transform, deduplicates = query.prepared.transform, query.prepared.deduplicates
+    source = query.source(origins=query.ledger and not deduplicates)  # of a row that is left out, they would be, too
     if transform.deduplicate_within is not None:
         # Ids are forgotten with the next data; a batch only for that would delay it.
         query.session.conf.set("spark.sql.streaming.noDataMicroBatches.enabled", "false")

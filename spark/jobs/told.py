@@ -10,11 +10,11 @@ from spark.checkpoint import Checkpoint
 from spark.jobs.culprits import exactly
 from spark.jobs.isolation import SKIPPED_FILE
 from spark.jobs.query import Query
-from spark.jobs.ranges import spans_between, windows
+from spark.jobs.ranges import spans_between
 from spark.jobs.rejects import REJECTS
 from spark.observed import BatchReport
 from spark.origins import Origins, collect_origins, put, union, without
-from spark.place import Place, Position, Span
+from spark.place import Place, Position, Span, offset_text
 from spark.transforms.preparation import Prepared, of_stream
 from spark.view import VERDICT
 
@@ -29,7 +29,7 @@ class Told(msgspec.Struct, frozen=True):
 
     def position(self) -> Position:
         """The end as a position."""
-        return {(topic, partition): offset for topic, partition, offset in self.end}
+        return {(topic, partition): int(offset) for topic, partition, offset in self.end}
 
 
 class ToldBatches:
@@ -67,7 +67,7 @@ class ToldBatches:
     def _write(self, batch: int) -> Told:
         query = self._query
         end = query.checkpoint.position(batch if batch >= 0 else None, query.endpoint.parse_position)
-        told = Told(batch, [Place(*place, offset) for place, offset in end.items()])
+        told = Told(batch, [Place(*place, offset_text(offset)) for place, offset in end.items()])
         query.checkpoint.write_note(TOLD_FILE, told)
         return told
 
@@ -75,7 +75,8 @@ class ToldBatches:
         """From what is noted to the end of this batch."""
         query = self._query
         end = query.checkpoint.position(batch, query.endpoint.parse_position)
-        for part in windows(spans_between(query, self._noted.position(), end), query.prepared.transform.max_events):
+        untold = spans_between(query, self._noted.position(), end)
+        for part in query.endpoint.windows(untold, query.prepared.transform.max_events):
             query.report(self._recompute(part))
         self._last = batch
 

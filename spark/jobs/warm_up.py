@@ -7,7 +7,7 @@ import structlog
 
 from spark.jobs.culprits import try_transform
 from spark.jobs.query import Query
-from spark.place import Place, Span
+from spark.place import Place, Span, offset_text
 
 log = structlog.get_logger()
 
@@ -20,10 +20,7 @@ _EVENTS = 20
 
 def warm_up(query: Query) -> None:
     """Read a few of the newest events, transform them and keep nothing. Failures are the query's to meet. Blocking."""
-    spans = [
-        span._replace(start=max(span.start, span.end - _EVENTS))
-        for span in query.endpoint.held(query.session, list(query.prepared.views))
-    ]
+    spans = query.endpoint.newest(query.session, list(query.prepared.views), _EVENTS)
     begun = time.monotonic()
     for _ in range(RUNS):
         query.check_not_stopping()
@@ -36,4 +33,4 @@ def warm_up(query: Query) -> None:
 
 
 def _ends(spans: Sequence[Span]) -> list[Place]:
-    return [Place(span.topic, span.partition, offset) for span in spans for offset in (span.start, span.end)]
+    return [Place(span.topic, span.partition, offset_text(at)) for span in spans for at in (span.start, span.end)]

@@ -78,10 +78,11 @@ def prepare_pipes(session: SparkSession, chosen: Chosen, *, max_bytes: int) -> l
 def _prepare(session: SparkSession, document: Document, file: PipeFile, name: str, max_bytes: int) -> Prepared:
     pipe = file.pipes[name]
     assert pipe.transform is not None
-    views, timed = {}, pipe.transform.watermark is not None
+    views, timed, stamped = {}, pipe.transform.watermark is not None, pipe.transform.mode == "real-time"
     for stream in pipe.sources:
         try:
-            views[stream] = SourceView(_parse_columns(file.streams[stream].columns, timed=timed), timed=timed)
+            columns = _parse_columns(file.streams[stream].columns, timed=timed)
+            views[stream] = SourceView(columns, timed=timed, stamped=stamped)
         except (PySparkException, BadTransform) as error:
             raise BadConfiguration([document.problem(("streams", stream, "columns"), shorten(error))]) from error
     key = ("pipes", name, "transform", "sql" if pipe.transform.sql is not None else "python")
@@ -91,7 +92,7 @@ def _prepare(session: SparkSession, document: Document, file: PipeFile, name: st
         empty = session.createDataFrame([], RAW).alias(SOURCE_ALIAS)
         result = definition.apply(session, {stream: view.good(view.judge(empty)) for stream, view in views.items()})
         declared = [column for view in views.values() if view.columns is not None for column in view.columns.names]
-        out = OutShape(result.schema, declared=declared, max_bytes=max_bytes)
+        out = OutShape(result.schema, declared=declared, max_bytes=max_bytes, stamped=stamped)
         _ = out.apply(result).schema
         if parts := nondeterministic_parts(result):
             raise BadTransform(

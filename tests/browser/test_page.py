@@ -1,9 +1,11 @@
 """The observer's page in a real browser, on views made up here."""
 
 import asyncio
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from urllib.parse import quote
 
 import msgspec
 import pytest
@@ -11,7 +13,7 @@ from aiohttp import ClientSession, web
 from playwright.async_api import Browser, expect
 
 from services.observer.ledger.explain import Explanation, Missing
-from services.observer.ledger_api import read_minute
+from services.observer.ledger_api import format_minute, read_minute
 from services.observer.page import routes
 from services.observer.page.model import View
 from services.observer.page.routes import add_page, load_files
@@ -28,14 +30,17 @@ class Observer:
 
     def __init__(self) -> None:
         self.view: View = make_view()
+        self.slow_minute: int | None = None
+        self.may_answer = asyncio.Event()
+        """The explanation of the slow minute waits for it."""
         self.port = free_port()
         self.address = f"http://127.0.0.1:{self.port}/"
 
     @asynccontextmanager
     async def serve(self) -> AsyncIterator[str]:
         app = web.Application()
-        add_page(app, FILES, lambda: self.view, interval=0.1)
-        app.router.add_get("/v1/pipes/{pipe}/loss/{minute}/explain", _explain)
+        add_page(app, FILES, lambda: self.view, interval=0.5)
+        app.router.add_get("/v1/pipes/{pipe}/loss/{minute}/explain", self._explain)
         runner = web.AppRunner(app)
         await runner.setup()
         try:
@@ -44,12 +49,13 @@ class Observer:
         finally:
             await runner.cleanup()
 
-
-async def _explain(request: web.Request) -> web.Response:
-    minute = read_minute(request.match_info["minute"])
-    one = Missing(f"ab:0:{minute}", "transform", None, "ingest", "event-7", "orders", 0, 41)
-    found = Explanation("orders", minute, 1_500, (one,), 60_000, complete=True)
-    return web.json_response(msgspec.to_builtins(found))
+    async def _explain(self, request: web.Request) -> web.Response:
+        minute = read_minute(request.match_info["minute"])
+        if minute == self.slow_minute:
+            await self.may_answer.wait()
+        one = Missing(f"ab:0:{minute}", "transform", None, "ingest", "event-7", "orders", 0, "41")
+        found = Explanation("orders", minute, 1_500, (one,), 60_000, complete=True)
+        return web.json_response(msgspec.to_builtins(found))
 
 
 @pytest.fixture
@@ -109,6 +115,63 @@ async def test_keyboard_alone_is_enough(chromium: Browser, observer: Observer) -
         await expect(dialog).to_contain_text("and 1,499 more")
         await page.keyboard.press("Escape")
         await expect(dialog).to_be_hidden()
+
+
+async def test_skipping_keeps_the_pipe(chromium: Browser, observer: Observer) -> None:
+    """If this fails, who skips the list of pipes with the keyboard is taken to another pipe."""
+    async with observer.serve() as address, open_page(chromium, f"{address}#invoices") as page:
+        heading = page.get_by_role("heading", level=2)
+        await expect(heading).to_have_text("invoices")
+        await page.get_by_role("link", name="Skip to the pipe").focus()
+        await page.keyboard.press("Enter")
+        await expect(page.get_by_role("tabpanel")).to_be_focused()
+        observer.view = make_view(catching_up=True)
+        await expect(page.get_by_role("status")).to_contain_text("catching up")
+        await expect(heading).to_have_text("invoices")
+
+
+async def test_an_address_that_names_nothing(chromium: Browser, observer: Observer) -> None:
+    """If this fails, an address cut short in a chat shows an empty page."""
+    async with observer.serve() as address, open_page(chromium, f"{address}#%") as page:
+        await expect(page.get_by_role("heading", level=2)).to_have_text("orders")
+        await page.get_by_role("tab", name="invoices").click()
+        await expect(page.get_by_role("heading", level=2)).to_have_text("invoices")
+
+
+_SELECT = """() => getSelection().selectAllChildren(
+  [...document.querySelectorAll("#destinations th")].find((one) => one.textContent === "crm-of-a-customer"))"""
+
+
+async def test_selected_text_does_not_keep_another_pipes_table(chromium: Browser, observer: Observer) -> None:
+    """If this fails, who copied something reads one pipe's destinations under another pipe's name."""
+    async with observer.serve() as address, open_page(chromium, address) as page:
+        await expect(page.get_by_role("rowheader", name="crm-of-a-customer")).to_be_visible()
+        await page.evaluate(_SELECT)
+        observer.view = make_view(catching_up=True)
+        await expect(page.get_by_role("status")).to_contain_text("catching up")
+        assert await page.evaluate("getSelection().toString()") == "crm-of-a-customer", (
+            "a new view undoes the selection"
+        )
+        await page.keyboard.press("ArrowRight")
+        await expect(page.get_by_role("table", name="Destinations of invoices")).to_contain_text("books")
+
+
+async def test_a_slow_explanation_does_not_replace_a_later_one(chromium: Browser, observer: Observer) -> None:
+    """If this fails, the missing events of one minute stand under the title of another."""
+    observer.slow_minute = slow_minute = NOW_MIN - 28
+    async with observer.serve() as address, open_page(chromium, address) as page:
+        dialog = page.get_by_role("dialog")
+        slow_path = f"/loss/{quote(format_minute(slow_minute), safe='')}/explain"
+        async with page.expect_response(lambda answer: slow_path in answer.url) as slow:
+            await page.get_by_role("button", name="1,500 (2.50 %)").click()
+            await expect(dialog).to_contain_text("Looking…")
+            await page.keyboard.press("Escape")
+            await page.get_by_role("button", name=re.compile(r"^3 \(")).click()
+            await expect(dialog).to_contain_text(f"ab:0:{NOW_MIN - 11}")
+            observer.may_answer.set()
+        await (await slow.value).finished()
+        await page.evaluate("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
+        await expect(dialog).to_contain_text(f"ab:0:{NOW_MIN - 11}")
 
 
 async def test_page_lives_and_comes_back(chromium: Browser, observer: Observer) -> None:

@@ -22,6 +22,7 @@ from services.core.broker.log.layout import DataFolder
 from services.core.broker.log.membership import Membership, Timing
 from services.core.broker.log.reader import TopicReader
 from services.core.broker.record import TopicPartition
+from services.core.broker.trouble import end_tasks
 from tests.faults.log_disk import Crash, Disk
 from tests.faults.log_disk_listen import listening
 from tests.faults.log_small import quick_folder, small_pages
@@ -110,7 +111,7 @@ class Host:
     def die(self, member: Member) -> None:
         """It does nothing more, and the kernel lets go of its lock."""
         self.members.remove(member)
-        self.run(membership_module._end(member.membership._beats))
+        self.run(end_tasks(member.membership._beats))
         member.membership._side.leases._alive.end(member.membership.member)
 
     def arm(self, moment: Moment | None) -> None:
@@ -153,7 +154,7 @@ class Host:
 
     async def _stop(self) -> None:
         for member in self.members:
-            await membership_module._end(member.membership._beats, member.membership._drain)
+            await end_tasks(member.membership._beats, member.membership._drain)
         self.members.clear()
         for number, broker in enumerate(self._brokers):
             if broker is not None:

@@ -1,150 +1,243 @@
-"""A pipe that loses chosen events at expel, while processes are killed and its group is rewound: what does the ledger say?"""
+"""A pipe that loses chosen events at one node, while processes are killed, a group is rewound and events come late: what does a
+real observer say?
+"""
 
 import asyncio
 import random
-import signal
-import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import orjson
+from aiohttp import web
 
 from services.core.broker.connect import open_broker
 from services.core.broker.contract import Broker
 from services.core.broker.errors import Unavailable
-from services.core.ledger.report import TELEMETRY, decode_report
+from services.core.ledger.report import TELEMETRY, Node, decode_report, unpack_numbers
 from services.core.pipes import load_pipes
 from services.core.provision import ensure_topics
-from services.observer.ledger.explain import explain
-from services.observer.ledger.flow import Flow, read_flow
-from services.observer.ledger.recovery import recover
-from services.observer.ledger.table import Table
-from tests.integration.expel_process import Expel, hook, kill_at_end
-from tests.integration.ingest_process import running
-from tests.support import lossy_expel
-from tests.unit.expel.receiver import DEADLINE, open_receiver
+from services.fleet.observer_client import ask
+from tests.faults.fleet import Service, wait_until
+from tests.support import early_observer, lossy
+from tests.support.ports import free_port
+from tests.support.raw_http import Client, make_request
+from tests.unit.expel.receiver import DEADLINE, Received, open_receiver
 
 ROUNDS, REQUEST = 3, 100
 MEDIA = "application/cloudevents-batch+json"
-LATER_MS = 10 * 60_000
-"""So much later does the observer look: by then all minutes are final."""
+LATE_EVERY, LATE_TIMES = 50, 2
+"""Every so manieth event is refused so often before it is taken: it goes through the global retrier."""
+MODULES = {"ingest": "services.ingest", "expel": "services.expel", "retrier": "services.global_retrier"}
+SEEN_AT: dict[Node, Node] = {"ingest": "expel", "transform": "transform", "expel": "expel", "retrier": "retrier"}
+"""Where events are missing that this node loses: what ingest told of and did not store, the next one never got."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """lost, named: ids. missing: over all minutes, at expel and end to end. received: requests' events, duplicates too."""
+    """lost, named: ids, or origins of what was never stored. missing: by node. refused: requests' events that were not taken."""
 
+    node: Node
     sent: int
     lost: list[str]
     received: int
+    refused: int
     accepted: int
-    missing: tuple[int, int]
+    missing: dict[Node, int]
     named: list[str]
 
     def complaints(self) -> list[str]:
         """What is not as it must be; nothing, or the ledger is wrong."""
-        count = len(self.lost)
         found = []
-        if self.received <= self.sent - count:
+        if self.received <= self.sent - len(self.lost):
             found.append("nothing came twice: the run shows less than it should")
         if self.accepted != self.sent:
             found.append(f"{self.accepted} of {self.sent} events are accepted")
-        if self.missing != (count, count):
-            found.append(f"{self.missing} events are missing at expel and end to end, {count} were lost")
+        if {node: count for node, count in self.missing.items() if count} != {SEEN_AT[self.node]: len(self.lost)}:
+            found.append(f"{len(self.lost)} were lost at {self.node}; missing are {self.missing}")
         if self.named != self.lost:
             found.append(f"{sorted({*self.named} ^ {*self.lost})[:10]} are named or lost, not both")
-        return found
+        return [f"{self.node}: {one}" for one in found]
 
 
-class LossyExpel(Expel):
-    """Loses what is marked."""
+@dataclass
+class Trial:
+    """One run. events: a multiple of 300. crashes: whether a transform is killed, too, which takes it long."""
 
-    module = lossy_expel.__name__
+    folder: Path
+    url: str
+    name: str
+    node: Node
+    events: int
+    lost: int
+    seed: int
+    crashes: bool = False
+    services: dict[str, Service] = field(default_factory=dict)
+    address: str = field(default_factory=lambda: f"127.0.0.1:{free_port()}")
+    """The observer's."""
+    port: int = field(default_factory=free_port)
+    refusals: Counter[str] = field(default_factory=Counter)
 
-    def write_pipes(self) -> Path:
-        """One stream, one pipe: what ingest and expel run, and nothing that others on the same broker have."""
-        path = self.folder / "lossy.yaml"
-        pipes = {self.pipe: {"sources": [self.stream], "destinations": self.destinations}}
-        path.write_bytes(orjson.dumps({"streams": {self.stream: {}}, "pipes": pipes}))
-        return path
-
-
-async def lose_some(folder: Path, url: str, name: str, events: int, lost: int, seed: int) -> Verdict:
-    """Send so many events, lose some of them, kill -9 ingest and expel three times, rewind the group to its beginning.
-
-    name: of the stream and the pipe. events: a multiple of 300.
-    """
-    numbers = sorted(random.Random(seed).sample(range(events), lost))
-    bodies = _make_bodies(events, numbers)
-    async with open_receiver() as receiver, open_broker(url) as broker:
-        expel = LossyExpel(folder, broker, url, [hook("hook", receiver.url)], stream=name, pipe=name)
-        pipes = await asyncio.to_thread(load_pipes, expel.write_pipes())
-        await ensure_topics(broker.admin, pipes)
-        flow = read_flow(pipes)
-        async with kill_at_end(expel):
-            each = len(bodies) // ROUNDS
-            for number in range(ROUNDS):
-                await expel.start()
-                async with running(folder, broker=url, pipes=expel.write_pipes()) as ingest:
-                    await ingest.until_ready()
-                    for body in bodies[number * each : (number + 1) * each]:
-                        assert (await ingest.post(body, name, media=MEDIA)).status == 200
+    async def run(self) -> Verdict:
+        """Send, lose, kill -9 everything three times, rewind, and ask the observer."""
+        numbers = sorted(random.Random(self.seed).sample(range(self.events), self.lost))
+        bodies = _make_bodies(self.events, numbers)
+        async with open_receiver(self._answer) as receiver, open_broker(self.url) as broker:
+            pipes = await asyncio.to_thread(self._write_pipes, receiver.url)
+            await ensure_topics(broker.admin, await asyncio.to_thread(load_pipes, pipes))
+            async with self._services(pipes):
+                each = len(bodies) // ROUNDS
+                for number in range(ROUNDS):
+                    await self._start()
+                    await self._send(bodies[number * each : (number + 1) * each])
                     enough = (number + 1) * each * REQUEST * 2 // 3
                     await receiver.wait_for(lambda seen, enough=enough: len(seen.accepted) >= enough)  # type: ignore[misc]
-                    await expel.stop(signal.SIGKILL)
-                    await ingest.end(signal.SIGKILL)
-            await _rewind(broker, expel)
-            await expel.start()
-            await receiver.wait_for(lambda seen: len({*seen.accepted}) == events - lost)
-            async with asyncio.timeout(DEADLINE):  # what was delivered before a kill and not told is told now
-                while _count_missing(await _join(broker, flow), name)[1] > lost:
-                    await asyncio.sleep(0.2)
-            assert await expel.stop() == 0
-        table = await _join(broker, flow)
-        accepted = sum(table.row(name, minute, 0).accepted for minute in table.minutes(name))
-        named = await _name(table, broker, name)
-        missing = _count_missing(table, name)
-    return Verdict(events, [f"e{n:06d}" for n in numbers], len(receiver.accepted), accepted, missing, named)
+                    await self._kill(broker, (number + 1) * each * REQUEST, last=number == ROUNDS - 1)
+                if self.node != "transform":
+                    await _rewind(broker, f"{self.name}.hook", self.name)
+                await self._start()
+                await receiver.wait_for(lambda seen: len({*seen.accepted}) == self.events - self.lost)
+                rows = await self._look()
+                named = await self._explain(rows)
+        lost = [f"e{number:06d}" for number in numbers]
+        if self.node == "ingest":  # nobody has a record of them
+            lost = sorted({*(self.folder / "origins").read_text().split()})  # an append may be tried twice
+        missing: Counter[Node] = Counter()
+        for step in (step for row in rows for step in row["steps"]):
+            missing[step["node"]] += step["missing"]
+        accepted, refused = sum(row["accepted"] for row in rows), self.refusals.total()
+        return Verdict(
+            self.node, self.events, lost, len(receiver.accepted), refused, accepted, dict(missing), sorted(named)
+        )
+
+    def _answer(self, received: Received) -> web.Response:
+        """Some come late; what the retrier is to lose is never taken."""
+        failed = []
+        for event in received.events:
+            number, name = int(str(event["id"])[1:]), str(event["id"])
+            data: Any = event["data"]
+            is_late = number % LATE_EVERY == 0 and self.refusals[name] < LATE_TIMES
+            if is_late or (self.node == "retrier" and data["lost"]):
+                self.refusals[name] += 1
+                failed.append({"id": name})
+        return web.json_response({"failed": failed})
+
+    def _write_pipes(self, url: str) -> Path:
+        path = self.folder / "lossy.yaml"
+        webhook = {
+            "url": url,
+            "schedule": ["1s"] * 8,
+            "retry": {"attempts": 1, "base": "50ms"},
+            "batch": {"max_wait": "20ms"},
+        }
+        pipe: dict[str, Any] = {"sources": [self.name], "destinations": [{"name": "hook", "webhook": webhook}]}
+        if self.node == "transform":
+            pipe["transform"] = {"sql": f"SELECT event, n, lost FROM `{self.name}`", "interval": "200ms"}
+        streams = {self.name: {"columns": "n INT, lost BOOLEAN"}}
+        path.write_bytes(orjson.dumps({"streams": streams, "pipes": {self.name: pipe}}))
+        return path
+
+    @asynccontextmanager
+    async def _services(self, pipes: Path) -> AsyncIterator[None]:
+        """Not started yet; killed at the end."""
+        shared = ["--broker", self.url, "--pipes", str(pipes)]
+        own = {
+            "ingest": [*shared, "--listen", f"127.0.0.1:{self.port}"],
+            "expel": [*shared, "--allow-networks", "127.0.0.0/8", "--commit-interval", "100ms"],
+            "retrier": ["--broker", self.url],
+        }
+        if self.node == "transform":
+            own["transform"] = [*shared, "--data", str(self.folder)]
+        for name, arguments in own.items():
+            if name == self.node:
+                self.services[name] = Service(name, lossy.__name__, [name, str(self.folder), *arguments], self.folder)
+            else:
+                self.services[name] = Service(name, MODULES[name], arguments, self.folder)
+        observer = [*shared, "--listen", self.address]
+        self.services["observer"] = Service("observer", early_observer.__name__, observer, self.folder)
+        try:
+            yield
+        finally:
+            for service in self.services.values():
+                service.close()
+
+    async def _start(self) -> None:
+        """All but the observer that do not run."""
+        idle = [one for name, one in self.services.items() if name != "observer" and not one.is_running]
+        for service in idle:
+            await service.start()
+        for service in idle:
+            await service.wait_ready()
+
+    async def _send(self, bodies: Sequence[bytes]) -> None:
+        for body in bodies:
+            async with Client(self.port) as client:
+                path = f"/v1/streams/{self.name}/events"
+                answer = await client.request(make_request(path, body, media=MEDIA))
+                assert answer.status == 200, answer
+
+    async def _kill(self, broker: Broker, sent: int, *, last: bool) -> None:
+        if self.node == "ingest":  # of what it did not store, nobody can say later what it did not tell
+            async with asyncio.timeout(DEADLINE):
+                while await _count_told(broker, self.name) < sent:
+                    await asyncio.sleep(0.1)
+        for name, service in self.services.items():
+            if service.is_running and (name != "transform" or (self.crashes and not last)):
+                await service.kill()
+
+    async def _look(self) -> list[dict[str, Any]]:
+        """The observer's rows, once all are final and it knows of every event, and the retrier's and expel's losses are due."""
+        await self.services["observer"].start()
+        await self.services["observer"].wait_ready()
+        rows: list[dict[str, Any]] = []
+
+        async def is_settled() -> bool:
+            body = await ask(self.address, f"/v1/pipes/{self.name}/loss", {"from": "23h"})
+            rows[:] = body["minutes"]
+            is_final = not body["catching_up"] and all(row["final"] for row in rows)
+            accepted, missing = (sum(row[name] for row in rows) for name in ("accepted", "missing"))
+            return is_final and accepted >= self.events and missing == self.lost
+
+        try:
+            await wait_until(is_settled, 60.0)
+        except AssertionError:
+            print(f"not settled: {rows}")
+        return rows
+
+    async def _explain(self, rows: Sequence[dict[str, Any]]) -> list[str]:
+        named: list[str] = []
+        for row in rows:
+            said = await ask(self.address, f"/v1/pipes/{self.name}/loss/{row['minute']}/explain", {})
+            assert said["complete"]
+            named += [one["event_id"] or one["origin"] for one in said["named"]]
+        return named
 
 
-async def _rewind(broker: Broker, expel: Expel) -> None:
+async def _rewind(broker: Broker, group: str, stream: str) -> None:
     """Let the group read everything again, once its killed member is gone."""
-    group = f"{expel.pipe}.hook"
-    partitions = await broker.admin.committed(group, expel.stream)
+    partitions = await broker.admin.committed(group, stream)
     async with asyncio.timeout(DEADLINE):
         while True:
             try:
-                return await broker.admin.set_committed(group, expel.stream, dict.fromkeys(partitions, 0))
+                return await broker.admin.set_committed(group, stream, dict.fromkeys(partitions, 0))
             except Unavailable:
                 await asyncio.sleep(0.2)
 
 
-async def _join(broker: Broker, flow: Flow) -> Table:
-    """As the observer does it, ten minutes later: all reports, and what killed ingests did not tell."""
-    table, offset = Table(flow), 0
+async def _count_told(broker: Broker, stream: str) -> int:
+    """How many events ingest told of."""
+    offset, told = 0, Counter[tuple[str, int]]()
     while (batch := await broker.admin.read(TELEMETRY, 0, offset, max_records=1000)) is not None:
-        for record in batch.records:
-            table.apply(decode_report(record.value))
+        for report in (decode_report(record.value) for record in batch.records):
+            if (report.node, report.pipe) == ("ingest", stream):
+                for one in report.sets:
+                    numbers = unpack_numbers(one.numbers)
+                    told[one.incarnation, one.partition] = max(told[one.incarnation, one.partition], 1 + numbers.max())
         offset = batch.offsets[-1] + 1
-    async for report in recover(table, broker.admin, int(time.time() * 1000) + LATER_MS):
-        table.apply(report)
-    return table
-
-
-def _count_missing(table: Table, pipe: str) -> tuple[int, int]:
-    rows = [table.row(pipe, minute, 0) for minute in table.minutes(pipe)]
-    return sum(row.steps[0].missing for row in rows), sum(row.missing for row in rows)
-
-
-async def _name(table: Table, broker: Broker, pipe: str) -> list[str]:
-    """The ids of what is missing, over all minutes."""
-    found: list[str] = []
-    for minute in table.minutes(pipe):
-        said = await explain(table, broker.admin, pipe, minute)
-        assert said.complete
-        found += [one.event_id or f"{one.origin} not found" for one in said.named]
-    return sorted(found)
+    return told.total()
 
 
 def _make_bodies(count: int, lost: Sequence[int]) -> list[bytes]:

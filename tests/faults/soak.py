@@ -246,8 +246,7 @@ async def _lose_some(folder: Path, broker: str, seed: int) -> list[str]:
     """On a log of its own; on the same Kafka, which it leaves some topics."""
     own = folder / "lossy"
     own.mkdir()
-    url = broker if broker.startswith("kafka") else f"log://{own / 'log'}"
-    return await soak_fidelity.lose_among_many(own, url, seed)
+    return await soak_fidelity.lose_among_many(own, broker if broker.startswith("kafka") else None, seed)
 
 
 async def _load_and_settle(run: Soak, minutes: float) -> bool:

@@ -1,6 +1,6 @@
 """What the observer must say of a soak: nothing was dropped, so no minute may have been final with anything missing.
 
-And the loss of chosen events among 100,000, which it must name.
+And the loss of chosen events among 100,000, at each node, which it must name.
 """
 
 import asyncio
@@ -8,25 +8,32 @@ import time
 from pathlib import Path
 from typing import Any
 
+from services.core.ledger.report import Node
 from services.fleet.observer_client import ask
-from tests.faults.lossy import lose_some
+from tests.faults.lossy import Trial
 
 EVENTS, LOST = 100_200, 500
+NODES: tuple[Node, ...] = ("ingest", "transform", "expel", "retrier")
 FINAL_S = 420.0
 """All minutes are final 150 s after their end, unless a step that was killed last is behind."""
 
 
-async def lose_among_many(folder: Path, url: str, seed: int) -> list[str]:
-    """The complaints about a run that loses LOST of EVENTS events."""
-    begun = time.monotonic()
-    verdict = await lose_some(folder, url, f"lossy-{seed}", EVENTS, LOST, seed)
-    print(
-        f"{verdict.sent} events, {len(verdict.lost)} of them dropped at expel, {verdict.received} received: "
-        f"{verdict.missing[0]} missing, {len({*verdict.named} & {*verdict.lost})} of these named, "
-        f"{time.monotonic() - begun:.0f} s",
-        flush=True,
-    )
-    return verdict.complaints()
+async def lose_among_many(folder: Path, url: str | None, seed: int) -> list[str]:
+    """The complaints about runs that lose LOST of EVENTS events, at each node in turn. url: None for logs of their own."""
+    found: list[str] = []
+    for node in NODES:
+        own, begun = folder / node, time.monotonic()
+        own.mkdir()
+        broker = url or f"log://{own / 'log'}"
+        verdict = await Trial(own, broker, f"lossy-{node}-{seed}", node, EVENTS, LOST, seed, crashes=True).run()
+        print(
+            f"{verdict.sent} events, {len(verdict.lost)} of them lost at {node}, {verdict.refused} refusals, "
+            f"{verdict.received} received: missing are {verdict.missing}, {len({*verdict.named} & {*verdict.lost})} of the "
+            f"lost are named, {time.monotonic() - begun:.0f} s",
+            flush=True,
+        )
+        found += verdict.complaints()
+    return found
 
 
 async def judge_quiet(observer: str, pipe: str, acknowledged: int) -> list[str]:

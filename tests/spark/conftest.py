@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from pyspark.sql import SparkSession
 
+from services.core.aws_emulator import CREDENTIALS
 from spark.session import open_session
 from tests.spark.river import River
 
@@ -19,8 +20,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def spark() -> Iterator[SparkSession]:
-    """The session that the service would have, with Kafka's jars."""
-    session = open_session(master="local[2]", memory=1 << 30, kafka=True)
+    """The session that the service would have, with Kafka's jars, and credentials for the Kinesis emulator."""
+    with pytest.MonkeyPatch.context() as environment:
+        for name, value in CREDENTIALS.items():  # Java hands on to Spark's Python processes what it was started with
+            environment.setenv(name, value)
+        session = open_session(master="local[2]", memory=1 << 30, kafka=True)
     yield session
     session.stop()
 

@@ -20,9 +20,9 @@ from services.core.broker.record import Record
 from services.core.event import ARRIVAL, ID, ORIGIN
 from services.core.ledger.report import TELEMETRY, Outcome, Report, decode_report, unpack_numbers
 from spark.adoption import adopt
+from spark.brokers.gauge import Backlog
 from spark.brokers.log import LogEndpoint
 from spark.checkpoint import open_checkpoint
-from spark.jobs.backlog import Backlog
 from spark.jobs.job import Job, JobState
 from spark.jobs.query import Query
 from spark.observed import BatchReport
@@ -66,26 +66,58 @@ def interrupt_queries(session: SparkSession) -> None:
         thread.interrupt()
 
 
-class River:
-    """One log with streams `s` and `u`, one pipe `p`."""
+class RunningJobs:
+    """Jobs in threads of their own, and what they say: `batches`, `states`."""
 
-    def __init__(self, session: SparkSession, folder: Path) -> None:
-        self.session, self.folder = session, folder
-        self.log = folder / "log"
+    def __init__(self, session: SparkSession) -> None:
+        self.session = session
         self.batches: list[BatchReport] = []
         self.states: list[JobState] = []
-        self.backlogs: list[Backlog] = []
-        self._epochs = itertools.count()
         self._jobs: list[tuple[Job, threading.Thread]] = []
-        for topic in ("s", "u", "p.out", "p.dead"):
-            create_topic(DataFolder.prepare(self.log), TopicSpec(topic, 3))
-        create_topic(DataFolder.prepare(self.log), TopicSpec(TELEMETRY, 1))
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.stop()
+
+    def run_job(self, job: Job) -> None:
+        """In a thread, until `stop`."""
+        thread = threading.Thread(target=job.run, args=[self.session], daemon=True)
+        thread.start()
+        self._jobs.append((job, thread))
+
+    def stop(self) -> None:
+        """Stop the jobs in good order."""
+        for job, thread in self._jobs:
+            job.stop(30.0)
+            thread.join(60.0)
+            assert not thread.is_alive()
+        self._jobs.clear()
+
+    def note(self, state: JobState) -> None:
+        """Keep it, unless Spark only was too slow to start a Python worker: the job begins again by itself."""
+        if TOO_SLOW not in (state.problem or ""):
+            self.states.append(state)
+
+    @property
+    def problem(self) -> str | None:
+        """The last failure of the query, if any."""
+        problems = [state.problem for state in self.states if state.problem]
+        return problems[-1] if problems else None
+
+
+class River(RunningJobs):
+    """One log with streams `s` and `u`, one pipe `p`."""
+
+    def __init__(self, session: SparkSession, folder: Path) -> None:
+        super().__init__(session)
+        self.folder, self.log = folder, folder / "log"
+        self.backlogs: list[Backlog] = []
+        self._epochs = itertools.count()
+        for topic in ("s", "u", "p.out", "p.dead"):
+            create_topic(DataFolder.prepare(self.log), TopicSpec(topic, 3))
+        create_topic(DataFolder.prepare(self.log), TopicSpec(TELEMETRY, 1))
 
     def pipe(self, *, columns: str | None = None, sources: Iterable[str] = ("s",), **transform: object) -> Chosen:
         """Write the pipe file and read it as the service does."""
@@ -115,12 +147,10 @@ class River:
             checkpoints=str(self.folder / "checkpoints"),
             ledger=True,
             on_batch=self.batches.append,
-            on_state=self._note,
+            on_state=self.note,
             on_backlog=self.backlogs.append,
         )
-        thread = threading.Thread(target=job.run, args=[self.session], daemon=True)
-        thread.start()
-        self._jobs.append((job, thread))
+        self.run_job(job)
         return job
 
     @contextmanager
@@ -140,14 +170,6 @@ class River:
                 threading.Event(),
             )
 
-    def stop(self) -> None:
-        """Stop the jobs in good order."""
-        for job, thread in self._jobs:
-            job.stop(30.0)
-            thread.join(60.0)
-            assert not thread.is_alive()
-        self._jobs.clear()
-
     def run(self, chosen: Chosen, until: int) -> None:
         """Run the pipe until it has read so many events, then stop it."""
         self.start(chosen)
@@ -159,17 +181,6 @@ class River:
     def read(self) -> int:
         """Events that all batches together took."""
         return sum(report.read for report in self.batches)
-
-    def _note(self, state: JobState) -> None:
-        """Keep it, unless Spark only was too slow to start a Python worker: the job begins again by itself."""
-        if TOO_SLOW not in (state.problem or ""):
-            self.states.append(state)
-
-    @property
-    def problem(self) -> str | None:
-        """The last failure of the query, if any."""
-        problems = [state.problem for state in self.states if state.problem]
-        return problems[-1] if problems else None
 
     def records(self, topic: str) -> list[Record]:
         """Everything in a topic, partition by partition."""

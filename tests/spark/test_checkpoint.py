@@ -17,9 +17,9 @@ from services.core.broker.log.topics import create_topic, delete_topic
 from services.core.broker.record import Record
 from services.core.event import read_id
 from spark.adoption import adopt, check_not_older
+from spark.brokers.gauge import measure_backlog
 from spark.brokers.log import LogEndpoint
 from spark.checkpoint import CheckpointDamaged, CheckpointInUse, open_checkpoint
-from spark.jobs.backlog import measure_backlog
 from spark.jobs.query import Query
 from spark.jobs.streak import ALL_FAILED, Streak
 from spark.pipe_file import Chosen

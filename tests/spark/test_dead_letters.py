@@ -6,7 +6,7 @@ from services.core import dead_letter
 from services.core.broker.record import Record
 from services.core.event import ID, read_id
 from spark.dead_letters import Rejected, dead_letters
-from spark.place import Place
+from spark.place import Place, offset_text
 
 MAX_BYTES = 100_000
 
@@ -28,7 +28,7 @@ def size(record: Record) -> int:
 )
 def test_oversized_record_fits_with_its_reason(record: Record) -> None:
     """If this fails, a record at the broker's limit makes its dead letter too large, and stops the pipe for ever."""
-    item = Rejected(record, Place("s", 3, 77), "bad_record", "it is wrong")
+    item = Rejected(record, Place("s", 3, offset_text(77)), "bad_record", "it is wrong")
     (letter,) = dead_letters([item], pipe="p", version="v", max_bytes=MAX_BYTES)
     assert size(letter) <= MAX_BYTES
     assert (read_id(letter) or "").startswith("large")
@@ -43,6 +43,6 @@ def test_record_that_fits_is_kept_whole() -> None:
     """If this fails, a redrive of a dead letter sends something else than the client did."""
     record = Record(b"key", b"x" * 1000, 5, ((ID, b"small"), ("other", b"h" * 1000)))
     (letter,) = dead_letters(
-        [Rejected(record, Place("s", 0, 1), "bad_record", "")], pipe="p", version="v", max_bytes=MAX_BYTES
+        [Rejected(record, Place("s", 0, offset_text(1)), "bad_record", "")], pipe="p", version="v", max_bytes=MAX_BYTES
     )
     assert dead_letter.strip(letter) == record

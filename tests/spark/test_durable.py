@@ -37,6 +37,6 @@ def test_sink_syncs_the_checkpoint_first(tmp_path: Path, monkeypatch: pytest.Mon
     calls: list[object] = []
     monkeypatch.setattr(log_sink, "sync_batch", lambda *arguments: calls.append(arguments))
     monkeypatch.setattr(log_sink, "commit_staged", lambda *_: calls.append("visible"))
-    options = {"path": "/log", "topic": "t", "writer": "w", "checkpointlocation": f"file://{tmp_path}"}
+    options = {"broker": "log:///log", "topic": "t", "writer": "w", "checkpointlocation": f"file://{tmp_path}"}
     LogStreamWriter(options).commit([], 7)
     assert calls == [(tmp_path, 7), "visible"]

@@ -10,27 +10,27 @@ import pytest
 from pyspark.sql import SparkSession
 
 from services.core import dead_letter
-from services.core.broker.kafka import KafkaBroker
+from services.core.broker.connect import open_broker
 from services.core.broker.record import Record
 from services.core.event import read_id
 from services.core.jvm.kafka_server import KafkaCluster
-from tests.spark.kafka_river import KafkaRiver
+from tests.spark.broker_river import BrokerRiver
 from tests.spark.river import NOW, event, interrupt_queries, numbers, wait_for
 from tests.spark.service_process import kill_service, start_service
 from tests.spark.test_checkpoint import truncate
 
 pytestmark = pytest.mark.kafka
 COLUMNS = "carrier STRING, delay INT"
-MakeRiver = Callable[[int], KafkaRiver]
+MakeRiver = Callable[[int], BrokerRiver]
 
 
 @pytest.fixture
 def make_river(spark: SparkSession, kafka_cluster: KafkaCluster, tmp_path: Path) -> Iterator[MakeRiver]:
     """Makes a river with so many partitions; its jobs are stopped at the end."""
-    rivers: list[KafkaRiver] = []
+    rivers: list[BrokerRiver] = []
 
-    def make(partitions: int) -> KafkaRiver:
-        rivers.append(KafkaRiver(spark, kafka_cluster.bootstrap, tmp_path, partitions=partitions))
+    def make(partitions: int) -> BrokerRiver:
+        rivers.append(BrokerRiver(spark, f"kafka://{kafka_cluster.bootstrap}", tmp_path, partitions=partitions))
         return rivers[-1]
 
     yield make
@@ -109,6 +109,12 @@ def test_real_time(make_river: MakeRiver) -> None:
     assert numbers(told, "dead") == {22, 23}
     assert numbers(told, "filtered") == {100}
     assert numbers(told, "passed") == {*range(1, 20), 21, 24, *range(30, 40)}
+    lags = [lag for report in told for lag in report.lags]
+    counts = Counter({kind: sum(lag.count for lag in lags if lag.kind == kind) for kind in {lag.kind for lag in lags}})
+    assert counts.keys() == {"lag_in", "lag_out", "process_time"}, "how late events are in real-time mode is not told"
+    assert counts["process_time"] == counts["lag_out"], "an event's time is not its own"
+    took = sum(lag.total_ms for lag in lags if lag.kind == "process_time")
+    assert took < 30_000 * counts["process_time"], "that is the batch's time, not the events'"
 
 
 def test_records_that_are_gone_stop_the_query(make_river: MakeRiver) -> None:
@@ -159,12 +165,12 @@ def test_killed_in_the_middle(make_river: MakeRiver, tmp_path: Path) -> None:
     river.send([flight(n) for n in range(total)])
     river.chosen(columns=COLUMNS, sql="SELECT event, delay FROM {s}", max_events=batch, interval="50ms")
     output = tmp_path / "output.log"
-    process = start_service(tmp_path, f"kafka://{river.bootstrap}", output)
+    process = start_service(tmp_path, river.url, output)
     try:
         assert len(river.records("out", batch)) < total, "killed too late to mean anything"
     finally:
         kill_service(process)
-    process = start_service(tmp_path, f"kafka://{river.bootstrap}", output)
+    process = start_service(tmp_path, river.url, output)
     try:
         counts = Counter(read_id(r) for r in river.records("out", total))
         while len(counts) < total:
@@ -178,13 +184,13 @@ def test_killed_in_the_middle(make_river: MakeRiver, tmp_path: Path) -> None:
     assert counts.total() - total <= batch
 
 
-async def _delete_before(river: KafkaRiver, offset: int) -> None:
+async def _delete_before(river: BrokerRiver, offset: int) -> None:
     from aiokafka import TopicPartition
     from aiokafka.admin import RecordsToDelete
 
     from tests.support.kafka import open_admin
 
-    async with open_admin(river.bootstrap) as admin:
+    async with open_admin(river.url.removeprefix("kafka://")) as admin:
         await admin.delete_records({TopicPartition(river.stream, 0): RecordsToDelete(before_offset=offset)})
 
 
@@ -204,8 +210,8 @@ def test_recreated_topic_stops_the_query(make_river: MakeRiver) -> None:
     assert len(river.records("out", 10)) == 10
 
 
-async def _make_again(river: KafkaRiver) -> None:
-    async with KafkaBroker.open(river.bootstrap) as broker:
+async def _make_again(river: BrokerRiver) -> None:
+    async with open_broker(river.url) as broker:
         await broker.admin.delete_topic(river.stream)
         async with asyncio.timeout(120):
             while river.stream in await broker.admin.topics():

@@ -13,14 +13,14 @@ from services.core.broker.contract import PartitionRange
 from services.core.broker.errors import OffsetOutOfRange
 from services.core.broker.log import blocking
 from services.core.broker.record import Batch, Record
-from services.core.event import read_id
-from spark.place import Span
-from spark.shapes import OUT, RAW
-from spark.sources.log import NAME
-from spark.sources.log_offsets import TopicRecreated, advance, check_place, make_offset, place_of
+from services.core.event import ORIGIN, read_id
+from spark.place import Span, offset_text
+from spark.shapes import ORIGINS_READ, OUT, RAW
 from spark.sources.log_read import TASK_EVENTS, plan_tasks
 from spark.sources.log_sink import place
-from spark.sources.record_batches import OUT_SCHEMA, RAW_SCHEMA, from_arrow, to_arrow
+from spark.sources.offsets import TopicRecreated, advance, check_place, make_offset, place_of
+from spark.sources.record_batches import OUT_SCHEMA, RAW_SCHEMA, RAW_WITH_ORIGINS, from_arrow, to_arrow
+from spark.sources.source import NAME
 from tests.spark.river import NOW, River, event, wait_for
 
 
@@ -41,9 +41,19 @@ def test_records_survive_arrow() -> None:
     ]
     batch = to_arrow(Batch("t", 3, [7, 9, 10], records), RAW_SCHEMA)
     assert from_arrow(batch) == records
-    assert batch.column("offset").to_pylist() == [7, 9, 10]
+    assert batch.column("offset").to_pylist() == [offset_text(n) for n in (7, 9, 10)]
     table = pa.Table.from_batches([batch.slice(1), batch.slice(0, 1)])
     assert from_arrow(table) == [records[1], records[2], records[0]]
+
+
+def test_origins_are_read_with_records() -> None:
+    """If this fails, the ledger does not know what a transform read, and takes what it filters for lost."""
+    records = [
+        Record(None, b"", 1, headers) for headers in (((ORIGIN, b"a:0:1"),), (), (("x", b"y"), (ORIGIN, b"a:0:\xff")))
+    ]
+    batch = to_arrow(Batch("t", 3, range(3), records), RAW_WITH_ORIGINS)
+    assert batch.column(ORIGINS_READ).to_pylist() == ["#3 a:0:1 a:0:\ufffd", None, None]
+    assert to_arrow(Batch("t", 3, range(0), []), RAW_WITH_ORIGINS).num_rows == 0
 
 
 def test_batches_share_the_backlog() -> None:
@@ -88,18 +98,19 @@ def test_reads_by_range_and_by_date(river: River, spark: SparkSession) -> None:
     """If this fails, a backfill reads too much or too little."""
     river.send([event(n, b"{}", key=b"same") for n in range(10)])
     (partition,) = [p for p, held in blocking.ends(river.log, "s").items() if held.end]
-    options = {"path": str(river.log), "topics": "s"}
+    options = {"broker": f"log://{river.log}", "topics": "s"}
     assert spark.read.format(NAME).options(**options).load().count() == 10
     ranges = f'[["s", {partition}, 3, 5]]'
     some = spark.read.format(NAME).options(**options, ranges=ranges).load().orderBy("offset").collect()
     assert [(row.topic, row.partition, row.offset, row.key) for row in some] == [
-        ("s", partition, n, b"same") for n in (3, 4)
+        ("s", partition, offset_text(n), b"same") for n in (3, 4)
     ]
     dates = {"since": "2023-11-14T22:13:20.002+00:00", "until": "2023-11-14T22:13:20.006+00:00"}
     assert [
-        row.offset for row in spark.read.format(NAME).options(**options, **dates).load().orderBy("offset").collect()
+        int(row.offset)
+        for row in spark.read.format(NAME).options(**options, **dates).load().orderBy("offset").collect()
     ] == [2, 3, 4, 5]
-    assert spark.read.format(NAME).options(path=str(river.log), topics="u").load().count() == 0
+    assert spark.read.format(NAME).options(broker=f"log://{river.log}", topics="u").load().count() == 0
     with pytest.raises(PySparkException, match="OffsetOutOfRange"):
         spark.read.format(NAME).options(**options, ranges=f'[["s", {partition}, 3, 50]]').load().count()
 
@@ -110,9 +121,9 @@ def test_streaming_sink_stores_a_batch_once(river: River, spark: SparkSession, t
     checkpoint = tmp_path / "sink"
 
     def run() -> None:
-        source = spark.readStream.format(NAME).options(path=str(river.log), topics="s", max_events="100").load()
+        source = spark.readStream.format(NAME).options(broker=f"log://{river.log}", topics="s", max_events="100").load()
         out = source.select("key", "value", "timestamp", "headers")
-        writer = out.writeStream.format(NAME).options(path=str(river.log), topic="p.out", writer="w")
+        writer = out.writeStream.format(NAME).options(broker=f"log://{river.log}", topic="p.out", writer="w")
         query = writer.option("checkpointLocation", str(checkpoint)).start()
         try:
             wait_for(lambda: len(river.out) >= 300 or not query.isActive, "300 records")

@@ -1,5 +1,6 @@
 """What a pipe's reports are made of, without Spark: origins, ages, and the reporter itself."""
 
+from collections import Counter
 from collections.abc import Sequence
 
 import pytest
@@ -10,11 +11,10 @@ from services.core.broker.errors import Unavailable
 from services.core.broker.record import Record
 from services.core.ledger.report import Report, decode_report, unpack_numbers
 from services.core.ledger.reporter import HEARTBEAT_S
-from spark.jobs.ranges import windows
 from spark.numbering import number_batch
 from spark.observed import BatchReport
-from spark.origins import add_made, add_settled, read_origins, union, without
-from spark.place import Span
+from spark.origins import add_made, add_settled, read_origins, split_count, union, without
+from spark.place import Span, cut_evenly
 from spark.reporter import PipeReporter
 
 
@@ -66,6 +66,8 @@ def test_origins_are_read_and_what_is_none_is_counted() -> None:
     assert outside("bad_origin") == 8
     assert outside("no_origin") == 3
     assert read_origins("", "odd") == {}
+    assert split_count("#3 a:0:5 #12 b:1:7 a:0:6") == (15, " a:0:5  b:1:7 a:0:6")
+    assert split_count("a:0:5") == (0, "a:0:5")
 
 
 def test_settled_is_passed_or_filtered() -> None:
@@ -77,6 +79,12 @@ def test_settled_is_passed_or_filtered() -> None:
         ("passed", "b", 0),
         ("filtered", "a", 0),
         ("filtered", "a", 1),
+    }
+    other = BatchReport("p")
+    add_settled(other, [("a:0:1 a:0:2 a:0:3", 3)], "a:0:2", [{("a", 0): BitMap([3])}])
+    assert {(told.outcome, tuple(unpack_numbers(told.numbers))) for told in other.sets.pack()} == {
+        ("passed", (2,)),
+        ("filtered", (1,)),
     }
     left = without(union([read_origins("a:0:1", "p"), read_origins("a:0:2", "p")]), read_origins("a:0:1", "p"))
     assert left == {("a", 0): BitMap([2])}
@@ -101,9 +109,9 @@ def test_numbers_of_batches_never_meet() -> None:
 def test_windows_cover_everything_once() -> None:
     """If this fails, events are left out, or done twice, when what a crash left is done in parts."""
     spans = [Span("s", 0, 5, 17), Span("s", 1, 0, 0), Span("u", 0, 2, 3)]
-    found = [(s.topic, s.partition, n) for part in windows(spans, 6) for s in part for n in range(s.start, s.end)]
+    found = [(s.topic, s.partition, n) for part in cut_evenly(spans, 6) for s in part for n in range(s.start, s.end)]
     assert sorted(found) == [*(("s", 0, n) for n in range(5, 17)), ("u", 0, 2)]
-    assert all(sum(s.end - s.start for s in part) <= 6 for part in windows(spans, 6))
+    assert all(sum(s.end - s.start for s in part) <= 6 for part in cut_evenly(spans, 6))
 
 
 def test_reporter_tells_batches_and_that_it_lives() -> None:
@@ -113,7 +121,7 @@ def test_reporter_tells_batches_and_that_it_lives() -> None:
     reporter.beat()
     reporter.beat()
     assert [report.behind_ms for report in shelf.reports()] == [None]
-    done = BatchReport("p", read=3, lag_in=[5, 6], lag_out=[7, 8], seconds=0.002)
+    done = BatchReport("p", read=3, lag_in=Counter([5, 6]), lag_out=Counter([7, 8]), took=Counter({2: 2}))
     add_settled(done, [("a:0:1 a:0:2 a:0:3", 3)], "a:0:1 a:0:2")
     clock.now += 7
     reporter.settled_up_to(int(clock.now * 1000) - 4000)
@@ -143,7 +151,7 @@ def test_reporter_that_cannot_write() -> None:
     """If this fails, a batch counts as done though nobody was told, or lags are told twice or never."""
     shelf, clock = Shelf(), Clock()
     reporter = PipeReporter("p", shelf, clock)
-    done = BatchReport("p", lag_out=[7])
+    done = BatchReport("p", lag_out=Counter([7]))
     add_settled(done, [("a:0:1", 1)], "a:0:1")
     shelf.away = True
     with pytest.raises(Unavailable):

@@ -7,8 +7,8 @@ from services.core import dead_letter
 from services.core.broker.partitioner import choose_partition
 from services.core.broker.record import Record
 from services.core.event import read_id
-from spark.sources.log import NAME
 from spark.sources.record_batches import from_arrow
+from spark.sources.source import NAME
 from spark.transforms.preparation import prepare_pipes
 from tests.spark.river import NOW, River, event, wait_for
 
@@ -174,7 +174,7 @@ def test_batch_and_stream_agree(river: River, spark: SparkSession) -> None:
     chosen = river.pipe(columns=FLIGHTS, sql="SELECT event, delay FROM s WHERE delay % 3 = 0")
     river.run(chosen, 500)
     prepared = prepare_pipes(spark, chosen, max_bytes=1_000_000)[0]
-    raw: DataFrame = spark.read.format(NAME).options(path=str(river.log), topics="s").load()
+    raw: DataFrame = spark.read.format(NAME).options(broker=f"log://{river.log}", topics="s").load()
     view = prepared.views["s"]
     batch = from_arrow(prepared.apply({"s": view.good(view.judge(raw))}, spark).toArrow())
     assert sorted(batch, key=lambda r: r.timestamp) == sorted(river.out, key=lambda r: r.timestamp)

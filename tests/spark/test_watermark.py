@@ -73,11 +73,13 @@ def test_late_events_are_kept(river: River, monkeypatch: pytest.MonkeyPatch) -> 
 
     failed: list[str] = []
 
-    def fail_once(query: Query, found: Sequence[Rejected], name: str, epoch: int, report: BatchReport) -> None:
+    def fail_once(
+        query: Query, found: Sequence[Rejected], name: str, epoch: int, report: BatchReport, *, counted: bool
+    ) -> None:
         if not failed:
             failed.append(name)
             raise Unavailable("just now not")
-        bury(query, found, name, epoch, report)
+        bury(query, found, name, epoch, report, counted=counted)
 
     monkeypatch.setattr("spark.jobs.late.bury", fail_once)
     river.send([flight(7, 0.2), flight(8, 20.6)])

@@ -5,13 +5,15 @@ exact: it is there to show that something changed.
 """
 
 import time
-from collections.abc import Callable, Iterable
+from array import array
+from collections.abc import Callable
+from typing import NamedTuple
 from zlib import crc32
 
 import msgspec
 import orjson
 
-PER_SECOND = 20
+PER_SECOND = 10
 MAX_BYTES = 16_384
 """Larger payloads are not looked at."""
 MAX_FIELDS = 40
@@ -52,14 +54,14 @@ class FieldStats(msgspec.Struct, array_like=True):
         if len(self.hashes) > 4 * KEPT_HASHES:
             self.trim()
 
-    def merge(self, other: "FieldStats") -> None:
+    def merge(self, other: "FieldStats | PackedStats") -> None:
         """Both as one."""
         self.seen += other.seen
         self.nulls += other.nulls
         self.numbers += other.numbers
         self.total += other.total
         self.squares += other.squares
-        self.hashes |= other.hashes
+        self.hashes.update(other.hashes)
         if len(self.hashes) > 4 * KEPT_HASHES:
             self.trim()
 
@@ -73,6 +75,23 @@ class FieldStats(msgspec.Struct, array_like=True):
         if len(self.hashes) < KEPT_HASHES:
             return float(len(self.hashes))
         return (KEPT_HASHES - 1) * 2.0**32 / (sorted(self.hashes)[KEPT_HASHES - 1] + 1)
+
+
+class PackedStats(NamedTuple):
+    """`FieldStats` at rest, in some hundred bytes."""
+
+    seen: int
+    nulls: int
+    numbers: int
+    total: float
+    squares: float
+    hashes: "array[int]"
+
+    @classmethod
+    def pack(cls, stats: FieldStats) -> "PackedStats":
+        """The same, with no more hashes than count."""
+        hashes = array("I", sorted(stats.hashes)[:KEPT_HASHES])
+        return cls(stats.seen, stats.nulls, stats.numbers, stats.total, stats.squares, hashes)
 
 
 class FieldSet(msgspec.Struct, frozen=True, array_like=True):
@@ -128,13 +147,3 @@ class FieldSample:
         for stats in found.fields.values():
             stats.trim()
         return found
-
-
-def merge_sets(sets: Iterable[FieldSet]) -> tuple[int, dict[str, FieldStats]]:
-    """All of them as one: events, and statistics of their own by field."""
-    events, merged = 0, dict[str, FieldStats]()
-    for one in sets:
-        events += one.events
-        for name, stats in one.fields.items():
-            merged.setdefault(name, FieldStats()).merge(stats)
-    return events, merged

@@ -1,6 +1,7 @@
 """Lags for reports: what a histogram that is filled anyway holds more than at the last look. Nothing is done per event."""
 
 from collections import Counter
+from collections.abc import Mapping
 
 from services.core.lag import LagHistogram
 from services.core.ledger.report import LagSet
@@ -12,17 +13,18 @@ class LagTap:
     def __init__(self, kind: str, histogram: LagHistogram) -> None:
         self.kind = kind
         self._histogram = histogram
-        self._seen = histogram.copy()
+        self._seen: Mapping[int, int] = histogram.buckets()
+        self._count, self._total_ms = histogram.count, histogram.total_ms
 
     def take(self, minute: int) -> LagSet | None:
         """The lags since the last call, as measured in this minute; None for none."""
-        if self._histogram.count == self._seen.count:
+        count, total_ms = self._histogram.count - self._count, self._histogram.total_ms - self._total_ms
+        if not count:
             return None
-        seen, self._seen = self._seen, self._histogram.copy()
-        buckets = self._seen.buckets()
-        buckets.subtract(seen.buckets())
-        added = {bucket: count for bucket, count in buckets.items() if count}
-        return LagSet(self.kind, minute, self._seen.count - seen.count, self._seen.total_ms - seen.total_ms, added)
+        before, self._seen = self._seen, self._histogram.buckets()
+        self._count, self._total_ms = self._histogram.count, self._histogram.total_ms
+        added = {bucket: more for bucket, known in self._seen.items() if (more := known - before.get(bucket, 0))}
+        return LagSet(self.kind, minute, count, total_ms, added)
 
 
 def join_lags(lags: list[LagSet]) -> list[LagSet]:

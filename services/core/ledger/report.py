@@ -3,11 +3,12 @@
 A report is a set of origins and may come twice, late, and in any order: the observer takes unions.
 """
 
-from typing import Literal, get_args
+from typing import Annotated, Literal, get_args
 
 import msgspec
 from pyroaring import BitMap
 
+from services.core.ledger.due import Span
 from services.core.ledger.fields import FieldSet
 
 TELEMETRY = "penstock.telemetry"
@@ -39,7 +40,8 @@ class BadReport(ValueError):
 class OriginSet(msgspec.Struct, frozen=True, array_like=True):
     """Origins of one incarnation and partition with one outcome.
 
-    minute: of the event time, in minutes since the epoch; only in sets of ingest. numbers: `pack_numbers`.
+    minute: of the event time, in minutes since the epoch; only in sets of ingest. numbers: `pack_numbers`. due: when they are
+    due; only in sets of expel that are retrying, and of the retrier that are released; None: nobody knows.
     """
 
     outcome: Outcome
@@ -47,17 +49,28 @@ class OriginSet(msgspec.Struct, frozen=True, array_like=True):
     partition: int
     minute: int | None
     numbers: bytes
+    due: Span | None = None
+
+
+PackedOffset = int | Annotated[str, msgspec.Meta(pattern="^[0-9]{1,80}$")]
+"""An offset in a report or a snapshot: text where it does not fit into 64 bits."""
+
+
+def pack_offset(offset: int) -> PackedOffset:
+    """For a report or a snapshot; `int` gives it back."""
+    return offset if offset < 1 << 63 else str(offset)
 
 
 class Reach(msgspec.Struct, frozen=True, array_like=True):
     """How far ingest's reports go: all that this incarnation put into this partition up to `offset` has been told.
 
-    The first one of an incarnation says where the partition ended before it sent anything (-1: it was empty).
+    The first one of an incarnation says where the partition ended before it sent anything (-1: it was empty); where partitions
+    are read as shards, where each shard ended.
     """
 
     incarnation: str
     partition: int
-    offset: int
+    offset: PackedOffset
 
 
 class LagSet(msgspec.Struct, frozen=True, array_like=True):
@@ -81,6 +94,9 @@ class Report(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     at_ms: wall clock when it was made. behind_ms: age of the oldest record that the instance has not processed, 0 when there
     is none, None when it is not known. reaches: only of ingest. closed: the instance drained and says no more. breaker: only of
     expel, of the destination's circuit breaker. fields: of ingest and expel, what the payloads of a sample were like.
+    returned_ms: only of expel, as behind_ms, of what the retrier gave back.
+
+    The retrier's behind_ms stands in a report of its own, without a pipe: everything that was due so long before has left it.
     """
 
     version: int = _VERSION
@@ -96,6 +112,7 @@ class Report(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     closed: bool = False
     breaker: Breaker | None = None
     fields: tuple[FieldSet, ...] = ()
+    returned_ms: int | None = None
 
     def encode(self) -> bytes:
         """As the record's value."""

@@ -32,6 +32,7 @@ from services.core.ledger.report import (
     Reach,
     Report,
     pack_numbers,
+    pack_offset,
     unpack_numbers,
 )
 from services.core.ledger.sets import Sets
@@ -49,6 +50,8 @@ _MAX_FIELD_SETS = 10
 """Minutes of them that are kept while nothing can be told; older ones are forgotten."""
 _BEHIND_VALID_S = 30.0
 """A measurement that is older says nothing any more."""
+_Measured = tuple[float, int] | None
+"""When, in seconds, and how many ms."""
 
 
 def new_instance() -> str:
@@ -84,7 +87,8 @@ class Reporter:
         self._taps = [LagTap(kind, histogram) for kind, histogram in (lags or {}).items()]
         self._lags: list[LagSet] = []
         self._lags_at = clock()
-        self._behind = None if has_backlog else (math.inf, 0)
+        self._behind: _Measured = None if has_backlog else (math.inf, 0)
+        self._returned: _Measured = None
         self._told_at = 0.0
         self._failing = False
         self._telling = asyncio.Lock()
@@ -94,13 +98,17 @@ class Reporter:
         self.breaker: Callable[[], Breaker] | None = None
         """Asked for every report, where there is one."""
 
-    def reached(self, reach: Reach) -> None:
+    def reached(self, incarnation: str, partition: int, offset: int) -> None:
         """As in `Report.reaches`; to be called when everything up to there is in `sets`."""
-        self._reaches[reach.incarnation, reach.partition] = reach.offset
+        self._reaches[incarnation, partition] = offset
 
     def behind(self, millis: int | None) -> None:
         """The age in ms of the oldest record that is not processed, as measured right now; 0: there is none; None: not known."""
         self._behind = None if millis is None else (self._clock(), millis)
+
+    def returned_behind(self, millis: int | None) -> None:
+        """As `behind`, of what comes back from the retrier."""
+        self._returned = None if millis is None else (self._clock(), millis)
 
     async def report(self, *, closed: bool = False) -> None:
         """Returns when everything that was given before this call is durable. Does nothing when there is nothing to say.
@@ -113,7 +121,7 @@ class Reporter:
             sets = self._take(now, last=closed)
             if (
                 not (sets or self._reaches or self._lags or self._fields or closed)
-                and now - self._told_at < HEARTBEAT_S
+                and 0 <= now - self._told_at < HEARTBEAT_S  # a clock may be set back
             ):
                 return
             reaches, self._reaches = self._reaches, {}
@@ -122,13 +130,14 @@ class Reporter:
             report = msgspec.structs.replace(
                 self._head,
                 at_ms=int(now * 1000),
-                behind_ms=self._behind_now(now),
+                behind_ms=_age_now(self._behind, now),
                 sets=sets.pack(),
                 lags=tuple(lags),
-                reaches=tuple(Reach(*key, offset) for key, offset in reaches.items()),
+                reaches=tuple(Reach(*key, pack_offset(offset)) for key, offset in reaches.items()),
                 closed=closed,
                 breaker=self.breaker() if self.breaker is not None else None,
                 fields=tuple(fields),
+                returned_ms=_age_now(self._returned, now),
             )
             try:
                 await self._send([part.encode() for part in cut(report)], report.at_ms)
@@ -147,20 +156,13 @@ class Reporter:
     def _take(self, now: float, *, last: bool) -> Sets:
         sets, self.sets = self.sets, Sets()
         sets.merge(self.settled.drain())
-        if (last or now - self._lags_at >= LAGS_EVERY_S) and len(self._lags) < _MAX_LAGS:
+        if (last or not 0 <= now - self._lags_at < LAGS_EVERY_S) and len(self._lags) < _MAX_LAGS:
             self._lags_at = now
             taken = [tap.take(int(now // 60)) for tap in self._taps]
             self._lags = join_lags([*self._lags, *(lag for lag in taken if lag is not None)])
         if self.sample is not None and (drained := self.sample.drain(last=last)) is not None:
             self._fields.append(drained)
         return sets
-
-    def _behind_now(self, now: float) -> int | None:
-        """What was behind has grown older since; nothing behind was true then, and is for some seconds."""
-        if self._behind is None or now - self._behind[0] > _BEHIND_VALID_S:
-            return None
-        at, millis = self._behind
-        return millis and millis + max(0, int((now - at) * 1000))
 
     async def _send(self, values: list[bytes], now_ms: int) -> None:
         records = [Record(self._key, value, now_ms) for value in values]
@@ -179,6 +181,14 @@ class Reporter:
                 hint="it is kept and told later; what waits for it stays uncommitted. Try: penstock apply makes the topic",
             )
         self._failing = True
+
+
+def _age_now(measured: _Measured, now: float) -> int | None:
+    """What was behind has grown older since; nothing behind was true then, and is for some seconds."""
+    if measured is None or now - measured[0] > _BEHIND_VALID_S:
+        return None
+    at, millis = measured
+    return millis and millis + max(0, int((now - at) * 1000))
 
 
 class Reports(Protocol):

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from pyroaring import BitMap
 
+from services.core.ledger.due import Span
 from services.core.ledger.report import OriginSet, Outcome, pack_numbers
 
 
@@ -15,6 +16,7 @@ class SetKey(NamedTuple):
     incarnation: str
     partition: int
     minute: int | None = None
+    due: Span | None = None
 
 
 class Sets:
@@ -50,4 +52,4 @@ class Sets:
 
     def pack(self) -> tuple[OriginSet, ...]:
         """As a report carries them."""
-        return tuple(OriginSet(*key, pack_numbers(numbers)) for key, numbers in self._found.items())
+        return tuple(OriginSet(*key[:4], pack_numbers(numbers), key.due) for key, numbers in self._found.items())

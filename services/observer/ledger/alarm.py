@@ -22,12 +22,19 @@ log = structlog.get_logger()
 ATTEMPTS = 6
 TIMEOUT_S = 10.0
 _MAX_WAIT_S = 30.0
+MAX_UNTOLD = 100
+"""Alarms that wait to be told; more are in the log and the metrics only."""
 
 
-def find_alarms(final: Sequence[Row], planned: Planned, threshold: float) -> list[Row]:
-    """Those of the rows that became final for which an alarm is due: above the threshold, and nothing was announced."""
-    lossy = [row for row in final if row.loss > threshold]
-    return [row for row in lossy if planned.covers(row.pipe, *_span(row)) is None]
+def find_alarms(
+    rows: Sequence[Row], planned: Planned, threshold: float, lost: tuple[int, int] | None = None
+) -> list[Row]:
+    """Those of the rows for which an alarm is due: above the threshold, and nothing announced excuses it.
+
+    lost: from when to when (ms) the events were lost; None: in their minute.
+    """
+    lossy = [row for row in rows if row.loss > threshold]
+    return [row for row in lossy if planned.covers(row.pipe, *(lost or _span(row)), loss=True) is None]
 
 
 def _span(row: Row) -> tuple[int, int]:
@@ -42,7 +49,7 @@ class Alarm(NamedTuple):
 
 
 def loss_alarm(row: Row) -> Alarm:
-    """Of a minute that became final."""
+    """Of a minute that became final. When its loss has doubled it is another alarm, and its receiver takes it."""
     counts = {
         "loss": row.loss,
         "accepted": row.accepted,
@@ -51,7 +58,9 @@ def loss_alarm(row: Row) -> Alarm:
         "minute": row.minute,
     }
     steps = [step for step in row.steps if step.missing]
-    return Alarm(f"loss-{row.pipe}-{row.minute}", {"type": "penstock.loss", **counts, "steps": steps})
+    return Alarm(
+        f"loss-{row.pipe}-{row.minute}-{row.missing.bit_length()}", {"type": "penstock.loss", **counts, "steps": steps}
+    )
 
 
 def drift_alarm(pipe: str, drift: Drift, minute: int) -> Alarm:
@@ -66,6 +75,48 @@ def drift_alarm(pipe: str, drift: Drift, minute: int) -> Alarm:
     )
 
 
+def has_doubled(before: Row, after: Row) -> bool:
+    """Whether so much more is missing of a final minute that it is told again: once in each power of two."""
+    return after.missing.bit_length() > before.missing.bit_length()
+
+
+class Untold:
+    """Alarms that wait to be told, oldest first; those of a snapshot, too, so that a restart forgets none."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[str, Alarm] = {}
+        self._came = asyncio.Event()
+
+    def add(self, alarm: Alarm) -> bool:
+        """Whether there was room. One that waits already is replaced."""
+        if len(self._waiting) >= MAX_UNTOLD and alarm.id not in self._waiting:
+            return False
+        self._waiting[alarm.id] = alarm
+        self._came.set()
+        return True
+
+    async def first(self) -> Alarm:
+        """The oldest; waits for one."""
+        while not self._waiting:
+            self._came.clear()
+            await self._came.wait()
+        return next(iter(self._waiting.values()))
+
+    def remove(self, alarm: Alarm) -> None:
+        """It was told."""
+        if self._waiting.get(alarm.id) is alarm:
+            del self._waiting[alarm.id]
+
+    def put_last(self, alarm: Alarm) -> None:
+        """It was not taken; the others first, then again."""
+        if self._waiting.get(alarm.id) is alarm:
+            self._waiting[alarm.id] = self._waiting.pop(alarm.id)
+
+    def all(self) -> tuple[Alarm, ...]:
+        """In their order."""
+        return tuple(self._waiting.values())
+
+
 class AlarmWebhook:
     """Tells alarms to one URL, signed as the events' webhooks are."""
 
@@ -73,7 +124,7 @@ class AlarmWebhook:
         self._url, self._keys = url, keys
 
     async def tell(self, alarm: Alarm) -> bool:
-        """Whether the receiver took it. Up to `ATTEMPTS` requests with growing waits, within about two minutes in all."""
+        """Whether the receiver took it. Up to `ATTEMPTS` requests with growing waits; who calls tries again later."""
         body = msgspec.json.encode(alarm.body)
         error = "none"
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=TIMEOUT_S), trust_env=False) as session:

@@ -5,7 +5,7 @@ is settled for good is taken out again (`fold`), and what is told of it afterwar
 origins that are unsettled or young, packed, not with events.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import structlog
 from pyroaring import BitMap
@@ -13,11 +13,14 @@ from pyroaring import BitMap
 from services.core.ledger.report import BadReport, Node, OriginSet, Outcome, Report, unpack_numbers
 from services.observer.ledger.flow import Step
 from services.observer.ledger.origins import Origins, Run
+from services.observer.ledger.rounds import Rounds, owner, retrier_of
 
 log = structlog.get_logger()
 
 Place = tuple[Node, str]
 """("ingest", stream) or ("transform", pipe)."""
+
+_ENDS: tuple[Outcome, ...] = ("delivered", "dead", "parked")
 
 
 class Book:
@@ -26,6 +29,7 @@ class Book:
     def __init__(self) -> None:
         self.held: dict[int, dict[Place, Origins]] = {}
         self.all_told: dict[tuple[Step, Outcome], Origins] = {}
+        self.rounds = Rounds()
         self.floors: dict[Run, int] = {}
         """Below it everything is folded but for what `kept` has."""
         self.gone = Origins()
@@ -59,6 +63,8 @@ class Book:
     def _add(self, step: Step, told: OriginSet, run: Run, numbers: BitMap) -> None:
         if told.outcome != "accepted":
             self.all_told.setdefault((step, told.outcome), Origins()).add(run, numbers)
+            if told.due is not None:
+                self.rounds.hear(step, told, run, self._not_ended(owner(step), run, numbers))
         elif told.minute is not None:
             place = (step.node, step.pipe)
             self.held.setdefault(told.minute, {}).setdefault(place, Origins()).add(run, numbers)
@@ -67,6 +73,24 @@ class Book:
     def told(self, step: Step, outcome: Outcome) -> Origins:
         """As in `Told`; not to be changed."""
         return self.all_told.get((step, outcome), _NOTHING)
+
+    def ended(self, step: Step) -> list[Origins]:
+        """What waits for no other attempt of this step of expel: it is at its end, or parked."""
+        return [*(self.told(step, outcome) for outcome in _ENDS), self.told(retrier_of(step), "dead")]
+
+    def _not_ended(self, step: Step, run: Run, numbers: BitMap) -> BitMap:
+        for origins in self.ended(step):
+            numbers = numbers - origins.numbers(run)
+        return numbers
+
+    def lost(self, step: Step) -> Origins:
+        """As in `Told`; not to be changed."""
+        return self.rounds.lost.get(step, _NOTHING)
+
+    def touch(self, origins: Origins) -> None:
+        """Something else is known of these than at the last `take_touched`."""
+        for run, numbers in origins.runs():
+            self._touched.add(run, numbers)
 
     def minutes(self) -> list[int]:
         """Those of which any origin is held, oldest first."""
@@ -120,7 +144,7 @@ class Book:
             for run, numbers in held.runs():
                 self.kept.add(run, numbers)
         self.kept.remove(settled)
-        for origins in self.all_told.values():
+        for origins in self._all_sets():
             origins.remove(settled)
         for run in runs:
             self._raise_floor(run)
@@ -128,6 +152,11 @@ class Book:
             self.held.pop(minute, None)
             self.folded.discard(minute)
         self.all_told = {key: origins for key, origins in self.all_told.items() if origins}
+        self.rounds.prune()
+
+    def _all_sets(self) -> Iterator[Origins]:
+        yield from self.all_told.values()
+        yield from self.rounds.every()
 
     def _raise_floor(self, run: Run) -> None:
         """Up to the run's first number in a minute that is not folded; behind what was folded when there is none."""
@@ -145,7 +174,7 @@ class Book:
             floor = max(floor, folded.max() + 1)
         self.floors[run] = floor
         self.gone.remove_below(run, floor, BitMap())
-        for origins in self.all_told.values():
+        for origins in self._all_sets():
             origins.remove_below(run, floor, self.kept.numbers(run))
 
     def find_gone(self, before_ms: int) -> list[str]:
@@ -162,7 +191,7 @@ class Book:
         self.floors = {run: floor for run, floor in self.floors.items() if run.incarnation != incarnation}
         self.heard.pop(incarnation, None)
         self.first_heard.pop(incarnation, None)
-        for origins in (self.kept, self.gone, *self.all_told.values()):
+        for origins in (self.kept, self.gone, *self._all_sets()):
             origins.forget(incarnation)
 
 

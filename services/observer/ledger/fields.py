@@ -1,16 +1,19 @@
 """What payloads are like, minute by minute, at each step that tells; and what changed of late."""
 
 import math
+import time
 from collections.abc import Iterator
 
 import msgspec
 
-from services.core.ledger.fields import FieldSet, FieldStats, merge_sets
+from services.core.ledger.fields import MAX_FIELDS, FieldSet, FieldStats, PackedStats
 from services.core.ledger.minute import MINUTE_MS
 from services.core.ledger.report import Report
 from services.observer.ledger.flow import Step
 
 KEEP_MINUTES = 60
+MAX_NAMES = 100
+"""Of a step's fields over all minutes, where the minutes have different ones."""
 RECENT_MINUTES = 5
 """What is compared with the minutes before."""
 MIN_EVENTS = 200
@@ -43,31 +46,65 @@ class Drift(msgspec.Struct, frozen=True):
     text: str
 
 
-class FieldBook:
-    """The last hour, by step and minute. Grows with steps, minutes and fields (bounded in each report), not with events."""
+DriftKey = tuple[str, Step, str, str]
+"""Of a pipe: the drift's step, field and what."""
+
+
+class _Minute:
+    """What all instances of a step told of one minute, as one."""
+
+    __slots__ = ("events", "fields", "told")
 
     def __init__(self) -> None:
-        self._by_step: dict[Step, dict[int, dict[str, FieldSet]]] = {}
+        self.events = 0
+        self.fields: dict[str, PackedStats] = {}
+        self.told: set[str] = set()
+        """The instances: each tells a minute once, and what comes again is known."""
+
+    def take(self, instance: str, told: FieldSet) -> None:
+        """Add what an instance told."""
+        if instance in self.told:
+            return
+        self.told.add(instance)
+        self.events += told.events
+        for name, stats in told.fields.items():
+            known = self.fields.get(name)
+            if known is not None:
+                stats.merge(known)
+            elif len(self.fields) >= MAX_FIELDS:
+                continue
+            self.fields[name] = PackedStats.pack(stats)
+
+
+class FieldBook:
+    """The last hour, by step and minute. Grows with steps, minutes and `MAX_FIELDS`, neither with events nor with instances.
+
+    `figures` and `drifts` are as `refresh` found them last: they are asked for far more often than they change.
+    """
+
+    def __init__(self) -> None:
+        self._by_step: dict[Step, dict[int, _Minute]] = {}
         self._newest = 0
         self._figures: dict[Step, dict[str, Figures]] = {}
         self._drifts: dict[Step, tuple[Drift, ...]] = {}
-        """As computed since the last report; they are asked for far more often than they change."""
+        self._changed: dict[Step, None] = {}
+        """Steps to look at again, oldest first."""
 
     def hear(self, report: Report) -> None:
-        """Take what a report says of payloads. Each instance tells a minute once: what comes again replaces itself.
+        """Take what a report says of payloads.
 
         Reports that say nothing of them let time pass: what was told an hour before them is forgotten.
         """
         over = report.at_ms // MINUTE_MS - 1
-        if not report.fields and over <= self._newest:
-            return
-        self._newest = max(self._newest, over)
+        if over > self._newest:
+            self._newest = over
+            self._changed |= dict.fromkeys(self._by_step)
+            self._forget()
         step = Step(report.node, report.pipe, report.destination)
         for told in report.fields:
-            self._by_step.setdefault(step, {}).setdefault(told.minute, {})[report.instance] = told
-        self._forget()
-        self._figures.clear()
-        self._drifts.clear()
+            if -1 <= self._newest - told.minute < KEEP_MINUTES:
+                self._by_step.setdefault(step, {}).setdefault(told.minute, _Minute()).take(report.instance, told)
+                self._changed[step] = None
 
     def _forget(self) -> None:
         for minutes in self._by_step.values():
@@ -75,22 +112,38 @@ class FieldBook:
                 del minutes[minute]
         self._by_step = {step: minutes for step, minutes in self._by_step.items() if minutes}
 
-    def figures(self, step: Step) -> dict[str, Figures]:
-        """Each field over the last hour."""
-        if step not in self._figures:
+    def refresh(self, seconds: float = math.inf) -> None:
+        """Look again at steps that have changed, for about so long (some 20 ms a step); later calls do the others."""
+        until = time.monotonic() + seconds
+        while self._changed:
+            step = next(iter(self._changed))
+            del self._changed[step]
             events, fields = self._merge(step, self._newest - KEEP_MINUTES, self._newest + 1)
             self._figures[step] = {name: _figures(events, stats) for name, stats in sorted(fields.items())}
-        return self._figures[step]
+            self._drifts[step] = tuple(self._find_drifts(step))
+            if step not in self._by_step:
+                del self._figures[step], self._drifts[step]
+            if time.monotonic() > until:
+                return
+
+    def figures(self, step: Step) -> dict[str, Figures]:
+        """Each field over the last hour."""
+        return self._figures.get(step, {})
 
     def _merge(self, step: Step, after: int, last: int) -> tuple[int, dict[str, FieldStats]]:
-        minutes = self._by_step.get(step, {})
-        return merge_sets(one for minute, told in minutes.items() if after < minute <= last for one in told.values())
+        """All minutes in one. The names of fields are bounded, too: those that were seen first."""
+        events, merged = 0, dict[str, FieldStats]()
+        for minute, told in self._by_step.get(step, {}).items():
+            if after < minute <= last:
+                events += told.events
+                for name, stats in told.fields.items():
+                    if name in merged or len(merged) < MAX_NAMES:
+                        merged.setdefault(name, FieldStats()).merge(stats)
+        return events, merged
 
     def drifts(self, step: Step) -> tuple[Drift, ...]:
         """Fields whose last minutes differ from those before. What goes on changing, as a time or a counter does, is no drift."""
-        if step not in self._drifts:
-            self._drifts[step] = tuple(self._find_drifts(step))
-        return self._drifts[step]
+        return self._drifts.get(step, ())
 
     def _find_drifts(self, step: Step) -> Iterator[Drift]:
         border = self._newest - RECENT_MINUTES

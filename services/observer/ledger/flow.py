@@ -5,23 +5,31 @@ from typing import NamedTuple
 import msgspec
 
 from services.core.ledger.report import Node
-from services.core.pipes import PipeFile
+from services.core.pipes import PipeFile, is_retried
 
 
 class Step(NamedTuple):
-    """One node of one pipe. pipe: for ingest the stream. destination: only for expel."""
+    """One node of one pipe. pipe: for ingest the stream. destination: only for expel and the retrier."""
 
     node: Node
     pipe: str
     destination: str | None = None
 
 
+RETRIER = Step("retrier", "")
+"""The retrier as a whole: how far behind it is, it says for all pipes at once."""
+
+
 class PipeFlow(msgspec.Struct, frozen=True):
-    """sources: streams. destinations: the stream that each feeds, None for a webhook."""
+    """sources: streams. destinations: the stream that each feeds, None for a webhook.
+
+    retried: those that use the global retrier.
+    """
 
     sources: tuple[str, ...]
     transforms: bool
     destinations: dict[str, str | None]
+    retried: frozenset[str] = frozenset()
 
 
 class Flow(msgspec.Struct, frozen=True):
@@ -43,6 +51,8 @@ class Flow(msgspec.Struct, frozen=True):
         """Whether the step is of a pipe that there is; of ingest and the retrier: of one of its streams or destinations."""
         if step.node == "ingest":
             return any(step.pipe in pipe.sources for pipe in self.pipes.values())
+        if step == RETRIER:
+            return True
         pipe = self.pipes.get(step.pipe)
         return pipe is not None and (step.destination is None or step.destination in pipe.destinations)
 
@@ -64,6 +74,7 @@ def read_flow(file: PipeFile) -> Flow:
                 tuple(pipe.sources),
                 pipe.transform is not None,
                 {destination.name: destination.stream for destination in pipe.destinations},
+                frozenset(destination.name for destination in pipe.destinations if is_retried(destination)),
             )
             for name, pipe in file.pipes.items()
         }

@@ -1,13 +1,15 @@
 """The telemetry topic, followed for ever: reports into the table, and what is due as time passes.
 
-One task does it all, in turns: read a page, and about once a second tick, recover, alarm, keep a snapshot.
+One task reads, in turns: a page, and about once a second tick, alarm, keep a snapshot. Another recovers what ingest could not
+say: that reads streams, and may take minutes.
 """
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
+from typing import NoReturn
 
 import structlog
 
@@ -17,14 +19,15 @@ from services.core.broker.errors import BrokerError, DataDamaged, OffsetOutOfRan
 from services.core.broker.producer import Producer
 from services.core.broker.record import Batch, Record
 from services.core.ledger.report import MAX_REPORT_BYTES, SNAPSHOTS, TELEMETRY, BadReport, Report, decode_report
-from services.observer.ledger.fields import FieldBook
+from services.observer.ledger.alarm import Untold, has_doubled
+from services.observer.ledger.fields import DriftKey, FieldBook
 from services.observer.ledger.flow import Flow
 from services.observer.ledger.lags import LagBook
 from services.observer.ledger.planned import Planned, Window
+from services.observer.ledger.presence import GAP_MS, TOLD_MS
 from services.observer.ledger.recovery import recover
-from services.observer.ledger.row import Row
-from services.observer.ledger.snapshot import cut, dump, find_snapshot, restore
-from services.observer.ledger.table import Ages, Table
+from services.observer.ledger.snapshot import Beside, cut, dump, find_snapshot, restore
+from services.observer.ledger.table import Ages, Table, Turn
 
 log = structlog.get_logger()
 
@@ -32,16 +35,28 @@ PAGE = 200
 TURN_S = 0.5
 RECOVER_EVERY_S = 10.0
 SNAPSHOT_EVERY_S = 300.0
+FIELDS_S = 0.02
+"""Spent on payload fields in a turn, about."""
+AHEAD_MS = 120_000
+"""By how much a reporter's clock may be ahead of ours: one that is further makes everything else that is told look old."""
+SKEW_MS = 5_000
+"""By how much it may be wrong without a word in the log."""
+ASK_AFTER_MS = 5_000
+"""A busy topic seems never to end: after so long it is asked where it does."""
+OURS = b"observer/"
+"""Begins the key of what we say in others' names."""
+_MOST_SKEWED = 1_000
 _LAGS_BACK = timedelta(hours=1)
 """Read again at a start, so that the last hour's lags are known: sets that come twice change nothing."""
 
-OnFinal = Callable[[Sequence[Row]], None]
+OnFinal = Callable[[Turn], None]
 
 
 class Follower:
     """The ledger of a fleet. `table`, `lags`, `fields` and `planned` may be read at any time between two turns of the event loop.
 
-    on_final: gets the rows that became final, each once, but for the minutes before a crash. now_ms: wall clock.
+    by_partition: see `Reaches`. on_final: gets the rows that became final and those that got worse, each once, but for the
+    minutes before a crash. now_ms: wall clock.
     """
 
     def __init__(
@@ -52,22 +67,40 @@ class Follower:
         on_final: OnFinal,
         *,
         ages: Ages | None = None,
+        by_partition: bool = True,
         now_ms: Callable[[], int] = lambda: int(time.time() * 1000),
     ) -> None:
-        self.table = Table(flow, ages)
+        self.table = Table(flow, ages, by_partition=by_partition)
         self.lags = LagBook()
         self.fields = FieldBook()
         self.planned = Planned()
+        self.untold = Untold()
+        self.drifting: dict[DriftKey, int] = {}
+        """When each drift was last seen, in ms."""
         self.catching_up = True
+        self.read_all_ms = 0
+        """Everything that was stored before this time was read, so what is read next was stored later."""
         self.problem: str | None = None
         """Why the topic cannot be read now, for a person."""
         self._admin, self._producer, self._on_final = admin, producer, on_final
         self.now_ms = now_ms
         self._next: int | None = None
-        self._ticked_at = self._recovered_at = self._kept_at = 0.0
+        self._known_up_to = 0
+        """What lies before this offset is in the snapshot: it says nothing of who speaks."""
+        self._end: tuple[int, int] | None = None
+        """Where the topic ended at a time (ms)."""
+        self._skewed: set[str] = set()
+        self._ticked_at = self._kept_at = 0.0
+        self._caught_up = asyncio.Event()
 
     async def run(self, stopping: asyncio.Event) -> None:
         """Until `stopping`; then keeps a snapshot. Raises nothing of the broker: it is asked again."""
+        async with asyncio.TaskGroup() as group:
+            recovering = group.create_task(self._keep_recovering())
+            await self._follow(stopping)
+            recovering.cancel()
+
+    async def _follow(self, stopping: asyncio.Event) -> None:
         started = False
         while not stopping.is_set():
             try:
@@ -96,18 +129,26 @@ class Follower:
     async def keep(self) -> None:
         """Append a snapshot. Raises BrokerError kinds."""
         self._kept_at = time.monotonic()
-        data = dump(self.table, self.planned, self._next or 0)
+        beside = Beside(self.planned, self._next or 0, self.untold.all(), self.read_all_ms, self.drifting)
+        data = dump(self.table, beside)
         name = f"{self.now_ms()}-{id(self):x}"
         for record in cut(data, name):
             (await self._producer.send_to(SNAPSHOTS, {0: [record]})).raise_first()
 
     async def _start(self) -> None:
-        begin = (await self._admin.describe(TELEMETRY))[0].start
+        now, held = self.now_ms(), (await self._admin.describe(TELEMETRY))[0]
+        begin, self._end = held.start, (held.end, now)
         data = await find_snapshot(self._admin)
         if data is not None:
             try:
-                self.planned, kept = restore(data, self.table)
-                begin = max(begin, min(kept, await self._an_hour_back()))
+                restored = restore(data, self.table)
+                self.planned, self.drifting = restored.planned, dict(restored.drifting)
+                for alarm in restored.untold:
+                    self.untold.add(alarm)
+                if restored.offset <= held.end:
+                    self._known_up_to, self.read_all_ms = restored.offset, restored.read_all_ms
+                self._note_gone(restored.offset, begin)
+                begin = max(begin, min(restored.offset, await self._an_hour_back()))
             except ValueError as error:
                 log.warning(
                     "snapshot_unreadable", error=str(error), hint="the table begins with the reports that are kept"
@@ -122,64 +163,124 @@ class Follower:
     async def _turn(self) -> bool:
         """One page, or what is due at the end of the topic; whether there was a page."""
         assert self._next is not None
-        batch = await self._read(self._next)
+        now, at = self.now_ms(), self._next
+        if self._end is None and not 0 <= now - self.read_all_ms < ASK_AFTER_MS:
+            self._end = (await self._admin.describe(TELEMETRY))[0].end, now
+        batch = await self._read(at)
         if batch is not None:
             self._next = batch.offsets[-1] + 1
             if batch.damage is None:
                 self._take(batch)
-            if self.catching_up:
-                return True
-        self.catching_up = False
-        await self._pass_time()
+        if batch is None and self._next == at:
+            self._note_read_all(now)
+        elif self._end is not None and self._next >= self._end[0]:
+            self._note_read_all(self._end[1])
+        self.catching_up = not self._caught_up.is_set() or self.now_ms() - self.read_all_ms > GAP_MS
+        if not self.catching_up:
+            await self._pass_time()
         return batch is not None
+
+    def _note_read_all(self, at_ms: int) -> None:
+        self.table.presence.listened(self.read_all_ms, at_ms)
+        self.read_all_ms, self._end = at_ms, None
+        self._caught_up.set()
 
     async def _read(self, at: int) -> Batch | None:
         try:
             return await self._admin.read(TELEMETRY, 0, at, max_records=PAGE)
         except OffsetOutOfRange as error:
-            log.warning("reports_gone", wanted=at, start=error.start, hint="their minutes may show loss that was none")
+            self._note_gone(at, error.start)
             self._next = error.start
+            if error.start < at:  # another topic of that name
+                self._known_up_to = 0
         except DataDamaged as error:
             log.warning("reports_damaged", ranges=error.ranges, hint="their minutes may show loss that was none")
             self._next = max(last for _, _, last in error.ranges) + 1
+            metrics.LEDGER_REPORTS_GONE.inc(self._next - at)
         except UnknownTopic:  # a fleet that was never provisioned with a ledger
-            self._next = 0
+            self._next = self._known_up_to = 0
         return None
 
+    def _note_gone(self, wanted: int, start: int) -> None:
+        """Retention was faster than we were."""
+        if start > wanted:
+            metrics.LEDGER_REPORTS_GONE.inc(start - wanted)
+            log.warning("reports_gone", wanted=wanted, start=start, hint="their minutes may show loss that was none")
+
     def _take(self, batch: Batch) -> None:
-        for record in batch.records:
+        now = self.now_ms()
+        for offset, record in zip(batch.offsets, batch.records, strict=True):
             try:
                 report = decode_report(record.value)
             except BadReport as error:
                 metrics.LEDGER_BAD_REPORTS.inc()
                 log.warning("bad_report", error=str(error))
                 continue
-            self.table.apply(report)
+            heard_ms = self.read_all_ms if offset >= self._known_up_to else 0
+            if record.key is not None and record.key.startswith(OURS):
+                self._apply_ours(report, heard_ms)
+                continue
+            self.table.apply(report, heard_ms)
+            self._note_skew(report, heard_ms, now)
+            if report.at_ms > now + AHEAD_MS:
+                metrics.LEDGER_AHEAD.labels(report.node).inc()
+                continue
             self.lags.hear(report)
             self.fields.hear(report)
+
+    def _apply_ours(self, report: Report, heard_ms: int) -> None:
+        """In whose name it is, has not spoken: it is as silent as before, until the last of them says goodbye for it."""
+        self.table.apply(report, heard_ms if report.closed else min(heard_ms, report.at_ms))
+
+    def _note_skew(self, report: Report, heard_ms: int, now: int) -> None:
+        """Tell once of each instance whose clock is wrong for sure: a report is made before it is stored, and not long before."""
+        ahead_ms, late_ms = report.at_ms - now, heard_ms - report.at_ms
+        if max(ahead_ms, late_ms - TOLD_MS) <= SKEW_MS or report.instance in self._skewed:
+            return
+        if len(self._skewed) >= _MOST_SKEWED:
+            self._skewed.clear()
+        self._skewed.add(report.instance)
+        log.warning(
+            "clock_skewed",
+            node=report.node,
+            instance=report.instance,
+            pipe=report.pipe,
+            seconds=round((ahead_ms if ahead_ms > 0 else -late_ms) / 1000),
+            hint="Try: chronyc tracking, there and here. Its lags are wrong, and of an ingest the minutes of its events",
+        )
 
     async def _pass_time(self) -> None:
         now = time.monotonic()
         if now - self._ticked_at < TURN_S:
             return
         self._ticked_at = now
-        final = self.table.tick(self.now_ms())
-        if final:
-            self._on_final(final)
-        if any(row.missing for row in final):
+        self.fields.refresh(FIELDS_S)
+        turn = self.table.tick(self.now_ms())
+        if turn.final or turn.worse:
+            self._on_final(turn)
+        if any(row.missing for row in turn.final) or any(has_doubled(*rows) for rows in turn.worse):
             await self.keep()  # so that a restart does not raise the same alarm
-        if now - self._recovered_at >= RECOVER_EVERY_S:
-            self._recovered_at = now
-            async for report in recover(self.table, self._admin, self.now_ms()):
-                await self._speak(report)
         if now - self._kept_at >= SNAPSHOT_EVERY_S:
             await self.keep()
+
+    async def _keep_recovering(self) -> NoReturn:
+        await self._caught_up.wait()
+        while True:
+            try:
+                if self.catching_up:
+                    await asyncio.sleep(TURN_S)
+                    continue
+                async for report in recover(self.table, self._admin, self.now_ms()):
+                    await self._speak(report)
+            except BrokerError as error:
+                log.warning("recovery_failed", error=str(error), hint="its minutes stay open; it is tried again")
+            await asyncio.sleep(RECOVER_EVERY_S)
 
     async def _speak(self, report: Report) -> None:
         value = report.encode()
         if len(value) > MAX_REPORT_BYTES:
             log.error("report_too_large", bytes=len(value))
             return
-        key = f"observer/{report.pipe}/{report.instance}".encode()
+        key = OURS + f"{report.pipe}/{report.instance}".encode()
         (await self._producer.send_to(TELEMETRY, {0: [Record(key, value, self.now_ms())]})).raise_first()
-        self.table.apply(report)
+        self._apply_ours(report, self.read_all_ms)

@@ -31,6 +31,11 @@ class Origins:
         elif numbers:
             self._by_run[run] = numbers.copy()
 
+    def update(self, other: "Origins") -> None:
+        """Union with the other set."""
+        for run, numbers in other.runs():
+            self.add(run, numbers)
+
     def remove(self, other: "Origins") -> None:
         """Difference with the other set."""
         for run, numbers in other.runs():
@@ -39,6 +44,14 @@ class Origins:
                 held -= numbers
                 if not held:
                     del self._by_run[run]
+
+    def discard(self, run: Run, numbers: BitMap) -> None:
+        """Difference with these; fast where none of them is here."""
+        held = self._by_run.get(run)
+        if held is not None and held.intersect(numbers):
+            held -= numbers
+            if not held:
+                del self._by_run[run]
 
     def remove_below(self, run: Run, number: int, but: BitMap) -> None:
         """Forget this run's numbers below `number`, but for those in `but`."""

@@ -1,4 +1,7 @@
-"""Announced windows in which loss and silence are expected: a deploy, a change of scale, a pause. Alarms keep quiet."""
+"""Announced windows in which loss and silence are expected: a deploy, a change of scale, a pause. Alarms keep quiet.
+
+Penstock's autoscaler scales day and night and must lose nothing by it: its windows excuse silence and lag, not loss.
+"""
 
 from typing import Literal
 
@@ -7,6 +10,8 @@ import msgspec
 Kind = Literal["deploy", "scaling", "pause"]
 MAX_WINDOWS = 200
 MAX_LENGTH_MS = 86_400_000
+AUTOSCALER = "autoscaler"
+"""How `by` begins in the autoscaler's announcements."""
 
 
 class TooMany(ValueError):
@@ -22,6 +27,15 @@ class Window(msgspec.Struct, frozen=True):
     until_ms: int
     by: str
 
+    @property
+    def excuses_loss(self) -> bool:
+        """Whether events may be missing because of it."""
+        return not self.by.startswith(AUTOSCALER)
+
+    def replaces(self, other: "Window") -> bool:
+        """Of one group or stream only the autoscaler's last announcement is kept."""
+        return not self.excuses_loss and self.pipe == other.pipe and _subject(self.by) == _subject(other.by)
+
 
 class Planned:
     """Bounded; past windows are dropped after a day."""
@@ -31,7 +45,8 @@ class Planned:
 
     def announce(self, window: Window, now: int) -> None:
         """Raises TooMany."""
-        self._windows = [one for one in self._windows if one.until_ms > now - MAX_LENGTH_MS]
+        recent = (one for one in self._windows if one.until_ms > now - MAX_LENGTH_MS)
+        self._windows = [one for one in recent if not window.replaces(one)]
         if len(self._windows) >= MAX_WINDOWS:
             raise TooMany(f"{MAX_WINDOWS} windows are announced already. Try: one window for all pipes")
         self._windows.append(window)
@@ -40,9 +55,15 @@ class Planned:
         """In the order of announcement."""
         return tuple(self._windows)
 
-    def covers(self, pipe: str, from_ms: int, until_ms: int) -> Window | None:
-        """A window that overlaps this time."""
+    def covers(self, pipe: str, from_ms: int, until_ms: int, *, loss: bool = False) -> Window | None:
+        """A window that overlaps this time. loss: only one that excuses loss."""
         for window in self._windows:
-            if window.pipe in (None, pipe) and window.from_ms < until_ms and from_ms < window.until_ms:
+            overlaps = window.pipe in (None, pipe) and window.from_ms < until_ms and from_ms < window.until_ms
+            if overlaps and (window.excuses_loss or not loss):
                 return window
         return None
+
+
+def _subject(by: str) -> str:
+    """`autoscaler/groups/expel out 2 -> 3` is about autoscaler/groups/expel; others say all of it."""
+    return by.partition(" ")[0] if by.startswith(f"{AUTOSCALER}/") else by

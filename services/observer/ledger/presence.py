@@ -1,4 +1,8 @@
-"""Who speaks for each step, how far behind it is, and who fell silent."""
+"""Who speaks for each step, how far behind it is, and who fell silent.
+
+By our own clock: when a report was stored at the earliest is known from when we had read all there was. What a reporter's clock
+says is believed within the time that a report may take from there to here.
+"""
 
 import msgspec
 
@@ -7,6 +11,13 @@ from services.observer.ledger.flow import Step
 
 SILENT_AFTER_MS = 30_000
 """Three heartbeats."""
+TOLD_MS = 30_000
+"""From when a report is made to when it is stored, mostly: who cannot tell for so long makes another one."""
+COMPARED = 4
+"""So many reports of an instance are compared to know how late its clock is. One that was held up, by a process that stood still
+or a disk, is told from a clock that was set back by those before and behind it."""
+GAP_MS = 15_000
+"""Who reads nothing for so long hears nobody: that is no silence of theirs."""
 TAKEOVER_MS = 120_000
 """Within this time somebody else owns what a silent instance did, and speaks of it."""
 FORGET_AFTER_MS = 86_400_000
@@ -14,31 +25,102 @@ _WORST_FIRST: tuple[Breaker, ...] = ("open", "half-open", "closed")
 
 
 class Word(msgspec.Struct, frozen=True):
-    """The last report of one instance, as in `Report`."""
+    """The last report of one instance, as in `Report`.
+
+    at_ms: by the reporter's clock; the others are by ours. made_ms: when it was made, rather too early. heard_ms: when it was
+    stored, rather too early; time in which nothing was read is added. late_ms: how much later than by its own clock this and the
+    COMPARED - 1 before it were stored, the oldest first.
+    """
 
     at_ms: int
     behind_ms: int | None
     closed: bool
     breaker: Breaker | None = None
+    returned_ms: int | None = None
+    heard_ms: int = 0
+    made_ms: int = 0
+    late_ms: tuple[int, ...] = ()
 
 
-def _order(word: Word) -> tuple[int, bool, int]:
-    return word.at_ms, word.closed, -1 if word.behind_ms is None else word.behind_ms
+def _follows(word: Word, known: Word) -> bool:
+    """In the order in which they were stored.
+
+    Two of one time are parts of one report, or the second was made in the name of one that fell silent: it speaks no later for
+    that, but may have left. One that was only slow has not: it spoke again before that goodbye.
+    """
+    if word.at_ms == known.at_ms:
+        return _end(word) > _end(known)
+    if word.closed and word.at_ms < known.at_ms:
+        return False
+    return (word.heard_ms, word.at_ms) > (known.heard_ms, known.at_ms)
+
+
+def _made(at_ms: int, heard_ms: int, known: Word | None) -> tuple[int, tuple[int, ...]]:
+    """When a report was made, by our clock, and `Word.late_ms`.
+
+    The first one of an instance is believed within TOLD_MS; of later ones it is known how late the clock is.
+    """
+    before = () if known is None else known.late_ms
+    if not heard_ms:
+        return 0, before
+    if known is not None and before and at_ms == known.at_ms:  # another part of one report
+        return min(known.made_ms, heard_ms), before
+    late_ms = (*before, heard_ms - at_ms)[-COMPARED:]
+    if not before:
+        return min(max(at_ms, heard_ms - TOLD_MS), heard_ms), late_ms
+    return at_ms + min(late_ms), late_ms
+
+
+def _end(word: Word) -> tuple[bool, int]:
+    return word.closed, -1 if word.behind_ms is None else word.behind_ms
 
 
 class Presence:
-    """The last word of each instance of each step. All times in ms of the wall clock."""
+    """The last word of each instance of each step. All times in ms of our wall clock.
 
-    def __init__(self, words: dict[Step, dict[str, Word]] | None = None) -> None:
-        self._words = words if words is not None else {}
+    stamped: what a reporter is behind by is the age of a stamp of another clock, which its own was compared with, as on Kinesis.
+    The retrier's always is: it says what was due.
+    """
 
-    def hear(self, report: Report) -> None:
-        """Keep the newest, in whatever order they come."""
+    def __init__(self, *, stamped: bool = False) -> None:
+        self._words: dict[Step, dict[str, Word]] = {}
+        self._stamped = stamped
+
+    def hear(self, report: Report, heard_ms: int) -> None:
+        """Keep the last that was stored. heard_ms: by our clock, a time before it was stored; 0: nobody knows."""
         words = self._words.setdefault(Step(report.node, report.pipe, report.destination), {})
-        word = Word(report.at_ms, report.behind_ms, report.closed, report.breaker)
         known = words.get(report.instance)
-        if known is None or _order(word) > _order(known):
+        made_ms, late_ms = _made(report.at_ms, heard_ms, known)
+        word = Word(
+            report.at_ms,
+            report.behind_ms,
+            report.closed,
+            report.breaker,
+            report.returned_ms,
+            heard_ms,
+            made_ms,
+            late_ms,
+        )
+        if known is None or _follows(word, known):
             words[report.instance] = word
+
+    def load(self, words: dict[Step, dict[str, Word]]) -> None:
+        """Instead of what is known, those of a snapshot."""
+        self._words = words
+
+    def listened(self, since: int, until: int) -> None:
+        """Everything that was stored before `since`, and then before `until`, was read.
+
+        After a longer while nobody is silent for that alone. It may be earlier: a clock that was set back.
+        """
+        if 0 <= until - since <= GAP_MS:
+            return
+        for words in self._words.values():
+            for name, word in words.items():
+                if word.heard_ms > until:
+                    words[name] = msgspec.structs.replace(word, heard_ms=until, made_ms=min(word.made_ms, until))
+                elif since - SILENT_AFTER_MS <= word.heard_ms <= since:
+                    words[name] = msgspec.structs.replace(word, heard_ms=word.heard_ms + until - since)
 
     def words(self) -> dict[Step, dict[str, Word]]:
         """All; not to be changed."""
@@ -47,7 +129,7 @@ class Presence:
     def alive(self, step: Step, now: int) -> list[str]:
         """The instances that speak for this step."""
         words = self._words.get(step, {})
-        return [name for name, word in words.items() if not word.closed and now - word.at_ms <= SILENT_AFTER_MS]
+        return [name for name, word in words.items() if not word.closed and now - word.heard_ms <= SILENT_AFTER_MS]
 
     def is_alive(self, step: Step, now: int) -> bool:
         """Whether any instance does."""
@@ -72,20 +154,39 @@ class Presence:
         for word in self._speaking(step, now):
             if word.behind_ms is None:
                 return f"{name} does not know how far behind it is"
-            if word.at_ms - word.behind_ms < until:
+            if self._done(step, word, word.behind_ms) < until:
                 if word.closed:
                     return f"an instance of {name} left before it was done"
-                if now - word.at_ms > SILENT_AFTER_MS:
+                if now - word.heard_ms > SILENT_AFTER_MS:
                     return f"an instance of {name} fell silent"
+                if word.heard_ms - word.behind_ms >= until:
+                    return f"{name} has not spoken since the minute was over"
                 return f"{name} is behind by {word.behind_ms / 1000:.0f} s"
         return None
+
+    def done_up_to(self, step: Step, now: int, *, returned: bool = False) -> int | None:
+        """A time (ms) before which everything is processed; None when nobody knows. returned: of what the retrier gave back."""
+        if not self.is_alive(step, now):
+            return None
+        done = []
+        for word in self._speaking(step, now):
+            behind = word.returned_ms if returned else word.behind_ms
+            if behind is None:
+                return None
+            done.append(self._done(step, word, behind))
+        return min(done, default=None)
+
+    def _done(self, step: Step, word: Word, behind: int) -> int:
+        if self._stamped or step.node == "retrier":
+            return min(word.made_ms, word.at_ms - behind)
+        return word.made_ms - behind
 
     def _speaking(self, step: Step, now: int) -> list[Word]:
         """Those whose word counts: alive, or gone for so short a time that nobody may have taken over what they had not done."""
         return [
             word
             for word in self._words.get(step, {}).values()
-            if now - word.at_ms <= TAKEOVER_MS and (word.behind_ms or not word.closed)
+            if now - word.heard_ms <= TAKEOVER_MS and (word.behind_ms or not word.closed)
         ]
 
     def fallen_silent(self, step: Step, now: int) -> dict[str, Word]:
@@ -93,12 +194,16 @@ class Presence:
         return {
             instance: word
             for instance, word in self._words.get(step, {}).items()
-            if not word.closed and now - word.at_ms > SILENT_AFTER_MS
+            if not word.closed and now - word.heard_ms > SILENT_AFTER_MS
         }
+
+    def has_told(self, step: Step, until: int) -> bool:
+        """Whether everybody who did not say goodbye spoke after this time."""
+        return all(word.closed or word.made_ms >= until for word in self._words.get(step, {}).values())
 
     def forget(self, now: int) -> None:
         """Drop the words of those that said goodbye, or nothing, a day ago."""
         for words in self._words.values():
-            for instance in [name for name, word in words.items() if now - word.at_ms > FORGET_AFTER_MS]:
+            for instance in [name for name, word in words.items() if now - word.heard_ms > FORGET_AFTER_MS]:
                 del words[instance]
         self._words = {step: words for step, words in self._words.items() if words}

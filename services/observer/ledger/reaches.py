@@ -8,9 +8,14 @@ KEEP_MINUTES = 24 * 60
 
 
 class Reaches:
-    """Offsets by stream and partition. Grows with partitions and minutes of a day. Order and repetition do not matter."""
+    """Offsets by stream and partition. Grows with partitions and minutes of a day. Order and repetition do not matter.
 
-    def __init__(self) -> None:
+    by_partition: what is written to a partition is read as that one. Else it may lie in any shard, and where to look is the
+    lowest offset that is known of any: along a shard and its children offsets rise, so that is never too far.
+    """
+
+    def __init__(self, *, by_partition: bool = True) -> None:
+        self._by_partition = by_partition
         self.told: dict[str, dict[Run, int]] = {}
         """By stream: what was put there up to this offset was told of."""
         self.marks: dict[str, dict[int, dict[int, int]]] = {}
@@ -30,25 +35,39 @@ class Reaches:
         for reach in report.reaches:
             run = Run(reach.incarnation, reach.partition)
             mine.add(reach.incarnation)
-            told[run] = max(told.get(run, -1), reach.offset)
+            offset = int(reach.offset)
+            told[run] = max(told.get(run, -1), offset)
             by_minute = marks.setdefault(reach.partition, {})
-            by_minute[minute] = max(by_minute.get(minute, -1), reach.offset)
+            by_minute[minute] = max(by_minute.get(minute, -1), offset)
 
     def start(self, stream: str, run: Run, at_ms: int) -> int | None:
         """The offset at which to look for what `run` put there after its last report, made at `at_ms`.
 
         None when nothing is known of the partition: then it is to be read from its beginning.
         """
-        told = self.told.get(stream, {}).get(run)
+        every = self.told.get(stream, {})
+        if self._by_partition:
+            told = every.get(run)
+        else:
+            told = min((offset for one, offset in every.items() if one.incarnation == run.incarnation), default=None)
         return told + 1 if told is not None else self.before(stream, run.partition, at_ms // MINUTE_MS)
 
     def before(self, stream: str, partition: int, minute: int) -> int | None:
         """An offset, the highest known, that existed before this minute of the wall clock; None when none is known."""
-        marks = self.marks.get(stream, {}).get(partition, {})
-        return max((offset + 1 for known, offset in marks.items() if known < minute), default=None)
+        every = self.marks.get(stream, {})
+        chosen = [every.get(partition, {})] if self._by_partition else list(every.values())
+        found = [
+            max((offset + 1 for known, offset in marks.items() if known < minute), default=None) for marks in chosen
+        ]
+        return None if None in found else min((one for one in found if one is not None), default=None)
 
     def after(self, stream: str, partition: int, minute: int) -> int | None:
-        """The lowest known offset such that what was stored in this minute or before lies below it; None when none is known."""
+        """The lowest known offset such that what was stored in this minute or before lies below it; None when none is known.
+
+        None, too, where offsets of several shards would be compared.
+        """
+        if not self._by_partition:
+            return None
         marks = self.marks.get(stream, {}).get(partition, {})
         return min((offset + 1 for known, offset in marks.items() if known > minute), default=None)
 

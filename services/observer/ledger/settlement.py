@@ -10,6 +10,7 @@ from typing import NamedTuple, Protocol
 from services.core.ledger.report import Node, Outcome
 from services.observer.ledger.flow import Flow, Step
 from services.observer.ledger.origins import Origins
+from services.observer.ledger.rounds import retrier_of
 
 Accepted = Mapping[tuple[Node, str], Origins]
 """By where they were accepted: ("ingest", stream), or ("transform", pipe) for events that a transform made anew."""
@@ -17,6 +18,7 @@ Accepted = Mapping[tuple[Node, str], Origins]
 OPEN_OUTCOMES: tuple[Outcome, ...] = ("retrying", "parked")
 """Not lost and not at their end."""
 _TRANSFORM: tuple[Outcome, ...] = ("passed", "dead", "filtered")
+_RETRIER: tuple[Outcome, ...] = ("dead", "released")
 _EXPEL: tuple[Outcome, ...] = ("delivered", "dead", "parked", "retrying")
 """What was told of an event counts in this order: what it came to, before what it went through."""
 
@@ -26,6 +28,9 @@ class Told(Protocol):
 
     def told(self, step: Step, outcome: Outcome) -> Origins:
         """Everything that this step reported with this outcome, of all minutes."""
+
+    def lost(self, step: Step) -> Origins:
+        """What this step of the retrier or, for what came back from it, of expel should have seen to long ago."""
 
 
 class StepSets(NamedTuple):
@@ -49,7 +54,13 @@ class Settlement(NamedTuple):
 
     def waiting(self) -> Origins:
         """Those that wait at any destination for another attempt."""
-        return _union(step.outcomes.get(outcome, Origins()) for step in self.steps for outcome in OPEN_OUTCOMES)
+        lost = {step.step.destination: step.missing for step in self.steps if step.step.node == "retrier"}
+        return _union(
+            step.outcomes.get(outcome, Origins()) - lost.get(step.step.destination, Origins())
+            for step in self.steps
+            if step.step.node == "expel"
+            for outcome in OPEN_OUTCOMES
+        )
 
 
 def settle(flow: Flow, pipe: str, accepted: Accepted, told: Told) -> Settlement:
@@ -63,7 +74,10 @@ def settle(flow: Flow, pipe: str, accepted: Accepted, told: Told) -> Settlement:
         expected = steps[0].outcomes["passed"] | made
     for destination in flow.pipes[pipe].destinations:
         step = Step("expel", pipe, destination)
-        steps.append(_share_out(step, expected, _expelled(step, expected, told)))
+        said = _expelled(step, expected, told)
+        steps.append(_share_out(step, expected, {**said, "retrying": said["retrying"] - told.lost(step)}))
+        if destination in flow.pipes[pipe].retried:
+            steps.append(_retry(steps[-1], expected, told))
     return Settlement(entered, steps)
 
 
@@ -90,6 +104,16 @@ def _expelled(step: Step, expected: Origins, told: Told) -> dict[Outcome, Origin
     found: dict[Outcome, Origins] = {outcome: told.told(step, outcome) & expected for outcome in _EXPEL}
     found["dead"] = found["dead"] | (told.told(Step("retrier", step.pipe, step.destination), "dead") & expected)
     return found
+
+
+def _retry(expel: StepSets, expected: Origins, told: Told) -> StepSets:
+    """What expel ever handed over: lost here, dead, given back at least once, or waiting for it."""
+    step = retrier_of(expel.step)
+    handed_over = told.told(expel.step, "retrying") & expected
+    lost = told.lost(step) & expel.outcomes["retrying"]
+    said: dict[Outcome, Origins] = {outcome: told.told(step, outcome) & handed_over for outcome in _RETRIER}
+    shared = _share_out(step, handed_over - lost, {**said, "retrying": handed_over})
+    return shared._replace(expected=handed_over, missing=lost)
 
 
 def _share_out(step: Step, expected: Origins, said: dict[Outcome, Origins]) -> StepSets:

@@ -5,8 +5,9 @@ the telemetry topic.
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
+from typing import NamedTuple
 
 import msgspec
 import zstandard
@@ -14,29 +15,34 @@ from pyroaring import BitMap
 
 from services.core.broker.contract import Admin
 from services.core.broker.record import Record
-from services.core.ledger.report import SNAPSHOTS, Node, Outcome
+from services.core.ledger.due import Span
+from services.core.ledger.report import SNAPSHOTS, Node, Outcome, PackedOffset, pack_offset
+from services.observer.ledger.alarm import Alarm
+from services.observer.ledger.fields import DriftKey
 from services.observer.ledger.flow import Step
 from services.observer.ledger.origins import Origins, Run
 from services.observer.ledger.planned import Planned, Window
-from services.observer.ledger.presence import Presence, Word
+from services.observer.ledger.presence import Word
 from services.observer.ledger.row import Row
 from services.observer.ledger.scan import scan
+from services.observer.ledger.spans import Spans
 from services.observer.ledger.table import Table
 
 PART_BYTES = 512 * 1024
 MAX_BYTES = 256 << 20
 _RECENT = timedelta(minutes=30)
 _VERSION = 1
+"""Of what cannot be left out: fields that are added at the end have a default."""
 
 Packed = list[tuple[str, int, bytes]]
 """(incarnation, partition, bitmap)."""
 
 
 class State(msgspec.Struct, array_like=True):
-    """Everything that a Table and Planned hold; offset: of the telemetry topic, where to read on."""
+    """Everything that a Table, Planned and Untold hold; offset: of the telemetry topic, where to read on."""
 
     version: int
-    offset: int
+    offset: PackedOffset
     accepted: list[tuple[int, Node, str, Packed]]
     told: list[tuple[Node, str, str | None, Outcome, Packed]]
     floors: list[tuple[str, int, int]]
@@ -48,18 +54,38 @@ class State(msgspec.Struct, array_like=True):
     final: list[tuple[str, int, int]]
     base: list[Row]
     words: list[tuple[Node, str, str | None, dict[str, Word]]]
-    told_to: list[tuple[str, str, int, int]]
-    marks: dict[str, dict[int, dict[int, int]]]
+    told_to: list[tuple[str, str, int, PackedOffset]]
+    marks: dict[str, dict[int, dict[int, PackedOffset]]]
     runs: list[tuple[str, str, list[str]]]
     windows: tuple[Window, ...]
+    rounds: list[tuple[Node, str, str | None, Outcome, Span, Packed]] = []
+    left_by: int = 0
+    seen_by: list[tuple[Node, str, str | None, tuple[int, int, int]]] = []
+    untold: list[tuple[str, bytes]] = []
+    read_all_ms: int = 0
+    found: list[tuple[str, int, int]] = []
+    drifting: list[tuple[str, Node, str, str | None, str, str, int]] = []
 
 
-def dump(table: Table, planned: Planned, offset: int) -> bytes:
+class Beside(NamedTuple):
+    """What is kept beside the table. offset: to read telemetry from. read_all_ms: when everything before it had been read.
+
+    drifting: when each drift was last seen, in ms.
+    """
+
+    planned: Planned
+    offset: int
+    untold: tuple[Alarm, ...] = ()
+    read_all_ms: int = 0
+    drifting: Mapping[DriftKey, int] = {}
+
+
+def dump(table: Table, beside: Beside) -> bytes:
     """The state, compressed."""
     book, reaches = table.book, table.reaches
     state = State(
         _VERSION,
-        offset,
+        pack_offset(beside.offset),
         [(m, *place, _pack(held)) for m, places in book.held.items() for place, held in places.items()],
         [(*step, outcome, _pack(origins)) for (step, outcome), origins in book.all_told.items()],
         [(*run, floor) for run, floor in book.floors.items()],
@@ -71,16 +97,27 @@ def dump(table: Table, planned: Planned, offset: int) -> bytes:
         [(*key, missing) for key, missing in table.final.items()],
         list(table.base.values()),
         [(*step, words) for step, words in table.presence.words().items()],
-        [(stream, *run, offset) for stream, told in reaches.told.items() for run, offset in told.items()],
-        reaches.marks,
+        [(stream, *run, pack_offset(at)) for stream, told in reaches.told.items() for run, at in told.items()],
+        {
+            stream: {one: {m: pack_offset(at) for m, at in marks.items()} for one, marks in partitions.items()}
+            for stream, partitions in reaches.marks.items()
+        },
         [(*key, sorted(runs)) for key, runs in reaches.runs.items()],
-        planned.all(),
+        beside.planned.all(),
+        [(*step, "retrying", due, _pack(origins)) for step, due, origins in _spans(book.rounds.handed_over)]
+        + [(*step, "released", due, _pack(origins)) for step, due, origins in _spans(book.rounds.released)],
+        table.left_by,
+        [(*step, seen) for step, seen in table.seen_by.items()],
+        [(alarm.id, msgspec.json.encode(alarm.body)) for alarm in beside.untold],
+        beside.read_all_ms,
+        [(*key, at) for key, at in table.found.items()],
+        [(pipe, *step, field, what, at) for (pipe, step, field, what), at in beside.drifting.items()],
     )
     return zstandard.ZstdCompressor(level=3).compress(msgspec.msgpack.encode(state))
 
 
-def restore(data: bytes, table: Table) -> tuple[Planned, int]:
-    """Fill an empty table; returns what was planned and the offset to read telemetry from. Raises ValueError."""
+def restore(data: bytes, table: Table) -> Beside:
+    """Fill an empty table; returns the rest. Raises ValueError."""
     try:
         raw = zstandard.ZstdDecompressor().decompress(data, max_output_size=MAX_BYTES)
         state = msgspec.msgpack.decode(raw, type=State)
@@ -97,12 +134,28 @@ def restore(data: bytes, table: Table) -> tuple[Planned, int]:
     book.gone, book.kept = _unpack(state.gone), _unpack(state.kept)
     table.final = {(pipe, minute): missing for pipe, minute, missing in state.final}
     table.base = {(row.pipe, row.minute): row for row in state.base}
-    table.presence = Presence({Step(n, p, d): words for n, p, d, words in state.words})
+    table.presence.load({Step(n, p, d): words for n, p, d, words in state.words})
     for stream, incarnation, partition, offset in state.told_to:
-        reaches.told.setdefault(stream, {})[Run(incarnation, partition)] = offset
-    reaches.marks = state.marks
+        reaches.told.setdefault(stream, {})[Run(incarnation, partition)] = int(offset)
+    for node, pipe, destination, outcome, due, packed in state.rounds:
+        book.rounds.load(Step(node, pipe, destination), outcome, due, _unpack(packed))
+    table.left_by = state.left_by
+    table.seen_by = {Step(n, p, d): seen for n, p, d, seen in state.seen_by}
+    reaches.marks = {
+        stream: {one: {m: int(at) for m, at in marks.items()} for one, marks in partitions.items()}
+        for stream, partitions in state.marks.items()
+    }
     reaches.runs = {(stream, instance): set(runs) for stream, instance, runs in state.runs}
-    return Planned(state.windows), state.offset
+    untold = tuple(Alarm(name, msgspec.json.decode(body, type=dict[str, object])) for name, body in state.untold)
+    table.found = {(pipe, minute): at for pipe, minute, at in state.found}
+    drifting = {(pipe, Step(n, p, d), field, what): at for pipe, n, p, d, field, what, at in state.drifting}
+    return Beside(Planned(state.windows), int(state.offset), untold, state.read_all_ms, drifting)
+
+
+def _spans(known: Mapping[Step, Spans]) -> Iterator[tuple[Step, Span, Origins]]:
+    for step, spans in known.items():
+        for due, origins in spans.items():
+            yield step, due, origins
 
 
 def _pack(origins: Origins) -> Packed:

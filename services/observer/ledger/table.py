@@ -1,11 +1,13 @@
 """The loss table: a row per pipe and minute, final when nothing more is to come, aged into counts, corrected when it does."""
 
+from typing import NamedTuple
+
 import msgspec
 
 from services.core.ledger.minute import BEHIND_MS, MINUTE_MS
 from services.core.ledger.report import Report
 from services.observer.ledger.book import Book
-from services.observer.ledger.flow import Flow, Step
+from services.observer.ledger.flow import RETRIER, Flow, Step
 from services.observer.ledger.origins import Origins
 from services.observer.ledger.presence import Presence
 from services.observer.ledger.reaches import Reaches
@@ -28,6 +30,22 @@ class Ages(msgspec.Struct, frozen=True):
     waiting: int = 30 * 86_400_000
 
 
+FOUND_FOR_MS = 15 * MINUTE_MS
+"""So long after a minute's loss was found it matters to who asks how the pipe is, however old the minute is."""
+RETRY_SLACK_MS = 120_000
+"""How long after an event was due, and after the retrier and expel say that they are done with it, it is lost: partitions may be
+between two owners, and clocks may differ."""
+_JUDGE_EVERY_MS = 5_000
+
+
+class Turn(NamedTuple):
+    """What a tick brought. final: rows that became so. worse: final rows of which more is missing than before, (before, after):
+    what was lost while it waited for another attempt."""
+
+    final: list[Row]
+    worse: list[tuple[Row, Row]]
+
+
 class Table:
     """`apply` reports; `tick` about once a second; `row` and `settlement` at any time. Times in ms of the wall clock.
 
@@ -35,26 +53,37 @@ class Table:
     what is unsettled; and a row per pipe and minute for `Ages.drop`.
     """
 
-    def __init__(self, flow: Flow, ages: Ages | None = None) -> None:
+    def __init__(self, flow: Flow, ages: Ages | None = None, *, by_partition: bool = True) -> None:
         self.flow = flow
         self.ages = ages or Ages()
         self.book = Book()
-        self.presence = Presence()
-        self.reaches = Reaches()
+        self.presence = Presence(stamped=not by_partition)
+        self.reaches = Reaches(by_partition=by_partition)
         self.final: dict[tuple[str, int], int] = {}
-        """How many were missing when the minute of the pipe became final."""
+        """How many were missing when the minute of the pipe became final, or later, when more were lost while they waited."""
+        self.found: dict[tuple[str, int], int] = {}
+        """When a minute's loss was found, in ms: as it became final, or later, when more was. For FOUND_FOR_MS."""
         self.base: dict[tuple[str, int], Row] = {}
         """Counts of what is folded."""
+        self.left_by = 0
+        """Everything that was due before it (s) has left the retrier."""
+        self.seen_by: dict[Step, tuple[int, int, int]] = {}
+        """By step of expel, (a, b, c): of what came back it saw to all that was due before a (s), and to all that was due before
+        b as soon as it has done what there was at c (ms)."""
+        self._judged_at = 0
         self._dropped: set[int] = set()
         """Minutes of which only what waits is held."""
         self._rows: dict[tuple[str, int], Row] = {}
         """Rows of final minutes, as long as nothing of theirs is touched."""
 
-    def apply(self, report: Report) -> None:
-        """Unite with a report: in any order, any number of times. One of a step that the flow does not know changes nothing."""
+    def apply(self, report: Report, heard_ms: int) -> None:
+        """Unite with a report: in any order, any number of times. One of a step that the flow does not know changes nothing.
+
+        heard_ms: as in `Presence.hear`.
+        """
         if not self.flow.knows(Step(report.node, report.pipe, report.destination)):
             return
-        self.presence.hear(report)
+        self.presence.hear(report, heard_ms)
         self.reaches.hear(report)
         self.book.apply(report)
 
@@ -70,6 +99,10 @@ class Table:
         if missing_then is None:
             return msgspec.structs.replace(row, why_open=self._why_open(row, now))
         return msgspec.structs.replace(row, why_open=None, late=max(0, missing_then - row.missing))
+
+    def found_lately(self, pipe: str, now: int) -> list[Row]:
+        """The rows of minutes whose loss was found in the last FOUND_FOR_MS, oldest first."""
+        return [self.row(name, minute, now) for name, minute in sorted(self.found) if name == pipe]
 
     def settlement(self, pipe: str, minute: int) -> Settlement:
         """The sets behind the row, without what is folded (of which nothing is missing)."""
@@ -94,19 +127,22 @@ class Table:
         for source in self.flow.pipes[row.pipe].sources:
             if self.presence.fallen_silent(Step("ingest", source), now):
                 return f"ingest of {source} fell silent; what it did not tell is read from the stream"
+            if not self.presence.has_told(Step("ingest", source), end + BEHIND_MS):
+                return f"ingest of {source} has not spoken since the minute was over"
             for step in self.flow.feeders(source):
                 if (step.pipe, row.minute) not in self.final and self._find(step.pipe, row.minute).accepted:
                     return f"{step.pipe}, which feeds {source}, is not final"
         for one in row.steps:
-            if one.missing:
+            if one.missing and one.node != "retrier":  # that judged itself, once it was done
                 step = Step(one.node, row.pipe, one.destination)
                 if (reason := self.presence.why_not_done(step, end + BEHIND_MS + STORED_MS, now)) is not None:
                     return reason
         return None
 
-    def tick(self, now: int) -> list[Row]:
-        """Let time pass: the rows that became final by this. Costs the more the more minutes are open."""
+    def tick(self, now: int) -> Turn:
+        """Let time pass. Costs the more the more minutes are open."""
         self._forget_touched()
+        worse = [] if 0 <= now - self._judged_at < _JUDGE_EVERY_MS else self._judge(now)  # our clock may be set back
         final = []
         for minute in self.book.minutes():
             age = now - (minute + 1) * MINUTE_MS
@@ -118,12 +154,58 @@ class Table:
             elif age >= self.ages.fold and not self.book.is_folded(minute) and self._is_final(minute):
                 self._fold(minute)
         self._drop_rows(now)
+        self._note_found([*final, *(after for _, after in worse)], now)
         self.presence.forget(now)
         self.reaches.forget_marks(now)
         for incarnation in self.book.find_gone(now - self.ages.drop):
             self.book.forget(incarnation)
             self.reaches.forget(incarnation)
-        return final
+        return Turn(final, worse)
+
+    def _note_found(self, rows: list[Row], now: int) -> None:
+        self.found = {key: at for key, at in self.found.items() if now - at < FOUND_FOR_MS}
+        self.found |= {(row.pipe, row.minute): now for row in rows if row.missing}
+
+    def _judge(self, now: int) -> list[tuple[Row, Row]]:
+        """Find what should have come back, or have been seen to; the final rows that this makes worse."""
+        self._judged_at = now
+        self.book.rounds.prune()  # what settled meanwhile left empty spans, and every later set is held against each
+        done = self.presence.done_up_to(RETRIER, now)
+        if done is not None:
+            self.left_by = max(self.left_by, (done - RETRY_SLACK_MS) // 1000)
+        changed = Origins()
+        for step in self.book.rounds.steps():
+            ended = self.book.ended(step)
+            changed = changed | self.book.rounds.judge(step, self.left_by, self._see(step, now), ended)
+        if not changed:
+            return []
+        touched = [
+            (pipe, minute)
+            for minute in self.book.minutes()
+            if any(origins & changed for origins in self.book.accepted(minute).values())
+            for pipe in self.flow.pipes
+            if (pipe, minute) in self.final
+        ]
+        before = [self._find(*key) for key in touched]
+        self.book.touch(changed)
+        self._forget_touched()
+        worse = []
+        for key, row in zip(touched, before, strict=True):
+            after = self._find(*key)
+            if after.missing > self.final[key]:
+                self.final[key] = after.missing
+                worse.append((row, msgspec.structs.replace(after, why_open=None)))
+        return worse
+
+    def _see(self, step: Step, now: int) -> int:
+        """Up to which due time (s) this step of expel has seen to what came back."""
+        seen, next_one, since = self.seen_by.get(step, (0, self.left_by, now))
+        done = self.presence.done_up_to(step, now, returned=True)
+        since = min(since, now)
+        if done is not None and done >= since + RETRY_SLACK_MS:
+            seen, next_one, since = next_one, self.left_by, now
+        self.seen_by[step] = seen, next_one, since
+        return seen
 
     def _forget_touched(self) -> None:
         touched = self.book.take_touched()
@@ -158,11 +240,13 @@ class Table:
         self._count_off(minute, unsettled)
 
     def _drop(self, minute: int, *, keep_waiting: bool) -> None:
-        """Count off everything but what waits, which may wait for days."""
+        """Count off everything but what waits, which may wait for days, and what was lost while it did."""
         waiting = Origins()
         if keep_waiting:
             for pipe in self.flow.pipes:
                 waiting = waiting | self.settlement(pipe, minute).waiting()
+            for lost in self.book.rounds.lost.values():
+                waiting = waiting | lost
         self._count_off(minute, waiting)
         self._dropped.add(minute)
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+import structlog
 
 from services.core.broker.contract import Lag
 from services.core.broker.errors import UnknownTopic
@@ -41,7 +42,7 @@ def event(number: int) -> Record:
 
 def open_ledger(producer: Producer, broker: FakeBroker) -> LaneLedger:
     admin: Any = broker.admin
-    return LaneLedger.open(producer, admin, "i", "late", "hook", ["s"])
+    return LaneLedger.open(producer, admin, "i", "late", "hook", ["s"], "late.retry")
 
 
 @dataclass
@@ -75,7 +76,10 @@ async def run_lane(
         numbers = [int(one[1:]) for one in delivery.ids]
         return {index: answer for index, number in enumerate(numbers) if number % 2 == 0}
 
-    broker, telemetry = FakeBroker({"s": 1, "late.dead": 1, "late.parked": 1, RETRY_IN: 1}), MemoryDriver()
+    broker, telemetry = (
+        FakeBroker({"s": 1, "late.dead": 1, "late.parked": 1, "late.retry": 1, RETRY_IN: 1}),
+        MemoryDriver(),
+    )
     telemetry.create(TELEMETRY, 1)
     telemetry.errors += [UnknownTopic(TELEMETRY)] * (10_000 * blocked)
     broker.stored[P0] += [event(number) for number in range(count)]
@@ -115,12 +119,25 @@ async def test_nothing_is_committed_that_is_not_told() -> None:
     assert told.keys() == {"lag_in", "lag_out", "e2e", "transit_time", "expel_time"}
 
 
+async def test_that_nothing_can_be_told_is_said_once() -> None:
+    """Broken: while the telemetry topic is away the log grows by ten lines a second and destination."""
+    with structlog.testing.capture_logs() as logs:
+        async with run_lane(blocked=True) as desk:
+            await wait_until(lambda: len(desk.telemetry.errors) < 9_980)
+            said = [one["event"] for one in logs].count("commit_failed")
+            desk.telemetry.errors.clear()
+    assert said == 1
+
+
 async def test_what_went_elsewhere_is_told_as_that() -> None:
     """Broken: what waits for another round, or is dead, counts as missing."""
     evens, odds = set(range(0, 30, 2)), set(range(1, 30, 2))
     async with run_lane(BUSY) as desk:
         await wait_until(lambda: desk.committed() == 29)
         assert (desk.told("retrying"), desk.told("delivered"), desk.told("dead")) == (evens, odds, set())
+        spans = {one.due for report in desk.reports() for one in report.sets if one.outcome == "retrying"}
+        now = time.time()
+        assert all(due is not None and now - 60 < due[0] < due[1] < now + 60 for due in spans), "due in about a second"
     async with run_lane(WRONG) as desk:
         await wait_until(lambda: desk.committed() == 29)
         assert (desk.told("retrying"), desk.told("delivered"), desk.told("dead")) == (set(), odds, evens)
@@ -131,6 +148,7 @@ async def test_what_a_predecessor_handed_over_is_told() -> None:
     async with run_lane(handed_over=[3, 7]) as desk:
         await wait_until(lambda: desk.committed() == 29)
         assert (desk.told("retrying"), desk.told("delivered")) == ({3, 7}, set(range(30)) - {3, 7})
+        assert all(one.due for report in desk.reports() for one in report.sets if one.outcome == "retrying")
 
 
 async def test_what_is_parked_is_told_as_that() -> None:
@@ -148,15 +166,18 @@ async def test_only_the_sources_hold_minutes_open(monkeypatch: pytest.MonkeyPatc
     events with old event times looks older than it is."""
     now = 1_800_000_000.0
     monkeypatch.setattr("time.time", lambda: now)
-    driver, broker = MemoryDriver(), FakeBroker({"s": 2, "late.parked": 1})
+    driver, broker = MemoryDriver(), FakeBroker({"s": 2, "late.parked": 1, "late.retry": 1})
     driver.create(TELEMETRY, 1)
-    parked = {TopicPartition("late.parked", 0): Lag(9, 90_000_000)}
+    parked = {TopicPartition("late.parked", 0): Lag(9, 90_000_000), TopicPartition("late.retry", 0): Lag(3, 7_000_000)}
     async with Producer(driver) as producer:
         ledger = open_ledger(producer, broker)
 
+        broker.stored[TopicPartition("late.retry", 0)] += [event(number) for number in range(3)]
+
         async def measure(waiting: int) -> int | None:
             await ledger.look()
-            ledger.behind({P0: Lag(waiting, 800_000_000 if waiting else 0), **parked})
+            done = {TopicPartition("s", 1): Lag(0, 0)}
+            await ledger.behind({P0: Lag(waiting, 800_000_000 if waiting else 0), **done, **parked})
             ledger.add("delivered", [event(waiting)])
             await ledger.report()
             return decode_report(driver.records(TELEMETRY)[-1].value).behind_ms
@@ -166,9 +187,48 @@ async def test_only_the_sources_hold_minutes_open(monkeypatch: pytest.MonkeyPatc
         now += 5
         broker.stored[P0] += [event(number) for number in range(10)]
         broker.stored[TopicPartition("s", 1)] += [event(1)]
-        assert 5000 <= (await measure(10) or 0) < 6000, (
-            "what was there five seconds ago is done; another owns the other one"
-        )
+        assert 5000 <= (await measure(10) or 0) < 6000, "what was there five seconds ago is done"
         now += 5
         assert (await measure(0) or 0) < 1000
+        last = decode_report(driver.records(TELEMETRY)[-1].value)
+        assert last.returned_ms is None, "what came back has waited since nobody knows when, and is told apart"
+        parked[TopicPartition("late.retry", 0)] = Lag(0, 0)
+        await measure(0)
+        assert decode_report(driver.records(TELEMETRY)[-1].value).returned_ms == 0
+        await ledger.close()
+
+
+async def test_where_ends_are_unknown_the_lag_says_since_when() -> None:
+    """Broken: on Kinesis no minute becomes final, or one does before its events are delivered."""
+    driver, broker = MemoryDriver(), FakeBroker({"s": 2})
+    driver.create(TELEMETRY, 1)
+    admin: Any = broker.admin
+    async with Producer(driver) as producer:
+        ledger = LaneLedger.open(producer, admin, "i", "late", "hook", ["s"], "late.retry", timed=True)
+
+        async def measure(*lags: Lag) -> int | None:
+            await ledger.look()
+            await ledger.behind({TopicPartition("s", number): lag for number, lag in enumerate(lags)})
+            ledger.add("delivered", [event(1)])
+            await ledger.report()
+            return decode_report(driver.records(TELEMETRY)[-1].value).behind_ms
+
+        now = int(time.time() * 1000)
+        assert (await measure(Lag(0, 0), Lag(0, 0)) or 0) < 1000
+        assert 60_000 <= (await measure(Lag(3, 1, now - 2_000), Lag(1, 1, now - 60_000)) or 0) < 70_000
+        assert await measure(Lag(3, 1, now - 2_000), Lag(1, 1)) is None
+
+
+async def test_a_member_without_partitions_does_not_call_the_backlog_done() -> None:
+    """Broken: during a rebalance of a group that is minutes behind, all its waiting events are final as lost."""
+    driver, broker = MemoryDriver(), FakeBroker({"s": 2, "late.retry": 1})
+    driver.create(TELEMETRY, 1)
+    broker.stored[P0] += [event(number) for number in range(10)]
+    async with Producer(driver) as producer:
+        ledger = open_ledger(producer, broker)
+        await ledger.look()
+        await ledger.behind({})
+        ledger.add("delivered", [event(0)])
+        await ledger.report()
+        assert decode_report(driver.records(TELEMETRY)[-1].value).behind_ms is None, "ten wait, nobody knows since when"
         await ledger.close()

@@ -30,7 +30,7 @@ async def fail(service: Service, error: Exception, times: int = 1000) -> None:
     ("error", "status", "problem", "outcome"),
     [
         (Unavailable("away"), 503, "broker-unavailable", "not stored"),
-        (Throttled("slow down", retry_after=7.0), 503, "broker-unavailable", "not stored"),
+        (Throttled("slow down", retry_after=7.0), 429, "stream-full", "not stored"),
         (OutcomeUnknown("no answer"), 503, "outcome-unknown", "unknown"),
         (StorageFull("disk full"), 507, "storage-full", "not stored"),
         (UnknownTopic("plain"), 503, "stream-not-ready", "not stored"),
@@ -75,6 +75,19 @@ async def test_some_partitions_failed_is_207_with_each_failed_event(service: Ser
     assert document["accepted"] == len(stored) == 20 - len(failed)
     assert failed
     assert {(item["reason"], item["retry"]) for item in document["refused"]} == {("event-too-large", False)}
+
+
+async def test_207_tells_when_a_full_partition_has_room(service: Service) -> None:
+    """If it fails, a client whose hot key fills one partition sends again at once, and again."""
+    rows = [{"id": f"{n}", "customer": {"id": f"c-{n}"}} for n in range(20)]
+    service.driver.errors = [Throttled("slow down", retry_after=17.0)]
+    reply = await service.post(orjson.dumps(rows), "orders")
+    assert reply.status == 207
+    assert int(reply.headers["retry-after"]) in (17, 18)
+    service.driver.errors = [RecordTooLarge("no")]
+    reply = await service.post(orjson.dumps(rows), "orders")
+    assert reply.status == 207
+    assert "retry-after" not in reply.headers, "waiting does not help"
 
 
 async def test_refused_and_unknown_together_are_told_apart(service: Service) -> None:

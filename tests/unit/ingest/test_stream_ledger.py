@@ -70,7 +70,7 @@ class Desk:
             report = decode_report(record.value)
             for one in report.sets:
                 found[one.outcome, one.partition, one.minute].update(unpack_numbers(one.numbers))
-            reaches |= {reach.partition: reach.offset for reach in report.reaches}
+            reaches |= {reach.partition: int(reach.offset) for reach in report.reaches}
         return {key: sorted(numbers) for key, numbers in found.items()}, reaches
 
 

@@ -69,7 +69,7 @@ async def test_destinations_and_their_causes(client: Client) -> None:
     status, body, kind = await client.get("/v1/destinations")
     assert (status, kind) == (200, "application/json")
     check("Destinations", body)
-    first = {"pipe": "shop", "destination": "billing", "state": "paused", "letters": 4}
+    first = {"pipe": "shop", "destination": "billing", "state": "paused", "breaker": None, "letters": 4}
     assert body["destinations"][0] == {**first, "last_failure": "2023-11-14T22:13:29.000Z"}
     assert body["destinations"][1]["last_failure"] is None
     assert body["catching_up"] is True

@@ -20,7 +20,7 @@ from services.observer.api import serve_api
 from services.observer.ledger.follow import Follower
 from services.observer.ledger_api import LedgerApi, format_minute
 from tests.unit.observer.description import check_answer
-from tests.unit.observer.ledger.stories import MINUTE_MS, PLAIN, accept, tell
+from tests.unit.observer.ledger.stories import MINUTE_MS, PLAIN, accept, hear, tell
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ async def address(tmp_path: Path, minute: int) -> AsyncIterator[str]:
             tell("transform", "late", "passed", range(10)),
             tell("expel", "late", "delivered", range(8), destination="ops"),
         ):
-            follower.table.apply(report)
+            hear(follower.table, report)
 
         def judge(pipe: str, now: int) -> health.Health:
             return health.judge(follower.table, follower.planned, pipe, now, 0.01)
@@ -122,7 +122,7 @@ def test_the_command_line_shows_a_table(monkeypatch: pytest.MonkeyPatch) -> None
             "missing": 1,
             "records_read": 9,
             "complete": True,
-            "named": [{**named, "topic": "late.out", "partition": 1, "offset": 15}],
+            "named": [{**named, "topic": "late.out", "partition": 1, "offset": "15"}],
         },
     }
 
@@ -138,3 +138,9 @@ def test_the_command_line_shows_a_table(monkeypatch: pytest.MonkeyPatch) -> None
     shown = CliRunner().invoke(APP, ["loss", "explain", "late", "2026-11-21T08:05Z", "--observer", "x:1"])
     assert shown.exit_code == 0, shown.output
     assert "late.out:1:15" in shown.output
+    for topic, is_noted in (("late.out", True), ("penstock.delay-16s", False), ("late.retry", False)):
+        answers["explain"]["named"] = [
+            {**named, "missing_at": "retrier", "topic": topic, "partition": 1, "offset": "1"}
+        ]
+        shown = CliRunner().invoke(APP, ["loss", "explain", "late", "5m", "--observer", "x:1"])
+        assert ("not found in the retrier's topics" in " ".join(shown.output.split())) == is_noted

@@ -3,29 +3,36 @@
 from typing import Any
 
 import msgspec
+import pytest
 
 from services.core.broker.producer import Producer
+from services.core.lag import LagHistogram
 from services.core.ledger.fields import FieldSample
+from services.core.ledger.lags import LagTap
 from services.core.ledger.report import LagSet
-from services.observer.health import Health
+from services.observer.health import Health, judge
+from services.observer.ledger.flow import Flow, PipeFlow
 from services.observer.ledger.follow import Follower
+from services.observer.ledger.planned import Planned
+from services.observer.ledger.table import Table
 from services.observer.page.model import Cause, LossCell, ShardView, View
 from services.observer.view import make_view
 from tests.support.memory_driver import MemoryDriver
-from tests.unit.observer.ledger.stories import MINUTE, MINUTE_MS, PLAIN, START_MS, accept, beat, tell
+from tests.unit.observer.ledger.stories import MINUTE, MINUTE_MS, PLAIN, START_MS, accept, beat, hear, tell
 
 NOW = START_MS + MINUTE_MS + 10_000
 SHARD = ShardView("late.out", "late.ops", 4, None, 0, 0)
 CAUSE = Cause("status 503", 3, START_MS)
 
 
-def view_of(*reports: Any) -> View:
+def view_of(*reports: Any, flow: Flow = PLAIN) -> View:
     no_admin: Any = None
-    follower = Follower(PLAIN, no_admin, Producer(MemoryDriver()), lambda rows: None, now_ms=lambda: NOW)
+    follower = Follower(flow, no_admin, Producer(MemoryDriver()), lambda turn: None, now_ms=lambda: NOW)
     for report in reports:
-        follower.table.apply(report)
+        hear(follower.table, report)
         follower.lags.hear(report)
         follower.fields.hear(report)
+    follower.fields.refresh()
     return make_view(
         follower,
         NOW,
@@ -64,8 +71,52 @@ def test_everything_told_is_shown() -> None:
     assert [group.service for group in view.groups] == ["ingest", "transform", "expel"]
 
 
+def test_what_the_retrier_tells_counts_once() -> None:
+    """Broken: an event that waits, or that the retrier gave up, stands twice on the page and in the health's reasons."""
+    flow = Flow({"raw": PipeFlow(("flights",), False, {"hook": None}, frozenset({"hook"}))})
+    reports = (
+        accept(range(10)),
+        tell("expel", "raw", "delivered", range(4), destination="hook"),
+        tell("expel", "raw", "dead", [4], destination="hook"),
+        tell("expel", "raw", "retrying", range(5, 10), destination="hook"),
+        tell("retrier", "raw", "dead", [5, 6], destination="hook"),
+    )
+    (pipe,) = view_of(*reports, flow=flow).pipes
+    assert pipe.nodes == ("expel to hook", "retrier to hook")
+    (hook,) = pipe.destinations
+    assert (hook.delivered, hook.retrying, hook.dead) == (4, 3, 3)
+    table = Table(flow)
+    for report in reports:
+        hear(table, report)
+    reasons = judge(table, Planned(), "raw", NOW, 0.01).reasons
+    assert "3 events of the last 15 minutes went to the dead letters" in reasons
+    assert "3 events of the last 15 minutes wait for another attempt" in reasons
+
+
 def test_a_fleet_that_has_said_nothing_has_a_view() -> None:
     """Broken: the page of a fleet that just started is an error."""
     (pipe,) = view_of().pipes
     assert (pipe.loss, pipe.nodes, pipe.fields, pipe.lag) == ((), (), (), ())
     assert [one.breaker for one in pipe.destinations] == ["unknown"]
+
+
+def test_the_transform_has_a_share_of_its_own() -> None:
+    """Broken: the pie says that the time goes into transit, and nobody sees that the transform is slow; or it counts twice."""
+
+    def lags(**medians: int) -> tuple[LagSet, ...]:
+        taken = []
+        for kind, millis in medians.items():
+            tap = LagTap(kind, histogram := LagHistogram())
+            histogram.observe([millis] * 10)
+            taken.append(tap.take(MINUTE))
+        return tuple(lag for lag in taken if lag is not None)
+
+    ingest = msgspec.structs.replace(beat("ingest", "flights", at_ms=NOW), lags=lags(ingest_time=10))
+    expel = msgspec.structs.replace(beat("expel", "late", "ops", at_ms=NOW), lags=lags(transit_time=500, expel_time=20))
+    (pipe,) = view_of(ingest, expel).pipes
+    assert pipe.steps == ("ingest", "transit", "expel"), "a transform that was not heard of has no share"
+    transform = msgspec.structs.replace(beat("transform", "late", at_ms=NOW), lags=lags(process_time=300))
+    (pipe,) = view_of(ingest, expel, transform).pipes
+    assert pipe.steps == ("ingest", "transit", "transform", "expel")
+    ((*millis,),) = [row.millis for row in pipe.durations]
+    assert millis == pytest.approx([10, 200, 300, 20], rel=0.02)

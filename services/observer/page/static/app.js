@@ -7,9 +7,16 @@ import { drawDestinations, drawFields, drawGroups, drawLoss, drawMissing, drawSh
 
 const STALE_MS = 20_000;
 const opened = new Map(); // of each pipe: the destinations whose causes are unfolded
-let view = null, lastMessage = 0;
+let view = null, lastMessage = 0, drawn = null, asked = 0, tabs = "";
 
-const wanted = () => decodeURIComponent(location.hash.slice(1));
+function wanted() {
+  try {
+    return decodeURIComponent(location.hash.slice(1));
+  } catch {
+    return null; // a person may write anything there
+  }
+}
+
 const chosen = () => view.pipes.find((pipe) => pipe.name === wanted()) ?? view.pipes[0];
 
 function choose(name, focus) {
@@ -19,12 +26,15 @@ function choose(name, focus) {
 }
 
 function drawTabs() {
-  const current = chosen(), focused = find("pipes").contains(document.activeElement);
-  const tabs = view.pipes.map((pipe) => element("button", {
+  const current = chosen(), looks = JSON.stringify([current?.name, view.pipes.map((pipe) => [pipe.name, pipe.health])]);
+  if (tabs === looks) return; // a tab that is replaced while it is pressed takes no click
+  tabs = looks;
+  const focused = find("pipes").contains(document.activeElement);
+  const buttons = view.pipes.map((pipe) => element("button", {
     role: "tab", type: "button", "aria-selected": String(pipe === current), "aria-controls": "pipe", tabindex: pipe === current ? 0 : -1,
     onclick: () => choose(pipe.name),
   }, element("span", { class: "name" }, pipe.name), element("span", { class: `badge ${pipe.health}` }, pipe.health)));
-  find("pipes").replaceChildren(...tabs);
+  find("pipes").replaceChildren(...buttons);
   if (focused) find("pipes").querySelector('[aria-selected="true"]').focus();
 }
 
@@ -53,7 +63,7 @@ function drawSummary(pipe) {
 }
 
 async function explain(pipe, minute) {
-  const dialog = find("missing"), list = find("missing-list");
+  const dialog = find("missing"), list = find("missing-list"), mine = ++asked;
   find("missing-title").textContent = `Missing of ${pipe.name} at ${clock(minute)} UTC`;
   list.replaceChildren(element("p", { class: "hint" }, "Looking…"));
   dialog.showModal();
@@ -61,8 +71,9 @@ async function explain(pipe, minute) {
     const answer = await fetch(`/v1/pipes/${encodeURIComponent(pipe.name)}/loss/${encodeURIComponent(instant(minute))}/explain`);
     const said = await answer.json();
     if (!answer.ok) throw new Error(`${said.title}. ${said.detail}`);
-    drawMissing(list, said);
+    if (mine === asked) drawMissing(list, said);
   } catch (error) {
+    if (mine !== asked) return;
     list.replaceChildren(element("p", {}, `Could not find out: ${error.message}. Try: penstock loss explain ${pipe.name} ${instant(minute)}`));
   }
 }
@@ -73,6 +84,8 @@ function draw() {
   find("content").hidden = !pipe;
   drawTabs();
   if (!pipe) return;
+  if (drawn !== null && drawn !== pipe.name) getSelection().removeAllRanges(); // what is selected is not drawn anew
+  drawn = pipe.name;
   if (!opened.has(pipe.name)) opened.set(pipe.name, new Set());
   document.title = `${pipe.name} · ${pipe.health} · Penstock`;
   drawSummary(pipe);
@@ -108,7 +121,13 @@ function connect() {
   });
 }
 
+function skip(event) {
+  event.preventDefault(); // the hash is the pipe's name
+  find("pipe").focus();
+}
+
 let waiting = 0;
+find("skip").addEventListener("click", skip);
 addEventListener("resize", () => { cancelAnimationFrame(waiting); waiting = requestAnimationFrame(() => view && draw()); });
 addEventListener("hashchange", () => view && draw());
 addEventListener("keydown", onKey);

@@ -3,10 +3,13 @@
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+import msgspec
 from pyroaring import BitMap
 
-from services.core.ledger.report import Node, OriginSet, Outcome, Reach, Report, pack_numbers
+from services.core.ledger.due import Span
+from services.core.ledger.report import Node, OriginSet, Outcome, Reach, Report, pack_numbers, pack_offset
 from services.observer.ledger.flow import Flow, PipeFlow
+from services.observer.ledger.table import Table
 
 MINUTE = 30_000_000
 """The minute in which the stories begin."""
@@ -14,6 +17,11 @@ MINUTE_MS = 60_000
 START_MS = MINUTE * MINUTE_MS
 PLAIN = Flow({"late": PipeFlow(("flights",), transforms=True, destinations={"ops": None})})
 """A stream, a transform, a webhook."""
+
+
+def hear(table: Table, report: Report) -> None:
+    """As soon as it was made, where all clocks agree."""
+    table.apply(report, report.at_ms)
 
 
 def tell(
@@ -43,6 +51,11 @@ def tell(
     )
 
 
+def with_due(report: Report, due: Span | None) -> Report:
+    """Of events that are due then."""
+    return msgspec.structs.replace(report, sets=tuple(msgspec.structs.replace(one, due=due) for one in report.sets))
+
+
 def accept(numbers: Collection[int], *, stream: str = "flights", minute: int = MINUTE, **more: Any) -> Report:
     """Ingest accepted these."""
     return tell("ingest", stream, "accepted", numbers, minute=minute, **more)
@@ -50,7 +63,7 @@ def accept(numbers: Collection[int], *, stream: str = "flights", minute: int = M
 
 def reach(stream: str, offsets: Mapping[int, int], *, incarnation: str = "a", at_ms: int = START_MS) -> Report:
     """Ingest told everything up to these offsets, by partition."""
-    reaches = tuple(Reach(incarnation, partition, offset) for partition, offset in offsets.items())
+    reaches = tuple(Reach(incarnation, partition, pack_offset(offset)) for partition, offset in offsets.items())
     return Report(node="ingest", instance="one", pipe=stream, at_ms=at_ms, reaches=reaches)
 
 

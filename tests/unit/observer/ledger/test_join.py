@@ -10,7 +10,7 @@ from services.core.ledger.report import Outcome, Report
 from services.observer.ledger.flow import Flow, PipeFlow, Step
 from services.observer.ledger.row import Row
 from services.observer.ledger.table import Table
-from tests.unit.observer.ledger.stories import MINUTE, START_MS, accept, split, tell
+from tests.unit.observer.ledger.stories import MINUTE, START_MS, accept, hear, split, tell
 
 FLOW = Flow(
     {
@@ -120,13 +120,13 @@ def test_any_order_repetition_and_cut_gives_the_same_table(seed: int) -> None:
     told = story(fates)
     straight = Table(FLOW)
     for report in told:
-        straight.apply(report)
+        hear(straight, report)
     pieces = [piece for report in told for piece in split(report, cuts)]
     pieces += draw.choices(pieces, k=len(pieces) // 2) if pieces else []
     draw.shuffle(pieces)
     shuffled = Table(FLOW)
     for report in pieces:
-        shuffled.apply(report)
+        hear(shuffled, report)
     assert rows(shuffled) == rows(straight)
     for row in rows(straight):
         check(row, fates)
@@ -144,13 +144,13 @@ def test_what_is_folded_and_told_again_changes_nothing(seed: int) -> None:
     early = order.randint(0, len(rest))
     table = Table(FLOW)
     for report in accepted + rest[:early]:
-        table.apply(report)
+        hear(table, report)
     for minute in order.sample(table.book.minutes(), k=order.randint(0, len(table.book.minutes()))):
         table._fold(minute)
     again = accepted + rest
     order.shuffle(again)
     for report in again:
-        table.apply(report)
+        hear(table, report)
     table._forget_touched()
     for row in rows(table):
         check(row, fates)
@@ -160,11 +160,11 @@ def test_outcomes_are_ordered_by_what_an_event_came_to() -> None:
     """Broken: an event that was parked, retried and delivered counts as waiting for ever."""
     flow = Flow({"raw": PipeFlow(("flights",), transforms=False, destinations={"copy": None})})
     table = Table(flow)
-    table.apply(accept(range(4)))
+    hear(table, accept(range(4)))
     outcome: Outcome
     for outcome, numbers in (("retrying", range(4)), ("parked", range(3)), ("delivered", [0]), ("dead", [1, 0])):
         assert outcome in get_args(Outcome)
-        table.apply(tell("expel", "raw", outcome, numbers, destination="copy"))
+        hear(table, tell("expel", "raw", outcome, numbers, destination="copy"))
     step = table.row("raw", MINUTE, START_MS).steps[0]
     assert step.outcomes == {"delivered": 1, "dead": 1, "parked": 1, "retrying": 1}
 
@@ -173,10 +173,10 @@ def test_a_transform_that_makes_new_events_ends_the_old_ones() -> None:
     """Broken: every event that went into an aggregate counts as missing behind it."""
     flow = Flow({"sums": PipeFlow(("flights",), transforms=True, destinations={"ops": None})})
     table = Table(flow)
-    table.apply(accept(range(10)))
-    table.apply(tell("transform", "sums", "filtered", range(10)))
-    table.apply(tell("transform", "sums", "accepted", range(2), minute=MINUTE, incarnation="made"))
-    table.apply(tell("expel", "sums", "delivered", [1], destination="ops", incarnation="made"))
+    hear(table, accept(range(10)))
+    hear(table, tell("transform", "sums", "filtered", range(10)))
+    hear(table, tell("transform", "sums", "accepted", range(2), minute=MINUTE, incarnation="made"))
+    hear(table, tell("expel", "sums", "delivered", [1], destination="ops", incarnation="made"))
     row = table.row("sums", MINUTE, START_MS)
     assert (row.accepted, row.missing) == (10, 1)
     assert [(step.expected, step.missing) for step in row.steps] == [(10, 0), (2, 1)]
