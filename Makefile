@@ -6,12 +6,12 @@ STAMP := .venv/.setup-done
 WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup jars check test demo bench soak clean
+.PHONY: help setup jars emulator check test demo bench soak clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-setup: $(STAMP) jars  ## .venv with the exact packages, a Java, the jars; quick when nothing changed
+setup: $(STAMP) jars emulator  ## .venv with the exact packages, a Java, the jars, a Kinesis emulator; quick when nothing changed
 
 $(STAMP): pyproject.toml constraints.txt infra/dev/setup.sh
 	@PYTHON="$(PYTHON)" infra/dev/setup.sh
@@ -19,6 +19,9 @@ $(STAMP): pyproject.toml constraints.txt infra/dev/setup.sh
 
 jars: $(STAMP)
 	@$(PY) -m services.core.jvm.jars
+
+emulator: $(STAMP)
+	@infra/dev/emulator.sh
 
 check: $(STAMP)  ## format, lint, types, import rules
 	@$(PY) -m ruff format --check .
@@ -31,8 +34,8 @@ test: setup check  ## every check and every test there is, real Kafka among them
 	@infra/dev/test_tools.sh
 	@$(PY) -m pytest -n $(WORKERS)
 
-# On the embedded log it needs no jars; on Kafka it fetches them itself, once.
-demo: $(STAMP)  ## the fleet, end to end, on real events; ARGS="--broker kafka", ARGS=--chaos, ARGS=--json
+# On the embedded log it needs no jars; on Kafka it fetches them itself, once. `make setup` installs the Kinesis emulator.
+demo: $(STAMP)  ## the fleet, end to end, on real events; ARGS="--broker kinesis", ARGS=--chaos, ARGS=--json
 	@$(PY) -m services.fleet demo $(ARGS)
 
 bench: setup  ## every figure beside its floor, on a real Kafka; ARGS=--json, ARGS="--only ingest"

@@ -8,8 +8,10 @@ import pytest
 import uvloop
 from blockbuster import blockbuster_ctx
 
+from services.core.aws_emulator import CREDENTIALS, AwsEmulator
 from services.core.jvm.kafka_server import KafkaCluster
 from tests.support import fault_table, second_try
+from tests.support.kinesis_limits import KinesisLimits
 from tests.support.workers import SharedWorkers
 
 START_S = 600.0
@@ -22,11 +24,13 @@ def pytest_asyncio_loop_factories() -> Mapping[str, Callable[[], asyncio.Abstrac
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what needs Kafka, and what may be tried twice."""
+    """Mark what needs Kafka or the emulator, and what may be tried twice."""
     for item in items:
         second_try.allow_second_try(item)
         if "kafka_cluster" in getattr(item, "fixturenames", ()):
             item.add_marker("kafka")
+        if {"kinesis_emulator", "kinesis_limits"} & set(getattr(item, "fixturenames", ())):
+            item.add_marker("kinesis")
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> SharedWorkers:
@@ -61,6 +65,26 @@ def kafka_cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempP
         yield cluster
     finally:
         cluster.stop(grace_s=0)
+
+
+@pytest.fixture(scope="session")
+def kinesis_emulator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AwsEmulator]:
+    """Kinesis and DynamoDB in memory, started once a session, with credentials for them in the environment.
+
+    Streams and groups need names of their own. Without Node or the emulator the test fails.
+    """
+    with pytest.MonkeyPatch.context() as environment, AwsEmulator(tmp_path_factory.mktemp("aws")) as emulator:
+        for name, value in CREDENTIALS.items():
+            environment.setenv(name, value)
+        yield emulator
+
+
+@pytest.fixture(scope="session")
+def kinesis_limits(kinesis_emulator: AwsEmulator) -> Iterator[KinesisLimits]:
+    """The emulator's Kinesis behind the service's limits, served by a thread of its own. A test resets its `faults`."""
+    limits = KinesisLimits(kinesis_emulator.endpoint)
+    with limits.serve_in_thread():
+        yield limits
 
 
 @pytest.fixture(autouse=True)

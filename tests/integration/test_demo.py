@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
+from services.core.scrape import Sample
 from services.fleet.demo.chaos_summary import ChaosResult, Course, make_chaos_result, render_chaos
 from services.fleet.demo.flights import CHAOS_PIPE, EXAMPLES, SHAKY, STEADY, load_flights
 from services.fleet.demo.stage import forget_settings
 from services.fleet.demo.summary import DemoResult, make_result, render_result
 from services.fleet.demo.tracker import Tracker
 from services.fleet.receiver import Received
-from services.fleet.scrape import Sample
 from tests.integration.fleet_process import Command, Desk, family, living, until
 
 NEWEST = 1_800_000_000.0
@@ -39,7 +39,7 @@ async def run_demo(desk: Desk, *arguments: str) -> tuple[Command, dict[str, Any]
 
 
 @pytest.mark.spark
-@pytest.mark.parametrize("broker", ["log", "kafka"])
+@pytest.mark.parametrize("broker", ["log", "kafka", "kinesis"])
 async def test_demo_delivers_every_event(desk: Desk, broker: str) -> None:
     """Broken: what a newcomer sees first is a loss, or no result."""
     command, result = await run_demo(desk, "--broker", broker)
@@ -53,7 +53,7 @@ async def test_demo_delivers_every_event(desk: Desk, broker: str) -> None:
     assert result["ingest_time_ms"]["p95"] > 0
     assert result["expel_time_ms"]["p95"] > 0
     assert (result["ledger"]["accepted"], result["ledger"]["missing"]) == (10_000, 0)
-    assert [step["node"] for step in result["ledger"]["minutes"][0]["steps"]] == ["transform", "expel"]
+    assert [step["node"] for step in result["ledger"]["minutes"][0]["steps"]] == ["transform", "expel", "retrier"]
     said = [command.err.index(text) for text in ("complete it is, live: http://", "nothing lost", "0 of 10,000 events")]
     assert said == sorted(said)
     assert not left_over(desk)

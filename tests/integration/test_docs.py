@@ -155,6 +155,13 @@ async def test_operating(tmp_path: Path) -> None:
     assert "sound" in page.said
 
 
+async def test_fleet(tmp_path: Path) -> None:
+    """Broken: docs/fleet.md shows commands that do not work, or a service that runs by itself does not drain."""
+    page = await run_page("docs/fleet.md", tmp_path)
+    assert '{"accepted":1}' in page.said
+    assert page.said.count('"event":"drained"') == 2
+
+
 async def test_fidelity(tmp_path: Path) -> None:
     """Broken: docs/fidelity.md shows commands that do not work."""
     page = await run_page("docs/fidelity.md", tmp_path)
@@ -170,6 +177,13 @@ async def test_dead_letters(tmp_path: Path) -> None:
     assert "redriven 2, refused 0" in page.said
     assert "\n0 dead letters\n" in page.said
     assert re.search(r"@\S+  redrive +\d  shop.dead:0 0", page.said)
+
+
+async def test_autoscaling(tmp_path: Path) -> None:
+    """Broken: docs/autoscaling.md shows commands that do not work."""
+    page = await run_page("docs/autoscaling.md", tmp_path)
+    assert "Layouts, each with the shards that it needs" in page.said
+    assert '"layout": "a stream per type"' in page.said
 
 
 def test_links() -> None:

@@ -44,7 +44,9 @@ class Told:
     def reaches(self) -> dict[tuple[str, int], int]:
         """The newest per incarnation and partition."""
         return {
-            (reach.incarnation, reach.partition): reach.offset for report in self.reports for reach in report.reaches
+            (reach.incarnation, reach.partition): int(reach.offset)
+            for report in self.reports
+            for reach in report.reaches
         }
 
 
