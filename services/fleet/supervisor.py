@@ -101,11 +101,18 @@ class Fleet:
         return FleetState(os.getpid(), self.management, *where, processes)
 
     async def keep_state(self) -> None:
-        """Write the state file whenever something changed."""
+        """Write the state file whenever something changed.
+
+        When cancelled it waits for a write under way: that would bring the file back after the folder was left.
+        """
         while True:
             await self._state_due.wait()
             self._state_due.clear()
-            await asyncio.to_thread(write_state, self.plan.data, self.state())
+            writing = asyncio.ensure_future(asyncio.to_thread(write_state, self.plan.data, self.state()))
+            try:
+                await asyncio.shield(writing)
+            finally:
+                await asyncio.wait({writing})
 
     async def wait_ready(self) -> None:
         """Until every process is ready. Raises CommandFailed when one is not in time, or when asked to stop."""

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
@@ -16,7 +17,7 @@ import psutil
 import pytest
 
 from services.core.broker.log.layout import refuse_network
-from services.fleet.folder import FleetState, hold_folder, read_state
+from services.fleet.folder import FleetState, hold_folder, read_state, write_state
 from services.fleet.plan import FleetPlan
 from services.fleet.problem import CommandFailed
 from services.fleet.process import ServiceSpec
@@ -84,6 +85,24 @@ async def test_ready_then_drained_in_order(bench: Bench) -> None:
         await until_state(bench, lambda state: [one.pid for one in state.processes] == pids)
     assert all(pid is not None and not is_alive(pid) for pid in pids)
     assert bench.notes()[-3:] == ["ingest drained", "transform drained", "expel drained"]
+
+
+async def test_the_state_file_does_not_come_back(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Broken: `penstock status` believes in a fleet that has stopped, because its last write was slow."""
+    slow, ended = threading.Event(), threading.Event()
+
+    def write(data: Path, state: FleetState) -> None:
+        if slow.is_set():
+            ended.clear()
+            time.sleep(0.3)
+        write_state(data, state)
+        ended.set()
+
+    monkeypatch.setattr("services.fleet.supervisor.write_state", write)
+    async with bench.run("ingest"):
+        await until(ended.is_set, "the first write")
+        slow.set()
+    assert ended.is_set()
 
 
 async def test_a_dead_service_comes_back_and_is_counted(bench: Bench) -> None:
