@@ -11,20 +11,19 @@ from contextlib import suppress
 import backoff
 
 from services.core.broker.producer import Producer
-from services.core.broker.record import Batch, TopicPartition, estimate_size
+from services.core.broker.record import Batch, TopicPartition
 from services.core.broker.watermark import LowWater
 from services.core.ledger.due import Span
-from services.core.pipes import parked_topic, retry_topic
+from services.core.pipes import parked_topic
 from services.expel.agenda import Agenda
-from services.expel.body import Rendered, render_damaged
-from services.expel.delivery import Chunk, Delivery, Unreadable
+from services.expel.delivery import Delivery
 from services.expel.elsewhere import Elsewhere
 from services.expel.gate import Gate
+from services.expel.intake import Intake
 from services.expel.lane_bounds import LaneBounds, LaneShape
 from services.expel.letters import Letter
 from services.expel.meter import LaneMeter
 from services.expel.outcome import Failure, Outcome
-from services.expel.returned import Returned
 from services.expel.sender import Sender
 from services.expel.verdict import judge
 
@@ -53,8 +52,6 @@ class Dispatcher:
         self._clock, self._jitter = clock, jitter
         self._agenda = Agenda(shape, self._pump, clock)
         self._parked = parked_topic(shape.pipe)
-        topics = (retry_topic(shape.pipe), self._parked)
-        self._returned = {topic: Returned(topic, shape.pipe, shape.destination) for topic in topics}
         self._elsewhere = Elsewhere(shape, producer, meter, self._settle_letters)
         self.low_water = LowWater()
         self.gone = asyncio.Event()
@@ -62,6 +59,8 @@ class Dispatcher:
         self._workers: set[asyncio.Task[None]] = set()
         self._sending: set[Delivery] = set()
         self._bounds = LaneBounds(shape.max_events, shape.max_bytes)
+        places = (self.low_water, self._bounds, self._agenda, self._elsewhere)
+        self._intake = Intake(shape, sender, meter, *places, clock)
         self._stopped = self._replaying = False
         self._park_reason: str | None = None
         self._hold_until = 0.0
@@ -128,53 +127,9 @@ class Dispatcher:
         """
         if not self.reads(batch.topic):
             return
-        self.low_water.take(batch)
-        if inherited:
-            self._meter.inherited(len(inherited))
-            # Whoever handed them over may have died before it told of it.
-            for offset, record in zip(batch.offsets, batch.records, strict=True):
-                if (due := inherited.get(offset)) is not None:
-                    self._meter.ledger.add("retrying", [record], due)
-            self.low_water.settle(batch.source, list(inherited))
-            rest = batch.without(list(inherited))
-            if rest is None:
-                self._progress.set()
-                return
-            batch = rest
-        if batch.damage is not None:
-            self._admit(batch.source, batch, render_damaged(batch, batch.damage))
-        elif batch.topic in self._returned:
-            self._take_returned(batch)
-        else:
-            self._admit(batch.source, batch, self._sender.render(batch))
+        if not self._intake.take(batch, inherited):
+            self._progress.set()
         self._pump()
-
-    def _take_returned(self, batch: Batch) -> None:
-        """What comes back, of which some is for other destinations."""
-        found = self._returned[batch.topic].sort(batch)
-        self.low_water.settle(batch.source, [*found.others, *found.twins])
-        self._meter.twins(len(found.twins))
-        if batch.topic == self._parked:
-            self._meter.replayed(sum(len(mine.records) for mine in found.mine))
-        for mine in found.mine:
-            self._admit(batch.source, mine, self._sender.render(mine))
-        self._bury_unreadable(batch.source, found.unreadable)
-
-    def _admit(self, source: TopicPartition, batch: Batch, found: Rendered) -> None:
-        """Rendered events wait for their request from now on. source: where their offsets count."""
-        now_ms = self._meter.now_ms()
-        self._meter.took(batch.records, found.arrivals, now_ms)
-        if found.parts:
-            size = sum(map(len, found.parts))
-            weight = size + estimate_size(found.records)
-            self._bounds.add(len(found.parts), weight)
-            lists = (found.offsets, found.records, found.parts, found.ids, found.arrivals)
-            self._agenda.add(Chunk(source, *lists, now_ms, self._clock(), size, weight / len(found.parts)))
-        self._bury_unreadable(source, found.unreadable)
-
-    def _bury_unreadable(self, source: TopicPartition, unreadable: Sequence[Unreadable]) -> None:
-        if unreadable:
-            self._bounds.add(len(unreadable), self._elsewhere.bury_unreadable(source, unreadable))
 
     def _pump(self) -> None:
         """Start workers while there is a free slot and something to send."""
