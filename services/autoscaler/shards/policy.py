@@ -30,7 +30,7 @@ def decide(
     about = _describe(figures, loads, len(memory.recent(now)), rules)
     if max(loads) > rules.high:
         lasting = expected(figures, asked, memory, now, rules, rules.size_for)
-        return _grow(figures, memory, now, rules, tuple(map(max, coming, lasting)), about)
+        return _grow(figures, memory, now, rules, _enough(tuple(map(max, coming, lasting)), memory, now, rules), about)
     return _shrink(figures, memory, now, rules, about)
 
 
@@ -38,6 +38,13 @@ def _not_yet(figures: StreamFigures, rules: Rules) -> str:
     if figures.changing:
         return "the stream is being changed"
     return f"figures of these shards for {figures.covered:.0f} s, {rules.cover:.0f} are needed"
+
+
+def _enough(slots: tuple[float, ...], memory: StreamMemory, now: float, rules: Rules) -> tuple[float, ...]:
+    """As much more of each that the updates left after this one lead back to what the last day had."""
+    left, total = rules.updates - len(memory.recent(now)) - 1, sum(slots)
+    usual = max(memory.day.newest) / rules.step ** max(0, left)
+    return tuple(load * usual / total for load in slots) if 0 < total < usual else slots
 
 
 def _grow(
@@ -50,7 +57,10 @@ def _grow(
 ) -> tuple[StreamDecision, StreamMemory]:
     shards = len(figures.layout)
     most = min(2 * shards, max(shards, len(slots)), shards + figures.room)
-    choice = choose_up(figures.layout, slots, rules.target, most, figures.room)
+    has_plenty = rules.updates - len(memory.recent(now)) >= rules.plenty
+    target = rules.target_with_plenty if has_plenty and not figures.full else rules.target
+    hurry = rules.lead if figures.full else 0.0
+    choice = choose_up(figures.layout, slots, target, most, figures.room, hurry)
     why_not = _refusal(memory, "up", now, rules)
     if choice is None:
         why_not = _no_split_helps(figures, slots, rules, most)
@@ -78,7 +88,7 @@ def _shrink(
     half = -(-shards // 2)
     has_plenty = rules.updates - len(memory.recent(now)) >= rules.plenty
     choice = choose_down(figures.layout, slots, rules.low_with_plenty if has_plenty else rules.low, half, figures.room)
-    worth = 1 if has_plenty else rules.worth * shards
+    worth = max(1, rules.worth_with_plenty * shards) if has_plenty else rules.worth * shards
     if choice is None or shards - len(choice.layout) < worth:
         return StreamDecision(None, f"the shards fit the load: {about}"), memory
     if total < _STILL_FALLING * highest and len(choice.layout) > half:
@@ -101,10 +111,10 @@ def _refusal(memory: StreamMemory, direction: Direction, now: float, rules: Rule
 
 
 def _no_way_back(shards: int, memory: StreamMemory, now: float, rules: Rules) -> str:
-    """Why so few shards could not grow again, by doubling with what updates are left, to what the last day needed."""
+    """Why so few shards could not grow again, with what updates are left, to what the last day needed."""
     left = rules.updates - len(memory.recent(now)) - 1
     needed = math.ceil(max(memory.day.newest) / rules.target)
-    if left >= 1 and shards * 2**left >= needed:
+    if left >= rules.reserve and shards * rules.step**left >= needed:
         return ""
     return f"the {left + 1} updates that are left are kept for growing back to {needed} shards"
 

@@ -15,12 +15,15 @@ class Rules:
     ahead an update must last where all shards grow. calm: two cool-downs: the least time between opposite updates.
     cover: how long figures must have been taken since the last change. outlook: how far ahead the day's pattern must be
     quiet before shards are merged. fullness: what a shard that refuses is taken to be asked for, of what it takes.
-    updates: in a rolling day, the service's quota. plenty: with as many left every shard saved is worth an update, and
-    `low_with_plenty` takes the place of `low`; else it must save the share `worth`.
+    updates: in a rolling day, the service's quota. reserve: how many of them are not for merging. step: how many times the
+    shards an update is counted on to give, where those left must lead back to what the last day had.
+    plenty: with as many left the rules `_with_plenty` hold; `target_with_plenty` only while no shard refuses.
+    worth: the share of the shards that a merge must save.
     """
 
-    high: float = 0.88
+    high: float = 0.9
     target: float = 0.78
+    target_with_plenty: float = 0.84
     low: float = 0.68
     low_with_plenty: float = 0.75
     lead: float = 300.0
@@ -31,7 +34,10 @@ class Rules:
     fullness: float = 2.0
     updates: int = 10
     plenty: int = 7
+    reserve: int = 2
+    step: float = 1.8
     worth: float = 0.2
+    worth_with_plenty: float = 0.05
 
 
 RULES = Rules()

@@ -159,6 +159,23 @@ def test_updates_are_kept_for_growing() -> None:
     assert "kept for growing" in decision.reason
 
 
+def test_the_last_updates_lead_back_to_what_the_day_had() -> None:
+    """Broken: the evening's peak is met in small steps, the day's updates end half-way, and it is refused for hours."""
+    day, memory = 20.0, StreamMemory()
+    _, memory = decide(StreamFigures(uniform(24, 240), (day / 240,) * 240, covered=9_000.0), memory, START - 40_000)
+    for number in range(RULES.updates - 2):
+        memory = memory.begun("down", START - 30_000 + number)
+    counts = [8]
+    for number in range(2):
+        shards = counts[-1]
+        figures = StreamFigures(uniform(shards, 240), (0.95 * shards / 240,) * 240, covered=600.0)
+        decision, memory = decide(figures, memory, START + 900.0 * number)
+        assert decision.layout is not None
+        counts.append(len(decision.layout))
+    assert counts[1] == 16, "no update gives more than twice"
+    assert counts[2] * RULES.target >= day
+
+
 def test_the_days_pattern_needs_two_days() -> None:
     """Broken: a crowd that came once is prepared for every day."""
     pattern = DayPattern()
