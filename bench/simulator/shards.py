@@ -12,7 +12,7 @@ import numpy as np
 from bench.simulator.others import OTHERS
 from bench.simulator.result import Result
 from bench.simulator.traces import DAY_S, SLOTS, Floats, Trace
-from services.autoscaler.shards.choice import AT_ONCE_S, OWN_S
+from services.autoscaler.shards.choice import OWN_S, at_once_seconds
 from services.autoscaler.shards.figures import StreamDecision, StreamFigures, StreamMemory
 from services.autoscaler.shards.layout import Layout, uniform
 from services.autoscaler.shards.policy import decide
@@ -62,8 +62,7 @@ class Stream:
         assert -(-count // 2) <= len(wanted) <= 2 * count, (count, len(wanted))
         self.result.actions.append((at, len(wanted) - count))
         if decision.at_once:
-            seconds = AT_ONCE_S if (4 * len(wanted)) % count == 0 else 2 * AT_ONCE_S
-            self._coming.append((at + seconds, wanted))
+            self._coming.append((at + at_once_seconds(count, len(wanted)), wanted))
             return
         cuts = set(self.layout)
         for cut in [*sorted(set(wanted) - cuts), *sorted(cuts - set(wanted))]:
