@@ -17,6 +17,7 @@ from bench.isolation import isolation_figures
 from bench.kinesis import kinesis_figures
 from bench.latency import kafka_lag, log_lag
 from bench.ledger import ledger_figures
+from bench.ledger_transform import kafka_transform
 from bench.local_retries import local_retries
 from bench.main_path import ingest_figures
 from bench.memory import kafka_memory, log_memory
@@ -28,6 +29,7 @@ GROUPS: dict[str, Callable[[Setup], list[Figure]]] = {
     "kinesis": kinesis_figures,
     "expel": delivery_figures,
     "ledger": ledger_figures,
+    "ledger-kafka": kafka_transform,
     "isolation": isolation_figures,
     "local-retries": local_retries,
     "lag-kafka": kafka_lag,

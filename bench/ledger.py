@@ -19,7 +19,7 @@ import uvloop
 from bench.delivery import DELIVERED, PIPE, make_secret, receiver
 from bench.events import make_body
 from bench.figures import Figure
-from bench.ledger_transform import transform_figures
+from bench.ledger_transform import log_transform
 from bench.processes import Child, fetch_metric, free_port
 from bench.setup import CPU, Setup, make_topics, tell
 
@@ -57,7 +57,7 @@ def ledger_figures(setup: Setup) -> list[Figure]:
     """CPU with the ledger beside CPU without it, and the bytes that it writes beside the events'; the observer's memory."""
     with receiver(setup) as sink:
         found = [figure for rate, size in CASES for figure in _compare(setup, sink, rate, size)]
-        return [*found, _observe(setup, sink), *transform_figures(setup)]
+        return [*found, _observe(setup, sink), *log_transform(setup)]
 
 
 def _observe(setup: Setup, sink: str) -> Figure:

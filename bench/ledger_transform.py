@@ -1,8 +1,10 @@
-"""What the ledger costs the transform: a backlog on the log through Spark's micro-batches, with it and without it in turn."""
+"""What the ledger costs the transform: a backlog through Spark's micro-batches, with it and without it in turn."""
 
 import asyncio
 import time
 from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
 from statistics import median
 
 from bench.figures import Figure
@@ -19,49 +21,62 @@ _CHUNK = 1000
 _WRITTEN = "penstock_transform_events_written_total"
 PIPES = """version: 1
 streams:
-  events: {id: id, key: user, time: time, columns: "id STRING, user STRING, time BIGINT, price DOUBLE, note STRING"}
+  EVENTS: {id: id, key: user, time: time, columns: "id STRING, user STRING, time BIGINT, price DOUBLE, note STRING"}
 pipes:
-  through:
-    sources: [events]
-    transform: {sql: "SELECT event, id, user, time, note FROM events WHERE price > 0"}
+  through-EVENTS:
+    sources: [EVENTS]
+    transform: {sql: "SELECT event, id, user, time, note FROM EVENTS WHERE price > 0"}
     destinations: [{name: hook, webhook: {url: "http://127.0.0.1:9/"}}]
 """
 
 
-def transform_figures(setup: Setup) -> list[Figure]:
+def log_transform(setup: Setup) -> list[Figure]:
+    """On the log: its reader packs the origins of a batch."""
+    return _compare(setup, "log", setup.log)
+
+
+def kafka_transform(setup: Setup) -> list[Figure]:
+    """On Kafka: Spark's own connector reads, and aggregates gather the origins."""
+    return _compare(setup, "Kafka", lambda _name: setup.kafka)
+
+
+def _compare(setup: Setup, broker: str, url_of: Callable[[str], str]) -> list[Figure]:
     """CPU of Python and Java together: the first events, on which Java is still compiling, are not measured."""
     costs: dict[str, list[float]] = defaultdict(list)
     for number in range(min(setup.rounds, ROUNDS)):
         for state in ("true", "false") if number % 2 else ("false", "true"):
-            costs[state].append(_measure(setup, f"transform-{state}-{number}", state))
-        tell(f"ledger, transform, round {number + 1}: " + ", ".join(f"{s} {cost[-1]:.1f}" for s, cost in costs.items()))
-    return [Figure("transform with the ledger", median(costs["true"]), CPU, 1.05, median(costs["false"]))]
+            name = f"transform-{state}-{number}"
+            costs[state].append(_measure(setup.folder / f"{name}-{broker}", url_of(name), f"{state}{number}", state))
+        told = ", ".join(f"{state} {cost[-1]:.1f}" for state, cost in costs.items())
+        tell(f"ledger, transform on {broker}, round {number + 1}: {told}")
+    ratio = median(one / other for one, other in zip(costs["true"], costs["false"], strict=True))
+    floor = median(costs["false"])
+    return [Figure(f"transform on {broker} with the ledger", ratio * floor, CPU, 1.05, floor)]
 
 
-def _measure(setup: Setup, name: str, state: str) -> float:
-    """state: of the setting `ledger`. CPU-s per million events."""
-    folder = setup.folder / name
+def _measure(folder: Path, url: str, stream: str, state: str) -> float:
+    """stream: one that nobody used yet. state: of the setting `ledger`. CPU-s per million events."""
     folder.mkdir()
-    (folder / "pipes.yaml").write_text(PIPES)
-    log, port = setup.log(f"{name}-log"), free_port()
-    make_topics(log, folder / "pipes.yaml")
-    arguments = ("--broker", log, "--pipes", str(folder / "pipes.yaml"), "--data", str(folder), "--ledger", state)
+    (folder / "pipes.yaml").write_text(PIPES.replace("EVENTS", stream))
+    port = free_port()
+    make_topics(url, folder / "pipes.yaml")
+    arguments = ("--broker", url, "--pipes", str(folder / "pipes.yaml"), "--data", str(folder), "--ledger", state)
     with Child(folder, "spark", *arguments, "--management", f"127.0.0.1:{port}") as child:
         child.wait_ready(port, 120.0)
-        asyncio.run(_fill(log, range(WARM)))
+        asyncio.run(_fill(url, stream, range(WARM)))
         _wait(port, WARM)
         before = child.family_cpu()
-        asyncio.run(_fill(log, range(WARM, WARM + EVENTS)))
+        asyncio.run(_fill(url, stream, range(WARM, WARM + EVENTS)))
         _wait(port, WARM + EVENTS)
         return (child.family_cpu() - before) / EVENTS * 1e6
 
 
-async def _fill(url: str, numbers: range) -> None:
+async def _fill(url: str, stream: str, numbers: range) -> None:
     now = time.time_ns() // 1_000_000
     async with open_broker(url) as broker, Producer(broker.driver) as producer:
         for start in range(numbers.start, numbers.stop, _CHUNK):
             records = [make_record(number, now) for number in range(start, start + _CHUNK)]
-            (await producer.send("events", records)).raise_first()
+            (await producer.send(stream, records)).raise_first()
 
 
 def _wait(port: int, written: int) -> None:
