@@ -127,9 +127,10 @@ class Dispatcher:
         """
         if not self.reads(batch.topic):
             return
-        if not self._intake.take(batch, inherited):
+        if self._intake.take(batch, inherited):
+            self._pump()
+        else:
             self._progress.set()
-        self._pump()
 
     def _pump(self) -> None:
         """Start workers while there is a free slot and something to send."""

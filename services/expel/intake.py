@@ -37,7 +37,7 @@ class Intake:
         self._returned = {topic: Returned(topic, shape.pipe, shape.destination) for topic in topics}
 
     def take(self, batch: Batch, inherited: Mapping[int, Span]) -> bool:
-        """The batch is in flight from now on. False when none of it is left to be sent.
+        """The batch is in flight from now on. False when all of it was inherited.
 
         inherited: what the retrier has already, by offset, and when it is due: settled, and passed over.
         """

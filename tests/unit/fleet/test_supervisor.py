@@ -10,7 +10,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, ExitStack
 from pathlib import Path
 
 import psutil
@@ -89,20 +89,27 @@ async def test_ready_then_drained_in_order(bench: Bench) -> None:
 
 async def test_the_state_file_does_not_come_back(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """Broken: `penstock status` believes in a fleet that has stopped, because its last write was slow."""
-    slow, ended = threading.Event(), threading.Event()
+    begun, slow = threading.Event(), False
 
     def write(data: Path, state: FleetState) -> None:
-        if slow.is_set():
-            ended.clear()
-            time.sleep(0.3)
+        if slow:
+            begun.set()
+            time.sleep(
+                2.0
+            )  # longer than the drain, unless the machine is very busy: then nothing is tested, and nothing fails
         write_state(data, state)
-        ended.set()
 
     monkeypatch.setattr("services.fleet.supervisor.write_state", write)
-    async with bench.run("ingest"):
-        await until(ended.is_set, "the first write")
-        slow.set()
-    assert ended.is_set()
+    holding = ExitStack()
+    await asyncio.to_thread(holding.enter_context, hold_folder(bench.data))
+    async with bench.run("ingest") as fleet:
+        await until_state(bench, lambda state: bool(state.processes))
+        slow = True
+        fleet.resize("ingest", 1, 2)
+        await until(begun.is_set, "a write that the stop finds under way")
+    await asyncio.to_thread(holding.close)
+    await asyncio.sleep(2.5)
+    assert await asyncio.to_thread(read_state, bench.data) is None
 
 
 async def test_a_dead_service_comes_back_and_is_counted(bench: Bench) -> None:
