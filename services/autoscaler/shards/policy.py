@@ -2,7 +2,7 @@
 
 import math
 
-from services.autoscaler.shards.choice import Choice, choose_down, choose_up
+from services.autoscaler.shards.choice import Choice, choose_down, choose_up, excess
 from services.autoscaler.shards.figures import LOOK_S, Direction, StreamDecision, StreamFigures, StreamMemory
 from services.autoscaler.shards.growth import asked_for, expected
 from services.autoscaler.shards.layout import shard_loads
@@ -30,7 +30,7 @@ def decide(
     about = _describe(figures, loads, len(memory.recent(now)), rules)
     if max(loads) > rules.high:
         lasting = expected(figures, asked, memory, now, rules, rules.size_for)
-        return _grow(figures, memory, now, rules, _enough(tuple(map(max, coming, lasting)), memory, now, rules), about)
+        return _grow(figures, memory, now, rules, tuple(map(max, coming, lasting)), about)
     return _shrink(figures, memory, now, rules, about)
 
 
@@ -38,13 +38,6 @@ def _not_yet(figures: StreamFigures, rules: Rules) -> str:
     if figures.changing:
         return "the stream is being changed"
     return f"figures of these shards for {figures.covered:.0f} s, {rules.cover:.0f} are needed"
-
-
-def _enough(slots: tuple[float, ...], memory: StreamMemory, now: float, rules: Rules) -> tuple[float, ...]:
-    """As much more of each that the updates left after this one lead back to what the last day had."""
-    left, total = rules.updates - len(memory.recent(now)) - 1, sum(slots)
-    usual = max(memory.day.newest) / rules.step ** max(0, left)
-    return tuple(load * usual / total for load in slots) if 0 < total < usual else slots
 
 
 def _grow(
@@ -57,10 +50,12 @@ def _grow(
 ) -> tuple[StreamDecision, StreamMemory]:
     shards = len(figures.layout)
     most = min(2 * shards, max(shards, len(slots)), shards + figures.room)
-    has_plenty = rules.updates - len(memory.recent(now)) >= rules.plenty
-    target = rules.target_with_plenty if has_plenty and not figures.full else rules.target
-    hurry = rules.lead if figures.full else 0.0
-    choice = choose_up(figures.layout, slots, target, most, figures.room, hurry)
+    target = rules.target_with_plenty if _has_plenty(memory, now, rules) and not figures.full else rules.target
+    choice = None
+    if excess(figures.layout, slots, rules.high) > 0:
+        enough = _enough(slots, target, memory, now, rules)
+        places = (target, most, figures.room, rules.lead)
+        choice = choose_up(figures.layout, enough, *places, hurry=bool(figures.full))
     why_not = _refusal(memory, "up", now, rules)
     if choice is None:
         why_not = _no_split_helps(figures, slots, rules, most)
@@ -69,7 +64,22 @@ def _grow(
             return merged
     if choice is None or why_not:
         return StreamDecision(None, f"more shards are needed, but {why_not}: {about}"), memory
-    return _begin(choice, memory, "up", now, f"a shard is too full: {about}")
+    return _begin(choice, slots, memory, "up", now, f"a shard is too full: {about}")
+
+
+def _enough(
+    slots: tuple[float, ...], target: float, memory: StreamMemory, now: float, rules: Rules
+) -> tuple[float, ...]:
+    """As much more of each that the updates left after this one lead back to what the last day had."""
+    left, total = rules.updates - len(memory.recent(now)) - 1, sum(slots)
+    usual = max(memory.day.newest) / rules.step ** max(0, left)
+    if not 0 < total < usual:
+        return slots
+    return tuple(max(load, min(target, load * usual / total)) for load in slots)
+
+
+def _has_plenty(memory: StreamMemory, now: float, rules: Rules) -> bool:
+    return rules.updates - len(memory.recent(now)) >= rules.plenty
 
 
 def _shrink(
@@ -86,8 +96,9 @@ def _shrink(
     likely = max(highest, likely, memory.day.expected(now + figures.ahead, rules.outlook) or 0.0)
     slots = tuple(load * likely / total for load in figures.slots) if total > 0 else figures.slots
     half = -(-shards // 2)
-    has_plenty = rules.updates - len(memory.recent(now)) >= rules.plenty
-    choice = choose_down(figures.layout, slots, rules.low_with_plenty if has_plenty else rules.low, half, figures.room)
+    has_plenty = _has_plenty(memory, now, rules)
+    low = rules.low_with_plenty if has_plenty else rules.low
+    choice = choose_down(figures.layout, slots, low, half, figures.room, rules.lead)
     worth = max(1, rules.worth_with_plenty * shards) if has_plenty else rules.worth * shards
     if choice is None or shards - len(choice.layout) < worth:
         return StreamDecision(None, f"the shards fit the load: {about}"), memory
@@ -95,7 +106,7 @@ def _shrink(
         return StreamDecision(None, f"fewer shards would do; the load is still falling: {about}"), memory
     if why_not := _refusal(memory, "down", now, rules) or _no_way_back(len(choice.layout), memory, now, rules):
         return StreamDecision(None, f"fewer shards would do, but {why_not}: {about}"), memory
-    return _begin(choice, memory, "down", now, f"the shards are too empty: {about}")
+    return _begin(choice, slots, memory, "down", now, f"the shards are too empty: {about}")
 
 
 def _refusal(memory: StreamMemory, direction: Direction, now: float, rules: Rules) -> str:
@@ -116,7 +127,7 @@ def _no_way_back(shards: int, memory: StreamMemory, now: float, rules: Rules) ->
     needed = math.ceil(max(memory.day.newest) / rules.target)
     if left >= rules.reserve and shards * rules.step**left >= needed:
         return ""
-    return f"the {left + 1} updates that are left are kept for growing back to {needed} shards"
+    return f"the {left + 1} updates that are left are kept for growing{f' back to {needed} shards' if needed > shards else ''}"
 
 
 def _no_split_helps(figures: StreamFigures, slots: tuple[float, ...], rules: Rules, most: int) -> str:
@@ -132,9 +143,14 @@ def _no_split_helps(figures: StreamFigures, slots: tuple[float, ...], rules: Rul
 
 
 def _begin(
-    choice: Choice, memory: StreamMemory, direction: Direction, now: float, reason: str
+    choice: Choice,
+    slots: tuple[float, ...],
+    memory: StreamMemory,
+    direction: Direction,
+    now: float,
+    reason: str,
 ) -> tuple[StreamDecision, StreamMemory]:
-    reason = f"{reason}; {len(choice.layout)} shards, the fullest with {choice.worst:.0%}"
+    reason = f"{reason}; {len(choice.layout)} shards, the fullest with {max(shard_loads(choice.layout, slots)):.0%}"
     return StreamDecision(choice.layout, reason, choice.at_once), memory.begun(direction, now)
 
 
