@@ -38,21 +38,23 @@ class UserRecord(NamedTuple):
 
 
 class Packer:
-    """Builds aggregates for one partition key and hash key."""
+    """Builds aggregates for one partition key and hash key. prefix: what begins every payload, below 100 bytes."""
 
-    def __init__(self, partition_key: str, hash_key: int) -> None:
+    def __init__(self, partition_key: str, hash_key: int, prefix: bytes = b"") -> None:
         self._tables = _field(_KEYS, partition_key.encode()) + _field(_HASH_KEYS, str(hash_key).encode())
+        self._prefix = prefix
 
     def overhead(self) -> int:
         """Bytes of an aggregate beside its user records."""
         return len(MAGIC) + len(self._tables) + _DIGEST_BYTES
 
     def pack(self, payloads: Sequence[bytes]) -> bytes:
-        """One aggregate of all payloads, in order. Its size: `overhead` and the `packed_size` of each payload's length."""
-        parts = [self._tables]
-        for payload in payloads:
-            parts += (_record_head(len(payload)), payload)
-        message = b"".join(parts)
+        """One aggregate of all payloads, in order. Its size: `overhead` and the `packed_size` of each payload with its prefix."""
+        prefix = self._prefix
+        parts = [b""] * (2 * len(payloads))
+        parts[::2] = [_record_head(len(payload), prefix) for payload in payloads]
+        parts[1::2] = payloads
+        message = b"".join((self._tables, *parts))
         return b"".join((MAGIC, message, md5(message, usedforsecurity=False).digest()))
 
 
@@ -153,7 +155,8 @@ def _field(number: int, value: bytes) -> bytes:
 
 
 @lru_cache(maxsize=4096)
-def _record_head(length: int) -> bytes:
-    """What stands before the data of a user record with so many bytes of it."""
+def _record_head(length: int, prefix: bytes = b"") -> bytes:
+    """What stands before so many bytes of a user record, the prefix of its data included."""
+    length += len(prefix)
     inner = bytes((_KEY_INDEX << 3, 0, _HASH_INDEX << 3, 0, _DATA << 3 | _BYTES)) + _to_varint(length)
-    return bytes((_RECORDS << 3 | _BYTES,)) + _to_varint(len(inner) + length) + inner
+    return bytes((_RECORDS << 3 | _BYTES,)) + _to_varint(len(inner) + length) + inner + prefix

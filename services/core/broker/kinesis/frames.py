@@ -21,6 +21,9 @@ MAX_ENTRY_BYTES = 1 << 20
 MAX_RECORD_BYTES = MAX_ENTRY_BYTES - 1024
 """Key + value + headers of one of our records: an entry, less key tables, checksum and framing of some thirty headers."""
 
+_MAX_OVERHEAD = len(MAGIC) + MAX_HEAD_BYTES
+"""Of one record's msgpack within an entry."""
+
 _ENCODE = msgspec.msgpack.Encoder().encode
 _DECODE = msgspec.msgpack.Decoder(Record).decode
 
@@ -41,20 +44,20 @@ def make_entries(
     records: Sequence[Record], partition_key: str, hash_key: int
 ) -> tuple[list[Entry], dict[int, RecordTooLarge]]:
     """The records in as few entries as the size limit allows, and by index those that fit none."""
-    packer = Packer(partition_key, hash_key)
+    packer = Packer(partition_key, hash_key, MAGIC)
     room = MAX_ENTRY_BYTES - len(partition_key) - packer.overhead()
-    frames = [MAGIC + _ENCODE(record) for record in records]
-    if sum(map(len, frames)) + MAX_HEAD_BYTES * len(frames) <= min(room, MAX_RECORD_BYTES):
-        return [Entry(range(len(frames)), packer.pack(frames))], {}
+    bodies = [_ENCODE(record) for record in records]
+    if sum(map(len, bodies)) + _MAX_OVERHEAD * len(bodies) <= min(room, MAX_RECORD_BYTES):
+        return [Entry(range(len(bodies)), packer.pack(bodies))], {}
     refused = {
         index: RecordTooLarge(f"a record of {size:,} bytes; this broker takes at most {MAX_RECORD_BYTES:,}")
-        for index, (record, frame) in enumerate(zip(records, frames, strict=True))
-        if (size := content_bytes(record)) > MAX_RECORD_BYTES or packed_size(len(frame)) > room
+        for index, (record, body) in enumerate(zip(records, bodies, strict=True))
+        if (size := content_bytes(record)) > MAX_RECORD_BYTES or packed_size(len(MAGIC) + len(body)) > room
     }
-    kept = [index for index in range(len(frames)) if index not in refused]
-    sizes = [packed_size(len(frames[index])) for index in kept]
+    kept = [index for index in range(len(bodies)) if index not in refused]
+    sizes = [packed_size(len(MAGIC) + len(bodies[index])) for index in kept]
     return [
-        Entry(kept[start:end], packer.pack([frames[index] for index in kept[start:end]]))
+        Entry(kept[start:end], packer.pack([bodies[index] for index in kept[start:end]]))
         for start, end in _spans(sizes, room)
     ], refused
 

@@ -4,13 +4,13 @@ The SDK's general way takes 1.3 ms a request and twice the CPU per byte, most of
 Connections, time-outs, proxies, certificates and the names of errors stay the SDK's.
 """
 
-from base64 import b64encode
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import orjson
 from botocore import exceptions as aws
 from botocore.awsrequest import AWSPreparedRequest
+from pybase64 import b64encode
 
 from services.core.broker.kinesis.signed_post import SignedPost, to_error
 
@@ -48,12 +48,9 @@ class PutRecords:
 
 
 def _to_json(stream: str, puts: Sequence[Put]) -> bytes:
-    rows = [
-        {
-            "Data": orjson.Fragment(b'"' + b64encode(put.data) + b'"'),
-            "PartitionKey": put.partition_key,
-            "ExplicitHashKey": put.hash_key,
-        }
-        for put in puts
-    ]
-    return orjson.dumps({"StreamName": stream, "Records": rows})
+    """Joined once: base64 needs no escapes, and a JSON writer would copy each byte three times more."""
+    parts = [b'{"StreamName":', orjson.dumps(stream), b',"Records":[']
+    for number, put in enumerate(puts):
+        keys = orjson.dumps({"PartitionKey": put.partition_key, "ExplicitHashKey": put.hash_key})
+        parts += (b',{"Data":"' if number else b'{"Data":"', b64encode(put.data), b'",', keys[1:])
+    return b"".join((*parts, b"]}"))
