@@ -1,4 +1,4 @@
-"""Replays each trace against each policy, prints tables, and writes the plots. About a minute; no broker.
+"""Replays each trace against each policy, prints tables, and writes the plots. Half a minute; no broker.
 
 python -m bench.simulator [--only shards|groups] [--images docs/images] [--decisions]
 python -m bench.simulator --unseen 20    # traces that nobody looked at; half a minute each
@@ -6,6 +6,7 @@ python -m bench.simulator --unseen 20    # traces that nobody looked at; half a 
 
 import argparse
 import sys
+from functools import partial
 from pathlib import Path
 
 from bench.simulator import groups, report, shards
@@ -27,15 +28,17 @@ def main() -> None:
     parser.add_argument("--unseen", type=int, metavar="N", help="N sets of traces drawn at random, counted by kind")
     parser.add_argument("--from", type=int, default=100, dest="first", help="the seed of the first of them")
     args = parser.parse_args()
+    if args.unseen is not None and args.images is not None:
+        parser.error("--images draws the chosen traces only: leave out --unseen")
     drawn = [TRACES] if args.unseen is None else [draw_unseen(args.first + number) for number in range(args.unseen)]
     traces = [trace for some in drawn for trace in some]
-    show = _show if args.unseen is None else _count
+    show = partial(_show, images=args.images) if args.unseen is None else _count
     if args.only != "groups":
         board = [(trace.name, _on_shards(trace, args.decisions)) for trace in traces]
-        show(report.Board("shard", "throttled", RULES.calm, board), args.images)
+        show(report.Board("shard", "throttled", RULES.calm, board))
     if args.only != "shards":
         board = [(trace.name, _on_groups(trace)) for trace in traces if trace.hot is None]
-        show(report.Board("instance", "that had to wait", _GROUP_CALM_S, board), args.images)
+        show(report.Board("instance", "that had to wait", _GROUP_CALM_S, board))
 
 
 def _on_shards(trace: Trace, tell: bool) -> list[Result]:
@@ -49,7 +52,7 @@ def _on_groups(trace: Trace) -> list[Result]:
     return [groups.run_ours(trace), *(groups.run_other(trace, name) for name in OTHERS)]
 
 
-def _count(board: report.Board, _images: Path | None) -> None:
+def _count(board: report.Board) -> None:
     print(f"\n{report.counts(board)}")
 
 
