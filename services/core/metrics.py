@@ -57,6 +57,11 @@ BROKER_READ_PACE = Gauge(
     ["topic", "shard"],
 )
 BROKER_COMMITS_REFUSED = Counter("penstock_broker_commits_refused", "Commits refused as no longer owner.", ["group"])
+BROKER_REJOINS = Counter(
+    "penstock_broker_rejoins",
+    "Times a member could not join its group, or its membership broke, and it joined again, by reason.",
+    ["group", "reason"],
+)
 BROKER_LAG_RECORDS = Gauge("penstock_broker_lag_records", "Records behind the end.", ["group", "topic", "partition"])
 BROKER_LAG_SECONDS = Gauge(
     "penstock_broker_lag_seconds", "Age of the oldest unprocessed record.", ["group", "topic", "partition"]

@@ -2,9 +2,12 @@
 
 import asyncio
 
+import backoff
+import pytest
 from prometheus_client import REGISTRY
+from structlog.testing import capture_logs
 
-from services.core.broker.errors import DataDamaged, NotOwner, OffsetOutOfRange, Unavailable
+from services.core.broker.errors import DataDamaged, NotOwner, OffsetOutOfRange, Unavailable, UnknownTopic
 from services.core.broker.producer import Producer
 from services.expel.dispatch import Dispatcher
 from services.expel.gate import Gate
@@ -62,6 +65,58 @@ async def test_polling_survives_an_outage() -> None:
     async with run_lane([make_record(0)], broker=broker) as running:
         await wait_until(lambda: running.committed() == 0)
         assert len(broker.consumers) == 1
+
+
+def _record_waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The bounds that waits are drawn under; nothing waits."""
+    bounds: list[float] = []
+
+    def full_jitter(bound: float) -> float:
+        bounds.append(bound)
+        return 0.0
+
+    monkeypatch.setattr(backoff, "full_jitter", full_jitter)
+    return bounds
+
+
+async def test_a_membership_that_was_reached_begins_the_back_off_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Broken: after some broken memberships in a day, each further one costs seconds, and none of them is told."""
+    bounds = _record_waits(monkeypatch)
+    broker = FakeBroker({"s": 2, "late.dead": 1})
+    broker.poll_errors = [UnknownTopic("no topic s") for _ in range(6)]
+    with capture_logs() as logs:
+        async with run_lane([make_record(0)], broker=broker) as running:
+            await wait_until(lambda: running.committed() == 0)
+    assert len(broker.consumers) == 7
+    assert len(bounds) == 6
+    assert max(bounds) < 0.5
+    assert [entry["error"] for entry in logs if entry["event"] == "lane_waits"] == ["no topic s"] * 6
+
+
+async def test_joins_that_fail_are_counted_told_now_and_then_and_further_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Broken: a lane that cannot join for an hour says so once; or floods the log; or asks as often as it can."""
+    bounds = _record_waits(monkeypatch)
+    broker, released, failures = FakeBroker({"s": 2, "late.dead": 1}), asyncio.Event(), 0
+
+    async def refuse(topic: str) -> int:
+        nonlocal failures
+        if topic != "s" or released.is_set():
+            return 2
+        failures += 1
+        if failures == 36:
+            released.set()
+        raise Unavailable("no answer")
+
+    monkeypatch.setattr(broker, "partition_count", refuse)
+    labels = {"group": "late.hook", "reason": "Unavailable"}
+    before = REGISTRY.get_sample_value("penstock_broker_rejoins_total", labels) or 0
+    with capture_logs() as logs:
+        async with run_lane([make_record(0)], broker=broker) as running:
+            await wait_until(lambda: running.committed() == 0)
+            assert running.metric("penstock_broker_rejoins_total", **labels) - before == 36
+    assert [entry["failures"] for entry in logs if entry["event"] == "lane_waits"] == [1, 2, 4, 8, 16, 32]
+    assert bounds == sorted(bounds)
+    assert bounds[-1] == 5.0
 
 
 async def test_a_missing_topic_is_waited_for() -> None:
