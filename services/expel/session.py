@@ -171,26 +171,29 @@ class Session:
     async def _commit(self, consumer: Consumer) -> None:
         """Tell what is settled, then make durable what is settled without a gap.
 
-        What fails is tried again at the next turn; twice is harmless.
+        What fails is tried again at the next turn; twice is harmless. A partition that left while the report was written
+        is not committed, although it may be back: its topic may have been made anew.
         """
         low_water = self._dispatcher.low_water
         marks = low_water.committable()
+        refused: set[TopicPartition] = set()
         try:
             await self._meter.ledger.report()  # first: what is committed and was never told would count as missing
+            marks = low_water.still_owned(marks)
             if marks:
                 await consumer.commit(marks)
         except NotOwner as error:
-            metrics.BROKER_COMMITS_REFUSED.labels(self._group).inc(len(error.partitions))
+            refused = {TopicPartition(*source) for source in error.partitions}
+            metrics.BROKER_COMMITS_REFUSED.labels(self._group).inc(len(refused))
             # Those owned again meanwhile are counted from anew, and their marks are not these.
-            self._dispatcher.disown({TopicPartition(*source) for source in error.partitions} - consumer.assignment())
-            marks = {source: mark for source, mark in marks.items() if source not in error.partitions}
+            self._dispatcher.disown(refused - consumer.assignment())
         except BrokerError as error:
             if not self._is_failing_to_commit:
                 log.warning("commit_failed", group=self._group, error=str(error), hint="it is tried again every turn")
             self._is_failing_to_commit = True
             return
         self._is_failing_to_commit = False
-        low_water.committed(marks)
+        low_water.committed(marks, refused=refused)
 
     async def revoke(self, partitions: frozenset[TopicPartition]) -> None:
         """`contract.OnRevoke`: finish what is being sent of these, commit, forget."""

@@ -37,10 +37,12 @@ class Session:
     those that are served now.
     """
 
-    def __init__(self, broker: Broker, mover: Mover, meter: Meter, clock: Clock) -> None:
+    def __init__(
+        self, broker: Broker, mover: Mover, meter: Meter, clock: Clock, low_water: LowWater | None = None
+    ) -> None:
         self._broker, self._mover, self._meter, self._clock = broker, mover, meter, clock
         self._watch = GroupWatch(RETRIER_GROUP)
-        self._low_water = LowWater()
+        self._low_water = low_water or LowWater()
         self._committing = asyncio.Lock()
         self.lines: dict[TopicPartition, Line] = {}
         self._tasks: dict[TopicPartition, asyncio.Task[None]] = {}
@@ -129,27 +131,27 @@ class Session:
             self._mover.note_moved([item for item in items if item.offset in moved])
             await self._mover.move(line.source, [item for item in items if item.offset not in moved])
             self._low_water.settle(line.source, [item.offset for item in items])
-            await self._commit(consumer)
+            await self.commit(consumer)
             line.busy = False
             if line.has_room and line.source not in self._stuck and self.lines.get(line.source) is line:
                 consumer.resume([line.source])
 
-    async def _commit(self, consumer: Consumer) -> None:
+    async def commit(self, consumer: Consumer) -> None:
         """Make durable what is settled, of all lines. Tried again for as long as it takes: what comes next waits for it."""
         failures = 0
         async with self._committing:
             while marks := self._low_water.committable():
                 try:
                     await self._mover.ledger.report()  # all lines' at once, and nothing while events only wait
-                    await consumer.commit(marks)
+                    marks = self._low_water.still_owned(marks)
+                    if marks:
+                        await consumer.commit(marks)
                 except NotOwner as error:
-                    metrics.BROKER_COMMITS_REFUSED.labels(RETRIER_GROUP).inc(len(error.partitions))
+                    refused = {TopicPartition(*source) for source in error.partitions}
+                    metrics.BROKER_COMMITS_REFUSED.labels(RETRIER_GROUP).inc(len(refused))
                     # Those owned again meanwhile are counted from anew, and their marks are not these.
-                    self._low_water.forget(
-                        {TopicPartition(*source) for source in error.partitions} - consumer.assignment()
-                    )
-                    kept = {source: mark for source, mark in marks.items() if source not in error.partitions}
-                    self._low_water.committed(kept)
+                    self._low_water.forget(refused - consumer.assignment())
+                    self._low_water.committed(marks, refused=refused)
                     return
                 except BrokerError as error:
                     if not error.retriable:

@@ -141,8 +141,8 @@ class Consumer(Protocol):
     async def commit(self, processed: Mapping[TopicPartition, int]) -> None:
         """Make the last processed offset of each partition durable for the group.
 
-        Raises NotOwner naming the partitions that were refused (revoked or lost meanwhile, or an offset below where this
-        ownership began); the others are committed.
+        Raises NotOwner naming the partitions that were refused (revoked or lost meanwhile, an offset below where this
+        ownership began, or one that it has not polled); the others are committed.
         """
 
     def pause(self, partitions: Collection[TopicPartition]) -> None:

@@ -1,7 +1,7 @@
 """Which offset may be committed: the highest with nothing unsettled at or below it (the low-water mark)."""
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from services.core.broker.record import Batch, TopicPartition
 
@@ -49,6 +49,19 @@ class _Span:
         return self.offsets[self._front - 1] if self._front else None
 
 
+class Marks(dict[TopicPartition, int]):
+    """The last offset that may be committed, by partition. Good only for partitions that nobody has forgotten since:
+    one that left meanwhile and came back may be another topic of the same name, in which these offsets are other records.
+    """
+
+    __slots__ = ("forgets",)
+
+    def __init__(self, offsets: Mapping[TopicPartition, int], forgets: int) -> None:
+        super().__init__(offsets)
+        self.forgets = forgets
+        """How many times partitions had been forgotten when these were made."""
+
+
 class LowWater:
     """Per partition: what was taken, what is settled, and how far a commit may go. Cost per batch, not per record,
     as long as batches are settled in order. Not thread-safe."""
@@ -58,6 +71,9 @@ class LowWater:
         self._marks: dict[TopicPartition, int] = {}
         self._committed: dict[TopicPartition, int] = {}
         self._held = 0
+        self._forgets = 0
+        self._forgotten: dict[TopicPartition, int] = {}
+        """Which of the forgets was the last of each partition."""
 
     def take(self, batch: Batch) -> None:
         """A polled batch is in flight now. Batches of a partition are taken in offset order."""
@@ -92,17 +108,26 @@ class LowWater:
         if spans and (mark := spans[0].low_water()) is not None:
             self._marks[source] = mark
 
-    def committable(self) -> dict[TopicPartition, int]:
-        """Marks that moved since `committed` was told; empty when there is nothing new to commit."""
-        return {source: mark for source, mark in self._marks.items() if self._committed.get(source) != mark}
+    def committable(self) -> Marks:
+        """Marks that differ from those last passed to `committed`; empty when there is nothing new to commit."""
+        moved = {source: mark for source, mark in self._marks.items() if self._committed.get(source) != mark}
+        return Marks(moved, self._forgets)
 
-    def committed(self, marks: dict[TopicPartition, int]) -> None:
-        """These marks are durable now."""
-        self._committed.update(marks)
+    def still_owned(self, marks: Marks) -> Marks:
+        """Those of the marks that may be committed now, after whatever was awaited since `committable`."""
+        owned = {source: mark for source, mark in marks.items() if self._forgotten.get(source, 0) <= marks.forgets}
+        return Marks(owned, marks.forgets)
+
+    def committed(self, marks: Marks, *, refused: Collection[TopicPartition] = ()) -> None:
+        """These marks are durable now, but the refused ones."""
+        durable = self.still_owned(marks)
+        self._committed.update({source: mark for source, mark in durable.items() if source not in refused})
 
     def forget(self, sources: Iterable[TopicPartition]) -> None:
         """These partitions are another member's now; what is in flight of them is no longer ours to commit."""
+        self._forgets += 1
         for source in sources:
+            self._forgotten[source] = self._forgets
             self._held -= sum(len(span.offsets) for span in self._spans.pop(source, ()))
             self._marks.pop(source, None)
             self._committed.pop(source, None)

@@ -62,3 +62,29 @@ def test_forgotten_partition_is_not_committed() -> None:
     marks.settle(SOURCE, [1, 2])
     assert marks.committable() == {}
     assert marks.in_flight() == 0
+
+
+def test_marks_do_not_outlive_their_ownership() -> None:
+    """Broken: a topic is deleted and made anew while a commit waits, and the commit passes over the new records."""
+    marks = LowWater()
+    marks.take(make_batch([1, 2]))
+    marks.settle(SOURCE, [1, 2])
+    before = marks.committable()
+    marks.forget([SOURCE])
+    marks.take(make_batch([1, 2]))
+    assert marks.still_owned(before) == {}
+    marks.settle(SOURCE, [1])
+    marks.committed(before)
+    assert marks.committable() == {SOURCE: 1}
+    marks.settle(SOURCE, [2])
+    marks.committed(before)
+    assert marks.committable() == {SOURCE: 2}, "the commit of an earlier ownership hid this one's"
+
+
+def test_refused_marks_are_not_committed() -> None:
+    """Broken: what the broker refused is never committed again."""
+    marks = LowWater()
+    marks.take(make_batch([1, 2]))
+    marks.settle(SOURCE, [1, 2])
+    marks.committed(marks.committable(), refused={SOURCE})
+    assert marks.committable() == {SOURCE: 2}

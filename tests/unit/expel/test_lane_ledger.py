@@ -119,6 +119,24 @@ async def test_nothing_is_committed_that_is_not_told() -> None:
     assert told.keys() == {"lag_in", "lag_out", "e2e", "transit_time", "expel_time"}
 
 
+async def test_a_commit_that_waited_for_its_report_is_not_made_on_a_topic_made_anew() -> None:
+    """Broken: events of a stream that was deleted and made anew are never delivered, and nobody knows."""
+    async with run_lane() as desk:
+        await wait_until(lambda: desk.committed() == 29)
+        desk.telemetry.gate.clear()
+        desk.broker.stored[P0] += [event(number) for number in range(30, 50)]
+        await wait_until(lambda: desk.telemetry.waiting == 1 and desk.dispatchers[0].unsettled == 0)
+        desk.dispatchers[0].disown([P0])
+        desk.broker.stored[P0].clear()
+        desk.broker.consumers[0].positions[P0] = 0
+        desk.broker.committed.clear()
+        desk.broker.commits.clear()
+        desk.telemetry.gate.set()
+        desk.broker.stored[P0].append(event(50))
+        await wait_until(lambda: desk.committed() >= 0)
+    assert desk.broker.commits == [{P0: 0}]
+
+
 async def test_that_nothing_can_be_told_is_said_once() -> None:
     """Broken: while the telemetry topic is away the log grows by ten lines a second and destination."""
     with structlog.testing.capture_logs() as logs:

@@ -214,9 +214,21 @@ async def test_commits_of_partitions_never_owned_are_refused_and_the_others_stor
     """If it fails, one wrong partition loses the progress of all others."""
     await fill(broker, "visits", 0)
     async with member(broker, "visits") as consumer:
+        await consumer.poll(max_records=8, max_wait=DEADLINE)
         with pytest.raises(NotOwner) as raised:
             await consumer.commit({TopicPartition("orders", 1): 3, TopicPartition("visits", 0): 7})
     assert raised.value.partitions == {("orders", 1)}
+    assert await broker.admin.committed("g", "visits") == {0: 7}
+
+
+async def test_a_commit_of_what_was_not_polled_is_refused(broker: LogBroker) -> None:
+    """If it fails, a caller's stale offset passes over records that nobody has seen."""
+    await fill(broker, "visits", 0)
+    async with member(broker, "visits") as consumer:
+        await consumer.poll(max_records=8, max_wait=DEADLINE)
+        with pytest.raises(NotOwner):
+            await consumer.commit({TopicPartition("visits", 0): 8})
+        await consumer.commit({TopicPartition("visits", 0): 7})
     assert await broker.admin.committed("g", "visits") == {0: 7}
 
 

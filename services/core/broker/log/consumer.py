@@ -64,8 +64,12 @@ class LogConsumer:
     async def commit(self, processed: Mapping[TopicPartition, int]) -> None:
         """As in the contract."""
         owned = self._membership.owned
-        refused = {TopicPartition(*source) for source in processed if source not in owned}
-        offsets = {TopicPartition(*s): (owned[s].epoch, offset) for s, offset in processed.items() if s in owned}
+        offsets = {
+            TopicPartition(*source): (owned[source].epoch, offset)
+            for source, offset in processed.items()
+            if source in owned and offset < owned[source].position
+        }
+        refused = {TopicPartition(*source) for source in processed} - offsets.keys()
         if offsets:
             refused |= await self._side.progress.commit(Claim(self._membership.group, self._membership.member, offsets))
         for source, (epoch, offset) in offsets.items():
