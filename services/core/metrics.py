@@ -43,6 +43,11 @@ BROKER_PACE = Gauge(
     "The part of a shard's write capacity that this process allows itself: 1 until it is throttled.",
     ["topic", "shard"],
 )
+BROKER_TAG_MISSING = Gauge(
+    "penstock_broker_partitions_tag_missing",
+    "1 while a Kinesis stream's tag does not tell its partitions, or fewer than it had: keys may move. Else 0.",
+    ["topic"],
+)
 BROKER_READ_THROTTLES = Counter(
     "penstock_broker_shard_read_throttles", "Reads that Kinesis refused for a shard's limits.", ["topic", "shard"]
 )

@@ -13,7 +13,7 @@ from services.core.broker.kinesis.shards import Shard, shard_id, shard_number
 class FakeStream:
     """The client. fail: error codes by operation. asked: how often, by operation. read: shards that somebody reads.
 
-    gate: closed, ListShards does not answer.
+    gate: closed, ListShards does not answer. tag_at_change: the tag when each split or merge was asked for.
     """
 
     def __init__(self, shards: Sequence[Shard], partitions: int | None = None) -> None:
@@ -21,6 +21,7 @@ class FakeStream:
         self.fail: dict[str, str] = {}
         self.asked = Counter[str]()
         self.read = set[int]()
+        self.tag_at_change: list[int | None] = []
         self.gate = asyncio.Event()
         self.gate.set()
 
@@ -33,6 +34,18 @@ class FakeStream:
         self._answer("ListTagsForStream")
         tags = [] if self.partitions is None else [{"Key": "penstock:partitions", "Value": str(self.partitions)}]
         return {"Tags": tags, "HasMoreTags": False}
+
+    async def add_tags_to_stream(self, **asked: Any) -> None:
+        self._answer("AddTagsToStream")
+        self.partitions = int(asked["Tags"]["penstock:partitions"])
+
+    async def merge_shards(self, **_asked: Any) -> None:
+        self._answer("MergeShards")
+        self.tag_at_change.append(self.partitions)
+
+    async def split_shard(self, **_asked: Any) -> None:
+        self._answer("SplitShard")
+        self.tag_at_change.append(self.partitions)
 
     async def get_shard_iterator(self, **asked: Any) -> dict[str, Any]:
         self._answer("GetShardIterator")

@@ -2,11 +2,17 @@
 
 import asyncio
 from collections.abc import Callable
+from typing import cast
 
 import pytest
+from prometheus_client import REGISTRY
+from structlog.testing import capture_logs
 
-from services.core.broker.errors import Unavailable, UnknownTopic
+from services.core.broker.errors import BrokerError, Unavailable, UnknownTopic
 from services.core.broker.kinesis import streams as streams_module
+from services.core.broker.kinesis.put_records import PutRecords
+from services.core.broker.kinesis.resharding import KinesisResharding
+from services.core.broker.kinesis.sdk import Clients
 from services.core.broker.kinesis.shards import Shard
 from services.core.broker.kinesis.streams import Streams
 from services.core.broker.kinesis.timing import Timing
@@ -109,3 +115,91 @@ async def test_what_is_known_does_not_hold_for_ever(clock: _Time) -> None:
     stream.fail["ListShards"] = "ResourceNotFoundException"
     with pytest.raises(UnknownTopic):
         await streams.of("t")
+
+
+def _missing() -> float | None:
+    return REGISTRY.get_sample_value("penstock_broker_partitions_tag_missing", {"topic": "t"})
+
+
+@pytest.mark.parametrize("tag", [None, 2])
+async def test_partitions_stay_when_their_tag_goes(clock: _Time, tag: int | None) -> None:
+    """If it fails, infrastructure code that removes tags it does not know moves most keys to another partition, in silence."""
+    stream = FakeStream([OLD, NEW], partitions=16)
+    streams = Streams(stream, Timing())
+    assert (await streams.of("t")).partitions == 16
+    assert _missing() == 0
+    stream.partitions = tag
+    with capture_logs() as logs:
+        for _ in range(3):
+            clock.now += 121
+            assert (await streams.of("t")).partitions == 16
+        streams.refresh("t")
+        assert (await streams.of("t")).partitions == 16
+    assert [one["event"] for one in logs if one["log_level"] == "error"] == ["partitions_not_told"], "said once"
+    assert _missing() == 1
+    stream.partitions = 16
+    clock.now += 121
+    await streams.of("t")
+    assert _missing() == 0
+
+
+async def test_a_reshard_of_an_untagged_stream_moves_no_key_and_is_told(clock: _Time) -> None:
+    """If it fails, a merge by hand of a stream that was made elsewhere spreads its keys over fewer partitions."""
+    stream = FakeStream([shard._replace(parents=()) for shard in (OLD, NEW)])
+    streams = Streams(stream, Timing())
+    assert (await streams.of("t")).partitions == 2
+    assert _missing() == 0
+    closed = [shard._replace(is_open=False) for shard in stream.shards]
+    stream.shards = [*closed, Shard(2, (0, 1), 0, 9, is_open=True)]
+    clock.now += 2 * SYNC
+    assert (await streams.of("t")).partitions == 2
+    assert _missing() == 1
+    stream.partitions = 2
+    clock.now += 121
+    assert (await streams.of("t")).is_tagged
+    assert _missing() == 0
+
+
+async def test_a_tag_corrects_what_a_resharded_stream_seemed_to_have(clock: _Time) -> None:
+    """If it fails, an operator who puts the tag back is not believed by processes that began without it."""
+    stream = FakeStream([OLD, NEW])
+    streams = Streams(stream, Timing())
+    assert (await streams.of("t")).partitions == 2
+    assert _missing() == 1, "a child among them: it was split"
+    stream.partitions = 1
+    clock.now += 121
+    assert (await streams.of("t")).partitions == 1
+
+
+async def test_an_untagged_stream_gets_its_tag_before_our_first_change() -> None:
+    """If it fails, the autoscaler's first merge of a stream that was made elsewhere moves half of its keys."""
+    stream = FakeStream([Shard(n, (), n, n, is_open=True) for n in range(4)])
+    resharding = KinesisResharding(_clients(stream), Streams(stream, Timing()), Timing())
+    await resharding.merge("t", 0, 1)
+    await resharding.split("t", 2, 1)
+    assert stream.tag_at_change == [4, 4]
+    assert stream.asked["AddTagsToStream"] == 1
+
+
+async def test_a_tag_that_went_is_put_back_before_our_next_change() -> None:
+    """If it fails, the autoscaler's next merge makes the loss of the tag a loss of order."""
+    stream = FakeStream([OLD._replace(is_open=False), NEW], partitions=16)
+    streams = Streams(stream, Timing())
+    await streams.of("t")
+    stream.partitions = None
+    await KinesisResharding(_clients(stream), streams, Timing()).split("t", 1, 1)
+    assert stream.tag_at_change == [16]
+
+
+async def test_a_resharded_stream_without_a_tag_is_left_alone() -> None:
+    """If it fails, the autoscaler writes down the number of shards as that of partitions, and every process takes it."""
+    stream = FakeStream([OLD._replace(is_open=False), NEW])
+    resharding = KinesisResharding(_clients(stream), Streams(stream, Timing()), Timing())
+    with pytest.raises(BrokerError, match="Try: aws kinesis add-tags-to-stream"):
+        await resharding.split("t", 1, 1)
+    assert stream.partitions is None
+    assert stream.tag_at_change == []
+
+
+def _clients(stream: FakeStream) -> Clients:
+    return Clients(stream, None, cast("PutRecords", None), None)

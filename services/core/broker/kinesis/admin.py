@@ -90,7 +90,7 @@ class KinesisAdmin:
             raise ValueError(f"{topic} has {topology.partitions} partitions; {partitions} is not more")
         async with self._bounded(f"tag {topic}"):
             await self._kinesis.add_tags_to_stream(StreamName=topic, Tags={PARTITIONS_TAG: str(partitions)})
-        self._streams.forget(topic)
+        self._streams.refresh(topic)
         while (step := next_split((await self._streams.of(topic, max_age=0)).shards, partitions)) is not None:
             shard, cut = step
             async with self._bounded(f"split {topic}[{shard.number}]"):

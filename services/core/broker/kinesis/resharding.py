@@ -6,12 +6,13 @@ from bisect import bisect_left
 from collections.abc import Mapping
 from typing import Any
 
+from services.core.broker.errors import BrokerError
 from services.core.broker.kinesis import pace
 from services.core.broker.kinesis.faults import bounded
 from services.core.broker.kinesis.sdk import Clients
 from services.core.broker.kinesis.settling import settle, status_of
 from services.core.broker.kinesis.shards import Shard, open_shards, shard_id
-from services.core.broker.kinesis.slots import HASH_KEYS, hash_key_of
+from services.core.broker.kinesis.slots import HASH_KEYS, PARTITIONS_TAG, hash_key_of
 from services.core.broker.kinesis.streams import Streams
 from services.core.broker.kinesis.tags import read_tags
 from services.core.broker.kinesis.timing import Timing
@@ -66,7 +67,7 @@ class KinesisResharding:
         try:
             await settle(self._kinesis, topic, self._timing)
         finally:
-            self._streams.forget(topic)
+            self._streams.refresh(topic)
 
     async def room(self) -> int:
         """As in `Resharding`; at most a minute old: an account may ask once a second in all."""
@@ -90,9 +91,27 @@ class KinesisResharding:
             )
 
     async def _change(self, topic: str, operation: str, **asked: Any) -> None:
+        await self._tag(topic)
         async with bounded(f"{operation} {topic}", self._timing.request):
             await getattr(self._kinesis, operation)(**asked)
         self._room = None
+
+    async def _tag(self, topic: str) -> None:
+        """Without a tag the shards tell how many partitions there are, so it is written before they change. Raises BrokerError
+        when they may have changed already.
+        """
+        self._streams.refresh(topic)
+        topology = await self._streams.of(topic, max_age=0.0)
+        if topology.is_tagged:
+            return
+        if not topology.is_certain:
+            raise BrokerError(
+                f"{topic} has no tag {PARTITIONS_TAG} and was split or merged before: nobody knows over how many partitions its "
+                f"keys are spread, so its shards are left alone. Try: aws kinesis add-tags-to-stream --stream-name {topic} "
+                f"--tags {PARTITIONS_TAG}=<partitions>"
+            )
+        await self.note(topic, {PARTITIONS_TAG.removeprefix(_PREFIX): str(topology.partitions)})
+        self._streams.refresh(topic)
 
 
 def _first_slot(shard: Shard, partitions: int) -> int:

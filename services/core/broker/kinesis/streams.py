@@ -7,6 +7,7 @@ from typing import Any
 
 import structlog
 
+from services.core import metrics
 from services.core.broker.errors import BrokerError, Unavailable, UnknownTopic
 from services.core.broker.kinesis.faults import bounded
 from services.core.broker.kinesis.shards import Shard, parse_shard
@@ -26,10 +27,15 @@ _STALE_SECONDS = 300.0
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """shards: all that are kept, closed ones too. partitions: to be written to, see `slots`."""
+    """shards: all that are kept, closed ones too. partitions: to be written to, see `slots`. is_tagged: the tag says so now.
+
+    is_certain: the tag says so, or did, or the shards are as they were made, as far as their listing tells.
+    """
 
     shards: tuple[Shard, ...]
     partitions: int
+    is_tagged: bool = True
+    is_certain: bool = True
 
 
 @dataclass(slots=True)
@@ -37,8 +43,13 @@ class _Known:
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     topology: Topology | None = None
     asked: float = 0.0
+    told: int = 0
+    """The most that its tag ever said."""
+    untold: int = 0
+    """The open shards that it had without a tag, when it was met."""
     tag: int | None = None
     tag_asked: float = -_TAG_SECONDS
+    is_alarmed: bool = False
     failed: float = -_STALE_SECONDS
     """When a try began that failed."""
     refreshing: asyncio.Task[None] | None = None
@@ -91,8 +102,13 @@ class Streams:
         """Ask for nothing more."""
         await end_tasks(*(known.refreshing for known in self._streams.values()))
 
+    def refresh(self, topic: str) -> None:
+        """Ask anew next time, of the tag too; how many partitions it has stays known meanwhile."""
+        if (known := self._streams.get(topic)) is not None:
+            known.asked = known.tag_asked = -_STALE_SECONDS
+
     def forget(self, topic: str) -> None:
-        """Ask anew next time, of the tag too."""
+        """The stream was deleted, or made: what is known is of another one."""
         known = self._streams.pop(topic, None)
         if known is not None and known.refreshing is not None:
             known.refreshing.cancel()
@@ -112,9 +128,31 @@ class Streams:
             if known.topology is not None and asking - known.asked < _STALE_SECONDS:
                 return known.topology
             raise
-        partitions = known.tag or sum(shard.is_open for shard in shards)
-        known.topology, known.asked = Topology(shards, partitions), asking
+        known.topology, known.asked = self._count(topic, known, shards), asking
         return known.topology
+
+    def _count(self, topic: str, known: _Known, shards: tuple[Shard, ...]) -> Topology:
+        """Nothing makes the partitions fewer, and a reshard of an untagged stream makes no other ones: keys would move."""
+        open_shards = sum(shard.is_open for shard in shards)
+        known.told = max(known.told, known.tag or 0)
+        known.untold = known.untold or open_shards
+        partitions = known.told or known.untold
+        is_resharded = any(shard.parents or not shard.is_open for shard in shards)
+        found = Topology(shards, partitions, known.tag == partitions, bool(known.told) or not is_resharded)
+        is_doubtful = partitions != (known.tag or open_shards) or not found.is_certain
+        metrics.BROKER_TAG_MISSING.labels(topic).set(is_doubtful)
+        if is_doubtful and not known.is_alarmed:
+            log.error(
+                "partitions_not_told",
+                stream=topic,
+                tag=known.tag,
+                open_shards=open_shards,
+                partitions=partitions,
+                hint="a process that starts now may take another number, and keys move. "
+                f"Try: the tag {PARTITIONS_TAG} with the number that the stream was made with, also in your infrastructure code",
+            )
+        known.is_alarmed = is_doubtful
+        return found
 
     async def _renew_tag(self, topic: str, known: _Known) -> None:
         """It seldom changes: while the service does not tell, what it was holds, for shards that are new, too."""
