@@ -255,6 +255,9 @@ AUTOSCALER_GROUP_FAILURES = Counter(
 )
 
 FLEET_RESTARTS = Counter("penstock_fleet_restarts", "Processes that died and were started again.", ["service"])
+FLEET_LOG_LINES_LOST = Counter(
+    "penstock_fleet_log_lines_lost", "Lines that a process said and its log file could not take.", ["process"]
+)
 
 LAG_IN = LagFamily("penstock_lag_in_seconds", "Event time to arrival at the node.", ["pipe", "node"])
 LAG_OUT = LagFamily("penstock_lag_out_seconds", "Event time to departure from the node.", ["pipe", "node"])

@@ -369,11 +369,13 @@ def read_pipes(path: Path) -> tuple[Document, PipeFile, list[Problem]]:
 
     Raises BadConfiguration, with the broken references, too, when the shape is wrong.
     """
-    if not path.exists():
-        raise BadConfiguration(
-            [Problem(str(path), "", "there is no such file. Try: penstock init, or -f with another")]
-        )
-    document = load_yaml(path)
+    try:
+        document = load_yaml(path)
+    except BadConfiguration as error:
+        if isinstance(error.__cause__, FileNotFoundError):
+            missing = Problem(str(path), "", "there is no such file. Try: penstock init, or -f with another")
+            raise BadConfiguration([missing]) from None
+        raise
     if document.data is None:
         raise BadConfiguration([document.problem((), "is empty. Try: penstock init")])
     problems = [document.problem(key, message) for key, message in find_broken_references(document.data)]

@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from services.core.masking import mask_text
+from services.core.snapshot import source_of
 
 MAX_FILE_BYTES = 1_000_000
 MAX_DEPTH = 50
@@ -60,9 +61,9 @@ class Document:
 
 
 def load_yaml(path: Path) -> Document:
-    """Read and parse one file. Blocking. Raises BadConfiguration, for an unreadable file too."""
+    """Read and parse one file (`snapshot.source_of`). Blocking. Raises BadConfiguration, for an unreadable file too."""
     try:
-        with path.open("rb") as file:
+        with source_of(path).open("rb") as file:
             raw = file.read(MAX_FILE_BYTES + 1)
         text = raw.decode("utf-8-sig")
     except OSError as error:

@@ -1,5 +1,7 @@
 """Where the command line prints: results to stdout, everything else to stderr. Colours only on a terminal."""
 
+from contextlib import suppress
+
 from rich.console import Console
 from rich.text import Text
 
@@ -12,8 +14,12 @@ ERR = Console(stderr=True, highlight=False, soft_wrap=True)
 
 
 def note(text: str, style: str = "") -> None:
-    """One line for a person, on stderr; never parsed for markup, never with a secret."""
-    ERR.print(Text(mask_text(text), style=style))
+    """One line for a person, on stderr; never parsed for markup, never with a secret. A file that is full takes none."""
+    with suppress(OSError):
+        with ERR.capture() as line:  # printed directly, it would stay in the console's own memory each time
+            ERR.print(Text(mask_text(text), style=style))
+        ERR.file.write(line.get())
+        ERR.file.flush()
 
 
 def print_failure(error: CommandFailed) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 import orjson
 
 from services.core.masking import mask_text
+from services.core.metrics import FLEET_LOG_LINES_LOST
 from services.fleet.rotation import RotatedLog
 
 MAX_LINE_BYTES = 64_000
@@ -33,6 +34,7 @@ class Output:
         self._name, self._log, self._say = name, log, say
         reader, self.writer = os.pipe()
         self._budget, self._budget_at = float(SHOWN_AT_ONCE), time.monotonic()
+        self._losing = False
         self._last: deque[str] = deque(maxlen=REMEMBERED)
         self._thread = threading.Thread(target=self._read, args=(reader,), name=f"output of {name}", daemon=True)
         self._thread.start()
@@ -45,12 +47,25 @@ class Output:
     def _read(self, reader: int) -> None:
         with os.fdopen(reader, "rb") as pipe, RotatedLog(self._log) as log:
             while line := pipe.readline(MAX_LINE_BYTES):
-                log.write(line)
+                self._keep(log, line)
                 level, text = describe_line(line)
                 self._last.append(text)
                 if level in _SHOWN and (budget := self._take_budget()):
                     more = "" if budget >= 1 else f" (and more, in {self._log})"
                     self._say(level, f"{self._name}: {text}{more}")
+
+    def _keep(self, log: RotatedLog, line: bytes) -> None:
+        """What cannot be kept is counted: were it an error, nobody would read the pipe, and the service would stop."""
+        try:
+            log.write(line)
+        except OSError as error:
+            FLEET_LOG_LINES_LOST.labels(self._name).inc()
+            if not self._losing:
+                hint = "what the service says is lost until it can be. Try: freeing space there"
+                self._say("error", f"{self._log} cannot be written: {error.strerror}; {hint}")
+            self._losing = True
+        else:
+            self._losing = False
 
     def _take_budget(self) -> float:
         """How many more lines the console may get now; 0: none. A service in trouble must not flood it."""

@@ -1,12 +1,13 @@
 """From settings and pipe file to the processes to run."""
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from urllib.parse import quote
 
 from services.core.address import parse_address
 from services.core.pipes import PipeFile, needs_retrier
+from services.core.snapshot import SNAPSHOT_VARIABLE, copy_in
 from services.core.units import format_duration
 from services.fleet.folder import STATE_FILE
 from services.fleet.ports import free_port
@@ -20,7 +21,10 @@ fleet that stops."""
 
 @dataclass(frozen=True, slots=True)
 class FleetPlan:
-    """What one fleet runs. data is absolute; broker is a URL; listen and observer are where ingest and the observer listen."""
+    """What one fleet runs. data is absolute; broker is a URL; listen and observer are where ingest and the observer listen.
+
+    pipes: the pipe file, or its copy in the fleet's snapshot.
+    """
 
     data: Path
     broker: str
@@ -39,8 +43,8 @@ def broker_url(settings: UpSettings, kafka: str | None) -> str:
     return f"kafka://{kafka}" if kafka is not None else settings.broker
 
 
-def make_plan(settings: UpSettings, pipes: PipeFile, broker: str, config: str | None) -> FleetPlan:
-    """Which processes with which arguments."""
+def make_plan(settings: UpSettings, pipes: PipeFile, broker: str, config: str | None, snapshot: Path) -> FleetPlan:
+    """Which processes with which arguments. snapshot: where the files lie that they read (`core.snapshot`)."""
     shared = ["--broker", broker, "--pipes", str(settings.pipes.absolute()), "--log-level", settings.log_level]
     shared += ["--drain", format_duration(settings.drain), "--ledger", str(settings.ledger).lower()]
     if config:
@@ -64,10 +68,11 @@ def make_plan(settings: UpSettings, pipes: PipeFile, broker: str, config: str | 
         groups = ["--group-driver", f"fleet://{quote(str(data))}", "--observer", observer]
         targets = ["--targets", str(data / STATE_FILE)]
         services.append(_spec("autoscaler", 1, "services.autoscaler", [*shared, *groups, *targets]))
+    services = [replace(spec, environ={**spec.environ, SNAPSHOT_VARIABLE: str(snapshot)}) for spec in services]
     return FleetPlan(
         data,
         broker,
-        settings.pipes.absolute(),
+        copy_in(snapshot, settings.pipes),
         settings.listen,
         observer,
         tuple(services),

@@ -42,8 +42,11 @@ class ServiceSpec:
 class ServiceProcess:
     """One process of the fleet, over all its runs. `pid` and `management` are those of the current run."""
 
-    def __init__(self, spec: ServiceSpec, logs: Path, say: Say, changed: Callable[[], None]) -> None:
-        self.spec = spec
+    def __init__(
+        self, spec: ServiceSpec, logs: Path, say: Say, changed: Callable[[], None], starting: Callable[[], bool]
+    ) -> None:
+        """starting: whether the fleet is still on its way up, and bad configuration ends it."""
+        self.spec, self._starting = spec, starting
         self.log = logs / f"{spec.name}.log"
         self.restarts = 0
         self.management = ""
@@ -66,22 +69,33 @@ class ServiceProcess:
     async def keep_running(self) -> None:
         """Run it until `stop`; when it dies start it again, after an exponential, jittered wait of at most 30 s.
 
-        Raises CommandFailed when its configuration is bad: starting again would not help.
+        Bad configuration raises CommandFailed while the fleet is starting: a person waits for it. Later that is a wait as any
+        other: what one service is told must not end those that work.
         """
         failures = 0
         while not self._stopping.is_set():
             begun = time.monotonic()
-            status = await self._run_once()
+            try:
+                status = await self._run_once()
+                end = self._describe_end(status)
+            except OSError as error:  # no memory, process or descriptor is left for it: the others have theirs
+                status, end = 1, f"{self.spec.name} could not be started: {error.strerror}."
             if self._stopping.is_set():
                 return
+            level, remedy = "error", "repair what is named above"
             if status == BAD_CONFIGURATION:
-                raise CommandFailed(self._describe_end(status), "repair what is named above", status=2)
+                if self._starting():
+                    raise CommandFailed(end, remedy, status=2)
+                level, end = (
+                    "critical",
+                    f"{end}\n  Its configuration is refused; the rest of the fleet goes on. Try: {remedy}.",
+                )
             failures = 0 if time.monotonic() - begun > HEALTHY_AFTER_S else failures
             wait = random.uniform(0.5, 1) * min(MAX_WAIT_S, FIRST_WAIT_S * 2**failures)  # noqa: S311
             failures += 1
             self.restarts += 1
             FLEET_RESTARTS.labels(self.spec.service).inc()
-            self._say("error", f"{self._describe_end(status)} Started again in {wait:.1f} s.")
+            self._say(level, f"{end} Started again in {wait:.1f} s.")
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), wait)
 

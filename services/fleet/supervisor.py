@@ -1,18 +1,20 @@
 """The fleet: starts the services, keeps them running, resizes and drains them. Used by `penstock up` and by the demo."""
 
 import asyncio
+import contextlib
 import dataclasses
 import os
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import aiohttp
 
 from services.core.management import serve_management
 from services.fleet.control import Control
-from services.fleet.folder import FleetState, ProcessState, write_state, write_token
+from services.fleet.folder import STATE_FILE, FleetState, ProcessState, write_state, write_token
 from services.fleet.output import Say
 from services.fleet.plan import START_ORDER, FleetPlan
 from services.fleet.problem import CommandFailed
@@ -23,6 +25,9 @@ from services.fleet.stop import Stop
 
 GRACE_S = 5.0
 """A service bounds its own drain; this much later it is killed."""
+
+STATE_AGAIN_S = 5.0
+_STATE_HINT = "The services go on; penstock status and the autoscaler do not see what changes. Try: freeing space there"
 
 Progress = Callable[[str], None]
 """One line for a person, about starting and stopping."""
@@ -37,7 +42,7 @@ class Fleet:
         self.plan, self._say, self._progress, self._stop = plan, say, progress, stop
         self.management = ""
         self.drained = False
-        self.resizable = False
+        self.resizable = self.started = False
         self._state_due = asyncio.Event()
         self.running: dict[ServiceProcess, asyncio.Task[None]] = {}
 
@@ -54,7 +59,9 @@ class Fleet:
             self._add(spec)
 
     def _add(self, spec: ServiceSpec) -> None:
-        process = ServiceProcess(spec, self.plan.data / "logs", self._say, self._state_due.set)
+        process = ServiceProcess(
+            spec, self.plan.data / "logs", self._say, self._state_due.set, lambda: not self.started
+        )
         self.running[process] = self._group.create_task(process.keep_running(), name=spec.name)
 
     def of(self, service: str) -> list[ServiceProcess]:
@@ -101,18 +108,23 @@ class Fleet:
         return FleetState(os.getpid(), self.management, *where, processes)
 
     async def keep_state(self) -> None:
-        """Write the state file whenever something changed.
+        """Write the state file whenever something changed; when it cannot be written, say so once, go on and try again.
 
         When cancelled it waits for a write under way: that would bring the file back after the folder was left.
         """
+        failed = False
         while True:
-            await self._state_due.wait()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._state_due.wait(), STATE_AGAIN_S if failed else None)
             self._state_due.clear()
-            writing = asyncio.ensure_future(asyncio.to_thread(write_state, self.plan.data, self.state()))
+            writing = asyncio.ensure_future(asyncio.to_thread(_try_to_write, self.plan.data, self.state()))
             try:
-                await asyncio.shield(writing)
+                error = await asyncio.shield(writing)
             finally:
                 await asyncio.wait({writing})
+            if error is not None and not failed:
+                self._say("error", f"{self.plan.data / STATE_FILE} cannot be written: {error.strerror}. {_STATE_HINT}")
+            failed = error is not None
 
     async def wait_ready(self) -> None:
         """Until every process is ready. Raises CommandFailed when one is not in time, or when asked to stop."""
@@ -153,7 +165,13 @@ async def run_fleet(plan: FleetPlan, management: str, say: Say, progress: Progre
     Raises CommandFailed when a service cannot start or has a bad configuration, also while the caller runs.
     """
     token = secrets.token_urlsafe(32)
-    await asyncio.to_thread(write_token, plan.data, token)
+    try:
+        await asyncio.to_thread(write_token, plan.data, token)
+    except OSError as error:
+        raise CommandFailed(
+            f"the data folder {plan.data} cannot be written: {error.strerror}",
+            "freeing space there, or --data with another",
+        ) from error
     fleet = Fleet(plan, say, progress, stop)
     routes = Control(fleet.of, fleet.resize, token).routes()
     try:
@@ -165,7 +183,7 @@ async def run_fleet(plan: FleetPlan, management: str, say: Say, progress: Progre
             fleet.start(group)
             try:
                 await fleet.wait_ready()
-                fleet.resizable = True
+                fleet.resizable = fleet.started = True
                 yield fleet
                 await fleet.drain()
             finally:
@@ -176,6 +194,14 @@ async def run_fleet(plan: FleetPlan, management: str, say: Say, progress: Progre
                 await asyncio.wait(tasks)  # the group's end would cancel them once more
     except BaseExceptionGroup as errors:
         raise _first(errors) from None
+
+
+def _try_to_write(data: Path, state: FleetState) -> OSError | None:
+    try:
+        write_state(data, state)
+    except OSError as error:
+        return error
+    return None
 
 
 def _first(errors: BaseExceptionGroup[BaseException]) -> BaseException:

@@ -3,14 +3,18 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
+from pathlib import Path
 
+from services.core.snapshot import Contents, write_snapshot
 from services.fleet.console import note
 from services.fleet.folder import hold_folder
 from services.fleet.kafka import run_kafka
 from services.fleet.output import Say
-from services.fleet.pipe_check import check_pipe_file
+from services.fleet.pipe_check import check_pipe_file, read_checked
 from services.fleet.plan import broker_url, make_plan
 from services.fleet.ports import check_port_free
+from services.fleet.problem import CommandFailed
 from services.fleet.settings import UpSettings
 from services.fleet.stop import Stop, stop_on_signals
 from services.fleet.supervisor import Fleet, Progress, run_fleet
@@ -32,9 +36,8 @@ async def fleet_of(
 
     Raises BadConfiguration, CommandFailed.
     """
-    pipes = await asyncio.to_thread(
-        check_pipe_file, settings.pipes, listen=settings.listen, allow_networks=settings.allow_networks
-    )
+    check = partial(check_pipe_file, settings.pipes, listen=settings.listen, allow_networks=settings.allow_networks)
+    pipes, contents = await asyncio.to_thread(read_checked, settings.pipes, config, check)
     await asyncio.to_thread(check_port_free, settings.listen, "ingest", "--listen")
     await asyncio.to_thread(check_port_free, settings.management, "the supervisor", "--management")
     await asyncio.to_thread(check_port_free, settings.observer, "the observer", "--observer")
@@ -44,11 +47,22 @@ async def fleet_of(
         if settings.broker == "kafka":
             progress("starting Kafka")
             kafka = await stack.enter_async_context(run_kafka(settings.data.absolute() / "kafka", say, stop))
-        plan = make_plan(settings, pipes, broker_url(settings, kafka), config)
+        snapshot = settings.data.absolute() / "snapshot"
+        await asyncio.to_thread(_keep, snapshot, contents)
+        plan = make_plan(settings, pipes, broker_url(settings, kafka), config, snapshot)
         provisioned = await provision(plan.broker, pipes)
         progress(f"topics: {len(provisioned.created)} created, {len(provisioned.kept)} there already")
         stop.check()
         yield await stack.enter_async_context(run_fleet(plan, settings.management, say, progress, stop))
+
+
+def _keep(folder: Path, contents: Contents) -> None:
+    try:
+        write_snapshot(folder, contents)
+    except OSError as error:
+        raise CommandFailed(
+            f"{folder} cannot be written: {error.strerror}", "freeing space there, or --data with another folder"
+        ) from error
 
 
 async def run_up(settings: UpSettings, config: str | None) -> int:

@@ -4,6 +4,7 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Callable, Mapping
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 from typing import Protocol
@@ -12,6 +13,7 @@ from pyspark import cloudpickle
 from pyspark.sql import DataFrame, SparkSession
 
 from services.core.pipes import Transform
+from services.core.snapshot import source_of
 from spark.out import BadTransform
 
 
@@ -77,9 +79,21 @@ def load_definition(transform: Transform, folder: Path) -> Definition:
     return PythonDefinition(function)
 
 
+class _SnapshotLoader(SourceFileLoader):
+    """Loads a module of this path from where `source_of` has it."""
+
+    def path_stats(self, path: str) -> Mapping[str, float]:
+        """Not known: so no bytecode is kept, which would be that of the file as it is now."""
+        raise OSError
+
+    def get_data(self, path: str) -> bytes:
+        """The source."""
+        return source_of(Path(path)).read_bytes()
+
+
 def _load_file(path: Path) -> ModuleType:
     module_name = f"penstock_transform_{path.stem}"
-    spec = importlib.util.spec_from_file_location(module_name, path)
+    spec = importlib.util.spec_from_file_location(module_name, path, loader=_SnapshotLoader(module_name, str(path)))
     if spec is None or spec.loader is None:
         raise ImportError(f"{path} is no Python file")
     module = importlib.util.module_from_spec(spec)

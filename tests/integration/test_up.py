@@ -78,6 +78,27 @@ async def test_kill_9_of_every_service_while_events_flow(desk: Desk) -> None:
         assert await fleet.interrupt() == 0
 
 
+async def test_an_edit_takes_effect_at_the_next_start(desk: Desk) -> None:
+    """Broken: a service that crashes after an edit of the pipe file ends the fleet, or runs another file than the others do."""
+    desk.write_pipes()
+    events = desk.write_events(300)
+    async with desk.receive(), desk.up() as fleet:
+        pipes = desk.folder / "pipes.yaml"
+        good = pipes.read_text()
+        for edited in (good.replace("destinations", "destinatons"), good.replace("name: d", "name: other")):
+            pipes.write_text(edited)
+            [expel] = [one for one in (await desk.state()).processes if one.service == "expel"]
+            assert expel.pid is not None
+            os.kill(expel.pid, signal.SIGKILL)
+            await desk.send(events)
+            status = json.loads((await desk.run("status", "--json")).out)
+            assert [each["destination"] for each in status["destinations"]] == ["d"]
+        await until(lambda: len(desk.ids) == 300, "all delivered")
+        assert fleet.process.returncode is None
+        assert await fleet.interrupt() == 0
+    assert "configuration is refused" not in fleet.err
+
+
 async def test_restart_goes_on_where_it_stopped(desk: Desk) -> None:
     """Broken: what was accepted and not delivered when the fleet stopped is forgotten."""
     desk.write_pipes()

@@ -13,6 +13,8 @@ from services.core.management import serve_management
 from services.core.settings import Settings
 from services.core.yaml_source import BadConfiguration, Problem
 
+MODE_FILE = "mode"
+"""Stands beside the notes: the mode of the starts from now on."""
 LET_GO = "let-go"
 """In mode `draining` the drain lasts until this file stands beside the notes."""
 
@@ -27,7 +29,9 @@ class SampleSettings(Settings):
 
 async def start(settings: SampleSettings, supervision: Supervision) -> None:
     """Note the start and the end in $SAMPLE_NOTES; behave as $SAMPLE_MODE says."""
-    mode, notes = os.environ.get("SAMPLE_MODE", ""), Path(os.environ["SAMPLE_NOTES"])
+    notes = Path(os.environ["SAMPLE_NOTES"])
+    changed = notes.with_name(MODE_FILE)
+    mode = changed.read_text() if changed.exists() else os.environ.get("SAMPLE_MODE", "")
     _write(notes, f"{settings.name} started {os.getpid()}")
     if mode == "bad":
         raise BadConfiguration([Problem("pipes.yaml:3", "pipes.p", "cannot work")])

@@ -1,9 +1,17 @@
 """What services say: all to bounded files, warnings to the console without flooding it, secrets nowhere."""
 
+import errno
+import io
 import os
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock
 
+import pytest
+from prometheus_client import REGISTRY
+
+from services.fleet import console
 from services.fleet.output import Output, describe_line
 from services.fleet.rotation import KEPT, RotatedLog
 
@@ -52,3 +60,47 @@ def test_console_is_not_flooded(tmp_path: Path) -> None:
     while output._thread.is_alive():
         assert time.monotonic() < deadline
     assert (tmp_path / "x.log").read_bytes().count(b"trouble") == 20_000
+
+
+def test_a_full_disk_behind_a_log_stops_no_service(tmp_path: Path) -> None:
+    """Broken: nobody reads what a service says once its log cannot be written, and the service stops at its next line."""
+    path, said = tmp_path / "x.log", list[str]()
+    path.symlink_to("/dev/full")
+    output = Output("ingest-7", path, lambda _level, text: said.append(text))
+    for number in range(2000):  # more than a pipe holds
+        os.write(output.writer, b'{"event":"%s","level":"info","n":%d}\n' % (b"x" * 100, number))
+    path.unlink()  # there is room again
+    os.write(output.writer, b"the last words\n")
+    os.close(output.writer)
+    assert output.last_lines(60.0)[-1] == "the last words"
+    assert [text.split(";")[0] for text in said] == [f"{path} cannot be written: No space left on device"]
+    lost = REGISTRY.get_sample_value("penstock_fleet_log_lines_lost_total", {"process": "ingest-7"})
+    assert lost is not None
+    assert lost >= 1
+
+
+def test_a_line_after_a_torn_one_stands_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Broken: the first line after a full disk is glued to the half one before it, and no program can read it."""
+    path = tmp_path / "x.log"
+    with RotatedLog(path) as log:
+        log.write(b"one\n")
+        file = log._file
+        assert file is not None
+        room = [2, 100]
+        short = SimpleNamespace(write=lambda data: file.write(data[: room.pop(0)]), close=file.close)
+        monkeypatch.setattr(log, "_file", short)
+        with pytest.raises(OSError, match="No space left"):
+            log.write(b"two\n")
+        log.write(b"three\n")
+    assert path.read_bytes() == b"one\ntw\nthree\n"
+
+
+def test_the_console_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Broken: a fleet whose console is a file on a full disk ends with its next warning, or keeps every line in memory."""
+    full = Mock(spec=io.TextIOWrapper, encoding="utf-8")
+    full.write.side_effect = OSError(errno.ENOSPC, "No space left on device")
+    monkeypatch.setattr(console.ERR, "file", full)
+    for _ in range(3):
+        console.note("look here")
+    assert full.write.call_count >= 3
+    assert not console.ERR._buffer

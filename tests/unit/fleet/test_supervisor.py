@@ -1,6 +1,7 @@
 """The supervisor: services that die come back, stop in order, and never outlive it. Each process is a real one."""
 
 import asyncio
+import errno
 import functools
 import os
 import signal
@@ -20,9 +21,10 @@ from services.core.broker.log.layout import refuse_network
 from services.fleet.folder import FleetState, hold_folder, read_state, write_state
 from services.fleet.plan import FleetPlan
 from services.fleet.problem import CommandFailed
-from services.fleet.process import ServiceSpec
+from services.fleet.process import ServiceProcess, ServiceSpec
 from services.fleet.stop import Stop
 from services.fleet.supervisor import Fleet, run_fleet
+from tests.unit.fleet.sample_service import MODE_FILE
 
 DEADLINE = 240.0
 MODULE = "tests.unit.fleet.sample_service"
@@ -33,6 +35,7 @@ class Bench:
 
     def __init__(self, data: Path) -> None:
         self.data, self.notes_file, self.said, self.stop = data, data / "notes", list[str](), Stop()
+        self.levels: set[str] = set()
         (data / "logs").mkdir()
 
     def run(
@@ -44,7 +47,11 @@ class Bench:
             for service in services
         )
         plan = FleetPlan(self.data, "log:///x", Path("/p"), "127.0.0.1:1", "127.0.0.1:2", specs, ready_within, drain)
-        return run_fleet(plan, "127.0.0.1:0", lambda _level, text: self.said.append(text), self.said.append, self.stop)
+        return run_fleet(plan, "127.0.0.1:0", self._say, self.said.append, self.stop)
+
+    def _say(self, level: str, text: str) -> None:
+        self.levels.add(level)
+        self.said.append(text)
 
     def environ(self, mode: str) -> dict[str, str]:
         return {"SAMPLE_NOTES": str(self.notes_file), "SAMPLE_MODE": mode, "PYTHONPATH": str(Path.cwd())}
@@ -143,6 +150,73 @@ async def test_bad_configuration_ends_the_fleet(bench: Bench) -> None:
         async with bench.run("expel", "ingest", mode="bad"):
             raise AssertionError("must not become ready")
     assert caught.value.status == 2
+
+
+async def test_bad_configuration_after_a_ready_start(bench: Bench) -> None:
+    """Broken: one crash after somebody made a mistake in a file ends every service of the fleet."""
+    async with bench.run("expel", "ingest") as fleet:
+        expel, ingest = fleet.processes
+        kept = ingest.pid
+        mode = bench.notes_file.with_name(MODE_FILE)
+        mode.write_text("bad")
+        assert expel.pid is not None
+        os.kill(expel.pid, signal.SIGKILL)
+        await until(lambda: any("pipes.yaml:3" in line and "fleet goes on" in line for line in bench.said), "the line")
+        assert "critical" in bench.levels
+        mode.unlink()
+        await until(lambda: expel.pid is not None and expel.restarts >= 2, "a start after the repair")
+        await fleet.wait_ready()
+        assert ingest.pid == kept
+
+
+async def test_a_full_disk_stops_no_fleet(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Broken: with the disk full, the first restart of any service ends the supervisor, and every service with it."""
+    full = False
+
+    def write(data: Path, state: FleetState) -> None:
+        if full:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write_state(data, state)
+
+    monkeypatch.setattr("services.fleet.supervisor.write_state", write)
+    monkeypatch.setattr("services.fleet.supervisor.STATE_AGAIN_S", 0.1)
+    async with bench.run("expel", "ingest") as fleet:
+        expel, ingest = fleet.processes
+        kept, full = ingest.pid, True
+        for deaths in (1, 2):
+            pid = expel.pid
+            assert pid is not None
+            os.kill(pid, signal.SIGKILL)
+            await until(lambda seen=pid: expel.pid not in (None, seen), "a new process")  # type: ignore[misc]
+            assert expel.restarts == deaths
+            await fleet.wait_ready()
+        await until(lambda: any("fleet.json cannot be written" in line for line in bench.said), "the line")
+        assert ingest.pid == kept
+        full = False
+        await until_state(bench, lambda state: [one.pid for one in state.processes] == [expel.pid, kept])
+    assert sum("fleet.json cannot be written" in line for line in bench.said) == 1
+
+
+async def test_no_memory_for_a_restart(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Broken: when no process can be started for a moment, every service that works is ended."""
+    async with bench.run("expel", "ingest") as fleet:
+        expel, ingest = fleet.processes
+        kept, refused = ingest.pid, list[int]()
+        start = ServiceProcess._start
+
+        async def refuse_twice(self: ServiceProcess, output: int) -> asyncio.subprocess.Process:
+            if len(refused) < 2:
+                refused.append(output)
+                raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+            return await start(self, output)
+
+        monkeypatch.setattr(ServiceProcess, "_start", refuse_twice)
+        assert expel.pid is not None
+        os.kill(expel.pid, signal.SIGKILL)
+        await until(lambda: len(refused) == 2 and expel.pid is not None, "a new process")
+        await fleet.wait_ready()
+        assert ingest.pid == kept
+    assert any("expel-1 could not be started: Cannot allocate memory" in line for line in bench.said)
 
 
 async def test_never_ready_says_why(bench: Bench) -> None:

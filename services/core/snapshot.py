@@ -1,0 +1,52 @@
+"""The configuration files of a fleet as they were when it started: what its services read however often they are restarted.
+
+`penstock up` copies the files into a folder and names that folder to its services in PENSTOCK_SNAPSHOT. A service still is given
+the original paths: messages name those, and what is not copied (secrets, API keys) lies beside them and is read as it is now.
+"""
+
+import os
+import shutil
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import msgspec
+
+SNAPSHOT_VARIABLE = "PENSTOCK_SNAPSHOT"
+_INDEX = "files.json"
+
+Contents = Mapping[str, bytes]
+"""Content by absolute path."""
+
+
+def read_contents(files: Iterable[Path]) -> Contents:
+    """The files as they are now. Blocking. Raises OSError."""
+    return {str(file.absolute()): file.read_bytes() for file in files}
+
+
+def write_snapshot(folder: Path, contents: Contents) -> None:
+    """Replace the snapshot in `folder`; readable by its owner alone. Blocking. Raises OSError."""
+    new = folder.with_name(f"{folder.name}.new")
+    shutil.rmtree(new, ignore_errors=True)
+    new.mkdir(mode=0o700, parents=True)
+    names = {path: f"{number}-{Path(path).name}" for number, path in enumerate(contents)}
+    for path, name in names.items():
+        (new / name).write_bytes(contents[path])
+    (new / _INDEX).write_bytes(msgspec.json.encode(names))
+    shutil.rmtree(folder, ignore_errors=True)
+    new.replace(folder)
+
+
+def copy_in(folder: Path, file: Path) -> Path:
+    """Where the snapshot in `folder` has this file; the file itself when it is not in there. Blocking. Raises OSError."""
+    names: dict[str, str] = msgspec.json.decode((folder / _INDEX).read_bytes())
+    name = names.get(str(file.absolute()))
+    return file if name is None else folder / name
+
+
+def source_of(file: Path) -> Path:
+    """Where this process reads a configuration file: in its snapshot, else (no fleet, or not copied) the file itself.
+
+    Blocking. Raises OSError when there should be a snapshot and it cannot be read.
+    """
+    folder = os.environ.get(SNAPSHOT_VARIABLE)
+    return copy_in(Path(folder), file) if folder else file

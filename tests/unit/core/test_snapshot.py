@@ -1,0 +1,59 @@
+"""The snapshot of a fleet's configuration files: what a service that is started again reads."""
+
+from pathlib import Path
+
+import pytest
+
+from services.core.pipes import load_pipes
+from services.core.snapshot import SNAPSHOT_VARIABLE, copy_in, read_contents, source_of, write_snapshot
+from services.core.yaml_source import BadConfiguration
+
+PIPES = """
+streams: {s: {}}
+pipes: {p: {sources: [s], destinations: [{name: d, webhook: {url: "https://example.com/"}}]}}
+"""
+
+
+@pytest.fixture
+def pipes(tmp_path: Path) -> Path:
+    file = tmp_path / "pipes.yaml"
+    file.write_text(PIPES)
+    return file
+
+
+def test_read_as_it_was(pipes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Broken: a service that is started again takes half of an edit, or ends because of one."""
+    write_snapshot(tmp_path / "snapshot", read_contents([pipes]))
+    monkeypatch.setenv(SNAPSHOT_VARIABLE, str(tmp_path / "snapshot"))
+    pipes.write_text(PIPES.replace("{name: d", "{name: other"))
+    assert load_pipes(pipes).pipes["p"].destinations[0].name == "d"
+    pipes.unlink()
+    assert load_pipes(pipes).pipes["p"].destinations[0].name == "d"
+    write_snapshot(tmp_path / "snapshot", {str(pipes): PIPES.replace("{name: d", "{nam: d").encode()})
+    with pytest.raises(BadConfiguration, match=rf"^{pipes}:3: pipes\.p\.destinations\.0"):
+        load_pipes(pipes)
+
+
+def test_what_is_not_copied_is_read_as_it_is(pipes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Broken: a rotated key needs a restart, since the snapshot hides it."""
+    write_snapshot(tmp_path / "snapshot", read_contents([pipes]))
+    monkeypatch.setenv(SNAPSHOT_VARIABLE, str(tmp_path / "snapshot"))
+    assert source_of(tmp_path / "keys.yaml") == tmp_path / "keys.yaml"
+    assert (tmp_path / "snapshot").stat().st_mode & 0o077 == 0
+
+
+def test_two_files_of_one_name(tmp_path: Path) -> None:
+    """Broken: of two files with one name in two folders, the services read one for both."""
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "t.py").write_text(folder)
+    files = [tmp_path / "a" / "t.py", tmp_path / "b" / "t.py"]
+    write_snapshot(tmp_path / "snapshot", read_contents(files))
+    assert [copy_in(tmp_path / "snapshot", file).read_text() for file in files] == ["a", "b"]
+
+
+def test_a_snapshot_that_is_gone_is_an_error(pipes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Broken: a service whose snapshot was removed goes on with files that were edited meanwhile."""
+    monkeypatch.setenv(SNAPSHOT_VARIABLE, str(tmp_path / "gone"))
+    with pytest.raises(BadConfiguration):
+        load_pipes(pipes)
