@@ -3,6 +3,7 @@
 import errno
 import io
 import os
+import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -99,7 +100,7 @@ def test_the_console_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Broken: a fleet whose console is a file on a full disk ends with its next warning, or keeps every line in memory."""
     full = Mock(spec=io.TextIOWrapper, encoding="utf-8")
     full.write.side_effect = OSError(errno.ENOSPC, "No space left on device")
-    monkeypatch.setattr(console.ERR, "file", full)
+    monkeypatch.setattr(sys, "stderr", full)
     for _ in range(3):
         console.note("look here")
     assert full.write.call_count >= 3
