@@ -150,6 +150,14 @@ def own_headers(record: Record) -> Headers:
     return tuple(header for header in record.headers if not header[0].startswith(PREFIX))
 
 
+def event_hash(record: Record) -> int:
+    """Of the event, wrapped or not; the same within one process only.
+
+    A place (`RetryState.source`) alone does not name an event: a topic that was made anew has other events at the same offsets.
+    """
+    return hash((record.key, record.value, own_headers(record)))
+
+
 def _cut(text: str, limit: int) -> bytes:
     """At most `limit` bytes of UTF-8, whole characters; what cannot be encoded becomes a question mark."""
     return text.encode(errors="replace")[:limit].decode(errors="ignore").encode()

@@ -17,7 +17,7 @@ from services.core.broker.record import Batch, Record, TopicPartition
 from services.core.broker.tail import read_tail
 from services.core.ledger.due import Span, due_span
 from services.core.pipes import RETRY_IN, parked_topic, retry_topic
-from services.core.retry_state import own_headers, state_for
+from services.core.retry_state import event_hash, state_for
 
 log = structlog.get_logger()
 
@@ -86,12 +86,12 @@ class Inheritance:
             state = state_for(record, self._pipe, self._destination)
             if state is not None:
                 due = due_span(state.due, state.due - record.timestamp)
-                self._handed_over[state.source, state.rounds] = record.timestamp, _hash(record), due
+                self._handed_over[state.source, state.rounds] = record.timestamp, event_hash(record), due
 
     def _find_next(self, life: _Life, record: Record, since: int = 0) -> Span | None:
         """When this event is due, if it was handed over in that life, at `since` (ms) or later."""
         seen = self._handed_over.get(life)
-        return seen[2] if seen is not None and seen[0] >= since and seen[1] == _hash(record) else None
+        return seen[2] if seen is not None and seen[0] >= since and seen[1] == event_hash(record) else None
 
     def _went_on(self, record: Record) -> Span | None:
         """As above, if it went to its next round after it had come back: a letter that is redriven has been through rounds."""
@@ -99,7 +99,3 @@ class Inheritance:
         return (
             self._find_next((state.source, state.rounds + 1), record, record.timestamp) if state is not None else None
         )
-
-
-def _hash(record: Record) -> int:
-    return hash((record.key, record.value, own_headers(record)))

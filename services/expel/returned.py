@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from services.core.broker.record import Batch, Record, TopicPartition
-from services.core.retry_state import PREFIX, BadRetryRecord, RetryState, read_state
+from services.core.retry_state import PREFIX, BadRetryRecord, RetryState, event_hash, read_state
 from services.expel.delivery import Unreadable
 
 _DESTINATION = PREFIX + "destination"
@@ -37,7 +37,7 @@ class Returned:
         self._pipe, self._destination = pipe, destination
         self._others: set[bytes] = set()
         """Other destinations' names seen so far: what is for them costs a look at one header."""
-        self._seen: OrderedDict[tuple[str, int, int], tuple[TopicPartition, int]] = OrderedDict()
+        self._seen: OrderedDict[tuple[str, int, int, int], tuple[TopicPartition, int]] = OrderedDict()
 
     def sort(self, batch: Batch) -> Sorted:
         """Each record stands in exactly one of the four."""
@@ -58,7 +58,7 @@ class Returned:
                 others.append(offset)
                 if state.destination != self._destination and len(self._others) < _OTHERS:
                     self._others.add(state.destination.encode())
-            elif self._is_twin(state, (batch.source, offset)):
+            elif self._is_twin(state, record, (batch.source, offset)):
                 twins.append(offset)
             else:
                 offsets, records = mine.setdefault(state.position()[0], ([], []))
@@ -67,9 +67,9 @@ class Returned:
         batches = [Batch(topic, partition, *lists) for (topic, partition), lists in mine.items()]
         return Sorted(batches, others, twins, unreadable)
 
-    def _is_twin(self, state: RetryState, place: tuple[TopicPartition, int]) -> bool:
+    def _is_twin(self, state: RetryState, record: Record, place: tuple[TopicPartition, int]) -> bool:
         """Whether the same event of the same round was taken from another place. The same place again is a redelivery."""
-        key = (state.source, state.rounds, state.due)
+        key = (state.source, state.rounds, state.due, event_hash(record))
         known = self._seen.get(key)
         if known is None:
             self._seen[key] = place

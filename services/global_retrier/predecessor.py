@@ -12,7 +12,7 @@ import structlog
 
 from services.core.broker.contract import Broker
 from services.core.broker.errors import BrokerError
-from services.core.broker.record import Headers, TopicPartition
+from services.core.broker.record import Headers, Record, TopicPartition
 from services.core.broker.tail import read_tail
 from services.core.pipes import retry_topic
 from services.global_retrier.clock import Clock
@@ -26,6 +26,8 @@ TAIL_EVENTS = 5000
 _PATIENCE_S = 3.0
 _SKEW_MS = 500
 """By how much the predecessor's clock may have been ahead of ours."""
+
+_Copied = tuple[Headers, bytes | None, bytes | None]
 
 
 class Predecessor:
@@ -66,15 +68,20 @@ class Predecessor:
         return by_topic
 
     async def _look(self, topic: str, candidates: Sequence[Waiting]) -> set[int]:
-        """A move copies the headers, which name the event, its round and its due time: the same headers, the same record."""
-        wanted: dict[Headers, list[int]] = {}
+        """A move copies all but the time of writing: event, round and due time."""
+        wanted: dict[_Copied, list[int]] = {}
         for item in candidates:
-            wanted.setdefault(item.record.headers, []).append(item.offset)
+            wanted.setdefault(_copied(item.record), []).append(item.offset)
         since = min(item.wake for item in candidates) - _SKEW_MS
         found: set[int] = set()
         async for batch in read_tail(self._broker, topic, since, TAIL_EVENTS):
             for at, record in zip(batch.offsets, batch.records, strict=True):
-                own = wanted.get(record.headers, ())
+                own = wanted.get(_copied(record), ())
                 # In its own topic a record finds itself, too.
                 found.update(offset for offset in own if batch.source != self._source or offset < at)
         return found
+
+
+def _copied(record: Record) -> _Copied:
+    """Key and value, too: a stream that was made anew has other events at the same place, which the headers name."""
+    return record.headers, record.key, record.value

@@ -168,6 +168,17 @@ async def test_others_parked_events_are_passed_over(broker: FakeBroker) -> None:
     assert running.sender.taken == ["e0", "e2"]
 
 
+async def test_parked_again_at_the_same_place_of_a_stream_made_anew(broker: FakeBroker) -> None:
+    """Broken: a stream is deleted and made again between two parkings, and the second event passes for the first one's twin."""
+    state = RetryState("late", "hook", 0, 0, 0, 0, "paused", "operator", "s:0:0", 0)
+    first, second = make_record(0), make_record(1)
+    same_id = Record(second.key, b'{"n":2}', second.timestamp, second.headers)
+    broker.stored[PARKED] += [wrap(event, state, 99) for event in (first, second, same_id, second)]
+    async with run_lane([], broker=broker, topics=ALL) as running:
+        await wait_until(lambda: running.committed(PARKED) == 3)
+    assert running.sender.taken == ["e0", "e1", "e1"]
+
+
 async def test_redriven_letters_are_parked_and_their_state_is_kept(broker: FakeBroker) -> None:
     """Broken: what comes back during a pause is sent, or its count of attempts and its place begin anew."""
     state = RetryState("late", "hook", 7, 2, 55, 66, "http_503", "busy", "s:0:9", 0)

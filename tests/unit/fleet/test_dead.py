@@ -13,7 +13,7 @@ from services.core.broker.connect import open_broker
 from services.core.broker.contract import Broker
 from services.core.broker.errors import Unavailable
 from services.core.broker.producer import Producer, SendResult
-from services.core.broker.record import Record, TopicPartition
+from services.core.broker.record import Batch, Record, TopicPartition
 from services.core.causes import Causes, normalise
 from services.core.dead_letter import make_dead_letter
 from services.core.letter import DeadLetter, Position
@@ -21,6 +21,7 @@ from services.core.pipes import AUDIT, PipeFile
 from services.core.provision import ensure_topics
 from services.core.retry_state import unwrap
 from services.core.times import parse_time
+from services.expel.returned import Returned
 from services.fleet.dead.aim import Aim
 from services.fleet.dead.audit import DISCARD, REDRIVE, Auditor, Entry, Fates, read_audit
 from services.fleet.dead.filter import Filter
@@ -114,6 +115,17 @@ async def test_filters(broker: Broker) -> None:
     assert await numbers(broker, Filter(reason="timeout")) == [2]
     assert await numbers(broker, Filter(since=BASE + 1000, until=BASE + 3000)) == [1, 2]
     assert await numbers(broker, Filter(destination="nobody")) == []
+
+
+async def test_letters_of_two_lives_of_a_stream_are_both_sent(broker: Broker) -> None:
+    """Broken: of two letters redriven together, both of the same place of a stream that was made anew, one is never sent."""
+    await bury(broker, [letter(1), letter(2, offset=1), letter(3, offset=1)])
+    await redrive(broker, where=Filter(destination="billing"))
+    records = await stored(broker, "late.retry")
+    assert len({(state.source, state.due) for state in (unwrap(record)[1] for record in records)}) == 1
+    sorted_out = Returned("late.retry", "late", "billing").sort(Batch("late.retry", 0, range(3), records))
+    assert [record.header("ce_id") for mine in sorted_out.mine for record in mine.records] == [b"e1", b"e2", b"e3"]
+    assert sorted_out.twins == []
 
 
 async def test_more_than_a_page_and_nothing_that_comes_later(broker: Broker) -> None:

@@ -57,6 +57,18 @@ async def test_on_its_way_through_the_same_topic_again(tmp_path: Path) -> None:
             assert sorted(await drive_all(river, 20)) == list(range(20))
 
 
+async def test_another_event_of_the_same_place_and_time_is_no_copy(tmp_path: Path) -> None:
+    """Broken: a stream that was made anew has another event at the same offset, which passes for moved, and is lost."""
+    async with open_river(tmp_path) as river:
+        now = river.clock.now_ms()
+        old, new = make_record(make_state(now - 10, 1), now), make_record(make_state(now - 10, 1), now)
+        await river.put([Record(old.key, b'{"life":1}', now, old.headers)], retry_topic("late"))
+        await river.put([Record(new.key, b'{"life":2}', now, new.headers)], RETRY_IN)
+        async with river.running():
+            await river.rest()
+            assert [record.value for record in await river.out()] == [b'{"life":1}', b'{"life":2}']
+
+
 async def test_only_the_same_round_counts(tmp_path: Path) -> None:
     """Broken: an event that was handed over again is taken for its own earlier round, and is lost."""
     async with open_river(tmp_path) as river:
