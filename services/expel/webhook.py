@@ -82,14 +82,16 @@ def _common_trace(records: Sequence[Record]) -> str | None:
 
 
 def make_message_id(pipe: str, ids: Sequence[bytes]) -> str:
-    """`<pipe>:<event id>` for one event, `<pipe>:<hash of the ids in order>` for several, or for an id unfit for a header.
+    """`<pipe>:<event id>` for one event, `<pipe>/<hash of the ids in order>` for several, or for an id unfit for a header.
 
-    The pipe is part of it because one event goes through several pipes, perhaps to one receiver, as different messages.
+    The pipe is part of it because one event goes through several pipes, perhaps to one receiver, as different messages. What
+    follows it, which no name has, keeps an event whose id looks like a hash from having the id of a batch; the lengths in the
+    hash keep one odd id from having the hash of several.
     """
     if len(ids) == 1 and len(ids[0]) <= _MAX_ID and not ids[0].translate(None, _ID_CHARS):
         return f"{pipe}:{ids[0].decode()}"
-    digest = hashlib.blake2b(b"\n".join(ids), digest_size=16).hexdigest()
-    return f"{pipe}:{digest}"
+    digest = hashlib.blake2b(b"".join(b"%d:%b" % (len(one), one) for one in ids), digest_size=16).hexdigest()
+    return f"{pipe}/{digest}"
 
 
 def classify(error: OSError | BadAnswer) -> Failure:
