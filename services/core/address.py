@@ -2,12 +2,18 @@
 
 import ipaddress
 import re
+from functools import lru_cache
 from typing import Annotated
 
 from pydantic import AfterValidator
 
 _ADDRESS = re.compile(r"(?:\[(?P<six>[0-9A-Fa-f:.]+)\]|(?P<host>[^\s\[\]:/]+)):(?P<port>[0-9]{1,5})")
+_AUTHORITY = re.compile(r"(?:\[(?P<six>[0-9A-Fa-f:.]+)\]|(?P<host>[A-Za-z0-9.-]+))(?::[0-9]{0,5})?")
 MAX_PORT = 65_535
+MAX_HOST = 255
+
+LOOPBACK_NAMES = "It answers to localhost and to loopback addresses. Try: http://127.0.0.1"
+"""What a client is told that used another name."""
 
 
 def parse_address(text: str) -> tuple[str, int]:
@@ -24,6 +30,19 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+@lru_cache(maxsize=64)
+def is_loopback_authority(authority: str) -> bool:
+    """Whether a Host header (host, or host:port) names this machine in a way that only this machine can resolve.
+
+    A server that asks nobody who they are answers no other name: a page of somebody else whose name is made to mean 127.0.0.1
+    (DNS rebinding) would be of the same origin as the server's own pages.
+    """
+    if len(authority) > MAX_HOST:
+        return False
+    match = _AUTHORITY.fullmatch(authority)
+    return match is not None and is_loopback((match["six"] or match["host"]).lower())
 
 
 def _checked(text: str) -> str:

@@ -10,6 +10,11 @@ from services.core.lag import LagFamily
 INGEST_REQUESTS = Counter("penstock_ingest_requests", "Requests answered, by status.", ["stream", "status"])
 INGEST_ACCEPTED = Counter("penstock_ingest_events_accepted", "Events stored durably and acknowledged.", ["stream"])
 INGEST_REFUSED = Counter("penstock_ingest_events_refused", "Events refused, by problem type.", ["stream", "reason"])
+INGEST_REQUESTS_REFUSED = Counter(
+    "penstock_ingest_requests_refused",
+    "Requests refused as a whole, by problem type, those among them that concern no stream.",
+    ["reason"],
+)
 INGEST_BYTES = Counter("penstock_ingest_payload_bytes", "Payload bytes of accepted events.", ["stream"])
 INGEST_PENDING = Gauge("penstock_ingest_pending_bytes", "Bytes waiting for the broker.")
 INGEST_IN_FLIGHT = Gauge("penstock_ingest_in_flight_requests", "Requests being read or answered.")

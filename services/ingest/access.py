@@ -6,6 +6,7 @@ from urllib.parse import parse_qsl
 
 from aiohttp.http import RawRequestMessage
 
+from services.core.address import LOOPBACK_NAMES, is_loopback_authority
 from services.core.keys import PREFIX, ApiKey, KeyRing
 from services.ingest import problems
 from services.ingest.problems import Refused
@@ -21,6 +22,17 @@ class Access:
         self.ring = ring
         self._clock = clock
         self._buckets: dict[str, _Bucket] = {}
+
+    def check_host(self, message: RawRequestMessage) -> None:
+        """Raises Refused where no keys are asked for and the request is to another name than this machine's own."""
+        if self.ring is not None:
+            return
+        named = message.headers.get("Host", "")
+        target = (
+            message.url.raw_authority if message.path[:1] != "/" else ""
+        )  # of an absolute target; it outweighs Host
+        if not is_loopback_authority(named) or (target and not is_loopback_authority(target)):
+            raise Refused(problems.BAD_HOST, LOOPBACK_NAMES)
 
     def authenticate(self, message: RawRequestMessage) -> ApiKey | None:
         """The key of a request; None when no keys are asked for. Raises Refused: the same for no, a wrong and a revoked key."""

@@ -52,6 +52,7 @@ class Endpoint:
 
     async def handle(self, message: RawRequestMessage, connection: Connection) -> Answer:
         """One request. Raises Refused where no stream is concerned, ClientGone, and programming errors."""
+        self._access.check_host(message)
         intake = self._routes.get(message.path)
         if intake is None or message.method != "POST":
             found = self._look_up(message)

@@ -7,6 +7,7 @@ from types import MappingProxyType
 
 import msgspec
 
+from services.core import metrics
 from services.core.problem_type import CONTENT_TYPE, problem_json
 from services.ingest.problems import Refused
 
@@ -48,7 +49,8 @@ def retry_later(seconds: float) -> dict[bytes, bytes]:
 
 
 def refuse(refused: Refused, *, close: bool = False, **members: object) -> Answer:
-    """The problem+json answer to a request that is refused as a whole. members: extension members of RFC 9457."""
+    """The problem+json answer to a request that is refused as a whole, which is counted here. members: as in RFC 9457."""
+    metrics.INGEST_REQUESTS_REFUSED.labels(refused.kind.name).inc()
     headers = {} if refused.retry_after is None else retry_later(refused.retry_after)
     if refused.allow is not None:
         headers[b"Allow"] = refused.allow.encode()
@@ -57,7 +59,7 @@ def refuse(refused: Refused, *, close: bool = False, **members: object) -> Answe
     if refused.kind.status == HTTPStatus.UNSUPPORTED_MEDIA_TYPE:
         headers[b"Accept-Encoding"] = b"gzip, zstd"
     body = problem_json(refused.kind, refused.detail, **members)
-    return Answer(refused.kind.status, body, PROBLEM, headers, close)
+    return Answer(refused.kind.status, body, PROBLEM, headers, close or refused.ends)
 
 
 def http_date(seconds: float) -> bytes:

@@ -52,12 +52,22 @@ def check_heads(requests: Sequence[Incoming]) -> None:
             raise HeadTooLarge
 
 
-def check_version(message: RawRequestMessage) -> None:
-    """Raises Refused for a request that is not HTTP/1.1, unless it is HTTP/1.0 with a Host."""
+def check_head(message: RawRequestMessage) -> None:
+    """Raises Refused for what is not HTTP/1.1, unless it is HTTP/1.0 with a Host, and for transfer codings beside chunked."""
+    if message.chunked:
+        _check_coding(message)
     if message.version is HttpVersion11:
         return
     if message.version != HttpVersion10 or hdrs.HOST not in message.headers:
         raise Refused(problems.BAD_REQUEST, "HTTP/1.1 is needed.")
+
+
+def _check_coding(message: RawRequestMessage) -> None:
+    """The parser looks at the last coding only: what another one did to the body would be stored as the events' text."""
+    if message.version is not HttpVersion11:
+        raise Refused(problems.BAD_REQUEST, "Transfer-Encoding needs HTTP/1.1.", ends=True)
+    if message.headers[hdrs.TRANSFER_ENCODING].strip(" \t,").lower() != "chunked":
+        raise Refused(problems.UNSUPPORTED_CODING, "Only chunked is supported. Try: Content-Encoding: gzip", ends=True)
 
 
 def explain(error: HttpProcessingError) -> Refused:

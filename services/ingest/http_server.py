@@ -13,7 +13,7 @@ from services.core import metrics
 from services.ingest import problems
 from services.ingest.connection import ClientGone, Connection
 from services.ingest.http_answer import Answer, http_date, refuse
-from services.ingest.http_framing import check_version
+from services.ingest.http_framing import check_head
 from services.ingest.problems import SEND_AGAIN, Refused
 
 log = structlog.get_logger()
@@ -94,7 +94,7 @@ class HttpServer:
     async def respond(self, message: RawRequestMessage, connection: Connection) -> Answer:
         """The answer to a request, whatever happens. Raises ClientGone when nobody waits for it."""
         try:
-            check_version(message)
+            check_head(message)
             return await self._handle(message, connection)
         except Refused as refused:
             return refuse(refused)

@@ -28,6 +28,7 @@ TOO_MANY_EVENTS = ProblemType("too-many-events", 413, "The request has too many 
 UNSUPPORTED_MEDIA_TYPE = ProblemType("unsupported-media-type", 415, "This Content-Type is not supported")
 UNSUPPORTED_ENCODING = ProblemType("unsupported-encoding", 415, "This Content-Encoding is not supported")
 EXPECTATION_FAILED = ProblemType("expectation-failed", 417, "This expectation is not supported")
+BAD_HOST = ProblemType("bad-host", 421, "Ingest has another name")
 NOTHING_ACCEPTED = ProblemType("nothing-accepted", 422, "No event was accepted")
 NOT_AN_OBJECT = ProblemType("not-an-object", 422, "An event is not a JSON object")
 BAD_ID = ProblemType("bad-id", 422, "An event id is not usable")
@@ -40,6 +41,7 @@ OVER_QUOTA = ProblemType("over-quota", 429, "The API key's quota is used up")
 STREAM_FULL = ProblemType("stream-full", 429, "The stream's capacity is used up; the event was not stored")
 HEAD_TOO_LARGE = ProblemType("head-too-large", 431, "The request line or a header is too large")
 INTERNAL = ProblemType("internal", 500, "Ingest failed; the outcome is unknown")
+UNSUPPORTED_CODING = ProblemType("unsupported-transfer-coding", 501, "This Transfer-Encoding is not supported")
 OVERLOADED = ProblemType("overloaded", 503, "Too much is under way; nothing was stored")
 BROKER_UNAVAILABLE = ProblemType("broker-unavailable", 503, "The broker is not available; the event was not stored")
 OUTCOME_UNKNOWN = ProblemType("outcome-unknown", 503, "The broker did not answer in time; the outcome is unknown")
@@ -71,10 +73,19 @@ class Refusal:
 
 
 class Refused(Exception):
-    """The whole request is refused. `retry_after`: seconds, for 429 and 503. `allow`: methods, for 405."""
+    """The whole request is refused.
+
+    retry_after: seconds, for 429 and 503. allow: methods, for 405. ends: the connection, because its framing is in doubt.
+    """
 
     def __init__(
-        self, kind: ProblemType, detail: str, *, retry_after: float | None = None, allow: str | None = None
+        self,
+        kind: ProblemType,
+        detail: str,
+        *,
+        retry_after: float | None = None,
+        allow: str | None = None,
+        ends: bool = False,
     ) -> None:
         super().__init__(detail)
-        self.kind, self.detail, self.retry_after, self.allow = kind, detail, retry_after, allow
+        self.kind, self.detail, self.retry_after, self.allow, self.ends = kind, detail, retry_after, allow, ends

@@ -7,7 +7,7 @@ import structlog
 from aiohttp import web
 
 from services.core import metrics
-from services.core.address import is_loopback
+from services.core.address import LOOPBACK_NAMES, is_loopback_authority
 from services.core.problem_type import CONTENT_TYPE, ProblemType, problem_json
 from services.observer import problems
 
@@ -71,7 +71,7 @@ async def answer(
 async def refuse_other_names(
     request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
 ) -> web.StreamResponse:
-    """A page of somebody else whose name resolves to this machine (DNS rebinding) would be of the same origin as ours."""
-    if not is_loopback(request.url.host or ""):
-        raise Refused(problems.BAD_HOST, "It answers to localhost and to loopback addresses. Try: http://127.0.0.1")
+    """421 for a request to another name; see `is_loopback_authority`."""
+    if not is_loopback_authority(request.url.raw_authority):
+        raise Refused(problems.BAD_HOST, LOOPBACK_NAMES)
     return await handler(request)

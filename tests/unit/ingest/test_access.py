@@ -97,9 +97,7 @@ async def test_no_wrong_and_revoked_keys_get_the_same_401(guarded: Service, keys
 async def test_two_authorization_headers_are_401(guarded: Service, keys: Keys) -> None:
     """Proxies and we might pick different ones."""
     line = f"Authorization: {keys.header('plain')}\r\n".encode()
-    head = (
-        b"POST /v1/streams/plain/events HTTP/1.1\r\nHost: h\r\nContent-Type: application/json\r\nContent-Length: 2\r\n"
-    )
+    head = b"POST /v1/streams/plain/events HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 2\r\n"
     assert (await guarded.send(head + line + line + b"\r\n{}")).status == 401
     assert (await guarded.send(head + line + b"\r\n{}")).status == 200
 
@@ -201,3 +199,32 @@ async def test_the_documents(service: Service) -> None:
     assert reply.json()["openapi"] == "/openapi.json"
     reply = await service.send(make_request("/openapi.json", method="GET"))
     assert reply.json()["openapi"].startswith("3.1")
+
+
+@pytest.mark.parametrize(
+    ("target", "name", "status"),
+    [
+        ("/v1/streams/plain/events", "localhost:8080", 200),
+        ("/v1/streams/plain/events", "[::1]", 200),
+        ("http://127.0.0.1/v1/streams/plain/events", "localhost", 200),
+        ("/v1/streams/plain/events", "evil.example", 421),
+        ("/v1/streams/plain/events", "localhost.evil.example:8080", 421),
+        ("http://evil.example/v1/streams/plain/events", "localhost", 421),
+        ("http://127.0.0.1/v1/streams/plain/events", "evil.example", 421),
+    ],
+)
+async def test_without_keys_only_this_machines_own_names_are_answered(
+    service: Service, target: str, name: str, status: int
+) -> None:
+    """Broken: a page on the web whose name was made to mean 127.0.0.1 (DNS rebinding) sends events into keyless ingest."""
+    request = make_request(target, b"{}").replace(b"Host: localhost", b"Host: " + name.encode())
+    reply = await service.send(request)
+    assert reply.status == status
+    assert status == 200 or reply.problem == "bad-host"
+    assert len(service.stored()) == (status == 200)
+
+
+async def test_with_keys_any_name_is_answered(guarded: Service, keys: Keys) -> None:
+    """Behind a load balancer the name is the operator's; a page on the web does not have the key."""
+    request = make_request("/v1/streams/plain/events", b"{}", Authorization=keys.header("plain"))
+    assert (await guarded.send(request.replace(b"Host: localhost", b"Host: ingest.example"))).status == 200

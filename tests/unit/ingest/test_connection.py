@@ -84,6 +84,8 @@ def test_the_parser_is_the_compiled_one() -> None:
         HEAD + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n{}\r\n0\r\n\r\n",
         HEAD + b"Transfer-Encoding: chunked, gzip\r\n\r\n0\r\n\r\n",
         HEAD + b"Transfer-Encoding: xchunked\r\n\r\n0\r\n\r\n",
+        HEAD + b"Transfer-Encoding: gzip\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+        b"POST / HTTP/1.0\r\nHost: h\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n",
         HEAD + b"X: a\r\n b\r\nContent-Length: 2\r\n\r\n{}",
         HEAD + b"X: a\x00b\r\nContent-Length: 2\r\n\r\n{}",
         HEAD + b"X: a\nContent-Length: 2\r\n\r\n{}",
@@ -99,6 +101,17 @@ async def test_unclear_framing_is_400_and_the_end(echo: Echo, request_bytes: byt
         assert (reply.status, reply.problem, reply.closed) == (400, "bad-request", True)
         assert await client.is_over()
     assert b"{}" not in echo.seen
+
+
+@pytest.mark.parametrize("coding", [b"gzip, chunked", b"deflate,chunked", b"x, chunked", b"gzip;q=1, chunked"])
+async def test_a_transfer_coding_beside_chunked_is_501_and_the_end(echo: Echo, coding: bytes) -> None:
+    """Broken: packed bytes are taken for the events' text, or for what another parser makes of them."""
+    async with serving(echo) as port, Client(port) as client:
+        chunks = b"2\r\n{}\r\n0\r\n\r\n"
+        reply = await client.request(HEAD + b"Transfer-Encoding: " + coding + b"\r\n\r\n" + chunks)
+        assert (reply.status, reply.problem, reply.closed) == (501, "unsupported-transfer-coding", True)
+        assert await client.is_over()
+    assert echo.seen == []
 
 
 @pytest.mark.parametrize(
