@@ -233,11 +233,11 @@ async def test_each_change_on_a_stream(kinesis_emulator: AwsEmulator, kinesis_li
         numbers = (await resharding.shards(topic)).numbers
         await resharding.merge(topic, numbers[1], numbers[2])
         assert await layout() == (0, 5)
-        await carry_out(resharding, topic, StreamDecision((0, 6), ""))
+        await carry_out(resharding, topic, (0, 5), StreamDecision((0, 6), ""))
         assert await layout() == (0, 6)
         # The emulator halves each shard, the service makes equal ranges: of equal shards both come to the same.
-        await carry_out(resharding, topic, StreamDecision(uniform(4, _PARTITIONS), "", at_once=True))
+        await carry_out(resharding, topic, (0, 6), StreamDecision(uniform(4, _PARTITIONS), "", at_once=True))
         assert await layout() == (0, 3, 6, 9)
-        await carry_out(resharding, topic, StreamDecision((0, 1, 7), ""))
+        await carry_out(resharding, topic, (0, 3, 6, 9), StreamDecision((0, 1, 7), ""))
         assert await layout() == (0, 1, 7)
         await broker.probe(topic, timeout=10)

@@ -26,16 +26,26 @@ async def nothing() -> None:
 
 
 async def carry_out(
-    resharding: Resharding, topic: str, decision: StreamDecision, accepted: Callable[[], Awaitable[None]] = nothing
+    resharding: Resharding,
+    topic: str,
+    before: Layout,
+    decision: StreamDecision,
+    accepted: Callable[[], Awaitable[None]] = nothing,
 ) -> None:
-    """Until the stream has the layout. Splits come first, so capacity never falls below what there is.
+    """Make the splits and merges that lead from `before` to the decision's layout, each once. What anybody else splits or merges
+    meanwhile stays. Splits come first, so capacity never falls below what there is.
 
-    accepted: called once, when the service took the first change. From then on small failures are waited out.
-    Raises BrokerError kinds. What was done by then stays, and the next decision goes on from there.
+    before: what the decision was made of. accepted: called once, when the service took the first change. From then on small
+    failures are waited out. Raises BrokerError kinds; Unavailable, with nothing done, when the stream has another layout by
+    now. What was done by then stays, and the next decision goes on from there.
     """
     wanted = decision.layout
     if wanted is None:
         return
+    if (found := (await resharding.shards(topic)).layout) != before:
+        raise Unavailable(
+            f"{topic} was resharded meanwhile ({len(before)} shards, now {len(found)}): it is decided anew"
+        )
     if decision.at_once:
         try:
             await resharding.update_count(topic, len(wanted))
@@ -46,12 +56,13 @@ async def carry_out(
             await accepted()
             await resharding.settled(topic)
             return
-    if not await _step(resharding, topic, wanted):
+    todo = _Todo(before, wanted)
+    if not await _step(resharding, topic, todo):
         return
     await accepted()
-    for _ in range(2 * len(wanted) + len((await _patiently(partial(resharding.shards, topic))).layout)):
+    for _ in range(2 * len(wanted) + len(before)):
         await resharding.settled(topic)
-        if not await _patiently(partial(_step, resharding, topic, wanted)):
+        if not await _patiently(partial(_step, resharding, topic, todo)):
             return
 
 
@@ -66,17 +77,32 @@ async def _patiently(ask: Callable[[], Awaitable[_T]]) -> _T:
     return await ask()
 
 
-async def _step(resharding: Resharding, topic: str, wanted: Layout) -> bool:
+class _Todo:
+    """splits: cuts to make. merges: cuts to take away, by how many shards may still begin there (of several one has the slot)."""
+
+    def __init__(self, before: Layout, wanted: Layout) -> None:
+        self.splits = [cut for cut in wanted if cut not in before]
+        self.merges = {cut: int(cut in wanted) for cut in before if before.count(cut) > (cut in wanted)}
+
+    def note(self, layout: Layout) -> None:
+        """What is there now is done for good: what becomes of it later is somebody else's doing."""
+        self.splits = [cut for cut in self.splits if cut not in layout]
+        self.merges = {cut: kept for cut, kept in self.merges.items() if layout.count(cut) > kept}
+
+
+async def _step(resharding: Resharding, topic: str, todo: _Todo) -> bool:
     """One split or merge; False when nothing is left to do."""
     shards = await resharding.shards(topic)
+    todo.note(shards.layout)
     numbers = dict(zip(shards.layout, shards.numbers, strict=True))
-    missing = [cut for cut in wanted if cut not in numbers]
-    if missing:
-        holder = max(first for first in numbers if first < missing[0])
-        await resharding.split(topic, numbers[holder], missing[0])
+    if todo.splits:
+        holder = max(first for first in numbers if first < todo.splits[0])
+        await resharding.split(topic, numbers[holder], todo.splits[0])
         return True
     for at in range(1, len(shards.layout)):
-        if shards.layout[at] not in wanted or shards.layout[at] == shards.layout[at - 1]:
+        if shards.layout[at] in todo.merges:
+            if todo.merges[shards.layout[at]] and shards.layout[at] != shards.layout[at - 1]:
+                continue  # the first of several: its left neighbour is another slot's
             await resharding.merge(topic, shards.numbers[at - 1], shards.numbers[at])
             return True
     return False

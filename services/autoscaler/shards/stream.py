@@ -121,7 +121,7 @@ class StreamScaler:
         await self._notes.write_updates(after, figures.ahead)
         self._memory = after
         try:
-            await carry_out(self._resharding, self._topic, decision, self._accepted)
+            await carry_out(self._resharding, self._topic, figures.layout, decision, self._accepted)
         except BrokerError:
             await self._take_back(memory.recent(now), figures.ahead)
             raise

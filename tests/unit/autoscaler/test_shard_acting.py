@@ -1,7 +1,7 @@
 """From counters to figures, from decisions to splits and merges, and what is kept over a restart."""
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from services.autoscaler.counters import Counters, Window
@@ -28,7 +28,7 @@ layouts = st.sets(st.integers(1, SLOTS - 1)).map(lambda cuts: (0, *sorted(cuts))
 async def test_splits_and_merges_lead_from_any_layout_to_any(before: tuple[int, ...], after: tuple[int, ...]) -> None:
     """Broken: an update stops half-way, or does more than it must, at 30 seconds each."""
     service = StreamService(before)
-    await carry_out(service, "t", StreamDecision(after, ""))
+    await carry_out(service, "t", before, StreamDecision(after, ""))
     assert (await service.shards("t")).layout == after
     assert service.changes == operations(before, after)
 
@@ -38,24 +38,57 @@ async def test_small_failures_do_not_break_a_sequence_off(monkeypatch: pytest.Mo
     monkeypatch.setattr(act, "PAUSE_S", 0.0)
     service = StreamService((0,))
     service.look_failures = [Throttled("slower"), Unavailable("no answer"), Throttled("slower")]
-    await carry_out(service, "t", StreamDecision((0, 4, 8), ""))
+    await carry_out(service, "t", (0,), StreamDecision((0, 4, 8), ""))
     assert (await service.shards("t")).layout == (0, 4, 8)
     service.look_failures = [Throttled("slower")] * 20
     with pytest.raises(Throttled):
-        await carry_out(service, "t", StreamDecision((0, 4, 8, 9), ""))
+        await carry_out(service, "t", (0, 4, 8), StreamDecision((0, 4, 8, 9), ""))
+
+
+@given(layouts, layouts, st.integers(1, 5), st.integers(1, SLOTS - 1))
+async def test_what_an_operator_splits_meanwhile_stays(
+    before: tuple[int, ...], after: tuple[int, ...], at: int, cut: int
+) -> None:
+    """Broken: an operator who splits a hot shard while the autoscaler works sees it merged again."""
+    assume(cut not in before and cut not in after)
+    service = StreamService(before)
+    true_settled, waits = service.settled, 0
+
+    async def settled(topic: str) -> None:
+        nonlocal waits
+        await true_settled(topic)
+        waits += 1
+        if waits == at:
+            shards = await service.shards(topic)
+            holder = max(first for first in shards.layout if first < cut)
+            await service.split(topic, dict(zip(shards.layout, shards.numbers, strict=True))[holder], cut)
+
+    service.settled = settled  # type: ignore[method-assign]  # an operator in between
+    await carry_out(service, "t", before, StreamDecision(after, ""))
+    theirs = {cut} if waits >= at else set()
+    assert (await service.shards("t")).layout == tuple(sorted({*after} | theirs))
+
+
+async def test_what_an_operator_did_since_the_figures_is_decided_anew() -> None:
+    """Broken: an update that was decided for two shards is carried out on the three that an operator made meanwhile."""
+    service = StreamService((0, 5, 12))
+    for at_once in (False, True):
+        with pytest.raises(Unavailable, match="decided anew"):
+            await carry_out(service, "t", (0, 12), StreamDecision((0, 6, 12, 18), "", at_once=at_once))
+    assert service.changes == 0
 
 
 async def test_a_shard_without_slots_is_merged_away() -> None:
     """Broken: shards that somebody else split too finely are paid for ever."""
     service = StreamService((0, 4, 4, 8))
-    await carry_out(service, "t", StreamDecision((0, 4, 8), ""))
+    await carry_out(service, "t", (0, 4, 4, 8), StreamDecision((0, 4, 8), ""))
     assert (await service.shards("t")).layout == (0, 4, 8)
 
 
 async def test_an_equal_sharing_out_is_one_request() -> None:
     """Broken: doubling a large stream takes a split after the other."""
     service = StreamService((0, 12))
-    await carry_out(service, "t", StreamDecision((0, 6, 12, 18), "", at_once=True))
+    await carry_out(service, "t", (0, 12), StreamDecision((0, 6, 12, 18), "", at_once=True))
     assert service.changes == 1
 
 
