@@ -14,7 +14,7 @@ from botocore.exceptions import ClientError, ConnectionClosedError, EndpointConn
 from services.core.broker.errors import BrokerError, OutcomeUnknown, Throttled, Unavailable
 from services.core.broker.kinesis.driver import KinesisDriver
 from services.core.broker.kinesis.frames import read_entry
-from services.core.broker.kinesis.put_lane import MAX_ENTRIES, MAX_REQUEST_BYTES
+from services.core.broker.kinesis.put_lane import MAX_ENTRIES, MAX_REQUEST_BYTES, Parcel, PutLane
 from services.core.broker.kinesis.put_records import Put
 from services.core.broker.kinesis.shards import Shard
 from services.core.broker.kinesis.slots import HASH_KEYS
@@ -242,3 +242,45 @@ async def test_an_append_that_never_left_is_not_sent_later() -> None:
         await asyncio.gather(*under_way)
         await driver.append("t", 0, numbered(4), timeout=30)
     assert service.stored == {0: [0, 1, 2, 3, 4]}
+
+
+async def test_a_wait_for_the_shard_leaves_time_for_the_answer() -> None:
+    """If it fails, an entry leaves right before its append's time-out, is stored, taken for unknown, and stored again."""
+    service = FakeService(1)
+    async with _driver(service) as driver:
+        await driver.append("t", 0, numbered(1, size=1_000_000), timeout=30)
+        service.gate.clear()
+        with pytest.raises(Throttled) as refused:
+            await driver.append("t", 0, numbered(2, size=700_000), timeout=1.0)
+        assert refused.value.retry_after is not None
+        assert refused.value.retry_after > 0.5, "later than half of the time"
+        service.gate.set()
+    assert service.stored == {0: [1]}
+
+
+async def test_what_waited_too_long_for_a_request_is_not_sent() -> None:
+    """If it fails, what stood behind slow requests is sent when nobody can take the answer any more, and doubled."""
+    service = FakeService(1)
+    lane = PutLane(service.put, "t")
+    late = Parcel(Put(b"x", "0", "0"), leave_by=asyncio.get_running_loop().time() - 1)
+    lane.add(late)
+    with pytest.raises(Unavailable):
+        await late.answer
+    assert not late.sent
+    assert service.begun == 0
+
+
+@pytest.mark.parametrize("ticks", range(5))
+async def test_what_is_given_up_as_not_sent_is_never_sent(ticks: int) -> None:
+    """If it fails, an append that ends between two steps of the loop is reported as not stored, and stored a moment later."""
+    service = FakeService(1)
+    lane = PutLane(service.put, "t")
+    parcel = Parcel(Put(b"x", "0", "0"), leave_by=asyncio.get_running_loop().time() + 30)
+    lane.add(parcel)
+    for _ in range(ticks):
+        await asyncio.sleep(0)
+    parcel.answer.cancel()
+    was_sent = parcel.sent
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert was_sent == (service.begun == 1)

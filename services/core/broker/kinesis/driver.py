@@ -17,6 +17,12 @@ from services.core.broker.kinesis.streams import Streams, Topology
 from services.core.broker.kinesis.timing import Timing
 from services.core.broker.record import Record
 
+_ANSWER_SHARE = 0.5
+"""Of an append's time, kept for the answer: a shard's turn, or a request that is free, is waited for in the rest."""
+
+_LATE_SECONDS = 0.25
+"""A turn that was to come just in time comes a little later."""
+
 
 class KinesisDriver:
     """Durable when PutRecords answered: three zones have it. Paced per shard; never retries.
@@ -41,6 +47,7 @@ class KinesisDriver:
         if self._closed:
             raise BrokerClosed("the Kinesis connection was closed")
         deadline = asyncio.get_running_loop().time() + timeout
+        leave_by = deadline - min(self._timing.request, _ANSWER_SHARE * timeout)
         progress = _Progress(len(records))
         try:
             async with asyncio.timeout_at(deadline):
@@ -52,7 +59,7 @@ class KinesisDriver:
                 progress.failed.update(refused)
                 for entry in entries:
                     progress.sending(entry)
-                    sequence = await self._put(_Place(topic, partition, hash_key, topology), entry, progress, deadline)
+                    sequence = await self._put(_Place(topic, partition, hash_key, topology), entry, progress, leave_by)
                     progress.store(entry, sequence)
                     self._meters.count(topic, partition, len(entry.data))
         except TimeoutError:
@@ -62,13 +69,16 @@ class KinesisDriver:
             progress.fail(error)
         return progress.appended()
 
-    async def _put(self, place: "_Place", entry: Entry, progress: "_Progress", deadline: float) -> str:
-        """Store one entry when its shard's turn has come; its sequence number."""
+    async def _put(self, place: "_Place", entry: Entry, progress: "_Progress", leave_by: float) -> str:
+        """Store one entry when its shard's turn has come; its sequence number.
+
+        Not when the turn comes too late for an answer: what is sent then is stored, and sent again.
+        """
         topic, partition, hash_key, topology = place
         shard = shard_of(hash_key, topology.shards)
         pace = self._pace(topic, "none" if shard is None else str(shard.number), topology)
-        progress.seconds_per_byte = await pace.turn(len(entry.data), deadline - asyncio.get_running_loop().time())
-        parcel = Parcel(Put(entry.data, str(partition), str(hash_key)))
+        progress.seconds_per_byte = await pace.turn(len(entry.data), leave_by - asyncio.get_running_loop().time())
+        parcel = Parcel(Put(entry.data, str(partition), str(hash_key)), leave_by + _LATE_SECONDS)
         self._lane(topic).add(parcel)
         try:
             return await parcel.answer

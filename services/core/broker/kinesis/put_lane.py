@@ -5,6 +5,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from services.core.broker.errors import Unavailable
 from services.core.broker.kinesis.faults import AWS_ERRORS, classify_entry, classify_put
 from services.core.broker.kinesis.put_records import Put
 
@@ -21,9 +22,13 @@ _REQUESTS = 4
 
 @dataclass(slots=True, eq=False)
 class Parcel:
-    """One entry on its way. answer: its sequence number. sent: whether its request has left."""
+    """One entry on its way. answer: its sequence number. sent: whether it may be stored, though nobody waits for the answer.
+
+    leave_by (the loop's time): later it is not sent, because no answer could come in time.
+    """
 
     put: Put
+    leave_by: float
     answer: "asyncio.Future[str]" = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     sent: bool = False
 
@@ -65,11 +70,16 @@ class PutLane:
                 break
             taken += 1
         parcels, self._waiting = self._waiting[:taken], self._waiting[taken:]
-        return [parcel for parcel in parcels if not parcel.answer.done()]
+        now, late = asyncio.get_running_loop().time(), f"append to {self._topic}: its request could not leave in time"
+        for parcel in parcels:
+            if parcel.leave_by < now:
+                _settle(parcel, error=Unavailable(late))
+        taken_now = [parcel for parcel in parcels if not parcel.answer.done()]
+        for parcel in taken_now:
+            parcel.sent = True  # from here on nothing holds it back
+        return taken_now
 
     async def _put(self, parcels: list[Parcel]) -> None:
-        for parcel in parcels:
-            parcel.sent = True
         try:
             rows = await self._send(self._topic, [parcel.put for parcel in parcels])
         except AWS_ERRORS as error:
