@@ -13,7 +13,7 @@ from typing import cast
 import backoff
 
 from services.core.broker.contract import MAX_APPEND_BYTES, Appended, Driver
-from services.core.broker.errors import BrokerError, OutcomeUnknown, Throttled, Unavailable
+from services.core.broker.errors import BrokerError, OutcomeUnknown, RecordTooLarge, Throttled, Unavailable
 from services.core.broker.record import Record, estimate_size
 from services.core.metrics import BROKER_RETRIES
 
@@ -50,6 +50,7 @@ async def append_with_retry(
 ) -> Appended:
     """Append all records, in order, cut to what one append takes; failed ones stand in the answer, nothing is raised for them.
 
+    A record of which one attempt ended in OutcomeUnknown is stored by a later attempt, or its error is OutcomeUnknown.
     `size` is the records' `estimate_size`. `deadlines`: until when (monotonic seconds) each record may be tried; asked for
     only when something failed or was cut. The first attempt is made whatever it says. Errors that are not BrokerErrors
     (bugs) are raised.
@@ -77,7 +78,7 @@ async def _append_chunk(
 ) -> None:
     """One append and the repeats of what failed of it. Indexes in `outcome` count from the call's first record."""
     pending: Sequence[int] = range(start, start + len(chunk))
-    uncertain: OutcomeUnknown | None = None
+    in_doubt: dict[int, OutcomeUnknown] = {}
     waits = policy.waits()
     while True:
         try:
@@ -89,14 +90,17 @@ async def _append_chunk(
             failed = appended.failed
         if not failed:
             return
-        uncertain = next((error for _, error in failed if isinstance(error, OutcomeUnknown)), uncertain)
+        in_doubt |= {pending[index]: error for index, error in failed if isinstance(error, OutcomeUnknown)}
         asked = [e.retry_after for _, e in failed if isinstance(e, Throttled) and e.retry_after is not None]
         wait = max([backoff.full_jitter(next(waits)), *asked])
         until, next_try = deadlines(), time.monotonic() + wait
         again = [index for index, error in failed if _is_retriable(error) and until[pending[index]] >= next_try]
         given_up = {index for index, _ in failed}.difference(again)
         outcome.failed.extend(
-            (pending[index], _final(error, uncertain)) for index, error in failed if index in given_up
+            # Whatever refuses a later attempt, it says nothing of the one that may have stored the record.
+            (pending[index], in_doubt.get(pending[index], error))
+            for index, error in failed
+            if index in given_up
         )
         if not again:
             return
@@ -107,13 +111,6 @@ async def _append_chunk(
 
 def _is_retriable(error: Exception) -> bool:
     return isinstance(error, BrokerError) and error.retriable
-
-
-def _final(error: Exception, uncertain: OutcomeUnknown | None) -> Exception:
-    """Once one attempt may have stored a record, a later refusal does not make the outcome known again."""
-    if uncertain is not None and _is_retriable(error):
-        return uncertain
-    return error
 
 
 def _chunks(records: Sequence[Record], size: int) -> Iterator[tuple[int, Sequence[Record]]]:
@@ -147,8 +144,8 @@ class _Outcome:
 
     @property
     def is_interrupted(self) -> bool:
-        """Whether something failed that the caller may send again."""
-        return any(_is_retriable(error) for _, error in self.failed)
+        """Whether something failed that the caller may send again: all but what can never be stored."""
+        return any(not isinstance(error, RecordTooLarge) for _, error in self.failed)
 
     def appended(self) -> Appended:
         failed = tuple(sorted(self.failed, key=lambda item: item[0]))

@@ -142,6 +142,48 @@ async def test_uncertainty_is_not_forgotten_by_a_later_refusal() -> None:
     assert [type(error) for _, error in answer.parts[0].failed] == [errors.OutcomeUnknown] * 2
 
 
+@pytest.mark.parametrize(
+    "refusal",
+    [
+        errors.BrokerError("AccessDenied"),
+        errors.UnknownTopic("ResourceNotFound"),
+        errors.RecordTooLarge("its limit was lowered"),
+        errors.BrokerClosed("stopping"),
+        errors.Unavailable("away"),
+    ],
+)
+async def test_no_refusal_settles_what_an_earlier_attempt_left_in_doubt(refusal: errors.BrokerError) -> None:
+    """If it fails, ingest says "not stored" of stored events because credentials expired before the repeat."""
+    answers: list[errors.BrokerError] = [errors.OutcomeUnknown("no answer"), *[refusal] * 100]
+    stored: list[Record] = []
+
+    def fault(records: Sequence[Record]) -> Sequence[tuple[int, Exception]]:
+        stored.extend(records if len(answers) == 101 else ())  # stored, and the answer is lost
+        raise answers.pop(0)
+
+    policy = RetryPolicy(deadline=0.01, append_timeout=1.0, base_wait=0.0001, max_wait=0.001)
+    async with Producer(FaultyDriver(fault), policy=policy) as producer:
+        answer = await producer.send_to("t", {0: make_records(2)})
+    assert len(stored) == 2
+    assert len(answers) < 100, "it was not tried again"
+    assert [type(error) for _, error in answer.parts[0].failed] == [errors.OutcomeUnknown] * 2
+
+
+async def test_doubt_about_one_record_says_nothing_of_its_neighbours() -> None:
+    """If it fails, clients are left in doubt of events that were certainly refused."""
+    answers = iter([[(0, errors.OutcomeUnknown("no answer")), (1, errors.Throttled("full"))]])
+
+    def fault(_records: Sequence[Record]) -> Sequence[tuple[int, Exception]]:
+        for failed in answers:
+            return failed
+        raise errors.BrokerError("AccessDenied")
+
+    async with Producer(FaultyDriver(fault), policy=QUICK) as producer:
+        answer = await producer.send_to("t", {0: make_records(3)})
+    kinds: list[tuple[int, type[Exception]]] = [(index, type(error)) for index, error in answer.parts[0].failed]
+    assert kinds == [(0, errors.OutcomeUnknown), (1, errors.BrokerError)]
+
+
 async def test_full_queue_refuses_at_once_and_empties() -> None:
     """Broken: memory grows without bound while the broker is away."""
     driver = FaultyDriver()
@@ -342,3 +384,35 @@ async def test_a_later_chunk_does_not_overtake_one_that_failed() -> None:
         answer = await producer.send_to("t", {0: records})
     assert driver.stored.get(0, []) == []
     assert [index for index, _ in answer.parts[0].failed] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("refusal", [errors.BrokerError("ExpiredToken"), errors.UnknownTopic("deleted")])
+async def test_a_later_chunk_does_not_overtake_one_that_was_refused_for_good(refusal: errors.BrokerError) -> None:
+    """If it fails, a client that repeats what was refused while credentials were renewed breaks the order of its keys."""
+    failures = iter([refusal])
+
+    def fault(_records: Sequence[Record]) -> Sequence[tuple[int, Exception]]:
+        for error in failures:
+            raise error
+        return ()
+
+    driver = FaultyDriver(fault)
+    async with Producer(driver, policy=QUICK) as producer:
+        answer = await producer.send_to("t", {0: make_records(3, size=MAX_APPEND_BYTES - 1000)})
+    assert driver.stored.get(0, []) == []
+    kinds: list[type[Exception]] = [type(error) for _, error in answer.parts[0].failed]
+    assert kinds == [type(refusal), errors.Unavailable, errors.Unavailable]
+
+
+async def test_a_chunk_goes_out_behind_one_that_can_never_be_stored() -> None:
+    """If it fails, one record that is too large keeps its whole request from being stored, however often it is sent."""
+
+    def fault(records: Sequence[Record]) -> Sequence[tuple[int, Exception]]:
+        return [(0, errors.RecordTooLarge("poison"))] if records[0].timestamp == 0 else []
+
+    driver = FaultyDriver(fault)
+    async with Producer(driver, policy=QUICK) as producer:
+        records = make_records(3, size=MAX_APPEND_BYTES - 1000)
+        answer = await producer.send_to("t", {0: records})
+    assert driver.stored[0] == records[1:]
+    assert [index for index, _ in answer.parts[0].failed] == [0]
