@@ -16,6 +16,13 @@ INGEST_REQUESTS_REFUSED = Counter(
     ["reason"],
 )
 INGEST_BYTES = Counter("penstock_ingest_payload_bytes", "Payload bytes of accepted events.", ["stream"])
+INGEST_KEYS_AGE = Gauge(
+    "penstock_ingest_keys_age_seconds",
+    "How long ago the keys in use were last seen to be what the keys file says; a key revoked since then is still valid.",
+)
+INGEST_KEYS_FAILURES = Counter(
+    "penstock_ingest_keys_load_failures", "Times that the keys file could not be used; the log says why."
+)
 INGEST_PENDING = Gauge("penstock_ingest_pending_bytes", "Bytes waiting for the broker.")
 INGEST_IN_FLIGHT = Gauge("penstock_ingest_in_flight_requests", "Requests being read or answered.")
 

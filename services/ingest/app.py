@@ -27,7 +27,7 @@ from services.ingest.access import Access
 from services.ingest.endpoint import Endpoint
 from services.ingest.http_server import HttpServer, Timeouts
 from services.ingest.intake import Intake, max_age_ms
-from services.ingest.key_watch import Stamp, read_ring, watch_keys
+from services.ingest.key_watch import KeyWatch
 from services.ingest.openapi import load_openapi
 from services.ingest.probe import Probe, flush_tallies
 from services.ingest.settings import IngestSettings
@@ -48,7 +48,10 @@ async def start(settings: IngestSettings, supervision: Supervision) -> None:
     settings.address()
     stopping = supervision.stopping
     pipes = await asyncio.to_thread(load_pipes, settings.pipes)
-    access, stamp = await _open_access(settings)
+    access = Access(None)
+    keys = KeyWatch(settings.keys, access) if settings.keys is not None else None
+    if keys is not None:
+        await keys.load()
     openapi = await asyncio.to_thread(load_openapi)
     probe: Probe | None = None
 
@@ -87,8 +90,8 @@ async def start(settings: IngestSettings, supervision: Supervision) -> None:
         supervision.run(probe.run(stopping), "probe")
         supervision.run(flush_tallies(intakes.values(), producer, stopping), "tallies")
         supervision.run(keep_reporting(ledgers, stopping), "ledger")
-        if settings.keys is not None:
-            supervision.run(watch_keys(settings.keys, access, stamp, stopping), "keys")
+        if keys is not None:
+            supervision.run(keys.run(stopping), "keys")
         async with _listen(server, settings) as address:
             log.info("listening", address=address)
             await stopping.wait()
@@ -106,13 +109,6 @@ def _open_ledger(intake: Intake, producer: Producer, instance: str) -> StreamLed
     reporter = Reporter(producer, instance, NODE, name, lags=lags, has_backlog=False)
     intake.ledger = StreamLedger(reporter)
     return intake.ledger
-
-
-async def _open_access(settings: IngestSettings) -> tuple[Access, Stamp | None]:
-    if settings.keys is None:
-        return Access(None), None
-    ring, stamp = await asyncio.to_thread(read_ring, settings.keys)
-    return Access(ring), stamp
 
 
 async def _open_broker(stack: AsyncExitStack, url: str, stopping: asyncio.Event) -> Broker | None:

@@ -3,17 +3,26 @@
 import asyncio
 import multiprocessing
 import os
+import shutil
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
+import structlog.testing
 import yaml
+from prometheus_client import REGISTRY
 from pydantic import ValidationError
 
 from services.core.key_file import add_key, load_keys, revoke_key
 from services.core.keys import KeyRing, make_key
 from services.core.yaml_source import BadConfiguration
+from services.ingest import key_watch
 from services.ingest.access import Access
-from services.ingest.key_watch import read_ring, watch_keys
+from services.ingest.key_watch import KeyWatch
 
 CREATED = "2026-01-02T03:04:05Z"
 
@@ -137,27 +146,168 @@ def test_changes_at_once_all_count(tmp_path: Path) -> None:
     assert len(load_keys(path)) == 9
 
 
+class Clock:
+    """Monotonic seconds, as a test sets them."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@dataclass
+class Watched:
+    """A keys file that is watched."""
+
+    path: Path
+    access: Access
+    watch: KeyWatch
+    clock: Clock
+
+    def opens(self, token: str) -> bool:
+        return self.access.ring is not None and self.access.ring.find(token) is not None
+
+    async def until(self, token: str, *, opens: bool) -> None:
+        while self.opens(token) is not opens:
+            await asyncio.sleep(0.005)
+
+
+@asynccontextmanager
+async def watched(path: Path) -> AsyncIterator[Watched]:
+    """Watch a keys file that exists until the context is left."""
+    access, clock, stopping = Access(KeyRing([])), Clock(), asyncio.Event()
+    watch = KeyWatch(path, access, clock)
+    await watch.load()
+    async with asyncio.timeout(60), asyncio.TaskGroup() as group:
+        group.create_task(watch.run(stopping))
+        yield Watched(path, access, watch, clock)
+        stopping.set()
+
+
+def failures() -> float:
+    return REGISTRY.get_sample_value("penstock_ingest_keys_load_failures_total") or 0.0
+
+
+def age() -> float:
+    return REGISTRY.get_sample_value("penstock_ingest_keys_age_seconds") or 0.0
+
+
+async def fail_more(count: int) -> None:
+    """Wait until so many more loads failed."""
+    wanted = failures() + count
+    while failures() < wanted:
+        await asyncio.sleep(0.005)
+
+
+@pytest.fixture(autouse=True)
+def _often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(key_watch, "READ_EVERY_S", 0.01)
+
+
 async def test_a_changed_file_is_taken_over_and_a_broken_one_is_not(tmp_path: Path) -> None:
     """Revoking must work without a restart; a typing mistake must not lock everybody out."""
     path = tmp_path / "keys.yaml"
     (first,) = await asyncio.to_thread(make_file, path)
-    ring, stamp = await asyncio.to_thread(read_ring, path)
-    access, stopping = Access(ring), asyncio.Event()
-
-    def opens(token: str) -> bool:
-        return access.ring is not None and access.ring.find(token) is not None
-
-    async with asyncio.timeout(80), asyncio.TaskGroup() as group:
-        group.create_task(watch_keys(path, access, stamp, stopping))
+    async with watched(path) as keys:
+        assert keys.opens(first)
         (second,) = await asyncio.to_thread(make_file, path)
-        while not opens(second):
-            await asyncio.sleep(0.05)
+        await keys.until(second, opens=True)
         await asyncio.to_thread(path.write_text, "keys: 7")
-        await asyncio.sleep(1.5)
-        assert opens(first)
-        assert opens(second)
+        await fail_more(2)
+        assert keys.opens(first)
+        assert keys.opens(second)
         await asyncio.to_thread(os.remove, path)
         await asyncio.to_thread(make_file, path)
-        while opens(first):
-            await asyncio.sleep(0.05)
-        stopping.set()
+        await keys.until(first, opens=False)
+
+
+async def test_a_load_that_failed_is_tried_until_one_succeeds(tmp_path: Path) -> None:
+    """Broken: a key is revoked in a file that others may read; after the `chmod 600` that the log asks for it is still valid."""
+    path = tmp_path / "keys.yaml"
+    (token,) = await asyncio.to_thread(make_file, path)
+    async with watched(path) as keys:
+        scratch = tmp_path / "scratch.yaml"
+        await asyncio.to_thread(shutil.copy, path, scratch)
+        await asyncio.to_thread(revoke_key, scratch, token.split("_")[1], CREATED)
+        await asyncio.to_thread(scratch.chmod, 0o644)
+        await asyncio.to_thread(scratch.replace, path)
+        await fail_more(2)
+        assert keys.opens(token)
+        await asyncio.to_thread(path.chmod, 0o600)
+        await keys.until(token, opens=False)
+
+
+async def test_a_change_that_leaves_time_and_size_as_they_were_counts(tmp_path: Path) -> None:
+    """Broken: a revocation restored from a backup with its times, or two writes within one tick of the clock, are not seen."""
+    path = tmp_path / "keys.yaml"
+    (token,) = await asyncio.to_thread(make_file, path)
+    async with watched(path) as keys:
+
+        def change() -> None:
+            before = path.stat()
+            text = path.read_text()
+            digest = load_keys(path)[0].hash
+            path.write_text(text.replace(digest, digest[::-1]))
+            os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+            assert path.stat().st_size == before.st_size
+
+        await asyncio.to_thread(change)
+        await keys.until(token, opens=False)
+
+
+async def test_without_a_good_load_the_age_grows_and_ingest_says_so(tmp_path: Path) -> None:
+    """Broken: nobody learns that revoked keys are still valid: one line of a warning, a week ago."""
+    path = tmp_path / "keys.yaml"
+    await asyncio.to_thread(make_file, path)
+    with structlog.testing.capture_logs() as logs:
+        async with watched(path) as keys:
+
+            def said() -> list[Any]:
+                return [entry for entry in logs if entry["log_level"] == "error"]
+
+            await asyncio.to_thread(path.chmod, 0o644)
+            await asyncio.to_thread(path.write_text, "keys: []\n# others may read this")
+            await fail_more(2)
+            keys.clock.now += key_watch.STALE_AFTER_S - 1
+            await fail_more(2)
+            assert (age(), said()) == (key_watch.STALE_AFTER_S - 1, [])
+            keys.clock.now += 1
+            await fail_more(2)
+            assert [entry["seconds"] for entry in said()] == [60]
+            assert "chmod 600" in said()[0]["problems"]
+            assert "Try: " in said()[0]["hint"]
+            keys.clock.now += key_watch.STALE_AFTER_S
+            await fail_more(2)
+            assert [entry["seconds"] for entry in said()] == [60, 120]
+            assert len([entry for entry in logs if entry["log_level"] == "warning"]) == 1
+            await asyncio.to_thread(path.chmod, 0o600)
+            while age():
+                await asyncio.sleep(0.005)
+
+
+async def test_a_file_system_that_hangs_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Broken: a network file system hangs, one thread after the other with it, and nobody is told how old the keys are."""
+    path = tmp_path / "keys.yaml"
+    await asyncio.to_thread(make_file, path)
+    hangs, reads = threading.Event(), 0
+    real = key_watch._read
+
+    def read(path: Path, known: bytes) -> tuple[bytes, KeyRing] | None:
+        nonlocal reads
+        reads += 1
+        assert hangs.wait(60)
+        return real(path, known)
+
+    with structlog.testing.capture_logs() as logs:
+        async with watched(path) as keys:
+            monkeypatch.setattr(key_watch, "_read", read)
+            while not reads:
+                await asyncio.sleep(0.005)
+            keys.clock.now += key_watch.STALE_AFTER_S
+            while not any(entry["log_level"] == "error" for entry in logs):
+                await asyncio.sleep(0.005)
+            assert (reads, age()) == (1, key_watch.STALE_AFTER_S)
+            hangs.set()
+            while age():
+                await asyncio.sleep(0.005)
