@@ -1,12 +1,15 @@
 """What the Kafka driver says of an append, by what the broker answered."""
 
+import itertools
+import struct
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import cast
 
 import pytest
 
-from services.core.broker.errors import BrokerError, OutcomeUnknown, Unavailable
+from services.core.broker.contract import Appended
+from services.core.broker.errors import BrokerError, OutcomeUnknown, RecordTooLarge, Unavailable
 from services.core.broker.kafka.cluster import Cluster
 from services.core.broker.kafka.driver import KafkaDriver
 from services.core.broker.kafka.limits import TopicLimits
@@ -15,19 +18,27 @@ from services.core.broker.kafka.packing import Identity
 from services.core.broker.record import Record
 
 RECORDS = [Record(b"k", b"%0200d" % number, 1) for number in range(6)]
-NOT_LEADER, REQUEST_TIMED_OUT, NOT_ENOUGH_REPLICAS, NOT_ENOUGH_REPLICAS_AFTER_APPEND = 6, 7, 19, 20
+UNKNOWN_TOPIC, NOT_LEADER, REQUEST_TIMED_OUT, MESSAGE_TOO_LARGE = 3, 6, 7, 10
+NOT_ENOUGH_REPLICAS, NOT_ENOUGH_REPLICAS_AFTER_APPEND, UNAUTHORIZED = 19, 20, 29
+INVALID_TIMESTAMP, OUT_OF_ORDER, DUPLICATE, UNKNOWN_PRODUCER = 32, 45, 46, 59
+IDENTITY = struct.Struct(">qhii").unpack_from
+"""Producer id, epoch, first sequence number and count of records; they begin at byte 43 of a batch."""
+
+SILENCE = 12345
 
 
 class AnsweringLane:
-    """Answers each parcel with the next code; offsets count batches of three records."""
+    """Answers each parcel with the next code, or none; offsets count batches of three records."""
 
     def __init__(self, codes: list[int]) -> None:
-        self.codes, self.sent = codes, 0
+        self.codes, self.batches = codes, list[tuple[int, int, int]]()
 
     def add(self, parcel: Parcel, _timeout: float) -> None:
         parcel.sent = True
-        parcel.answer.set_result((self.codes.pop(0), 3 * self.sent))
-        self.sent += 1
+        identity, _, first, count = IDENTITY(parcel.data, 43)
+        if (code := self.codes.pop(0)) != SILENCE:
+            parcel.answer.set_result((code, 3 * len(self.batches)))
+        self.batches.append((identity, first, count))
 
 
 def answering(codes: list[int]) -> Callable[[int], AnsweringLane]:
@@ -40,11 +51,18 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> KafkaDriver:
     """Its topic takes batches of three of RECORDS."""
 
     class Limits:
-        async def of(self, _topic: str) -> SimpleNamespace:
-            return SimpleNamespace(max_batch_bytes=800)
+        max_batch_bytes = 800
+
+        async def of(self, _topic: str, *, max_age: float = 0) -> SimpleNamespace:
+            return SimpleNamespace(max_batch_bytes=self.max_batch_bytes)
+
+        def forget(self, _topic: str) -> None:
+            self.max_batch_bytes = 400
+
+    identities = itertools.count(7)
 
     async def identify(*_args: object, **_kwargs: object) -> Identity:
-        return Identity(7, 0)
+        return Identity(next(identities), 0)
 
     async def leader(_line: object) -> int:
         return 1
@@ -85,3 +103,130 @@ async def test_what_is_refused_before_it_is_written_is_not_stored(
     with pytest.raises(BrokerError) as caught:
         await driver.append("s", 0, RECORDS[:3], timeout=5.0)
     assert not isinstance(caught.value, OutcomeUnknown)
+
+
+OTHERS = [Record(b"k", b"%0200d" % number, 1) for number in range(6)]
+
+
+@pytest.fixture
+def lane(driver: KafkaDriver, monkeypatch: pytest.MonkeyPatch) -> AnsweringLane:
+    """Of every node. A test fills in the codes."""
+    made = AnsweringLane([])
+    monkeypatch.setattr(driver, "_lane", lambda _node: made)
+    return made
+
+
+async def test_a_refused_repeat_frees_no_number(driver: KafkaDriver, lane: AnsweringLane) -> None:
+    """If it fails, a 200 is a lost event: the next batch of equal size goes out under the number of one that Kafka has."""
+    lane.codes = [REQUEST_TIMED_OUT, NOT_ENOUGH_REPLICAS, 0]
+    for _ in range(2):
+        with pytest.raises(OutcomeUnknown):
+            await driver.append("s", 0, RECORDS[:3], timeout=5.0)
+    await driver.append("s", 0, OTHERS[:3], timeout=5.0)
+    assert lane.batches == [(7, 0, 3), (7, 0, 3), (8, 0, 3)]
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        *(UNKNOWN_TOPIC, NOT_LEADER, REQUEST_TIMED_OUT, MESSAGE_TOO_LARGE, NOT_ENOUGH_REPLICAS, UNAUTHORIZED),
+        *(NOT_ENOUGH_REPLICAS_AFTER_APPEND, INVALID_TIMESTAMP, 2, 5, 18, 42, 56, 87, 89, -1),
+    ],
+)
+async def test_a_batch_in_doubt_goes_out_unchanged_until_it_is_stored(
+    driver: KafkaDriver, lane: AnsweringLane, code: int
+) -> None:
+    """If it fails, a batch that Kafka may have is cut, numbered anew or called refused, whatever answer came in between."""
+    lane.codes = [NOT_ENOUGH_REPLICAS_AFTER_APPEND, code, code, 0, 0]
+    for _ in range(3):
+        with pytest.raises(OutcomeUnknown):
+            await driver.append("s", 0, RECORDS[:3], timeout=5.0)
+    appended = await driver.append("s", 0, RECORDS[:3], timeout=5.0)
+    assert (appended.first, appended.last, appended.failed) == (9, 11, ())
+    await driver.append("s", 0, OTHERS[:1], timeout=5.0)
+    assert lane.batches == [(7, 0, 3)] * 4 + [(7, 3, 1)]
+
+
+@pytest.mark.parametrize("code", [OUT_OF_ORDER, UNKNOWN_PRODUCER, 47, 49])
+async def test_numbering_that_kafka_lost_leaves_the_batch_in_doubt(
+    driver: KafkaDriver, lane: AnsweringLane, code: int
+) -> None:
+    """If it fails, a batch that was stored before Kafka forgot its producer is called "not stored"."""
+    lane.codes = [REQUEST_TIMED_OUT, code, 0]
+    for _ in range(2):
+        with pytest.raises(OutcomeUnknown):
+            await driver.append("s", 0, RECORDS[:3], timeout=5.0)
+    await driver.append("s", 0, RECORDS[:3], timeout=5.0)
+    assert lane.batches == [(7, 0, 3), (7, 0, 3), (8, 0, 3)]
+
+
+async def test_a_duplicate_that_is_none_is_not_stored_for_sure(driver: KafkaDriver, lane: AnsweringLane) -> None:
+    """If it fails, Kafka's word that it has had this number stands for a batch that it never saw."""
+    lane.codes = [DUPLICATE, 0, REQUEST_TIMED_OUT, DUPLICATE]
+    with pytest.raises(OutcomeUnknown):
+        await driver.append("s", 0, RECORDS[:3], timeout=5.0)
+    assert (await driver.append("s", 0, RECORDS[:3], timeout=5.0)).first == 3
+    with pytest.raises(OutcomeUnknown):
+        await driver.append("s", 0, OTHERS[:3], timeout=5.0)
+    assert await driver.append("s", 0, OTHERS[:3], timeout=5.0) == Appended(-1, -1)
+    assert lane.batches == [(7, 0, 3), (8, 0, 3), (8, 3, 3), (8, 3, 3)]
+
+
+async def test_the_end_of_a_batch_in_doubt_brings_its_beginning_along(driver: KafkaDriver, lane: AnsweringLane) -> None:
+    """If it fails, events are doubled because others of their batch ran out of time first."""
+    lane.codes = [REQUEST_TIMED_OUT, 0, 0]
+    with pytest.raises(OutcomeUnknown):
+        await driver.append("s", 0, RECORDS[:3], timeout=5.0)
+    appended = await driver.append("s", 0, [*RECORDS[1:3], *OTHERS[:2]], timeout=5.0)
+    assert (appended.first, appended.last) == (4, 7)
+    assert lane.batches == [(7, 0, 3), (7, 0, 3), (7, 3, 2)]
+
+
+async def test_silence_after_doubt_and_before_it(driver: KafkaDriver, lane: AnsweringLane) -> None:
+    """If it fails, a time-out forgets what the attempt before it left in doubt, or calls refused what had left."""
+    lane.codes = [SILENCE, SILENCE, 0]
+    for _ in range(2):
+        with pytest.raises(OutcomeUnknown):
+            await driver.append("s", 0, RECORDS[:3], timeout=0.01)
+    await driver.append("s", 0, RECORDS[:3], timeout=5.0)
+    assert lane.batches == [(7, 0, 3)] * 3
+
+
+async def test_an_attempt_that_never_left_settles_no_doubt(
+    driver: KafkaDriver, lane: AnsweringLane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If it fails, a partition without a leader makes "not stored" of a batch that the last leader may have written."""
+    lane.codes = [REQUEST_TIMED_OUT, 0]
+    with pytest.raises(OutcomeUnknown):
+        await driver.append("s", 0, RECORDS[:3], timeout=5.0)
+
+    async def away(_line: object) -> int:
+        raise Unavailable("no leader")
+
+    with monkeypatch.context() as while_away:
+        while_away.setattr(driver, "_leader", away)
+        appended = await driver.append("s", 0, [*RECORDS[:3], *OTHERS[:1]], timeout=5.0)
+    kinds: list[type[Exception]] = [type(error) for _, error in appended.failed]
+    assert kinds == [OutcomeUnknown] * 3 + [Unavailable]
+    await driver.append("s", 0, RECORDS[:3], timeout=5.0)
+    assert lane.batches == [(7, 0, 3)] * 2
+
+
+async def test_a_limit_that_was_lowered_cuts_no_batch_in_doubt(driver: KafkaDriver, lane: AnsweringLane) -> None:
+    """If it fails, part of a batch goes out under the number of the whole, and Kafka refuses all that follows."""
+    lane.codes = [REQUEST_TIMED_OUT, MESSAGE_TOO_LARGE, 0, 0, 0]
+    with pytest.raises(OutcomeUnknown):
+        await driver.append("s", 0, RECORDS[:3], timeout=5.0)
+    driver._limits.forget("s")
+    with pytest.raises(OutcomeUnknown):
+        await driver.append("s", 0, RECORDS[:3], timeout=5.0)
+    await driver.append("s", 0, RECORDS[:3], timeout=5.0)
+    await driver.append("s", 0, OTHERS[:2], timeout=5.0)
+    assert lane.batches == [(7, 0, 3)] * 3 + [(7, 3, 1), (7, 4, 1)]
+
+
+async def test_a_record_that_was_refused_for_its_size_is_too_large(driver: KafkaDriver, lane: AnsweringLane) -> None:
+    """If it fails, the check before sending is gone: one record after another is sent in vain."""
+    with pytest.raises(RecordTooLarge):
+        await driver.append("s", 0, [Record(b"k", b"x" * 900, 1)], timeout=5.0)
+    assert lane.batches == []

@@ -13,20 +13,27 @@ from tests.contract.traffic import numbered
 def test_a_number_is_used_up_only_by_what_was_stored() -> None:
     """If it fails, the broker sees a gap (and refuses everything) or takes a new batch for an old one (and drops it)."""
     state = SequenceState(Identity(1, 0))
+    assert state.is_free
+    state.doubtful = numbered(range(3))
+    assert (state.next, state.is_free) == (0, False)
+    state.stored(3)
+    assert (state.next, state.is_free) == (3, True)
+
+
+def test_a_numbering_that_was_given_up_is_never_used_again() -> None:
+    """If it fails, a batch goes out under a number that Kafka may know as another one's."""
+    state = SequenceState(Identity(1, 0))
     records = numbered(range(3))
-    state.sending(records)
-    state.refused()
-    assert (state.next, state.doubtful) == (0, ())
-    state.sending(records)
-    state.stored()
-    assert (state.next, state.doubtful) == (3, ())
+    state.doubtful = records
+    state.give_up()
+    assert not state.is_free
+    assert state.repeated_from(records) is None
 
 
 def test_numbers_wrap_as_kafka_wraps_them() -> None:
     """If it fails, a partition stops after two thousand million events."""
     state = SequenceState(Identity(1, 0), next=0x7FFFFFFF)
-    state.sending(numbered(range(2)))
-    state.stored()
+    state.stored(2)
     assert state.next == 1
 
 
@@ -34,11 +41,17 @@ def test_only_the_very_same_records_repeat_a_doubtful_batch() -> None:
     """If it fails, other records go out under the number of a batch that was stored: the broker drops them as known."""
     state = SequenceState(Identity(1, 0))
     first, equal = numbered(range(3)), numbered(range(3))
-    assert state.repeats(equal), "nothing is in doubt"
-    state.sending(first)
-    assert state.repeats([*first, *numbered(range(3, 5))])
-    assert not state.repeats(first[:2])
-    assert not state.repeats(equal), "equal values are not the same events"
+    assert state.repeated_from(first) is None, "nothing is in doubt"
+    state.doubtful = first
+    assert state.repeated_from(first) == 0
+    assert state.repeated_from([*first, *numbered(range(3, 5))]) == 0
+    assert state.repeated_from([*first[1:], *numbered(range(3, 5))]) == 1
+    assert state.repeated_from(first[:2]) is None
+    assert state.repeated_from(first[1:2]) is None
+    assert state.repeated_from([]) is None
+    assert state.repeated_from(equal) is None, "equal values are not the same events"
+    assert state.in_doubt(first[1:]) == 2
+    assert state.in_doubt(equal) == 0
 
 
 def test_everything_stored() -> None:
@@ -63,6 +76,19 @@ def test_what_comes_after_an_unknown_batch_was_not_tried() -> None:
         (4, Unavailable),
         (5, Unavailable),
     ]
+
+
+def test_what_was_in_doubt_stays_so_whatever_fails_later() -> None:
+    """If it fails, "not stored" is said of records that an earlier attempt may have stored."""
+    progress = Progress(numbered(range(4)), in_doubt=2)
+    progress.fail(BrokerError("not authorized"))
+    kinds: list[type[Exception]] = [type(error) for _, error in progress.appended().failed]
+    assert kinds == [OutcomeUnknown, OutcomeUnknown, BrokerError, BrokerError]
+    settled = Progress(numbered(range(4)), in_doubt=2)
+    settled.store(2, 10)
+    settled.fail(Unavailable("away"))
+    kinds = [type(error) for _, error in settled.appended().failed]
+    assert kinds == [Unavailable, Unavailable]
 
 
 @pytest.mark.parametrize(("in_doubt", "kind"), [(0, Unavailable), (3, OutcomeUnknown)])

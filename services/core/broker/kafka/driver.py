@@ -17,7 +17,14 @@ from services.core.broker.errors import (
     UnknownTopic,
 )
 from services.core.broker.kafka.cluster import Cluster
-from services.core.broker.kafka.faults import BAD_RECORD, PRODUCER_STATE_LOST, TOO_LARGE, classify_produce, raise_for
+from services.core.broker.kafka.faults import (
+    BAD_RECORD,
+    DUPLICATE_SEQUENCE,
+    PRODUCER_STATE_LOST,
+    TOO_LARGE,
+    classify_produce,
+    raise_for,
+)
 from services.core.broker.kafka.limits import TopicLimits
 from services.core.broker.kafka.node_lane import NodeLane, Parcel
 from services.core.broker.kafka.packing import MAX_RECORD_BYTES, Identity, Packed, content_bytes, pack
@@ -25,7 +32,6 @@ from services.core.broker.kafka.progress import Progress
 from services.core.broker.kafka.sequence import SequenceState
 from services.core.broker.record import Record
 
-_DUPLICATE_SEQUENCE = 46
 _LIMIT_AGE = 60.0
 _IGNORED_TIMEOUT_MS = 60_000  # only transactions use it
 
@@ -75,18 +81,23 @@ class KafkaDriver:
             return len(client.cluster.partitions_for_topic(topic) or ())
 
     async def append(self, topic: str, partition: int, records: Sequence[Record], *, timeout: float) -> Appended:
-        """As in the contract. Appends to one partition wait for each other, those of several travel together."""
-        if self._closed:
-            raise BrokerClosed("the Kafka connection was closed")
+        """As in the contract. Appends to one partition wait for each other, those of several travel together.
+
+        A batch that an earlier append left in doubt is repeated unchanged; until that succeeds its outcome is unknown.
+        """
         deadline = asyncio.get_running_loop().time() + timeout
-        progress = Progress(records)
+        line = self._lines.get((topic, partition))
+        progress = Progress(records, line.sequence.in_doubt(records) if line and line.sequence else 0)
         try:
+            if self._closed:
+                raise BrokerClosed("the Kafka connection was closed")
             async with asyncio.timeout_at(deadline):
                 limit = (await self._limits.of(topic)).max_batch_bytes
                 line = self._lines.get((topic, partition))
                 if line is None:
                     line = self._lines[topic, partition] = _Line(topic, partition)
                 async with line.lock:
+                    await self._repeat(line, progress, deadline)
                     await self._append_all(line, limit, progress, deadline)
         except TimeoutError:
             progress.time_out(f"append to {topic}[{partition}]: no answer from Kafka within {timeout:g} s")
@@ -94,13 +105,25 @@ class KafkaDriver:
             progress.fail(error)
         return progress.appended()
 
+    async def _repeat(self, line: _Line, progress: Progress, deadline: float) -> None:
+        """Settle the batch in doubt if these records are of it: it goes out once more, whole and unchanged."""
+        state = line.sequence
+        begin = state.repeated_from(progress.records) if state is not None else None
+        if state is None or begin is None:
+            return
+        batch = state.doubtful
+        packed = pack(batch, MAX_RECORD_BYTES, state.identity, state.next)
+        offset = await self._send(line, state, packed, batch, progress, deadline)
+        progress.store(len(batch) - begin, offset if offset < 0 else offset + begin)
+
     async def _append_all(self, line: _Line, limit: int, progress: Progress, deadline: float) -> None:
         """Batch after batch, in order. One that is refused for a record in it is halved until that record is alone."""
-        spans = [(0, len(progress.records))]
+        total = len(progress.records)
+        spans = [(progress.done, total)] if progress.done < total else []
         while spans:
             start, end = spans.pop()
-            state = await self._sequence(line, progress.records[start:end])
-            wanted = progress.records[start : start + len(state.doubtful) if state.doubtful else end]
+            state = await self._sequence(line)
+            wanted = progress.records[start:end]
             packed = pack(wanted, min(limit, MAX_RECORD_BYTES), state.identity, state.next)
             stop = start + packed.count
             if stop < end:
@@ -113,7 +136,8 @@ class KafkaDriver:
                     progress.refuse(start, too_large)
                     continue
             try:
-                progress.store(stop, await self._send(line, state, packed, progress, deadline))
+                batch = progress.take(packed.count)
+                progress.store(stop, await self._send(line, state, packed, batch, progress, deadline))
             except _BadRecord as bad:
                 if packed.count == 1:
                     progress.refuse(start, bad.error)
@@ -121,9 +145,9 @@ class KafkaDriver:
                     middle = (start + stop) // 2
                     spans += [(middle, stop), (start, middle)]
 
-    async def _sequence(self, line: _Line, records: Sequence[Record]) -> SequenceState:
-        """The numbering to use; a new one when the last batch's fate stayed unknown and these are others."""
-        if line.sequence is None or not line.sequence.repeats(records):
+    async def _sequence(self, line: _Line) -> SequenceState:
+        """The numbering for a new batch; under a new identity when the fate of the last one stayed unknown."""
+        if line.sequence is None or not line.sequence.is_free:
             line.sequence = SequenceState(await self._identify(other_than=line.sequence))
         return line.sequence
 
@@ -137,37 +161,41 @@ class KafkaDriver:
             return self._identity
 
     async def _send(
-        self, line: _Line, state: SequenceState, packed: Packed, progress: Progress, deadline: float
+        self,
+        line: _Line,
+        state: SequenceState,
+        packed: Packed,
+        batch: Sequence[Record],
+        progress: Progress,
+        deadline: float,
     ) -> int:
         """One batch to its leader; its base offset (-1 when the broker only knows that it has it)."""
         lane = self._lane(await self._leader(line))
         parcel = Parcel(line.topic, line.partition, packed.data)
         lane.add(parcel, deadline - asyncio.get_running_loop().time())
-        records = progress.take(packed.count)
+        was_in_doubt = bool(state.doubtful)
         try:
             code, offset = await parcel.answer
         except Unavailable:
-            raise
+            raise  # it has not left
         except BaseException:
-            if parcel.sent:
-                state.sending(records)
-                progress.in_doubt = packed.count
+            if parcel.sent and not was_in_doubt:
+                state.doubtful, progress.in_doubt = batch, len(batch)
             raise
-        state.sending(records)
-        if code in (0, _DUPLICATE_SEQUENCE):
-            state.stored()
+        if code == 0 or (code == DUPLICATE_SEQUENCE and was_in_doubt):
+            state.stored(len(batch))
             return -1 if code else offset
         error = classify_produce(code, line.name)
-        if isinstance(error, OutcomeUnknown):
-            progress.in_doubt = packed.count
-            raise error
-        state.refused()
+        if isinstance(error, OutcomeUnknown) and not was_in_doubt:
+            state.doubtful, progress.in_doubt = batch, len(batch)
+        if code in PRODUCER_STATE_LOST or code == DUPLICATE_SEQUENCE:
+            state.give_up()
+        if was_in_doubt:
+            raise OutcomeUnknown(f"{error}, when asked again for a batch that it may have stored")
         raise self._refusal(line, error, code)
 
     def _refusal(self, line: _Line, error: BrokerError, code: int) -> Exception:
-        """What to do about a batch that was not stored."""
-        if code in PRODUCER_STATE_LOST:
-            line.sequence = self._identity = None
+        """What to do about a batch that was refused at its first attempt."""
         if code in TOO_LARGE:
             self._limits.forget(line.topic)
             return Unavailable(f"{error}: its limit became smaller")

@@ -32,6 +32,9 @@ PRODUCER_STATE_LOST = frozenset(
 )
 """The broker does not know our sequence any more: the batch was not stored, and a new producer id is needed."""
 
+DUPLICATE_SEQUENCE = 46
+"""The broker has had a batch of this number, too long ago to know its offset."""
+
 BAD_RECORD = frozenset({kafka.InvalidTimestampError.errno, kafka.CorruptRecordException.errno, INVALID_RECORD})
 """One record of the batch is the reason for refusing all of it, and the answer does not say which."""
 
@@ -54,7 +57,8 @@ def classify_produce(code: int, where: str) -> BrokerError:
     """What a produce error code says about the batch.
 
     Only what the broker checks before it writes is "not stored". NOT_LEADER, REQUEST_TIMED_OUT and
-    NOT_ENOUGH_REPLICAS_AFTER_APPEND also come when the leader had written already: unknown.
+    NOT_ENOUGH_REPLICAS_AFTER_APPEND also come when the leader had written already: unknown. This is about the attempt that
+    was answered; of earlier ones it says nothing.
     """
     text = f"{where}: Kafka answered {name_of(code)}"
     if code in TOO_LARGE:

@@ -8,11 +8,12 @@ from services.core.broker.record import Record
 
 
 class Progress:
-    """`done` records are settled. Of the others the first `in_doubt` were sent without an answer."""
+    """`done` records are settled. Of the others the first `in_doubt` may be stored: they were sent, now or in an earlier
+    append, and Kafka did not say what became of them."""
 
-    def __init__(self, records: Sequence[Record]) -> None:
-        self.records = records
-        self.done = self.in_doubt = 0
+    def __init__(self, records: Sequence[Record], in_doubt: int = 0) -> None:
+        self.records, self.in_doubt = records, in_doubt
+        self.done = 0
         self._first = self._last = -1
         self._failed: list[tuple[int, Exception]] = []
 
@@ -27,6 +28,7 @@ class Progress:
         if offset >= 0:
             self._first = offset if self._first < 0 else self._first
             self._last = offset + stop - self.done - 1
+        self.in_doubt = max(0, self.in_doubt - (stop - self.done))
         self.done = stop
 
     def refuse(self, index: int, error: BrokerError) -> None:
@@ -35,14 +37,13 @@ class Progress:
         self.done = index + 1
 
     def fail(self, error: BrokerError) -> None:
-        """Nothing more is stored. Only those sent may be of unknown fate; what comes after them was not tried."""
-        known = error
-        if isinstance(error, OutcomeUnknown):
-            known = Unavailable(f"not tried: {error}")
-            sent = self.done + self.in_doubt
-            self._failed += [(index, error) for index in range(self.done, sent)]
-            self.done = sent
-        self._failed += [(index, known) for index in range(self.done, len(self.records))]
+        """Nothing more is stored. The fate of those in doubt is unknown, whatever the error; the others were not tried."""
+        is_unknown = isinstance(error, OutcomeUnknown)
+        unknown = error if is_unknown else OutcomeUnknown(f"sent before, without an answer; now: {error}")
+        known = Unavailable(f"not tried: {error}") if is_unknown else error
+        sent = self.done + self.in_doubt
+        self._failed += [(index, unknown) for index in range(self.done, sent)]
+        self._failed += [(index, known) for index in range(sent, len(self.records))]
         self.done = len(self.records)
 
     def time_out(self, text: str) -> None:
