@@ -201,14 +201,18 @@ LEDGER_STRANGERS = Counter(
     "penstock_ledger_strangers_given_up",
     "Ingest processes that never reported, and whose events were not all found within the records that are searched for them.",
 )
-LEDGER_FINAL = Counter("penstock_ledger_final_events", "Events accepted in minutes that are final.", ["pipe"])
+LEDGER_FINAL = Counter(
+    "penstock_ledger_final_events", "Events accepted in minutes that are final for every destination.", ["pipe"]
+)
 LEDGER_MISSING = Counter(
     "penstock_ledger_missing_events",
     "Events that were missing when their minute became final, or later, by the step that did not settle them.",
     ["pipe", "node", "destination"],
 )
 LEDGER_LOSS = Gauge(
-    "penstock_ledger_loss_ratio", "Share of events missing in the newest minute that is final, 0 to 1.", ["pipe"]
+    "penstock_ledger_loss_ratio",
+    "Share of events missing in the newest minute that is final for any destination, as far as it is final, 0 to 1.",
+    ["pipe"],
 )
 LEDGER_LOSS_FOUND = Gauge(
     "penstock_ledger_found_loss_ratio",
@@ -217,14 +221,29 @@ LEDGER_LOSS_FOUND = Gauge(
 )
 LEDGER_ALARMS = Counter(
     "penstock_ledger_alarms",
-    "Alarms: a minute is final with more loss than the threshold, or its loss has doubled since.",
+    "Alarms: a minute is final for a destination with more loss than the threshold, or its loss has doubled since.",
     ["pipe"],
 )
 LEDGER_ALARMS_UNTOLD = Counter("penstock_ledger_alarms_untold", "Alarms that their webhook did not get.", ["reason"])
 LEDGER_DRIFTS = Counter(
     "penstock_ledger_drifts", "Payload fields that changed against the hour before, each counted once.", ["pipe"]
 )
-LEDGER_OPEN = Gauge("penstock_ledger_open_minutes", "Minutes that are not final yet.", ["pipe"])
+LEDGER_OPEN = Gauge(
+    "penstock_ledger_open_minutes",
+    "Minutes of the last 15 that are not final yet for the destination.",
+    ["pipe", "destination"],
+)
+LEDGER_UNJUDGED = Counter(
+    "penstock_ledger_unjudged_minutes",
+    "Minutes that were forgotten before they were final for the destination: it was behind or silent for a day. Without a "
+    "destination: what comes before them all was.",
+    ["pipe", "destination"],
+)
+LEDGER_UNJUDGED_EVENTS = Counter(
+    "penstock_ledger_unjudged_events",
+    "Events that were missing in these minutes; nobody knows whether they are lost.",
+    ["pipe", "destination"],
+)
 PIPE_HEALTH = Gauge("penstock_pipe_health", "0: healthy, 1: degraded, 2: unstable.", ["pipe"])
 OBSERVER_LETTERS = Counter("penstock_observer_letters_read", "Dead letters read, again after each start.", ["topic"])
 OBSERVER_PASSED_OVER = Counter(

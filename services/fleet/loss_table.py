@@ -16,11 +16,24 @@ def loss_table(body: dict[str, Any]) -> Table:
         table.add_column(name, justify="right")
     table.add_column("state")
     for row in rows:
-        lossy = row["loss"] > body["threshold"]
-        style = "dim" if not row["final"] else "red" if lossy else "green"
+        style = _style(row["final_loss"], row, body["threshold"])
         state = "final" if row["final"] else row["why_open"]
         late = f", {row['late']} settled late" if row["late"] else ""
-        missing = [Text(str(step["missing"]), style=style if step["missing"] else "") for step in row["steps"]]
+        missing = [_missing(step, row, body["threshold"]) for step in row["steps"]]
         cells = [row["minute"], str(row["accepted"]), *missing, str(row["waiting"])]
-        table.add_row(*cells, Text(f"{row['loss']:.2%}", style=style), Text(state + late))
+        loss = row["final_loss"] or row["loss"]  # what is lost for sure, before what may come yet
+        table.add_row(*cells, Text(f"{loss:.2%}", style=style), Text(state + late))
     return table
+
+
+def _missing(step: dict[str, Any], row: dict[str, Any], threshold: float) -> Text:
+    """A destination that is final is judged, whatever the others are still waiting for."""
+    if not step["missing"]:
+        return Text("0")
+    lost = step["missing"] if step["final"] else 0
+    return Text(str(step["missing"]), style=_style(lost / row["accepted"], step, threshold))
+
+
+def _style(loss: float, judged: dict[str, Any], threshold: float) -> str:
+    """loss: as far as it is final."""
+    return "red" if loss > threshold else "green" if judged["final"] else "dim"

@@ -56,11 +56,14 @@ def recent_rows(table: Table, pipe: str, now: int, minutes: int = WATCHED_MINUTE
 
 def _lossy(table: Table, pipe: str, now: int, threshold: float) -> list[tuple[State, str]]:
     rows = recent_rows(table, pipe, now)
-    final = {row.minute: row for row in (*rows, *table.found_lately(pipe, now)) if row.why_open is None}
-    lossy = [row for row in final.values() if row.loss > threshold]
+    lossy = [
+        row
+        for row in {row.minute: row for row in (*rows, *table.found_lately(pipe, now))}.values()
+        if row.final_loss > threshold
+    ]
     found: list[tuple[State, str]] = []
     if lossy:
-        missing, accepted = sum(row.missing for row in lossy), sum(row.accepted for row in lossy)
+        missing, accepted = sum(row.lost for row in lossy), sum(row.accepted for row in lossy)
         found.append(("unstable", f"{missing} of {accepted} events are missing in {_count(len(lossy), 'minute')}"))
     # The retrier's are among expel's.
     dead = sum(step.outcomes.get("dead", 0) for row in rows for step in row.steps if step.node != "retrier")

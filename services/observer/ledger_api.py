@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 from aiohttp import web
@@ -169,9 +170,17 @@ class LedgerApi:
 
 def row_json(row: Row) -> dict[str, object]:
     """As the API shows a row."""
-    said: dict[str, object] = msgspec.to_builtins(row)
+    said: dict[str, Any] = msgspec.to_builtins(row)
     del said["pipe"]
-    return {**said, "minute": format_minute(row.minute), "final": row.why_open is None, "loss": row.loss}
+    for step in said["steps"]:
+        step["final"] = step["why_open"] is None
+    return {
+        **said,
+        "minute": format_minute(row.minute),
+        "final": row.why_open is None,
+        "loss": row.loss,
+        "final_loss": row.final_loss,
+    }
 
 
 def lag_json(minute: int, step: Step, kind: str, histogram: LagHistogram) -> dict[str, object]:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from services.core.lag import LagHistogram
 from services.core.ledger.minute import MINUTE_MS
 from services.observer.health import Health, recent_rows
+from services.observer.ledger.finality import GIVEN_UP
 from services.observer.ledger.flow import Step
 from services.observer.ledger.follow import Follower
 from services.observer.ledger.row import Row
@@ -85,9 +86,14 @@ def _name(node: str, destination: str | None) -> str:
 
 
 def _loss(row: Row) -> LossRow:
-    state: CellState = "final" if row.why_open is None else "behind" if "behind" in row.why_open else "open"
-    cells = tuple(LossCell(step.missing, state if step.missing else "final") for step in row.steps)
-    return LossRow(row.minute, row.accepted, cells, row.loss, state, row.late)
+    cells = tuple(LossCell(step.missing, _state(step.why_open) if step.missing else "final") for step in row.steps)
+    return LossRow(row.minute, row.accepted, cells, row.final_loss, _state(row.why_open), row.late)
+
+
+def _state(why_open: str | None) -> CellState:
+    if why_open is None:
+        return "final"
+    return "unknown" if why_open == GIVEN_UP else "behind" if "behind" in why_open else "open"
 
 
 def _destination(

@@ -8,12 +8,13 @@ import structlog
 from services.core import metrics
 from services.core.ledger.minute import MINUTE_MS
 from services.observer import health
-from services.observer.ledger.alarm import Alarm, AlarmWebhook, drift_alarm, find_alarms, has_doubled, loss_alarm
+from services.observer.ledger.alarm import Alarm, AlarmWebhook, drift_alarm, find_alarms, loss_alarm, unjudged_alarm
 from services.observer.ledger.fields import Drift
+from services.observer.ledger.finality import Verdict
 from services.observer.ledger.flow import Step
 from services.observer.ledger.follow import Follower
-from services.observer.ledger.row import Row
-from services.observer.ledger.table import FOUND_FOR_MS, Turn
+from services.observer.ledger.row import Part, Row
+from services.observer.ledger.table import Turn
 
 log = structlog.get_logger()
 
@@ -34,6 +35,10 @@ class Watch:
         self.threshold = threshold
         self.follower: Follower | None = None
         self._webhook, self._elsewhere = webhook, elsewhere
+        self._newest: dict[str, int] = {}
+        """By pipe, the newest minute of which any part is final."""
+        self._unjudged: dict[tuple[str, Part], str] = {}
+        """The last alarm of each part that was given up."""
 
     def judge(self, pipe: str, now: int) -> health.Health:
         """The health of a pipe."""
@@ -54,21 +59,51 @@ class Watch:
         assert self.follower is not None
         for row in turn.final:
             metrics.LEDGER_FINAL.labels(row.pipe).inc(row.accepted)
-            metrics.LEDGER_LOSS.labels(row.pipe).set(row.loss)
-            _count_missing(row)
-        for before, after in turn.worse:
-            _count_missing(after, before)
-        now, planned = self.follower.now_ms(), self.follower.planned
-        worse = [after for before, after in turn.worse if self._is_news(before, after)]
-        alarms = find_alarms(turn.final, planned, self.threshold)
-        for row in (*alarms, *find_alarms(worse, planned, self.threshold, (now - FOUND_FOR_MS, now + 1))):
+        for verdict in turn.verdicts:
+            self._note_loss(verdict)
+        for verdict in find_alarms(turn.verdicts, self.follower.planned, self.threshold, self.follower.now_ms()):
+            row, alarm = verdict.row, loss_alarm(verdict)
             metrics.LEDGER_ALARMS.labels(row.pipe).inc()
-            hint = f"Try: penstock loss explain {row.pipe} MINUTE"
-            log.error("loss", pipe=row.pipe, minute=row.minute, missing=row.missing, accepted=row.accepted, hint=hint)
-            self._raise(loss_alarm(row))
+            log.error(
+                "loss",
+                pipe=row.pipe,
+                minute=row.minute,
+                destination=verdict.part,
+                missing=alarm.body["missing"],
+                accepted=row.accepted,
+                hint=f"Try: penstock loss explain {row.pipe} MINUTE",
+            )
+            self._raise(alarm)
+        for verdict in turn.given_up:
+            self._tell_unjudged(verdict)
 
-    def _is_news(self, before: Row, after: Row) -> bool:
-        return has_doubled(before, after) or before.loss <= self.threshold < after.loss
+    def _note_loss(self, verdict: Verdict) -> None:
+        row = verdict.row
+        _count_missing(verdict)
+        if row.minute >= self._newest.get(row.pipe, 0):
+            self._newest[row.pipe] = row.minute
+            metrics.LEDGER_LOSS.labels(row.pipe).set(row.final_loss)
+
+    def _tell_unjudged(self, verdict: Verdict) -> None:
+        """Each is counted and in the log; the webhook gets one an hour and destination, as one that is behind leaves many."""
+        row, part, _ = verdict
+        missing = row.missing_for(part)
+        metrics.LEDGER_UNJUDGED.labels(row.pipe, part or "").inc()
+        metrics.LEDGER_UNJUDGED_EVENTS.labels(row.pipe, part or "").inc(missing)
+        log.error(
+            "minute_unjudged",
+            pipe=row.pipe,
+            minute=row.minute,
+            destination=part,
+            missing=missing,
+            accepted=row.accepted,
+            hint="It was open for too long and is forgotten: nobody knows whether these events are lost. "
+            f"Try: penstock status shows who is behind; GET /v1/pipes/{row.pipe}/health why",
+        )
+        alarm = unjudged_alarm(verdict)
+        if self._unjudged.get((row.pipe, part)) != alarm.id:
+            self._unjudged[row.pipe, part] = alarm.id
+            self._raise(alarm)
 
     def _raise(self, alarm: Alarm) -> None:
         assert self.follower is not None
@@ -130,19 +165,29 @@ class Watch:
         table = self.follower.table
         for pipe in table.flow.pipes:
             rows = health.recent_rows(table, pipe, now, health.WATCHED_MINUTES)
-            metrics.LEDGER_OPEN.labels(pipe).set(sum(row.why_open is not None for row in rows))
-            found = max((row.loss for row in table.found_lately(pipe, now)), default=0.0)
+            for destination in table.flow.pipes[pipe].destinations:
+                metrics.LEDGER_OPEN.labels(pipe, destination).set(_count_open(rows, destination))
+            found = max((row.final_loss for row in table.found_lately(pipe, now)), default=0.0)
             metrics.LEDGER_LOSS_FOUND.labels(pipe).set(found)
             if not self.follower.catching_up:
                 self.on_drifts(pipe, self.find_drifts(pipe), now)
             metrics.PIPE_HEALTH.labels(pipe).set(health.STATES.index(self.judge(pipe, now).state))
 
 
-def _count_missing(row: Row, before: Row | None = None) -> None:
-    counted = {(step.node, step.destination): step.missing for step in before.steps} if before is not None else {}
+def _count_missing(verdict: Verdict) -> None:
+    row, part, before = verdict
+    counted = (
+        {step.node: step.missing for step in before.steps if step.destination == part} if before is not None else {}
+    )
     for step in row.steps:
-        more = step.missing - counted.get((step.node, step.destination), 0)
-        metrics.LEDGER_MISSING.labels(row.pipe, step.node, step.destination or "").inc(max(0, more))
+        if step.destination == part:
+            more = step.missing - counted.get(step.node, 0)
+            metrics.LEDGER_MISSING.labels(row.pipe, step.node, part or "").inc(max(0, more))
+
+
+def _count_open(rows: Sequence[Row], destination: str) -> int:
+    steps = (step for row in rows for step in row.steps if step.node == "expel")
+    return sum(step.why_open is not None for step in steps if step.destination == destination)
 
 
 def _name(step: Step) -> str:

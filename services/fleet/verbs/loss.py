@@ -47,10 +47,8 @@ def show(
         OUT.print(loss_table(body))
     _note_gaps(body)
     accepted = sum(row["accepted"] for row in body["minutes"])
-    missing = sum(row["missing"] for row in body["minutes"] if row["final"])
-    note(
-        f"{missing} of {accepted} events are missing in {len(body['minutes'])} minutes of {pipe}; open ones not counted"
-    )
+    lost = sum(row["lost"] for row in body["minutes"])
+    note(f"{lost} of {accepted} events are missing in {len(body['minutes'])} minutes of {pipe}; {_open(body)}")
 
 
 @LOSS.command(epilog=example("penstock loss explain punctuality 2026-11-21T08:05Z"))
@@ -99,6 +97,16 @@ def _waited_unseen(one: dict[str, Any]) -> bool:
     """Whether the record that is shown is not that in which the event waited."""
     waited = "retrier" in (one["missing_at"], one["seen_by"])
     return waited and one["topic"] is not None and not is_of_retrier(one["topic"])
+
+
+def _open(body: dict[str, Any]) -> str:
+    """What is not counted."""
+    steps = [step for row in body["minutes"] for step in row["steps"] if not step["final"]]
+    names = sorted({step["destination"] for step in steps if step["destination"] is not None})
+    if not names:
+        return "all of them are final"
+    shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+    return f"open ones not counted, of {shown}"
 
 
 def _note_gaps(body: dict[str, Any]) -> None:

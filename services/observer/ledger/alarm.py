@@ -1,4 +1,7 @@
-"""Alarms: a minute that became final with more loss than the threshold, a field that is not as it was. Each is told once."""
+"""Alarms: what became final with more loss than the threshold, what never will be final, a field that is not as it was.
+
+Each is told once.
+"""
 
 import asyncio
 import time
@@ -14,6 +17,7 @@ import structlog
 from services.core.ledger.minute import MINUTE_MS
 from services.core.signature import ID_HEADER, SIGNATURE_HEADER, TIMESTAMP_HEADER, SigningKey, sign
 from services.observer.ledger.fields import Drift
+from services.observer.ledger.finality import FOUND_FOR_MS, Verdict
 from services.observer.ledger.planned import Planned
 from services.observer.ledger.row import Row
 
@@ -26,19 +30,54 @@ MAX_UNTOLD = 100
 """Alarms that wait to be told; more are in the log and the metrics only."""
 
 
-def find_alarms(
-    rows: Sequence[Row], planned: Planned, threshold: float, lost: tuple[int, int] | None = None
-) -> list[Row]:
-    """Those of the rows for which an alarm is due: above the threshold, and nothing announced excuses it.
+def find_alarms(verdicts: Sequence[Verdict], planned: Planned, threshold: float, now: int) -> list[Verdict]:
+    """For which of a tick's verdicts an alarm is due, and nothing announced excuses it.
 
-    lost: from when to when (ms) the events were lost; None: in their minute.
+    One for each destination that lost something of its own, when more than the threshold is missing on the whole way to it. When
+    none is, one for the minute (part None), as far as it is final: the transform lost it, or several destinations little each.
     """
-    lossy = [row for row in rows if row.loss > threshold]
-    return [row for row in lossy if planned.covers(row.pipe, *(lost or _span(row)), loss=True) is None]
+    by_minute: dict[tuple[str, int], list[Verdict]] = {}
+    for verdict in verdicts:
+        by_minute.setdefault((verdict.row.pipe, verdict.row.minute), []).append(verdict)
+    due: list[Verdict] = []
+    for mine in by_minute.values():
+        due += [verdict for verdict in mine if _is_due(verdict, threshold)] or _find_together(mine, threshold)
+    return [one for one in due if planned.covers(one.row.pipe, *_span(one, now), loss=True) is None]
 
 
-def _span(row: Row) -> tuple[int, int]:
-    return row.minute * MINUTE_MS, (row.minute + 1) * MINUTE_MS
+def _span(verdict: Verdict, now: int) -> tuple[int, int]:
+    """From when to when (ms) it was lost: in its minute, or while it waited, which nobody knows until it is found."""
+    minute = verdict.row.minute
+    if verdict.before is not None:
+        return now - FOUND_FOR_MS, now + 1
+    return minute * MINUTE_MS, (minute + 1) * MINUTE_MS
+
+
+def _is_due(verdict: Verdict, threshold: float) -> bool:
+    row, part, before = verdict
+    if part is None or not row.missing_by_part().get(part):
+        return False
+    return _is_news(before.missing_for(part) if before is not None else 0, row.missing_for(part), row, threshold)
+
+
+def _find_together(mine: Sequence[Verdict], threshold: float) -> list[Verdict]:
+    row, _, before = mine[-1]
+    final = {step.destination for step in row.steps if step.why_open is None}
+    if any(verdict.part is None for verdict in mine):
+        is_due = _is_news(0, row.lost, row, threshold)
+    elif any(row.missing_for(part) > threshold * row.accepted for part in final):
+        is_due = False  # that was an alarm of its own
+    elif before is not None:
+        is_due = _is_news(before.lost, row.lost, row, threshold)
+    else:
+        is_due = row.why_open is None and row.final_loss > threshold
+    return [Verdict(row, None, before)] if is_due else []
+
+
+def _is_news(before: int, now: int, row: Row, threshold: float) -> bool:
+    """Whether so much more is missing that it is told: it is above the threshold, and was not, or has doubled."""
+    is_above = now > threshold * row.accepted
+    return is_above and (before <= threshold * row.accepted or has_doubled(before, now))
 
 
 class Alarm(NamedTuple):
@@ -48,19 +87,32 @@ class Alarm(NamedTuple):
     body: dict[str, object]
 
 
-def loss_alarm(row: Row) -> Alarm:
-    """Of a minute that became final. When its loss has doubled it is another alarm, and its receiver takes it."""
+def loss_alarm(verdict: Verdict) -> Alarm:
+    """Of a destination's minute that became final, or of the whole minute. When its loss has doubled it is another alarm, and its
+    receiver takes it."""
+    row, part, _ = verdict
+    missing = row.lost if part is None else row.missing_for(part)
+    parts = {step.destination for step in row.steps} if part is None else {None, part}
+    steps = [step for step in row.steps if step.missing and step.why_open is None and step.destination in parts]
     counts = {
-        "loss": row.loss,
+        "loss": missing / row.accepted,
         "accepted": row.accepted,
-        "missing": row.missing,
+        "missing": missing,
         "pipe": row.pipe,
         "minute": row.minute,
+        "destination": part,
     }
-    steps = [step for step in row.steps if step.missing]
-    return Alarm(
-        f"loss-{row.pipe}-{row.minute}-{row.missing.bit_length()}", {"type": "penstock.loss", **counts, "steps": steps}
-    )
+    name = "-".join(filter(None, ("loss", row.pipe, str(row.minute), part, str(missing.bit_length()))))
+    said = [{name: value for name, value in msgspec.to_builtins(step).items() if name != "why_open"} for step in steps]
+    return Alarm(name, {"type": "penstock.loss", **counts, "steps": said})
+
+
+def unjudged_alarm(verdict: Verdict) -> Alarm:
+    """Of a part that was given up: one an hour has the same id."""
+    row, part, _ = verdict
+    said = {"pipe": row.pipe, "minute": row.minute, "destination": part, "missing": row.missing_for(part)}
+    name = "-".join(filter(None, ("unjudged", row.pipe, part, str(row.minute // 60))))
+    return Alarm(name, {"type": "penstock.unjudged", "accepted": row.accepted, **said})
 
 
 def drift_alarm(pipe: str, drift: Drift, minute: int) -> Alarm:
@@ -75,9 +127,9 @@ def drift_alarm(pipe: str, drift: Drift, minute: int) -> Alarm:
     )
 
 
-def has_doubled(before: Row, after: Row) -> bool:
-    """Whether so much more is missing of a final minute that it is told again: once in each power of two."""
-    return after.missing.bit_length() > before.missing.bit_length()
+def has_doubled(before: int, after: int) -> bool:
+    """Whether so much more is missing of what is final that it is told again: once in each power of two."""
+    return after.bit_length() > before.bit_length()
 
 
 class Untold:

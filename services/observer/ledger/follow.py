@@ -21,6 +21,7 @@ from services.core.broker.record import Batch, Record
 from services.core.ledger.report import MAX_REPORT_BYTES, SNAPSHOTS, TELEMETRY, BadReport, Report, decode_report
 from services.observer.ledger.alarm import Untold, has_doubled
 from services.observer.ledger.fields import DriftKey, FieldBook
+from services.observer.ledger.finality import Verdict
 from services.observer.ledger.flow import Flow
 from services.observer.ledger.lags import LagBook
 from services.observer.ledger.planned import Planned, Window
@@ -52,10 +53,16 @@ _LAGS_BACK = timedelta(hours=1)
 OnFinal = Callable[[Turn], None]
 
 
+def _is_loss(verdict: Verdict) -> bool:
+    row, part, before = verdict
+    lost = row.missing_by_part().get(part, 0)
+    return lost > 0 if before is None else has_doubled(before.missing_by_part().get(part, 0), lost)
+
+
 class Follower:
     """The ledger of a fleet. `table`, `lags`, `fields` and `planned` may be read at any time between two turns of the event loop.
 
-    by_partition: see `Reaches`. on_final: gets the rows that became final and those that got worse, each once, but for the
+    by_partition: see `Reaches`. on_final: gets what became final, got worse or was given up, each once, but for the
     minutes before a crash. now_ms: wall clock.
     """
 
@@ -256,9 +263,9 @@ class Follower:
         self._ticked_at = now
         self.fields.refresh(FIELDS_S)
         turn = self.table.tick(self.now_ms())
-        if turn.final or turn.worse:
+        if turn.verdicts or turn.given_up:
             self._on_final(turn)
-        if any(row.missing for row in turn.final) or any(has_doubled(*rows) for rows in turn.worse):
+        if any(_is_loss(verdict) for verdict in turn.verdicts):
             await self.keep()  # so that a restart does not raise the same alarm
         if now - self._kept_at >= SNAPSHOT_EVERY_S:
             await self.keep()

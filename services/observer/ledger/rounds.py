@@ -4,7 +4,7 @@ An event goes round and round until it is delivered or dead, so that it was hand
 only the latest of each counts. A due time is later in every round, so it orders them, in whatever order reports come.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from pyroaring import BitMap
 
@@ -55,8 +55,8 @@ class Rounds:
     def _of(self, step: Step) -> tuple[Spans, Spans]:
         return self.handed_over.setdefault(step, Spans()), self.released.setdefault(step, Spans())
 
-    def judge(self, step: Step, left_by: int, seen_by: int, ended: Sequence[Origins]) -> Origins:
-        """Of this step of expel: say again what is lost; returns those of which that changed. What has ended is forgotten here.
+    def judge(self, step: Step, left_by: int, seen_by: int, ended: Sequence[Origins]) -> dict[Step, Origins]:
+        """What is lost at this step of expel and at its step of the retrier, for `lost`. What has ended is forgotten here.
 
         left_by: everything that was due before it (s) has left the retrier. seen_by: and what came back was seen to by expel; no
         later than left_by. ended: what waits for no other attempt.
@@ -70,12 +70,15 @@ class Rounds:
                 there.update(waiting - came)
                 if due[1] <= seen_by:
                     back.update(came)
-        changed = Origins()
-        for one, lost in ((retrier_of(step), there), (step, back)):
-            before = self.lost.get(one, Origins())
-            changed = changed | (lost - before) | (before - lost)
-            self.lost[one] = lost
-        return changed
+        return {retrier_of(step): there, step: back}
+
+    def changed(self, lost: Mapping[Step, Origins]) -> Origins:
+        """Those of which `lost` would say something else."""
+        found = Origins()
+        for step, now in lost.items():
+            before = self.lost.get(step, Origins())
+            found = found | (now - before) | (before - now)
+        return found
 
     def steps(self) -> list[Step]:
         """Those that handed anything over."""

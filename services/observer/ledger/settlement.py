@@ -50,12 +50,12 @@ class Settlement(NamedTuple):
 
     def missing(self) -> Origins:
         """Those that are missing anywhere."""
-        return _union(step.missing for step in self.steps)
+        return union(step.missing for step in self.steps)
 
     def waiting(self) -> Origins:
         """Those that wait at any destination for another attempt."""
         lost = {step.step.destination: step.missing for step in self.steps if step.step.node == "retrier"}
-        return _union(
+        return union(
             step.outcomes.get(outcome, Origins()) - lost.get(step.step.destination, Origins())
             for step in self.steps
             if step.step.node == "expel"
@@ -65,7 +65,7 @@ class Settlement(NamedTuple):
 
 def settle(flow: Flow, pipe: str, accepted: Accepted, told: Told) -> Settlement:
     """The settlement of these accepted events in one pipe."""
-    entered = _union(arrive(flow, source, accepted, told) for source in flow.pipes[pipe].sources)
+    entered = union(arrive(flow, source, accepted, told) for source in flow.pipes[pipe].sources)
     steps = []
     expected = entered
     if flow.pipes[pipe].transforms:
@@ -84,7 +84,7 @@ def settle(flow: Flow, pipe: str, accepted: Accepted, told: Told) -> Settlement:
 def arrive(flow: Flow, stream: str, accepted: Accepted, told: Told) -> Origins:
     """Which of these came into the stream: those that ingest accepted there, and those that other pipes delivered to it."""
     found = accepted.get(("ingest", stream), Origins())
-    every = _union(accepted.values())
+    every = union(accepted.values())
     for step in flow.feeders(stream):
         found = found | (told.told(step, "delivered") & every)
     return found
@@ -96,7 +96,7 @@ def _transformed(flow: Flow, pipe: str, entered: Origins, told: Told) -> dict[Ou
     found: dict[Outcome, Origins] = {outcome: told.told(step, outcome) & entered for outcome in _TRANSFORM}
     for destination in flow.pipes[pipe].destinations:
         known = _expelled(Step("expel", pipe, destination), entered, told)
-        found["passed"] = _union((found["passed"], *known.values()))
+        found["passed"] = union((found["passed"], *known.values()))
     return found
 
 
@@ -125,9 +125,10 @@ def _share_out(step: Step, expected: Origins, said: dict[Outcome, Origins]) -> S
     return StepSets(step, expected, outcomes, left)
 
 
-def _union(sets: Iterable[Origins]) -> Origins:
-    union = Origins()
+def union(sets: Iterable[Origins]) -> Origins:
+    """All of them in one new set."""
+    found = Origins()
     for origins in sets:
         for run, numbers in origins.runs():
-            union.add(run, numbers)
-    return union
+            found.add(run, numbers)
+    return found

@@ -39,7 +39,11 @@ Packed = list[tuple[str, int, bytes]]
 
 
 class State(msgspec.Struct, array_like=True):
-    """Everything that a Table, Planned and Untold hold; offset: of the telemetry topic, where to read on."""
+    """Everything that a Table, Planned and Untold hold; offset: of the telemetry topic, where to read on.
+
+    final: minutes of which every part is, and how many were missing of all parts; open: those of which some are. Snapshots of
+    before know no parts: without an entry in `then`, what is missing now was missing then.
+    """
 
     version: int
     offset: PackedOffset
@@ -65,6 +69,9 @@ class State(msgspec.Struct, array_like=True):
     read_all_ms: int = 0
     found: list[tuple[str, int, int]] = []
     drifting: list[tuple[str, Node, str, str | None, str, str, int]] = []
+    open: list[tuple[str, int, list[str]]] = []
+    then: list[tuple[str, int, str | None, int]] = []
+    given_up: list[tuple[str, int, str | None]] = []
 
 
 class Beside(NamedTuple):
@@ -82,7 +89,7 @@ class Beside(NamedTuple):
 
 def dump(table: Table, beside: Beside) -> bytes:
     """The state, compressed."""
-    book, reaches = table.book, table.reaches
+    book, reaches, finality = table.book, table.reaches, table.finality
     state = State(
         _VERSION,
         pack_offset(beside.offset),
@@ -94,7 +101,7 @@ def dump(table: Table, beside: Beside) -> bytes:
         sorted(book.folded),
         book.heard,
         book.first_heard,
-        [(*key, missing) for key, missing in table.final.items()],
+        [(*key, sum(finality.then.get(key, {}).values())) for key, parts in finality.open.items() if not parts],
         list(table.base.values()),
         [(*step, words) for step, words in table.presence.words().items()],
         [(stream, *run, pack_offset(at)) for stream, told in reaches.told.items() for run, at in told.items()],
@@ -112,6 +119,9 @@ def dump(table: Table, beside: Beside) -> bytes:
         beside.read_all_ms,
         [(*key, at) for key, at in table.found.items()],
         [(pipe, *step, field, what, at) for (pipe, step, field, what), at in beside.drifting.items()],
+        [(*key, sorted(parts)) for key, parts in finality.open.items() if parts],
+        [(*key, part, missing) for key, then in finality.then.items() for part, missing in then.items()],
+        [(*key, part) for key, parts in finality.given_up.items() for part in parts],
     )
     return zstandard.ZstdCompressor(level=3).compress(msgspec.msgpack.encode(state))
 
@@ -132,7 +142,6 @@ def restore(data: bytes, table: Table) -> Beside:
     book.heard, book.first_heard, book.folded = state.heard, state.first_heard, set(state.folded)
     book.floors = {Run(incarnation, partition): floor for incarnation, partition, floor in state.floors}
     book.gone, book.kept = _unpack(state.gone), _unpack(state.kept)
-    table.final = {(pipe, minute): missing for pipe, minute, missing in state.final}
     table.base = {(row.pipe, row.minute): row for row in state.base}
     table.presence.load({Step(n, p, d): words for n, p, d, words in state.words})
     for stream, incarnation, partition, offset in state.told_to:
@@ -148,8 +157,24 @@ def restore(data: bytes, table: Table) -> Beside:
     reaches.runs = {(stream, instance): set(runs) for stream, instance, runs in state.runs}
     untold = tuple(Alarm(name, msgspec.json.decode(body, type=dict[str, object])) for name, body in state.untold)
     table.found = {(pipe, minute): at for pipe, minute, at in state.found}
+    _restore_finality(state, table)
     drifting = {(pipe, Step(n, p, d), field, what): at for pipe, n, p, d, field, what, at in state.drifting}
     return Beside(Planned(state.windows), int(state.offset), untold, state.read_all_ms, drifting)
+
+
+def _restore_finality(state: State, table: Table) -> None:
+    """What else the table knows is there already."""
+    finality = table.finality
+    finality.open = {(pipe, minute): set(parts) for pipe, minute, parts in state.open}
+    finality.open |= {(pipe, minute): set() for pipe, minute, _ in state.final}
+    for pipe, minute, part in state.given_up:
+        finality.given_up.setdefault((pipe, minute), set()).add(part)
+    for pipe, minute, part, missing in state.then:
+        finality.note((pipe, minute), {part: missing})
+    for pipe, minute, missing in state.final:
+        if missing and (pipe, minute) not in finality.then and pipe in table.flow.pipes:
+            now = table.row(pipe, minute, 0).missing_by_part()
+            finality.note((pipe, minute), {**now, None: now.get(None, 0) + max(0, missing - sum(now.values()))})
 
 
 def _spans(known: Mapping[Step, Spans]) -> Iterator[tuple[Step, Span, Origins]]:

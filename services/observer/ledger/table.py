@@ -1,27 +1,27 @@
 """The loss table: a row per pipe and minute, final when nothing more is to come, aged into counts, corrected when it does."""
 
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import msgspec
 
-from services.core.ledger.minute import BEHIND_MS, MINUTE_MS
+from services.core.ledger.minute import MINUTE_MS
 from services.core.ledger.report import Report
 from services.observer.ledger.book import Book
+from services.observer.ledger.finality import FOUND_FOR_MS, Finality, Key, Verdict
 from services.observer.ledger.flow import RETRIER, Flow, Step
 from services.observer.ledger.origins import Origins
 from services.observer.ledger.presence import Presence
 from services.observer.ledger.reaches import Reaches
-from services.observer.ledger.row import Row, add, count
-from services.observer.ledger.settlement import Settlement, settle
-
-STORED_MS = 30_000
-"""From an event's arrival to where it is stored at most: ingest gives up before. What steps are behind counts from there."""
+from services.observer.ledger.row import Part, Row, add, count
+from services.observer.ledger.settlement import Accepted, Settlement, settle
 
 
 class Ages(msgspec.Struct, frozen=True):
     """After a minute's end, in ms. final: no earlier is it final. fold: its sets become counts, but for what is unsettled.
 
-    drop: its row is forgotten, and what is still missing in it. waiting: what waits for another attempt is forgotten, too.
+    drop: its row is forgotten, and what is still missing in it; what is not final then is given up. waiting: what waits for
+    another attempt is forgotten, too.
     """
 
     final: int = 150_000
@@ -30,8 +30,6 @@ class Ages(msgspec.Struct, frozen=True):
     waiting: int = 30 * 86_400_000
 
 
-FOUND_FOR_MS = 15 * MINUTE_MS
-"""So long after a minute's loss was found it matters to who asks how the pipe is, however old the minute is."""
 RETRY_SLACK_MS = 120_000
 """How long after an event was due, and after the retrier and expel say that they are done with it, it is lost: partitions may be
 between two owners, and clocks may differ."""
@@ -39,11 +37,12 @@ _JUDGE_EVERY_MS = 5_000
 
 
 class Turn(NamedTuple):
-    """What a tick brought. final: rows that became so. worse: final rows of which more is missing than before, (before, after):
-    what was lost while it waited for another attempt."""
+    """What a tick brought. verdicts: parts that became final, and final ones of which more is missing than before, lost while it
+    waited for another attempt. final: rows of which the last part became so. given_up: parts that never will."""
 
+    verdicts: list[Verdict]
     final: list[Row]
-    worse: list[tuple[Row, Row]]
+    given_up: list[Verdict]
 
 
 class Table:
@@ -59,11 +58,10 @@ class Table:
         self.book = Book()
         self.presence = Presence(stamped=not by_partition)
         self.reaches = Reaches(by_partition=by_partition)
-        self.final: dict[tuple[str, int], int] = {}
-        """How many were missing when the minute of the pipe became final, or later, when more were lost while they waited."""
-        self.found: dict[tuple[str, int], int] = {}
-        """When a minute's loss was found, in ms: as it became final, or later, when more was. For FOUND_FOR_MS."""
-        self.base: dict[tuple[str, int], Row] = {}
+        self.finality = Finality(flow, self.presence, self.ages.final, self._find)
+        self.found: dict[Key, int] = {}
+        """When a minute's loss was found, in ms: as a part became final, or later, when more was. For FOUND_FOR_MS."""
+        self.base: dict[Key, Row] = {}
         """Counts of what is folded."""
         self.left_by = 0
         """Everything that was due before it (s) has left the retrier."""
@@ -73,8 +71,8 @@ class Table:
         self._judged_at = 0
         self._dropped: set[int] = set()
         """Minutes of which only what waits is held."""
-        self._rows: dict[tuple[str, int], Row] = {}
-        """Rows of final minutes, as long as nothing of theirs is touched."""
+        self._rows: dict[Key, Row] = {}
+        """As long as nothing of theirs is touched."""
 
     def apply(self, report: Report, heard_ms: int) -> None:
         """Unite with a report: in any order, any number of times. One of a step that the flow does not know changes nothing.
@@ -94,11 +92,16 @@ class Table:
 
     def row(self, pipe: str, minute: int, now: int) -> Row:
         """The row as it stands. Raises KeyError for an unknown pipe."""
-        row = self._find(pipe, minute)
-        missing_then = self.final.get((pipe, minute))
-        if missing_then is None:
-            return msgspec.structs.replace(row, why_open=self._why_open(row, now))
-        return msgspec.structs.replace(row, why_open=None, late=max(0, missing_then - row.missing))
+        row, key = self._find(pipe, minute), (pipe, minute)
+        waiting = self.finality.why_open(row, now)
+        if any(
+            n and part not in waiting and not self.finality.is_final(key, part)
+            for part, n in row.missing_by_part().items()
+        ):
+            row = self._sum_up(key, lambda part: part not in waiting)  # the next tick judges it
+        steps = tuple(msgspec.structs.replace(step, why_open=waiting.get(step.destination)) for step in row.steps)
+        why = next(iter(waiting.values()), None)
+        return msgspec.structs.replace(row, steps=steps, why_open=why, late=self.finality.late(row))
 
     def found_lately(self, pipe: str, now: int) -> list[Row]:
         """The rows of minutes whose loss was found in the last FOUND_FOR_MS, oldest first."""
@@ -109,93 +112,81 @@ class Table:
         return settle(self.flow, pipe, self.book.accepted(minute), self.book)
 
     def _find(self, pipe: str, minute: int) -> Row:
+        self._forget_touched()
         key = (pipe, minute)
-        if (known := self._rows.get(key)) is not None:
-            return known
-        row = count(pipe, minute, self.settlement(pipe, minute))
-        if (base := self.base.get(key)) is not None:
-            row = add(row, base)
-        if key in self.final:
-            self._rows[key] = row
-        return row
+        if (known := self._rows.get(key)) is None:
+            known = self._rows[key] = self._sum_up(key, lambda part: self.finality.is_final(key, part))
+        return known
 
-    def _why_open(self, row: Row, now: int) -> str | None:
-        """What the minute waits for; None when it is as it will be."""
-        end = (row.minute + 1) * MINUTE_MS
-        if now < end + self.ages.final:
-            return "late events may come"
-        for source in self.flow.pipes[row.pipe].sources:
-            if self.presence.fallen_silent(Step("ingest", source), now):
-                return f"ingest of {source} fell silent; what it did not tell is read from the stream"
-            if not self.presence.has_told(Step("ingest", source), end + BEHIND_MS):
-                return f"ingest of {source} has not spoken since the minute was over"
-            for step in self.flow.feeders(source):
-                if (step.pipe, row.minute) not in self.final and self._find(step.pipe, row.minute).accepted:
-                    return f"{step.pipe}, which feeds {source}, is not final"
-        for one in row.steps:
-            if one.missing and one.node != "retrier":  # that judged itself, once it was done
-                step = Step(one.node, row.pipe, one.destination)
-                if (reason := self.presence.why_not_done(step, end + BEHIND_MS + STORED_MS, now)) is not None:
-                    return reason
-        return None
+    def _sum_up(self, key: Key, is_final: Callable[[Part], bool]) -> Row:
+        row = count(*key, self.settlement(*key), is_final)
+        base = self.base.get(key)
+        return row if base is None else add(row, base)
 
     def tick(self, now: int) -> Turn:
         """Let time pass. Costs the more the more minutes are open."""
         self._forget_touched()
-        worse = [] if 0 <= now - self._judged_at < _JUDGE_EVERY_MS else self._judge(now)  # our clock may be set back
-        final = []
+        verdicts = [] if 0 <= now - self._judged_at < _JUDGE_EVERY_MS else self._judge(now)  # our clock may be set back
+        final: list[Row] = []
+        given_up: list[Verdict] = []
         for minute in self.book.minutes():
             age = now - (minute + 1) * MINUTE_MS
             if age < self.ages.final:
                 continue
-            final += self._finish(minute, now)
+            for verdict in self._finish(minute, now):
+                verdicts.append(verdict)
+                if verdict.row.why_open is None and verdict.row not in final[-1:]:
+                    final.append(verdict.row)
             if age >= self.ages.waiting or (age >= self.ages.drop and minute not in self._dropped):
+                given_up += self._give_up(minute, now)
                 self._drop(minute, keep_waiting=age < self.ages.waiting)
             elif age >= self.ages.fold and not self.book.is_folded(minute) and self._is_final(minute):
                 self._fold(minute)
         self._drop_rows(now)
-        self._note_found([*final, *(after for _, after in worse)], now)
+        self._note_found([verdict.row for verdict in verdicts], now)
         self.presence.forget(now)
         self.reaches.forget_marks(now)
         for incarnation in self.book.find_gone(now - self.ages.drop):
             self.book.forget(incarnation)
             self.reaches.forget(incarnation)
-        return Turn(final, worse)
+        return Turn(verdicts, final, given_up)
 
     def _note_found(self, rows: list[Row], now: int) -> None:
         self.found = {key: at for key, at in self.found.items() if now - at < FOUND_FOR_MS}
-        self.found |= {(row.pipe, row.minute): now for row in rows if row.missing}
+        self.found |= {(row.pipe, row.minute): now for row in rows if row.lost}
 
-    def _judge(self, now: int) -> list[tuple[Row, Row]]:
-        """Find what should have come back, or have been seen to; the final rows that this makes worse."""
+    def _judge(self, now: int) -> list[Verdict]:
+        """Find what should have come back, or have been seen to; the final parts that this makes worse."""
         self._judged_at = now
         self.book.rounds.prune()  # what settled meanwhile left empty spans, and every later set is held against each
         done = self.presence.done_up_to(RETRIER, now)
         if done is not None:
             self.left_by = max(self.left_by, (done - RETRY_SLACK_MS) // 1000)
-        changed = Origins()
+        lost: dict[Step, Origins] = {}
         for step in self.book.rounds.steps():
             ended = self.book.ended(step)
-            changed = changed | self.book.rounds.judge(step, self.left_by, self._see(step, now), ended)
+            lost |= self.book.rounds.judge(step, self.left_by, self._see(step, now), ended)
+        changed = self.book.rounds.changed(lost)
         if not changed:
             return []
-        touched = [
-            (pipe, minute)
+        before = {
+            (pipe, minute): self._find(pipe, minute)
             for minute in self.book.minutes()
             if any(origins & changed for origins in self.book.accepted(minute).values())
             for pipe in self.flow.pipes
-            if (pipe, minute) in self.final
-        ]
-        before = [self._find(*key) for key in touched]
+            if (pipe, minute) in self.finality.open
+        }
+        self.book.rounds.lost |= lost
         self.book.touch(changed)
-        self._forget_touched()
-        worse = []
-        for key, row in zip(touched, before, strict=True):
-            after = self._find(*key)
-            if after.missing > self.final[key]:
-                self.final[key] = after.missing
-                worse.append((row, msgspec.structs.replace(after, why_open=None)))
-        return worse
+        return [verdict for key, row in before.items() for verdict in self._compare(key, row, now)]
+
+    def _compare(self, key: Key, before: Row, now: int) -> Iterator[Verdict]:
+        after, then = self.row(*key, now), self.finality.then.get(key, {})
+        worse = {part: n for part, n in after.missing_by_part().items() if n > then.get(part, 0)}
+        for part, missing in worse.items():
+            if self.finality.is_final(key, part):
+                self.finality.note(key, {part: missing})
+                yield Verdict(after, part, before)
 
     def _see(self, step: Step, now: int) -> int:
         """Up to which due time (s) this step of expel has seen to what came back."""
@@ -217,19 +208,27 @@ class Table:
                 for pipe in self.flow.pipes:
                     self._rows.pop((pipe, minute), None)
 
-    def _finish(self, minute: int, now: int) -> list[Row]:
-        found = []
+    def _finish(self, minute: int, now: int) -> list[Verdict]:
+        found: list[Verdict] = []
         for pipe in self.flow.pipes:
-            if (pipe, minute) in self.final or not self._find(pipe, minute).accepted:
+            key = pipe, minute
+            if self.finality.is_closed(key) or not self._find(*key).accepted:
                 continue
-            row = self.row(pipe, minute, now)
-            if row.why_open is None:
-                self.final[pipe, minute] = row.missing
-                found.append(row)
+            if parts := self.finality.judge(self._find(*key), now):
+                del self._rows[key]  # more of what is missing is lost
+                row = self.row(*key, now)
+                found += [Verdict(row, part) for part in parts]
         return found
 
+    def _give_up(self, minute: int, now: int) -> list[Verdict]:
+        keys = [(pipe, minute) for pipe in self.flow.pipes]
+        before = {key: self.row(*key, now) for key in keys if not self.finality.is_closed(key)}
+        rows = {key: row for key, row in before.items() if row.accepted}
+        return [Verdict(row, part) for key, row in rows.items() for part in self.finality.give_up(key)]
+
     def _is_final(self, minute: int) -> bool:
-        return all((pipe, minute) in self.final or not self._find(pipe, minute).accepted for pipe in self.flow.pipes)
+        keys = [(pipe, minute) for pipe in self.flow.pipes]
+        return all(self.finality.is_closed(key) or not self._find(*key).accepted for key in keys)
 
     def _fold(self, minute: int) -> None:
         """Keep the sets of what is unsettled in any pipe; count the rest."""
@@ -254,7 +253,7 @@ class Table:
         accepted = self.book.accepted(minute)
         gone = {place: origins - kept for place, origins in accepted.items()}
         for pipe in self.flow.pipes:
-            part = count(pipe, minute, settle(self.flow, pipe, gone, self.book))
+            part = self._count_part((pipe, minute), gone)
             if part.accepted:
                 base = self.base.get((pipe, minute))
                 self.base[pipe, minute] = part if base is None else add(base, part)
@@ -263,11 +262,18 @@ class Table:
             every = every | origins
         self.book.fold(minute, every)
 
+    def _count_part(self, key: Key, accepted: Accepted) -> Row:
+        settlement = settle(self.flow, key[0], accepted, self.book)
+        return count(*key, settlement, lambda part: self.finality.is_final(key, part))
+
     def _drop_rows(self, now: int) -> None:
         """Of minutes that are old and hold nothing any more."""
         oldest = (now - self.ages.drop) // MINUTE_MS
         held = set(self.book.minutes())
-        for key in [key for key in (*self.base, *self.final) if key[1] < oldest and key[1] not in held]:
-            for known in (self.base, self.final, self._rows):
-                known.pop(key, None)
+        known = {*self.base, *self._rows, *self.finality.keys()}
+        gone = [key for key in known if key[1] < oldest and key[1] not in held]
+        self.finality.forget(gone)
+        for key in gone:
+            self.base.pop(key, None)
+            self._rows.pop(key, None)
         self._dropped &= held

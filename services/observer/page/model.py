@@ -8,8 +8,9 @@ from typing import Literal
 import msgspec
 
 Health = Literal["healthy", "degraded", "unstable"]
-CellState = Literal["open", "behind", "final"]
-"""open: late events may come. behind: its group has older records to process. final: what is missing is lost."""
+CellState = Literal["open", "behind", "final", "unknown"]
+"""open: late events may come. behind: its group has older records to process. final: what is missing is lost. unknown: it was
+forgotten before that was known."""
 
 
 class LossCell(msgspec.Struct, frozen=True):
@@ -20,7 +21,8 @@ class LossCell(msgspec.Struct, frozen=True):
 
 
 class LossRow(msgspec.Struct, frozen=True):
-    """One minute. cells: as `PipeView.nodes`. loss: end to end, 0..1. late: settled after the minute was final."""
+    """One minute. cells: as `PipeView.nodes`. loss: end to end, 0..1, at the destinations that are final. state: of the first
+    one that is not. late: settled after they were final."""
 
     minute: int
     accepted: int

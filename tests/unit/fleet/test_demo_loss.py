@@ -11,7 +11,15 @@ from services.fleet.demo.fidelity import render_loss
 @pytest.mark.parametrize("final", [(True, True), (True, False)])
 def test_minutes_that_are_open_are_said_to_be(final: tuple[bool, bool]) -> None:
     """Broken: a newcomer takes figures that may still change for the last ones."""
-    row = {"minute": "2026-11-21T08:05Z", "accepted": 10, "waiting": 0, "loss": 0.0, "late": 0, "steps": []}
+    row = {
+        "minute": "2026-11-21T08:05Z",
+        "accepted": 10,
+        "waiting": 0,
+        "loss": 0.0,
+        "final_loss": 0.0,
+        "late": 0,
+        "steps": [],
+    }
     rows = [{**row, "final": one, "why_open": None if one else "late events may come"} for one in final]
     out = StringIO()
     Console(file=out, width=200).print(

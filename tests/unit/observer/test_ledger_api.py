@@ -107,15 +107,19 @@ async def test_a_planned_action_is_announced(address: str) -> None:
 def test_the_command_line_shows_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
     """Broken: `penstock loss` fails on what the observer answers."""
     steps = [
-        {"node": "transform", "destination": None, "missing": 0},
-        {"node": "expel", "destination": "ops", "missing": 2},
+        {"node": "transform", "destination": None, "missing": 0, "final": True},
+        {"node": "expel", "destination": "ops", "missing": 2, "final": True},
+        {"node": "expel", "destination": "slow", "missing": 9, "final": False},
     ]
     minute = "2026-11-21T08:05Z"
-    row = {"minute": minute, "accepted": 10, "steps": steps, "missing": 2, "waiting": 0, "loss": 0.2}
+    row = {"minute": minute, "accepted": 10, "steps": steps, "missing": 2, "waiting": 0, "loss": 0.9}
     whole = {"pipe": "late", "threshold": 0.01, "catching_up": False, "problem": None}
     named = {"origin": "a:0:8", "missing_at": "expel", "destination": "ops", "seen_by": "transform", "event_id": "e8"}
     answers = {
-        "loss": {**whole, "minutes": [{**row, "final": True, "why_open": None, "late": 1}]},
+        "loss": {
+            **whole,
+            "minutes": [{**row, "final": False, "why_open": "slow is behind", "late": 1, "lost": 2, "final_loss": 0.2}],
+        },
         "explain": {
             **whole,
             "minute": minute,
@@ -133,6 +137,9 @@ def test_the_command_line_shows_a_table(monkeypatch: pytest.MonkeyPatch) -> None
     shown = CliRunner().invoke(APP, ["loss", "show", "late", "--observer", "x:1"])
     assert shown.exit_code == 0, shown.output
     assert "20.00%" in shown.output
+    assert "2 of 10 events are missing in 1 minutes of late; open ones not counted, of slow" in " ".join(
+        shown.output.split()
+    )
     assert minute in shown.output
     assert "settled" in shown.output
     shown = CliRunner().invoke(APP, ["loss", "explain", "late", "2026-11-21T08:05Z", "--observer", "x:1"])

@@ -9,11 +9,12 @@ from services.core import metrics
 from services.core.broker.producer import Producer
 from services.observer.ledger.alarm import AlarmWebhook, Untold, drift_alarm
 from services.observer.ledger.fields import Drift
+from services.observer.ledger.finality import FOUND_FOR_MS, Verdict
 from services.observer.ledger.flow import Step
 from services.observer.ledger.follow import Follower
 from services.observer.ledger.planned import Planned, Window
 from services.observer.ledger.row import Row, StepRow
-from services.observer.ledger.table import FOUND_FOR_MS, Turn
+from services.observer.ledger.table import Turn
 from services.observer.watch import Watch
 from tests.support.memory_driver import MemoryDriver
 from tests.unit.observer.ledger.stories import PLAIN, START_MS, accept, beat, hear, tell
@@ -60,7 +61,9 @@ def test_a_planned_action_keeps_it_quiet(watch: Watch) -> None:
 
 
 def row(missing: int, why_open: str | None = None) -> Row:
-    return Row("late", 5, 100, (StepRow("expel", "ops", 100, {}, missing),), missing, 0, why_open)
+    return Row(
+        "late", 5, 100, (StepRow("expel", "ops", 100, {}, missing, why_open),), missing, 0, why_open, lost=missing
+    )
 
 
 def test_a_loss_found_later_is_excused_by_what_was_planned_then(watch: Watch) -> None:
@@ -68,7 +71,7 @@ def test_a_loss_found_later_is_excused_by_what_was_planned_then(watch: Watch) ->
     follower = watch.follower
     assert follower is not None
     now = follower.now_ms()
-    worse = Turn([], [(row(0), row(50))])
+    worse = Turn([Verdict(row(50), "ops", row(0))], [], [])
     for planned, alarms in ((5 * 60_000, 1), (now - HOUR, 1), (now - FOUND_FOR_MS // 2, 0)):
         follower.planned, follower.untold = (
             Planned((Window("deploy", "late", planned, planned + 60_000, "ci"),)),

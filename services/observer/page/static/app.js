@@ -51,12 +51,12 @@ function drawSummary(pipe) {
   find("name").textContent = pipe.name;
   find("health").replaceChildren(element("span", { class: `badge ${pipe.health}` }, pipe.health));
   find("reasons").replaceChildren(...pipe.reasons.map((reason) => element("li", {}, reason)));
-  const final = pipe.loss.filter((row) => row.state === "final");
+  const final = pipe.loss.filter((row) => row.state === "final" || row.loss > 0);
   const accepted = final.reduce((sum, row) => sum + row.accepted, 0), lag = pipe.lag.at(-1);
   const lost = final.reduce((sum, row) => sum + row.loss * row.accepted, 0);
   const figures = [
     ["events a second", count(pipe.per_second)],
-    ["lost, of final minutes", final.length ? `${count(lost)} of ${count(accepted)} (${share(accepted ? lost / accepted : 0)})` : "none is final yet"],
+    ["lost, as far as it is final", final.length ? `${count(lost)} of ${count(accepted)} (${share(accepted ? lost / accepted : 0)})` : "none is final yet"],
     ["end to end P95", lag ? duration(lag.p95) : "unknown"],
   ];
   find("figures").replaceChildren(...figures.map(([name, value]) => element("div", {}, element("dt", {}, name), element("dd", {}, value))));

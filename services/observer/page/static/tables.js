@@ -33,6 +33,7 @@ function lossCell(cell, accepted, threshold, explain) {
   const part = accepted ? cell.missing / accepted : 0;
   const text = cell.missing ? `${count(cell.missing)} (${share(part)})` : "0";
   if (cell.state === "open") return element("td", { class: "open" }, cell.missing ? `${count(cell.missing)} open` : "0");
+  if (cell.state === "unknown") return element("td", { class: "behind", title: "forgotten before it was known what became of them" }, `${count(cell.missing)} unknown`);
   if (cell.state === "behind") return element("td", { class: "behind", title: "the node has older events to process" }, `${count(cell.missing)} behind`);
   if (!cell.missing) return element("td", { class: "none" }, "0");
   const button = element("button", { type: "button", title: "Which ones?", onclick: explain }, text);
@@ -41,12 +42,13 @@ function lossCell(cell, accepted, threshold, explain) {
 
 export function drawLoss(table, pipe, threshold, explain) {
   const rows = [...pipe.loss].reverse().map((row) => {
-    const whole = row.state === "final" ? (row.loss > threshold ? "lost" : row.loss ? "some" : "none") : row.state;
+    const isFinal = row.state === "final", known = isFinal || row.loss > 0;
+    const whole = known ? (row.loss > threshold ? "lost" : row.loss ? "some" : "none") : row.state === "unknown" ? "behind" : row.state;
     return element("tr", {},
       element("th", { scope: "row" }, clock(row.minute)),
       element("td", {}, count(row.accepted)),
       ...row.cells.map((cell) => lossCell(cell, row.accepted, threshold, () => explain(row.minute))),
-      element("td", { class: whole }, row.state === "final" ? share(row.loss) : row.state),
+      element("td", { class: whole }, known ? share(row.loss) + (isFinal ? "" : ` (${row.state})`) : row.state),
       element("td", { class: "late" }, row.late ? count(row.late) : ""));
   });
   fill(table, `Loss of ${pipe.name} by minute`, ["Minute", "Accepted", ...pipe.nodes.map((node) => `missing at ${node}`), "End to end", "Settled late"], rows);

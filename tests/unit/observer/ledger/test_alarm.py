@@ -13,6 +13,7 @@ from services.core.signature import SigningKey, verify
 from services.observer import health
 from services.observer.ledger import alarm
 from services.observer.ledger.alarm import AlarmWebhook, Untold, find_alarms, has_doubled, loss_alarm
+from services.observer.ledger.finality import Verdict
 from services.observer.ledger.flow import Step
 from services.observer.ledger.planned import MAX_WINDOWS, Planned, TooMany, Window
 from services.observer.ledger.row import Row, StepRow
@@ -23,20 +24,20 @@ NOW = START_MS + MINUTE_MS + Ages().final
 KEY = SigningKey(b"k" * 32)
 
 
-def lossy(missing: int, minute: int = MINUTE) -> Row:
-    step = StepRow("expel", "ops", 100, {"delivered": 100 - missing}, missing)
-    return Row("late", minute, 100, (step,), missing, 0, None)
+def lossy(missing: int, minute: int = MINUTE) -> Verdict:
+    step = StepRow("expel", "ops", 100, {"delivered": 100 - missing}, missing, None)
+    return Verdict(Row("late", minute, 100, (step,), missing, 0, None, lost=missing), "ops")
 
 
 def test_an_alarm_is_due_above_the_threshold_and_outside_of_planned_windows() -> None:
     """Broken: people are woken for a deploy, or not woken for a loss."""
     planned = Planned()
     rows = [lossy(1), lossy(2, MINUTE + 1), lossy(50, MINUTE + 2)]
-    assert [row.minute for row in find_alarms(rows, planned, 0.01)] == [MINUTE + 1, MINUTE + 2]
+    assert [one.row.minute for one in find_alarms(rows, planned, 0.01, NOW)] == [MINUTE + 1, MINUTE + 2]
     planned.announce(Window("deploy", "other", START_MS, NOW, "ci"), NOW)
-    assert len(find_alarms(rows, planned, 0.01)) == 2
+    assert len(find_alarms(rows, planned, 0.01, NOW)) == 2
     planned.announce(Window("deploy", None, START_MS + MINUTE_MS, START_MS + 2 * MINUTE_MS, "ci"), NOW)
-    assert [row.minute for row in find_alarms(rows, planned, 0.01)] == [MINUTE + 2]
+    assert [one.row.minute for one in find_alarms(rows, planned, 0.01, NOW)] == [MINUTE + 2]
 
 
 def test_announced_windows_are_bounded() -> None:
@@ -61,9 +62,9 @@ def test_the_autoscaler_excuses_no_loss_and_fills_no_list() -> None:
         "autoscaler: shards of a",
         "autoscaler: shards of b",
     ]
-    assert find_alarms([lossy(50)], planned, 0.01)
+    assert find_alarms([lossy(50)], planned, 0.01, NOW)
     planned.announce(Window("scaling", None, START_MS, NOW, "a person"), NOW)
-    assert not find_alarms([lossy(50)], planned, 0.01)
+    assert not find_alarms([lossy(50)], planned, 0.01, NOW)
 
 
 @asynccontextmanager
@@ -93,7 +94,7 @@ async def test_an_alarm_is_signed_and_tried_again(monkeypatch: pytest.MonkeyPatc
     assert len(got) == 3
     head, body = got[-1]
     stamp = float(head["webhook-timestamp"])
-    assert {verify([KEY], one, sent, now=stamp) for one, sent in got} == {f"loss-late-{MINUTE}-3"}
+    assert {verify([KEY], one, sent, now=stamp) for one, sent in got} == {f"loss-late-{MINUTE}-ops-3"}
     assert b'"missing":7' in body
 
 
@@ -148,7 +149,7 @@ def test_health_names_its_reasons() -> None:
 def test_what_gets_worse_is_another_alarm() -> None:
     """Broken: a minute with a small loss later loses nearly all, and its receiver passes over the alarm as one that it has."""
     assert loss_alarm(lossy(7)).id == loss_alarm(lossy(7)).id != loss_alarm(lossy(60)).id
-    told = [has_doubled(lossy(count), lossy(count + 1)) for count in range(1, 64)]
+    told = [has_doubled(count, count + 1) for count in range(1, 64)]
     assert sum(told) == 6, "events that are found lost one by one are no alarm each"
 
 

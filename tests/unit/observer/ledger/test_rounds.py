@@ -10,12 +10,13 @@ from pyroaring import BitMap
 from services.core.ledger.due import due_span, is_back, released_span
 from services.core.ledger.report import Outcome, Report
 from services.observer import health
+from services.observer.ledger.finality import FOUND_FOR_MS, Verdict
 from services.observer.ledger.flow import Flow, PipeFlow
 from services.observer.ledger.origins import Origins, Run
 from services.observer.ledger.planned import Planned
 from services.observer.ledger.row import Row
 from services.observer.ledger.snapshot import Beside, dump, restore
-from services.observer.ledger.table import FOUND_FOR_MS, RETRY_SLACK_MS, Ages, Table, Turn
+from services.observer.ledger.table import RETRY_SLACK_MS, Ages, Table, Turn
 from tests.unit.observer.ledger.stories import MINUTE, MINUTE_MS, START_MS, accept, beat, hear, tell, with_due
 
 FLOW = Flow({"raw": PipeFlow(("flights",), False, {"hook": None}, frozenset({"hook"}))})
@@ -61,6 +62,10 @@ def look(table: Table, now: int) -> tuple[Row, Turn]:
     return table.row("raw", MINUTE, now), turn
 
 
+def worse(turn: Turn) -> list[Verdict]:
+    return [verdict for verdict in turn.verdicts if verdict.before is not None]
+
+
 def missing(row: Row) -> dict[str, int]:
     return {step.node: step.missing for step in row.steps}
 
@@ -73,14 +78,14 @@ def test_an_event_that_the_retrier_lost_is_missing_there_once_it_is_long_due() -
     hear(table, retrier("dead", [1]))
     alive(table, DUE + RETRY_SLACK_MS - 1)
     row, turn = look(table, DUE + RETRY_SLACK_MS - 1)
-    assert (row.missing, row.waiting, turn.worse) == (0, 2, [])
+    assert (row.missing, row.waiting, worse(turn)) == (0, 2, [])
     alive(table, LATE + HOUR)
     row, turn = look(table, LATE + HOUR)
     assert (row.missing, row.waiting, missing(row)) == (2, 0, {"expel": 0, "retrier": 2})
     assert row.steps[1].outcomes == {"dead": 1, "released": 1, "retrying": 0}
-    assert [(before.missing, after.missing) for before, after in turn.worse] == [(0, 2)]
+    assert [(before.missing, after.missing) for after, _, before in worse(turn) if before] == [(0, 2)]
     alive(table, LATE + HOUR + 10_000)
-    assert look(table, LATE + HOUR + 10_000)[1].worse == [], "it is told once"
+    assert worse(look(table, LATE + HOUR + 10_000)[1]) == [], "it is told once"
 
 
 def test_what_is_lost_after_it_came_back_is_missing_at_expel() -> None:
@@ -95,7 +100,7 @@ def test_what_is_lost_after_it_came_back_is_missing_at_expel() -> None:
             break
     assert now >= LATE + HOUR + 2 * RETRY_SLACK_MS, "expel did not know how far it was before that"
     assert (missing(row), row.waiting) == ({"expel": 1, "retrier": 0}, 0)
-    assert len(turn.worse) == 1
+    assert len(worse(turn)) == 1
 
 
 @pytest.mark.parametrize("who", ["retrier is late", "retrier does not know", "retrier is silent"])
@@ -156,12 +161,12 @@ def test_it_is_known_after_days_and_over_a_restart() -> None:
     for one in (table, other):
         alive(one, LATE + HOUR)
         row, turn = look(one, LATE + HOUR)
-        assert (missing(row), len(turn.worse)) == ({"expel": 0, "retrier": 4}, 1)
+        assert (missing(row), len(worse(turn))) == ({"expel": 0, "retrier": 4}, 1)
     again = Table(FLOW)
     restore(dump(other, Beside(Planned(), 0)), again)
     alive(again, LATE + HOUR + 1)
     row, turn = look(again, LATE + HOUR + 1)
-    assert (row.missing, turn.worse) == (4, [])
+    assert (row.missing, worse(turn)) == (4, [])
     days = START_MS + 2 * Ages().drop
     for now in range(LATE + 2 * HOUR, days, HOUR):
         alive(again, now)
