@@ -16,6 +16,7 @@ from py4j.protocol import Py4JError  # type: ignore[import-untyped]
 from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
 
+from services.core.folders import make_folder
 from spark.durable import sync, sync_batch
 from spark.errors import shorten
 from spark.place import Position
@@ -196,7 +197,7 @@ def open_checkpoint(session: SparkSession, root: str, pipe: str) -> Iterator[Che
         yield checkpoint
         return
     place = Path(root) / pipe
-    place.mkdir(parents=True, exist_ok=True)
+    make_folder(place)
     lock = os.open(f"{place}/penstock.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         try:

@@ -10,6 +10,7 @@ import msgspec
 
 from services.core.broker.errors import BadDataFolder
 from services.core.broker.log.layout import refuse_network
+from services.core.folders import make_folder
 from services.fleet.problem import CommandFailed
 
 STATE_FILE = "fleet.json"
@@ -47,7 +48,7 @@ def hold_folder(data: Path) -> Iterator[None]:
     """
     try:
         for folder in (data, data / "logs"):
-            folder.mkdir(parents=True, exist_ok=True)
+            make_folder(folder)
         refuse_network(data)
         lock = os.open(data / "fleet.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     except BadDataFolder as error:

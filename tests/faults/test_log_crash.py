@@ -116,6 +116,56 @@ def test_every_acknowledgement_follows_a_sync_of_the_log(folder: Path, tmp_path:
     assert acks == 8
 
 
+NEW_LOG = """
+import asyncio, sys
+from services.core.broker.contract import TopicSpec
+from services.core.broker.log import LogBroker
+from services.core.broker.record import Record
+from tests.faults.log_child import say
+
+async def ignore(partitions):
+    pass
+
+async def main():
+    async with LogBroker.open(sys.argv[1]) as broker:
+        await broker.admin.create_topic(TopicSpec("orders", partitions=1))
+        async with broker.consumer("g", ["orders"], start="earliest", on_revoke=ignore):
+            await broker.driver.append("orders", 0, [Record(b"k", b"v", 0)], timeout=60)
+            say({"acked": 0})
+
+asyncio.run(main())
+"""
+"""Makes a log in new folders, a topic and a group, and says when the first record is stored."""
+
+
+def test_each_new_name_is_synced_into_its_folder(tmp_path: Path) -> None:
+    """If it fails, a power cut takes a new log's folder, with everything that was acknowledged into it."""
+    assert shutil.which("strace"), "Try: apt-get install strace"
+    trace, root = tmp_path / "trace", tmp_path.resolve() / "new" / "data" / "log"
+    calls = "trace=mkdir,mkdirat,rename,openat,fsync,write"
+    command = ["strace", "-f", "-qq", "-y", "-e", calls, "-o", str(trace), sys.executable, "-c", NEW_LOG, str(root)]
+    subprocess.run(command, stdout=subprocess.PIPE, timeout=DEADLINE, check=True)
+    unsynced: set[Path] = set()
+    made: set[Path] = set()
+    for line in trace.read_text().splitlines():
+        if "write(1<" in line and "acked" in line:
+            break
+        if match := re.search(r'mkdir\("([^"]+)".*= 0|rename\(.*, "([^"]+)"\) = 0', line):
+            unsynced.add(Path(match[1] or match[2]))
+        elif match := re.search(r'openat\(AT_FDCWD<[^>]*>, "([^"]+\.(?:hwm|db-wal))", [^)]*O_CREAT.*= \d+', line):
+            if Path(match[1]) not in made:
+                unsynced.add(Path(match[1]))
+        elif match := re.search(r"fsync\(\d+<([^>]+)>\)\s*= 0", line):
+            made |= {path for path in unsynced if path.parent == Path(match[1])}
+            unsynced -= made
+    within = {path for path in made if path.is_relative_to(tmp_path.resolve())}
+    folders = {root.parent.parent, root.parent, root, root / "topics", root / "staging"}
+    names = {"orders.db", "orders.db-wal", "orders.hwm", "groups.db", "groups.db-wal", "groups.hwm"}
+    assert folders <= within
+    assert names <= {path.name for path in within}
+    assert not {path for path in unsynced if path.is_relative_to(root.parent.parent)}
+
+
 PAST_ALL = 40
 """Appends: strace counts per thread, and each append makes at least one sync on one of the writer's four threads; so
 those after the 28th are past each thread's seventh sync."""

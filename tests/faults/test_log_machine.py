@@ -226,6 +226,7 @@ class Log(RuleBasedStateMachine):
                 before = self.owners.get((member.group, source))
                 if before is None or owned.epoch > before[1]:
                     self.owners[member.group, source] = (member, owned.epoch)
+                    member.polled.pop(source, None)  # of an earlier ownership: this one has polled nothing
                     self.check_begin(member.group, source.partition, owned.processed_next)
 
     def check_begin(self, group: str, partition: int, offset: int) -> None:

@@ -20,7 +20,7 @@ from services.core.broker.log.alive import Alive
 from services.core.broker.log.clock import boot_id, boot_ms
 from services.core.broker.log.durable import DurableFile, opened
 from services.core.broker.log.faults import classified
-from services.core.broker.log.layout import DataFolder, sync_folder
+from services.core.broker.log.layout import DataFolder
 from services.core.broker.log.marks import Marks, require_no_loss
 from services.core.broker.record import TopicPartition
 
@@ -93,22 +93,30 @@ class GroupsFile(DurableFile):
         return self._durably(work)
 
     def enter(
-        self, group: str, topic: str, incarnation: bytes, starts: Mapping[int, int], earliest: Mapping[int, int]
+        self,
+        group: str,
+        topic: str,
+        incarnation: bytes,
+        starts: Mapping[int, int],
+        earliest: Mapping[int, int],
+        *,
+        has_begun: bool = False,
     ) -> dict[int, Progress]:
         """Remember, once, where the group starts in every partition of a topic: `latest` must mean the same after a crash.
 
-        starts: by the group's start. Partitions added after the group came start at their beginning instead: what was
-        sent to them before anybody noticed belongs to the group. Gives the progress in all of them.
+        starts: by the group's start, for a group that is new here. has_begun: the topic knows the group, so what is not
+        here was lost. Such partitions, and those added after the group came, start at their beginning: what was sent to
+        them before anybody noticed belongs to the group. Gives the progress in all of them.
         """
         known = TopicPartition(topic, ALL)
 
         def work() -> tuple[None, int]:
             before = self._progress(group, known)
-            count = len(starts) if before is None or before.incarnation != incarnation else before.begin
+            is_new = not has_begun and (before is None or before.incarnation != incarnation)
             for partition, start in starts.items():
                 source = TopicPartition(topic, partition)
                 if self._progress(group, source) is None:
-                    begin = start if partition < count else earliest[partition]
+                    begin = start if is_new else earliest[partition]
                     self._write(group, source, Progress(incarnation, begin, None))
             self._write(group, known, Progress(incarnation, len(starts), None))
             return None, self._count()
@@ -239,4 +247,4 @@ def _create(folder: DataFolder) -> None:
             connection.execute("UPDATE state SET commits=commits")
         finally:
             connection.close()
-        sync_folder(folder.root)
+        folder.sync_names()

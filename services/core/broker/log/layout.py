@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from services.core.broker.errors import BadDataFolder, UnknownTopic
+from services.core.folders import make_folder, sync_folder
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,199}")
 _NETWORK = frozenset(
@@ -69,11 +70,11 @@ class DataFolder:
 
     @classmethod
     def prepare(cls, path: str | Path) -> "DataFolder":
-        """Check the folder, make what is missing (mode 0700). Raises BadDataFolder."""
+        """Check the folder, make what is missing, durably (mode 0700). Raises BadDataFolder."""
         root = Path(path).absolute()
         try:
             for folder in (root, root / "topics", root / "staging"):
-                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+                make_folder(folder, mode=0o700)
         except OSError as error:
             raise BadDataFolder(
                 f"data folder {root}: {error.strerror}. Try: a folder that this user may write"
@@ -116,6 +117,14 @@ class DataFolder:
         finally:
             os.close(fd)
 
+    def sync_names(self) -> None:
+        """Make the names of new files durable, and those of the folders that hold them, whoever made these.
+
+        A process that was killed between making a folder and syncing its name leaves that to the next one.
+        """
+        for folder in (self.topics, self.root, self.root.parent):
+            sync_folder(folder)
+
     @staticmethod
     def _files(name: str, folder: Path) -> TopicFiles:
         paths = (folder / f"{name}.{end}" for end in ("db", "db-wal", "db-shm", "hwm", "lock"))
@@ -144,12 +153,3 @@ def refuse_network(root: Path, mounts: str | None = None) -> None:
             f"data folder {root} is on a network file system ({kind} at {best}), where file locks and shared memory "
             "cannot be trusted. Try: --data on a local disk"
         )
-
-
-def sync_folder(folder: Path) -> None:
-    """Make created, renamed and deleted names in this folder durable."""
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

@@ -67,6 +67,8 @@ class Membership:
         """Gone without a drain, and on_revoke does not know yet."""
         self._unreleased: dict[TopicPartition, int] = {}
         """Drained, with epochs, but groups.db could not be told so yet."""
+        self._registered: set[tuple[str, bytes]] = set()
+        """Topics, with incarnation, that know of this group."""
         self._beats: asyncio.Task[None] | None = None
         self._listener = Listener(side.bell)
 
@@ -164,12 +166,23 @@ class Membership:
     async def _progress(self, topic: str, partitions: set[int]) -> dict[int, GroupProgress]:
         """How far the group is in these partitions; where it has not begun, it begins now."""
         progress = await self._side.progress.use(lambda file: file.progress(self.group, topic))
-        if partitions <= progress.keys():
-            return progress
-        incarnation, starts, earliest = await self._side.readers.use(
-            topic, lambda r: (r.store.meta.incarnation, r.offsets_at(self._start), r.offsets_at("earliest"))
+        if not partitions <= progress.keys():
+            progress = await self._enter(topic)
+        begun = {(topic, progress[partition].incarnation) for partition in partitions}
+        if not begun <= self._registered:
+            await self._side.readers.register_group(topic, self.group)  # what is not here later was lost
+            self._registered |= begun
+        return progress
+
+    async def _enter(self, topic: str) -> dict[int, GroupProgress]:
+        incarnation, starts, earliest, groups = await self._side.readers.use(
+            topic,
+            lambda r: (r.store.meta.incarnation, r.offsets_at(self._start), r.offsets_at("earliest"), r.store.groups()),
         )
-        return await self._side.progress.use(lambda file: file.enter(self.group, topic, incarnation, starts, earliest))
+        has_begun = self.group in groups
+        return await self._side.progress.use(
+            lambda file: file.enter(self.group, topic, incarnation, starts, earliest, has_begun=has_begun)
+        )
 
     def _start_drain(self, above_share: frozenset[TopicPartition]) -> None:
         """Tell on_revoke of what is lost, drain what is above this member's share. One at a time; what comes meanwhile waits."""

@@ -10,6 +10,7 @@ from services.core.broker.errors import DataDamaged, Unavailable, UnknownTopic
 from services.core.broker.log.counts import PartitionCounts
 from services.core.broker.log.layout import DataFolder
 from services.core.broker.log.reader import TopicReader
+from services.core.broker.log.topics import register_group
 
 T = TypeVar("T")
 
@@ -38,6 +39,10 @@ class Readers:
     async def run(self, work: Callable[[], T]) -> T:
         """Run something else that blocks on these threads."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+    async def register_group(self, topic: str, group: str) -> None:
+        """`topics.register_group`."""
+        await self.run(lambda: register_group(self._folder, topic, group))
 
     async def partition_count(self, topic: str) -> int:
         """How many partitions the topic has, about a second old at most. Raises UnknownTopic."""

@@ -17,8 +17,8 @@ from services.core.broker.errors import Unavailable
 from services.core.broker.log import schema
 from services.core.broker.log.clock import WallClock
 from services.core.broker.log.group_scan import GroupScan, scan_groups
-from services.core.broker.log.groups import TABLES, Progress
-from services.core.broker.log.layout import DataFolder, TopicFiles, sync_folder
+from services.core.broker.log.groups import TABLES
+from services.core.broker.log.layout import DataFolder, TopicFiles
 from services.core.broker.log.marks import Marks
 from services.core.broker.log.reader import TopicReader
 from services.core.broker.log.report import FolderReport, TopicReport
@@ -26,6 +26,7 @@ from services.core.broker.log.scan import Scan
 from services.core.broker.log.store import COLUMNS
 from services.core.broker.log.topics import topic_names
 from services.core.broker.log.verify import verify_topic
+from services.core.folders import make_folder, sync_folder
 
 _LOCK_SECONDS = 5.0
 
@@ -96,6 +97,8 @@ def _copy_topic(scan: Scan, meta: schema.Meta, draft: Path) -> None:
                 "INSERT INTO writers VALUES(?,?,?)", [(w, epoch, schema.guard(w, epoch)) for w, epoch in scan.writers()]
             )
             connection.executemany("INSERT INTO gaps VALUES(?,?,?,?,?)", scan.gaps)
+            connection.execute(schema.GROUPS_TABLE)
+            connection.executemany("INSERT INTO groups VALUES(?,?)", [(g, schema.guard(g)) for g in scan.groups()])
         for part in scan.report.partitions:
             with connection:
                 connection.executemany(
@@ -112,16 +115,13 @@ def _copy_topic(scan: Scan, meta: schema.Meta, draft: Path) -> None:
 
 
 def _repair_groups(folder: DataFolder, scan: GroupScan) -> None:
-    """Keep intact offsets. A group whose offset is altered reads that partition again from the beginning: never a gap."""
+    """Keep intact offsets. A group whose offset is lost reads that partition again from the beginning: never a gap."""
     files = folder.groups
     with folder.locked_catalog(), _alone(files):
         scan = scan_groups(folder)
         draft = files.db.with_name(f".{uuid.uuid4().hex}.draft")
         incarnation = uuid.uuid4().bytes
-        of = {source.topic: progress.incarnation for (_, source), progress in scan.progress.items()}
-        kept = dict(scan.progress)
-        for group, source in scan.altered:
-            kept[group, source] = Progress(of.get(source.topic, b""), 0, None)
+        kept = scan.progress | scan.lost
         connection = schema.connect(draft, create=True)
         try:
             with connection:
@@ -140,7 +140,7 @@ def _repair_groups(folder: DataFolder, scan: GroupScan) -> None:
 def _replace(folder: DataFolder, files: TopicFiles, draft: Path, incarnation: bytes, marks: list[int]) -> None:
     """Put the draft in the damaged file's place. Cut off half-way it leaves a loud state and the damaged files aside."""
     aside = folder.root / "damaged" / f"{files.topic}-{time.strftime('%Y%m%dT%H%M%S')}-{uuid.uuid4().hex[:12]}"
-    aside.mkdir(mode=0o700, parents=True)
+    make_folder(aside, mode=0o700)
     for path in (files.db, files.wal, files.marks):
         if path.exists():
             os.link(path, aside / path.name)

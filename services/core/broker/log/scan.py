@@ -74,6 +74,17 @@ class Scan:
             self.report.problems.append(f"the last epochs of {len(rows) - len(good)} exactly-once writers are altered")
         return good
 
+    def groups(self) -> list[str]:
+        """The groups that have begun to read it, as far as their names are intact."""
+        has_table = "SELECT 1 FROM sqlite_master WHERE type='table' AND name='groups'"
+        if not self._ask("its tables", lambda c: schema.fetch(c, has_table), []):
+            return []
+        rows = self._ask("its groups", lambda c: schema.fetch(c, "SELECT grp, crc FROM groups"), [])
+        good = [group for group, crc in rows if schema.guard(group) == crc]
+        if len(good) < len(rows):
+            self.report.problems.append(f"the names of {len(rows) - len(good)} groups are altered")
+        return good
+
     def _rows(self, partition: int) -> Iterator[Row]:
         """Every row that SQLite can still reach."""
         offset = -1

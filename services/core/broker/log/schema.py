@@ -30,6 +30,9 @@ CREATE TABLE gaps(p INTEGER NOT NULL, first INTEGER NOT NULL, last INTEGER NOT N
 CREATE TABLE writers(writer TEXT PRIMARY KEY, epoch INTEGER NOT NULL, crc INTEGER NOT NULL) WITHOUT ROWID;
 """
 
+GROUPS_TABLE = "CREATE TABLE IF NOT EXISTS groups(grp TEXT PRIMARY KEY, crc INTEGER NOT NULL) WITHOUT ROWID"
+"""Of a topic: the groups that have begun to read it. Made with the first of them."""
+
 
 class Meta(msgspec.Struct, frozen=True):
     """What a topic is. incarnation: differs when a topic is deleted and made again under the same name."""

@@ -16,7 +16,8 @@ import msgspec
 
 from services.core.broker.errors import DataDamaged
 from services.core.broker.log.frames import Packed
-from services.core.broker.log.layout import DataFolder, sync_folder
+from services.core.broker.log.layout import DataFolder
+from services.core.folders import make_folder, sync_folder
 
 KEEP_SECONDS = 24 * 3600
 
@@ -28,7 +29,7 @@ def write_blocks(
 ) -> str:
     """Store the blocks durably, invisible; gives the token that `read_blocks` takes."""
     place = folder.staging(topic)
-    place.mkdir(mode=0o700, exist_ok=True)
+    make_folder(place, mode=0o700)
     token = f"{_prefix(writer)}{epoch}-{uuid.uuid4().hex}.block"
     body = msgspec.msgpack.encode(list(blocks.items()))
     draft = place / f".{token}"

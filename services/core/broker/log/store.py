@@ -83,6 +83,29 @@ class Store(DurableFile):
             raise DataDamaged(self.topic, (), f"the last epoch of writer {writer!r} is altered")
         return epoch
 
+    def groups(self) -> set[str]:
+        """The groups that have begun to read this topic. Raises DataDamaged when one of the names is altered."""
+        names = dict(self._group_rows())
+        if any(schema.guard(name) != crc for name, crc in names.items()):
+            raise DataDamaged(self.topic, (), "the names of its groups are altered. Try: penstock log repair")
+        return set(names)
+
+    def register_group(self, group: str) -> None:
+        """Remember, durably, that the group has begun to read this topic: it must not begin anew when groups.db is lost."""
+        if (group, schema.guard(group)) in self._group_rows():
+            return
+
+        def insert() -> None:
+            self.connection.execute(schema.GROUPS_TABLE)
+            self.connection.execute("INSERT OR REPLACE INTO groups VALUES(?,?)", (group, schema.guard(group)))
+
+        self.transact(insert, lambda _: {}, 0)
+
+    def _group_rows(self) -> list[tuple[str, int]]:
+        if not schema.fetch(self.connection, "SELECT 1 FROM sqlite_master WHERE type='table' AND name='groups'"):
+            return []
+        return schema.fetch(self.connection, "SELECT grp, crc FROM groups")
+
     def heads(self) -> list[Head]:
         """The head of each partition, as of now."""
         return [self._head(p, start, floor) for p, (start, floor) in enumerate(self.partition_starts())]

@@ -11,9 +11,10 @@ from services.core.broker.log import schema
 from services.core.broker.log.clock import WallClock
 from services.core.broker.log.faults import classified
 from services.core.broker.log.frames import MAX_PARTITIONS
-from services.core.broker.log.layout import DataFolder, TopicFiles, is_topic_name, sync_folder
+from services.core.broker.log.layout import DataFolder, TopicFiles, is_topic_name
 from services.core.broker.log.marks import Marks, require_no_loss
 from services.core.broker.log.store import Store
+from services.core.folders import sync_folder
 
 
 def create_topic(folder: DataFolder, spec: TopicSpec) -> None:
@@ -43,7 +44,7 @@ def create_topic(folder: DataFolder, spec: TopicSpec) -> None:
         finally:
             for path in (draft, *(draft.with_name(draft.name + end) for end in ("-wal", "-shm"))):
                 path.unlink(missing_ok=True)
-        sync_folder(folder.topics)
+        folder.sync_names()
 
 
 def delete_topic(folder: DataFolder, topic: str) -> None:
@@ -101,6 +102,16 @@ def add_partitions(folder: DataFolder, topic: str, partitions: int) -> None:
                 schema.write_meta(store.connection, msgspec.structs.replace(store.meta, partitions=partitions))
 
             store.transact(grow, lambda _: {}, 0)
+        finally:
+            store.close()
+
+
+def register_group(folder: DataFolder, topic: str, group: str) -> None:
+    """`Store.register_group`. Raises UnknownTopic, StorageFull, Unavailable."""
+    with classified(topic):
+        store = Store.open(folder, topic)
+        try:
+            store.register_group(group)
         finally:
             store.close()
 

@@ -39,6 +39,7 @@ def verify_topic(folder: DataFolder, topic: str) -> TopicReport:
                 pass
         scan.forgive_expired()
         scan.writers()
+        scan.groups()
         return scan.report
     finally:
         scan.close()
