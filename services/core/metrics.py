@@ -60,6 +60,11 @@ BROKER_TAG_MISSING = Gauge(
     "1 while a Kinesis stream's tag does not tell its partitions, or fewer than it had: keys may move. Else 0.",
     ["topic"],
 )
+BROKER_MADE_ANEW = Counter(
+    "penstock_broker_streams_made_anew",
+    "Streams that a group found deleted and made again: what it had not processed went with the old one.",
+    ["group", "topic"],
+)
 BROKER_READ_THROTTLES = Counter(
     "penstock_broker_shard_read_throttles", "Reads that Kinesis refused for a shard's limits.", ["topic", "shard"]
 )

@@ -52,7 +52,10 @@ class MemoryTable:
 
 @dataclass
 class World:
-    """Shards by number, each with its records' offsets; which aged out; the clock; the group's one table."""
+    """Shards by number, each with its records' offsets; which aged out; the clock; the group's one table.
+
+    life: of the stream, another one when it was made anew, at `made_ms`.
+    """
 
     shards: dict[int, Shard] = field(default_factory=dict)
     stored: dict[int, list[int]] = field(default_factory=dict)
@@ -60,6 +63,18 @@ class World:
     table: MemoryTable = field(default_factory=MemoryTable)
     now: float = 1000.0
     next_offset: int = 0
+    life: int = 1
+    made_ms: int = 0
+    retention_ms: int = 86_400_000
+
+    def make_anew(self, shards: int) -> None:
+        """Delete the stream and make it again, empty."""
+        self.life, self.made_ms = self.life + 1, int(self.now * 1000)
+        self.shards.clear()
+        self.stored.clear()
+        self.aged.clear()
+        for _ in range(shards):
+            self.add_shard()
 
     def add_shard(self, *parents: int) -> int:
         number = len(self.shards)
@@ -93,9 +108,12 @@ class Side:
     def now_ms(self) -> int:
         return int(self._world.now * 1000)
 
+    async def next_second(self, topic: str) -> int:
+        return self.now_ms() - 7
+
     async def look(self, topic: str) -> Stream:
         shards = tuple(shard for number, shard in self._world.shards.items() if number not in self._world.aged)
-        return Stream(f"1:{topic}:1", shards, 86_400_000)
+        return Stream(f"1:{topic}:{self._world.life}", shards, self._world.retention_ms, self._world.made_ms)
 
     async def read(self, held: Held, stream: Stream) -> None:
         await asyncio.Event().wait()

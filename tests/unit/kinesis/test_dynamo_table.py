@@ -19,6 +19,8 @@ LEASE = Lease(
     arrived=1,
     settled=2,
     switches=4,
+    retention=8,
+    open=9,
 )
 
 
@@ -61,7 +63,7 @@ def test_a_row_that_the_kcl_wrote_is_read() -> None:
     """If it fails, a group that a KCL application began cannot be taken over."""
     item = {name: value for name, value in to_item(LEASE).items() if not name.startswith("penstock")}
     read = parse_lease(item | {"throughputKBps": {"N": "17.5"}})
-    assert read == LEASE._replace(begin=Begin("oldest"), arrived=0, settled=0)
+    assert read == LEASE._replace(begin=Begin("oldest"), arrived=0, settled=0, retention=0, open=0)
 
 
 def test_every_group_has_a_table_of_its_own() -> None:

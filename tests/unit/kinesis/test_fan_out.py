@@ -101,6 +101,7 @@ async def test_a_consumer_that_somebody_deregistered_is_registered_anew() -> Non
         0,
         Hurried(),
         TIMING,
+        False,
         _fan_out(service),
         streams,
         "1:t:1",

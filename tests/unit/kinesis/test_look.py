@@ -2,13 +2,19 @@
 
 import asyncio
 import time
+from collections.abc import Awaitable, Callable
+from datetime import UTC, datetime
+from typing import Any
 
 import pytest
+from botocore.exceptions import ClientError
 
+from services.core.broker.contract import Lag, PartitionRange
 from services.core.broker.errors import OffsetOutOfRange, Unavailable
 from services.core.broker.kinesis.frames import MAGIC
-from services.core.broker.kinesis.look import Ends, lag_behind, look, patiently
+from services.core.broker.kinesis.look import Ends, lag_behind, look, offset_at, patiently
 from services.core.broker.kinesis.offsets import offset_of
+from services.core.broker.kinesis.stored import next_at_least, stored_range
 from tests.unit.kinesis.fake_shard import FakeShard
 
 
@@ -86,10 +92,10 @@ async def test_a_closed_shard_ends_where_no_iterator_follows() -> None:
     shard = FakeShard()
     first, last = shard.put([1]), shard.put([2])
     shard.closed, shard.hesitates = True, 2
-    batch = await look(shard.source(), offset_of(first, 1), 500, is_closed=True)
+    batch = await look(shard.source(), offset_of(first, 1), 500)
     assert batch is not None
     assert list(batch.offsets) == [offset_of(last)]
-    assert await look(shard.source(), offset_of(last, 1), 500, is_closed=True) is None
+    assert await look(shard.source(), offset_of(last, 1), 500) is None
 
 
 async def test_going_on_does_not_read_the_last_entry_again() -> None:
@@ -119,3 +125,38 @@ async def test_an_entry_that_may_be_gone_is_asked_for() -> None:
     shard.trim(kept)
     with pytest.raises(OffsetOutOfRange):
         await look(shard.source(), offset_of(first, 1), 1, ends=ends)
+
+
+async def test_a_closed_shard_is_measured_to_its_end() -> None:
+    """If it fails, an operator, a date or an alarm sees a parent's last events as not there: "nothing waits"."""
+    source_of: list[Callable[[FakeShard], Awaitable[object]]] = [
+        lambda shard: stored_range(shard.source()),
+        lambda shard: offset_at(shard.source(), "latest"),
+        lambda shard: offset_at(shard.source(), datetime.fromtimestamp(0.002, UTC)),
+        lambda shard: lag_behind(shard.source(), None, 100),
+    ]
+    found = []
+    for ask in source_of:
+        shard = FakeShard()
+        first, last = shard.put([1]), shard.put([2])
+        shard.closed, shard.hesitates = True, 2
+        found.append(await ask(shard))
+    assert found[:3] == [PartitionRange(offset_of(first), offset_of(last, 1)), offset_of(last, 1), offset_of(last)]
+    assert isinstance(found[3], Lag)
+    assert found[3].records == 2
+
+
+async def test_a_clock_that_is_ahead_hides_no_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If it fails, `describe` fails wherever this machine's clock is more than ten seconds ahead of the service's."""
+    shard = FakeShard()
+    first, last = shard.put([1]), shard.put([2])
+    true_iterator = shard.get_shard_iterator
+
+    async def no_future(**asked: Any) -> dict[str, Any]:
+        if asked["ShardIteratorType"] == "AT_TIMESTAMP":
+            raise ClientError({"Error": {"Code": "InvalidArgumentException", "Message": ""}}, "GetShardIterator")
+        return await true_iterator(**asked)
+
+    monkeypatch.setattr(shard, "get_shard_iterator", no_future)
+    assert await stored_range(shard.source()) == PartitionRange(offset_of(first), offset_of(last, 1))
+    assert await next_at_least(shard.source()) == offset_of(first, 1)

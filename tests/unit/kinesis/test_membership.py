@@ -4,9 +4,11 @@ import random
 from collections import defaultdict
 
 import pytest
+from prometheus_client import REGISTRY
+from structlog.testing import capture_logs
 
 from services.core.broker.errors import NotOwner
-from services.core.broker.kinesis.leases import OLDEST
+from services.core.broker.kinesis.leases import OLDEST, Begin
 from services.core.broker.record import TopicPartition
 from tests.unit.kinesis.group_world import TIMING, TOPIC, Actor, World
 
@@ -223,6 +225,114 @@ async def test_a_shard_that_aged_out_leaves_no_row() -> None:
     await _settle(world, [actor], 3)
     (row,) = (row for row in world.table.stored.values() if row.shard == late)
     assert row.begin == OLDEST, "nothing is passed over"
+    await actor.die()
+
+
+async def test_a_latest_group_begins_by_the_services_clock() -> None:
+    """If it fails, what arrives first is not read where this machine's clock is ahead of the service's."""
+    world = _world(2)
+    actor = Actor(world, start="latest")
+    await actor.beat()
+    assert {row.begin for row in world.table.stored.values()} == {Begin("arrival", int(world.now * 1000) - 7)}
+    await actor.die()
+
+
+async def test_a_stream_made_anew_is_read_from_its_beginning() -> None:
+    """If it fails, a `latest` group skips what arrives before a member notices: half a minute, or as long as all were down."""
+    world = _world(2)
+    actor = Actor(world, start="latest")
+    await actor.beat()
+    world.append(1)
+    world.now += 5
+    world.make_anew(1)
+    world.append(0)
+    world.now += 600
+    with capture_logs() as logs:
+        await _settle(world, [actor], 3)
+    (row,) = (row for row in world.table.stored.values() if row.stream.endswith(":2"))
+    assert (row.begin, row.settled) == (OLDEST, world.made_ms)
+    (told,) = (one for one in logs if one["event"] == "stream_made_anew")
+    assert told["shards_not_done"] == [0, 1]
+    assert told["settled_ms"] == 1_000_000 - 7, "nothing was ever processed"
+    assert REGISTRY.get_sample_value("penstock_broker_streams_made_anew_total", {"group": "g", "topic": TOPIC}) == 1
+    actor.take(1)
+    assert await actor.commit() == set()
+    await actor.die()
+
+
+async def test_marks_of_another_ownership_are_refused() -> None:
+    """If it fails, what was processed of a deleted stream, or of nothing at all, passes over records of the one made anew."""
+    world = _world(1)
+    actor, shard = Actor(world), TopicPartition(TOPIC, 0)
+    for _ in range(4):
+        world.append(0)
+    await actor.beat()
+    actor.take(3)
+    marks = dict(actor.in_flight)
+    world.make_anew(1)
+    world.next_offset = 0
+    for _ in range(9):
+        world.append(0)
+    await _settle(world, [actor], 3)
+    assert marks == {shard: 2}
+    with pytest.raises(NotOwner):
+        await actor.membership.commit(marks)  # of the deleted one; of this one nothing was polled
+    actor.take(3)
+    for unknown in (3, 8, 9, 1 << 90):
+        with pytest.raises(NotOwner):
+            await actor.membership.commit({shard: unknown})
+    assert await actor.commit() == set()
+    (row,) = (row for row in world.table.stored.values() if row.stream.endswith(":2"))
+    assert row.committed == 2
+    await actor.membership.commit({shard: 1})
+    assert actor.membership.held[shard].row.committed == 2, "an older one again is nothing"
+    await actor.die()
+
+
+@pytest.mark.parametrize("merged", [False, True])
+async def test_a_child_counts_from_when_its_parents_were_open(merged: bool) -> None:
+    """If it fails, what a child got while the group was away, or busy with its parents, expires and is passed over in silence."""
+    world = _world(2)
+    actor = Actor(world)
+    for number in (0, 1):
+        world.append(number)
+    await _settle(world, [actor], 2)
+    actor.feed()
+    seen_open = int(world.now * 1000)
+    world.close(*((0, 1) if merged else (0,)))
+    child = world.add_shard(*((0, 1) if merged else (0,)))
+    world.append(child)
+    world.now += 23 * 3600
+    await _settle(world, [actor], 2)
+    actor.take(10)
+    assert await actor.commit() == set()
+    await _settle(world, [actor], 3)
+    (row,) = (row for row in world.table.stored.values() if row.shard == child)
+    assert seen_open - 2000 <= row.settled <= seen_open
+    await actor.die()
+
+
+async def test_the_shortest_retention_since_all_was_processed_is_kept() -> None:
+    """If it fails, who raises the retention of a stream that a group is behind on hides what expired before."""
+    world = _world(1)
+    actor = Actor(world)
+    world.append(0)
+    await _settle(world, [actor], 5)
+
+    def kept() -> int:
+        (row,) = world.table.stored.values()
+        return row.retention
+
+    day = world.retention_ms
+    actor.take(1)
+    for hours, shortest in ((24, day), (12, day // 2), (48, day // 2)):
+        world.retention_ms = day * hours // 24
+        await _settle(world, [actor], 5)
+        assert kept() == shortest
+    assert await actor.commit() == set()
+    actor.feed()
+    await _settle(world, [actor], 5)
+    assert kept() == 2 * day, "nothing is left that the shorter one could have taken"
     await actor.die()
 
 

@@ -21,11 +21,11 @@ ROW = Lease("1:t:1", 0, owner="me", settled=1_000_000_000)
 
 
 class _Reader:
-    def __init__(self, shard: FakeShard, row: Lease) -> None:
+    def __init__(self, shard: FakeShard, row: Lease, retention: int) -> None:
         self.shard, self.noted = shard, list[BrokerError]()
         self.table = MemoryTable()
         self.table.stored[row.key] = row
-        self.held = Held(TopicPartition("t", 0), "me", row, 1e9, self.table, lambda: 0.0, 10.0)
+        self.held = Held(TopicPartition("t", 0), "me", row, 1e9, self.table, lambda: 0.0, 10.0, retention)
         self.news = asyncio.Event()
 
     async def until(self, condition: Callable[[], bool]) -> None:
@@ -46,14 +46,14 @@ class _Reader:
 
 
 @asynccontextmanager
-async def _reading(shard: FakeShard, row: Lease = ROW) -> AsyncIterator[_Reader]:
-    reader = _Reader(shard, row)
+async def _reading(shard: FakeShard, row: Lease = ROW, retention: int = RETENTION) -> AsyncIterator[_Reader]:
+    reader = _Reader(shard, row, retention)
 
     async def is_listed(_source: TopicPartition) -> bool:
         return not shard.is_gone or shard.is_listed
 
     reading = Reading(lambda: shard.now_ms, reader.noted.append, reader.news.set, is_listed)
-    task = asyncio.create_task(read_shard(reading, reader.held, shard.source(), RETENTION))
+    task = asyncio.create_task(read_shard(reading, reader.held, shard.source()))
     try:
         yield reader
     finally:
@@ -154,6 +154,38 @@ async def test_nothing_processed_within_the_retention_is_loud() -> None:
     shard.put([2])
     async with _reading(shard) as reader:
         await reader.until(lambda: reader.held.backlog.error is not None)
+
+
+async def test_a_longer_retention_brings_nothing_back() -> None:
+    """If it fails, an operator who raises the retention of a stream that is behind hides what had expired by then."""
+    shard = FakeShard()
+    first = shard.put([1])
+    row = ROW._replace(committed=offset_of(first), arrived=shard.now_ms, settled=shard.now_ms, retention=RETENTION)
+    shard.now_ms += RETENTION + 1000
+    shard.trim(shard.put([2]))
+    for begun in (row, row._replace(committed=None)):
+        async with _reading(shard, begun, 7 * RETENTION) as reader:
+            await reader.until(lambda: reader.held.backlog.error is not None)
+    shard.is_gone = True
+    async with _reading(shard, row, 7 * RETENTION) as reader:
+        await reader.until(lambda: reader.held.backlog.error is not None)
+
+
+async def test_a_retention_that_is_made_shorter_counts_at_once() -> None:
+    """If it fails, a reader that goes on for days takes what a shorter retention took for what was never there."""
+    shard = FakeShard()
+    shard.put([1])
+    async with _reading(shard, ROW, 7 * RETENTION) as reader:
+        assert await reader.read(1) == [1]
+        shard.now_ms += 5 * RETENTION
+        reads = shard.reads
+        await reader.until(lambda: shard.reads > reads + 1)
+        shard.fail = ["ExpiredIteratorException"]
+        reader.held.retention = RETENTION
+        shard.now_ms += 2 * RETENTION + 1
+        shard.trim(shard.put([2]))
+        await reader.until(lambda: reader.held.backlog.error is not None or reader.held.backlog.has_records())
+        assert reader.held.backlog.error is not None, "what came two days ago was gone a day ago"
 
 
 async def test_a_shard_that_aged_out_is_at_its_end() -> None:

@@ -15,7 +15,7 @@ from services.core.broker.kinesis.look import Ends, lag_behind, look, offset_at,
 from services.core.broker.kinesis.member_side import GroupSide, MemberSide
 from services.core.broker.kinesis.settling import PAUSE_S, settle, status_of
 from services.core.broker.kinesis.shard_iterator import ShardSource
-from services.core.broker.kinesis.shards import shard_id
+from services.core.broker.kinesis.shards import Shard, shard_id
 from services.core.broker.kinesis.slots import PARTITIONS_TAG, next_split
 from services.core.broker.kinesis.stored import next_at_least, stored_range
 from services.core.broker.record import Batch
@@ -136,7 +136,7 @@ class KinesisAdmin:
         stream = await member.look(topic)
         rows = await member.table.rows() if await member.table.exists() else {}
         mine = {row.shard: row for row in rows.values() if row.stream == stream.name}
-        now = member.now_ms()
+        now = time.time_ns() // 1_000_000
 
         async def measure(source: ShardSource) -> Lag:
             row = mine.get(source.shard)
@@ -152,8 +152,8 @@ class KinesisAdmin:
         known = next((shard for shard in topology.shards if shard.number == partition), None)
         if known is None:
             raise UnknownTopic(f"{topic} has no shard {partition}")
-        source = self._source(topic, partition)
-        return await patiently(lambda: look(source, offset, max_records, is_closed=not known.is_open, ends=self._ends))
+        source = self._source(topic, known)
+        return await patiently(lambda: look(source, offset, max_records, ends=self._ends))
 
     async def _per_shard(
         self, topic: str, ask: Callable[[ShardSource], Awaitable[_T]], *, only_open: bool = False
@@ -161,15 +161,16 @@ class KinesisAdmin:
         every = (await self._streams.of(topic, max_age=0)).shards
         shards = [shard for shard in every if shard.is_open or not only_open]
 
-        async def one(number: int) -> _T:
-            source = self._source(topic, number)
+        async def one(shard: Shard) -> _T:
+            source = self._source(topic, shard)
             return await patiently(lambda: ask(source))
 
-        answers = await asyncio.gather(*(one(shard.number) for shard in shards))
+        answers = await asyncio.gather(*map(one, shards))
         return {shard.number: answer for shard, answer in zip(shards, answers, strict=True)}
 
-    def _source(self, topic: str, shard: int) -> ShardSource:
-        return ShardSource(self._kinesis, topic, shard, self._side.paces.of(topic, shard), self._side.timing)
+    def _source(self, topic: str, shard: Shard) -> ShardSource:
+        pace = self._side.paces.of(topic, shard.number)
+        return ShardSource(self._kinesis, topic, shard.number, pace, self._side.timing, not shard.is_open)
 
     def _bounded(self, what: str) -> Any:
         return bounded(what, self._side.timing.request)

@@ -136,6 +136,11 @@ class Backlog:
         at = bisect_left(self._open, offset, key=lambda run: run.offsets[-1])
         return self._open[at].arrived if at < len(self._open) else 0
 
+    def has_returned(self, offset: int) -> bool:
+        """Whether a record of this offset was returned, and is not processed."""
+        at = bisect_left(self._open, offset, key=lambda run: run.offsets[-1])
+        return at < len(self._open) and offset in self._open[at].offsets
+
     def processed(self, offset: int) -> None:
         """Everything that was returned up to this offset is processed."""
         while self._open and self._open[0].offsets[-1] <= offset:

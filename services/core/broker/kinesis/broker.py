@@ -76,7 +76,7 @@ class KinesisBroker:
         """Which life of the stream this is, and its shards, seconds old at most. Raises UnknownTopic, Unavailable."""
         topology = await self._streams.of(topic)
         identity = await self._side.identities.of(topic)
-        return Stream(identity.name, topology.shards, identity.retention_ms)
+        return Stream(identity.name, topology.shards, identity.retention_ms, identity.made_ms)
 
     async def probe(self, topic: str, *, timeout: float) -> None:
         """The service answers now, and each partition has an open shard. Raises UnknownTopic, Unavailable."""

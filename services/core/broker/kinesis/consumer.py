@@ -1,6 +1,7 @@
 """The reading half of a member: fair reads over its shards, and nothing returned of one that it may have lost."""
 
 import asyncio
+import time
 from collections.abc import Collection, Mapping
 
 from services.core.broker.contract import Lag
@@ -62,7 +63,7 @@ class KinesisConsumer:
             if all(held[source].backlog.knows(number) for source, number in asks.items() if source in held):
                 break
             await asyncio.sleep(_PAUSE)
-        now = self._side.now_ms()
+        now = time.time_ns() // 1_000_000
         return {source: held.backlog.lag(now) for source, held in self._membership.held.items() if held.is_placed}
 
     def _set_paused(self, partitions: Collection[TopicPartition], paused: bool) -> None:

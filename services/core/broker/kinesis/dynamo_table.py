@@ -173,6 +173,8 @@ def to_item(lease: Lease) -> Item:
         "penstockBegin": {"S": f"{lease.begin.kind}:{lease.begin.value}"},
         "penstockArrivedMillis": {"N": str(lease.arrived)},
         "penstockSettledMillis": {"N": str(lease.settled)},
+        "penstockRetentionMillis": {"N": str(lease.retention)},
+        "penstockOpenMillis": {"N": str(lease.open)},
     }
     if lease.owner is not None:
         item["leaseOwner"] = {"S": lease.owner}
@@ -206,6 +208,8 @@ def parse_lease(item: Mapping[str, Mapping[str, Any]]) -> Lease:
         arrived=_number(item, "penstockArrivedMillis"),
         settled=_number(item, "penstockSettledMillis"),
         switches=_number(item, "ownerSwitchesSinceCheckpoint"),
+        retention=_number(item, "penstockRetentionMillis"),
+        open=_number(item, "penstockOpenMillis" if "penstockOpenMillis" in item else "penstockSettledMillis"),
     )
 
 

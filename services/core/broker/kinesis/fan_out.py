@@ -44,7 +44,7 @@ class FanOut:
     ) -> AsyncIterator["PushedSource"]:
         """The same shard, pushed to this group. stream: names its life, see `membership.Stream`."""
         subscription = Subscription(self._tls, self._post, source.shard, source.timing)
-        shard = (source.kinesis, source.topic, source.shard, source.pace, source.timing)
+        shard = (source.kinesis, source.topic, source.shard, source.pace, source.timing, source.is_closed)
         try:
             yield PushedSource(*shard, self, streams, stream, group, subscription)
         finally:

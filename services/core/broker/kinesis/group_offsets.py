@@ -36,13 +36,21 @@ async def set_committed(
     rows = {row.shard: row for row in by_stream(await table.rows(), stream.name)}
     for number, offset in processed.items():
         if number not in rows:
-            new = Lease(stream.name, number, shards[number].parents, _UNSETTLED, settled=now_ms)
+            seen_open = now_ms if shards[number].is_open else 0
+            new = Lease(stream.name, number, shards[number].parents, _UNSETTLED, settled=now_ms, open=seen_open)
             await table.add(new)
         row = rows.get(number) or await table.get(new.key)
         assert row is not None
         is_done = number not in shards
         moved = row._replace(
-            committed=offset, is_done=is_done, owner=None, draining=None, arrived=0, settled=now_ms, switches=0
+            committed=offset,
+            is_done=is_done,
+            owner=None,
+            draining=None,
+            arrived=0,
+            settled=now_ms,
+            switches=0,
+            retention=stream.retention_ms,
         )
         if not await table.replace(row, moved):
             raise Unavailable("the group has members. Try: stop them first")

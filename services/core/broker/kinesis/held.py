@@ -17,6 +17,7 @@ class Held:
 
     backlog: what is read and not processed. begun: the first offset of this ownership; what lies below belongs to an
     earlier one. is_placed: it is known where reading begins. revoking: being drained, nothing more is returned.
+    retention: the stream's, ms, as last seen. open_ms: when the shard was last seen open.
     """
 
     def __init__(
@@ -28,8 +29,10 @@ class Held:
         table: LeaseTable,
         clock: Callable[[], float],
         lease: float,
+        retention: int,
     ) -> None:
-        self.source, self.row, self.until = source, row, until
+        self.source, self.row, self.until, self.retention = source, row, until, retention
+        self.open_ms = row.open
         self.backlog = Backlog(source)
         self.begun = 0 if row.committed is None else row.committed
         self.is_placed = self.revoking = self.paused = False
@@ -68,19 +71,25 @@ class Held:
 
     async def renew(self) -> bool:
         """Say that this member lives, and how far the group is."""
-        settled = self.backlog.settled
-        return await self.write(lambda row: row._replace(settled=max(row.settled, settled)))
+        return await self.write(self._progressed)
 
     async def commit(self, offset: int) -> bool:
-        """Make `offset` the last processed one; False when it is not this member's any more. Never goes back."""
+        """Make `offset` the last processed one; False when it is not this member's any more, or was never returned by this
+        ownership: then it is an earlier one's, perhaps of another life of the stream. Never goes back.
+        """
         if self.row.committed is None or offset > self.row.committed:
+            if not self.backlog.has_returned(offset):
+                return False
             arrived = self.backlog.arrived(offset)
-            if not await self.write(lambda row: _committed(row, offset, arrived)):
+            if not await self.write(lambda row: self._progressed(_committed(row, offset, arrived))):
                 return False
         elif not await self.renew():  # nothing new to write, but only the table tells whether it may be said
             return False
         self.backlog.processed(offset)
         return True
+
+    def _progressed(self, row: Lease) -> Lease:
+        return row.progressed(self.backlog.settled, self.retention, self.open_ms)
 
     async def stop_reading(self) -> None:
         """End the reading task."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from services.core.broker.kinesis.faults import bounded
+from services.core.broker.kinesis.service_clock import ServiceClock
 from services.core.broker.kinesis.timing import Timing
 
 _HOUR_MS = 3_600_000
@@ -15,10 +16,14 @@ _AGES = 6.0
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """name: account, stream and when it was made, as the KCL writes them. retention_ms: how long records are kept."""
+    """name: account, stream and when it was made, as the KCL writes them. retention_ms: how long records are kept.
+
+    made_ms: when it was made.
+    """
 
     name: str
     retention_ms: int
+    made_ms: int
 
 
 class Identities:
@@ -27,6 +32,7 @@ class Identities:
     def __init__(self, kinesis: Any, timing: Timing) -> None:
         self._kinesis, self._timing = kinesis, timing
         self._known: dict[str, tuple[float, Identity]] = {}
+        self.clock = ServiceClock()
 
     async def of(self, topic: str, *, max_age: float | None = None) -> Identity:
         """At most `max_age` seconds old. Raises UnknownTopic, Unavailable."""
@@ -36,11 +42,20 @@ class Identities:
         if known is not None and now - asked < limit:
             return known
         self.forget(topic)
-        async with bounded(f"describe {topic}", self._timing.request):
-            answer = await self._kinesis.describe_stream_summary(StreamName=topic)
+        answer = await self._ask(topic)
+        self.clock.saw(answer)
         identity = _parse(answer["StreamDescriptionSummary"])
         self._known[topic] = (now, identity)
         return identity
+
+    async def next_second(self, topic: str) -> int:
+        """See `ServiceClock.next_second`. Raises UnknownTopic, Unavailable."""
+        return await self.clock.next_second(lambda: self._ask(topic))
+
+    async def _ask(self, topic: str) -> Mapping[str, Any]:
+        async with bounded(f"describe {topic}", self._timing.request):
+            answer: Mapping[str, Any] = await self._kinesis.describe_stream_summary(StreamName=topic)
+        return answer
 
     def forget(self, topic: str) -> None:
         """Ask anew next time."""
@@ -52,4 +67,5 @@ def _parse(summary: Mapping[str, Any]) -> Identity:
     made = summary["StreamCreationTimestamp"].timestamp()
     # The KCL writes whole seconds, and so does the service. An emulator makes a stream twice within one.
     epoch = int(made) if made == int(made) else int(made * 1000)
-    return Identity(f"{account}:{summary['StreamName']}:{epoch}", int(summary["RetentionPeriodHours"]) * _HOUR_MS)
+    name = f"{account}:{summary['StreamName']}:{epoch}"
+    return Identity(name, int(summary["RetentionPeriodHours"]) * _HOUR_MS, int(made * 1000))

@@ -34,7 +34,8 @@ class Lease(NamedTuple):
 
     arrived: about when the committed record arrived (ms), not later than it did. settled: when nothing unprocessed was
     left behind (ms); at first when the row was made. What arrived since then is lost once it is older than the retention.
-    switches: changes of the owner since the last commit.
+    retention: the shortest (ms) that was seen since then; 0: none. open: when the shard was last seen open (ms); what its
+    children hold arrived later. switches: changes of the owner since the last commit.
     """
 
     stream: str
@@ -49,6 +50,8 @@ class Lease(NamedTuple):
     arrived: int = 0
     settled: int = 0
     switches: int = 0
+    retention: int = 0
+    open: int = 0
 
     @property
     def key(self) -> str:
@@ -59,6 +62,11 @@ class Lease(NamedTuple):
     def holder(self) -> str | None:
         """Who may commit."""
         return self.draining or self.owner
+
+    def progressed(self, settled: int, retention: int, open_ms: int) -> "Lease":
+        """The row with what its holder saw since it was written; see the fields."""
+        least = retention if settled > self.settled else min(self.retention or retention, retention)
+        return self._replace(settled=max(self.settled, settled), retention=least, open=max(self.open, open_ms))
 
     def taken_by(self, member: str) -> "Lease":
         """The row after `member` takes it at once: nobody holds it."""
@@ -129,11 +137,14 @@ def plan(rows: Iterable[Lease], free: Collection[str], member: str) -> Claims:
     return Claims([], theirs[: min(_MOST_ASKED, max(1, (most - mine) // 4))])
 
 
-def new_rows(stream: str, shards: Collection[Shard], rows: Collection[Lease], begin: Begin, now_ms: int) -> list[Lease]:
+def new_rows(
+    stream: str, shards: Collection[Shard], rows: Collection[Lease], begin: Begin, now_ms: int, begun_ms: int
+) -> list[Lease]:
     """Rows to add for one stream: for shards without parents at first, for others once their parents are done.
 
-    `begin`: for a group that begins; one that has begun goes on as it did. A child is read from its beginning, or as its
-    parents were if there was nothing for the group in them.
+    begin: for a group that begins, and misses nothing that arrived before `begun_ms`; one that has begun goes on as it did.
+    A child is read from its beginning, or as its parents were if there was nothing for the group in them. What it holds
+    arrived after its parents' last record, and after they were seen open.
     """
     known = {row.shard: row for row in rows}
     listed = {shard.number for shard in shards}
@@ -147,8 +158,16 @@ def new_rows(stream: str, shards: Collection[Shard], rows: Collection[Lease], be
         parents = tuple(number for number in shard.parents if number in listed or number in known)
         if shard.number in known or any(number not in known or not known[number].is_done for number in parents):
             continue
-        added.append(Lease(stream, shard.number, parents, _inherit([known[p] for p in parents], begin), settled=now_ms))
+        before = [known[number] for number in parents]
+        # Of a shard whose parents came and went unseen: what arrived since the group last saw the stream.
+        settled = max((_open_until(row) for row in before or rows), default=begun_ms)
+        seen_open = now_ms if shard.is_open else 0
+        added.append(Lease(stream, shard.number, parents, _inherit(before, begin), settled=settled, open=seen_open))
     return added
+
+
+def _open_until(row: Lease) -> int:
+    return max(row.open, row.arrived) or row.settled
 
 
 def old_rows(shards: Collection[Shard], rows: Collection[Lease]) -> list[Lease]:

@@ -68,9 +68,7 @@ class Ends:
         return end == offset != 0 and time.time() * 1000 < arrived + _CERTAINLY_KEPT_MS
 
 
-async def look(
-    source: ShardSource, offset: int, max_records: int, *, is_closed: bool = False, ends: Ends | None = None
-) -> Batch | None:
+async def look(source: ShardSource, offset: int, max_records: int, *, ends: Ends | None = None) -> Batch | None:
     """As `Admin.read`. Offset 0 is the beginning of what is kept. At the end of a shard it costs one read.
 
     None of a closed shard: there will be no more, the service gave all of it.
@@ -81,7 +79,7 @@ async def look(
     is_kept, count = offset == 0 or is_whole, 0
     found = Backlog(shard)
     limit = min(_ENTRIES, max_records + 1)
-    async for run in _runs_from(source, offset, limit, is_closed=is_closed, is_whole=is_whole):
+    async for run in _runs_from(source, offset, limit, is_whole=is_whole):
         arrivals[run.next] = run.arrived
         if run.sequence == sequence:
             is_kept = run.next >= offset
@@ -130,9 +128,7 @@ async def lag_behind(source: ShardSource, committed: int | None, now_ms: int) ->
     return Lag(count, 0 if oldest is None else max(0, now_ms - oldest), stored)
 
 
-async def _runs_from(
-    source: ShardSource, offset: int, limit: int, *, is_closed: bool = False, is_whole: bool = False
-) -> AsyncIterator[Run]:
+async def _runs_from(source: ShardSource, offset: int, limit: int, *, is_whole: bool = False) -> AsyncIterator[Run]:
     """The entry in which the offset lies, as a whole, if it is kept, and all behind it; `limit` entries a read.
 
     is_whole: the offset is the end of that entry, which is left out.
@@ -140,11 +136,11 @@ async def _runs_from(
     first = split_offset(offset)[0]
     begin = after_sequence(first) if is_whole else at_sequence(first) if offset else OLDEST
     try:
-        async for answer in source.read_on(begin, limit, is_closed=is_closed):
+        async for answer in source.read_on(begin, limit):
             for entry in answer.entries:
                 yield read_run(entry)
     except BadSequence:  # never was one of this shard's: what lies behind it does, all the same
-        async for answer in source.read_on(OLDEST, _ENTRIES, is_closed=is_closed):
+        async for answer in source.read_on(OLDEST, _ENTRIES):
             for entry in answer.entries:
                 if int(entry["SequenceNumber"]) >= int(first):
                     yield read_run(entry)

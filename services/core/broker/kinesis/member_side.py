@@ -55,27 +55,32 @@ class MemberSide:
         return time.clock_gettime(time.CLOCK_BOOTTIME)
 
     def now_ms(self) -> int:
-        """Wall clock."""
-        return time.time_ns() // 1_000_000
+        """As in `membership.Side`."""
+        return self._side.identities.clock.now_ms()
+
+    async def next_second(self, topic: str) -> int:
+        """As in `membership.Side`."""
+        return await self._side.identities.next_second(topic)
 
     async def look(self, topic: str) -> Stream:
         """As in `membership.Side`."""
         topology = await self._side.streams.of(topic, max_age=0.0)
         self._side.paces.keep(topic, {shard.number for shard in topology.shards})
         identity = await self._side.identities.of(topic)
-        return Stream(identity.name, topology.shards, identity.retention_ms)
+        return Stream(identity.name, topology.shards, identity.retention_ms, identity.made_ms)
 
     async def read(self, held: Held, stream: Stream) -> None:
         """As in `membership.Side`."""
         side, (topic, shard) = self._side, held.source
         pace = side.paces.of(topic, shard)
-        source = ShardSource(side.clients.kinesis, topic, shard, pace, side.timing)
+        is_closed = not any(one.is_open for one in stream.shards if one.number == shard)
+        source = ShardSource(side.clients.kinesis, topic, shard, pace, side.timing, is_closed)
         reading = Reading(self.now_ms, self._note, self.wake, self._is_listed)
         if side.clients.fan_out is None:
-            await read_shard(reading, held, source, stream.retention_ms)
+            await read_shard(reading, held, source)
             return
         async with side.clients.fan_out.pushed(source, side.streams, stream.name, self._group) as pushed:
-            await read_shard(reading, held, pushed, stream.retention_ms)
+            await read_shard(reading, held, pushed)
 
     def wake(self) -> None:
         """As in `membership.Side`."""

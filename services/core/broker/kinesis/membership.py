@@ -10,11 +10,12 @@ from typing import Protocol
 
 import structlog
 
+from services.core import metrics
 from services.core.broker.contract import OnRevoke, Start
 from services.core.broker.errors import BrokerError, NotOwner
 from services.core.broker.kinesis.held import Held
 from services.core.broker.kinesis.lease_table import LeaseTable
-from services.core.broker.kinesis.leases import OLDEST, Begin, Lease, Watch, new_rows, old_rows, plan
+from services.core.broker.kinesis.leases import OLDEST, Begin, Lease, Watch, by_stream, new_rows, old_rows, plan
 from services.core.broker.kinesis.shards import Shard
 from services.core.broker.kinesis.timing import Timing
 from services.core.broker.record import TopicPartition
@@ -27,11 +28,12 @@ _LEAVE_SECONDS = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """A stream as it is now. name: of this life of it; one that is deleted and made again has another."""
+    """A stream as it is now. name: of this life of it; one that is deleted and made again has another. made_ms: when it was."""
 
     name: str
     shards: tuple[Shard, ...]
     retention_ms: int
+    made_ms: int = 0
 
 
 class Side(Protocol):
@@ -47,7 +49,13 @@ class Side(Protocol):
         """Seconds, never set back, going on during a suspend."""
 
     def now_ms(self) -> int:
-        """Wall clock."""
+        """The service's wall clock, or a little less: records have their times of arrival by it."""
+
+    async def next_second(self, topic: str) -> int:
+        """A time of arrival (ms): what was stored before this call has an earlier one, what is stored after it none earlier.
+
+        Raises UnknownTopic, Unavailable.
+        """
 
     async def look(self, topic: str) -> Stream:
         """The stream as it is now. Raises UnknownTopic, Unavailable."""
@@ -68,6 +76,8 @@ class Membership:
         self.member = uuid.uuid4().hex
         self.held: dict[TopicPartition, Held] = {}
         self._streams: dict[str, Stream] = {}
+        self._looked: dict[str, int] = {}
+        """When each stream was asked for as it is in `_streams`, ms."""
         self._watch = Watch(side.timing.lease)
         self._synced = -side.timing.sync
         self._trouble = Trouble(group)
@@ -140,6 +150,8 @@ class Membership:
         side = self._side
         if side.clock() - self._synced >= side.timing.sync:
             await self._look()
+            for topic in self._topics:
+                self._tell_held(topic)
         rows = await side.table.rows()
         if self._synced_is_due:
             rows = await self._sync_rows(rows)
@@ -165,24 +177,67 @@ class Membership:
     async def _look(self) -> None:
         for topic in self._topics:
             try:
+                looked = self._side.now_ms()
                 self._streams[topic] = await self._side.look(topic)
+                self._looked[topic] = looked
             except BrokerError as error:
                 if self._beats is None:
                     raise
                 self._trouble.note(error)  # the others go on
 
+    def _tell_held(self, topic: str) -> None:
+        """What the last look at the stream says to those who hold its shards."""
+        if (stream := self._streams.get(topic)) is None:
+            return
+        still_open = {shard.number for shard in stream.shards if shard.is_open}
+        for source, held in self.held.items():
+            if source.topic == topic and held.row.stream == stream.name:
+                held.retention = stream.retention_ms
+                if source.partition in still_open:
+                    held.open_ms = self._looked[topic]
+
     async def _sync_rows(self, rows: dict[str, Lease]) -> dict[str, Lease]:
         """Rows for shards that may be read from here on, none for those that aged out; read again when there are any."""
         changed = False
-        now_ms = self._side.now_ms()
-        for stream in self._streams.values():
-            known = [row for row in rows.values() if row.stream == stream.name]
-            for row in new_rows(stream.name, stream.shards, known, _begin(self._start, now_ms), now_ms):
+        for topic, stream in self._streams.items():
+            known = by_stream(rows, stream.name)
+            begin, begun_ms = (OLDEST, 0) if known else await self._begin_group(topic, stream, rows)
+            for row in new_rows(stream.name, stream.shards, known, begin, self._looked[topic], begun_ms):
                 await self._side.table.add(row)
                 changed = True
             changed |= await self._remove(old_rows(stream.shards, known))
         self._synced = self._side.clock()
         return await self._side.table.rows() if changed else rows
+
+    async def _begin_group(self, topic: str, stream: Stream, rows: Mapping[str, Lease]) -> tuple[Begin, int]:
+        """Where the group begins with a stream of which it has no rows, and since when (ms) it misses nothing in it.
+
+        As it was told to; but with all of a stream that was made anew: what came before anybody noticed is for the group, too.
+        """
+        family = stream.name.rpartition(":")[0]
+        before = [row for row in rows.values() if row.stream.rpartition(":")[0] == family]
+        if before:
+            self._tell_made_anew(topic, before)
+            return OLDEST, stream.made_ms or self._side.now_ms()
+        if isinstance(self._start, datetime):
+            return Begin("date", max(0, round(self._start.timestamp() * 1000))), self._side.now_ms()
+        if self._start == "earliest":
+            return OLDEST, self._side.now_ms()
+        end = await self._side.next_second(topic)
+        return Begin("arrival", end), end
+
+    def _tell_made_anew(self, topic: str, before: Collection[Lease]) -> None:
+        last = [row for row in before if row.stream == max(row.stream for row in before)]
+        metrics.BROKER_MADE_ANEW.labels(self._group, topic).inc()
+        log.warning(
+            "stream_made_anew",
+            group=self._group,
+            stream=topic,
+            shards_not_done=sorted(row.shard for row in last if not row.is_done),
+            settled_ms=min((row.settled for row in last if not row.is_done), default=None),
+            hint="what the group had not processed of the deleted stream, at most what arrived since settled_ms, went with it; "
+            "the new one is read from its beginning",
+        )
 
     async def _remove(self, rows: Collection[Lease]) -> bool:
         """Whether any was removed. Nothing waits for it: without the right to, the table grows."""
@@ -244,9 +299,10 @@ class Membership:
         if not await side.table.replace(row, new):
             return
         row = new._replace(counter=row.counter + 1)
-        held = Held(source, self.member, row, sent + side.timing.lease, side.table, side.clock, side.timing.lease)
+        stream, lease = self._streams[source.topic], side.timing.lease
+        held = Held(source, self.member, row, sent + lease, side.table, side.clock, lease, stream.retention_ms)
         self.held[source] = held
-        stream = self._streams[source.topic]
+        self._tell_held(source.topic)
         held.reading = asyncio.create_task(self._read(held, stream), name=f"kinesis-shard-{source.partition}")
 
     async def _read(self, held: Held, stream: Stream) -> None:
@@ -302,9 +358,3 @@ class Membership:
     def _end(self, error: Exception) -> None:
         self._trouble.end(error)
         self._side.wake()
-
-
-def _begin(start: Start, now_ms: int) -> Begin:
-    if isinstance(start, datetime):
-        return Begin("date", max(0, round(start.timestamp() * 1000)))
-    return OLDEST if start == "earliest" else Begin("arrival", now_ms)

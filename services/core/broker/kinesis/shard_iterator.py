@@ -67,13 +67,18 @@ def arrival_of(entry: Entry) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ShardSource:
-    """One shard of a stream. Every read waits for its turn in `pace`, and tells it what came."""
+    """One shard of a stream. Every read waits for its turn in `pace`, and tells it what came.
+
+    is_closed: it was split or merged. It ends where the service gives no further iterator, and there only: `behind` 0 may be said
+    too early.
+    """
 
     kinesis: Any
     topic: str
     shard: int
     pace: ReadPace
     timing: Timing
+    is_closed: bool
 
     async def iterator(self, where: Mapping[str, Any]) -> str:
         """An iterator. Raises BadSequence, UnknownTopic (of a shard too), Unavailable."""
@@ -112,10 +117,8 @@ class ShardSource:
         # Milliseconds are coarse: behind a full answer there may be more of the same one.
         return Answer(entries, behind or int(len(entries) >= limit), answer.get("NextShardIterator"))
 
-    async def read_on(self, where: Mapping[str, Any], limit: int, *, is_closed: bool = False) -> AsyncIterator[Answer]:
+    async def read_on(self, where: Mapping[str, Any], limit: int) -> AsyncIterator[Answer]:
         """One answer after the other, of at most `limit` entries and about a megabyte, to the end as it was at first.
-
-        A closed shard ends where the service gives no further iterator, and there only: `behind` 0 may be said too early.
 
         Raises as the others do, but Unavailable for Expired.
         """
@@ -128,11 +131,11 @@ class ShardSource:
             except Expired as error:  # this process stood still for minutes
                 raise Unavailable(f"read {self.topic}[{self.shard}]: {error}") from error
             yield answer
-            iterator = answer.next if answer.behind or is_closed else None
+            iterator = answer.next if answer.behind or self.is_closed else None
             if answer.entries:
                 read = sum(len(entry["Data"]) for entry in answer.entries)
                 size = min(limit, about_a_megabyte(len(answer.entries), read))
                 arrived = arrival_of(answer.entries[-1])
                 newest = arrived + answer.behind if newest is None else newest
-                if arrived > newest and not is_closed:
+                if arrived > newest and not self.is_closed:
                     return

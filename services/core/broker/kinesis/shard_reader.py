@@ -43,9 +43,9 @@ class Reading:
     is_listed: Callable[[TopicPartition], Awaitable[bool]]
 
 
-async def read_shard(reading: Reading, held: Held, source: ShardSource, retention_ms: int) -> None:
+async def read_shard(reading: Reading, held: Held, source: ShardSource) -> None:
     """Until the shard ends, something was lost, or this is cancelled. Passing faults are noted and tried again."""
-    reader = _Reader(reading, held, source, retention_ms)
+    reader = _Reader(reading, held, source)
     while not held.backlog.ended:
         try:
             await reader.run()
@@ -65,9 +65,10 @@ async def read_shard(reading: Reading, held: Held, source: ShardSource, retentio
 class _Reader:
     """next: the offset to go on from; None while nothing was read and nothing committed. `arrived`, `settled`: see Lease."""
 
-    def __init__(self, reading: Reading, held: Held, source: ShardSource, retention_ms: int) -> None:
-        self._reading, self._held, self._source, self._retention = reading, held, source, retention_ms
+    def __init__(self, reading: Reading, held: Held, source: ShardSource) -> None:
+        self._reading, self._held, self._source = reading, held, source
         row = held.row
+        self._shortest = row.retention or held.retention
         self._next = None if row.committed is None else row.committed + 1
         self._arrived, self._settled = row.arrived, row.settled
         self._expected: int | None = None
@@ -75,6 +76,12 @@ class _Reader:
         self._date: int | None = None
         self._not_before = 0
         self._limit = FIRST_ENTRIES
+
+    @property
+    def _retention(self) -> int:
+        """The shortest that was seen since `settled`: a longer one brings nothing back."""
+        self._shortest = min(self._shortest, self._held.retention)
+        return self._shortest
 
     async def run(self) -> None:
         """Read from where this member is to the end of the shard."""
@@ -146,7 +153,7 @@ class _Reader:
             limit = about_a_megabyte(len(runs), sum(run.size for run in runs))
             self._limit = min(_MOST_ENTRIES, _MOST_GROWTH * self._limit, limit)
         if answer.behind == 0:
-            self._settled = asked
+            self._settled, self._shortest = asked, self._held.retention
         self._held.is_placed = self._date is None
         self._held.backlog.add(kept, answer.behind, asked)
         self._reading.wake()

@@ -2,12 +2,13 @@
 
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from services.core.broker.contract import PartitionRange
 from services.core.broker.kinesis.offsets import offset_of
 from services.core.broker.kinesis.runs import read_run
-from services.core.broker.kinesis.shard_iterator import OLDEST, Entry, ShardSource, at_time
+from services.core.broker.kinesis.shard_iterator import OLDEST, BadSequence, Entry, ShardSource, at_time
 
 _LOOK_BACK_MS = (10_000, 600_000, 6 * 3_600_000)
 _GLANCE_BACK_MS = (10_000, 60_000, 600_000, 3_600_000, 6 * 3_600_000)
@@ -40,9 +41,10 @@ async def next_at_least(source: ShardSource) -> int:
 
 
 async def _first(source: ShardSource, where: Mapping[str, Any] = OLDEST) -> Entry | None:
-    async for answer in source.read_on(where, 1):
-        if answer.entries:
-            return answer.entries[0]
+    with suppress(BadSequence):  # a time that is still to come, by the service's clock
+        async for answer in source.read_on(where, 1):
+            if answer.entries:
+                return answer.entries[0]
     return None
 
 
@@ -50,9 +52,10 @@ async def _last(source: ShardSource) -> Entry | None:
     now = int(time.time() * 1000)
     for where in (*(at_time(now - back) for back in _LOOK_BACK_MS), OLDEST):
         last: Entry | None = None
-        async for answer in source.read_on(where, _MOST_ENTRIES):
-            if answer.entries:
-                last = answer.entries[-1]
+        with suppress(BadSequence):
+            async for answer in source.read_on(where, _MOST_ENTRIES):
+                if answer.entries:
+                    last = answer.entries[-1]
         if last is not None:
             return last
     return None
