@@ -12,7 +12,16 @@ from services.core.broker.record import Batch
 from spark.sources.kinesis_tasks import ArrowTask, connection, make_tasks
 from spark.sources.offsets import Offset, check_incarnation
 from spark.sources.record_batches import raw_schema
-from spark.sources.shards import Planned, Shards, check_beginning, meet, pack_places, read_on, unpack_place
+from spark.sources.shards import (
+    Planned,
+    ShardPosition,
+    Shards,
+    check_beginning,
+    meet,
+    pack_places,
+    read_on,
+    unpack_place,
+)
 
 LOOK_EVERY_S = 0.5
 """An idle stream is looked at so seldom: a shard answers five reads a second, to all its readers."""
@@ -74,21 +83,26 @@ class KinesisStreamReader(DataSourceStreamReader):
             known = unpack_place(start, topic)[1]
             for shard, position in unpack_place(end, topic)[1].items():
                 if shard in known and known[shard].next < position.next:
-                    shards.append(self._batches(topic, shard, start, known[shard].next, position.next))
+                    shards.append(self._batches(topic, shard, start, position))
         return list(make_tasks(shards, self._schema))
 
     def read(self, partition: InputPartition) -> Iterator[Any]:
         """Arrow batches of one task."""
         return partition.read() if isinstance(partition, ArrowTask) else iter(())
 
-    def _batches(self, topic: str, shard: int, start: Offset, begin: int, end: int) -> list[Batch]:
-        """As they were planned, or read again. Raises OffsetOutOfRange, TopicRecreated when they are not there any more."""
+    def _batches(self, topic: str, shard: int, start: Offset, end: ShardPosition) -> list[Batch]:
+        """As they were planned, or read again. Raises OffsetOutOfRange, TopicRecreated when they are not there any more.
+
+        They are read again from their first record on: what stood right before it may have expired long before they came.
+        """
+        known = unpack_place(start, topic)[1][shard]
         kept = self._planned.get((topic, shard))
-        if kept is not None and (kept.start, kept.position.next) == (begin, end):
+        if kept is not None and (kept.start, kept.position.next) == (known.next, end.next):
             return kept.batches
-        stream, known = self._stream(topic, start), unpack_place(start, topic)[1]
-        check_beginning(topic, stream, shard, known[shard], _now_ms())
-        return list(connection(self._url).read_range(topic, shard, begin, end))
+        stream = self._stream(topic, start)
+        if not end.begun:  # an older checkpoint's
+            check_beginning(topic, stream, shard, known, _now_ms())
+        return list(connection(self._url).read_range(topic, shard, end.begun or known.next, end.next))
 
     def _stream(self, topic: str, offset: Offset) -> Stream:
         stream = connection(self._url).stream(topic)

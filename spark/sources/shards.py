@@ -26,11 +26,21 @@ _FULL_BYTES = 500_000
 
 
 class ShardPosition(NamedTuple):
-    """next: the offset to read next; 0: the beginning. settled: when (ms) nothing more was there. ended: nor will be."""
+    """next: the offset to read next; 0: the beginning. settled: when (ms) nothing more was there. ended: nor will be.
+
+    retention: the shortest (ms) that was seen since `settled`, for a longer one brings nothing back; 0: none was. begun: the
+    first offset of the last batch that read something here; 0: none did.
+    """
 
     next: int
     settled: int
     ended: bool = False
+    retention: int = 0
+    begun: int = 0
+
+    def seen(self, retention_ms: int) -> "ShardPosition":
+        """The stream keeps records for so long now."""
+        return self._replace(retention=min(self.retention or retention_ms, retention_ms))
 
 
 Shards = dict[int, ShardPosition]
@@ -53,6 +63,8 @@ def pack_places(places: Mapping[str, tuple[str, Shards]]) -> Offset:
             "next": {str(number): str(shards[number].next) for number in sorted(shards)},
             "settled": {str(number): shards[number].settled for number in sorted(shards)},
             "ended": [number for number in sorted(shards) if shards[number].ended],
+            "retention": {str(number): shards[number].retention for number in sorted(shards)},
+            "begun": {str(number): str(shards[number].begun) for number in sorted(shards)},
         }
         for topic, (incarnation, shards) in sorted(places.items())
     }
@@ -65,8 +77,15 @@ def unpack_place(offset: Offset, topic: str) -> tuple[str, Shards]:
     if found is None:
         return "", {}
     settled, ended = found["settled"], found["ended"]
+    retention, begun = found.get("retention", {}), found.get("begun", {})  # not in older checkpoints
     return found["incarnation"], {
-        int(number): ShardPosition(int(following), settled[number], int(number) in ended)
+        int(number): ShardPosition(
+            int(following),
+            settled[number],
+            int(number) in ended,
+            retention.get(number, 0),
+            int(begun.get(number, 0)),
+        )
         for number, following in found["next"].items()
     }
 
@@ -78,21 +97,22 @@ def meet(topic: str, stream: Stream, known: Shards, now_ms: int) -> Shards:
     Raises OffsetOutOfRange when one aged out that nobody looked at for a whole retention.
     """
     kept = {shard.number for shard in stream.shards}
+    known = {number: position.seen(stream.retention_ms) for number, position in known.items()}
     for number, position in known.items():
         if number not in kept and not position.ended and is_overdue(stream, position, now_ms):
             raise OffsetOutOfRange(topic, number, position.next, position.next + 1, position.next + 1, contiguous=False)
-    new = {
-        shard.number: ShardPosition(
-            0, min((known[one].settled for one in shard.parents if one in known), default=now_ms)
-        )
-        for shard in stream.shards
-    }
-    return {number: known.get(number, new[number]) for number in sorted(kept)}
+    met = dict[int, ShardPosition]()
+    for shard in stream.shards:
+        parents = [known[number] for number in shard.parents if number in known]
+        settled = min((parent.settled for parent in parents), default=now_ms)
+        shortest = min((parent.retention for parent in parents), default=stream.retention_ms)
+        met[shard.number] = known.get(shard.number, ShardPosition(0, settled, retention=shortest))
+    return dict(sorted(met.items()))
 
 
 def is_overdue(stream: Stream, position: ShardPosition, now_ms: int) -> bool:
     """Whether something may have come and expired since somebody looked."""
-    return position.settled + stream.retention_ms < now_ms
+    return position.settled + position.seen(stream.retention_ms).retention < now_ms
 
 
 def check_beginning(topic: str, stream: Stream, shard: int, position: ShardPosition, now_ms: int) -> None:
@@ -125,6 +145,7 @@ async def read_on(admin: Admin, topic: str, stream: Stream, known: Shards, room:
 async def _read_shard(
     admin: Admin, topic: str, stream: Stream, shard: Shard, known: ShardPosition, room: int, size: int
 ) -> Planned:
+    known = known.seen(stream.retention_ms)
     at, batches = known.next, list[Batch]()
     check_beginning(topic, stream, shard.number, known, time.time_ns() // 1_000_000)
     is_more = True
@@ -142,14 +163,20 @@ async def _read_shard(
         if batch is None:
             if overdue and not batches:
                 await _expect_last(admin, topic, shard.number, at)
-            settled = now if batches or now - known.settled > SETTLED_EVERY_MS else known.settled
-            return Planned(known.next, ShardPosition(at, settled, ended=not shard.is_open), batches)
+            position = _behind(known, at, batches)._replace(ended=not shard.is_open)
+            if batches or now - known.settled > SETTLED_EVERY_MS:
+                position = position._replace(settled=now, retention=stream.retention_ms)
+            return Planned(known.next, position, batches)
         batches.append(batch)
         at = batch.offsets[-1] + 1
         room -= len(batch.records)
         size -= (given := estimate_size(batch.records))
         is_more = len(batch.records) == asked or given >= _FULL_BYTES
-    return Planned(known.next, known._replace(next=at), batches)
+    return Planned(known.next, _behind(known, at, batches), batches)
+
+
+def _behind(known: ShardPosition, at: int, batches: list[Batch]) -> ShardPosition:
+    return known._replace(next=at, begun=batches[0].offsets[0] if batches else known.begun)
 
 
 async def _expect_last(admin: Admin, topic: str, shard: int, at: int) -> None:

@@ -1,18 +1,23 @@
 """What a query over Kinesis reads next, without Spark and without the service."""
 
+import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
 from services.core.broker.contract import Admin
 from services.core.broker.errors import OffsetOutOfRange
+from services.core.broker.kinesis.blocking import BlockingKinesis
 from services.core.broker.kinesis.look import look
 from services.core.broker.kinesis.membership import Stream
 from services.core.broker.kinesis.shards import Shard
 from services.core.broker.record import Batch, Record, estimate_size
 from spark.sources import shards as planning
+from spark.sources.kinesis_stream import KinesisStreamReader
+from spark.sources.kinesis_tasks import ArrowTask
 from spark.sources.shards import SETTLED_EVERY_MS, ShardPosition, meet, pack_places, read_on, readable, unpack_place
 from tests.unit.kinesis.fake_shard import FakeShard
 
@@ -71,7 +76,7 @@ async def test_children_wait_for_a_batch_after_their_parents_end() -> None:
 
 async def test_what_is_known_survives_the_checkpoint() -> None:
     """If this fails, an offset of 206 bits is rounded, or a restart reads a shard again that has ended."""
-    known = {0: ShardPosition(BIG + 1, NOW, ended=True), 11: ShardPosition(0, NOW)}
+    known = {0: ShardPosition(BIG + 1, NOW, ended=True, retention=DAY_MS, begun=BIG), 11: ShardPosition(0, NOW)}
     assert unpack_place(pack_places({"s": ("a", known)}), "s") == ("a", known)
     assert unpack_place(pack_places({"s": ("a", known)}), "t") == ("", {})
 
@@ -79,7 +84,7 @@ async def test_what_is_known_survives_the_checkpoint() -> None:
 async def test_an_idle_shard_stays_where_it_is() -> None:
     """If this fails, an idle query makes a batch several times a second, or never says that it looked."""
     one, shelf = stream(shard(0)), Shelf([2])
-    idle = ShardPosition(BIG + 11, NOW)
+    idle = ShardPosition(BIG + 11, NOW, retention=DAY_MS, begun=BIG)
     assert (await plan(shelf, one, {0: idle}))[0].position == idle
     old = idle._replace(settled=NOW - SETTLED_EVERY_MS - 1)
     assert (await plan(shelf, one, {0: old}))[0].position.settled >= NOW
@@ -106,8 +111,63 @@ async def test_what_expired_unread_is_an_error() -> None:
 async def test_a_child_is_as_old_as_its_parents_last_look() -> None:
     """If this fails, a query that was down across a split takes what it finds of a child for all that there was."""
     split = stream(shard(0, is_open=False), shard(1, 0))
-    assert meet("s", split, {0: ShardPosition(BIG, NOW - 5000)}, NOW)[1] == ShardPosition(0, NOW - 5000)
-    assert meet("s", split, {}, NOW)[1] == ShardPosition(0, NOW)
+    parent = ShardPosition(BIG, NOW - 5000, retention=DAY_MS // 2)
+    assert meet("s", split, {0: parent}, NOW)[1] == ShardPosition(0, NOW - 5000, retention=DAY_MS // 2)
+    assert meet("s", split, {}, NOW)[1] == ShardPosition(0, NOW, retention=DAY_MS)
+
+
+async def test_a_longer_retention_brings_nothing_back() -> None:
+    """If this fails, who raises the retention of a stream that a query is behind on hides what expired before."""
+    raised = Stream("account:s:1", (shard(0),), 7 * DAY_MS)
+    known = meet("s", stream(shard(0)), {0: ShardPosition(BIG + 1, NOW - DAY_MS - 1000)}, NOW - DAY_MS)
+    known = meet("s", raised, unpack_place(pack_places({"s": ("a", known)}), "s")[1], NOW)
+    for lost in (known, {0: known[0]._replace(next=0)}):
+        with pytest.raises(OffsetOutOfRange):
+            await plan(Shelf([3], gone=2), raised, lost)
+    with pytest.raises(OffsetOutOfRange):
+        meet("s", Stream("account:s:1", (shard(1),), 7 * DAY_MS), known, NOW)
+    looked = (await plan(Shelf([1]), raised, {0: ShardPosition(BIG + 1, NOW - DAY_MS // 2, retention=DAY_MS)}))[0]
+    assert looked.position.retention == 7 * DAY_MS, "nothing is left that the shorter one could have taken"
+
+
+class _Connection:
+    """In place of `BlockingKinesis`, for one stream; a loop of its own for each call."""
+
+    def __init__(self, admin: Any, found: Stream) -> None:
+        self.broker, self._found = SimpleNamespace(admin=admin), found
+
+    def stream(self, _topic: str) -> Stream:
+        return self._found
+
+    def wait(self, work: Coroutine[Any, Any, Any]) -> Any:
+        return asyncio.run(work)
+
+    def read(self, topic: str, number: int, offset: int) -> Batch | None:
+        found: Batch | None = self.wait(self.broker.admin.read(topic, number, offset, max_records=1000))
+        return found
+
+    read_range = BlockingKinesis.read_range
+
+
+def test_a_batch_that_followed_an_idle_retention_is_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If this fails, a crash in the first batch after a quiet day stops the query for good, though nothing is lost."""
+    shelf = Shelf([1])
+    found = _Connection(shelf, stream(shard(0)))
+    monkeypatch.setattr("spark.sources.kinesis_stream.connection", lambda _url: found)
+    options = {"broker": "kinesis://x", "topics": "s", "max_events": "100"}
+    start = pack_places({"s": (found.stream("s").name, {0: ShardPosition(BIG + 1, NOW, retention=DAY_MS, begun=BIG)})})
+    shelf.offsets, shelf.gone = [[BIG, BIG + 10, BIG + 20]], 1
+    first = KinesisStreamReader(options)
+    end = first.latestOffset(start, first.getDefaultReadLimit())
+    planned = first.partitions(start, end)
+    again = KinesisStreamReader(options).partitions(start, end)
+    assert [task.data for task in again if isinstance(task, ArrowTask)] == [
+        task.data for task in planned if isinstance(task, ArrowTask)
+    ]
+    assert len(again) == 1
+    shelf.gone = 2
+    with pytest.raises(OffsetOutOfRange):
+        KinesisStreamReader(options).partitions(start, end)
 
 
 async def test_a_batch_is_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
