@@ -17,6 +17,7 @@ from services.core.broker.kinesis.frames import read_entry
 from services.core.broker.kinesis.put_lane import MAX_ENTRIES, MAX_REQUEST_BYTES, Parcel, PutLane
 from services.core.broker.kinesis.put_records import Put
 from services.core.broker.kinesis.shards import Shard
+from services.core.broker.kinesis.signed_post import to_error
 from services.core.broker.kinesis.slots import HASH_KEYS
 from services.core.broker.kinesis.streams import Streams, Topology
 from services.core.broker.kinesis.timing import Timing
@@ -198,8 +199,13 @@ async def test_small_events_do_not_pay_per_record() -> None:
             ClientError({"Error": {"Code": "InternalFailure"}, "ResponseMetadata": {"HTTPStatusCode": 500}}, "x"),
             OutcomeUnknown,
         ),
+        (
+            ClientError({"Error": {"Code": "InternalFailure"}, "ResponseMetadata": {"HTTPStatusCode": 400}}, "x"),
+            OutcomeUnknown,
+        ),
+        (to_error("PutRecords", 408, b"<html>"), OutcomeUnknown),
     ],
-    ids=["no-host", "reset", "cut", "throttled", "500"],
+    ids=["no-host", "reset", "cut", "throttled", "500", "400-internal", "proxy"],
 )
 async def test_what_a_failed_request_means(failure: Exception, kind: type[BrokerError]) -> None:
     """If it fails, a client is told "not stored" of what may be stored, or the other way round."""

@@ -30,15 +30,8 @@ _THROTTLED = frozenset(
         "TooManyRequestsException",
     }
 )
-_LATER = frozenset(
-    {
-        "ResourceInUseException",
-        "ServiceUnavailable",
-        "InternalFailure",
-        "InternalFailureException",
-        "InternalServerError",
-    }
-)
+_SERVICE_FAILED = frozenset({"InternalFailure", "InternalFailureException", "InternalServerError"})
+_LATER = frozenset({"ResourceInUseException", "ServiceUnavailable", *_SERVICE_FAILED})
 _ON_THE_WAY = (aws.HTTPClientError, aws.ConnectionError, aws.MetadataRetrievalError, aws.CredentialRetrievalError)
 
 AWS_ERRORS = (aws.BotoCoreError, aws.ClientError)
@@ -61,7 +54,9 @@ def classify_put(error: Exception, where: str) -> BrokerError:
     text = f"{where}: {error}"
     if not isinstance(error, aws.ClientError):
         return Unavailable(text) if _never_left(error) else OutcomeUnknown(text)
-    if _status(error) >= 500:
+    code = code_of(error)
+    # A proxy's refusal has its status for a code. It may have passed the request on before.
+    if _status(error) >= 500 or code.isdecimal() or code in _SERVICE_FAILED:
         return OutcomeUnknown(text)
     return classify(error, where)
 

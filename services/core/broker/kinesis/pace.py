@@ -26,9 +26,10 @@ _QUIET_SECONDS = 0.2
 class Pace:
     """One shard's. share: the part of its capacity that we allow ourselves, 1 when nobody throttles us."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._at = self._fell = clock()
+    def __init__(self, clock: Callable[[], float] | None = None) -> None:
+        """clock: seconds, never set back; None: time.monotonic."""
+        self._clock = clock or time.monotonic
+        self._at = self._fell = self._clock()
         self._spare = 1.0  # seconds of capacity that may be used at once
         self.share = 1.0
         self._fell -= _QUIET_SECONDS

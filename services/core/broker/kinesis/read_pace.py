@@ -22,9 +22,10 @@ _RECOVERY = 0.5
 class ReadPace:
     """One shard's. rate: reads per second that we allow ourselves."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._next = self._at = clock()
+    def __init__(self, clock: Callable[[], float] | None = None) -> None:
+        """clock: seconds, never set back; None: time.monotonic."""
+        self._clock = clock or time.monotonic
+        self._next = self._at = self._clock()
         self.rate = READS_PER_SECOND
 
     async def turn(self) -> None:
