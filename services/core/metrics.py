@@ -132,6 +132,18 @@ EXPEL_PARKED = Counter(
 EXPEL_REPLAYED = Counter(
     "penstock_expel_events_replayed", "Parked events taken again after a resume.", ["pipe", "destination"]
 )
+EXPEL_REMOVED = Counter(
+    "penstock_expel_events_removed",
+    "Events that waited for a destination which the pipe file has removed, by what became of them (delivered_elsewhere, buried, "
+    "dropped).",
+    ["pipe", "destination", "action"],
+)
+EXPEL_UNCLAIMED = Counter(
+    "penstock_expel_events_unclaimed",
+    "Events passed over because nobody will deliver them: the pipe file has no such destination and does not say what becomes of "
+    "them, by reason.",
+    ["pipe", "reason"],
+)
 EXPEL_PAUSED = Gauge(
     "penstock_expel_paused",
     "1 while the destination is paused, by an operator or by its 410, and its events are parked.",
@@ -158,6 +170,11 @@ RETRIER_ALREADY_MOVED = Counter(
 )
 RETRIER_RELEASED = Counter(
     "penstock_retrier_events_released", "Events that were due, given back to expel by the pipe's retry topic.", ["pipe"]
+)
+RETRIER_UNCLAIMED = Counter(
+    "penstock_retrier_events_unclaimed",
+    "Events that were due, and whose destination is not in the pipe file: nobody will deliver them, by reason.",
+    ["reason"],
 )
 RETRIER_DEAD = Counter(
     "penstock_retrier_events_dead", "Records written to the retrier's dead letters, by reason.", ["reason"]

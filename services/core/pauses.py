@@ -105,12 +105,12 @@ class Pauses:
     def _note(self, offset: int, record: Record) -> bool:
         """Whether it changed anything."""
         key = (record.key or b"").decode(errors="replace")
+        if not key.startswith(_KEY):
+            return False
         try:
             pause = msgspec.json.decode(record.value or b"", type=Pause)
         except msgspec.DecodeError as error:
             log.warning("control_record_unreadable", topic=CONTROL, offset=offset, error=str(error))
-            return False
-        if not key.startswith(_KEY):
             return False
         lane = key.removeprefix(_KEY)
         if pause.state != "replayed":

@@ -15,8 +15,12 @@ from services.core.validation import validate_document
 from services.core.yaml_source import BadConfiguration, Document, KeyPath, Problem, load_yaml
 
 NAME_PATTERN = r"^[a-z0-9][a-z0-9_-]{0,62}$"
+LANE_PATTERN = r"^[a-z0-9][a-z0-9_-]{0,62}/[a-z0-9][a-z0-9_-]{0,62}$"
 Name = Annotated[str, Field(pattern=NAME_PATTERN)]
 """Lower-case letters, digits, - and _; at most 63. No dots: those separate the parts of topic names."""
+
+LaneName = Annotated[str, Field(pattern=LANE_PATTERN)]
+"""`pipe/destination`."""
 
 
 class _Strict(BaseModel):
@@ -203,6 +207,26 @@ class Pipe(_Strict):
     destinations: list[Destination] = Field(min_length=1, max_length=1000)
 
 
+class Removed(_Strict):
+    """What becomes of the events that still wait for a destination which this file no longer has: exactly one of these."""
+
+    deliver_to: LaneName | None = Field(
+        None, description="pipe/destination of this file that gets them, e.g. the same one under its new name."
+    )
+    bury: str | None = Field(
+        None, min_length=1, max_length=500, description="They go to the pipe's dead letters; this text says why."
+    )
+    drop: str | None = Field(
+        None, min_length=1, max_length=500, description="Nobody gets them; this text says why, in the audit."
+    )
+
+    @model_validator(mode="after")
+    def _one_kind(self) -> Self:
+        if sum(choice is not None for choice in (self.deliver_to, self.bury, self.drop)) != 1:
+            raise ValueError("exactly one of deliver_to, bury and drop is needed")
+        return self
+
+
 def pipe_version(pipe: Pipe) -> str:
     """Twelve hex digits that stand for this definition: another one, however little it differs, has others."""
     return hashlib.sha256(pipe.model_dump_json().encode()).hexdigest()[:12]
@@ -214,6 +238,10 @@ class PipeFile(_Strict):
     version: Literal[1] = 1
     streams: dict[Name, Stream] = Field(min_length=1)
     pipes: dict[Name, Pipe] = Field(default_factory=dict)
+    removed: dict[LaneName, Removed] = Field(
+        default_factory=dict,
+        description="By pipe/destination: what becomes of events that still wait for destinations which are gone.",
+    )
 
 
 def find_broken_references(data: object) -> list[tuple[KeyPath, str]]:
@@ -241,6 +269,23 @@ def find_broken_references(data: object) -> list[tuple[KeyPath, str]]:
                 continue
             for source in sources:
                 feeds.setdefault(source, set()).add(str(target))
+    return problems + _check_removed(_mapping(_mapping(data).get("removed")), pipes)
+
+
+def _check_removed(removed: Mapping[str, object], pipes: Mapping[str, object]) -> list[tuple[KeyPath, str]]:
+    lanes = {
+        f"{name}/{destination.get('name')}": "webhook" in destination
+        for name, pipe in pipes.items()
+        for destination in map(_mapping, _items(_mapping(pipe).get("destinations")))
+    }
+    problems: list[tuple[KeyPath, str]] = []
+    for lane, choice in removed.items():
+        target = _mapping(choice).get("deliver_to")
+        if lane in lanes:
+            problems.append((("removed", lane), "is a destination of this file, which gets what waits for it itself"))
+        if isinstance(target, str) and not lanes.get(target):
+            known = ", ".join(sorted(name for name, is_webhook in lanes.items() if is_webhook)) or "there is none"
+            problems.append((("removed", lane, "deliver_to"), f"{target!r} is no webhook of this file: {known}"))
     return problems
 
 
@@ -352,6 +397,18 @@ def is_retried(destination: Destination) -> bool:
 def needs_retrier(pipes: PipeFile) -> bool:
     """Whether any destination of the file may use the global retrier."""
     return any(is_retried(destination) for pipe in pipes.pipes.values() for destination in pipe.destinations)
+
+
+def lane_name(pipe: str, destination: str) -> str:
+    """As `removed`, the control topic and the observer's API name a destination of a pipe."""
+    return f"{pipe}/{destination}"
+
+
+def lanes_of(pipes: PipeFile) -> frozenset[str]:
+    """Every destination of the file, which delivers what waits for it, as `lane_name`."""
+    return frozenset(
+        lane_name(name, destination.name) for name, pipe in pipes.pipes.items() for destination in pipe.destinations
+    )
 
 
 def delivery_topics(name: str, pipe: Pipe) -> list[str]:

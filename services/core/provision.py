@@ -10,6 +10,8 @@ global retrier has its topics. What waits there outlives a retrier that is down 
 partition: on Kinesis a partition costs money, elsewhere files, and it takes far more than the retries of a destination, which
 come paced; ten delay topics are shared among several retriers all the same.
 
+What waits for destinations that are `removed` is read where their pipe kept it: those topics are made, too, if they are gone.
+
 `penstock.telemetry` holds the nodes' reports of the last `TELEMETRY_RETENTION_S` (`services.core.ledger`), `penstock.observer`
 for twice as long what the observer made of them.
 
@@ -83,6 +85,14 @@ def wanted_topics(pipes: PipeFile) -> list[TopicSpec]:
         if any(destination.webhook is not None for destination in pipe.destinations):
             specs.append(TopicSpec(retry_topic(name), 1, retention_ms=_millis(RETRY_RETENTION_S)))
             specs.append(TopicSpec(parked_topic(name), 1))
+    for name in sorted({lane.partition("/")[0] for lane in pipes.removed}):
+        known = {spec.name for spec in specs}
+        kept = (
+            (dead_letter_topic(name), _millis(DEAD_LETTER_RETENTION_S)),
+            (retry_topic(name), _millis(RETRY_RETENTION_S)),
+        )
+        gone = [TopicSpec(topic, 1, retention_ms=retention) for topic, retention in (*kept, (parked_topic(name), None))]
+        specs += [spec for spec in gone if spec.name not in known]
     if needs_retrier(pipes):
         specs += _retrier_topics(max(spec.retention_ms or 0 for spec in specs))
     specs.append(TopicSpec(TELEMETRY, 1, retention_ms=_millis(TELEMETRY_RETENTION_S)))

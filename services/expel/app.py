@@ -16,6 +16,7 @@ from services.core.opening import open_when_reachable
 from services.core.pauses import Pauses
 from services.expel.lane import Lane
 from services.expel.plan import LaneBuilder, LanePlan, read_plan, touched_topics
+from services.expel.removed import RemovedLane
 from services.expel.settings import ExpelSettings
 
 log = structlog.get_logger()
@@ -45,7 +46,8 @@ class Expel:
 
 async def start(settings: ExpelSettings, supervision: Supervision) -> None:
     """Run until the stop, then drain. Raises BadConfiguration; everything else is waited out or ends the process."""
-    plans = await asyncio.to_thread(read_plan, settings, dict(os.environ))
+    plan = await asyncio.to_thread(read_plan, settings, dict(os.environ))
+    plans = plan.lanes
     _raise_file_limit(plans)
     calm_collector()
     expel, stopping = Expel(), supervision.stopping
@@ -63,9 +65,11 @@ async def start(settings: ExpelSettings, supervision: Supervision) -> None:
             supervision.run(pauses.follow(stopping), "pauses")
         builder = LaneBuilder(settings, broker, producer, pauses, stack, len(plans))
         expel.lanes = [builder.build(plan) for plan in plans]
+        gone = [RemovedLane(broker, producer, lane, choice) for lane, choice in plan.removed.items()]
         expel.reason = None
         drain = settings.drain * _DRAIN_SHARE
         running = [supervision.run(lane.run(stopping, drain), f"lane {lane.name}") for lane in expel.lanes]
+        running += [supervision.run(lane.run(stopping), f"removed {lane.name}") for lane in gone]
         await stopping.wait()
         expel.reason = "stopping"
         if running:

@@ -61,7 +61,7 @@ class Dispatcher:
         self._bounds = LaneBounds(shape.max_events, shape.max_bytes)
         places = (self.low_water, self._bounds, self._agenda, self._elsewhere)
         self._intake = Intake(shape, sender, meter, *places, clock)
-        self._stopped = self._replaying = False
+        self._stopped = self._replaying = self._held = False
         self._park_reason: str | None = None
         self._hold_until = 0.0
         self._progress = asyncio.Event()
@@ -84,6 +84,10 @@ class Dispatcher:
     def replay(self) -> None:
         """Take nothing but parked events."""
         self._replaying = True
+
+    def hold(self) -> None:
+        """Start nothing more in this membership, not even a retry: what was not sent stays uncommitted and comes again."""
+        self._held = True
 
     def ease_in(self) -> None:
         """The destination was resumed: its backlog is sent at a rate that rises step by step."""
@@ -172,7 +176,7 @@ class Dispatcher:
             if self._park_reason is not None:
                 self._park_held(self._park_reason)
                 return None
-            if self.gone.is_set():
+            if self._held or self.gone.is_set():
                 return None
             now = self._clock()
             due = self._agenda.when_due(now, is_sending=bool(self._sending))
@@ -326,7 +330,8 @@ class Dispatcher:
         def is_drained() -> bool:
             if self._park_reason is not None:
                 return not self._bounds.events
-            return not (self._sending or len(self._elsewhere) or (self._agenda.retries and not self.gone.is_set()))
+            retries = 0 if self._held or self.gone.is_set() else self._agenda.retries
+            return not (self._sending or len(self._elsewhere) or retries)
 
         await self._wait_until(is_drained, limit)
         in_time = is_drained()

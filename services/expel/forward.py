@@ -6,6 +6,7 @@ from services.core.broker.errors import BrokerError, RecordTooLarge
 from services.core.broker.key_send import send_by_key
 from services.core.broker.producer import Producer
 from services.core.broker.record import Batch, Record
+from services.core.retry_state import PREFIX, own_headers
 from services.expel.body import BadRecord, Rendered, render
 from services.expel.delivery import Delivery
 from services.expel.outcome import Failure, Outcome
@@ -27,9 +28,18 @@ class StreamSender:
         return render(batch, _AnyValue(), max_part=_NO_LIMIT)
 
     async def send(self, delivery: Delivery) -> Outcome:
-        """As in Sender. Retries within the producer's deadline; the order per key holds as long as one delivery is under way."""
-        failed = await send_by_key(self._producer, self._topic, delivery.records)
+        """As in Sender. Retries within the producer's deadline; the order per key holds as long as one delivery is under way.
+
+        What comes back from a time when the destination was a webhook goes on as it was before.
+        """
+        failed = await send_by_key(self._producer, self._topic, [_as_it_was(record) for record in delivery.records])
         return {index: _explain(error) for index, error in failed.items()} or None
+
+
+def _as_it_was(record: Record) -> Record:
+    if not record.headers or not record.headers[0][0].startswith(PREFIX):
+        return record
+    return Record(record.key, record.value, record.timestamp, own_headers(record))
 
 
 class _AnyValue:

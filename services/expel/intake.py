@@ -34,7 +34,7 @@ class Intake:
         self._low_water, self._bounds, self._agenda, self._elsewhere = low_water, bounds, agenda, elsewhere
         self._parked = parked_topic(shape.pipe)
         topics = (retry_topic(shape.pipe), self._parked)
-        self._returned = {topic: Returned(topic, shape.pipe, shape.destination) for topic in topics}
+        self._returned = {topic: Returned(topic, shape.pipe, shape.destination, shape.siblings) for topic in topics}
 
     def take(self, batch: Batch, inherited: Mapping[int, Span]) -> bool:
         """The batch is in flight from now on. False when all of it was inherited.
@@ -67,6 +67,7 @@ class Intake:
         found = self._returned[batch.topic].sort(batch)
         self._low_water.settle(batch.source, [*found.others, *found.twins])
         self._meter.twins(len(found.twins))
+        self._meter.unclaimed(found.unclaimed, batch.topic)
         if batch.topic == self._parked:
             self._meter.replayed(sum(len(mine.records) for mine in found.mine))
         for mine in found.mine:

@@ -1,7 +1,7 @@
 """A destination's lane: joins its own group, delivers, and starts over when the membership breaks. Shares nothing with others."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import structlog
 
@@ -24,7 +24,8 @@ _ASK_WAIT = 0.2
 class Lane:
     """`topics` is what the destination reads; `make_dispatcher` gives a fresh one for each membership.
 
-    Without a `standing` it cannot be paused.
+    Without a `standing` it cannot be paused. where_kept: topics that it reads, too, if they exist: events may wait there
+    from when it was another kind of destination.
     """
 
     def __init__(
@@ -38,8 +39,10 @@ class Lane:
         make_dispatcher: Callable[[], Dispatcher],
         commit_interval: float,
         standing: Standing | None = None,
+        where_kept: Sequence[str] = (),
     ) -> None:
         self._broker, self._topics, self._start = broker, topics, start
+        self._where_kept = where_kept
         self.name, self._pipe, self._destination = f"{pipe}/{destination}", pipe, destination
         self._group = delivery_group(pipe, destination)
         self._rejoin = Rejoin(self._group, "lane_waits", "it joins again by itself; nothing is lost")
@@ -71,10 +74,17 @@ class Lane:
         dispatcher = self._make_dispatcher()
         inheritance = Inheritance(self._broker, self._pipe, self._destination, dispatcher.reach)
         session = Session(self._group, dispatcher, self._meter, self._commit_interval, inheritance, self._standing)
-        joining = self._broker.consumer(self._group, self._topics, start=self._start, on_revoke=session.revoke)
+        topics = [*self._topics, *await self._find_kept()]
+        joining = self._broker.consumer(self._group, topics, start=self._start, on_revoke=session.revoke)
         async with joining as consumer:
-            log.info("lane_joined", lane=self.name, topics=self._topics)
+            log.info("lane_joined", lane=self.name, topics=topics)
             self._rejoin.joined()
             self.waits_for = None
             self._meter.up(True)
             self.is_drained = await session.run(consumer, stopping, drain)
+
+    async def _find_kept(self) -> list[str]:
+        if not self._where_kept:
+            return []
+        existing = await self._broker.admin.topics()
+        return [topic for topic in self._where_kept if topic in existing]

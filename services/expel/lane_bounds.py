@@ -20,7 +20,8 @@ class LaneShape:
     Bytes are those of a record's key, value and headers and of its part of a body. concurrency: requests under way at once.
     max_wait: seconds that an event waits for its request to fill up. rate: events a second. keyed: later events of a key wait
     for earlier ones. schedule: seconds before each round of the global retrier; empty: no rounds. serial: one delivery at a
-    time, its retries included. version: of the pipe's definition.
+    time, its retries included. version: of the pipe's definition. siblings: the destinations, this one too, for which
+    something may wait in its retry and parked topics; None: another lane tells of events for any others.
     """
 
     pipe: str
@@ -36,6 +37,7 @@ class LaneShape:
     schedule: tuple[float, ...] = ()
     serial: bool = False
     version: str = ""
+    siblings: frozenset[str] | None = None
 
     @property
     def reach(self) -> int:

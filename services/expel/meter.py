@@ -2,7 +2,9 @@
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+
+import structlog
 
 from services.core import metrics
 from services.core.broker.record import Record
@@ -10,7 +12,11 @@ from services.expel.delivery import Delivery
 from services.expel.lane_ledger import NODE, LaneLedger
 from services.expel.outcome import Failure, Outcome
 
+log = structlog.get_logger()
+
 _FLUSH_AT = 5000
+_MOST_TOLD = 100
+"""Destinations that nobody has, told by name."""
 
 
 class LaneMeter:
@@ -47,6 +53,7 @@ class LaneMeter:
         self._e2es: list[int] = []
         self._expel_times: Counter[int] = Counter()
         self._counts = [0, 0]
+        self._told_unclaimed: set[str] = set()
 
     def now_ms(self) -> int:
         """Wall clock, milliseconds since the epoch."""
@@ -94,6 +101,20 @@ class LaneMeter:
     def twins(self, events: int) -> None:
         """So many events came back twice."""
         metrics.EXPEL_TWINS.labels(*self._names).inc(events)
+
+    def unclaimed(self, events: Mapping[str, int], topic: str) -> None:
+        """So many events were passed over, by the destination that they are for, and nobody will deliver them."""
+        for destination, count in events.items():
+            metrics.EXPEL_UNCLAIMED.labels(self._names[0], "unknown_destination").inc(count)
+            if destination not in self._told_unclaimed and len(self._told_unclaimed) < _MOST_TOLD:
+                self._told_unclaimed.add(destination)
+                log.error(
+                    "unclaimed_events",
+                    topic=topic,
+                    destination=destination,
+                    events=count,
+                    hint="they stay where they are until the topic's retention ends. Try: penstock check",
+                )
 
     def inherited(self, events: int) -> None:
         """So many events had been handed over by who had the partition before."""

@@ -16,6 +16,7 @@ from services.core.pipes import (
     RETRY_IN,
     Destination,
     Pipe,
+    Removed,
     Webhook,
     dead_letter_topic,
     delivery_topics,
@@ -52,16 +53,25 @@ _STREAM_WAIT = 0.02
 
 @dataclass(frozen=True, slots=True)
 class LanePlan:
-    """One destination of one pipe, with its signing keys."""
+    """One destination of one pipe, with its signing keys. removed: names of those that the pipe no longer has."""
 
     pipe_name: str
     pipe: Pipe
     destination: Destination
     keys: tuple[SigningKey, ...]
+    removed: frozenset[str] = frozenset()
 
 
-def read_plan(settings: ExpelSettings, environ: Mapping[str, str]) -> list[LanePlan]:
-    """The lanes of this instance. Blocking. Raises BadConfiguration with every problem."""
+@dataclass(frozen=True, slots=True)
+class ExpelPlan:
+    """lanes: those of this instance. removed: of destinations that the file no longer has; every instance shares in these."""
+
+    lanes: list[LanePlan]
+    removed: Mapping[str, Removed]
+
+
+def read_plan(settings: ExpelSettings, environ: Mapping[str, str]) -> ExpelPlan:
+    """What this instance does. Blocking. Raises BadConfiguration with every problem."""
     document, pipes, problems = read_pipes(settings.pipes)
     problems += check_destinations(document, pipes, settings.policy, environ)
     problems += [
@@ -76,7 +86,7 @@ def read_plan(settings: ExpelSettings, environ: Mapping[str, str]) -> list[LaneP
     if problems:
         raise BadConfiguration(problems)
     folder = settings.pipes.parent
-    return [
+    lanes = [
         LanePlan(
             name,
             pipe,
@@ -84,11 +94,13 @@ def read_plan(settings: ExpelSettings, environ: Mapping[str, str]) -> list[LaneP
             read_signing_keys(destination.webhook.secret, folder, environ)
             if destination.webhook is not None and destination.webhook.secret is not None
             else (),
+            frozenset(lane.partition("/")[2] for lane in pipes.removed if lane.startswith(f"{name}/")),
         )
         for name, pipe in pipes.pipes.items()
         if not settings.serve or name in settings.serve
         for destination in pipe.destinations
     ]
+    return ExpelPlan(lanes, pipes.removed)
 
 
 def touched_topics(plans: Iterable[LanePlan]) -> set[str]:
@@ -155,6 +167,7 @@ class LaneBuilder:
             make_dispatcher,
             self._settings.commit_interval,
             standing,
+            where_kept=() if standing is not None else (retry_topic(plan.pipe_name), parked_topic(plan.pipe_name)),
         )
 
     def _open_webhook(self, plan: LanePlan, webhook: Webhook) -> WebhookSender:
@@ -183,6 +196,7 @@ class LaneBuilder:
             webhook.rate,
             keyed=webhook.order == "key",
             schedule=tuple(webhook.schedule) if is_retried(plan.destination) else (),
+            siblings=_tells_of(plan),
             version=pipe_version(plan.pipe),
         )
 
@@ -198,6 +212,7 @@ class LaneBuilder:
             max_bytes=max(self._lane_bytes, MAX_BYTES),
             serial=True,
             version=pipe_version(plan.pipe),
+            siblings=_tells_of(plan),
         )
 
     def _open_ledger(self, plan: LanePlan) -> LaneLedger:
@@ -215,6 +230,13 @@ class LaneBuilder:
             returned,
             timed=not self._broker.features.contiguous_offsets,
         )
+
+
+def _tells_of(plan: LanePlan) -> frozenset[str] | None:
+    """Every destination of the pipe, for the first of them: one lane tells of events that none of them will deliver."""
+    if plan.pipe.destinations[0].name != plan.destination.name:
+        return None
+    return frozenset(destination.name for destination in plan.pipe.destinations) | plan.removed
 
 
 def _limit_retries(destination: Destination, webhook: Webhook) -> RetryLimits:

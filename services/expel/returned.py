@@ -3,8 +3,8 @@
 A pipe's destinations share such a topic, each with a position of its own, and pass over what is for the others.
 """
 
-from collections import OrderedDict
-from collections.abc import Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from services.core.broker.record import Batch, Record, TopicPartition
@@ -21,32 +21,42 @@ _REMEMBERED = 5000
 
 @dataclass(frozen=True, slots=True)
 class Sorted:
-    """mine: batches by the stream they came from first, whose offsets are those of the topic read. others, twins: offsets."""
+    """mine: batches by the stream they came from first, whose offsets are those of the topic read. others, twins: offsets.
+
+    unclaimed: of the others, how many are for destinations that the pipe has not, by name.
+    """
 
     mine: Sequence[Batch]
     others: Sequence[int]
     twins: Sequence[int]
     unreadable: Sequence[Unreadable]
+    unclaimed: Mapping[str, int]
 
 
 class Returned:
     """One destination's view of `topic` during one membership."""
 
-    def __init__(self, topic: str, pipe: str, destination: str) -> None:
+    def __init__(self, topic: str, pipe: str, destination: str, siblings: frozenset[str] | None = None) -> None:
+        """siblings: as in LaneShape."""
         self.topic = topic
+        self._siblings = None if siblings is None else frozenset(name.encode() for name in siblings)
         self._pipe, self._destination = pipe, destination
         self._others: set[bytes] = set()
         """Other destinations' names seen so far: what is for them costs a look at one header."""
         self._seen: OrderedDict[tuple[str, int, int, int], tuple[TopicPartition, int]] = OrderedDict()
 
     def sort(self, batch: Batch) -> Sorted:
-        """Each record stands in exactly one of the four."""
+        """Each record stands in exactly one of mine, others, twins and unreadable."""
         mine: dict[TopicPartition, tuple[list[int], list[Record]]] = {}
         others: list[int] = []
         twins: list[int] = []
         unreadable: list[Unreadable] = []
+        unclaimed: Counter[str] = Counter()
         for offset, record in zip(batch.offsets, batch.records, strict=True):
-            if record.header(_DESTINATION) in self._others:
+            name = record.header(_DESTINATION)
+            if self._siblings is not None and name is not None and name not in self._siblings:
+                unclaimed[name.decode(errors="replace")] += 1
+            if name in self._others:
                 others.append(offset)
                 continue
             try:
@@ -65,7 +75,7 @@ class Returned:
                 offsets.append(offset)
                 records.append(Record(record.key, record.value, state.time, record.headers))
         batches = [Batch(topic, partition, *lists) for (topic, partition), lists in mine.items()]
-        return Sorted(batches, others, twins, unreadable)
+        return Sorted(batches, others, twins, unreadable, unclaimed)
 
     def _is_twin(self, state: RetryState, record: Record, place: tuple[TopicPartition, int]) -> bool:
         """Whether the same event of the same round was taken from another place. The same place again is a redelivery."""

@@ -111,6 +111,10 @@ class Session:
             if mode is not self.mode:
                 self._park(standing)
             await standing.wait_for_change()
+        if (
+            mode is Mode.PAUSED
+        ):  # in a replay: what is tried again would be sent to a destination that must be left alone
+            self._dispatcher.hold()
         self._is_over.set()
 
     async def _follow_receiver(self, standing: Standing) -> None:

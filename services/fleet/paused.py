@@ -8,11 +8,11 @@ from rich.text import Text
 
 from services.core.broker.contract import Admin, PartitionRange
 from services.core.broker.errors import UnknownTopic
+from services.core.broker.pages import read_topic
 from services.core.pauses import Pause, Pauses
 from services.core.pipes import Destination, PipeFile, delivery_group, parked_topic
 from services.core.retry_state import PREFIX
 from services.core.times import format_time
-from services.fleet.dead.pages import read_topic
 from services.fleet.dead.view import plain
 from services.fleet.problem import CommandFailed
 

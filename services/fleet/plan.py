@@ -43,8 +43,13 @@ def broker_url(settings: UpSettings, kafka: str | None) -> str:
     return f"kafka://{kafka}" if kafka is not None else settings.broker
 
 
-def make_plan(settings: UpSettings, pipes: PipeFile, broker: str, config: str | None, snapshot: Path) -> FleetPlan:
-    """Which processes with which arguments. snapshot: where the files lie that they read (`core.snapshot`)."""
+def make_plan(
+    settings: UpSettings, pipes: PipeFile, broker: str, config: str | None, snapshot: Path, *, is_waiting: bool
+) -> FleetPlan:
+    """Which processes with which arguments. snapshot: where the files lie that they read (`core.snapshot`).
+
+    is_waiting: whether the retrier's topics hold anything: it then runs, whatever the pipe file asks for.
+    """
     shared = ["--broker", broker, "--pipes", str(settings.pipes.absolute()), "--log-level", settings.log_level]
     shared += ["--drain", format_duration(settings.drain), "--ledger", str(settings.ledger).lower()]
     if config:
@@ -52,7 +57,8 @@ def make_plan(settings: UpSettings, pipes: PipeFile, broker: str, config: str | 
     data = settings.data.absolute()
     observer = settings.observer if parse_address(settings.observer)[1] else f"127.0.0.1:{free_port()}"
     services = [_spec("observer", 1, "services.observer", [*shared, "--listen", observer])]
-    services += [_spec("retrier", 1, "services.global_retrier", shared)] if needs_retrier(pipes) else []
+    if needs_retrier(pipes) or is_waiting:
+        services.append(_spec("retrier", 1, "services.global_retrier", shared))
     services += [
         _spec("expel", number, "services.expel", [*shared, *_expel_arguments(settings)])
         for number in range(1, settings.expel + 1)

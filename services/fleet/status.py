@@ -67,7 +67,8 @@ async def summarise(look: Look, pipes: PipeFile) -> dict[str, Any]:
             for name, pipe in pipes.pipes.items()
             for destination in pipe.destinations
         ]
-        retrier = await _retrier(look, broker) if needs_retrier(pipes) else None
+        runs = any(process.service == "retrier" for process in look.state.processes)
+        retrier = await _retrier(look, broker) if runs or needs_retrier(pipes) else None
     return {
         "broker": look.state.broker,
         "listen": look.state.listen,

@@ -18,7 +18,7 @@ from services.fleet.problem import CommandFailed
 from services.fleet.settings import UpSettings
 from services.fleet.stop import Stop, stop_on_signals
 from services.fleet.supervisor import Fleet, Progress, run_fleet
-from services.fleet.topics import provision
+from services.fleet.topics import describe_removed, prepare
 
 _STYLES = {"warning": "yellow", "error": "red", "critical": "red"}
 
@@ -47,11 +47,15 @@ async def fleet_of(
         if settings.broker == "kafka":
             progress("starting Kafka")
             kafka = await stack.enter_async_context(run_kafka(settings.data.absolute() / "kafka", say, stop))
+        broker = broker_url(settings, kafka)
+        topics, waiting = await prepare(broker, pipes, settings.pipes)
+        progress(f"topics: {len(topics.created)} created, {len(topics.kept)} there already")
+        for line in describe_removed(waiting, pipes):
+            say("warning", line)
+        is_waiting = waiting.with_retrier > 0 or bool(waiting.unread)
         snapshot = settings.data.absolute() / "snapshot"
         await asyncio.to_thread(_keep, snapshot, contents)
-        plan = make_plan(settings, pipes, broker_url(settings, kafka), config, snapshot)
-        provisioned = await provision(plan.broker, pipes)
-        progress(f"topics: {len(provisioned.created)} created, {len(provisioned.kept)} there already")
+        plan = make_plan(settings, pipes, broker, config, snapshot, is_waiting=is_waiting)
         stop.check()
         yield await stack.enter_async_context(run_fleet(plan, settings.management, say, progress, stop))
 

@@ -2,6 +2,7 @@
 
 import asyncio
 from contextlib import AsyncExitStack
+from pathlib import Path
 
 import structlog
 
@@ -11,7 +12,8 @@ from services.core.ledger.report import TELEMETRY
 from services.core.lifecycle import Supervision
 from services.core.management import serve_management
 from services.core.opening import open_when_reachable
-from services.core.pipes import RETRIER_DEAD, RETRIER_GROUP
+from services.core.pipes import RETRIER_DEAD, RETRIER_GROUP, PipeFile, load_pipes
+from services.core.yaml_source import BadConfiguration
 from services.global_retrier.clock import SteadyClock
 from services.global_retrier.ledger import Ledger
 from services.global_retrier.retrier import Retrier
@@ -43,6 +45,7 @@ class Readiness:
 async def start(settings: RetrierSettings, supervision: Supervision) -> None:
     """Run until the stop, then drain. Raises BadConfiguration; everything else is waited out or ends the process."""
     readiness, stopping = Readiness(), supervision.stopping
+    pipes = await asyncio.to_thread(_read_pipes, settings.pipes)
     async with AsyncExitStack() as stack:
         management = await stack.enter_async_context(serve_management(settings.management, readiness.why_not))
         log.info("started", management=management)
@@ -55,10 +58,19 @@ async def start(settings: RetrierSettings, supervision: Supervision) -> None:
         reads = not broker.features.contiguous_offsets
         group = follow_group(broker.admin, RETRIER_GROUP, list(DELAY_BY_TOPIC), reads=reads)
         ledger = Ledger(producer if settings.ledger else None, group)
-        readiness.retrier = Retrier(broker, producer, SteadyClock(), ledger)
+        readiness.retrier = Retrier(broker, producer, SteadyClock(), ledger, pipes)
         readiness.reason = None
         running = supervision.run(readiness.retrier.run(stopping, settings.drain * _DRAIN_SHARE), "retrier")
         await stopping.wait()
         readiness.reason = "stopping"
         await asyncio.wait([running])
         await ledger.close()
+
+
+def _read_pipes(path: Path) -> PipeFile | None:
+    """None when it cannot be read: what waits has to go on all the same. Blocking."""
+    try:
+        return load_pipes(path)
+    except BadConfiguration as error:
+        log.warning("pipes_unknown", error=str(error), hint="events that nobody will deliver are not told of")
+        return None

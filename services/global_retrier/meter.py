@@ -1,15 +1,28 @@
 """What the retrier counts, per batch."""
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+import structlog
 
 from services.core import metrics
 from services.core.broker.record import Batch
+from services.core.pipes import PipeFile, lane_name, lanes_of
 from services.global_retrier.line import Line, Waiting
+
+log = structlog.get_logger()
+
+_MOST_TOLD = 100
+"""Destinations that nobody has, told by name."""
 
 
 class Meter:
-    """The labels are few: the retrier's topics and the pipes."""
+    """The labels are few: the retrier's topics and the pipes. pipes: the pipe file, by which it is known who gets what."""
+
+    def __init__(self, pipes: PipeFile | None = None) -> None:
+        self._pipes = None if pipes is None else frozenset(pipes.pipes)
+        self._lanes = frozenset[str]() if pipes is None else lanes_of(pipes) | pipes.removed.keys()
+        self._told: set[str] = set()
 
     def took(self, batch: Batch) -> None:
         """A polled batch arrived."""
@@ -25,12 +38,28 @@ class Meter:
 
     def released(self, items: Sequence[Waiting], now: int) -> None:
         """These are durable in their pipe's retry topic; `now` was when they were sent there."""
+        if self._pipes is not None:
+            self._note_unclaimed(Counter(lane_name(item.pipe, item.destination) for item in items), self._pipes)
         by_pipe: dict[str, list[int]] = {}
         for item in items:
             by_pipe.setdefault(item.pipe, []).append(now - item.due)
         for pipe, late in by_pipe.items():
             metrics.RETRIER_RELEASED.labels(pipe).inc(len(late))
             metrics.RETRIER_LATENESS.labels(pipe).observe(late)
+
+    def _note_unclaimed(self, events: Mapping[str, int], pipes: Collection[str]) -> None:
+        for lane in events.keys() - self._lanes:
+            reason = "unknown_destination" if lane.partition("/")[0] in pipes else "unknown_pipe"
+            metrics.RETRIER_UNCLAIMED.labels(reason).inc(events[lane])
+            if lane not in self._told and len(self._told) < _MOST_TOLD:
+                self._told.add(lane)
+                log.error(
+                    "unclaimed_events",
+                    lane=lane,
+                    reason=reason,
+                    events=events[lane],
+                    hint="they stay in the pipe's retry topic until its retention ends. Try: penstock check",
+                )
 
     def buried(self, items: Sequence[Waiting]) -> None:
         """These are durable among the dead letters."""

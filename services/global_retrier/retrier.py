@@ -6,7 +6,7 @@ import structlog
 
 from services.core.broker.contract import Broker
 from services.core.broker.producer import Producer
-from services.core.pipes import RETRIER_GROUP
+from services.core.pipes import RETRIER_GROUP, PipeFile
 from services.core.rejoin import Rejoin
 from services.global_retrier.clock import Clock
 from services.global_retrier.ledger import Ledger
@@ -23,9 +23,12 @@ _HINT = "it joins again by itself; nothing is lost. Try: penstock up creates its
 class Retrier:
     """Reads retry-in and all delay topics in one group; several of them share the topics."""
 
-    def __init__(self, broker: Broker, producer: Producer, clock: Clock, ledger: Ledger) -> None:
+    def __init__(
+        self, broker: Broker, producer: Producer, clock: Clock, ledger: Ledger, pipes: PipeFile | None = None
+    ) -> None:
+        """pipes: by which it tells of events that nobody will deliver; they go on like any other."""
         self._broker, self._clock = broker, clock
-        self._meter = Meter()
+        self._meter = Meter(pipes)
         self._mover = Mover(producer, broker.admin, self._meter, clock, ledger)
         self.waits_for: str | None = "has not joined its group yet"
         """Why it does not run, for a person; None while it runs."""

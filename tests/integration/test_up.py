@@ -12,7 +12,11 @@ from pathlib import Path
 import psutil
 import pytest
 
+from services.core.broker.connect import open_broker
+from services.core.pipes import delay_topic, load_pipes, parked_topic
+from services.core.provision import ensure_topics
 from tests.integration.fleet_process import Desk, family, living, until
+from tests.support.waiting_events import store, waiting_event
 
 
 @pytest.fixture
@@ -48,6 +52,43 @@ async def test_from_send_to_signed_deliveries(desk: Desk) -> None:
     assert not (desk.data / "fleet.json").exists()
     assert desk.receiver.unsigned == 0
     assert (await desk.run("status")).process.returncode == 1
+
+
+async def _let_wait(desk: Desk, lane: str) -> None:
+    """Events e1 and e2 wait for this lane: with the global retrier, until in a second, and parked."""
+    pipes = await asyncio.to_thread(load_pipes, desk.folder / "pipes.yaml")
+    due = int(time.time() * 1000) + 1000
+    async with open_broker(f"log://{desk.data / 'log'}") as broker:
+        await ensure_topics(broker.admin, pipes)
+        await store(broker, delay_topic(4), [waiting_event(lane, 1, due=due)])
+        await store(broker, parked_topic("p"), [waiting_event(lane, 2)])
+
+
+@pytest.mark.parametrize("more", [", schedule: []", ", order: key"])
+async def test_what_waits_arrives_when_the_last_schedule_is_turned_off(desk: Desk, more: str) -> None:
+    """Broken: acknowledged events lie in a delay topic that nobody reads, and end there with its retention."""
+    desk.write_pipes()
+    await _let_wait(desk, "p/d")
+    desk.write_pipes(more=more)
+    async with desk.receive(), desk.up() as fleet:
+        await until(lambda: desk.ids == {"e1", "e2"}, "what waited is delivered")
+        assert json.loads((await desk.run("status", "--json")).out)["retrier"]["up"]
+        assert await fleet.interrupt() == 0
+
+
+async def test_what_waits_for_a_renamed_destination_is_asked_about_and_arrives(desk: Desk) -> None:
+    """Broken: with the old name what was parked and retried under it is gone, and nobody is told."""
+    desk.write_pipes()
+    await _let_wait(desk, "p/d")
+    desk.write_pipes(name="e")
+    refused = await desk.run("up", "--listen", f"127.0.0.1:{desk.ingest_port}", "--allow-networks", "127.0.0.0/8")
+    assert refused.process.returncode == 2
+    assert "2 events wait" in refused.err
+    desk.write_pipes(name="e", removed="{p/d: {deliver_to: p/e}}")
+    async with desk.receive(), desk.up() as fleet:
+        await until(lambda: desk.ids == {"e1", "e2"}, "what waited is delivered to the new name")
+        assert (await desk.run("check", "--allow-networks", "127.0.0.0/8")).process.returncode == 0
+        assert await fleet.interrupt() == 0
 
 
 MAX_KILLS = 8

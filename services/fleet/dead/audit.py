@@ -3,40 +3,23 @@
 import getpass
 import os
 import socket
-import time
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import AsyncIterator, Mapping, Sequence
 
 import msgspec
 
+from services.core.audit import DISCARD, REDRIVE, Entry, Range, merge_ranges, write_entries
 from services.core.broker.contract import Admin
 from services.core.broker.errors import UnknownTopic
+from services.core.broker.pages import read_topic
 from services.core.broker.producer import Producer
-from services.core.broker.record import Record
 from services.core.letter import Position
 from services.core.pipes import AUDIT
 from services.fleet.console import note
-from services.fleet.dead.pages import read_topic
 from services.fleet.problem import CommandFailed
 
-REDRIVE, DISCARD = "redrive", "discard"
 FATES = {REDRIVE: "redriven", DISCARD: "discarded"}
-
-Range = tuple[int, int]
-
-
-class Entry(msgspec.Struct, frozen=True):
-    """One batch of one action in one partition. at: ms. ranges: (first, last) offsets, ascending, each wholly acted upon."""
-
-    action: str
-    at: int
-    who: str
-    filters: dict[str, str]
-    topic: str
-    partition: int
-    ranges: list[Range]
-    count: int
 
 
 async def read_audit(admin: Admin) -> AsyncIterator[Entry]:
@@ -60,7 +43,7 @@ class Fates:
         found: defaultdict[tuple[str, str, int], list[Range]] = defaultdict(list)
         for entry in entries:
             found[entry.action, entry.topic, entry.partition] += entry.ranges
-        self._ranges = {key: _merge(ranges) for key, ranges in found.items()}
+        self._ranges = {key: merge_ranges(ranges) for key, ranges in found.items()}
 
     @classmethod
     async def read(cls, admin: Admin) -> "Fates":
@@ -92,17 +75,7 @@ class Auditor:
 
     async def write(self, action: str, positions: Sequence[Position]) -> None:
         """Durably; to be called when the action itself is durable. Raises BrokerError kinds."""
-        places: defaultdict[tuple[str, int], list[Range]] = defaultdict(list)
-        for topic, partition, offset in positions:
-            places[topic, partition].append((offset, offset))
-        at = time.time_ns() // 1_000_000
-        entries = [
-            Entry(action, at, self._who, self._filters, topic, partition, _merge(ranges), len(ranges))
-            for (topic, partition), ranges in places.items()
-        ]
-        records = [Record(None, msgspec.json.encode(entry), at) for entry in entries]
-        if records:
-            (await self._producer.send_to(AUDIT, {0: records})).raise_first()
+        await write_entries(self._producer, action, self._who, self._filters, positions)
 
 
 def whoami() -> str:
@@ -112,13 +85,3 @@ def whoami() -> str:
     except (KeyError, OSError):  # a container without a passwd entry
         user = str(os.getuid())
     return f"{user}@{socket.gethostname()}"
-
-
-def _merge(ranges: Sequence[Range]) -> list[Range]:
-    merged: list[Range] = []
-    for first, last in sorted(ranges):
-        if merged and first <= merged[-1][1] + 1:
-            merged[-1] = (merged[-1][0], max(last, merged[-1][1]))
-        else:
-            merged.append((first, last))
-    return merged

@@ -5,13 +5,13 @@ from typing import Self
 
 from services.core.broker.contract import Admin, PartitionRange
 from services.core.broker.errors import OffsetOutOfRange, UnknownTopic
+from services.core.broker.pages import read_topic
 from services.core.broker.record import Batch
 from services.core.letter import DeadLetter, Position
 from services.core.pipes import RETRIER_DEAD, dead_letter_topic
 from services.fleet.console import note
 from services.fleet.dead.audit import Fates
 from services.fleet.dead.filter import Filter
-from services.fleet.dead.pages import read_topic
 from services.fleet.problem import CommandFailed
 
 DEAD_SUFFIX = dead_letter_topic("")

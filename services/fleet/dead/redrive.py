@@ -9,13 +9,14 @@ from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from services.core.audit import REDRIVE
 from services.core.broker.errors import RecordTooLarge
 from services.core.broker.key_send import send_by_key
 from services.core.broker.producer import Producer
 from services.core.broker.record import estimate_size
 from services.core.letter import DeadLetter, Position
 from services.fleet.dead.aim import Aim, Aimed
-from services.fleet.dead.audit import REDRIVE, Auditor
+from services.fleet.dead.audit import Auditor
 from services.fleet.pace import Pace
 
 BATCH = 100

@@ -7,11 +7,11 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from services.core.audit import Entry
 from services.core.causes import Cause
 from services.core.letter import DeadLetter
 from services.core.masking import mask_text
 from services.core.times import format_time
-from services.fleet.dead.audit import Entry
 
 SHOWN_DETAIL = 80
 SHOWN_PAYLOAD = 100_000

@@ -8,13 +8,14 @@ import typer
 import uvloop
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from services.core.audit import DISCARD
 from services.core.broker.producer import Producer
 from services.core.letter import Position
 from services.core.pipes import PipeFile, load_pipes
 from services.fleet.access import find_broker, find_pipes, opened
 from services.fleet.console import ERR, note
 from services.fleet.dead.aim import REMEDIES, Aim
-from services.fleet.dead.audit import DISCARD, Auditor, whoami
+from services.fleet.dead.audit import Auditor, whoami
 from services.fleet.dead.filter import Filter
 from services.fleet.dead.found import Found, Held
 from services.fleet.dead.payload import with_payloads

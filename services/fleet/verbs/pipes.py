@@ -7,14 +7,18 @@ from typing import Annotated
 import typer
 import uvloop
 
+from services.core.pipes import PipeFile
+from services.core.waiting import Waiting
 from services.core.yaml_source import BadConfiguration
+from services.fleet.access import find_broker
 from services.fleet.console import OUT, note
 from services.fleet.pipe_check import check_pipe_file
 from services.fleet.pipe_schema import pipe_schema
 from services.fleet.problem import CommandFailed
 from services.fleet.starter import STARTER
-from services.fleet.topics import provision
+from services.fleet.topics import describe_removed, look, name_unclaimed, prepare
 from services.fleet.verbs.app import APP, example
+from services.fleet.verbs.dead_options import BrokerUrl, Data
 
 PipeFilePath = Annotated[Path, typer.Option("--pipes", "-f", envvar="PENSTOCK_PIPES", help="The pipe file.")]
 Allowed = Annotated[
@@ -40,15 +44,28 @@ def init(
     note(f"Wrote {path}. Try: penstock check -f {path}")
 
 
-@APP.command(epilog=example("penstock check -f pipes.yaml --allow-networks 127.0.0.0/8"))
+@APP.command(
+    epilog=example(
+        "penstock check -f pipes.yaml --allow-networks 127.0.0.0/8\npenstock check --broker kafka://127.0.0.1:9092"
+    )
+)
 def check(
     pipes: PipeFilePath = Path("pipes.yaml"),
     allow_networks: Allowed = "",
+    broker: BrokerUrl = None,
+    data: Data = Path("data"),
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
-    """Check a pipe file: every mistake with file, line and key. Status 2 when there is one."""
+    """Check a pipe file: every mistake with file, line and key. Status 2 when there is one.
+
+    Where there is a broker, it is asked what waits for destinations that the file no longer has. Without one the file alone is
+    checked, and that is said.
+    """
     try:
         found = check_pipe_file(pipes, allow_networks=allow_networks)
+        waiting = _look(broker, data, found)
+        if isinstance(waiting, Waiting) and (problems := name_unclaimed(waiting, found, pipes)):
+            raise BadConfiguration(problems)
     except BadConfiguration as error:
         if not as_json:
             raise
@@ -60,9 +77,29 @@ def check(
         "destinations": sum(len(pipe.destinations) for pipe in found.pipes.values()),
     }
     if as_json:
-        typer.echo(json.dumps({**summary, "problems": []}))
+        looked = {"unknown": waiting} if isinstance(waiting, str) else {"removed": _by_lane(waiting, found)}
+        typer.echo(json.dumps({**summary, "problems": [], "waiting": looked}))
+        return
+    OUT.print(f"{pipes} is good: " + ", ".join(f"{count} {what}" for what, count in summary.items()), style="green")
+    if isinstance(waiting, str):
+        note(f"what waits for destinations that it may no longer have is not known: {waiting}", "yellow")
     else:
-        OUT.print(f"{pipes} is good: " + ", ".join(f"{count} {what}" for what, count in summary.items()), style="green")
+        for line in describe_removed(waiting, found):
+            note(line, "yellow")
+
+
+def _look(broker: str | None, data: Path, pipes: PipeFile) -> Waiting | str:
+    """What waits, or why it is not known."""
+    try:
+        url = find_broker(broker, data)
+    except CommandFailed as error:
+        return str(error)
+    return uvloop.run(look(url, pipes))
+
+
+def _by_lane(waiting: Waiting, pipes: PipeFile) -> dict[str, int]:
+    """How many events still wait for each destination that the file has removed."""
+    return {lane: sum(waiting.unclaimed.get(lane, {}).values()) for lane in pipes.removed}
 
 
 @APP.command(epilog=example("penstock schema > pipes.schema.json"))
@@ -84,12 +121,18 @@ def apply(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
-    """Create the topics that a pipe file implies, and nothing else. Safe to run again."""
+    """Create the topics that a pipe file implies, and nothing else. Safe to run again.
+
+    Status 2 when events wait for a destination that the file no longer has, and it does not say what becomes of them.
+    """
     found = check_pipe_file(pipes, allow_networks=allow_networks, secrets=False)
-    done = uvloop.run(provision(broker, found, grow=grow))
+    done, waiting = uvloop.run(prepare(broker, found, pipes, grow=grow))
     if as_json:
-        typer.echo(json.dumps({"created": done.created, "grown": done.grown, "kept": done.kept}))
+        result = {"created": done.created, "grown": done.grown, "kept": done.kept, "removed": _by_lane(waiting, found)}
+        typer.echo(json.dumps(result))
         return
+    for line in describe_removed(waiting, found):
+        note(line, "yellow")
     for what, topics in (("created", done.created), ("grown", done.grown), ("there already", done.kept)):
         for topic in topics:
             OUT.print(f"{what:<14} {topic}")

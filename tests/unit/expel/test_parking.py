@@ -244,6 +244,29 @@ async def test_a_pause_in_a_replay_loses_nothing_and_keeps_the_order(broker: Fak
     assert last == sorted(last)
 
 
+async def test_a_pause_in_a_replay_ends_its_retries(broker: FakeBroker) -> None:
+    """Broken: an operator pauses a receiver that is in trouble, and what is being replayed goes on calling it for seconds."""
+    is_up = False
+    retry = RetryLimits(None, 0.001, 0.002)
+    options = {"keyed": True, "retry": retry, "drain": 3.0}
+    async with run_lane([], lambda _d: None if is_up else BUSY, broker=broker, topics=ALL, **options) as running:  # type: ignore[arg-type]
+        await running.decide("paused")
+        broker.stored[P0].append(make_record(0, key=b"k"))
+        await wait_until(lambda: running.committed() == 0)
+        await running.decide("resumed")
+        await wait_until(lambda: len(running.sender.sent) > 3)
+        deciding = asyncio.create_task(running.decide("paused"))
+        await wait_until(lambda: len(broker.stored[CONTROLLED]) == 3)
+        await asyncio.sleep(0)
+        sent = len(running.sender.sent)
+        await deciding
+        assert len(running.sender.sent) <= sent + 2  # what was under way, and what left before the pause was read
+        is_up = True
+        await running.decide("resumed")
+        await wait_until(lambda: running.committed(PARKED) == 0)
+    assert running.sender.taken == ["e0"]
+
+
 async def test_a_replay_is_over_once(broker: FakeBroker) -> None:
     """Broken: an ordered destination replays for ever, and its stream is never read again."""
     retry = RetryLimits(None, 0.001, 0.01)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from services.core import dead_letter
+from services.core.audit import DISCARD, REDRIVE, Entry
 from services.core.broker.connect import open_broker
 from services.core.broker.contract import Broker
 from services.core.broker.errors import Unavailable
@@ -23,7 +24,7 @@ from services.core.retry_state import unwrap
 from services.core.times import parse_time
 from services.expel.returned import Returned
 from services.fleet.dead.aim import Aim
-from services.fleet.dead.audit import DISCARD, REDRIVE, Auditor, Entry, Fates, read_audit
+from services.fleet.dead.audit import Auditor, Fates, read_audit
 from services.fleet.dead.filter import Filter
 from services.fleet.dead.found import Found
 from services.fleet.dead.payload import restore, with_payloads

@@ -1,0 +1,162 @@
+"""A destination leaves the pipe file while events wait for it: nothing starts before it is said what becomes of them."""
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+
+from services.core.broker.connect import open_broker
+from services.core.broker.record import TopicPartition
+from services.core.dead_letter import make_dead_letter
+from services.core.letter import DeadLetter, Position
+from services.core.pipes import delay_topic, load_pipes
+from services.core.provision import ensure_topics
+from services.core.retry_state import unwrap
+from services.core.snapshot import read_contents, write_snapshot
+from services.core.yaml_source import BadConfiguration
+from services.fleet.dead.aim import Aim, Aimed
+from services.fleet.plan import make_plan
+from services.fleet.settings import UpSettings
+from services.fleet.topics import prepare
+from tests.support.waiting_events import store, stored, waiting_event
+from tests.unit.fleet.test_cli import Shell, shell
+
+__all__ = ["shell"]
+
+HOOK = "webhook: {url: 'https://example.org/'}"
+BEFORE = f"streams: {{s: {{}}}}\npipes:\n  late: {{sources: [s], destinations: [{{name: old, {HOOK}}}]}}\n"
+AFTER = f"streams: {{s: {{}}}}\npipes:\n  late: {{sources: [s], destinations: [{{name: new, {HOOK}}}]}}\n"
+
+
+@pytest.fixture(autouse=True)
+def url(tmp_path: Path) -> str:
+    """A fleet that had `late/old`, for which two events wait; the file has `late/new` in its place."""
+    url = f"log://{tmp_path}/data/log"
+    (tmp_path / "pipes.yaml").write_text(BEFORE)
+
+    pipes = load_pipes(tmp_path / "pipes.yaml")
+
+    async def make() -> None:
+        async with open_broker(url) as broker:
+            await ensure_topics(broker.admin, pipes)
+            await store(broker, delay_topic(64), [waiting_event("late/old", 1)])
+            await store(broker, "late.parked", [waiting_event("late/old", 2)])
+
+    asyncio.run(make())
+    (tmp_path / "pipes.yaml").write_text(AFTER)
+    return url
+
+
+def test_refused_until_it_is_told(shell: Shell, tmp_path: Path, url: str) -> None:
+    """Broken: a destination is taken out of the file, and what waited for it ends unseen with a topic's retention."""
+    for verb in (["check"], ["check", "--broker", url], ["apply", "--broker", url]):
+        assert shell.run(*verb) == 2
+        words = "removed.late/old: 2 events wait (1 in penstock.delay-64s, 1 in late.parked) for late/old, which this file no"
+        assert words in shell.err.replace("\n", " ")
+        assert "Try: put it back, or say" in shell.err.replace("\n", " ")
+    assert shell.run("check", "--json") == 2
+    (problem,) = json.loads(shell.out)["problems"]
+    assert (problem["key"], problem["where"]) == ("removed.late/old", "pipes.yaml")
+    for choice in ("deliver_to: late/new", "bury: they left", "drop: they left"):
+        (tmp_path / "pipes.yaml").write_text(f"{AFTER}removed: {{late/old: {{{choice}}}}}\n")
+        assert shell.run("check", "--json") == 0
+        assert json.loads(shell.out)["waiting"] == {"removed": {"late/old": 2}}
+        assert shell.run("apply", "--broker", url) == 0
+        assert "2 events wait (1 in penstock.delay-64s, 1 in late.parked) for late/old: " in shell.err.replace(
+            "\n", " "
+        )
+    (tmp_path / "pipes.yaml").write_text(BEFORE)
+    assert shell.run("check") == 0
+
+
+def test_without_a_broker_it_says_so(shell: Shell, tmp_path: Path) -> None:
+    """Broken: a file cannot be checked on a laptop; or what nobody looked at passes for looked at."""
+    assert shell.run("check", "--data", tmp_path / "nothing", "--json") == 0
+    assert "holds no log" in json.loads(shell.out)["waiting"]["unknown"]
+    assert shell.run("check", "--broker", "nonsense://x") == 0
+    assert "is not known" in shell.err
+
+
+def test_an_entry_that_is_done_can_go(shell: Shell, tmp_path: Path) -> None:
+    """Broken: nobody knows when all of it has gone where it was to go."""
+    (tmp_path / "pipes.yaml").write_text(f"{AFTER}removed: {{late/older: {{drop: why}}, late/old: {{drop: why}}}}\n")
+    assert shell.run("check") == 0
+    assert "nothing waits for late/older any more" in shell.err.replace("\n", " ")
+
+
+@pytest.mark.parametrize(
+    ("removed", "words"),
+    [
+        ("{late/new: {drop: why}}", "is a destination of this file"),
+        ("{late/old: {deliver_to: late/nobody}}", "is no webhook of this file: late/new"),
+        ("{late/old: {deliver_to: late/old}}", "is no webhook of this file"),
+        ("{late/old: {bury: why, drop: why}}", "exactly one of deliver_to, bury and drop"),
+        ("{late/old: {}}", "exactly one of deliver_to, bury and drop"),
+        ("{late/old: {drop: ''}}", "at least 1 character"),
+        ("{late: {drop: why}}", "removed"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(shell: Shell, tmp_path: Path, removed: str, words: str) -> None:
+    """Broken: a typo buries or drops, or sends to nobody."""
+    (tmp_path / "pipes.yaml").write_text(f"{AFTER}removed: {removed}\n")
+    assert shell.run("check") == 2
+    assert words in shell.err.replace("\n", " ")
+
+
+def test_nothing_is_changed_before_it_is_told(tmp_path: Path, url: str) -> None:
+    """Broken: `penstock up` begins a change that it then refuses."""
+    (tmp_path / "pipes.yaml").write_text(AFTER.replace("late:", "later:"))
+    pipes = load_pipes(tmp_path / "pipes.yaml")
+    with pytest.raises(BadConfiguration, match=r"removed\.late/old"):
+        asyncio.run(prepare(url, pipes, tmp_path / "pipes.yaml"))
+
+    async def read() -> None:
+        async with open_broker(url) as broker:
+            assert "later.dead" not in await broker.admin.topics()
+            assert await stored(broker, "penstock.control") == []
+
+    asyncio.run(read())
+
+
+def test_the_retrier_runs_while_it_holds_anything(tmp_path: Path, url: str) -> None:
+    """Broken: the last schedule is turned off, and every event that waits in a delay topic stays there for ever."""
+    (tmp_path / "pipes.yaml").write_text(BEFORE.replace("'}", "', schedule: []}"))
+    pipes = load_pipes(tmp_path / "pipes.yaml")
+    prepared = asyncio.run(prepare(url, pipes, tmp_path / "pipes.yaml"))
+    assert prepared.waiting.with_retrier == 1
+    write_snapshot(tmp_path / "snapshot", read_contents([tmp_path / "pipes.yaml"]))
+    settings = UpSettings(pipes=tmp_path / "pipes.yaml", data=tmp_path / "data")
+    for is_waiting in (True, False):
+        plan = make_plan(settings, pipes, url, None, tmp_path / "snapshot", is_waiting=is_waiting)
+        assert ("retrier" in [spec.service for spec in plan.services]) == is_waiting
+
+
+def test_a_redrive_follows_the_new_name(tmp_path: Path) -> None:
+    """Broken: letters of a renamed destination can never be sent again, or go to a retry topic where nobody wants them."""
+    record, _ = unwrap(waiting_event("late/old", 1))
+    source = TopicPartition("s", 0)
+    made = make_dead_letter(
+        record,
+        reason="x",
+        detail="",
+        node="expel",
+        pipe="late",
+        destination="old",
+        first_failure=1,
+        source=source,
+        offset=1,
+    )
+    letter = DeadLetter.of(Position("late.dead", 0, 1), made)
+    for removed, expected in (
+        ("{late/old: {deliver_to: late/new}}", "new"),
+        ("{late/old: {drop: why}}", None),
+        ("{}", None),
+    ):
+        (tmp_path / "pipes.yaml").write_text(f"{AFTER}removed: {removed}\n")
+        aimed = Aim(load_pipes(tmp_path / "pipes.yaml"), to_stream=False, by_event_time=False).aim(letter, 5)
+        if expected is None:
+            assert aimed == "unknown_destination"
+        else:
+            assert isinstance(aimed, Aimed)
+            assert unwrap(aimed.record)[1].destination == expected
