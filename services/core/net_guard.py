@@ -7,6 +7,7 @@ address registries (RFC 6890 and its successors).
 
 import re
 import socket
+from collections.abc import Sequence
 from dataclasses import dataclass
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
 
@@ -112,13 +113,18 @@ def _check_host(host: str, port: int, policy: NetPolicy) -> str | None:
             return refuse_address(str(IPv4Address(host)), port, policy)
         except ValueError:
             return "IPv4 addresses are four decimal numbers without leading zeros. Try: 192.0.2.10"
-    if not name or any(not label or len(label) > 63 for label in labels) or len(name) > 253:
+    if not _is_name(host, labels):
         return "the host name is not valid. Try: https://example.com/hook"
     if (name, port) in policy.own:
         return "is our own ingest: a loop"
     if labels[-1] == "localhost":
         return refuse_address("127.0.0.1", port, policy)
     return None
+
+
+def _is_name(host: str, labels: Sequence[str]) -> bool:
+    """Labels of 1 to 63 characters, and behind the last one at most one dot, the root's."""
+    return not host.endswith("..") and len(host) <= 254 and all(1 <= len(label) <= 63 for label in labels)
 
 
 def refuse_address(address: str, port: int, policy: NetPolicy) -> str | None:
