@@ -71,7 +71,8 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
 
 @contextmanager
-def _virtual_clock(loop: VirtualLoop) -> Iterator[None]:
+def virtual_clock(loop: VirtualLoop) -> Iterator[None]:
+    """Meanwhile the clocks of `time` are those of this loop. For tests that run it piece by piece (`run_until_complete`)."""
     clocks: dict[str, Any] = {
         "monotonic": loop.time,
         "monotonic_ns": lambda: int(loop.time() * _NS),
@@ -90,7 +91,7 @@ def run_virtually(main: Coroutine[Any, Any, _T], *, seed: int) -> _T:
     loop, before = VirtualLoop(), random.getstate()
     random.seed(seed)
     try:
-        with _virtual_clock(loop), asyncio.Runner(loop_factory=lambda: loop) as runner:
+        with virtual_clock(loop), asyncio.Runner(loop_factory=lambda: loop) as runner:
             return runner.run(main)
     finally:
         random.setstate(before)

@@ -201,6 +201,21 @@ class _Piece(msgspec.Struct, eq=False):
     size: int
 
 
+class _Batch(msgspec.Struct, eq=False):
+    """The pieces of one append that wait for their answer. start: how many records of it were answered already."""
+
+    pieces: list[_Piece]
+    start: int = 0
+
+    def take_first(self, count: int) -> list[_Piece]:
+        """Take out the pieces that lie whole within the first `count` records of the append."""
+        taken: list[_Piece] = []
+        while self.pieces and self.start + len(self.pieces[0].records) <= count:
+            taken.append(self.pieces.pop(0))
+            self.start += len(taken[-1].records)
+        return taken
+
+
 class _Lane:
     """One partition's pieces. A task runs only while there is something to send, so idle lanes cost nothing."""
 
@@ -240,17 +255,17 @@ class _Lane:
         try:
             while self._waiting:
                 self._expire()
-                pieces = self._take()
-                if not pieces:
+                batch = _Batch(self._take())
+                if not batch.pieces:
                     return
                 try:
-                    outcome: Appended | Exception = await self._append(pieces)
+                    outcome: Appended | Exception = await self._append(batch)
                 except asyncio.CancelledError:
-                    self._settle(pieces, errors.OutcomeUnknown("given up while it was being sent"))
+                    self._settle(batch.pieces, errors.OutcomeUnknown("given up while it was being sent"))
                     raise
                 except Exception as error:  # settled into each caller's result, which is where it is handled
                     outcome = error
-                self._settle(pieces, outcome)
+                self._settle(batch.pieces, outcome, batch.start)
         finally:
             self.task = None
 
@@ -259,12 +274,12 @@ class _Lane:
         pieces, self._waiting = self._waiting, []
         self._settle(pieces, errors.BrokerClosed("given up before it was sent"))
 
-    def _settle(self, pieces: list[_Piece], outcome: Appended | Exception) -> None:
+    def _settle(self, pieces: list[_Piece], outcome: Appended | Exception, start: int = 0) -> None:
         size = sum([piece.size for piece in pieces])
         self._pending -= size
         self._producer._pending -= size
         self._queue.pending -= size
-        _settle(pieces, outcome)
+        _settle(pieces, outcome, start)
 
     def _expire(self) -> None:
         """Fail what waited behind others until its deadline."""
@@ -286,9 +301,16 @@ class _Lane:
         pieces, self._waiting = self._waiting[:taken], self._waiting[taken:]
         return pieces
 
-    async def _append(self, pieces: list[_Piece]) -> Appended:
+    async def _append(self, batch: "_Batch") -> Appended:
+        """Send it; pieces whose time is over while others are tried again are answered and taken out of it at once."""
+        pieces = tuple(batch.pieces)
         records = pieces[0].records if len(pieces) == 1 else [record for piece in pieces for record in piece.records]
         size = sum([piece.size for piece in pieces])
+
+        def settled(count: int, appended: Appended) -> None:
+            start = batch.start
+            self._settle(batch.take_first(count), appended, start)
+
         appended = await append_with_retry(
             self._producer._driver,
             self._queue.topic,
@@ -297,6 +319,7 @@ class _Lane:
             self._producer._policy,
             size=size,
             deadlines=lambda: [piece.call.deadline for piece in pieces for _ in piece.records],
+            settled=settled,
         )
         self._seconds_per_byte = appended.seconds_per_byte
         for _, error in appended.failed:
@@ -306,16 +329,16 @@ class _Lane:
         return appended
 
 
-def _settle(pieces: list[_Piece], outcome: Appended | Exception) -> None:
-    """Give each call its share: index ranges of the batch map back to the pieces in order."""
+def _settle(pieces: list[_Piece], outcome: Appended | Exception, start: int) -> None:
+    """Give each call its share: index ranges of the batch map back to the pieces in order, the first begins at `start`."""
     total = sum(len(piece.records) for piece in pieces)
-    start = 0
+    begin = outcome.first - start if isinstance(outcome, Appended) else 0
     for piece in pieces:
         count = len(piece.records)
         if isinstance(outcome, Exception):
             result = PartResult(piece.partition, count, -1, -1, tuple((index, outcome) for index in range(count)))
         elif not outcome.failed and outcome.last - outcome.first + 1 == total:
-            first = outcome.first + start
+            first = begin + start
             result = PartResult(piece.partition, count, first, first + count - 1)
         else:
             failed = tuple((i - start, error) for i, error in outcome.failed if start <= i < start + count)

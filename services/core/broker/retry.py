@@ -47,12 +47,14 @@ async def append_with_retry(
     *,
     size: int,
     deadlines: Callable[[], Sequence[float]],
+    settled: Callable[[int, Appended], None] = lambda _count, _appended: None,
 ) -> Appended:
     """Append all records, in order, cut to what one append takes; failed ones stand in the answer, nothing is raised for them.
 
     A record of which one attempt ended in OutcomeUnknown is stored by a later attempt, or its error is OutcomeUnknown.
     `size` is the records' `estimate_size`. `deadlines`: until when (monotonic seconds) each record may be tried; asked for
-    only when something failed or was cut. The first attempt is made whatever it says. Errors that are not BrokerErrors
+    only when something failed or was cut. The first attempt is made whatever it says. `settled`: told before each further
+    attempt how many of the first records it leaves out for good, and what became of them. Errors that are not BrokerErrors
     (bugs) are raised.
     """
     outcome = _Outcome()
@@ -62,7 +64,7 @@ async def append_with_retry(
             untried = Unavailable("not tried: what stands before it was not stored in time")
             outcome.failed.extend((start + index, untried) for index in range(len(chunk)))
             continue
-        await _append_chunk(driver, topic, partition, start, chunk, policy, deadlines, outcome)
+        await _append_chunk(driver, topic, partition, start, chunk, policy, deadlines, settled, outcome)
     return outcome.appended()
 
 
@@ -74,6 +76,7 @@ async def _append_chunk(
     chunk: Sequence[Record],
     policy: RetryPolicy,
     deadlines: Callable[[], Sequence[float]],
+    settled: Callable[[int, Appended], None],
     outcome: "_Outcome",
 ) -> None:
     """One append and the repeats of what failed of it. Indexes in `outcome` count from the call's first record."""
@@ -106,6 +109,7 @@ async def _append_chunk(
             return
         BROKER_RETRIES.labels(topic, partition, type(failed[0][1]).__name__).inc()
         pending, chunk = [pending[index] for index in again], [chunk[index] for index in again]
+        settled(pending[0], outcome.appended())
         await asyncio.sleep(wait)
 
 

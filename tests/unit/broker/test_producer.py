@@ -14,6 +14,7 @@ from services.core.broker.contract import MAX_APPEND_BYTES, Appended
 from services.core.broker.producer import Producer, SendResult
 from services.core.broker.record import Record, estimate_size
 from services.core.broker.retry import RetryPolicy, append_with_retry
+from tests.support.virtual_loop import run_virtually
 
 QUICK = RetryPolicy(deadline=2.0, append_timeout=1.0, base_wait=0.0001, max_wait=0.001)
 Fault = Callable[[Sequence[Record]], Sequence[tuple[int, Exception]]]
@@ -322,6 +323,41 @@ async def test_each_record_is_tried_until_its_own_deadline() -> None:
     )
     assert [(index, type(error)) for index, error in answer.failed] == [(0, errors.Unavailable)]
     assert driver.stored[0] == records[1:]
+
+
+def test_nobody_waits_for_others_of_its_batch_beyond_its_own_deadline() -> None:
+    """If it fails, a request is answered after up to twice its time because one that came later shared its batch."""
+
+    def fault(_records: Sequence[Record]) -> Sequence[tuple[int, Exception]]:
+        raise errors.Unavailable("leader away")
+
+    async def run() -> None:
+        loop, policy = asyncio.get_running_loop(), RetryPolicy()
+        driver = FaultyDriver(fault)
+        driver.gate.clear()
+        ended: list[float] = []
+        async with Producer(driver, policy=policy) as producer, asyncio.TaskGroup() as group:
+
+            async def send() -> None:
+                began = loop.time()
+                answer = await producer.send_to("t", {0: make_records(2)})
+                ended.append(loop.time() - began)
+                assert [(index, type(error)) for index, error in answer.parts[0].failed] == [
+                    (0, errors.Unavailable),
+                    (1, errors.Unavailable),
+                ]
+
+            group.create_task(send())
+            await asyncio.sleep(0.1)
+            group.create_task(send())
+            await asyncio.sleep(policy.deadline - 0.5)
+            group.create_task(send())
+            driver.gate.set()
+        assert 4 in driver.appends, "the last two did not share a batch"
+        assert max(ended) <= policy.deadline + 0.001
+        assert producer.pending_bytes == 0
+
+    run_virtually(run(), seed=1)
 
 
 async def test_cancelled_caller_disturbs_no_other() -> None:
