@@ -53,7 +53,10 @@ def load_keys(path: Path) -> list[ApiKey]:
         raise BadConfiguration([problem]) from error
     if mode & (stat.S_IROTH | stat.S_IWOTH):
         raise BadConfiguration([Problem(str(path), "", f"others can read or write it. Try: chmod 600 {path}")])
-    return validate_document(load_yaml(path), KeyFile).keys
+    document = load_yaml(path)
+    if document.data is None:  # it is being written, or was cut off: not that every key was revoked
+        raise BadConfiguration([Problem(str(path), "", "is empty. Try: keys: []")])
+    return validate_document(document, KeyFile).keys
 
 
 def add_key(path: Path, entry: ApiKey) -> None:

@@ -24,6 +24,13 @@ INGEST_KEYS_FAILURES = Counter(
     "penstock_ingest_keys_load_failures", "Times that the keys file could not be used; the log says why."
 )
 INGEST_PENDING = Gauge("penstock_ingest_pending_bytes", "Bytes waiting for the broker.")
+INGEST_HELD = Gauge(
+    "penstock_ingest_held_bytes",
+    "Bytes of requests and unread answers that are held; over max_in_flight requests get 503.",
+)
+INGEST_CUT_OFF = Counter(
+    "penstock_ingest_connections_cut_off", "Connections ended for what their client did, by reason.", ["reason"]
+)
 INGEST_IN_FLIGHT = Gauge("penstock_ingest_in_flight_requests", "Requests being read or answered.")
 
 BROKER_RETRIES = Counter(

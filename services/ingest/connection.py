@@ -2,8 +2,10 @@
 
 Why not aiohttp's own server: docs/adr/0004-ingest-hot-path.md. What must hold here:
 
-- Requests of one connection are handled one by one, in order; what is pipelined behind waits in a short queue, then in the
-  kernel. A task exists only while there is a request to handle: an idle connection costs a socket and this object.
+- Requests of one connection are handled one by one, in order. What comes behind the one under way is kept as bytes, one read of
+  the socket at most, and parsed when the answer was taken; the rest stays in the kernel. A task exists only while there is a
+  request to handle: an idle connection costs a socket and this object.
+- Every byte counts against the server's bound from its arrival until the answer was taken, and so does an answer that waits.
 - Each phase has a deadline, checked by the server's sweep: nothing waits for a client for ever.
 - A request whose framing is unclear is answered 400 and ends the connection: what follows it cannot be trusted.
 - Where we end a connection while the client still sends, we first stop writing and read on a little, or the client's
@@ -12,7 +14,6 @@ Why not aiohttp's own server: docs/adr/0004-ingest-hot-path.md. What must hold h
 
 import asyncio
 import enum
-from collections import deque
 from typing import TYPE_CHECKING
 
 import structlog
@@ -20,9 +21,10 @@ from aiohttp.base_protocol import BaseProtocol
 from aiohttp.http import HttpProcessingError, HttpVersion11, RawRequestMessage
 from aiohttp.streams import EMPTY_PAYLOAD, StreamReader
 
+from services.core import metrics
 from services.ingest import problems
 from services.ingest.http_answer import Answer, refuse
-from services.ingest.http_framing import MAX_HEAD_BYTES, MAX_PIPELINED, Incoming, check_heads, explain, make_parser
+from services.ingest.http_framing import MAX_HEAD_BYTES, Incoming, check_head_size, explain, make_parser, switches
 from services.ingest.problems import Refused
 
 if TYPE_CHECKING:
@@ -33,6 +35,8 @@ log = structlog.get_logger()
 LINGER_S = 3.0
 LINGER_BYTES = 16_000_000
 ANSWER_S = 30.0
+UNSENT_BYTES = 1 << 15
+"""An answer of which the kernel takes less must be taken by the client before the next request is parsed."""
 FOREVER = float("inf")
 
 
@@ -60,34 +64,40 @@ class ClientGone(Exception):
 class Connection(BaseProtocol):
     """The protocol object that the event loop talks to.
 
-    phase, deadline (loop time): see Phase. payload: the body of the request under way. reserved: bytes that it holds of the
-    server's bound on bytes in flight.
+    phase, deadline (loop time): see Phase. payload: the body of the request under way. held: bytes that it counts against the
+    server's bound.
     """
 
     __slots__ = (
+        "_ahead",
+        "_arrived",
         "_broken",
+        "_eof",
         "_head_bytes",
         "_last",
         "_lingered",
-        "_newest",
-        "_queue",
+        "_tail",
         "_task",
+        "_unpacked",
+        "_unsent",
         "deadline",
+        "held",
         "payload",
         "phase",
-        "reserved",
         "server",
     )
 
     def __init__(self, server: "HttpServer", loop: asyncio.AbstractEventLoop) -> None:
         super().__init__(loop)
         self._parser = make_parser(self, loop)
-        self._queue: deque[Incoming] = deque()
-        self._newest: StreamReader = EMPTY_PAYLOAD
         self._task: asyncio.Task[None] | None = None
-        self._broken: Answer | None = None
-        self._last = False
-        self._head_bytes = self._lingered = self.reserved = 0
+        self._broken = self._last = self._eof = False
+        self._head_bytes = self._lingered = self.held = 0
+        self._ahead = b""
+        """Arrived behind the request under way, and not parsed."""
+        self._arrived = self._tail = 0
+        """Bytes of the request under way and of what the parser keeps behind it; of the latter alone at most."""
+        self._unpacked = self._unsent = 0
         self.server = server
         self.payload: StreamReader = EMPTY_PAYLOAD
         self.phase = Phase.IDLE
@@ -97,6 +107,8 @@ class Connection(BaseProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
+        if self.transport is not None:
+            self.transport.set_write_buffer_limits(high=UNSENT_BYTES)
         self.deadline = self._loop.time() + self.server.timeouts.head
         refusal = self.server.add(self)
         if refusal is not None:
@@ -106,39 +118,38 @@ class Connection(BaseProtocol):
         super().connection_lost(exc)
         self._fail_body(ClientGone())
         self._parser = None
-        self._queue.clear()
+        self._ahead = b""
+        self._unsent = 0
         if self._task is None:
+            self._let_go()
             self.server.remove(self)
 
     def eof_received(self) -> bool:
-        """The client sends no more. It may still wait for an answer to what it sent in full."""
+        """The client sends no more. It may still wait for answers to what it sent in full."""
         self._fail_body(Refused(problems.INCOMPLETE_BODY, "The connection ended before the body did."))
-        self._last = True
+        self._eof = True
         return self._task is not None and self.phase is not Phase.LINGER
 
     def data_received(self, data: bytes) -> None:
         if self._parser is None:
             return
-        if self.phase is Phase.LINGER or self._broken is not None:
+        if self.phase is Phase.LINGER or self._broken:
             self._discard(data)
             return
+        if self._task is not None and self.payload.is_eof():
+            self._keep(data)
+            return
+        if data and not self._admit(len(data)):  # without any, the parser goes on with what it has
+            self._break(self.server.overloaded())
+            return
         try:
-            requests, upgraded, _ = self._parser.feed_data(data)
-            if self._head_bytes + len(data) > MAX_HEAD_BYTES:
-                check_heads(requests)
+            message = self._parse(data)
         except HttpProcessingError as error:
             self._break(explain(error))
             return
-        if requests:
-            self._head_bytes = 0
-            self._last = self._last or upgraded
-            self._newest = requests[-1][1]
-            self._queue.extend(requests)
-            if self._task is None:
-                self._task = self._loop.create_task(self._serve())
-                self.server.active += 1
-            if len(self._queue) >= MAX_PIPELINED and not self._buffer_paused:
-                self._pause_reading_for_buffer()
+        if message is not None:
+            self._task = self._loop.create_task(self._serve(message))
+            self.server.active += 1
         elif data and self._task is None:
             self._await_head(len(data))
 
@@ -147,11 +158,17 @@ class Connection(BaseProtocol):
         if self._reading_paused:
             super().resume_reading(resume_parser)
 
-    # What the server calls.
+    # What the server and the handler of a request call.
 
     def wait(self, phase: Phase, seconds: float) -> None:
         """Enter a phase that may last so long."""
         self.phase, self.deadline = phase, self._loop.time() + seconds
+
+    def hold_unpacked(self, size: int) -> None:
+        """The body has become so many bytes more, until its answer. Raises Refused when that is too much for this process."""
+        self._unpacked += size
+        self._count()
+        self.server.check_room()
 
     def expire(self) -> None:
         """The deadline passed."""
@@ -160,11 +177,21 @@ class Connection(BaseProtocol):
         elif self.phase is Phase.BODY:
             self.deadline = FOREVER
             self._fail_body(Refused(problems.TOO_SLOW, "The body did not arrive in time."))
+        elif self.phase is Phase.ANSWERING:
+            self.cut_off()
         else:
             self.abort()
 
+    def cut_off(self) -> None:
+        """Ends a connection whose client does not take its answers. What it held is free at once."""
+        metrics.INGEST_CUT_OFF.labels("answers_not_taken").inc()
+        self.abort()
+        self.phase = Phase.LINGER
+        self._unsent = 0
+        self._let_go()
+
     def drain(self) -> None:
-        """No new requests: ends now, or after the answers under way."""
+        """No new requests: ends now, or after the answer under way."""
         self._last = True
         if self._task is None and self.phase is not Phase.LINGER and self.transport is not None:
             self.transport.close()
@@ -178,6 +205,64 @@ class Connection(BaseProtocol):
 
     # Our own.
 
+    def _parse(self, data: bytes) -> Incoming | None:
+        """The next request, if its head is whole; at most one, for the parser stops behind each. Raises HttpProcessingError."""
+        requests, _, _ = self._parser.feed_data(data) if self._parser is not None else ((), False, b"")
+        if not requests:
+            return None
+        (request,) = requests
+        if self._head_bytes + self._tail > MAX_HEAD_BYTES:
+            check_head_size(request[0])
+        self._head_bytes = 0
+        self.payload = request[1]
+        return request
+
+    def _admit(self, size: int) -> bool:
+        """Count bytes that came for the request under way or the next one; False when they are too many even to be refused."""
+        self._arrived += size
+        self._tail = size
+        self.held += size
+        return self.server.hold(size) or self.server.make_room() or not self.server.is_flooded
+
+    def _keep(self, data: bytes) -> None:
+        """What comes behind the request under way; no more is read until its answer was taken."""
+        self._ahead += data
+        self._count()
+        if not self._buffer_paused:
+            self._pause_reading_for_buffer()
+        if not self.server.make_room():  # the client has its answer to come, and then 503
+            self._ahead, self._broken = b"", True
+            self._count()
+
+    def _next(self) -> Incoming | None:
+        """The request behind the one that was answered, from what was read already. Raises HttpProcessingError."""
+        if self._broken:
+            return None
+        data, self._ahead = self._ahead, b""
+        self._tail += len(data)
+        message = self._parse(data)
+        self._unpacked = 0
+        if message is None:
+            self._arrived = self._tail = 0  # all of it was parsed; what is left is a part of a head
+            self.server.hold(-self.held)
+            self.held = 0
+        else:
+            self._arrived = self._tail
+            self._count()
+        if self._buffer_paused and (message is None or not message[1].is_eof()):
+            self._resume_reading_for_buffer()
+        return message
+
+    def _count(self) -> None:
+        held = self._arrived + len(self._ahead) + self._unpacked + self._unsent
+        self.server.hold(held - self.held)
+        self.held = held
+
+    def _let_go(self) -> None:
+        self._arrived = self._tail = self._unpacked = 0
+        self._ahead = b""
+        self._count()
+
     def _await_head(self, size: int) -> None:
         if self.phase is not Phase.HEAD:
             self.wait(Phase.HEAD, self.server.timeouts.head)
@@ -187,24 +272,28 @@ class Connection(BaseProtocol):
 
     def _fail_body(self, error: Exception) -> None:
         """The body that is still arriving never will; whoever reads it gets the error."""
-        if not self._newest.is_eof():
-            self._newest.set_exception(error)
+        if not self.payload.is_eof():
+            self.payload.set_exception(error)
 
     def _break(self, refused: Refused) -> None:
-        """What came is not HTTP. Complete requests before it still get their answers; then this is the last one."""
+        """What came is not HTTP, or too much: a body under way never ends."""
+        self._broken = True
         if self._task is None:
             self._finish(refuse(refused))
-            return
-        self._broken = refuse(refused)
-        self._fail_body(refused)
+        else:
+            self._fail_body(refused)
 
-    async def _serve(self) -> None:
-        """Handle what is queued. Owned by this connection; ends when the queue is empty or the connection ends."""
+    async def _serve(self, incoming: Incoming | None) -> None:
+        """Handle requests while they are there. Owned by this connection; ends when none is, or the connection ends."""
         try:
-            while self._queue and self.phase is not Phase.LINGER:
-                await self._serve_one(*self._queue.popleft())
-            if self._broken is not None and self.phase is not Phase.LINGER:
-                self._finish(self._broken)
+            while incoming is not None:
+                await self._serve_one(*incoming)
+                if self.phase is Phase.LINGER:
+                    return
+                incoming = self._next()
+            self._end_if_told()
+        except HttpProcessingError as error:
+            self._break_off(explain(error))
         except (ClientGone, ConnectionError):
             pass  # nobody is left to answer
         except Exception as error:
@@ -213,51 +302,59 @@ class Connection(BaseProtocol):
                 self.transport.abort()
         finally:
             self._task = None
-            self._release()
             self.server.active -= 1
             if self.transport is None:
+                self._let_go()
                 self.server.remove(self)
             elif self.phase is not Phase.LINGER:
                 self.wait(Phase.IDLE, self.server.timeouts.idle)
 
     async def _serve_one(self, message: RawRequestMessage, payload: StreamReader) -> None:
-        self.phase, self.deadline, self.payload = Phase.HANDLING, FOREVER, payload
-        if self._parser is not None:
-            self._parser.message_consumed()
-        if self._buffer_paused:
-            self._refill()
+        self.phase, self.deadline = Phase.HANDLING, FOREVER
         answer = await self.server.respond(message, self)
-        self._release()
-        ends = answer.close or message.should_close or message.version is not HttpVersion11
-        if ends or not payload.is_eof() or (self._last and not self._queue):
+        ends = answer.close or message.should_close or message.version is not HttpVersion11 or switches(message)
+        if ends or self._last or not payload.is_eof():
             self._finish(answer, head_only=message.method == "HEAD")
             return
         if self.transport is None:
             raise ClientGone
         self.transport.write(answer.render(close=False, date=self.server.date, head_only=message.method == "HEAD"))
         if self._paused:
-            self.wait(Phase.ANSWERING, ANSWER_S)
-            await self._drain_helper()
+            await self._until_taken(self.transport)
 
-    def _release(self) -> None:
-        self.server.release(self.reserved)
-        self.reserved = 0
+    async def _until_taken(self, transport: asyncio.Transport) -> None:
+        """Until the client has taken most of its answers. Nothing is read meanwhile."""
+        self._arrived, self._unpacked, self._unsent = self._tail, 0, transport.get_write_buffer_size()
+        self._count()
+        if not self._buffer_paused:
+            self._pause_reading_for_buffer()
+        self.wait(Phase.ANSWERING, ANSWER_S)
+        self.server.make_room()
+        await self._drain_helper()
+        self._unsent = 0
 
-    def _refill(self) -> None:
-        """Parse what was held back, and read on when there is room."""
-        self.data_received(b"")
-        if len(self._queue) < MAX_PIPELINED:
-            self._resume_reading_for_buffer()
+    def _end_if_told(self) -> None:
+        """Nothing is left to answer: whether the connection ends now."""
+        if self._broken:
+            self._break_off(self.server.overloaded())
+        elif (self._eof or self._last) and self.transport is not None:
+            self.transport.close()
+
+    def _break_off(self, refused: Refused) -> None:
+        """What came behind the last request is not answered otherwise."""
+        self._broken = True
+        self._finish(refuse(refused))
 
     def _finish(self, answer: Answer, *, head_only: bool = False) -> None:
         """The last answer of this connection."""
         transport = self.transport
         if transport is None:
             return
-        self._queue.clear()
         transport.write(answer.render(close=True, date=self.server.date, head_only=head_only))
         self.wait(Phase.LINGER, LINGER_S)
-        has_all = self._task is not None and self._newest.is_eof() and self._broken is None
+        self._unsent = transport.get_write_buffer_size()
+        self._let_go()
+        has_all = self._task is not None and self.payload.is_eof() and not self._broken
         if has_all or not transport.can_write_eof():
             transport.close()
             return

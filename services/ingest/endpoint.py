@@ -23,7 +23,7 @@ from services.ingest.intake import Intake, Prepared
 from services.ingest.items import Limits
 from services.ingest.outcomes import RETRY_AFTER_S, answer, find_failures
 from services.ingest.problems import Refused
-from services.ingest.request_body import read_body, reserve
+from services.ingest.request_body import read_body
 
 _STREAM_PATH = re.compile(r"/v1/streams/[^/]+/events")
 _POINTER = orjson.dumps({"service": "penstock ingest", "openapi": "/openapi.json"})
@@ -125,7 +125,7 @@ class Endpoint:
         """On a thread: the codecs release the interpreter, and 5 MB take them 10 ms."""
         loop = asyncio.get_running_loop()
         unpacked = await loop.run_in_executor(self._executor, unpack, body, encoding, self._limits.body_bytes)
-        reserve(connection, len(unpacked))
+        connection.hold_unpacked(len(unpacked))
         return unpacked
 
     def _look_up(self, message: RawRequestMessage) -> Intake | Answer:

@@ -5,7 +5,6 @@ number; two Hosts, and none in HTTP/1.1; bare CR or LF, spaces before colons, ob
 """
 
 import asyncio
-from collections.abc import Sequence
 
 from aiohttp import hdrs
 from aiohttp.base_protocol import BaseProtocol
@@ -19,7 +18,6 @@ from services.ingest.problems import Refused
 MAX_LINE_BYTES = 8190
 MAX_HEADERS = 64
 MAX_HEAD_BYTES = 32_768
-MAX_PIPELINED = 8
 READ_BUFFER_BYTES = 1 << 18
 
 Incoming = tuple[RawRequestMessage, StreamReader]
@@ -31,7 +29,7 @@ class HeadTooLarge(HttpProcessingError):
 
 
 def make_parser(protocol: BaseProtocol, loop: asyncio.AbstractEventLoop) -> HttpRequestParser:
-    """A parser for one connection. It never decompresses: aiohttp answers 200 to half a gzip body."""
+    """A parser that stops behind each request. It never decompresses: aiohttp answers 200 to half a gzip body."""
     return HttpRequestParser(
         protocol,
         loop,
@@ -40,16 +38,22 @@ def make_parser(protocol: BaseProtocol, loop: asyncio.AbstractEventLoop) -> Http
         max_headers=MAX_HEADERS,
         max_field_size=MAX_LINE_BYTES,
         auto_decompress=False,
-        max_msg_queue_size=MAX_PIPELINED,
+        max_msg_queue_size=1,
     )
 
 
-def check_heads(requests: Sequence[Incoming]) -> None:
+def check_head_size(message: RawRequestMessage) -> None:
     """Raises HeadTooLarge. Called only when so much came at once that a head may be too large."""
-    for message, _ in requests:
-        size = len(message.path) + sum(len(name) + len(value) + 4 for name, value in message.raw_headers)
-        if size > MAX_HEAD_BYTES:
-            raise HeadTooLarge
+    size = len(message.path) + sum(len(name) + len(value) + 4 for name, value in message.raw_headers)
+    if size > MAX_HEAD_BYTES:
+        raise HeadTooLarge
+
+
+def switches(message: RawRequestMessage) -> bool:
+    """Whether what follows a request may be another protocol, which the parser does not read on. We never switch."""
+    if not message.upgrade:
+        return False
+    return message.method == "CONNECT" or message.headers.get(hdrs.UPGRADE, "").lower() in ("websocket", "tcp")
 
 
 def check_head(message: RawRequestMessage) -> None:

@@ -11,7 +11,7 @@ from aiohttp.http import RawRequestMessage
 
 from services.core import metrics
 from services.ingest import problems
-from services.ingest.connection import ClientGone, Connection
+from services.ingest.connection import ClientGone, Connection, Phase
 from services.ingest.http_answer import Answer, http_date, refuse
 from services.ingest.http_framing import check_head
 from services.ingest.problems import SEND_AGAIN, Refused
@@ -21,6 +21,7 @@ log = structlog.get_logger()
 SWEEP_S = 0.5
 BACKLOG = 1024
 RETRY_AFTER_S = 1.0
+FLOOD = 1.25
 
 Handler = Callable[[RawRequestMessage, Connection], Awaitable[Answer]]
 """Answers one request. May raise Refused."""
@@ -36,7 +37,7 @@ class Timeouts:
 
 
 class HttpServer:
-    """All connections of this process. `max_in_flight`: bytes of request bodies held at once."""
+    """All connections of this process. `max_in_flight`: bytes held at once, from arrival until the answer was taken."""
 
     def __init__(self, handle: Handler, *, timeouts: Timeouts, max_connections: int, max_in_flight: int) -> None:
         self._handle = handle
@@ -89,6 +90,7 @@ class HttpServer:
             now = loop.time()
             for connection in [one for one in self._connections if one.deadline < now]:
                 connection.expire()
+            metrics.INGEST_HELD.set(self._in_flight)
             await asyncio.sleep(SWEEP_S)
 
     async def respond(self, message: RawRequestMessage, connection: Connection) -> Answer:
@@ -123,12 +125,32 @@ class HttpServer:
         if self._draining and not self._connections:
             self._empty.set()
 
-    def reserve(self, size: int) -> None:
-        """Count bytes as held. Raises Refused when they are too many; they count until `release` all the same."""
-        self._in_flight += size
-        if self._in_flight > self._max_in_flight:
-            raise Refused(problems.OVERLOADED, "Too many bytes are under way.", retry_after=RETRY_AFTER_S)
+    @property
+    def is_flooded(self) -> bool:
+        """Whether what comes is dropped unread. Below that it is parsed, and refused on a connection that stays."""
+        return self._in_flight > FLOOD * self._max_in_flight
 
-    def release(self, size: int) -> None:
-        """Undo `reserve`."""
-        self._in_flight -= size
+    def hold(self, size: int) -> bool:
+        """Count bytes as held from now on, or, when negative, no longer; whether there is room for all that are held."""
+        self._in_flight += size
+        return self._in_flight <= self._max_in_flight
+
+    def make_room(self) -> bool:
+        """Whether no more is held than may be, once those who do not take their answers were cut off, the largest first."""
+        if self._in_flight <= self._max_in_flight:
+            return True
+        unread = [one for one in self._connections if one.phase is Phase.ANSWERING]
+        for connection in sorted(unread, key=lambda one: one.held, reverse=True):
+            connection.cut_off()
+            if self._in_flight <= self._max_in_flight:
+                return True
+        return False
+
+    def check_room(self) -> None:
+        """Raises Refused when more bytes are held than may be."""
+        if not self.make_room():
+            raise self.overloaded()
+
+    def overloaded(self) -> Refused:
+        """What a client is told while more bytes are held than may be."""
+        return Refused(problems.OVERLOADED, "Too many bytes are under way.", retry_after=RETRY_AFTER_S)

@@ -1,4 +1,4 @@
-"""Reading a request's body: bounded in size and time, counted against what this process may hold at once."""
+"""Reading a request's body: bounded in size and time. Its connection counts it against what this process may hold at once."""
 
 from aiohttp.http import RawRequestMessage
 
@@ -9,7 +9,7 @@ from services.ingest.problems import Refused
 
 
 async def read_body(connection: Connection, message: RawRequestMessage, limit: int) -> bytes:
-    """The body of the request under way, at most `limit` bytes. What it holds is released with the answer.
+    """The body of the request under way, at most `limit` bytes.
 
     Raises Refused: too large, too slow, incomplete, or too much under way in this process. Raises ClientGone.
     """
@@ -18,27 +18,20 @@ async def read_body(connection: Connection, message: RawRequestMessage, limit: i
         body: bytes = payload.read_nowait()
         if len(body) > limit:
             raise _too_large(limit)
-        reserve(connection, len(body))
+        connection.server.check_room()
         return body
-    declared = int(message.headers.get("Content-Length", "0"))
-    if declared > limit:
+    if int(message.headers.get("Content-Length", "0")) > limit:
         raise _too_large(limit)
-    reserve(connection, declared)
+    connection.server.check_room()
     _expect(connection, message)
     connection.wait(Phase.BODY, connection.server.timeouts.body)
     try:
-        return await _read_chunks(connection, limit, declared)
+        return await _read_chunks(connection, limit)
     finally:
         connection.phase, connection.deadline = Phase.HANDLING, FOREVER
 
 
-def reserve(connection: Connection, size: int) -> None:
-    """Hold this many bytes more. Raises Refused when the process holds too many."""
-    connection.reserved += size
-    connection.server.reserve(size)
-
-
-async def _read_chunks(connection: Connection, limit: int, reserved: int) -> bytes:
+async def _read_chunks(connection: Connection, limit: int) -> bytes:
     chunks: list[bytes] = []
     size = 0
     while chunk := await connection.payload.readany():
@@ -46,9 +39,7 @@ async def _read_chunks(connection: Connection, limit: int, reserved: int) -> byt
         size += len(chunk)
         if size > limit:
             raise _too_large(limit)
-        if size > reserved:
-            reserve(connection, size - reserved)
-            reserved = size
+        connection.server.check_room()
     return b"".join(chunks)
 
 

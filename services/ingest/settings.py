@@ -28,7 +28,8 @@ class IngestSettings(Settings):
     max_events: int = Field(10_000, ge=1, le=MAX_IDS, description="Events in one request at most.")
     max_connections: int = Field(1000, ge=1, description="Open connections at most; more are answered 503.")
     max_in_flight: Size = Field(
-        64_000_000, description="Bytes of all requests under way at most; more are answered 503."
+        40_000_000,
+        description="Bytes at most of all requests, from arrival until their answer was taken; more are answered 503.",
     )
     head_timeout: Duration = Field(10.0, description="For a request's line and headers to arrive, e.g. 10s.")
     body_timeout: Duration = Field(30.0, description="For a request's body to arrive, e.g. 30s.")

@@ -1,4 +1,7 @@
-"""Limits of the machine: a full disk, ten times the load, no file descriptors left: rows 4 and 20 of the fault matrix."""
+"""Limits of the machine: a full disk, ten times the load, no file descriptors left, clients that do not read.
+
+Rows 4, 20 and 26 of the fault matrix.
+"""
 
 import asyncio
 import os
@@ -17,12 +20,15 @@ from services.core.keys import make_key
 from tests.faults.conftest import Report
 from tests.faults.fleet import wait_until
 from tests.faults.trial import open_trial
+from tests.faults.unread import Flood, make_wire
 from tests.support.oracle import Fate
 
 DISK = 16 << 20
 """Bytes. The small disk."""
 SPARE = 256 << 10
 """Bytes that are left on it when it is filled."""
+UNREAD = 950
+"""Clients that do not read: as many as one ingest takes, and room for the trial's own."""
 SMALL_SEGMENTS = {"log.index.size.max.bytes": "4096", "offsets.topic.num.partitions": "1"}
 """So that an empty Kafka fits on the small disk."""
 
@@ -134,6 +140,25 @@ async def test_few_file_descriptors(url: str, tmp_path: Path, report: Report) ->
         assert held <= used + 8 < limits[0]
         assert ingest.starts == 1
         trial.evidence["held"] = held - used
+        report(await trial.judge())
+
+
+@pytest.mark.timeout(300)
+async def test_pipelines_that_nobody_reads(log_url: str, tmp_path: Path, report: Report) -> None:
+    """If it fails, a thousand clients that send and do not read take the memory of all, or those who read get no answer."""
+    async with open_trial("26 pipelines that nobody reads", log_url, tmp_path) as trial:
+        ingest = await trial.start_ingest()
+        await trial.start_expel()
+        flood = Flood(int(trial.listen.rpartition(":")[2]), UNREAD, make_wire(trial.stream))
+        async with trial.load():
+            await asyncio.sleep(1)
+            async with flood.run():
+                await flood.until_still()
+                assert flood.sent > UNREAD * 100_000, "the clients were never in the way"
+                await trial.recover(time.monotonic())
+        await trial.settle()
+        assert ingest.starts == 1
+        trial.evidence["ended"] = flood.ended
         report(await trial.judge())
 
 

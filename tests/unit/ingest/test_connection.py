@@ -2,7 +2,7 @@
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 import aiohttp.http
@@ -18,6 +18,8 @@ from services.ingest.request_body import read_body
 from tests.support.raw_http import Client, make_request
 
 LIMIT = 1_000_000
+LARGEST_READ = 1 << 18
+"""What an event loop reads at once."""
 HEAD = b"POST / HTTP/1.1\r\nHost: h\r\n"
 
 
@@ -28,8 +30,10 @@ class Echo:
         self.gate = asyncio.Event()
         self.gate.set()
         self.seen: list[bytes] = []
+        self.peers: list[Connection] = []
 
     async def handle(self, message: RawRequestMessage, peer: Connection) -> Answer:
+        self.peers.append(peer)
         body = await read_body(peer, message, LIMIT)
         self.seen.append(body)
         if message.path == "/fault":
@@ -258,6 +262,103 @@ async def test_a_client_that_does_not_read_is_cut_off(echo: Echo, monkeypatch: p
     assert len(echo.seen) < 100
 
 
+@asynccontextmanager
+async def deaf_client(port: int) -> AsyncIterator[socket.socket]:
+    """A connection that takes next to no answers."""
+    with socket.socket() as client:
+        client.setblocking(False)
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        await asyncio.get_running_loop().sock_connect(client, ("127.0.0.1", port))
+        yield client
+
+
+async def _until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(30):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+async def test_nothing_is_read_behind_an_answer_that_is_not_taken(echo: Echo) -> None:
+    """Broken: a connection whose client reads nothing holds megabytes: everything it pipelines, parsed and waiting."""
+    async with serving(echo) as port, deaf_client(port) as client:
+        loop = asyncio.get_running_loop()
+        sending = asyncio.create_task(_pipeline(loop, client))
+        await _until(lambda: bool(echo.peers) and echo.peers[0].phase is connection.Phase.ANSWERING)
+        (peer,) = set(echo.peers)
+        seen, held = len(echo.seen), peer.held
+        assert peer.transport is not None
+        assert not peer.transport.is_reading()
+        unsent = peer.transport.get_write_buffer_size()
+        assert unsent <= held <= unsent + 2 * LARGEST_READ
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert (len(echo.seen), peer.held) == (seen, held)
+        sending.cancel()
+
+
+async def test_what_is_pipelined_counts_from_its_arrival(echo: Echo) -> None:
+    """Broken: bodies that wait behind a request count nowhere, and a thousand connections of them fill the memory."""
+    async with serving(echo, in_flight=3000) as port, Client(port) as first, Client(port) as second:
+        echo.gate.clear()
+        await first.send(make_request("/", b"x" * 1000))
+        await _until(lambda: bool(echo.seen))
+        await first.send(make_request("/", b"y" * 1000))
+        await _until(lambda: echo.peers[0].held > 2000)
+        reply = await second.request(make_request("/", b"z" * 1000))
+        assert (reply.status, reply.problem) == (503, "overloaded")
+        echo.gate.set()
+        assert [(await first.reply()).body for _ in range(2)] == [b"x" * 1000, b"y" * 1000]
+        assert (await first.request(make_request("/", b"z" * 1000))).status == 200
+        assert echo.peers[0].held == 0
+
+
+async def test_those_who_do_not_read_go_first_when_memory_is_short(echo: Echo) -> None:
+    """Broken: a few clients that take no answers hold all that this process may hold, and everybody else gets 503."""
+    async with serving(echo, in_flight=1_500_000) as port, deaf_client(port) as client, Client(port) as other:
+        loop = asyncio.get_running_loop()
+        sending = asyncio.create_task(_pipeline(loop, client))
+        await _until(lambda: bool(echo.peers) and echo.peers[0].phase is connection.Phase.ANSWERING)
+        echo.peers[0].hold_unpacked(1_400_000 - echo.peers[0].held)
+        assert (await other.request(make_request("/", b"x" * 200_000))).body == b"x" * 200_000
+        with pytest.raises(OSError):
+            await asyncio.wait_for(sending, 30)
+
+
+async def test_a_pipeline_longer_than_the_memory_that_it_may_use_is_refused_and_ended(echo: Echo) -> None:
+    """Broken: what was read ahead is dropped without a word, or the client takes an answer for another request's."""
+    async with serving(echo, in_flight=3000) as port, Client(port) as client:
+        echo.gate.clear()
+        await client.send(make_request("/", b"x" * 1000))
+        await _until(lambda: bool(echo.seen))
+        await client.send(make_request("/", b"y" * 5000))
+        await _until(lambda: echo.peers[0].held < 2000 and not echo.peers[0]._ahead)
+        echo.gate.set()
+        assert (await client.reply()).body == b"x" * 1000
+        reply = await client.reply()
+        assert (reply.status, reply.problem, reply.closed) == (503, "overloaded", True)
+        assert await client.is_over()
+    assert echo.seen == [b"x" * 1000]
+
+
+async def test_large_bodies_may_be_pipelined(echo: Echo) -> None:
+    """Broken: reading is not taken up again behind an answer that waited, and the next body never arrives."""
+    async with serving(echo) as port, Client(port) as client:
+        bodies = [bytes([65 + n]) * 300_001 for n in range(20)]
+        sending = asyncio.create_task(client.send(b"".join(make_request("/", body) for body in bodies)))
+        assert [(await client.reply()).body for _ in bodies] == bodies
+        await sending
+        assert echo.peers[0].held == 0
+
+
+async def test_a_pipeline_may_end_with_the_clients_side(echo: Echo) -> None:
+    """Broken: requests that came in one packet with the end of the client's side are not answered."""
+    async with serving(echo) as port, Client(port) as client:
+        await client.send(b"".join(make_request("/", b"%d" % n) for n in range(3)))
+        client.end()
+        assert [(await client.reply()).body for _ in range(3)] == [b"0", b"1", b"2"]
+        assert await client.is_over()
+
+
 async def _pipeline(loop: asyncio.AbstractEventLoop, client: socket.socket) -> None:
     while True:
         await loop.sock_sendall(client, make_request("/", b"x" * 500_000))
@@ -355,7 +456,7 @@ async def test_connections_are_bounded(echo: Echo) -> None:
 
 async def test_bytes_in_flight_are_bounded_and_released(echo: Echo) -> None:
     """Requests that wait for a slow broker must not fill the memory."""
-    async with serving(echo, in_flight=1500) as port, Client(port) as first, Client(port) as second:
+    async with serving(echo, in_flight=2000) as port, Client(port) as first, Client(port) as second:
         echo.gate.clear()
         await first.send(make_request("/", b"x" * 1000))
         while not echo.seen:

@@ -77,6 +77,7 @@ def test_a_file_that_others_may_use_is_refused(tmp_path: Path, mode: int) -> Non
 @pytest.mark.parametrize(
     ("content", "message"),
     [
+        ("", r"is empty. Try: keys: \[\]"),
         ("version: 2\nkeys: []", "version"),
         ("keys:\n  - {id: abcdefgh}", "hash"),
         ("keys:\n  - {id: abcdefgh, hash: secret, streams: [a], scopes: [ingest], created: x}", r"keys\.yaml:2.*hash"),
