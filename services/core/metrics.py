@@ -315,6 +315,10 @@ AUTOSCALER_GROUP_FAILURES = Counter(
 )
 
 FLEET_RESTARTS = Counter("penstock_fleet_restarts", "Processes that died and were started again.", ["service"])
+LOG_RETENTION_BEHIND = Gauge(
+    "penstock_log_retention_behind_seconds",
+    "Embedded log: how far the time by which retention judges ages is behind the system's clock.",
+)
 FLEET_LOG_LINES_LOST = Counter(
     "penstock_fleet_log_lines_lost", "Lines that a process said and its log file could not take.", ["process"]
 )

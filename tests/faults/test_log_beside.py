@@ -36,7 +36,7 @@ def write_many(folder: DataFolder) -> None:
 
 def trim(folder: DataFolder) -> None:
     """Retention."""
-    retention.enforce(folder, TOPIC, WallClock())
+    retention.enforce(folder, TOPIC, WallClock().now_ms())
 
 
 def check(folder: DataFolder) -> None:

@@ -5,11 +5,20 @@ from pathlib import Path
 import pytest
 
 from services.core.broker.errors import OffsetOutOfRange
+from services.core.broker.log import retention_clock
+from services.core.broker.log.groups import GroupsFile, Progress
 from services.core.broker.log.keeper import keep_once
+from services.core.broker.log.layout import DataFolder
 from services.core.broker.log.reader import TopicReader
 from services.core.broker.log.retention import enforce
+from services.core.broker.log.retention_clock import read_retention_clock
+from services.core.broker.log.topics import register_group
 from services.core.broker.log.verify import verify
+from services.core.broker.record import TopicPartition
 from tests.unit.log.sample import TOPIC, SetClock, make_topic, numbers, records, store
+
+SOURCE = TopicPartition(TOPIC, 0)
+DAY = 86_400_000
 
 
 def test_by_age_since_arrival_not_by_event_time(tmp_path: Path) -> None:
@@ -18,10 +27,10 @@ def test_by_age_since_arrival_not_by_event_time(tmp_path: Path) -> None:
     for number in range(5):
         store(folder, 0, records(number * 10, 10), clock)  # event times near zero: decades old
         clock.now += 400
-    assert enforce(folder, TOPIC, clock) == {0: 30}
+    assert enforce(folder, TOPIC, clock.now_ms()) == {0: 30}
     assert numbers(folder, start=30) == list(range(30, 50))
     clock.now += 10_000
-    assert enforce(folder, TOPIC, clock) == {0: 10}
+    assert enforce(folder, TOPIC, clock.now_ms()) == {0: 10}
     assert numbers(folder, start=40) == list(range(40, 50)), "the newest row must stay"
     assert verify(tmp_path).is_sound
 
@@ -32,7 +41,7 @@ def test_by_bytes_per_partition(tmp_path: Path) -> None:
     for number in range(10):
         store(folder, 0, records(number, 1, size=10_000), clock)
     store(folder, 1, records(0, 1, size=10_000), clock)
-    assert enforce(folder, TOPIC, clock) == {0: 7}
+    assert enforce(folder, TOPIC, clock.now_ms()) == {0: 7}
     assert numbers(folder, 0, start=7) == [7, 8, 9]
     assert numbers(folder, 1) == [0]
 
@@ -43,7 +52,7 @@ def test_a_reader_behind_is_told(tmp_path: Path) -> None:
     store(folder, 0, records(0, 10), clock)
     clock.now += 5000
     store(folder, 0, records(10, 10), clock)
-    enforce(folder, TOPIC, clock)
+    enforce(folder, TOPIC, clock.now_ms())
     with TopicReader(folder, TOPIC) as reader:
         with pytest.raises(OffsetOutOfRange) as raised:
             reader.read(0, 3, 10)
@@ -57,7 +66,7 @@ def test_offsets_go_on_and_space_is_reused(tmp_path: Path) -> None:
     sizes = []
     for number in range(60):
         store(folder, 0, records(number * 10, 10, size=10_000), clock)
-        enforce(folder, TOPIC, clock)
+        enforce(folder, TOPIC, clock.now_ms())
         sizes.append(folder.topic(TOPIC).db.stat().st_size)
     assert numbers(folder, start=580) == list(range(580, 600))
     assert max(sizes) < 2_000_000
@@ -69,7 +78,7 @@ def test_without_a_limit_nothing_goes(tmp_path: Path) -> None:
     folder, clock = make_topic(tmp_path), SetClock()
     store(folder, 0, records(0, 10), clock)
     clock.now += 1 << 40
-    assert enforce(folder, TOPIC, clock) == {}
+    assert enforce(folder, TOPIC, clock.now_ms()) == {}
     assert numbers(folder) == list(range(10))
 
 
@@ -81,7 +90,7 @@ def test_a_clock_set_back_keeps_the_order_of_arrival_times(tmp_path: Path) -> No
     store(folder, 0, records(10, 10), clock)
     clock.now = 10_500
     store(folder, 0, records(20, 10), clock)
-    assert enforce(folder, TOPIC, clock) == {}
+    assert enforce(folder, TOPIC, clock.now_ms()) == {}
     assert numbers(folder) == list(range(30))
 
 
@@ -97,3 +106,107 @@ def test_a_pass_goes_over_all_topics_and_survives_a_damaged_one(
     assert keep_once(folder, clock)
     assert numbers(folder, start=10) == list(range(10, 20))
     assert "broken" in caplog.text
+
+
+def test_what_a_group_has_still_to_read_is_kept_for_twice_as_long(tmp_path: Path) -> None:
+    """Broken: a destination that was down for as long as the retention loses events; or holds the disk for ever."""
+    folder, clock = make_topic(tmp_path, retention_ms=1000), SetClock()
+    for number in range(3):
+        store(folder, 0, records(number * 10, 10), clock)
+    groups = GroupsFile(folder)
+    try:
+        groups.set_progress("ahead", {SOURCE: Progress(incarnation_of(folder), 0, 29)})
+        groups.set_progress("behind", {SOURCE: Progress(incarnation_of(folder), 0, 9)})
+        clock.now += 1500
+        assert enforce(folder, TOPIC, clock.now_ms()) == {0: 10}
+        clock.now += 600
+        assert enforce(folder, TOPIC, clock.now_ms()) == {0: 10}, "only the newest row stays"
+    finally:
+        groups.close()
+
+
+def test_a_group_without_an_offset_has_everything_to_read(tmp_path: Path) -> None:
+    """Broken: the groups' file is lost, and retention takes what their repair would have begun with."""
+    folder, clock = make_topic(tmp_path, retention_ms=1000), SetClock()
+    for number in range(3):
+        store(folder, 0, records(number * 10, 10), clock)
+    register_group(folder, TOPIC, "behind")
+    clock.now += 1500
+    assert enforce(folder, TOPIC, clock.now_ms()) == {}
+
+
+def test_a_clock_that_is_days_ahead_deletes_nothing_early(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Broken: a process starts with a wrong clock, and a week of events goes before anybody has read it."""
+    boot = SetBoot(monkeypatch)
+    folder, clock = make_topic(tmp_path, retention_ms=7 * DAY), SetClock(100 * DAY)
+    for number in range(6):
+        store(folder, 0, records(number * 10, 10), clock)
+        clock.now += DAY
+        boot.now += DAY
+        assert keep_once(folder, clock)
+    clock.now += 30 * DAY
+    for _ in range(3):
+        boot.now += 60_000
+        clock.now += 60_000
+        assert keep_once(folder, clock)
+    assert numbers(folder) == list(range(60))
+
+
+def test_the_newest_record_says_how_far_a_first_clock_may_be_ahead(tmp_path: Path) -> None:
+    """Broken: the first start of this version on a machine with a wrong clock deletes everything."""
+    folder, clock = make_topic(tmp_path, retention_ms=7 * DAY), SetClock(100 * DAY)
+    store(folder, 0, records(0, 10), clock)
+    store(folder, 0, records(10, 10), clock)
+    clock.now += 30 * DAY
+    assert keep_once(folder, clock)
+    assert numbers(folder) == list(range(20))
+
+
+def test_retention_catches_up_after_the_machine_was_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Broken: once the machine was off for days, the disk fills; or nobody is told why old records are still there."""
+    boot = SetBoot(monkeypatch)
+    folder, clock = make_topic(tmp_path, retention_ms=3 * DAY), SetClock(100 * DAY)
+    store(folder, 0, records(0, 10), clock)
+    store(folder, 0, records(10, 10), clock)
+    assert keep_once(folder, clock)
+    clock.now += 10 * DAY
+    boot.restart()
+    kept = []
+    for _ in range(14):
+        boot.now += DAY
+        clock.now += DAY
+        assert keep_once(folder, clock)
+        with TopicReader(folder, TOPIC) as reader:
+            kept.append(reader.ranges()[0].start == 0)
+    assert kept[0], "for a day it has gone two, and what it went before does not count"
+    assert not kept[-1]
+    assert 1 <= caplog.text.count("ahead of what retention goes by") <= 14
+    assert read_retention_clock(folder, clock) == clock.now
+
+
+def test_a_retention_clock_that_cannot_be_read_begins_anew(tmp_path: Path) -> None:
+    """Broken: a torn file stops retention for good."""
+    folder, clock = make_topic(tmp_path, retention_ms=1000), SetClock()
+    store(folder, 0, records(0, 10), clock)
+    (tmp_path / "retention.clock").write_bytes(b"1 {")
+    assert read_retention_clock(folder, clock) == clock.now
+    assert read_retention_clock(folder, clock) == clock.now
+
+
+class SetBoot:
+    """The machine's own time, which a test moves."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now, self.boot = 5_000, 1
+        monkeypatch.setattr(retention_clock, "boot_ms", lambda: self.now)
+        monkeypatch.setattr(retention_clock, "boot_id", lambda: f"boot {self.boot}")
+
+    def restart(self) -> None:
+        self.now, self.boot = 5_000, self.boot + 1
+
+
+def incarnation_of(folder: DataFolder) -> bytes:
+    with TopicReader(folder, TOPIC) as reader:
+        return reader.store.meta.incarnation

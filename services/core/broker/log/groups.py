@@ -8,7 +8,7 @@ The number of durable commits is also kept outside (groups.hwm): a file that los
 """
 
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import closing
 from typing import NamedTuple, TypeVar
 
@@ -19,7 +19,7 @@ from services.core.broker.log import schema
 from services.core.broker.log.alive import Alive
 from services.core.broker.log.clock import boot_id, boot_ms
 from services.core.broker.log.durable import DurableFile, opened
-from services.core.broker.log.faults import classified
+from services.core.broker.log.faults import FAULTS, classified
 from services.core.broker.log.layout import DataFolder
 from services.core.broker.log.marks import Marks, require_no_loss
 from services.core.broker.record import TopicPartition
@@ -222,6 +222,25 @@ class GroupsFile(DurableFile):
             raise DataDamaged(
                 "groups", (), f"the last {mark - commits} commits of offsets are missing. Try: penstock log repair"
             )
+
+
+def first_unread(folder: DataFolder, topic: str, meta: schema.Meta, groups: Collection[str]) -> list[int | None]:
+    """Per partition the first offset that any group has still to read, None where there is no group.
+
+    groups: those that the topic knows. A group without an offset in a partition has all of it to read; and where the file
+    cannot be read, nobody knows who has read what, so everything counts as unread (0).
+    """
+    files = folder.groups
+    nexts: dict[str, dict[int, int]] = {group: {} for group in groups}
+    if files.db.exists():
+        try:
+            with closing(schema.connect(files.db)) as connection:
+                sql = "SELECT grp, partition, begin, processed FROM offsets WHERE topic=? AND incarnation=?"
+                for group, partition, *offsets in schema.fetch(connection, sql, (topic, meta.incarnation)):
+                    nexts.setdefault(group, {})[partition] = Progress(meta.incarnation, *offsets).next
+        except (*FAULTS, DataDamaged, TypeError):
+            return [0] * meta.partitions
+    return [min((of.get(p, 0) for of in nexts.values()), default=None) for p in range(meta.partitions)]
 
 
 def _create(folder: DataFolder) -> None:

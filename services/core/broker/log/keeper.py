@@ -10,6 +10,7 @@ from services.core.broker.errors import BrokerError
 from services.core.broker.log import retention, staging
 from services.core.broker.log.clock import WallClock
 from services.core.broker.log.layout import DataFolder
+from services.core.broker.log.retention_clock import read_retention_clock
 from services.core.broker.log.topics import topic_names
 
 _LOG = logging.getLogger(__name__)
@@ -41,9 +42,10 @@ def keep_once(folder: DataFolder, clock: WallClock) -> bool:
 
 
 def _enforce_all(folder: DataFolder, clock: WallClock) -> None:
+    now_ms = read_retention_clock(folder, clock)
     for topic in topic_names(folder):
         try:
-            removed = retention.enforce(folder, topic, clock)
+            removed = retention.enforce(folder, topic, now_ms)
         except BrokerError as error:
             _LOG.warning("retention of topic %s failed: %s", topic, error)
             continue

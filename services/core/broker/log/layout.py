@@ -8,6 +8,8 @@
 <folder>/groups.bell            8 bytes that change when members came or partitions became free
 <folder>/staging/<topic>/       blocks that Spark tasks wrote and no driver has committed yet
 <folder>/catalog.lock           held while topics are created or deleted
+<folder>/keeper.lock            held while retention is applied
+<folder>/retention.clock        how far the time has come by which retention judges ages
 """
 
 import fcntl

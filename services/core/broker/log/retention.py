@@ -1,13 +1,14 @@
 """Removing old records. Blocking; safe while others read and write.
 
 Age counts from when the log stored a record, not from the event's own time: a replay of last year's events must not
-vanish at once. Bytes count per partition, as Kafka's retention.bytes does. The newest row of a partition always stays.
-The file does not shrink: SQLite reuses the freed pages, so it stays at the size of its fullest moment.
+vanish at once. What a group has still to read is kept for twice as long; nobody who is away holds a disk for ever. Bytes
+count per partition, as Kafka's retention.bytes does, whoever has read them. The newest row of a partition always stays. The
+file does not shrink: SQLite reuses the freed pages, so it stays at the size of its fullest moment.
 """
 
-from services.core.broker.log.clock import WallClock
 from services.core.broker.log.faults import classified
 from services.core.broker.log.frames import MAX_OFFSET, place
+from services.core.broker.log.groups import first_unread
 from services.core.broker.log.layout import DataFolder
 from services.core.broker.log.search import first_row_from
 from services.core.broker.log.store import Head, Store
@@ -16,16 +17,24 @@ _DELETE_ROWS = 64
 """Per transaction, so that appends never wait long for the write lock."""
 
 
-def enforce(folder: DataFolder, topic: str, clock: WallClock) -> dict[int, int]:
-    """Apply the topic's retention; gives how many records left each partition, where any did."""
+_UNREAD_FACTOR = 2
+"""How many times as long as other records those are kept that a group has still to read."""
+
+
+def enforce(folder: DataFolder, topic: str, now_ms: int) -> dict[int, int]:
+    """Apply the topic's retention; gives how many records left each partition, where any did.
+
+    now_ms: the time to judge ages by (`retention_clock`). Raises UnknownTopic, DataDamaged, Unavailable.
+    """
     store = Store.open(folder, topic)
     removed = {}
     try:
         if store.meta.retention_ms is None and store.meta.retention_bytes is None:
             return {}
         with classified(topic):
+            unread = first_unread(folder, topic, store.meta, store.groups())
             for partition, head in enumerate(store.heads()):
-                start = _keep_from(store, partition, head, clock.now_ms())
+                start = _keep_from(store, partition, head, unread[partition], now_ms)
                 if start > head.start:
                     removed[partition] = start - head.start
                     cut(store, partition, start)
@@ -46,13 +55,13 @@ def cut(store: Store, partition: int, start: int) -> None:
         pass
 
 
-def _keep_from(store: Store, partition: int, head: Head, now_ms: int) -> int:
-    """The offset that retention keeps first."""
+def _keep_from(store: Store, partition: int, head: Head, unread: int | None, now_ms: int) -> int:
+    """The offset that retention keeps first. unread: the first that a group has still to read, if any."""
     start = head.start
-    if store.meta.retention_ms is not None:
-        start = max(
-            start, first_row_from(store.connection, partition, head, "stored_ms", now_ms - store.meta.retention_ms)
-        )
+    if (age := store.meta.retention_ms) is not None:
+        old = first_row_from(store.connection, partition, head, "stored_ms", now_ms - age)
+        too_old = first_row_from(store.connection, partition, head, "stored_ms", now_ms - _UNREAD_FACTOR * age)
+        start = max(start, too_old, old if unread is None else min(old, unread))
     if store.meta.retention_bytes is not None:
         least = head.total - store.meta.retention_bytes
         start = max(start, first_row_from(store.connection, partition, head, "total", least))
