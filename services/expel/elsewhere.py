@@ -8,8 +8,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 from services.core.broker.producer import Producer
 from services.core.broker.record import Record, TopicPartition
-from services.core.ledger.due import Span
+from services.core.ledger.due import Span, since_span
+from services.core.ledger.report import Outcome
 from services.core.pipes import RETRY_IN, dead_letter_topic, parked_topic
+from services.core.retry_state import state_of
 from services.expel.delivery import Delivery, Unreadable
 from services.expel.handover import Handover
 from services.expel.lane_bounds import LaneShape
@@ -91,7 +93,7 @@ class Elsewhere:
         self._add(self._dead, [self._writer.from_handover(letter, "too_large", detail)])
 
     def _buried(self, letters: Sequence[Letter]) -> None:
-        self._meter.ledger.add("dead", [letter.original for letter in letters])
+        self._tell("dead", letters)
         for letter in letters:
             self._meter.buried(letter.reason, letter.events)
         self._stored(letters)
@@ -99,8 +101,17 @@ class Elsewhere:
     def _are_parked(self, letters: Sequence[Letter]) -> None:
         for reason in {letter.reason for letter in letters}:
             self._meter.parked(reason, sum(letter.reason == reason for letter in letters))
-        self._meter.ledger.add("parked", [letter.original for letter in letters])
+        self._tell("parked", letters)
         self._stored(letters)
+
+    def _tell(self, outcome: Outcome, letters: Sequence[Letter]) -> None:
+        """Since now, and not before they were due: that was by the clock of whoever handed them over or redrove them."""
+        now, since = self._meter.now_ms(), dict[Span, list[Record]]()
+        for letter in letters:
+            state = state_of(letter.original)
+            since.setdefault(since_span(now, state.due if state is not None else 0), []).append(letter.original)
+        for span, records in since.items():
+            self._meter.ledger.add(outcome, records, span)
 
     def _handed_over(self, letters: Sequence[Letter]) -> None:
         for letter in letters:

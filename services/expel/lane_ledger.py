@@ -62,9 +62,9 @@ class _TimedBacklog:
 class LaneLedger:
     """One destination's, over all its memberships. Without a reporter nothing is told.
 
-    sources: the topics that events come from first. What comes back from the global retrier (by `returned`) or from parking was
-    told as retrying or parked: it is outstanding, and no minute waits for it. timed: the broker's lag says when the oldest
-    record was stored.
+    sources: the topics that events come from first. What comes back from the global retrier (by `returned`), or by any of the
+    topics `held`, was told as retrying, parked or dead: it is outstanding, and no minute waits for it. timed: the broker's lag
+    says when the oldest record was stored.
     """
 
     def __init__(
@@ -72,6 +72,7 @@ class LaneLedger:
         reporter: Reporter | None = None,
         sources: Sequence[str] = (),
         returned: str | None = None,
+        held: Sequence[str] = (),
         lag_in: LagHistogram | None = None,
         admin: Admin | None = None,
         group: GroupLag | None = None,
@@ -82,6 +83,7 @@ class LaneLedger:
         backlog = _TimedBacklog if timed else _Backlog
         self._sources = backlog(sources)
         self._returned = None if returned is None else backlog([returned])
+        self._held = backlog(held) if held else None
         self._looked_at = 0
         self._sample = FieldSample()
         if reporter is not None:
@@ -97,6 +99,7 @@ class LaneLedger:
         destination: str,
         sources: Sequence[str],
         returned: str | None = None,
+        held: Sequence[str] = (),
         *,
         timed: bool = False,
     ) -> "LaneLedger":
@@ -110,12 +113,12 @@ class LaneLedger:
             "expel_time": metrics.EXPEL_TIME.labels(pipe, destination),
         }
         reporter = Reporter(producer, instance, NODE, pipe, destination, lags=lags)
-        topics = [*sources, *([returned] if returned is not None else [])]
+        topics = {*sources, *held, *([returned] if returned is not None else [])}
         group = follow_group(admin, delivery_group(pipe, destination), topics, reads=timed)
-        return cls(reporter, sources, returned, lag_in, admin, group, timed=timed)
+        return cls(reporter, sources, returned, held, lag_in, admin, group, timed=timed)
 
     def add(self, outcome: Outcome, records: Sequence[Record], due: Span | None = None) -> None:
-        """These are with the destination, or durable elsewhere. due: when the retrier gives them back."""
+        """These are with the destination, or durable elsewhere. due: as in `OriginSet`."""
         if self._reporter is not None:
             self._reporter.settled.add(outcome, records, due)
             if outcome == "delivered":
@@ -136,8 +139,9 @@ class LaneLedger:
         if self._reporter is not None and self._admin is not None:
             self._looked_at = int(time.time() * 1000)
             await self._sources.look(self._admin)
-            if self._returned is not None:
-                await self._returned.look(self._admin)
+            for backlog in (self._returned, self._held):
+                if backlog is not None:
+                    await backlog.look(self._admin)
 
     async def behind(self, own: Mapping[TopicPartition, Lag]) -> None:
         """The group's lag in the partitions that are ours, measured just after `look`; the broker is asked for the others'.
@@ -152,6 +156,8 @@ class LaneLedger:
         self._reporter.behind(self._sources.age(self._looked_at, lags))
         if self._returned is not None:
             self._reporter.returned_behind(self._returned.age(self._looked_at, lags))
+        if self._held is not None:
+            self._reporter.held_behind(self._held.age(self._looked_at, lags))
 
     async def report(self) -> None:
         """Returns when everything that was added is durably told. Raises Unavailable."""

@@ -220,6 +220,7 @@ class LaneBuilder:
             return LaneLedger()
         name, sources = plan.pipe_name, delivery_topics(plan.pipe_name, plan.pipe)
         returned = retry_topic(name) if is_retried(plan.destination) else None
+        held = [retry_topic(name), parked_topic(name)] if plan.destination.webhook is not None else []
         return LaneLedger.open(
             self._producer,
             self._broker.admin,
@@ -228,6 +229,7 @@ class LaneBuilder:
             plan.destination.name,
             sources,
             returned,
+            held,
             timed=not self._broker.features.contiguous_offsets,
         )
 

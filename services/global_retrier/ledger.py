@@ -1,13 +1,14 @@
 """What the retrier tells of events that left it: given back to expel, or dead. By pipe and destination."""
 
 import asyncio
+import time
 from collections.abc import Mapping, Sequence
 
 from services.core.broker.contract import Lag
 from services.core.broker.producer import Producer
 from services.core.broker.record import Record, TopicPartition
 from services.core.group_lag import GroupLag
-from services.core.ledger.due import Span, released_span
+from services.core.ledger.due import Span, released_span, since_span
 from services.core.ledger.report import Outcome
 from services.core.ledger.reporter import Reporter, new_instance, say_goodbye
 from services.global_retrier.letters import NODE
@@ -46,12 +47,13 @@ class Ledger:
         if self._producer is None:
             return
         owners: dict[tuple[str, str, Span], list[Record]] = {}
+        now = int(time.time() * 1000)
         for item in items:
             if item.pipe:
-                owners.setdefault((item.pipe, item.destination, released_span(item.due)), []).append(item.record)
-        for (pipe, destination, due), own in owners.items():
-            told = due if outcome == "released" else None
-            self._reporter(self._producer, pipe, destination).settled.add(outcome, own, told)
+                span = released_span(item.due) if outcome == "released" else since_span(now, item.due)
+                owners.setdefault((item.pipe, item.destination, span), []).append(item.record)
+        for (pipe, destination, span), own in owners.items():
+            self._reporter(self._producer, pipe, destination).settled.add(outcome, own, span)
 
     def _reporter(self, producer: Producer, pipe: str, destination: str) -> Reporter:
         found = self._reporters.get((pipe, destination))

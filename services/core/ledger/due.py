@@ -36,3 +36,9 @@ def released_span(due_ms: int) -> Span:
 def is_back(released: Span, handed_over: Span) -> bool:
     """Whether who was given back so had been handed over so, and not again since."""
     return released[1] > handed_over[0]
+
+
+def since_span(now_ms: int, due_ms: int = 0) -> Span:
+    """The second since when an event is parked, dead or redriven: not before it was due, which was by another's clock."""
+    second = max(now_ms, due_ms) // 1000
+    return second, second + 1

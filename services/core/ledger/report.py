@@ -17,11 +17,13 @@ SNAPSHOTS = "penstock.observer"
 """One partition: what the observer made of the reports, so that it survives them."""
 
 Node = Literal["ingest", "transform", "expel", "retrier"]
-Outcome = Literal["accepted", "refused", "passed", "filtered", "delivered", "retrying", "parked", "released", "dead"]
+Outcome = Literal[
+    "accepted", "refused", "passed", "filtered", "delivered", "retrying", "parked", "released", "dead", "redriven"
+]
 """What became of an event at a node.
 
 ingest: accepted | refused (numbered, and not stored for sure). transform: passed | filtered | dead. expel: delivered |
-retrying | parked | dead. retrier: released | dead.
+retrying | parked | dead. retrier: released | dead, and redriven: an operator gave a dead letter back to expel.
 """
 
 Breaker = Literal["closed", "half-open", "open"]
@@ -40,8 +42,9 @@ class BadReport(ValueError):
 class OriginSet(msgspec.Struct, frozen=True, array_like=True):
     """Origins of one incarnation and partition with one outcome.
 
-    minute: of the event time, in minutes since the epoch; only in sets of ingest. numbers: `pack_numbers`. due: when they are
-    due; only in sets of expel that are retrying, and of the retrier that are released; None: nobody knows.
+    minute: of the event time, in minutes since the epoch; only in sets of ingest. numbers: `pack_numbers`. due: of expel and the
+    retrier, what orders an event's ups and downs: when it is due (retrying, released), or since when it is so (parked, dead,
+    redriven: `since_span`). None: nobody knows.
     """
 
     outcome: Outcome
@@ -94,7 +97,8 @@ class Report(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     at_ms: wall clock when it was made. behind_ms: age of the oldest record that the instance has not processed, 0 when there
     is none, None when it is not known. reaches: only of ingest. closed: the instance drained and says no more. breaker: only of
     expel, of the destination's circuit breaker. fields: of ingest and expel, what the payloads of a sample were like.
-    returned_ms: only of expel, as behind_ms, of what the retrier gave back.
+    returned_ms: only of expel, as behind_ms, of what the retrier gave back. held_ms: the same of all that comes back: what was
+    parked or redriven, too.
 
     The retrier's behind_ms stands in a report of its own, without a pipe: everything that was due so long before has left it.
     """
@@ -113,6 +117,7 @@ class Report(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     breaker: Breaker | None = None
     fields: tuple[FieldSet, ...] = ()
     returned_ms: int | None = None
+    held_ms: int | None = None
 
     def encode(self) -> bytes:
         """As the record's value."""

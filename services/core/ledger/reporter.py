@@ -89,6 +89,7 @@ class Reporter:
         self._lags_at = clock()
         self._behind: _Measured = None if has_backlog else (math.inf, 0)
         self._returned: _Measured = None
+        self._held: _Measured = None
         self._told_at = 0.0
         self._failing = False
         self._telling = asyncio.Lock()
@@ -109,6 +110,10 @@ class Reporter:
     def returned_behind(self, millis: int | None) -> None:
         """As `behind`, of what comes back from the retrier."""
         self._returned = None if millis is None else (self._clock(), millis)
+
+    def held_behind(self, millis: int | None) -> None:
+        """As `behind`, of all that comes back."""
+        self._held = None if millis is None else (self._clock(), millis)
 
     async def report(self, *, closed: bool = False) -> None:
         """Returns when everything that was given before this call is durable. Does nothing when there is nothing to say.
@@ -138,6 +143,7 @@ class Reporter:
                 breaker=self.breaker() if self.breaker is not None else None,
                 fields=tuple(fields),
                 returned_ms=_age_now(self._returned, now),
+                held_ms=_age_now(self._held, now),
             )
             try:
                 await self._send([part.encode() for part in cut(report)], report.at_ms)

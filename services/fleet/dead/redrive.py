@@ -10,11 +10,15 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from services.core.audit import REDRIVE
-from services.core.broker.errors import RecordTooLarge
+from services.core.broker.errors import RecordTooLarge, Unavailable
 from services.core.broker.key_send import send_by_key
 from services.core.broker.producer import Producer
-from services.core.broker.record import estimate_size
+from services.core.broker.record import Record, estimate_size
+from services.core.ledger.due import since_span
+from services.core.ledger.reporter import Reporter, new_instance
 from services.core.letter import DeadLetter, Position
+from services.core.retry_state import read_wait
+from services.fleet.console import note
 from services.fleet.dead.aim import Aim, Aimed
 from services.fleet.dead.audit import Auditor
 from services.fleet.pace import Pace
@@ -57,6 +61,7 @@ class Redrive:
         self._pace, self._batch = Pace(rate), max(1, min(BATCH, int(rate)))
         self._asked_to_stop, self._show = asked_to_stop, show
         self.so_far = Redriven()
+        self._instance, self._is_untold = f"redrive-{new_instance()}", False
 
     async def run(self, pages: AsyncIterator[list[DeadLetter]]) -> None:
         """All of them, or until asked to stop. Raises BrokerError kinds; what is stored by then is on record."""
@@ -80,21 +85,38 @@ class Redrive:
         by_topic: defaultdict[str, list[_Shot]] = defaultdict(list)
         for shot in batch:
             by_topic[shot[1].topic].append(shot)
-        stored: list[Position] = []
+        stored: list[_Shot] = []
         failure: Exception | None = None
         for topic, shots in by_topic.items():
             failed = await send_by_key(self._producer, topic, [aimed.record for _, aimed in shots])
-            stored += [letter.position for index, (letter, _) in enumerate(shots) if index not in failed]
+            stored += [shot for index, shot in enumerate(shots) if index not in failed]
             for index, error in failed.items():
                 if isinstance(error, RecordTooLarge):
                     self.so_far.refuse(shots[index][0], "too_large")
                 else:
                     failure = error
-        await self._auditor.write(REDRIVE, stored)
+        await self._tell(stored)
+        await self._auditor.write(REDRIVE, [letter.position for letter, _ in stored])
         self.so_far.done += len(stored)
         self._show(self.so_far)
         if failure is not None:
             raise failure
+
+    async def _tell(self, shots: Sequence[_Shot]) -> None:
+        """The ledger: what is lost from now on is missing. What cannot be told counts as dead, and goes all the same."""
+        lanes: defaultdict[tuple[str, str, int], list[Record]] = defaultdict(list)
+        for letter, aimed in shots:
+            if letter.destination:
+                lanes[letter.pipe, letter.destination, read_wait(aimed.record)[2]].append(aimed.record)
+        for (pipe, destination, at_ms), records in lanes.items():
+            reporter = Reporter(self._producer, self._instance, "retrier", pipe, destination, has_backlog=False)
+            reporter.settled.add("redriven", records, since_span(at_ms))
+            try:
+                await reporter.report(closed=True)
+            except Unavailable as error:
+                if not self._is_untold:
+                    note(f"the observer is not told of what is redriven, and will not miss it: {error}", "yellow")
+                self._is_untold = True
 
 
 def _cut(shots: Sequence[_Shot], count: int) -> Iterator[list[_Shot]]:

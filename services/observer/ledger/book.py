@@ -21,6 +21,7 @@ Place = tuple[Node, str]
 """("ingest", stream) or ("transform", pipe)."""
 
 _ENDS: tuple[Outcome, ...] = ("delivered", "dead", "parked")
+"""Until something later is told."""
 
 
 class Book:
@@ -62,13 +63,27 @@ class Book:
 
     def _add(self, step: Step, told: OriginSet, run: Run, numbers: BitMap) -> None:
         if told.outcome != "accepted":
-            self.all_told.setdefault((step, told.outcome), Origins()).add(run, numbers)
-            if told.due is not None:
-                self.rounds.hear(step, told, run, self._not_ended(owner(step), run, numbers))
+            self._tell(step, told, run, numbers)
         elif told.minute is not None:
             place = (step.node, step.pipe)
             self.held.setdefault(told.minute, {}).setdefault(place, Origins()).add(run, numbers)
         self._touched.add(run, numbers)
+
+    def _tell(self, step: Step, told: OriginSet, run: Run, numbers: BitMap) -> None:
+        """Of parked and dead events only the latest counts, where a time is told; everything else stays true."""
+        if told.due is not None:
+            heard = self.rounds.hear(step, told, run, self._not_at_its_end(owner(step), run, numbers))
+            for outcome, there in heard.no_more:
+                for one in (owner(step), retrier_of(step)):
+                    if outcome != "retrying" and (known := self.all_told.get((one, outcome))) is not None:
+                        known.discard(run, there)
+            if told.outcome in ("parked", "dead", "redriven"):
+                numbers = heard.numbers
+        if told.outcome == "redriven":  # as if the retrier had given them back
+            self.all_told.setdefault((owner(step), "retrying"), Origins()).add(run, numbers)
+            self.all_told.setdefault((retrier_of(step), "released"), Origins()).add(run, numbers)
+        else:
+            self.all_told.setdefault((step, told.outcome), Origins()).add(run, numbers)
 
     def told(self, step: Step, outcome: Outcome) -> Origins:
         """As in `Told`; not to be changed."""
@@ -78,10 +93,15 @@ class Book:
         """What waits for no other attempt of this step of expel: it is at its end, or parked."""
         return [*(self.told(step, outcome) for outcome in _ENDS), self.told(retrier_of(step), "dead")]
 
-    def _not_ended(self, step: Step, run: Run, numbers: BitMap) -> BitMap:
-        for origins in self.ended(step):
-            numbers = numbers - origins.numbers(run)
-        return numbers
+    def _not_at_its_end(self, step: Step, run: Run, numbers: BitMap) -> BitMap:
+        """Without what is delivered, and what is dead or parked of which nobody said since when."""
+        left = numbers - self.told(step, "delivered").numbers(run)
+        ends: tuple[tuple[Step, Outcome], ...] = ((step, "dead"), (retrier_of(step), "dead"), (step, "parked"))
+        for one, outcome in ends:
+            there = left & self.told(one, outcome).numbers(run)
+            if there:
+                left = left - (there - self.rounds.timed(step, outcome, run, there))
+        return left
 
     def lost(self, step: Step) -> Origins:
         """As in `Told`; not to be changed."""

@@ -97,8 +97,14 @@ def _place(missing: Missing, found: Found | None) -> Missing:
 def _name(step: StepSets, table: Table, pipe: str) -> Iterable[Missing]:
     node, transforms = step.step.node, table.flow.pipes[pipe].transforms
     seen_by: Node = "expel" if node == "retrier" else "transform" if transforms and node == "expel" else "ingest"
-    came_back = table.book.lost(step.step) if node == "expel" else Origins()
-    for those, last in ((step.missing - came_back, seen_by), (step.missing & came_back, "retrier")):
+    again = step.missing & table.book.lost(step.step) if node == "expel" else Origins()
+    held = again & table.book.rounds.is_held(step.step)
+    places: tuple[tuple[Origins, Node], ...] = (
+        (step.missing - again, seen_by),
+        (again - held, "retrier"),
+        (held, "expel"),
+    )
+    for those, last in places:
         for origin in those.first(MAX_NAMED):
             yield Missing(origin.pack().decode(), node, step.step.destination, last)
 

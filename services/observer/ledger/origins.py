@@ -76,6 +76,13 @@ class Origins:
         """All runs with their numbers, not to be changed."""
         yield from self._by_run.items()
 
+    def meets(self, other: "Origins") -> bool:
+        """Whether any is in both."""
+        small, large = (self, other) if len(self._by_run) < len(other._by_run) else (other, self)
+        return any(
+            run in large._by_run and numbers.intersect(large._by_run[run]) for run, numbers in small._by_run.items()
+        )
+
     def first(self, limit: int) -> Iterator[Origin]:
         """At most so many of them, ordered by run and number."""
         for run, numbers in sorted(self._by_run.items()):

@@ -4,6 +4,8 @@ By our own clock: when a report was stored at the earliest is known from when we
 says is believed within the time that a report may take from there to here.
 """
 
+from typing import Literal
+
 import msgspec
 
 from services.core.ledger.report import Breaker, Report
@@ -40,6 +42,15 @@ class Word(msgspec.Struct, frozen=True):
     heard_ms: int = 0
     made_ms: int = 0
     late_ms: tuple[int, ...] = ()
+    held_ms: int | None = None
+
+    def behind_with(self, backlog: "Backlog") -> int | None:
+        """How far, in ms."""
+        return {"sources": self.behind_ms, "returned": self.returned_ms, "held": self.held_ms}[backlog]
+
+
+Backlog = Literal["sources", "returned", "held"]
+"""Of what: what comes first; what the retrier gave back; all that comes back, as in `Report`."""
 
 
 def _follows(word: Word, known: Word) -> bool:
@@ -100,6 +111,7 @@ class Presence:
             heard_ms,
             made_ms,
             late_ms,
+            report.held_ms,
         )
         if known is None or _follows(word, known):
             words[report.instance] = word
@@ -164,13 +176,13 @@ class Presence:
                 return f"{name} is behind by {word.behind_ms / 1000:.0f} s"
         return None
 
-    def done_up_to(self, step: Step, now: int, *, returned: bool = False) -> int | None:
-        """A time (ms) before which everything is processed; None when nobody knows. returned: of what the retrier gave back."""
+    def done_up_to(self, step: Step, now: int, backlog: Backlog = "sources") -> int | None:
+        """A time (ms) before which everything of this backlog is processed; None when nobody knows."""
         if not self.is_alive(step, now):
             return None
         done = []
         for word in self._speaking(step, now):
-            behind = word.returned_ms if returned else word.behind_ms
+            behind = word.behind_with(backlog)
             if behind is None:
                 return None
             done.append(self._done(step, word, behind))

@@ -1,10 +1,12 @@
-"""What was handed over to the global retrier, what came back from it, and what should have: by when it was due.
+"""The ups and downs of an event at one destination, by when they were, in whatever order reports come.
 
-An event goes round and round until it is delivered or dead, so that it was handed over and given back says nothing by itself:
-only the latest of each counts. A due time is later in every round, so it orders them, in whatever order reports come.
+An event goes round and round until it is delivered: it is handed over to the global retrier and given back; it is parked and,
+after a resume, read again; it is dead and redriven. That something was told of it says nothing by itself: only the latest counts,
+and a time that is told with it orders them.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from pyroaring import BitMap
 
@@ -14,46 +16,120 @@ from services.observer.ledger.flow import Step
 from services.observer.ledger.origins import Origins, Run
 from services.observer.ledger.spans import Spans
 
+COARSE_AFTER_S = 600
+"""What is told is heard before that: older spans need not be told apart any more."""
+
+
+class Heard(NamedTuple):
+    """numbers: of which this is the latest. no_more: what was the latest of some before, and is not any more."""
+
+    numbers: BitMap
+    no_more: list[tuple[Outcome, BitMap]]
+
 
 class Rounds:
-    """By step of expel. released: of what was handed over last, as far as it came back. `lost`: of expel and the retrier, what
-    `judge` found last.
+    """By step of expel. handed_over: to the retrier. released: of that, as far as it came back. held: what lies where expel
+    itself reads it, parked or redriven. dead: among the dead letters. An event is in one of handed_over, held and dead. lost: of
+    expel and the retrier, what `judge` found last.
 
-    Grows with origins that wait for another attempt, packed, and with the seconds in which they were due.
+    Grows with origins that wait for another attempt or are dead, packed, and with the seconds in which they were due, or lately
+    parked or dead.
     """
 
     def __init__(self) -> None:
         self.handed_over: dict[Step, Spans] = {}
         self.released: dict[Step, Spans] = {}
+        self.held: dict[Step, Spans] = {}
+        self.dead: dict[Step, Spans] = {}
         self.lost: dict[Step, Origins] = {}
+        self._heard_by: dict[Step, tuple[int, Origins]] = {}
+        """What was held at a time (ms) and was not told of again since."""
+        self._unread: dict[Step, Origins] = {}
+        """Of what is held: what should have been read long ago."""
 
-    def hear(self, step: Step, told: OriginSet, run: Run, numbers: BitMap) -> None:
-        """Take a set of expel that is retrying, or of the retrier that is released; others say nothing of it.
+    def hear(self, step: Step, told: OriginSet, run: Run, numbers: BitMap) -> Heard:
+        """Take a set that says when. numbers: without those that are at their end for good."""
+        mine, due = owner(step), told.due
+        if due is None or not numbers:
+            return Heard(numbers, [])
+        if told.outcome == "released":
+            self._hear_released(mine, due, run, numbers)
+            return Heard(numbers, [])
+        known = {"parked": self.held, "redriven": self.held, "dead": self.dead}.get(told.outcome, self.handed_over)
+        numbers, no_more = self._order(mine, known, due, run, numbers)
+        if known is self.handed_over:
+            self._hand_over(mine, due, run, numbers)
+        elif known is self.held:
+            self._hold(mine, due, run, numbers)
+        elif numbers:
+            self.dead.setdefault(mine, Spans()).put(due, run, numbers)
+        return Heard(numbers, no_more)
 
-        numbers: without those that wait for no other attempt.
+    def _order(
+        self, step: Step, known: dict[Step, Spans], due: Span, run: Run, numbers: BitMap
+    ) -> tuple[BitMap, list[tuple[Outcome, BitMap]]]:
+        """Those of which nothing later is known; what was earlier is forgotten.
+
+        Within one second an event is rather dead than held, and rather held than handed over.
         """
-        if told.due is None or not numbers:
-            return
-        handed_over, released = self._of(owner(step))
-        if told.outcome == "retrying":
-            handed_over.put(told.due, run, numbers)
-            for span, there in released.find(run, numbers):
-                if not is_back(span, told.due):
-                    released.take(span, run, there)
-        elif told.outcome == "released":
-            for span, there in handed_over.find(run, numbers, spans_around(told.due[0])):
-                if not is_back(told.due, span):
+        ranks: list[tuple[dict[Step, Spans], Outcome]] = [
+            (self.handed_over, "retrying"),
+            (self.held, "parked"),
+            (self.dead, "dead"),
+        ]
+        mine = next(rank for rank, (one, _) in enumerate(ranks) if one is known)
+        no_more: list[tuple[Outcome, BitMap]] = []
+        for rank, (other, outcome) in enumerate(ranks):
+            spans = other.get(step)
+            if rank == mine or spans is None:
+                continue
+            for span, there in spans.find(run, numbers):
+                high, low = (span, due) if rank > mine else (due, span)
+                is_high = is_back(high, low) if min(rank, mine) == 0 else high[1] >= low[1]
+                if is_high == (mine > rank):
+                    spans.take(span, run, there)
+                    no_more.append((outcome, there))
+                else:
                     numbers = numbers - there
-            released.put(told.due, run, numbers)
+        return numbers, no_more
+
+    def _hand_over(self, step: Step, due: Span, run: Run, numbers: BitMap) -> None:
+        self.handed_over.setdefault(step, Spans()).put(due, run, numbers)
+        released = self.released.setdefault(step, Spans())
+        for span, there in released.find(run, numbers):
+            if not is_back(span, due):
+                released.take(span, run, there)
+
+    def _hear_released(self, step: Step, due: Span, run: Run, numbers: BitMap) -> None:
+        for span, there in self.handed_over.setdefault(step, Spans()).find(run, numbers, spans_around(due[0])):
+            if not is_back(due, span):
+                numbers = numbers - there
+        self.released.setdefault(step, Spans()).put(due, run, numbers)
+
+    def _hold(self, step: Step, since: Span, run: Run, numbers: BitMap) -> None:
+        held = self.held.setdefault(step, Spans())
+        for span, there in held.find(run, numbers):
+            if span >= since or since[1] <= span[1]:
+                numbers = numbers - there  # that is known
+        held.put(since, run, numbers)
+        for known in (self._heard_by.get(step, (0, Origins()))[1], self._unread.get(step, Origins())):
+            known.discard(run, numbers)
 
     def load(self, step: Step, outcome: Outcome, due: Span, origins: Origins) -> None:
-        """What a snapshot has: retrying or released."""
-        handed_over, released = self._of(step)
+        """What a snapshot has of `spans`."""
+        known = dict(self._all())[outcome].setdefault(step, Spans())
         for run, numbers in origins.runs():
-            (handed_over if outcome == "retrying" else released).put(due, run, numbers)
+            known.put(due, run, numbers)
 
-    def _of(self, step: Step) -> tuple[Spans, Spans]:
-        return self.handed_over.setdefault(step, Spans()), self.released.setdefault(step, Spans())
+    def spans(self) -> Iterator[tuple[Outcome, Step, Span, Origins]]:
+        """All that a snapshot needs."""
+        for outcome, known in self._all():
+            for step, spans in known.items():
+                for due, origins in spans.items():
+                    yield outcome, step, due, origins
+
+    def _all(self) -> list[tuple[Outcome, dict[Step, Spans]]]:
+        return [("retrying", self.handed_over), ("released", self.released), ("parked", self.held), ("dead", self.dead)]
 
     def judge(self, step: Step, left_by: int, seen_by: int, ended: Sequence[Origins]) -> dict[Step, Origins]:
         """What is lost at this step of expel and at its step of the retrier, for `lost`. What has ended is forgotten here.
@@ -61,16 +137,35 @@ class Rounds:
         left_by: everything that was due before it (s) has left the retrier. seen_by: and what came back was seen to by expel; no
         later than left_by. ended: what waits for no other attempt.
         """
-        handed_over, released = self._of(step)
+        handed_over, released = self.handed_over.get(step, Spans()), self.released.get(step, Spans())
         for known in (handed_over, released):
             known.remove(ended)
-        there, back = Origins(), Origins()
+        there, back = Origins(), self._unread.get(step, Origins()).copy()
         for due, waiting, came in _find_back(handed_over, released):
             if due[1] <= left_by:
                 there.update(waiting - came)
                 if due[1] <= seen_by:
                     back.update(came)
         return {retrier_of(step): there, step: back}
+
+    def judge_held(self, step: Step, done: int | None, now: int, slack: int, delivered: Origins) -> None:
+        """Find what was held and should have been read again; `judge` tells it. Times in ms.
+
+        done: everything that lay there before this was read, and settled. A destination that is paused is done with nothing more.
+        """
+        held, dead = self.held.get(step, Spans()), self.dead.get(step, Spans())
+        for known in (held, dead):
+            known.remove([delivered])
+            known.coarsen(now // 1000 - COARSE_AFTER_S)
+        still = held.all()
+        if step in self._unread:
+            self._unread[step] = self._unread[step] & still
+        at, heard = self._heard_by.get(step, (now, Origins()))
+        if step not in self._heard_by or at > now:  # our clock may be set back
+            self._heard_by[step] = now, still.copy()
+        elif done is not None and done >= at + slack:
+            self._unread[step] = heard & still
+            self._heard_by[step] = now, still.copy()
 
     def changed(self, lost: Mapping[Step, Origins]) -> Origins:
         """Those of which `lost` would say something else."""
@@ -81,24 +176,46 @@ class Rounds:
         return found
 
     def steps(self) -> list[Step]:
-        """Those that handed anything over."""
-        return list(self.handed_over)
+        """Those of which anything waits, or is dead."""
+        return list({**self.handed_over, **self.held, **self.dead})
+
+    def buried(self) -> Origins:
+        """What may be redriven."""
+        found = Origins()
+        for spans in self.dead.values():
+            found.update(spans.all())
+        return found
+
+    def is_held(self, step: Step) -> Origins:
+        """What lies where this step of expel reads it; not to be changed."""
+        return self.held.get(step, Spans()).all()
+
+    def timed(self, step: Step, outcome: Outcome, run: Run, numbers: BitMap) -> BitMap:
+        """Those of these parked or dead of which is known since when."""
+        found = BitMap()
+        for _, there in dict(self._all())[outcome].get(owner(step), Spans()).find(run, numbers):
+            found |= there
+        return found
 
     def every(self) -> Iterator[Origins]:
         """All sets, to be taken from."""
-        for known in (self.handed_over, self.released):
+        for _, known in self._all():
             for spans in known.values():
                 yield from spans.values()
         yield from self.lost.values()
+        yield from self._unread.values()
+        yield from (heard for _, heard in self._heard_by.values())
 
     def prune(self) -> None:
         """Drop what is empty."""
-        for known in (self.handed_over, self.released):
+        for _, known in self._all():
             for step in list(known):
                 known[step].prune()
                 if not known[step]:
                     del known[step]
         self.lost = {step: origins for step, origins in self.lost.items() if origins}
+        self._unread = {step: origins for step, origins in self._unread.items() if origins}
+        self._heard_by = {step: heard for step, heard in self._heard_by.items() if step in self.held}
 
 
 def owner(step: Step) -> Step:

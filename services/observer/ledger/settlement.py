@@ -30,7 +30,7 @@ class Told(Protocol):
         """Everything that this step reported with this outcome, of all minutes."""
 
     def lost(self, step: Step) -> Origins:
-        """What this step of the retrier or, for what came back from it, of expel should have seen to long ago."""
+        """What this step of the retrier or, for what came back or was parked, of expel should have seen to long ago."""
 
 
 class StepSets(NamedTuple):
@@ -75,7 +75,9 @@ def settle(flow: Flow, pipe: str, accepted: Accepted, told: Told) -> Settlement:
     for destination in flow.pipes[pipe].destinations:
         step = Step("expel", pipe, destination)
         said = _expelled(step, expected, told)
-        steps.append(_share_out(step, expected, {**said, "retrying": said["retrying"] - told.lost(step)}))
+        lost = told.lost(step)
+        open_ones = {outcome: said[outcome] - lost for outcome in OPEN_OUTCOMES}
+        steps.append(_share_out(step, expected, {**said, **open_ones}))
         if destination in flow.pipes[pipe].retried:
             steps.append(_retry(steps[-1], expected, told))
     return Settlement(entered, steps)

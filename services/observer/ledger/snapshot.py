@@ -25,7 +25,6 @@ from services.observer.ledger.planned import Planned, Window
 from services.observer.ledger.presence import Word
 from services.observer.ledger.row import Row
 from services.observer.ledger.scan import scan
-from services.observer.ledger.spans import Spans
 from services.observer.ledger.table import Table
 
 PART_BYTES = 512 * 1024
@@ -111,8 +110,7 @@ def dump(table: Table, beside: Beside) -> bytes:
         },
         [(*key, sorted(runs)) for key, runs in reaches.runs.items()],
         beside.planned.all(),
-        [(*step, "retrying", due, _pack(origins)) for step, due, origins in _spans(book.rounds.handed_over)]
-        + [(*step, "released", due, _pack(origins)) for step, due, origins in _spans(book.rounds.released)],
+        [(*step, outcome, due, _pack(origins)) for outcome, step, due, origins in book.rounds.spans()],
         table.left_by,
         [(*step, seen) for step, seen in table.seen_by.items()],
         [(alarm.id, msgspec.json.encode(alarm.body)) for alarm in beside.untold],
@@ -175,12 +173,6 @@ def _restore_finality(state: State, table: Table) -> None:
         if missing and (pipe, minute) not in finality.then and pipe in table.flow.pipes:
             now = table.row(pipe, minute, 0).missing_by_part()
             finality.note((pipe, minute), {**now, None: now.get(None, 0) + max(0, missing - sum(now.values()))})
-
-
-def _spans(known: Mapping[Step, Spans]) -> Iterator[tuple[Step, Span, Origins]]:
-    for step, spans in known.items():
-        for due, origins in spans.items():
-            yield step, due, origins
 
 
 def _pack(origins: Origins) -> Packed:

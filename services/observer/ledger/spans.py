@@ -8,6 +8,8 @@ from pyroaring import BitMap
 from services.core.ledger.due import Span
 from services.observer.ledger.origins import Origins, Run
 
+GRAIN_S = 1024
+
 
 class Spans:
     """To put in what never was here costs the same however many spans there are; to find what is, the more the more are older,
@@ -62,6 +64,24 @@ class Spans:
         origins.discard(run, numbers)
         if not origins:
             del self._by_due[span]
+
+    def all(self) -> Origins:
+        """All that stand here, in any span; not to be changed. It costs the more the more spans there are."""
+        self.prune()
+        return self._any
+
+    def coarsen(self, before: int) -> None:
+        """Put spans together that end before this (s), GRAIN_S wide at most: nothing that comes later tells them apart."""
+        old: dict[int, list[Span]] = {}
+        for span in self._by_due:
+            if span[1] <= before:
+                old.setdefault(span[0] // GRAIN_S, []).append(span)
+        for spans in old.values():
+            if len(spans) > 1:
+                parts = [self._by_due.pop(span) for span in spans]
+                for part in parts[1:]:
+                    parts[0].update(part)
+                self._by_due[min(first for first, _ in spans), max(last for _, last in spans)] = parts[0]
 
     def remove(self, gone: Sequence[Origins]) -> None:
         """None of these any more."""

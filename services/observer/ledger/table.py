@@ -20,13 +20,14 @@ from services.observer.ledger.settlement import Accepted, Settlement, settle
 class Ages(msgspec.Struct, frozen=True):
     """After a minute's end, in ms. final: no earlier is it final. fold: its sets become counts, but for what is unsettled.
 
-    drop: its row is forgotten, and what is still missing in it; what is not final then is given up. waiting: what waits for
-    another attempt is forgotten, too.
+    drop: its row is forgotten, and what is still missing in it; what is not final then is given up. redrive: its dead letters are
+    forgotten, so what is redriven later is not followed. waiting: what waits for another attempt is forgotten, too.
     """
 
     final: int = 150_000
     fold: int = 3_600_000
     drop: int = 86_400_000
+    redrive: int = 7 * 86_400_000
     waiting: int = 30 * 86_400_000
 
 
@@ -69,8 +70,8 @@ class Table:
         """By step of expel, (a, b, c): of what came back it saw to all that was due before a (s), and to all that was due before
         b as soon as it has done what there was at c (ms)."""
         self._judged_at = 0
-        self._dropped: set[int] = set()
-        """Minutes of which only what waits is held."""
+        self._dropped: dict[int, int] = {}
+        """Minutes of which only what waits or is dead is held, and how many of the ages since `drop` are over."""
         self._rows: dict[Key, Row] = {}
         """As long as nothing of theirs is touched."""
 
@@ -137,9 +138,10 @@ class Table:
                 verdicts.append(verdict)
                 if verdict.row.why_open is None and verdict.row not in final[-1:]:
                     final.append(verdict.row)
-            if age >= self.ages.waiting or (age >= self.ages.drop and minute not in self._dropped):
+            over = sum(age >= one for one in (self.ages.drop, self.ages.redrive, self.ages.waiting))
+            if over == 3 or over > self._dropped.get(minute, 0):
                 given_up += self._give_up(minute, now)
-                self._drop(minute, keep_waiting=age < self.ages.waiting)
+                self._drop(minute, over)
             elif age >= self.ages.fold and not self.book.is_folded(minute) and self._is_final(minute):
                 self._fold(minute)
         self._drop_rows(now)
@@ -165,6 +167,8 @@ class Table:
         lost: dict[Step, Origins] = {}
         for step in self.book.rounds.steps():
             ended = self.book.ended(step)
+            held_up_to = self.presence.done_up_to(step, now, "held")
+            self.book.rounds.judge_held(step, held_up_to, now, RETRY_SLACK_MS, self.book.told(step, "delivered"))
             lost |= self.book.rounds.judge(step, self.left_by, self._see(step, now), ended)
         changed = self.book.rounds.changed(lost)
         if not changed:
@@ -172,7 +176,7 @@ class Table:
         before = {
             (pipe, minute): self._find(pipe, minute)
             for minute in self.book.minutes()
-            if any(origins & changed for origins in self.book.accepted(minute).values())
+            if any(origins.meets(changed) for origins in self.book.accepted(minute).values())
             for pipe in self.flow.pipes
             if (pipe, minute) in self.finality.open
         }
@@ -191,7 +195,7 @@ class Table:
     def _see(self, step: Step, now: int) -> int:
         """Up to which due time (s) this step of expel has seen to what came back."""
         seen, next_one, since = self.seen_by.get(step, (0, self.left_by, now))
-        done = self.presence.done_up_to(step, now, returned=True)
+        done = self.presence.done_up_to(step, now, "returned")
         since = min(since, now)
         if done is not None and done >= since + RETRY_SLACK_MS:
             seen, next_one, since = next_one, self.left_by, now
@@ -203,8 +207,8 @@ class Table:
         if not touched:
             return
         for minute in self.book.minutes():
-            if any(origins & touched for origins in self.book.accepted(minute).values()):
-                self._dropped.discard(minute)
+            if any(origins.meets(touched) for origins in self.book.accepted(minute).values()):
+                self._dropped.pop(minute, None)
                 for pipe in self.flow.pipes:
                     self._rows.pop((pipe, minute), None)
 
@@ -231,23 +235,23 @@ class Table:
         return all(self.finality.is_closed(key) or not self._find(*key).accepted for key in keys)
 
     def _fold(self, minute: int) -> None:
-        """Keep the sets of what is unsettled in any pipe; count the rest."""
-        unsettled = Origins()
+        """Keep the sets of what is unsettled in any pipe, or dead and may be redriven; count the rest."""
+        unsettled = self.book.rounds.buried()
         for pipe in self.flow.pipes:
             settlement = self.settlement(pipe, minute)
             unsettled = unsettled | settlement.missing() | settlement.waiting()
         self._count_off(minute, unsettled)
 
-    def _drop(self, minute: int, *, keep_waiting: bool) -> None:
-        """Count off everything but what waits, which may wait for days, and what was lost while it did."""
-        waiting = Origins()
-        if keep_waiting:
+    def _drop(self, minute: int, over: int) -> None:
+        """Count off everything but what waits, which may wait for days, what was lost while it did, and what is dead."""
+        waiting = self.book.rounds.buried() if over < 2 else Origins()
+        if over < 3:
             for pipe in self.flow.pipes:
                 waiting = waiting | self.settlement(pipe, minute).waiting()
             for lost in self.book.rounds.lost.values():
                 waiting = waiting | lost
         self._count_off(minute, waiting)
-        self._dropped.add(minute)
+        self._dropped[minute] = over
 
     def _count_off(self, minute: int, kept: Origins) -> None:
         accepted = self.book.accepted(minute)
@@ -276,4 +280,4 @@ class Table:
         for key in gone:
             self.base.pop(key, None)
             self._rows.pop(key, None)
-        self._dropped &= held
+        self._dropped = {minute: over for minute, over in self._dropped.items() if minute in held}

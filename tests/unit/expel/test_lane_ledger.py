@@ -42,7 +42,8 @@ def event(number: int) -> Record:
 
 def open_ledger(producer: Producer, broker: FakeBroker) -> LaneLedger:
     admin: Any = broker.admin
-    return LaneLedger.open(producer, admin, "i", "late", "hook", ["s"], "late.retry")
+    held = ["late.retry", "late.parked"] if TopicPartition("late.parked", 0) in broker.stored else []
+    return LaneLedger.open(producer, admin, "i", "late", "hook", ["s"], "late.retry", held)
 
 
 @dataclass
@@ -159,6 +160,8 @@ async def test_what_went_elsewhere_is_told_as_that() -> None:
     async with run_lane(WRONG) as desk:
         await wait_until(lambda: desk.committed() == 29)
         assert (desk.told("retrying"), desk.told("delivered"), desk.told("dead")) == (set(), odds, evens)
+        since = [one.due for report in desk.reports() for one in report.sets if one.outcome == "dead"]
+        assert all(due is not None and now - 60 < due[0] < now + 60 for due in since)
 
 
 async def test_what_a_predecessor_handed_over_is_told() -> None:
@@ -177,6 +180,13 @@ async def test_what_is_parked_is_told_as_that() -> None:
         desk.broker.stored[P0] += [event(number) for number in range(30)]
         await wait_until(lambda: desk.committed() == 29)
         assert (desk.told("parked"), desk.told("delivered")) == (set(range(30)), set())
+        due, now = 4_000_000_000_000, int(time.time() * 1000)
+        state = RetryState("late", "hook", 3, 1, now, due, "http_503", "busy", "s:0:30", 0)
+        desk.broker.stored[P0].append(wrap(event(30), state, now))  # by a clock that is far ahead
+        await wait_until(lambda: desk.committed() == 30)
+        told = {one.due for report in desk.reports() for one in report.sets if one.outcome == "parked"}
+        assert (due // 1000, due // 1000 + 1) in told, "not before it was due"
+        assert all(span is not None and span[0] >= now // 1000 - 60 for span in told)
 
 
 async def test_only_the_sources_hold_minutes_open(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,6 +201,7 @@ async def test_only_the_sources_hold_minutes_open(monkeypatch: pytest.MonkeyPatc
         ledger = open_ledger(producer, broker)
 
         broker.stored[TopicPartition("late.retry", 0)] += [event(number) for number in range(3)]
+        broker.stored[TopicPartition("late.parked", 0)] += [event(number) for number in range(9)]
 
         async def measure(waiting: int) -> int | None:
             await ledger.look()
@@ -212,7 +223,11 @@ async def test_only_the_sources_hold_minutes_open(monkeypatch: pytest.MonkeyPatc
         assert last.returned_ms is None, "what came back has waited since nobody knows when, and is told apart"
         parked[TopicPartition("late.retry", 0)] = Lag(0, 0)
         await measure(0)
-        assert decode_report(driver.records(TELEMETRY)[-1].value).returned_ms == 0
+        last = decode_report(driver.records(TELEMETRY)[-1].value)
+        assert (last.returned_ms, last.held_ms) == (0, None), "what is parked is not done"
+        parked[TopicPartition("late.parked", 0)] = Lag(0, 0)
+        await measure(0)
+        assert decode_report(driver.records(TELEMETRY)[-1].value).held_ms == 0
         await ledger.close()
 
 

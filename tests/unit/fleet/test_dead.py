@@ -17,6 +17,7 @@ from services.core.broker.producer import Producer, SendResult
 from services.core.broker.record import Batch, Record, TopicPartition
 from services.core.causes import Causes, normalise
 from services.core.dead_letter import make_dead_letter
+from services.core.ledger.report import TELEMETRY, decode_report, unpack_numbers
 from services.core.letter import DeadLetter, Position
 from services.core.pipes import AUDIT, PipeFile
 from services.core.provision import ensure_topics
@@ -116,6 +117,28 @@ async def test_filters(broker: Broker) -> None:
     assert await numbers(broker, Filter(reason="timeout")) == [2]
     assert await numbers(broker, Filter(since=BASE + 1000, until=BASE + 3000)) == [1, 2]
     assert await numbers(broker, Filter(destination="nobody")) == []
+
+
+async def test_the_observer_is_told_of_what_is_redriven(broker: Broker, capsys: pytest.CaptureFixture[str]) -> None:
+    """Broken: what is lost after a redrive counts as dead for ever; or without an observer nothing can be redriven."""
+
+    def with_origin(number: int) -> Record:
+        record = letter(number)
+        return Record(
+            record.key, record.value, record.timestamp, (*record.headers, ("penstock_origin", b"a:0:%d" % number))
+        )
+
+    await bury(broker, [with_origin(1), with_origin(2)])
+    await redrive(broker)
+    (told,) = [decode_report(record.value) for record in await stored(broker, TELEMETRY)]
+    dues = {state.due // 1000 for state in (unwrap(record)[1] for record in await stored(broker, "late.retry"))}
+    ((outcome, numbers, due),) = [(one.outcome, set(unpack_numbers(one.numbers)), one.due) for one in told.sets]
+    assert (outcome, numbers, {due[0]} if due else None) == ("redriven", {1, 2}, dues)
+    assert (told.node, told.pipe, told.destination, told.closed) == ("retrier", "late", "billing", True)
+    await broker.admin.delete_topic(TELEMETRY)
+    await bury(broker, [with_origin(3)])
+    assert (await redrive(broker)).so_far.done == 1
+    assert "the observer is not told" in capsys.readouterr().err
 
 
 async def test_letters_of_two_lives_of_a_stream_are_both_sent(broker: Broker) -> None:
