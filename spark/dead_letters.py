@@ -74,4 +74,5 @@ def _dead_letter(item: Rejected, pipe: str, version: str, max_bytes: int, now: i
         first_failure=now,
         source=source,
         offset=int(item.place.offset),
+        now_ms=now,
     )

@@ -1,10 +1,15 @@
 """Dead letters: what could not be handled, kept with its reason. One stream per pipe, written by expel and by Spark.
 
-The record keeps its key, value, timestamp and headers; these headers are added in front (a redrive takes them off).
+The record keeps its key, value and headers; these headers are added in front (a redrive takes them off). Its timestamp is
+when the letter was written: Kafka's retention counts from it, and an event that waited long would be deleted at once. The
+event's own time is a header.
 """
+
+import re
 
 from services.core import retry_state
 from services.core.broker.record import Record, TopicPartition
+from services.core.event import MAX_MILLIS_DIGITS
 
 PREFIX = "penstock_dead_"
 REASON = PREFIX + "reason"
@@ -25,6 +30,10 @@ FIRST_FAILURE = PREFIX + "first_failure"
 """Milliseconds since the epoch of the first failed attempt."""
 SOURCE = PREFIX + "source"
 """Where the original record lies: `topic:partition:offset`."""
+TIME = PREFIX + "time"
+"""The event's own time, ms. Letters of before lack it: their timestamp is that time."""
+
+_MILLIS = re.compile(rb"-?[0-9]{1,%d}" % MAX_MILLIS_DIGITS)
 
 MAX_DETAIL = 1024
 
@@ -42,8 +51,9 @@ def make_dead_letter(
     first_failure: int,
     source: TopicPartition,
     offset: int,
+    now_ms: int,
 ) -> Record:
-    """The record as it goes to the pipe's dead letters. first_failure in ms.
+    """The record as it goes to the pipe's dead letters at `now_ms`. first_failure in ms.
 
     Headers of an earlier dead letter or retry are replaced.
     """
@@ -58,11 +68,18 @@ def make_dead_letter(
         (ATTEMPTS, str(attempts).encode()),
         (FIRST_FAILURE, str(first_failure).encode()),
         (SOURCE, f"{source.topic}:{source.partition}:{offset}".encode()),
+        (TIME, b"%d" % record.timestamp),
     )
-    return Record(record.key, record.value, record.timestamp, added + kept)
+    return Record(record.key, record.value, now_ms, added + kept)
+
+
+def event_time(record: Record) -> int:
+    """The time of the event in this letter, ms."""
+    time = record.header(TIME)
+    return int(time) if time is not None and _MILLIS.fullmatch(time) else record.timestamp
 
 
 def strip(record: Record) -> Record:
     """The original record again, for a redrive."""
     kept = tuple(header for header in record.headers if not header[0].startswith(PREFIX))
-    return Record(record.key, record.value, record.timestamp, kept)
+    return Record(record.key, record.value, event_time(record), kept)

@@ -84,7 +84,7 @@ class DeadLetter:
             "detail": self.detail,
             "attempts": self.attempts,
             "first_failure": format_time(self.first_failure),
-            "event_time": format_time(self.record.timestamp),
+            "event_time": format_time(dead_letter.event_time(self.record)),
             "source": self.source,
             "fate": self.fate,
         }

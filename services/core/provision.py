@@ -2,8 +2,7 @@
 
 A stream has the partitions and retention of its definition. `<pipe>.out` has as many partitions as the pipe's widest
 source and the longest of their retentions. `<pipe>.dead` has one partition and keeps for `DEAD_LETTER_RETENTION_S`
-more than that and than its longest schedule: Kafka counts from the event time, and a dead letter may be as old as its
-source keeps events and have been retried since.
+more than that and than its longest schedule, so that what is found in a source is found in its dead letters.
 
 Pipes with webhooks have `<pipe>.retry`, and `<pipe>.parked`, which keeps for ever; when any destination has a schedule, the
 global retrier has its topics. What waits there outlives a retrier that is down by `RETRY_RETENTION_S`. Each of these has one

@@ -61,7 +61,7 @@ class Elsewhere:
 
     def bury(self, delivery: Delivery, failures: Mapping[int, Failure]) -> None:
         """These events (by index) to the dead letters."""
-        self._add(self._dead, self._writer.from_failures(delivery, failures))
+        self._add(self._dead, self._writer.from_failures(delivery, failures, self._meter.now_ms()))
 
     def bury_unreadable(self, source: TopicPartition, unreadable: Sequence[Unreadable]) -> float:
         """These records to the dead letters; gives what they weigh in the lane."""
@@ -90,7 +90,7 @@ class Elsewhere:
     def _bury_too_large(self, letter: Letter) -> None:
         """With its retry state the record is larger than the broker takes."""
         detail = "the record with its retry state is larger than the broker takes"
-        self._add(self._dead, [self._writer.from_handover(letter, "too_large", detail)])
+        self._add(self._dead, [self._writer.from_handover(letter, "too_large", detail, self._meter.now_ms())])
 
     def _buried(self, letters: Sequence[Letter]) -> None:
         self._tell("dead", letters)

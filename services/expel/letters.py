@@ -45,30 +45,33 @@ class LetterWriter:
     destination: str
     version: str = ""
 
-    def from_failures(self, delivery: Delivery, failures: Mapping[int, Failure]) -> list[Letter]:
+    def from_failures(self, delivery: Delivery, failures: Mapping[int, Failure], now_ms: int) -> list[Letter]:
         """Events (by index) that were given up after the delivery's attempts."""
         places = delivery.places()
         letters = []
         for index, failure in failures.items():
             source, offset, _ = places[index]
             bad = Unreadable(offset, delivery.records[index], failure.reason, failure.detail)
-            letter = self._make(source, bad, delivery.attempts, delivery.first_failure, delivery.weight / len(delivery))
+            weight = delivery.weight / len(delivery)
+            letter = self._make(source, bad, delivery.attempts, delivery.first_failure, weight, now_ms)
             letters.append(letter._replace(disowned=source in delivery.disowned))
         return letters
 
-    def from_handover(self, letter: Letter, reason: str, detail: str) -> Letter:
+    def from_handover(self, letter: Letter, reason: str, detail: str, now_ms: int) -> Letter:
         """A dead letter in place of one for retry-in."""
         original = letter.original
         wrapped = Record(original.key, original.value, original.timestamp, letter.letter.headers)
-        dead = self._make(letter.source, Unreadable(letter.offset, wrapped, reason, detail), 0, 0, letter.weight)
+        dead = self._make(
+            letter.source, Unreadable(letter.offset, wrapped, reason, detail), 0, 0, letter.weight, now_ms
+        )
         return dead._replace(original=original, tried=letter.tried, disowned=letter.disowned)
 
     def from_unreadable(self, source: TopicPartition, unreadable: Sequence[Unreadable], now_ms: int) -> list[Letter]:
         """Records that were never tried."""
-        return [self._make(source, bad, 0, now_ms, estimate_size((bad.record,))) for bad in unreadable]
+        return [self._make(source, bad, 0, now_ms, estimate_size((bad.record,)), now_ms) for bad in unreadable]
 
     def _make(
-        self, source: TopicPartition, bad: Unreadable, attempts: int, first_failure: int, weight: float
+        self, source: TopicPartition, bad: Unreadable, attempts: int, first_failure: int, weight: float, now_ms: int
     ) -> Letter:
         earlier = state_of(bad.record)
         original, offset = (source, bad.offset) if earlier is None else earlier.position()
@@ -84,6 +87,7 @@ class LetterWriter:
             first_failure=(0 if earlier is None else earlier.first_failure) or first_failure,
             source=original,
             offset=offset,
+            now_ms=now_ms,
         )
         return Letter(letter, bad.record, source, bad.offset, weight, bad.reason, attempts > 0, bad.events)
 

@@ -21,6 +21,7 @@ def make_letter(source: TopicPartition, item: Waiting, now: int) -> Record:
             first_failure=now,
             source=source,
             offset=item.offset,
+            now_ms=now,
         )
     original, state = unwrap(item.record)
     origin, offset = state.position()
@@ -35,6 +36,7 @@ def make_letter(source: TopicPartition, item: Waiting, now: int) -> Record:
         first_failure=state.first_failure,
         source=origin,
         offset=offset,
+        now_ms=now,
     )
 
 

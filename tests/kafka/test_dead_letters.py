@@ -45,6 +45,7 @@ async def test_redriven_once_and_on_record(kafka_cluster: KafkaCluster) -> None:
             first_failure=now,
             source=TopicPartition(pipe, 0),
             offset=n,
+            now_ms=now,
         )
         for n, original in enumerate(originals)
     ]

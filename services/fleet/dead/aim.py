@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from services.core.broker.record import Record
-from services.core.dead_letter import strip
+from services.core.dead_letter import event_time, strip
 from services.core.letter import DeadLetter, Position
 from services.core.pipes import PipeFile, lane_name, retry_topic
 from services.core.retry_state import BadRetryRecord, RetryState, read_state, wrap
@@ -91,6 +91,6 @@ class Aim:
         pipe = self._pipes.pipes.get(letter.pipe)
         if pipe is None or topic not in pipe.sources:
             return "unknown_stream"
-        if self._by_event_time and letter.record.timestamp < now_ms - self._pipes.streams[topic].retention * 1000:
+        if self._by_event_time and event_time(letter.record) < now_ms - self._pipes.streams[topic].retention * 1000:
             return "too_old"
         return Aimed(topic, strip(letter.record))

@@ -29,12 +29,12 @@ async def restore(admin: Admin, letter: DeadLetter) -> DeadLetter:
     if not _is_same(letter, found):
         return letter
     said = tuple(header for header in letter.record.headers if header[0].startswith(dead_letter.PREFIX))
-    return replace(letter, record=Record(found.key, found.value, found.timestamp, said + found.headers))
+    return replace(letter, record=Record(found.key, found.value, letter.record.timestamp, said + found.headers))
 
 
 def _is_same(letter: DeadLetter, found: Record) -> bool:
     """A topic that was made anew has another event at this offset."""
-    return letter.record.timestamp == found.timestamp and letter.event_id in (None, read_id(found))
+    return dead_letter.event_time(letter.record) == found.timestamp and letter.event_id in (None, read_id(found))
 
 
 async def with_payloads(admin: Admin, pages: AsyncIterator[list[DeadLetter]]) -> AsyncIterator[list[DeadLetter]]:

@@ -70,7 +70,15 @@ def letter(number: int, **said: object) -> Record:
     """Event `number` as a dead letter, first failed `number` seconds after BASE."""
     usual: dict[str, object] = {"reason": "http_404", "detail": "no", "node": "expel", "destination": "billing"}
     source = TopicPartition("orders", 1)
-    wanted = {**usual, "attempts": 7, "first_failure": BASE + 1000 * number, "source": source, "offset": number, **said}
+    wanted = {
+        **usual,
+        "attempts": 7,
+        "first_failure": BASE + 1000 * number,
+        "source": source,
+        "offset": number,
+        "now_ms": BASE + 9_000_000,
+        **said,
+    }
     return make_dead_letter(original(number), pipe="late", **wanted)  # type: ignore[arg-type]
 
 

@@ -11,7 +11,7 @@ from services.core.broker.errors import Unavailable
 from services.core.broker.producer import Producer
 from services.core.broker.record import Batch, Record, TopicPartition
 from services.core.broker.watermark import LowWater
-from services.core.dead_letter import PREFIX
+from services.core.dead_letter import PREFIX, event_time
 from services.core.pipes import DELAYS_S, RETRIER_GROUP, RETRY_IN, SCHEDULE, delay_topic
 from services.core.retry_state import RetryState, unwrap
 from services.global_retrier.ledger import Ledger
@@ -114,7 +114,7 @@ async def test_what_it_cannot_move_goes_to_dead_letters(tmp_path: Path) -> None:
             b"y",
             f"{RETRY_IN}:0:0".encode(),
         )
-        assert (gone.timestamp, gone.header("ce_id")) == (1_700_000_000_000, b"flights:0:5")
+        assert (event_time(gone), gone.header("ce_id")) == (1_700_000_000_000, b"flights:0:5")
         assert gone.header("penstock_retry_due") is None
         expected = {
             "pipe": b"gone",

@@ -30,5 +30,13 @@ def letter(number: int, **said: object) -> Record:
         "pipe": "shop",
     }
     source = TopicPartition("orders", 1)
-    wanted = {**usual, "attempts": 7, "first_failure": BASE + 1000 * number, "source": source, "offset": number, **said}
+    wanted = {
+        **usual,
+        "attempts": 7,
+        "first_failure": BASE + 1000 * number,
+        "source": source,
+        "offset": number,
+        "now_ms": BASE + 9_000_000,
+        **said,
+    }
     return make_dead_letter(original, **wanted)  # type: ignore[arg-type]
