@@ -25,7 +25,18 @@ from services.core.broker.resharding import Resharding
 
 Start = Literal["earliest", "latest"] | datetime
 """Where a group without a committed offset begins. A date (aware): the first record whose timestamp is not older.
-Remembered from the group's first join; partitions that are added later are read from their beginning."""
+Remembered from the group's first join; partitions that are added later are read from their beginning, and so are always
+the topics that are kept for a group (`start_in`)."""
+
+_KEPT_FOR_A_GROUP = (".retry", ".parked")
+
+
+def start_in(topic: str, start: Start) -> Start:
+    """Where a group that is to begin at `start` begins in this topic: what was written for a group in particular (retries,
+    parked events, all of `penstock.…`) is read from the earliest on, or it would be skipped by whom it waits for."""
+    is_kept = topic.endswith(_KEPT_FOR_A_GROUP) or topic.startswith("penstock.")
+    return "earliest" if is_kept else start
+
 
 OnRevoke = Callable[[frozenset[TopicPartition]], Awaitable[None]]
 """Awaited when partitions are about to leave this member (rebalance, close), *before* another may own them: finish

@@ -11,6 +11,7 @@
     ├── Overloaded           our own bounded queue is full; nothing was sent
     ├── NotOwner             a commit for a partition that this member no longer owns: refused
     ├── OffsetOutOfRange     the position is older than what is kept, or newer than the end
+    │   └── PositionLost     … because the broker has forgotten how far the group had come
     ├── DataDamaged          stored records are missing or altered; names exactly which
     ├── UnsafeTopic          a topic whose settings break the promise of durability, or make every write fail
     ├── BadDataFolder        the log's folder cannot keep the promise (network file system, a newer version's)
@@ -95,6 +96,20 @@ class OffsetOutOfRange(BrokerError):
             f"{count} records are gone. Try: 'When a partition stops' in docs/operating.md"
         )
         self.topic, self.partition, self.wanted, self.start, self.end = topic, partition, wanted, start, end
+
+
+class PositionLost(OffsetOutOfRange):
+    """The group has read this partition before, and the broker has forgotten how far: beginning anew would skip events or
+    deliver all of them again. Raised by `poll` until somebody sets the group's offset. missing is 0: nothing is gone."""
+
+    def __init__(self, group: str, topic: str, partition: int, start: int, end: int) -> None:
+        super().__init__(topic, partition, start, start, end)
+        BrokerError.__init__(
+            self,
+            f"{topic}[{partition}]: group {group} has read here before, and Kafka has no offset of it any more: a group without "
+            f"members keeps its offsets for offsets.retention.minutes. Stored is {start} to {end}. Try: set the offset to go on "
+            "with, see 'When a partition stops' in docs/operating.md",
+        )
 
 
 class DataDamaged(BrokerError):

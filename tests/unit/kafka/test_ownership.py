@@ -2,23 +2,41 @@
 
 import asyncio
 from collections.abc import Awaitable
+from types import SimpleNamespace
+from unittest.mock import AsyncMock
 
 import pytest
 from aiokafka.errors import CorruptRecordException
 from aiokafka.structs import ConsumerRecord
 from aiokafka.structs import TopicPartition as KafkaPartition
 
-from services.core.broker.errors import DataDamaged, OffsetOutOfRange
+from services.core.broker.errors import DataDamaged, OffsetOutOfRange, PositionLost
 from services.core.broker.kafka import consumer as consumer_module
+from services.core.broker.kafka.begun import BegunGroups
 from services.core.broker.kafka.cluster import Cluster
-from services.core.broker.kafka.consumer import KafkaConsumer
+from services.core.broker.kafka.commit_note import CommitNote
+from services.core.broker.kafka.commits import Membership
+from services.core.broker.kafka.consumer import KafkaConsumer, Shared
 from services.core.broker.kafka.damage import Damaged
+from services.core.broker.kafka.fetcher import FetchBudget
 from services.core.broker.kafka.ownership import Ownership
+from services.core.broker.kafka.placement import Placement
 from services.core.broker.kafka.standstill import Standstill
 from services.core.broker.kafka.timing import Timing
 from services.core.broker.record import Batch, Damage, Record, TopicPartition
 
 _ONE, _TWO = TopicPartition("t", 1), TopicPartition("t", 2)
+
+
+_CLUSTER = Cluster("unused:1", "unit", Timing())
+_SHARED = Shared(_CLUSTER, BegunGroups(_CLUSTER, AsyncMock(), AsyncMock()), FetchBudget())
+
+
+_READER = SimpleNamespace(_fetcher=SimpleNamespace(epochs_between=lambda *_: []))
+
+
+def _at(positions: dict[TopicPartition, int]) -> Placement:
+    return Placement(positions, notes=dict.fromkeys(positions, CommitNote(4, "id")))
 
 
 class Member:
@@ -28,7 +46,7 @@ class Member:
         self.lost = False
         self.owned_while_draining: list[frozenset[TopicPartition]] = []
         self.hang = False
-        self.own = Ownership(self._on_revoke, drain, lambda: self.lost)
+        self.own = Ownership(self._on_revoke, drain, lambda: Membership(-1, "") if self.lost else Membership(1, "m"))
 
     async def _on_revoke(self, partitions: frozenset[TopicPartition]) -> None:
         self.owned_while_draining.append(self.own.owned)
@@ -77,10 +95,56 @@ async def test_commits_of_an_earlier_ownership_are_refused() -> None:
     """If it fails, a late commit of a partition that came back moves the group behind what another member settled."""
     member = Member()
     await member.own.on_partitions_assigned([_ONE])
-    member.own.placed({_ONE: 100})
+    member.own.placed(_at({_ONE: 100}))
     assert member.own.split({_ONE: 98, _TWO: 5}) == ({}, {_ONE, _TWO})
-    assert member.own.split({_ONE: 99}) == ({_ONE: 99}, set())
-    assert member.own.split({_ONE: 120}) == ({_ONE: 120}, set())
+    assert member.own.split({_ONE: 99}) == ({_ONE: 100}, set())
+
+
+async def test_commits_of_what_was_not_read_are_refused() -> None:
+    """If it fails, marks of a topic that was made anew are committed onto the new one: its records are never delivered."""
+    member = Member()
+    await member.own.on_partitions_assigned([_ONE])
+    assert member.own.split({_ONE: 0}) == ({}, {_ONE})
+    member.own.placed(_at({_ONE: 100}))
+    member.own.was_read(_ONE, 110, [])
+    assert member.own.split({_ONE: 111}) == ({}, {_ONE})
+    assert member.own.split({_ONE: 110}) == ({_ONE: 111}, set())
+
+
+async def test_a_commit_never_goes_back_within_one_ownership() -> None:
+    """If it fails, a commit that overtakes another moves the group back: a crash then delivers again what was settled."""
+    member = Member()
+    await member.own.on_partitions_assigned([_ONE])
+    member.own.placed(_at({_ONE: 100}))
+    member.own.was_read(_ONE, 110, [])
+    assert member.own.split({_ONE: 108}) == ({_ONE: 109}, set())
+    assert member.own.split({_ONE: 104}) == ({_ONE: 109}, set())
+
+
+async def test_a_lost_position_is_not_committed() -> None:
+    """If it fails, a partition that waits for an operator gets an offset that nobody chose."""
+    member = Member()
+    await member.own.on_partitions_assigned([_ONE])
+    placement = _at({_ONE: 100})
+    placement.lost[_ONE] = lambda: PositionLost("g", "t", 1, 100, 120)
+    member.own.placed(placement)
+    with pytest.raises(PositionLost, match=r"offsets\.retention\.minutes"):
+        member.own.raise_stuck()
+    assert member.own.split({_ONE: 99}) == ({}, {_ONE})
+
+
+async def test_what_is_no_longer_stored_is_drained_and_placed_anew() -> None:
+    """If it fails, marks of a topic that was made anew stay with its reader, or the partition is never read again."""
+    member = Member()
+    await member.own.on_partitions_assigned([_ONE, _TWO])
+    member.own.placed(_at({_ONE: 100, _TWO: 7}))
+    member.own.paused.add(_ONE)
+    await member.own.lose({_ONE})
+    assert member.owned_while_draining == [{_TWO}]
+    assert member.own.owned == {_ONE, _TWO}
+    assert member.own.unplaced == {_ONE}
+    assert not member.own.paused
+    assert member.own.split({_ONE: 99, _TWO: 6}) == ({_TWO: 7}, {_ONE})
 
 
 async def test_a_stuck_partition_is_loud_until_it_is_paused() -> None:
@@ -104,8 +168,8 @@ async def test_offsets_belong_to_their_records(offsets: list[int]) -> None:
     """If it fails, in a compacted topic offsets and records do not fit: wrong commits, wrong statuses."""
     member = Member()
     await member.own.on_partitions_assigned([_ONE])
-    member.own.placed({_ONE: 0})
-    consumer = KafkaConsumer(Cluster("unused:1", "unit", Timing()), None, member.own, "g", "earliest", Standstill(5.0))
+    member.own.placed(_at({_ONE: 0}))
+    consumer = KafkaConsumer(_SHARED, _READER, member.own, "g", "earliest", Standstill(5.0))
     (batch,) = consumer._accept({KafkaPartition("t", 1): [_row(offset) for offset in offsets]})
     assert list(batch.offsets) == offsets
     assert [record.value for record in batch.records] == [b"%d" % offset for offset in offsets]
@@ -116,7 +180,7 @@ async def test_what_came_before_placing_is_not_returned() -> None:
     """If it fails, records of a partition without a decided position are returned, and again after it is decided."""
     member = Member()
     await member.own.on_partitions_assigned([_ONE])
-    consumer = KafkaConsumer(Cluster("unused:1", "unit", Timing()), None, member.own, "g", "earliest", Standstill(5.0))
+    consumer = KafkaConsumer(_SHARED, _READER, member.own, "g", "earliest", Standstill(5.0))
     assert consumer._accept({KafkaPartition("t", 1): [_row(3)], KafkaPartition("t", 2): [_row(4)]}) == []
 
 
@@ -155,10 +219,8 @@ async def test_damage_of_a_partition_that_was_revoked_meanwhile_is_forgotten(mon
     """If it fails, a member that lost a damaged partition reads all others one record at a time, or returns what it lost."""
     member, client = Member(), Client(monkeypatch)
     await member.own.on_partitions_assigned([_ONE, _TWO])
-    member.own.placed({_ONE: 0, _TWO: 0})
-    consumer = KafkaConsumer(
-        Cluster("unused:1", "unit", Timing()), client, member.own, "g", "earliest", Standstill(5.0)
-    )
+    member.own.placed(_at({_ONE: 0, _TWO: 0}))
+    consumer = KafkaConsumer(_SHARED, client, member.own, "g", "earliest", Standstill(5.0))
     client.found = {_ONE: _damaged(_ONE, 9, is_next=False), _TWO: _damaged(_TWO, 0, is_next=True)}
     client.meanwhile = [
         member.own.on_partitions_revoked([_ONE, _TWO]),
@@ -173,10 +235,8 @@ async def test_damage_that_is_passed_over_comes_once_and_after_a_pause(monkeypat
     """If it fails, a paused partition returns records, or damage is returned twice, or reading goes on inside of it."""
     member, client = Member(), Client(monkeypatch)
     await member.own.on_partitions_assigned([_ONE])
-    member.own.placed({_ONE: 7})
-    consumer = KafkaConsumer(
-        Cluster("unused:1", "unit", Timing()), client, member.own, "g", "earliest", Standstill(5.0)
-    )
+    member.own.placed(_at({_ONE: 7}))
+    consumer = KafkaConsumer(_SHARED, client, member.own, "g", "earliest", Standstill(5.0))
     client.found = {_ONE: _damaged(_ONE, 7, is_next=True)}
     assert await consumer._examine(CorruptRecordException())
     consumer.pause([_ONE])
@@ -192,7 +252,7 @@ async def test_reading_is_careful_only_before_the_damage() -> None:
     """If it fails, records before damage are lost to it, or all of a member's reading stays slow after it."""
     member = Member()
     await member.own.on_partitions_assigned([_ONE, _TWO])
-    member.own.placed({_ONE: 0, _TWO: 0})
+    member.own.placed(_at({_ONE: 0, _TWO: 0}))
     member.own.fragile[_ONE] = 5
     assert member.own.is_fragile()
     member.own.paused.add(_ONE)

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from aiokafka.protocol.admin import CreatePartitionsRequest, CreateTopicsRequest, DeleteTopicsRequest
 
 from services.core.broker.contract import Lag, PartitionRange, Start, TopicSpec
-from services.core.broker.errors import UnknownTopic
+from services.core.broker.kafka.begun import GROUPS
 from services.core.broker.kafka.cluster import Cluster
 from services.core.broker.kafka.durability import check_durability
 from services.core.broker.kafka.faults import bounded, raise_for
@@ -16,7 +16,7 @@ from services.core.broker.kafka.offsets import (
     EARLIEST,
     commit_without_member,
     ends,
-    fetch_committed,
+    fetch_positions,
     list_offsets,
     partitions_of,
     starts,
@@ -76,7 +76,7 @@ class KafkaAdmin:
         return {
             name: len(state.partitions)
             for name, state in states.items()
-            if not state.internal and not name.startswith("__")
+            if not state.internal and not name.startswith("__") and name != GROUPS
         }
 
     async def add_partitions(self, topic: str, partitions: int) -> None:
@@ -109,17 +109,13 @@ class KafkaAdmin:
 
     async def committed(self, group: str, topic: str) -> dict[int, int]:
         """As in the contract. A start position that a member fixed at offset 0 is no processed record, and absent."""
-        sources = await partitions_of(self._cluster, [topic])
-        found = await fetch_committed(self._cluster, group, sources)
-        return {source.partition: stored.position - 1 for source, stored in found.items() if stored.position}
+        found = await fetch_positions(self._cluster, group, topic)
+        return {source.partition: position - 1 for source, position in found.items() if position}
 
     async def set_committed(self, group: str, topic: str, processed: Mapping[int, int]) -> None:
         """As in the contract."""
-        known = await partitions_of(self._cluster, [topic])
-        positions = {TopicPartition(topic, partition): last + 1 for partition, last in processed.items()}
-        if unknown := positions.keys() - set(known):
-            raise UnknownTopic(f"{topic} has no partitions {sorted(source.partition for source in unknown)}")
-        await commit_without_member(self._cluster, group, positions)
+        positions = {partition: last + 1 for partition, last in processed.items()}
+        await commit_without_member(self._cluster, group, topic, positions)
 
     async def check_durability(self, topics: Collection[str]) -> None:
         """As in the contract; see `durability`."""
@@ -129,8 +125,7 @@ class KafkaAdmin:
         """As in the contract; a partition without a commit counts from its oldest record."""
         sources = await partitions_of(self._cluster, [topic])
         positions = await list_offsets(self._cluster, dict.fromkeys(sources, EARLIEST))
-        committed = await fetch_committed(self._cluster, group, sources)
-        positions |= {source: stored.position for source, stored in committed.items()}
+        positions |= await fetch_positions(self._cluster, group, topic)
         lag = await self._lag.measure(positions)
         return {source.partition: lag[source] for source in sources}
 

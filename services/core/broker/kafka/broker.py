@@ -1,23 +1,29 @@
 """An open connection to a Kafka cluster."""
 
-from collections.abc import AsyncIterator, Collection
+import asyncio
+import time
+from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 
 from services.core.broker.contract import Admin, Consumer, Driver, Features, OnRevoke, Start
-from services.core.broker.errors import Unavailable, UnknownTopic
+from services.core.broker.errors import BrokerError, Unavailable, UnknownTopic
 from services.core.broker.kafka.admin import KafkaAdmin
+from services.core.broker.kafka.begun import BegunGroups
 from services.core.broker.kafka.cluster import Cluster
-from services.core.broker.kafka.consumer import join
+from services.core.broker.kafka.consumer import Shared, join
 from services.core.broker.kafka.driver import KafkaDriver
 from services.core.broker.kafka.faults import bounded
+from services.core.broker.kafka.fetcher import FetchBudget
 from services.core.broker.kafka.limits import TopicLimits
 from services.core.broker.kafka.packing import MAX_RECORD_BYTES
 from services.core.broker.kafka.timing import Timing
+from services.core.broker.record import Record
 
 _FEATURES = Features(
     contiguous_offsets=True, compaction=True, retention_by_event_time=True, max_record_bytes=MAX_RECORD_BYTES
 )
 _PROBE_AGE = 300.0
+_PAUSE = 0.1
 
 
 class KafkaBroker:
@@ -30,6 +36,8 @@ class KafkaBroker:
         self._limits = TopicLimits(self._sending)
         self._driver = KafkaDriver(self._sending, self._limits)
         self._admin = KafkaAdmin(self._asking)
+        begun = BegunGroups(self._asking, self._admin.create_topic, self._append)
+        self._shared = Shared(self._asking, begun, FetchBudget())
 
     @classmethod
     @asynccontextmanager
@@ -62,7 +70,22 @@ class KafkaBroker:
         self, group: str, topics: Collection[str], *, start: Start, on_revoke: OnRevoke
     ) -> AbstractAsyncContextManager[Consumer]:
         """As in the contract. Entering does not wait for an assignment: a rebalance may take as long as others drain."""
-        return join(self._asking, self._bootstrap, self._timing, group, topics, start, on_revoke)
+        return join(self._shared, self._bootstrap, group, topics, start, on_revoke)
+
+    async def _append(self, topic: str, records: Sequence[Record]) -> None:
+        """As often as it takes within the time of a request: a topic that was just made has no leader everywhere."""
+        deadline = time.monotonic() + self._timing.request
+        while True:
+            try:
+                appended = await self._driver.append(topic, 0, records, timeout=self._timing.request)
+            except BrokerError as error:
+                if not error.retriable or time.monotonic() > deadline:
+                    raise
+                await asyncio.sleep(_PAUSE)
+            else:
+                if appended.failed:
+                    raise appended.failed[0][1]
+                return
 
     async def probe(self, topic: str, *, timeout: float) -> None:
         """Every partition has a leader and enough replicas in sync for acks=all. Raises UnknownTopic, Unavailable."""

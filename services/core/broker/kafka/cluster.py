@@ -15,6 +15,7 @@ from aiokafka.protocol.metadata import MetadataRequest
 
 from services.core.broker.errors import BrokerClosed, Unavailable
 from services.core.broker.kafka.faults import UNKNOWN_TOPIC, bounded, raise_for
+from services.core.broker.kafka.protocol import DescribeTopicsRequest
 from services.core.broker.kafka.timing import Timing
 
 log = structlog.get_logger()
@@ -35,19 +36,21 @@ aiokafka.client.MetadataRequest = _ask_without_creating
 
 @dataclass(frozen=True, slots=True)
 class PartitionState:
-    """leader: node id, -1 while there is none. in_sync: how many of the `replicas` have everything."""
+    """leader: node id, -1 while there is none. in_sync: how many of the `replicas` have everything. epoch: the leader's."""
 
     leader: int
     in_sync: int
     replicas: int
+    epoch: int = -1
 
 
 @dataclass(frozen=True, slots=True)
 class TopicState:
-    """What the cluster says about one topic now."""
+    """What the cluster says about one topic now. id: another one when it was deleted and made anew."""
 
     partitions: dict[int, PartitionState]
     internal: bool
+    id: str = ""
 
 
 class Cluster:
@@ -141,7 +144,7 @@ class Cluster:
         reached = False
         for node in random.sample(nodes, len(nodes)):
             async with bounded("metadata", self.timing.request + 1):
-                answer = await self._ask_if_ready(client, node, _ask_without_creating(topics))
+                answer = await self._ask_if_ready(client, node, DescribeTopicsRequest(topics))
             if answer is not None:
                 reached = True
                 yield _states(answer)
@@ -175,12 +178,13 @@ def _states(answer: Any) -> dict[str, TopicState]:
     return {
         topic: TopicState(
             {
-                number: PartitionState(leader, len(isr), len(replicas))
-                for _, number, leader, replicas, isr, *_ in partitions
+                number: PartitionState(leader, len(isr), len(replicas), epoch)
+                for _, number, leader, epoch, replicas, isr, *_ in partitions
             },
             bool(internal),
+            str(topic_id),
         )
-        for code, topic, internal, partitions in answer.topics
+        for code, topic, topic_id, internal, partitions, *_ in answer.topics
         if not _missing(code, topic)
     }
 

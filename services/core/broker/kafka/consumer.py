@@ -3,53 +3,66 @@
 import asyncio
 from collections.abc import AsyncIterator, Collection, Mapping
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import structlog
 from aiokafka import AIOKafkaConsumer
 from aiokafka import TopicPartition as KafkaPartition
 from aiokafka import errors as kafka
-from aiokafka.structs import OffsetAndMetadata
 
 from services.core.broker.contract import Lag, OnRevoke, Start
 from services.core.broker.errors import BrokerClosed, BrokerError, NotOwner
 from services.core.broker.kafka.batches import make_batch
+from services.core.broker.kafka.begun import BegunGroups
 from services.core.broker.kafka.cluster import Cluster
+from services.core.broker.kafka.commit_note import CommitNote
+from services.core.broker.kafka.commits import membership_of, send_commit
 from services.core.broker.kafka.damage import Fault, find_damage, find_gaps
 from services.core.broker.kafka.eviction import evict_dead
 from services.core.broker.kafka.faults import bounded, classify
+from services.core.broker.kafka.fetcher import FetchBudget
 from services.core.broker.kafka.lag import LagMeter
+from services.core.broker.kafka.leader_epochs import find_cuts
 from services.core.broker.kafka.membership import connect, disconnect
 from services.core.broker.kafka.offsets import partitions_of
 from services.core.broker.kafka.ownership import Ownership
 from services.core.broker.kafka.placement import place
 from services.core.broker.kafka.standstill import Standstill
-from services.core.broker.kafka.timing import Timing
 from services.core.broker.record import Batch, TopicPartition
 
 log = structlog.get_logger()
+
+_Fetched = Mapping[KafkaPartition, list[Any]]
 
 _GRACE = 0.05
 """Seconds beyond getmany's own time-out, which does not count while a rebalance runs."""
 
 
+class Shared(NamedTuple):
+    """What the members of one process have in common."""
+
+    cluster: Cluster
+    begun: BegunGroups
+    budget: FetchBudget
+
+
 @asynccontextmanager
 async def join(
-    cluster: Cluster,
+    shared: Shared,
     bootstrap: str,
-    timing: Timing,
     group: str,
     topics: Collection[str],
     start: Start,
     on_revoke: OnRevoke,
 ) -> AsyncIterator["KafkaConsumer"]:
     """A member for the time of the context; see `KafkaBroker.consumer`."""
+    cluster, timing = shared.cluster, shared.cluster.timing
     await partitions_of(cluster, topics)
     await evict_dead(cluster, group)
-    client = await connect(bootstrap, timing, group)
-    ownership = Ownership(on_revoke, timing.drain, lambda: not client._coordinator.member_id)
+    client = await connect(bootstrap, timing, group, shared.budget)
+    ownership = Ownership(on_revoke, timing.drain, lambda: membership_of(client._coordinator))
     standstill = Standstill(timing.session / 2)
-    consumer = KafkaConsumer(cluster, client, ownership, group, start, standstill)
+    consumer = KafkaConsumer(shared, client, ownership, group, start, standstill)
     ownership.on_assigned = consumer.place_early
     client.subscribe(list(topics), listener=ownership)
     watching = asyncio.create_task(standstill.watch(), name=f"standstill {group}")
@@ -68,18 +81,19 @@ class KafkaConsumer:
 
     def __init__(
         self,
-        cluster: Cluster,
+        shared: Shared,
         client: AIOKafkaConsumer,
         ownership: Ownership,
         group: str,
         start: Start,
         standstill: Standstill,
     ) -> None:
-        self._cluster, self._client, self._own = cluster, client, ownership
+        self._cluster, self._begun = shared.cluster, shared.begun
+        self._client, self._own = client, ownership
         self._group, self._start, self._standstill = group, start, standstill
-        self._placing = asyncio.Lock()
-        self._notes: dict[str, str] = {}
-        self._lag = LagMeter(cluster)
+        self._placing, self._committing = asyncio.Lock(), asyncio.Lock()
+        self._lag = LagMeter(shared.cluster)
+        self._checked_at = asyncio.get_running_loop().time()
 
     async def poll(self, *, max_records: int, max_wait: float) -> list[Batch]:
         """As in the contract. Placing new partitions, or finding out why a read failed, may take longer than `max_wait`.
@@ -96,7 +110,7 @@ class KafkaConsumer:
             batches = self._pass_over()
             if not batches:
                 fetched = await self._fetch(max_records, max(0.0, deadline - clock()))
-                if not (fetched and self._standstill.is_in_doubt()) or await self._is_member(epoch):
+                if await self._is_certain(fetched, epoch):
                     batches = self._accept(fetched)
             if batches:
                 return batches
@@ -124,6 +138,49 @@ class KafkaConsumer:
             await asyncio.sleep(_GRACE)
         return certain
 
+    async def _is_certain(self, fetched: _Fetched, epoch: int) -> bool:
+        """Whether this member may have what was fetched, and it is what it takes it for. Else it is left, to be read again."""
+        if fetched and self._standstill.is_in_doubt() and not await self._is_member(epoch):
+            return False
+        suspects = self._find_suspects(fetched)
+        now = asyncio.get_running_loop().time()
+        if not suspects and now - self._checked_at < self._cluster.timing.metadata:
+            return True
+        try:
+            changed = await self._find_changed(suspects)
+            self._checked_at = now
+        except BrokerError as error:
+            log.info("kafka_log_unknown", group=self._group, error=str(error))
+            if not suspects:
+                return epoch == self._own.epoch
+            self._go_back()
+            await asyncio.sleep(_GRACE)
+            return False
+        if changed and epoch == self._own.epoch:
+            await self._own.lose(changed)
+            self._go_back()
+        return not changed and epoch == self._own.epoch
+
+    def _find_suspects(self, fetched: _Fetched) -> dict[TopicPartition, tuple[int, int]]:
+        """Where another leader wrote what was fetched than what was read before: (next offset, the epoch before)."""
+        suspects = {}
+        for kafka_source, rows in fetched.items():
+            source = TopicPartition(*kafka_source)
+            before = self._own.last_read(source)
+            now = self._client._fetcher.epochs_between(kafka_source, rows[0].offset, rows[0].offset)
+            if before is not None and now and now[0][1] != before[1]:
+                suspects[source] = before
+        return suspects
+
+    async def _find_changed(self, suspects: Mapping[TopicPartition, tuple[int, int]]) -> set[TopicPartition]:
+        """What is owned of topics that were made anew, and those of the suspects whose log was cut off below what was read."""
+        own = self._own
+        ids = {source: own.notes[source].topic for source in own.owned - own.unplaced}
+        topics = await self._cluster.describe(sorted({source.topic for source in ids})) if ids else {}
+        anew = {source for source, read in ids.items() if source.topic in topics and topics[source.topic].id != read}
+        cuts = await find_cuts(self._cluster, {source: read for source, read in suspects.items() if source not in anew})
+        return anew | cuts.keys()
+
     def _go_back(self) -> None:
         """Read again from behind what was returned last."""
         assigned = self._client.assignment()
@@ -138,24 +195,18 @@ class KafkaConsumer:
             self._client.seek(KafkaPartition(*batch.source), batch.offsets[-1] + 1)
         return batches
 
-    async def _fetch(self, max_records: int, wait: float) -> Mapping[KafkaPartition, list[Any]]:
+    async def _fetch(self, max_records: int, wait: float) -> _Fetched:
         """What aiokafka has, or gets within `wait` seconds. Marks partitions that cannot be read on as stuck."""
         try:
             if self._own.is_fragile():
                 max_records = 1
             async with asyncio.timeout(wait + _GRACE):
-                fetched: Mapping[KafkaPartition, list[Any]] = await self._client.getmany(
-                    timeout_ms=int(wait * 1000), max_records=max_records
-                )
+                fetched: _Fetched = await self._client.getmany(timeout_ms=int(wait * 1000), max_records=max_records)
                 return fetched
         except (TimeoutError, kafka.NoOffsetForPartitionError):
             return {}  # a rebalance runs, or a partition was just assigned: placing it comes first
         except kafka.OffsetOutOfRangeError as error:
-            wanted = {TopicPartition(*source): offset for source, offset in error.args[0].items()}
-            epoch = self._own.epoch
-            gaps = await find_gaps(self._cluster, wanted)
-            if epoch == self._own.epoch:
-                self._stick(gaps)
+            await self._find_gap({TopicPartition(*source): offset for source, offset in error.args[0].items()})
         except kafka.ConsumerStoppedError as error:
             raise BrokerClosed("the consumer was closed") from error
         except (kafka.CorruptRecordException, kafka.RecordTooLargeError) as error:
@@ -167,13 +218,23 @@ class KafkaConsumer:
                 raise
         return {}
 
+    async def _find_gap(self, wanted: Mapping[TopicPartition, int]) -> None:
+        """These are not stored: because the log is another one by now, or because retention has passed."""
+        own, epoch = self._own, self._own.epoch
+        read = {source: last for source in wanted if (last := own.last_read(source)) is not None}
+        changed = await self._find_changed(read)
+        gaps = await find_gaps(self._cluster, {source: at for source, at in wanted.items() if source not in changed})
+        if epoch == own.epoch:
+            self._stick(gaps)
+            await own.lose(changed)
+
     async def _examine(self, error: Exception) -> bool:
         """Find what is damaged; what lies before it is delivered first, record by record, so that nothing is left out.
 
         aiokafka has moved on past records that it never returned: go back to what was returned.
         """
         own = self._own
-        positions = {source: own.next_read[source] for source in own.owned - own.unplaced}
+        positions = {source: own.next_read[source] for source in own.owned - own.unplaced - own.stuck.keys()}
         for source, offset in positions.items():
             self._client.seek(KafkaPartition(*source), offset)
         found = await find_damage(self._cluster, positions)
@@ -196,14 +257,15 @@ class KafkaConsumer:
                 self._own.stuck[source] = fault
                 self._client.pause(KafkaPartition(*source))
 
-    def _accept(self, fetched: Mapping[KafkaPartition, list[Any]]) -> list[Batch]:
+    def _accept(self, fetched: _Fetched) -> list[Batch]:
         own = self._own
         batches = []
         for (topic, partition), rows in fetched.items():
             source = TopicPartition(topic, partition)
             if source not in own.owned or source in own.unplaced:
                 continue  # fetched before it was placed: placing goes back to where it belongs
-            own.next_read[source] = rows[-1].offset + 1
+            epochs = self._client._fetcher.epochs_between(KafkaPartition(*source), rows[0].offset, rows[-1].offset)
+            own.was_read(source, rows[-1].offset, epochs)
             batches.append(make_batch(source, rows))
         return batches
 
@@ -222,46 +284,44 @@ class KafkaConsumer:
             sources, epoch = own.unplaced, own.epoch
             if not sources:
                 return
-            placement = await place(self._cluster, self._group, sources, self._start)
+            placement = await place(self._cluster, self._begun, self._group, sources, self._start)
             if epoch != own.epoch:
                 return
-            self._notes |= placement.notes
-            fixed = {source: placement.position[source] for source in placement.fresh}
-            if await self._commit(fixed) and epoch == own.epoch and own.owned:
-                for source, position in placement.position.items():
-                    self._client.seek(KafkaPartition(*source), position)
-                own.placed(placement.position)
+            fixed = {source: (placement.position[source], placement.notes[source]) for source in placement.fresh}
+            if await self._commit(fixed):
+                return
+            await self._begun.note(self._group, placement.begun)
+            if epoch != own.epoch or not own.unplaced.issuperset(sources):
+                return
+            own.placed(placement)
+            for source, position in placement.position.items():
+                self._client.seek(KafkaPartition(*source), position)
+                if source in placement.lost:
+                    self._client.pause(KafkaPartition(*source))
 
     async def commit(self, processed: Mapping[TopicPartition, int]) -> None:
-        """As in the contract. Unavailable when the group's coordinator cannot be reached; committing again is harmless."""
-        if not self._own.unplaced.isdisjoint(processed):
-            await self._place()
-        mine, refused = self._own.split(processed)
-        positions = {source: offset + 1 for source, offset in mine.items()}
-        if await self._commit(positions):
-            for source in positions.keys() & self._own.next_commit.keys():
+        """As in the contract. Unavailable when the group's coordinator cannot be reached; committing again is harmless.
+
+        Commits of one member go out one behind the other, under the generation in which its partitions were assigned.
+        """
+        epoch = self._own.epoch
+        async with self._committing:
+            if epoch != self._own.epoch:
+                raise NotOwner(frozenset(processed))  # what the caller speaks of was another ownership
+            positions, refused = self._own.split(processed)
+            refused |= await self._commit(
+                {source: (at, self._own.note_at(source, at)) for source, at in positions.items()}
+            )
+            for source in (positions.keys() - refused) & self._own.next_commit.keys():
                 self._own.next_commit[source] = positions[source]
-        else:
-            refused |= mine.keys()
         if refused:
             raise NotOwner(frozenset(refused))
 
-    async def _commit(self, positions: Mapping[TopicPartition, int]) -> bool:
-        """False when the group has moved on without this member."""
-        if not positions:
-            return True
-        if not self._client._coordinator.member_id:
-            return False  # expelled: without a member id Kafka would take this for a commit from outside the group
-        offsets = {
-            KafkaPartition(*source): OffsetAndMetadata(position, self._notes.get(source.topic, ""))
-            for source, position in positions.items()
-        }
+    async def _commit(self, rows: Mapping[TopicPartition, tuple[int, CommitNote]]) -> frozenset[TopicPartition]:
+        """Those that are refused because the group has moved on without this member."""
+        coordinator, membership = self._client._coordinator, self._own.membership
         async with bounded(f"commit of group {self._group}", self._cluster.timing.request):
-            try:
-                await self._client.commit(offsets)
-            except (kafka.CommitFailedError, kafka.IllegalStateError):
-                return False
-        return True
+            return await send_commit(coordinator, self._group, membership, rows)
 
     def pause(self, partitions: Collection[TopicPartition]) -> None:
         """As in the contract. Lasts until the partition is revoked."""

@@ -51,7 +51,7 @@ async def find_damage(cluster: Cluster, positions: Mapping[TopicPartition, int])
     found: dict[TopicPartition, Damaged] = {}
     leaders = await leaders_of(cluster, positions)
     for source, offset in positions.items():
-        data = await fetch(cluster, source, leaders[source], offset, max_bytes=_LOOK_BYTES)
+        data = (await fetch(cluster, source, leaders[source], offset, max_bytes=_LOOK_BYTES)).data
         unreadable = find_unreadable(data, offset)
         if unreadable is None:
             continue
@@ -69,7 +69,7 @@ async def _confirm(cluster: Cluster, source: TopicPartition, leader: int, claime
         return None
     end = (await ends(cluster, [source]))[source]
     if claimed_end < end:
-        behind = await fetch(cluster, source, leader, claimed_end, max_bytes=1)
+        behind = (await fetch(cluster, source, leader, claimed_end, max_bytes=1)).data
         if not behind:
             raise Unavailable(f"{source.topic}[{source.partition}]: nothing could be read at {claimed_end}")
         return claimed_end if first_offset(behind) == claimed_end else None

@@ -95,6 +95,13 @@ def raise_for(code: int, what: str) -> None:
         raise classify(kafka.for_code(code)(), what)
 
 
+def raise_for_leader(code: int, what: str) -> None:
+    """As raise_for; a leader that does not know a partition that others know has only just become one."""
+    if code == UNKNOWN_TOPIC:
+        raise Unavailable(f"{what}: its leader has not heard of it yet")
+    raise_for(code, what)
+
+
 @asynccontextmanager
 async def bounded(what: str, seconds: float) -> AsyncIterator[None]:
     """Bound the block, and turn what aiokafka raises in it into our errors. Not for produce requests."""

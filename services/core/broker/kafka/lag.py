@@ -17,7 +17,7 @@ class LagMeter:
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
-        self._times: dict[TopicPartition, tuple[int, int]] = {}
+        self._times: dict[TopicPartition, tuple[int, int | None]] = {}
 
     async def measure(self, positions: Mapping[TopicPartition, int]) -> dict[TopicPartition, Lag]:
         """Lag by partition, counted from the next offset to process. Raises UnknownTopic, Unavailable."""
@@ -25,13 +25,19 @@ class LagMeter:
             return {}
         end = await ends(self._cluster, positions)
         behind = {source: offset for source, offset in positions.items() if offset < end[source]}
-        if unknown := [source for source, offset in behind.items() if self._times.get(source, (-1,))[0] != offset]:
-            await self._find_times({source: behind[source] for source in unknown})
+        if unknown := {source: offset for source, offset in behind.items() if not self._is_known(source, offset)}:
+            await self._find_times(unknown)
         now = time.time_ns() // 1_000_000
-        return {
-            source: Lag(end[source] - offset, max(0, now - self._times[source][1])) if source in behind else _NO_LAG
-            for source, offset in positions.items()
-        }
+        lags = dict.fromkeys(positions, _NO_LAG)
+        for source, offset in behind.items():
+            oldest = self._times[source][1]
+            if oldest is not None:  # else only marks of transactions lie there, or what was rolled back
+                lags[source] = Lag(end[source] - offset, max(0, now - oldest))
+        return lags
+
+    def _is_known(self, source: TopicPartition, offset: int) -> bool:
+        at, time_of_it = self._times.get(source, (-1, None))
+        return at == offset and time_of_it is not None
 
     async def _find_times(self, positions: Mapping[TopicPartition, int]) -> None:
         """The oldest record that is still stored counts when the position itself has expired."""
@@ -42,4 +48,4 @@ class LagMeter:
             for source, offset in positions.items()
         ]
         for (source, offset), found in zip(positions.items(), await asyncio.gather(*reads), strict=True):
-            self._times[source] = (offset, time.time_ns() // 1_000_000 if found is None else found)
+            self._times[source] = (offset, found)

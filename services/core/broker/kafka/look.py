@@ -8,7 +8,7 @@ from services.core.broker.kafka.batches import make_batch
 from services.core.broker.kafka.cluster import Cluster
 from services.core.broker.kafka.damage import find_damage, find_gaps
 from services.core.broker.kafka.offsets import ends, fetch, leaders_of, partitions_of
-from services.core.broker.kafka.scan import readable_rows
+from services.core.broker.kafka.scan import drop_aborted, end_of, readable_rows
 from services.core.broker.record import Batch, TopicPartition
 
 
@@ -22,20 +22,21 @@ async def look(cluster: Cluster, source: TopicPartition, offset: int, max_record
         return None
     leader = (await leaders_of(cluster, [source]))[source]
     try:
-        data = await fetch(cluster, source, leader, offset, max_bytes=MAX_POLL_BYTES)
+        fetched = await fetch(cluster, source, leader, offset, max_bytes=MAX_POLL_BYTES)
     except BrokerError:
         await _raise_gap(cluster, source, offset)  # retention may have passed meanwhile
         raise
-    if rows := list(islice(readable_rows(data, offset), max_records)):
+    if rows := list(islice(readable_rows(drop_aborted(*fetched), offset), max_records)):
         return make_batch(source, rows)
     damaged = (await find_damage(cluster, {source: offset})).get(source)
     if damaged is not None and damaged.passed is not None:
         return damaged.passed
     if damaged is not None:
         raise damaged.fault()
-    if not data:
+    if not fetched.data:
         raise Unavailable(f"{source.topic}[{source.partition}]: nothing could be read at {offset}, the end is {end}")
-    return None  # what is left are marks of transactions, which are no records
+    behind = end_of(fetched.data, offset)  # these were marks of transactions, and what was rolled back: no records
+    return await look(cluster, source, behind, max_records) if offset < behind < end else None
 
 
 async def _raise_gap(cluster: Cluster, source: TopicPartition, offset: int) -> None:

@@ -12,6 +12,7 @@ from aiokafka import AIOKafkaConsumer
 
 from services.core.broker.kafka.eviction import client_id, name_process
 from services.core.broker.kafka.faults import bounded
+from services.core.broker.kafka.fetcher import BoundedFetcher, FetchBudget
 from services.core.broker.kafka.timing import Timing
 
 log = structlog.get_logger()
@@ -19,13 +20,12 @@ log = structlog.get_logger()
 _NEVER_MS = 2**31 - 1
 _FETCH_BYTES = 256 << 10
 _PARTITION_FETCH_BYTES = 64 << 10
-"""aiokafka keeps what it fetched until it is polled, and a process may have a hundred members. A larger batch comes all the
-same, alone (KIP-74)."""
+"""Of one answer. A larger batch comes all the same, alone (KIP-74); see `fetcher` for what is kept."""
 _STOP_SECONDS = 10.0
 
 
-async def connect(bootstrap: str, timing: Timing, group: str) -> AIOKafkaConsumer:
-    """A started consumer without a subscription. Raises Unavailable."""
+async def connect(bootstrap: str, timing: Timing, group: str, budget: FetchBudget) -> AIOKafkaConsumer:
+    """A started consumer without a subscription. What it keeps unpolled counts in `budget`. Raises Unavailable."""
     client = AIOKafkaConsumer(
         bootstrap_servers=bootstrap,
         client_id=client_id(group, await asyncio.to_thread(name_process)),
@@ -41,14 +41,32 @@ async def connect(bootstrap: str, timing: Timing, group: str) -> AIOKafkaConsume
         metadata_max_age_ms=round(timing.metadata * 1000),
         max_partition_fetch_bytes=_PARTITION_FETCH_BYTES,
         fetch_max_bytes=_FETCH_BYTES,
+        isolation_level="read_committed",
     )
     try:
         async with bounded(f"connect to Kafka at {bootstrap}", timing.request * 2):
             await client.start()
+            await _bound(client, budget)
     except BaseException:
         await disconnect(client)
         raise
     return client
+
+
+async def _bound(client: AIOKafkaConsumer, budget: FetchBudget) -> None:
+    """Put our fetcher in the place of aiokafka's, which has nothing to do yet."""
+    theirs = client._fetcher
+    await theirs.close()
+    client._fetcher = BoundedFetcher(
+        client._client,
+        client._subscription,
+        budget,
+        fetch_max_bytes=_FETCH_BYTES,
+        max_partition_fetch_bytes=_PARTITION_FETCH_BYTES,
+        fetcher_timeout=theirs._fetcher_timeout,
+        auto_offset_reset="none",
+        isolation_level="read_committed",
+    )
 
 
 async def disconnect(client: AIOKafkaConsumer) -> None:

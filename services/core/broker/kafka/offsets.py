@@ -18,12 +18,17 @@ from aiokafka.record.memory_records import MemoryRecords
 from services.core.broker.contract import Start
 from services.core.broker.errors import Unavailable, UnknownTopic
 from services.core.broker.kafka.cluster import Cluster
-from services.core.broker.kafka.faults import UNKNOWN_TOPIC, raise_for
+from services.core.broker.kafka.commit_note import CommitNote
+from services.core.broker.kafka.faults import raise_for, raise_for_leader
+from services.core.broker.kafka.scan import drop_aborted, end_of
 from services.core.broker.record import TopicPartition
 
 LATEST, EARLIEST = -1, -2
 _NONE = -1
-_READ_UNCOMMITTED = 0
+_READ_COMMITTED = 1
+"""Others may write in transactions: what they rolled back is no record, and the end is that of the settled ones."""
+_FIRST_WITH_REPLICA = 11
+"""Fetch answers from this version on name a replica between the rolled-back transactions and the data."""
 _FETCH_WAIT_MS = 500
 
 
@@ -64,23 +69,14 @@ async def list_offsets(cluster: Cluster, when: Mapping[TopicPartition, int]) -> 
     for source, node in (await leaders_of(cluster, when)).items():
         by_node[node].append((source, (when[source],)))
     found: dict[TopicPartition, int] = {}
-    requests = [
-        cluster.ask(node, OffsetRequest(-1, _READ_UNCOMMITTED, by_topic(rows))) for node, rows in by_node.items()
-    ]
+    requests = [cluster.ask(node, OffsetRequest(-1, _READ_COMMITTED, by_topic(rows))) for node, rows in by_node.items()]
     for answer in await asyncio.gather(*requests):
         for topic, partitions in answer.topics:
             for partition, code, _, offset in partitions:
-                _raise_for_leader(code, f"offsets of {topic}[{partition}]")
+                raise_for_leader(code, f"offsets of {topic}[{partition}]")
                 if offset != _NONE:
                     found[TopicPartition(topic, partition)] = offset
     return found
-
-
-def _raise_for_leader(code: int, what: str) -> None:
-    """As raise_for; a leader that does not know a partition that others know has only just become one."""
-    if code == UNKNOWN_TOPIC:
-        raise Unavailable(f"{what}: its leader has not heard of it yet")
-    raise_for(code, what)
 
 
 async def ends(cluster: Cluster, sources: Collection[TopicPartition]) -> dict[TopicPartition, int]:
@@ -99,16 +95,16 @@ async def starts(cluster: Cluster, sources: Collection[TopicPartition], start: S
 
 
 class Committed(NamedTuple):
-    """What a group has stored for a partition. position: the next offset to read. note: see `placement`."""
+    """What a group has stored for a partition. position: the next offset to read."""
 
     position: int
-    note: str
+    note: CommitNote
 
 
 async def fetch_committed(
     cluster: Cluster, group: str, sources: Collection[TopicPartition]
 ) -> dict[TopicPartition, Committed]:
-    """What the group has committed; partitions without a commit are absent."""
+    """What the group has committed, for whichever topic had the name then; partitions without a commit are absent."""
     topics = [(topic, [row[0] for row in rows]) for topic, rows in by_topic((source, ()) for source in sources)]
     answer = await cluster.ask_coordinator(group, OffsetFetchRequest(group, topics))
     raise_for(getattr(answer, "error_code", 0), f"committed offsets of group {group}")
@@ -117,16 +113,31 @@ async def fetch_committed(
         for partition, offset, note, code in partitions:
             raise_for(code, f"committed offset of group {group} in {topic}[{partition}]")
             if offset != _NONE:
-                found[TopicPartition(topic, partition)] = Committed(offset, note or "")
+                found[TopicPartition(topic, partition)] = Committed(offset, CommitNote.parse(note or ""))
     return found
 
 
-async def commit_without_member(cluster: Cluster, group: str, positions: Mapping[TopicPartition, int]) -> None:
-    """Set the next offset to read of a group that has no members. Raises Unavailable when it has."""
-    rows = by_topic((source, (position, "")) for source, position in positions.items())
-    request = OffsetCommitRequest(group, -1, "", -1, rows)
-    answer = await cluster.ask_coordinator(group, request)
-    for topic, partitions in answer.topics:
+async def fetch_positions(cluster: Cluster, group: str, topic: str) -> dict[TopicPartition, int]:
+    """The next offset to read by partition of the topic that has the name now; absent without a commit. Raises UnknownTopic."""
+    sources = await partitions_of(cluster, [topic])
+    now = (await cluster.describe([topic]))[topic].id
+    found = await fetch_committed(cluster, group, sources)
+    return {source: stored.position for source, stored in found.items() if stored.note.topic in ("", now)}
+
+
+async def commit_without_member(cluster: Cluster, group: str, topic: str, positions: Mapping[int, int]) -> None:
+    """Set the next offset to read of a group that has no members, by partition. Raises UnknownTopic, and Unavailable when
+    it has members."""
+    sources = await partitions_of(cluster, [topic])
+    if unknown := positions.keys() - {source.partition for source in sources}:
+        raise UnknownTopic(f"{topic} has no partitions {sorted(unknown)}")
+    now = (await cluster.describe([topic]))[topic].id
+    stored = await fetch_committed(cluster, group, sources)
+    counts = [row.note.partitions for row in stored.values() if row.note.partitions and row.note.topic in ("", now)]
+    note = str(CommitNote(min(counts, default=None), now))
+    rows = [(partition, position, note) for partition, position in positions.items()]
+    answer = await cluster.ask_coordinator(group, OffsetCommitRequest(group, -1, "", -1, [(topic, rows)]))
+    for _, partitions in answer.topics:
         for partition, code in partitions:
             if code in _HAS_MEMBERS:
                 raise Unavailable(f"group {group} has members. Try: stop them first")
@@ -137,26 +148,41 @@ _HAS_MEMBERS = frozenset({22, 25, 27})
 """ILLEGAL_GENERATION, UNKNOWN_MEMBER_ID, REBALANCE_IN_PROGRESS: what a commit from outside gets while there are members."""
 
 
-async def fetch(cluster: Cluster, source: TopicPartition, node: int, offset: int, *, max_bytes: int = 1 << 20) -> bytes:
+class Fetched(NamedTuple):
+    """data: raw batches. aborted: (producer id, first offset) of the rolled-back transactions in them."""
+
+    data: bytes
+    aborted: Collection[tuple[int, int]] = ()
+
+
+async def fetch(
+    cluster: Cluster, source: TopicPartition, node: int, offset: int, *, max_bytes: int = 1 << 20
+) -> Fetched:
     """The raw batches from the one with `offset` on, one at least and cut off at `max_bytes`; empty when there is nothing,
     or nothing any more."""
     wanted = [(source.topic, [(source.partition, offset, max_bytes)])]
-    answer = await cluster.ask(node, FetchRequest(_FETCH_WAIT_MS, 1, max_bytes, _READ_UNCOMMITTED, wanted))
+    answer = await cluster.ask(node, FetchRequest(_FETCH_WAIT_MS, 1, max_bytes, _READ_COMMITTED, wanted))
     for _, partitions in answer.topics:
-        for _, code, *_, data in partitions:
-            _raise_for_leader(code, f"read {source.topic}[{source.partition}] at {offset}")
-            return bytes(data or b"")
-    return b""
+        for _, code, *rest in partitions:
+            raise_for_leader(code, f"read {source.topic}[{source.partition}] at {offset}")
+            aborted = rest[-3] if answer.API_VERSION >= _FIRST_WITH_REPLICA else rest[-2]
+            return Fetched(bytes(rest[-1] or b""), aborted or ())
+    return Fetched(b"")
 
 
 async def time_of(cluster: Cluster, source: TopicPartition, node: int, offset: int) -> int | None:
-    """Timestamp (ms) of the first record at or behind `offset`; None when there is none."""
-    batches = MemoryRecords(await fetch(cluster, source, node, offset))
-    while batches.has_next():
-        batch = batches.next_batch()
-        if batch.is_control_batch:
-            continue
-        for record in batch:
-            if record.offset >= offset:
-                return int(record.timestamp)
-    return None
+    """Timestamp (ms) of the first record at or behind `offset`; None when there is none, only marks of transactions."""
+    while True:
+        fetched = await fetch(cluster, source, node, offset)
+        batches = MemoryRecords(drop_aborted(*fetched))
+        while batches.has_next():
+            batch = batches.next_batch()
+            if batch.is_control_batch:
+                continue
+            for record in batch:
+                if record.offset >= offset:
+                    return int(record.timestamp)
+        end = end_of(fetched.data, offset)
+        if end == offset:
+            return None
+        offset = end

@@ -1,6 +1,7 @@
 """What a member owns, from assignment to revocation, and the drain in between."""
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable, Collection, Mapping
 
 import structlog
@@ -8,6 +9,10 @@ from aiokafka import ConsumerRebalanceListener
 
 from services.core.broker.contract import OnRevoke
 from services.core.broker.errors import BrokerError
+from services.core.broker.kafka.commit_note import CommitNote
+from services.core.broker.kafka.commits import Membership
+from services.core.broker.kafka.leader_epochs import EpochHistory
+from services.core.broker.kafka.placement import Placement
 from services.core.broker.record import Batch, TopicPartition
 
 log = structlog.get_logger()
@@ -18,14 +23,16 @@ class Ownership(ConsumerRebalanceListener):  # type: ignore[misc]
 
     owned: what the member may commit. unplaced: those of them whose position is not decided yet. next_read and
     next_commit: offsets, of the placed ones. begun: where reading began in this ownership; what is committed below it
-    belongs to an earlier one. stuck: partitions that cannot be read on, with what to raise. passed: what stands for damaged
-    records that are the next to be read. fragile: offsets ahead at which a partition is damaged. paused: by the caller.
-    epoch: counts assignments.
+    belongs to an earlier one. said: up to where commits were asked for, whether or not they came through. notes: what goes
+    with each commit. epochs: which leaders' epochs wrote what was read. stuck: partitions that cannot be read on, with what to
+    raise. passed: what stands for damaged records that are the next to be read. fragile: offsets ahead at which a partition
+    is damaged. paused: by the caller. epoch: counts assignments. membership: under which these were assigned.
     """
 
-    def __init__(self, on_revoke: OnRevoke, drain: float, lost: Callable[[], bool]) -> None:
-        """`drain`: seconds that on_revoke may take. `lost`: whether the group has expelled this member already."""
-        self._on_revoke, self._drain, self._lost = on_revoke, drain, lost
+    def __init__(self, on_revoke: OnRevoke, drain: float, membership: Callable[[], Membership]) -> None:
+        """`drain`: seconds that on_revoke may take. `membership`: the group's view of this member now."""
+        self._on_revoke, self._drain, self._membership = on_revoke, drain, membership
+        self.membership = membership()
         self.on_assigned: Callable[[], Awaitable[None]] | None = None
         self._releasing = asyncio.Lock()
         self._closing = False
@@ -38,6 +45,9 @@ class Ownership(ConsumerRebalanceListener):  # type: ignore[misc]
         self.next_read: dict[TopicPartition, int] = {}
         self.next_commit: dict[TopicPartition, int] = {}
         self.begun: dict[TopicPartition, int] = {}
+        self.said: dict[TopicPartition, int] = {}
+        self.notes: dict[TopicPartition, CommitNote] = {}
+        self.epochs: dict[TopicPartition, EpochHistory] = {}
         self.stuck: dict[TopicPartition, Callable[[], BrokerError]] = {}
         self.passed: dict[TopicPartition, Batch] = {}
         self.fragile: dict[TopicPartition, int] = {}
@@ -56,16 +66,61 @@ class Ownership(ConsumerRebalanceListener):  # type: ignore[misc]
             return
         self._forget()
         self.epoch += 1
+        self.membership = self._membership()
         self.owned = self.unplaced = frozenset(TopicPartition(*source) for source in assigned)
         if self.on_assigned is not None:
             await self.on_assigned()
 
-    def placed(self, positions: Mapping[TopicPartition, int]) -> None:
-        """Reading of these begins here."""
-        self.begun.update(positions)
-        self.next_read.update(positions)
-        self.next_commit.update(positions)
-        self.unplaced -= positions.keys()
+    def placed(self, placement: Placement) -> None:
+        """Reading of these begins here; of the lost ones nothing is read, and nothing committed."""
+        for source, position in placement.position.items():
+            note = placement.notes[source]
+            self.begun[source] = self.next_read[source] = self.next_commit[source] = position
+            self.notes[source] = note
+            self.epochs[source] = EpochHistory([] if note.epoch is None else [(position - 1, note.epoch)])
+        self.stuck.update(placement.lost)
+        self.unplaced -= placement.position.keys()
+
+    def last_read(self, source: TopicPartition) -> tuple[int, int] | None:
+        """(next offset to read, epoch of the record before it); None when nothing is known of that."""
+        epochs, at = self.epochs.get(source), self.next_read.get(source)
+        epoch = None if epochs is None or at is None else epochs.of(at - 1)
+        return None if epoch is None or at is None else (at, epoch)
+
+    def was_read(self, source: TopicPartition, last: int, epochs: Collection[tuple[int, int]]) -> None:
+        """Returned up to offset `last`; (first offset, epoch) of what was."""
+        self.next_read[source] = last + 1
+        for first, epoch in epochs:
+            self.epochs[source].note(first, epoch)
+
+    def note_at(self, source: TopicPartition, position: int) -> CommitNote:
+        """What goes with a commit of this next offset to read."""
+        return self.notes[source]._replace(epoch=self.epochs[source].of(position - 1))
+
+    async def lose(self, sources: Collection[TopicPartition]) -> None:
+        """Take these for lost and assigned anew: what was read of them is not what is stored any more."""
+        async with self._releasing:
+            epoch, mine = self.epoch, self.owned.intersection(sources)
+            if not mine:
+                return
+            self.owned -= mine
+            self.unplaced -= mine
+            for known in (
+                self.next_read,
+                self.next_commit,
+                self.begun,
+                self.said,
+                self.stuck,
+                self.passed,
+                self.fragile,
+            ):
+                for source in mine:
+                    known.pop(source, None)
+            self.paused -= mine
+            await self._drain_off(mine)
+            if self.epoch == epoch and not self._closing:
+                self.owned |= mine
+                self.unplaced |= mine
 
     async def release(self) -> None:
         """Drain what is owned, then own nothing. When it was lost already, in the other order: commits are refused."""
@@ -73,15 +128,19 @@ class Ownership(ConsumerRebalanceListener):  # type: ignore[misc]
             leaving = self.owned
             if not leaving:
                 return
-            if self._lost():
+            if self._membership() != self.membership:
                 self._forget()
             try:
-                async with asyncio.timeout(self._drain):
-                    await self._on_revoke(leaving)
-            except TimeoutError:
-                log.warning("kafka_drain_timed_out", seconds=self._drain, partitions=sorted(leaving))
+                await self._drain_off(leaving)
             finally:
                 self._forget()
+
+    async def _drain_off(self, leaving: frozenset[TopicPartition]) -> None:
+        try:
+            async with asyncio.timeout(self._drain):
+                await self._on_revoke(leaving)
+        except TimeoutError:
+            log.warning("kafka_drain_timed_out", seconds=self._drain, partitions=sorted(leaving))
 
     async def close(self) -> None:
         """Drain for good: nothing is taken any more."""
@@ -109,10 +168,17 @@ class Ownership(ConsumerRebalanceListener):  # type: ignore[misc]
                 raise error()
 
     def split(self, processed: Mapping[TopicPartition, int]) -> tuple[dict[TopicPartition, int], set[TopicPartition]]:
-        """(what may be committed, what is refused). Refused: not owned, or from an earlier ownership."""
+        """(the next offsets that may be committed, what is refused). Refused: not owned, from an earlier ownership, not read in
+        this one. Never behind what was asked for before: that is processed, too.
+        """
         mine = {
-            source: offset
+            source: max(offset + 1, self.said.get(source, 0))
             for source, offset in processed.items()
-            if source in self.owned and offset + 1 >= self.begun.get(source, 0)
+            if source in self.owned and self._begun_at(source) <= offset + 1 <= self.next_read.get(source, -1)
         }
+        self.said.update(mine)
         return mine, processed.keys() - mine.keys()
+
+    def _begun_at(self, source: TopicPartition) -> float:
+        is_lost = source in self.stuck and self.next_read.get(source) == self.begun.get(source)
+        return math.inf if is_lost else self.begun.get(source, math.inf)

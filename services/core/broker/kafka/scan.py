@@ -6,15 +6,17 @@ header must agree with itself and then with the broker: see `damage`.
 """
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from aiokafka.errors import CorruptRecordException, UnsupportedCodecError
 from aiokafka.record.memory_records import MemoryRecords
 
 _FRAME = struct.Struct(">qi")
+_EPOCH = struct.Struct(">i")
 _HEADER = struct.Struct(">qiibIhiqqqhii")
 _MAGIC, _MAGIC_AT = 2, 16
+_IS_TRANSACTIONAL, _IS_CONTROL = 1 << 4, 1 << 5
 _SMALLEST = 14
 """Bytes behind the frame of the smallest record of any version."""
 
@@ -75,6 +77,60 @@ def readable_rows(data: bytes, position: int) -> Iterator[Row]:
                 if row.offset >= position:
                     yield Row(row.offset, row.key, row.value, row.timestamp, tuple(row.headers))
         at += len(piece)
+
+
+def drop_aborted(data: bytes, aborted: Iterable[tuple[int, int]]) -> bytes:
+    """The batches without those of rolled-back transactions; what cannot be read stays.
+
+    aborted: (producer id, first offset) of each, as a fetch answer lists them.
+    """
+    waiting = sorted(aborted, key=lambda each: each[1], reverse=True)
+    rolled_back: set[int] = set()
+    kept: list[bytes] = []
+    at = 0
+    while waiting or rolled_back:
+        if not (piece := _cut(data, at)):
+            break
+        at += len(piece)
+        while waiting and waiting[-1][1] <= _base(piece):
+            rolled_back.add(waiting.pop()[0])
+        is_ours = len(piece) >= _HEADER.size and piece[_MAGIC_AT] == _MAGIC
+        attributes, producer = (_HEADER.unpack_from(piece)[at] for at in (5, 9)) if is_ours else (0, -1)
+        if attributes & _IS_CONTROL:
+            rolled_back.discard(producer)
+        elif attributes & _IS_TRANSACTIONAL and producer in rolled_back:
+            continue
+        kept.append(piece)
+    return b"".join(kept) + data[at:] if at else data
+
+
+def end_of(data: bytes, position: int) -> int:
+    """One behind the last whole batch; `position` when there is none, or all lies before it."""
+    at = 0
+    while piece := _cut(data, at):
+        at += len(piece)
+        position = max(position, _claimed_last(piece) + 1)
+    return position
+
+
+def epochs_of(data: bytes) -> Iterator[tuple[int, int]]:
+    """(first offset, epoch of the leader that wrote it) of each whole batch."""
+    at = 0
+    while len(data) - at >= _FRAME.size:
+        base, length = _FRAME.unpack_from(data, at)
+        if length < _SMALLEST or at + _FRAME.size + length > len(data):
+            return
+        if data[at + _MAGIC_AT] == _MAGIC:
+            yield base, _EPOCH.unpack_from(data, at + _FRAME.size)[0]
+        at += _FRAME.size + length
+
+
+def _claimed_last(piece: bytes) -> int:
+    """The batch's last offset as its header says; of old formats the base, which is their last record's."""
+    if len(piece) < _HEADER.size or piece[_MAGIC_AT] != _MAGIC:
+        return _base(piece)
+    last_delta: int = _HEADER.unpack_from(piece)[6]
+    return _base(piece) + last_delta
 
 
 def first_offset(data: bytes) -> int | None:

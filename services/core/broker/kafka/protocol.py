@@ -1,0 +1,168 @@
+"""Two requests that aiokafka does not speak: what a topic is beside its name, and where a leader's epoch ended."""
+
+from collections.abc import Sequence
+from io import BytesIO
+from typing import Any
+from uuid import UUID
+
+from aiokafka.protocol.abstract import AbstractType
+from aiokafka.protocol.api import Request, RequestStruct, Response
+from aiokafka.protocol.types import (
+    Array,
+    Boolean,
+    CompactArray,
+    CompactString,
+    Int16,
+    Int32,
+    Int64,
+    Schema,
+    String,
+    TaggedFields,
+)
+
+_CONSUMER = -1
+_UNKNOWN = -1
+
+
+class Uuid(AbstractType[UUID]):  # type: ignore[misc]  # aiokafka has no types
+    """Sixteen bytes; all zero where Kafka has none."""
+
+    @classmethod
+    def encode(cls, value: UUID) -> bytes:
+        """As it travels."""
+        return value.bytes
+
+    @classmethod
+    def decode(cls, data: BytesIO) -> UUID:
+        """From what travelled."""
+        return UUID(bytes=data.read(16))
+
+
+_TEXT = CompactString("utf-8")
+
+
+class DescribeTopicsResponse(Response):  # type: ignore[misc]  # aiokafka has no types
+    """Metadata, version 12."""
+
+    API_KEY = 3
+    API_VERSION = 12
+    SCHEMA = Schema(
+        ("throttle_time_ms", Int32),
+        (
+            "brokers",
+            CompactArray(("node_id", Int32), ("host", _TEXT), ("port", Int32), ("rack", _TEXT), ("tags", TaggedFields)),
+        ),
+        ("cluster_id", _TEXT),
+        ("controller_id", Int32),
+        (
+            "topics",
+            CompactArray(
+                ("error_code", Int16),
+                ("topic", _TEXT),
+                ("topic_id", Uuid),
+                ("is_internal", Boolean),
+                (
+                    "partitions",
+                    CompactArray(
+                        ("error_code", Int16),
+                        ("partition", Int32),
+                        ("leader", Int32),
+                        ("leader_epoch", Int32),
+                        ("replicas", CompactArray(Int32)),
+                        ("isr", CompactArray(Int32)),
+                        ("offline_replicas", CompactArray(Int32)),
+                        ("tags", TaggedFields),
+                    ),
+                ),
+                ("authorized_operations", Int32),
+                ("tags", TaggedFields),
+            ),
+        ),
+        ("tags", TaggedFields),
+    )
+
+
+class DescribeTopicsStruct(RequestStruct):  # type: ignore[misc]  # aiokafka has no types
+    """Metadata, version 12."""
+
+    FLEXIBLE_VERSION = True
+    API_KEY = 3
+    API_VERSION = 12
+    RESPONSE_TYPE = DescribeTopicsResponse
+    SCHEMA = Schema(
+        ("topics", CompactArray(("topic_id", Uuid), ("topic", _TEXT), ("tags", TaggedFields))),
+        ("allow_auto_topic_creation", Boolean),
+        ("include_topic_authorized_operations", Boolean),
+        ("tags", TaggedFields),
+    )
+
+
+class DescribeTopicsRequest(Request[DescribeTopicsStruct]):  # type: ignore[misc]  # aiokafka has no types
+    """Topics with their ids; None: all of them. Creates none."""
+
+    API_KEY = 3
+
+    def __init__(self, topics: Sequence[str] | None) -> None:
+        self._topics = topics
+
+    def build(self, request_struct_class: type[DescribeTopicsStruct]) -> DescribeTopicsStruct:
+        """As aiokafka wants it."""
+        rows: list[tuple[UUID, str, dict[int, bytes]]] | None = None
+        if self._topics is not None:
+            rows = [(UUID(int=0), topic, {}) for topic in self._topics]
+        return request_struct_class(rows, False, False, {})
+
+
+class EpochEndResponse(Response):  # type: ignore[misc]  # aiokafka has no types
+    """OffsetForLeaderEpoch, version 3."""
+
+    API_KEY = 23
+    API_VERSION = 3
+    SCHEMA = Schema(
+        ("throttle_time_ms", Int32),
+        (
+            "topics",
+            Array(
+                ("topic", String("utf-8")),
+                (
+                    "partitions",
+                    Array(("error_code", Int16), ("partition", Int32), ("leader_epoch", Int32), ("end_offset", Int64)),
+                ),
+            ),
+        ),
+    )
+
+
+class EpochEndStruct(RequestStruct):  # type: ignore[misc]  # aiokafka has no types
+    """OffsetForLeaderEpoch, version 3."""
+
+    API_KEY = 23
+    API_VERSION = 3
+    RESPONSE_TYPE = EpochEndResponse
+    SCHEMA = Schema(
+        ("replica_id", Int32),
+        (
+            "topics",
+            Array(
+                ("topic", String("utf-8")),
+                ("partitions", Array(("partition", Int32), ("current_leader_epoch", Int32), ("leader_epoch", Int32))),
+            ),
+        ),
+    )
+
+
+class EpochEndRequest(Request[EpochEndStruct]):  # type: ignore[misc]  # aiokafka has no types
+    """Where, in the leader's log, the records of each of these epochs end. topics: [(topic, [(partition, epoch), …]), …]."""
+
+    API_KEY = 23
+
+    def __init__(self, topics: Sequence[tuple[str, Sequence[tuple[Any, ...]]]]) -> None:
+        self._topics = topics
+
+    def build(self, request_struct_class: type[EpochEndStruct]) -> EpochEndStruct:
+        """As aiokafka wants it."""
+        rows: list[tuple[str, list[tuple[int, int, int]]]] = [
+            (topic, [(partition, _UNKNOWN, epoch) for partition, epoch in partitions])
+            for topic, partitions in self._topics
+        ]
+        return request_struct_class(_CONSUMER, rows)

@@ -1,0 +1,198 @@
+"""A model of Kafka's group coordinator, and of aiokafka's view of it: generations, fencing, moves, answers that are lost.
+
+The coordinator believes a commit by its generation and member id alone, as Kafka does; it does not know who owns what.
+"""
+
+import asyncio
+import random
+from collections.abc import Collection, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+from aiokafka import errors as kafka
+from aiokafka.protocol.commit import OffsetCommitRequest, OffsetFetchRequest
+from aiokafka.structs import TopicPartition as KafkaPartition
+
+from services.core.broker.kafka.begun import Begun
+from services.core.broker.kafka.cluster import PartitionState, TopicState
+from services.core.broker.kafka.protocol import EpochEndRequest
+from services.core.broker.kafka.timing import Timing
+from services.core.broker.record import TopicPartition
+
+TOPIC = "t"
+ID = "11111111-2222-3333-4444-555555555555"
+_NOT_COORDINATOR, _LOADING = 16, 14
+_ILLEGAL_GENERATION, _UNKNOWN_MEMBER, _REBALANCING = 22, 25, 27
+
+
+class GroupModel:
+    """One group and one topic of `partitions`, each with `end` records. `landed`: every commit that was stored, in order."""
+
+    def __init__(self, rng: random.Random, partitions: int, end: int) -> None:
+        self.rng, self.end = rng, end
+        self.sources = [TopicPartition(TOPIC, number) for number in range(partitions)]
+        self.generation, self.stage = 0, "stable"
+        self.members: set[str] = set()
+        self.node = 0
+        self.loading = 0
+        self.faulty = True
+        self.offsets: dict[TopicPartition, tuple[int, str]] = {}
+        self.landed: list[tuple[TopicPartition, int, int, str]] = []
+        self.timing = Timing(request=600.0, drain=600.0)
+
+    async def pause(self) -> None:
+        """Let others run for a while: a request is on its way."""
+        for _ in range(self.rng.randrange(6) if self.faulty else 1):
+            await asyncio.sleep(0)
+
+    def move(self) -> None:
+        """The coordinator dies, the other node takes over with all that is stored, and loads it first."""
+        self.node, self.loading = 1 - self.node, self.rng.randrange(3)
+
+    def commit(self, node: int, request: OffsetCommitRequest) -> Any:
+        """The answer of this node."""
+        asked = request.prepare({8: (2, 2)}).to_object()
+        generation, member = asked["consumer_group_generation_id"], asked["consumer_id"]
+        code = self._judge(node, generation, member)
+        topics = []
+        for topic in asked["topics"]:
+            for row in topic["partitions"]:
+                if not code:
+                    source = TopicPartition(topic["topic"], row["partition"])
+                    self.offsets[source] = (row["offset"], row["metadata"])
+                    self.landed.append((source, row["offset"], generation, member))
+            topics.append((topic["topic"], [(row["partition"], code) for row in topic["partitions"]]))
+        return SimpleNamespace(topics=topics)
+
+    def _judge(self, node: int, generation: int, member: str) -> int:
+        if node != self.node:
+            return _NOT_COORDINATOR
+        if self.loading:
+            self.loading -= 1
+            return _LOADING
+        if member not in self.members:
+            return _UNKNOWN_MEMBER
+        if generation != self.generation:
+            return _ILLEGAL_GENERATION
+        return _REBALANCING if self.stage == "completing" else 0
+
+    async def describe(self, topics: Sequence[str] | None = None) -> dict[str, TopicState]:
+        """As `Cluster.describe`."""
+        return {TOPIC: TopicState({source.partition: PartitionState(0, 3, 3, 1) for source in self.sources}, False, ID)}
+
+    async def ask_coordinator(self, group: str, request: Any) -> Any:
+        """As `Cluster.ask_coordinator`."""
+        assert isinstance(request, OffsetFetchRequest)
+        asked = request.prepare({9: (3, 3)}).to_object()
+        topics = [
+            (
+                topic["topic"],
+                [
+                    (number, *self.offsets.get(TopicPartition(topic["topic"], number), (-1, "")), 0)
+                    for number in topic["partitions"]
+                ],
+            )
+            for topic in asked["topics"]
+        ]
+        return SimpleNamespace(topics=topics, error_code=0)
+
+    async def ask(self, node: int, request: Any) -> Any:
+        """As `Cluster.ask`: where the partitions begin, and that no log was ever cut off."""
+        asked = request.prepare({request.API_KEY: (3, 3)}).to_object()
+        is_epochs = isinstance(request, EpochEndRequest)
+        topics = []
+        for topic in asked["topics"]:
+            rows = [row["partition"] for row in topic["partitions"]]
+            answers = [(0, row, 1, self.end) if is_epochs else (row, 0, -1, 0) for row in rows]
+            topics.append((topic["topic"], answers))
+        return SimpleNamespace(topics=topics)
+
+
+class Coordinator:
+    """What of aiokafka's GroupCoordinator a member's commits touch."""
+
+    def __init__(self, group: GroupModel) -> None:
+        self._group = group
+        self.generation, self.member_id = -1, ""
+        self.coordinator_id: int | None = None
+        self.must_join = False
+
+    async def ensure_coordinator_known(self) -> None:
+        """May find the one that was, while it moves."""
+        while self.coordinator_id is None:
+            await self._group.pause()
+            self.coordinator_id = self._group.node
+
+    async def _send_req(self, request: OffsetCommitRequest) -> Any:
+        group, node = self._group, self.coordinator_id
+        if node is None:
+            raise kafka.GroupCoordinatorNotAvailableError
+        await group.pause()
+        fate = group.rng.random() if group.faulty else 1.0
+        if fate < 0.1:
+            self.coordinator_dead()
+            raise kafka.KafkaConnectionError("the request was lost")
+        answer = group.commit(node, request)
+        await group.pause()
+        if fate < 0.2:
+            self.coordinator_dead()
+            raise kafka.KafkaConnectionError("the answer was lost")
+        return answer
+
+    def coordinator_dead(self) -> None:
+        """Ask again who it is."""
+        self.coordinator_id = None
+
+    def reset_generation(self) -> None:
+        """As aiokafka does when it is told that it is no member."""
+        self.generation, self.member_id, self.must_join = -1, "", True
+
+    def request_rejoin(self) -> None:
+        """As aiokafka does when it is told of a rebalance."""
+        self.must_join = True
+
+
+class Client:
+    """What of AIOKafkaConsumer a member's reading touches: it returns up to three records of each partition in turn."""
+
+    def __init__(self, group: GroupModel) -> None:
+        self._group = group
+        self._coordinator = Coordinator(group)
+        self._fetcher = SimpleNamespace(epochs_between=lambda *_: [])
+        self._positions: dict[KafkaPartition, int] = {}
+
+    def assignment(self) -> Collection[KafkaPartition]:
+        """Those with a position."""
+        return set(self._positions)
+
+    def seek(self, source: KafkaPartition, position: int) -> None:
+        """Read on there."""
+        self._positions[source] = position
+
+    def revoke(self) -> None:
+        """All is taken away."""
+        self._positions.clear()
+
+    async def getmany(self, *, timeout_ms: int, max_records: int) -> Mapping[KafkaPartition, list[Any]]:
+        """The next records, at once."""
+        found = {}
+        for source, position in self._positions.items():
+            if rows := [_row(offset) for offset in range(position, min(position + 3, self._group.end))]:
+                found[source] = rows
+                self._positions[source] = rows[-1].offset + 1
+        return found
+
+
+def _row(offset: int) -> Any:
+    return SimpleNamespace(offset=offset, key=None, value=b"", timestamp=0, headers=())
+
+
+class NothingForgotten:
+    """Stands for `BegunGroups` where Kafka expires no offsets."""
+
+    async def of(self, group: str, sources: Collection[TopicPartition]) -> dict[TopicPartition, Begun]:
+        """Nothing is on record."""
+        return {}
+
+    async def note(self, group: str, begun: Mapping[TopicPartition, Begun]) -> None:
+        """It is not needed."""

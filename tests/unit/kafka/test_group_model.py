@@ -1,0 +1,200 @@
+"""The real consumer's commits against a model of Kafka's group coordinator, driven at random."""
+
+import asyncio
+import random
+from typing import Any, cast
+
+import pytest
+
+from services.core.broker.errors import BrokerError, NotOwner
+from services.core.broker.kafka import commits
+from services.core.broker.kafka.begun import BegunGroups
+from services.core.broker.kafka.cluster import Cluster
+from services.core.broker.kafka.commits import membership_of
+from services.core.broker.kafka.consumer import KafkaConsumer, Shared
+from services.core.broker.kafka.fetcher import FetchBudget
+from services.core.broker.kafka.ownership import Ownership
+from services.core.broker.kafka.standstill import Standstill
+from services.core.broker.record import TopicPartition
+from tests.support.group_model import TOPIC, Client, GroupModel, NothingForgotten
+
+_SEEDS, _STEPS = 1000, 40
+_PARTITIONS, _END = 3, 30
+_MEMBERS = 3
+
+
+@pytest.fixture(autouse=True)
+def _no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(commits, "_PAUSE", 0)
+
+
+class Member:
+    """One process: the real consumer and ownership, and a service that commits what it has processed, in the background."""
+
+    def __init__(self, name: str, world: "World") -> None:
+        self.name, self._world = name, world
+        self.client = Client(world.group)
+        coordinator = self.client._coordinator
+        self.own = Ownership(self._on_revoke, 600.0, lambda: membership_of(coordinator))
+        shared = Shared(cast(Cluster, world.group), cast(BegunGroups, NothingForgotten()), FetchBudget())
+        self.consumer = KafkaConsumer(shared, cast(Any, self.client), self.own, "g", "earliest", Standstill(600.0))
+        self.own.on_assigned = self.consumer.place_early
+        self.processed: dict[TopicPartition, int] = {}
+        self.tasks: set[asyncio.Task[None]] = set()
+        self.is_frozen = False
+        self.generation = 0
+
+    async def process(self) -> None:
+        """Poll, and take each record for delivered at once."""
+        for batch in await self.consumer.poll(max_records=100, max_wait=0):
+            self._world.processed(self, batch.source, batch.offsets[-1])
+            self.processed[batch.source] = batch.offsets[-1]
+
+    def commit_later(self, rng: random.Random) -> None:
+        """As a service's timer does; sometimes of less than what is processed by now."""
+        marks = {source: max(0, last - rng.randrange(3)) for source, last in self.processed.items()}
+        if marks:
+            task = asyncio.create_task(self.commit(marks))
+            self.tasks.add(task)
+            task.add_done_callback(self.tasks.discard)
+
+    async def commit(self, marks: dict[TopicPartition, int]) -> None:
+        """What is refused or fails is tried again by later commits."""
+        refused: frozenset[tuple[str, int]] = frozenset()
+        try:
+            await self.consumer.commit(marks)
+        except NotOwner as error:
+            refused = error.partitions
+        except BrokerError:
+            return
+        self._world.acknowledged({source: mark for source, mark in marks.items() if source not in refused})
+
+    async def _on_revoke(self, partitions: frozenset[TopicPartition]) -> None:
+        if not self._world.cuts_drains_off():
+            await self.commit(dict(self.processed))
+        self.processed.clear()
+
+    async def leave_old(self) -> None:
+        """The group rebalances, or has gone on without this member."""
+        self.client.revoke()
+        await self.own.on_partitions_revoked([])
+
+
+class World:
+    """The group, its members, and what is known to be true of them."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = random.Random(seed)
+        self.group = GroupModel(self.rng, _PARTITIONS, _END)
+        self.members = [Member(f"m{number}", self) for number in range(_MEMBERS)]
+        self.owner: dict[TopicPartition, Member] = {}
+        self.done: dict[tuple[int, TopicPartition], int] = {}
+        self.safe: dict[TopicPartition, int] = {}
+        self._checked = 0
+
+    def processed(self, member: Member, source: TopicPartition, last: int) -> None:
+        """Note what was processed under which generation."""
+        self.done[(member.generation, source)] = last
+
+    def acknowledged(self, marks: dict[TopicPartition, int]) -> None:
+        """A commit was answered with success: from here on it counts."""
+        for source, mark in marks.items():
+            self.safe[source] = max(self.safe.get(source, 0), mark + 1)
+
+    def cuts_drains_off(self) -> bool:
+        """Whether a drain takes too long: the member joins anew with commits still under way."""
+        return self.group.faulty and self.rng.random() < 0.3
+
+    async def step(self) -> None:
+        """One thing happens to somebody."""
+        member = self.rng.choice(self.members)
+        what = self.rng.random()
+        if what < 0.35 and not member.is_frozen:
+            await member.process()
+        elif what < 0.65:
+            member.commit_later(self.rng)
+        elif what < 0.75:
+            self.group.move()
+        elif what < 0.8:
+            member.is_frozen = True
+        elif what < 0.85 and member.tasks:
+            self.rng.choice(sorted(member.tasks, key=lambda task: task.get_name())).cancel()
+        elif what < 0.95:
+            await self.rebalance()
+        await self.group.pause()
+        self.check()
+
+    async def rebalance(self) -> None:
+        """Who lives drains under the old generation, then all join the next; the frozen are expelled."""
+        self.group.stage = "preparing"
+        alive = [member for member in self.members if not member.is_frozen] or self.members[:1]
+        await asyncio.gather(*(member.leave_old() for member in alive))
+        self.check()
+        self.group.stage, self.group.members = "completing", {member.name for member in alive}
+        self.group.generation += 1
+        shares: dict[str, list[TopicPartition]] = {member.name: [] for member in alive}
+        for source in self.group.sources:
+            self.owner[source] = owner = self.rng.choice(alive)
+            shares[owner.name].append(source)
+        for member in alive:
+            member.client._coordinator.generation = member.generation = self.group.generation
+            member.client._coordinator.member_id, member.is_frozen = member.name, False
+        await self.group.pause()
+        self.group.stage = "stable"
+        await asyncio.gather(*(member.own.on_partitions_assigned(shares[member.name]) for member in alive))
+        for source in self.group.sources:
+            begun = self.owner[source].own.begun.get(source)
+            assert begun is None or begun >= self.safe.get(source, 0), f"{source} begins behind an acknowledged commit"
+        for member in self.members:
+            if member not in alive:  # thaws later, hears that it is no member, and joins with the next rebalance
+                member.client._coordinator.reset_generation()
+                await member.leave_old()
+                member.is_frozen = False
+
+    def check(self) -> None:
+        """Of each commit that was stored since the last look."""
+        for source, position, generation, member in self.group.landed[self._checked :]:
+            assert generation == self.group.generation, f"{source}: {position} was stored under {generation}"
+            assert self.owner[source].name == member, f"{source}: {position} was stored by {member}, which had lost it"
+            begun = self.owner[source].own.begun.get(source, 0)
+            assert position <= self.done.get((generation, source), begun - 1) + 1, (
+                f"{source}: {position} is not processed"
+            )
+        self._checked = len(self.group.landed)
+        last: dict[tuple[TopicPartition, int], int] = {}
+        for source, position, generation, _ in self.group.landed:
+            assert position >= last.get((source, generation), 0), (
+                f"{source} went back to {position} within {generation}"
+            )
+            last[(source, generation)] = position
+
+    async def settle(self) -> None:
+        """Without faults everything is processed and committed."""
+        self.group.faulty = False
+        for member in self.members:
+            await asyncio.gather(*member.tasks, return_exceptions=True)
+            member.is_frozen = False
+        await self.rebalance()
+        for _ in range(_END):
+            for member in self.members:
+                await member.process()
+        for member in self.members:
+            await member.commit(dict(member.processed))
+        self.check()
+        assert {source: at for source, (at, _) in self.group.offsets.items()} == dict.fromkeys(self.group.sources, _END)
+
+
+@pytest.mark.parametrize("block", range(10))
+async def test_commits_are_sound_whatever_the_group_does(block: int) -> None:
+    """If it fails, a member that lost a partition moves its successor: events are skipped. Or a commit that was
+    acknowledged does not count, or goes back: events are delivered again."""
+    for seed in range(block * _SEEDS // 10, (block + 1) * _SEEDS // 10):
+        world = World(seed)
+        try:
+            await world.rebalance()
+            for _ in range(_STEPS):
+                await world.step()
+            await world.settle()
+        except AssertionError as error:
+            raise AssertionError(f"seed {seed}: {error}") from error
+        assert TOPIC in {source.topic for source, *_ in world.group.landed}
