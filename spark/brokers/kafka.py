@@ -41,6 +41,7 @@ _SINK = {
 }
 _SOURCE = {
     "includeHeaders": "true",
+    "kafka.isolation.level": "read_committed",  # what its producer rolled back is no event
     "failOnDataLoss": "true",  # what retention took before we read it stops the query
     "kafkaConsumer.pollTimeoutMs": str(REQUEST_MS),
     "kafka.request.timeout.ms": str(REQUEST_MS),
@@ -197,13 +198,15 @@ class _Admin:
         ]
 
     def offsets(self, partitions: Sequence[tuple[str, int]], which: str) -> list[int]:
-        """The `earliest` or `latest` offset of each partition."""
+        """The `earliest` or `latest` offset of each partition; what is in a transaction that is still open comes behind."""
         place = self._jvm.org.apache.kafka.common.TopicPartition
         spec = getattr(self._jvm.org.apache.kafka.clients.admin.OffsetSpec, which)()
         wanted = self._jvm.java.util.HashMap()
         for topic, partition in partitions:
             wanted.put(place(topic, partition), spec)
-        found = self._client.listOffsets(wanted).all().get()
+        settled = self._jvm.org.apache.kafka.common.IsolationLevel.READ_COMMITTED
+        options = self._jvm.org.apache.kafka.clients.admin.ListOffsetsOptions(settled)
+        found = self._client.listOffsets(wanted, options).all().get()
         return [found.get(place(topic, partition)).offset() for topic, partition in partitions]
 
 

@@ -188,6 +188,36 @@ async def test_late_commit_is_refused_and_the_others_are_committed(harness: Harn
                 await asyncio.gather(polling, return_exceptions=True)
 
 
+async def test_what_was_not_polled_is_not_committed(harness: Harness) -> None:
+    """If it fails, marks that are older than their topic pass over the records of the topic that has its name now."""
+    async with harness.open() as broker:
+        topic = await harness.create_topic(broker)
+        await append(broker, topic, numbered(range(5)))
+        later = await append(broker, topic, numbered(range(5, 8)))
+        group, source = harness.fresh_name("g"), TopicPartition(topic, 0)
+        async with broker.consumer(group, [topic], start="earliest", on_revoke=ignore_revoke) as consumer:
+            (first, *_) = await read(consumer, 1, max_records=3)
+            for beyond in (later.last, later.last + 1000):
+                with pytest.raises(NotOwner) as refused:
+                    await consumer.commit({source: beyond})
+                assert refused.value.partitions == {source}
+            await consumer.commit({source: first.offsets[0]})
+            assert await broker.admin.committed(group, topic) == {0: first.offsets[0]}
+
+
+async def test_a_commit_does_not_go_back_within_one_ownership(harness: Harness) -> None:
+    """If it fails, commits that overtake each other make a group read again what it had settled."""
+    async with harness.open() as broker:
+        topic = await harness.create_topic(broker)
+        await append(broker, topic, numbered(range(5)))
+        group, source = harness.fresh_name("g"), TopicPartition(topic, 0)
+        async with broker.consumer(group, [topic], start="earliest", on_revoke=ignore_revoke) as consumer:
+            offsets = [offset for batch in await read(consumer, 5) for offset in batch.offsets]
+            await consumer.commit({source: offsets[3]})
+            await consumer.commit({source: offsets[1]})
+            assert await broker.admin.committed(group, topic) == {0: offsets[3]}
+
+
 async def test_after_leaving_nothing_can_be_committed(harness: Harness) -> None:
     """If it fails, a consumer that was closed still moves the group's offsets."""
     async with harness.open() as broker:

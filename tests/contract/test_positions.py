@@ -5,7 +5,7 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from services.core.broker.contract import MAX_POLL_BYTES, Lag, Start
+from services.core.broker.contract import MAX_POLL_BYTES, Lag, Start, TopicSpec
 from services.core.broker.errors import OffsetOutOfRange, Unavailable
 from services.core.broker.record import Record, TopicPartition
 from tests.contract.harness import Harness
@@ -84,6 +84,19 @@ async def test_where_a_group_began_is_remembered(harness: Harness) -> None:
         await append(broker, topic, numbered(range(5, 8)))
         async with broker.consumer(group, [topic], start="latest", on_revoke=ignore_revoke) as consumer:
             assert numbers_of(await read(consumer, 3)) == [5, 6, 7]
+
+
+@pytest.mark.parametrize("suffix", [".retry", ".parked"])
+async def test_what_is_kept_for_a_group_is_read_from_the_earliest(harness: Harness, suffix: str) -> None:
+    """If it fails, a destination that begins at "latest" skips its own events: retried, or parked while it was paused."""
+    async with harness.open() as broker:
+        topic = harness.fresh_name("pipe") + suffix
+        await broker.admin.create_topic(TopicSpec(topic, partitions=1))
+        await append(broker, topic, numbered(range(5)))
+        async with broker.consumer(
+            harness.fresh_name("g"), [topic], start="latest", on_revoke=ignore_revoke
+        ) as consumer:
+            assert numbers_of(await read(consumer, 5)) == list(range(5))
 
 
 async def test_offsets_at(harness: Harness) -> None:

@@ -117,10 +117,10 @@ async def test_a_commit_for_an_earlier_topic_of_the_name_says_nothing(kafka_clus
         with capture_logs() as logs:
             async with broker.consumer(group, [topic], start="latest", on_revoke=ignore_revoke) as consumer:
                 assert numbers_of(await read(consumer, 8)) == list(range(8))
-        assert [entry["topic"] for entry in logs if entry["event"] == "topic_made_anew"] == [topic]
+        assert [entry["topic"] for entry in logs if entry["event"] == "stream_made_anew"] == [topic]
 
 
-async def test_a_topic_made_anew_under_a_member_is_read_from_its_oldest_record(kafka_cluster: KafkaCluster) -> None:
+async def test_a_stream_made_anew_under_a_member_is_read_from_its_oldest_record(kafka_cluster: KafkaCluster) -> None:
     """If it fails, a stream that is deleted and made again in service loses its first events: they lie below the position."""
     async with KafkaBroker.open(kafka_cluster.bootstrap, timing=_TIMING) as broker:
         topic, group = unique_name("topic"), unique_name("g")

@@ -15,12 +15,14 @@ from aiokafka.structs import TopicPartition as KafkaPartition
 
 from services.core.broker.kafka.begun import Begun
 from services.core.broker.kafka.cluster import PartitionState, TopicState
+from services.core.broker.kafka.offsets import LATEST
 from services.core.broker.kafka.protocol import EpochEndRequest
 from services.core.broker.kafka.timing import Timing
 from services.core.broker.record import TopicPartition
 
 TOPIC = "t"
 ID = "11111111-2222-3333-4444-555555555555"
+EPOCH = 1
 _NOT_COORDINATOR, _LOADING = 16, 14
 _ILLEGAL_GENERATION, _UNKNOWN_MEMBER, _REBALANCING = 22, 25, 27
 
@@ -78,7 +80,9 @@ class GroupModel:
 
     async def describe(self, topics: Sequence[str] | None = None) -> dict[str, TopicState]:
         """As `Cluster.describe`."""
-        return {TOPIC: TopicState({source.partition: PartitionState(0, 3, 3, 1) for source in self.sources}, False, ID)}
+        return {
+            TOPIC: TopicState({source.partition: PartitionState(0, 3, 3, EPOCH) for source in self.sources}, False, ID)
+        }
 
     async def ask_coordinator(self, group: str, request: Any) -> Any:
         """As `Cluster.ask_coordinator`."""
@@ -99,13 +103,16 @@ class GroupModel:
     async def ask(self, node: int, request: Any) -> Any:
         """As `Cluster.ask`: where the partitions begin, and that no log was ever cut off."""
         asked = request.prepare({request.API_KEY: (3, 3)}).to_object()
-        is_epochs = isinstance(request, EpochEndRequest)
         topics = []
         for topic in asked["topics"]:
-            rows = [row["partition"] for row in topic["partitions"]]
-            answers = [(0, row, 1, self.end) if is_epochs else (row, 0, -1, 0) for row in rows]
-            topics.append((topic["topic"], answers))
+            rows = [self._answer(request, row) for row in topic["partitions"]]
+            topics.append((topic["topic"], rows))
         return SimpleNamespace(topics=topics)
+
+    def _answer(self, request: Any, row: dict[str, int]) -> tuple[int, int, int, int]:
+        if isinstance(request, EpochEndRequest):
+            return 0, row["partition"], EPOCH, self.end if row["leader_epoch"] <= EPOCH else -1
+        return row["partition"], 0, -1, self.end if row["timestamp"] == LATEST else 0
 
 
 class Coordinator:
@@ -187,12 +194,16 @@ def _row(offset: int) -> Any:
     return SimpleNamespace(offset=offset, key=None, value=b"", timestamp=0, headers=())
 
 
-class NothingForgotten:
-    """Stands for `BegunGroups` where Kafka expires no offsets."""
+class OnRecord:
+    """Stands for `BegunGroups`, in memory."""
+
+    def __init__(self, known: Mapping[TopicPartition, Begun] | None = None) -> None:
+        self._known = dict(known or {})
 
     async def of(self, group: str, sources: Collection[TopicPartition]) -> dict[TopicPartition, Begun]:
-        """Nothing is on record."""
-        return {}
+        """What is on record of these."""
+        return {source: row for source, row in self._known.items() if source in sources}
 
     async def note(self, group: str, begun: Mapping[TopicPartition, Begun]) -> None:
-        """It is not needed."""
+        """Put on record."""
+        self._known |= begun

@@ -16,7 +16,7 @@ from services.core.broker.kafka.fetcher import FetchBudget
 from services.core.broker.kafka.ownership import Ownership
 from services.core.broker.kafka.standstill import Standstill
 from services.core.broker.record import TopicPartition
-from tests.support.group_model import TOPIC, Client, GroupModel, NothingForgotten
+from tests.support.group_model import TOPIC, Client, GroupModel, OnRecord
 
 _SEEDS, _STEPS = 1000, 40
 _PARTITIONS, _END = 3, 30
@@ -36,7 +36,7 @@ class Member:
         self.client = Client(world.group)
         coordinator = self.client._coordinator
         self.own = Ownership(self._on_revoke, 600.0, lambda: membership_of(coordinator))
-        shared = Shared(cast(Cluster, world.group), cast(BegunGroups, NothingForgotten()), FetchBudget())
+        shared = Shared(cast(Cluster, world.group), cast(BegunGroups, world.on_record), FetchBudget())
         self.consumer = KafkaConsumer(shared, cast(Any, self.client), self.own, "g", "earliest", Standstill(600.0))
         self.own.on_assigned = self.consumer.place_early
         self.processed: dict[TopicPartition, int] = {}
@@ -86,6 +86,7 @@ class World:
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
         self.group = GroupModel(self.rng, _PARTITIONS, _END)
+        self.on_record = OnRecord()
         self.members = [Member(f"m{number}", self) for number in range(_MEMBERS)]
         self.owner: dict[TopicPartition, Member] = {}
         self.done: dict[tuple[int, TopicPartition], int] = {}

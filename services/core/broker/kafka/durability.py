@@ -1,10 +1,20 @@
-"""Whether a topic that others made keeps what acks=all promises: an acknowledged record survives the loss of a broker."""
+"""Whether a topic that others made keeps what acks=all promises: an acknowledged record survives the loss of a broker.
 
-from collections.abc import Collection, Iterator
+And whether the cluster keeps the offsets of a group that is away for as long as it keeps what that group has still to read. If it
+does not, a group that comes back stops (`placement`), so this is a warning and no refusal: nothing is lost by it, and
+the setting is the cluster's, which may not be ours to change.
+"""
+
+import math
+from collections.abc import Collection, Iterator, Mapping
+
+import structlog
 
 from services.core.broker.errors import UnsafeTopic
 from services.core.broker.kafka.cluster import Cluster, TopicState
-from services.core.broker.kafka.limits import read_settings
+from services.core.broker.kafka.limits import read_broker_setting, read_settings
+
+log = structlog.get_logger()
 
 MIN_IN_SYNC = "min.insync.replicas"
 UNCLEAN = "unclean.leader.election.enable"
@@ -12,6 +22,9 @@ REPLICAS = "replication.factor"
 
 _ENOUGH = 3
 """From so many brokers on, two can have every record while one is away."""
+
+OFFSETS = "offsets.retention.minutes"
+RETENTION = "retention.ms"
 
 _Problem = tuple[str, str, str]
 
@@ -21,11 +34,30 @@ async def check_durability(cluster: Cluster, topics: Collection[str]) -> None:
     states = await cluster.describe(list(topics))
     brokers = len((await cluster.client()).cluster.brokers())
     problems: list[_Problem] = []
+    kept: dict[str, int] = {}
     for topic, state in states.items():
-        settings = await read_settings(cluster, topic, [MIN_IN_SYNC, UNCLEAN])
+        settings = await read_settings(cluster, topic, [MIN_IN_SYNC, UNCLEAN, RETENTION])
         problems += find_problems(topic, state, settings[MIN_IN_SYNC], settings[UNCLEAN], brokers)
+        kept[topic] = int(settings[RETENTION])
     if problems:
         raise UnsafeTopic(problems)
+    if kept:
+        warn_of_short_offsets(int(await read_broker_setting(cluster, OFFSETS)), kept)
+
+
+def warn_of_short_offsets(minutes: int, kept: Mapping[str, int]) -> None:
+    """`minutes`: for which the offsets of a group without members are kept. kept: topics' retention, ms; -1: for ever."""
+    longer = {topic: ms for topic, ms in kept.items() if ms > minutes * 60_000}
+    if longer:
+        topic = max(longer, key=lambda topic: longer[topic])
+        log.warning(
+            "kafka_offsets_expire_early",
+            offsets_kept_hours=minutes / 60,
+            longest_kept_topic=topic,
+            its_retention_hours=longer[topic] / 3_600_000,
+            hint=f"a destination that is away for longer than its offsets are kept stops and waits for you. Try: {OFFSETS} of at "
+            f"least {math.ceil(longer[topic] / 60_000)} in the brokers' configuration",
+        )
 
 
 def find_problems(topic: str, state: TopicState, min_in_sync: str, unclean: str, brokers: int) -> Iterator[_Problem]:

@@ -11,7 +11,7 @@ from services.core.broker.errors import Unavailable
 from services.core.broker.kafka.cluster import Cluster
 from services.core.broker.kafka.faults import UNKNOWN_TOPIC, raise_for
 
-_TOPIC = 2
+_TOPIC, _BROKER = 2, 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +30,15 @@ async def read_settings(cluster: Cluster, topic: str, names: Sequence[str]) -> d
         raise Unavailable(f"settings of {topic}: the node that was asked has not heard of it yet")
     raise_for(code, f"settings of {topic}")
     return {entry[0]: entry[1] for entry in entries}
+
+
+async def read_broker_setting(cluster: Cluster, name: str) -> str:
+    """As one of the nodes has it in force. Raises Unavailable."""
+    node = min(broker.nodeId for broker in (await cluster.client()).cluster.brokers())
+    answer = await cluster.ask(node, DescribeConfigsRequest([(_BROKER, str(node), [name])]))
+    code, _, _, _, entries = answer.resources[0]
+    raise_for(code, f"settings of Kafka's node {node}")
+    return str(entries[0][1])
 
 
 class TopicLimits:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 
 import structlog
 
+from services.core import metrics
 from services.core.broker.contract import Start, start_in
 from services.core.broker.errors import PositionLost, UnknownTopic
 from services.core.broker.kafka.begun import Begun, BegunGroups
@@ -72,7 +73,10 @@ async def place(
             placement.notes[source] = placement.notes[source]._replace(epoch=live[source].note.epoch)
             continue
         if source.topic in replaced:
-            log.error("topic_made_anew", group=group, topic=source.topic, partition=source.partition, hint=_MADE_ANEW)
+            metrics.BROKER_MADE_ANEW.labels(group, source.topic).inc()
+            log.warning(
+                "stream_made_anew", group=group, topic=source.topic, partition=source.partition, hint=_MADE_ANEW
+            )
         is_new = source.topic in replaced or source.partition >= counts[source.topic]
         wanted[source] = "earliest" if is_new or source in known else start_in(source.topic, start)
     for beginning in set(wanted.values()):

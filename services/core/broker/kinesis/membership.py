@@ -11,7 +11,7 @@ from typing import Protocol
 import structlog
 
 from services.core import metrics
-from services.core.broker.contract import OnRevoke, Start
+from services.core.broker.contract import OnRevoke, Start, start_in
 from services.core.broker.errors import BrokerError, NotOwner
 from services.core.broker.kinesis.held import Held
 from services.core.broker.kinesis.lease_table import LeaseTable
@@ -219,9 +219,10 @@ class Membership:
         if before:
             self._tell_made_anew(topic, before)
             return OLDEST, stream.made_ms or self._side.now_ms()
-        if isinstance(self._start, datetime):
-            return Begin("date", max(0, round(self._start.timestamp() * 1000))), self._side.now_ms()
-        if self._start == "earliest":
+        start = start_in(topic, self._start)
+        if isinstance(start, datetime):
+            return Begin("date", max(0, round(start.timestamp() * 1000))), self._side.now_ms()
+        if start == "earliest":
             return OLDEST, self._side.now_ms()
         end = await self._side.next_second(topic)
         return Begin("arrival", end), end

@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
-from services.core.broker.contract import OnRevoke, Start
+from services.core.broker.contract import OnRevoke, Start, start_in
 from services.core.broker.errors import BrokerError
 from services.core.broker.log.bell import Bell, Listener
 from services.core.broker.log.clock import boot_ms
@@ -177,7 +177,12 @@ class Membership:
     async def _enter(self, topic: str) -> dict[int, GroupProgress]:
         incarnation, starts, earliest, groups = await self._side.readers.use(
             topic,
-            lambda r: (r.store.meta.incarnation, r.offsets_at(self._start), r.offsets_at("earliest"), r.store.groups()),
+            lambda r: (
+                r.store.meta.incarnation,
+                r.offsets_at(start_in(topic, self._start)),
+                r.offsets_at("earliest"),
+                r.store.groups(),
+            ),
         )
         has_begun = self.group in groups
         return await self._side.progress.use(
