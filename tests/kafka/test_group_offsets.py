@@ -11,7 +11,7 @@ from aiokafka.protocol.admin import DeleteGroupsRequest
 from aiokafka.protocol.commit import OffsetCommitRequest
 from structlog.testing import capture_logs
 
-from services.core.broker.contract import Lag, Start, TopicSpec
+from services.core.broker.contract import Consumer, Lag, Start, TopicSpec
 from services.core.broker.errors import PositionLost
 from services.core.broker.kafka import KafkaBroker, Timing
 from services.core.broker.kafka.cluster import Cluster
@@ -26,7 +26,6 @@ from tests.contract.traffic import (
     marks_of,
     numbered,
     numbers_of,
-    own,
     poll,
     read,
     record,
@@ -60,6 +59,13 @@ async def _expire_offsets(cluster: KafkaCluster, group: str) -> None:
         await until_async(is_deleted, "the group is deleted")
 
 
+async def _begin(consumer: Consumer) -> None:
+    """Placed, and that is committed. Polls, because at first the group may have no coordinator."""
+    async with asyncio.timeout(DEADLINE):
+        while not consumer.assignment():
+            assert await poll(consumer, max_wait=0.1) == []
+
+
 @pytest.mark.parametrize("start", ["latest", "earliest"])
 async def test_offsets_that_kafka_expired_are_a_stop(kafka_cluster: KafkaCluster, start: Start) -> None:
     """If it fails, a destination that was away for a week skips what waited for it, or gets everything again."""
@@ -67,7 +73,7 @@ async def test_offsets_that_kafka_expired_are_a_stop(kafka_cluster: KafkaCluster
         topic, group = unique_name("topic"), unique_name("g")
         await broker.admin.create_topic(TopicSpec(topic, partitions=1))
         async with broker.consumer(group, [topic], start=start, on_revoke=ignore_revoke) as consumer:
-            await own(consumer, 1)
+            await _begin(consumer)
             await append(broker, topic, numbered(range(5)))
             await consumer.commit(marks_of(await read(consumer, 5)))
         await append(broker, topic, numbered(range(5, 8)))
@@ -93,7 +99,7 @@ async def test_a_partition_added_to_a_group_that_was_moved_is_read_from_its_begi
         await broker.admin.create_topic(TopicSpec(topic, partitions=1))
         await append(broker, topic, numbered(range(5)))
         async with broker.consumer(group, [topic], start="latest", on_revoke=ignore_revoke) as consumer:
-            await own(consumer, 1)
+            await _begin(consumer)
         await broker.admin.set_committed(group, topic, {0: 4})
         await broker.admin.add_partitions(topic, 2)
         await append(broker, topic, numbered(range(10, 15)), 1)
@@ -195,8 +201,13 @@ async def test_rolled_back_transactions_are_not_delivered_and_are_no_lag(kafka_c
         ) as foreign:
             for number, commits in ((0, True), (1, False), (2, True), (3, False)):
                 await foreign.begin_transaction()
-                await foreign.send_and_wait(topic, value=b"%d" % number, timestamp_ms=5)
+                await foreign.send_and_wait(topic, value=b"%d" % number)
                 await (foreign.commit_transaction() if commits else foreign.abort_transaction())
+
+        async def all_are_settled() -> bool:
+            return (await broker.admin.describe(topic))[0].end == 8
+
+        await until_async(all_are_settled, "the marks of all transactions are written")
         found = await broker.admin.read(topic, 0, 0, max_records=10)
         assert found is not None
         assert numbers_of([found]) == [0, 2]
@@ -223,7 +234,7 @@ async def test_a_member_that_nobody_polls_keeps_little_and_loses_nothing(
                 numbers = range(partition * 10 + start, partition * 10 + start + 4)
                 await append(broker, topic, [record(number, size=size) for number in numbers], partition)
         async with broker.consumer(unique_name("g"), [topic], start="earliest", on_revoke=ignore_revoke) as consumer:
-            await own(consumer, partitions)
+            await _begin(consumer)
             fetcher = consumer._client._fetcher  # type: ignore[attr-defined]
             seen: list[int] = []
             async with asyncio.timeout(DEADLINE):

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from aiokafka.consumer.fetcher import Fetcher
 from aiokafka.record.default_records import DefaultRecordBatchBuilder
 from aiokafka.structs import TopicPartition as KafkaPartition
 from structlog.testing import capture_logs
@@ -85,8 +86,11 @@ class Fetched:
 def make_fetcher(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A fetcher that never ran, with so many bytes waiting for each of its partitions."""
     monkeypatch.setattr(module, "FetchResult", Fetched)
-    asked = lambda *_: (["one", "two"], {}, 0.1, False, [])  # noqa: E731 - it stands for a method
-    monkeypatch.setattr(module.Fetcher, "_get_actions_per_node", asked)
+
+    def asked(*_: object) -> tuple[list[str], dict[str, str], float, bool, list[str]]:
+        return ["one", "two"], {}, 0.1, False, []
+
+    monkeypatch.setattr(Fetcher, "_get_actions_per_node", asked)
 
     def make(budget: FetchBudget, *sizes: int) -> BoundedFetcher:
         fetcher = BoundedFetcher.__new__(BoundedFetcher)
