@@ -234,10 +234,11 @@ async def test_a_member_that_nobody_polls_keeps_little_and_loses_nothing(
                 numbers = range(partition * 10 + start, partition * 10 + start + 4)
                 await append(broker, topic, [record(number, size=size) for number in numbers], partition)
         async with broker.consumer(unique_name("g"), [topic], start="earliest", on_revoke=ignore_revoke) as consumer:
-            await _begin(consumer)
             fetcher = consumer._client._fetcher  # type: ignore[attr-defined]
             seen: list[int] = []
             async with asyncio.timeout(DEADLINE):
+                while not consumer.assignment():
+                    seen += numbers_of(await poll(consumer, max_wait=0.1))
                 while len(seen) < partitions * 8:
                     await until(lambda: fetcher.waiting_bytes() > 0, "something is fetched")
                     await asyncio.sleep(0.3)  # longer than aiokafka waits before it reads ahead behind what nobody took
