@@ -72,6 +72,11 @@ BROKER_MADE_ANEW = Counter(
     "Streams that a group found deleted and made again: what it had not processed went with the old one.",
     ["group", "topic"],
 )
+BROKER_LOGS_CUT_OFF = Counter(
+    "penstock_broker_logs_cut_off",
+    "Partitions whose log lost its end on Kafka: the group had read further, and goes on at the cut.",
+    ["group", "topic"],
+)
 BROKER_READ_THROTTLES = Counter(
     "penstock_broker_shard_read_throttles", "Reads that Kinesis refused for a shard's limits.", ["topic", "shard"]
 )

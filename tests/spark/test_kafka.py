@@ -2,11 +2,12 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import orjson
 import pytest
+from aiokafka import AIOKafkaProducer
 from pyspark.sql import SparkSession
 
 from services.core import dead_letter
@@ -115,6 +116,34 @@ def test_real_time(make_river: MakeRiver) -> None:
     assert counts["process_time"] == counts["lag_out"], "an event's time is not its own"
     took = sum(lag.total_ms for lag in lags if lag.kind == "process_time")
     assert took < 30_000 * counts["process_time"], "that is the batch's time, not the events'"
+
+
+def test_what_was_rolled_back_is_no_event(make_river: MakeRiver) -> None:
+    """If this fails, a transform passes on events that their producer took back, or waits for ever at a transaction's mark."""
+    river = make_river(1)
+    asyncio.run(_send_in_transactions(river, range(0, 20, 5), 5))
+    river.start(river.chosen(columns=COLUMNS, sql="SELECT event, delay FROM {s}"))
+    assert {read_id(r) for r in river.records("out", 10)} == {f"id-{n}" for n in (*range(5), *range(10, 15))}
+    (held,) = river.endpoint.held(river.session, [river.stream])
+    assert (held.start, held.end) == (0, 24)
+    river.send([flight(50)])
+    assert len(river.records("out", 11)) == 11
+    river.stop()
+    assert river.problem is None
+
+
+async def _send_in_transactions(river: BrokerRiver, starts: Iterable[int], count: int) -> None:
+    """Every other one is rolled back."""
+    servers = river.url.removeprefix("kafka://")
+    async with AIOKafkaProducer(bootstrap_servers=servers, transactional_id=river.stream) as foreign:
+        for turn, start in enumerate(starts):
+            await foreign.begin_transaction()
+            for one in (flight(n) for n in range(start, start + count)):
+                await foreign.send_and_wait(river.stream, one.value, one.key, 0, one.timestamp, list(one.headers))
+            await (foreign.abort_transaction() if turn % 2 else foreign.commit_transaction())
+    async with open_broker(river.url) as broker, asyncio.timeout(240):
+        while (await broker.admin.describe(river.stream))[0].end < 24:
+            await asyncio.sleep(0.2)
 
 
 def test_records_that_are_gone_stop_the_query(make_river: MakeRiver) -> None:

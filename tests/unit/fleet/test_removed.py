@@ -146,6 +146,7 @@ def test_a_redrive_follows_the_new_name(tmp_path: Path) -> None:
         first_failure=1,
         source=source,
         offset=1,
+        now_ms=1,
     )
     letter = DeadLetter.of(Position("late.dead", 0, 1), made)
     for removed, expected in (

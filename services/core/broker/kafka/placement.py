@@ -130,6 +130,7 @@ async def _go_to_cuts(cluster: Cluster, group: str, placement: Placement) -> Non
     cuts = await find_cuts(cluster, read)
     first = await list_offsets(cluster, dict.fromkeys(cuts, EARLIEST))
     for source, cut in cuts.items():
+        metrics.BROKER_LOGS_CUT_OFF.labels(group, source.topic).inc()
         log.error(
             "kafka_log_cut_off",
             group=group,
