@@ -33,7 +33,10 @@ class Position(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DeadLetter:
-    """What the headers say (`dead_letter`), "" and 0 where one is missing. first_failure: ms. fate: "" while it is open."""
+    """What the headers say (`dead_letter`), "" and 0 where one is missing. first_failure: ms. fate: "" while it is open.
+
+    digest: of the letter as it is stored (`audit.digest_of`); empty where nobody asks what became of it.
+    """
 
     position: Position
     record: Record
@@ -47,9 +50,10 @@ class DeadLetter:
     source: str
     fate: str = ""
     version: str = ""
+    digest: bytes = b""
 
     @classmethod
-    def of(cls, position: Position, record: Record, fate: str = "") -> Self:
+    def of(cls, position: Position, record: Record, fate: str = "", digest: bytes = b"") -> Self:
         """From the record; never fails, others may have written to the topic."""
         return cls(
             position,
@@ -64,6 +68,7 @@ class DeadLetter:
             _text(record, dead_letter.SOURCE),
             fate,
             _text(record, dead_letter.VERSION),
+            digest,
         )
 
     @property

@@ -15,7 +15,7 @@ import backoff
 import structlog
 
 from services.core import metrics
-from services.core.audit import DROP, write_entries
+from services.core.audit import DROP, ActedUpon, write_entries
 from services.core.broker.contract import Broker, Consumer
 from services.core.broker.errors import BrokerError, DataDamaged, NotOwner, OffsetOutOfRange, RecordTooLarge
 from services.core.broker.key_send import send_by_key
@@ -133,7 +133,7 @@ class RemovedLane:
         if self._choice.bury is not None:
             bad = [Unreadable(offset, record, REASON, self._choice.bury) for offset, record in mine]
             return await self._bury(self._unreadable(batch, bad, now), stopping)
-        return await self._drop([(batch.topic, batch.partition, offset) for offset, _ in mine], stopping)
+        return await self._drop([ActedUpon(*batch.source, offset) for offset, _ in mine], stopping)
 
     async def _deliver(
         self, batch: Batch, mine: Sequence[tuple[int, Record]], lane: str, now: int, stopping: asyncio.Event
@@ -180,7 +180,7 @@ class RemovedLane:
         self._count("buried", sum(letter.reason == REASON for letter in letters))
         return True
 
-    async def _drop(self, places: Sequence[tuple[str, int, int]], stopping: asyncio.Event) -> bool:
+    async def _drop(self, places: Sequence[ActedUpon], stopping: asyncio.Event) -> bool:
         """On record, by their places, before they are passed over."""
         said = {"destination": self.name, "because": self._choice.drop or ""}
         tries = _Tries(self.name, "the audit", stopping)

@@ -5,16 +5,17 @@ import os
 import socket
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from itertools import accumulate
 
 import msgspec
 
-from services.core.audit import DISCARD, REDRIVE, Entry, Range, merge_ranges, write_entries
+from services.core.audit import DIGEST_BYTES, DISCARD, REDRIVE, ActedUpon, Entry, write_entries
 from services.core.broker.contract import Admin
 from services.core.broker.errors import UnknownTopic
 from services.core.broker.pages import read_topic
 from services.core.broker.producer import Producer
-from services.core.letter import Position
+from services.core.letter import DeadLetter, Position
 from services.core.pipes import AUDIT
 from services.fleet.console import note
 from services.fleet.problem import CommandFailed
@@ -36,28 +37,55 @@ async def read_audit(admin: Admin) -> AsyncIterator[Entry]:
                 note(f"{AUDIT}:0:{offset} is no audit entry and counts for nothing: {error}", "yellow")
 
 
+class _Acts:
+    """What one action did in one partition: ranges by their first offset, with the digests of their records."""
+
+    def __init__(self, ranges: Sequence[tuple[int, int, bytes]]) -> None:
+        self._ranges = sorted(ranges)
+        self._reach = list(accumulate((last for _, last, _ in self._ranges), max))
+        """The last offset of any range up to this one: how far back one has to look where ranges overlap."""
+
+    def holds(self, offset: int, digest: bytes) -> bool:
+        """Whether this record was acted upon. A range without digests, of an earlier version, holds whatever lies there."""
+        index = bisect_right(self._ranges, offset, key=lambda found: found[0]) - 1
+        while index >= 0 and self._reach[index] >= offset:
+            first, last, digests = self._ranges[index]
+            at = (offset - first) * DIGEST_BYTES
+            if offset <= last and (not digests or digests[at : at + DIGEST_BYTES] == digest):
+                return True
+            index -= 1
+        return False
+
+
 class Fates:
-    """What became of which letters. Memory grows with the ranges, not with the letters."""
+    """What became of which letters. Memory: the ranges, and DIGEST_BYTES a letter."""
 
     def __init__(self, entries: Sequence[Entry] = ()) -> None:
-        found: defaultdict[tuple[str, str, int], list[Range]] = defaultdict(list)
+        found: defaultdict[tuple[str, str, int], list[tuple[int, int, bytes]]] = defaultdict(list)
         for entry in entries:
-            found[entry.action, entry.topic, entry.partition] += entry.ranges
-        self._ranges = {key: merge_ranges(ranges) for key, ranges in found.items()}
+            found[entry.action, entry.topic, entry.partition] += _with_digests(entry)
+        self._acts = {key: _Acts(ranges) for key, ranges in found.items()}
 
     @classmethod
     async def read(cls, admin: Admin) -> "Fates":
         """As the audit says now."""
         return cls([entry async for entry in read_audit(admin)])
 
-    def fate(self, position: Position) -> str:
-        """`redriven`; `discarded`, when never redriven; "" while nobody has acted."""
+    def fate(self, position: Position, digest: bytes) -> str:
+        """`redriven`; `discarded`, when never redriven; "" while nobody has acted. digest: of the letter that lies there."""
         for action, word in FATES.items():
-            ranges = self._ranges.get((action, position.topic, position.partition), [])
-            index = bisect_right(ranges, position.offset, key=lambda found: found[0]) - 1
-            if index >= 0 and position.offset <= ranges[index][1]:
+            acts = self._acts.get((action, position.topic, position.partition))
+            if acts is not None and acts.holds(position.offset, digest):
                 return word
         return ""
+
+
+def _with_digests(entry: Entry) -> Iterator[tuple[int, int, bytes]]:
+    begin = 0
+    for first, last in entry.ranges:
+        end = begin + (last - first + 1) * DIGEST_BYTES
+        yield first, last, entry.digests[begin:end]
+        begin = end
 
 
 class Auditor:
@@ -73,9 +101,10 @@ class Auditor:
         except UnknownTopic as error:
             raise CommandFailed(f"there is no topic {AUDIT}", "penstock apply, which makes it") from error
 
-    async def write(self, action: str, positions: Sequence[Position]) -> None:
+    async def write(self, action: str, letters: Sequence[DeadLetter]) -> None:
         """Durably; to be called when the action itself is durable. Raises BrokerError kinds."""
-        await write_entries(self._producer, action, self._who, self._filters, positions)
+        acted_upon = [ActedUpon(*letter.position, letter.digest) for letter in letters]
+        await write_entries(self._producer, action, self._who, self._filters, acted_upon)
 
 
 def whoami() -> str:

@@ -3,10 +3,11 @@
 from collections.abc import AsyncIterator, Sequence
 from typing import Self
 
+from services.core.audit import digest_of
 from services.core.broker.contract import Admin, PartitionRange
 from services.core.broker.errors import OffsetOutOfRange, UnknownTopic
 from services.core.broker.pages import read_topic
-from services.core.broker.record import Batch
+from services.core.broker.record import Batch, Record
 from services.core.letter import DeadLetter, Position
 from services.core.pipes import RETRIER_DEAD, dead_letter_topic
 from services.fleet.console import note
@@ -80,7 +81,7 @@ class Found:
         page = []
         for offset, record in zip(batch.offsets, batch.records, strict=True):
             position = Position(batch.topic, batch.partition, offset)
-            letter = DeadLetter.of(position, record, self._fates.fate(position))
+            letter = self._letter(position, record)
             if (self._settled or not letter.fate) and self._where.matches(letter):
                 page.append(letter)
         return page
@@ -96,7 +97,11 @@ class Found:
             raise CommandFailed(f"there is no letter at {position}: {error}") from error
         if batch is None or batch.offsets[0] != position.offset or batch.damage is not None:
             raise CommandFailed(f"there is no readable letter at {position}", "penstock dead list")
-        return DeadLetter.of(position, batch.records[0], self._fates.fate(position))
+        return self._letter(position, batch.records[0])
+
+    def _letter(self, position: Position, record: Record) -> DeadLetter:
+        digest = digest_of(record)
+        return DeadLetter.of(position, record, self._fates.fate(position, digest), digest)
 
 
 async def _survey(admin: Admin, pipe: str | None) -> Held:

@@ -96,7 +96,7 @@ class Redrive:
                 else:
                     failure = error
         await self._tell(stored)
-        await self._auditor.write(REDRIVE, [letter.position for letter, _ in stored])
+        await self._auditor.write(REDRIVE, [letter for letter, _ in stored])
         self.so_far.done += len(stored)
         self._show(self.so_far)
         if failure is not None:

@@ -167,6 +167,6 @@ async def _discard(url: str, where: Filter, positions: list[Position], held: Hel
         await auditor.require_topic()
         found = await Found.look(broker.admin, where, positions, held=held)
         async for page in found.pages():
-            await auditor.write(DISCARD, [letter.position for letter in page])
+            await auditor.write(DISCARD, page)
             done += len(page)
     return done

@@ -144,6 +144,7 @@ def test_a_redrive_follows_the_new_name(tmp_path: Path) -> None:
         pipe="late",
         destination="old",
         first_failure=1,
+        now_ms=2,
         source=source,
         offset=1,
         now_ms=1,
