@@ -38,6 +38,9 @@ class GroupModel:
         self.node = 0
         self.loading = 0
         self.faulty = True
+        self.id = ID
+        self.cut: int | None = None
+        """Where EPOCH ended, when another one goes on there."""
         self.offsets: dict[TopicPartition, tuple[int, str]] = {}
         self.landed: list[tuple[TopicPartition, int, int, str]] = []
         self.timing = Timing(request=600.0, drain=600.0)
@@ -81,7 +84,9 @@ class GroupModel:
     async def describe(self, topics: Sequence[str] | None = None) -> dict[str, TopicState]:
         """As `Cluster.describe`."""
         return {
-            TOPIC: TopicState({source.partition: PartitionState(0, 3, 3, EPOCH) for source in self.sources}, False, ID)
+            TOPIC: TopicState(
+                {source.partition: PartitionState(0, 3, 3, EPOCH) for source in self.sources}, False, self.id
+            )
         }
 
     async def ask_coordinator(self, group: str, request: Any) -> Any:
@@ -111,7 +116,8 @@ class GroupModel:
 
     def _answer(self, request: Any, row: dict[str, int]) -> tuple[int, int, int, int]:
         if isinstance(request, EpochEndRequest):
-            return 0, row["partition"], EPOCH, self.end if row["leader_epoch"] <= EPOCH else -1
+            end = self.end if self.cut is None else self.cut
+            return 0, row["partition"], EPOCH, end if row["leader_epoch"] <= EPOCH else -1
         return row["partition"], 0, -1, self.end if row["timestamp"] == LATEST else 0
 
 
@@ -165,8 +171,13 @@ class Client:
     def __init__(self, group: GroupModel) -> None:
         self._group = group
         self._coordinator = Coordinator(group)
-        self._fetcher = SimpleNamespace(epochs_between=lambda *_: [])
+        self.epoch: int | None = None
+        """Of the leader that wrote what is fetched."""
+        self._fetcher = SimpleNamespace(epochs_between=self._epochs_between)
         self._positions: dict[KafkaPartition, int] = {}
+
+    def _epochs_between(self, source: KafkaPartition, first: int, last: int) -> list[tuple[int, int]]:
+        return [] if self.epoch is None else [(first, self.epoch)]
 
     def assignment(self) -> Collection[KafkaPartition]:
         """Those with a position."""

@@ -1,0 +1,89 @@
+"""A member whose topic was made anew, or whose log was cut off, while it reads."""
+
+import random
+from typing import Any, cast
+
+import pytest
+
+from services.core.broker.errors import NotOwner
+from services.core.broker.kafka.begun import BegunGroups
+from services.core.broker.kafka.cluster import Cluster
+from services.core.broker.kafka.commits import membership_of
+from services.core.broker.kafka.consumer import KafkaConsumer, Shared
+from services.core.broker.kafka.fetcher import FetchBudget
+from services.core.broker.kafka.ownership import Ownership
+from services.core.broker.kafka.standstill import Standstill
+from services.core.broker.record import TopicPartition
+from tests.support.group_model import EPOCH, TOPIC, Client, GroupModel, OnRecord
+
+_SOURCE = TopicPartition(TOPIC, 0)
+
+
+class Reader:
+    """The only member of its group; it reads three records at a time, written under EPOCH."""
+
+    def __init__(self) -> None:
+        self.group = GroupModel(random.Random(0), 1, 9)
+        self.group.faulty = False
+        self.client = Client(self.group)
+        self.client.epoch = EPOCH
+        self.revoked: list[frozenset[TopicPartition]] = []
+        coordinator = self.client._coordinator
+        self.own = Ownership(self._on_revoke, 5.0, lambda: membership_of(coordinator))
+        shared = Shared(cast(Cluster, self.group), cast(BegunGroups, OnRecord()), FetchBudget())
+        self.consumer = KafkaConsumer(shared, cast(Any, self.client), self.own, "g", "earliest", Standstill(600.0))
+
+    async def _on_revoke(self, partitions: frozenset[TopicPartition]) -> None:
+        self.revoked.append(partitions)
+        with pytest.raises(NotOwner):
+            await self.consumer.commit({_SOURCE: 2})
+
+    async def join(self) -> None:
+        """Own the partition, read three records and commit them."""
+        coordinator = self.client._coordinator
+        coordinator.generation, coordinator.member_id = self.group.generation, "m"
+        self.group.members = {"m"}
+        await self.own.on_partitions_assigned([_SOURCE])
+        assert await self.read() == [0, 1, 2]
+        await self.consumer.commit({_SOURCE: 2})
+
+    async def read(self) -> list[int]:
+        """The next offsets; a poll that brings nothing is made again."""
+        for _ in range(3):
+            if batches := await self.consumer.poll(max_records=10, max_wait=0):
+                return [offset for batch in batches for offset in batch.offsets]
+        return []
+
+
+async def test_another_leader_of_the_same_log_is_read_on() -> None:
+    """If it fails, each election makes members drain and read again."""
+    reader = Reader()
+    await reader.join()
+    reader.client.epoch, reader.group.cut = EPOCH + 1, 3
+    assert await reader.read() == [3, 4, 5]
+    assert reader.revoked == []
+
+
+async def test_a_log_that_was_cut_off_in_service_is_read_from_the_cut() -> None:
+    """If it fails, what was written below the position since the log lost its end is skipped."""
+    reader = Reader()
+    await reader.join()
+    reader.client.epoch, reader.group.cut = EPOCH + 1, 1
+    assert await reader.read() == [1, 2, 3]
+    assert reader.revoked == [{_SOURCE}]
+
+
+@pytest.mark.parametrize("by", ["epoch", "time"])
+async def test_a_topic_made_anew_in_service_is_read_from_its_oldest_record(by: str) -> None:
+    """If it fails, the first events of the new topic are skipped, or the old one's marks are committed onto it."""
+    reader = Reader()
+    await reader.join()
+    reader.group.id = "99999999-2222-3333-4444-555555555555"
+    if by == "epoch":
+        reader.client.epoch = EPOCH - 1
+    else:
+        reader.consumer._checked_at = float("-inf")
+    assert await reader.read() == [0, 1, 2]
+    assert reader.revoked == [{_SOURCE}]
+    await reader.consumer.commit({_SOURCE: 2})
+    assert reader.group.offsets[_SOURCE][1].startswith(f"partitions=1;topic={reader.group.id}")
