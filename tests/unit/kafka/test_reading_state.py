@@ -94,7 +94,7 @@ def make_fetcher(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def make(budget: FetchBudget, *sizes: int) -> BoundedFetcher:
         fetcher = BoundedFetcher.__new__(BoundedFetcher)
-        fetcher._budget, fetcher._in_flight = budget, set()
+        fetcher._budget, fetcher._in_flight, fetcher._turn = budget, set(), 0
         fetcher._records = {KafkaPartition("t", number): Fetched(size) for number, size in enumerate(sizes)}
         return fetcher
 
@@ -124,6 +124,13 @@ def test_all_members_of_a_process_share_a_budget(make_fetcher: Any) -> None:
     assert _asks(empty) == 0
     budget.leave(full)
     assert _asks(empty) == 2
+
+
+def test_every_node_has_its_turn_when_the_budget_is_spent(make_fetcher: Any) -> None:
+    """If it fails, a member asks one node that has nothing for it, for ever, while its events lie on another."""
+    fetcher = make_fetcher(FetchBudget(0))
+    asked = [fetcher._get_actions_per_node(None)[0] for _ in range(4)]
+    assert sorted(map(tuple, asked)) == [("one",), ("one",), ("two",), ("two",)]
 
 
 def test_a_poll_takes_what_came_first(make_fetcher: Any) -> None:

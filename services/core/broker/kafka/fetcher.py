@@ -47,7 +47,7 @@ class BoundedFetcher(Fetcher):  # type: ignore[misc]  # aiokafka has no types
     """See the module. Made like aiokafka's own, and in its place."""
 
     def __init__(self, client: Any, subscriptions: Any, budget: FetchBudget, **settings: Any) -> None:
-        self._budget = budget
+        self._budget, self._turn = budget, 0
         self._epochs: dict[KafkaPartition, EpochHistory] = {}
         super().__init__(_NotingClient(client, self._note_epochs), subscriptions, **settings)
 
@@ -95,8 +95,13 @@ class BoundedFetcher(Fetcher):  # type: ignore[misc]  # aiokafka has no types
         if waiting >= AHEAD_BYTES:
             requests = []
         elif self._budget.is_spent:
-            requests = requests[:1] if not waiting and not self._in_flight else []
+            requests = self._in_turn(requests) if not waiting and not self._in_flight else []
         return requests, *rest
+
+    def _in_turn(self, requests: list[Any]) -> list[Any]:
+        """One of them, another node's than the last time: the first may have nothing to send for long."""
+        self._turn += 1
+        return [requests[self._turn % len(requests)]] if requests else []
 
     def _note_epochs(self, answer: Any) -> None:
         for topic, partitions in answer.topics:
