@@ -147,7 +147,6 @@ def test_a_redrive_follows_the_new_name(tmp_path: Path) -> None:
         now_ms=2,
         source=source,
         offset=1,
-        now_ms=1,
     )
     letter = DeadLetter.of(Position("late.dead", 0, 1), made)
     for removed, expected in (
