@@ -6,7 +6,7 @@ STAMP := .venv/.setup-done
 WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup jars emulator check test demo bench soak clean
+.PHONY: help setup jars emulator check test demo bench soak simulate clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -44,6 +44,10 @@ bench: setup  ## every figure beside its floor, on a real Kafka; ARGS=--json, AR
 # Not part of `make test`: it takes as long as you say, and Kafka needs the jars.
 soak: setup  ## the whole path under random kills; ARGS="--minutes 10 --rate 2000 --broker kafka"
 	@$(PY) -m tests.faults.soak $(ARGS)
+
+# Endless; one seed is one history. ARGS="--seed 42" replays one, ARGS=--prove takes each mend out and finds its fault.
+simulate: $(STAMP)  ## the whole fleet in one process on a virtual clock, seed after seed; ARGS="--seed 42", ARGS=--prove
+	@$(PY) -m tests.simulation $(ARGS)
 
 clean:  ## removes .venv and every cache in this folder; the jars outside stay
 	@rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache dist

@@ -68,14 +68,16 @@ class Pauses:
     async def refresh(self) -> None:
         """Read on to the end of the topic. Raises BrokerError kinds."""
         changed = False
-        while (batch := await self._read()) is not None:
-            for offset, record in zip(batch.offsets, batch.records, strict=True):
-                changed |= self._note(offset, record)
-            self._next = batch.offsets[-1] + 1
-        self.unknown = None
-        if changed:
-            event, self._changed = self._changed, asyncio.Event()
-            event.set()
+        try:
+            while (batch := await self._read()) is not None:
+                for offset, record in zip(batch.offsets, batch.records, strict=True):
+                    changed |= self._note(offset, record)
+                self._next = batch.offsets[-1] + 1
+            self.unknown = None
+        finally:  # also when the next read fails: what was read is not read again
+            if changed:
+                event, self._changed = self._changed, asyncio.Event()
+                event.set()
 
     async def follow(self, stopping: asyncio.Event) -> None:
         """Look again every FOLLOW_S until `stopping`. What fails is told once and tried again."""

@@ -78,16 +78,19 @@ class Standing:
         )
 
     async def watch_replay(self) -> NoReturn:
-        """Say, durably, when all that was parked before the resume is delivered."""
-        resumed = self._pauses.of(self._lane)
-        await asyncio.sleep(REPLAY_LEAST_S)
+        """Say, durably, when all that was parked before the resume is delivered. One that is resumed once more begins anew."""
+        resumed: tuple[int, Pause] | None = None
         ends: dict[int, int] | None = None
         while True:
+            if (newest := self._pauses.of(self._lane)) != resumed:  # only the newest resume can be ended
+                resumed, ends = newest, None
+                await asyncio.sleep(REPLAY_LEAST_S)
+                continue
             try:
                 if ends is None:
                     held = await self._admin.describe(parked_topic(self._shape.pipe))
                     ends = {partition: found.end for partition, found in held.items()}
-                if resumed is not None and await self._is_through(ends):
+                if resumed is not None and resumed[1].state == "resumed" and await self._is_through(ends):
                     await self._write(Pause("replayed", resumed[1].reason, _whoami(), _now_ms(), of=resumed[0]))
                     log.info("destination_replayed", lane=self._lane)
             except BrokerError as error:

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from services.core.broker.errors import Unavailable
-from services.core.broker.record import Record, TopicPartition
+from services.core.broker.record import Batch, Record, TopicPartition
 from services.core.pauses import Pause, Pauses
 from services.core.pipes import CONTROL
 from services.core.retry_state import RetryState, unwrap, wrap
@@ -281,6 +281,48 @@ async def test_a_replay_is_over_once(broker: FakeBroker) -> None:
         broker.stored[P0].append(make_record(2, key=b"k"))
         await wait_until(lambda: running.sender.taken == ["e0", "e1", "e2"])
     assert len(broker.stored[CONTROLLED]) == 3
+
+
+async def test_a_replay_that_is_resumed_once_more_ends(broker: FakeBroker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Broken: the end of the first resume is written again and again, ends nothing, and the stream is never read again."""
+    monkeypatch.setattr(standing, "REPLAY_LEAST_S", 0.3)
+    retry = RetryLimits(None, 0.001, 0.01)
+    async with run_lane([], broker=broker, topics=ALL, keyed=True, retry=retry) as running:
+        await running.decide("paused")
+        broker.stored[P0].append(make_record(0, key=b"k"))
+        await wait_until(lambda: running.committed() == 0)
+        await running.decide("resumed")
+        await wait_until(lambda: running.sender.taken == ["e0"])
+        await running.decide("resumed")
+        broker.stored[P0].append(make_record(1, key=b"k"))
+        await wait_until(lambda: running.sender.taken == ["e0", "e1"])
+    assert len(broker.stored[CONTROLLED]) == 4
+
+
+async def test_a_change_is_told_although_the_next_read_fails(
+    broker: FakeBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Broken: a lane whose resume was read just before the broker failed parks its events for ever."""
+    pauses = Pauses(broker.admin)  # type: ignore[arg-type]
+    read, reads = broker.admin.read, 0
+
+    async def fail_once(topic: str, partition: int, offset: int, *, max_records: int) -> Batch | None:
+        nonlocal reads
+        reads += 1
+        if reads == 2:
+            raise Unavailable("gone for a moment")
+        return await read(topic, partition, offset, max_records=max_records)
+
+    monkeypatch.setattr(broker.admin, "read", fail_once)
+    resumed = Pause("resumed", "operator", "ann", 1)
+    broker.stored[CONTROLLED].append(Record(b"pause:late/hook", msgspec.json.encode(resumed), resumed.at))
+    waiting = asyncio.ensure_future(pauses.wait_for_change())
+    await asyncio.sleep(0)
+    with pytest.raises(Unavailable):
+        await pauses.refresh()
+    await pauses.refresh()
+    async with asyncio.timeout(5):
+        await waiting
 
 
 async def test_the_newest_word_counts(broker: FakeBroker) -> None:

@@ -1,0 +1,101 @@
+"""The command line of the simulation."""
+
+import argparse
+import gc
+import re
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+
+from tests.simulation.clock import real_seconds
+from tests.simulation.fleet import replace_seams, show_logs
+from tests.simulation.history import Verdict, run_seed
+from tests.simulation.patches import PATCHES
+
+PROVE_WITHIN = 20_000
+"""Seeds in which the fault of each mend must be found."""
+
+
+def run(seed: int, *, shown: bool = False) -> Verdict:
+    """One history."""
+    if shown:
+        show_logs(print)
+    return run_seed(seed, print if shown else None)
+
+
+def main() -> int:
+    """Returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m tests.simulation", description=__doc__)
+    parser.add_argument("--seed", type=int, help="replay this history and show it")
+    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--seeds", type=int, default=0, help="how many; 0: without end")
+    parser.add_argument(
+        "--tell", action="store_true", help="say also what came of histories in which nothing went wrong"
+    )
+    parser.add_argument("--first-failure", action="store_true", help="stop at the first history that breaks a promise")
+    parser.add_argument("--without", help="take out this mend (tests/simulation/patches.py)")
+    parser.add_argument("--prove", action="store_true", help="find the fault of each mend, taken out")
+    given = parser.parse_args()
+    if given.prove:
+        return prove(given.first, given.seeds or PROVE_WITHIN, [given.without] if given.without else None)
+    replace_seams()
+    sys.unraisablehook = lambda _unraisable: None  # what a killed process had open is thrown away, `finally` and all
+    if given.seed is not None:
+        return _report(run(given.seed, shown=True))
+    failed, begun = 0, real_seconds()
+    for count, seed in enumerate(_seeds(given.first, given.seeds), 1):
+        verdict = run(seed)
+        failed += _report(verdict) if verdict.complaints or given.tell else 0
+        if failed and given.first_failure:
+            break
+        if count % 50 == 0:
+            gc.collect()
+        if count % 100 == 0:
+            print(
+                f"{count} histories, {failed} failed, {(real_seconds() - begun) / count * 1000:.0f} ms each", flush=True
+            )
+    return 1 if failed else 0
+
+
+def prove(first: int, count: int, names: Sequence[str] | None = None) -> int:
+    """Take out one mend after the other, and look for the seed that notices; says those and returns how many none did."""
+    unseen = 0
+    for patch in PATCHES:
+        if names is not None and patch.name not in names:
+            continue
+        seed, complaint = find_fault(patch.name, first, count)
+        print(
+            f"{patch.name}: " + (f"seed {seed}: {complaint}" if seed is not None else f"not in {count} seeds"),
+            flush=True,
+        )
+        unseen += seed is None
+    return unseen
+
+
+def find_fault(name: str, first: int, count: int) -> tuple[int | None, str]:
+    """The first seed that breaks a promise without this mend, and how; None: none does. Blocking."""
+    command = [sys.executable, "-m", "tests.simulation", "--without", name, "--first-failure"]
+    run = subprocess.run(
+        [*command, "--first", str(first), "--seeds", str(count)], check=False, capture_output=True, text=True
+    )
+    lines = run.stdout.splitlines()
+    for number, line in enumerate(lines):
+        if found := re.match(r"seed (\d+): ", line):
+            return int(found[1]), lines[number + 1].strip()
+    if run.returncode:
+        raise RuntimeError(run.stderr)
+    return None, ""
+
+
+def _seeds(first: int, count: int) -> Iterator[int]:
+    seed = first
+    while not count or seed < first + count:
+        yield seed
+        seed += 1
+
+
+def _report(verdict: Verdict) -> int:
+    print(f"seed {verdict.seed}: {verdict.digest} {verdict.figures}")
+    for complaint in verdict.complaints:
+        print(f"    {complaint}")
+    return 1 if verdict.complaints else 0

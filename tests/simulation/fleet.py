@@ -1,0 +1,254 @@
+"""The services of a fleet as processes of the simulated machine: their real `start`, over a modelled broker and no socket.
+
+What is replaced stands in `replace_seams`: the way to the broker, to the pipe file, to receivers and to ports.
+The supervisor is a model: it starts what the real plan names, again whenever it dies, and stops it in order.
+"""
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+import services.core.lifecycle as lifecycle
+import services.core.opening as opening
+import services.expel.app as expel_app
+import services.expel.plan as expel_plan
+import services.fleet.plan as fleet_plan
+import services.fleet.topics as fleet_topics
+import services.global_retrier.app as retrier_app
+import services.ingest.app as ingest_app
+import services.observer.app as observer_app
+from services.core.broker.contract import Broker
+from services.core.lifecycle import supervise
+from services.core.pipes import PipeFile
+from services.core.yaml_source import BadConfiguration
+from services.expel.settings import ExpelSettings
+from services.fleet.plan import START_ORDER, make_plan
+from services.fleet.problem import CommandFailed
+from services.fleet.settings import UpSettings
+from services.fleet.topics import Prepared, prepare
+from services.global_retrier.settings import RetrierSettings
+from services.ingest.settings import IngestSettings
+from services.observer.settings import ObserverSettings
+from tests.simulation.broker import Cluster
+from tests.simulation.machine import Machine, Process, current_process
+from tests.simulation.receivers import ModelClient, Receiver
+
+DRAIN_S = 6.0
+URL = "log:///simulated"
+_HERE = Path("/simulated/pipes.yaml")
+
+
+class Fleet:
+    """One fleet, over all runs of its processes. counts: how many instances of which service."""
+
+    def __init__(
+        self,
+        machine: Machine,
+        rng: random.Random,
+        cluster: Cluster,
+        receiver: Callable[[tuple[str, str]], Receiver],
+        counts: dict[str, int],
+        settings: dict[str, Any],
+    ) -> None:
+        self._machine, self._rng, self._cluster, self._receiver = machine, rng, cluster, receiver
+        self._counts, self._settings = counts, settings
+        self.pipes: PipeFile | None = None
+        self.processes: list[Process] = []
+        """All that ever ran."""
+        self.restarts = 0
+        self._is_stopping = False
+        self._keepers: list[asyncio.Task[None]] = []
+
+    def alive(self, service: str = "") -> list[Process]:
+        """The processes of a service that run, or all."""
+        return [one for one in self.processes if one.alive and one.name.startswith(service)]
+
+    def listening(self) -> list[Process]:
+        """Those that take requests, and do not stand still: a balancer would notice."""
+        return [one for one in self.processes if one.alive and one.listeners]
+
+    def found(self, what: str) -> list[Any]:
+        """A part of the processes that run."""
+        return [one.found[what] for one in self.processes if one.alive and what in one.found]
+
+    async def up(self, pipes: PipeFile) -> None:
+        """Provision the topics and start everything that the plan names. Raises BadConfiguration: nothing was changed."""
+        waiting = (await self._prepare(pipes)).waiting
+        self.pipes = pipes
+        self._is_stopping = False
+        settings = UpSettings(**self._counts, observer="127.0.0.1:8081")
+        is_waiting = waiting.with_retrier > 0 or bool(waiting.unread)
+        plan = make_plan(settings, pipes, URL, None, _HERE.parent, is_waiting=is_waiting)
+        names = [(spec.name, spec.service) for spec in plan.services if self._runs(spec.service)]
+        self._keepers = [asyncio.create_task(self._keep(name, service)) for name, service in names]
+
+    async def _prepare(self, pipes: PipeFile) -> Prepared:
+        operator = Process(self._machine, "operator")
+        operator.found["cluster"] = self._cluster
+        while True:
+            try:
+                return await self._machine.create_task(prepare(URL, pipes, _HERE), context=operator.context)
+            except CommandFailed as error:
+                self._machine.trace(f"up: {error}")
+
+    def _runs(self, service: str) -> bool:
+        return service in _STARTS and (service != "observer" or self._settings["observed"])
+
+    async def _keep(self, name: str, service: str) -> None:
+        failures = 0
+        while not self._is_stopping:
+            process = self._start(name, service)
+            begun = self._machine.time()
+            await process.ended.wait()
+            self._machine.trace(f"{name} ended: {process.status}")
+            if process.status == _BAD_CONFIGURATION:
+                self._machine.failures.append(f"{name}: bad configuration")
+            failures = 0 if self._machine.time() - begun > 20 else failures
+            wait = self._rng.uniform(0.5, 1) * min(10.0, 0.2 * 2**failures)
+            failures += 1
+            self.restarts += 1
+            await asyncio.sleep(wait)
+
+    def _start(self, name: str, service: str) -> Process:
+        process = Process(self._machine, name)
+        process.found |= {
+            "cluster": self._cluster,
+            "pipes": self.pipes,
+            "receiver": self._receiver,
+            "machine": self._machine,
+        }
+        self._cluster.attach(process)
+        self.processes.append(process)
+        process.start(self._run(service))
+        return process
+
+    async def _run(self, service: str) -> int:
+        model, start = _STARTS[service]
+        settings = model(broker=URL, pipes=_HERE, drain=f"{DRAIN_S:g}s", **self._settings.get(service, {}))
+
+        async def begin(supervision: Any) -> None:
+            await start(settings, supervision)
+
+        try:
+            return await supervise(begin, DRAIN_S)
+        except BadConfiguration as error:
+            self._machine.trace(f"bad configuration: {error}")
+            return 2
+
+    async def down(self) -> None:
+        """Drain and stop everything, the way in first."""
+        self._is_stopping = True
+        for service in reversed(START_ORDER):
+            stopping = self.alive(service)
+            for process in stopping:
+                if process.frozen:
+                    process.thaw()
+                process.terminate()
+                self._machine.call_later(DRAIN_S + 3, process.kill)
+            for process in stopping:
+                await process.ended.wait()
+        for keeper in self._keepers:
+            keeper.cancel()
+        await asyncio.gather(*self._keepers, return_exceptions=True)
+
+    def kill_all(self) -> None:
+        """The machine's power goes."""
+        for process in self.alive():
+            process.kill()
+
+
+_BAD_CONFIGURATION = 2
+_STARTS: dict[str, tuple[Any, Any]] = {
+    "observer": (ObserverSettings, observer_app.start),
+    "retrier": (RetrierSettings, retrier_app.start),
+    "expel": (ExpelSettings, expel_app.start),
+    "ingest": (IngestSettings, ingest_app.start),
+}
+
+
+def _open_broker(_url: str) -> AbstractAsyncContextManager[Broker]:
+    process = current_process()
+    assert process is not None
+    cluster: Cluster = process.found["cluster"]
+    return cluster.open(process)
+
+
+def _pipes(_path: Path) -> PipeFile:
+    process = current_process()
+    assert process is not None
+    pipes: PipeFile = process.found["pipes"]
+    return pipes
+
+
+@asynccontextmanager
+async def _nothing(*_: Any, **__: Any) -> AsyncIterator[str]:
+    yield "127.0.0.1:0"
+
+
+def _end_process() -> None:
+    process = current_process()
+    assert process is not None
+    process.kill()
+
+
+class _Parts(observer_app._Parts):
+    """That can be looked into."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        process = current_process()
+        assert process is not None
+        process.found["observer"] = self
+
+
+def _put(where: Any, **what: Any) -> None:
+    for name, value in what.items():
+        assert hasattr(where, name), f"{where.__name__} has no {name} any more"
+        setattr(where, name, value)
+
+
+def _drop_event(_logger: object, _name: str, _event: Any) -> Any:
+    raise structlog.DropEvent
+
+
+def replace_seams() -> None:
+    """Once, before the first history."""
+    for module in (expel_app, ingest_app, retrier_app, observer_app):
+        _put(module, serve_management=_nothing)
+    _put(opening, open_broker=_open_broker)
+    _put(
+        ingest_app,
+        open_broker=_open_broker,
+        load_pipes=_pipes,
+        load_openapi=lambda: b"{}",
+        bound_connections=lambda most: most,
+    )
+    _put(observer_app, load_pipes=_pipes, load_files=dict, _listen=_nothing, _Parts=_Parts)
+    _put(expel_app, _raise_file_limit=lambda _plans: None, calm_collector=lambda: None)
+    _put(
+        expel_plan,
+        read_pipes=lambda path: (None, _pipes(path), []),
+        check_destinations=lambda *_: [],
+        HttpClient=ModelClient,
+    )
+    _put(fleet_topics, open_broker=_open_broker)
+    _put(fleet_plan, copy_in=lambda _snapshot, file: file)
+    _put(lifecycle, _exit_now=_end_process)
+    structlog.configure(processors=[_drop_event], cache_logger_on_first_use=False)
+
+
+def show_logs(tell: Callable[[str], None]) -> None:
+    """What services log becomes a part of the history that is told."""
+
+    def render(_logger: object, level: str, event: Any) -> Any:
+        process = current_process()
+        rest = {key: value for key, value in event.items() if key not in ("event", "exc_info", "hint")}
+        tell(f"    {process.name if process else 'world'} {level}: {event['event']} {rest}")
+        raise structlog.DropEvent
+
+    structlog.configure(processors=[render], cache_logger_on_first_use=False)

@@ -1,0 +1,357 @@
+"""One history: a seed chooses a fleet, its faults and its operators; it runs, is calmed, settles, and is judged."""
+
+import asyncio
+import hashlib
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import orjson
+
+import services.core.broker.producer as producer_module
+import services.core.broker.retry as retry_module
+from services.core.broker.record import TopicPartition
+from services.core.dead_letter import PREFIX as DEAD_PREFIX
+from services.core.event import ID
+from services.core.pipes import RETRIER_DEAD, PipeFile, dead_letter_topic, delivery_group
+from tests.simulation import receivers as receivers_module
+from tests.simulation import weather as weather_module
+from tests.simulation.broker import KINDS, Cluster, Kind
+from tests.simulation.clock import follow, seed_everything
+from tests.simulation.fleet import Fleet
+from tests.simulation.machine import EndlessError, Machine
+from tests.simulation.operators import Operator
+from tests.simulation.oracle import Oracle, Route
+from tests.simulation.receivers import Receiver
+from tests.simulation.senders import Senders
+from tests.simulation.truth import judge_ledger
+from tests.simulation.weather import Weather
+from tests.support.virtual_loop import Deadlock
+
+SETTLE_S = 240.0
+"""Without faults everything must be settled by then: longest schedule, session time-outs and back-offs."""
+STREAM = "orders"
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What a seed chooses."""
+
+    kind: Kind
+    broker_faults: tuple[str, ...]
+    receiver_faults: tuple[str, ...]
+    process_faults: tuple[str, ...]
+    operators: tuple[str, ...]
+    observed: bool
+    counts: dict[str, int]
+    pipes: dict[str, Any]
+    chunk_bytes: int
+    seconds: float
+    clients: int
+    pace: float
+    batch: int
+
+
+@dataclass
+class Verdict:
+    """What came of a seed. digest: of everything that happened. complaints: every way in which a promise was broken."""
+
+    seed: int
+    complaints: list[str] = field(default_factory=list)
+    digest: str = ""
+    figures: dict[str, int] = field(default_factory=dict)
+
+
+PROCESS_FAULTS = ("kill", "freeze", "expire", "terminate")
+OPERATORS = ("pause", "redrive", "remake", "restart", "schedule_off")
+
+
+def choose(seed: int) -> Choice:
+    """The same for the same seed."""
+    rng = random.Random(seed)
+
+    def some(names: tuple[str, ...], chance: float) -> tuple[str, ...]:
+        return tuple(name for name in names if rng.random() < chance)
+
+    keyed = rng.random() < 0.4
+    destinations = [_destination(rng, name, in_order=keyed and name == "a") for name in ("a", "b")[: rng.randint(1, 2)]]
+    return Choice(
+        kind=rng.choice(KINDS),
+        broker_faults=some(weather_module.KINDS, 0.4) if rng.random() < 0.8 else (),
+        receiver_faults=some(receivers_module.KINDS, 0.35) if rng.random() < 0.8 else (),
+        process_faults=some(PROCESS_FAULTS, 0.5),
+        operators=some(OPERATORS, 0.25),
+        observed=rng.random() < 0.12,
+        counts={"ingest": rng.randint(1, 2), "expel": rng.choice((1, 1, 2))},
+        pipes={
+            "streams": {STREAM: {"partitions": rng.randint(1, 3), "id": "id", "key": "key"}},
+            "pipes": {"p": {"sources": [STREAM], "destinations": destinations}},
+        },
+        chunk_bytes=rng.choice((400, 900_000)),
+        seconds=rng.uniform(6, 25),
+        clients=rng.randint(1, 3),
+        pace=rng.choice((0.1, 0.5, 1.5)),
+        batch=rng.choice((1, 3, 8)),
+    )
+
+
+def _destination(rng: random.Random, name: str, *, in_order: bool) -> dict[str, Any]:
+    webhook = {
+        "url": f"http://127.0.0.1:9/p/{name}",
+        "body": rng.choice(("cloudevents", "json")),
+        "batch": {"max_events": rng.choice((1, 3, 20)), "max_wait": rng.choice(("10ms", "200ms"))},
+        "retry": {"attempts": rng.choice((1, 2, 3)), "base": "100ms", "max_wait": "1s"},
+        "schedule": rng.choice(([], ["1s"], ["2s", "5s"], ["1s", "1s", "20s"])),
+        "concurrency": rng.choice((1, 4)),
+        "timeout": rng.choice(("1s", "5s")),
+        "order": "key" if in_order else "none",
+    }
+    if in_order and rng.random() < 0.7:
+        webhook["schedule"] = ["200s"]
+    return {"name": name, "webhook": webhook, "start": rng.choice(("earliest", "latest"))}
+
+
+class History:
+    """The world of one seed."""
+
+    def __init__(self, seed: int, tell: Callable[[str], None] | None = None) -> None:
+        self.seed, self.choice = seed, choose(seed)
+        self.rng = random.Random(seed * 7919 + 1)
+        self._tell = tell
+        self._hash = hashlib.sha256()
+        self.machine = Machine(self.rng, self.trace)
+        self.weather = Weather(self.rng, self.machine.time, self.choice.broker_faults)
+        self.cluster = Cluster(self.machine, self.rng, self.choice.kind, self.weather)
+        self.oracle = Oracle()
+        self.receivers: dict[tuple[str, str], Receiver] = {}
+        self.fleet = Fleet(
+            self.machine, self.rng, self.cluster, self.receiver, self.choice.counts, {"observed": self.choice.observed}
+        )
+        self.senders = Senders(self.machine, self.rng, self.oracle, self.fleet.listening, [STREAM])
+        self.operator = Operator(self)
+        self.document = self.choice.pipes
+        self.pipes = PipeFile.model_validate(self.document)
+        self.route_all()
+
+    def trace(self, line: str) -> None:
+        """A part of what happens."""
+        text = f"{self.machine.time() - 1000:9.3f} {line}" if hasattr(self, "machine") else line
+        self._hash.update(text.encode())
+        if self._tell is not None:
+            self._tell(text)
+
+    def receiver(self, route: tuple[str, str]) -> Receiver:
+        """The one behind a destination."""
+        if route not in self.receivers:
+            self.receivers[route] = Receiver(self.machine, self.rng, self.oracle, route)
+        return self.receivers[route]
+
+    def route_all(self) -> None:
+        """Tell the oracle of the destinations that the pipe file has."""
+        for name, pipe in self.pipes.pipes.items():
+            for destination in pipe.destinations:
+                webhook = destination.webhook
+                in_order = webhook is not None and webhook.order == "key"
+                route = self.oracle.routes.get((name, destination.name))
+                if route is None:
+                    self.oracle.routes[name, destination.name] = Route(name, destination.name, STREAM, in_order)
+                elif not in_order:
+                    route.in_order = False
+
+    def run(self) -> Verdict:
+        """Everything, to the verdict."""
+        verdict = Verdict(self.seed)
+        for module in (retry_module, producer_module):
+            module.__dict__["MAX_APPEND_BYTES"] = self.choice.chunk_bytes
+        with follow(self.machine):
+            try:
+                self.machine.run(self._live(verdict))
+            except (Deadlock, EndlessError) as error:
+                verdict.complaints.append(f"the fleet stands still: {error}")
+            finally:
+                self.machine.finish(self.fleet.processes)
+        verdict.complaints += self.machine.failures[:5]
+        verdict.digest = self._hash.hexdigest()[:16]
+        return verdict
+
+    async def _live(self, verdict: Verdict) -> None:
+        choice = self.choice
+        self.trace(f"seed {self.seed}: {choice}")
+        store = self.cluster.store
+        store.on_append.append(
+            lambda source: self.trace(f"stored {source.topic}[{source.partition}] to {store.partition(*source).end}")
+        )
+        await self.fleet.up(self.pipes)
+        await self._wait_for(self._is_up, 60.0)
+        until = self.machine.time() + choice.seconds
+        sending = [
+            asyncio.create_task(self.senders.run(client, until, choice.pace, choice.batch))
+            for client in range(choice.clients)
+        ]
+        await self._trouble(until)
+        await self._calm()
+        await asyncio.gather(*sending)
+        settled = await self._wait_for(self._is_settled, SETTLE_S)
+        await self.operator.redrive_all()
+        await self._wait_for(self._is_settled, SETTLE_S)
+        fresh = [self.oracle.issue(STREAM, f"fresh-{number}") for number in range(2)]
+        for _ in range(20):
+            await self.senders.send(fresh)
+            if await self._wait_for(self._is_settled, 5.0):
+                break
+        self._read_letters()
+        for consumer in self.cluster.consumers:
+            self.trace(f"at the end {consumer.describe()}")
+        verdict.complaints += self.oracle.judge()
+        if not verdict.complaints and not (settled and self._is_settled()):
+            verdict.complaints.append(f"not settled: {self._unsettled()}")
+        if choice.observed and not verdict.complaints:
+            verdict.complaints += await judge_ledger(self)
+        await self.fleet.down()
+        self.trace("over")
+        verdict.figures = {
+            "events": len(self.oracle.events),
+            "deliveries": sum(route.deliveries for route in self.oracle.routes.values()),
+            "dead": sum(len(route.dead) for route in self.oracle.routes.values()),
+            "restarts": self.fleet.restarts,
+            "faults": self.weather.bitten + sum(one.failures for one in self.receivers.values()),
+            "turns": self.machine.turns,
+            "virtual_s": int(self.machine.time() - 1000),
+        }
+
+    def _is_up(self) -> bool:
+        return bool(self.fleet.listening()) and all(
+            self.cluster.coordinator.members(delivery_group(name, one.name))
+            for name, pipe in self.pipes.pipes.items()
+            for one in pipe.destinations
+        )
+
+    async def _trouble(self, until: float) -> None:
+        choice, rng = self.choice, self.rng
+        kinds = [*["weather"] * bool(choice.broker_faults) * 2, *["receiver"] * bool(choice.receiver_faults) * 2]
+        kinds += [*choice.process_faults, *choice.operators]
+        while self.machine.time() < until:
+            await asyncio.sleep(rng.expovariate(1 / 1.2))
+            if kinds:
+                await self._strike(rng.choice(kinds))
+
+    async def _strike(self, kind: str) -> None:
+        rng = self.rng
+        if kind == "weather":
+            topic = rng.choice((None, STREAM, rng.choice(sorted(self.cluster.store.topics))))
+            self.trace(f"weather on {topic}")
+            self.weather.begin(topic, rng.uniform(0.2, 8.0), reads=rng.random() < 0.3)
+        elif kind == "receiver":
+            modes = tuple(
+                rng.sample(self.choice.receiver_faults, min(len(self.choice.receiver_faults), rng.randint(1, 2)))
+            )
+            modes = (*modes, *["ok"] * rng.randint(0, 2))
+            route = rng.choice(sorted(self.receivers))
+            self.trace(f"receiver {route}: {modes}")
+            self.receivers[route].begin(rng.uniform(0.2, 8.0), modes)
+        elif kind in PROCESS_FAULTS:
+            self._strike_process(kind)
+        else:
+            await self.operator.act(kind)
+
+    def _strike_process(self, kind: str) -> None:
+        rng, alive = self.rng, self.fleet.alive()
+        if kind == "expire":
+            members = self.cluster.coordinator.groups()
+            if members:
+                self.cluster.coordinator.expire(*rng.choice(members))
+            return
+        if not alive:
+            return
+        process = rng.choice(alive)
+        self.trace(f"{kind} {process.name}")
+        if kind == "kill":
+            process.kill_at = process.steps + rng.choice((1, rng.randint(1, 300), rng.randint(1, 40)))
+        elif kind == "terminate":
+            process.terminate()
+            self.machine.call_later(12.0, process.kill)
+        elif kind == "freeze" and not process.frozen:
+            process.freeze()
+            self.cluster.note_frozen(process)
+            self.machine.call_later(rng.choice((0.5, 4.0, 9.0)), process.thaw)
+
+    async def _calm(self) -> None:
+        self.trace("calm")
+        self.weather.calm()
+        for receiver in self.receivers.values():
+            receiver.modes = ("ok",)
+        for process in self.fleet.alive():
+            process.kill_at = -1
+        await self.operator.put_right()
+
+    async def _wait_for(self, is_done: Callable[[], bool], seconds: float) -> bool:
+        until = self.machine.time() + seconds
+        while not is_done():
+            if self.machine.time() > until:
+                return False
+            await asyncio.sleep(0.5)
+        return True
+
+    def _is_settled(self) -> bool:
+        return not self._unsettled()
+
+    def _unsettled(self) -> str:
+        """What the fleet has still to do, for a person; empty when there is nothing."""
+        store = self.cluster.store
+        for name, pipe in self.pipes.pipes.items():
+            for destination in pipe.destinations:
+                group = delivery_group(name, destination.name)
+                for topic in store.topics:
+                    if topic in (*pipe.sources, f"{name}.retry", f"{name}.parked") and (
+                        behind := self._behind(group, topic)
+                    ):
+                        return f"{group} is behind by {behind} in {topic}"
+        for topic in store.topics:
+            if topic.startswith(("penstock.retry-in", "penstock.delay")) and (
+                behind := self._behind("penstock.retrier", topic)
+            ):
+                return f"{behind} wait in {topic}"
+        return ""
+
+    def _behind(self, group: str, topic: str) -> int:
+        store = self.cluster.store
+        return sum(
+            store.lag(group, TopicPartition(topic, number)).records
+            for number in range(len(store.topic(topic).partitions))
+        )
+
+    def excuse(self, topic: str, life: int, marks: dict[tuple[str, str], dict[TopicPartition, int]]) -> None:
+        """A topic's life ends: what lies in it and is not committed by a destination's group is lost by somebody's will."""
+        for stored in self.cluster.store.appends:
+            if (stored.topic, stored.life) != (topic, life):
+                continue
+            source = TopicPartition(topic, stored.partition)
+            for offset, record in zip(stored.offsets, stored.records, strict=True):
+                for key, committed in marks.items():
+                    if offset > committed.get(source, -1):
+                        self.oracle.routes[key].excused.add(event_of(record.value))
+
+    def _read_letters(self) -> None:
+        for stored in self.cluster.store.appends:
+            if stored.topic not in (RETRIER_DEAD, *map(dead_letter_topic, self.pipes.pipes)):
+                continue
+            for record in stored.records:
+                event_id = record.header(ID) or b"?"
+                pipe, name = record.header(DEAD_PREFIX + "pipe"), record.header(DEAD_PREFIX + "destination")
+                self.oracle.bury((pipe or b"").decode(), (name or b"").decode(), event_id.decode())
+
+
+def event_of(value: bytes | None) -> int:
+    """The number of the event whose payload this is; -1 for none of ours."""
+    try:
+        found = orjson.loads(value or b"")["id"]
+    except (orjson.JSONDecodeError, KeyError, TypeError):
+        return -1
+    return int(found[1:])
+
+
+def run_seed(seed: int, tell: Callable[[str], None] | None = None) -> Verdict:
+    """The history of a seed, judged."""
+    seed_everything(seed)
+    return History(seed, tell).run()

@@ -1,0 +1,262 @@
+"""The simulated machine: processes that can be killed between any two of their steps, or frozen, on one virtual loop.
+
+A process is a context: every task, timer and callback that is made in it carries it. A kill drops all of these without another
+step of theirs: no `finally` runs, memory is gone, and what had left for the broker arrives there all the same.
+"""
+
+import asyncio
+import contextvars
+import heapq
+import random
+import signal
+import traceback
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, cast
+
+from tests.support.virtual_loop import Deadlock, VirtualLoop
+
+TURN_S = 1e-6
+"""Passes in each turn: who waits for a moment and wakes a rounding error before it would otherwise wait for ever."""
+MAX_TURNS = 3_000_000
+_PROCESS: contextvars.ContextVar["Process"] = contextvars.ContextVar("process")
+
+
+def current_process() -> "Process | None":
+    """Whose step this is; None: the world's."""
+    return _PROCESS.get(None)
+
+
+class EndlessError(RuntimeError):
+    """A history that takes too many turns."""
+
+
+class Process:
+    """One run of one service. `ended` is set when it exits or is killed; status: its exit status, None when it was killed."""
+
+    def __init__(self, machine: "Machine", name: str) -> None:
+        self._machine, self.name = machine, name
+        self.context = contextvars.copy_context()
+        self.context.run(_PROCESS.set, self)
+        self.alive, self.frozen = True, False
+        self.status: int | None = None
+        self.steps = 0
+        self.kill_at = -1
+        self.on_death: list[Callable[[], None]] = []
+        self.listeners: list[Callable[[], asyncio.Protocol]] = []
+        self.found: dict[str, Any] = {}
+        """Parts of the service that the simulation looks into."""
+        self.ended = asyncio.Event()
+        self._held: list[asyncio.Handle] = []
+        self._on_signal: tuple[Callable[..., Any], tuple[Any, ...]] | None = None
+        self.tasks: list[asyncio.Task[Any]] = []
+        self._main: asyncio.Task[int] | None = None
+
+    def start(self, main: Coroutine[Any, Any, int]) -> None:
+        """Run it."""
+        self._main = self._machine.create_task(main, context=self.context)
+        self._main.add_done_callback(self._exited, context=contextvars.Context())
+
+    def _exited(self, main: "asyncio.Task[int]") -> None:
+        if not self.alive:
+            return
+        error = None if main.cancelled() else main.exception()
+        if error is not None:
+            self._machine.failures.append(f"{self.name} crashed: {error!r}")
+            self._machine.trace("".join(traceback.format_exception(error)))
+        self.status = 1 if error is not None or main.cancelled() else main.result()
+        self._end()
+
+    def kill(self) -> None:
+        """As SIGKILL."""
+        if self.alive:
+            self._end()
+
+    def _end(self) -> None:
+        self.alive = False
+        self._held.clear()
+        self.ended.set()
+        for told in self.on_death:
+            told()
+
+    def freeze(self) -> None:
+        """As SIGSTOP."""
+        self.frozen = True
+
+    def thaw(self) -> None:
+        """As SIGCONT."""
+        self.frozen = False
+        held, self._held = self._held, []
+        for handle in held:
+            self._machine.ready_again(handle)
+
+    def terminate(self) -> None:
+        """As SIGTERM."""
+        if self.alive and self._on_signal is not None:
+            callback, args = self._on_signal
+            self._machine.call_soon(callback, *args, context=self.context)
+
+    def handle_signal(self, callback: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        """What SIGTERM does."""
+        self._on_signal = callback, args
+
+    def step(self, handle: asyncio.Handle) -> bool:
+        """Whether this callback of ours may run."""
+        if not self.alive:
+            return False
+        if self.frozen:
+            self._held.append(handle)
+            return False
+        self.steps += 1
+        if self.steps == self.kill_at:
+            self._machine.trace(f"killed {self.name} at step {self.steps}")
+            self.kill()
+            return False
+        return True
+
+
+class _Task(asyncio.Task[Any]):
+    """With a hash that does not depend on where it lies in memory: sets of tasks are walked in the same order each time."""
+
+    _number = 0
+
+    def __hash__(self) -> int:
+        return self._number
+
+
+class _Future(asyncio.Future[Any]):
+    """As `_Task`."""
+
+    _number = 0
+
+    def __hash__(self) -> int:
+        return self._number
+
+
+class Machine(VirtualLoop):
+    """The loop of one history. failures: errors that no code of ours caught."""
+
+    def __init__(self, rng: random.Random, trace: Callable[[str], None]) -> None:
+        super().__init__()
+        self.rng, self.trace = rng, trace
+        self.failures: list[str] = []
+        self._numbers = 0
+        self._is_over = False
+        self.turns = 0
+        self._tasks: list[asyncio.Task[Any]] = []
+        self.set_task_factory(self._make_task)  # type: ignore[arg-type]  # the stubs know no context
+        self.set_exception_handler(self._note_error)
+
+    def _make_task(self, _loop: object, coro: Coroutine[Any, Any, Any], **more: Any) -> asyncio.Task[Any]:
+        self._numbers += 1
+        task = _Task(coro, loop=self, **more)
+        task._number = self._numbers
+        process = more["context"].get(_PROCESS) if more.get("context") is not None else current_process()
+        (self._tasks if process is None else process.tasks).append(task)
+        return task
+
+    def create_future(self) -> "asyncio.Future[Any]":
+        """As there, countable."""
+        self._numbers += 1
+        future = _Future(loop=self)
+        future._number = self._numbers
+        return future
+
+    def _may_run(self, handle: asyncio.Handle) -> bool:
+        process = handle._context.get(_PROCESS)  # type: ignore[attr-defined]  # no public way
+        return process is None or process.step(handle)
+
+    def ready_again(self, handle: asyncio.Handle) -> None:
+        """What a thawed process held back."""
+        self._ready.append(handle)  # type: ignore[attr-defined]  # no public way
+
+    def _run_once(self) -> None:
+        """As there, but that each callback is asked for (`may_run`)."""
+        loop = cast("Any", self)  # the base class' own lists
+        timers, ready = loop._scheduled, loop._ready
+        while timers and timers[0]._cancelled:
+            heapq.heappop(timers)._scheduled = False
+        if not ready and not loop._stopping:
+            if not timers:
+                raise Deadlock("nothing is ready and no timer is set")
+            self._now = max(self._now, timers[0]._when)
+        self._now += TURN_S
+        while timers and timers[0]._when <= self._now:
+            handle = heapq.heappop(timers)
+            handle._scheduled = False
+            ready.append(handle)
+        self.turns += 1
+        if self.turns > MAX_TURNS:
+            raise EndlessError("too many turns of the loop")
+        for _ in range(len(ready)):
+            handle = ready.popleft()
+            if not handle._cancelled and self._may_run(handle):
+                handle._run()
+
+    def call_soon(  # type: ignore[override]  # typeshed has *args of a TypeVarTuple here
+        self, callback: Any, *args: Any, context: Any = None
+    ) -> asyncio.Handle:
+        """As there; nothing once the history is over."""
+        if self._is_over:
+            return asyncio.Handle(callback, args, self, context)
+        return super().call_soon(callback, *args, context=context)
+
+    def add_signal_handler(  # type: ignore[override]  # as above
+        self, sig: int, callback: Callable[..., Any], *args: Any
+    ) -> None:
+        """Of the process whose step this is."""
+        process = current_process()
+        if process is not None and sig == signal.SIGTERM:
+            process.handle_signal(callback, args)
+
+    async def create_server(  # type: ignore[override]  # of all it takes, only this matters
+        self, factory: Any, *_: Any, **__: Any
+    ) -> Any:
+        """The process listens: connections are made by `tests.simulation.network`."""
+        process = current_process()
+        assert process is not None
+        process.listeners.append(factory)
+        return _Server(process, factory)
+
+    def _note_error(self, _loop: object, context: dict[str, Any]) -> None:
+        if not self._is_over:
+            self.failures.append(f"unhandled: {context.get('message')}: {context.get('exception')!r}")
+
+    def run(self, main: Awaitable[None]) -> None:
+        """Until it ends. Raises what it raises."""
+        self.run_until_complete(main)
+
+    def finish(self, processes: list[Process]) -> None:
+        """Throw away all tasks, silently."""
+        self._is_over = True
+        for process in processes:
+            process.alive = False
+            self._tasks += process.tasks
+            process.tasks = []
+        for task in self._tasks:
+            task._log_destroy_pending = False  # type: ignore[attr-defined]  # no public way
+            if not task.done():
+                _close(task.get_coro())
+        self._tasks = []
+        self.close()
+
+
+def _close(coro: Any) -> None:
+    try:
+        coro.close()
+    except (RuntimeError, ValueError):  # it waited in a `finally`
+        return
+
+
+class _Server:
+    """What `create_server` gives."""
+
+    def __init__(self, process: Process, factory: Any) -> None:
+        self._process, self._factory = process, factory
+        self.sockets = [self]
+
+    def getsockname(self) -> tuple[str, int]:
+        return self._process.name, 0
+
+    def close(self) -> None:
+        if self._factory in self._process.listeners:
+            self._process.listeners.remove(self._factory)

@@ -1,0 +1,166 @@
+"""Mends that can be taken out again: the simulation proves itself by finding each of these faults.
+
+A change is the text that mends, and the text without it; it is made while the module is imported, and never on disk.
+"""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from pathlib import Path
+from types import CodeType, ModuleType
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """In this file, `mended` stands exactly once; `broken` takes its place."""
+
+    file: str
+    mended: str
+    broken: str
+
+    @property
+    def module(self) -> str:
+        """Its name."""
+        return self.file.removesuffix(".py").replace("/", ".")
+
+    def apply(self, text: str) -> str:
+        """Raises ValueError when the mend is not there."""
+        if text.count(self.mended) != 1:
+            raise ValueError(f"{self.file}: {text.count(self.mended)} times instead of once: {self.mended!r}")
+        return text.replace(self.mended, self.broken)
+
+
+@dataclass(frozen=True, slots=True)
+class Patch:
+    """One mend. fault: what is broken without it. quick: whether a test run has time to find it."""
+
+    name: str
+    fault: str
+    changes: tuple[Change, ...]
+    quick: bool = False
+
+
+PATCHES = (
+    Patch(
+        "doubt-forgotten",
+        "a put whose answer was lost, then refused for good, is answered as not stored",
+        (
+            Change(
+                "services/core/broker/retry.py",
+                "(pending[index], in_doubt.get(pending[index], error))",
+                "(pending[index], in_doubt.get(pending[index], error) if _is_retriable(error) else error)",
+            ),
+        ),
+        quick=True,
+    ),
+    Patch(
+        "chunk-overtakes",
+        "a later chunk is stored although one before it was refused for good",
+        (
+            Change(
+                "services/core/broker/retry.py",
+                "any(not isinstance(error, RecordTooLarge) for _, error in self.failed)",
+                "any(_is_retriable(error) for _, error in self.failed)",
+            ),
+        ),
+    ),
+    Patch(
+        "old-marks",
+        "marks of a stream that was deleted are committed onto the one made anew",
+        (
+            Change("services/expel/session.py", "            marks = low_water.still_owned(marks)\n", ""),
+            Change(
+                "services/core/broker/watermark.py",
+                "        durable = self.still_owned(marks)\n",
+                "        durable = marks\n",
+            ),
+        ),
+    ),
+    Patch(
+        "twin-by-place",
+        "an event that comes back is taken for another one's twin, and settled unsent",
+        (
+            Change(
+                "services/expel/returned.py",
+                "event_hash(record))",
+                "0)",
+            ),
+        ),
+    ),
+    Patch(
+        "replay-without-end",
+        "a replay that is resumed once more never ends, and the stream is never read again",
+        (
+            Change(
+                "services/expel/standing.py",
+                "if (newest := self._pauses.of(self._lane)) != resumed:",
+                "if resumed is None and (newest := self._pauses.of(self._lane)) is not None:",
+            ),
+        ),
+        quick=True,
+    ),
+    Patch(
+        "stranded",
+        "the last schedule is turned off, and what waits for the retrier waits for ever",
+        (
+            Change(
+                "services/fleet/plan.py",
+                "if needs_retrier(pipes) or is_waiting:",
+                "if needs_retrier(pipes):",
+            ),
+        ),
+        quick=True,
+    ),
+    Patch(
+        "change-untold",
+        "a resume that was read just before the broker failed is never acted upon",
+        (
+            Change(
+                "services/core/pauses.py",
+                "            if changed:\n                event, self",
+                "            if changed and self.unknown is None and not sys.exc_info()[0]:\n                event, self",
+            ),
+            Change("services/core/pauses.py", "import asyncio\n", "import asyncio\nimport sys\n"),
+        ),
+    ),
+)
+
+
+class _Loader(SourceFileLoader):
+    def __init__(self, name: str, path: str, changes: Sequence[Change]) -> None:
+        super().__init__(name, path)
+        self._changes = changes
+
+    def get_code(self, fullname: str) -> CodeType:
+        text = Path(self.path).read_text()
+        for change in self._changes:
+            text = change.apply(text)
+        return compile(text, self.path, "exec", dont_inherit=True)
+
+
+class _Finder(MetaPathFinder):
+    def __init__(self, patch: Patch) -> None:
+        self._changes: dict[str, list[Change]] = {}
+        for change in patch.changes:
+            self._changes.setdefault(change.module, []).append(change)
+
+    def find_spec(self, name: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
+        changes = self._changes.get(name)
+        if changes is None:
+            return None
+        spec = PathFinder.find_spec(name, path, target)
+        assert spec is not None
+        assert spec.origin is not None
+        spec.loader = _Loader(name, spec.origin, changes)
+        return spec
+
+
+def take_out(name: str) -> None:
+    """The mend of this name is not there in what is imported from now on. Raises KeyError."""
+    patch = {patch.name: patch for patch in PATCHES}[name]
+    sys.meta_path.insert(0, _Finder(patch))

@@ -1,0 +1,202 @@
+"""What the model of a broker holds durably: topics with their lives, and groups with their commits. Nothing here waits.
+
+A topic that is deleted and made again has another life. Every append is on record for the oracle, also of lives that are over.
+"""
+
+import random
+from bisect import bisect_left
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from services.core.broker.contract import MAX_POLL_BYTES, Lag, PartitionRange, Start, TopicSpec
+from services.core.broker.errors import OffsetOutOfRange, TopicExists, Unavailable, UnknownTopic
+from services.core.broker.record import Batch, Record, TopicPartition, estimate_size
+
+
+class Stored(NamedTuple):
+    """One append, as the oracle sees it."""
+
+    topic: str
+    life: int
+    partition: int
+    offsets: tuple[int, ...]
+    records: tuple[Record, ...]
+
+
+@dataclass
+class Partition:
+    """Records by offset. start: of the oldest that is kept; end: behind the newest."""
+
+    offsets: list[int] = field(default_factory=list)
+    records: list[Record] = field(default_factory=list)
+    times: list[int] = field(default_factory=list)
+    start: int = 0
+    end: int = 0
+
+    def index(self, offset: int) -> int:
+        """Of the first record that is not before `offset`."""
+        return bisect_left(self.offsets, offset)
+
+
+@dataclass
+class Topic:
+    """One life of one topic."""
+
+    spec: TopicSpec
+    life: int
+    partitions: list[Partition]
+
+
+@dataclass
+class Group:
+    """What is known of a group whatever its members do: commits, and where it began, by topic and partition."""
+
+    committed: dict[TopicPartition, int] = field(default_factory=dict)
+    began: dict[str, dict[int, int]] = field(default_factory=dict)
+    """Per topic from where a partition without a commit is read; a partition that is not here: from its beginning."""
+
+
+class Store:
+    """One broker's disks. gaps: how likely an append leaves a gap in the offsets behind it. wall_ms: the broker's clock."""
+
+    def __init__(self, rng: random.Random, wall_ms: Callable[[], int], gaps: float) -> None:
+        self._rng, self.wall_ms, self.gaps = rng, wall_ms, gaps
+        self.topics: dict[str, Topic] = {}
+        self.groups: dict[str, Group] = {}
+        self.appends: list[Stored] = []
+        self._lives = 0
+        self.on_append: list[Callable[[TopicPartition], None]] = []
+        self.on_delete: list[Callable[[str], None]] = []
+        self.on_create: list[Callable[[str], None]] = []
+
+    def topic(self, name: str) -> Topic:
+        """Raises UnknownTopic."""
+        found = self.topics.get(name)
+        if found is None:
+            raise UnknownTopic(f"{name} does not exist")
+        return found
+
+    def partition(self, name: str, number: int) -> Partition:
+        """Raises UnknownTopic."""
+        partitions = self.topic(name).partitions
+        if not 0 <= number < len(partitions):
+            raise UnknownTopic(f"{name}[{number}] does not exist")
+        return partitions[number]
+
+    def create(self, spec: TopicSpec) -> None:
+        """Raises TopicExists."""
+        if spec.name in self.topics:
+            raise TopicExists(spec.name)
+        self._lives += 1
+        self.topics[spec.name] = Topic(spec, self._lives, [Partition() for _ in range(spec.partitions)])
+        for told in self.on_create:
+            told(spec.name)
+
+    def delete(self, name: str) -> None:
+        """With the commits of all groups in it. Raises UnknownTopic."""
+        self.topic(name)
+        del self.topics[name]
+        for group in self.groups.values():
+            group.began[name] = {}  # one that is made anew is read from its beginning
+            for source in [source for source in group.committed if source.topic == name]:
+                del group.committed[source]
+        for told in self.on_delete:
+            told(name)
+
+    def add_partitions(self, name: str, count: int) -> None:
+        """Raises UnknownTopic."""
+        topic = self.topic(name)
+        topic.partitions += [Partition() for _ in range(count - len(topic.partitions))]
+        for told in self.on_create:
+            told(name)
+
+    def append(self, name: str, number: int, records: Sequence[Record]) -> tuple[int, int]:
+        """Where they lie: (first, last). Raises UnknownTopic."""
+        partition = self.partition(name, number)
+        now, offsets = self.wall_ms(), []
+        for record in records:
+            offsets.append(partition.end)
+            partition.offsets.append(partition.end)
+            partition.records.append(record)
+            partition.times.append(now)
+            partition.end += 1
+            if self.gaps and self._rng.random() < self.gaps:
+                partition.end += self._rng.randint(1, 5)
+        self.appends.append(Stored(name, self.topics[name].life, number, tuple(offsets), tuple(records)))
+        for told in self.on_append:
+            told(TopicPartition(name, number))
+        return offsets[0], offsets[-1]
+
+    def read(self, name: str, number: int, offset: int, most: int) -> Batch | None:
+        """As `Admin.read`."""
+        partition = self.partition(name, number)
+        if not partition.start <= offset <= partition.end:
+            raise OffsetOutOfRange(name, number, offset, partition.start, partition.end, contiguous=not self.gaps)
+        first = partition.index(offset)
+        last = size = first
+        while last < len(partition.offsets) and last - first < most:
+            size += estimate_size((partition.records[last],))
+            if last > first and size > MAX_POLL_BYTES:
+                break
+            last += 1
+        if first == last:
+            return None
+        return Batch(name, number, tuple(partition.offsets[first:last]), tuple(partition.records[first:last]))
+
+    def ranges(self, name: str) -> dict[int, PartitionRange]:
+        """As `Admin.describe`."""
+        return {number: PartitionRange(one.start, one.end) for number, one in enumerate(self.topic(name).partitions)}
+
+    def offsets_at(self, name: str, start: Start) -> dict[int, int]:
+        """As `Admin.offsets_at`."""
+        return {number: _begin(one, start) for number, one in enumerate(self.topic(name).partitions)}
+
+    def begin(self, group: str, topics: Collection[str], start: Start) -> None:
+        """A member joins with this start: remembered for the topics that the group does not know yet."""
+        known = self.groups.setdefault(group, Group())
+        for name in topics:
+            if name in self.topics and name not in known.began:
+                known.began[name] = self.offsets_at(name, start)
+
+    def position(self, group: str, source: TopicPartition) -> int:
+        """Where the group reads on. Raises UnknownTopic."""
+        known = self.groups.setdefault(group, Group())
+        partition = self.partition(*source)
+        committed = known.committed.get(source)
+        if committed is not None:
+            return committed + 1
+        return known.began.get(source.topic, {}).get(source.partition, partition.start)
+
+    def commit(self, group: str, marks: Mapping[TopicPartition, int]) -> None:
+        """For the group, whoever says it."""
+        self.groups.setdefault(group, Group()).committed.update(marks)
+
+    def lag(self, group: str, source: TopicPartition) -> Lag:
+        """As `Admin.group_lag`, of one partition. Raises UnknownTopic."""
+        partition = self.partition(*source)
+        first = partition.index(max(partition.start, self.position(group, source)))
+        count = len(partition.offsets) - first
+        if not count:
+            return Lag(0, 0)
+        age = self.wall_ms() - partition.records[first].timestamp
+        return Lag(count, max(0, age), partition.times[first])
+
+    def rewind(self, group: str, name: str, marks: Mapping[int, int], *, has_members: bool) -> None:
+        """As `Admin.set_committed`."""
+        if has_members:
+            raise Unavailable(f"{group} has members")
+        self.topic(name)
+        self.commit(group, {TopicPartition(name, number): offset for number, offset in marks.items()})
+
+
+def _begin(partition: Partition, start: Start) -> int:
+    if start == "earliest":
+        return partition.start
+    if start == "latest":
+        return partition.end
+    since = start.timestamp() * 1000
+    found = (
+        offset for offset, record in zip(partition.offsets, partition.records, strict=True) if record.timestamp >= since
+    )
+    return next(found, partition.end)

@@ -1,0 +1,55 @@
+"""The simulation, as far as a test run has time for it: histories of many seeds, and faults that must be found."""
+
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from tests.simulation.patches import PATCHES, ROOT, Patch
+
+SEEDS = 2000
+WORKERS = 2
+
+
+def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "tests.simulation", *arguments]
+    environ = {**os.environ, "PYTHONHASHSEED": "0"}
+    return subprocess.run(command, check=False, capture_output=True, text=True, env=environ, timeout=1200)
+
+
+def test_no_history_breaks_a_promise() -> None:
+    """Broken: an acknowledged event is lost, altered or out of order, or what was refused arrives, in a seed's history.
+
+    To see it: make simulate ARGS="--seed N".
+    """
+    share = SEEDS // WORKERS
+    with ThreadPoolExecutor(WORKERS) as pool:
+        found = list(pool.map(lambda n: _run("--first", str(n * share), "--seeds", str(share)), range(WORKERS)))
+    for one in found:
+        print(one.stdout[-5000:], one.stderr[-5000:])
+    assert [one.returncode for one in found] == [0] * WORKERS
+
+
+@pytest.mark.parametrize("seed", [3, 21, 71])
+def test_one_seed_is_one_history(seed: int) -> None:
+    """Broken: a failing seed cannot be replayed."""
+    first, second = _run("--seed", str(seed)).stdout, _run("--first", str(seed - 2), "--seeds", "3", "--tell").stdout
+    digest = next(line for line in first.splitlines() if line.startswith(f"seed {seed}: "))
+    assert digest in second.splitlines()
+
+
+@pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.name)
+def test_every_mend_is_where_its_patch_takes_it_out(patch: Patch) -> None:
+    """Broken: a patch takes out nothing, and what it proves is not proven."""
+    for change in patch.changes:
+        text = (ROOT / change.file).read_text()
+        assert change.apply(text) != text
+
+
+@pytest.mark.parametrize("patch", [patch for patch in PATCHES if patch.quick], ids=lambda patch: patch.name)
+def test_the_fault_of_a_mend_that_is_taken_out_is_found(patch: Patch) -> None:
+    """Broken: the simulation sees nothing. The others: make simulate ARGS=--prove."""
+    found = _run("--prove", "--without", patch.name, "--seeds", "200")
+    assert found.returncode == 0, found.stdout
