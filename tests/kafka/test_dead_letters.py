@@ -29,11 +29,12 @@ async def test_redriven_once_and_on_record(kafka_cluster: KafkaCluster) -> None:
     """If it fails, operators on Kafka see other letters than there are, or send some twice or never."""
     pipe = unique_name("late")
     now = time.time_ns() // 1_000_000
+    long_ago = now - 2 * 365 * 86_400_000
     destination = {"name": "billing", "webhook": {"url": "https://example.org/hook"}}
     pipes = PipeFile.model_validate(
         {"streams": {pipe: {}}, "pipes": {pipe: {"sources": [pipe], "destinations": [destination]}}}
     )
-    originals = [Record(b"k", b'{"n":%d}' % n, now + n, (("ce_id", b"e%d" % n),)) for n in range(COUNT)]
+    originals = [Record(b"k", b'{"n":%d}' % n, long_ago + n, (("ce_id", b"e%d" % n),)) for n in range(COUNT)]
     letters = [
         make_dead_letter(
             original,
