@@ -30,6 +30,7 @@ from tests.faults import soak_fidelity, soak_outage
 from tests.faults.fleet import wait_until
 from tests.faults.sender import Sender
 from tests.faults.sink import Sink, open_sink
+from tests.faults.soak_strikes import run_strikes
 from tests.faults.trial import BACKENDS, RSS_LIMIT, read_dead_letters
 from tests.support.fault_table import HEAD, Row
 from tests.support.oracle import Fate, Ledger
@@ -297,13 +298,18 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=10)
     parser.add_argument("--rate", type=float, default=2000, help="events per second")
     parser.add_argument("--seed", type=int, default=random.randrange(1 << 30))
-    parser.add_argument("--broker", choices=["log", "kafka"], default="log")
+    parser.add_argument("--broker", choices=["log", "kafka", "kinesis"], default="log", help="kinesis: with --strikes")
+    parser.add_argument("--strikes", type=int, help="instead: so many kills, freezes and partitions, several a second")
     parser.add_argument(
         "--fidelity", action="store_true", help="does the observer name what is lost, and nothing else?"
     )
     parser.add_argument("--outage", action="store_true", help="instead: a failing receiver, retrier and expel killed")
     arguments = parser.parse_args()
     assert BACKENDS
+    if arguments.strikes:
+        return run_strikes(arguments.broker, arguments.strikes, arguments.rate, arguments.seed)
+    if arguments.broker == "kinesis":
+        parser.error("--broker kinesis goes with --strikes")
     if arguments.outage:
         return soak_outage.run(arguments.minutes, arguments.rate, arguments.seed, kafka=arguments.broker == "kafka")
     print("seed", arguments.seed, flush=True)
