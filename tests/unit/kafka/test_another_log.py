@@ -1,5 +1,6 @@
 """A member whose topic was made anew, or whose log was cut off, while it reads."""
 
+import asyncio
 import random
 from typing import Any, cast
 
@@ -87,3 +88,28 @@ async def test_a_topic_made_anew_in_service_is_read_from_its_oldest_record(by: s
     assert reader.revoked == [{_SOURCE}]
     await reader.consumer.commit({_SOURCE: 2})
     assert reader.group.offsets[_SOURCE][1].startswith(f"partitions=1;topic={reader.group.id}")
+
+
+@pytest.mark.parametrize("is_suspect", [False, True])
+async def test_cancelling_a_poll_that_asks_about_the_log_loses_nothing(
+    is_suspect: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If it fails, what was fetched when a service's poll was cut short is never returned: events are skipped."""
+    reader = Reader()
+    await reader.join()
+    reader.client.epoch = EPOCH + 1 if is_suspect else EPOCH
+    reader.group.cut = 3
+    reader.consumer._checked_at = float("-inf")
+    asked = asyncio.Event()
+
+    async def hang(topics: object) -> None:
+        asked.set()
+        await asyncio.Event().wait()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(reader.group, "describe", hang)
+        polling = asyncio.create_task(reader.consumer.poll(max_records=10, max_wait=0))
+        await asked.wait()
+        polling.cancel()
+        await asyncio.wait([polling])
+    assert await reader.read() == [3, 4, 5]

@@ -146,20 +146,21 @@ class KafkaConsumer:
         now = asyncio.get_running_loop().time()
         if not suspects and now - self._checked_at < self._cluster.timing.metadata:
             return True
+        certain = False
         try:
             changed = await self._find_changed(suspects)
             self._checked_at = now
+            if changed and epoch == self._own.epoch:
+                await self._own.lose(changed)
+            certain = not changed and epoch == self._own.epoch
         except BrokerError as error:
             log.info("kafka_log_unknown", group=self._group, error=str(error))
-            if not suspects:
-                return epoch == self._own.epoch
-            self._go_back()
             await asyncio.sleep(_GRACE)
-            return False
-        if changed and epoch == self._own.epoch:
-            await self._own.lose(changed)
-            self._go_back()
-        return not changed and epoch == self._own.epoch
+            certain = not suspects and epoch == self._own.epoch
+        finally:  # also when it is cancelled: nothing may be left out
+            if not certain:
+                self._go_back()
+        return certain
 
     def _find_suspects(self, fetched: _Fetched) -> dict[TopicPartition, tuple[int, int]]:
         """Where another leader wrote what was fetched than what was read before: (next offset, the epoch before)."""
