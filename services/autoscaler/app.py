@@ -3,6 +3,7 @@
 import asyncio
 from contextlib import AsyncExitStack
 from functools import partial
+from pathlib import Path
 
 import structlog
 
@@ -81,15 +82,15 @@ async def _stream_scaler(settings: AutoscalerSettings, broker: Broker) -> ShardS
             settings.targets,
             dry_run=settings.dry_run,
             every=settings.stream_every,
-            announce=partial(_announce, settings.observer),
+            announce=partial(_announce, settings.observer, settings.observer_token_file),
         )
     return PartitionScaler(pipes, broker.admin, settings.targets, settings.partition_capacity, dry_run=settings.dry_run)
 
 
-async def _announce(address: str, what: str, seconds: float) -> None:
+async def _announce(address: str, token_file: Path | None, what: str, seconds: float) -> None:
     """Shards change although the observer is away: a stream that is full cannot wait for it."""
     try:
-        async with open_observer(address) as observer:
+        async with open_observer(address, token_file) as observer:
             await observer.announce_shards(what, seconds)
     except ObserverAway as error:
         log.warning("not_announced", what=what, error=str(error))
@@ -97,6 +98,7 @@ async def _announce(address: str, what: str, seconds: float) -> None:
 
 async def _scale_groups(settings: AutoscalerSettings, url: str, stopping: asyncio.Event) -> None:
     """Runs without the broker: groups are scaled while it is away, too."""
-    async with open_driver(url) as driver, open_observer(settings.observer) as observer:
+    token_file = settings.observer_token_file
+    async with open_driver(url) as driver, open_observer(settings.observer, token_file) as observer:
         scaler = GroupScaler(settings.groups, driver, observer, settings.dry_run)
         await scaler.run(stopping, settings.group_every)

@@ -1,6 +1,7 @@
 """Settings of the autoscaler: what every service has, where it reads figures, and its bounds."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 import orjson
@@ -50,3 +51,7 @@ class AutoscalerSettings(Settings):
     )
     group_every: Duration = Field(15.0, ge=1, description="Time between two looks at the groups.")
     observer: Address = Field("127.0.0.1:8081", description="host:port of the observer's API.")
+    observer_token_file: Path | None = Field(
+        None,
+        description="A file with a token of the observer's token_file, not readable by others; without it nothing is announced.",
+    )

@@ -45,6 +45,23 @@ def is_loopback_authority(authority: str) -> bool:
     return match is not None and is_loopback((match["six"] or match["host"]).lower())
 
 
+@lru_cache(maxsize=64)
+def is_named_authority(authority: str, names: frozenset[str]) -> bool:
+    """As `is_loopback_authority`, for a server that others reach: an IP address, localhost, or one of its names (lower case).
+
+    No page of somebody else has an address for a name.
+    """
+    match = _AUTHORITY.fullmatch(authority) if len(authority) <= MAX_HOST else None
+    if match is None:
+        return False
+    host = (match["six"] or match["host"]).lower().removesuffix(".")
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return host == "localhost" or host in names
+    return True
+
+
 def _checked(text: str) -> str:
     parse_address(text)
     return text

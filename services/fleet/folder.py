@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 
+from services.core.bearer import make_token
 from services.core.broker.errors import BadDataFolder
 from services.core.broker.log.layout import refuse_network
 from services.core.folders import make_folder
@@ -15,6 +16,7 @@ from services.fleet.problem import CommandFailed
 
 STATE_FILE = "fleet.json"
 TOKEN_FILE = "control.token"  # noqa: S105
+OBSERVER_TOKEN_FILE = "observer.token"  # noqa: S105
 
 
 class ProcessState(msgspec.Struct, frozen=True):
@@ -88,6 +90,16 @@ def write_token(data: Path, token: str) -> None:
     with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
         file.write(token)
     new.replace(data / TOKEN_FILE)
+
+
+def keep_observer_token(data: Path) -> None:
+    """Make the file with the observer's token, readable by its owner alone, when there is none. Blocking. Raises OSError."""
+    new = data / f"{OBSERVER_TOKEN_FILE}.new"
+    if not (data / OBSERVER_TOKEN_FILE).exists():
+        new.unlink(missing_ok=True)
+        with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
+            file.write(make_token() + "\n")
+        new.replace(data / OBSERVER_TOKEN_FILE)
 
 
 def read_state(data: Path) -> FleetState | None:

@@ -9,7 +9,7 @@ from services.core.address import parse_address
 from services.core.pipes import PipeFile, needs_retrier
 from services.core.snapshot import SNAPSHOT_VARIABLE, copy_in
 from services.core.units import format_duration
-from services.fleet.folder import STATE_FILE
+from services.fleet.folder import OBSERVER_TOKEN_FILE, STATE_FILE
 from services.fleet.ports import free_port
 from services.fleet.process import ServiceSpec
 from services.fleet.settings import UpSettings
@@ -55,8 +55,9 @@ def make_plan(
     if config:
         shared += ["--config", config]
     data = settings.data.absolute()
+    token = str(data / OBSERVER_TOKEN_FILE)
     observer = settings.observer if parse_address(settings.observer)[1] else f"127.0.0.1:{free_port()}"
-    services = [_spec("observer", 1, "services.observer", [*shared, "--listen", observer])]
+    services = [_spec("observer", 1, "services.observer", [*shared, "--listen", observer, "--token-file", token])]
     if needs_retrier(pipes) or is_waiting:
         services.append(_spec("retrier", 1, "services.global_retrier", shared))
     services += [
@@ -71,7 +72,14 @@ def make_plan(
         for number in range(1, settings.ingest + 1)
     ]
     if settings.autoscale:
-        groups = ["--group-driver", f"fleet://{quote(str(data))}", "--observer", observer]
+        groups = [
+            "--group-driver",
+            f"fleet://{quote(str(data))}",
+            "--observer",
+            observer,
+            "--observer-token-file",
+            token,
+        ]
         targets = ["--targets", str(data / STATE_FILE)]
         services.append(_spec("autoscaler", 1, "services.autoscaler", [*shared, *groups, *targets]))
     services = [replace(spec, environ={**spec.environ, SNAPSHOT_VARIABLE: str(snapshot)}) for spec in services]

@@ -32,7 +32,8 @@ class UpSettings(Settings):
     listen: Address = Field("127.0.0.1:8080", description="host:port on which ingest takes events.")
     observer: Address = Field(
         "127.0.0.1:0",
-        description="host:port of the observer's API, which asks nobody who they are; port 0: any free one here.",
+        description="host:port of the observer's API; beyond loopback it asks for the token in the data folder's observer.token. "
+        "Port 0: any free one here.",
     )
     allow_networks: Annotated[str, AfterValidator(_networks)] = Field(
         "", description="Networks inside that webhooks may be in, comma-separated: 127.0.0.0/8 for this machine."
@@ -55,7 +56,9 @@ OVERRULED = {
     ("expel", "allow_networks"): "up.allow_networks",
     ("expel", "own_addresses"): "up.listen",
     ("autoscaler", "group_driver"): "up.autoscale",
+    ("observer", "token_file"): "up.data",
     ("autoscaler", "observer"): "up.observer",
+    ("autoscaler", "observer_token_file"): "up.data",
     ("autoscaler", "targets"): "up.data",
     **{(service, "drain"): "up.drain" for service in SERVICES},
     **{(service, "management"): "a free port each" for service in SERVICES},

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from services.core.snapshot import Contents, write_snapshot
 from services.fleet.console import note
-from services.fleet.folder import hold_folder
+from services.fleet.folder import hold_folder, keep_observer_token
 from services.fleet.kafka import run_kafka
 from services.fleet.output import Say
 from services.fleet.pipe_check import check_pipe_file, read_checked
@@ -63,6 +63,7 @@ async def fleet_of(
 def _keep(folder: Path, contents: Contents) -> None:
     try:
         write_snapshot(folder, contents)
+        keep_observer_token(folder.parent)
     except OSError as error:
         raise CommandFailed(
             f"{folder} cannot be written: {error.strerror}", "freeing space there, or --data with another folder"

@@ -5,15 +5,19 @@ from collections.abc import Awaitable, Callable, Mapping
 import orjson
 import structlog
 from aiohttp import web
+from aiohttp.typedefs import Middleware
 
 from services.core import metrics
-from services.core.address import LOOPBACK_NAMES, is_loopback_authority
+from services.core.address import LOOPBACK_NAMES, is_loopback_authority, is_named_authority
+from services.core.bearer import Tokens
 from services.core.problem_type import CONTENT_TYPE, ProblemType, problem_json
 from services.observer import problems
 
 log = structlog.get_logger()
 
 _MAX_PARAMETER = 40
+_ASK = {"WWW-Authenticate": 'Bearer, Basic realm="penstock"'}
+_READING = ("GET", "HEAD")
 
 
 class Refused(Exception):
@@ -52,7 +56,7 @@ async def answer(
     try:
         response = await handler(request)
     except Refused as error:
-        response = _problem(error.kind, error.detail)
+        response = _problem(error.kind, error.detail, _ASK if error.kind is problems.UNAUTHORIZED else None)
     except web.HTTPMethodNotAllowed as error:
         allowed = ", ".join(sorted(error.allowed_methods))
         response = _problem(problems.METHOD_NOT_ALLOWED, f"Allowed: {allowed}.", {"Allow": allowed})
@@ -67,11 +71,43 @@ async def answer(
     return response
 
 
-@web.middleware
-async def refuse_other_names(
-    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
-) -> web.StreamResponse:
-    """421 for a request to another name; see `is_loopback_authority`."""
-    if not is_loopback_authority(request.url.raw_authority):
-        raise Refused(problems.BAD_HOST, LOOPBACK_NAMES)
-    return await handler(request)
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class Door:
+    """Who is let in. On loopback everybody on this machine may read, and who has a token may announce; elsewhere nobody may do
+    anything without one. A request to a name that is not the observer's is refused in both cases (DNS rebinding).
+
+    names: by which clients beyond loopback know it, beside its addresses. tokens: None: nobody has one.
+    """
+
+    def __init__(
+        self, tokens: Tokens | None = None, names: frozenset[str] = frozenset(), *, loopback: bool = True
+    ) -> None:
+        self._tokens, self._names, self._loopback = tokens, names, loopback
+
+    def checks(self) -> list[Middleware]:
+        """What each request passes, in this order."""
+        return [self._check_name, self._check_token]
+
+    @web.middleware
+    async def _check_name(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        asked = request.url.raw_authority
+        if self._loopback and not is_loopback_authority(asked):
+            raise Refused(problems.BAD_HOST, LOOPBACK_NAMES)
+        if not self._loopback and not is_named_authority(asked, self._names):
+            raise Refused(problems.BAD_HOST, "It answers to its addresses and to the names in its setting names.")
+        return await handler(request)
+
+    @web.middleware
+    async def _check_token(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        reads = (
+            request.method in _READING or request.match_info.http_exception is not None
+        )  # there is nothing to be done
+        if self._loopback and reads:
+            return await handler(request)
+        if self._tokens is None:
+            raise Refused(problems.UNAUTHORIZED, "Nobody has one. Try: start the observer with --token-file")
+        if not self._tokens.allows(request.headers.get("Authorization", "")):
+            raise Refused(problems.UNAUTHORIZED, "Authorization: Bearer, and a token of the observer's --token-file.")
+        return await handler(request)

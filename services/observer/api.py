@@ -1,4 +1,4 @@
-"""The observer's HTTP API: reads only, asks nobody who they are, and shows no payload. docs/observing.md is its page."""
+"""The observer's HTTP API: reads only, and shows no payload. Who may ask it: `answers.Door`. docs/observing.md is its page."""
 
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -8,11 +8,12 @@ from pathlib import Path
 from aiohttp import web
 
 from services.core.address import is_loopback, parse_address
+from services.core.bearer import Tokens
 from services.core.listening import serve_app
 from services.core.pipes import dead_letter_topic
 from services.core.times import format_time, parse_time
 from services.observer import problems
-from services.observer.answers import Refused, answer, json_answer, read_query, refuse_other_names
+from services.observer.answers import Door, Refused, answer, json_answer, read_query
 from services.observer.failures import FailureBook, Failures
 from services.observer.letter_reader import LetterReader
 
@@ -91,12 +92,19 @@ def _limit(text: str) -> int:
 
 @asynccontextmanager
 async def serve_api(
-    address: str, routes: Sequence[web.RouteDef], more: Callable[[web.Application], None] = lambda app: None
+    address: str,
+    routes: Sequence[web.RouteDef],
+    more: Callable[[web.Application], None] = lambda app: None,
+    *,
+    tokens: Tokens | None = None,
+    names: frozenset[str] = frozenset(),
 ) -> AsyncIterator[str]:
-    """Listen until the context is left; yields the bound "host:port". more: adds what is no API. Raises OSError when the port is
-    taken."""
-    checks = [refuse_other_names] if is_loopback(parse_address(address)[0]) else []
-    app = web.Application(client_max_size=1024, middlewares=[answer, *checks])
+    """Listen until the context is left; yields the bound "host:port". more: adds what is no API. tokens, names: see `Door`.
+
+    Raises OSError when the port is taken.
+    """
+    door = Door(tokens, names, loopback=is_loopback(parse_address(address)[0]))
+    app = web.Application(client_max_size=1024, middlewares=[answer, *door.checks()])
     app.add_routes(routes)
     more(app)
     async with serve_app(app, address) as bound:

@@ -10,9 +10,11 @@ from typing import Any
 import structlog
 from aiohttp import web
 
+from services.core.address import is_loopback, parse_address
+from services.core.bearer import CHECK_EVERY_S, Tokens
 from services.core.broker.contract import Broker
 from services.core.broker.producer import Producer
-from services.core.lifecycle import Supervision
+from services.core.lifecycle import Supervision, wait_for_stop
 from services.core.management import serve_management
 from services.core.opening import open_when_reachable
 from services.core.pauses import Pauses
@@ -49,6 +51,7 @@ async def start(settings: ObserverSettings, supervision: Supervision) -> None:
     pipes = await asyncio.to_thread(load_pipes, settings.pipes)
     openapi, page = await asyncio.to_thread(OPENAPI.read_bytes), await asyncio.to_thread(load_files)
     keys = await asyncio.to_thread(_read_keys, settings.alarm_secret)
+    tokens = await asyncio.to_thread(_read_tokens, settings)
     reason: str | None = "the broker is not reachable yet"
     stopping = supervision.stopping
     async with AsyncExitStack() as stack:
@@ -63,8 +66,10 @@ async def start(settings: ObserverSettings, supervision: Supervision) -> None:
         api = Api(parts.failures, parts.reader, parts.state, openapi, parts.breaker)
         ledger = LedgerApi(parts.follower, broker.admin, parts.watch.judge, settings.threshold)
         routes = [*api.routes(), *ledger.routes()]
+        if tokens is not None:
+            running.append(supervision.run(_keep_reading(tokens, stopping), "tokens"))
         address = await stack.enter_async_context(
-            _listen(settings.listen, routes, lambda app: add_page(app, page, parts.view))
+            _listen(settings, routes, lambda app: add_page(app, page, parts.view), tokens)
         )
         log.info("listening", address=address)
         reason = None
@@ -144,13 +149,36 @@ class _Parts:
 
 @asynccontextmanager
 async def _listen(
-    address: str, routes: Sequence[web.RouteDef], more: Callable[[web.Application], None]
+    settings: ObserverSettings,
+    routes: Sequence[web.RouteDef],
+    more: Callable[[web.Application], None],
+    tokens: Tokens | None,
 ) -> AsyncIterator[str]:
+    names = frozenset(settings.names.split(",")) - {""}
     try:
-        async with serve_api(address, routes, more) as bound:
+        async with serve_api(settings.listen, routes, more, tokens=tokens, names=names) as bound:
             yield bound
     except OSError as error:
-        raise OSError(f"{address}: {error.strerror}. Try: another --listen, or end what listens there") from error
+        raise OSError(
+            f"{settings.listen}: {error.strerror}. Try: another --listen, or end what listens there"
+        ) from error
+
+
+def _read_tokens(settings: ObserverSettings) -> Tokens | None:
+    """Blocking. Raises BadConfiguration, also when others can reach the API and it has no tokens."""
+    if settings.token_file is not None:
+        return Tokens(settings.token_file)
+    if not is_loopback(parse_address(settings.listen)[0]):
+        said = f"{settings.listen} is reached from other machines, and nobody would be asked who they are. Try: --token-file"
+        raise BadConfiguration([Problem("observer", "token_file", said)])
+    return None
+
+
+async def _keep_reading(tokens: Tokens, stopping: asyncio.Event) -> None:
+    """So that a token is rotated without a restart."""
+    while not stopping.is_set():
+        await wait_for_stop(stopping, CHECK_EVERY_S)
+        await asyncio.to_thread(tokens.refresh)
 
 
 def _read_keys(file: Path | None) -> tuple[SigningKey, ...]:

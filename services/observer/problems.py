@@ -8,6 +8,7 @@ DESTINATION_NOT_FOUND = ProblemType("destination-not-found", 404, "The pipe file
 METHOD_NOT_ALLOWED = ProblemType("method-not-allowed", 405, "This method is not allowed here")
 BAD_REQUEST = ProblemType("bad-request", 400, "The HTTP request is malformed")
 BAD_HOST = ProblemType("bad-host", 421, "The observer has another name")
+UNAUTHORIZED = ProblemType("unauthorized", 401, "A token is needed")
 INTERNAL = ProblemType("internal", 500, "The observer failed")
 PIPE_NOT_FOUND = ProblemType("pipe-not-found", 404, "The pipe file has no such pipe")
 BAD_BODY = ProblemType("bad-body", 400, "The body is not understood")

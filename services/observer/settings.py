@@ -1,13 +1,23 @@
 """Settings of the observer: what every service has, and where its API listens."""
 
+import re
 from pathlib import Path
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from services.core.address import Address
 from services.core.settings import Settings
 from services.core.units import Duration
+
+_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?")
+
+
+def _names(text: str) -> str:
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    if not all(_NAME.fullmatch(name) for name in names):
+        raise ValueError("names of hosts without a port are needed. Try: observer,observer.example.org")
+    return ",".join(names).lower()
 
 
 class ObserverSettings(Settings):
@@ -16,7 +26,16 @@ class ObserverSettings(Settings):
     section: ClassVar[str] = "observer"
 
     listen: Address = Field(
-        "127.0.0.1:8081", description="host:port of the API; it asks nobody who they are. Port 0: any free one."
+        "127.0.0.1:8081",
+        description="host:port of the API. Beyond loopback it asks for a token with every request. Port 0: any free one.",
+    )
+    token_file: Path | None = Field(
+        None,
+        description="A file with one token a line, not readable by others: who has one may announce planned actions and, "
+        "beyond loopback, read. It is needed there.",
+    )
+    names: Annotated[str, AfterValidator(_names)] = Field(
+        "", description="Names by which clients beyond loopback ask it, comma-separated; addresses need none."
     )
     threshold: float = Field(
         0.01, ge=0, le=1, description="Share of a minute's events that may be missing before it is an alarm, 0 to 1."

@@ -1,15 +1,19 @@
 """What the observer knows that bears on a group's size, and telling it what we do. The observer is the source of health."""
 
+import asyncio
 import time
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import aiohttp
 import msgspec
 
+from services.core.bearer import read_tokens
 from services.core.times import parse_time
+from services.core.yaml_source import BadConfiguration
 
 TIMEOUT = aiohttp.ClientTimeout(total=5.0)
 OURS = "autoscaler/groups/"
@@ -105,10 +109,13 @@ def _seconds(text: str) -> float:
 
 
 class ObserverClient:
-    """One observer's API. Each call is one attempt of at most 5 s; raises ObserverAway."""
+    """One observer's API. Each call is one attempt of at most 5 s; raises ObserverAway.
 
-    def __init__(self, address: str, session: aiohttp.ClientSession) -> None:
-        self._address, self._session = address, session
+    token_file: read for each request, as a token may be rotated; its first token is presented.
+    """
+
+    def __init__(self, address: str, session: aiohttp.ClientSession, token_file: Path | None = None) -> None:
+        self._address, self._session, self._token_file = address, session, token_file
 
     async def read(self) -> Observed:
         """What it says now."""
@@ -134,14 +141,24 @@ class ObserverClient:
         await self._ask("POST", "/v1/planned", dict[str, Any], body)
 
     async def _ask(self, method: str, path: str, kind: type[Any], body: dict[str, Any] | None = None) -> Any:
+        url, head = f"http://{self._address}{path}", await self._head()
         try:
-            async with self._session.request(method, f"http://{self._address}{path}", json=body) as answer:
+            async with self._session.request(method, url, json=body, headers=head, allow_redirects=False) as answer:
                 said = await answer.read()
             if answer.status not in (200, 201):
                 raise ObserverAway(f"the observer at {self._address} answers {method} {path} with {answer.status}")
             return msgspec.json.decode(said, type=kind)
         except (aiohttp.ClientError, TimeoutError, msgspec.MsgspecError) as error:
             raise ObserverAway(f"the observer at {self._address} does not answer: {error!r}") from error
+
+    async def _head(self) -> dict[str, str]:
+        if self._token_file is None:
+            return {}
+        try:
+            tokens = await asyncio.to_thread(read_tokens, self._token_file)
+        except BadConfiguration as error:
+            raise ObserverAway(f"no token for the observer: {error}") from error
+        return {"Authorization": f"Bearer {tokens[0]}"}
 
 
 def _failing(destinations: Iterable[Destination]) -> Iterable[Lane]:
@@ -152,7 +169,7 @@ def _failing(destinations: Iterable[Destination]) -> Iterable[Lane]:
 
 
 @asynccontextmanager
-async def open_observer(address: str) -> AsyncIterator[ObserverClient]:
+async def open_observer(address: str, token_file: Path | None = None) -> AsyncIterator[ObserverClient]:
     """The client, with connections of its own."""
     async with aiohttp.ClientSession(timeout=TIMEOUT, trust_env=False) as session:
-        yield ObserverClient(address, session)
+        yield ObserverClient(address, session, token_file)

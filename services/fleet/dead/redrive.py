@@ -104,6 +104,8 @@ class Redrive:
 
     async def _tell(self, shots: Sequence[_Shot]) -> None:
         """The ledger: what is lost from now on is missing. What cannot be told counts as dead, and goes all the same."""
+        if self._is_untold:  # a topic that takes nothing would hold up each batch for as long
+            return
         lanes: defaultdict[tuple[str, str, int], list[Record]] = defaultdict(list)
         for letter, aimed in shots:
             if letter.destination:
@@ -114,9 +116,9 @@ class Redrive:
             try:
                 await reporter.report(closed=True)
             except Unavailable as error:
-                if not self._is_untold:
-                    note(f"the observer is not told of what is redriven, and will not miss it: {error}", "yellow")
+                note(f"the observer is not told of what is redriven from now on, and will not miss it: {error}", "yellow")
                 self._is_untold = True
+                return
 
 
 def _cut(shots: Sequence[_Shot], count: int) -> Iterator[list[_Shot]]:

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from services.fleet.console import note
 from services.fleet.loss_table import loss_table
-from services.fleet.observer_client import ask
+from services.fleet.observer_client import Observer, ask
 from services.fleet.problem import CommandFailed
 from services.fleet.supervisor import Fleet
 
@@ -39,7 +39,7 @@ async def read_loss(fleet: Fleet, pipe: str, accepted: int) -> Loss:
     found: Loss = {}
     while time.monotonic() < deadline:
         try:
-            found = await ask(fleet.plan.observer, f"/v1/pipes/{pipe}/loss", {})
+            found = await ask(Observer(fleet.plan.observer), f"/v1/pipes/{pipe}/loss", {})
         except CommandFailed as error:
             note(f"{error.what}", "yellow")
             return found

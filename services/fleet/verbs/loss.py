@@ -24,6 +24,14 @@ Observer = Annotated[
     str | None,
     typer.Option("--observer", help="host:port of the observer; absent: that of the fleet on --data."),
 ]
+TokenFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--observer-token-file",
+        envvar="PENSTOCK_OBSERVER_TOKEN_FILE",
+        help="A file with a token of the observer, which it asks for beyond loopback; absent: that of the fleet on --data.",
+    ),
+]
 PipeArgument = Annotated[str, typer.Argument(help="The pipe's name.")]
 SHOWN = 50
 
@@ -34,12 +42,13 @@ def show(
     since: Annotated[str | None, typer.Option("--from", help="First minute: 3h (ago), or an RFC 3339 time.")] = None,
     until: Annotated[str | None, typer.Option("--to", help="Last minute; absent: this one.")] = None,
     observer: Observer = None,
+    token_file: TokenFile = None,
     data: Data = Path("data"),
     as_json: AsJson = False,
 ) -> None:
     """Show the loss table of a pipe, minute by minute: what came in, what is missing at each node and end to end."""
     query = {name: value for name, value in (("from", since), ("to", until)) if value is not None}
-    body = uvloop.run(ask(find_observer(observer, data), f"/v1/pipes/{quote(pipe, safe='')}/loss", query))
+    body = uvloop.run(ask(find_observer(observer, data, token_file), f"/v1/pipes/{quote(pipe, safe='')}/loss", query))
     if as_json:
         typer.echo(json.dumps(body))
         return
@@ -56,12 +65,13 @@ def explain(
     pipe: PipeArgument,
     minute: Annotated[str, typer.Argument(help="As `penstock loss show` has it, or 5m (ago).")],
     observer: Observer = None,
+    token_file: TokenFile = None,
     data: Data = Path("data"),
     as_json: AsJson = False,
 ) -> None:
     """Name the missing events of a minute, one by one: id, where each was last seen, and its offset there."""
     path = f"/v1/pipes/{quote(pipe, safe='')}/loss/{quote(minute, safe='')}/explain"
-    body = uvloop.run(ask(find_observer(observer, data), path, {}))
+    body = uvloop.run(ask(find_observer(observer, data, token_file), path, {}))
     if as_json:
         typer.echo(json.dumps(body))
         return

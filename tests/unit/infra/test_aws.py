@@ -230,6 +230,12 @@ def test_the_autoscaler_asks_where_the_observer_listens() -> None:
     given = {"PENSTOCK_AUTOSCALER_TARGETS": targets[1], "PENSTOCK_AUTOSCALER_OBSERVER": asks[1]}
     settings = load_settings(AutoscalerSettings, ["--broker", "kinesis://eu-west-1"], given)
     assert (settings.targets, settings.observer) == (targets[1], asks[1])
+    assert f"PENSTOCK_OBSERVER_NAMES={parse_address(asks[1])[0]}" in flags["observer"]
+    secrets = {name: one["SecretFlags"] for name, one in found["Mappings"]["Services"].items()}
+    assert secrets["observer"] == "--env PENSTOCK_OBSERVER_TOKEN_FILE=/etc/penstock/secret"
+    assert secrets["autoscaler"] == "--env PENSTOCK_AUTOSCALER_OBSERVER_TOKEN_FILE=/etc/penstock/secret"
+    needs = found["Rules"]["ObserverHasToken"]
+    assert needs["RuleCondition"]["Fn::Contains"][0] == ["observer", "autoscaler"]
 
 
 def test_ec2_takes_the_descriptions_of_rules() -> None:

@@ -228,10 +228,14 @@ def test_only_the_scaled_can_be_scaled() -> None:
     assert scalers["target"] == {"kind": "HorizontalPodAutoscaler"}
     assert "$patch: delete" in scalers["patch"]
     assert observer["target"] == {"kind": "Deployment", "name": "observer"}
-    [opened] = yaml.safe_load(observer["patch"])
+    opened, mount, volume = yaml.safe_load(observer["patch"])
     opens = {one["name"]: one["value"] for one in opened["value"]}
-    assert load_settings(ObserverSettings, [], opens).listen == "0.0.0.0:8081"
-    assert settings.observer == "observer:8081"
+    asked = load_settings(ObserverSettings, [], opens)
+    assert (asked.listen, settings.observer) == ("0.0.0.0:8081", f"{asked.names}:8081")
+    assert asked.token_file == settings.observer_token_file == Path(mount["value"]["mountPath"]) / "token"
+    assert mount["value"] in container["volumeMounts"]
+    assert volume["value"] in PODS["autoscaler"]["volumes"]
+    assert not volume["value"]["secret"]["defaultMode"] & 0o007, "it is refused when others can read it"
     rules = of_kind("NetworkPolicy")["observer"]["ingress"]
     assert [rule["ports"] for rule in rules if "from" not in rule] == [[{"port": 9100}]]
 

@@ -9,10 +9,12 @@ import aiohttp
 import pytest
 from typer.testing import CliRunner
 
+from services.core.bearer import Tokens
 from services.core.broker.contract import TopicSpec
 from services.core.broker.log import LogBroker
 from services.core.broker.producer import Producer
 from services.core.ledger.report import SNAPSHOTS
+from services.fleet.observer_client import Observer
 from services.fleet.verbs import loss
 from services.fleet.verbs.app import APP
 from services.observer import health
@@ -22,6 +24,16 @@ from services.observer.ledger_api import LedgerApi, format_minute
 from tests.unit.observer.description import check_answer
 from tests.unit.observer.ledger.stories import MINUTE_MS, PLAIN, accept, hear, tell
 
+TOKEN = "a-token-of-the-test-0123456789"
+
+
+@pytest.fixture
+def tokens(tmp_path: Path) -> Tokens:
+    path = tmp_path / "token"
+    path.write_text(f"{TOKEN}\n")
+    path.chmod(0o600)
+    return Tokens(path)
+
 
 @pytest.fixture
 def minute() -> int:
@@ -30,7 +42,7 @@ def minute() -> int:
 
 
 @pytest.fixture
-async def address(tmp_path: Path, minute: int) -> AsyncIterator[str]:
+async def address(tmp_path: Path, minute: int, tokens: Tokens) -> AsyncIterator[str]:
     """An observer that knows of ten events, two of them missing."""
     async with LogBroker.open(str(tmp_path / "log")) as broker, Producer(broker.driver) as producer:
         for topic in ("flights", "late.out", SNAPSHOTS):
@@ -47,13 +59,16 @@ async def address(tmp_path: Path, minute: int) -> AsyncIterator[str]:
             return health.judge(follower.table, follower.planned, pipe, now, 0.01)
 
         api = LedgerApi(follower, broker.admin, judge, 0.01)
-        async with serve_api("127.0.0.1:0", api.routes()) as bound:
+        async with serve_api("127.0.0.1:0", api.routes(), tokens=tokens) as bound:
             yield bound
 
 
-async def ask(address: str, path: str, method: str = "GET", **more: Any) -> tuple[int, dict[str, Any]]:
+async def ask(
+    address: str, path: str, method: str = "GET", *, token: str = TOKEN, **more: Any
+) -> tuple[int, dict[str, Any]]:
+    head = {"Authorization": f"Bearer {token}"} if token else {}
     async with (
-        aiohttp.ClientSession() as session,
+        aiohttp.ClientSession(headers=head) as session,
         session.request(method, f"http://{address}{path}", **more) as answer,
     ):
         body = await answer.json(content_type=None)
@@ -104,6 +119,16 @@ async def test_a_planned_action_is_announced(address: str) -> None:
     assert (await ask(address, "/v1/planned", "POST", data='{"kind": "deploy"}'))[0] == 415
 
 
+@pytest.mark.parametrize("token", ["", "wrong", TOKEN[:-1], TOKEN + "0", "é" * 40])
+async def test_nobody_without_a_token_keeps_alarms_quiet(address: str, token: str) -> None:
+    """Broken: any process on the machine announces a deploy, and the loss that it hides wakes nobody."""
+    good = {"kind": "deploy", "seconds": 60, "pipe": "late", "by": "ci"}
+    status, body = await ask(address, "/v1/planned", "POST", token=token, json=good)
+    assert (status, body["type"]) == (401, "urn:penstock:problem:unauthorized")
+    status, body = await ask(address, "/v1/planned", token=token)
+    assert (status, body["planned"]) == (200, []), "on loopback everybody may read"
+
+
 def test_the_command_line_shows_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
     """Broken: `penstock loss` fails on what the observer answers."""
     steps = [
@@ -130,7 +155,7 @@ def test_the_command_line_shows_a_table(monkeypatch: pytest.MonkeyPatch) -> None
         },
     }
 
-    async def answer(_address: str, path: str, _query: dict[str, str]) -> dict[str, Any]:
+    async def answer(_observer: Observer, path: str, _query: dict[str, str]) -> dict[str, Any]:
         return answers[path.rpartition("/")[2]]
 
     monkeypatch.setattr(loss, "ask", answer)
