@@ -144,9 +144,9 @@ class Consumer(Protocol):
         Of each partition at most `MAX_POLL_BYTES`, as stored (others may send compressed records to Kafka).
         Advances the position of what it returns. Cancelling loses nothing: what was not returned comes again.
         Keeps membership alive by itself, also while nobody polls for long (pause outlives any poll interval).
-        Raises OffsetOutOfRange, DataDamaged, Unavailable; the caller may poll again. A gap or damage is raised at every
-        poll while its partition is not paused; the other partitions go on. Damage that is known to end at a readable
-        record may come as a `Batch` with `damage` instead: keep it elsewhere, and it is passed over like any other.
+        Raises OffsetOutOfRange (PositionLost is one), DataDamaged, Unavailable; the caller may poll again. A gap or damage is
+        raised at every poll while its partition is not paused; the other partitions go on. Damage that is known to end at a
+        readable record may come as a `Batch` with `damage` instead: keep it elsewhere, and it is passed over like any other.
         """
 
     async def commit(self, processed: Mapping[TopicPartition, int]) -> None:
