@@ -12,14 +12,22 @@ from services.ingest import problems
 from services.ingest.problems import Refused
 
 SCOPE = "ingest"
+QUOTA_BYTES = 10_000
+"""What an event may be large before it counts as several."""
 _URL_NAMES = frozenset(("key", "api_key", "apikey", "api-key", "token", "access_token", "authorization"))
 
 
 class Access:
-    """Checks keys; None for `ring` lets everybody in (loopback only, see settings). `ring` may be replaced at any time."""
+    """Checks keys; None for `ring` lets everybody in (loopback only, see settings). `ring` may be replaced at any time.
 
-    def __init__(self, ring: KeyRing | None, clock: Callable[[], float] = time.monotonic) -> None:
+    quota_bytes: how many bytes of a body, unpacked, count as an event of a key's quota.
+    """
+
+    def __init__(
+        self, ring: KeyRing | None, clock: Callable[[], float] = time.monotonic, *, quota_bytes: int = QUOTA_BYTES
+    ) -> None:
         self.ring = ring
+        self._quota_bytes = quota_bytes
         self._clock = clock
         self._buckets: dict[str, _Bucket] = {}
 
@@ -58,9 +66,15 @@ class Access:
             if wait > 0:
                 raise Refused(problems.OVER_QUOTA, f"It is {key.rate} events a second.", retry_after=wait)
 
+    def charge_bytes(self, key: ApiKey | None, size: int) -> int:
+        """Count a body of this size, before it is parsed, against the key's quota; as how many events."""
+        events = -(-size // self._quota_bytes)
+        self.charge(key, events)
+        return events
+
     def charge(self, key: ApiKey | None, events: int) -> None:
-        """Count events against the key's quota."""
-        if key is not None and key.rate is not None:
+        """Count events against the key's quota; none when it is not positive."""
+        if events > 0 and key is not None and key.rate is not None:
             self._bucket(key.id, key.rate).take(events, self._clock())
 
     def _bucket(self, key_id: str, rate: int) -> "_Bucket":

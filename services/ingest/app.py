@@ -48,7 +48,7 @@ async def start(settings: IngestSettings, supervision: Supervision) -> None:
     settings.address()
     stopping = supervision.stopping
     pipes = await asyncio.to_thread(load_pipes, settings.pipes)
-    access = Access(None)
+    access = Access(None, quota_bytes=settings.quota_bytes)
     keys = KeyWatch(settings.keys, access) if settings.keys is not None else None
     if keys is not None:
         await keys.load()

@@ -14,11 +14,11 @@ from urllib.parse import unquote_to_bytes
 import msgspec
 import orjson
 
-from services.ingest import problems
+from services.ingest import json_events, problems
 from services.ingest.event_fields import CONTROL
 from services.ingest.items import Attributes, Items, Limits
-from services.ingest.json_events import check_count, check_single, choose
-from services.ingest.json_text import WHITESPACE, parse, split_array
+from services.ingest.json_events import check_count, check_single
+from services.ingest.json_text import WHITESPACE, parse
 from services.ingest.problems import Refusal, Refused
 
 HEADER_PREFIX = "ce-"
@@ -50,8 +50,12 @@ def read_batch(body: bytes, limits: Limits) -> Items:
     if type(documents) is not list:
         raise Refused(problems.BAD_JSON, "An array of CloudEvents is needed.")
     check_count(len(documents), limits)
-    chosen = choose(split_array(body, documents), documents, range(len(documents)), limits)
-    return _unwrap(chosen)
+    return read_elements(body, documents, 0, limits)
+
+
+def read_elements(text: bytes, documents: list[Any], first: int, limits: Limits) -> Items:
+    """As `json_events.read_elements`, for CloudEvents."""
+    return _unwrap(json_events.read_elements(text, documents, first, limits))
 
 
 def read_structured(body: bytes, limits: Limits) -> Items:
@@ -67,12 +71,12 @@ def read_structured(body: bytes, limits: Limits) -> Items:
 def read_binary(body: bytes, headers: Iterable[tuple[str, str]], content_type: str, limits: Limits) -> Items:
     """One CloudEvent whose attributes are `ce-…` headers and whose data is the body, of any media type."""
     document: dict[str, Any] = {}
+    if len(body) > limits.event_bytes:
+        raise Refused(problems.EVENT_TOO_LARGE, f"An event has at most {limits.event_bytes} bytes.")
     if is_json(content_type) and body:
         parsed = parse(body)
         check_single(body, parsed, limits)
         document = parsed if type(parsed) is dict else {}
-    elif len(body) > limits.event_bytes:
-        raise Refused(problems.EVENT_TOO_LARGE, f"An event has at most {limits.event_bytes} bytes.")
     try:
         attributes = _attributes(_from_headers(headers, content_type))
     except _Fault as fault:

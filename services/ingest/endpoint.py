@@ -13,6 +13,7 @@ from aiohttp.http import RawRequestMessage
 
 from services.core.broker.errors import BrokerClosed, Overloaded
 from services.core.broker.producer import Producer, SendResult
+from services.core.keys import ApiKey
 from services.ingest import problems
 from services.ingest.access import Access, check_query, unknown_stream
 from services.ingest.body_encoding import choose_encoding, unpack
@@ -24,9 +25,14 @@ from services.ingest.items import Limits
 from services.ingest.outcomes import RETRY_AFTER_S, answer, find_failures
 from services.ingest.problems import Refused
 from services.ingest.request_body import read_body
+from services.ingest.slices import SLICE_BYTES, read_slices
 
 _STREAM_PATH = re.compile(r"/v1/streams/[^/]+/events")
 _POINTER = orjson.dumps({"service": "penstock ingest", "openapi": "/openapi.json"})
+
+
+LARGE_AT_ONCE = 2
+"""Bodies of more than a slice that are parsed at a time; they take turns with everything else."""
 
 
 def events_path(stream: str) -> str:
@@ -49,6 +55,7 @@ class Endpoint:
         self._routes = {events_path(name): intake for name, intake in intakes.items()}
         self._documents = {"/": _POINTER, "/openapi.json": openapi}
         self._producer, self._access, self._limits, self._executor = producer, access, limits, executor
+        self._large = asyncio.Semaphore(LARGE_AT_ONCE)
 
     async def handle(self, message: RawRequestMessage, connection: Connection) -> Answer:
         """One request. Raises Refused where no stream is concerned, ClientGone, and programming errors."""
@@ -77,12 +84,19 @@ class Endpoint:
             raise Refused(problems.STREAM_NOT_READY, detail, retry_after=RETRY_AFTER_S)
         body = await read_body(connection, message, self._limits.body_bytes)
         if encoding is not None:
-            body = await self._unpack(body, encoding, connection)
-        items = read_items(body, content_type, body_format, message, self._limits)
-        access.charge(key, len(items.values))
-        arrival = time.time_ns() // 1_000_000
-        prepared = intake.prepare(items, arrival, headers.get("traceparent"))
-        del body, items  # parsed payloads are most of a request's objects: none while the broker works
+            body = await self._unpack(key, body, encoding, connection)
+        paid = access.charge_bytes(key, len(body))
+        arrival, trace = time.time_ns() // 1_000_000, headers.get("traceparent")
+        if len(body) <= SLICE_BYTES:
+            items = read_items(body, content_type, body_format, message, self._limits)
+            prepared = intake.prepare(items, arrival, trace)
+            del items  # parsed payloads are most of a request's objects: none while the broker works
+        else:
+            async with self._large:
+                slices = read_slices(body, content_type, body_format, message, self._limits)
+                prepared = await intake.prepare_slices(slices, arrival, trace)
+        del body
+        access.charge(key, len(prepared.values) - paid)
         return await self._send(intake, prepared, arrival, wants_ids="Prefer" in headers and _wants_ids(message))
 
     async def _send(self, intake: Intake, prepared: Prepared, arrival: int, *, wants_ids: bool) -> Answer:
@@ -121,10 +135,14 @@ class Endpoint:
                 intake.ledger.settled(prepared.numbers, prepared.rows, prepared.times, arrival, result)
         return result
 
-    async def _unpack(self, body: bytes, encoding: str, connection: Connection) -> bytes:
-        """On a thread: the codecs release the interpreter, and 5 MB take them 10 ms."""
-        loop = asyncio.get_running_loop()
-        unpacked = await loop.run_in_executor(self._executor, unpack, body, encoding, self._limits.body_bytes)
+    async def _unpack(self, key: ApiKey | None, body: bytes, encoding: str, connection: Connection) -> bytes:
+        """On a thread: the codecs release the interpreter, and 5 MB take them 10 ms. Raises Refused; it counts as the largest."""
+        loop, limit = asyncio.get_running_loop(), self._limits.body_bytes
+        try:
+            unpacked = await loop.run_in_executor(self._executor, unpack, body, encoding, limit)
+        except Refused:
+            self._access.charge_bytes(key, limit)
+            raise
         connection.hold_unpacked(len(unpacked))
         return unpacked
 

@@ -1,9 +1,10 @@
 """From a request's events to records by partition, column by column.
 
-One `Intake` per stream and process. Everything here is plain computation, done at once for a whole request.
+One `Intake` per stream and process. Everything here is plain computation, done at once for a whole request or a slice of it.
 """
 
-from collections.abc import Callable, Sequence
+import asyncio
+from collections.abc import Callable, Iterable, Sequence
 from typing import cast
 
 import msgspec
@@ -11,6 +12,7 @@ import msgspec
 from services.core.broker.partitioner import choose_partition
 from services.core.broker.record import Record
 from services.core.pipes import Stream
+from services.core.problem_type import ProblemType
 from services.ingest import problems
 from services.ingest.event_fields import Column, Faults, Reader, field_reader, prefer, read_ids, read_keys, read_times
 from services.ingest.event_ids import IdMaker
@@ -77,6 +79,24 @@ class Intake:
     def prepare(self, items: Items, arrival: int, traceparent: str | None) -> Prepared:
         """Turn the events into records. `arrival` in ms. Raises Refused when a malformed id spoils the whole request."""
         columns, faults = self._columns(items, arrival, traceparent)
+        return self._finish(items, columns, faults, arrival)
+
+    async def prepare_slices(self, slices: Iterable[Items], arrival: int, traceparent: str | None) -> Prepared:
+        """As `prepare`, for a request that is read in slices: others get their turn behind each. Raises Refused, as they do."""
+        whole, faults = Items([], [], []), dict[int, tuple[ProblemType, str]]()
+        columns: Columns | None = None
+        indexes: list[int] = []
+        for items in slices:
+            more, found = self._columns(items, arrival, traceparent)
+            faults.update({len(indexes) + row: fault for row, fault in found.items()})
+            indexes += items.indexes
+            whole = Items([], [], indexes, None, whole.refused + items.refused, items.by_line)
+            columns = more if columns is None else columns.join(more)
+            del items
+            await asyncio.sleep(0)
+        return self._finish(whole, columns or Columns([], [], None, [], None), faults, arrival)
+
+    def _finish(self, items: Items, columns: Columns, faults: Faults, arrival: int) -> Prepared:
         count, refused = len(columns.ids), items.refused
         rows: Sequence[int] = range(count)
         if faults:

@@ -24,27 +24,48 @@ def read_json(body: bytes, limits: Limits) -> Items:
     if type(document) is not list:
         raise Refused(problems.BAD_JSON, "An array of objects, or one object, is needed.")
     check_count(len(document), limits)
-    return choose(split_array(body, document), document, range(len(document)), limits)
+    return read_elements(body, document, 0, limits)
+
+
+def read_elements(text: bytes, documents: list[Any], first: int, limits: Limits) -> Items:
+    """The elements of an array, parsed before as `documents`, of which the first has this index in the request."""
+    return choose(split_array(text, documents), documents, range(first, first + len(documents)), limits)
 
 
 def read_lines(body: bytes, limits: Limits) -> Items:
     """One object a line; empty lines are skipped but counted. A bad line is that event's fault alone."""
+    check_start(body, limits)
+    items = read_piece(body, 0, limits)
+    if not items.values and not items.refused:
+        raise Refused(problems.EMPTY_BODY, "There is no event in it.")
+    return items
+
+
+def check_start(body: bytes, limits: Limits) -> None:
+    """Raises Refused for a byte order mark, and for too many lines."""
     if body.startswith(codecs.BOM_UTF8):
         raise Refused(problems.BAD_JSON, "A byte order mark is not allowed.")
     check_count(body.count(b"\n"), limits)
-    lines = body.split(b"\n")
-    numbers = [number for number, line in enumerate(lines) if line.strip(WHITESPACE)]
-    if not numbers:
-        raise Refused(problems.EMPTY_BODY, "There is no event in it.")
+
+
+def read_piece(piece: bytes, first: int, limits: Limits) -> Items:
+    """Whole lines of a body, of which the first has this number; maybe none that is an event."""
+    lines = piece.split(b"\n")
+    numbers = [number for number, line in enumerate(lines, first) if line.strip(WHITESPACE)]
     check_count(len(numbers), limits)
-    texts = [lines[number].strip(WHITESPACE) for number in numbers]
+    texts = [lines[number - first].strip(WHITESPACE) for number in numbers]
     try:
-        documents = [orjson.loads(text) for text in texts]
+        documents = [orjson.loads(text) if len(text) <= limits.event_bytes else stand_in(text) for text in texts]
     except orjson.JSONDecodeError:
         documents = [_parse_line(text) for text in texts]
     items = choose(texts, documents, numbers, limits, by_line=True)
     items.by_line = True
     return items
+
+
+def stand_in(text: bytes) -> Any:
+    """In place of an event that is too large to be parsed, and is refused: an object for one, None for what is none."""
+    return {} if text[:1] == b"{" else None
 
 
 def check_count(count: int, limits: Limits) -> None:

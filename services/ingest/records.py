@@ -63,6 +63,16 @@ class Columns(msgspec.Struct, frozen=True):
     times: list[int]
     more: list[Headers] | None
 
+    def join(self, other: "Columns") -> "Columns":
+        """The rows of both. A column that is None in one is None in the other, for they are of one request."""
+        return Columns(
+            self.values + other.values,
+            self.ids + other.ids,
+            None if self.keys is None else self.keys + (other.keys or []),
+            self.times + other.times,
+            None if self.more is None else self.more + (other.more or []),
+        )
+
 
 def make_records(rows: Sequence[int], columns: Columns, arrival: int, numbers: Numbers) -> list[Record]:
     """The records of these rows, numbered in order. arrival in ms."""

@@ -9,6 +9,7 @@ from services.core.address import Address, is_loopback, parse_address
 from services.core.settings import Settings
 from services.core.units import Duration, Size
 from services.core.yaml_source import BadConfiguration, Problem
+from services.ingest.access import QUOTA_BYTES
 from services.ingest.event_ids import MAX_IDS
 from services.ingest.items import Limits
 
@@ -26,6 +27,10 @@ class IngestSettings(Settings):
     max_event: Size = Field(1_000_000, description="One event at most, e.g. 1MB.")
     max_body: Size = Field(5_000_000, description="One request's body at most, before and after unpacking, e.g. 5MB.")
     max_events: int = Field(10_000, ge=1, le=MAX_IDS, description="Events in one request at most.")
+    quota_bytes: Size = Field(
+        QUOTA_BYTES,
+        description="Bytes of a body, unpacked, that count as one event of its key's rate, where its events are fewer.",
+    )
     max_connections: int = Field(1000, ge=1, description="Open connections at most; more are answered 503.")
     max_in_flight: Size = Field(
         40_000_000,

@@ -20,7 +20,7 @@ from services.core.keys import make_key
 from tests.faults.conftest import Report
 from tests.faults.fleet import wait_until
 from tests.faults.trial import open_trial
-from tests.faults.unread import Flood, make_wire
+from tests.faults.unread import Flood
 from tests.support.oracle import Fate
 
 DISK = 16 << 20
@@ -149,7 +149,7 @@ async def test_pipelines_that_nobody_reads(log_url: str, tmp_path: Path, report:
     async with open_trial("26 pipelines that nobody reads", log_url, tmp_path) as trial:
         ingest = await trial.start_ingest()
         await trial.start_expel()
-        flood = Flood(int(trial.listen.rpartition(":")[2]), UNREAD, make_wire(trial.stream))
+        flood = Flood(int(trial.listen.rpartition(":")[2]), UNREAD, trial.stream)
         async with trial.load():
             await asyncio.sleep(1)
             async with flood.run():
