@@ -53,8 +53,10 @@ class BoundedFetcher(Fetcher):  # type: ignore[misc]  # aiokafka has no types
 
     async def close(self) -> None:
         """Also gives back what it held of the budget."""
-        self._budget.leave(self)
-        await super().close()
+        try:
+            await super().close()
+        finally:
+            self._budget.leave(self)
 
     def epochs_between(self, source: KafkaPartition, first: int, last: int) -> list[tuple[int, int]]:
         """(offset, epoch) where they begin, for fetched records from offset `first` to `last`."""
