@@ -26,7 +26,7 @@ from services.core.broker.connect import open_broker
 from services.core.jvm.child import start_child, stop_child
 from services.core.jvm.kafka_server import KafkaCluster
 from services.fleet.folder import ProcessState, read_state
-from tests.faults import soak_fidelity, soak_outage
+from tests.faults import doubt, soak_fidelity, soak_outage
 from tests.faults.fleet import wait_until
 from tests.faults.sender import Sender
 from tests.faults.sink import Sink, open_sink
@@ -304,12 +304,17 @@ def main() -> int:
         "--fidelity", action="store_true", help="does the observer name what is lost, and nothing else?"
     )
     parser.add_argument("--outage", action="store_true", help="instead: a failing receiver, retrier and expel killed")
+    parser.add_argument(
+        "--doubt", action="store_true", help="instead: brokers frozen and cut off, batches of equal size"
+    )
     arguments = parser.parse_args()
     assert BACKENDS
     if arguments.strikes:
         return run_strikes(arguments.broker, arguments.strikes, arguments.rate, arguments.seed)
     if arguments.broker == "kinesis":
         parser.error("--broker kinesis goes with --strikes")
+    if arguments.doubt:
+        return doubt.run(arguments.minutes, arguments.seed)
     if arguments.outage:
         return soak_outage.run(arguments.minutes, arguments.rate, arguments.seed, kafka=arguments.broker == "kafka")
     print("seed", arguments.seed, flush=True)

@@ -9,7 +9,8 @@ from services.core.broker.record import Record
 
 
 async def send_by_key(producer: Producer, topic: str, records: Sequence[Record]) -> dict[int, Exception]:
-    """Durably, in order per key; answers when all are settled. {index: error} of those that are not stored (for certain).
+    """Durably, in order per key; answers when all are settled. {index: error} of those that are not known to be stored:
+    after OutcomeUnknown they may be, and sending them again may double them.
 
     Raises nothing but CancelledError; when nothing could even be queued, everything failed with that error.
     """

@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Self
 
 from services.core.jvm.kafka_broker import KafkaBroker
-from services.core.jvm.kafka_config import choose_nodes, server_properties
+from services.core.jvm.kafka_config import Node, choose_nodes, server_properties
 
 READY_TIMEOUT_S = 120.0
 STOP_GRACE_S = 15.0
@@ -43,7 +43,7 @@ class KafkaCluster:
         java_options: Sequence[str] = FAST_START,
     ) -> None:
         self.folder = folder.absolute()
-        self._settings = dict(settings or {})
+        self.settings = dict(settings or {})
         nodes = choose_nodes(brokers)
         options = [f"-Xmx{heap_mb}m", *java_options]
         self.brokers = {node.node_id: KafkaBroker(node, self.folder, options) for node in nodes}
@@ -63,13 +63,16 @@ class KafkaCluster:
         cluster_id = self._cluster_id()
         try:
             for broker in self.brokers.values():
-                text = server_properties(broker.node, nodes, str(broker.data), self._settings)
-                broker.config.write_text(text, encoding="utf-8")
+                broker.config.write_text(self.properties(broker.node, nodes), encoding="utf-8")
                 broker.format(cluster_id)
             self._launch(self.brokers, timeout_s)
         except BaseException:
             self.stop(grace_s=0)
             raise
+
+    def properties(self, node: Node, nodes: Sequence[Node]) -> str:
+        """The text of this node's server.properties."""
+        return server_properties(node, nodes, str(self.brokers[node.node_id].data), self.settings)
 
     def kill(self, node_id: int) -> None:
         """SIGKILL one broker, as a crash would. Blocks until it is gone."""

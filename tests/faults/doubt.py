@@ -1,0 +1,285 @@
+"""Batches in doubt, refused and repeated on three real brokers: make soak ARGS="--doubt --minutes 10"
+
+Writers send batches of equal size while followers are frozen and thawed and brokers lose each other. One topic has two
+replicas that must both have a record, so that a single frozen follower makes its leader first doubt and then refuse; the other
+has three, of which two must. In the end every record is read. One that was acknowledged must be there once, in the order of its
+writer; one that was "not stored" must not be there. Exit status 1 when that does not hold, or when nothing was ever in doubt.
+"""
+
+import asyncio
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from services.core.broker.contract import Broker
+from services.core.broker.errors import OutcomeUnknown
+from services.core.broker.kafka import KafkaBroker, Timing
+from services.core.broker.producer import Producer
+from services.core.broker.record import Record
+from services.core.broker.retry import RetryPolicy
+from services.core.jvm.kafka_config import Node, free_ports, server_properties
+from services.core.jvm.kafka_server import KafkaCluster
+from tests.support.fault_table import HEAD, Row
+from tests.support.kafka import describe_partitions, make_topic
+from tests.support.tcp_proxy import TcpProxy, open_proxy
+
+PARTITIONS = 2
+WRITERS = 3
+"""Of each partition."""
+BATCH = 2
+"""Records of every batch of a writer; what travels together is a multiple of it."""
+PAUSE_S = 0.02
+QUICK = RetryPolicy(deadline=3.0, append_timeout=4.0)
+QUICK_TIMING = Timing(session=2.0, heartbeat=0.3, drain=10.0, request=3.0, metadata=1.0)
+FREEZE_S = (7.5, 14.0)
+"""Longer than it takes the controller to miss a node (6 s), so that its leader has too few replicas in sync."""
+CUT_S = (4.0, 12.0)
+SETTLE_S = 240.0
+_PAGE = 1000
+
+
+@dataclass(eq=False)
+class Writer:
+    """One row of batches to one partition. fates: of each of its values, by number."""
+
+    topic: str
+    partition: int
+    name: str
+    fates: list[str] = field(default_factory=list)
+
+    async def run(self, producer: Producer, stopping: asyncio.Event, acknowledged: Callable[[], None]) -> None:
+        """Send batch after batch, each once, until told to stop."""
+        while not stopping.is_set():
+            first = len(self.fates)
+            self.fates += ["unknown"] * BATCH
+            records = [Record(b"k", b"%s-%d" % (self.name.encode(), first + n), 1) for n in range(BATCH)]
+            (part,) = (await producer.send_to(self.topic, {self.partition: records})).parts
+            failed = dict(part.failed)
+            for index in range(BATCH):
+                error = failed.get(index)
+                fate = "unknown" if isinstance(error, OutcomeUnknown) else "refused" if error else "acknowledged"
+                self.fates[first + index] = fate
+            if not failed:
+                acknowledged()
+            await asyncio.sleep(PAUSE_S)
+
+    def complaints(self, found: list[int]) -> list[str]:
+        """What is wrong about the numbers of its records that are stored, in their order."""
+        counts = Counter(found)
+        wrong = []
+        for number, fate in enumerate(self.fates):
+            if fate == "acknowledged" and counts[number] != 1:
+                wrong.append(
+                    f"{self.topic}[{self.partition}] {self.name}-{number} was acknowledged: {counts[number]} times"
+                )
+            elif fate == "refused" and counts[number]:
+                wrong.append(
+                    f"{self.topic}[{self.partition}] {self.name}-{number} was not stored: {counts[number]} times"
+                )
+        ordered = [number for number in found if self.fates[number] == "acknowledged"]
+        if ordered != sorted(ordered):
+            wrong.append(f"{self.topic}[{self.partition}] {self.name}: acknowledged records lie in another order")
+        return wrong
+
+
+@dataclass(eq=False)
+class DoubtTrial:
+    """One run. links: what other brokers reach a node through, where they do so through a proxy of ours."""
+
+    cluster: KafkaCluster
+    broker: Broker
+    producer: Producer
+    writers: list[Writer]
+    seed: int
+    links: dict[int, TcpProxy] = field(default_factory=dict)
+    faults: Counter[str] = field(default_factory=Counter)
+    stored: dict[str, int] = field(default_factory=dict)
+    acks: list[float] = field(default_factory=list)
+    recovery: float = 0.0
+    complaints: list[str] = field(default_factory=list)
+
+    @property
+    def strict(self) -> str:
+        """The topic of which both replicas must have a record."""
+        return self.writers[0].topic
+
+    @asynccontextmanager
+    async def load(self) -> AsyncIterator[None]:
+        """All write meanwhile; ends when every answer is there."""
+        stopping = asyncio.Event()
+
+        def acknowledged() -> None:
+            self.acks.append(time.monotonic())
+
+        async with asyncio.TaskGroup() as group:
+            for writer in self.writers:
+                group.create_task(writer.run(self.producer, stopping, acknowledged))
+            try:
+                yield
+            finally:
+                stopping.set()
+
+    async def freeze(self, node: int, seconds: float) -> None:
+        """Stop one node for so long, then wait until every writer gets through again."""
+        pid = self.cluster.brokers[node].pid
+        assert pid is not None
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            await asyncio.sleep(seconds)
+        finally:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+        self.faults["freeze"] += 1
+        await self.recover()
+
+    async def cut(self, node: int, seconds: float) -> None:
+        """No other broker reaches this one for so long; clients and the controllers do."""
+        link = self.links[node]
+        link.refuses = True
+        link.cut()
+        try:
+            await asyncio.sleep(seconds)
+        finally:
+            link.refuses = False
+        self.faults["cut"] += 1
+        await self.recover()
+
+    async def recover(self) -> None:
+        """Until each writer has had something acknowledged again."""
+        began = time.monotonic()
+        sent = [len(writer.fates) for writer in self.writers]
+        async with asyncio.timeout(SETTLE_S):
+            while not all("acknowledged" in w.fates[n:] for w, n in zip(self.writers, sent, strict=True)):
+                await asyncio.sleep(0.1)
+        self.recovery = max(self.recovery, time.monotonic() - began)
+
+    async def follower(self, partition: int) -> int:
+        """The node that follows in a partition of the strict topic."""
+        found = (await describe_partitions(self.cluster.bootstrap, self.strict))[partition]
+        replicas: list[int] = found["replicas"]
+        return next(node for node in replicas if node != found["leader"])
+
+    async def strike_until(self, end: float, chance: random.Random) -> None:
+        """Freeze and cut nodes, one after the other, until this moment (monotonic)."""
+        while time.monotonic() < end:
+            if self.links and chance.random() < 0.4:
+                await self.cut(chance.choice(list(self.links)), chance.uniform(*CUT_S))
+            else:
+                await self.freeze(await self.follower(chance.randrange(PARTITIONS)), chance.uniform(*FREEZE_S))
+            await asyncio.sleep(chance.uniform(0.5, 2.0))
+
+    async def judge(self) -> Row:
+        """Read everything, and compare. The trial's row; `complaints` says what is wrong."""
+        for topic in {writer.topic for writer in self.writers}:
+            for partition in range(PARTITIONS):
+                await self._judge_partition(topic, partition)
+        fates = Counter(fate for writer in self.writers for fate in writer.fates)
+        if not fates["unknown"] or not fates["refused"]:
+            self.complaints.append(f"nothing was in doubt, or nothing refused: the run proves nothing ({dict(fates)})")
+        gaps = [later - earlier for earlier, later in zip(self.acks, self.acks[1:], strict=False)]
+        acknowledged = fates.pop("acknowledged", 0)
+        return Row(
+            fault="22 followers frozen" + (", brokers cut off" if self.links else "") + ", equal batches",
+            broker="kafka",
+            acknowledged=acknowledged,
+            delivered=sum(1 for count in self.stored.values() if count),
+            dead=0,
+            duplicates=sum(count - 1 for count in self.stored.values()),
+            sent_again=0,
+            lost=sum("was acknowledged: 0" in text for text in self.complaints),
+            recovery=self.recovery,
+            gap=max(gaps, default=None),
+            peak_rss={},
+            seed=self.seed,
+            answers=dict(fates),
+        )
+
+    async def _judge_partition(self, topic: str, partition: int) -> None:
+        found: dict[str, list[int]] = {}
+        held = (await self.broker.admin.describe(topic))[partition]
+        offset = held.start
+        while offset < held.end and (
+            batch := await self.broker.admin.read(topic, partition, offset, max_records=_PAGE)
+        ):
+            for record in batch.records:
+                name, _, number = (record.value or b"").decode().partition("-")
+                found.setdefault(name, []).append(int(number))
+                self.stored[f"{name}-{number}"] = self.stored.get(f"{name}-{number}", 0) + 1
+            offset = batch.offsets[-1] + 1
+        for writer in self.writers:
+            if (writer.topic, writer.partition) == (topic, partition):
+                self.complaints += writer.complaints(found.get(writer.name, []))
+
+
+@asynccontextmanager
+async def open_doubt(
+    cluster: KafkaCluster, seed: int, timing: Timing, policy: RetryPolicy
+) -> AsyncIterator[DoubtTrial]:
+    """Topics, writers and a producer on a running cluster; nobody writes yet."""
+    keep = {"retention.ms": "-1", "min.insync.replicas": "2"}
+    strict = await make_topic(cluster.bootstrap, "strict", partitions=PARTITIONS, replicas=2, configs=keep)
+    usual = await make_topic(cluster.bootstrap, "usual", partitions=PARTITIONS, configs=keep)
+    places = [(topic, partition) for topic in (strict, usual) for partition in range(PARTITIONS)]
+    writers = [Writer(*place, f"w{index}x{n}") for index, place in enumerate(places) for n in range(WRITERS)]
+    async with KafkaBroker.open(cluster.bootstrap, timing=timing) as broker:
+        producer = Producer(broker.driver, policy=policy)
+        yield DoubtTrial(cluster, broker, producer, writers, seed)
+        await producer.close()
+
+
+class LinkedCluster(KafkaCluster):
+    """Three brokers that reach each other only through a port each of which `links` says the number."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, settings={"replica.lag.time.max.ms": "4000"})
+        self.inner = dict(zip(self.brokers, free_ports(len(self.brokers)), strict=True))
+        self.links: dict[int, int] = {}
+
+    def properties(self, node: Node, nodes: Sequence[Node]) -> str:
+        """As without links, with a listener of its own for other brokers, that they hear of as the link's port."""
+        shared = self.brokers[node.node_id].address
+        listeners = f"BROKER://{shared},INNER://127.0.0.1:{self.inner[node.node_id]}"
+        more = {
+            "listeners": f"{listeners},CONTROLLER://127.0.0.1:{node.controller_port}",
+            "advertised.listeners": f"BROKER://{shared},INNER://127.0.0.1:{self.links[node.node_id]}",
+            "listener.security.protocol.map": "BROKER:PLAINTEXT,INNER:PLAINTEXT,CONTROLLER:PLAINTEXT",
+            "inter.broker.listener.name": "INNER",
+        }
+        return server_properties(node, nodes, str(self.brokers[node.node_id].data), {**self.settings, **more})
+
+
+async def soak(minutes: float, seed: int, folder: Path) -> int:
+    """Run it on a Kafka of its own and print the row. The exit status."""
+    cluster = LinkedCluster(folder / "kafka")
+    async with AsyncExitStack() as stack:
+        links = {n: await stack.enter_async_context(open_proxy("127.0.0.1", p)) for n, p in cluster.inner.items()}
+        cluster.links = {node: link.port for node, link in links.items()}
+        stack.callback(cluster.stop, grace_s=0)
+        await asyncio.to_thread(cluster.start)
+        trial = await stack.enter_async_context(open_doubt(cluster, seed, Timing(), RetryPolicy()))
+        trial.links = links
+        async with trial.load():
+            await trial.strike_until(time.monotonic() + 60 * minutes, random.Random(seed))
+        row = await trial.judge()
+    print(f"{minutes:g} minutes, faults {dict(trial.faults)}, seed {seed}\n{HEAD}\n{row.text()}")
+    for text in trial.complaints[:50]:
+        print("FAILED:", text)
+    return 1 if trial.complaints else 0
+
+
+def run(minutes: float, seed: int) -> int:
+    """The exit status."""
+    with tempfile.TemporaryDirectory(prefix="penstock-doubt-", ignore_cleanup_errors=True) as name:
+        return asyncio.run(soak(minutes, seed, Path(name)))
+
+
+if __name__ == "__main__":
+    sys.exit("Try: make soak ARGS=--doubt")
