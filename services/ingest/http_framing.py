@@ -50,15 +50,13 @@ def check_head_size(message: RawRequestMessage) -> None:
 
 
 def switches(message: RawRequestMessage) -> bool:
-    """Whether what follows a request may be another protocol, which the parser does not read on. We never switch."""
-    if not message.upgrade:
-        return False
-    return message.method == "CONNECT" or message.headers.get(hdrs.UPGRADE, "").lower() in ("websocket", "tcp")
+    """Whether the client asks for another protocol behind this request. We never do; the parser drops what came behind."""
+    return bool(message.upgrade) or message.method == "CONNECT"
 
 
 def check_head(message: RawRequestMessage) -> None:
     """Raises Refused for what is not HTTP/1.1, unless it is HTTP/1.0 with a Host, and for transfer codings beside chunked."""
-    if message.chunked:
+    if hdrs.TRANSFER_ENCODING in message.headers:
         _check_coding(message)
     if message.version is HttpVersion11:
         return
@@ -67,7 +65,12 @@ def check_head(message: RawRequestMessage) -> None:
 
 
 def _check_coding(message: RawRequestMessage) -> None:
-    """The parser looks at the last coding only: what another one did to the body would be stored as the events' text."""
+    """The parser looks at the last coding only: what another one did to the body would be stored as the events' text.
+
+    Nor does it mind an empty one, behind which somebody in front of us may see a body, and we the next request.
+    """
+    if not message.chunked:
+        raise Refused(problems.BAD_REQUEST, "Transfer-Encoding says nothing.", ends=True)
     if message.version is not HttpVersion11:
         raise Refused(problems.BAD_REQUEST, "Transfer-Encoding needs HTTP/1.1.", ends=True)
     if message.headers[hdrs.TRANSFER_ENCODING].strip(" \t,").lower() != "chunked":

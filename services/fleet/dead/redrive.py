@@ -116,7 +116,9 @@ class Redrive:
             try:
                 await reporter.report(closed=True)
             except Unavailable as error:
-                note(f"the observer is not told of what is redriven from now on, and will not miss it: {error}", "yellow")
+                note(
+                    f"the observer is not told of what is redriven from now on, and will not miss it: {error}", "yellow"
+                )
                 self._is_untold = True
                 return
 

@@ -58,7 +58,11 @@ class Service:
 
 @asynccontextmanager
 async def running(
-    *, access: Access | None = None, streams: Mapping[str, Stream] = STREAMS, max_pending: int = 1 << 20
+    *,
+    access: Access | None = None,
+    streams: Mapping[str, Stream] = STREAMS,
+    max_pending: int = 1 << 20,
+    limits: Limits = LIMITS,
 ) -> AsyncIterator[Service]:
     """Serve on a free port until the context is left."""
     driver = MemoryDriver()
@@ -69,7 +73,7 @@ async def running(
             for name, intake in intakes.items():
                 driver.create(name)
                 intake.partitions = 4
-            endpoint = Endpoint(intakes, producer, access, LIMITS, _OPENAPI, executor)
+            endpoint = Endpoint(intakes, producer, access, limits, _OPENAPI, executor)
             server = HttpServer(endpoint.handle, timeouts=Timeouts(30, 30, 30), max_connections=50, max_in_flight=10**7)
             async with server.listen("127.0.0.1", 0, reuse_port=False) as (_, port):
                 yield Service(port, driver, intakes, access)
