@@ -28,6 +28,7 @@ from services.core.net_guard import NetPolicy, parse_networks
 from services.core.pauses import Pauses
 from services.core.pipes import CONTROL, Batching, Destination, Pipe, Webhook, parked_topic, retry_topic
 from services.core.signature import SigningKey
+from services.core.signing_keys import SigningKeys
 from services.expel.app import calm_collector
 from services.expel.plan import LaneBuilder, LanePlan
 from services.expel.settings import ExpelSettings
@@ -141,7 +142,7 @@ async def run_expel(
         pauses = Pauses(broker.admin)
         await pauses.refresh()
         lane = LaneBuilder(settings, broker, producer, pauses, stack, 1).build(
-            LanePlan("bench", pipe, pipe.destinations[0], keys)
+            LanePlan("bench", pipe, pipe.destinations[0], SigningKeys(keys))
         )
         task = asyncio.create_task(lane.run(stopping, 5.0))
         left = events

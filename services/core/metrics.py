@@ -33,6 +33,17 @@ INGEST_CUT_OFF = Counter(
 )
 INGEST_IN_FLIGHT = Gauge("penstock_ingest_in_flight_requests", "Requests being read or answered.")
 
+SIGNING_KEYS_AGE = Gauge(
+    "penstock_signing_keys_age_seconds",
+    "How long ago the keys that sign webhooks were last seen to be what their file says; by pipe/destination, or `alarms`.",
+    ["name"],
+)
+SIGNING_KEYS_FAILURES = Counter(
+    "penstock_signing_keys_load_failures",
+    "Times that the file of a signing secret could not be used; the keys stayed as they were, and the log says why.",
+    ["name"],
+)
+
 BROKER_RETRIES = Counter(
     "penstock_broker_append_retries", "Appends tried again, by reason.", ["topic", "partition", "reason"]
 )

@@ -17,14 +17,23 @@ def read_signing_keys(secret: Secret, folder: Path, environ: Mapping[str, str]) 
 
     Raises BadSecret for a person; the message names the file or variable, never its content.
     """
+    return parse_secret(*read_secret(secret, folder, environ))
+
+
+def read_secret(secret: Secret, folder: Path, environ: Mapping[str, str]) -> tuple[str, str]:
+    """What is in the file or variable, and its name for a person. Blocking. Raises BadSecret."""
     if secret.env is not None:
         text, where = environ.get(secret.env), f"the variable {secret.env}"
         if text is None:
             raise BadSecret(f"{where} is not set. Try: put a line into it that `penstock keys secret` made")
-    else:
-        assert secret.file is not None
-        path = folder / secret.file
-        text, where = _read_private(path), str(path)
+        return text, where
+    assert secret.file is not None
+    path = folder / secret.file
+    return _read_private(path), str(path)
+
+
+def parse_secret(text: str, where: str) -> tuple[SigningKey, ...]:
+    """The keys, newest first, at least one. Raises BadSecret, which names `where` and never the text."""
     lines = [line for line in text.split() if line]
     if not 1 <= len(lines) <= _MAX_KEYS:
         raise BadSecret(f"{where} holds {len(lines)} secrets; 1 to {_MAX_KEYS} are needed, one a line")

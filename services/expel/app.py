@@ -15,7 +15,7 @@ from services.core.management import serve_management
 from services.core.opening import open_when_reachable
 from services.core.pauses import Pauses
 from services.expel.lane import Lane
-from services.expel.plan import LaneBuilder, LanePlan, read_plan, touched_topics
+from services.expel.plan import LaneBuilder, LanePlan, read_plan, touched_topics, watch_secrets
 from services.expel.removed import RemovedLane
 from services.expel.settings import ExpelSettings
 
@@ -65,6 +65,8 @@ async def start(settings: ExpelSettings, supervision: Supervision) -> None:
             supervision.run(pauses.follow(stopping), "pauses")
         builder = LaneBuilder(settings, broker, producer, pauses, stack, len(plans))
         expel.lanes = [builder.build(plan) for plan in plans]
+        for watch in watch_secrets(plans, settings.pipes.parent):
+            supervision.run(watch.run(stopping), "signing secret")
         gone = [RemovedLane(broker, producer, lane, choice) for lane, choice in plan.removed.items()]
         expel.reason = None
         drain = settings.drain * _DRAIN_SHARE

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from pathlib import Path
 
 from services.core.broker.connect import BadBrokerUrl, open_broker
 from services.core.broker.contract import Broker
@@ -21,12 +22,13 @@ from services.core.pipes import (
     dead_letter_topic,
     delivery_topics,
     is_retried,
+    lane_name,
     parked_topic,
     pipe_version,
     read_pipes,
     retry_topic,
 )
-from services.core.signature import SigningKey
+from services.core.signing_keys import SecretWatch, SigningKeys
 from services.core.signing_secret import read_signing_keys
 from services.core.yaml_source import BadConfiguration, Problem
 from services.expel.cloudevent import make_format
@@ -58,7 +60,7 @@ class LanePlan:
     pipe_name: str
     pipe: Pipe
     destination: Destination
-    keys: tuple[SigningKey, ...]
+    keys: SigningKeys
     removed: frozenset[str] = frozenset()
 
 
@@ -91,9 +93,7 @@ def read_plan(settings: ExpelSettings, environ: Mapping[str, str]) -> ExpelPlan:
             name,
             pipe,
             destination,
-            read_signing_keys(destination.webhook.secret, folder, environ)
-            if destination.webhook is not None and destination.webhook.secret is not None
-            else (),
+            _read_keys(destination.webhook, folder, environ),
             frozenset(lane.partition("/")[2] for lane in pipes.removed if lane.startswith(f"{name}/")),
         )
         for name, pipe in pipes.pipes.items()
@@ -101,6 +101,23 @@ def read_plan(settings: ExpelSettings, environ: Mapping[str, str]) -> ExpelPlan:
         for destination in pipe.destinations
     ]
     return ExpelPlan(lanes, pipes.removed)
+
+
+def _read_keys(webhook: Webhook | None, folder: Path, environ: Mapping[str, str]) -> SigningKeys:
+    if webhook is None or webhook.secret is None:
+        return SigningKeys()
+    return SigningKeys(read_signing_keys(webhook.secret, folder, environ))
+
+
+def watch_secrets(plans: Iterable[LanePlan], folder: Path) -> list[SecretWatch]:
+    """One for each webhook whose secret is a file. A variable is what it was when the process started."""
+    return [
+        SecretWatch(lane_name(plan.pipe_name, plan.destination.name), webhook.secret, folder, plan.keys)
+        for plan in plans
+        if (webhook := plan.destination.webhook) is not None
+        and webhook.secret is not None
+        and webhook.secret.file is not None
+    ]
 
 
 def touched_topics(plans: Iterable[LanePlan]) -> set[str]:

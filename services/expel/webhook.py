@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 
 from services.core.broker.record import Batch, Record
 from services.core.event import TRACEPARENT, read_traceparent
-from services.core.signature import ID_HEADER, SIGNATURE_HEADER, TIMESTAMP_HEADER, SigningKey, sign
+from services.core.signature import ID_HEADER, SIGNATURE_HEADER, TIMESTAMP_HEADER, sign
+from services.core.signing_keys import SigningKeys
 from services.expel.answer import excerpt, read_outcome
 from services.expel.body import BodyFormat, Rendered, Renderer, render
 from services.expel.delivery import Delivery
@@ -34,7 +35,7 @@ class WebhookSender:
         client: HttpClient,
         pipe: str,
         body: BodyFormat,
-        keys: Sequence[SigningKey],
+        keys: SigningKeys,
         max_bytes: int,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
@@ -66,8 +67,8 @@ class WebhookSender:
     def _headers(self, delivery: Delivery, body: bytes) -> bytes:
         now, message_id = int(self._wall_clock()), delivery.message_id
         lines = f"{ID_HEADER}: {message_id}\r\n{TIMESTAMP_HEADER}: {now}\r\n"
-        if self._keys:
-            lines += f"{SIGNATURE_HEADER}: {sign(self._keys, message_id, now, body)}\r\n"
+        if keys := self._keys.current:
+            lines += f"{SIGNATURE_HEADER}: {sign(keys, message_id, now, body)}\r\n"
         if (trace := _common_trace(delivery.records)) is not None:
             lines += f"{TRACEPARENT}: {trace}\r\n"
         return lines.encode()

@@ -19,7 +19,8 @@ from services.core.management import serve_management
 from services.core.opening import open_when_reachable
 from services.core.pauses import Pauses
 from services.core.pipes import RETRIER_DEAD, PipeFile, Secret, dead_letter_topic, load_pipes
-from services.core.signature import BadSecret, SigningKey
+from services.core.signature import BadSecret
+from services.core.signing_keys import SecretWatch, SigningKeys
 from services.core.signing_secret import read_signing_keys
 from services.core.yaml_source import BadConfiguration, Problem
 from services.observer import health
@@ -62,6 +63,9 @@ async def start(settings: ObserverSettings, supervision: Supervision) -> None:
             return
         producer = await stack.enter_async_context(Producer(broker.driver))
         parts = _Parts(pipes, broker, producer, settings, keys)
+        if settings.alarm_secret is not None:
+            watch = SecretWatch("alarms", Secret(file=settings.alarm_secret), Path(), keys)
+            supervision.run(watch.run(stopping), "alarm secret")
         running = [supervision.run(work, name) for name, work in parts.work(stopping)]
         api = Api(parts.failures, parts.reader, parts.state, openapi, parts.breaker)
         ledger = LedgerApi(parts.follower, broker.admin, parts.watch.judge, settings.threshold)
@@ -87,7 +91,7 @@ class _Parts:
         broker: Broker,
         producer: Producer,
         settings: ObserverSettings,
-        keys: Sequence[SigningKey],
+        keys: SigningKeys,
     ) -> None:
         self.failures = FailureBook(pipes)
         self.reader = LetterReader(
@@ -181,11 +185,11 @@ async def _keep_reading(tokens: Tokens, stopping: asyncio.Event) -> None:
         await asyncio.to_thread(tokens.refresh)
 
 
-def _read_keys(file: Path | None) -> tuple[SigningKey, ...]:
+def _read_keys(file: Path | None) -> SigningKeys:
     """Blocking. Raises BadConfiguration."""
     if file is None:
-        return ()
+        return SigningKeys()
     try:
-        return read_signing_keys(Secret(file=file), Path(), {})
+        return SigningKeys(read_signing_keys(Secret(file=file), Path(), {}))
     except BadSecret as error:
         raise BadConfiguration([Problem("--alarm-secret", "", str(error))]) from error

@@ -15,7 +15,8 @@ import msgspec
 import structlog
 
 from services.core.ledger.minute import MINUTE_MS
-from services.core.signature import ID_HEADER, SIGNATURE_HEADER, TIMESTAMP_HEADER, SigningKey, sign
+from services.core.signature import ID_HEADER, SIGNATURE_HEADER, TIMESTAMP_HEADER, sign
+from services.core.signing_keys import SigningKeys
 from services.observer.ledger.fields import Drift
 from services.observer.ledger.finality import FOUND_FOR_MS, Verdict
 from services.observer.ledger.planned import Planned
@@ -172,7 +173,7 @@ class Untold:
 class AlarmWebhook:
     """Tells alarms to one URL, signed as the events' webhooks are."""
 
-    def __init__(self, url: str, keys: Sequence[SigningKey]) -> None:
+    def __init__(self, url: str, keys: SigningKeys) -> None:
         self._url, self._keys = url, keys
 
     async def tell(self, alarm: Alarm) -> bool:
@@ -198,6 +199,6 @@ class AlarmWebhook:
     def _head(self, message_id: str, body: bytes) -> dict[str, str]:
         now = int(time.time())
         head = {"Content-Type": "application/json", ID_HEADER: message_id, TIMESTAMP_HEADER: str(now)}
-        if self._keys:
-            head[SIGNATURE_HEADER] = sign(self._keys, message_id, now, body)
+        if keys := self._keys.current:
+            head[SIGNATURE_HEADER] = sign(keys, message_id, now, body)
         return head

@@ -17,18 +17,17 @@ from services.core.broker.errors import BrokerError, Unavailable
 from services.core.broker.producer import Producer
 from services.core.broker.record import Batch, Record
 from services.core.broker.retry import RetryPolicy
-from services.core.lifecycle import Supervision
 from services.core.pipes import AUDIT, PipeFile, Removed
 from services.core.provision import ensure_topics
 from services.core.retry_state import unwrap
 from services.core.waiting import Bookmark, find_waiting
-from services.expel.app import start
 from services.expel.removed import RemovedLane
 from services.expel.returned import Returned
 from services.expel.settings import ExpelSettings
 from tests.support.waiting_events import store, stored, waiting_event
 from tests.unit.expel.fake_broker import FakeBroker
 from tests.unit.expel.receiver import wait_until
+from tests.unit.expel.running_expel import running_expel
 
 HOOK = {"url": "https://example.org/"}
 PIPES = PipeFile.model_validate(
@@ -186,15 +185,3 @@ async def test_a_stream_gets_what_waited_when_it_was_a_webhook(tmp_path: Path) -
 
 def _by_id(record: Record) -> bytes:
     return record.header("ce_id") or b""
-
-
-@asynccontextmanager
-async def running_expel(settings: ExpelSettings) -> AsyncIterator[None]:
-    async with asyncio.TaskGroup() as group:
-        supervision = Supervision(group)
-        running = group.create_task(start(settings, supervision))
-        try:
-            yield
-        finally:
-            supervision.stopping.set()
-            await running

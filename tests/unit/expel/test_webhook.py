@@ -14,6 +14,7 @@ from aiohttp import web
 from services.core.broker.record import Batch, Record, TopicPartition
 from services.core.net_guard import NetPolicy, parse_endpoints, parse_networks
 from services.core.signature import SigningKey
+from services.core.signing_keys import SigningKeys
 from services.expel import dns
 from services.expel.cloudevent import make_format
 from services.expel.delivery import Delivery, Run
@@ -48,7 +49,7 @@ async def open_sender(
     headers = {"X-Team": "river", "Content-Type": form.content_type}
     with HttpClient(url, policy=policy, lookups=Lookups(), timeout=timeout, headers=headers) as client:
         parsed = tuple(SigningKey.parse(key) for key in keys)
-        yield WebhookSender(client, "late", form, parsed, 1_000_000)
+        yield WebhookSender(client, "late", form, SigningKeys(parsed), 1_000_000)
 
 
 def deliver(sender: WebhookSender, records: list[Record]) -> Delivery:
@@ -365,7 +366,7 @@ async def test_names_that_lead_inside_are_refused(answers: list[str]) -> None:
     async with open_receiver() as receiver:
         url = receiver.url.replace("127.0.0.1", "rebind.example.com")
         with HttpClient(url, policy=NetPolicy(), lookups=Lookups(lookup), timeout=5, headers={}) as client:
-            sender = WebhookSender(client, "late", make_format("json", "late"), (), 1000)
+            sender = WebhookSender(client, "late", make_format("json", "late"), SigningKeys(), 1000)
             found = failure(await sender.send(deliver(sender, [record(1)])))
         assert receiver.requests == []
     assert found.reason == "address_refused"

@@ -17,6 +17,7 @@ import yaml
 from prometheus_client import REGISTRY
 from pydantic import ValidationError
 
+from services.core import file_watch
 from services.core.key_file import add_key, load_keys, revoke_key
 from services.core.keys import KeyRing, make_key
 from services.core.yaml_source import BadConfiguration
@@ -203,7 +204,7 @@ async def fail_more(count: int) -> None:
 
 @pytest.fixture(autouse=True)
 def _often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(key_watch, "READ_EVERY_S", 0.01)
+    monkeypatch.setattr(file_watch, "READ_EVERY_S", 0.01)
 
 
 async def test_a_changed_file_is_taken_over_and_a_broken_one_is_not(tmp_path: Path) -> None:
@@ -270,15 +271,15 @@ async def test_without_a_good_load_the_age_grows_and_ingest_says_so(tmp_path: Pa
             await asyncio.to_thread(path.chmod, 0o644)
             await asyncio.to_thread(path.write_text, "keys: []\n# others may read this")
             await fail_more(2)
-            keys.clock.now += key_watch.STALE_AFTER_S - 1
+            keys.clock.now += file_watch.STALE_AFTER_S - 1
             await fail_more(2)
-            assert (age(), said()) == (key_watch.STALE_AFTER_S - 1, [])
+            assert (age(), said()) == (file_watch.STALE_AFTER_S - 1, [])
             keys.clock.now += 1
             await fail_more(2)
             assert [entry["seconds"] for entry in said()] == [60]
             assert "chmod 600" in said()[0]["problems"]
             assert "Try: " in said()[0]["hint"]
-            keys.clock.now += key_watch.STALE_AFTER_S
+            keys.clock.now += file_watch.STALE_AFTER_S
             await fail_more(2)
             assert [entry["seconds"] for entry in said()] == [60, 120]
             assert len([entry for entry in logs if entry["log_level"] == "warning"]) == 1
@@ -305,10 +306,10 @@ async def test_a_file_system_that_hangs_is_noticed(tmp_path: Path, monkeypatch: 
             monkeypatch.setattr(key_watch, "_read", read)
             while not reads:
                 await asyncio.sleep(0.005)
-            keys.clock.now += key_watch.STALE_AFTER_S
+            keys.clock.now += file_watch.STALE_AFTER_S
             while not any(entry["log_level"] == "error" for entry in logs):
                 await asyncio.sleep(0.005)
-            assert (reads, age()) == (1, key_watch.STALE_AFTER_S)
+            assert (reads, age()) == (1, file_watch.STALE_AFTER_S)
             hangs.set()
             while age():
                 await asyncio.sleep(0.005)

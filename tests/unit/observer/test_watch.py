@@ -7,6 +7,7 @@ from prometheus_client import REGISTRY
 
 from services.core import metrics
 from services.core.broker.producer import Producer
+from services.core.signing_keys import SigningKeys
 from services.observer.ledger.alarm import AlarmWebhook, Untold, drift_alarm
 from services.observer.ledger.fields import Drift
 from services.observer.ledger.finality import FOUND_FOR_MS, Verdict
@@ -26,7 +27,7 @@ DRIFT = Drift(Step("ingest", "flights"), "delay", "nulls", "delay: null in 61%, 
 @pytest.fixture
 def watch() -> Watch:
     no_admin: Any = None
-    watch = Watch(0.01, AlarmWebhook("http://127.0.0.1:9/", []), lambda pipe: [])
+    watch = Watch(0.01, AlarmWebhook("http://127.0.0.1:9/", SigningKeys()), lambda pipe: [])
     watch.follower = Follower(PLAIN, no_admin, Producer(MemoryDriver()), watch.on_final)
     return watch
 

@@ -10,6 +10,7 @@ from aiohttp import web
 
 from services.autoscaler.groups.observer import OURS
 from services.core.signature import SigningKey, verify
+from services.core.signing_keys import SigningKeys
 from services.observer import health
 from services.observer.ledger import alarm
 from services.observer.ledger.alarm import AlarmWebhook, Untold, find_alarms, has_doubled, loss_alarm
@@ -90,7 +91,7 @@ async def test_an_alarm_is_signed_and_tried_again(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(alarm, "_MAX_WAIT_S", 0.01)
     got: list[tuple[dict[str, str], bytes]] = []
     async with receiver([503, 500], got) as url, asyncio.timeout(30):
-        assert await AlarmWebhook(url, [KEY]).tell(loss_alarm(lossy(7)))
+        assert await AlarmWebhook(url, SigningKeys([KEY])).tell(loss_alarm(lossy(7)))
     assert len(got) == 3
     head, body = got[-1]
     stamp = float(head["webhook-timestamp"])
@@ -103,7 +104,7 @@ async def test_an_alarm_that_nobody_takes_is_given_up(monkeypatch: pytest.Monkey
     monkeypatch.setattr(alarm, "_MAX_WAIT_S", 0.01)
     got: list[tuple[dict[str, str], bytes]] = []
     async with receiver([500] * alarm.ATTEMPTS, got) as url, asyncio.timeout(30):
-        assert not await AlarmWebhook(url, []).tell(loss_alarm(lossy(7)))
+        assert not await AlarmWebhook(url, SigningKeys()).tell(loss_alarm(lossy(7)))
     assert len(got) == alarm.ATTEMPTS
 
 

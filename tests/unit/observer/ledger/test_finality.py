@@ -7,6 +7,7 @@ import zstandard
 from prometheus_client import REGISTRY
 
 from services.core.broker.producer import Producer
+from services.core.signing_keys import SigningKeys
 from services.observer import health
 from services.observer.ledger import snapshot
 from services.observer.ledger.alarm import Alarm, AlarmWebhook, find_alarms
@@ -49,7 +50,7 @@ def states(table: Table, now: int) -> dict[str | None, str | None]:
 
 def watching() -> tuple[Watch, Table]:
     no_admin: Any = None
-    watch = Watch(0.01, AlarmWebhook("http://127.0.0.1:9/", []), lambda pipe: [])
+    watch = Watch(0.01, AlarmWebhook("http://127.0.0.1:9/", SigningKeys()), lambda pipe: [])
     watch.follower = Follower(FLOW, no_admin, Producer(MemoryDriver()), watch.on_final)
     return watch, watch.follower.table
 

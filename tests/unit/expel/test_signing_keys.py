@@ -1,0 +1,127 @@
+"""Signing secrets that are rotated while expel runs: what is sent next is signed with what the file says now."""
+
+import asyncio
+import base64
+import time
+from pathlib import Path
+
+import pytest
+import structlog
+from prometheus_client import REGISTRY
+
+from services.core import file_watch
+from services.core.broker.connect import open_broker
+from services.core.pipes import Secret, load_pipes
+from services.core.provision import ensure_topics
+from services.core.signature import BadSignature, SigningKey, verify
+from services.core.signing_keys import SecretWatch, SigningKeys
+from services.expel.plan import read_plan, watch_secrets
+from services.expel.settings import ExpelSettings
+from tests.support.waiting_events import store
+from tests.unit.expel.fake_sender import make_record
+from tests.unit.expel.receiver import Received, open_receiver, wait_until
+from tests.unit.expel.running_expel import running_expel
+
+OLD, NEW = ("whsec_" + base64.b64encode(letter * 24).decode() for letter in (b"o", b"n"))
+
+
+@pytest.fixture(autouse=True)
+def _often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(file_watch, "READ_EVERY_S", 0.01)
+
+
+def write_secret(path: Path, *lines: str, mode: int = 0o600) -> None:
+    new = path.with_suffix(".new")
+    new.touch(mode=0o600)
+    new.write_text("\n".join(lines))
+    new.chmod(mode)
+    new.replace(path)
+
+
+def signed_with(request: Received, secret: str) -> bool:
+    try:
+        verify([SigningKey.parse(secret)], request.headers, request.body, now=time.time())
+    except BadSignature:
+        return False
+    return True
+
+
+def failures(name: str) -> float:
+    return REGISTRY.get_sample_value("penstock_signing_keys_load_failures_total", {"name": name}) or 0.0
+
+
+def age(name: str) -> float:
+    return REGISTRY.get_sample_value("penstock_signing_keys_age_seconds", {"name": name}) or 0.0
+
+
+async def test_a_rotation_needs_no_restart(tmp_path: Path) -> None:
+    """Broken: a secret that leaked is taken out of the file, and expel signs with it until somebody restarts it."""
+    path, url = tmp_path / "pipes.yaml", f"log://{tmp_path}/log"
+    write_secret(tmp_path / "hook.secret", OLD)
+    async with open_receiver() as receiver, open_broker(url) as broker:
+        hook = f"{{url: '{receiver.url}', secret: {{file: hook.secret}}, batch: {{max_events: 1}}}}"
+        path.write_text(
+            f"streams: {{s: {{partitions: 1}}}}\n"
+            f"pipes: {{late: {{sources: [s], destinations: [{{name: hook, webhook: {hook}}}]}}}}"
+        )
+        await ensure_topics(broker.admin, await asyncio.to_thread(load_pipes, path))
+        settings = ExpelSettings.model_validate(
+            {"pipes": path, "broker": url, "drain": "2s", "allow_networks": "127.0.0.0/8"}
+        )
+        async with running_expel(settings):
+
+            async def signers() -> set[str]:
+                """With what the next request is signed."""
+                seen = len(receiver.requests)
+                await store(broker, "s", [make_record(seen)])
+                await wait_until(lambda: len(receiver.requests) > seen)
+                return {secret for secret in (OLD, NEW) if signed_with(receiver.requests[seen], secret)}
+
+            assert await signers() == {OLD}
+            for lines in ((NEW, OLD), (NEW,)):
+                await asyncio.to_thread(write_secret, tmp_path / "hook.secret", *lines)
+                async with asyncio.timeout(60):
+                    while await signers() != set(lines):
+                        pass
+
+
+async def test_a_file_that_cannot_be_used_leaves_the_keys(tmp_path: Path) -> None:
+    """Broken: a typing mistake in a secret stops deliveries or sends them unsigned; or after it was mended it is not read."""
+    path, keys, stopping = tmp_path / "hook.secret", SigningKeys([SigningKey.parse(OLD)]), asyncio.Event()
+    write_secret(path, OLD)
+    now, name = [0.0], "late/kept"
+    watch = SecretWatch(name, Secret(file=path), tmp_path, keys, lambda: now[0])
+    with structlog.testing.capture_logs() as logs:
+        async with asyncio.timeout(60), asyncio.TaskGroup() as group:
+            group.create_task(watch.run(stopping))
+            for lines, mode in (((NEW,), 0o644), (("whsec_!",), 0o600), ((), 0o600)):
+                before = failures(name)
+                await asyncio.to_thread(write_secret, path, *lines, mode=mode)
+                await wait_until(lambda before=before: failures(name) > before + 1)  # type: ignore[misc]
+                assert [key.digest(b"x") for key in keys.current] == [SigningKey.parse(OLD).digest(b"x")]
+            now[0] += file_watch.STALE_AFTER_S
+            await wait_until(lambda: any(entry["log_level"] == "error" for entry in logs))
+            assert age(name) == file_watch.STALE_AFTER_S
+            await asyncio.to_thread(write_secret, path, NEW, mode=0o644)
+            before = failures(name)
+            await wait_until(lambda: failures(name) > before + 1)
+            await asyncio.to_thread(path.chmod, 0o600)
+            await wait_until(lambda: age(name) == 0)
+            assert [key.digest(b"x") for key in keys.current] == [SigningKey.parse(NEW).digest(b"x")]
+            stopping.set()
+    assert not any(secret.removeprefix("whsec_") in str(logs) for secret in (OLD, NEW))
+
+
+def test_files_are_watched_and_variables_are_not(tmp_path: Path) -> None:
+    """Broken: a destination's secret is forgotten, or a variable, which cannot change, is read again and again."""
+    write_secret(tmp_path / "hook.secret", OLD)
+    hooks = {"a": "secret: {file: hook.secret}", "b": "secret: {env: HOOK}", "c": "timeout: 1s"}
+    listed = ", ".join(
+        f"{{name: {name}, webhook: {{url: 'https://example.org/', {rest}}}}}" for name, rest in hooks.items()
+    )
+    (tmp_path / "pipes.yaml").write_text(
+        f"streams: {{s: {{}}}}\npipes: {{late: {{sources: [s], destinations: [{listed}]}}}}"
+    )
+    plan = read_plan(ExpelSettings(pipes=tmp_path / "pipes.yaml"), {"HOOK": NEW})
+    assert [len(lane.keys.current) for lane in plan.lanes] == [1, 1, 0]
+    assert len(watch_secrets(plan.lanes, tmp_path)) == 1
