@@ -336,7 +336,7 @@ LOG_RETENTION_BEHIND = Gauge(
     "Embedded log: how far the time by which retention judges ages is behind the system's clock.",
 )
 FLEET_LOG_LINES_LOST = Counter(
-    "penstock_fleet_log_lines_lost", "Lines that a process said and its log file could not take.", ["process"]
+    "penstock_fleet_log_lines_lost", "Lines that a process said and its log file could not take.", ["log"]
 )
 
 LAG_IN = LagFamily("penstock_lag_in_seconds", "Event time to arrival at the node.", ["pipe", "node"])

@@ -23,8 +23,10 @@ from services.core.pipes import (
     DELAYS_S,
     RETRIER_GROUP,
     RETRY_IN,
+    PipeFile,
     delay_topic,
     delivery_group,
+    delivery_topics,
     lane_name,
     parked_topic,
     retry_topic,
@@ -145,6 +147,31 @@ class _Search:
     def found(self) -> Waiting:
         counts = {lane: dict(+topics) for lane, topics in sorted(self._counts.items()) if topics.total()}
         return Waiting(counts, self._with_retrier, self._unread, Bookmark(self._read, frozenset(self._lanes)))
+
+
+async def hand_over_positions(admin: Admin, pipes: PipeFile) -> dict[str, str]:
+    """Let each destination that gets what waited for a removed one begin in its streams where that one ended.
+
+    One that has begun already is left alone.
+
+    So what the old name had not read is not lost to the new one, nor the whole stream sent again. Gives the old lane by the new
+    one. To be called before the new one runs: raises Unavailable while it does and has committed nothing, and BrokerError kinds.
+    """
+    done: dict[str, str] = {}
+    for old, choice in pipes.removed.items():
+        if choice.deliver_to is None or choice.deliver_to in done:
+            continue
+        pipe, _, destination = choice.deliver_to.partition("/")
+        group, topics = delivery_group(pipe, destination), delivery_topics(pipe, pipes.pipes[pipe])
+        begun = [await admin.committed(group, topic) for topic in topics]
+        ended = {topic: await admin.committed(delivery_group(*old.split("/")), topic) for topic in topics}
+        if any(begun) or not any(ended.values()):
+            continue
+        for topic, positions in ended.items():
+            if positions:
+                await admin.set_committed(group, topic, positions)
+        done[choice.deliver_to] = old
+    return done
 
 
 def _lane_of(record: Record) -> str:

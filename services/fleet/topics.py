@@ -13,7 +13,7 @@ from services.core.broker.errors import BrokerError, UnsafeTopic
 from services.core.broker.producer import Producer
 from services.core.pipes import CONTROL, PipeFile, Removed, lanes_of
 from services.core.provision import PartitionsDiffer, Provisioned, ensure_topics
-from services.core.waiting import Waiting, find_waiting, read_bookmark, write_bookmark
+from services.core.waiting import Waiting, find_waiting, hand_over_positions, read_bookmark, write_bookmark
 from services.core.yaml_source import BadConfiguration, Problem
 from services.fleet.problem import CommandFailed
 
@@ -24,10 +24,11 @@ Result = TypeVar("Result")
 
 
 class Prepared(NamedTuple):
-    """The topics are there, and `waiting` is what waited before."""
+    """The topics are there, and `waiting` is what waited before. went_on: new names by the old ones whose positions they took."""
 
     topics: Provisioned
     waiting: Waiting
+    went_on: Mapping[str, str]
 
 
 async def provision(broker: str, pipes: PipeFile, *, grow: bool = False) -> Provisioned:
@@ -47,10 +48,11 @@ async def prepare(broker: str, pipes: PipeFile, path: Path, *, grow: bool = Fals
         if problems := name_unclaimed(waiting, pipes, path):
             raise BadConfiguration(problems)
         topics = await ensure_topics(opened.admin, pipes, grow=grow)
+        went_on = {old: new for new, old in (await hand_over_positions(opened.admin, pipes)).items()}
         if waiting.bookmark != before and CONTROL in await opened.admin.topics():
             async with Producer(opened.driver) as producer:
                 await write_bookmark(producer, waiting.bookmark, time.time_ns() // 1_000_000)
-        return Prepared(topics, waiting)
+        return Prepared(topics, waiting, went_on)
 
     return await _patiently(broker, work)
 
@@ -81,7 +83,7 @@ def name_unclaimed(waiting: Waiting, pipes: PipeFile, path: Path) -> list[Proble
     ]
 
 
-def describe_removed(waiting: Waiting, pipes: PipeFile) -> list[str]:
+def describe_removed(waiting: Waiting, pipes: PipeFile, went_on: Mapping[str, str] | None = None) -> list[str]:
     """One line for each destination of `removed`, and each partition that could not be read."""
     lines = [
         f"{_count(waiting.unclaimed[lane])} for {lane}: {_choice(choice)}"
@@ -93,7 +95,7 @@ def describe_removed(waiting: Waiting, pipes: PipeFile) -> list[str]:
         f"{topic}[{partition}] could not be read to its end: {why}"
         for (topic, partition), why in waiting.unread.items()
     ]
-    return lines + unread
+    return lines + unread + [f"{new} goes on in its streams where {old} ended" for old, new in (went_on or {}).items()]
 
 
 def _choice(choice: Removed) -> str:

@@ -48,9 +48,9 @@ async def fleet_of(
             progress("starting Kafka")
             kafka = await stack.enter_async_context(run_kafka(settings.data.absolute() / "kafka", say, stop))
         broker = broker_url(settings, kafka)
-        topics, waiting = await prepare(broker, pipes, settings.pipes)
+        topics, waiting, went_on = await prepare(broker, pipes, settings.pipes)
         progress(f"topics: {len(topics.created)} created, {len(topics.kept)} there already")
-        for line in describe_removed(waiting, pipes):
+        for line in describe_removed(waiting, pipes, went_on):
             say("warning", line)
         is_waiting = waiting.with_retrier > 0 or bool(waiting.unread)
         snapshot = settings.data.absolute() / "snapshot"

@@ -126,12 +126,12 @@ def apply(
     Status 2 when events wait for a destination that the file no longer has, and it does not say what becomes of them.
     """
     found = check_pipe_file(pipes, allow_networks=allow_networks, secrets=False)
-    done, waiting = uvloop.run(prepare(broker, found, pipes, grow=grow))
+    done, waiting, went_on = uvloop.run(prepare(broker, found, pipes, grow=grow))
     if as_json:
         result = {"created": done.created, "grown": done.grown, "kept": done.kept, "removed": _by_lane(waiting, found)}
         typer.echo(json.dumps(result))
         return
-    for line in describe_removed(waiting, found):
+    for line in describe_removed(waiting, found, went_on):
         note(line, "yellow")
     for what, topics in (("created", done.created), ("grown", done.grown), ("there already", done.kept)):
         for topic in topics:

@@ -75,7 +75,7 @@ def test_a_full_disk_behind_a_log_stops_no_service(tmp_path: Path) -> None:
     os.close(output.writer)
     assert output.last_lines(60.0)[-1] == "the last words"
     assert [text.split(";")[0] for text in said] == [f"{path} cannot be written: No space left on device"]
-    lost = REGISTRY.get_sample_value("penstock_fleet_log_lines_lost_total", {"process": "ingest-7"})
+    lost = REGISTRY.get_sample_value("penstock_fleet_log_lines_lost_total", {"log": "ingest-7"})
     assert lost is not None
     assert lost >= 1
 

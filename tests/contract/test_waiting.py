@@ -1,0 +1,62 @@
+"""What waits for destinations that are gone is found on every backend, and a new name goes on where the old one ended."""
+
+from contextlib import suppress
+
+from services.core.broker.contract import TopicSpec
+from services.core.broker.errors import TopicExists
+from services.core.pipes import RETRIER_GROUP, PipeFile, delay_topic
+from services.core.waiting import Bookmark, find_waiting, hand_over_positions
+from tests.contract.harness import Harness
+from tests.contract.traffic import append, ignore_revoke, marks_of, numbered, numbers_of, read
+from tests.support.waiting_events import waiting_event
+
+_LONG_MS = 100 * 365 * 86_400_000
+DELAY = delay_topic(64)
+
+
+async def test_what_waits_is_found(harness: Harness) -> None:
+    """Broken: on this backend a destination is removed while events wait for it, and nobody is told."""
+    async with harness.open() as broker:
+        pipe = harness.fresh_name("pipe").replace(".", "-")
+        old, claimed = f"{pipe}/old", f"{pipe}/new"
+        for topic in (f"{pipe}.retry", f"{pipe}.parked", DELAY):
+            with suppress(TopicExists):
+                await broker.admin.create_topic(TopicSpec(topic, 1, retention_ms=_LONG_MS))
+        placed = {
+            topic: [await append(broker, topic, [waiting_event(lane, n)]) for n in range(3) for lane in (old, claimed)]
+            for topic in (f"{pipe}.retry", f"{pipe}.parked", DELAY)
+        }
+        first = await find_waiting(broker.admin, {claimed}, Bookmark())
+        assert first.unclaimed[old] == {DELAY: 3, f"{pipe}.parked": 3, f"{pipe}.retry": 3}
+        assert claimed not in first.unclaimed
+        await broker.admin.set_committed(f"{pipe}.old", f"{pipe}.parked", {0: placed[f"{pipe}.parked"][2].last})
+        await broker.admin.set_committed(f"{pipe}.old", f"{pipe}.retry", {0: placed[f"{pipe}.retry"][5].last})
+        await broker.admin.set_committed(RETRIER_GROUP, DELAY, {0: placed[DELAY][5].last})
+        for bookmark in (Bookmark(), first.bookmark):
+            found = await find_waiting(broker.admin, {claimed}, bookmark)
+            assert found.unclaimed[old] == {f"{pipe}.parked": 1}
+
+
+async def test_a_new_name_goes_on_where_the_old_one_ended(harness: Harness) -> None:
+    """Broken: a destination gets a new name, and its receiver never gets what it had not read, or all of the stream again."""
+    async with harness.open() as broker:
+        stream, pipe = (harness.fresh_name("topic").replace(".", "-") for _ in range(2))
+        await broker.admin.create_topic(TopicSpec(stream, 1, retention_ms=_LONG_MS))
+        await append(broker, stream, numbered(range(5)))
+        async with broker.consumer(f"{pipe}.old", [stream], start="earliest", on_revoke=ignore_revoke) as consumer:
+            await consumer.commit(marks_of(await read(consumer, 5)))
+        await append(broker, stream, numbered(range(5, 10)))
+        hook = {"url": "https://example.org/"}
+        pipes = PipeFile.model_validate(
+            {
+                "streams": {stream: {}},
+                "pipes": {pipe: {"sources": [stream], "destinations": [{"name": "new", "webhook": hook}]}},
+                "removed": {f"{pipe}/old": {"deliver_to": f"{pipe}/new"}},
+            }
+        )
+        settled = (await broker.admin.committed(f"{pipe}.old", stream))[0]
+        assert await hand_over_positions(broker.admin, pipes) == {f"{pipe}/new": f"{pipe}/old"}
+        assert (await broker.admin.committed(f"{pipe}.new", stream)) == {0: settled}
+        async with broker.consumer(f"{pipe}.new", [stream], start="latest", on_revoke=ignore_revoke) as consumer:
+            assert numbers_of(await read(consumer, 5)) == list(range(5, 10))
+        assert await hand_over_positions(broker.admin, pipes) == {}  # it has begun
