@@ -27,9 +27,9 @@ from tests.support.fault_table import HEAD
 from tests.support.oracle import Fate
 from tests.support.tcp_proxy import TcpProxy, open_proxy
 
-KILLS, LINKS, BROKERS = 0.14, 0.12, 0.02
+KILLS, LINKS, BROKERS = 0.14, 0.08, 0.02
 """The share of each kind among the strikes; the others are freezes. A kill costs a start, which costs a second of CPU."""
-GAP = (0.02, 0.35)
+GAP = (0.05, 0.6)
 """Seconds between two strikes."""
 FREEZE, OUTAGE = (0.02, 1.0), (0.02, 0.8)
 """How long a process is frozen and a link refuses, in seconds."""
