@@ -240,7 +240,9 @@ class LinkedCluster(KafkaCluster):
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, settings={"replica.lag.time.max.ms": "4000"})
-        self.inner = dict(zip(self.brokers, free_ports(len(self.brokers)), strict=True))
+        taken = {port for one in self.brokers.values() for port in (one.node.port, one.node.controller_port)}
+        free = [port for port in free_ports(len(taken) + len(self.brokers)) if port not in taken]
+        self.inner = dict(zip(self.brokers, free, strict=False))
         self.links: dict[int, int] = {}
 
     def properties(self, node: Node, nodes: Sequence[Node]) -> str:
