@@ -7,7 +7,7 @@ import asyncio
 import random
 from collections.abc import Collection, Mapping, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 from aiokafka import errors as kafka
 from aiokafka.protocol.commit import OffsetCommitRequest, OffsetFetchRequest
@@ -15,6 +15,7 @@ from aiokafka.structs import TopicPartition as KafkaPartition
 
 from services.core.broker.kafka.begun import Begun
 from services.core.broker.kafka.cluster import PartitionState, TopicState
+from services.core.broker.kafka.commit_note import CommitNote
 from services.core.broker.kafka.offsets import LATEST
 from services.core.broker.kafka.protocol import EpochEndRequest
 from services.core.broker.kafka.timing import Timing
@@ -27,8 +28,18 @@ _NOT_COORDINATOR, _LOADING = 16, 14
 _ILLEGAL_GENERATION, _UNKNOWN_MEMBER, _REBALANCING = 22, 25, 27
 
 
+class Landed(NamedTuple):
+    """A commit that was stored, for the topic that has the name."""
+
+    source: TopicPartition
+    position: int
+    generation: int
+    member: str
+    life: int
+
+
 class GroupModel:
-    """One group and one topic of `partitions`, each with `end` records. `landed`: every commit that was stored, in order."""
+    """One group and one topic of `partitions`, each with `end` records. `landed`: every commit that counts, in order."""
 
     def __init__(self, rng: random.Random, partitions: int, end: int) -> None:
         self.rng, self.end = rng, end
@@ -38,17 +49,27 @@ class GroupModel:
         self.node = 0
         self.loading = 0
         self.faulty = True
-        self.id = ID
+        self.life = 0
         self.cut: int | None = None
         """Where EPOCH ended, when another one goes on there."""
         self.offsets: dict[TopicPartition, tuple[int, str]] = {}
-        self.landed: list[tuple[TopicPartition, int, int, str]] = []
+        self.landed: list[Landed] = []
         self.timing = Timing(request=600.0, drain=600.0)
 
     async def pause(self) -> None:
         """Let others run for a while: a request is on its way."""
         for _ in range(self.rng.randrange(6) if self.faulty else 1):
             await asyncio.sleep(0)
+
+    @property
+    def id(self) -> str:
+        """The topic's id, another one in each life."""
+        return f"{self.life:08}{ID[8:]}"
+
+    def make_anew(self) -> None:
+        """The topic is deleted, and Kafka forgets the group's offsets in it; another one gets its name, with as many records."""
+        self.life += 1
+        self.offsets.clear()
 
     def move(self) -> None:
         """The coordinator dies, the other node takes over with all that is stored, and loads it first."""
@@ -65,7 +86,8 @@ class GroupModel:
                 if not code:
                     source = TopicPartition(topic["topic"], row["partition"])
                     self.offsets[source] = (row["offset"], row["metadata"])
-                    self.landed.append((source, row["offset"], generation, member))
+                    if CommitNote.parse(row["metadata"]).topic == self.id:
+                        self.landed.append(Landed(source, row["offset"], generation, member, self.life))
             topics.append((topic["topic"], [(row["partition"], code) for row in topic["partitions"]]))
         return SimpleNamespace(topics=topics)
 
@@ -195,14 +217,16 @@ class Client:
         """The next records, at once."""
         found = {}
         for source, position in self._positions.items():
-            if rows := [_row(offset) for offset in range(position, min(position + 3, self._group.end))]:
+            if rows := [
+                _row(offset, self._group.life) for offset in range(position, min(position + 3, self._group.end))
+            ]:
                 found[source] = rows
                 self._positions[source] = rows[-1].offset + 1
         return found
 
 
-def _row(offset: int) -> Any:
-    return SimpleNamespace(offset=offset, key=None, value=b"", timestamp=0, headers=())
+def _row(offset: int, life: int) -> Any:
+    return SimpleNamespace(offset=offset, key=None, value=b"", timestamp=life, headers=())
 
 
 class OnRecord:

@@ -79,7 +79,7 @@ async def test_a_topic_made_anew_in_service_is_read_from_its_oldest_record(by: s
     """If it fails, the first events of the new topic are skipped, or the old one's marks are committed onto it."""
     reader = Reader()
     await reader.join()
-    reader.group.id = "99999999-2222-3333-4444-555555555555"
+    reader.group.make_anew()
     if by == "epoch":
         reader.client.epoch = EPOCH - 1
     else:

@@ -15,7 +15,7 @@ from services.core.broker.kafka.consumer import KafkaConsumer, Shared
 from services.core.broker.kafka.fetcher import FetchBudget
 from services.core.broker.kafka.ownership import Ownership
 from services.core.broker.kafka.standstill import Standstill
-from services.core.broker.record import TopicPartition
+from services.core.broker.record import Batch, TopicPartition
 from tests.support.group_model import TOPIC, Client, GroupModel, OnRecord
 
 _SEEDS, _STEPS = 1000, 40
@@ -46,8 +46,10 @@ class Member:
 
     async def process(self) -> None:
         """Poll, and take each record for delivered at once."""
+        if self._world.rng.random() < 0.5:
+            self.consumer._checked_at = float("-inf")  # some seconds have passed
         for batch in await self.consumer.poll(max_records=100, max_wait=0):
-            self._world.processed(self, batch.source, batch.offsets[-1])
+            self._world.processed(self, batch)
             self.processed[batch.source] = batch.offsets[-1]
 
     def commit_later(self, rng: random.Random) -> None:
@@ -61,18 +63,22 @@ class Member:
     async def commit(self, marks: dict[TopicPartition, int]) -> None:
         """What is refused or fails is tried again by later commits."""
         refused: frozenset[tuple[str, int]] = frozenset()
+        topic = self._world.group.id
+        of_it = {source for source in marks if source in self.own.notes and self.own.notes[source].topic == topic}
         try:
             await self.consumer.commit(marks)
         except NotOwner as error:
             refused = error.partitions
         except BrokerError:
             return
-        self._world.acknowledged({source: mark for source, mark in marks.items() if source not in refused})
+        if topic == self._world.group.id:
+            self._world.acknowledged({source: marks[source] for source in of_it if source not in refused})
 
     async def _on_revoke(self, partitions: frozenset[TopicPartition]) -> None:
         if not self._world.cuts_drains_off():
             await self.commit(dict(self.processed))
-        self.processed.clear()
+        for source in partitions:
+            self.processed.pop(source, None)
 
     async def leave_old(self) -> None:
         """The group rebalances, or has gone on without this member."""
@@ -90,12 +96,20 @@ class World:
         self.members = [Member(f"m{number}", self) for number in range(_MEMBERS)]
         self.owner: dict[TopicPartition, Member] = {}
         self.done: dict[tuple[int, TopicPartition], int] = {}
+        self.seen: set[tuple[int, TopicPartition, int]] = set()
         self.safe: dict[TopicPartition, int] = {}
         self._checked = 0
 
-    def processed(self, member: Member, source: TopicPartition, last: int) -> None:
-        """Note what was processed under which generation."""
-        self.done[(member.generation, source)] = last
+    def processed(self, member: Member, batch: Batch) -> None:
+        """Note what was processed: under which generation, and which life's records."""
+        self.done[(member.generation, batch.source)] = batch.offsets[-1]
+        for offset, record in zip(batch.offsets, batch.records, strict=True):
+            self.seen.add((record.timestamp, batch.source, offset))
+
+    def make_anew(self) -> None:
+        """What counted for the old topic does not count for the new one."""
+        self.group.make_anew()
+        self.safe.clear()
 
     def acknowledged(self, marks: dict[TopicPartition, int]) -> None:
         """A commit was answered with success: from here on it counts."""
@@ -122,6 +136,8 @@ class World:
             self.rng.choice(sorted(member.tasks, key=lambda task: task.get_name())).cancel()
         elif what < 0.95:
             await self.rebalance()
+        elif what < 0.96:
+            self.make_anew()
         await self.group.pause()
         self.check()
 
@@ -154,7 +170,7 @@ class World:
 
     def check(self) -> None:
         """Of each commit that was stored since the last look."""
-        for source, position, generation, member in self.group.landed[self._checked :]:
+        for source, position, generation, member, _ in self.group.landed[self._checked :]:
             assert generation == self.group.generation, f"{source}: {position} was stored under {generation}"
             assert self.owner[source].name == member, f"{source}: {position} was stored by {member}, which had lost it"
             begun = self.owner[source].own.begun.get(source, 0)
@@ -162,12 +178,11 @@ class World:
                 f"{source}: {position} is not processed"
             )
         self._checked = len(self.group.landed)
-        last: dict[tuple[TopicPartition, int], int] = {}
-        for source, position, generation, _ in self.group.landed:
-            assert position >= last.get((source, generation), 0), (
-                f"{source} went back to {position} within {generation}"
-            )
-            last[(source, generation)] = position
+        last: dict[tuple[TopicPartition, int, int], int] = {}
+        for source, position, generation, _, life in self.group.landed:
+            before = last.get((source, generation, life), 0)
+            assert position >= before, f"{source} went back from {before} to {position} within {generation}"
+            last[(source, generation, life)] = position
 
     async def settle(self) -> None:
         """Without faults everything is processed and committed."""
@@ -183,12 +198,16 @@ class World:
             await member.commit(dict(member.processed))
         self.check()
         assert {source: at for source, (at, _) in self.group.offsets.items()} == dict.fromkeys(self.group.sources, _END)
+        missed = {(source, offset) for source in self.group.sources for offset in range(_END)} - {
+            (source, offset) for life, source, offset in self.seen if life == self.group.life
+        }
+        assert not missed, f"never delivered: {sorted(missed)}"
 
 
 @pytest.mark.parametrize("block", range(10))
 async def test_commits_are_sound_whatever_the_group_does(block: int) -> None:
-    """If it fails, a member that lost a partition moves its successor: events are skipped. Or a commit that was
-    acknowledged does not count, or goes back: events are delivered again."""
+    """If it fails, a member that lost a partition moves its successor, or marks of a topic that was made anew count for
+    the new one: events are skipped. Or a commit that was acknowledged does not count, or goes back."""
     for seed in range(block * _SEEDS // 10, (block + 1) * _SEEDS // 10):
         world = World(seed)
         try:

@@ -11,10 +11,11 @@ from services.core.broker.kafka.commit_note import CommitNote
 from services.core.broker.kafka.offsets import Committed
 from services.core.broker.kafka.placement import Placement, count_at_beginning, place
 from services.core.broker.record import TopicPartition
-from tests.support.group_model import ID, GroupModel, OnRecord
+from tests.support.group_model import GroupModel, OnRecord
 
 _FOUR = [TopicPartition("t", number) for number in range(4)]
 _END = 30
+_ID = GroupModel(random.Random(0), 1, 1).id
 _OTHER = "99999999-2222-3333-4444-555555555555"
 
 
@@ -33,7 +34,7 @@ def test_without_a_note_all_partitions_were_there() -> None:
 
 def test_the_record_counts_where_commits_are_gone() -> None:
     """If it fails, partitions that were added while a group's offsets expired are read from "latest"."""
-    assert count_at_beginning(_FOUR, {}, {_FOUR[0]: Begun(ID, 1)}) == {"t": 1}
+    assert count_at_beginning(_FOUR, {}, {_FOUR[0]: Begun(_ID, 1)}) == {"t": 1}
 
 
 async def _place(
@@ -50,13 +51,13 @@ async def test_a_new_group_begins_as_told_and_commits_that() -> None:
     placement = await _place({}, {})
     assert placement.position == {_FOUR[0]: _END, _FOUR[1]: _END}
     assert placement.fresh == {_FOUR[0], _FOUR[1]}
-    assert placement.begun == {_FOUR[0]: Begun(ID, 2), _FOUR[1]: Begun(ID, 2)}
-    assert placement.notes[_FOUR[0]] == CommitNote(2, ID, 1)
+    assert placement.begun == {_FOUR[0]: Begun(_ID, 2), _FOUR[1]: Begun(_ID, 2)}
+    assert placement.notes[_FOUR[0]] == CommitNote(2, _ID, 1)
 
 
 async def test_a_group_that_began_and_has_no_commit_stops() -> None:
     """If it fails, offsets that Kafka expired make a group skip what waits for it, or deliver everything again."""
-    placement = await _place({1: (5, str(CommitNote(2, ID)))}, {0: Begun(ID, 2), 1: Begun(ID, 2)})
+    placement = await _place({1: (5, str(CommitNote(2, _ID)))}, {0: Begun(_ID, 2), 1: Begun(_ID, 2)})
     assert isinstance(placement.lost[_FOUR[0]](), PositionLost)
     assert placement.lost.keys() == {_FOUR[0]}
     assert placement.position == {_FOUR[0]: 0, _FOUR[1]: 5}
@@ -65,7 +66,7 @@ async def test_a_group_that_began_and_has_no_commit_stops() -> None:
 
 async def test_what_was_added_while_the_offsets_expired_is_read_whole() -> None:
     """If it fails, the first records of partitions that were added meanwhile are skipped."""
-    placement = await _place({}, {0: Begun(ID, 1)})
+    placement = await _place({}, {0: Begun(_ID, 1)})
     assert placement.lost.keys() == {_FOUR[0]}
     assert (placement.position[_FOUR[1]], placement.fresh) == (0, {_FOUR[1]})
 
@@ -84,7 +85,7 @@ async def test_commits_and_records_of_another_topic_of_the_name_say_nothing() ->
 
 async def test_behind_a_cut_the_group_goes_on_at_the_cut() -> None:
     """If it fails, what is written below the group's position after a log lost its end is skipped."""
-    placement = await _place({0: (_END + 7, str(CommitNote(2, ID, 1))), 1: (_END, str(CommitNote(2, ID, 1)))}, {})
+    placement = await _place({0: (_END + 7, str(CommitNote(2, _ID, 1))), 1: (_END, str(CommitNote(2, _ID, 1)))}, {})
     assert placement.position == {_FOUR[0]: _END, _FOUR[1]: _END}
     assert placement.fresh == {_FOUR[0]}
     assert placement.notes[_FOUR[0]].epoch is None, "nothing is read of the new epoch yet"
@@ -92,6 +93,6 @@ async def test_behind_a_cut_the_group_goes_on_at_the_cut() -> None:
 
 async def test_an_epoch_that_the_leader_does_not_know_stops() -> None:
     """If it fails, a group is placed by a guess on a log that was put back from long ago."""
-    placement = await _place({0: (5, str(CommitNote(2, ID, 8)))}, {}, partitions=1)
+    placement = await _place({0: (5, str(CommitNote(2, _ID, 8)))}, {}, partitions=1)
     assert placement.lost.keys() == {_FOUR[0]}
     assert not placement.fresh

@@ -289,8 +289,9 @@ class KafkaConsumer:
             if epoch != own.epoch:
                 return
             fixed = {source: (placement.position[source], placement.notes[source]) for source in placement.fresh}
-            if await self._commit(fixed):
-                return
+            async with self._committing:  # behind those of the ownership before
+                if await self._commit(fixed):
+                    return
             await self._begun.note(self._group, placement.begun)
             if epoch != own.epoch or not own.unplaced.issuperset(sources):
                 return

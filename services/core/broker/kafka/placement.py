@@ -60,6 +60,7 @@ async def place(
     on_record = await begun.of(group, everything)
     live = {source: row for source, row in committed.items() if row.note.topic in ("", ids[source.topic])}
     known = {source: row for source, row in on_record.items() if row.topic == ids[source.topic]}
+    expired = known.keys() - committed.keys()
     replaced = {source.topic for source in (committed.keys() - live) | (on_record.keys() - known)}
     counts = count_at_beginning(everything, live, known)
     placement = Placement()
@@ -78,12 +79,12 @@ async def place(
                 "stream_made_anew", group=group, topic=source.topic, partition=source.partition, hint=_MADE_ANEW
             )
         is_new = source.topic in replaced or source.partition >= counts[source.topic]
-        wanted[source] = "earliest" if is_new or source in known else start_in(source.topic, start)
+        wanted[source] = "earliest" if is_new or source in expired else start_in(source.topic, start)
     for beginning in set(wanted.values()):
         those = [source for source, each in wanted.items() if each == beginning]
         placement.position.update(await starts(cluster, those, beginning))
-    placement.fresh.update(wanted.keys() - known)
-    await _stop_lost(cluster, group, placement, [source for source in wanted if source in known])
+    placement.fresh.update(wanted.keys() - expired)
+    await _stop_lost(cluster, group, placement, [source for source in wanted if source in expired])
     await _go_to_cuts(cluster, group, placement)
     return placement
 
