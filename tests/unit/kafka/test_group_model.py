@@ -185,12 +185,13 @@ class World:
             last[(source, generation, life)] = position
 
     async def settle(self) -> None:
-        """Without faults everything is processed and committed."""
+        """Without faults everything is processed and committed, also of a topic that is made anew in between."""
         self.group.faulty = False
         for member in self.members:
             await asyncio.gather(*member.tasks, return_exceptions=True)
             member.is_frozen = False
         await self.rebalance()
+        self.make_anew()
         for _ in range(_END):
             for member in self.members:
                 await member.process()
