@@ -43,7 +43,8 @@ class CheckpointInUse(Exception):
 
 class Identity(msgspec.Struct, frozen=True, kw_only=True):
     """Whose checkpoint it is. id: made with it. topics: identity of each source topic. kind: how the transform runs,
-    which decides what else lies there. ran: a batch was stored."""
+    which decides what else lies there. ran: a batch was stored. state: as `Prepared.state`; empty in those of earlier versions,
+    too."""
 
     id: str
     pipe: str
@@ -51,6 +52,7 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
     transform: str
     kind: str
     ran: bool = False
+    state: str = ""
 
 
 class Checkpoint:

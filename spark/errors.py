@@ -4,9 +4,12 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from py4j.protocol import Py4JError, Py4JNetworkError  # type: ignore[import-untyped]
+
 from services.core.broker.errors import BrokerError
 
 MESSAGE_CHARACTERS = 300
+_MOST_CAUSES = 10
 _NOISE = re.compile(r"\[SQLSTATE: \w+\]|SQLSTATE: \w+;?|\s*== SQL.*", re.DOTALL)
 _TRACEBACK = "Traceback (most recent call last)"
 
@@ -43,12 +46,33 @@ def is_of_broker(error: BaseException) -> bool:
     return any(kind.startswith(_BROKER_CLASSES) for kind in _java_classes(error))
 
 
+def is_answer(error: BaseException) -> bool:
+    """Whether Java, or our own code, says so: it runs still. Else nobody knows."""
+    return not isinstance(error, OSError | EOFError | Py4JNetworkError)
+
+
 def _java_classes(error: BaseException) -> Iterator[str]:
     """Of a Java exception and its causes, outermost first."""
+    return (str(cause.getClass().getName()) for cause in _java_chain(error))
+
+
+def _java_chain(error: BaseException) -> Iterator[Any]:
     cause: Any = getattr(error, "java_exception", None) or getattr(error, "_origin", None)
-    while cause is not None:
-        yield str(cause.getClass().getName())
+    for _ in range(_MOST_CAUSES):
+        if cause is None:
+            return
+        yield cause
         cause = cause.getCause()
+
+
+def java_causes(error: BaseException) -> list[str]:
+    """Each Java exception behind the error, outermost first, in a few words: some have a class that says all, and no message."""
+    try:
+        return [
+            _cut(f"{cause.getClass().getName()}: {cause.getMessage()}".split("\n")[0]) for cause in _java_chain(error)
+        ]
+    except (Py4JError, OSError):
+        return []  # Java is gone
 
 
 def _of_java(error: BaseException) -> str | None:

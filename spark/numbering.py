@@ -31,6 +31,9 @@ class Numbering(NamedTuple):
         return f.concat_ws(":", f.lit(self.incarnation), partition.cast("string"), number.cast("string"))
 
 
-def number_batch(query_id: str, batch: int, at_ms: int) -> Numbering:
-    """query_id: of the checkpoint, [a-z0-9]. Every so many batches an incarnation ends before its numbers grow too large."""
-    return Numbering(f"{query_id}{batch // _BATCHES:08x}", batch % _BATCHES * _ROWS, at_ms)
+def number_batch(query_id: str, batch: int, at_ms: int, mark: str = "") -> Numbering:
+    """query_id: of the checkpoint, [a-z0-9]. mark: of a part of a batch, [a-z0-9]: its rows are numbered by themselves.
+
+    Every so many batches an incarnation ends before its numbers grow too large.
+    """
+    return Numbering(f"{query_id}{batch // _BATCHES:08x}{mark}", batch % _BATCHES * _ROWS, at_ms)

@@ -53,6 +53,7 @@ _SETTINGS = {
 _JAVA_OPTIONS = (
     "-Djdk.lang.Process.launchMechanism=VFORK",
     "-Xss16m",  # Spark matches long error texts with a recursive pattern; at 1 MB that overflows and hides the error
+    "-XX:+ExitOnOutOfMemoryError",  # without memory threads end one by one, and what is left works on nothing for ever
     "-XX:+UseSerialGC",  # two cores, a small heap
     "-XX:TieredStopAtLevel=1",  # the full compiler takes a core for minutes, and a small driver hardly earns it back
     "-Duser.timezone=UTC",
@@ -79,6 +80,7 @@ def open_session(*, master: str, memory: int, kafka: bool) -> SparkSession:
     for name, value in _SETTINGS.items():
         builder = builder.config(name, value)
     builder = builder.config("spark.driver.memory", f"{memory >> 20}m")
+    builder = builder.config("spark.driver.maxResultSize", f"{max(memory >> 22, 16)}m")
     builder = builder.config("spark.driver.extraJavaOptions", " ".join(_JAVA_OPTIONS))
     builder = builder.config("spark.sql.shuffle.partitions", str(max(1, slots(master) or 2)))
     if kafka:

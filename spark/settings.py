@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 from pydantic import Field
 
 from services.core.settings import Settings
-from services.core.units import Size
+from services.core.units import Duration, Size
 
 
 class TransformSettings(Settings):
@@ -22,6 +22,11 @@ class TransformSettings(Settings):
     )
     only: str = Field("", description="Pipes to run, names joined by commas; empty: every pipe with a transform.")
     master: str = Field("local[2]", description="Spark master; local[N] runs N tasks at once.")
+    batch_timeout: Duration = Field(
+        300.0,
+        description="How long a batch may take, e.g. 5m: then the process ends, to be started again. Of a batch that is done in "
+        "parts, each may take a tenth of it.",
+    )
     memory: Size = Field(1 << 30, description="Heap of Spark's driver, e.g. 1GiB.")
 
     @classmethod

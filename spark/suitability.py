@@ -2,11 +2,14 @@
 
 from collections.abc import Sequence
 
+from py4j.protocol import Py4JError  # type: ignore[import-untyped]
 from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
 
 from services.core.yaml_source import BadConfiguration, Problem
+from spark.adoption import changed_state
 from spark.brokers.endpoint import Endpoint
+from spark.checkpoint import CheckpointDamaged, peek_checkpoint
 from spark.errors import shorten
 from spark.pipe_file import Chosen
 from spark.session import own_session, slots
@@ -32,9 +35,10 @@ def check_suitability(
             )
         elif each.transform.mode == "real-time":
             needed += endpoint.partition_count(session, list(each.views))
+        elif changed := _changed_state(session, settings, each):
+            problems.append(chosen.document.problem((*key, _kind(each)), changed))
         elif not each.row_by_row and (trouble := _streaming_trouble(session, endpoint, each)):
-            kind = "sql" if each.transform.sql is not None else "python"
-            problems.append(chosen.document.problem((*key, kind), f"cannot run on a stream: {trouble}"))
+            problems.append(chosen.document.problem((*key, _kind(each)), f"cannot run on a stream: {trouble}"))
     found = slots(settings.master)
     if needed and found is not None and found < needed + 1:
         problems.append(
@@ -47,6 +51,17 @@ def check_suitability(
         )
     if problems:
         raise BadConfiguration(problems)
+
+
+def _kind(prepared: Prepared) -> str:
+    return "sql" if prepared.transform.sql is not None else "python"
+
+
+def _changed_state(session: SparkSession, settings: TransformSettings, prepared: Prepared) -> str | None:
+    try:
+        return changed_state(peek_checkpoint(session, settings.checkpoint_root(), prepared.pipe), prepared)
+    except (CheckpointDamaged, Py4JError, PySparkException):
+        return None  # that is the pipe's own trouble: its job says so, and the others go on
 
 
 def _streaming_trouble(session: SparkSession, endpoint: Endpoint, prepared: Prepared) -> str | None:

@@ -98,8 +98,8 @@ class Transform(_Strict):
     )
     watermark: Duration | None = Field(
         None,
-        description="For a transform over several events: how far an event's time may lie behind the newest one read. Gives "
-        "the column event_time to group or join by; what comes later goes to the dead letters.",
+        description="For a transform over several events: how far an event's time may lie behind the newest one that its WHERE "
+        "lets pass. Gives the column event_time to group or join by; what comes later goes to the dead letters.",
     )
 
     @model_validator(mode="after")

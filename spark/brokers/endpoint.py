@@ -71,6 +71,9 @@ class Endpoint(Protocol):
         Gives what was in the frame, also when this batch was stored before.
         """
 
+    def try_write(self, frame: DataFrame) -> None:
+        """Execute the frame as `write` does, and store nothing. Raises the frame's errors."""
+
     def write_records(self, session: SparkSession, records: Sequence[Record], topic: str, batch: BatchName) -> None:
         """Store these records durably."""
 

@@ -19,6 +19,7 @@ from services.core.broker.record import Batch, Record
 from services.core.event import read_arrival
 from spark.brokers.endpoint import BatchName
 from spark.brokers.gauge import Look
+from spark.collecting import collect
 from spark.place import Position, Span
 from spark.shapes import RAW
 from spark.sources.offsets import place_of
@@ -115,9 +116,13 @@ class KinesisEndpoint:
 
     def write(self, frame: DataFrame, topic: str, batch: BatchName, wanted: Wanted) -> Written:
         """See Endpoint; at least once. Raises the frame's errors, or a BrokerError."""
-        records = from_arrow(frame.toArrow())
+        records = from_arrow(collect(frame))
         self.write_records(frame.sparkSession, records, topic, batch)
         return of_records(records, wanted)
+
+    def try_write(self, frame: DataFrame) -> None:
+        """See Endpoint."""
+        collect(frame)
 
     def write_records(self, session: SparkSession, records: Sequence[Record], topic: str, batch: BatchName) -> None:
         """See Endpoint; at least once."""

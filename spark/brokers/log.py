@@ -17,6 +17,7 @@ from services.core.broker.record import Record
 from spark.brokers.appender import LogAppender
 from spark.brokers.endpoint import BatchName
 from spark.brokers.gauge import EndsGauge
+from spark.collecting import collect
 from spark.place import Position, Span, cut_evenly
 from spark.sources.log_sink import place
 from spark.sources.offsets import place_of
@@ -87,9 +88,13 @@ class LogEndpoint:
 
     def write(self, frame: DataFrame, topic: str, batch: BatchName, wanted: Wanted) -> Written:
         """See Endpoint. Raises the frame's errors, or a BrokerError."""
-        records = from_arrow(frame.toArrow())
+        records = from_arrow(collect(frame))
         self._append(records, topic, batch)
         return of_records(records, wanted)
+
+    def try_write(self, frame: DataFrame) -> None:
+        """See Endpoint."""
+        collect(frame)
 
     def write_records(self, session: SparkSession, records: Sequence[Record], topic: str, batch: BatchName) -> None:
         """See Endpoint."""

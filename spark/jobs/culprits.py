@@ -10,7 +10,8 @@ from typing import Any
 
 from pyspark.sql import DataFrame
 
-from spark.errors import shorten
+from spark.brokers.endpoint import Endpoint
+from spark.errors import is_answer, shorten
 from spark.place import Place
 from spark.transforms.preparation import Prepared, of_stream
 
@@ -104,14 +105,22 @@ def places_of(prepared: Prepared, raw: DataFrame) -> list[Place]:
     return sorted(found)
 
 
-def try_transform(prepared: Prepared, raw: DataFrame, places: Sequence[Place]) -> str | None:
-    """A trial on a batch of raw records: runs the transform, writes nothing."""
+def records_of(raw: DataFrame) -> list[Place]:
+    """The records of a batch, in order, events or not."""
+    table: Any = raw.select("topic", "partition", "offset").toArrow()
+    return sorted(Place(*row.values()) for row in table.to_pylist())
+
+
+def try_transform(prepared: Prepared, endpoint: Endpoint, raw: DataFrame, places: Sequence[Place]) -> str | None:
+    """A trial on a batch of raw records: does all that a write does, and stores nothing. Raises when Java is gone."""
     part = raw.where(span(places))
     frames = {
         stream: view.good(view.judge(of_stream(prepared, part, stream))) for stream, view in prepared.views.items()
     }
     try:
-        prepared.apply(frames, raw.sparkSession).write.format("noop").mode("overwrite").save()
+        endpoint.try_write(prepared.apply(frames, raw.sparkSession))
     except Exception as error:  # whatever the operator's code raises
+        if not is_answer(error):
+            raise
         return f"{type(error).__name__}: {shorten(error)}"
     return None

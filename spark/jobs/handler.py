@@ -28,7 +28,8 @@ class Handler(ABC):
             try:
                 self.query.checkpoint.make_durable(batch_id)
                 begun = time.monotonic()
-                report = self.handle(raw, batch_id)
+                with self.query.pulse.at_work(self.query.writer, f"batch {batch_id}"):
+                    report = self.handle(raw, batch_id)
                 report.took += Counter({round((time.monotonic() - begun) * 1000): report.lag_out.total()})
                 self.query.report(report)
             except BaseException as error:

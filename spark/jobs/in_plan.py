@@ -19,9 +19,9 @@ from pyspark.sql.streaming.query import StreamingQuery
 from services.core.pipes import output_topic
 from spark.errors import is_of_broker, shorten
 from spark.jobs.culprits import exactly
-from spark.jobs.isolation import put_culprits_aside, read_skipped
+from spark.jobs.isolation import put_culprits_aside, read_skipped, search_by_parts
 from spark.jobs.late import LateEvents
-from spark.jobs.query import Query
+from spark.jobs.query import Query, Stopping
 from spark.jobs.rejects import REJECTS, RejectHandler
 from spark.jobs.runs import POLL_S, PerBatchRun, has_worked, wait_for_end
 from spark.jobs.streak import Streak
@@ -54,8 +54,12 @@ class InPlanRun:
         self._streak = Streak(query.checkpoint)
         self._told = ToldBatches(query) if query.ledger else None
         self._late = LateEvents(query) if query.prepared.transform.watermark is not None else None
+        with query.pulse.at_work(query.writer, "the search for events that end the process"):
+            search_by_parts(query, self._streak)
+        query.attempts.set_working()
         self._transforming = start_transforming(query)
         self._seen = -1
+        self._at_work: tuple[int, bool] | None = None
         beside = query.beside(REJECTS)
         interval = max(REJECT_EVERY_S, query.prepared.transform.interval)
         try:
@@ -72,14 +76,28 @@ class InPlanRun:
         try:
             wait_for_end(self._transforming)
         except StreamingQueryException as error:
+            self._query.attempts.leave(error)
             self._note_progress()
             if self._told is not None:
                 self._told.catch_up()
-            if is_of_broker(error) or not put_culprits_aside(self._query, self._streak):
+            with self._query.pulse.at_work(self._query.writer, "the search for events that fail"):
+                found = 0 if is_of_broker(error) else put_culprits_aside(self._query, self._streak)
+            if not found:
                 raise
+            self._query.attempts.set_working()
             log.warning("started again without events that fail", pipe=self._query.pipe, error=shorten(error))
             self._transforming = start_transforming(self._query)
         self._note_progress()
+        self._note_work()
+
+    def _note_work(self) -> None:
+        """A query in the plan is at work from the begin of a batch until Spark tells of the next."""
+        query, at_work = self._query, self._transforming.status["isTriggerActive"]
+        if not at_work:
+            query.pulse.end(query.writer)
+        elif self._at_work != (self._seen, at_work):
+            query.pulse.begin(query.writer, f"the batch after {self._seen}" if self._seen >= 0 else "the first batch")
+        self._at_work = (self._seen, at_work)
 
     def works(self) -> bool:
         """See Run."""
@@ -90,12 +108,14 @@ class InPlanRun:
         deadline = time.monotonic() + limit
         before = self._seen
         running = self._transforming
+        self._query.pulse.end(self._query.writer)
         while running.isActive and running.status["isTriggerActive"] and time.monotonic() < deadline:
             self._note_progress()
             if self._seen > before:
                 break
             time.sleep(POLL_S / 10)
         running.stop()
+        self._query.attempts.leave(Stopping())
         try:
             self._note_progress()
         except Exception as error:  # whatever it is, the next start does it
@@ -113,6 +133,7 @@ class InPlanRun:
                 else:
                     self._told.tell(progress["batchId"], report)
                 self._seen = progress["batchId"]
+                self._query.attempts.done(self._seen)
                 self._query.checkpoint.make_durable(self._seen)
                 if report.read:
                     self._streak.end()

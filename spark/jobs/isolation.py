@@ -4,13 +4,18 @@ The events that the query was to do are read again as a batch and run through th
 the dead letters first and then into `skipped.json` beside the checkpoint: from there the next run leaves it out.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
+
+from pyspark.sql import DataFrame
 
 from spark.dead_letters import TRANSFORM_ERROR, rejected
 from spark.jobs.burial import bury
-from spark.jobs.culprits import exactly, find_culprits, fingerprint, places_of, try_transform
+from spark.jobs.culprits import exactly, find_culprits, fingerprint, places_of, records_of
+from spark.jobs.parts import MOST_ENDED, Part, PartByPart, PartName, within
 from spark.jobs.query import Query
+from spark.jobs.ranges import spans_of
 from spark.jobs.streak import Streak
 from spark.observed import BatchReport
 from spark.place import Place, Span
@@ -34,27 +39,71 @@ def put_culprits_aside(query: Query, streak: Streak) -> int:
     passed = 0
     for spans in _windows(query):
         raw = query.endpoint.read_spans(query.session, spans).where(f"NOT ({exactly(skipped)})").persist()
-
-        def trial(places: Sequence[Place], raw: Any = raw) -> str | None:
-            query.check_not_stopping()
-            return try_transform(query.prepared, raw, places)
-
         try:
             places = places_of(query.prepared, raw)
-            culprits = find_culprits(places, trial) if places else {}
+            culprits = find_culprits(places, partial(query.trial, raw)) if places else {}
             passed += len(places) - len(culprits)
             if culprits:
                 streak.extend(len(culprits), passed, next(iter(culprits.values())))
-                table: Any = raw.where(exactly(culprits)).toArrow()
-                found = rejected(table, TRANSFORM_ERROR, culprits.__getitem__)
-                report = BatchReport(query.pipe, read=len(culprits))
-                bury(query, found, f"skipped:{fingerprint(culprits)}", 0, report)
-                query.report(report)
-                query.checkpoint.write_note(SKIPPED_FILE, [*skipped, *culprits])
+                _put_aside(query, raw, culprits, skipped)
                 return len(culprits)
         finally:
             raw.unpersist()
     return 0
+
+
+def _put_aside(query: Query, raw: DataFrame, culprits: Mapping[Place, str], skipped: Sequence[Place]) -> None:
+    table: Any = raw.where(exactly(culprits)).toArrow()
+    found = rejected(table, TRANSFORM_ERROR, culprits.__getitem__)
+    report = BatchReport(query.pipe, read=len(culprits))
+    bury(query, found, f"skipped:{fingerprint(culprits)}", 0, report)
+    query.report(report)
+    query.checkpoint.write_note(SKIPPED_FILE, [*skipped, *culprits])
+
+
+def search_by_parts(query: Query, streak: Streak) -> None:
+    """When the batch to come ended processes: find the events that do, and put them aside. Raises TransformBroken, Stopping."""
+    attempt = query.attempts.current
+    if attempt is not None and (attempt.ended >= MOST_ENDED or attempt.parts not in (((),), ())):
+        PartByPart(query.attempts, TrialParts(query, streak, attempt.batch), query.check_not_stopping).run(
+            attempt.batch
+        )
+
+
+class TrialParts:
+    """A planned batch as `PartByPart` works on it: nothing is written but dead letters."""
+
+    def __init__(self, query: Query, streak: Streak, batch: int) -> None:
+        self._query, self._streak, self._batch = query, streak, batch
+
+    @property
+    def _raw(self) -> DataFrame:
+        spans = spans_of(self._query, self._batch)
+        return self._query.endpoint.read_spans(self._query.session, spans).where(
+            f"NOT ({exactly(read_skipped(self._query))})"
+        )
+
+    def places(self, part: Part) -> Sequence[Place]:
+        """See PartWork."""
+        return records_of(self._raw.where(within(part)))
+
+    def is_stored(self, name: PartName | None) -> bool:
+        """See PartWork."""
+        return False
+
+    def compute(self, part: Part, name: PartName | None) -> bool:
+        """See PartWork. An event that fails without ending the process is not to be found here."""
+        places = self.places(part)
+        return not places or self._query.trial(self._raw, places) is None
+
+    def passes(self, place: Place) -> bool:
+        """See PartWork."""
+        return self._query.trial(self._raw, [place]) is None
+
+    def condemn(self, place: Place, why: str, name: PartName) -> None:
+        """See PartWork."""
+        self._streak.extend(1, 0, why)
+        _put_aside(self._query, self._raw, {place: why}, read_skipped(self._query))
 
 
 def _windows(query: Query) -> Iterator[list[Span]]:

@@ -14,12 +14,23 @@ from services.core.ledger.report import TELEMETRY
 from spark.adoption import adopt, check_not_older
 from spark.brokers.endpoint import Endpoint
 from spark.brokers.gauge import Backlog, Gauge
-from spark.checkpoint import Checkpoint, open_checkpoint, peek_checkpoint
-from spark.errors import shorten
+from spark.checkpoint import (
+    Checkpoint,
+    CheckpointDamaged,
+    CheckpointInUse,
+    ClockWentBack,
+    open_checkpoint,
+    peek_checkpoint,
+)
+from spark.errors import is_of_broker, java_causes, shorten
+from spark.jobs.culprits import TransformBroken
 from spark.jobs.in_plan import InPlanRun
+from spark.jobs.parts import Attempts
+from spark.jobs.pulse import Pulse
 from spark.jobs.query import Query, Stopping
 from spark.jobs.runs import Run, start_per_batch
 from spark.jobs.told import settled_position
+from spark.jobs.turn import Turn
 from spark.jobs.warm_up import warm_up
 from spark.observed import BatchReport
 from spark.reporter import PipeReporter
@@ -33,16 +44,20 @@ ATTEMPTS = 5
 FIRST_WAIT_S = 0.5
 MAX_WAIT_S = 30.0
 BACKLOG_EVERY_S = 5.0
+BATCH_TIMEOUT_S = 300.0
+_KNOWN = (TransformBroken, CheckpointDamaged, CheckpointInUse, ClockWentBack)
+"""Kinds of failures that are the same in another Java."""
 
 
 @dataclass(frozen=True, slots=True)
 class JobState:
     """How a pipe's query is doing. problem: None once it has completed a trigger since its start, else why not, for a
-    person. failures: in a row."""
+    person. failures: in a row. of_spark: the last one was neither the broker's nor the transform's nor the checkpoint's."""
 
     pipe: str
     problem: str | None
     failures: int
+    of_spark: bool = False
 
     @property
     def broken(self) -> bool:
@@ -63,8 +78,12 @@ class Job:
         on_batch: Callable[[BatchReport], None],
         on_state: Callable[[JobState], None],
         on_backlog: Callable[[Backlog], None] = lambda _: None,
+        pulse: Pulse | None = None,
+        turn: Turn | None = None,
     ) -> None:
-        """ledger: whether to report what became of which events."""
+        """ledger: whether to report what became of which events. turn: shared by all jobs of a process."""
+        self.pulse, self._turn = pulse or Pulse(BATCH_TIMEOUT_S), turn or Turn()
+        self._attempts = Attempts(prepared.version)
         self._prepared, self._endpoint, self._checkpoints, self._ledger = prepared, endpoint, checkpoints, ledger
         self._reporter: PipeReporter | None = None
         self._on_batch, self._on_state, self._on_backlog = on_batch, on_state, on_backlog
@@ -106,25 +125,39 @@ class Job:
         wait = random.uniform(0.5, 1) * min(MAX_WAIT_S, FIRST_WAIT_S * 2**self._failures)  # noqa: S311
         problem = f"{type(error).__name__}: {shorten(error)}"
         # One line: Spark's stack says nothing to a person.
-        log.error(event, pipe=self.pipe, error=problem, failures=self._failures, again_in_seconds=round(wait, 1))
-        self._on_state(JobState(self.pipe, problem, self._failures))
+        log.error(
+            event,
+            pipe=self.pipe,
+            error=problem,
+            failures=self._failures,
+            again_in_seconds=round(wait, 1),
+            java=java_causes(error),
+        )
+        of_spark = not isinstance(error, _KNOWN) and not is_of_broker(error)
+        self._on_state(JobState(self.pipe, problem, self._failures, of_spark))
         self._stop.wait(wait)
 
     def _run_once(self, session: SparkSession) -> None:
         topics = self._endpoint.check(session, list(self._prepared.views))
         with open_checkpoint(session, self._checkpoints, self.pipe) as checkpoint:
             query = self._adopt(session, checkpoint, topics)
-            if self._prepared.per_batch:
-                warm_up(query)
-            run: Run = start_per_batch(query) if self._prepared.per_batch else InPlanRun(query)
-            try:
-                while not self._stop.is_set() and not run.works():
-                    run.watch()
-                self._note_success()
-                while not self._stop.is_set():
-                    run.watch()
-            finally:
-                run.end(self._drain)
+            self._attempts.open(checkpoint)
+            self._attempts.check()
+            with self._turn.alone(self._attempts.ended, self._stop.is_set) as give_back:
+                if self._prepared.per_batch and self._attempts.current is None:
+                    self._attempts.warming_up(checkpoint, begins=True)
+                    warm_up(query)
+                    self._attempts.warming_up(checkpoint, begins=False)
+                run: Run = start_per_batch(query) if self._prepared.per_batch else InPlanRun(query)
+                try:
+                    while not self._stop.is_set() and not run.works():
+                        run.watch()
+                    self._note_success()
+                    give_back()
+                    while not self._stop.is_set():
+                        run.watch()
+                finally:
+                    run.end(self._drain)
 
     def _adopt(self, session: SparkSession, checkpoint: Checkpoint, topics: Mapping[str, str]) -> Query:
         identity = adopt(checkpoint, self._prepared, topics)
@@ -141,7 +174,18 @@ class Job:
             self._on_batch(done)
 
         writer = f"{self.pipe}:{identity.id}"
-        query = Query(session, self._prepared, self._endpoint, checkpoint, writer, report, self._ledger, self._stop)
+        query = Query(
+            session,
+            self._prepared,
+            self._endpoint,
+            checkpoint,
+            writer,
+            report,
+            self._ledger,
+            self._stop,
+            self._attempts,
+            self.pulse,
+        )
         check_not_older(query)
         return query
 

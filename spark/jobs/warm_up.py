@@ -25,7 +25,9 @@ def warm_up(query: Query) -> None:
     for _ in range(RUNS):
         query.check_not_stopping()
         before = time.monotonic()
-        try_transform(query.prepared, query.endpoint.read_spans(query.session, spans), _ends(spans))
+        with query.pulse.at_work(query.writer, "the run before the first batch"):
+            raw = query.endpoint.read_spans(query.session, spans)
+            try_transform(query.prepared, query.endpoint, raw, _ends(spans))
         now = time.monotonic()
         if now - before < WARM_S or now - begun > LIMIT_S:
             break

@@ -18,7 +18,9 @@ from spark.out import BadTransform
 
 
 class Definition(Protocol):
-    """What a pipe's transform does."""
+    """What a pipe's transform does. source: its text; with another one it may do something else."""
+
+    source: str
 
     def check(self, session: SparkSession) -> None:
         """Raises what is wrong before anything is applied."""
@@ -31,7 +33,7 @@ class SqlDefinition:
     """A SELECT in which each source stream is a view of its name."""
 
     def __init__(self, sql: str) -> None:
-        self._sql = sql
+        self._sql = self.source = sql
 
     def check(self, session: SparkSession) -> None:
         """Raises ParseException unless it is a query: `sql` would run a command (DROP, INSERT) at once."""
@@ -47,8 +49,8 @@ class SqlDefinition:
 class PythonDefinition:
     """A function that gets one frame per source stream and returns one."""
 
-    def __init__(self, function: Callable[..., DataFrame]) -> None:
-        self._function = function
+    def __init__(self, function: Callable[..., DataFrame], source: str) -> None:
+        self._function, self.source = function, source
 
     def check(self, session: SparkSession) -> None:
         """Nothing to find before the call."""
@@ -76,7 +78,9 @@ def load_definition(transform: Transform, folder: Path) -> Definition:
     function = getattr(module, name, None)
     if not callable(function):
         raise BadTransform(f"{place} has no function {name!r}")
-    return PythonDefinition(function)
+    loader = getattr(module, "__loader__", None)
+    source = loader.get_source(module.__name__) if isinstance(loader, SourceFileLoader) else None
+    return PythonDefinition(function, f"{transform.python}\n{source}")
 
 
 class _SnapshotLoader(SourceFileLoader):

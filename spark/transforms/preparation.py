@@ -1,5 +1,6 @@
 """Everything about a pipe's transform that can be decided before a query starts; mistakes are named in the pipe file."""
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -34,6 +35,16 @@ class Prepared:
     out: OutShape
     row_by_row: bool
     version: str = ""
+
+    @property
+    def state(self) -> str:
+        """Stands for what its state over batches means; empty when it keeps none but the ids of `deduplicate_within`."""
+        if self.row_by_row:
+            return ""
+        columns = [
+            (name, None if view.columns is None else view.columns.simpleString()) for name, view in self.views.items()
+        ]
+        return hashlib.sha256(repr((self.definition.source, columns)).encode()).hexdigest()
 
     @property
     def per_batch(self) -> bool:

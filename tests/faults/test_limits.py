@@ -6,6 +6,7 @@ Rows 4, 20 and 26 of the fault matrix.
 import asyncio
 import os
 import resource
+import signal
 import subprocess
 import time
 from collections.abc import Iterator
@@ -17,10 +18,12 @@ import pytest
 from services.core.jvm.kafka_server import KafkaCluster
 from services.core.key_file import add_key
 from services.core.keys import make_key
+from services.fleet.folder import read_state
 from tests.faults.conftest import Report
 from tests.faults.fleet import wait_until
 from tests.faults.trial import open_trial
 from tests.faults.unread import Flood
+from tests.integration.fleet_process import Desk, living
 from tests.support.oracle import Fate
 
 DISK = 16 << 20
@@ -68,6 +71,37 @@ async def test_full_disk(small_disk: Path, tmp_path: Path, report: Report) -> No
         await trial.settle()
         assert trial.fleet.restarts == 0
         report(await trial.judge())
+
+
+async def test_full_disk_under_the_supervisor(small_disk: Path, tmp_path: Path) -> None:
+    """If it fails, the first service that is started again on a full disk takes the supervisor and all others along."""
+    desk, data = Desk(tmp_path), small_disk / "data"
+    desk.write_pipes()
+    async with desk.receive(), desk.up("--data", str(data)) as fleet:
+        await desk.send(desk.write_events(50))
+        await wait_until(lambda: len(desk.ids) == 50)
+        before = await asyncio.to_thread(read_state, data)
+        assert before is not None
+        pids = {process.service: process.pid for process in before.processes}
+        assert pids["expel"] is not None
+        await asyncio.to_thread(fill, small_disk, 0)
+        os.kill(pids["expel"], signal.SIGKILL)
+        await wait_until(lambda: "fleet.json cannot be written: No space left on device" in fleet.err)
+        assert fleet.process.returncode is None
+        assert len(living([pids["ingest"], pids["observer"], pids["retrier"]])) == 3
+        (small_disk / "ballast").unlink()
+
+        async def is_known() -> bool:
+            state = await asyncio.to_thread(read_state, data)
+            return state is not None and all(living([process.pid]) for process in state.processes)
+
+        await wait_until(is_known)
+        after = await asyncio.to_thread(read_state, data)
+        assert after is not None
+        assert {one.service: one.pid for one in after.processes}["ingest"] == pids["ingest"]
+        await desk.send(desk.write_events(100))
+        await wait_until(lambda: len(desk.ids) == 100)
+        assert await fleet.interrupt() == 0
 
 
 @pytest.mark.kafka

@@ -24,6 +24,8 @@ from spark.brokers.gauge import Backlog
 from spark.brokers.log import LogEndpoint
 from spark.checkpoint import open_checkpoint
 from spark.jobs.job import Job, JobState
+from spark.jobs.parts import Attempts
+from spark.jobs.pulse import Pulse
 from spark.jobs.query import Query
 from spark.observed import BatchReport
 from spark.pipe_file import Chosen, read_pipe_file
@@ -168,6 +170,8 @@ class River(RunningJobs):
                 self.batches.append,
                 True,
                 threading.Event(),
+                Attempts(prepared.version),
+                Pulse(DEADLINE_S),
             )
 
     def run(self, chosen: Chosen, until: int) -> None:

@@ -2,7 +2,7 @@
 
 from prometheus_client import REGISTRY
 
-from spark.board import Board
+from spark.board import OLD_JAVA_S, Board
 from spark.jobs.job import ATTEMPTS, JobState
 
 
@@ -29,6 +29,20 @@ def test_gives_up_when_no_query_can_be_kept_running() -> None:
     assert not board.given_up.is_set()
     board.note_state(JobState("b", "broken", ATTEMPTS))
     assert board.given_up.is_set()
+
+
+def test_one_pipe_gets_a_fresh_java() -> None:
+    """If this fails, a pipe whose Spark is spoilt fails for ever because another pipe works; or each failure of one pipe, which
+    another Java would not mend, stops the others every few minutes."""
+    for spoilt, age_s, given_up in ((True, 60.0, False), (False, OLD_JAVA_S + 1, False), (True, OLD_JAVA_S + 1, True)):
+        clock = iter([0.0, *[age_s] * 100])
+        board = Board(["a", "b"], clock=clock.__next__)
+        board.note_state(JobState("a", None, 0))
+        for failures in range(1, ATTEMPTS):
+            board.note_state(JobState("b", "OptionalDataException", failures, spoilt))
+            assert not board.given_up.is_set()
+        board.note_state(JobState("b", "OptionalDataException", ATTEMPTS, spoilt))
+        assert board.given_up.is_set() == given_up
 
 
 def test_backlog_is_shown_by_partition() -> None:

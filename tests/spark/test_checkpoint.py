@@ -20,10 +20,12 @@ from spark.adoption import adopt, check_not_older
 from spark.brokers.gauge import measure_backlog
 from spark.brokers.log import LogEndpoint
 from spark.checkpoint import CheckpointDamaged, CheckpointInUse, open_checkpoint
+from spark.jobs.parts import Attempts
+from spark.jobs.pulse import Pulse
 from spark.jobs.query import Query
 from spark.jobs.streak import ALL_FAILED, Streak
 from spark.pipe_file import Chosen
-from tests.spark.river import River, event, interrupt_queries, wait_for
+from tests.spark.river import DEADLINE_S, River, event, interrupt_queries, wait_for
 
 COLUMNS = "delay INT"
 
@@ -145,8 +147,9 @@ def test_damaged_checkpoint_is_refused(river: River, spark: SparkSession) -> Non
         with open_checkpoint(spark, str(root), "p") as checkpoint:
             identity = adopt(checkpoint, prepared, topics)
             writer = f"p:{identity.id}"
+            told, stop, attempts = river.batches.append, threading.Event(), Attempts(prepared.version)
             check_not_older(
-                Query(spark, prepared, endpoint, checkpoint, writer, river.batches.append, True, threading.Event())
+                Query(spark, prepared, endpoint, checkpoint, writer, told, True, stop, attempts, Pulse(DEADLINE_S))
             )
 
     take(place.parent)

@@ -1,0 +1,210 @@
+"""A batch that is too much for one go, without Spark: which events are found, and that the rest is done once, in order."""
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import pytest
+
+from spark.jobs.culprits import TransformBroken
+from spark.jobs.parts import ATTEMPT_FILE, MOST_ENDED, Attempts, Part, PartByPart, PartName, Range, TooMuch, within
+from spark.place import Place, offset_text
+
+BATCH = 7
+
+
+class Ended(ConnectionError):
+    """The process is gone; what it would have raised."""
+
+
+class Folder:
+    """A checkpoint that holds one planned batch, and notes."""
+
+    def __init__(self) -> None:
+        self.notes: dict[str, bytes] = {}
+        self.done = False
+
+    def newest(self, folder: str) -> int:
+        return BATCH if folder == "offsets" or self.done else BATCH - 1
+
+    def read_note(self, name: str, kind: Any) -> Any:
+        return msgspec.json.decode(self.notes[name], type=kind) if name in self.notes else None
+
+    def write_note(self, name: str, value: object) -> None:
+        self.notes[name] = msgspec.json.encode(value)
+
+
+class Work:
+    """Stores what it is given, unless that holds a killer, or too many. Outlives processes, as a broker does."""
+
+    def __init__(self, count: int, killers: set[int] = frozenset(), most: int = 1 << 30, seed: int = 0) -> None:  # type: ignore[assignment]
+        self.all = sorted(Place("s", n % 3, offset_text(n)) for n in range(count))
+        self.killers, self.most, self.dice = killers, most, random.Random(seed)
+        self.stored: list[int] = []
+        self.last_epoch = -1
+        self.dead: dict[int, str] = {}
+        self.processes, self.away = 0, False
+        self.whole: list[int] | None = None
+
+    def places(self, part: Part) -> Sequence[Place]:
+        bounds = {(topic, partition): (first, last) for topic, partition, first, last in part}
+        return [
+            place
+            for place in self.all
+            if not part
+            or ((key := (place.topic, place.partition)) in bounds and bounds[key][0] <= place.offset <= bounds[key][1])
+        ]
+
+    def is_stored(self, name: PartName | None) -> bool:
+        return self.whole is not None if name is None else self.last_epoch >= name.epoch
+
+    def compute(self, part: Part, name: PartName | None) -> bool:
+        if self.away:
+            raise RuntimeError("the broker is away")
+        numbers = [int(place.offset) for place in self.places(part)]
+        if self.killers & set(numbers):
+            raise Ended
+        if len(numbers) > self.most:
+            raise TooMuch("too many")
+        if not self.is_stored(name):
+            self.stored += numbers
+            self.whole = numbers if name is None else None
+            self.last_epoch = self.last_epoch if name is None else name.epoch
+        if self.dice.random() < 0.1:  # killed by anybody, when it is stored and not noted
+            raise Ended
+        return bool(numbers)
+
+    def passes(self, place: Place) -> bool:
+        if int(place.offset) in self.killers:
+            raise Ended
+        return True
+
+    def condemn(self, place: Place, why: str, name: PartName) -> None:
+        self.dead[int(place.offset)] = why
+
+    def run(self, folder: Folder, *, most: int = 200) -> Attempts:
+        """Processes, one after the other, until one ends the batch."""
+        while self.processes < most:
+            self.processes += 1
+            attempts = Attempts("v")
+            attempts.open(folder)  # type: ignore[arg-type]
+            attempts.check()
+            try:
+                PartByPart(attempts, self, lambda: None).run(BATCH)
+            except Ended:
+                continue
+            return attempts
+        raise AssertionError("the batch is never done")
+
+
+def attempt_of(folder: Folder) -> Any:
+    return msgspec.json.decode(folder.notes[ATTEMPT_FILE])
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_killers_are_found_and_the_rest_is_done_once(seed: int) -> None:
+    """If this fails, a batch that ends the process ends it for ever, or takes events with it, or writes some twice."""
+    dice = random.Random(seed)
+    count = dice.choice([2, 17, 300])
+    killers = set(dice.sample(range(count), dice.randrange(min(3, count))))
+    work = Work(count, killers, most=dice.choice([1, 50, 1000]), seed=seed)
+    work.run(Folder())
+    assert set(work.dead) == killers
+    assert sorted(work.stored) == sorted(set(range(count)) - killers)
+    for partition in range(3):
+        mine = [number for number in work.stored if number % 3 == partition]
+        assert mine == sorted(mine), "the order within a partition"
+
+
+def test_one_killer_in_a_large_batch_costs_few_processes() -> None:
+    """If this fails, other pipes are stopped again and again while one looks for its poison."""
+    work = Work(20_000, {11_111})
+    work.dice = random.Random()
+    work.dice.random = lambda: 1.0  # type: ignore[method-assign]
+    work.run(Folder())
+    assert work.dead == {11_111: "it ended the process 2 times: it takes all memory, or never ends"}
+    assert work.processes <= 2 * MOST_ENDED + 4
+
+
+def test_a_transform_that_ends_the_process_on_everything_rejects_nothing() -> None:
+    """If this fails, a broken transform moves a whole stream into the dead letters, a process an event; or it ends the
+    process, and the other pipes with it, for ever."""
+    work, folder = Work(40, set(range(40))), Folder()
+    with pytest.raises(TransformBroken, match="and so does another event"):
+        work.run(folder)
+    assert not work.dead
+    assert not work.stored
+    processes = work.processes
+    attempts = Attempts("v")
+    attempts.open(folder)  # type: ignore[arg-type]  # the operator starts the service again: it is tried again
+    attempts.check()
+    with pytest.raises(TransformBroken):
+        work.run(folder)
+    assert work.processes <= processes + 3
+
+
+def test_a_mended_transform_goes_on_with_what_is_left() -> None:
+    """If this fails, what an earlier definition of the pipe did is held against the present one, or what it stored is stored
+    again."""
+    work, folder = Work(40, {30}), Folder()
+    work.dice.random = lambda: 1.0  # type: ignore[method-assign]
+    for _ in range(4):
+        attempts = Attempts("v")
+        attempts.open(folder)  # type: ignore[arg-type]
+        with pytest.raises(Ended):
+            PartByPart(attempts, work, lambda: None).run(BATCH)
+    assert work.stored
+    work.killers = set()
+    mended = Attempts("w")
+    mended.open(folder)  # type: ignore[arg-type]
+    assert mended.ended == 0
+    PartByPart(mended, work, lambda: None).run(BATCH)
+    assert sorted(work.stored) == list(range(40))
+    assert not work.dead
+
+
+def test_what_fails_in_order_ends_no_process() -> None:
+    """If this fails, a broker that is away for an hour is taken for a batch that ends the process, and events are condemned."""
+    folder = Folder()
+    attempts = Attempts("v")
+    attempts.open(folder)  # type: ignore[arg-type]
+    work = Work(10)
+    work.away = True
+    for _ in range(5):
+        with pytest.raises(RuntimeError):
+            PartByPart(attempts, work, lambda: None).run(BATCH)
+    again = Attempts("v")
+    again.open(folder)  # type: ignore[arg-type]
+    assert again.ended == attempt_of(folder)["ended"] == 1
+
+
+def test_a_run_before_the_first_batch_that_ends_the_process() -> None:
+    """If this fails, an event that ends the process does so before its batch is begun, again and again; or no pipe is warm."""
+    folder = Folder()
+    folder.done = True
+
+    def opened() -> Attempts:
+        attempts = Attempts("v")
+        attempts.open(folder)  # type: ignore[arg-type]
+        return attempts
+
+    first = opened()
+    assert first.current is None
+    first.warming_up(folder, begins=True)  # type: ignore[arg-type]
+    second = opened()
+    assert second.current is not None, "it is left out"
+    second.done(BATCH)
+    third = opened()
+    assert third.current is None
+    third.warming_up(folder, begins=True)  # type: ignore[arg-type]
+    third.warming_up(folder, begins=False)  # type: ignore[arg-type]
+    assert opened().current is None
+
+
+def test_condition_of_a_part() -> None:
+    """If this fails, a part takes records of its neighbours."""
+    assert within(()) == "true"
+    place = offset_text(5)
+    condition = f"(topic = 's' AND partition = 1 AND offset BETWEEN '{place}' AND '{place}')"
+    assert within((Range("s", 1, place, place),)) == condition

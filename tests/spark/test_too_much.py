@@ -1,0 +1,247 @@
+"""What takes all memory or never ends: the process ends, the events that are to blame are found, the other pipes go on."""
+
+import asyncio
+import subprocess
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import orjson
+import pytest
+
+from services.core import dead_letter
+from services.core.broker.contract import TopicSpec
+from services.core.broker.log import blocking
+from services.core.broker.log.layout import DataFolder
+from services.core.broker.log.topics import create_topic
+from services.core.broker.partitioner import split_by_key
+from services.core.broker.record import Record
+from services.core.event import read_id
+from services.core.ledger.report import TELEMETRY, decode_report
+from services.core.lifecycle import Supervision
+from spark.board import Board
+from spark.jobs.job import JobState
+from spark.jobs.pulse import Pulse
+from spark.jobs.turn import Turn
+from spark.service import BatchStuckError, JavaEndedError, watch
+from tests.spark.river import River, event, numbers, wait_for
+from tests.spark.service_process import kill_service, start_service
+
+POISON = 7
+MOST_STARTS = 7
+
+
+def amounts(*events: int) -> list[Record]:
+    return [event(n, orjson.dumps({"delay": n})) for n in events]
+
+
+def reason(letter: Record) -> str:
+    return (letter.header(dead_letter.DETAIL) or b"").decode()
+
+
+def test_one_event_of_four_million_rows(river: River) -> None:
+    """If this fails, one event takes all memory of Java, and its pipe, and the others beside it, stand still for good."""
+    river.send(amounts(*range(12)))
+    sql = f"""SELECT concat(event.id, '-', n) AS id, event.key AS key, repeat('x', 100) AS text
+              FROM s LATERAL VIEW explode(sequence(1, IF(delay = {POISON}, 4000000, 2))) AS n"""
+    river.run(river.pipe(columns="delay INT", sql=sql), 12)
+    assert [read_id(letter) for letter in river.dead] == [f"id-{POISON}"]
+    assert "rows come out of one task" in reason(river.dead[0])
+    expected = {f"id-{n}-{row}" for n in range(12) if n != POISON for row in (1, 2)}
+    assert Counter(map(read_id, river.out)) == Counter(expected)
+    assert river.told("dead") == {POISON}
+
+
+def test_more_output_than_one_batch_may_have(river: River, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If this fails, a batch whose events are all right, but too many for the memory together, is never done."""
+    monkeypatch.setattr("spark.collecting.MAX_ROWS", 30)
+    river.send(amounts(*range(200)))
+    river.run(river.pipe(columns="delay INT", sql="SELECT event, delay FROM s"), 200)
+    assert not river.dead
+    assert sorted(map(read_id, river.out)) == sorted(f"id-{n}" for n in range(200))  # type: ignore[type-var]
+    assert river.told("passed") == set(range(200))
+    assert not river.told("filtered")
+    by_key: dict[bytes | None, list[int]] = {}
+    for record in river.out:
+        by_key.setdefault(record.key, []).append(record.timestamp)
+    assert all(times == sorted(times) for times in by_key.values())
+
+
+PIPES = f"""
+version: 1
+streams:
+  s: {{columns: "delay INT"}}
+pipes:
+  p:
+    sources: [s]
+    transform: {{sql: "SELECT event, length(repeat('x', IF(delay = {POISON}, 2000000000, 1))) AS n FROM s"}}
+    destinations: [{{name: d, webhook: {{url: "https://example.com/"}}}}]
+  q:
+    sources: [s]
+    transform: {{sql: "SELECT event, delay FROM s"}}
+    destinations: [{{name: d, webhook: {{url: "https://example.com/"}}}}]
+"""
+
+
+class Service:
+    """The transform service, started again whenever it ends, as a supervisor does."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.log, self.output = folder, folder / "log", folder / "output.log"
+        for topic in ("s", "p.out", "p.dead", "q.out", "q.dead"):
+            create_topic(DataFolder.prepare(self.log), TopicSpec(topic, 2))
+        create_topic(DataFolder.prepare(self.log), TopicSpec(TELEMETRY, 1))
+        (folder / "pipes.yaml").write_text(PIPES)
+        self.process: subprocess.Popen[bytes] | None = None
+        self.starts = 0
+
+    def send(self, *events: int) -> None:
+        parts = split_by_key(amounts(*events), 2)
+        assert blocking.append_once(self.log, "s", "test", events[0], parts)
+
+    @property
+    def is_running(self) -> bool:
+        return self.process is not None and self.process.poll() is None
+
+    def keep_running(self) -> None:
+        if not self.is_running:
+            assert self.starts < MOST_STARTS, self.output.read_text()[-3000:]
+            assert self.process is None or self.process.returncode == 1
+            self.kill()
+            self.starts += 1
+            self.process = start_service(self.folder, f"log://{self.log}", self.output, "--memory", "500MiB")
+
+    def kill(self) -> None:
+        if self.process is not None:
+            kill_service(self.process)
+
+    def ids(self, topic: str) -> list[str | None]:
+        return [read_id(record) for record in self.records(topic)]
+
+    def records(self, topic: str) -> list[Record]:
+        return [
+            record
+            for partition, held in blocking.ends(self.log, topic).items()
+            for batch in blocking.read_range(self.log, topic, partition, held.start, held.end)
+            for record in batch.records
+        ]
+
+
+@pytest.fixture
+def service(tmp_path: Path) -> Iterator[Service]:
+    service = Service(tmp_path)
+    yield service
+    service.kill()
+
+
+@pytest.mark.spark
+def test_an_event_that_takes_all_memory(service: Service) -> None:
+    """If this fails, one event of one pipe keeps Java alive without memory, or ends the process again and again: nothing of any
+    pipe comes through."""
+    healthy = {0, 1, 2, 3}
+    service.send(0, 1)
+    service.keep_running()
+    wait_for(lambda: len(service.ids("p.out")) == len(service.ids("q.out")) == 2, "both pipes at work")
+    service.send(POISON, 2, 3)
+
+    def done() -> bool:
+        return len(service.ids("p.dead")) >= 1 and {f"id-{n}" for n in healthy} <= set(service.ids("p.out"))
+
+    while not done():
+        service.keep_running()
+        wait_for(
+            lambda: done() or not service.is_running,
+            "the culprit in the dead letters and the rest in the output, or the end",
+        )
+    wait_for(lambda: len(service.ids("q.out")) >= len(healthy) + 1, "all of the other pipe")
+    assert Counter(service.ids("p.out")) == Counter(f"id-{n}" for n in healthy)
+    assert Counter(service.ids("q.out")) == Counter(f"id-{n}" for n in [*healthy, POISON])
+    [letter] = service.records("p.dead")
+    assert (read_id(letter), letter.header(dead_letter.REASON)) == (f"id-{POISON}", b"transform_error")
+    assert "it ended the process 2 times" in reason(letter)
+    assert not service.ids("q.dead")
+    reports = [decode_report(record.value) for record in service.records(TELEMETRY)]
+    assert numbers([report for report in reports if report.pipe == "p"], "dead") == {POISON}
+    assert "it ran out of memory" in service.output.read_text()
+
+
+@pytest.mark.spark
+def test_a_transform_that_never_ends(service: Service) -> None:
+    """If this fails, a transform that hangs holds its pipe for good, and looks healthy."""
+    (service.folder / "never.py").write_text(
+        "import time\nfrom pyspark.sql.functions import udf\n"
+        "@udf('long')\ndef wait(n):\n    while True:\n        time.sleep(1)\n"
+        "def never(frame):\n    return frame.select('event', wait('delay').alias('n'))\n"
+    )
+    pipes = service.folder / "pipes.yaml"
+    transform = PIPES.split("transform: ")[1].split("\n")[0]
+    pipes.write_text(PIPES.replace(transform, "{python: 'never.py:never'}"))
+    service.send(*range(3))
+    broker = f"log://{service.log}"
+    process = start_service(service.folder, broker, service.output, "--only", "p", "--batch-timeout", "15s")
+    service.process = process
+    assert process.wait(200) == 1
+    assert "has made no progress for 1" in service.output.read_text()
+    assert "the process ends and starts again" in service.output.read_text()
+
+
+class Java:
+    def __init__(self, *statuses: int | None) -> None:
+        self.statuses, self.killed = list(statuses), False
+
+    def poll(self) -> int | None:
+        return self.statuses.pop(0) if len(self.statuses) > 1 else self.statuses[0]
+
+    def kill(self) -> None:
+        self.killed = True
+
+
+async def watched(java: Java, board: Board) -> None:
+    async with asyncio.TaskGroup() as group:
+        await watch(java, board, Supervision(group))
+
+
+async def test_a_process_without_java_ends() -> None:
+    """If this fails, a service whose Java is gone stays, and nobody starts another."""
+    with pytest.raises(ExceptionGroup) as caught:
+        await watched(Java(None, 3), Board(["p"]))
+    assert caught.group_contains(JavaEndedError, match="out of memory")
+
+
+async def test_a_batch_without_progress() -> None:
+    """If this fails, a pipe that does nothing looks ready, or holds its process for good."""
+    now = 0.0
+    board, pulse = Board(["p"]), Pulse(100.0, clock=lambda: now)
+    board.note_state(JobState("p", None, 0))
+    board.watch("p", pulse)
+    with pulse.at_work("p:1", "batch 3"):
+        assert board.ready() is None
+        now = 21.0
+        assert board.ready() == "p: batch 3 has made no progress for 21 s"
+        assert board.stuck() is None
+        now = 101.0
+        java = Java(None)
+        with pytest.raises(ExceptionGroup) as caught:
+            await watched(java, board)
+        assert caught.group_contains(
+            BatchStuckError, match="p: batch 3 has made no progress for 101 s; the process ends"
+        )
+        assert java.killed
+    assert board.ready() is None
+
+
+def test_who_ended_fewer_goes_first() -> None:
+    """If this fails, of two pipes one waits for ever for one that ends the process each time; or it is blamed for it."""
+    turn, order, stop = Turn(settle_s=0.3), list[int](), threading.Event()
+
+    def go(ended: int) -> None:
+        with turn.alone(ended, stop.is_set):
+            order.append(ended)
+
+    threads = [threading.Thread(target=go, args=[ended]) for ended in (4, 2, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert order == [1, 2, 4]
