@@ -1,5 +1,6 @@
 """What waits for destinations that are gone is found on every backend, and a new name goes on where the old one ended."""
 
+import time
 from contextlib import suppress
 
 from services.core.broker.contract import TopicSpec
@@ -22,8 +23,13 @@ async def test_what_waits_is_found(harness: Harness) -> None:
         for topic in (f"{pipe}.retry", f"{pipe}.parked", DELAY):
             with suppress(TopicExists):
                 await broker.admin.create_topic(TopicSpec(topic, 1, retention_ms=_LONG_MS))
+        now = time.time_ns() // 1_000_000  # another test may have made the delay topic, with a retention of weeks
         placed = {
-            topic: [await append(broker, topic, [waiting_event(lane, n)]) for n in range(3) for lane in (old, claimed)]
+            topic: [
+                await append(broker, topic, [waiting_event(lane, n, at=now)])
+                for n in range(3)
+                for lane in (old, claimed)
+            ]
             for topic in (f"{pipe}.retry", f"{pipe}.parked", DELAY)
         }
         first = await find_waiting(broker.admin, {claimed}, Bookmark())
