@@ -79,8 +79,12 @@ class RemovedLane:
             log.info("removed_joined", lane=self.name, topics=topics)
             self._rejoin.joined()
             while not stopping.is_set():
-                for batch in await self._poll(consumer):
+                batches = await self._poll(consumer)
+                for batch in (
+                    batches
+                ):  # all in the same turn of the loop: what leaves from now on is forgotten, and not committed
                     self._low_water.take(batch)
+                for batch in batches:
                     if not await self._settle(batch, returned[batch.topic], stopping):
                         return
                     self._low_water.settle(batch.source, batch.offsets)

@@ -99,7 +99,7 @@ class FakeConsumer:
     on_revoke: OnRevoke
 
     def __init__(self, broker: FakeBroker, group: str, sources: Sequence[TopicPartition]) -> None:
-        self._broker, self._group = broker, group
+        self.broker, self._group = broker, group
         self.positions = {source: broker.committed.get((group, source), -1) + 1 for source in sources}
         self.paused: set[TopicPartition] = set()
         self.polls = 0
@@ -110,22 +110,22 @@ class FakeConsumer:
     async def poll(self, *, max_records: int, max_wait: float) -> list[Batch]:
         self.polls += 1
         await asyncio.sleep(0.001)
-        if self._broker.poll_errors:
-            raise self._broker.poll_errors.pop(0)
+        if self.broker.poll_errors:
+            raise self.broker.poll_errors.pop(0)
         for source, position in self.positions.items():
-            records = self._broker.stored[source][position : position + max_records]
+            records = self.broker.stored[source][position : position + max_records]
             if records and source not in self.paused:
                 self.positions[source] += len(records)
                 return [Batch(*source, range(position, position + len(records)), records)]
         return []
 
     async def commit(self, processed: Mapping[TopicPartition, int]) -> None:
-        if self._broker.commit_error is not None:
-            raise self._broker.commit_error
+        if self.broker.commit_error is not None:
+            raise self.broker.commit_error
         refused = processed.keys() - self.positions.keys()
         for source in processed.keys() - refused:
-            self._broker.committed[(self._group, source)] = processed[source]
-        self._broker.commits.append(dict(processed))
+            self.broker.committed[(self._group, source)] = processed[source]
+        self.broker.commits.append(dict(processed))
         if refused:
             raise NotOwner(frozenset(refused))
 
@@ -142,5 +142,5 @@ class FakeConsumer:
 
     async def lag(self) -> dict[TopicPartition, Lag]:
         return {
-            source: Lag(len(self._broker.stored[source]) - position, 0) for source, position in self.positions.items()
+            source: Lag(len(self.broker.stored[source]) - position, 0) for source, position in self.positions.items()
         }

@@ -1,7 +1,7 @@
 """What waits for a destination that the pipe file has removed: it goes where the file says, all of it, and on record."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from services.core.broker.connect import open_broker
 from services.core.broker.contract import Broker
 from services.core.broker.errors import BrokerError, Unavailable
 from services.core.broker.producer import Producer
-from services.core.broker.record import Batch, Record
+from services.core.broker.record import Batch, Record, TopicPartition
 from services.core.broker.retry import RetryPolicy
 from services.core.pipes import AUDIT, PipeFile, Removed
 from services.core.provision import ensure_topics
@@ -25,7 +25,7 @@ from services.expel.removed import RemovedLane
 from services.expel.returned import Returned
 from services.expel.settings import ExpelSettings
 from tests.support.waiting_events import store, stored, waiting_event
-from tests.unit.expel.fake_broker import FakeBroker
+from tests.unit.expel.fake_broker import FakeBroker, FakeConsumer
 from tests.unit.expel.receiver import wait_until
 from tests.unit.expel.running_expel import running_expel
 
@@ -146,6 +146,44 @@ async def test_nothing_is_passed_over_before_it_is_durable(choice: dict[str, str
         await wait_until(lambda: fake.committed.get(("late.old", parked)) == 2)
     written = sum(len(records) for source, records in fake.stored.items() if source != parked)
     assert written == (1 if "drop" in choice else 3)
+
+
+async def test_what_left_while_others_were_written_is_not_committed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Broken: a topic is made anew while events are written on, and the new one's first events are passed over after a crash."""
+    topics = {"late.retry": 1, "late.parked": 1, "late.dead": 1}
+    fake = FakeBroker(topics)
+    fake.admin.topics = _topics(topics)  # type: ignore[attr-defined]
+    back, parked, dead = fake.stored
+    fake.stored[back].append(waiting_event("late/old", 0))
+    fake.stored[parked] += [waiting_event("late/old", n) for n in (1, 2, 3)]
+    fake.append_error = Unavailable("down")
+    monkeypatch.setattr(FakeConsumer, "poll", _poll_all)
+    buried_at_commit: list[list[bytes | None]] = []
+
+    async def commit(_consumer: FakeConsumer, processed: Mapping[TopicPartition, int]) -> None:
+        if parked in processed:
+            buried_at_commit.append([record.header("ce_id") for record in fake.stored[dead]])
+
+    monkeypatch.setattr(FakeConsumer, "commit", commit)
+    async with run_removed(fake, bury="why"):  # type: ignore[arg-type]
+        await wait_until(lambda: bool(fake.consumers) and fake.consumers[0].positions[parked] == 3)
+        consumer = fake.consumers[0]
+        await consumer.on_revoke(frozenset({parked}))
+        fake.stored[parked] = [waiting_event("late/old", n) for n in (7, 8, 9)]
+        consumer.positions[parked] = 0
+        fake.append_error = None
+        await wait_until(lambda: bool(buried_at_commit))
+    assert {b"e7", b"e8", b"e9"} <= set(buried_at_commit[0])
+
+
+async def _poll_all(consumer: FakeConsumer, *, max_records: int, max_wait: float) -> list[Batch]:
+    await asyncio.sleep(0.001)
+    found = []
+    for source, position in consumer.positions.items():
+        if records := consumer.broker.stored[source][position : position + max_records]:
+            consumer.positions[source] += len(records)
+            found.append(Batch(*source, range(position, position + len(records)), records))
+    return found
 
 
 def _topics(topics: dict[str, int]) -> object:
