@@ -13,7 +13,7 @@ help:  ## this list
 
 setup: $(STAMP) jars emulator  ## .venv with the exact packages, a Java, the jars, a Kinesis emulator; quick when nothing changed
 
-$(STAMP): pyproject.toml constraints.txt infra/dev/setup.sh
+$(STAMP): pyproject.toml $(wildcard infra/lock/*.txt) infra/dev/setup.sh
 	@PYTHON="$(PYTHON)" infra/dev/setup.sh
 	@touch $@
 
@@ -48,6 +48,9 @@ soak: setup  ## the whole path under random kills; ARGS="--minutes 10 --rate 200
 # Endless; one seed is one history. ARGS="--seed 42" replays one, ARGS=--prove takes each mend out and finds its fault.
 simulate: $(STAMP)  ## the whole fleet in one process on a virtual clock, seed after seed; ARGS="--seed 42", ARGS=--prove
 	@$(PY) -m tests.simulation $(ARGS)
+
+sbom:  ## dist/penstock.cdx.json: every locked package, jar and npm module, as CycloneDX
+	@$(PYTHON) infra/dev/sbom.py
 
 clean:  ## removes .venv and every cache in this folder; the jars outside stay
 	@rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache dist

@@ -1,9 +1,11 @@
 #!/usr/bin/env bash
-# Makes .venv with the packages of constraints.txt, and sees to a Java. `make setup` calls it; safe to run again.
+# Makes .venv with the packages of infra/lock, and sees to a Java. `make setup` calls it; safe to run again.
+# Nothing is installed, and nothing runs in a build, whose hash no lock names.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 python=${PYTHON:-python3}
-install=(.venv/bin/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt)
+pip=(.venv/bin/python -m pip --disable-pip-version-check)
+install=("${pip[@]}" install --quiet --no-deps --no-build-isolation)
 
 stop() {
     printf 'setup: %s\n' "$@" >&2
@@ -37,11 +39,15 @@ if ! at_least_311 .venv/bin/python || ! .venv/bin/python -m pip --version >/dev/
     check_python
     "$python" -m venv --clear .venv
 fi
-echo "Installing the packages of constraints.txt into .venv (a few minutes the first time) ..." >&2
-"${install[@]}" --editable '.[dev]'
+echo "Installing the packages of infra/lock into .venv (a few minutes the first time) ..." >&2
+"${install[@]}" --require-hashes --only-binary :all: --requirement infra/lock/build.txt
+"${install[@]}" --require-hashes --requirement infra/lock/services.txt --requirement infra/lock/dev.txt
+"${install[@]}" --editable .
+"${pip[@]}" check >/dev/null || stop "the packages of infra/lock do not fit together: $("${pip[@]}" check)" \
+    "Try: .venv/bin/python infra/dev/lock_packages.py"
 
 if ! .venv/bin/python -m services.core.jvm.java >&2; then
     echo "Installing a Java into .venv ..." >&2
-    "${install[@]}" --editable '.[dev,java]'
+    "${install[@]}" --require-hashes --requirement infra/lock/java.txt
     .venv/bin/python -m services.core.jvm.java >&2 || stop "The installed Java does not run on this machine."
 fi

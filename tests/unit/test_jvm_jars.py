@@ -130,4 +130,22 @@ def test_ivy_module_asks_for_exactly_the_jars() -> None:
 def test_verify_accepts_the_right_file(tmp_path: Path) -> None:
     """If this fails, good jars are refused."""
     (tmp_path / "one-1.jar").write_bytes(CONTENT)
-    verify([Jar("org.a", "one", "1", SHA256)], tmp_path)
+    verify([Jar("org.a", "one", "1", SHA256)], tmp_path, "Try: nothing")
+
+
+@pytest.mark.parametrize(
+    ("content", "said"), [(b"a jaR", "one-1.0.jar is not the file"), (b"", "one-1.0.jar is not"), (None, "is missing")]
+)
+def test_what_was_fetched_is_checked_again_at_each_start(
+    lock_file: Path, monkeypatch: pytest.MonkeyPatch, content: bytes | None, said: str
+) -> None:
+    """If this fails, a jar that was altered after it was fetched runs in Spark, with its rights and secrets."""
+    monkeypatch.setattr(jars, "run_ivy", fake_ivy(CONTENT, CONTENT))
+    first, _ = jar_set("some", lock_file=lock_file)
+    if content is None:
+        first.unlink()
+    else:
+        first.write_bytes(content)
+    with pytest.raises(JarsUnavailable, match=said) as caught:
+        jar_set("some", lock_file=lock_file)
+    assert f"find out who changed {first.parent}" in str(caught.value)
