@@ -219,7 +219,7 @@ class Table:
             if self.finality.is_closed(key) or not self._find(*key).accepted:
                 continue
             if parts := self.finality.judge(self._find(*key), now):
-                del self._rows[key]  # more of what is missing is lost
+                self._rows.pop(key, None)  # more of what is missing is lost
                 row = self.row(*key, now)
                 found += [Verdict(row, part) for part in parts]
         return found
