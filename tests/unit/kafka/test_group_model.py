@@ -2,9 +2,11 @@
 
 import asyncio
 import random
+from collections.abc import Iterator
 from typing import Any, cast
 
 import pytest
+from structlog.testing import capture_logs
 
 from services.core.broker.errors import BrokerError, NotOwner
 from services.core.broker.kafka import commits
@@ -24,8 +26,10 @@ _MEMBERS = 3
 
 
 @pytest.fixture(autouse=True)
-def _no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+def _fast(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(commits, "_PAUSE", 0)
+    with capture_logs():  # thousands of topics made anew
+        yield
 
 
 class Member:
