@@ -1,0 +1,90 @@
+"""Whether a transform may go on with the state that lies in its checkpoint, decided without Spark."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+
+from services.core.pipes import Transform
+from spark.adoption import adopt, changed_state
+from spark.checkpoint import CheckpointDamaged, Identity
+from spark.transforms.preparation import Prepared
+
+TOPICS = {"s": "made-once"}
+HOUR = "SELECT window.start AS id, count(*) AS n FROM s GROUP BY window(event_time, '1 hour')"
+HALF = HOUR.replace("1 hour", "30 minutes")
+
+
+class Folder:
+    """A checkpoint with one batch, or none."""
+
+    place = "file:///data/checkpoints/p"
+
+    def __init__(self) -> None:
+        self.identity: Identity | None = None
+        self.batch: int | None = None
+
+    def read_identity(self) -> Identity | None:
+        return self.identity
+
+    def write_identity(self, identity: Identity) -> None:
+        self.identity = identity
+
+    def newest(self, _folder: str) -> int | None:
+        return self.batch
+
+    def has_metadata(self) -> bool:
+        return self.batch is not None
+
+    def check_readable(self) -> None:
+        """It is."""
+
+
+def prepared(sql: str, columns: str = "delay INT", *, row_by_row: bool = False, **transform: Any) -> Prepared:
+    view: Any = SimpleNamespace(columns=SimpleNamespace(simpleString=lambda: columns))
+    definition: Any = SimpleNamespace(source=sql)
+    out: Any = None
+    return Prepared("p", Transform(sql=sql, **transform), {"s": view}, definition, out, row_by_row)
+
+
+def adopted(*, row_by_row: bool = False) -> Any:
+    folder: Any = Folder()
+    adopt(folder, prepared(HOUR, row_by_row=row_by_row), TOPICS)
+    folder.batch = 3
+    return folder
+
+
+@pytest.mark.parametrize("changed", [prepared(HALF), prepared(HOUR, "delay BIGINT")], ids=["window", "columns"])
+def test_another_transform_is_refused(changed: Prepared) -> None:
+    """If this fails, an aggregate goes on with what another one counted, without a word."""
+    folder = adopted()
+    before = folder.identity
+    said = changed_state(folder, changed) or ""
+    assert "not the transform that left its state" in said
+    for way in ("the former one again", "a pipe of another name", "moving the checkpoint away"):
+        assert way in said
+    with pytest.raises(CheckpointDamaged, match="its results would be made of both"):
+        adopt(folder, changed, TOPICS)
+    assert folder.identity == before
+
+
+def test_what_may_change() -> None:
+    """If this fails, an operator has to give up results for a change that does not touch the state."""
+    folder = adopted()
+    adopt(folder, prepared(HOUR, watermark="10m", interval="1s", max_events=10), TOPICS)
+    stateless = adopted(row_by_row=True)
+    adopt(stateless, prepared(HALF, row_by_row=True), TOPICS)
+    nothing_done = adopted()
+    nothing_done.batch = None
+    adopt(nothing_done, prepared(HALF), TOPICS)
+
+
+def test_checkpoint_of_an_earlier_version() -> None:
+    """If this fails, an update of Penstock refuses every aggregate, or takes a changed one."""
+    folder = adopted()
+    folder.identity = msgspec.structs.replace(folder.identity, state="")
+    assert changed_state(folder, prepared(HALF)) is not None
+    assert changed_state(folder, prepared(HOUR)) is None
+    adopt(folder, prepared(HOUR), TOPICS)
+    assert folder.identity.state == prepared(HOUR).state
