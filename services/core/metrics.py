@@ -88,6 +88,15 @@ BROKER_LOGS_CUT_OFF = Counter(
     "Partitions whose log lost its end on Kafka: the group had read further, and goes on at the cut.",
     ["group", "topic"],
 )
+BROKER_PREFETCHED = Gauge(
+    "penstock_broker_prefetched_bytes",
+    "Memory of Kinesis records that were read and not polled yet, or are being read; at most about 64 MiB.",
+)
+BROKER_READ_AGAIN = Counter(
+    "penstock_broker_prefetched_given_up_records",
+    "Records that were read ahead of a consumer that does not poll, given up for want of memory, and are read again.",
+    ["topic"],
+)
 BROKER_READ_THROTTLES = Counter(
     "penstock_broker_shard_read_throttles", "Reads that Kinesis refused for a shard's limits.", ["topic", "shard"]
 )

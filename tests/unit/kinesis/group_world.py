@@ -10,6 +10,7 @@ from services.core.broker.errors import NotOwner, Unavailable
 from services.core.broker.kinesis.held import Held
 from services.core.broker.kinesis.leases import Lease
 from services.core.broker.kinesis.membership import Membership, Stream
+from services.core.broker.kinesis.read_budget import ReadBudget
 from services.core.broker.kinesis.runs import Run
 from services.core.broker.kinesis.shards import Shard
 from services.core.broker.kinesis.timing import Timing
@@ -101,6 +102,7 @@ class Side:
         self._world = world
         self.table = world.table
         self.timing = TIMING
+        self.budget = ReadBudget()
 
     def clock(self) -> float:
         return self._world.now
@@ -157,7 +159,7 @@ class Actor:
             stored = self.world.stored[source.partition]
             last = held.row.committed if held.row.committed is not None else -1
             new = [offset for offset in stored if offset > max(last, getattr(held, "fed", -1))]
-            runs = [Run(str(offset), [offset], [Record(None, b"", offset)], self.side.now_ms(), 1) for offset in new]
+            runs = [Run(str(offset), [offset], [Record(None, b"", offset)], self.side.now_ms(), 1, 1) for offset in new]
             held.backlog.add(runs, 0, self.side.now_ms())
             if new:
                 held.fed = new[-1]  # type: ignore[attr-defined]

@@ -1,7 +1,6 @@
 """Reading a shard without a group: dead letters, pauses, what an operator looks at."""
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
 from typing import Any
@@ -100,8 +99,8 @@ async def test_a_closed_shard_ends_where_no_iterator_follows() -> None:
 
 async def test_going_on_does_not_read_the_last_entry_again() -> None:
     """If it fails, Spark reads large entries twice, at half of what a shard gives to all its readers."""
-    shard, ends = FakeShard(), Ends()
-    shard.now_ms = round(time.time() * 1000)
+    shard = FakeShard()
+    ends = Ends(lambda: shard.now_ms)
     first, last = shard.put([1, 2]), shard.put([3, 4])
     assert await look(shard.source(), offset_of(first), 3, ends=ends) is not None
     batch = await look(shard.source(), offset_of(last, 1), 3, ends=ends)
@@ -118,10 +117,11 @@ async def test_going_on_does_not_read_the_last_entry_again() -> None:
 
 async def test_an_entry_that_may_be_gone_is_asked_for() -> None:
     """If it fails, what retention took behind the last entry that was read is passed over in silence."""
-    shard, ends = FakeShard(), Ends()
-    shard.now_ms = round(time.time() * 1000) - 86_400_000
+    shard = FakeShard()
+    ends = Ends(lambda: shard.now_ms)
     first, _, kept = shard.put([1]), shard.put([2]), shard.put([3])
     assert await look(shard.source(), offset_of(first), 1, ends=ends) is not None
+    shard.now_ms += 86_400_000
     shard.trim(kept)
     with pytest.raises(OffsetOutOfRange):
         await look(shard.source(), offset_of(first, 1), 1, ends=ends)

@@ -31,7 +31,7 @@ class KinesisAdmin:
 
     def __init__(self, side: GroupSide) -> None:
         self._side, self._kinesis, self._streams = side, side.clients.kinesis, side.streams
-        self._ends = Ends()
+        self._ends = Ends(side.identities.clock.now_ms)
 
     async def create_topic(self, spec: TopicSpec) -> None:
         """As in the contract. Kinesis keeps records for a day at least and a year at most, and does not compact."""

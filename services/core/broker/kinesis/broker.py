@@ -3,6 +3,7 @@
 from collections.abc import AsyncIterator, Collection
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
+from services.core import metrics
 from services.core.broker.contract import Admin, Consumer, Driver, Features, OnRevoke, Start
 from services.core.broker.errors import Unavailable
 from services.core.broker.kinesis.admin import KinesisAdmin
@@ -33,6 +34,7 @@ class KinesisBroker:
     def __init__(self, clients: Clients, timing: Timing) -> None:
         self._streams = Streams(clients.kinesis, timing)
         self._side = GroupSide(clients, self._streams, Identities(clients.kinesis, timing), ReadPaces(), timing)
+        metrics.BROKER_PREFETCHED.set_function(lambda: self._side.budget.used)
         self._driver = KinesisDriver(clients.put_records, self._streams, timing)
         self._admin = KinesisAdmin(self._side)
         self._resharding = KinesisResharding(clients, self._streams, timing)

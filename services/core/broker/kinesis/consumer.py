@@ -35,7 +35,11 @@ class KinesisConsumer:
 
     async def poll(self, *, max_records: int, max_wait: float) -> list[Batch]:
         """As in the contract."""
-        deadline = asyncio.get_running_loop().time() + max_wait
+        with self._membership.polls.poll():
+            self._side.budget.wake()
+            return await self._poll(max_records, asyncio.get_running_loop().time() + max_wait)
+
+    async def _poll(self, max_records: int, deadline: float) -> list[Batch]:
         while True:
             self._side.news.clear()
             self._raise_failure()
@@ -69,7 +73,7 @@ class KinesisConsumer:
     def _set_paused(self, partitions: Collection[TopicPartition], paused: bool) -> None:
         for source in partitions:
             if (held := self._membership.held.get(source)) is not None:
-                held.paused = paused
+                held.backlog.is_paused = paused
 
     def _raise_failure(self) -> None:
         failure = self._membership.take_failure() or self._side.take_failure()

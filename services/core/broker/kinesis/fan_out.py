@@ -132,6 +132,10 @@ class PushedSource(ShardSource):
                 raise Unavailable(f"{self.group} was deregistered from {self.topic}, and is registered anew") from error
         return PUSHED
 
+    def answers_at_once(self, iterator: str) -> bool:
+        """As in ShardSource."""
+        return iterator != PUSHED
+
     async def read(self, iterator: str, limit: int) -> Answer:
         """As in ShardSource, but for `limit`: an event has what the service puts into it."""
         if iterator != PUSHED:

@@ -7,7 +7,6 @@ from services.core.broker.errors import Unavailable
 from services.core.broker.kinesis.backlog import Backlog
 from services.core.broker.kinesis.lease_table import LeaseTable
 from services.core.broker.kinesis.leases import Lease
-from services.core.broker.record import TopicPartition
 
 _TRIES = 5
 
@@ -22,7 +21,7 @@ class Held:
 
     def __init__(
         self,
-        source: TopicPartition,
+        backlog: Backlog,
         member: str,
         row: Lease,
         until: float,
@@ -31,11 +30,11 @@ class Held:
         lease: float,
         retention: int,
     ) -> None:
-        self.source, self.row, self.until, self.retention = source, row, until, retention
+        self.source, self.row, self.until, self.retention = backlog.source, row, until, retention
         self.open_ms = row.open
-        self.backlog = Backlog(source)
+        self.backlog = backlog
         self.begun = 0 if row.committed is None else row.committed
-        self.is_placed = self.revoking = self.paused = False
+        self.is_placed = self.revoking = False
         self.reading: asyncio.Task[None] | None = None
         self._member, self._table, self._clock, self._lease = member, table, clock, lease
         self._writing = asyncio.Lock()
@@ -43,7 +42,7 @@ class Held:
     @property
     def is_readable(self) -> bool:
         """Whether poll may return its records: not when another may have taken it meanwhile."""
-        return not (self.revoking or self.paused) and self._clock() < self.until
+        return not (self.revoking or self.backlog.is_paused) and self._clock() < self.until
 
     @property
     def renewed(self) -> float:
@@ -90,6 +89,12 @@ class Held:
 
     def _progressed(self, row: Lease) -> Lease:
         return row.progressed(self.backlog.settled, self.retention, self.open_ms)
+
+    def close(self) -> None:
+        """It is not this member's any more."""
+        if self.reading is not None:
+            self.reading.cancel()
+        self.backlog.close()
 
     async def stop_reading(self) -> None:
         """End the reading task."""

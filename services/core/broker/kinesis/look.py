@@ -53,7 +53,9 @@ class Ends:
     An entry younger than the shortest retention is certainly kept, so who goes on behind it need not read it again.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, now_ms: Callable[[], int]) -> None:
+        """now_ms: the service's wall clock."""
+        self._now_ms = now_ms
         self._ends: dict[TopicPartition, tuple[int, int]] = {}
 
     def note(self, shard: TopicPartition, offset: int, arrived: int) -> None:
@@ -65,7 +67,7 @@ class Ends:
     def is_behind_kept(self, shard: TopicPartition, offset: int) -> bool:
         """Whether an entry ends right before this offset that cannot be gone."""
         end, arrived = self._ends.get(shard, (0, 0))
-        return end == offset != 0 and time.time() * 1000 < arrived + _CERTAINLY_KEPT_MS
+        return end == offset != 0 and self._now_ms() < arrived + _CERTAINLY_KEPT_MS
 
 
 async def look(source: ShardSource, offset: int, max_records: int, *, ends: Ends | None = None) -> Batch | None:

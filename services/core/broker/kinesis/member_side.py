@@ -2,13 +2,14 @@
 
 import asyncio
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from services.core.broker.errors import BrokerError
 from services.core.broker.kinesis.dynamo_table import DynamoTable
 from services.core.broker.kinesis.held import Held
 from services.core.broker.kinesis.identity import Identities
 from services.core.broker.kinesis.membership import Stream
+from services.core.broker.kinesis.read_budget import ReadBudget
 from services.core.broker.kinesis.read_pace import ReadPaces
 from services.core.broker.kinesis.sdk import Clients
 from services.core.broker.kinesis.shard_iterator import ShardSource
@@ -29,6 +30,7 @@ class GroupSide:
     identities: Identities
     paces: ReadPaces
     timing: Timing
+    budget: ReadBudget = field(default_factory=ReadBudget)
 
 
 class MemberSide:
@@ -49,6 +51,11 @@ class MemberSide:
     def timing(self) -> Timing:
         """The broker's."""
         return self._side.timing
+
+    @property
+    def budget(self) -> ReadBudget:
+        """The broker's: one for all groups of this process."""
+        return self._side.budget
 
     def clock(self) -> float:
         """Going on during a suspend: leases run out meanwhile."""

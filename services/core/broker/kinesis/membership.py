@@ -13,9 +13,11 @@ import structlog
 from services.core import metrics
 from services.core.broker.contract import OnRevoke, Start, start_in
 from services.core.broker.errors import BrokerError, NotOwner
+from services.core.broker.kinesis.backlog import Backlog
 from services.core.broker.kinesis.held import Held
 from services.core.broker.kinesis.lease_table import LeaseTable
 from services.core.broker.kinesis.leases import OLDEST, Begin, Lease, Watch, by_stream, new_rows, old_rows, plan
+from services.core.broker.kinesis.read_budget import Polls, ReadBudget
 from services.core.broker.kinesis.shards import Shard
 from services.core.broker.kinesis.timing import Timing
 from services.core.broker.record import TopicPartition
@@ -45,6 +47,9 @@ class Side(Protocol):
     @property
     def timing(self) -> Timing: ...
 
+    @property
+    def budget(self) -> ReadBudget: ...
+
     def clock(self) -> float:
         """Seconds, never set back, going on during a suspend."""
 
@@ -68,13 +73,14 @@ class Side(Protocol):
 
 
 class Membership:
-    """`held` is what may be polled and committed."""
+    """`held` is what may be polled and committed. polls: whether it is."""
 
     def __init__(self, side: Side, group: str, topics: Collection[str], start: Start, on_revoke: OnRevoke) -> None:
         self._side, self._group, self._topics = side, group, tuple(sorted(set(topics)))
         self._start, self._on_revoke = start, on_revoke
         self.member = uuid.uuid4().hex
         self.held: dict[TopicPartition, Held] = {}
+        self.polls = Polls()
         self._streams: dict[str, Stream] = {}
         self._looked: dict[str, int] = {}
         """When each stream was asked for as it is in `_streams`, ms."""
@@ -110,6 +116,8 @@ class Membership:
             with suppress(BrokerError, TimeoutError):  # what is not freed is free after the lease time
                 async with asyncio.timeout(_LEAVE_SECONDS):
                     await asyncio.gather(*(held.write(self._let_go) for held in self.held.values()))
+            for held in self.held.values():
+                held.close()
             self.held.clear()
         self._trouble.raise_fatal()
 
@@ -268,8 +276,7 @@ class Membership:
         held.until = 0.0
         if self.held.pop(held.source, None) is not None:
             self._lost |= {held.source}
-        if held.reading is not None:
-            held.reading.cancel()
+        held.close()
 
     async def _renew(self, now: float) -> None:
         due = [held for held in self.held.values() if now - held.renewed >= self._side.timing.lease / 3]
@@ -301,7 +308,16 @@ class Membership:
             return
         row = new._replace(counter=row.counter + 1)
         stream, lease = self._streams[source.topic], side.timing.lease
-        held = Held(source, self.member, row, sent + lease, side.table, side.clock, lease, stream.retention_ms)
+        held = Held(
+            Backlog(source, side.budget, self.polls),
+            self.member,
+            row,
+            sent + lease,
+            side.table,
+            side.clock,
+            lease,
+            stream.retention_ms,
+        )
         self.held[source] = held
         self._tell_held(source.topic)
         held.reading = asyncio.create_task(self._read(held, stream), name=f"kinesis-shard-{source.partition}")
@@ -339,6 +355,7 @@ class Membership:
             await held.write(self._finish if finished else self._let_go)
         finally:
             held.until = 0.0
+            held.close()
             self.held.pop(source, None)
         if finished:
             self._synced = -self._side.timing.sync  # its children may begin

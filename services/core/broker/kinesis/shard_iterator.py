@@ -67,7 +67,7 @@ def arrival_of(entry: Entry) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ShardSource:
-    """One shard of a stream. Every read waits for its turn in `pace`, and tells it what came.
+    """One shard of a stream. Whoever reads waits for its turn before; reads tell `pace` what came.
 
     is_closed: it was split or merged. It ends where the service gives no further iterator, and there only: `behind` 0 may be said
     too early.
@@ -97,9 +97,17 @@ class ShardSource:
             raise
         return str(answer["ShardIterator"])
 
+    def answers_at_once(self, iterator: str) -> bool:
+        """Whether a read is answered as soon as it is made, not when something came."""
+        return True
+
+    async def turn(self, iterator: str) -> None:
+        """Wait until the next read may be made."""
+        if self.answers_at_once(iterator):
+            await self.pace.turn()
+
     async def read(self, iterator: str, limit: int) -> Answer:
         """The next entries, at most `limit` (and 10 MB). Raises Expired, Throttled, UnknownTopic, Unavailable."""
-        await self.pace.turn()
         try:
             async with bounded(f"read {self.topic}[{self.shard}]", self.timing.request):
                 try:
@@ -126,6 +134,7 @@ class ShardSource:
         size = min(limit, FIRST_ENTRIES)
         newest: int | None = None
         while iterator is not None:
+            await self.turn(iterator)
             try:
                 answer = await self.read(iterator, size)
             except Expired as error:  # this process stood still for minutes

@@ -23,7 +23,10 @@ from services.core.broker.kinesis.shard_iterator import (
 from services.core.broker.kinesis.stored import stored_range
 from services.core.broker.record import TopicPartition
 
-_ROOM_BYTES = 2_000_000
+_ROOM_BYTES = 4_000_000
+"""Of decoded records of one shard; all readers together have a budget."""
+
+_LARGEST_ENTRY = 1 << 20
 _MOST_ENTRIES, _MOST_GROWTH = 10_000, 4
 _RETRY_SECONDS = 0.5
 _CLOCKS_AHEAD_MS = 300_000
@@ -49,6 +52,7 @@ async def read_shard(reading: Reading, held: Held, source: ShardSource) -> None:
     while not held.backlog.ended:
         try:
             await reader.run()
+            await held.backlog.returned()
         except OffsetOutOfRange as error:
             held.backlog.error = error
             held.is_placed = True
@@ -75,7 +79,7 @@ class _Reader:
         """The offset with which the next entry must begin, or that must lie in it."""
         self._date: int | None = None
         self._not_before = 0
-        self._limit = FIRST_ENTRIES
+        self._limit, self._entry_memory = FIRST_ENTRIES, _LARGEST_ENTRY
 
     @property
     def _retention(self) -> int:
@@ -96,19 +100,27 @@ class _Reader:
 
     async def _read_on(self) -> None:
         iterator: str | None = await self._begin()
+        backlog = self._held.backlog
         while iterator is not None:
-            await self._held.backlog.make_room(_ROOM_BYTES)
-            asked = self._reading.now_ms()
-            self._held.backlog.asked()
-            try:
-                answer = await self._source.read(iterator, self._limit)
-            except Expired:
-                iterator = await self._begin()
-                continue
-            except Throttled:  # the pace knows, and is slower from here on
-                continue
-            await self._accept(answer, asked)
-            iterator = answer.next
+            expected = self._limit * self._entry_memory if self._source.answers_at_once(iterator) else 0
+            await backlog.make_room(_ROOM_BYTES)
+            await self._source.turn(iterator)
+            async with backlog.reading(expected):
+                if backlog.must_rewind():
+                    iterator = await self._begin()
+                    continue
+                asked = self._reading.now_ms()
+                backlog.asked()
+                try:
+                    answer = await self._source.read(iterator, self._limit)
+                except Expired:
+                    iterator = await self._begin()
+                    continue
+                except Throttled:  # the pace knows, and is slower from here on
+                    continue
+                if not backlog.must_rewind():
+                    await self._accept(answer, asked)
+            iterator = await self._begin() if backlog.must_rewind() else answer.next
 
     def _check_aged_out(self) -> None:
         """Retention took the shard with all that was in it. Raises OffsetOutOfRange if some of that was left unprocessed."""
@@ -118,6 +130,9 @@ class _Reader:
 
     async def _begin(self) -> str:
         """An iterator for what comes next. Raises OffsetOutOfRange."""
+        if (given_up := self._held.backlog.rewind()) is not None:
+            self._next, self._arrived = given_up
+            self._settled = min(self._settled, self._arrived - 1)  # it is not processed: once it is gone it is lost
         begin = self._held.row.begin
         if self._next is None and begin.kind == "offset":
             self._next = begin.value
@@ -149,8 +164,10 @@ class _Reader:
         if runs or answer.behind == 0:
             self._expected = None
         if runs:
-            self._next, self._arrived = runs[-1].next, runs[-1].arrived
+            # Of an entry that was passed over whole, `next` is its beginning.
+            self._next, self._arrived = max(self._next or 0, runs[-1].next), runs[-1].arrived
             limit = about_a_megabyte(len(runs), sum(run.size for run in runs))
+            self._entry_memory = sum(run.memory for run in runs) // len(runs)
             self._limit = min(_MOST_ENTRIES, _MOST_GROWTH * self._limit, limit)
         if answer.behind == 0:
             self._settled, self._shortest = asked, self._held.retention
