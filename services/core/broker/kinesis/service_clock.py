@@ -8,7 +8,9 @@ from typing import Any
 
 from services.core.broker.errors import Throttled, Unavailable
 
-_ASK_AGAIN_SECONDS = 0.1
+_ASK_AGAIN_SECONDS = 0.25
+"""An account may ask twenty times a second in all, and a fleet begins with many groups."""
+
 _PATIENCE_SECONDS = 10.0
 _HOSTS_APART_SECONDS = 0.1
 """Of the service's own machines: one dates answers, another one records."""
