@@ -14,6 +14,7 @@ Why not aiohttp's own server: docs/adr/0004-ingest-hot-path.md. What must hold h
 
 import asyncio
 import enum
+import socket
 from typing import TYPE_CHECKING
 
 import structlog
@@ -37,6 +38,9 @@ LINGER_BYTES = 16_000_000
 ANSWER_S = 30.0
 UNSENT_BYTES = 1 << 15
 """An answer of which the kernel takes less must be taken by the client before the next request is parsed."""
+SEND_BUFFER_BYTES = 1 << 16
+"""What the kernel may keep of a connection's answers (twice that, as Linux counts). By itself it would take 4 MB of each, and let
+all connections wait when its memory is short."""
 FOREVER = float("inf")
 
 
@@ -109,6 +113,8 @@ class Connection(BaseProtocol):
         super().connection_made(transport)
         if self.transport is not None:
             self.transport.set_write_buffer_limits(high=UNSENT_BYTES)
+            connected = self.transport.get_extra_info("socket")
+            connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
         self.deadline = self._loop.time() + self.server.timeouts.head
         refusal = self.server.add(self)
         if refusal is not None:

@@ -33,7 +33,7 @@ class IngestSettings(Settings):
     )
     max_connections: int = Field(1000, ge=1, description="Open connections at most; more are answered 503.")
     max_in_flight: Size = Field(
-        40_000_000,
+        32_000_000,
         description="Bytes at most of all requests, from arrival until their answer was taken; more are answered 503.",
     )
     head_timeout: Duration = Field(10.0, description="For a request's line and headers to arrive, e.g. 10s.")

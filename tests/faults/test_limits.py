@@ -4,11 +4,13 @@ Rows 4, 20 and 26 of the fault matrix.
 """
 
 import asyncio
+import gzip
 import os
 import resource
 import signal
 import subprocess
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -25,6 +27,7 @@ from tests.faults.trial import open_trial
 from tests.faults.unread import Flood
 from tests.integration.fleet_process import Desk, living
 from tests.support.oracle import Fate
+from tests.support.raw_http import Client, make_request
 
 DISK = 16 << 20
 """Bytes. The small disk."""
@@ -32,6 +35,12 @@ SPARE = 256 << 10
 """Bytes that are left on it when it is filled."""
 UNREAD = 950
 """Clients that do not read: as many as one ingest takes, and room for the trial's own."""
+PACKED = 200
+"""Small bodies that unpack into large ones, before the trial ends."""
+EVENTS_OF_LISTS = b"[" + b",".join([b'{"a":[' + b"[]," * 330_000 + b"0]}"] * 4) + b"]"
+LIST_OF_LISTS = b"[" + b"[]," * 1_600_000 + b"0]"
+LINES_OF_LISTS = (b'{"a":[' + b"[]," * 20_000 + b"0]}\n") * 80
+LIST_OF_NUMBERS = b"[" + b"0," * 2_400_000 + b"0]"
 SMALL_SEGMENTS = {"log.index.size.max.bytes": "4096", "offsets.topic.num.partitions": "1"}
 """So that an empty Kafka fits on the small disk."""
 
@@ -193,6 +202,39 @@ async def test_pipelines_that_nobody_reads(log_url: str, tmp_path: Path, report:
         await trial.settle()
         assert ingest.starts == 1
         trial.evidence["ended"] = flood.ended
+        report(await trial.judge())
+
+
+@pytest.mark.timeout(300)
+async def test_small_bodies_of_millions_of_brackets(log_url: str, tmp_path: Path, report: Report) -> None:
+    """If it fails, a few kilobytes take hundreds of megabytes, or end ingest, or let nobody else in."""
+    async with open_trial("26 small bodies of millions of brackets", log_url, tmp_path) as trial:
+        ingest = await trial.start_ingest()
+        await trial.start_expel()
+        port, refused, stopping = int(trial.listen.rpartition(":")[2]), Counter[tuple[int, str]](), asyncio.Event()
+
+        async def attack(wire: bytes) -> None:
+            while not stopping.is_set():
+                async with Client(port) as client:
+                    reply = await client.request(wire)
+                    refused[reply.status, reply.problem] += 1
+
+        async with trial.load(), asyncio.TaskGroup() as group:
+            await asyncio.sleep(1)
+            for body in (EVENTS_OF_LISTS, LIST_OF_LISTS, LINES_OF_LISTS, LIST_OF_NUMBERS):
+                for media in ("application/json", "application/x-ndjson"):
+                    headers = {"media": media, "Content_Encoding": "gzip"}
+                    group.create_task(
+                        attack(make_request(f"/v1/streams/{trial.stream}/events", gzip.compress(body), **headers))
+                    )
+            await wait_until(lambda: sum(refused.values()) > PACKED)
+            await trial.recover(time.monotonic())
+            stopping.set()
+        await trial.settle()
+        assert {status for status, _ in refused} <= {400, 413, 422, 503}, refused
+        assert refused[413, "too-many-containers"] > 0, refused
+        assert ingest.starts == 1
+        trial.evidence["refused"] = sum(refused.values())
         report(await trial.judge())
 
 

@@ -288,6 +288,10 @@ async def test_nothing_is_read_behind_an_answer_that_is_not_taken(echo: Echo) ->
         seen, held = len(echo.seen), peer.held
         assert peer.transport is not None
         assert not peer.transport.is_reading()
+        kernel = peer.transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
+        assert kernel <= 2 * connection.SEND_BUFFER_BYTES, (
+            "by itself it keeps 4 MB of each, and all others wait for memory"
+        )
         unsent = peer.transport.get_write_buffer_size()
         assert unsent <= held <= unsent + 2 * LARGEST_READ
         for _ in range(10):
