@@ -12,6 +12,8 @@ import pytest
 from aiohttp import ClientSession, web
 from playwright.async_api import Browser, expect
 
+from services.core.bearer import Tokens
+from services.observer.api import serve_api
 from services.observer.ledger.explain import Explanation, Missing
 from services.observer.ledger_api import format_minute, read_minute
 from services.observer.page import routes
@@ -74,6 +76,13 @@ async def test_everything_is_shown(
     async with observer.serve() as address, open_page(chromium, address, **options) as page:
         loss = page.get_by_role("table", name="Loss of orders by minute")
         await expect(loss.get_by_role("button", name="1,500 (2.50 %)")).to_be_visible()
+        for text in (
+            "1,200 (2.00 %)",
+            "540 behind",
+            "77 unknown",
+            "2.00 % (behind)",
+        ):  # of one minute, each judged by itself
+            await expect(loss.get_by_role("row").filter(has_text="77 unknown")).to_contain_text(text)
         await expect(page.get_by_role("listitem").filter(has_text="were lost at transform")).to_be_visible()
         destinations = page.get_by_role("table", name="Destinations of orders")
         await expect(destinations.get_by_role("row", name="crm-of-a-customer")).to_contain_text("open")
@@ -88,6 +97,27 @@ async def test_everything_is_shown(
         is_wider = await page.evaluate("document.documentElement.scrollWidth > document.documentElement.clientWidth")
         assert not is_wider, "the page scrolls sideways"
         await page.screenshot(path=tmp_path / "page.png", full_page=True)
+
+
+async def test_a_browser_is_asked_for_the_token(chromium: Browser, observer: Observer, tmp_path: Path) -> None:
+    """If this fails, nobody sees the page of an observer in a container: its files or its stream lack the token."""
+    token = "t" * 30
+    file = await asyncio.to_thread(write_token, tmp_path / "token", token)
+    tokens = await asyncio.to_thread(Tokens, file)
+    credentials = {"username": "anybody", "password": token}
+    async with serve_api(
+        "0.0.0.0:0", [], lambda app: add_page(app, FILES, lambda: observer.view), tokens=tokens
+    ) as bound:
+        address = f"http://127.0.0.1:{bound.rpartition(':')[2]}/"
+        async with open_page(chromium, address, http_credentials=credentials) as page:
+            await expect(page.get_by_role("status")).to_contain_text("live")
+            await expect(page.get_by_role("table", name="Loss of orders by minute")).to_contain_text("2.50 %")
+
+
+def write_token(path: Path, token: str) -> Path:
+    path.touch(mode=0o600)
+    path.write_text(token)
+    return path
 
 
 async def test_names_are_text(chromium: Browser, observer: Observer) -> None:

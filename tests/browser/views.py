@@ -89,6 +89,9 @@ def _row(minute: int) -> LossRow:
     if age <= 2:
         cells = (LossCell(310 * (3 - age), "open"), LossCell(540, "open"), LossCell(0, "behind"))
         return LossRow(minute, 60_000, cells, 0.0, "open")
+    if age == 4:  # one destination is behind, another was given up, and the transform has lost some
+        cells = (LossCell(1_200, "final"), LossCell(540, "behind"), LossCell(77, "unknown"))
+        return LossRow(minute, 60_000, cells, 0.02, "behind")
     missing = 1_500 if age == 28 else 3 if age == 11 else 0
     cells = (LossCell(missing, "final"), LossCell(0, "final"), LossCell(0, "final"))
     return LossRow(minute, 60_000, cells, missing / 60_000, "final", late=12 if age == 11 else 0)
