@@ -39,7 +39,7 @@ _PIPE, _DESTINATION = PREFIX + "pipe", PREFIX + "destination"
 
 @dataclass(frozen=True, slots=True)
 class Bookmark:
-    """read: the offset before which a partition was looked through. lanes: those that had events there, whatever became of it."""
+    """read: the offset before which a partition was looked through. lanes: those that had events there, or were claimed."""
 
     read: Mapping[TopicPartition, int] = field(default_factory=dict)
     lanes: frozenset[str] = frozenset()
@@ -87,7 +87,7 @@ async def find_waiting(admin: Admin, claimed: Collection[str], bookmark: Bookmar
 class _Search:
     def __init__(self, admin: Admin, claimed: Collection[str], bookmark: Bookmark) -> None:
         self._admin, self._claimed = admin, frozenset(claimed)
-        self._read, self._lanes = dict(bookmark.read), set(bookmark.lanes)
+        self._read, self._lanes = dict(bookmark.read), set(bookmark.lanes) | self._claimed
         self._counts: defaultdict[str, Counter[str]] = defaultdict(Counter)
         self._with_retrier = 0
         self._unread: dict[TopicPartition, str] = {}

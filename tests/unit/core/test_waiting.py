@@ -69,9 +69,8 @@ async def test_a_bookmark_saves_reading_and_forgets_nobody(broker: Broker) -> No
     await store(broker, PARKED, [waiting_event("late/old", n) for n in range(5)])
     found = await find_waiting(broker.admin, CLAIMED | {"late/old"}, Bookmark())
     assert found.unclaimed == {}
-    assert found.bookmark == Bookmark(
-        {TopicPartition(BACK, 0): 0, TopicPartition(PARKED, 0): 5}, frozenset({"late/old"})
-    )
+    both = CLAIMED | {"late/old"}
+    assert found.bookmark == Bookmark({TopicPartition(BACK, 0): 0, TopicPartition(PARKED, 0): 5}, both)
     async with Producer(broker.driver) as producer:
         await write_pause(producer, "late/hook", Pause("paused", "operator", "ann", 1))
         await write_bookmark(producer, found.bookmark, 1)
@@ -84,7 +83,7 @@ async def test_a_bookmark_saves_reading_and_forgets_nobody(broker: Broker) -> No
 
     await broker.admin.set_committed("late.old", PARKED, {0: 4})
     done = await find_waiting(broker.admin, CLAIMED, kept)
-    assert (done.unclaimed, done.bookmark.lanes) == ({}, frozenset())
+    assert (done.unclaimed, done.bookmark.lanes) == ({}, CLAIMED)
     await store(broker, PARKED, [waiting_event("late/old", 5)])
     assert await unclaimed(broker, done.bookmark) == {"late/old": {PARKED: 1}}
 
@@ -96,6 +95,16 @@ async def test_a_topic_made_anew_is_read_from_its_beginning(broker: Broker) -> N
     await broker.admin.delete_topic(BACK)
     await broker.admin.create_topic(TopicSpec(BACK, 1))
     await store(broker, BACK, [waiting_event("late/old", 1)])
+    assert await unclaimed(broker, kept) == {"late/old": {BACK: 1}}
+
+
+async def test_a_destination_that_was_served_is_known_without_the_topics(broker: Broker) -> None:
+    """Broken: a topic was made anew and is longer than it was, and who has events at its beginning is never seen."""
+    await store(broker, BACK, [waiting_event("late/hook", 0)])
+    kept = (await find_waiting(broker.admin, CLAIMED | {"late/old"}, Bookmark())).bookmark
+    await broker.admin.delete_topic(BACK)
+    await broker.admin.create_topic(TopicSpec(BACK, 1))
+    await store(broker, BACK, [waiting_event("late/old", 0), waiting_event("late/hook", 1)])
     assert await unclaimed(broker, kept) == {"late/old": {BACK: 1}}
 
 
