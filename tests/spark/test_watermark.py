@@ -2,12 +2,14 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
 from datetime import UTC, datetime
 
 import msgspec
 import orjson
 import pytest
-from pyspark.sql import SparkSession
+from pyspark.sql import DataFrame, SparkSession
 
 from services.core import dead_letter
 from services.core.broker.errors import Unavailable
@@ -17,12 +19,16 @@ from services.core.broker.record import Record
 from services.core.event import read_id
 from services.core.yaml_source import BadConfiguration
 from spark.brokers.log import LogEndpoint
+from spark.checkpoint import CheckpointDamaged
 from spark.dead_letters import Rejected
 from spark.jobs.burial import bury
-from spark.jobs.isolation import SKIPPED_FILE, put_culprits_aside, read_skipped
+from spark.jobs.culprits import span
+from spark.jobs.isolation import SKIPPED_FILE, put_culprits_aside, read_skipped, search_by_parts
+from spark.jobs.parts import Attempts
 from spark.jobs.query import Query, Stopping
 from spark.jobs.streak import Streak
 from spark.observed import BatchReport
+from spark.place import Place
 from spark.settings import TransformSettings
 from spark.suitability import check_suitability
 from tests.spark.river import NOW, River, event, wait_for
@@ -159,4 +165,104 @@ def own(frame):
     timed = frame.withColumn("at", f.col("event.time")).withWatermark("at", "1 minute")
     return timed.groupBy(f.window("at", "1 minute")).agg(f.count("*").alias("n")).select(
         f.col("window.start").cast("string").alias("id"), "n")
+"""
+
+
+def test_event_of_an_aggregate_that_ends_the_process(river: River, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If this fails, one event that takes all memory of an aggregate ends the process again and again."""
+    chosen = river.pipe(columns="delay INT", sql=COUNTS, watermark="1m", interval="50ms")
+    with monkeypatch.context() as left:
+        left.setattr("spark.jobs.in_plan.put_culprits_aside", lambda _query, _streak: 0)
+        river.send([flight(n, n / 100, delay=int(n != 5)) for n in range(40)])
+        river.start(chosen)
+        wait_for(lambda: river.problem is not None, "a batch that is begun and not done")
+        river.stop()
+    river.states.clear()
+
+    def end_process(_prepared: object, _endpoint: object, raw: DataFrame, places: Sequence[Place]) -> None:
+        if raw.where(span(places)).where("CAST(value AS STRING) LIKE '%:0}'").count():
+            raise ConnectionResetError("the process is gone")
+
+    monkeypatch.setattr("spark.jobs.query.try_transform", end_process)
+    with river.query(chosen) as query:
+        for _processes in range(12):
+            attempts = Attempts(query.prepared.version)
+            attempts.open(query.checkpoint)
+            with suppress(ConnectionResetError):
+                search_by_parts(replace(query, attempts=attempts), Streak(query.checkpoint))
+                if attempts.current is not None and attempts.current.parts == ():
+                    break
+                attempts.set_working()  # the query itself ends this one
+        assert [letters(river), len(read_skipped(query))] == [{("id-5", "transform_error"): 1}, 1]
+    monkeypatch.undo()
+    river.start(chosen)
+    send(river, flight(50, 10))
+    send(river, flight(51, 20))
+    wait_for(lambda: minute(0) in counts(river), "a closed window")
+    river.stop()
+    assert counts(river)[minute(0)] == 39
+
+
+def test_another_transform_does_not_go_on_with_the_state(river: River, spark: SparkSession) -> None:
+    """If this fails, a changed aggregate goes on with what the former one counted, without a word, or fails in Spark's."""
+    chosen = river.pipe(columns="delay INT", sql=COUNTS, watermark="1m", interval="50ms")
+    river.start(chosen)
+    send(river, flight(0, 0), flight(1, 0.5))
+    river.stop()
+    settings, endpoint = TransformSettings(data=river.folder), LogEndpoint(str(river.log))
+    other = COUNTS.replace("1 minute", "30 seconds")
+    for changed in ({"sql": other, "columns": "delay INT"}, {"sql": COUNTS, "columns": "delay LONG"}):
+        edited = river.pipe(watermark="1m", interval="50ms", **changed)
+        prepared = river.prepare(edited)
+        with pytest.raises(
+            BadConfiguration, match=r"pipes\.p\.transform\.sql: it is not the transform .* Try: the former"
+        ):
+            check_suitability(spark, settings, endpoint, edited, [prepared])
+        with pytest.raises(CheckpointDamaged, match="results would be made of both"), river.query(edited):
+            raise AssertionError("must not be adopted")
+    same = river.pipe(columns="delay INT", sql=COUNTS, watermark="2m", interval="70ms", max_events=10)
+    check_suitability(spark, settings, endpoint, same, [river.prepare(same)])
+    river.start(same)
+    send(river, flight(2, 10))
+    send(river, flight(3, 20))
+    wait_for(lambda: minute(0) in counts(river), "a closed window")
+    river.stop()
+    assert counts(river)[minute(0)] == 2
+
+
+def test_the_watermark_follows_what_passes_the_where(river: River) -> None:
+    """If this fails, the documents say something else of the watermark than what Spark does."""
+    sql = COUNTS.replace("FROM s", "FROM s WHERE delay < 100")
+    river.start(river.pipe(columns="delay INT", sql=sql, watermark="1m", interval="50ms"))
+    send(river, flight(0, 0), flight(1, 0.5))
+    send(river, flight(2, 30, delay=100))
+    send(river, flight(3, 31, delay=100))
+    send(river, flight(4, 0.7))
+    assert not river.out
+    assert not river.dead
+    send(river, flight(5, 30))
+    send(river, flight(6, 31))
+    wait_for(lambda: minute(0) in counts(river), "a closed window")
+    river.stop()
+    assert counts(river)[minute(0)] == 3
+    assert not river.dead
+
+
+def test_a_mended_function_is_another_transform(river: River) -> None:
+    """If this fails, a Python aggregate that was changed in its file goes on with the state of the former one."""
+    chosen = river.pipe(columns="delay INT", python="grouped.py:grouped", watermark="1m")
+    file = river.folder / "grouped.py"
+    file.write_text(GROUPED)
+    before = river.prepare(chosen).state
+    assert before == river.prepare(chosen).state != ""
+    file.write_text(GROUPED.replace("1 minute", "2 minutes"))
+    assert river.prepare(chosen).state != before
+
+
+GROUPED = """
+from pyspark.sql import functions as f
+
+def grouped(frame):
+    counted = frame.groupBy(f.window("event_time", "1 minute")).agg(f.count("*").alias("n"))
+    return counted.select(f.col("window.start").cast("string").alias("id"), "n")
 """
