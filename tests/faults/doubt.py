@@ -31,11 +31,10 @@ from tests.support.fault_table import HEAD, Row
 from tests.support.kafka import describe_partitions, make_topic
 from tests.support.tcp_proxy import TcpProxy, open_proxy
 
-PARTITIONS = 2
-WRITERS = 3
-"""Of each partition."""
+PARTITIONS = 6
+"""Of each topic, each with one writer: nothing travels with its batches, so that all have the same size."""
 BATCH = 2
-"""Records of every batch of a writer; what travels together is a multiple of it."""
+"""Records of every batch."""
 PAUSE_S = 0.02
 QUICK = RetryPolicy(deadline=3.0, append_timeout=4.0)
 QUICK_TIMING = Timing(session=2.0, heartbeat=0.3, drain=10.0, request=3.0, metadata=1.0)
@@ -228,7 +227,7 @@ async def open_doubt(
     strict = await make_topic(cluster.bootstrap, "strict", partitions=PARTITIONS, replicas=2, configs=keep)
     usual = await make_topic(cluster.bootstrap, "usual", partitions=PARTITIONS, configs=keep)
     places = [(topic, partition) for topic in (strict, usual) for partition in range(PARTITIONS)]
-    writers = [Writer(*place, f"w{index}x{n}") for index, place in enumerate(places) for n in range(WRITERS)]
+    writers = [Writer(*place, f"w{index}") for index, place in enumerate(places)]
     async with KafkaBroker.open(cluster.bootstrap, timing=timing) as broker:
         producer = Producer(broker.driver, policy=policy)
         yield DoubtTrial(cluster, broker, producer, writers, seed)

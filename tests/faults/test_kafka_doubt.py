@@ -13,8 +13,8 @@ async def test_what_was_in_doubt_takes_nobodys_place(kafka_cluster: KafkaCluster
     print("seed", seed)
     async with open_doubt(kafka_cluster, seed, QUICK_TIMING, QUICK) as trial:
         async with trial.load():
-            for partition in range(2):
-                await trial.freeze(await trial.follower(partition), 9.0)
+            for partition in (0, 1):
+                await trial.freeze(await trial.follower(partition), 11.0)
         row = await trial.judge()
     print(row.text())
     assert not trial.complaints, trial.complaints[:10]
