@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import socket
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,6 +12,15 @@ from tests.simulation.oracle import Event, Oracle, payload
 from tests.support.oracle import Fate
 
 CLIENT_TIMEOUT_S = 30.0
+
+
+class _Socket:
+    """What a transport in memory shows for a socket."""
+
+    family = socket.AF_UNIX
+
+    def setsockopt(self, *_: int) -> None:
+        """There is no kernel that keeps anything."""
 
 
 class MemoryTransport(asyncio.Transport):
@@ -53,7 +63,7 @@ class MemoryTransport(asyncio.Transport):
 
     def get_extra_info(self, name: str, default: Any = None) -> Any:
         """As there."""
-        return default
+        return _Socket() if name == "socket" else default
 
     def pause_reading(self) -> None:
         """Nothing is read ahead."""
