@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 from tests.simulation.clock import real_seconds
 from tests.simulation.fleet import replace_seams, show_logs
-from tests.simulation.history import Verdict, run_seed
+from tests.simulation.history import Verdict, choose, run_seed
 from tests.simulation.patches import PATCHES
 
 PROVE_WITHIN = 20_000
@@ -43,7 +43,10 @@ def main() -> int:
     if given.seed is not None:
         return _report(run(given.seed, shown=True))
     failed, begun = 0, real_seconds()
+    needs = next((patch.needs for patch in PATCHES if patch.name == given.without), frozenset[str]())
     for count, seed in enumerate(_seeds(given.first, given.seeds), 1):
+        if not choose(seed).words >= needs:
+            continue
         verdict = run(seed)
         failed += _report(verdict) if verdict.complaints or given.tell else 0
         if failed and given.first_failure:

@@ -17,6 +17,7 @@ import services.core.lifecycle as lifecycle
 import services.core.opening as opening
 import services.expel.app as expel_app
 import services.expel.plan as expel_plan
+import services.fleet.dead.redrive as redrive_module
 import services.fleet.plan as fleet_plan
 import services.fleet.topics as fleet_topics
 import services.global_retrier.app as retrier_app
@@ -34,9 +35,11 @@ from services.fleet.topics import Prepared, prepare
 from services.global_retrier.settings import RetrierSettings
 from services.ingest.settings import IngestSettings
 from services.observer.settings import ObserverSettings
+from tests.simulation import transform
 from tests.simulation.broker import Cluster
 from tests.simulation.machine import Machine, Process, current_process
 from tests.simulation.receivers import ModelClient, Receiver
+from tests.simulation.transform import TransformSettings
 
 DRAIN_S = 6.0
 URL = "log:///simulated"
@@ -166,6 +169,7 @@ _BAD_CONFIGURATION = 2
 _STARTS: dict[str, tuple[Any, Any]] = {
     "observer": (ObserverSettings, observer_app.start),
     "retrier": (RetrierSettings, retrier_app.start),
+    "transform": (TransformSettings, transform.start),
     "expel": (ExpelSettings, expel_app.start),
     "ingest": (IngestSettings, ingest_app.start),
 }
@@ -228,6 +232,7 @@ def replace_seams() -> None:
         load_openapi=lambda: b"{}",
         bound_connections=lambda most: most,
     )
+    _put(retrier_app, load_pipes=_pipes)
     _put(observer_app, load_pipes=_pipes, load_files=dict, _listen=_nothing, _Parts=_Parts)
     _put(expel_app, _raise_file_limit=lambda _plans: None, calm_collector=lambda: None)
     _put(
@@ -238,6 +243,7 @@ def replace_seams() -> None:
     )
     _put(fleet_topics, open_broker=_open_broker)
     _put(fleet_plan, copy_in=lambda _snapshot, file: file)
+    _put(redrive_module, note=lambda *_: None)
     _put(lifecycle, _exit_now=_end_process)
     structlog.configure(processors=[_drop_event], cache_logger_on_first_use=False)
 

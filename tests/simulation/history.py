@@ -11,10 +11,19 @@ import orjson
 
 import services.core.broker.producer as producer_module
 import services.core.broker.retry as retry_module
-from services.core.broker.record import TopicPartition
+from services.core.broker.record import Record, TopicPartition
 from services.core.dead_letter import PREFIX as DEAD_PREFIX
 from services.core.event import ID
-from services.core.pipes import RETRIER_DEAD, PipeFile, dead_letter_topic, delivery_group
+from services.core.pipes import (
+    CONTROL,
+    RETRIER_DEAD,
+    RETRIER_GROUP,
+    PipeFile,
+    dead_letter_topic,
+    delivery_group,
+    delivery_topics,
+)
+from services.core.retry_state import PREFIX as RETRY_PREFIX
 from tests.simulation import receivers as receivers_module
 from tests.simulation import weather as weather_module
 from tests.simulation.broker import KINDS, Cluster, Kind
@@ -25,7 +34,8 @@ from tests.simulation.operators import Operator
 from tests.simulation.oracle import Oracle, Route
 from tests.simulation.receivers import Receiver
 from tests.simulation.senders import Senders
-from tests.simulation.truth import judge_ledger
+from tests.simulation.transform import transform_group
+from tests.simulation.truth import FINAL_AFTER, is_final_for, judge_ledger
 from tests.simulation.weather import Weather
 from tests.support.virtual_loop import Deadlock
 
@@ -52,6 +62,15 @@ class Choice:
     pace: float
     batch: int
 
+    @property
+    def words(self) -> frozenset[str]:
+        """What it has that a fault may need."""
+        destinations = self.pipes["pipes"]["p"]["destinations"]
+        words = {*self.operators, *self.process_faults, *self.broker_faults, *self.receiver_faults, self.kind.name}
+        words |= {"observed"} if self.observed else set()
+        words |= {"several"} if len(destinations) > 1 else set()
+        return frozenset(words | {f"order: {one['webhook']['order']}" for one in destinations})
+
 
 @dataclass
 class Verdict:
@@ -64,7 +83,7 @@ class Verdict:
 
 
 PROCESS_FAULTS = ("kill", "freeze", "expire", "terminate")
-OPERATORS = ("pause", "redrive", "remake", "restart", "schedule_off")
+OPERATORS = ("pause", "redrive", "remake", "remake_inner", "restart", "schedule_off", "remove", "rewind")
 
 
 def choose(seed: int) -> Choice:
@@ -76,22 +95,23 @@ def choose(seed: int) -> Choice:
 
     keyed = rng.random() < 0.4
     destinations = [_destination(rng, name, in_order=keyed and name == "a") for name in ("a", "b")[: rng.randint(1, 2)]]
+    transform = {"transform": {"sql": "SELECT * FROM orders"}} if rng.random() < 0.25 else {}
     return Choice(
         kind=rng.choice(KINDS),
         broker_faults=some(weather_module.KINDS, 0.4) if rng.random() < 0.8 else (),
         receiver_faults=some(receivers_module.KINDS, 0.35) if rng.random() < 0.8 else (),
         process_faults=some(PROCESS_FAULTS, 0.5),
         operators=some(OPERATORS, 0.25),
-        observed=rng.random() < 0.12,
+        observed=rng.random() < 0.1,
         counts={"ingest": rng.randint(1, 2), "expel": rng.choice((1, 1, 2))},
         pipes={
             "streams": {STREAM: {"partitions": rng.randint(1, 3), "id": "id", "key": "key"}},
-            "pipes": {"p": {"sources": [STREAM], "destinations": destinations}},
+            "pipes": {"p": {"sources": [STREAM], "destinations": destinations} | transform},
         },
         chunk_bytes=rng.choice((400, 900_000)),
-        seconds=rng.uniform(6, 25),
+        seconds=rng.uniform(4, 18),
         clients=rng.randint(1, 3),
-        pace=rng.choice((0.1, 0.5, 1.5)),
+        pace=rng.choice((0.2, 0.6, 1.5)),
         batch=rng.choice((1, 3, 8)),
     )
 
@@ -126,9 +146,15 @@ class History:
         self.oracle = Oracle()
         self.receivers: dict[tuple[str, str], Receiver] = {}
         self.fleet = Fleet(
-            self.machine, self.rng, self.cluster, self.receiver, self.choice.counts, {"observed": self.choice.observed}
+            self.machine,
+            self.rng,
+            self.cluster,
+            self.receiver,
+            self.choice.counts,
+            {"observed": self.choice.observed, "observer": {"final_after": FINAL_AFTER}},
         )
         self.senders = Senders(self.machine, self.rng, self.oracle, self.fleet.listening, [STREAM])
+        self._frozen_until = 0.0
         self.operator = Operator(self)
         self.document = self.choice.pipes
         self.pipes = PipeFile.model_validate(self.document)
@@ -144,8 +170,13 @@ class History:
     def receiver(self, route: tuple[str, str]) -> Receiver:
         """The one behind a destination."""
         if route not in self.receivers:
-            self.receivers[route] = Receiver(self.machine, self.rng, self.oracle, route)
+            self.receivers[route] = Receiver(self.machine, self.rng, self.oracle, route, self._disturbed_until)
         return self.receivers[route]
+
+    def _disturbed_until(self) -> float:
+        """Until when somebody may not have heard of a pause."""
+        late = 6.0  # an answer that takes as long as one may, and the next look
+        return max(self.weather.until + late, self._frozen_until)
 
     def route_all(self) -> None:
         """Tell the oracle of the destinations that the pipe file has."""
@@ -155,7 +186,8 @@ class History:
                 in_order = webhook is not None and webhook.order == "key"
                 route = self.oracle.routes.get((name, destination.name))
                 if route is None:
-                    self.oracle.routes[name, destination.name] = Route(name, destination.name, STREAM, in_order)
+                    route = Route(name, destination.name, STREAM, in_order, is_transformed=pipe.transform is not None)
+                    self.oracle.routes[name, destination.name] = route
                 elif not in_order:
                     route.in_order = False
 
@@ -175,15 +207,23 @@ class History:
         verdict.digest = self._hash.hexdigest()[:16]
         return verdict
 
+    def _note_stored(self, source: TopicPartition) -> None:
+        store = self.cluster.store
+        self.trace(f"stored {source.topic}[{source.partition}] to {store.partition(*source).end}")
+        if source.topic != CONTROL:
+            return
+        for record in store.appends[-1].records:
+            pipe, _, name = (record.key or b"").decode().removeprefix("pause:").partition("/")
+            if (route := self.oracle.routes.get((pipe, name))) is not None:
+                is_paused = orjson.loads(record.value or b"{}").get("state") == "paused"
+                route.paused_at = (route.paused_at or self.machine.time()) if is_paused else None
+
     async def _live(self, verdict: Verdict) -> None:
         choice = self.choice
         self.trace(f"seed {self.seed}: {choice}")
-        store = self.cluster.store
-        store.on_append.append(
-            lambda source: self.trace(f"stored {source.topic}[{source.partition}] to {store.partition(*source).end}")
-        )
+        self.cluster.store.on_append.append(self._note_stored)
         await self.fleet.up(self.pipes)
-        await self._wait_for(self._is_up, 60.0)
+        await self.wait_for(self._is_up, 60.0)
         until = self.machine.time() + choice.seconds
         sending = [
             asyncio.create_task(self.senders.run(client, until, choice.pace, choice.batch))
@@ -192,13 +232,15 @@ class History:
         await self._trouble(until)
         await self._calm()
         await asyncio.gather(*sending)
-        settled = await self._wait_for(self._is_settled, SETTLE_S)
+        settled = await self.wait_for(self._is_settled, SETTLE_S)
         await self.operator.redrive_all()
-        await self._wait_for(self._is_settled, SETTLE_S)
+        await self.wait_for(self._is_settled, SETTLE_S)
+        if "redrive" in choice.operators:
+            verdict.complaints += self._judge_redriven()
         fresh = [self.oracle.issue(STREAM, f"fresh-{number}") for number in range(2)]
         for _ in range(20):
             await self.senders.send(fresh)
-            if await self._wait_for(self._is_settled, 5.0):
+            if await self.wait_for(self._is_settled, 5.0):
                 break
         self._read_letters()
         for consumer in self.cluster.consumers:
@@ -206,6 +248,8 @@ class History:
         verdict.complaints += self.oracle.judge()
         if not verdict.complaints and not (settled and self._is_settled()):
             verdict.complaints.append(f"not settled: {self._unsettled()}")
+        if choice.observed and not verdict.complaints and len(self.oracle.routes) > 1:
+            verdict.complaints += await self._judge_beside_one_that_is_down()
         if choice.observed and not verdict.complaints:
             verdict.complaints += await judge_ledger(self)
         await self.fleet.down()
@@ -219,6 +263,33 @@ class History:
             "turns": self.machine.turns,
             "virtual_s": int(self.machine.time() - 1000),
         }
+
+    async def _judge_beside_one_that_is_down(self) -> list[str]:
+        """While one destination is behind, the others' minutes become final all the same."""
+        down, *others = sorted(self.oracle.routes)
+        if not self.oracle.routes[down].in_order:  # what is not in order is handed over, and nobody is behind
+            return []
+        self.receivers[down].begin(10_000.0, ("500",))
+        await self.senders.send([self.oracle.issue(STREAM, "beside") for _ in range(2)])
+        await asyncio.sleep(130.0)
+        pipe = down[0]
+        names = {name for _, name in others}
+        is_final = await self.wait_for(lambda: is_final_for(self, pipe, names), 240.0)
+        self.receivers[down].modes = ("ok",)
+        await self.wait_for(self._is_settled, SETTLE_S)
+        return [] if is_final else [f"the ledger: {names} wait for {down[1]}"]
+
+    def _judge_redriven(self) -> list[str]:
+        """Every letter that is there was redriven by now, and must have arrived."""
+        found = []
+        for pipe in self.pipes.pipes:
+            for partition in self.cluster.store.topic(dead_letter_topic(pipe)).partitions:
+                for record in partition.records:
+                    route = self.oracle.routes.get((pipe, (record.header(DEAD_PREFIX + "destination") or b"").decode()))
+                    number = event_of(record.value)
+                    if route is not None and number not in route.arrived and number not in route.excused:
+                        found.append(f"e{number} to {route.name}")
+        return [f"{len(found)} redriven and lost: {found[:8]}"] if found else []
 
     def _is_up(self) -> bool:
         return bool(self.fleet.listening()) and all(
@@ -274,7 +345,9 @@ class History:
         elif kind == "freeze" and not process.frozen:
             process.freeze()
             self.cluster.note_frozen(process)
-            self.machine.call_later(rng.choice((0.5, 4.0, 9.0)), process.thaw)
+            seconds = rng.choice((0.5, 4.0, 9.0))
+            self._frozen_until = max(self._frozen_until, self.machine.time() + seconds + 2.0)
+            self.machine.call_later(seconds, process.thaw)
 
     async def _calm(self) -> None:
         self.trace("calm")
@@ -285,7 +358,8 @@ class History:
             process.kill_at = -1
         await self.operator.put_right()
 
-    async def _wait_for(self, is_done: Callable[[], bool], seconds: float) -> bool:
+    async def wait_for(self, is_done: Callable[[], bool], seconds: float) -> bool:
+        """Whether it came to be within so many virtual seconds."""
         until = self.machine.time() + seconds
         while not is_done():
             if self.machine.time() > until:
@@ -300,10 +374,13 @@ class History:
         """What the fleet has still to do, for a person; empty when there is nothing."""
         store = self.cluster.store
         for name, pipe in self.pipes.pipes.items():
+            for source in pipe.sources if pipe.transform is not None else ():
+                if behind := self._behind(transform_group(name), source):
+                    return f"the transform of {name} is behind by {behind}"
             for destination in pipe.destinations:
                 group = delivery_group(name, destination.name)
                 for topic in store.topics:
-                    if topic in (*pipe.sources, f"{name}.retry", f"{name}.parked") and (
+                    if topic in (*delivery_topics(name, pipe), f"{name}.retry", f"{name}.parked") and (
                         behind := self._behind(group, topic)
                     ):
                         return f"{group} is behind by {behind} in {topic}"
@@ -321,16 +398,38 @@ class History:
             for number in range(len(store.topic(topic).partitions))
         )
 
-    def excuse(self, topic: str, life: int, marks: dict[tuple[str, str], dict[TopicPartition, int]]) -> None:
-        """A topic's life ends: what lies in it and is not committed by a destination's group is lost by somebody's will."""
-        for stored in self.cluster.store.appends:
+    def take_away(self, topic: str) -> None:
+        """Somebody deletes a topic and makes it anew: what lies in it and is not committed is lost by that."""
+        store = self.cluster.store
+        if topic.endswith(".dead"):
+            store.delete(topic)  # what was buried has been with the dead letters
+            return
+        life = store.topics[topic].life
+        for stored in store.appends:
             if (stored.topic, stored.life) != (topic, life):
                 continue
             source = TopicPartition(topic, stored.partition)
             for offset, record in zip(stored.offsets, stored.records, strict=True):
-                for key, committed in marks.items():
-                    if offset > committed.get(source, -1):
+                for key in self._lanes_of(record):
+                    group = store.groups.get(self._reader_of(topic, key))
+                    if group is None or offset > group.committed.get(source, -1):
                         self.oracle.routes[key].excused.add(event_of(record.value))
+        store.delete(topic)
+
+    def _reader_of(self, topic: str, lane: tuple[str, str]) -> str:
+        """Which group must have read a record of a topic, for a destination."""
+        if topic.startswith("penstock."):
+            return RETRIER_GROUP
+        pipe = self.pipes.pipes[lane[0]]
+        is_source = topic in pipe.sources and pipe.transform is not None
+        return transform_group(lane[0]) if is_source else delivery_group(*lane)
+
+    def _lanes_of(self, record: Record) -> list[tuple[str, str]]:
+        """Whom it is for."""
+        pipe, name = record.header(RETRY_PREFIX + "pipe"), record.header(RETRY_PREFIX + "destination")
+        if pipe is None or name is None:
+            return list(self.oracle.routes)
+        return [(pipe.decode(), name.decode())]
 
     def _read_letters(self) -> None:
         for stored in self.cluster.store.appends:

@@ -17,6 +17,8 @@ from tests.support.virtual_loop import Deadlock, VirtualLoop
 
 TURN_S = 1e-6
 """Passes in each turn: who waits for a moment and wakes a rounding error before it would otherwise wait for ever."""
+MOST_CANCELLED = 200
+"""Timers are thrown away then."""
 MAX_TURNS = 3_000_000
 _PROCESS: contextvars.ContextVar["Process"] = contextvars.ContextVar("process")
 
@@ -117,7 +119,9 @@ class Process:
 class _Task(asyncio.Task[Any]):
     """With a hash that does not depend on where it lies in memory: sets of tasks are walked in the same order each time."""
 
-    _number = 0
+    def __init__(self, number: int, *args: Any, **more: Any) -> None:
+        self._number = number
+        super().__init__(*args, **more)
 
     def __hash__(self) -> int:
         return self._number
@@ -126,7 +130,9 @@ class _Task(asyncio.Task[Any]):
 class _Future(asyncio.Future[Any]):
     """As `_Task`."""
 
-    _number = 0
+    def __init__(self, number: int, *args: Any, **more: Any) -> None:
+        self._number = number
+        super().__init__(*args, **more)
 
     def __hash__(self) -> int:
         return self._number
@@ -148,8 +154,7 @@ class Machine(VirtualLoop):
 
     def _make_task(self, _loop: object, coro: Coroutine[Any, Any, Any], **more: Any) -> asyncio.Task[Any]:
         self._numbers += 1
-        task = _Task(coro, loop=self, **more)
-        task._number = self._numbers
+        task = _Task(self._numbers, coro, loop=self, **more)
         process = more["context"].get(_PROCESS) if more.get("context") is not None else current_process()
         (self._tasks if process is None else process.tasks).append(task)
         return task
@@ -157,9 +162,7 @@ class Machine(VirtualLoop):
     def create_future(self) -> "asyncio.Future[Any]":
         """As there, countable."""
         self._numbers += 1
-        future = _Future(loop=self)
-        future._number = self._numbers
-        return future
+        return _Future(self._numbers, loop=self)
 
     def _may_run(self, handle: asyncio.Handle) -> bool:
         process = handle._context.get(_PROCESS)  # type: ignore[attr-defined]  # no public way
@@ -173,6 +176,10 @@ class Machine(VirtualLoop):
         """As there, but that each callback is asked for (`may_run`)."""
         loop = cast("Any", self)  # the base class' own lists
         timers, ready = loop._scheduled, loop._ready
+        if loop._timer_cancelled_count > MOST_CANCELLED:
+            timers = loop._scheduled = [handle for handle in timers if not handle._cancelled]
+            heapq.heapify(timers)
+            loop._timer_cancelled_count = 0
         while timers and timers[0]._cancelled:
             heapq.heappop(timers)._scheduled = False
         if not ready and not loop._stopping:

@@ -2,12 +2,14 @@
 
 import asyncio
 import copy
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from services.core.broker.errors import BrokerError
 from services.core.broker.producer import Producer
 from services.core.pauses import OPERATOR, Pause, Pauses, write_pause
-from services.core.pipes import PipeFile, delivery_group
+from services.core.pipes import PipeFile, delivery_group, delivery_topics
+from services.core.yaml_source import BadConfiguration
 from services.fleet.dead.aim import Aim
 from services.fleet.dead.audit import Auditor
 from services.fleet.dead.filter import Filter
@@ -42,11 +44,19 @@ class Operator:
             case "redrive":
                 await self.redrive_all()
             case "remake":
-                await self._remake()
+                await self._remake(list(history.pipes.streams))
+            case "remake_inner":
+                await self._remake(
+                    ["p.parked", "p.retry", "p.dead", "penstock.retry-in", "penstock.delay-1s", "penstock.delay-4s"]
+                )
             case "schedule_off":
                 await self._restart(schedule=[])
             case "restart":
                 await self._restart(schedule=None)
+            case "rewind":
+                await self._rewind(lane)
+            case "remove":
+                await self._remove(lane)
 
     async def put_right(self) -> None:
         """Resume what is paused, by whomever."""
@@ -103,23 +113,59 @@ class Operator:
 
         await self._write(command)
 
-    async def _remake(self) -> None:
-        """A stream is deleted and made again: what no destination had processed is lost by the operator's will."""
+    async def _remake(self, topics: Sequence[str]) -> None:
+        """A topic is deleted and made again: what was still to be done of it is lost by the operator's will."""
         history, store = self._history, self._history.cluster.store
-        name = next(iter(history.pipes.streams))
+        there = [topic for topic in topics if topic in store.topics]
+        if not there:
+            return
+        name = history.rng.choice(there)
+        history.trace(f"operator: {name} is made anew")
+        if history.rng.random() < 0.5:
+            history.weather.begin("penstock.telemetry", 6.0, kinds=("slow", "never_arrived"))
+        spec = store.topics[name].spec
+        await asyncio.sleep(history.rng.uniform(0.0, 1.0))
         if name not in store.topics:
             return
-        history.weather.begin("penstock.telemetry", 6.0, kinds=("slow", "never_arrived"))
-        spec, life = store.topics[name].spec, store.topics[name].life
-        await asyncio.sleep(history.rng.uniform(0.0, 1.0))
-        marks = {}
-        for route in history.oracle.routes:
-            known = store.groups.get(delivery_group(*route))
-            marks[route] = {} if known is None else known.committed.copy()
-        store.delete(name)
-        history.excuse(name, life, marks)
+        history.take_away(name)
         await asyncio.sleep(history.rng.choice((0.0, 0.3, 2.0)))
         store.create(spec)
+
+    async def _rewind(self, lane: str) -> None:
+        """Everything that the broker still has goes out once more."""
+        history, admin = self._history, self._broker.admin
+        pipe, _, name = lane.partition("/")
+        group = delivery_group(pipe, name)
+        await history.fleet.down()
+        for topic in delivery_topics(pipe, history.pipes.pipes[pipe]):
+            while True:
+                try:
+                    held = await admin.describe(topic)
+                    await admin.set_committed(group, topic, {number: one.start - 1 for number, one in held.items()})
+                except BrokerError:  # its members have not run out yet
+                    await asyncio.sleep(0.5)
+                else:
+                    break
+        await history.fleet.up(history.pipes)
+
+    async def _remove(self, lane: str) -> None:
+        """A destination is taken out of the pipe file, what waits for it is buried, and later it is put back."""
+        history, before = self._history, self._history.document
+        pipe, _, name = lane.partition("/")
+        document = copy.deepcopy(before)
+        kept = [one for one in document["pipes"][pipe]["destinations"] if one["name"] != name]
+        if not kept:
+            return
+        document["pipes"][pipe]["destinations"] = kept
+        await history.fleet.down()
+        try:
+            await history.fleet.up(PipeFile.model_validate(document))
+        except BadConfiguration:
+            document["removed"] = {lane: {"bury": "it was removed"}}
+            await history.fleet.up(PipeFile.model_validate(document))
+        await asyncio.sleep(history.rng.uniform(0.0, 6.0))
+        await history.fleet.down()
+        await history.fleet.up(history.pipes)
 
     async def _restart(self, schedule: list[float] | None) -> None:
         history = self._history

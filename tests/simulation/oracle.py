@@ -12,7 +12,11 @@ from typing import Any
 
 import orjson
 
+from tests.simulation.transform import is_filtered
 from tests.support.oracle import Fate
+
+HEARD_S = 2.5
+"""After a pause is durable nothing is sent to its destination any more: a look each second, and what is under way."""
 
 
 @dataclass
@@ -48,11 +52,14 @@ class Route:
     name: str
     stream: str
     in_order: bool
+    is_transformed: bool = False
     arrived: dict[int, int] = field(default_factory=dict)
     """By event: its place among all first arrivals."""
     deliveries: int = 0
     dead: set[int] = field(default_factory=set)
     excused: set[int] = field(default_factory=set)
+    paused_at: float | None = None
+    """Since when a pause is durable; None: the newest word is another one."""
 
 
 class Oracle:
@@ -106,7 +113,9 @@ class Oracle:
         if event is None or event.stream != route.stream:
             self.complaints.append(f"{route.pipe}/{route.name}: {event_id} is foreign")
             return
-        if data != orjson.loads(payload(event)):
+        if route.is_transformed and is_filtered(event.id):
+            self.complaints.append(f"{route.pipe}/{route.name}: {event_id} arrived although it is filtered")
+        if data != orjson.loads(payload(event)) | ({"transformed": True} if route.is_transformed else {}):
             self.complaints.append(f"{route.pipe}/{route.name}: {event_id} arrived altered: {data!r}")
         if event.number in route.arrived:
             return
@@ -120,6 +129,13 @@ class Oracle:
         elif route is not None:
             route.dead.add(event.number)
 
+    def asked(self, route: Route, now: float, disturbed_until: float) -> None:
+        """A request begins. disturbed_until: until when processes may not have heard of a pause."""
+        if route.paused_at is not None and now - max(route.paused_at, disturbed_until) > HEARD_S:
+            self.complaints.append(
+                f"{route.pipe}/{route.name}: asked {now - route.paused_at:.1f} s after it was paused"
+            )
+
     def _find(self, event_id: str) -> Event | None:
         number = event_id[1:]
         known = event_id.startswith("e") and number.isdigit() and int(number) < len(self.events)
@@ -128,6 +144,8 @@ class Oracle:
 
     def is_owed(self, route: Route, event: Event) -> bool:
         """Whether it must be at this destination, or among its dead letters."""
+        if route.is_transformed and is_filtered(event.id):
+            return False
         return event.fate is Fate.OBLIGED and event.stream == route.stream and event.number not in route.excused
 
     def missing(self, route: Route) -> list[Event]:
@@ -160,7 +178,7 @@ class Oracle:
             before = event.after
             if before is None or event.number not in route.arrived or before.fate is not Fate.OBLIGED:
                 continue
-            if before.number in route.dead or before.number in route.excused:
+            if before.number in route.dead or not self.is_owed(route, before):
                 continue
             place = route.arrived.get(before.number)
             if place is None or place > route.arrived[event.number]:

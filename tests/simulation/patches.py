@@ -43,6 +43,8 @@ class Patch:
     fault: str
     changes: tuple[Change, ...]
     quick: bool = False
+    needs: frozenset[str] = frozenset()
+    """Words that a history must have (`Choice.words`): no other one can notice, and is passed over."""
 
 
 PATCHES = (
@@ -80,6 +82,7 @@ PATCHES = (
                 "        durable = marks\n",
             ),
         ),
+        needs=frozenset({"remake"}),
     ),
     Patch(
         "twin-by-place",
@@ -91,6 +94,7 @@ PATCHES = (
                 "0)",
             ),
         ),
+        needs=frozenset({"remake", "pause"}),
     ),
     Patch(
         "replay-without-end",
@@ -115,6 +119,49 @@ PATCHES = (
             ),
         ),
         quick=True,
+        needs=frozenset({"schedule_off"}),
+    ),
+    Patch(
+        "pause-in-replay",
+        "a replay that is paused goes on with its retries",
+        (Change("services/expel/session.py", "            self._dispatcher.hold()\n", "            pass\n"),),
+        needs=frozenset({"pause", "order: key"}),
+    ),
+    Patch(
+        "finality-of-all",
+        "one destination that is behind keeps the minutes of its siblings open",
+        (
+            Change(
+                "services/observer/ledger/finality.py",
+                "        if None in waiting:\n",
+                "        if waiting:\n",
+            ),
+        ),
+        needs=frozenset({"observed", "several", "order: key"}),
+    ),
+    Patch(
+        "parked-never-missing",
+        "what was parked and taken away with its topic is never missing",
+        (
+            Change(
+                "services/observer/ledger/rounds.py",
+                "            self._unread[step] = heard & still\n",
+                "            pass\n",
+            ),
+        ),
+        needs=frozenset({"observed", "pause", "remake_inner"}),
+    ),
+    Patch(
+        "fate-by-place",
+        "a letter that lies where a redriven one lay in an earlier life of its topic reads redriven",
+        (
+            Change(
+                "services/fleet/dead/audit.py",
+                " and (not digests or digests[at : at + DIGEST_BYTES] == digest)",
+                "",
+            ),
+        ),
+        needs=frozenset({"redrive", "remake_inner", "400"}),
     ),
     Patch(
         "change-untold",

@@ -20,8 +20,16 @@ _WORLD = contextvars.Context()
 class Receiver:
     """One destination's. modes: what may happen to a request now; "ok" alone while all is well."""
 
-    def __init__(self, machine: Machine, rng: random.Random, oracle: Oracle, route: tuple[str, str]) -> None:
+    def __init__(
+        self,
+        machine: Machine,
+        rng: random.Random,
+        oracle: Oracle,
+        route: tuple[str, str],
+        disturbed_until: Callable[[], float],
+    ) -> None:
         self._machine, self._rng, self._oracle, self.route = machine, rng, oracle, route
+        self._disturbed_until = disturbed_until
         self.modes: tuple[str, ...] = ("ok",)
         self.requests = self.failures = 0
 
@@ -37,6 +45,7 @@ class Receiver:
     def handle(self, body: bytes) -> tuple[Answer | Exception | None, float]:
         """(the answer; an error on the way; None: nothing ever comes; after how many seconds)."""
         self.requests += 1
+        self._oracle.asked(self._oracle.routes[self.route], self._machine.time(), self._disturbed_until())
         mode = self._rng.choice(self.modes)
         items = orjson.loads(body)
         wait = self._rng.choice((0.001, self._rng.uniform(0.001, 0.3)))

@@ -71,6 +71,10 @@ class MemoryTransport(asyncio.Transport):
     def resume_reading(self) -> None:
         """As there."""
 
+    def get_write_buffer_size(self) -> int:
+        """As there: the network takes everything at once."""
+        return 0
+
     def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
         """There is no buffer."""
 

@@ -33,6 +33,8 @@ class Weather:
         self._rng, self._now, self.kinds = rng, now, kinds
         self._windows: list[Window] = []
         self.bitten = 0
+        self.until = 0.0
+        """When the last window ends that was begun."""
         self._is_calm = False
 
     def begin(
@@ -48,6 +50,7 @@ class Weather:
                 *self._rng.sample(self.kinds, min(len(self.kinds), self._rng.randint(1, 3))),
                 *["ok"] * self._rng.randint(0, 2),
             )
+        self.until = max(self.until, self._now() + seconds)
         self._windows.append(Window(self._now() + seconds, topic, kinds, reads))
 
     def calm(self) -> None:
