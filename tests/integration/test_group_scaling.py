@@ -3,8 +3,6 @@
 import asyncio
 import itertools
 import json
-import os
-import signal
 import statistics
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -92,20 +90,21 @@ async def test_load_times_three_and_back(desk: Desk) -> None:
     write_pipes(desk)
     write_settings(desk, 0.9)
     load = Load(desk)
-    async with desk.receive(), desk.up("--config", "penstock.yaml", "--autoscale", "true") as fleet:
-        async with load.at(BASE):
-            await until(lambda: len(decisions(desk, "expel")) > LOOKS + 2, "the base load was looked at")
-            write_settings(desk, 1.5 * usual_cpu(desk))
-            [autoscaler] = processes(desk, "autoscaler")
-            os.kill(autoscaler, signal.SIGKILL)  # the next one reads the target
-            await until(lambda: processes(desk, "autoscaler") not in ([autoscaler], [None]), "a new autoscaler")
-        async with load.at(3 * BASE):
-            await until(lambda: works(desk, "expel-2"), "expel grew, and the second one works")
-        async with load.at(BASE / 3):
-            await until(lambda: len(processes(desk, "expel")) == 1, "expel shrank")
-        await until(lambda: len(desk.ids) == load.accepted, "all delivered")
-        status = json.loads((await desk.run("status", "--json")).out)
-        assert await fleet.interrupt() == 0
+    options = ("--config", "penstock.yaml", "--autoscale", "true")
+    async with desk.receive():
+        async with desk.up(*options) as fleet:
+            async with load.at(BASE):
+                await until(lambda: len(decisions(desk, "expel")) > LOOKS + 2, "the base load was looked at")
+            assert await fleet.interrupt() == 0
+        write_settings(desk, 1.5 * usual_cpu(desk))
+        async with desk.up(*options) as fleet:
+            async with load.at(3 * BASE):
+                await until(lambda: works(desk, "expel-2"), "expel grew, and the second one works")
+            async with load.at(BASE / 3):
+                await until(lambda: len(processes(desk, "expel")) == 1, "expel shrank")
+            await until(lambda: len(desk.ids) == load.accepted, "all delivered")
+            status = json.loads((await desk.run("status", "--json")).out)
+            assert await fleet.interrupt() == 0
     print(f"{load.accepted} events, {desk.receiver.duplicates} of them twice")
     assert_only_expel_moved(desk, fleet)
     assert (desk.receiver.delivered, desk.receiver.unsigned) == (load.accepted, 0)
