@@ -4,24 +4,30 @@ The file holds one token a line, and is not readable by others. A client sends t
 rotated by putting a new one first and taking the old one out when every client has the new.
 """
 
+import asyncio
 import base64
 import binascii
+import hashlib
 import hmac
 import os
 import re
 import secrets
 import stat
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import structlog
 
+from services.core import metrics
+from services.core.file_watch import FileWatch
 from services.core.yaml_source import BadConfiguration, Problem
 
 log = structlog.get_logger()
 
-CHECK_EVERY_S = 2.0
 MAX_TOKENS = 10
 _MAX_BYTES = 10_000
+_STALE = "a token that was taken out meanwhile still opens. Try: mend the file, or restart the service"
 _TOKEN = re.compile(r"[A-Za-z0-9._~+/=-]{20,200}")
 
 
@@ -55,22 +61,10 @@ def _problem(path: Path, text: str) -> BadConfiguration:
 
 
 class Tokens:
-    """A server's. `allows` is for the event loop; `refresh` blocks. What cannot be read leaves the tokens as they were."""
+    """Those that a server takes; `current` is what it looks at for each request."""
 
-    def __init__(self, path: Path) -> None:
-        """Blocking. Raises BadConfiguration."""
-        self._path = path
-        self._tokens = read_tokens(path)
-        self._is_failing = False
-
-    def refresh(self) -> None:
-        """Read the file again. A failure is said once."""
-        try:
-            self._tokens, self._is_failing = read_tokens(self._path), False
-        except BadConfiguration as error:
-            if not self._is_failing:
-                log.warning("tokens_unreadable", error=str(error), hint="those of before go on; it is tried again")
-            self._is_failing = True
+    def __init__(self, current: Sequence[str]) -> None:
+        self.current = tuple(current)
 
     def allows(self, authorization: str) -> bool:
         """Whether this header carries one of the tokens: as Bearer, or as Basic's password (a browser asks for it).
@@ -78,8 +72,38 @@ class Tokens:
         Takes as long for a wrong one as for a right one.
         """
         said = _credential(authorization).encode(errors="surrogateescape")
-        found = [hmac.compare_digest(said, token.encode()) for token in self._tokens]
+        found = [hmac.compare_digest(said, token.encode()) for token in self.current]
         return any(found)
+
+
+class TokenWatch(FileWatch[tuple[str, ...]]):
+    """`tokens`, kept like the file at `path`: a token is rotated without a restart. `load` raises BadConfiguration."""
+
+    def __init__(self, path: Path, tokens: Tokens, clock: Callable[[], float] = time.monotonic) -> None:
+        def use(current: tuple[str, ...]) -> None:
+            tokens.current = current
+            log.info("tokens_loaded", tokens=len(current))
+
+        super().__init__(
+            f"the token file {path}",
+            lambda known: _read(path, known),
+            use,
+            expected=BadConfiguration,
+            failed=metrics.OBSERVER_TOKENS_FAILURES.inc,
+            stale=_STALE,
+            clock=clock,
+        )
+
+    async def run(self, stopping: asyncio.Event) -> None:
+        """As in FileWatch."""
+        metrics.OBSERVER_TOKENS_AGE.set_function(lambda: self.age)
+        await super().run(stopping)
+
+
+def _read(path: Path, known: bytes) -> tuple[bytes, tuple[str, ...]] | None:
+    current = read_tokens(path)
+    digest = hashlib.sha256("\n".join(current).encode()).digest()
+    return None if digest == known else (digest, current)
 
 
 def _credential(authorization: str) -> str:

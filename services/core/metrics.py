@@ -307,6 +307,13 @@ OBSERVER_PASSED_OVER = Counter(
 )
 OBSERVER_TOPIC_UP = Gauge("penstock_observer_topic_up", "1 while these dead letters can be read.", ["topic"])
 OBSERVER_REQUESTS = Counter("penstock_observer_requests", "Requests to the API, by status.", ["status"])
+OBSERVER_TOKENS_AGE = Gauge(
+    "penstock_observer_tokens_age_seconds",
+    "How long ago the tokens in use were last seen to be what the token file says; one taken out since then still opens.",
+)
+OBSERVER_TOKENS_FAILURES = Counter(
+    "penstock_observer_tokens_load_failures", "Times that the token file could not be used; the log says why."
+)
 
 AUTOSCALER_DECISIONS = Counter(
     "penstock_autoscaler_shard_decisions",

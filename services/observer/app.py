@@ -11,10 +11,10 @@ import structlog
 from aiohttp import web
 
 from services.core.address import is_loopback, parse_address
-from services.core.bearer import CHECK_EVERY_S, Tokens
+from services.core.bearer import Tokens, TokenWatch, read_tokens
 from services.core.broker.contract import Broker
 from services.core.broker.producer import Producer
-from services.core.lifecycle import Supervision, wait_for_stop
+from services.core.lifecycle import Supervision
 from services.core.management import serve_management
 from services.core.opening import open_when_reachable
 from services.core.pauses import Pauses
@@ -70,8 +70,8 @@ async def start(settings: ObserverSettings, supervision: Supervision) -> None:
         api = Api(parts.failures, parts.reader, parts.state, openapi, parts.breaker)
         ledger = LedgerApi(parts.follower, broker.admin, parts.watch.judge, settings.threshold)
         routes = [*api.routes(), *ledger.routes()]
-        if tokens is not None:
-            running.append(supervision.run(_keep_reading(tokens, stopping), "tokens"))
+        if tokens is not None and settings.token_file is not None:
+            running.append(supervision.run(TokenWatch(settings.token_file, tokens).run(stopping), "tokens"))
         address = await stack.enter_async_context(
             _listen(settings, routes, lambda app: add_page(app, page, parts.view), tokens)
         )
@@ -171,18 +171,11 @@ async def _listen(
 def _read_tokens(settings: ObserverSettings) -> Tokens | None:
     """Blocking. Raises BadConfiguration, also when others can reach the API and it has no tokens."""
     if settings.token_file is not None:
-        return Tokens(settings.token_file)
+        return Tokens(read_tokens(settings.token_file))
     if not is_loopback(parse_address(settings.listen)[0]):
         said = f"{settings.listen} is reached from other machines, and nobody would be asked who they are. Try: --token-file"
         raise BadConfiguration([Problem("observer", "token_file", said)])
     return None
-
-
-async def _keep_reading(tokens: Tokens, stopping: asyncio.Event) -> None:
-    """So that a token is rotated without a restart."""
-    while not stopping.is_set():
-        await wait_for_stop(stopping, CHECK_EVERY_S)
-        await asyncio.to_thread(tokens.refresh)
 
 
 def _read_keys(file: Path | None) -> SigningKeys:

@@ -12,7 +12,7 @@ import pytest
 from aiohttp import ClientSession, web
 from playwright.async_api import Browser, expect
 
-from services.core.bearer import Tokens
+from services.core.bearer import Tokens, read_tokens
 from services.observer.api import serve_api
 from services.observer.ledger.explain import Explanation, Missing
 from services.observer.ledger_api import format_minute, read_minute
@@ -103,7 +103,7 @@ async def test_a_browser_is_asked_for_the_token(chromium: Browser, observer: Obs
     """If this fails, nobody sees the page of an observer in a container: its files or its stream lack the token."""
     token = "t" * 30
     file = await asyncio.to_thread(write_token, tmp_path / "token", token)
-    tokens = await asyncio.to_thread(Tokens, file)
+    tokens = Tokens(await asyncio.to_thread(read_tokens, file))
     credentials = {"username": "anybody", "password": token}
     async with serve_api(
         "0.0.0.0:0", [], lambda app: add_page(app, FILES, lambda: observer.view), tokens=tokens

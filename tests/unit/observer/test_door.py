@@ -10,11 +10,13 @@ from pathlib import Path
 import aiohttp
 import pytest
 from aiohttp import web
+from prometheus_client import REGISTRY
 from structlog.testing import capture_logs
 
 from services.autoscaler.groups.observer import ObserverAway, open_observer
+from services.core import file_watch
 from services.core.address import is_named_authority
-from services.core.bearer import Tokens, read_tokens
+from services.core.bearer import Tokens, TokenWatch, read_tokens
 from services.core.settings import load_settings
 from services.core.yaml_source import BadConfiguration
 from services.fleet.folder import OBSERVER_TOKEN_FILE, FleetState, keep_observer_token, write_state
@@ -23,6 +25,7 @@ from services.fleet.problem import CommandFailed
 from services.observer import app
 from services.observer.api import serve_api
 from services.observer.settings import ObserverSettings
+from tests.unit.expel.receiver import wait_until
 
 OLD, NEW, WRONG = "o" * 20 + "ld", "n" * 20 + "ew", "w" * 22
 
@@ -41,7 +44,7 @@ async def said(_request: web.Request) -> web.Response:
 
 @pytest.fixture
 def tokens(file: Path) -> Tokens:
-    return Tokens(file)
+    return Tokens(read_tokens(file))
 
 
 ROUTES = [web.get(path, said) for path in ("/v1/pipes", "/v1/destinations", "/v1/planned")]
@@ -52,6 +55,19 @@ async def beyond_loopback(tokens: Tokens | None) -> AsyncIterator[str]:
     """Its port. Bound to every address, as in a container."""
     async with serve_api("0.0.0.0:0", ROUTES, tokens=tokens, names=frozenset(["observer"])) as bound:
         yield bound.rpartition(":")[2]
+
+
+def put(file: Path, token: str, mode: int) -> None:
+    """Another file in its place, at once."""
+    new = file.with_suffix(".new")
+    new.touch(mode=0o600)
+    new.write_text(f"{token}\n")
+    new.chmod(mode)
+    new.replace(file)
+
+
+def failures() -> float:
+    return REGISTRY.get_sample_value("penstock_observer_tokens_load_failures_total") or 0.0
 
 
 def basic(token: str) -> str:
@@ -93,24 +109,32 @@ async def test_beyond_loopback_everybody_is_asked(tokens: Tokens, host: str, cre
         assert ("WWW-Authenticate" in answer.headers) == (status == 401)
 
 
-def test_a_token_is_rotated_without_a_restart(file: Path) -> None:
-    """Broken: a token that leaked opens the observer until somebody restarts it; or a slip with the file shuts everybody out."""
-    tokens = Tokens(file)
-    assert tokens.allows(f"Bearer {OLD}")
-    file.write_text(f"{NEW}\n")
-    tokens.refresh()
-    assert (tokens.allows(f"Bearer {OLD}"), tokens.allows(f"Bearer {NEW}")) == (False, True)
-    file.chmod(0o644)
+async def test_a_token_is_rotated_without_a_restart(
+    file: Path, tokens: Tokens, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Broken: a token that leaked opens the observer until somebody restarts it; or a slip with the file shuts everybody out,
+    or keeps the leaked one valid without a word."""
+    monkeypatch.setattr(file_watch, "READ_EVERY_S", 0.01)
+    stopping, now, newest = asyncio.Event(), [0.0], "x" * 30
+    watch = TokenWatch(file, tokens, lambda: now[0])
     with capture_logs() as logs:
-        tokens.refresh()
-        tokens.refresh()
-    assert tokens.allows(f"Bearer {NEW}")
-    assert [line["event"] for line in logs] == ["tokens_unreadable"], "it is said once"
-    newest = "x" * 30
-    file.write_text(f"{newest}\n")
-    file.chmod(0o600)
-    tokens.refresh()
-    assert tokens.allows(f"Bearer {newest}")
+        async with asyncio.timeout(60), asyncio.TaskGroup() as group:
+            group.create_task(watch.run(stopping))
+            assert tokens.allows(f"Bearer {OLD}")
+            await asyncio.to_thread(put, file, NEW, 0o600)
+            await wait_until(lambda: not tokens.allows(f"Bearer {OLD}"))
+            assert tokens.allows(f"Bearer {NEW}")
+            await asyncio.to_thread(put, file, newest, 0o644)
+            before = failures()
+            await wait_until(lambda: failures() > before + 2)
+            assert tokens.allows(f"Bearer {NEW}")
+            now[0] += file_watch.STALE_AFTER_S
+            await wait_until(lambda: any(line["log_level"] == "error" for line in logs))
+            await asyncio.to_thread(file.chmod, 0o600)
+            await wait_until(lambda: tokens.allows(f"Bearer {newest}"))
+            await wait_until(lambda: watch.age == 0)
+            stopping.set()
+    assert [line["event"] for line in logs].count("file_unusable") == 1, "it is said once"
     assert not any(token in f"{tokens!r} {logs}" for token in (OLD, NEW, newest))
 
 

@@ -9,7 +9,7 @@ import aiohttp
 import pytest
 from typer.testing import CliRunner
 
-from services.core.bearer import Tokens
+from services.core.bearer import Tokens, read_tokens
 from services.core.broker.contract import TopicSpec
 from services.core.broker.log import LogBroker
 from services.core.broker.producer import Producer
@@ -32,7 +32,7 @@ def tokens(tmp_path: Path) -> Tokens:
     path = tmp_path / "token"
     path.write_text(f"{TOKEN}\n")
     path.chmod(0o600)
-    return Tokens(path)
+    return Tokens(read_tokens(path))
 
 
 @pytest.fixture
