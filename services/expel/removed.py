@@ -80,9 +80,8 @@ class RemovedLane:
             self._rejoin.joined()
             while not stopping.is_set():
                 batches = await self._poll(consumer)
-                for batch in (
-                    batches
-                ):  # all in the same turn of the loop: what leaves from now on is forgotten, and not committed
+                # All in the same turn of the loop: what leaves from now on is forgotten, and not committed.
+                for batch in batches:
                     self._low_water.take(batch)
                 for batch in batches:
                     if not await self._settle(batch, returned[batch.topic], stopping):

@@ -111,9 +111,7 @@ class Session:
             if mode is not self.mode:
                 self._park(standing)
             await standing.wait_for_change()
-        if (
-            mode is Mode.PAUSED
-        ):  # in a replay: what is tried again would be sent to a destination that must be left alone
+        if mode is Mode.PAUSED:  # what a replay tries again would go to a destination that must be left alone
             self._dispatcher.hold()
         self._is_over.set()
 

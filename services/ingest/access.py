@@ -36,9 +36,8 @@ class Access:
         if self.ring is not None:
             return
         named = message.headers.get("Host", "")
-        target = (
-            message.url.raw_authority if message.path[:1] != "/" else ""
-        )  # of an absolute target; it outweighs Host
+        # That of an absolute target outweighs Host.
+        target = message.url.raw_authority if message.path[:1] != "/" else ""
         if not is_loopback_authority(named) or (target and not is_loopback_authority(target)):
             raise Refused(problems.BAD_HOST, LOOPBACK_NAMES)
 

@@ -104,9 +104,8 @@ class Door:
 
     @web.middleware
     async def _check_token(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        reads = (
-            request.method in _READING or request.match_info.http_exception is not None
-        )  # there is nothing to be done
+        has_no_effect = request.match_info.http_exception is not None
+        reads = request.method in _READING or has_no_effect
         if self._loopback and reads:
             return await handler(request)
         if self._tokens is None:

@@ -76,18 +76,25 @@ def prove(first: int, count: int, names: Sequence[str] | None = None) -> int:
 
 
 def find_fault(name: str, first: int, count: int) -> tuple[int | None, str]:
-    """The first seed that breaks a promise without this mend, and how; None: none does. Blocking."""
-    command = [sys.executable, "-m", "tests.simulation", "--without", name, "--first-failure"]
-    run = subprocess.run(
-        [*command, "--first", str(first), "--seeds", str(count)], check=False, capture_output=True, text=True
-    )
-    lines = run.stdout.splitlines()
+    """The first seed that breaks a promise without this mend, and how; None: none does. Blocking.
+
+    Raises RuntimeError when that seed breaks a promise with the mend, too: then it proves nothing, and is a fault to be mended.
+    """
+    ran = _simulate("--without", name, "--first-failure", "--first", str(first), "--seeds", str(count))
+    lines = ran.stdout.splitlines()
     for number, line in enumerate(lines):
         if found := re.match(r"seed (\d+): ", line):
+            if _simulate("--first", found[1], "--seeds", "1").returncode:
+                raise RuntimeError(f"{name}: seed {found[1]} breaks a promise with the mend, too")
             return int(found[1]), lines[number + 1].strip()
-    if run.returncode:
-        raise RuntimeError(run.stderr)
+    if ran.returncode:
+        raise RuntimeError(ran.stderr)
     return None, ""
+
+
+def _simulate(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "tests.simulation", *arguments]
+    return subprocess.run(command, check=False, capture_output=True, text=True)
 
 
 def _seeds(first: int, count: int) -> Iterator[int]:

@@ -13,7 +13,7 @@ from typing import Any
 import orjson
 
 from tests.simulation.transform import is_filtered
-from tests.support.oracle import Fate
+from tests.support.oracle import Fate, says_not_stored
 
 HEARD_S = 2.5
 """After a pause is durable nothing is sent to its destination any more: a look each second, and what is under way."""
@@ -102,7 +102,7 @@ class Oracle:
         elif 400 <= status < 500 and status not in (408, 429):
             for event, before in zip(events, fates, strict=True):
                 _deny(event, before, Fate.FORBIDDEN)
-        elif status == 429 or (status in (503, 507) and _says_not_stored(body)):
+        elif status == 429 or (status in (503, 507) and says_not_stored(body)):
             for event, before in zip(events, fates, strict=True):
                 _deny(event, before, Fate.DENIED)
 
@@ -200,12 +200,3 @@ def _deny(event: Event, before: Fate, fate: Fate) -> None:
     """This request stored nothing of it; an earlier one may have."""
     if before in (Fate.UNSENT, Fate.DENIED, Fate.FORBIDDEN):
         event.fate = fate
-
-
-def _says_not_stored(body: bytes) -> bool:
-    try:
-        document = orjson.loads(body)
-    except orjson.JSONDecodeError:
-        return False
-    kind = str(document.get("type", "")).rpartition(":")[2]
-    return document.get("outcome") == "not stored" or kind in ("overloaded", "stream-not-ready")

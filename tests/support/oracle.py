@@ -92,7 +92,7 @@ class Ledger:
         elif 400 <= status < 500 and status not in (408, 429):
             self.settle(numbers, Fate.FORBIDDEN)
         else:
-            stored_nothing = status == 429 or (status in (503, 507) and _says_not_stored(body))
+            stored_nothing = status == 429 or (status in (503, 507) and says_not_stored(body))
             self.settle(numbers, Fate.DENIED if stored_nothing else Fate.UNKNOWN)
 
     def open_numbers(self, numbers: Iterable[int]) -> list[int]:
@@ -176,7 +176,8 @@ def _fate_of(reason: str, *, retry: bool) -> Fate:
     return Fate.UNKNOWN if reason in ("outcome-unknown", "internal") else Fate.DENIED
 
 
-def _says_not_stored(body: bytes) -> bool:
+def says_not_stored(body: bytes) -> bool:
+    """Whether the problem in an answer of 503 or 507 promises that nothing was stored."""
     try:
         document = orjson.loads(body)
     except orjson.JSONDecodeError:
