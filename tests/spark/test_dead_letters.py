@@ -36,7 +36,7 @@ def test_oversized_record_fits_with_its_reason(record: Record) -> None:
     assert letter.header(dead_letter.SOURCE) == b"s:3:77"
     detail = letter.header(dead_letter.DETAIL) or b""
     assert detail == b"it is wrong; payload of %d bytes left out, it lies at the source" % len(record.value or b"")
-    assert letter.timestamp == 5
+    assert dead_letter.event_time(letter) == 5
 
 
 def test_record_that_fits_is_kept_whole() -> None:
