@@ -1,5 +1,7 @@
 """One flipped bit or a cut file: the log reads on unharmed or says exactly what is lost. It never passes over it."""
 
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -153,6 +155,40 @@ def test_repair_keeps_the_rest_and_counts_the_loss(in_both: Path, tmp_path: Path
             pass
         assert list((folder / "damaged").iterdir()), "the damaged files are gone"
     assert repaired > 8
+
+
+@pytest.mark.parametrize("change", range(6))
+def test_a_repair_that_was_cut_off_is_made_again(
+    in_both: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: int
+) -> None:
+    """Broken: a repair is killed between two changes of names, and the next one no longer knows how far the topic reached:
+    what is lost is noted nowhere, and new records get offsets that groups have committed already."""
+    folder = tmp_path / "log"
+    copy_folder(in_both, folder)
+    log = folder / "topics" / f"{TOPIC}.db-wal"
+    truncate(log, log.stat().st_size // 2)
+    changes = iter(range(100))
+
+    def killed_before(make_change: Callable[..., object]) -> Callable[..., object]:
+        def changed(*args: object, **more: object) -> object:
+            if next(changes) == change:
+                raise KeyboardInterrupt
+            return make_change(*args, **more)
+
+        return changed
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "rename", killed_before(Path.rename))
+        patched.setattr(Path, "unlink", killed_before(Path.unlink))
+        with suppress(KeyboardInterrupt):
+            repair(folder)
+    repair(folder)
+    after = verify(folder)
+    assert after.is_sound, after
+    assert [part.end for part in after.topics[0].partitions] == [END] * PARTITIONS
+    noted = sum(gap.last - gap.first + 1 for gap in gaps(folder, TOPIC))
+    assert sum(part.records for part in after.topics[0].partitions) + noted == TOTAL
+    assert noted
 
 
 def test_repair_needs_the_topic_alone(in_both: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

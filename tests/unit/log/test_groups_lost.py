@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from services.core.broker.contract import TopicSpec
+from services.core.broker.errors import DataDamaged, Unavailable
 from services.core.broker.log import LogBroker, schema
 from services.core.broker.log.layout import DataFolder
 from services.core.broker.log.repair import repair
@@ -157,3 +158,30 @@ def alter_name(folder: Path) -> None:
     store = Store.open(DataFolder(folder), TOPIC)
     store.connection.execute("UPDATE groups SET grp='behinx'")
     store.close()
+
+
+async def test_a_repair_waits_for_members_to_leave(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Broken: groups.db is replaced under living members; they renew leases in the old file, no commit of theirs is taken any
+    more, and their destinations get the same events again without end."""
+    monkeypatch.setattr("services.core.broker.log.repair._LOCK_SECONDS", 0.1)
+    async with LogBroker.open(str(tmp_path)) as broker:
+        await broker.admin.create_topic(TopicSpec(TOPIC, partitions=2))
+        await fill(broker, 0)
+        async with broker.consumer("g", [TOPIC], start="earliest", on_revoke=ignore) as consumer:
+            while not (batches := await consumer.poll(max_records=10, max_wait=1.0)):
+                pass
+            await asyncio.to_thread(alter_offsets, tmp_path)
+            with pytest.raises(DataDamaged):
+                await consumer.commit({batch.source: batch.offsets[-1] for batch in batches})
+            with pytest.raises(Unavailable, match="Try: stopping the fleet"):
+                await asyncio.to_thread(repair, tmp_path)
+    await asyncio.to_thread(repair, tmp_path)
+    async with LogBroker.open(str(tmp_path)) as broker:
+        assert await join(broker, "g", 10) == list(range(10))
+
+
+def alter_offsets(folder: Path) -> None:
+    """As one flipped bit in each row."""
+    connection = schema.connect(DataFolder(folder).groups.db)
+    connection.execute("UPDATE offsets SET crc=crc+1")
+    connection.close()

@@ -2,17 +2,19 @@
 
 from pathlib import Path
 
+import apsw
 import pytest
 
+from services.core.broker.contract import TopicSpec
 from services.core.broker.errors import OffsetOutOfRange
-from services.core.broker.log import retention_clock
+from services.core.broker.log import retention_clock, schema
 from services.core.broker.log.groups import GroupsFile, Progress
 from services.core.broker.log.keeper import keep_once
 from services.core.broker.log.layout import DataFolder
 from services.core.broker.log.reader import TopicReader
 from services.core.broker.log.retention import enforce
 from services.core.broker.log.retention_clock import read_retention_clock
-from services.core.broker.log.topics import register_group
+from services.core.broker.log.topics import create_topic, register_group
 from services.core.broker.log.verify import verify
 from services.core.broker.record import TopicPartition
 from tests.unit.log.sample import TOPIC, SetClock, make_topic, numbers, records, store
@@ -106,6 +108,25 @@ def test_a_pass_goes_over_all_topics_and_survives_a_damaged_one(
     assert keep_once(folder, clock)
     assert numbers(folder, start=10) == list(range(10, 20))
     assert "broken" in caplog.text
+
+
+def test_a_first_pass_survives_a_topic_whose_rows_cannot_be_read(tmp_path: Path) -> None:
+    """Broken: without a retention clock one damaged page ends retention in every process, for all topics, until the disk is
+    full."""
+    folder, clock = make_topic(tmp_path, retention_ms=1000), SetClock()
+    create_topic(folder, TopicSpec("broken", 1))
+    connection = schema.connect(folder.topic("broken").db)
+    ((page,),) = schema.fetch(connection, "SELECT rootpage FROM sqlite_master WHERE name='batches'")
+    connection.wal_checkpoint(mode=apsw.SQLITE_CHECKPOINT_TRUNCATE)
+    connection.close()
+    with folder.topic("broken").db.open("r+b") as file:
+        file.seek((page - 1) * schema.PAGE_BYTES)
+        file.write(b"x" * 100)
+    store(folder, 0, records(0, 10), clock)
+    store(folder, 0, records(10, 10), clock)
+    clock.now += 5000
+    assert keep_once(folder, clock)
+    assert numbers(folder, start=10) == list(range(10, 20))
 
 
 def test_what_a_group_has_still_to_read_is_kept_for_twice_as_long(tmp_path: Path) -> None:

@@ -21,8 +21,8 @@ T = TypeVar("T")
 
 
 @contextmanager
-def opened(files: TopicFiles) -> Iterator[tuple[int, apsw.Connection]]:
-    """The shared lock and a connection, for a DurableFile to keep; both are closed when the body raises.
+def opened(files: TopicFiles, *, durable: bool = True) -> Iterator[tuple[int, apsw.Connection]]:
+    """The shared lock and a connection, for the caller to keep; both are closed when the body raises.
 
     Raises Unavailable while `repair` holds the lock alone, and the broker's errors for SQLite's.
     """
@@ -30,7 +30,7 @@ def opened(files: TopicFiles) -> Iterator[tuple[int, apsw.Connection]]:
     connection = None
     try:
         fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        connection = schema.connect(files.db)
+        connection = schema.connect(files.db, durable=durable)
         yield lock, connection
     except BaseException as error:
         if connection is not None:

@@ -7,6 +7,7 @@ owned when its lease ran out. Whoever takes it raises its epoch; commits under t
 Times are milliseconds of CLOCK_BOOTTIME; a lease of another boot is void.
 """
 
+import os
 from collections.abc import Collection, Mapping
 from typing import NamedTuple
 from zlib import crc32
@@ -17,6 +18,7 @@ import msgspec
 from services.core.broker.log import schema
 from services.core.broker.log.alive import Alive
 from services.core.broker.log.clock import boot_id, boot_ms
+from services.core.broker.log.durable import opened
 from services.core.broker.log.faults import classified
 from services.core.broker.log.layout import DataFolder
 from services.core.broker.record import TopicPartition
@@ -42,13 +44,15 @@ class _Lease(NamedTuple):
 
 
 class Leases:
-    """The lease half of groups.db, for one member or several, one thread at a time."""
+    """The lease half of groups.db, for one member or several, one thread at a time.
+
+    While it is open `repair` does not replace the file: leases that were renewed in the old one would be worth nothing.
+    """
 
     def __init__(self, folder: DataFolder, lease_ms: int) -> None:
         self._lease_ms = lease_ms
         self._boot = boot_id()
-        with classified("groups"):
-            self._connection = schema.connect(folder.groups.db, durable=False)
+        with classified("groups"), opened(folder.groups, durable=False) as (self._lock, self._connection):
             self._connection.wal_autocheckpoint(256)
             self._alive = Alive(folder.alive)
 
@@ -56,6 +60,7 @@ class Leases:
         """Close the files: members that are still there count as dead."""
         self._alive.close()
         self._connection.close()
+        os.close(self._lock)
 
     def beat(
         self,

@@ -11,6 +11,7 @@ Layout: header (magic, incarnation, checksum), then 16 bytes per partition (next
 import fcntl
 import os
 import time
+import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from struct import Struct
@@ -34,13 +35,18 @@ class Marks:
 
     @classmethod
     def create(cls, path: Path, incarnation: bytes, marks: list[int]) -> None:
-        """Write a new file, synced: its blocks exist from now on, so a full disk cannot stop later marks."""
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        """Write a new file, synced: its blocks exist from now on, so a full disk cannot stop later marks.
+
+        One that is there is replaced at once: never are there no marks at all. The caller syncs the folder.
+        """
+        draft = path.with_name(f".{uuid.uuid4().hex}.draft")
+        fd = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             os.pwrite(fd, _header(incarnation) + b"".join([_slot(p, mark) for p, mark in enumerate(marks)]), 0)
             os.fsync(fd)
         finally:
             os.close(fd)
+        draft.rename(path)
 
     @classmethod
     def open(cls, path: Path, topic: str, incarnation: bytes) -> "Marks":

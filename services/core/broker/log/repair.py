@@ -138,7 +138,10 @@ def _repair_groups(folder: DataFolder, scan: GroupScan) -> None:
 
 
 def _replace(folder: DataFolder, files: TopicFiles, draft: Path, incarnation: bytes, marks: list[int]) -> None:
-    """Put the draft in the damaged file's place. Cut off half-way it leaves a loud state and the damaged files aside."""
+    """Put the draft in the damaged file's place. Cut off half-way it leaves a loud state and the damaged files aside.
+
+    The old marks go last: until the draft is there, only they say how far the file must reach.
+    """
     aside = folder.root / "damaged" / f"{files.topic}-{time.strftime('%Y%m%dT%H%M%S')}-{uuid.uuid4().hex[:12]}"
     make_folder(aside, mode=0o700)
     for path in (files.db, files.wal, files.marks):
@@ -147,7 +150,6 @@ def _replace(folder: DataFolder, files: TopicFiles, draft: Path, incarnation: by
     sync_folder(aside)
     files.wal.unlink(missing_ok=True)  # first: SQLite would play it into the new file
     files.shm.unlink(missing_ok=True)
-    files.marks.unlink(missing_ok=True)
     draft.rename(files.db)
     Marks.create(files.marks, incarnation, marks)
     sync_folder(files.db.parent)

@@ -16,6 +16,7 @@ import msgspec
 
 from services.core.broker.errors import BrokerError
 from services.core.broker.log.clock import WallClock, boot_id, boot_ms
+from services.core.broker.log.faults import classified
 from services.core.broker.log.layout import DataFolder
 from services.core.broker.log.store import Store
 from services.core.broker.log.topics import topic_names
@@ -73,7 +74,7 @@ def _newest_stored(folder: DataFolder, otherwise: int) -> int:
     """When the newest record of any topic was stored; `otherwise` where there is none."""
     newest = []
     for topic in topic_names(folder):
-        with suppress(BrokerError):
+        with suppress(BrokerError), classified(topic):
             store = Store.open(folder, topic)
             try:
                 newest += [head.stored_ms for head in store.heads() if head.stored_ms]

@@ -13,6 +13,7 @@ import apsw
 from services.core.broker.errors import DataDamaged, UnknownTopic
 from services.core.broker.log import schema
 from services.core.broker.log.durable import DurableFile, opened
+from services.core.broker.log.faults import classified
 from services.core.broker.log.frames import MAX_OFFSET, Row, place, read_row
 from services.core.broker.log.layout import DataFolder, TopicFiles
 from services.core.broker.log.marks import Marks, require_no_loss
@@ -85,7 +86,8 @@ class Store(DurableFile):
 
     def groups(self) -> set[str]:
         """The groups that have begun to read this topic. Raises DataDamaged when one of the names is altered."""
-        names = dict(self._group_rows())
+        with classified(self.topic):
+            names = dict(self._group_rows())
         if any(schema.guard(name) != crc for name, crc in names.items()):
             raise DataDamaged(self.topic, (), "the names of its groups are altered. Try: penstock log repair")
         return set(names)
