@@ -150,27 +150,22 @@ class _Search:
 
 
 async def hand_over_positions(admin: Admin, pipes: PipeFile) -> dict[str, str]:
-    """Let each destination that gets what waited for a removed one begin in its streams where that one ended.
+    """Let each destination that gets what waited for a removed one begin in its streams where that one ended, also where
+    that one had begun and settled nothing.
 
-    One that has begun already is left alone.
-
-    So what the old name had not read is not lost to the new one, nor the whole stream sent again. Gives the old lane by the new
-    one. To be called before the new one runs: raises Unavailable while it does and has committed nothing, and BrokerError kinds.
+    Where it has begun already it is left alone; of several removed ones the first in the file counts. So what the old name had
+    not read is not lost to the new one, nor the whole stream sent again. Gives the old lane by the new one. To be called
+    before the new one runs: raises Unavailable while it does and has not begun, and BrokerError kinds; then call it again.
     """
     done: dict[str, str] = {}
     for old, choice in pipes.removed.items():
-        if choice.deliver_to is None or choice.deliver_to in done:
+        if choice.deliver_to is None:
             continue
         pipe, _, destination = choice.deliver_to.partition("/")
-        group, topics = delivery_group(pipe, destination), delivery_topics(pipe, pipes.pipes[pipe])
-        begun = [await admin.committed(group, topic) for topic in topics]
-        ended = {topic: await admin.committed(delivery_group(*old.split("/")), topic) for topic in topics}
-        if any(begun) or not any(ended.values()):
-            continue
-        for topic, positions in ended.items():
-            if positions:
-                await admin.set_committed(group, topic, positions)
-        done[choice.deliver_to] = old
+        group, ended = delivery_group(pipe, destination), delivery_group(*old.split("/"))
+        for topic in delivery_topics(pipe, pipes.pipes[pipe]):
+            if await admin.copy_positions(ended, group, topic):
+                done.setdefault(choice.deliver_to, old)
     return done
 
 

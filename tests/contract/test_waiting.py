@@ -1,5 +1,6 @@
 """What waits for destinations that are gone is found on every backend, and a new name goes on where the old one ended."""
 
+import asyncio
 import time
 from contextlib import suppress
 
@@ -8,7 +9,7 @@ from services.core.broker.errors import TopicExists
 from services.core.pipes import RETRIER_GROUP, PipeFile, delay_topic
 from services.core.waiting import Bookmark, find_waiting, hand_over_positions
 from tests.contract.harness import Harness
-from tests.contract.traffic import append, ignore_revoke, marks_of, numbered, numbers_of, read
+from tests.contract.traffic import DEADLINE, append, ignore_revoke, marks_of, numbered, numbers_of, poll, read
 from tests.support.waiting_events import waiting_event
 
 _LONG_MS = 100 * 365 * 86_400_000
@@ -66,3 +67,50 @@ async def test_a_new_name_goes_on_where_the_old_one_ended(harness: Harness) -> N
         async with broker.consumer(f"{pipe}.new", [stream], start="latest", on_revoke=ignore_revoke) as consumer:
             assert numbers_of(await read(consumer, 5)) == list(range(5, 10))
         assert await hand_over_positions(broker.admin, pipes) == {}  # it has begun
+
+
+def _renamed(pipe: str, streams: list[str]) -> PipeFile:
+    hook = {"url": "https://example.org/"}
+    new = {"name": "new", "webhook": hook, "start": "latest"}
+    return PipeFile.model_validate(
+        {
+            "streams": {stream: {} for stream in streams},
+            "pipes": {pipe: {"sources": streams, "destinations": [new]}},
+            "removed": {f"{pipe}/old": {"deliver_to": f"{pipe}/new"}},
+        }
+    )
+
+
+async def test_what_the_old_name_had_begun_and_not_settled_is_the_new_ones(harness: Harness) -> None:
+    """Broken: a destination whose receiver was down since its first event is renamed, and the new one begins at the end."""
+    async with harness.open() as broker:
+        stream, pipe = (harness.fresh_name("topic").replace(".", "-") for _ in range(2))
+        await broker.admin.create_topic(TopicSpec(stream, 2, retention_ms=_LONG_MS))
+        async with broker.consumer(f"{pipe}.old", [stream], start="latest", on_revoke=ignore_revoke) as consumer:
+            async with asyncio.timeout(DEADLINE):
+                while len(consumer.assignment()) < 2:
+                    await poll(consumer)
+            await append(broker, stream, numbered(range(5)))
+            assert numbers_of(await read(consumer, 5)) == list(range(5))
+        pipes = _renamed(pipe, [stream])
+        assert await hand_over_positions(broker.admin, pipes) == {f"{pipe}/new": f"{pipe}/old"}
+        async with broker.consumer(f"{pipe}.new", [stream], start="latest", on_revoke=ignore_revoke) as consumer:
+            assert numbers_of(await read(consumer, 5)) == list(range(5))
+
+
+async def test_a_hand_over_that_was_cut_off_goes_on(harness: Harness) -> None:
+    """Broken: the broker was away between two streams, and the new name begins at the end of the second one."""
+    async with harness.open() as broker:
+        streams = [harness.fresh_name("topic").replace(".", "-") for _ in range(2)]
+        pipe = harness.fresh_name("topic").replace(".", "-")
+        for stream in streams:
+            await broker.admin.create_topic(TopicSpec(stream, 1, retention_ms=_LONG_MS))
+            await append(broker, stream, numbered(range(5)))
+            async with broker.consumer(f"{pipe}.old", [stream], start="earliest", on_revoke=ignore_revoke) as consumer:
+                await consumer.commit(marks_of(await read(consumer, 5)))
+            await append(broker, stream, numbered(range(5, 8)))
+        await hand_over_positions(broker.admin, _renamed(pipe, streams[:1]))  # as far as it came
+        pipes = _renamed(pipe, streams)
+        assert await hand_over_positions(broker.admin, pipes) == {f"{pipe}/new": f"{pipe}/old"}
+        async with broker.consumer(f"{pipe}.new", streams, start="latest", on_revoke=ignore_revoke) as consumer:
+            assert sorted(numbers_of(await read(consumer, 6))) == [5, 5, 6, 6, 7, 7]

@@ -288,6 +288,11 @@ class ModelAdmin:
         busy = bool(self._cluster.coordinator.members(group))
         await self._cluster.call(lambda: self._store.rewind(group, topic, processed, has_members=busy), topic)
 
+    async def copy_positions(self, group: str, to: str, topic: str) -> bool:
+        """As in the contract."""
+        busy = bool(self._cluster.coordinator.members(to))
+        return await self._cluster.call(lambda: self._store.copy_positions(group, to, topic, has_members=busy), topic)
+
     async def check_durability(self, topics: Collection[str]) -> None:
         """As in the contract."""
 

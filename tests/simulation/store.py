@@ -189,6 +189,21 @@ class Store:
         self.topic(name)
         self.commit(group, {TopicPartition(name, number): offset for number, offset in marks.items()})
 
+    def copy_positions(self, group: str, to: str, name: str, *, has_members: bool) -> bool:
+        """As `Admin.copy_positions`."""
+        self.topic(name)
+        theirs, own = (self.groups.setdefault(each, Group()) for each in (group, to))
+        marks = {s: m for s, m in theirs.committed.items() if s.topic == name and s not in own.committed}
+        is_new = name in theirs.began and name not in own.began
+        if not (is_new or (marks and name not in own.began)):
+            return False
+        if has_members:
+            raise Unavailable(f"{to} has members")
+        own.committed.update(marks)
+        if is_new:
+            own.began[name] = dict(theirs.began[name])
+        return True
+
 
 def _begin(partition: Partition, start: Start) -> int:
     if start == "earliest":

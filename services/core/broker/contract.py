@@ -202,6 +202,14 @@ class Admin(Protocol):
     async def set_committed(self, group: str, topic: str, processed: Mapping[int, int]) -> None:
         """Move a group that has no members (time travel, skipping a gap). Raises Unavailable while it has some."""
 
+    async def copy_positions(self, group: str, to: str, topic: str) -> bool:
+        """Let group `to` begin in this topic where `group` is, in every partition that `group` has begun, processed or not, and
+        `to` has not. Whether there was one; cut off, it goes on when it is called again.
+
+        Partitions that `group` has not begun yet are read by both from their beginning. Raises UnknownTopic, and Unavailable
+        while `to` has members that have not begun.
+        """
+
     async def check_durability(self, topics: Collection[str]) -> None:
         """Raises UnsafeTopic when the settings of one of these let acknowledged records be lost, or no append succeed.
 

@@ -15,6 +15,7 @@ from services.core.broker.kafka.look import look
 from services.core.broker.kafka.offsets import (
     EARLIEST,
     commit_without_member,
+    copy_positions,
     ends,
     fetch_positions,
     list_offsets,
@@ -116,6 +117,10 @@ class KafkaAdmin:
         """As in the contract."""
         positions = {partition: last + 1 for partition, last in processed.items()}
         await commit_without_member(self._cluster, group, topic, positions)
+
+    async def copy_positions(self, group: str, to: str, topic: str) -> bool:
+        """As in the contract."""
+        return await copy_positions(self._cluster, group, to, topic)
 
     async def check_durability(self, topics: Collection[str]) -> None:
         """As in the contract; see `durability`."""

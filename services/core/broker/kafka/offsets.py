@@ -136,6 +136,31 @@ async def commit_without_member(cluster: Cluster, group: str, topic: str, positi
     counts = [row.note.partitions for row in stored.values() if row.note.partitions and row.note.topic in ("", now)]
     note = str(CommitNote(min(counts, default=None), now))
     rows = [(partition, position, note) for partition, position in positions.items()]
+    await _commit_rows(cluster, group, topic, rows)
+
+
+async def copy_positions(cluster: Cluster, group: str, to: str, topic: str) -> bool:
+    """Commit for group `to` what `group` has committed, with its notes, where `to` has nothing; whether there was anything.
+
+    Raises as `commit_without_member`.
+    """
+    sources = await partitions_of(cluster, [topic])
+    now = (await cluster.describe([topic]))[topic].id
+    theirs, own = [
+        {source: row for source, row in found.items() if row.note.topic in ("", now)}
+        for found in [await fetch_committed(cluster, each, sources) for each in (group, to)]
+    ]
+    rows = [
+        (source.partition, row.position, str(row.note._replace(topic=now)))
+        for source, row in theirs.items()
+        if source not in own
+    ]
+    if rows:
+        await _commit_rows(cluster, to, topic, rows)
+    return bool(rows)
+
+
+async def _commit_rows(cluster: Cluster, group: str, topic: str, rows: list[tuple[int, int, str]]) -> None:
     answer = await cluster.ask_coordinator(group, OffsetCommitRequest(group, -1, "", -1, [(topic, rows)]))
     for _, partitions in answer.topics:
         for partition, code in partitions:

@@ -10,7 +10,7 @@ from botocore.exceptions import ClientError
 from services.core.broker.contract import Lag, PartitionRange, Start, TopicSpec
 from services.core.broker.errors import Unavailable, UnknownTopic
 from services.core.broker.kinesis.faults import bounded, classify_create
-from services.core.broker.kinesis.group_offsets import committed, set_committed
+from services.core.broker.kinesis.group_offsets import committed, copy_positions, set_committed
 from services.core.broker.kinesis.look import Ends, lag_behind, look, offset_at, patiently
 from services.core.broker.kinesis.member_side import GroupSide, MemberSide
 from services.core.broker.kinesis.settling import PAUSE_S, settle, status_of
@@ -126,6 +126,15 @@ class KinesisAdmin:
         stream = await member.look(topic)
         await member.table.prepare()
         await set_committed(member.table, stream, processed, self._side.timing, member.now_ms())
+
+    async def copy_positions(self, group: str, to: str, topic: str) -> bool:
+        """As in the contract, per shard."""
+        old, new = MemberSide(self._side, group), MemberSide(self._side, to)
+        stream = await old.look(topic)
+        if not await old.table.exists():
+            return False
+        await new.table.prepare()
+        return await copy_positions(old.table, new.table, stream.name, new.timing)
 
     async def check_durability(self, topics: Collection[str]) -> None:
         """Nothing to check: Kinesis keeps every record in three zones for its retention, whatever a stream's settings."""

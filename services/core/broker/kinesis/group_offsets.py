@@ -56,6 +56,20 @@ async def set_committed(
             raise Unavailable("the group has members. Try: stop them first")
 
 
+async def copy_positions(table: LeaseTable, to: LeaseTable, stream: str, timing: Timing) -> bool:
+    """Give the group of `to` the rows that it has not, as they are, but nobody's; whether there were any.
+
+    Raises Unavailable while that group has members.
+    """
+    known = await to.rows()
+    missing = [row for row in by_stream(await table.rows(), stream) if row.key not in known]
+    if missing and await has_members(to, timing):
+        raise Unavailable("the group has members. Try: stop them first")
+    for row in missing:
+        await to.add(row._replace(owner=None, draining=None, counter=0, switches=0))
+    return bool(missing)
+
+
 async def has_members(table: LeaseTable, timing: Timing) -> bool:
     """Whether somebody writes the leases. Takes up to the lease time when holders are named that may be dead."""
     watch = Watch(timing.lease)

@@ -79,6 +79,22 @@ class LogAdmin:
 
         await self._progress.use(move)
 
+    async def copy_positions(self, group: str, to: str, topic: str) -> bool:
+        """As in the contract."""
+        incarnation = await self._readers.use(topic, lambda r: (r.refresh(), r.store.meta.incarnation)[1])
+
+        def copy(file: GroupsFile) -> bool:
+            missing = file.begun(group, topic, incarnation)
+            for known in file.begun(to, topic, incarnation):
+                missing.pop(known, None)
+            if missing and (members := file.live_members(to, topic)):
+                raise Unavailable(f"group {to!r} has {members} members on {topic!r}. Try: stopping them first")
+            if missing:
+                file.set_progress(to, missing)
+            return bool(missing)
+
+        return await self._progress.use(copy)
+
     async def check_durability(self, topics: Collection[str]) -> None:
         """As in the contract: the log has no such settings, every append is on this disk."""
 

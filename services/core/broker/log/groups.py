@@ -134,6 +134,14 @@ class GroupsFile(DurableFile):
 
         self._durably(work)
 
+    def begun(self, group: str, topic: str, incarnation: bytes) -> dict[TopicPartition, Progress]:
+        """Everything that is known of the group in this topic, also how many partitions it has seen (`ALL`)."""
+        with classified("groups"):
+            sql = "SELECT partition FROM offsets WHERE grp=? AND topic=?"
+            sources = [TopicPartition(topic, p) for (p,) in schema.fetch(self.connection, sql, (group, topic))]
+            found = {source: self._progress(group, source) for source in sources}
+        return {source: row for source, row in found.items() if row is not None and row.incarnation == incarnation}
+
     def forget_topic(self, topic: str) -> None:
         """Remove all groups' offsets of a topic, durably, and free its leases.
 
