@@ -78,6 +78,7 @@ class Dispatcher:
         """
         parked = frozenset(source for source in self.low_water.sources() if source.topic == self._parked)
         self._drop(parked)
+        self.low_water.end(parked)
         self._park_reason = reason
         self.go_on()
 

@@ -71,6 +71,7 @@ class LowWater:
         self._marks: dict[TopicPartition, int] = {}
         self._committed: dict[TopicPartition, int] = {}
         self._held = 0
+        self._ended: set[TopicPartition] = set()
         self._forgets = 0
         self._forgotten: dict[TopicPartition, int] = {}
         """Which of the forgets was the last of each partition."""
@@ -102,7 +103,8 @@ class LowWater:
         whole = 0
         while whole < len(spans) and not spans[whole].open:
             self._marks[source] = spans[whole].last
-            self._held -= len(spans[whole].offsets)
+            if source not in self._ended:
+                self._held -= len(spans[whole].offsets)
             whole += 1
         del spans[:whole]
         if spans and (mark := spans[0].low_water()) is not None:
@@ -123,12 +125,22 @@ class LowWater:
         durable = self.still_owned(marks)
         self._committed.update({source: mark for source, mark in durable.items() if source not in refused})
 
+    def end(self, sources: Iterable[TopicPartition]) -> None:
+        """No more is taken of these until they are forgotten: what is open of them takes no room for others. What is settled
+        of them still may be committed."""
+        for source in sources:
+            if source not in self._ended:
+                self._held -= sum(len(span.offsets) for span in self._spans.get(source, ()))
+                self._ended.add(source)
+
     def forget(self, sources: Iterable[TopicPartition]) -> None:
         """These partitions are another member's now; what is in flight of them is no longer ours to commit."""
         self._forgets += 1
         for source in sources:
             self._forgotten[source] = self._forgets
-            self._held -= sum(len(span.offsets) for span in self._spans.pop(source, ()))
+            self.end((source,))
+            self._ended.discard(source)
+            self._spans.pop(source, None)
             self._marks.pop(source, None)
             self._committed.pop(source, None)
 
@@ -142,7 +154,7 @@ class LowWater:
         return sum(span.open for spans in chosen for span in spans)
 
     def held(self) -> int:
-        """Records of batches that are not settled whole: about what comes again after a crash, and what memory it takes."""
+        """Records of batches that are not settled whole, but of what has ended: about what comes again after a crash."""
         return self._held
 
 

@@ -16,6 +16,7 @@ from services.expel import ramp, standing
 from services.expel.delivery import Delivery
 from services.expel.disposition import RetryLimits
 from services.expel.outcome import Outcome
+from services.expel.pending import CutLimits
 from tests.unit.expel.fake_broker import FakeBroker
 from tests.unit.expel.fake_sender import BUSY, GONE, make_record
 from tests.unit.expel.receiver import wait_until
@@ -343,3 +344,25 @@ async def test_the_newest_word_counts(broker: FakeBroker) -> None:
     write(Pause("replayed", "operator", "expel", 6, of=5))
     await pauses.refresh()
     assert pauses.of("late/hook") is None
+
+
+async def test_a_pause_behind_one_slow_parked_event_parks_what_comes(broker: FakeBroker) -> None:
+    """Broken: an event of the last pause was being tried again, the room of the lane was used up behind it, and at the next
+    pause nothing more is taken: what comes then ends with the stream's retention."""
+
+    async def answer(delivery: Delivery) -> Outcome:
+        return BUSY if b"e0" in delivery.ids else None
+
+    async with run_lane(
+        [], answer, broker=broker, topics=ALL, max_events=10, cut=CutLimits(1, 1000), retry=RetryLimits(9, 60.0, 60.0)
+    ) as running:
+        await running.decide("paused")
+        broker.stored[P0] += [make_record(n) for n in range(300)]
+        await wait_until(lambda: running.committed() == 299)
+        await running.decide("resumed")
+        await wait_until(lambda: running.dispatchers[-1].low_water.held() > 100 and not running.dispatchers[-1].room())
+        await running.decide("paused")
+        broker.stored[P0] += [make_record(n) for n in range(300, 350)]
+        await wait_until(lambda: running.committed() == 349)
+        await running.decide("resumed")
+    assert set(parked(broker)) == set(names(range(350)))
