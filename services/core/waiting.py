@@ -93,7 +93,8 @@ class _Search:
         self._unread: dict[TopicPartition, str] = {}
 
     async def look_at_retrier(self, topics: Collection[str]) -> None:
-        for topic in (RETRY_IN, *map(delay_topic, DELAYS_S)):
+        """In the direction in which events go, from longer to shorter delays: what is moved meanwhile is seen once at least."""
+        for topic in (RETRY_IN, *map(delay_topic, reversed(DELAYS_S))):
             if topic not in topics:
                 continue
             settled = await self._admin.committed(RETRIER_GROUP, topic)

@@ -115,3 +115,27 @@ def test_a_bookmark_of_another_version_is_none() -> None:
     for odd in (b"", b"[]", b'{"read": {"a": "x"}, "lanes": []}', b'{"lanes": []}'):
         with pytest.raises((ValueError, KeyError, AttributeError, TypeError)):
             Bookmark.decode(odd)
+
+
+@pytest.mark.parametrize("moment", [RETRY_IN, delay_topic(64), delay_topic(16)])
+async def test_what_the_retrier_moves_meanwhile_is_seen(broker: Broker, moment: str) -> None:
+    """Broken: beside a working retrier, an event goes from a topic that is looked at later into one that was looked at
+    already: `check` says that nothing waits, the entry is taken out, and the event is never delivered."""
+    before, behind = delay_topic(64), delay_topic(16)
+    await store(broker, before, [waiting_event("late/old", 1)])
+
+    class Meanwhile:
+        """The admin of a broker, on which the retrier moves the event just before `moment` is looked at."""
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(broker.admin, name)
+
+        async def committed(self, group: str, topic: str) -> dict[int, int]:
+            if topic == moment:
+                await store(broker, behind, [waiting_event("late/old", 1)])
+                await broker.admin.set_committed(RETRIER_GROUP, before, {0: 0})
+            return await broker.admin.committed(group, topic)
+
+    found = await find_waiting(Meanwhile(), CLAIMED, Bookmark())  # type: ignore[arg-type]
+    assert found.unclaimed
+    assert found.with_retrier
