@@ -14,18 +14,27 @@ from contextlib import suppress
 from typing import NamedTuple
 
 import msgspec
+import structlog
 
 from services.core.broker.contract import TopicSpec
-from services.core.broker.errors import TopicExists, Unavailable
+from services.core.broker.errors import DataDamaged, TopicExists, Unavailable
 from services.core.broker.kafka.cluster import Cluster
-from services.core.broker.kafka.offsets import EARLIEST, ends, fetch, leaders_of, list_offsets
-from services.core.broker.kafka.scan import end_of, readable_rows
-from services.core.broker.record import Record, TopicPartition
+from services.core.broker.kafka.look import look
+from services.core.broker.kafka.offsets import EARLIEST, ends, list_offsets
+from services.core.broker.record import Batch, Record, TopicPartition
+
+log = structlog.get_logger()
 
 GROUPS = "penstock.groups"
 SPEC = TopicSpec(GROUPS, 1, compact=True)
 _SOURCE = TopicPartition(GROUPS, 0)
 _SEPARATOR = "\n"
+_PAGE = 5000
+_REMEDY = (
+    "Try: another leader for the partition, whose copy may be intact (kafka-reassign-partitions); or, when every group has "
+    f"offsets (kafka-consumer-groups --describe), delete {GROUPS}: it is written anew from those"
+)
+_FOREIGN = "it is passed over. Try: let nobody but Penstock write to this topic"
 
 Append = Callable[[str, Sequence[Record]], Awaitable[None]]
 
@@ -47,7 +56,7 @@ class BegunGroups:
         self._reading = asyncio.Lock()
 
     async def of(self, group: str, sources: Collection[TopicPartition]) -> dict[TopicPartition, Begun]:
-        """What is on record of these. Raises Unavailable."""
+        """What is on record of these. Raises Unavailable, also when the record is damaged."""
         async with self._reading:
             await self._read_on()
         keys = {source: _key(group, source) for source in sources}
@@ -75,15 +84,25 @@ class BegunGroups:
         end = (await ends(self._cluster, [_SOURCE]))[_SOURCE]
         while self._next < end:
             first = (await list_offsets(self._cluster, {_SOURCE: EARLIEST}))[_SOURCE]
-            leader = (await leaders_of(self._cluster, [_SOURCE]))[_SOURCE]
-            data = (await fetch(self._cluster, _SOURCE, leader, max(first, self._next))).data
-            for row in readable_rows(data, self._next):
-                if row.key is not None and row.value is not None:
-                    self._known[row.key.decode()] = msgspec.json.decode(row.value, type=Begun)
-            behind = end_of(data, self._next)
-            if behind == self._next:
-                raise Unavailable(f"{GROUPS}[0]: nothing could be read at {self._next}, the end is {end}")
-            self._next = behind
+            try:
+                batch = await look(self._cluster, _SOURCE, max(first, self._next), _PAGE)
+            except DataDamaged as error:
+                raise Unavailable(f"{error}; {_REMEDY}") from error
+            if batch is not None:
+                self._take(batch)
+            self._next = end if batch is None else batch.offsets[-1] + 1
+
+    def _take(self, batch: Batch) -> None:
+        """Raises Unavailable for a damaged one: a group that is not found here begins anew, and skips what waits for it."""
+        if batch.damage is not None:
+            first, last, detail = batch.damage
+            raise Unavailable(f"{GROUPS}[0]: offsets {first} to {last} are damaged: {detail}. {_REMEDY}")
+        for offset, record in zip(batch.offsets, batch.records, strict=True):
+            try:
+                begun = msgspec.json.decode(record.value or b"", type=Begun)
+                self._known[(record.key or b"").decode()] = begun
+            except (ValueError, msgspec.MsgspecError) as error:
+                log.warning("groups_record_unreadable", topic=GROUPS, offset=offset, error=str(error), hint=_FOREIGN)
 
 
 def _key(group: str, source: TopicPartition) -> str:
