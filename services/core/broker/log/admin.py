@@ -78,6 +78,7 @@ class LogAdmin:
             file.set_progress(group, moved)
 
         await self._progress.use(move)
+        await self._readers.register_group(topic, group)  # what is not here later was lost
 
     async def copy_positions(self, group: str, to: str, topic: str) -> bool:
         """As in the contract."""
@@ -93,7 +94,10 @@ class LogAdmin:
                 file.set_progress(to, missing)
             return bool(missing)
 
-        return await self._progress.use(copy)
+        is_new = await self._progress.use(copy)
+        if await self._progress.use(lambda file: file.begun(to, topic, incarnation)):
+            await self._readers.register_group(topic, to)
+        return is_new
 
     async def check_durability(self, topics: Collection[str]) -> None:
         """As in the contract: the log has no such settings, every append is on this disk."""
