@@ -125,7 +125,7 @@ class _Search:
             for topic in (retry_topic(pipe), parked_topic(pipe)):
                 if topic in topics:
                     self._counts[lane][topic] += await self._count_lane(lane, delivery_group(pipe, destination), topic)
-            if not self._counts[lane].total():
+            if not self._counts[lane].total() and not self._unread:
                 self._lanes.discard(lane)  # until new events for it are seen
 
     async def _count_lane(self, lane: str, group: str, topic: str) -> int:

@@ -7,6 +7,7 @@ import pytest
 
 from services.core.broker.connect import open_broker
 from services.core.broker.contract import Broker, TopicSpec
+from services.core.broker.errors import DataDamaged
 from services.core.broker.producer import Producer
 from services.core.broker.record import Record, TopicPartition
 from services.core.pauses import Pause, Pauses, write_pause
@@ -139,3 +140,23 @@ async def test_what_the_retrier_moves_meanwhile_is_seen(broker: Broker, moment: 
     found = await find_waiting(Meanwhile(), CLAIMED, Bookmark())  # type: ignore[arg-type]
     assert found.unclaimed
     assert found.with_retrier
+
+
+async def test_who_waits_behind_damage_is_not_forgotten(broker: Broker) -> None:
+    """Broken: a parked topic cannot be read for a day, the bookmark forgets a lane whose events lie in it, and once it can be
+    read again nobody is told of them."""
+    await store(broker, PARKED, [waiting_event("late/old", 1)])
+    known = Bookmark({TopicPartition(BACK, 0): 0, TopicPartition(PARKED, 0): 1}, CLAIMED | {"late/old"})
+
+    class Damaged:
+        """The admin of a broker, on which nothing can be read."""
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(broker.admin, name)
+
+        async def read(self, topic: str, partition: int, offset: int, *, max_records: int) -> None:
+            raise DataDamaged(topic, ((partition, offset, offset),), "unreadable")
+
+    found = await find_waiting(Damaged(), CLAIMED, known)  # type: ignore[arg-type]
+    assert list(found.unread) == [TopicPartition(PARKED, 0)]
+    assert await unclaimed(broker, found.bookmark) == {"late/old": {PARKED: 1}}
