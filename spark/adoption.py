@@ -47,6 +47,20 @@ def adopt(checkpoint: Checkpoint, prepared: Prepared, topics: Mapping[str, str])
     return identity
 
 
+def note_ran(checkpoint: Checkpoint, identity: Identity) -> bool:
+    """Remember that the pipe has noted a batch, so that a checkpoint without any is damaged from now on. Whether it has.
+
+    The query of its bad records may be done with a batch before that of the good ones has noted its first; when that one
+    fails just then, nothing is damaged.
+    """
+    if identity.ran:
+        return True
+    if checkpoint.newest("offsets") is None:
+        return False
+    checkpoint.write_identity(msgspec.structs.replace(identity, ran=True))
+    return True
+
+
 def changed_state(checkpoint: Checkpoint, prepared: Prepared) -> str | None:
     """Why this transform cannot go on with the state that another one left in the checkpoint; None when it can.
 

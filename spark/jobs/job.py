@@ -5,13 +5,12 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-import msgspec
 import structlog
 from pyspark.sql import SparkSession
 
 from services.core.broker.errors import BrokerError
 from services.core.ledger.report import TELEMETRY
-from spark.adoption import adopt, check_not_older
+from spark.adoption import adopt, check_not_older, note_ran
 from spark.brokers.endpoint import Endpoint
 from spark.brokers.gauge import Backlog, Gauge
 from spark.checkpoint import (
@@ -166,9 +165,8 @@ class Job:
         def report(done: BatchReport) -> None:
             if self._reporter is not None:
                 self._tell(self._reporter, done)
-            if not identity.ran and not ran.is_set():
-                checkpoint.write_identity(msgspec.structs.replace(identity, ran=True))
-            ran.set()
+            if not ran.is_set() and note_ran(checkpoint, identity):
+                ran.set()
             if done.read:  # else it tells of late events of an earlier run
                 self._note_success()
             self._on_batch(done)

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from services.core.pipes import Transform
-from spark.adoption import adopt, changed_state
+from spark.adoption import adopt, changed_state, note_ran
 from spark.checkpoint import CheckpointDamaged, Identity
 from spark.transforms.preparation import Prepared
 
@@ -88,3 +88,17 @@ def test_checkpoint_of_an_earlier_version() -> None:
     assert changed_state(folder, prepared(HOUR)) is None
     adopt(folder, prepared(HOUR), TOPICS)
     assert folder.identity.state == prepared(HOUR).state
+
+
+def test_a_query_that_failed_before_its_first_batch_starts_again() -> None:
+    """If this fails, a worker that dies in a pipe's first second makes its new checkpoint count as damaged, for good."""
+    folder: Any = Folder()
+    identity = adopt(folder, prepared(HOUR), TOPICS)
+    assert not note_ran(folder, identity), "the query of its bad records is done with a batch, this one has none"
+    identity = adopt(folder, prepared(HOUR), TOPICS)
+    folder.batch = 0
+    assert note_ran(folder, identity)
+    assert note_ran(folder, folder.identity)
+    folder.batch = None
+    with pytest.raises(CheckpointDamaged, match="its offsets are gone"):
+        adopt(folder, prepared(HOUR), TOPICS)
