@@ -20,7 +20,7 @@ from services.core.broker.kafka.standstill import Standstill
 from services.core.broker.record import Batch, TopicPartition
 from tests.support.group_model import TOPIC, Client, GroupModel, OnRecord
 
-_SEEDS, _STEPS = 1000, 40
+_SEEDS, _STEPS = 5000, 40
 _PARTITIONS, _END = 3, 30
 _MEMBERS = 3
 
