@@ -22,7 +22,7 @@ from bench.local_retries import local_retries
 from bench.main_path import ingest_figures
 from bench.memory import kafka_memory, log_memory
 from bench.setup import Setup, tell
-from services.core.jvm.kafka_server import KafkaCluster
+from services.core.jvm.kafka import KafkaCluster
 
 GROUPS: dict[str, Callable[[Setup], list[Figure]]] = {
     "ingest": ingest_figures,

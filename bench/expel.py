@@ -27,9 +27,8 @@ from services.core.ledger.report import TELEMETRY
 from services.core.net_guard import NetPolicy, parse_networks
 from services.core.pauses import Pauses
 from services.core.pipes import CONTROL, Batching, Destination, Pipe, Webhook, parked_topic, retry_topic
-from services.core.signature import SigningKey
-from services.core.signing_keys import SigningKeys
-from services.expel.app import calm_collector
+from services.core.signing import SigningKey, SigningKeys
+from services.core.startup import tune_garbage_collector
 from services.expel.plan import LaneBuilder, LanePlan
 from services.expel.settings import ExpelSettings
 
@@ -66,7 +65,7 @@ async def fill(broker: LogBroker, topic: str, events: int, payload: int) -> None
         await broker.admin.create_topic(TopicSpec(ours, 1))
     value = b'{"carrier":"AA","delay":12,"pad":"' + b"x" * (payload - 36) + b'"}'
     now = int(time.time() * 1000)
-    async with Producer(broker.driver) as producer:
+    async with Producer(broker.appender) as producer:
         for start in range(0, events, 500):
             records = [
                 Record(
@@ -138,8 +137,8 @@ async def run_expel(
     stopping = asyncio.Event()
     begun = cpu()
     async with AsyncExitStack() as stack:
-        producer = await stack.enter_async_context(Producer(broker.driver))
-        pauses = Pauses(broker.admin)
+        producer = await stack.enter_async_context(Producer(broker.appender))
+        pauses = Pauses(broker.reader)
         await pauses.refresh()
         lane = LaneBuilder(settings, broker, producer, pauses, stack, 1).build(
             LanePlan("bench", pipe, pipe.destinations[0], SigningKeys(keys))
@@ -156,7 +155,7 @@ async def run_expel(
 
 async def main(arguments: argparse.Namespace) -> None:
     """Everything in turn, twice; prints the lower figure of each."""
-    calm_collector()
+    tune_garbage_collector()
     receiver = subprocess.Popen([sys.executable, "-c", RECEIVER], stdout=subprocess.PIPE, text=True)  # noqa: ASYNC220
     assert receiver.stdout is not None
     url = f"http://127.0.0.1:{receiver.stdout.readline().strip()}/hook"

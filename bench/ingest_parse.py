@@ -15,13 +15,11 @@ import orjson
 from aiohttp.http import RawRequestMessage
 
 from services.core.pipes import Stream
-from services.ingest.app import calm_collector
-from services.ingest.body_formats import Format
+from services.core.startup import tune_garbage_collector
+from services.ingest.body_formats import Format, read_slices
 from services.ingest.intake import Intake
-from services.ingest.items import Limits
-from services.ingest.json_events import read_json, read_lines
+from services.ingest.json_events import Limits, read_json, read_lines
 from services.ingest.problems import Refused
-from services.ingest.slices import read_slices
 
 LIMITS = Limits(10_000, 1_000_000, 5_000_000)
 ROUNDS = 5
@@ -120,5 +118,5 @@ def measure(size: int) -> list[float]:
 
 
 if __name__ == "__main__":
-    calm_collector()
+    tune_garbage_collector()
     main([int(argument) for argument in sys.argv[1:]] or [1, 100, 1000])

@@ -73,7 +73,7 @@ def _measure(folder: Path, url: str, stream: str, state: str) -> float:
 
 async def _fill(url: str, stream: str, numbers: range) -> None:
     now = time.time_ns() // 1_000_000
-    async with open_broker(url) as broker, Producer(broker.driver) as producer:
+    async with open_broker(url) as broker, Producer(broker.appender) as producer:
         for start in range(numbers.start, numbers.stop, _CHUNK):
             records = [make_record(number, now) for number in range(start, start + _CHUNK)]
             (await producer.send(stream, records)).raise_first()

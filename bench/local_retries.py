@@ -89,7 +89,7 @@ async def _deliver(broker_url: str, pipes: Path, folder: Path) -> float:
 async def _fill(broker_url: str) -> None:
     """EVENTS in the stream as ingest stores them."""
     now = time.time_ns() // 1_000_000
-    async with open_broker(broker_url) as broker, Producer(broker.driver) as producer:
+    async with open_broker(broker_url) as broker, Producer(broker.appender) as producer:
         for start in range(0, EVENTS, CHUNK):
             records = [
                 Record(None, make_event(number), now, (("ce_id", b"evt-%012d" % number),))

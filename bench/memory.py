@@ -45,7 +45,7 @@ pipes:
 async def fill(broker_url: str) -> None:
     """BACKLOG events in the stream as ingest stores them."""
     now = time.time_ns() // 1_000_000
-    async with open_broker(broker_url) as broker, Producer(broker.driver) as producer:
+    async with open_broker(broker_url) as broker, Producer(broker.appender) as producer:
         for start in range(0, BACKLOG, _CHUNK):
             records = [make_record(number, now) for number in range(start, start + _CHUNK)]
             (await producer.send("events", records)).raise_first()

@@ -27,7 +27,7 @@ from services.core.broker.record import Record, TopicPartition
 from services.core.pipes import RETRY_IN, PipeFile, retry_topic
 from services.core.provision import ensure_topics
 from services.core.retry_state import RetryState, read_state, wrap
-from services.global_retrier.route import choose_delay
+from services.global_retrier.delay_queue import choose_delay
 
 HOUR_MS = 3_600_000
 LONGEST_WAIT_MS = 10_000
@@ -68,7 +68,7 @@ def now_ms() -> int:
 async def fill(broker: Broker, count: int, value: bytes) -> None:
     """So many events in the delay topics."""
     chance = random.Random(1)
-    async with Producer(broker.driver) as producer:
+    async with Producer(broker.appender) as producer:
         for start in range(0, count, CHUNK):
             now = now_ms()
             by_topic: dict[str, list[Record]] = {}
@@ -83,7 +83,7 @@ async def fill(broker: Broker, count: int, value: bytes) -> None:
 async def hand_over(broker: Broker, rate: int, seconds: float, value: bytes) -> int:
     """Events at this rate; returns how many."""
     chance, count, began = random.Random(2), 0, time.monotonic()
-    async with Producer(broker.driver) as producer:
+    async with Producer(broker.appender) as producer:
         while (passed := time.monotonic() - began) < seconds:
             now, wanted = now_ms(), int(passed * rate)
             records = [
@@ -166,7 +166,7 @@ async def run(broker: Broker, child: Child, port: int, arguments: argparse.Names
     await asyncio.wait([reading])
     tell(f"a burst of {BURST}")
     before, cpu, began = await moves(port), child.cpu_seconds(), time.monotonic()
-    async with Producer(broker.driver) as producer:
+    async with Producer(broker.appender) as producer:
         for start in range(0, BURST, CHUNK):
             now = now_ms()
             records = [make_record(n, now, now + HOUR_MS + n, value) for n in range(start, start + CHUNK)]

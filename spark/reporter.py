@@ -1,4 +1,4 @@
-"""Tells the telemetry topic what a pipe's queries settled: durably, before what they did counts as done. See ADR 0009."""
+"""Reports the events that a pipe's queries settled to the telemetry topic: durably, before the batch is done. See ADR 0009."""
 
 import threading
 import time
@@ -10,18 +10,16 @@ from services.core import metrics
 from services.core.broker.errors import BrokerError
 from services.core.broker.record import Record
 from services.core.lag import LagHistogram
-from services.core.ledger.lags import LagTap, join_lags
 from services.core.ledger.report import TELEMETRY, LagSet, OriginSet, Report
-from services.core.ledger.reporter import HEARTBEAT_S, LAGS_EVERY_S, cut, new_instance
-from spark.brokers.appender import Appender
-from spark.dead_letters import NODE
-from spark.observed import BatchReport
+from services.core.ledger.reporter import HEARTBEAT_S, LAGS_EVERY_S, LagTap, cut, join_lags, new_instance
+from spark.brokers.contract import Appender
+from spark.reports import NODE, BatchReport
 
 log = structlog.get_logger()
 
 
 class PipeReporter:
-    """One run of one pipe. Thread-safe: its queries and the look at its backlog share it. `clock`: seconds since the epoch."""
+    """One run of one pipe. Thread-safe: its queries and the thread of its backlog share it. `clock`: seconds since the epoch."""
 
     def __init__(self, pipe: str, appender: Appender, clock: Callable[[], float] = time.time) -> None:
         self._pipe, self._appender, self._clock = pipe, appender, clock
@@ -31,49 +29,49 @@ class PipeReporter:
         self._histograms = {kind: LagHistogram() for kind in ("lag_in", "lag_out", "process_time")}
         self._taps = [LagTap(kind, histogram) for kind, histogram in self._histograms.items()]
         self._lags: list[LagSet] = []
-        self._lags_at = self._told_at = 0.0
+        self._lags_at = self._reported_at = 0.0
         self._settled_up_to: int | None = None
         self._counted: BatchReport | None = None
 
-    def tell(self, done: BatchReport) -> None:
-        """Say what became of a batch's events; returns when that is durable. Blocking.
+    def report(self, done: BatchReport) -> None:
+        """Report the outcomes of a batch's events; returns when the report is durable. Blocking.
 
-        Raises BrokerError kinds; then the batch is not done: it is to be told again.
+        Raises BrokerError kinds: then the batch is not done, and the caller reports it again.
         """
         with self._lock:
-            if done is not self._counted:  # one that is told again has its lags counted already
+            if done is not self._counted:  # the lags of a batch that is reported again are counted already
                 self._counted = done
                 self._histograms["lag_in"].observe_counts(done.lag_in)
                 self._histograms["lag_out"].observe_counts(done.lag_out)
                 self._histograms["process_time"].observe_counts(done.took)
             if sets := done.sets.pack():
-                self._report(sets)
+                self._append(sets)
 
-    def settled_up_to(self, millis: int | None) -> None:
-        """Every record that was stored before this time (ms) is told of. None: not known."""
+    def record_settled_up_to(self, millis: int | None) -> None:
+        """Every record that was stored before this time (ms) is reported. None: not known."""
         with self._lock:
             self._settled_up_to = millis
 
-    def beat(self) -> None:
-        """Say that the pipe lives, and how far behind it is, unless something was said lately; to be called often. Blocking."""
+    def report_heartbeat(self) -> None:
+        """Report that the pipe lives and how far it is behind, unless a report was sent lately. Call it often. Blocking."""
         with self._lock:
-            if 0 <= self._clock() - self._told_at < HEARTBEAT_S:  # a clock may be set back
+            if 0 <= self._clock() - self._reported_at < HEARTBEAT_S:  # a clock may be set back
                 return
             try:
-                self._report(())
+                self._append(())
             except BrokerError as error:
-                log.warning("heartbeat not stored", topic=TELEMETRY, pipe=self._pipe, error=str(error))
+                log.warning("heartbeat_not_stored", topic=TELEMETRY, pipe=self._pipe, error=str(error))
 
     def close(self) -> None:
-        """Say that nothing more comes from this run. Blocking."""
+        """Report the end of this run. Blocking."""
         with self._lock:
             try:
-                self._report((), closed=True)
+                self._append((), closed=True)
             except BrokerError as error:
-                log.warning("end not told", topic=TELEMETRY, pipe=self._pipe, error=str(error))
+                log.warning("end_not_reported", topic=TELEMETRY, pipe=self._pipe, error=str(error))
             self._appender.close()
 
-    def _report(self, sets: Sequence[OriginSet], *, closed: bool = False) -> None:
+    def _append(self, sets: Sequence[OriginSet], *, closed: bool = False) -> None:
         now = self._clock()
         if closed or not 0 <= now - self._lags_at < LAGS_EVERY_S:
             self._lags_at = now
@@ -96,6 +94,6 @@ class PipeReporter:
         except BrokerError as error:
             metrics.LEDGER_FAILURES.labels(NODE, type(error).__name__).inc()
             raise
-        self._lags, self._told_at = [], now
+        self._lags, self._reported_at = [], now
         metrics.LEDGER_REPORTS.labels(NODE).inc(len(values))
         metrics.LEDGER_BYTES.labels(NODE).inc(sum(map(len, values)))

@@ -1,6 +1,7 @@
 """The transform service: one Spark session, one job per pipe, one management port."""
 
 import asyncio
+import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, Protocol, TypeVar
 
@@ -9,36 +10,30 @@ from pyspark.sql import SparkSession
 
 from services.core.lifecycle import Supervision, wait_for_stop
 from services.core.management import serve_management
-from spark.board import Board
-from spark.brokers.endpoint import Endpoint
-from spark.brokers.opening import open_endpoint
+from spark.brokers.contract import SparkBroker, open_spark_broker
+from spark.health import PipesHealth, Watchdog
+from spark.java import java_process
+from spark.jobs.attempts import SuspectLock
 from spark.jobs.job import Job
-from spark.jobs.pulse import Pulse
-from spark.jobs.turn import Turn
-from spark.pipe_file import Chosen, read_pipe_file
+from spark.jobs.start_checks import check_suitability
 from spark.session import open_session
-from spark.settings import TransformSettings
-from spark.suitability import check_suitability
-from spark.threads import run_blocking
+from spark.settings import SelectedPipes, TransformSettings, load_pipes
 from spark.transforms.preparation import Prepared, prepare_pipes
 
 T = TypeVar("T")
 log = structlog.get_logger()
 
-
 WATCH_EVERY_S = 0.5
 _OUT_OF_MEMORY = 3
-"""The status of a Java that ended so."""
+"""Exit status of a Java that ran out of memory."""
 
 
 class Java(Protocol):
     """The process that runs Spark; as `subprocess.Popen`."""
 
-    def poll(self) -> int | None:
-        """Its exit status; None while it runs."""
+    def poll(self) -> int | None: ...
 
-    def kill(self) -> None:
-        """End it."""
+    def kill(self) -> None: ...
 
 
 class JavaEndedError(RuntimeError):
@@ -46,90 +41,98 @@ class JavaEndedError(RuntimeError):
 
 
 class BatchStuckError(RuntimeError):
-    """A batch has taken longer than it may."""
+    """A batch has exceeded its time limit."""
 
 
 class QueriesBrokenError(RuntimeError):
-    """No pipe's query can be kept running, or one cannot in this Java, and starting it again has not helped. The log says why."""
+    """No pipe's query can be kept running, or one cannot in this Java, and restarts have not helped. The log has the reasons."""
 
 
 async def start(settings: TransformSettings, supervision: Supervision) -> None:
-    """Run the chosen pipes until the stop. Raises BadConfiguration for whatever can be known before an event is read."""
-    chosen = await run_blocking(lambda: read_pipe_file(settings), "pipes")
-    board = Board(chosen.names)
-    async with serve_management(settings.management, board.ready) as address:
-        log.info("management port open", address=address)
-        if not chosen.names:
-            log.warning("no pipe has a transform: nothing to do", pipes=str(settings.pipes))
+    """Run the selected pipes until the stop. Raises BadConfiguration for every mistake that shows before an event is read."""
+    selected = await run_blocking(lambda: load_pipes(settings), "pipes")
+    health = PipesHealth(selected.names)
+    async with serve_management(settings.management, health.ready) as address:
+        log.info("management_port_open", address=address)
+        if not selected.names:
+            log.warning("no_pipe_has_a_transform", pipes=str(settings.pipes))
             await supervision.stopping.wait()
             return
-        endpoint = open_endpoint(settings.broker)
-        opened = await _unless_stopped(run_blocking(lambda: _open(settings, endpoint, chosen), "spark"), supervision)
+        broker = open_spark_broker(settings.broker)
+        opened = await _unless_stopped(run_blocking(lambda: _open(settings, broker, selected), "spark"), supervision)
         if opened is None:
             return
         session, prepared = opened
-        turn = Turn()
-        jobs = [_job(settings, endpoint, board, turn, each) for each in prepared]
-        gateway: Any = session.sparkContext._gateway
-        java = gateway.proc
-        watching = supervision.run(watch(java, board, supervision), "watch over Java")
-        await _run_jobs(settings, supervision, board, session, jobs)
+        suspects = SuspectLock()
+        jobs = [_make_job(settings, broker, health, suspects, each) for each in prepared]
+        watching = supervision.run(watch_java(java_process(session), health, supervision), "watch over Java")
+        await _run_jobs(settings, supervision, health, session, jobs)
         await watching
         await run_blocking(session.stop, "spark-stop")
-        await run_blocking(endpoint.close, "broker-close")
+        await run_blocking(broker.close, "broker-close")
 
 
-def _open(settings: TransformSettings, endpoint: Endpoint, chosen: Chosen) -> tuple[SparkSession, list[Prepared]]:
-    session = open_session(master=settings.master, memory=settings.memory, kafka=endpoint.needs_kafka_jars)
-    prepared = prepare_pipes(session, chosen, max_bytes=endpoint.max_record_bytes)
-    check_suitability(session, settings, endpoint, chosen, prepared)
+def _open(
+    settings: TransformSettings, broker: SparkBroker, selected: SelectedPipes
+) -> tuple[SparkSession, list[Prepared]]:
+    session = open_session(master=settings.master, memory=settings.memory, kafka=broker.needs_kafka_jars)
+    prepared = prepare_pipes(session, selected, max_bytes=broker.max_record_bytes)
+    check_suitability(session, settings, broker, selected, prepared)
     return session, prepared
 
 
-def _job(settings: TransformSettings, endpoint: Endpoint, board: Board, turn: Turn, prepared: Prepared) -> Job:
+def _make_job(
+    settings: TransformSettings, broker: SparkBroker, health: PipesHealth, suspects: SuspectLock, prepared: Prepared
+) -> Job:
     loop = asyncio.get_running_loop()
-    pulse = Pulse(settings.batch_timeout)
-    board.watch(prepared.pipe, pulse)
+
+    def call(record: Callable[[], None]) -> None:
+        """From a job's thread. After the loop's end nobody listens."""
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(record)
+
+    watchdog = Watchdog(settings.batch_timeout)
+    health.add_watchdog(prepared.pipe, watchdog)
     return Job(
         prepared,
-        endpoint,
+        broker,
         checkpoints=settings.checkpoint_root(),
         ledger=settings.ledger,
-        pulse=pulse,
-        turn=turn,
-        on_batch=lambda report: _tell(loop, lambda: board.note_batch(report)),
-        on_state=lambda state: _tell(loop, lambda: board.note_state(state)),
-        on_backlog=lambda backlog: _tell(loop, lambda: board.note_backlog(prepared.pipe, backlog)),
+        watchdog=watchdog,
+        suspects=suspects,
+        on_batch=lambda report: call(lambda: health.record_batch(report)),
+        on_state=lambda state: call(lambda: health.record_state(state)),
+        on_backlog=lambda backlog: call(lambda: health.record_backlog(prepared.pipe, backlog)),
     )
 
 
-async def watch(java: Java, board: Board, supervision: Supervision) -> None:
-    """Until the stop. Raises JavaEndedError, BatchStuckError: only a new process goes on from there."""
+async def watch_java(java: Java, health: PipesHealth, supervision: Supervision) -> None:
+    """Until the stop. Raises JavaEndedError, BatchStuckError: only a new process helps then."""
     while not supervision.stopping.is_set():
         await wait_for_stop(supervision.stopping, WATCH_EVERY_S)
         if (status := java.poll()) is not None:
-            why = "it ran out of memory" if status == _OUT_OF_MEMORY else f"status {status}"
+            reason = "it ran out of memory" if status == _OUT_OF_MEMORY else f"status {status}"
             raise JavaEndedError(
-                f"Spark's Java ended: {why}. Try, if that comes again: more --memory, fewer max_events"
+                f"Spark's Java ended: {reason}. Try, if that happens again: more --memory, fewer max_events"
             )
-        if (stuck := board.stuck()) is not None:
-            java.kill()  # it may be too busy to notice that we have gone
+        if (stuck := health.stuck()) is not None:
+            java.kill()  # it may be too busy to notice that this process is gone
             raise BatchStuckError(
                 f"{stuck}; the process ends and starts again. Try, if it was at work: a longer --batch-timeout"
             )
 
 
 async def _run_jobs(
-    settings: TransformSettings, supervision: Supervision, board: Board, session: SparkSession, jobs: list[Job]
+    settings: TransformSettings, supervision: Supervision, health: PipesHealth, session: SparkSession, jobs: list[Job]
 ) -> None:
     tasks = [
         supervision.run(run_blocking(lambda job=job: job.run(session), f"job-{job.pipe}"), f"pipe {job.pipe}")  # type: ignore[misc]
         for job in jobs
     ]
-    log.info("transforms starting", pipes=[job.pipe for job in jobs])
-    await _unless_stopped(board.given_up.wait(), supervision)
+    log.info("transforms_starting", pipes=[job.pipe for job in jobs])
+    await _unless_stopped(health.gave_up.wait(), supervision)
     if not supervision.stopping.is_set():
-        raise QueriesBrokenError(board.ready())
+        raise QueriesBrokenError(health.ready())
     for job in jobs:
         job.stop(settings.drain)
     await asyncio.wait(tasks)
@@ -146,7 +149,32 @@ async def _unless_stopped(work: Coroutine[Any, Any, T], supervision: Supervision
         stopping.cancel()
 
 
-def _tell(loop: asyncio.AbstractEventLoop, note: Callable[[], None]) -> None:
-    """From a job's thread. After the loop's end nobody listens."""
-    if not loop.is_closed():
-        loop.call_soon_threadsafe(note)
+async def run_blocking(work: Callable[[], T], name: str) -> T:
+    """Run `work` on a daemon thread of its own, which never holds up the end of the process, and wait for it.
+
+    Cancelling ends the waiting, not the thread.
+    """
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[T] = loop.create_future()
+
+    def finish(result: T | None, error: BaseException | None) -> None:
+        if done.cancelled():
+            return
+        if error is not None:
+            done.set_exception(error)
+        else:
+            done.set_result(result)  # type: ignore[arg-type]  # None only when T is None
+
+    def run() -> None:
+        result, failure = None, None
+        try:
+            result = work()
+        except BaseException as error:
+            failure = error
+        try:
+            loop.call_soon_threadsafe(finish, result, failure)
+        except RuntimeError:
+            return  # the loop has ended: nobody waits any more
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return await done

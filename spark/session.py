@@ -1,4 +1,4 @@
-"""One Spark session for all pipes of the process, tuned for small batches that come several times a second."""
+"""One Spark session for all pipes of the process, tuned for small batches several times a second."""
 
 import logging
 import os
@@ -9,14 +9,15 @@ from pyspark.sql import SparkSession
 
 from services.core.jvm.jars import spark_kafka_jars
 from services.core.jvm.java import java_env
+from spark.java import clear_active_session, set_active_session
 from spark.sources.source import BrokerSource
 
 _PACKAGES = Path(__file__).parents[1]
 _LOG4J = Path(__file__).with_name("log4j2.properties")
 
-# A reason for each. What is absent has Spark's default.
+# A reason for each. The others have Spark's defaults.
 _SETTINGS = {
-    "spark.ui.enabled": "false",  # a port and a second of start-up that nobody looks at: the metrics are on ours
+    "spark.ui.enabled": "false",  # a port and a second of start-up that nobody uses: the metrics are on our own port
     "spark.ui.showConsoleProgress": "false",
     "spark.driver.host": "127.0.0.1",
     "spark.driver.bindAddress": "127.0.0.1",
@@ -30,9 +31,9 @@ _SETTINGS = {
     "spark.sql.streaming.ui.enabled": "false",
     "spark.sql.catalogImplementation": "in-memory",
     "spark.sql.session.timeZone": "UTC",
-    "spark.sql.ansi.enabled": "true",  # a value that does not fit is an error that we see, never a silent null
+    "spark.sql.ansi.enabled": "true",  # a value that does not fit is an error, never a silent null
     "spark.sql.caseSensitive": "false",
-    "spark.sql.adaptive.enabled": "false",  # plans a batch again while it runs: dear for small ones
+    "spark.sql.adaptive.enabled": "false",  # plans a batch again while it runs: too expensive for small ones
     "spark.sql.optimizer.enableJsonExpressionOptimization": "false",  # would parse fewer columns and miss a bad one
     "spark.sql.execution.arrow.pyspark.enabled": "true",
     "spark.sql.execution.arrow.pyspark.fallback.enabled": "false",
@@ -48,30 +49,28 @@ _SETTINGS = {
     "spark.sql.streaming.numRecentProgressUpdates": "50",
     "spark.sql.streaming.noDataProgressEventInterval": "60000",
     "spark.python.authenticate.socketTimeout": "60s",  # a machine under load needs longer than 15 s to start a Python
-    "spark.python.worker.faulthandler.enabled": "true",  # a worker that crashes says where
+    "spark.python.worker.faulthandler.enabled": "true",  # a worker that crashes prints its stack
 }
 _JAVA_OPTIONS = (
     "-Djdk.lang.Process.launchMechanism=VFORK",
     "-Xss16m",  # Spark matches long error texts with a recursive pattern; at 1 MB that overflows and hides the error
-    "-XX:+ExitOnOutOfMemoryError",  # without memory threads end one by one, and what is left works on nothing for ever
+    "-XX:+ExitOnOutOfMemoryError",  # without memory threads end one by one, and the rest does nothing for ever
     "-XX:+UseSerialGC",  # two cores, a small heap
-    "-XX:TieredStopAtLevel=1",  # the full compiler takes a core for minutes, and a small driver hardly earns it back
+    "-XX:TieredStopAtLevel=1",  # the full compiler takes a core for minutes, and a small driver hardly gains from it
     "-Duser.timezone=UTC",
     f"-Dlog4j2.configurationFile={_LOG4J.as_uri()}",
 )
-
-
-_TOLD_BY_US = ("SQLQueryContextLogger", "py4j.clientserver")
-"""Loggers that print plans and stacks of what we tell in one line."""
+_SILENCED = ("SQLQueryContextLogger", "py4j.clientserver")
+"""Loggers that print plans and stacks of errors that we log in one line."""
 
 
 def open_session(*, master: str, memory: int, kafka: bool) -> SparkSession:
-    """Start Java and Spark: seconds. Blocking. kafka: with the connector's jars, fetched if need be.
+    """Start Java and Spark: seconds. Blocking. kafka: with the connector's jars, which may have to be fetched.
 
     Raises JavaNotFound, JarsUnavailable.
     """
     os.environ.update(java_env())
-    for name in _TOLD_BY_US:
+    for name in _SILENCED:
         logging.getLogger(name).setLevel(logging.CRITICAL)
     # Spark's Python workers run this interpreter and import this project.
     os.environ["PYSPARK_PYTHON"] = os.environ["PYSPARK_DRIVER_PYTHON"] = sys.executable
@@ -91,18 +90,16 @@ def open_session(*, master: str, memory: int, kafka: bool) -> SparkSession:
 
 
 def own_session(session: SparkSession) -> SparkSession:
-    """Another session on the same Spark, for this thread: its views and settings are not seen by others."""
+    """Another session on the same Spark, for this thread, with its own views and settings."""
     own = session.newSession()
-    jvm = own.sparkContext._jvm
-    assert jvm is not None
-    jvm.org.apache.spark.sql.SparkSession.clearActiveSession()  # else Spark finds our format there, and refuses it here
+    clear_active_session(own)  # else Spark finds our format in the other session, and refuses it here
     own.dataSource.register(BrokerSource)
-    jvm.org.apache.spark.sql.SparkSession.setActiveSession(own._jsparkSession)  # where it looks for a sink's format
+    set_active_session(own)
     return own
 
 
 def slots(master: str) -> int | None:
-    """How many tasks run at once on a local master; None when only the cluster knows."""
+    """The number of tasks that a local master runs at once; None when only the cluster knows."""
     if master == "local":
         return 1
     if not master.startswith("local["):

@@ -9,10 +9,10 @@ import uvloop
 from blockbuster import blockbuster_ctx
 
 from services.core.aws_emulator import CREDENTIALS, AwsEmulator
-from services.core.jvm.kafka_server import KafkaCluster
+from services.core.jvm.kafka import KafkaCluster
 from tests.support import fault_table, second_try
 from tests.support.kinesis_limits import KinesisLimits
-from tests.support.workers import SharedWorkers
+from tests.support.workers import SharedWorkers, sort_for_workers
 
 START_S = 600.0
 _CLUSTER = pytest.StashKey[KafkaCluster]()
@@ -23,7 +23,7 @@ def pytest_asyncio_loop_factories() -> Mapping[str, Callable[[], asyncio.Abstrac
     return {"uvloop": uvloop.new_event_loop}
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark what needs Kafka or the emulator, and what may be tried twice."""
     for item in items:
         second_try.allow_second_try(item)
@@ -31,6 +31,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("kafka")
         if {"kinesis_emulator", "kinesis_limits"} & set(getattr(item, "fixturenames", ())):
             item.add_marker("kinesis")
+    sort_for_workers(config, items)
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> SharedWorkers:

@@ -13,7 +13,7 @@ from bench.simulator import groups, report, shards
 from bench.simulator.others import OTHERS
 from bench.simulator.result import Result
 from bench.simulator.traces import TRACES, Trace, draw_unseen
-from services.autoscaler.shards.rules import RULES
+from services.autoscaler.shards.figures import RULES
 
 _GROUP_CALM_S = 60.0
 """Two cool-downs of a group, by its defaults."""

@@ -12,9 +12,8 @@ import numpy as np
 from bench.simulator.others import OTHERS
 from bench.simulator.result import Result
 from bench.simulator.traces import DAY_S, SLOTS, Floats, Trace
-from services.autoscaler.shards.choice import OWN_S, at_once_seconds
 from services.autoscaler.shards.figures import StreamDecision, StreamFigures, StreamMemory
-from services.autoscaler.shards.layout import Layout, uniform
+from services.autoscaler.shards.layout import OWN_S, Layout, at_once_seconds, uniform
 from services.autoscaler.shards.policy import decide
 
 EVENTS_PER_SHARD = 1_000.0
@@ -79,7 +78,7 @@ def run_ours(trace: Trace, tell: Callable[[str], None] = lambda _text: None) -> 
         was_changing = stream.is_changing
         stream.step(at, slots)
         if was_changing and not stream.is_changing:
-            memory = memory.finished(at)
+            memory = memory.with_update_finished(at)
         mean = tuple(np.mean(stream.taken, axis=0).tolist())
         figures = StreamFigures(stream.layout, mean, stream.full, at - stream.since, stream.is_changing)
         decision, memory = decide(figures, memory, at)

@@ -14,7 +14,7 @@ from typing import Any
 
 from services.core.broker.contract import TopicSpec
 from services.core.broker.kinesis.admin import retention_hours
-from services.core.broker.kinesis.slots import PARTITIONS_TAG
+from services.core.broker.kinesis.streams import PARTITIONS_TAG
 from services.core.ledger.report import SNAPSHOTS, TELEMETRY
 from services.core.pipes import PipeFile, load_pipes
 from services.core.provision import wanted_topics
@@ -127,7 +127,7 @@ def _logical(name: str) -> str:
 
 
 def main() -> None:
-    """`streams.py PIPES`. Ends with 2 when the pipe file has a mistake."""
+    """`streams.py PIPES`. KnownEnds with 2 when the pipe file has a mistake."""
     try:
         pipes = load_pipes(Path(sys.argv[1]))
     except BadConfiguration as error:

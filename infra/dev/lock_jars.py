@@ -8,8 +8,7 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
-from services.core.jvm.jar_lock import LOCK_FILE, sha256_of
-from services.core.jvm.jars import KAFKA_SERVER, SPARK_KAFKA, run_ivy
+from services.core.jvm.jars import KAFKA_SERVER, LOCK_FILE, SPARK_KAFKA, run_ivy, sha256_of
 
 SEPARATOR = "__"
 # set → (coordinates, with what they depend on?)

@@ -14,8 +14,8 @@ from services.core import metrics
 from services.core.lag import LagFamily
 from services.core.settings import Settings, default_text, variable_name
 from services.expel.settings import ExpelSettings
-from services.fleet.pipe_schema import pipe_schema
 from services.fleet.settings import OVERRULED, UpSettings
+from services.fleet.verbs.pipes import pipe_schema
 from services.global_retrier.settings import RetrierSettings
 from services.ingest.settings import IngestSettings
 from services.observer.settings import ObserverSettings

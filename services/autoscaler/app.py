@@ -1,6 +1,7 @@
 """The autoscaler as a service: one scaler of streams, one of groups, and a management port."""
 
 import asyncio
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
@@ -8,39 +9,23 @@ from pathlib import Path
 import structlog
 
 from services.autoscaler.groups.drivers.open import open_driver
-from services.autoscaler.groups.observer import ObserverAway, open_observer
+from services.autoscaler.groups.observer import ObserverUnavailable, open_observer
 from services.autoscaler.groups.scaler import GroupScaler
-from services.autoscaler.partitions.scaler import PartitionScaler
+from services.autoscaler.partitions import PartitionScaler
 from services.autoscaler.settings import AutoscalerSettings
 from services.autoscaler.shards.scaler import ShardScaler
 from services.core.broker.contract import Broker
 from services.core.lifecycle import Supervision
 from services.core.management import serve_management
-from services.core.opening import open_when_reachable
 from services.core.pipes import event_topics, load_pipes
+from services.core.startup import Readiness, open_when_reachable
 from services.core.yaml_source import BadConfiguration, Problem
 
 log = structlog.get_logger()
 
 
-class Readiness:
-    """What the management port says."""
-
-    def __init__(self) -> None:
-        self.streams: ShardScaler | None = None
-        self.reason: str | None = "starting"
-
-    def note(self, reason: str) -> None:
-        """Why it is not ready."""
-        self.reason = reason
-
-    def why_not(self) -> str | None:
-        """None when it looks after the fleet."""
-        return self.reason or (self.streams.waits_for if self.streams is not None else None)
-
-
 async def start(settings: AutoscalerSettings, supervision: Supervision) -> None:
-    """Run until the stop. Raises BadConfiguration; everything else is waited out or ends the process."""
+    """Run until the stop. Raises BadConfiguration; other errors are retried, or end the process."""
     driver = _group_driver(settings)
     readiness, stopping = Readiness(), supervision.stopping
     async with AsyncExitStack() as stack:
@@ -49,11 +34,12 @@ async def start(settings: AutoscalerSettings, supervision: Supervision) -> None:
         running = []
         if driver is not None:
             running.append(supervision.run(_scale_groups(settings, driver, stopping), "groups"))
-        broker = await open_when_reachable(stack, settings.broker, stopping, tell=readiness.note)
+        broker = await open_when_reachable(stack, settings.broker, stopping, on_wait=readiness.set_reason)
         if broker is not None:
             readiness.reason = None
             scaler = await _stream_scaler(settings, broker)
-            readiness.streams = scaler if isinstance(scaler, ShardScaler) else None
+            if isinstance(scaler, ShardScaler):
+                readiness.check = _ask(scaler)
             if scaler is not None:
                 running.append(supervision.run(scaler.run(stopping), "streams"))
         await stopping.wait()
@@ -62,16 +48,20 @@ async def start(settings: AutoscalerSettings, supervision: Supervision) -> None:
             await asyncio.wait(running)
 
 
+def _ask(scaler: ShardScaler) -> Callable[[], str | None]:
+    return lambda: scaler.waits_for
+
+
 def _group_driver(settings: AutoscalerSettings) -> str | None:
-    """None when there is no group. Raises BadConfiguration when nobody could scale them."""
+    """None without groups. Raises BadConfiguration when there are groups and no driver."""
     if settings.groups and settings.group_driver is None:
-        said = "groups are given and no platform. Try: fleet:///data, aws://region or kubernetes://namespace"
-        raise BadConfiguration([Problem("autoscaler", "group_driver", said)])
+        message = "there are groups and no platform. Try: fleet:///data, aws://region or kubernetes://namespace"
+        raise BadConfiguration([Problem("autoscaler", "group_driver", message)])
     return settings.group_driver if settings.groups else None
 
 
 async def _stream_scaler(settings: AutoscalerSettings, broker: Broker) -> ShardScaler | PartitionScaler | None:
-    """What Kinesis or Kafka needs; None for the embedded log, whose partitions have no limit. Raises BadConfiguration."""
+    """The scaler for Kinesis or Kafka. None for the embedded log: its partitions have no limit. Raises BadConfiguration."""
     if settings.broker.startswith("log:"):
         return None
     pipes = await asyncio.to_thread(load_pipes, settings.pipes)
@@ -84,20 +74,20 @@ async def _stream_scaler(settings: AutoscalerSettings, broker: Broker) -> ShardS
             every=settings.stream_every,
             announce=partial(_announce, settings.observer, settings.observer_token_file),
         )
-    return PartitionScaler(pipes, broker.admin, settings.targets, settings.partition_capacity, dry_run=settings.dry_run)
+    return PartitionScaler(pipes, broker, settings.targets, settings.partition_capacity, dry_run=settings.dry_run)
 
 
 async def _announce(address: str, token_file: Path | None, what: str, seconds: float) -> None:
-    """Shards change although the observer is away: a stream that is full cannot wait for it."""
+    """Never fails: a full stream cannot wait until the observer is back."""
     try:
         async with open_observer(address, token_file) as observer:
             await observer.announce_shards(what, seconds)
-    except ObserverAway as error:
+    except ObserverUnavailable as error:
         log.warning("not_announced", what=what, error=str(error))
 
 
 async def _scale_groups(settings: AutoscalerSettings, url: str, stopping: asyncio.Event) -> None:
-    """Runs without the broker: groups are scaled while it is away, too."""
+    """Needs no broker, so groups are scaled while it is away."""
     token_file = settings.observer_token_file
     async with open_driver(url) as driver, open_observer(settings.observer, token_file) as observer:
         scaler = GroupScaler(settings.groups, driver, observer, settings.dry_run)

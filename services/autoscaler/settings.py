@@ -1,4 +1,4 @@
-"""Settings of the autoscaler: what every service has, where it reads figures, and its bounds."""
+"""Settings of the autoscaler."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -7,16 +7,16 @@ from typing import Annotated, Any, ClassVar
 import orjson
 from pydantic import AfterValidator, BeforeValidator, Field
 
+from services.autoscaler.fleet_metrics import check_targets
 from services.autoscaler.groups.drivers.open import check_driver
-from services.autoscaler.groups.rules import GroupRules
-from services.autoscaler.targets import check_targets
+from services.autoscaler.groups.policy import GroupRules
 from services.core.address import Address
 from services.core.settings import Settings
 from services.core.units import Duration, Size
 
 
 def _read_groups(value: Any) -> Any:
-    """In a flag or a variable the groups are JSON."""
+    """Parse the groups of a flag or a variable, which are JSON."""
     try:
         return orjson.loads(value) if isinstance(value, str) else value
     except orjson.JSONDecodeError:
@@ -33,23 +33,24 @@ class AutoscalerSettings(Settings):
 
     targets: Annotated[str, AfterValidator(check_targets)] = Field(
         "data/fleet.json",
-        description="The management addresses of the processes that write: a file (Prometheus' file_sd, or a fleet's fleet.json) "
-        "or dns://name:port, all addresses of that name; looked up each time.",
+        description="The management addresses of the processes that write to streams: a file (Prometheus' file_sd, or a fleet's "
+        "fleet.json) or dns://name:port, all addresses of that name; resolved each time.",
     )
     dry_run: bool = Field(False, description="Whether to log decisions without carrying them out (true or false).")
-    stream_every: Duration = Field(15.0, ge=1, description="Time between two looks at Kinesis streams.")
+    stream_every: Duration = Field(15.0, ge=1, description="Time between two decisions about Kinesis streams.")
     partition_capacity: Size = Field(
         5_000_000,
-        description="On Kafka: bytes a second that one partition takes; streams without keys get more in time.",
+        description="On Kafka: bytes per second that one partition handles; streams without keys get more when needed.",
     )
     groups: Annotated[Mapping[GroupName, GroupRules], BeforeValidator(_read_groups)] = Field(
-        {}, description="By name: how each group is scaled, see docs/scaling-groups.md; in a flag or variable as JSON."
+        {},
+        description="How each group is scaled, by its name; see docs/scaling-groups.md. In a flag or variable: JSON.",
     )
     group_driver: Annotated[str, AfterValidator(check_driver)] | None = Field(
         None,
-        description="Where the groups run: fleet:///data, aws://region, kubernetes://namespace; needed when there are groups.",
+        description="Where the groups run: fleet:///data, aws://region, kubernetes://namespace; required when there are groups.",
     )
-    group_every: Duration = Field(15.0, ge=1, description="Time between two looks at the groups.")
+    group_every: Duration = Field(15.0, ge=1, description="Time between two decisions about the groups.")
     observer: Address = Field("127.0.0.1:8081", description="host:port of the observer's API.")
     observer_token_file: Path | None = Field(
         None,

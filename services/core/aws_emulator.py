@@ -17,7 +17,7 @@ from typing import Self
 from urllib.parse import quote, urlsplit
 
 from services.core.jvm.child import start_child, stop_child
-from services.core.jvm.kafka_config import free_ports
+from services.core.jvm.kafka import free_ports
 
 REGION = "us-east-1"
 CREDENTIALS = {

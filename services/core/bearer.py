@@ -4,7 +4,6 @@ The file holds one token a line, and is not readable by others. A client sends t
 rotated by putting a new one first and taking the old one out when every client has the new.
 """
 
-import asyncio
 import base64
 import binascii
 import hashlib
@@ -76,28 +75,23 @@ class Tokens:
         return any(found)
 
 
-class TokenWatch(FileWatch[tuple[str, ...]]):
-    """`tokens`, kept like the file at `path`: a token is rotated without a restart. `load` raises BadConfiguration."""
+def watch_tokens(path: Path, tokens: Tokens, clock: Callable[[], float] = time.monotonic) -> FileWatch[tuple[str, ...]]:
+    """Keeps `tokens` like the file at `path`: a token is rotated without a restart. `load` raises BadConfiguration."""
 
-    def __init__(self, path: Path, tokens: Tokens, clock: Callable[[], float] = time.monotonic) -> None:
-        def use(current: tuple[str, ...]) -> None:
-            tokens.current = current
-            log.info("tokens_loaded", tokens=len(current))
+    def use(current: tuple[str, ...]) -> None:
+        tokens.current = current
+        log.info("tokens_loaded", tokens=len(current))
 
-        super().__init__(
-            f"the token file {path}",
-            lambda known: _read(path, known),
-            use,
-            expected=BadConfiguration,
-            failed=metrics.OBSERVER_TOKENS_FAILURES.inc,
-            stale=_STALE,
-            clock=clock,
-        )
-
-    async def run(self, stopping: asyncio.Event) -> None:
-        """As in FileWatch."""
-        metrics.OBSERVER_TOKENS_AGE.set_function(lambda: self.age)
-        await super().run(stopping)
+    return FileWatch(
+        f"the token file {path}",
+        lambda known: _read(path, known),
+        use,
+        expected=BadConfiguration,
+        failed=metrics.OBSERVER_TOKENS_FAILURES.inc,
+        stale=_STALE,
+        age=metrics.OBSERVER_TOKENS_AGE,
+        clock=clock,
+    )
 
 
 def _read(path: Path, known: bytes) -> tuple[bytes, tuple[str, ...]] | None:

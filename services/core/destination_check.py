@@ -9,8 +9,7 @@ from pathlib import Path
 
 from services.core.net_guard import NetPolicy, check_destination_url
 from services.core.pipes import PipeFile, Webhook
-from services.core.signature import BadSecret
-from services.core.signing_secret import read_signing_keys
+from services.core.signing import BadSecret, read_signing_keys
 from services.core.yaml_source import Document, KeyPath, Problem
 
 _TOKEN = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]{1,100}")

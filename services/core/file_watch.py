@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Generic, TypeVar
 
 import structlog
+from prometheus_client import Gauge
 
 from services.core.lifecycle import wait_for_stop
 
@@ -29,7 +30,7 @@ class FileWatch(Generic[Content]):
     """One file. what: for a person, e.g. `the keys file data/keys.yaml`. use: takes what is in it now, on the loop.
 
     expected: what `read` raises for a file that cannot be used; its text is for a person and holds no secret. failed: called
-    each time. stale: what an old content means, and what to try. clock: monotonic seconds.
+    each time. stale: what an old content means, and what to try. age: shows `age` while `run` runs. clock: monotonic seconds.
     """
 
     def __init__(
@@ -41,10 +42,12 @@ class FileWatch(Generic[Content]):
         expected: type[Exception],
         failed: Callable[[], None],
         stale: str,
+        age: Gauge,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._what, self._read, self._use, self._clock = what, read, use, clock
         self._expected, self._failed, self._stale = expected, failed, stale
+        self._age_gauge = age
         self._digest = b""
         self._problem: str | None = None
         self._good = self._said = clock()
@@ -67,6 +70,7 @@ class FileWatch(Generic[Content]):
 
     async def run(self, stopping: asyncio.Event) -> None:
         """Load again and again until `stopping` is set. A file system that hangs holds one thread of ours."""
+        self._age_gauge.set_function(lambda: self.age)
         loading: asyncio.Task[None] | None = None
         try:
             while not stopping.is_set():

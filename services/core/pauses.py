@@ -12,7 +12,7 @@ from typing import Literal
 import msgspec
 import structlog
 
-from services.core.broker.contract import Admin
+from services.core.broker.contract import Reader
 from services.core.broker.errors import BrokerError, OffsetOutOfRange
 from services.core.broker.producer import Producer
 from services.core.broker.record import Batch, Record
@@ -45,8 +45,8 @@ class Pause(msgspec.Struct, frozen=True):
 class Pauses:
     """What the control topic says, as far as `refresh` has read it. Not thread-safe."""
 
-    def __init__(self, admin: Admin) -> None:
-        self._admin = admin
+    def __init__(self, reader: Reader) -> None:
+        self._reader = reader
         self._next = 0
         self._newest: dict[str, tuple[int, Pause]] = {}
         self._changed = asyncio.Event()
@@ -98,11 +98,11 @@ class Pauses:
 
     async def _read(self) -> Batch | None:
         try:
-            return await self._admin.read(CONTROL, 0, self._next, max_records=_PAGE)
+            return await self._reader.read(CONTROL, 0, self._next, max_records=_PAGE)
         except OffsetOutOfRange as error:  # made anew, or cut at its beginning: what is there counts
             log.warning("control_out_of_range", topic=CONTROL, wanted=self._next, start=error.start)
             self._next = error.start
-            return await self._admin.read(CONTROL, 0, self._next, max_records=_PAGE)
+            return await self._reader.read(CONTROL, 0, self._next, max_records=_PAGE)
 
     def _note(self, offset: int, record: Record) -> bool:
         """Whether it changed anything."""

@@ -11,8 +11,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from services.core.units import Duration, Size
-from services.core.validation import validate_document
-from services.core.yaml_source import BadConfiguration, Document, KeyPath, Problem, load_yaml
+from services.core.yaml_source import BadConfiguration, Document, KeyPath, Problem, load_yaml, validate_document
 
 NAME_PATTERN = r"^[a-z0-9][a-z0-9_-]{0,62}$"
 LANE_PATTERN = r"^[a-z0-9][a-z0-9_-]{0,62}/[a-z0-9][a-z0-9_-]{0,62}$"

@@ -4,10 +4,10 @@ A stream has the partitions and retention of its definition. `<pipe>.out` has as
 source and the longest of their retentions. `<pipe>.dead` has one partition and keeps for `DEAD_LETTER_RETENTION_S`
 more than that and than its longest schedule, so that what is found in a source is found in its dead letters.
 
-Pipes with webhooks have `<pipe>.retry`, and `<pipe>.parked`, which keeps for ever; when any destination has a schedule, the
-global retrier has its topics. What waits there outlives a retrier that is down by `RETRY_RETENTION_S`. Each of these has one
-partition: on Kinesis a partition costs money, elsewhere files, and it takes far more than the retries of a destination, which
-come paced; ten delay topics are shared among several retriers all the same.
+Pipes with webhooks have `<pipe>.retry`, and `<pipe>.parked`, which keeps for ever; when any destination has a schedule, or
+once had one, the global retrier has its topics. What waits there outlives a retrier that is down by `RETRY_RETENTION_S`.
+Each has one partition: on Kinesis a partition costs money, elsewhere files, and it takes far more than the retries of a
+destination, which come paced; ten delay topics are shared among several retriers all the same.
 
 What waits for destinations that are `removed` is read where their pipe kept it: those topics are made, too, if they are gone.
 
@@ -65,9 +65,14 @@ class Provisioned:
     grown: tuple[str, ...]
     kept: tuple[str, ...]
 
+    @property
+    def has_retrier(self) -> bool:
+        """Whether a retrier must run: once its topics exist events may wait there, also those of an append that arrives late."""
+        return RETRY_IN in self.created or RETRY_IN in self.kept
 
-def wanted_topics(pipes: PipeFile) -> list[TopicSpec]:
-    """Every topic of the pipe file, streams first."""
+
+def wanted_topics(pipes: PipeFile, *, has_retrier: bool = False) -> list[TopicSpec]:
+    """Every topic of the pipe file, streams first. has_retrier: with the retrier's topics although the file needs none."""
     specs = [
         TopicSpec(name, stream.partitions, retention_ms=_millis(stream.retention), shards=stream.shards)
         for name, stream in pipes.streams.items()
@@ -92,8 +97,10 @@ def wanted_topics(pipes: PipeFile) -> list[TopicSpec]:
         )
         gone = [TopicSpec(topic, 1, retention_ms=retention) for topic, retention in (*kept, (parked_topic(name), None))]
         specs += [spec for spec in gone if spec.name not in known]
-    if needs_retrier(pipes):
-        specs += _retrier_topics(max(spec.retention_ms or 0 for spec in specs))
+    if has_retrier or needs_retrier(pipes):
+        specs += _retrier_topics(
+            max((spec.retention_ms or 0 for spec in specs), default=_millis(DEAD_LETTER_RETENTION_S))
+        )
     specs.append(TopicSpec(TELEMETRY, 1, retention_ms=_millis(TELEMETRY_RETENTION_S)))
     specs.append(TopicSpec(SNAPSHOTS, 1, retention_ms=_millis(2 * TELEMETRY_RETENTION_S)))
     if pipes.pipes:
@@ -120,7 +127,7 @@ async def ensure_topics(admin: Admin, pipes: PipeFile, *, grow: bool = False) ->
     Retention is set when a topic is created and left alone afterwards.
     """
     existing = await admin.topics()
-    specs = wanted_topics(pipes)
+    specs = wanted_topics(pipes, has_retrier=RETRY_IN in existing)
     differing = [
         (spec.name, existing[spec.name], spec.partitions)
         for spec in specs

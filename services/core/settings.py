@@ -15,8 +15,7 @@ from pydantic.fields import FieldInfo
 
 from services.core.address import Address
 from services.core.units import Duration, format_duration, format_size, parse_duration, parse_size
-from services.core.validation import describe
-from services.core.yaml_source import BadConfiguration, Document, Problem, load_yaml
+from services.core.yaml_source import BadConfiguration, Document, Problem, describe, load_yaml
 
 SECTIONS = frozenset({"fleet", "up", "ingest", "transform", "expel", "retrier", "observer", "autoscaler"})
 """The sections of a settings file: `fleet` is shared, each other belongs to one service (`up`: the supervisor)."""

@@ -1,11 +1,12 @@
-"""Events that wait for another attempt or for a resume, and whom they wait for: no one may be passed over for ever.
+"""Events that wait for another attempt or for a resume, counted by lane.
 
-A **lane** is `pipe/destination`. What waits for one lies with the global retrier (`penstock.retry-in` and the delay topics,
-behind what the retrier has committed), in `<pipe>.retry` or in `<pipe>.parked` (behind what the lane's own group has). A lane
-that a pipe file no longer has is read by nobody: what waits for it would end with the topics' retention.
+A **lane** is `pipe/destination`. Its waiting events are with the global retrier (`penstock.retry-in` and the delay topics,
+behind the retrier's committed offsets), in `<pipe>.retry` or in `<pipe>.parked` (behind the offsets of the lane's own group).
+Nobody reads the events of a lane that the pipe file no longer has: they would end with the topics' retention.
 
-The retry and parked topics are read once: how far, and which lanes were seen there, is kept in `penstock.control`
-(`Bookmark`). It only saves time; without it all is read again.
+The retry and parked topics are read once. A `Bookmark` in `penstock.control` says how far they were read, and which lanes have
+events there. It saves time: without it, or when a topic was made anew, everything is read again. Only the bookmark knows the
+lanes of earlier pipe files: the unread events of such a lane in its streams count until somebody decides about them.
 """
 
 import json
@@ -13,10 +14,11 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
-from services.core.broker.contract import Admin, PartitionRange
-from services.core.broker.errors import DataDamaged, UnknownTopic
-from services.core.broker.pages import read_topic
+from services.core.audit import digest_of
+from services.core.broker.contract import Admin, Broker, PartitionRange, Reader
+from services.core.broker.errors import DataDamaged, OffsetOutOfRange, UnknownTopic
 from services.core.broker.producer import Producer
+from services.core.broker.reading import read_topic
 from services.core.broker.record import Record, TopicPartition
 from services.core.pipes import (
     CONTROL,
@@ -24,6 +26,7 @@ from services.core.pipes import (
     RETRIER_GROUP,
     RETRY_IN,
     PipeFile,
+    dead_letter_topic,
     delay_topic,
     delivery_group,
     delivery_topics,
@@ -34,90 +37,129 @@ from services.core.pipes import (
 from services.core.retry_state import PREFIX
 
 _KEY = b"waiting"
+_INTERNAL = "penstock."
+_SIDE_TOPICS = (retry_topic(""), parked_topic(""), dead_letter_topic(""))
 _PIPE, _DESTINATION = PREFIX + "pipe", PREFIX + "destination"
 
 
 @dataclass(frozen=True, slots=True)
 class Bookmark:
-    """read: the offset before which a partition was looked through. lanes: those that had events there, or were claimed."""
+    """read: the end of what was read of each partition. last: offset and digest of the last record there.
+
+    lanes: those with events there, and those that were claimed. left: lanes about whose unread events somebody has decided,
+    with the lane that goes on in their place, or "".
+    """
 
     read: Mapping[TopicPartition, int] = field(default_factory=dict)
     lanes: frozenset[str] = frozenset()
+    left: Mapping[str, str] = field(default_factory=dict)
+    last: Mapping[TopicPartition, tuple[int, str]] = field(default_factory=dict)
 
     def encode(self) -> bytes:
         """Offsets as text: on Kinesis they have 56 digits."""
         read = {f"{topic}:{partition}": str(offset) for (topic, partition), offset in sorted(self.read.items())}
-        return json.dumps({"read": read, "lanes": sorted(self.lanes)}).encode()
+        last = {f"{topic}:{part}": [str(at), digest] for (topic, part), (at, digest) in sorted(self.last.items())}
+        left = dict(sorted(self.left.items()))
+        return json.dumps({"read": read, "lanes": sorted(self.lanes), "left": left, "last": last}).encode()
 
     @classmethod
     def decode(cls, value: bytes) -> "Bookmark":
         """Raises ValueError, KeyError, AttributeError for anything else."""
         found = json.loads(value)
-        places = ((name.rpartition(":"), offset) for name, offset in found["read"].items())
-        read = {TopicPartition(topic, int(partition)): int(offset) for (topic, _, partition), offset in places}
-        return cls(read, frozenset(map(str, found["lanes"])))
+        read = {_parse_partition(name): int(offset) for name, offset in found["read"].items()}
+        last = {_parse_partition(name): (int(at), str(digest)) for name, (at, digest) in found.get("last", {}).items()}
+        left = {str(lane): str(heir) for lane, heir in found.get("left", {}).items()}
+        return cls(read, frozenset(map(str, found["lanes"])), left, last)
+
+
+def _parse_partition(name: str) -> TopicPartition:
+    topic, _, partition = name.rpartition(":")
+    return TopicPartition(topic, int(partition))
 
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """What was found. unclaimed: events by lane and topic, of lanes that nobody claims. with_retrier: events that the retrier has
-    still to move, whomever they are for. unread: partitions that could not be read to their end, and why.
-    """
+    """unclaimed: the number of events by lane and topic, for lanes that nobody claims. undelivered: the number of unread events
+    of such lanes, by lane and stream. unread: partitions that could not be read to their end, with the reason."""
 
     unclaimed: Mapping[str, Mapping[str, int]]
-    with_retrier: int
+    undelivered: Mapping[str, Mapping[str, int]]
     unread: Mapping[TopicPartition, str]
     bookmark: Bookmark
 
 
-async def find_waiting(admin: Admin, claimed: Collection[str], bookmark: Bookmark) -> Waiting:
-    """Look through everything that waits, as it is now; also beside a working fleet. claimed: lanes that somebody serves.
+async def find_waiting(broker: Broker, claimed: Collection[str], bookmark: Bookmark) -> Waiting:
+    """Count the waiting events; a fleet may be at work meanwhile. claimed: lanes that somebody serves.
 
-    Takes as long as reading what waits with the retrier, and what came into the other topics since the bookmark. Raises
-    BrokerError kinds, but for damage.
+    Reads all events that wait with the retrier, and those that came to the other topics since the bookmark. Raises
+    BrokerError kinds, except for damage.
     """
-    search = _Search(admin, claimed, bookmark)
-    topics = await admin.topics()
-    await search.look_at_retrier(topics)
-    await search.look_for_lanes(topics)
+    search = _Search(broker, claimed, bookmark)
+    topics = await broker.admin.topics()
+    await search.count_at_retrier(topics)
+    await search.find_lanes(topics)
+    await search.count_undelivered(topics)
     await search.count_unclaimed(topics)
     return search.found()
 
 
 class _Search:
-    def __init__(self, admin: Admin, claimed: Collection[str], bookmark: Bookmark) -> None:
-        self._admin, self._claimed = admin, frozenset(claimed)
+    def __init__(self, broker: Broker, claimed: Collection[str], bookmark: Bookmark) -> None:
+        self._broker, self._claimed = broker, frozenset(claimed)
         self._read, self._lanes = dict(bookmark.read), set(bookmark.lanes) | self._claimed
+        self._last = dict(bookmark.last)
+        self._left = {lane: heir for lane, heir in bookmark.left.items() if lane not in self._claimed}
         self._counts: defaultdict[str, Counter[str]] = defaultdict(Counter)
-        self._with_retrier = 0
+        self._undelivered: defaultdict[str, Counter[str]] = defaultdict(Counter)
         self._unread: dict[TopicPartition, str] = {}
 
-    async def look_at_retrier(self, topics: Collection[str]) -> None:
-        """In the direction in which events go, from longer to shorter delays: what is moved meanwhile is seen once at least."""
+    async def count_at_retrier(self, topics: Collection[str]) -> None:
+        """In the direction in which events move, from longer to shorter delays: an event that is moved meanwhile is counted."""
         for topic in (RETRY_IN, *map(delay_topic, reversed(DELAYS_S))):
             if topic not in topics:
                 continue
-            settled = await self._admin.committed(RETRIER_GROUP, topic)
-            for partition, held in (await self._admin.describe(topic)).items():
+            settled = await self._broker.admin.committed(RETRIER_GROUP, topic)
+            for partition, held in (await self._broker.reader.describe(topic)).items():
                 source = TopicPartition(topic, partition)
                 start = max(held.start, settled.get(partition, held.start - 1) + 1)
                 found = await self._count(source, PartitionRange(start, held.end))
-                self._with_retrier += sum(found.values())
                 for lane, count in found.items():
                     if lane and lane not in self._claimed:
                         self._counts[lane][topic] += count
 
-    async def look_for_lanes(self, topics: Collection[str]) -> None:
-        """Whose events are in the topics that lanes read: from where the last look ended."""
+    async def find_lanes(self, topics: Collection[str]) -> None:
+        """The lanes with events in the retry and parked topics, read from the bookmark on."""
         ends = (retry_topic(""), parked_topic(""))
         for topic in sorted(topic for topic in topics if topic.endswith(ends)):
-            for partition, held in (await self._admin.describe(topic)).items():
+            for partition, held in (await self._broker.reader.describe(topic)).items():
                 source = TopicPartition(topic, partition)
-                start = self._read.get(source, held.start)
-                start = held.start if start > held.end else max(start, held.start)  # beyond the end: it was made anew
+                start = max(self._read.get(source, held.start), held.start)
+                if start > held.start and not await self._is_same(source, held):
+                    start = held.start
                 self._lanes |= (await self._count(source, PartitionRange(start, held.end))).keys() - {""}
                 if source not in self._unread:
                     self._read[source] = held.end
+
+    async def _is_same(self, source: TopicPartition, held: PartitionRange) -> bool:
+        """Whether the partition still holds the last record that was read of it. It does not when the topic was made anew."""
+        if source not in self._last or self._read[source] > held.end:
+            return False
+        offset, digest = self._last[source]
+        try:
+            batch = await self._broker.reader.read(*source, offset, max_records=1)
+        except (OffsetOutOfRange, DataDamaged):
+            return False
+        return batch is not None and batch.offsets[0] == offset and digest_of(batch.records[0]).hex() == digest
+
+    async def count_undelivered(self, topics: Collection[str]) -> None:
+        """The unread events of lanes that are gone, in each stream where the lane has committed an offset."""
+        streams = [topic for topic in topics if not topic.startswith(_INTERNAL) and not topic.endswith(_SIDE_TOPICS)]
+        for lane in sorted(self._lanes - self._claimed - self._left.keys()):
+            group = delivery_group(*lane.split("/", 1))
+            for topic in streams:
+                if await self._broker.admin.committed(group, topic):
+                    lags = await self._broker.admin.group_lag(group, topic)
+                    self._undelivered[lane][topic] += sum(lag.records for lag in lags.values())
 
     async def count_unclaimed(self, topics: Collection[str]) -> None:
         for lane in sorted(self._lanes - self._claimed):
@@ -125,12 +167,12 @@ class _Search:
             for topic in (retry_topic(pipe), parked_topic(pipe)):
                 if topic in topics:
                     self._counts[lane][topic] += await self._count_lane(lane, delivery_group(pipe, destination), topic)
-            if not self._counts[lane].total() and not self._unread:
+            if not (self._counts[lane].total() or self._undelivered[lane].total() or self._unread):
                 self._lanes.discard(lane)  # until new events for it are seen
 
     async def _count_lane(self, lane: str, group: str, topic: str) -> int:
-        settled, count = await self._admin.committed(group, topic), 0
-        for partition, held in (await self._admin.describe(topic)).items():
+        settled, count = await self._broker.admin.committed(group, topic), 0
+        for partition, held in (await self._broker.reader.describe(topic)).items():
             start = max(held.start, settled.get(partition, held.start - 1) + 1)
             count += (await self._count(TopicPartition(topic, partition), PartitionRange(start, held.end)))[lane]
         return count
@@ -139,24 +181,31 @@ class _Search:
         """Records by lane; "" for those that are no retry records."""
         found: Counter[str] = Counter()
         try:
-            async for batch in read_topic(self._admin, source.topic, source.partition, held):
+            async for batch in read_topic(self._broker.reader, source.topic, source.partition, held):
                 found.update(map(_lane_of, batch.records))
+                self._last[source] = batch.offsets[-1], digest_of(batch.records[-1]).hex()
         except DataDamaged as error:
             self._unread[source] = str(error)
         return found
 
     def found(self) -> Waiting:
-        counts = {lane: dict(+topics) for lane, topics in sorted(self._counts.items()) if topics.total()}
-        return Waiting(counts, self._with_retrier, self._unread, Bookmark(self._read, frozenset(self._lanes)))
+        last = {source: self._last[source] for source in self._read if source in self._last}
+        bookmark = Bookmark(self._read, frozenset(self._lanes), self._left, last)
+        return Waiting(_without_zeros(self._counts), _without_zeros(self._undelivered), self._unread, bookmark)
 
 
-async def hand_over_positions(admin: Admin, pipes: PipeFile) -> dict[str, str]:
-    """Let each destination that gets what waited for a removed one begin in its streams where that one ended, also where
-    that one had begun and settled nothing.
+def _without_zeros(counts: Mapping[str, Counter[str]]) -> dict[str, dict[str, int]]:
+    return {lane: dict(+topics) for lane, topics in sorted(counts.items()) if topics.total()}
 
-    Where it has begun already it is left alone; of several removed ones the first in the file counts. So what the old name had
-    not read is not lost to the new one, nor the whole stream sent again. Gives the old lane by the new one. To be called
-    before the new one runs: raises Unavailable while it does and has not begun, and BrokerError kinds; then call it again.
+
+async def hand_over_positions(admin: Admin, pipes: PipeFile, left: Mapping[str, str] | None = None) -> dict[str, str]:
+    """A destination that gets the waiting events of a removed one starts in its streams at the position of the removed one,
+    also where that one had settled nothing.
+
+    Partitions that it has begun already are left alone, unless it had itself left them to the removed one (`Bookmark.left`):
+    then it goes on at the position of that one. Of several removed ones the first in the file counts. So the new name misses
+    nothing that the old one had not read, and the stream is not sent again. Gives the old lane by the new one. Call it before
+    the new one runs: it raises Unavailable while the new one runs and has not begun; then call it again.
     """
     done: dict[str, str] = {}
     for old, choice in pipes.removed.items():
@@ -165,7 +214,14 @@ async def hand_over_positions(admin: Admin, pipes: PipeFile) -> dict[str, str]:
         pipe, _, destination = choice.deliver_to.partition("/")
         group, ended = delivery_group(pipe, destination), delivery_group(*old.split("/"))
         for topic in delivery_topics(pipe, pipes.pipes[pipe]):
-            if await admin.copy_positions(ended, group, topic):
+            went_on = await admin.copy_positions(ended, group, topic)
+            if (left or {}).get(choice.deliver_to) == old:
+                theirs, own = await admin.committed(ended, topic), await admin.committed(group, topic)
+                ahead = {one: offset for one, offset in theirs.items() if offset > own.get(one, -1)}
+                if ahead:
+                    await admin.set_committed(group, topic, ahead)
+                    went_on = True
+            if went_on:
                 done.setdefault(choice.deliver_to, old)
     return done
 
@@ -177,23 +233,23 @@ def _lane_of(record: Record) -> str:
     return lane_name(pipe.decode(errors="replace"), destination.decode(errors="replace"))
 
 
-async def read_bookmark(admin: Admin) -> Bookmark:
-    """The newest one; an empty one without any. Raises BrokerError kinds."""
+async def read_bookmark(reader: Reader) -> Bookmark:
+    """The newest bookmark; an empty one when there is none. Raises BrokerError kinds."""
     newest = Bookmark()
     try:
-        held = await admin.describe(CONTROL)
+        held = await reader.describe(CONTROL)
     except UnknownTopic:
         return newest
-    async for batch in read_topic(admin, CONTROL, 0, held[0]):
+    async for batch in read_topic(reader, CONTROL, 0, held[0]):
         for record in batch.records:
             if record.key == _KEY:
                 try:
                     newest = Bookmark.decode(record.value or b"")
                 except (ValueError, KeyError, AttributeError, TypeError):
-                    newest = Bookmark()  # of another version: look through everything
+                    newest = Bookmark()  # of another version: read everything
     return newest
 
 
 async def write_bookmark(producer: Producer, bookmark: Bookmark, now_ms: int) -> None:
-    """Durably. Raises BrokerError kinds."""
+    """Store it durably. Raises BrokerError kinds."""
     (await producer.send_to(CONTROL, {0: [Record(_KEY, bookmark.encode(), now_ms)]})).raise_first()

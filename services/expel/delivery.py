@@ -1,48 +1,28 @@
-"""The two shapes in which events pass through expel: a polled `Chunk`, and a `Delivery`, which is one request.
+"""Events on their way to one destination, as a few parallel lists.
 
-Both are a few parallel lists, sliced and never walked on the way, because a Python object per event would cost more than
-everything else.
+The lists are sliced and never walked on the way, because a Python object per event would cost more than everything else.
 """
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from services.core.broker.record import Record, TopicPartition
+from services.core.broker.record import Record, TopicPartition, estimate_size
+
+Position = tuple[TopicPartition, int, int]
+"""(source, offset, polled_ms) of one event."""
 
 
-@dataclass(slots=True)
-class Chunk:
-    """Deliverable events of one polled batch, rendered. All lists have the same length and order."""
-
-    source: TopicPartition
-    offsets: Sequence[int]
-    records: Sequence[Record]
-    parts: Sequence[bytes]
-    """What the destination's body is joined from."""
-    ids: Sequence[bytes]
-    arrivals: Sequence[int]
-    """Arrival at ingest, ms; 0 when unknown."""
-    taken_ms: int
-    """Arrival here, ms since the epoch."""
-    taken_at: float
-    """The same in monotonic seconds."""
-    size: int
-    """Bytes of all parts."""
-    weight_each: float
-    """Bytes that an event counts in its lane: its share of what the batch's records and parts take."""
-
-
-class Run(NamedTuple):
-    """Consecutive events of a delivery that came from one chunk."""
+class OffsetRun(NamedTuple):
+    """Consecutive events of a delivery that came from one polled batch. polled_ms: when it was polled, ms since the epoch."""
 
     source: TopicPartition
     offsets: Sequence[int]
-    taken_ms: int
+    polled_ms: int
 
 
 class Unreadable(NamedTuple):
-    """A record that cannot be delivered to anybody: dead letters, at once. events: how many it stands for."""
+    """A record that cannot be delivered to any destination: a dead letter at once. events: how many events it stands for."""
 
     offset: int
     record: Record
@@ -53,45 +33,89 @@ class Unreadable(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Delivery:
-    """The events of one request and their history. Lists as in Chunk; `runs` covers them in order."""
+    """Events of one destination and their history: first those of one polled batch, later those of one request.
+
+    parts, ids, arrivals and records have the same length and order; `runs` covers them in order.
+    """
 
     parts: Sequence[bytes]
+    """The destination's body is joined from these."""
     ids: Sequence[bytes]
     arrivals: Sequence[int]
+    """Arrival at ingest, ms since the epoch; 0 when unknown."""
     records: Sequence[Record]
-    runs: Sequence[Run]
-    size: int
-    weight: float
+    runs: Sequence[OffsetRun]
+    size: int = 0
+    """Bytes of all parts."""
+    weight: float = 0.0
+    """Bytes that the events count in their lane: records and parts."""
+    polled_at: float = 0.0
+    """When the first of the events was polled, monotonic seconds."""
     attempts: int = 0
     first_failure: int = 0
     """When the first attempt failed, ms since the epoch; 0 before."""
     message_id: str = ""
-    """Filled by the sender; stable over retries of these events."""
+    """Set by the sender; the same for every attempt with these events."""
     lapsed: frozenset[TopicPartition] = frozenset()
-    """Partitions that are being revoked: their events are not tried again by us."""
+    """Partitions that are being revoked: this process does not try their events again."""
     disowned: frozenset[TopicPartition] = frozenset()
-    """Partitions that left while this was under way. What we know of them is over: when they come back, perhaps as a topic
-    made anew under the same name, the same offsets mean other events."""
+    """Partitions that were revoked while this was under way. Its outcome settles none of their offsets: when such a partition
+    comes back, its topic may have been deleted and created anew, and the same offsets are other events."""
 
     def __len__(self) -> int:
         return len(self.parts)
 
-    def places(self) -> list[tuple[TopicPartition, int, int]]:
-        """(source, offset, taken_ms) of each event. Walks all; for failures, not for the usual way."""
-        return [(run.source, offset, run.taken_ms) for run in self.runs for offset in run.offsets]
+    def set_polled(self, source: TopicPartition, polled_ms: int, polled_at: float) -> None:
+        """Complete a rendered batch. source: the partition that was polled, where the offsets of the only run count."""
+        ((_, offsets, _),) = self.runs
+        self.runs, self.polled_at = [OffsetRun(source, offsets, polled_ms)], polled_at
+        self.size = sum(map(len, self.parts))
+        self.weight = self.size + estimate_size(self.records)
+
+    def cut(self, start: int, stop: int, size: int) -> "Delivery":
+        """Events start to stop of a polled batch. size: bytes of their parts."""
+        ((source, offsets, polled_ms),) = self.runs
+        return Delivery(
+            self.parts[start:stop],
+            self.ids[start:stop],
+            self.arrivals[start:stop],
+            self.records[start:stop],
+            [OffsetRun(source, offsets[start:stop], polled_ms)],
+            size,
+            self.weight * (stop - start) / len(self.parts),
+            self.polled_at,
+        )
+
+    def join(self, other: "Delivery") -> "Delivery":
+        """These events and behind them the other's, as a new request."""
+        return Delivery(
+            [*self.parts, *other.parts],
+            [*self.ids, *other.ids],
+            [*self.arrivals, *other.arrivals],
+            [*self.records, *other.records],
+            [*self.runs, *other.runs],
+            self.size + other.size,
+            self.weight + other.weight,
+            self.polled_at,
+        )
+
+    def positions(self) -> list[Position]:
+        """Of each event. Walks all events: only for failures."""
+        return [(run.source, offset, run.polled_ms) for run in self.runs for offset in run.offsets]
 
     def subset(self, indexes: Sequence[int]) -> "Delivery":
-        """Only these events (ascending indexes), with the same history and a message id of their own."""
-        places = self.places()
+        """These events (ascending indexes), with the same history and a message id of their own."""
+        positions = self.positions()
         parts = [self.parts[i] for i in indexes]
         return Delivery(
             parts,
             [self.ids[i] for i in indexes],
             [self.arrivals[i] for i in indexes],
             [self.records[i] for i in indexes],
-            group_runs(places[i] for i in indexes),
+            group_runs(positions[i] for i in indexes),
             sum(map(len, parts)),
             self.weight * len(parts) / len(self),
+            self.polled_at,
             self.attempts,
             self.first_failure,
             lapsed=self.lapsed,
@@ -99,22 +123,29 @@ class Delivery:
         )
 
     def split(self, sources: Collection[TopicPartition]) -> "tuple[Delivery | None, Delivery | None]":
-        """(the events of other partitions, the events of these); None instead of an empty one."""
+        """(the events of other partitions, the events of these); None in place of an empty one."""
         if all(run.source not in sources for run in self.runs):
             return self, None
-        places = self.places()
-        kept = [index for index, place in enumerate(places) if place[0] not in sources]
-        gone = [index for index, place in enumerate(places) if place[0] in sources]
+        positions = self.positions()
+        kept = [index for index, position in enumerate(positions) if position[0] not in sources]
+        gone = [index for index, position in enumerate(positions) if position[0] in sources]
         return (self.subset(kept) if kept else None), self.subset(gone)
 
 
-def group_runs(places: Iterable[tuple[TopicPartition, int, int]]) -> list[Run]:
-    """Neighbours of one source and one poll become one run."""
-    runs: list[Run] = []
+class Rendered(NamedTuple):
+    """A batch as a sender has rendered it: the events to deliver, in one run, and the records that cannot be delivered."""
+
+    delivery: Delivery
+    unreadable: Sequence[Unreadable] = ()
+
+
+def group_runs(positions: Iterable[Position]) -> list[OffsetRun]:
+    """Neighbours of one partition and one poll become one run."""
+    runs: list[OffsetRun] = []
     offsets: list[int] = []
-    for source, offset, taken_ms in places:
-        if not runs or runs[-1].source != source or runs[-1].taken_ms != taken_ms:
+    for source, offset, polled_ms in positions:
+        if not runs or runs[-1].source != source or runs[-1].polled_ms != polled_ms:
             offsets = []
-            runs.append(Run(source, offsets, taken_ms))
+            runs.append(OffsetRun(source, offsets, polled_ms))
         offsets.append(offset)
     return runs

@@ -1,43 +1,42 @@
-"""What waits for a destination that the pipe file no longer has, and what the file says becomes of it (`Removed`).
+"""What becomes of the waiting events of a destination that the pipe file no longer has, as the file says (`Removed`).
 
-The removed destination's group goes on reading `<pipe>.retry` and `<pipe>.parked` in its place: each event is written to the
-other destination's retry topic, to the dead letters or, dropped, into the audit, and then committed. A crash in between does it
-again. What the global retrier still holds comes to `<pipe>.retry` when it is due.
+The removed destination's group goes on reading `<pipe>.retry` and `<pipe>.parked`. Each event is written to another destination's
+retry topic, to the dead letters or, when dropped, into the audit, and then committed. A crash in between writes it again. The
+events that the global retrier still holds come to `<pipe>.retry` when they are due.
 """
 
 import asyncio
 import socket
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Collection, Coroutine, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 
-import backoff
 import structlog
 
 from services.core import metrics
 from services.core.audit import DROP, ActedUpon, write_entries
-from services.core.broker.contract import Broker, Consumer
-from services.core.broker.errors import BrokerError, DataDamaged, NotOwner, OffsetOutOfRange, RecordTooLarge
-from services.core.broker.key_send import send_by_key
-from services.core.broker.producer import Producer
+from services.core.backoff import Backoff
+from services.core.broker.contract import Broker, Lag
+from services.core.broker.errors import BrokerError, RecordTooLarge
+from services.core.broker.offset_tracker import OffsetTracker
+from services.core.broker.producer import Producer, send_by_key
 from services.core.broker.record import Batch, Record, TopicPartition
-from services.core.broker.watermark import LowWater
-from services.core.group_watch import GroupWatch
-from services.core.lifecycle import wait_for_stop
+from services.core.consuming import GroupMember, Membership
 from services.core.pipes import Removed, dead_letter_topic, delivery_group, parked_topic, retry_topic
-from services.core.rejoin import Rejoin
 from services.core.retry_state import unwrap, wrap
-from services.expel.body import render_damaged
+from services.expel.dedup import RetryTopicFilter
 from services.expel.delivery import Unreadable
-from services.expel.letters import Letter, LetterWriter, shorten
-from services.expel.returned import Returned
+from services.expel.side_topics import DeadLetterWriter, SideRecord, shorten
+from services.expel.webhook.body import render_damaged
 
 log = structlog.get_logger()
 
 REASON = "destination_removed"
 _POLL_RECORDS = 500
-_POLL_WAIT = 1.0
-_NO_TOPIC_WAIT = 30.0
+_COMMIT_INTERVAL_S = 1.0
 _BASE_WAIT, _MAX_WAIT = 0.25, 10.0
 
 
@@ -45,183 +44,188 @@ class RemovedLane:
     """One removed destination's, in one process; several share its topics. lane: `pipe/destination`."""
 
     def __init__(self, broker: Broker, producer: Producer, lane: str, choice: Removed) -> None:
-        self.name, self._choice = lane, choice
-        self._pipe, _, self._destination = lane.partition("/")
-        self._broker, self._producer = broker, producer
-        self._group = delivery_group(self._pipe, self._destination)
-        self._topics = (retry_topic(self._pipe), parked_topic(self._pipe))
-        self._letters = LetterWriter(self._pipe, self._destination)
-        self._rejoin = Rejoin(self._group, "removed_waits", "it joins again by itself; nothing is lost")
-        self._watch = GroupWatch(self._group)
-        self._low_water = LowWater()
-        self._stuck: set[TopicPartition] = set()
+        self.name = lane
+        self._broker, self._producer, self._choice = broker, producer, choice
+        pipe, _, destination = lane.partition("/")
+        self._topics = (retry_topic(pipe), parked_topic(pipe))
+        group = delivery_group(pipe, destination)
+        self._member = GroupMember(
+            broker,
+            group,
+            lambda: RemovedProcessor(producer, pipe, destination, choice),
+            self._find_topics,
+            commit_interval=_COMMIT_INTERVAL_S,
+        )
 
-    async def run(self, stopping: asyncio.Event) -> None:
-        """Until `stopping`; what is being written then is finished or done again. Broker failures are waited out."""
-        while not stopping.is_set():
-            try:
-                await self._work(stopping)
-            except* Exception as errors:  # a fault of ours, too: what is uncommitted is read again
-                self._rejoin.failed(errors)
-            if not stopping.is_set():
-                await self._rejoin.wait(stopping)
+    async def run(self, stopping: asyncio.Event, drain: float) -> None:
+        """Until `stopping`; then finishes what was polled, within `drain` seconds. Broker failures are waited out."""
+        await self._member.run(stopping, drain)
 
-    async def _work(self, stopping: asyncio.Event) -> None:
+    async def _find_topics(self) -> list[str]:
         existing = await self._broker.admin.topics()
-        topics = [topic for topic in self._topics if topic in existing]
-        if not topics:  # nothing can wait there, and whoever makes the pipe again makes them
-            await wait_for_stop(stopping, _NO_TOPIC_WAIT)
-            return
-        self._low_water, self._stuck = LowWater(), set()
-        returned = {topic: Returned(topic, self._pipe, self._destination) for topic in topics}
-        joining = self._broker.consumer(self._group, topics, start="earliest", on_revoke=self._revoke)
-        async with joining as consumer:
-            log.info("removed_joined", lane=self.name, topics=topics)
-            self._rejoin.joined()
-            while not stopping.is_set():
-                batches = await self._poll(consumer)
-                # All in the same turn of the loop: what leaves from now on is forgotten, and not committed.
-                for batch in batches:
-                    self._low_water.take(batch)
-                for batch in batches:
-                    if not await self._settle(batch, returned[batch.topic], stopping):
-                        return
-                    self._low_water.settle(batch.source, batch.offsets)
-                    await self._commit(consumer)
+        return [topic for topic in self._topics if topic in existing]
 
-    async def _poll(self, consumer: Consumer) -> Sequence[Batch]:
-        try:
-            return await consumer.poll(max_records=_POLL_RECORDS, max_wait=_POLL_WAIT)
-        except (OffsetOutOfRange, DataDamaged) as error:  # that partition waits for a person, the other goes on
-            missing = self._watch.note_missing(error, self._stuck)
-            if missing <= self._stuck:
-                raise
-            self._stuck |= missing
-            consumer.pause(missing)
-            return ()
 
-    async def _revoke(self, partitions: frozenset[TopicPartition]) -> None:
-        """`contract.OnRevoke`: what is being written of these is done again by the next owner."""
-        self._low_water.forget(partitions)
-        self._stuck -= partitions
+class RemovedProcessor:
+    """`consuming.Processor`: writes batch after batch, each as a whole."""
 
-    async def _commit(self, consumer: Consumer) -> None:
-        marks = self._low_water.committable()
-        try:
-            if marks:
-                await consumer.commit(marks)
-        except NotOwner as error:
-            metrics.BROKER_COMMITS_REFUSED.labels(self._group).inc(len(error.partitions))
-        else:
-            self._low_water.committed(marks)
+    def __init__(self, producer: Producer, pipe: str, destination: str, choice: Removed) -> None:
+        self._producer, self._choice = producer, choice
+        self._pipe, self._destination, self._lane = pipe, destination, f"{pipe}/{destination}"
+        self._dead_letters = DeadLetterWriter(pipe, destination)
+        self._filters = {
+            topic: RetryTopicFilter(pipe, destination) for topic in (retry_topic(pipe), parked_topic(pipe))
+        }
+        self._queue: deque[Batch] = deque()
+        self._changed = asyncio.Event()
+        self.tracker, self.ledger = OffsetTracker(), NoLedger()
 
-    async def _settle(self, batch: Batch, returned: Returned, stopping: asyncio.Event) -> bool:
-        """Write what is ours where it goes; False when the stop came first."""
+    def open(self, membership: Membership, _tasks: asyncio.TaskGroup) -> Iterable[Coroutine[Any, Any, None]]:
+        return [self._work(membership)]
+
+    async def wait_for_room(self) -> int:
+        while self._queue:
+            self._changed.clear()
+            await self._changed.wait()
+        return _POLL_RECORDS
+
+    def reads(self, _topic: str) -> bool:
+        return True
+
+    async def prepare(self, polled: Collection[TopicPartition], assigned: Collection[TopicPartition]) -> None:
+        """Nothing is prepared."""
+
+    def accept(self, batch: Batch) -> None:
+        self._queue.append(batch)
+        self._changed.set()
+
+    async def drain_partitions(self, partitions: frozenset[TopicPartition], limit: float) -> None:
+        """The next owner writes what is being written of these again."""
+
+    def disown(self, partitions: Collection[TopicPartition]) -> None:
+        self._queue = deque(batch for batch in self._queue if batch.source not in partitions)
+
+    async def drain(self, limit: float) -> bool:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(limit):
+                await self.wait_for_room()
+        return not self._queue
+
+    def stop(self) -> None:
+        """The worker ends with the membership."""
+
+    def update_metrics(self) -> None:
+        """Its metrics are counters."""
+
+    async def _work(self, membership: Membership) -> None:
+        while True:
+            while not self._queue:
+                self._changed.clear()
+                await self._changed.wait()
+            batch = self._queue[0]
+            await self._write(batch)
+            if self._queue and self._queue[0] is batch:  # it was not revoked meanwhile
+                self.tracker.settle(batch.source, batch.offsets)
+                await membership.commit()
+            if self._queue and self._queue[0] is batch:
+                self._queue.popleft()
+            self._changed.set()
+
+    async def _write(self, batch: Batch) -> None:
+        """Returns when every event of this destination is durable where the choice sends it."""
         now = time.time_ns() // 1_000_000
         if batch.damage is not None:
-            self._watch.note_damage(batch, batch.damage)
-            return await self._bury(
-                self._unreadable(batch, render_damaged(batch, batch.damage).unreadable, now), stopping
-            )
-        found = returned.sort(batch)
+            await self._write_dead_letters(batch, render_damaged(batch, batch.damage).unreadable, now)
+            return
+        found = self._filters[batch.topic].sort(batch)
         mine = [
             (offset, record) for part in found.mine for offset, record in zip(part.offsets, part.records, strict=True)
         ]
-        if not await self._bury(self._unreadable(batch, found.unreadable, now), stopping):
-            return False
+        await self._write_dead_letters(batch, found.unreadable, now)
         if not mine:
-            return True
+            return
         if self._choice.deliver_to is not None:
-            return await self._deliver(batch, mine, self._choice.deliver_to, now, stopping)
-        if self._choice.bury is not None:
+            await self._deliver(batch, mine, self._choice.deliver_to, now)
+        elif self._choice.bury is not None:
             bad = [Unreadable(offset, record, REASON, self._choice.bury) for offset, record in mine]
-            return await self._bury(self._unreadable(batch, bad, now), stopping)
-        return await self._drop([ActedUpon(*batch.source, offset) for offset, _ in mine], stopping)
+            await self._write_dead_letters(batch, bad, now)
+        else:
+            await self._drop([ActedUpon(*batch.source, offset) for offset, _ in mine])
 
-    async def _deliver(
-        self, batch: Batch, mine: Sequence[tuple[int, Record]], lane: str, now: int, stopping: asyncio.Event
-    ) -> bool:
-        """To the other destination alone, with all that is known of their attempts."""
+    async def _deliver(self, batch: Batch, mine: Sequence[tuple[int, Record]], lane: str, now: int) -> None:
+        """To the retry topic of the other destination, with the state of their attempts."""
         pipe, _, destination = lane.partition("/")
         topic, waiting = retry_topic(pipe), list(mine)
-        tries = _Tries(self.name, topic, stopping)
+        retry = Backoff(_BASE_WAIT, _MAX_WAIT)
         while waiting:
-            failed = await send_by_key(
-                self._producer, topic, [_readdress(record, pipe, destination, now) for _, record in waiting]
-            )
+            records = [_readdress(record, pipe, destination, now) for _, record in waiting]
+            failed = await send_by_key(self._producer, topic, records)
             self._count("delivered_elsewhere", len(waiting) - len(failed))
             bad = [
                 Unreadable(*waiting[index], "too_large", "the record is larger than the broker takes")
                 for index, error in failed.items()
                 if isinstance(error, RecordTooLarge)
             ]
-            if not await self._bury(self._unreadable(batch, bad, now), stopping):
-                return False
+            await self._write_dead_letters(batch, bad, now)
             again = {index: error for index, error in failed.items() if not isinstance(error, RecordTooLarge)}
             waiting = [waiting[index] for index in again]
-            if waiting and not await tries.failed(next(iter(again.values()))):
-                return False
-        return True
+            if waiting:
+                await self._wait(retry, topic, next(iter(again.values())))
 
-    def _unreadable(self, batch: Batch, bad: Sequence[Unreadable], now: int) -> list[Letter]:
-        return self._letters.from_unreadable(batch.source, bad, now)
-
-    async def _bury(self, letters: Sequence[Letter], stopping: asyncio.Event) -> bool:
-        topic, waiting = dead_letter_topic(self._pipe), list(letters)
-        tries = _Tries(self.name, topic, stopping)
+    async def _write_dead_letters(self, batch: Batch, bad: Sequence[Unreadable], now: int) -> None:
+        records: Sequence[SideRecord] = self._dead_letters.from_unreadable(batch.source, bad, now)
+        topic, waiting = dead_letter_topic(self._pipe), records
+        retry = Backoff(_BASE_WAIT, _MAX_WAIT)
         while waiting:
-            failed = await send_by_key(self._producer, topic, [letter.letter for letter in waiting])
-            for index, letter in enumerate(waiting):
+            failed = await send_by_key(self._producer, topic, [record.record for record in waiting])
+            for index, record in enumerate(waiting):
                 if index not in failed:
-                    metrics.EXPEL_DEAD.labels(self._pipe, self._destination, letter.reason).inc(letter.events)
+                    metrics.EXPEL_DEAD.labels(self._pipe, self._destination, record.reason).inc(record.events)
             waiting = [
                 shorten(waiting[index]) if isinstance(error, RecordTooLarge) else waiting[index]
                 for index, error in failed.items()
             ]
-            if waiting and not await tries.failed(next(iter(failed.values()))):
-                return False
-        self._count("buried", sum(letter.reason == REASON for letter in letters))
-        return True
+            if waiting:
+                await self._wait(retry, topic, next(iter(failed.values())))
+        self._count("buried", sum(record.reason == REASON for record in records))
 
-    async def _drop(self, places: Sequence[ActedUpon], stopping: asyncio.Event) -> bool:
-        """On record, by their places, before they are passed over."""
-        said = {"destination": self.name, "because": self._choice.drop or ""}
-        tries = _Tries(self.name, "the audit", stopping)
+    async def _drop(self, positions: Sequence[ActedUpon]) -> None:
+        """The audit has the events' positions before they are skipped."""
+        said = {"destination": self._lane, "because": self._choice.drop or ""}
+        retry = Backoff(_BASE_WAIT, _MAX_WAIT)
         while True:
             try:
-                await write_entries(self._producer, DROP, f"expel@{socket.gethostname()}", said, places)
+                await write_entries(self._producer, DROP, f"expel@{socket.gethostname()}", said, positions)
             except BrokerError as error:
-                if not await tries.failed(error):
-                    return False
+                await self._wait(retry, "the audit", error)
             else:
                 break
-        self._count("dropped", len(places))
-        log.warning("events_dropped", lane=self.name, events=len(places), reason=self._choice.drop)
-        return True
+        self._count("dropped", len(positions))
+        log.warning("events_dropped", lane=self._lane, events=len(positions), reason=self._choice.drop)
+
+    async def _wait(self, retry: Backoff, topic: str, error: Exception) -> None:
+        """Before the next try. Raises what is not a broker's error."""
+        if not isinstance(error, BrokerError):
+            raise error
+        if retry.fail():
+            log.warning("removed_unwritten", lane=self._lane, topic=topic, error=str(error), hint="it is tried again")
+        await retry.wait()
 
     def _count(self, action: str, events: int) -> None:
         metrics.EXPEL_REMOVED.labels(self._pipe, self._destination, action).inc(events)
 
 
-class _Tries:
-    """Writing to one place of ours again and again: told once, with growing waits, until the stop."""
+class NoLedger:
+    """These events were reported as retrying, parked or dead; nothing more is reported of them."""
 
-    def __init__(self, lane: str, where: str, stopping: asyncio.Event) -> None:
-        self._lane, self._where, self._stopping = lane, where, stopping
-        self._failures = 0
+    async def measure_ends(self) -> None:
+        """Nothing is measured."""
 
-    async def failed(self, error: Exception) -> bool:
-        """Waits; whether to try again. Raises what is no broker's error."""
-        if not isinstance(error, BrokerError):
-            raise error
-        if not self._failures:
-            log.warning(
-                "removed_unwritten", lane=self._lane, where=self._where, error=str(error), hint="it is tried again"
-            )
-        self._failures += 1
-        wait = backoff.full_jitter(min(_MAX_WAIT, _BASE_WAIT * 2 ** min(self._failures, 10)))
-        await wait_for_stop(self._stopping, wait)
-        return not self._stopping.is_set()
+    async def set_lags(self, own: Mapping[TopicPartition, Lag]) -> None:
+        """Nothing is measured."""
+
+    async def report(self) -> None:
+        """Nothing is reported."""
 
 
 def _readdress(record: Record, pipe: str, destination: str, now: int) -> Record:

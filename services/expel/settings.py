@@ -27,25 +27,26 @@ class ExpelSettings(Settings):
     section: ClassVar[str] = "expel"
 
     serve: Annotated[tuple[str, ...], BeforeValidator(_names)] = Field(
-        (), description="Names of the pipes that this instance serves, comma-separated; none: all of the file."
+        (), description="Names of the pipes that this instance serves, comma-separated; empty: all pipes of the file."
     )
     allow_networks: Annotated[tuple[Network, ...], BeforeValidator(_networks)] = Field(
         (),
-        description="Inside networks that webhooks may reach, e.g. 127.0.0.0/8,10.1.0.0/16; none: public addresses only.",
+        description="Private networks that webhooks may reach, e.g. 127.0.0.0/8,10.1.0.0/16; empty: public addresses only.",
     )
     own_addresses: Annotated[tuple[tuple[str, int], ...], BeforeValidator(_endpoints)] = Field(
         (("127.0.0.1", 8080),),
-        description="host:port of our own ingest, comma-separated: refused as a destination, because that is a loop.",
+        description="host:port of our own ingest, comma-separated; refused as destinations, because that would be a loop.",
     )
     buffer: Size = Field(
         32_000_000,
-        description="Bytes of events in flight over all destinations, shared evenly; each gets one full request at least.",
+        description="Bytes of events in flight over all destinations, shared evenly; each gets at least one full request.",
     )
     lane_events: int = Field(
         10_000,
         ge=100,
         le=1_000_000,
-        description="Events in flight per destination at most: what may come again after a crash, tenfold behind a slow one.",
+        description="The most events in flight per destination. So many may be delivered twice after a crash; behind a slow one, "
+        "ten times as many.",
     )
     commit_interval: Duration = Field(0.5, description="How often settled offsets are committed.")
 

@@ -1,4 +1,4 @@
-"""`python -m services.fleet` is `penstock`."""
+"""Runs `penstock` as `python -m services.fleet`."""
 
 from services.fleet.cli import main
 

@@ -1,4 +1,4 @@
-"""How a verb finds the broker and the pipe file that an operator means, and opens the broker."""
+"""Finds the broker and the pipe file that a command uses, and opens the broker."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -12,7 +12,7 @@ from services.fleet.problem import CommandFailed
 
 
 def find_broker(broker: str | None, data: Path) -> str:
-    """The URL: as given; else of the fleet that runs on the data folder; else of that folder's log. Blocking."""
+    """The URL as given, else the broker of the fleet that runs on the data folder, else the log in that folder. Blocking."""
     if broker is not None:
         return broker
     state = read_state(data)
@@ -26,14 +26,14 @@ def find_broker(broker: str | None, data: Path) -> str:
 
 
 def find_pipes(pipes: Path | None, data: Path) -> Path:
-    """The pipe file: as given; else of the fleet that runs on the data folder; else pipes.yaml here. Blocking."""
+    """The path as given, else the file of the fleet that runs on the data folder, else `pipes.yaml` here. Blocking."""
     state = read_state(data) if pipes is None else None
     return pipes or (Path(state.pipes) if state is not None else Path("pipes.yaml"))
 
 
 @asynccontextmanager
 async def opened(url: str) -> AsyncIterator[Broker]:
-    """The broker. Raises CommandFailed for whatever it raises here and inside."""
+    """Open the broker. Turns broker errors, also those raised inside of the context, into CommandFailed."""
     try:
         async with open_broker(url) as broker:
             yield broker

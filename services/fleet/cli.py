@@ -1,4 +1,4 @@
-"""`penstock`: the command line. Exit status: 0 done, 1 failed, 2 the command or its configuration is wrong, 130 Ctrl-C."""
+"""`penstock`: the command line. Exit status: 0 done, 1 failed, 2 wrong command or configuration, 130 Ctrl-C."""
 
 import logging
 import sys
@@ -6,37 +6,18 @@ import sys
 from services.core.yaml_source import BadConfiguration
 from services.fleet.console import print_failure, print_problems
 from services.fleet.problem import CommandFailed
-from services.fleet.verbs import (
-    cost,
-    dead,
-    dead_actions,
-    demo,
-    destination,
-    destination_pause,
-    keys,
-    listen,
-    log,
-    loss,
-    pipes,
-    rate,
-    send,
-    status,
-    up,
-)
+from services.fleet.verbs import cost, dead, demo, destination, keys, listen, log, loss, pipes, rate, send, status, up
 from services.fleet.verbs.app import APP
 
 VERBS = (
     demo,
     up,
     rate,
-    cost,
     send,
     listen,
     status,
     dead,
-    dead_actions,
     destination,
-    destination_pause,
     loss,
     pipes,
     keys,
@@ -46,8 +27,8 @@ VERBS = (
 
 
 def main() -> None:
-    """Run the verb that the command line names, and exit."""
-    # The Kafka client logs each failed attempt; what came of them all is what a verb raises.
+    """Run the command that the command line names, and exit."""
+    # The Kafka client logs each failed attempt. The command raises one error for all of them.
     logging.getLogger("aiokafka").addHandler(logging.NullHandler())
     try:
         APP()

@@ -1,4 +1,4 @@
-"""Where the command line prints: results to stdout, everything else to stderr. Colours only on a terminal."""
+"""Prints results to stdout and everything else to stderr. Colours only on a terminal."""
 
 from contextlib import suppress
 
@@ -13,23 +13,23 @@ OUT = Console(highlight=False, soft_wrap=True)
 ERR = Console(stderr=True, highlight=False, soft_wrap=True)
 
 
-def note(text: str, style: str = "") -> None:
-    """One line for a person, on stderr; never parsed for markup, never with a secret. A file that is full takes none."""
+def print_note(text: str, style: str = "") -> None:
+    """Print one line on stderr, without markup and with secrets masked. A write error, e.g. a full disk, is ignored."""
     with suppress(OSError):
-        with ERR.capture() as line:  # printed directly, it would stay in the console's own memory each time
+        with ERR.capture() as line:  # ERR.print alone would keep a failed line in the console's buffer
             ERR.print(Text(mask_text(text), style=style))
         ERR.file.write(line.get())
         ERR.file.flush()
 
 
 def print_failure(error: CommandFailed) -> None:
-    """What failed, then what to try."""
+    """Print the error, then the remedy."""
     ERR.print(Text.assemble(("error: ", "bold red"), mask_text(error.what)))
     if error.remedy:
         ERR.print(Text.assemble(("  Try: ", "bold"), mask_text(error.remedy)))
 
 
 def print_problems(error: BadConfiguration) -> None:
-    """Every mistake, one a line."""
+    """Print each mistake on its own line."""
     for problem in error.problems:
         ERR.print(Text.assemble(("error: ", "bold red"), str(problem)))

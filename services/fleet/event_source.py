@@ -1,6 +1,6 @@
-"""Reading events from a file or pipe in bounded memory: a JSON array, NDJSON, JSON values in a row, each also gzipped.
+"""Reads events from a file or pipe in bounded memory: a JSON array, NDJSON or consecutive JSON values, each also gzipped.
 
-Everything blocks; the sender calls it from a thread. Payloads keep their bytes: they are cut out, not parsed and written anew.
+Everything blocks; the sender calls it from a thread. Payloads keep their bytes: they are cut out, not parsed and written again.
 """
 
 from __future__ import annotations
@@ -10,20 +10,52 @@ import gzip
 import io
 import itertools
 import json
+import os
+import select
 import zlib
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
+from typing_extensions import Buffer
+
+STDIN = 0
+
+
+class InputFile(io.FileIO):
+    """The raw bytes of a file or of standard input. Standard input is not closed. Raises OSError when it cannot be opened."""
+
+    def __init__(self, file: Path | int) -> None:
+        super().__init__(file, closefd=not isinstance(file, int))
+        self._told, self._tell = os.pipe()
+        os.set_blocking(self._tell, False)
+
+    def readinto(self, buffer: Buffer, /) -> int | None:
+        """Blocks until there are bytes, the file ends (0), or `stop` is called. After `stop` it returns 0."""
+        ready, _, _ = select.select([self.fileno(), self._told], [], [])
+        return 0 if self._told in ready else super().readinto(buffer)
+
+    def stop(self) -> None:
+        """End the current read and all later ones."""
+        os.write(self._tell, b".")
+
+    def close(self) -> None:
+        """Close it; a second call does nothing."""
+        if not self.closed:
+            os.close(self._told)
+            os.close(self._tell)
+        super().close()
+
 
 CHUNK = 256 << 10
 MAX_EVENT_BYTES = 8 << 20
-"""More than any ingest takes; what is larger is a broken file, not an event."""
+"""More than any ingest accepts. A larger value means a broken file."""
 _WHITESPACE = " \t\r\n"
 
 
 class SourceEvent(NamedTuple):
-    """One event of the input. position: its line in NDJSON, else its number, from 1. fault: why it cannot be sent, or ''."""
+    """One event of the input. position: its line (NDJSON) or its number, from 1. fault: why it cannot be sent, or ''."""
 
     position: int
     payload: bytes
@@ -31,25 +63,25 @@ class SourceEvent(NamedTuple):
 
 
 class Readable(Protocol):
-    """A file, a pipe, or what unpacks one."""
+    """A file, a pipe, or a decompressor of one."""
 
     def read1(self, size: int, /) -> bytes:
-        """At most `size` bytes, as soon as there are some; b"" at the end. Blocks."""
+        """At most `size` bytes, as soon as there are any; b"" at the end. Blocks."""
 
 
 class BadInput(Exception):
-    """The input cannot be read any further; what came before is good. The message is for a person."""
+    """The rest of the input cannot be read; the events before it are good. The message is for a person."""
 
 
 class _Head(msgspec.Struct):
-    """What tells a JSON object from other JSON; no field is looked at."""
+    """Decodes only a JSON object; no field is read."""
 
 
 _OBJECT = msgspec.json.Decoder(_Head)
 
 
 def read_events(source: io.BufferedReader[Any]) -> Iterator[SourceEvent]:
-    """The events in order, as soon as the input has them. Raises BadInput, OSError."""
+    """Yield the events in order, as soon as the input has them. Raises BadInput, OSError."""
     try:
         packed = source.peek(2)[:2] == b"\x1f\x8b"
         unpacked: Readable = gzip.GzipFile(fileobj=source) if packed else source
@@ -63,7 +95,7 @@ def read_events(source: io.BufferedReader[Any]) -> Iterator[SourceEvent]:
 
 
 def _first_chunk(source: Readable) -> bytes:
-    """The beginning, without a byte order mark: enough of it to tell what it is; b"" when there is only white space."""
+    """The beginning without a byte order mark, long enough to detect the format; b"" when there is only white space."""
     first = b""
     while chunk := source.read1(CHUNK):
         first += chunk
@@ -83,7 +115,7 @@ def _read_text(first: bytes, source: Readable) -> Iterator[SourceEvent]:
 
 
 def _read_lines(first: bytes, source: Readable) -> Iterator[SourceEvent]:
-    """NDJSON: a bad line is that line's fault alone."""
+    """Read NDJSON. A bad line does not affect the others."""
     rest, number = b"", itertools.count(1)
     for chunk in itertools.chain([first], iter(lambda: source.read1(CHUNK), b"")):
         lines = (rest + chunk).split(b"\n")
@@ -98,7 +130,7 @@ def _read_lines(first: bytes, source: Readable) -> Iterator[SourceEvent]:
 
 
 def _fault(payload: bytes) -> str:
-    """Why this text is no event. Syntax only; what an event must be like is for ingest to say."""
+    """Why this text is no event. Checks the syntax only; ingest checks the rest."""
     try:
         payload.decode()
         _OBJECT.decode(payload)
@@ -112,9 +144,9 @@ def _fault(payload: bytes) -> str:
 
 
 def _read_values(first: bytes, source: Readable, *, closing: str) -> Iterator[SourceEvent]:
-    """JSON values one after another: the items of an array (`closing` is "]"), or values separated by white space.
+    """Read consecutive JSON values: the items of an array (`closing` is "]"), or values separated by white space.
 
-    The standard library's scanner finds where a value ends; the text between is passed on as it is.
+    The standard library's scanner finds the end of each value. The text of the value is passed on unchanged.
     """
     text = _Text(first, source)
     scan = json.JSONDecoder().raw_decode
@@ -134,11 +166,11 @@ def _read_values(first: bytes, source: Readable, *, closing: str) -> Iterator[So
         text.advance(end - start)
         yield SourceEvent(position, payload, _fault(payload))
     if text.next_mark():
-        raise BadInput("there is more text behind the end of the JSON array")
+        raise BadInput("there is more text after the end of the JSON array")
 
 
 class _Text:
-    """A window of decoded text over the input. `at`: where the next character stands in `buffer`."""
+    """A window of decoded text over the input. `at`: the index of the next character in `buffer`."""
 
     def __init__(self, first: bytes, source: Readable) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")()
@@ -149,7 +181,7 @@ class _Text:
         self.at += count
 
     def next_mark(self) -> str:
-        """Skip white space; the next character, "" at the end."""
+        """Skip white space. Returns the next character, or "" at the end."""
         while True:
             while self.at < len(self.buffer) and self.buffer[self.at] in _WHITESPACE:
                 self.at += 1
@@ -169,7 +201,7 @@ class _Text:
                 if not self._more():
                     raise BadInput(f"event {position}: not valid JSON: {error.msg}") from error
                 continue
-            if end < len(self.buffer) or not self._more():  # a number may go on in the next chunk
+            if end < len(self.buffer) or not self._more():  # a number may continue in the next chunk
                 return self.at, end
 
     def _more(self) -> bool:

@@ -1,4 +1,4 @@
-"""The data folder: one fleet at a time, on a local disk, and the state file by which `penstock status` finds the fleet."""
+"""The data folder of a fleet: its lock, its tokens, and the state file by which `penstock status` finds the fleet."""
 
 import fcntl
 import os
@@ -10,7 +10,7 @@ import msgspec
 
 from services.core.bearer import make_token
 from services.core.broker.errors import BadDataFolder
-from services.core.broker.log.layout import refuse_network
+from services.core.broker.log.data_folder import refuse_network
 from services.core.folders import make_folder
 from services.fleet.problem import CommandFailed
 
@@ -20,7 +20,7 @@ OBSERVER_TOKEN_FILE = "observer.token"  # noqa: S105
 
 
 class ProcessState(msgspec.Struct, frozen=True):
-    """One process as it is now. pid None: not running at the moment."""
+    """One process. pid: None while it does not run."""
 
     name: str
     service: str
@@ -44,9 +44,9 @@ class FleetState(msgspec.Struct, frozen=True):
 
 @contextmanager
 def hold_folder(data: Path) -> Iterator[None]:
-    """Make the folder and hold it for this process; the lock goes with the process, however that ends. Blocking.
+    """Create the folder and lock it for this process. The lock ends with the process, also after a crash. Blocking.
 
-    Raises CommandFailed when another fleet holds it, when it cannot be made, and when it is on a network file system.
+    Raises CommandFailed when another fleet holds the lock, the folder cannot be created, or it is on a network file system.
     """
     try:
         for folder in (data, data / "logs"):
@@ -77,14 +77,14 @@ def hold_folder(data: Path) -> Iterator[None]:
 
 
 def write_state(data: Path, state: FleetState) -> None:
-    """Replace the state file as a whole. Blocking."""
+    """Replace the state file atomically. Blocking."""
     new = data / f"{STATE_FILE}.new"
     new.write_bytes(msgspec.json.format(msgspec.json.encode(state)))
     new.replace(data / STATE_FILE)
 
 
 def write_token(data: Path, token: str) -> None:
-    """What lets one resize this fleet; readable by its owner alone. Blocking."""
+    """Write the token that allows to resize this fleet; only the owner can read the file. Blocking."""
     new = data / f"{TOKEN_FILE}.new"
     new.unlink(missing_ok=True)
     with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
@@ -93,7 +93,7 @@ def write_token(data: Path, token: str) -> None:
 
 
 def keep_observer_token(data: Path) -> None:
-    """Make the file with the observer's token, readable by its owner alone, when there is none. Blocking. Raises OSError."""
+    """Create the file with the observer's token if it is missing; only the owner can read it. Blocking. Raises OSError."""
     new = data / f"{OBSERVER_TOKEN_FILE}.new"
     if not (data / OBSERVER_TOKEN_FILE).exists():
         new.unlink(missing_ok=True)
@@ -103,7 +103,7 @@ def keep_observer_token(data: Path) -> None:
 
 
 def read_state(data: Path) -> FleetState | None:
-    """The state of the fleet on this folder; None when none runs (or its file is not readable). Blocking."""
+    """The state of the fleet on this folder; None when none runs or the file is not readable. Blocking."""
     try:
         return msgspec.json.decode((data / STATE_FILE).read_bytes(), type=FleetState)
     except (OSError, msgspec.DecodeError):

@@ -1,4 +1,4 @@
-"""A real Kafka on this machine, for `--broker kafka`: one node, its data in the fleet's data folder."""
+"""Runs Kafka for `--broker kafka`: one node on this machine, its data in the fleet's data folder."""
 
 import asyncio
 import contextlib
@@ -10,9 +10,8 @@ from pathlib import Path
 
 from services.core.jvm.jars import JarsUnavailable
 from services.core.jvm.java import JavaNotFound
-from services.core.jvm.kafka_broker import KafkaNotReady
-from services.core.jvm.kafka_server import KafkaCluster
-from services.fleet.output import Say
+from services.core.jvm.kafka import KafkaCluster, KafkaNotReady
+from services.fleet.output import Notify
 from services.fleet.problem import CommandFailed
 from services.fleet.stop import Stop
 
@@ -20,15 +19,15 @@ WATCH_S = 1.0
 
 
 @asynccontextmanager
-async def run_kafka(folder: Path, say: Say, stop: Stop) -> AsyncIterator[str]:
-    """Start it, yield its bootstrap servers, restart it when it dies; then stop it in good order. Raises CommandFailed."""
+async def run_kafka(folder: Path, notify: Notify, stop: Stop) -> AsyncIterator[str]:
+    """Start Kafka and yield its bootstrap servers. Restarts it when it dies; stops it at the end. Raises CommandFailed."""
     try:
         cluster = await asyncio.to_thread(KafkaCluster, folder, brokers=1)
     except (JavaNotFound, JarsUnavailable) as error:
         raise CommandFailed(str(error)) from error
     try:
         await _start(cluster, stop)
-        watcher = asyncio.create_task(_watch(cluster, say), name="kafka watcher")
+        watcher = asyncio.create_task(_watch(cluster, notify), name="kafka watcher")
         try:
             yield cluster.bootstrap
         finally:
@@ -39,7 +38,7 @@ async def run_kafka(folder: Path, say: Say, stop: Stop) -> AsyncIterator[str]:
 
 
 async def _start(cluster: KafkaCluster, stop: Stop) -> None:
-    """Until it is ready. When asked to stop meanwhile, its process is killed and its start given up."""
+    """Start it and wait until it is ready. If a stop is requested first, kill the process and give up."""
     starting = asyncio.ensure_future(asyncio.to_thread(cluster.start))
     asked = asyncio.ensure_future(stop.asked.wait())
     try:
@@ -60,12 +59,12 @@ async def _start(cluster: KafkaCluster, stop: Stop) -> None:
         starting.exception()
 
 
-async def _watch(cluster: KafkaCluster, say: Say) -> None:
+async def _watch(cluster: KafkaCluster, notify: Notify) -> None:
     while True:
         await asyncio.sleep(WATCH_S)
         if not all(broker.is_running for broker in cluster.brokers.values()):
-            say("error", f"Kafka died and is started again. Its log: {cluster.folder}")
+            notify("error", f"Kafka died and is restarted. Its log: {cluster.folder}")
             try:
                 await asyncio.to_thread(cluster.restart)
             except KafkaNotReady as error:
-                say("error", str(error))
+                notify("error", str(error))

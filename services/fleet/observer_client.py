@@ -1,4 +1,4 @@
-"""Asking the observer of a running fleet."""
+"""A client of the observer's API, and the table of its answers."""
 
 import os
 from dataclasses import dataclass, field
@@ -7,6 +7,8 @@ from typing import Any
 
 import aiohttp
 import orjson
+from rich.table import Table
+from rich.text import Text
 
 from services.core.bearer import read_tokens
 from services.core.yaml_source import BadConfiguration
@@ -18,14 +20,14 @@ TIMEOUT = aiohttp.ClientTimeout(total=60.0)
 
 @dataclass(frozen=True, slots=True)
 class Observer:
-    """Where it listens (host:port), and what it is asked with."""
+    """The observer's address (host:port) and the token for it."""
 
     address: str
     token: str | None = field(default=None, repr=False)
 
 
 def find_observer(address: str | None, data: Path, token_file: Path | None = None) -> Observer:
-    """As given, or that of the fleet on the data folder, with its token. Blocking. Raises CommandFailed."""
+    """The observer as given, or that of the fleet on the data folder, with its token. Blocking. Raises CommandFailed."""
     if address is not None:
         return Observer(address, None if token_file is None else _read_token(token_file))
     state = read_state(data)
@@ -43,8 +45,8 @@ def _read_token(path: Path) -> str:
         raise CommandFailed(str(error), status=2) from error
 
 
-async def ask(observer: Observer, path: str, query: dict[str, str]) -> dict[str, Any]:
-    """The JSON answer. Raises CommandFailed with the observer's own words when it says no."""
+async def get_json(observer: Observer, path: str, query: dict[str, str]) -> dict[str, Any]:
+    """The JSON answer to GET. Raises CommandFailed with the observer's own message when it refuses."""
     url, address = f"http://{observer.address}{path}", observer.address
     head = {} if observer.token is None else {"Authorization": f"Bearer {observer.token}"}
     try:
@@ -58,3 +60,36 @@ async def ask(observer: Observer, path: str, query: dict[str, str]) -> dict[str,
     if answer.status != 200:
         raise CommandFailed(f"{body.get('title')}", str(body.get("detail")))
     return body
+
+
+def loss_table(body: dict[str, Any]) -> Table:
+    """body: the answer to GET /v1/pipes/{pipe}/loss, with at least one minute."""
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    rows = body["minutes"]
+    steps = [step["node"] + (f" to {step['destination']}" if step["destination"] else "") for step in rows[-1]["steps"]]
+    table.add_column("minute", no_wrap=True, min_width=17)
+    for name in ("accepted", *steps, "waiting", "loss"):
+        table.add_column(name, justify="right")
+    table.add_column("state")
+    for row in rows:
+        style = _style(row["final_loss"], row, body["threshold"])
+        state = "final" if row["final"] else row["why_open"]
+        late = f", {row['late']} settled late" if row["late"] else ""
+        missing = [_missing(step, row, body["threshold"]) for step in row["steps"]]
+        cells = [row["minute"], str(row["accepted"]), *missing, str(row["waiting"])]
+        loss = row["final_loss"] or row["loss"]  # the final loss first, then the loss that may still shrink
+        table.add_row(*cells, Text(f"{loss:.2%}", style=style), Text(state + late))
+    return table
+
+
+def _missing(step: dict[str, Any], row: dict[str, Any], threshold: float) -> Text:
+    """The missing count, coloured. A final destination is judged even if others are not final yet."""
+    if not step["missing"]:
+        return Text("0")
+    lost = step["missing"] if step["final"] else 0
+    return Text(str(step["missing"]), style=_style(lost / row["accepted"], step, threshold))
+
+
+def _style(loss: float, judged: dict[str, Any], threshold: float) -> str:
+    """loss: the final part of it."""
+    return "red" if loss > threshold else "green" if judged["final"] else "dim"

@@ -1,20 +1,78 @@
-"""What a service says: all of it goes to its log file, warnings also to the console, the last lines are remembered.
+"""The output of a service: all lines go to its log file, warnings also to the console; the last lines are kept in memory.
 
-One thread per process reads its pipe, so that neither a slow disk nor a talkative service blocks the event loop.
+One thread per process reads its pipe, so that neither a slow disk nor a verbose service blocks the event loop.
 """
 
+import errno
+import io
 import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
+from types import TracebackType
+from typing import Self
 
 import orjson
 
 from services.core.masking import mask_text
 from services.core.metrics import FLEET_LOG_LINES_LOST
-from services.fleet.rotation import RotatedLog
+
+MAX_BYTES = 10_000_000
+KEPT = 3
+
+
+class RotatedLog:
+    """Appends lines to `path`; keeps at most `KEPT + 1` files of about `max_bytes` each. Blocking; for one thread."""
+
+    def __init__(self, path: Path, max_bytes: int = MAX_BYTES) -> None:
+        self._path, self._max_bytes = path, max_bytes
+        self._file: io.FileIO | None = None
+        self._size = 0
+        self._torn = False
+
+    def write(self, line: bytes) -> None:
+        """Append one line without buffering. On OSError this line is lost; later ones may succeed."""
+        file = self._file or self._open()
+        if self._size + len(line) > self._max_bytes and self._size:
+            self._rotate()
+            file = self._open()
+        whole = b"\n" + line if self._torn else line
+        written = file.write(whole)
+        self._size += written
+        if written < len(whole):
+            self._torn = True
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self._torn = False
+
+    def _open(self) -> io.FileIO:
+        self._file = self._path.open("ab", buffering=0)
+        self._size = self._file.tell()
+        return self._file
+
+    def _rotate(self) -> None:
+        self.close()
+        for number in range(KEPT, 0, -1):
+            older = self._numbered(number - 1) if number > 1 else self._path
+            if older.exists():
+                older.replace(self._numbered(number))
+
+    def _numbered(self, number: int) -> Path:
+        return self._path.with_name(f"{self._path.name}.{number}")
+
+    def close(self) -> None:
+        """Close the file; the next line opens it again."""
+        file, self._file = self._file, None
+        if file is not None:
+            file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
 
 MAX_LINE_BYTES = 64_000
 REMEMBERED = 15
@@ -23,15 +81,15 @@ SHOWN_PER_S = 0.5
 _SHOWN = {"warning", "error", "critical"}
 _NOT_REPEATED = {"event", "level", "timestamp", "service", "exception"}
 
-Say = Callable[[str, str], None]
+Notify = Callable[[str, str], None]
 """Called from other threads: (level, one line for a person)."""
 
 
 class Output:
-    """The reading side of one process run. `writer` is the descriptor that the child inherits; close it after the start."""
+    """Reads the output of one process run. The child inherits the descriptor `writer`; close it after the start."""
 
-    def __init__(self, name: str, log: Path, say: Say) -> None:
-        self._name, self._log, self._say = name, log, say
+    def __init__(self, name: str, log: Path, notify: Notify) -> None:
+        self._name, self._log, self._notify = name, log, notify
         reader, self.writer = os.pipe()
         self._budget, self._budget_at = float(SHOWN_AT_ONCE), time.monotonic()
         self._losing = False
@@ -40,7 +98,7 @@ class Output:
         self._thread.start()
 
     def last_lines(self, timeout: float) -> list[str]:
-        """The end of what was said. Blocks up to `timeout` seconds for what is still in the pipe of an ended process."""
+        """The last lines. Blocks up to `timeout` seconds for the rest of the pipe of an ended process."""
         self._thread.join(timeout)
         return list(self._last)
 
@@ -50,25 +108,25 @@ class Output:
                 self._keep(log, line)
                 level, text = describe_line(line)
                 self._last.append(text)
-                if level in _SHOWN and (budget := self._take_budget()):
+                if level in _SHOWN and (budget := self._use_budget()):
                     more = "" if budget >= 1 else f" (and more, in {self._log})"
-                    self._say(level, f"{self._name}: {text}{more}")
+                    self._notify(level, f"{self._name}: {text}{more}")
 
     def _keep(self, log: RotatedLog, line: bytes) -> None:
-        """What cannot be kept is counted: were it an error, nobody would read the pipe, and the service would stop."""
+        """Write a line to the log. One that cannot be written is counted; raising would end the reader and stop the service."""
         try:
             log.write(line)
         except OSError as error:
             FLEET_LOG_LINES_LOST.labels(self._name).inc()
             if not self._losing:
-                hint = "what the service says is lost until it can be. Try: freeing space there"
-                self._say("error", f"{self._log} cannot be written: {error.strerror}; {hint}")
+                hint = "the service's output is lost until it can be written. Try: freeing space there"
+                self._notify("error", f"{self._log} cannot be written: {error.strerror}; {hint}")
             self._losing = True
         else:
             self._losing = False
 
-    def _take_budget(self) -> float:
-        """How many more lines the console may get now; 0: none. A service in trouble must not flood it."""
+    def _use_budget(self) -> float:
+        """How many more lines the console may get now. A failing service must not flood it."""
         now = time.monotonic()
         self._budget = min(SHOWN_AT_ONCE, self._budget + (now - self._budget_at) * SHOWN_PER_S)
         self._budget_at = now
@@ -79,7 +137,7 @@ class Output:
 
 
 def describe_line(line: bytes) -> tuple[str, str]:
-    """(level, text for a person) of one line of a service's output; level "" when it is no line of our logs."""
+    """(level, text for a person) of one line of output; level "" when it is not a line of our log format."""
     text = line.decode(errors="replace").rstrip()
     try:
         entry = orjson.loads(line)

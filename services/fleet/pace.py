@@ -1,17 +1,17 @@
-"""Spreading work evenly over time."""
+"""Spreads work evenly over time."""
 
 import asyncio
 import time
 
 
 class Pace:
-    """At most `rate` events a second; 0: no bound. The debt of a pause is not made up for: no burst after it."""
+    """At most `rate` events per second; 0: no limit. A pause is not made up for: no burst follows it."""
 
     def __init__(self, rate: float) -> None:
         self._rate, self._next = rate, 0.0
 
     async def wait(self, count: int) -> None:
-        """Until so many more may go."""
+        """Wait until `count` more events may be sent."""
         if self._rate:
             now = time.monotonic()
             self._next = max(self._next, now)

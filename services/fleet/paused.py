@@ -1,4 +1,4 @@
-"""Which destinations are paused, and how many of their events are parked, as an operator wants to know it."""
+"""Which destinations are paused, and how many of their events are parked, for operators."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -6,9 +6,9 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from services.core.broker.contract import Admin, PartitionRange
+from services.core.broker.contract import Broker, PartitionRange, Reader
 from services.core.broker.errors import UnknownTopic
-from services.core.broker.pages import read_topic
+from services.core.broker.reading import read_topic
 from services.core.pauses import Pause, Pauses
 from services.core.pipes import Destination, PipeFile, delivery_group, parked_topic
 from services.core.retry_state import PREFIX
@@ -21,7 +21,7 @@ _STYLES = {"running": "green", "paused": "red", "replaying": "yellow"}
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """One destination and its state: running, paused, or replaying (in order: parked events go before all others)."""
+    """One destination and its state: running, paused, or replaying (ordered destinations: parked events are sent first)."""
 
     pipe: str
     destination: str
@@ -30,7 +30,7 @@ class Target:
 
     @property
     def lane(self) -> str:
-        """As the control topic names it."""
+        """Its name in the control topic."""
         return f"{self.pipe}/{self.destination}"
 
     def as_json(self) -> dict[str, Any]:
@@ -43,7 +43,7 @@ class Target:
 
 
 def targets(pipes: PipeFile, pauses: Pauses) -> list[Target]:
-    """Every webhook destination of the file. A stream cannot be paused."""
+    """Every webhook destination of the file. A stream destination cannot be paused."""
     return [
         _target(name, destination, pauses)
         for name, pipe in pipes.pipes.items()
@@ -62,7 +62,7 @@ def _target(pipe: str, destination: Destination, pauses: Pauses) -> Target:
 
 
 def choose(known: list[Target], name: str, pipe: str | None) -> list[Target]:
-    """Those of this name, in every pipe or in one. Raises CommandFailed when there is none."""
+    """The destinations of this name, in every pipe or in one. Raises CommandFailed when there is none."""
     chosen = [target for target in known if target.destination == name and pipe in (None, target.pipe)]
     if not chosen:
         where = "" if pipe is None else f" in the pipe {pipe}"
@@ -71,27 +71,27 @@ def choose(known: list[Target], name: str, pipe: str | None) -> list[Target]:
     return chosen
 
 
-async def read_pauses(admin: Admin) -> Pauses:
-    """As they are now. Raises CommandFailed without the topic, BrokerError kinds."""
-    pauses = Pauses(admin)
+async def read_pauses(reader: Reader) -> Pauses:
+    """The current pauses. Raises CommandFailed when the topic is missing, and BrokerError kinds."""
+    pauses = Pauses(reader)
     try:
         await pauses.refresh()
     except UnknownTopic as error:
-        raise CommandFailed(str(error), "penstock apply, which makes it") from error
+        raise CommandFailed(str(error), "penstock apply, which creates it") from error
     return pauses
 
 
-async def count_parked(admin: Admin, pipe: str, destination: str) -> int:
-    """How many parked events of this destination wait. Reads all that the pipe has parked since its last replay."""
+async def count_parked(broker: Broker, pipe: str, destination: str) -> int:
+    """The number of parked events of this destination. Reads all events that the pipe parked since the last replay."""
     topic, count = parked_topic(pipe), 0
     try:
-        kept = await admin.describe(topic)
+        kept = await broker.reader.describe(topic)
     except UnknownTopic:
         return 0
-    settled = await admin.committed(delivery_group(pipe, destination), topic)
+    settled = await broker.admin.committed(delivery_group(pipe, destination), topic)
     for partition, held in kept.items():
         start = max(held.start, settled.get(partition, held.start - 1) + 1)
-        async for batch in read_topic(admin, topic, partition, PartitionRange(start, held.end)):
+        async for batch in read_topic(broker.reader, topic, partition, PartitionRange(start, held.end)):
             count += sum(record.header(f"{PREFIX}destination") == destination.encode() for record in batch.records)
     return count
 
@@ -110,7 +110,7 @@ def describe(target: Target, parked: int) -> Text:
 
 
 def target_table(found: list[tuple[Target, int]]) -> Table:
-    """One line a destination."""
+    """One row per destination."""
     table = Table(box=None, pad_edge=False)
     for column in ("destination", "state", "parked", "since", "by", "because"):
         table.add_column(column, no_wrap=True, justify="right" if column == "parked" else "left")

@@ -1,4 +1,4 @@
-"""Everything about a pipe file that can be checked before anything starts."""
+"""Checks a pipe file, and the files that it names, before anything starts."""
 
 import os
 from collections.abc import Callable
@@ -15,9 +15,9 @@ _READINGS = 5
 
 
 def check_pipe_file(path: Path, *, listen: str = "", allow_networks: str = "", secrets: bool = True) -> PipeFile:
-    """The pipe file, or BadConfiguration with every mistake: shape, references, destinations, secrets, files it names.
+    """The checked pipe file. Raises BadConfiguration with every mistake in shape, references, destinations, secrets and files.
 
-    listen: our own ingest, which is no destination. secrets: look for signing secrets, too. Blocking.
+    listen: our own ingest, which is refused as a destination. secrets: whether to check signing secrets, too. Blocking.
     """
     try:
         allowed = parse_networks(allow_networks)
@@ -33,7 +33,7 @@ def check_pipe_file(path: Path, *, listen: str = "", allow_networks: str = "", s
 
 
 def _missing_files(document: Document, pipes: PipeFile) -> list[Problem]:
-    """Python transforms that name a file which is not there."""
+    """Python transforms whose file is missing."""
     return [
         document.problem(("pipes", name, "transform", "python"), f"there is no file {file}")
         for name, file in _python_files(document.path, pipes).items()
@@ -42,7 +42,7 @@ def _missing_files(document: Document, pipes: PipeFile) -> list[Problem]:
 
 
 def _python_files(path: Path, pipes: PipeFile) -> dict[str, Path]:
-    """The files beside the pipe file that transforms run, by pipe."""
+    """The Python files of transforms, by pipe. Their paths are relative to the pipe file."""
     modules = {
         name: (pipe.transform.python or "").rpartition(":")[0] for name, pipe in pipes.pipes.items() if pipe.transform
     }
@@ -50,9 +50,9 @@ def _python_files(path: Path, pipes: PipeFile) -> dict[str, Path]:
 
 
 def read_checked(path: Path, config: str | None, check: Callable[[], PipeFile]) -> tuple[PipeFile, Contents]:
-    """What `check` gives, and the content of every file that a service reads of it, such that the one is of the other.
+    """The result of `check`, and the content of every configuration file of the services; both belong to the same version.
 
-    Blocking. Raises CommandFailed while somebody is writing them, and what `check` raises.
+    Blocking. Raises CommandFailed when the files keep changing, and the errors of `check`.
     """
     settings = [Path(config)] if config else []
     for _ in range(_READINGS):

@@ -1,4 +1,4 @@
-"""From settings and pipe file to the processes to run."""
+"""Plans the processes of a fleet from its settings and pipe file."""
 
 import os
 from dataclasses import dataclass, replace
@@ -6,7 +6,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 from services.core.address import parse_address
-from services.core.pipes import PipeFile, needs_retrier
+from services.core.pipes import PipeFile
 from services.core.snapshot import SNAPSHOT_VARIABLE, copy_in
 from services.core.units import format_duration
 from services.fleet.folder import OBSERVER_TOKEN_FILE, STATE_FILE
@@ -15,13 +15,13 @@ from services.fleet.process import ServiceSpec
 from services.fleet.settings import UpSettings
 
 START_ORDER = ("observer", "retrier", "expel", "transform", "ingest", "autoscaler")
-"""The way out first: when clients are let in, everything behind is there. Stopping goes the other way round: nobody resizes a
-fleet that stops."""
+"""Ingest starts after the services behind it, so that they are ready for its first event. Stopping uses the reverse order: the
+autoscaler ends first, so that it does not resize a stopping fleet."""
 
 
 @dataclass(frozen=True, slots=True)
 class FleetPlan:
-    """What one fleet runs. data is absolute; broker is a URL; listen and observer are where ingest and the observer listen.
+    """The processes of one fleet. data: absolute. broker: a URL. listen, observer: the addresses of ingest and the observer.
 
     pipes: the pipe file, or its copy in the fleet's snapshot.
     """
@@ -37,18 +37,18 @@ class FleetPlan:
 
 
 def broker_url(settings: UpSettings, kafka: str | None) -> str:
-    """The broker's URL; `kafka`: bootstrap servers of the one that was started here."""
+    """The broker's URL. kafka: the bootstrap servers of the Kafka that was started here."""
     if settings.broker == "log":
         return f"log://{settings.data.absolute() / 'log'}"
     return f"kafka://{kafka}" if kafka is not None else settings.broker
 
 
 def make_plan(
-    settings: UpSettings, pipes: PipeFile, broker: str, config: str | None, snapshot: Path, *, is_waiting: bool
+    settings: UpSettings, pipes: PipeFile, broker: str, config: str | None, snapshot: Path, *, has_retrier: bool
 ) -> FleetPlan:
-    """Which processes with which arguments. snapshot: where the files lie that they read (`core.snapshot`).
+    """The processes with their arguments. snapshot: the folder of the configuration files that they read (`core.snapshot`).
 
-    is_waiting: whether the retrier's topics hold anything: it then runs, whatever the pipe file asks for.
+    has_retrier: whether the retrier's topics exist (`Provisioned.has_retrier`). If so it runs, even if the pipe file needs none.
     """
     shared = ["--broker", broker, "--pipes", str(settings.pipes.absolute()), "--log-level", settings.log_level]
     shared += ["--drain", format_duration(settings.drain), "--ledger", str(settings.ledger).lower()]
@@ -58,7 +58,7 @@ def make_plan(
     token = str(data / OBSERVER_TOKEN_FILE)
     observer = settings.observer if parse_address(settings.observer)[1] else f"127.0.0.1:{free_port()}"
     services = [_spec("observer", 1, "services.observer", [*shared, "--listen", observer, "--token-file", token])]
-    if needs_retrier(pipes) or is_waiting:
+    if has_retrier:
         services.append(_spec("retrier", 1, "services.global_retrier", shared))
     services += [
         _spec("expel", number, "services.expel", [*shared, *_expel_arguments(settings)])
@@ -103,6 +103,6 @@ def _expel_arguments(settings: UpSettings) -> list[str]:
 
 
 def _spec(service: str, number: int, module: str, arguments: list[str]) -> ServiceSpec:
-    # Workers that Spark starts look for our packages, too, wherever `penstock` was started.
+    # Spark's workers import our packages, too, from any working directory.
     path = os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")]))
     return ServiceSpec(f"{service}-{number}", service, module, tuple(arguments), {"PYTHONPATH": path})

@@ -1,4 +1,4 @@
-"""Ports of this machine: which are free."""
+"""Finds free ports on this machine."""
 
 import errno
 import socket
@@ -8,7 +8,7 @@ from services.fleet.problem import CommandFailed
 
 
 def free_port() -> int:
-    """A loopback port that nobody listens on now; somebody may take it a moment later."""
+    """A loopback port that nobody listens on now. Another process may use it a moment later."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
@@ -16,9 +16,9 @@ def free_port() -> int:
 
 
 def check_port_free(address: str, who: str, flag: str) -> None:
-    """Raise CommandFailed when `who` cannot listen on this address, which `flag` sets. Blocking for a moment.
+    """Raise CommandFailed when `who` cannot listen on this address. flag: sets the address. Blocks briefly.
 
-    Ingest processes share their port (SO_REUSEPORT), so a second fleet would not notice by itself and take half of the events.
+    Ingest processes share their port (SO_REUSEPORT). Without this check a second fleet would start and get half of the events.
     """
     host, port = parse_address(address)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET

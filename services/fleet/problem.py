@@ -1,10 +1,10 @@
-"""What a verb of the command line raises when it cannot do what was asked."""
+"""The error of a command."""
 
 
 class CommandFailed(Exception):
-    """A person's message: what failed (and where), and what to try. The process exits with `status`.
+    """The command failed. what: the failure and its place; remedy: a thing to try; both for a person.
 
-    status: 1 failed, 2 the command or its configuration is wrong, 130 stopped by Ctrl-C.
+    status: the exit status: 1 failed, 2 wrong command or configuration, 130 stopped by Ctrl-C.
     """
 
     def __init__(self, what: str, remedy: str = "", *, status: int = 1) -> None:

@@ -1,7 +1,7 @@
-"""One service process: started, watched, started again when it dies, stopped.
+"""Starts, watches, restarts and stops one service process.
 
-It dies with the supervisor whatever ends that (see `core.jvm.child`), in a session of its own so that a terminal's
-Ctrl-C reaches only the supervisor, which stops the services in order.
+The process dies with the supervisor in every case (see `core.jvm.child`). It has its own session: Ctrl-C in a terminal
+reaches only the supervisor, which stops the services in order.
 """
 
 import asyncio
@@ -17,20 +17,20 @@ from pathlib import Path
 
 from services.core.jvm.child import bind_to_parent
 from services.core.metrics import FLEET_RESTARTS
-from services.fleet.output import Output, Say
+from services.fleet.output import Notify, Output
 from services.fleet.ports import free_port
 from services.fleet.problem import CommandFailed
 
 FIRST_WAIT_S = 0.2
 MAX_WAIT_S = 30.0
 HEALTHY_AFTER_S = 60.0
-"""After this long a process counts as healthy again and the next restart comes quickly."""
+"""A process that ran for so long counts as healthy: its next restart comes quickly."""
 BAD_CONFIGURATION = 2
 
 
 @dataclass(frozen=True, slots=True)
 class ServiceSpec:
-    """What to run. arguments: behind `python -m <module>`, without --management, which each start gets anew."""
+    """The command of one process. arguments: follow `python -m <module>`, without --management: each start gets a new port."""
 
     name: str
     service: str
@@ -43,15 +43,15 @@ class ServiceProcess:
     """One process of the fleet, over all its runs. `pid` and `management` are those of the current run."""
 
     def __init__(
-        self, spec: ServiceSpec, logs: Path, say: Say, changed: Callable[[], None], starting: Callable[[], bool]
+        self, spec: ServiceSpec, logs: Path, notify: Notify, changed: Callable[[], None], starting: Callable[[], bool]
     ) -> None:
-        """starting: whether the fleet is still on its way up, and bad configuration ends it."""
+        """starting: whether the fleet is still starting; bad configuration then ends the fleet."""
         self.spec, self._starting = spec, starting
         self.log = logs / f"{spec.name}.log"
         self.restarts = 0
         self.management = ""
-        self.last_words: list[str] = []
-        self._say, self._changed = say, changed
+        self.last_output: list[str] = []
+        self._notify, self._changed = notify, changed
         self._process: asyncio.subprocess.Process | None = None
         self._stopping = asyncio.Event()
 
@@ -63,14 +63,14 @@ class ServiceProcess:
 
     @property
     def leaving(self) -> bool:
-        """Whether it was told to stop."""
+        """Whether it was asked to stop."""
         return self._stopping.is_set()
 
     async def keep_running(self) -> None:
-        """Run it until `stop`; when it dies start it again, after an exponential, jittered wait of at most 30 s.
+        """Run it until `stop`. Restarts it when it dies, after an exponential, jittered wait of at most 30 s.
 
-        Bad configuration raises CommandFailed while the fleet is starting: a person waits for it. Later that is a wait as any
-        other: what one service is told must not end those that work.
+        Bad configuration raises CommandFailed while the fleet starts, because a person waits for it. Later the process is
+        restarted as after any other failure: bad configuration of one service must not end the others.
         """
         failures = 0
         while not self._stopping.is_set():
@@ -78,7 +78,7 @@ class ServiceProcess:
             try:
                 status = await self._run_once()
                 end = self._describe_end(status)
-            except OSError as error:  # no memory, process or descriptor is left for it: the others have theirs
+            except OSError as error:  # no memory, process or descriptor is left: the other services go on
                 status, end = 1, f"{self.spec.name} could not be started: {error.strerror}."
             if self._stopping.is_set():
                 return
@@ -88,41 +88,43 @@ class ServiceProcess:
                     raise CommandFailed(end, remedy, status=2)
                 level, end = (
                     "critical",
-                    f"{end}\n  Its configuration is refused; the rest of the fleet goes on. Try: {remedy}.",
+                    f"{end}\n  Its configuration is wrong; the rest of the fleet goes on. Try: {remedy}.",
                 )
             failures = 0 if time.monotonic() - begun > HEALTHY_AFTER_S else failures
             wait = random.uniform(0.5, 1) * min(MAX_WAIT_S, FIRST_WAIT_S * 2**failures)  # noqa: S311
             failures += 1
             self.restarts += 1
             FLEET_RESTARTS.labels(self.spec.service).inc()
-            self._say(level, f"{end} Started again in {wait:.1f} s.")
+            self._notify(level, f"{end} Started again in {wait:.1f} s.")
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), wait)
 
     async def _run_once(self) -> int:
-        output = Output(self.spec.name, self.log, self._say)
+        output = Output(self.spec.name, self.log, self._notify)
         try:
             starting = asyncio.ensure_future(self._start(output.writer))
             try:
                 process = self._process = await asyncio.shield(starting)
-            except asyncio.CancelledError:  # a half-started process belongs to us, too
+            except asyncio.CancelledError:  # a process that is being started must end, too
                 await self._end(await starting)
                 raise
         finally:
             os.close(output.writer)
         self._changed()
-        if self._stopping.is_set():  # asked while it was being started
+        if self._stopping.is_set():  # stopped while it was being started
             process.terminate()
         try:
             status = await process.wait()
         finally:
             await self._end(process)
             self._changed()
-        self.last_words = await asyncio.to_thread(output.last_lines, 1.0)
+        self.last_output = await asyncio.to_thread(output.last_lines, 1.0)
         return status
 
     async def _start(self, output: int) -> asyncio.subprocess.Process:
-        self.management = f"127.0.0.1:{free_port()}"  # taken by others meanwhile: the next start gets another
+        self.management = (
+            f"127.0.0.1:{free_port()}"  # if another process uses it meanwhile, the next start gets another port
+        )
         command = [sys.executable, "-m", self.spec.module, *self.spec.arguments, "--management", self.management]
         return await asyncio.create_subprocess_exec(
             *bind_to_parent(command),
@@ -139,11 +141,11 @@ class ServiceProcess:
 
     def _describe_end(self, status: int) -> str:
         how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
-        words = "".join(f"\n    {line}" for line in self.last_words) if status >= 0 else ""
-        return f"{self.spec.name} {how}. Its log: {self.log}{words}"
+        lines = "".join(f"\n    {line}" for line in self.last_output) if status >= 0 else ""
+        return f"{self.spec.name} {how}. Its log: {self.log}{lines}"
 
     def leave(self) -> None:
-        """SIGTERM, once: to a service a second one means "at once". It is not started again."""
+        """Send SIGTERM, once: a second SIGTERM would end the service at once. It is not restarted."""
         if self.leaving:
             return
         self._stopping.set()
@@ -151,7 +153,7 @@ class ServiceProcess:
             self._process.terminate()
 
     async def stop(self, limit: float, hurry: asyncio.Event) -> bool:
-        """`leave`, then SIGKILL after `limit` seconds or as soon as `hurry` is set. Whether it drained in time."""
+        """`leave`, then SIGKILL after `limit` seconds or as soon as `hurry` is set. Returns whether it drained in time."""
         self.leave()
         process = self._process
         if process is None or process.returncode is not None:
@@ -167,6 +169,6 @@ class ServiceProcess:
         return drained
 
     def _kill_session(self, process: asyncio.subprocess.Process) -> None:
-        """Kill the process if it still runs, and whatever it started (Spark's Java)."""
+        """Kill the process if it still runs, and the processes that it started (Spark's Java)."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""A webhook receiver for trying things out: verifies signatures, counts distinct events, plays a bad one when asked."""
+"""A webhook receiver for tests and demos: verifies signatures, counts distinct events, fails or delays on request."""
 
 import asyncio
 import random
@@ -12,7 +12,7 @@ from typing import Any
 import orjson
 from aiohttp import web
 
-from services.core.signature import ID_HEADER, BadSignature, SigningKey, verify
+from services.core.signing import ID_HEADER, BadSignature, SigningKey, verify
 
 MAX_BODY = 20_000_000
 REMEMBERED_IDS = 1_000_000
@@ -20,7 +20,7 @@ REMEMBERED_IDS = 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """One request. new: events whose id was not seen before. signed: None when no secret is known; False: it was refused."""
+    """One request. new: events with an id that is new here. signed: None without a secret; False: the signature was bad."""
 
     webhook_id: str
     events: Sequence[dict[str, Any]]
@@ -31,16 +31,16 @@ class Received:
 
 @dataclass(slots=True)
 class Receiver:
-    """What came in. fail: share of requests (0..1) answered with 503. slow: seconds before each answer.
+    """Handles requests and counts them. fail: the share of requests (0..1) answered with 503. slow: seconds before each answer.
 
-    Events are told apart by CloudEvents id, else by their own `id`, else by webhook-id and place in the body; the last
-    million ids are remembered.
+    An event is identified by its CloudEvents id, else its own `id`, else the webhook-id and its index in the body. The last
+    million ids are kept.
     """
 
     keys: Sequence[SigningKey] = ()
     fail: float = 0.0
     slow: float = 0.0
-    tell: Callable[[Received], None] = lambda _received: None
+    on_request: Callable[[Received], None] = lambda _received: None
     requests: int = 0
     failed: int = 0
     unsigned: int = 0
@@ -48,7 +48,7 @@ class Receiver:
     duplicates: int = 0
     _seen: OrderedDict[str, None] = field(default_factory=OrderedDict)
 
-    async def take(self, request: web.Request) -> web.Response:
+    async def handle(self, request: web.Request) -> web.Response:
         """Answer one delivery."""
         body = await request.read()
         self.requests += 1
@@ -60,7 +60,7 @@ class Receiver:
                 verify(self.keys, request.headers, body, now=time.time())
             except BadSignature as error:
                 self.unsigned += 1
-                self.tell(Received(webhook_id, (), (), False, time.time()))
+                self.on_request(Received(webhook_id, (), (), False, time.time()))
                 return web.json_response({"error": str(error)}, status=401)
         if random.random() < self.fail:  # noqa: S311
             self.failed += 1
@@ -72,7 +72,7 @@ class Receiver:
         new = [event for index, event in enumerate(events) if self._is_new(_identity(event, webhook_id, index))]
         self.delivered += len(new)
         self.duplicates += len(events) - len(new)
-        self.tell(Received(webhook_id, events, new, True if self.keys else None, time.time()))
+        self.on_request(Received(webhook_id, events, new, True if self.keys else None, time.time()))
         return web.Response(status=204)
 
     def _is_new(self, identity: str) -> bool:
@@ -102,9 +102,9 @@ def _identity(event: dict[str, Any], webhook_id: str, index: int) -> str:
 
 @asynccontextmanager
 async def serve_receiver(receiver: Receiver, host: str, port: int) -> AsyncIterator[int]:
-    """Listen until the context is left; every path takes deliveries. Yields the port. Raises OSError when it is taken."""
+    """Listen until the context is left, on every path. Yields the port. Raises OSError when the port is in use."""
     app = web.Application(client_max_size=MAX_BODY)
-    app.router.add_post("/{path:.*}", receiver.take)
+    app.router.add_post("/{path:.*}", receiver.handle)
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
     await runner.setup()
     try:

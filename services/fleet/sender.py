@@ -1,6 +1,7 @@
-"""Sending events to ingest: batches, several requests under way, retries with the same ids, bounded memory."""
+"""Sends events to ingest: in batches, several requests at once, retries with the same ids, bounded memory."""
 
 import asyncio
+import os
 import random
 import time
 from collections import Counter, deque
@@ -9,29 +10,65 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
+import msgspec
 import orjson
 
 from services.fleet.event_source import SourceEvent
 from services.fleet.pace import Pace
-from services.fleet.request_body import CONTENT_TYPE, join, wrap
+
+CONTENT_TYPE = "application/cloudevents-batch+json"
+SOURCE = "penstock-send"
+
+
+class _Probe(msgspec.Struct):
+    specversion: object = None
+    id: object = None
+
+
+_probe = msgspec.json.Decoder(_Probe)
+
+
+def wrap(payload: bytes, stream: str) -> bytes:
+    """The payload, a JSON object, as one element of a CloudEvents batch. A payload that is a CloudEvent stays as it is."""
+    found = _probe.decode(payload)
+    if found.specversion is not None and found.id is not None:
+        return payload
+    head = f'{{"specversion":"1.0","id":"{make_id()}","source":"{SOURCE}","type":"{stream}","data":'
+    return head.encode() + payload + b"}"
+
+
+def join(elements: Sequence[bytes]) -> bytes:
+    """The body of the request."""
+    return b"[" + b",".join(elements) + b"]"
+
+
+def make_id() -> str:
+    """A new UUID version 7 (RFC 9562)."""
+    millis = time.time_ns() // 1_000_000
+    number = millis << 80 | int.from_bytes(os.urandom(10), "big")
+    number = number & ~(0xF << 76) | 7 << 76
+    number = number & ~(0x3 << 62) | 2 << 62
+    digits = f"{number:032x}"
+    return f"{digits[:8]}-{digits[8:12]}-{digits[12:16]}-{digits[16:20]}-{digits[20:]}"
+
 
 MAX_BATCH_BYTES = 1_000_000
 TIMEOUT_S = 40.0
-"""Longer than ingest may take to learn what became of a batch, so that its answer counts and not our impatience."""
+"""Longer than ingest needs to learn the outcome of a batch, so that its answer arrives before this time-out."""
 GIVE_UP_AFTER_S = 120.0
 SHOWN_REFUSALS = 10
 _LASTING_ATTEMPTS = 3
-"""From here on a person wants to know why nothing happens."""
+"""After so many retries a person is told the reason."""
 _BASE_WAIT_S, _MAX_WAIT_S, _MAX_RETRY_AFTER_S = 0.2, 10.0, 60.0
 
 
 class SendingFailed(Exception):
-    """Nothing more can be sent; the message is for a person. What was accepted stays accepted."""
+    """Nothing more can be sent; the message is for a person. Accepted events stay accepted."""
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where to. url: of ingest, e.g. http://127.0.0.1:8080. batch: events a request. rate: events a second, 0: no bound."""
+    """Where to send. url: of ingest, e.g. http://127.0.0.1:8080. batch: events per request. rate: per second; 0: no limit."""
 
     url: str
     stream: str
@@ -43,9 +80,9 @@ class Target:
 
 @dataclass(slots=True)
 class SendSummary:
-    """What became of the input. refused: by reason; examples: (position in the input, reason, detail) of the first few.
+    """The outcome so far. refused: counts by reason; examples: (position in the input, reason, detail) of the first few.
 
-    trouble: why a request has been repeated several times, "" as soon as one is answered.
+    trouble: why a request has been retried several times; "" once one is answered.
     """
 
     accepted: int = 0
@@ -56,7 +93,7 @@ class SendSummary:
     trouble: str = ""
 
     def refuse(self, position: int, reason: str, detail: str) -> None:
-        """Count one event that ingest will never take."""
+        """Count one event that ingest will never accept."""
         self.refused[reason] += 1
         if len(self.examples) < SHOWN_REFUSALS:
             self.examples.append((position, reason, detail))
@@ -71,10 +108,10 @@ class _Element:
 async def send_events(
     events: Iterator[SourceEvent], target: Target, summary: SendSummary, done: Callable[[], None] = lambda: None
 ) -> None:
-    """Send them all; `summary` is up to date at any moment, `done` is called after each answered request.
+    """Send all events. `summary` is always up to date. `done` is called after each answered request.
 
-    `events` is read from a thread. Raises SendingFailed, and what `events` raises. Cancelling stops at once; what is under
-    way may or may not have been stored.
+    `events` is read from a thread. Raises SendingFailed, and the errors of `events`. Cancelling stops at once; events in
+    flight may or may not have been stored.
     """
     queue: asyncio.Queue[list[_Element] | None] = asyncio.Queue(maxsize=target.in_flight)
     connector = aiohttp.TCPConnector(limit=target.in_flight)
@@ -100,9 +137,9 @@ async def send_events(
 async def _batches(
     events: Iterator[SourceEvent], target: Target, summary: SendSummary
 ) -> AsyncIterator[list[_Element]]:
-    """Events in batches of at most `target.batch` and about MAX_BATCH_BYTES; those that are no JSON are counted as refused."""
+    """Batches of at most `target.batch` events and about MAX_BATCH_BYTES. Events that are not JSON are counted as refused."""
 
-    def take() -> tuple[list[SourceEvent], bool]:
+    def next_batch() -> tuple[list[SourceEvent], bool]:
         taken: list[SourceEvent] = []
         size = 0
         for event in events:
@@ -114,7 +151,7 @@ async def _batches(
 
     more = True
     while more:
-        taken, more = await asyncio.to_thread(take)
+        taken, more = await asyncio.to_thread(next_batch)
         for event in taken:
             if event.fault:
                 summary.refuse(event.position, "bad-json", event.fault)
@@ -124,7 +161,7 @@ async def _batches(
 
 
 class _Lane:
-    """Sends batches one after another, each until every event of it is accepted or refused for good."""
+    """Sends batches one after another. Retries each until every event of it is accepted or refused for good."""
 
     def __init__(
         self, session: aiohttp.ClientSession, target: Target, summary: SendSummary, done: Callable[[], None]
@@ -142,7 +179,7 @@ class _Lane:
                 waiting.extend(await self._send(waiting.popleft()))
 
     async def _send(self, batch: list[_Element]) -> list[list[_Element]]:
-        """Send one batch until it is answered for good. Returns smaller batches when the whole was refused because of a part."""
+        """Send one batch until its outcome is final. Returns smaller batches when the whole was refused because of a part."""
         deadline = time.monotonic() + GIVE_UP_AFTER_S
         attempt = 0
         while True:
@@ -163,13 +200,13 @@ class _Lane:
                 return []
             wait = max(asked, random.uniform(0, min(_MAX_WAIT_S, _BASE_WAIT_S * 2**attempt)))  # noqa: S311
             if time.monotonic() + wait > deadline:
-                raise SendingFailed(f"ingest took nothing for {GIVE_UP_AFTER_S:.0f} s: {_explain(status, answer)}")
+                raise SendingFailed(f"ingest accepted nothing for {GIVE_UP_AFTER_S:.0f} s: {_explain(status, answer)}")
             attempt += 1
             self._summary.retries += 1
             await asyncio.sleep(wait)
 
     async def _post(self, batch: Sequence[_Element]) -> tuple[int, dict[str, Any], float]:
-        """(status, the answer's JSON, seconds it asks to wait). Status 0: no answer, the outcome is unknown."""
+        """(status, the JSON of the answer, its Retry-After in seconds). Status 0: no answer, the outcome is unknown."""
         self._summary.requests += 1
         body = join([element.body for element in batch])
         try:
@@ -188,7 +225,7 @@ class _Lane:
         return response.status, answer if isinstance(answer, dict) else {}, wait
 
     def _settle(self, batch: list[_Element], answer: dict[str, Any], status: int) -> list[_Element]:
-        """Count what is settled; what may be accepted later."""
+        """Count the settled events. Returns those that may be accepted later."""
         refused = answer.get("refused", []) if status != 200 else []
         again: list[_Element] = []
         for item in refused:

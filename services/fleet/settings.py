@@ -19,30 +19,30 @@ def _networks(text: str) -> str:
 
 
 class UpSettings(Settings):
-    """The fleet on one machine: each service a process under one supervisor."""
+    """A fleet on one machine: a process per service, under one supervisor."""
 
     section: ClassVar[str] = "up"
 
     broker: str = Field(
         "log",
-        description="log: the embedded log in the data folder. kafka: a real Kafka, started here, its data in the data "
+        description="log: the embedded log in the data folder. kafka: a real Kafka, started here, with its data in the data "
         "folder. Or a URL: log:///path, kafka://host:port[,host:port], kinesis://region.",
     )
     data: Path = Field(Path("data"), description="The data folder: embedded log, checkpoints, service logs, state.")
-    listen: Address = Field("127.0.0.1:8080", description="host:port on which ingest takes events.")
+    listen: Address = Field("127.0.0.1:8080", description="host:port on which ingest receives events.")
     observer: Address = Field(
         "127.0.0.1:0",
-        description="host:port of the observer's API; beyond loopback it asks for the token in the data folder's observer.token. "
-        "Port 0: any free one here.",
+        description="host:port of the observer's API; beyond loopback it requires the token in the data folder's observer.token. "
+        "Port 0: any free port.",
     )
     allow_networks: Annotated[str, AfterValidator(_networks)] = Field(
-        "", description="Networks inside that webhooks may be in, comma-separated: 127.0.0.0/8 for this machine."
+        "", description="Private networks that webhooks may reach, comma-separated; 127.0.0.0/8 for this machine."
     )
     ingest: int = Field(1, ge=1, le=64, description="Ingest processes; they share the port.")
     expel: int = Field(1, ge=1, le=64, description="Expel processes; they share the work.")
     autoscale: bool = Field(
         False,
-        description="Whether the autoscaler runs, too: shards and groups grow and shrink as its settings say (true or false).",
+        description="Whether the autoscaler runs: it changes shards and groups as its settings say (true or false).",
     )
     ready_within: Duration = Field(120.0, description="How long the services may take to become ready.")
 
@@ -63,7 +63,8 @@ OVERRULED = {
     **{(service, "drain"): "up.drain" for service in SERVICES},
     **{(service, "management"): "a free port each" for service in SERVICES},
 }
-"""What `penstock up` decides for the services, and from what. Set for a service it would be overruled silently: refused."""
+"""The settings of services that `penstock up` decides, and their source. It refuses them in a service's section: it would
+overrule them silently."""
 
 
 def refuse_overruled(config: str | None, environ: Mapping[str, str]) -> None:

@@ -1,4 +1,4 @@
-"""Setting one key of a settings file (YAML) while everything else in it, comments too, stays as it stands."""
+"""Sets one key of a settings file (YAML). Everything else in the file, also its comments, stays unchanged."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -14,23 +14,23 @@ INDENT = 2
 
 
 def set_key(path: Path, keys: Sequence[str], value: float) -> None:
-    """Set `keys` (outermost first) to a number; makes the file when there is none. Blocking.
+    """Set `keys` (outermost first) to a number; creates the file when it is missing. Blocking.
 
-    Raises CommandFailed when the file is not YAML, a value stands where keys are needed, or it cannot be written.
+    Raises CommandFailed when the file is not YAML, has a value where keys are needed, or cannot be written.
     """
     with _set_aside(path, keys, value) as scratch:
         scratch.replace(path)
 
 
 def check_key(path: Path, keys: Sequence[str]) -> None:
-    """Raise what `set_key` would, without a change: before the work that finds the number. Blocking."""
+    """Raise the errors of `set_key` without a change: to be called before the work that finds the number. Blocking."""
     with _set_aside(path, keys, 1.0):
         pass
 
 
 @contextmanager
 def _set_aside(path: Path, keys: Sequence[str], value: float) -> Iterator[Path]:
-    """The changed text in a file beside the other, which is gone afterwards."""
+    """Write the changed text to a temporary file beside the original. Removes it afterwards."""
     scratch = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         old = path.read_text(encoding="utf-8") if path.exists() else ""
@@ -49,7 +49,7 @@ def _set_aside(path: Path, keys: Sequence[str], value: float) -> Iterator[Path]:
 
 
 def edit(text: str, keys: Sequence[str], value: float) -> str:
-    """The text with the key set. Raises ValueError when a value stands where keys are needed; yaml.YAMLError."""
+    """The text with the key set. Raises ValueError when the text has a value where keys are needed, and yaml.YAMLError."""
     wanted = _with(yaml.safe_load(text), keys, value)
     node = yaml.compose(text, Loader=yaml.SafeLoader)
     new = _insert(text, node, keys, value)
@@ -69,7 +69,7 @@ def _with(data: Any, keys: Sequence[str], value: float) -> Any:
 
 
 def _insert(text: str, node: yaml.Node | None, keys: Sequence[str], value: float) -> str:
-    """The deepest mapping that exists gets what is missing, in front of what it has, in its own style."""
+    """Add the missing keys to the deepest existing mapping, before its other keys, in its own style."""
     if node is None:
         return text + ("" if not text or text.endswith("\n") else "\n") + _block(keys, value, 0) + "\n"
     if not isinstance(node, yaml.MappingNode):
@@ -81,7 +81,7 @@ def _insert(text: str, node: yaml.Node | None, keys: Sequence[str], value: float
             return text[: child.start_mark.index] + str(value) + text[child.end_mark.index :]
         if isinstance(child, yaml.MappingNode) and (child.value or child.flow_style):
             return _insert(text, child, keys[1:], value)
-        behind = key.end_mark.index + 1  # nothing stands there: `groups:`
+        behind = key.end_mark.index + 1  # the value is empty: `groups:`
         return text[:behind] + " " + _flow(keys[1:], value) + text[max(behind, child.end_mark.index) :]
     start = node.start_mark.index
     if node.flow_style:

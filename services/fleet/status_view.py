@@ -1,4 +1,4 @@
-"""The status as tables for a person."""
+"""Renders the status as tables."""
 
 from typing import Any
 
@@ -71,7 +71,7 @@ def _destinations(rows: list[dict[str, Any]]) -> Table:
 
 
 def _paused(row: dict[str, Any]) -> Text:
-    """Since when, by whom and why."""
+    """A line for a paused destination: since when, by whom and why."""
     paused = row["paused"]
     name = Text(f"{row['pipe']} → {row['destination']}", style="yellow")
     parked = "?" if paused["parked"] is None else f"up to {paused['parked']}"
@@ -94,7 +94,7 @@ def _retrier(row: dict[str, Any]) -> Table:
 
 
 def _behind(records: int | None, lag_ms: int | None) -> str:
-    """How many events wait, and how old the oldest is."""
+    """The number of waiting events, and the age of the oldest."""
     if records is None or lag_ms is None:
         return "?"
     return f"{records}, {millis(lag_ms)}" if records else "0"
@@ -132,7 +132,7 @@ def spread(lags: dict[str, float]) -> str:
 
 
 def millis(value: float) -> str:
-    """Milliseconds as a person reads them."""
+    """Milliseconds in a readable unit."""
     if value < 1000:
         return f"{value:.0f} ms"
     if value < 120_000:

@@ -1,4 +1,4 @@
-"""How a person stops a running verb: the first signal asks, the second insists."""
+"""Stops a running command on signals: the first requests a stop in good order, the second a stop at once."""
 
 import asyncio
 import signal
@@ -9,42 +9,42 @@ from services.fleet.problem import CommandFailed
 
 
 class Stop:
-    """`asked`: stop in good order. `insisted`: stop now, whatever is in flight."""
+    """`asked`: stop in good order. `insisted`: stop at once, also with events in flight."""
 
     def __init__(self) -> None:
         self.asked = asyncio.Event()
         self.insisted = asyncio.Event()
 
-    def ask(self) -> None:
-        """What each signal calls."""
+    def request(self) -> None:
+        """Called for each signal."""
         if self.asked.is_set():
             self.insisted.set()
         self.asked.set()
 
     def check(self) -> None:
-        """Raise CommandFailed (status 130) when asked to stop: for work that has nothing to finish."""
+        """Raise CommandFailed (status 130) when a stop is requested: for work that has nothing to finish."""
         if self.asked.is_set():
             raise CommandFailed("stopped before everything was running", status=130)
 
 
 @contextmanager
-def stop_on_signals(tell: Callable[[bool], None]) -> Iterator[Stop]:
-    """SIGINT, SIGTERM and SIGHUP ask, again they insist; `tell` is called each time with whether it insists.
+def stop_on_signals(on_signal: Callable[[bool], None]) -> Iterator[Stop]:
+    """Handle SIGINT, SIGTERM and SIGHUP. `on_signal` is called for each, with whether it requests a stop at once.
 
     Under nohup SIGHUP stays ignored.
     """
     loop = asyncio.get_running_loop()
     stop = Stop()
 
-    def ask() -> None:
-        stop.ask()
-        tell(stop.insisted.is_set())
+    def handle() -> None:
+        stop.request()
+        on_signal(stop.insisted.is_set())
 
     numbers = [signal.SIGINT, signal.SIGTERM]
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
         numbers.append(signal.SIGHUP)
     for number in numbers:
-        loop.add_signal_handler(number, ask)
+        loop.add_signal_handler(number, handle)
     try:
         yield stop
     finally:

@@ -1,4 +1,4 @@
-"""The fleet: starts the services, keeps them running, resizes and drains them. Used by `penstock up` and by the demo."""
+"""Starts the services of a fleet, keeps them running, resizes and drains them. Used by `penstock up`, the demo and `rate`."""
 
 import asyncio
 import contextlib
@@ -11,23 +11,37 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import aiohttp
+import orjson
 
 from services.core.management import serve_management
-from services.fleet.control import Control
+from services.fleet.control import Control, refuse_size
 from services.fleet.folder import STATE_FILE, FleetState, ProcessState, write_state, write_token
-from services.fleet.output import Say
+from services.fleet.output import Notify
 from services.fleet.plan import START_ORDER, FleetPlan
 from services.fleet.problem import CommandFailed
 from services.fleet.process import ServiceProcess, ServiceSpec
-from services.fleet.readiness import POLL_S, ask_ready
-from services.fleet.size import refuse_size
 from services.fleet.stop import Stop
 
+POLL_S = 0.1
+TIMEOUT = aiohttp.ClientTimeout(total=3.0)
+
+
+async def check_ready(session: aiohttp.ClientSession, management: str) -> str | None:
+    """None when ready, else the reason, for a person. Takes up to 3 s."""
+    try:
+        async with session.get(f"http://{management}/readyz", timeout=TIMEOUT) as response:
+            body = orjson.loads(await response.read())
+    except (aiohttp.ClientError, TimeoutError, orjson.JSONDecodeError):
+        return "does not answer yet"
+    reason = body.get("reason") if isinstance(body, dict) else None
+    return None if response.status == 200 else str(reason or f"status {response.status}")
+
+
 GRACE_S = 5.0
-"""A service bounds its own drain; this much later it is killed."""
+"""A service bounds its own drain. It is killed so many seconds later."""
 
 STATE_AGAIN_S = 5.0
-_STATE_HINT = "The services go on; penstock status and the autoscaler do not see what changes. Try: freeing space there"
+_STATE_HINT = "The services go on; penstock status and the autoscaler do not see changes. Try: freeing space there"
 
 Progress = Callable[[str], None]
 """One line for a person, about starting and stopping."""
@@ -38,8 +52,8 @@ class Fleet:
 
     _group: asyncio.TaskGroup
 
-    def __init__(self, plan: FleetPlan, say: Say, progress: Progress, stop: Stop) -> None:
-        self.plan, self._say, self._progress, self._stop = plan, say, progress, stop
+    def __init__(self, plan: FleetPlan, notify: Notify, progress: Progress, stop: Stop) -> None:
+        self.plan, self._notify, self._progress, self._stop = plan, notify, progress, stop
         self.management = ""
         self.drained = False
         self.resizable = self.started = False
@@ -48,11 +62,11 @@ class Fleet:
 
     @property
     def processes(self) -> list[ServiceProcess]:
-        """All, in the order of their start; those that leave, too."""
+        """All processes in the order of their start, also the leaving ones."""
         return list(self.running)
 
     def start(self, group: asyncio.TaskGroup) -> None:
-        """Start what the plan has, in tasks of the group."""
+        """Start the services of the plan, in tasks of the group."""
         self._group = group
         self._progress("starting " + ", ".join(spec.name for spec in self.plan.services))
         for spec in self.plan.services:
@@ -60,25 +74,25 @@ class Fleet:
 
     def _add(self, spec: ServiceSpec) -> None:
         process = ServiceProcess(
-            spec, self.plan.data / "logs", self._say, self._state_due.set, lambda: not self.started
+            spec, self.plan.data / "logs", self._notify, self._state_due.set, lambda: not self.started
         )
         self.running[process] = self._group.create_task(process.keep_running(), name=spec.name)
 
-    def of(self, service: str) -> list[ServiceProcess]:
+    def processes_of(self, service: str) -> list[ServiceProcess]:
         """The processes of one service."""
         return [process for process in self.processes if process.spec.service == service]
 
     def why_not_ready(self) -> str | None:
-        """For the supervisor's own /readyz: the first service that does not run now."""
+        """For the supervisor's own /readyz: the first process that does not run."""
         missing = (one.spec.name for one in self.processes if one.pid is None and not one.leaving)
         return next((f"{name} is being started" for name in missing), None)
 
     def resize(self, service: str, seen: int, size: int) -> None:
-        """Start processes of a service, or let its youngest drain and go; returns at once, `of` shows how far it is.
+        """Start processes of a service, or drain and stop its youngest. Returns at once; `processes_of` shows the progress.
 
         seen: the size that the caller knows. Raises SizeRefused.
         """
-        group = self.of(service)
+        group = self.processes_of(service)
         staying = [one for one in group if not one.leaving]
         refuse_size(service, len(staying), len(group) - len(staying), seen, size, self.resizable)
         self._progress(f"{service}: {seen} -> {size} processes")
@@ -98,7 +112,7 @@ class Fleet:
         self._state_due.set()
 
     def state(self) -> FleetState:
-        """As `status` reads it."""
+        """For `penstock status`."""
         processes = [
             ProcessState(one.spec.name, one.spec.service, one.pid, one.management, one.restarts, str(one.log))
             for one in self.processes
@@ -108,9 +122,9 @@ class Fleet:
         return FleetState(os.getpid(), self.management, *where, processes)
 
     async def keep_state(self) -> None:
-        """Write the state file whenever something changed; when it cannot be written, say so once, go on and try again.
+        """Write the state file after each change. A failed write is logged once and tried again.
 
-        When cancelled it waits for a write under way: that would bring the file back after the folder was left.
+        On cancellation it waits for a running write, which would otherwise create the file again after the fleet's end.
         """
         failed = False
         while True:
@@ -123,30 +137,32 @@ class Fleet:
             finally:
                 await asyncio.wait({writing})
             if error is not None and not failed:
-                self._say("error", f"{self.plan.data / STATE_FILE} cannot be written: {error.strerror}. {_STATE_HINT}")
+                self._notify(
+                    "error", f"{self.plan.data / STATE_FILE} cannot be written: {error.strerror}. {_STATE_HINT}"
+                )
             failed = error is not None
 
     async def wait_ready(self) -> None:
-        """Until every process is ready. Raises CommandFailed when one is not in time, or when asked to stop."""
+        """Wait until every process is ready. Raises CommandFailed when one is too late, or when a stop is requested."""
         deadline = time.monotonic() + self.plan.ready_within
         async with aiohttp.ClientSession() as session:
             for process in self.processes:
-                while (reason := await ask_ready(session, process.management)) is not None:
+                while (reason := await check_ready(session, process.management)) is not None:
                     self._stop.check()
                     if time.monotonic() > deadline:
-                        words = "".join(f"\n    {line}" for line in process.last_words)
+                        lines = "".join(f"\n    {line}" for line in process.last_output)
                         raise CommandFailed(
-                            f"{process.spec.name} was not ready within {self.plan.ready_within:.0f} s: {reason}{words}",
+                            f"{process.spec.name} was not ready within {self.plan.ready_within:.0f} s: {reason}{lines}",
                             f"its log, {process.log}",
                         )
                     await asyncio.sleep(POLL_S)
                 self._progress(f"{process.spec.name} is ready")
 
     async def drain(self) -> None:
-        """Stop the services in the order of the events' way, each bounded. `drained`: whether all did in time."""
+        """Stop the services in the reverse of START_ORDER, each with a limit. Sets `drained`: whether all drained in time."""
         drained, self.resizable = True, False
         for service in reversed(START_ORDER):
-            group = self.of(service)
+            group = self.processes_of(service)
             if group and not self._stop.insisted.is_set():
                 self._progress(f"draining {service}")
             limit = self.plan.drain + GRACE_S
@@ -159,10 +175,12 @@ class Fleet:
 
 
 @asynccontextmanager
-async def run_fleet(plan: FleetPlan, management: str, say: Say, progress: Progress, stop: Stop) -> AsyncIterator[Fleet]:
-    """Start everything, wait until it is ready, yield; then drain. Nothing is left running, however it ends.
+async def run_fleet(
+    plan: FleetPlan, management: str, notify: Notify, progress: Progress, stop: Stop
+) -> AsyncIterator[Fleet]:
+    """Start everything, wait until it is ready, yield, then drain. No process is left running in any case.
 
-    Raises CommandFailed when a service cannot start or has a bad configuration, also while the caller runs.
+    Raises CommandFailed when a service cannot start or has bad configuration, also while the caller runs.
     """
     token = secrets.token_urlsafe(32)
     try:
@@ -172,8 +190,8 @@ async def run_fleet(plan: FleetPlan, management: str, say: Say, progress: Progre
             f"the data folder {plan.data} cannot be written: {error.strerror}",
             "freeing space there, or --data with another",
         ) from error
-    fleet = Fleet(plan, say, progress, stop)
-    routes = Control(fleet.of, fleet.resize, token).routes()
+    fleet = Fleet(plan, notify, progress, stop)
+    routes = Control(fleet.processes_of, fleet.resize, token).routes()
     try:
         async with (
             serve_management(management, fleet.why_not_ready, routes) as fleet.management,
@@ -189,9 +207,9 @@ async def run_fleet(plan: FleetPlan, management: str, say: Say, progress: Progre
             finally:
                 tasks = (keeper, *fleet.running.values())
                 for task in tasks:
-                    if not task.cancelling():  # a second cancel would disturb what it does because of the first
+                    if not task.cancelling():  # a second cancel would interrupt the clean-up that the first one began
                         task.cancel()
-                await asyncio.wait(tasks)  # the group's end would cancel them once more
+                await asyncio.wait(tasks)  # otherwise the end of the group would cancel them again
     except BaseExceptionGroup as errors:
         raise _first(errors) from None
 
@@ -205,7 +223,7 @@ def _try_to_write(data: Path, state: FleetState) -> OSError | None:
 
 
 def _first(errors: BaseExceptionGroup[BaseException]) -> BaseException:
-    """What a person should read first: a failure of a command, else whatever there is."""
+    """The error to show: a CommandFailed, else the first one."""
     failed, others = errors.split(CommandFailed)
     error: BaseException | None = failed or others
     while isinstance(error, BaseExceptionGroup):

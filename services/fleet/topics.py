@@ -1,9 +1,13 @@
-"""Provisioning from the command line: a broker that is just starting gets some time. What waits for destinations that a pipe
-file no longer has is found before anything is changed, and refused unless the file says what becomes of it."""
+"""Provisions the topics of a pipe file. Waits for a broker that is starting.
+
+First it finds events that wait for destinations which the pipe file no longer has. It changes nothing unless the file says
+under `removed` what becomes of them.
+"""
 
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -18,13 +22,13 @@ from services.core.yaml_source import BadConfiguration, Problem
 from services.fleet.problem import CommandFailed
 
 PATIENCE_S = 30.0
-LOOK_WITHIN_S = 60.0
+CHECK_WITHIN_S = 60.0
 
 Result = TypeVar("Result")
 
 
 class Prepared(NamedTuple):
-    """The topics are there, and `waiting` is what waited before. went_on: new names by the old ones whose positions they took."""
+    """The topics exist. waiting: the events that waited before. went_on: the lanes that took over a position, by the old lane."""
 
     topics: Provisioned
     waiting: Waiting
@@ -32,53 +36,56 @@ class Prepared(NamedTuple):
 
 
 async def provision(broker: str, pipes: PipeFile, *, grow: bool = False) -> Provisioned:
-    """Create what the pipe file implies; retries for up to 30 s while the broker is away. Raises CommandFailed."""
+    """Create the topics of the pipe file. Retries for up to 30 s while the broker is unreachable. Raises CommandFailed."""
     return await _patiently(broker, lambda opened: ensure_topics(opened.admin, pipes, grow=grow))
 
 
 async def prepare(broker: str, pipes: PipeFile, path: Path, *, grow: bool = False) -> Prepared:
-    """As `provision`, once it is certain that nothing waits for nobody. path: of the pipe file.
+    """As `provision`, after checking that no event waits for a destination without an owner. path: of the pipe file.
 
-    Raises BadConfiguration otherwise, with nothing changed, and CommandFailed.
+    Raises BadConfiguration when the check fails (nothing is changed then), and CommandFailed.
     """
 
     async def work(opened: Broker) -> Prepared:
-        before = await read_bookmark(opened.admin)
-        waiting = await find_waiting(opened.admin, lanes_of(pipes), before)
+        before = await read_bookmark(opened.reader)
+        waiting = await find_waiting(opened, lanes_of(pipes), before)
         if problems := name_unclaimed(waiting, pipes, path):
             raise BadConfiguration(problems)
         topics = await ensure_topics(opened.admin, pipes, grow=grow)
-        went_on = {old: new for new, old in (await hand_over_positions(opened.admin, pipes)).items()}
-        if waiting.bookmark != before and CONTROL in await opened.admin.topics():
-            async with Producer(opened.driver) as producer:
-                await write_bookmark(producer, waiting.bookmark, time.time_ns() // 1_000_000)
+        handed = await hand_over_positions(opened.admin, pipes, before.left)
+        went_on = {old: new for new, old in handed.items()}
+        left = {lane: choice.deliver_to or "" for lane, choice in pipes.removed.items()}
+        bookmark = replace(waiting.bookmark, left={**waiting.bookmark.left, **left})
+        if bookmark != before and CONTROL in await opened.admin.topics():
+            async with Producer(opened.appender) as producer:
+                await write_bookmark(producer, bookmark, time.time_ns() // 1_000_000)
         return Prepared(topics, waiting, went_on)
 
     return await _patiently(broker, work)
 
 
-async def look(broker: str, pipes: PipeFile) -> Waiting | str:
-    """What waits now, changing nothing; or why it cannot be said. Within LOOK_WITHIN_S."""
+async def check_waiting(broker: str, pipes: PipeFile) -> Waiting | str:
+    """The waiting events, or the reason why they are not known. Changes nothing. Takes up to CHECK_WITHIN_S."""
     try:
-        async with asyncio.timeout(LOOK_WITHIN_S), open_broker(broker) as opened:
-            return await find_waiting(opened.admin, lanes_of(pipes), await read_bookmark(opened.admin))
+        async with asyncio.timeout(CHECK_WITHIN_S), open_broker(broker) as opened:
+            return await find_waiting(opened, lanes_of(pipes), await read_bookmark(opened.reader))
     except TimeoutError:
-        return f"{broker} did not tell within {LOOK_WITHIN_S:.0f} s"
+        return f"{broker} did not answer within {CHECK_WITHIN_S:.0f} s"
     except (BadBrokerUrl, BrokerError) as error:
         return f"{broker}: {error}"
 
 
 def name_unclaimed(waiting: Waiting, pipes: PipeFile, path: Path) -> list[Problem]:
-    """One problem for each destination that the file no longer has, for which events wait, and of which it says nothing."""
+    """One problem for each destination with waiting events that is neither in the file nor in its `removed`."""
     return [
         Problem(
             str(path),
             f"removed.{lane}",
-            f"{_count(places)} for {lane}, which this file no longer has; nobody would ever get them. Try: put it back, or "
+            f"{_describe(waiting, lane)}, which this file no longer has; they would never be delivered. Try: put it back, or "
             f"say what becomes of them: removed: {{{lane}: {{deliver_to: PIPE/DESTINATION}}}}, or {{bury: WHY}} (dead letters), "
-            "or {drop: WHY}",
+            "or {drop: WHY}; with the last two, its unread events stay in their stream",
         )
-        for lane, places in waiting.unclaimed.items()
+        for lane in sorted(waiting.unclaimed.keys() | waiting.undelivered.keys())
         if lane not in pipes.removed
     ]
 
@@ -86,22 +93,33 @@ def name_unclaimed(waiting: Waiting, pipes: PipeFile, path: Path) -> list[Proble
 def describe_removed(waiting: Waiting, pipes: PipeFile, went_on: Mapping[str, str] | None = None) -> list[str]:
     """One line for each destination of `removed`, and each partition that could not be read."""
     lines = [
-        f"{_count(waiting.unclaimed[lane])} for {lane}: {_choice(choice)}"
-        if lane in waiting.unclaimed
-        else f"nothing waits for {lane} any more. Try: take it out of `removed`"
+        f"{_describe(waiting, lane)}: {_choice(choice)}"
+        if lane in waiting.unclaimed or lane in waiting.undelivered
+        else f"nothing waits for {lane} any more. Try: remove it from `removed`"
         for lane, choice in pipes.removed.items()
     ]
     unread = [
         f"{topic}[{partition}] could not be read to its end: {why}"
         for (topic, partition), why in waiting.unread.items()
     ]
-    return lines + unread + [f"{new} goes on in its streams where {old} ended" for old, new in (went_on or {}).items()]
+    return (
+        lines
+        + unread
+        + [f"{new} continues in its streams at the position of {old}" for old, new in (went_on or {}).items()]
+    )
 
 
 def _choice(choice: Removed) -> str:
     if choice.deliver_to is not None:
         return f"delivered to {choice.deliver_to}"
-    return "buried as dead letters" if choice.bury is not None else "dropped"
+    return "written to the dead letters" if choice.bury is not None else "dropped"
+
+
+def _describe(waiting: Waiting, lane: str) -> str:
+    found = [f"{_count(waiting.unclaimed[lane])} for {lane}"] if lane in waiting.unclaimed else []
+    for stream, count in waiting.undelivered.get(lane, {}).items():
+        found.append(f"{count} {'event' if count == 1 else 'events'} of {stream} not yet delivered to {lane}")
+    return ", ".join(found)
 
 
 def _count(places: Mapping[str, int]) -> str:

@@ -1,4 +1,4 @@
-"""`penstock up`: the fleet on one machine, until it is told to stop."""
+"""`penstock up`: runs the fleet on one machine until a signal stops it."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -7,10 +7,10 @@ from functools import partial
 from pathlib import Path
 
 from services.core.snapshot import Contents, write_snapshot
-from services.fleet.console import note
+from services.fleet.console import print_note
 from services.fleet.folder import hold_folder, keep_observer_token
 from services.fleet.kafka import run_kafka
-from services.fleet.output import Say
+from services.fleet.output import Notify
 from services.fleet.pipe_check import check_pipe_file, read_checked
 from services.fleet.plan import broker_url, make_plan
 from services.fleet.ports import check_port_free
@@ -23,16 +23,16 @@ from services.fleet.topics import describe_removed, prepare
 _STYLES = {"warning": "yellow", "error": "red", "critical": "red"}
 
 
-def say(level: str, text: str) -> None:
-    """What services warn of, to the console."""
-    note(text, _STYLES.get(level, ""))
+def notify(level: str, text: str) -> None:
+    """Print a warning or an error of a service to the console."""
+    print_note(text, _STYLES.get(level, ""))
 
 
 @asynccontextmanager
 async def fleet_of(
-    settings: UpSettings, config: str | None, stop: Stop, say: Say, progress: Progress
+    settings: UpSettings, config: str | None, stop: Stop, notify: Notify, progress: Progress
 ) -> AsyncIterator[Fleet]:
-    """Check everything, hold the data folder, start broker and services; drain and stop them when left.
+    """Check everything, lock the data folder, start broker and services. Drains and stops them when the context is left.
 
     Raises BadConfiguration, CommandFailed.
     """
@@ -46,18 +46,17 @@ async def fleet_of(
         kafka = None
         if settings.broker == "kafka":
             progress("starting Kafka")
-            kafka = await stack.enter_async_context(run_kafka(settings.data.absolute() / "kafka", say, stop))
+            kafka = await stack.enter_async_context(run_kafka(settings.data.absolute() / "kafka", notify, stop))
         broker = broker_url(settings, kafka)
         topics, waiting, went_on = await prepare(broker, pipes, settings.pipes)
         progress(f"topics: {len(topics.created)} created, {len(topics.kept)} there already")
         for line in describe_removed(waiting, pipes, went_on):
-            say("warning", line)
-        is_waiting = waiting.with_retrier > 0 or bool(waiting.unread)
+            notify("warning", line)
         snapshot = settings.data.absolute() / "snapshot"
         await asyncio.to_thread(_keep, snapshot, contents)
-        plan = make_plan(settings, pipes, broker, config, snapshot, is_waiting=is_waiting)
+        plan = make_plan(settings, pipes, broker, config, snapshot, has_retrier=topics.has_retrier)
         stop.check()
-        yield await stack.enter_async_context(run_fleet(plan, settings.management, say, progress, stop))
+        yield await stack.enter_async_context(run_fleet(plan, settings.management, notify, progress, stop))
 
 
 def _keep(folder: Path, contents: Contents) -> None:
@@ -71,25 +70,25 @@ def _keep(folder: Path, contents: Contents) -> None:
 
 
 async def run_up(settings: UpSettings, config: str | None) -> int:
-    """The verb. Returns the exit status: 0 drained, 1 not all drained in time."""
+    """Run the command. Returns the exit status: 0 drained, 1 not all drained in time."""
 
-    def told(insists: bool) -> None:
-        note("stopping at once" if insists else "draining; press Ctrl-C again to stop at once", "bold")
+    def on_signal(at_once: bool) -> None:
+        print_note("stopping at once" if at_once else "draining; press Ctrl-C again to stop at once", "bold")
 
-    with stop_on_signals(told) as stop:
-        async with fleet_of(settings, config, stop, say, lambda text: note(text, "dim")) as fleet:
+    with stop_on_signals(on_signal) as stop:
+        async with fleet_of(settings, config, stop, notify, lambda text: print_note(text, "dim")) as fleet:
             _print_running(fleet)
             await stop.asked.wait()
-        note("stopped")
+        print_note("stopped")
     return 0 if fleet.drained else 1
 
 
 def _print_running(fleet: Fleet) -> None:
     plan = fleet.plan
-    note(f"Penstock runs. Send events to http://{plan.listen}/v1/streams/STREAM/events", "bold green")
-    note(f"  broker  {plan.broker}")
-    note(f"  how late and how complete it is, live: http://{plan.observer}/")
-    note(f"  what could not be delivered: http://{plan.observer}/v1/destinations")
+    print_note(f"Penstock runs. Send events to http://{plan.listen}/v1/streams/STREAM/events", "bold green")
+    print_note(f"  broker  {plan.broker}")
+    print_note(f"  lag and loss, live: http://{plan.observer}/")
+    print_note(f"  undelivered events, by destination: http://{plan.observer}/v1/destinations")
     for process in fleet.processes:
-        note(f"  {process.spec.name:<12} pid {process.pid}  http://{process.management}/metrics  {process.log}")
-    note("  Ctrl-C drains and stops. Try: penstock status")
+        print_note(f"  {process.spec.name:<12} pid {process.pid}  http://{process.management}/metrics  {process.log}")
+    print_note("  Ctrl-C drains and stops. Try: penstock status")

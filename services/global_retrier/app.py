@@ -11,35 +11,18 @@ from services.core.group_lag import follow_group
 from services.core.ledger.report import TELEMETRY
 from services.core.lifecycle import Supervision
 from services.core.management import serve_management
-from services.core.opening import open_when_reachable
 from services.core.pipes import RETRIER_DEAD, RETRIER_GROUP, PipeFile, load_pipes
+from services.core.startup import Readiness, open_when_reachable
 from services.core.yaml_source import BadConfiguration
-from services.global_retrier.clock import SteadyClock
-from services.global_retrier.ledger import Ledger
-from services.global_retrier.retrier import Retrier
-from services.global_retrier.route import DELAY_BY_TOPIC
+from services.global_retrier.delay_queue import DELAY_BY_TOPIC, SteadyClock
+from services.global_retrier.metrics import RetrierLedger
+from services.global_retrier.retrier import make_retrier
 from services.global_retrier.settings import RetrierSettings
 
 log = structlog.get_logger()
 
 _DRAIN_SHARE = 0.6
-"""Of the drain time, for writing on and committing; the rest is for leaving the group and closing."""
-
-
-class Readiness:
-    """What the management port says."""
-
-    def __init__(self) -> None:
-        self.retrier: Retrier | None = None
-        self.reason: str | None = "starting"
-
-    def note(self, reason: str) -> None:
-        """Why it is not ready."""
-        self.reason = reason
-
-    def why_not(self) -> str | None:
-        """None when the retrier runs."""
-        return self.reason or (self.retrier.waits_for if self.retrier is not None else "starting")
+"""Share of the drain time for moves under way; the rest is for leaving the group and closing."""
 
 
 async def start(settings: RetrierSettings, supervision: Supervision) -> None:
@@ -50,17 +33,21 @@ async def start(settings: RetrierSettings, supervision: Supervision) -> None:
         management = await stack.enter_async_context(serve_management(settings.management, readiness.why_not))
         log.info("started", management=management)
         broker = await open_when_reachable(
-            stack, settings.broker, stopping, topics=[*DELAY_BY_TOPIC, RETRIER_DEAD, TELEMETRY], tell=readiness.note
+            stack,
+            settings.broker,
+            stopping,
+            topics=[*DELAY_BY_TOPIC, RETRIER_DEAD, TELEMETRY],
+            on_wait=readiness.set_reason,
         )
         if broker is None:
             return
-        producer = await stack.enter_async_context(Producer(broker.driver))
+        producer = await stack.enter_async_context(Producer(broker.appender))
         reads = not broker.features.contiguous_offsets
         group = follow_group(broker.admin, RETRIER_GROUP, list(DELAY_BY_TOPIC), reads=reads)
-        ledger = Ledger(producer if settings.ledger else None, group)
-        readiness.retrier = Retrier(broker, producer, SteadyClock(), ledger, pipes)
-        readiness.reason = None
-        running = supervision.run(readiness.retrier.run(stopping, settings.drain * _DRAIN_SHARE), "retrier")
+        ledger = RetrierLedger(producer if settings.ledger else None, group)
+        retrier = make_retrier(broker, producer, SteadyClock(), ledger, pipes)
+        readiness.check, readiness.reason = lambda: retrier.waits_for, None
+        running = supervision.run(retrier.run(stopping, settings.drain * _DRAIN_SHARE), "retrier")
         await stopping.wait()
         readiness.reason = "stopping"
         await asyncio.wait([running])
@@ -68,9 +55,9 @@ async def start(settings: RetrierSettings, supervision: Supervision) -> None:
 
 
 def _read_pipes(path: Path) -> PipeFile | None:
-    """None when it cannot be read: what waits has to go on all the same. Blocking."""
+    """None when it cannot be read: waiting events are moved all the same. Blocking."""
     try:
         return load_pipes(path)
     except BadConfiguration as error:
-        log.warning("pipes_unknown", error=str(error), hint="events that nobody will deliver are not told of")
+        log.warning("pipes_unknown", error=str(error), hint="events that no lane will deliver are not counted")
         return None

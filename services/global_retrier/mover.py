@@ -1,23 +1,20 @@
-"""Writing records on: each to where its remaining time sends it, for as long as that takes."""
+"""Moves records to their next topic, by the time that each has left: a delay topic, its retry topic or the dead letters."""
 
 import asyncio
 from collections.abc import Sequence
 
-import backoff
 import structlog
 
+from services.core.backoff import Backoff
 from services.core.broker.contract import Admin
 from services.core.broker.errors import BrokerError, RecordTooLarge, UnknownTopic
-from services.core.broker.key_send import send_by_key
-from services.core.broker.producer import Producer
+from services.core.broker.producer import Producer, send_by_key
 from services.core.broker.record import Record, TopicPartition
+from services.core.dead_letter import PREFIX, make_dead_letter
 from services.core.pipes import RETRIER_DEAD, retry_topic
-from services.global_retrier.clock import Clock
-from services.global_retrier.ledger import Ledger
-from services.global_retrier.letters import make_letter, without_value
-from services.global_retrier.line import Waiting
-from services.global_retrier.meter import Meter
-from services.global_retrier.route import DELAY_BY_TOPIC, choose_delay
+from services.core.retry_state import unwrap
+from services.global_retrier.delay_queue import DELAY_BY_TOPIC, Clock, Waiting, choose_delay
+from services.global_retrier.metrics import NODE, RetrierLedger, RetrierMetrics
 
 log = structlog.get_logger()
 
@@ -25,47 +22,52 @@ _BASE_WAIT, _MAX_WAIT = 0.1, 5.0
 
 
 class Mover:
-    """Shared by all lines; keeps nothing between two moves. Safe for concurrent use."""
+    """Shared by all delay queues; keeps nothing between two moves. Safe for concurrent use."""
 
     def __init__(
-        self, producer: Producer, admin: Admin, meter: Meter, clock: Clock, ledger: Ledger | None = None
+        self,
+        producer: Producer,
+        admin: Admin,
+        metrics: RetrierMetrics,
+        clock: Clock,
+        ledger: RetrierLedger | None = None,
     ) -> None:
-        self._producer, self._admin, self._meter, self._clock = producer, admin, meter, clock
-        self.ledger = ledger or Ledger(None)
+        self._producer, self._admin, self._metrics, self._clock = producer, admin, metrics, clock
+        self.ledger = ledger or RetrierLedger(None)
 
     async def move(self, source: TopicPartition, items: Sequence[Waiting]) -> None:
-        """Returns when all are durable elsewhere: in a delay topic, in their pipe's retry topic, or among the dead letters.
+        """Returns when all are durable in their next topic.
 
-        While the broker is away it tries for ever, with growing waits; where to is decided anew each time. A crash or a
-        cancellation may leave records written that are read, and written, again.
+        While the broker is away it tries until it works; the topic is chosen anew each time. A crash or a cancellation may
+        leave records that are moved again.
         """
-        failures = 0
+        retry = Backoff(_BASE_WAIT, _MAX_WAIT)
         while items:
             now = self._clock.now_ms()
             by_topic: dict[str, list[Waiting]] = {}
             for item in items:
-                by_topic.setdefault(_find_topic(item, now), []).append(item)
+                by_topic.setdefault(_choose_topic(item, now), []).append(item)
             async with asyncio.TaskGroup() as group:
-                sending = [
-                    group.create_task(self._send(source, topic, part, now, failures))
+                appending = [
+                    group.create_task(self._append(source, topic, part, now, is_first=not retry.failures))
                     for topic, part in by_topic.items()
                 ]
-            items = [item for task in sending for item in task.result()]
+            items = [item for task in appending for item in task.result()]
             if items:
-                failures += 1
-                await asyncio.sleep(backoff.full_jitter(min(_MAX_WAIT, _BASE_WAIT * 2 ** min(failures, 10))))
-        if failures:
-            log.info("moved_again", source=source.topic, tries=failures + 1)
+                retry.fail()
+                await retry.wait()
+        if retry.failures:
+            log.info("moved_again", source=source.topic, tries=retry.failures + 1)
 
-    def note_moved(self, items: Sequence[Waiting]) -> None:
-        """These were written on by a predecessor, who may not have told of those that were due."""
+    def record_moved(self, items: Sequence[Waiting]) -> None:
+        """The previous owner moved these, and may have died before it reported those that were due."""
         now = self._clock.now_ms()
-        self.ledger.left("released", [item for item in items if item.due <= now])
+        self.ledger.add("released", [item for item in items if item.due <= now])
 
-    async def _send(
-        self, source: TopicPartition, topic: str, items: list[Waiting], now: int, failures: int
+    async def _append(
+        self, source: TopicPartition, topic: str, items: list[Waiting], now: int, *, is_first: bool
     ) -> list[Waiting]:
-        """One try; returns what is not stored, with what was learnt about it."""
+        """One try. Returns the items that are not stored, changed where another try needs it."""
         failed = await send_by_key(self._producer, topic, [_make_record(source, topic, item, now) for item in items])
         self._count(topic, [item for index, item in enumerate(items) if index not in failed], now)
         if not failed:
@@ -73,24 +75,26 @@ class Mover:
         error = next(iter(failed.values()))
         if not isinstance(error, BrokerError):
             raise error
-        self._meter.failed(topic, error, len(failed))
+        self._metrics.count_failed(topic, error, len(failed))
         if isinstance(error, UnknownTopic) and await self._is_gone(topic):
             log.error(
                 "unknown_pipe", topic=topic, events=len(failed), hint="Try: penstock up with its pipe, then redrive"
             )
-            return [_condemn(items[index], "unknown_pipe", str(reason)) for index, reason in failed.items()]
-        if not failures and not isinstance(error, RecordTooLarge):
+            return [
+                items[index]._replace(problem="unknown_pipe", detail=str(reason)) for index, reason in failed.items()
+            ]
+        if is_first and not isinstance(error, RecordTooLarge):
             log.error(
                 "move_failed",
                 topic=topic,
                 events=len(failed),
                 error=str(error),
-                hint="nothing is lost, it goes on by itself. Try: check the broker and the topic",
+                hint="nothing is lost, it is tried again. Try: check the broker and the topic",
             )
-        return [_learn(items[index], topic, reason) for index, reason in failed.items()]
+        return [_change(items[index], topic, reason) for index, reason in failed.items()]
 
     async def _is_gone(self, topic: str) -> bool:
-        """Whether a topic is certainly not there; of our own ones we wait until they are."""
+        """Whether a pipe's topic certainly does not exist. The retrier's own topics are waited for."""
         if topic in DELAY_BY_TOPIC or topic == RETRIER_DEAD:
             return False
         try:
@@ -102,35 +106,67 @@ class Mover:
         if not items:
             return
         if topic in DELAY_BY_TOPIC:
-            self._meter.moved(topic, len(items))
+            self._metrics.count_moved(topic, len(items))
         elif topic == RETRIER_DEAD:
-            self._meter.buried(items)
-            self.ledger.left("dead", items)
+            self._metrics.count_dead(items)
+            self.ledger.add("dead", items)
         else:
-            self._meter.released(items, now)
-            self.ledger.left("released", items)
+            self._metrics.count_released(items, now)
+            self.ledger.add("released", items)
 
 
-def _find_topic(item: Waiting, now: int) -> str:
+def _choose_topic(item: Waiting, now: int) -> str:
     if item.problem:
         return RETRIER_DEAD
     return choose_delay(item.due - now) or retry_topic(item.pipe)
 
 
 def _make_record(source: TopicPartition, topic: str, item: Waiting, now: int) -> Record:
-    if topic == RETRIER_DEAD:
-        letter = make_letter(source, item, now)
-        return without_value(letter) if item.bare else letter
-    return Record(item.record.key, item.record.value, now, item.record.headers)
+    if topic != RETRIER_DEAD:
+        return Record(item.record.key, item.record.value, now, item.record.headers)
+    letter = _make_dead_letter(source, item, now)
+    if not item.without_value:
+        return letter
+    # Its headers still say where the whole record is stored.
+    headers = tuple(header for header in letter.headers if header[0].startswith(PREFIX))
+    return Record(None, None, letter.timestamp, headers)
 
 
-def _learn(item: Waiting, topic: str, error: Exception) -> Waiting:
+def _make_dead_letter(source: TopicPartition, item: Waiting, now: int) -> Record:
+    """Of the event as it was before its retry state was added; of a record that is not a retry record as it is."""
+    if not item.pipe:
+        return make_dead_letter(
+            item.record,
+            reason=item.problem,
+            detail=item.detail,
+            node=NODE,
+            pipe="",
+            first_failure=now,
+            source=source,
+            offset=item.offset,
+            now_ms=now,
+        )
+    original, state = unwrap(item.record)
+    origin, offset = state.position()
+    return make_dead_letter(
+        original,
+        reason=item.problem,
+        detail=f"{item.detail}; last failure: {state.reason}: {state.detail}",
+        node=NODE,
+        pipe=state.pipe,
+        destination=state.destination,
+        attempts=state.attempts,
+        first_failure=state.first_failure,
+        source=origin,
+        offset=offset,
+        now_ms=now,
+    )
+
+
+def _change(item: Waiting, topic: str, error: Exception) -> Waiting:
+    """A record that is too large becomes a dead letter, and a dead letter that is too large loses its value."""
     if not isinstance(error, RecordTooLarge):
         return item
     if topic == RETRIER_DEAD:
-        return item._replace(bare=True)
-    return _condemn(item, "too_large", str(error))
-
-
-def _condemn(item: Waiting, problem: str, detail: str) -> Waiting:
-    return item._replace(problem=problem, detail=detail)
+        return item._replace(without_value=True)
+    return item._replace(problem="too_large", detail=str(error))

@@ -1,57 +1,137 @@
-"""The global retrier: joins its group and joins again when the membership breaks. Broker failures are waited out."""
+"""The global retrier in its group: polls a little ahead, moves each record at its time, commits right after each move."""
 
 import asyncio
-
-import structlog
+from collections.abc import Collection, Coroutine, Iterable, Sequence
+from typing import Any
 
 from services.core.broker.contract import Broker
+from services.core.broker.offset_tracker import OffsetTracker
 from services.core.broker.producer import Producer
+from services.core.broker.record import Batch, TopicPartition
+from services.core.consuming import GroupMember, Membership
 from services.core.pipes import RETRIER_GROUP, PipeFile
-from services.core.rejoin import Rejoin
-from services.global_retrier.clock import Clock
-from services.global_retrier.ledger import Ledger
-from services.global_retrier.meter import Meter
+from services.global_retrier.dedup import MoveTakeover
+from services.global_retrier.delay_queue import DELAY_BY_TOPIC, Clock, DelayQueue
+from services.global_retrier.metrics import RetrierLedger, RetrierMetrics
 from services.global_retrier.mover import Mover
-from services.global_retrier.route import DELAY_BY_TOPIC
-from services.global_retrier.session import Session
 
-log = structlog.get_logger()
-
-_HINT = "it joins again by itself; nothing is lost. Try: penstock up creates its topics"
+_POLL_RECORDS = 500
+_COMMIT_INTERVAL_S = 2.0
+"""For reports; each move is committed at once."""
 
 
-class Retrier:
-    """Reads retry-in and all delay topics in one group; several of them share the topics."""
+def make_retrier(
+    broker: Broker, producer: Producer, clock: Clock, ledger: RetrierLedger, pipes: PipeFile | None = None
+) -> GroupMember:
+    """Reads retry-in and all delay topics in one group; several retriers share the topics.
 
-    def __init__(
-        self, broker: Broker, producer: Producer, clock: Clock, ledger: Ledger, pipes: PipeFile | None = None
-    ) -> None:
-        """pipes: by which it tells of events that nobody will deliver; they go on like any other."""
-        self._broker, self._clock = broker, clock
-        self._meter = Meter(pipes)
-        self._mover = Mover(producer, broker.admin, self._meter, clock, ledger)
-        self.waits_for: str | None = "has not joined its group yet"
-        """Why it does not run, for a person; None while it runs."""
-        self._rejoin = Rejoin(RETRIER_GROUP, "retrier_waits", _HINT)
+    pipes: by which events that no lane will deliver are counted; they are moved like any other.
+    """
+    metrics = RetrierMetrics(pipes)
+    mover = Mover(producer, broker.admin, metrics, clock, ledger)
 
-    async def run(self, stopping: asyncio.Event, drain: float) -> None:
-        """Until `stopping`; then finishes what is being written on, within about `drain` seconds. Raises nothing."""
-        while not stopping.is_set():
-            try:
-                await self._work(stopping, drain)
-            except* Exception as errors:  # a fault of ours, too: what is uncommitted is read again
-                self.waits_for = str(self._rejoin.failed(errors))
-                self._meter.up(False)
-            if not stopping.is_set():
-                await self._rejoin.wait(stopping)
-        self._meter.up(False)
+    async def find_topics() -> Sequence[str]:
+        return list(DELAY_BY_TOPIC)
 
-    async def _work(self, stopping: asyncio.Event, drain: float) -> None:
-        session = Session(self._broker, self._mover, self._meter, self._clock)
-        topics = list(DELAY_BY_TOPIC)
-        async with self._broker.consumer(RETRIER_GROUP, topics, start="earliest", on_revoke=session.revoke) as consumer:
-            log.info("retrier_joined", group=RETRIER_GROUP)
-            self._rejoin.joined()
-            self.waits_for = None
-            self._meter.up(True)
-            await session.run(consumer, stopping, drain)
+    return GroupMember(
+        broker,
+        RETRIER_GROUP,
+        lambda: RetrierProcessor(broker, mover, metrics, clock),
+        find_topics,
+        commit_interval=_COMMIT_INTERVAL_S,
+        set_up=metrics.set_up,
+    )
+
+
+class RetrierProcessor:
+    """`consuming.Processor`: each owned partition has a queue and a task of its own, so an event that waits for a day holds up
+    no other partition.
+    """
+
+    def __init__(self, broker: Broker, mover: Mover, metrics: RetrierMetrics, clock: Clock) -> None:
+        self._broker, self._mover, self._metrics, self._clock = broker, mover, metrics, clock
+        self.tracker, self.ledger = OffsetTracker(), mover.ledger
+        self.queues: dict[TopicPartition, DelayQueue] = {}
+        self._tasks: dict[TopicPartition, asyncio.Task[None]] = {}
+        self._membership: Membership | None = None
+        self._group: asyncio.TaskGroup | None = None
+
+    def open(self, membership: Membership, tasks: asyncio.TaskGroup) -> Iterable[Coroutine[Any, Any, None]]:
+        self._membership, self._group = membership, tasks
+        return ()
+
+    async def wait_for_room(self) -> int:
+        """Full partitions are paused."""
+        return _POLL_RECORDS
+
+    def reads(self, _topic: str) -> bool:
+        return True
+
+    async def prepare(self, polled: Collection[TopicPartition], assigned: Collection[TopicPartition]) -> None:
+        """Each queue looks for records that were moved before."""
+
+    def accept(self, batch: Batch) -> None:
+        assert self._membership is not None
+        assert self._group is not None
+        source = batch.source
+        queue = self.queues.get(source)
+        if queue is None:
+            queue = self.queues[source] = DelayQueue(source)
+            self._tasks[source] = self._group.create_task(self._serve(queue, self._membership), name=str(source))
+        queue.add(batch, self._clock.now_ms())
+        self._metrics.count_polled(batch)
+        if queue.is_full:
+            self._membership.pause(source)
+
+    async def _serve(self, queue: DelayQueue, membership: Membership) -> None:
+        """Move the records that are ready, batch by batch, until the queue is closed."""
+        takeover = MoveTakeover(queue.source, self._broker, self._clock)
+        while self.queues.get(queue.source) is queue:
+            await queue.wait_until_ready(self._clock)
+            queue.busy = True
+            items = queue.pop_ready(self._clock.now_ms())
+            moved = await takeover.find_moved(items)
+            self._metrics.count_already_moved(queue.source.topic, len(moved))
+            self._mover.record_moved([item for item in items if item.offset in moved])
+            await self._mover.move(queue.source, [item for item in items if item.offset not in moved])
+            self.tracker.settle(queue.source, [item.offset for item in items])
+            await membership.commit()
+            queue.busy = False
+            if queue.has_room and self.queues.get(queue.source) is queue:
+                membership.resume(queue.source)
+
+    async def drain_partitions(self, partitions: frozenset[TopicPartition], limit: float) -> None:
+        await self._close_queues(partitions, limit)
+
+    def disown(self, partitions: Collection[TopicPartition]) -> None:
+        """Their queues are closed; a move under way settles nothing that the tracker still knows."""
+
+    async def drain(self, limit: float) -> bool:
+        return await self._close_queues(frozenset(self.queues), limit)
+
+    async def _close_queues(self, partitions: frozenset[TopicPartition], limit: float) -> bool:
+        """Start no more moves of these; wait up to `limit` seconds for those under way and their commit. Whether all ended."""
+        tasks = []
+        for source in partitions:
+            queue, task = self.queues.pop(source, None), self._tasks.pop(source, None)
+            if queue is not None and task is not None:
+                tasks.append(task)
+                if not queue.busy:
+                    task.cancel()
+        if not tasks:
+            return True
+        try:
+            _, late = await asyncio.wait(tasks, timeout=limit)
+        finally:  # also when the backend cuts this off: a move of before must not settle records of a topic made anew
+            for task in tasks:
+                task.cancel()
+        if late:
+            await asyncio.wait(late)
+        return not late
+
+    def stop(self) -> None:
+        for task in self._tasks.values():
+            task.cancel()
+
+    def update_metrics(self) -> None:
+        self._metrics.set_next_due(self.queues.values())

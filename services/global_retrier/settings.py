@@ -1,4 +1,4 @@
-"""Settings of the global retrier: what every service has. Schedules stand in the pipe file, which only expel reads."""
+"""Settings of the global retrier: those of every service. The schedules are in the pipe file."""
 
 from typing import ClassVar
 
@@ -12,5 +12,4 @@ class RetrierSettings(Settings):
 
     @classmethod
     def program(cls) -> str:
-        """As in Settings."""
         return "python -m services.global_retrier"

@@ -4,9 +4,10 @@ import os
 import sys
 
 from services.core.lifecycle import run_service
-from services.ingest.app import calm_collector, start
+from services.core.startup import tune_garbage_collector
+from services.ingest.app import start
 from services.ingest.settings import IngestSettings
 
 if __name__ == "__main__":
-    calm_collector()
+    tune_garbage_collector()
     sys.exit(run_service(IngestSettings, start, sys.argv[1:], dict(os.environ)))

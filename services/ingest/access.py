@@ -18,7 +18,7 @@ _URL_NAMES = frozenset(("key", "api_key", "apikey", "api-key", "token", "access_
 
 
 class Access:
-    """Checks keys; None for `ring` lets everybody in (loopback only, see settings). `ring` may be replaced at any time.
+    """Checks keys. Without a `ring` everybody has access (loopback only, see settings). `ring` may be replaced at any time.
 
     quota_bytes: how many bytes of a body, unpacked, count as an event of a key's quota.
     """
@@ -74,7 +74,7 @@ class Access:
     def charge(self, key: ApiKey | None, events: int) -> None:
         """Count events against the key's quota; none when it is not positive."""
         if events > 0 and key is not None and key.rate is not None:
-            self._bucket(key.id, key.rate).take(events, self._clock())
+            self._bucket(key.id, key.rate).charge(events, self._clock())
 
     def _bucket(self, key_id: str, rate: int) -> "_Bucket":
         bucket = self._buckets.get(key_id)
@@ -96,13 +96,13 @@ class _Bucket:
         self._at = now
         return max(0.0, -self._tokens / self.rate)
 
-    def take(self, events: int, now: float) -> None:
+    def charge(self, events: int, now: float) -> None:
         self.wait(now)
         self._tokens -= events
 
 
 def check_query(query: str) -> None:
-    """Raises Refused when a key stands in the URL, where every proxy logs it."""
+    """Raises Refused when a key is in the URL, where every proxy logs it."""
     for name, value in parse_qsl(query, keep_blank_values=True):
         if name.lower() in _URL_NAMES or value.startswith(f"{PREFIX}_"):
             raise Refused(

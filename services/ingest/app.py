@@ -1,15 +1,14 @@
-"""Ingest put together: what is opened in which order, and how it drains.
+"""Ingest as a whole: the order in which it opens its parts, and in which it drains them.
 
-Drain: readiness off, stop accepting, answer what is under way, tell the ledger, close the producer, close the broker.
+Drain: readiness off, stop accepting, answer what is under way, report to the ledger, close the producer, close the broker.
 `lifecycle` bounds it.
 """
 
 import asyncio
-import gc
-import resource
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
 
 import structlog
 
@@ -22,25 +21,29 @@ from services.core.ledger.reporter import Reporter, keep_reporting, new_instance
 from services.core.lifecycle import Supervision, wait_for_stop
 from services.core.management import serve_management
 from services.core.pipes import load_pipes
+from services.core.startup import raise_file_limit
 from services.core.yaml_source import BadConfiguration, Problem
 from services.ingest.access import Access
 from services.ingest.endpoint import Endpoint
 from services.ingest.http_server import HttpServer, Timeouts
-from services.ingest.intake import Intake, max_age_ms
-from services.ingest.key_watch import KeyWatch
-from services.ingest.openapi import load_openapi
+from services.ingest.intake import NODE, Intake, max_age_ms
+from services.ingest.key_watch import watch_keys
 from services.ingest.probe import Probe, flush_tallies
 from services.ingest.settings import IngestSettings
 from services.ingest.stream_ledger import StreamLedger
-from services.ingest.tally import NODE
+
+FILE = Path(__file__).with_name("openapi.json")
+
+
+def load_openapi() -> bytes:
+    """The document as it is served. Blocking: reads a file of some 20 KB."""
+    return FILE.read_bytes()
+
 
 log = structlog.get_logger()
 
 UNPACK_THREADS = 2
 OPEN_AGAIN_S = 1.0
-GC_YOUNG_OBJECTS = 50_000
-FILES_FOR_OURSELVES = 100
-"""Open files for logs, the broker and its files."""
 
 
 async def start(settings: IngestSettings, supervision: Supervision) -> None:
@@ -49,7 +52,7 @@ async def start(settings: IngestSettings, supervision: Supervision) -> None:
     stopping = supervision.stopping
     pipes = await asyncio.to_thread(load_pipes, settings.pipes)
     access = Access(None, quota_bytes=settings.quota_bytes)
-    keys = KeyWatch(settings.keys, access) if settings.keys is not None else None
+    keys = watch_keys(settings.keys, access) if settings.keys is not None else None
     if keys is not None:
         await keys.load()
     openapi = await asyncio.to_thread(load_openapi)
@@ -66,7 +69,7 @@ async def start(settings: IngestSettings, supervision: Supervision) -> None:
         broker = await _open_broker(stack, settings.broker, stopping)
         if broker is None:
             return
-        producer = await stack.enter_async_context(Producer(broker.driver, max_pending_bytes=settings.max_in_flight))
+        producer = await stack.enter_async_context(Producer(broker.appender, max_pending_bytes=settings.max_in_flight))
         by_event_time = broker.features.retention_by_event_time
         intakes = {
             name: Intake(
@@ -84,7 +87,7 @@ async def start(settings: IngestSettings, supervision: Supervision) -> None:
         server = HttpServer(
             endpoint.handle,
             timeouts=Timeouts(settings.head_timeout, settings.body_timeout, settings.idle_timeout),
-            max_connections=bound_connections(settings.max_connections),
+            max_connections=raise_file_limit(settings.max_connections),
             max_in_flight=settings.max_in_flight,
         )
         supervision.run(probe.run(stopping), "probe")
@@ -99,7 +102,7 @@ async def start(settings: IngestSettings, supervision: Supervision) -> None:
 
 
 def _open_ledger(intake: Intake, producer: Producer, instance: str) -> StreamLedger:
-    """Ingest has no backlog: what it took is stored or refused within seconds."""
+    """Ingest has no backlog: it stores or refuses each event within seconds."""
     name = intake.name
     lags = {
         "lag_in": metrics.LAG_IN.labels(name, NODE),
@@ -137,23 +140,4 @@ async def _listen(server: HttpServer, settings: IngestSettings) -> AsyncIterator
 
 
 class CannotListen(OSError):
-    """The port is taken, or the address is none of this machine."""
-
-
-def bound_connections(wanted: int) -> int:
-    """How many connections the system's limit on open files leaves room for; raises that limit as far as it may."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = wanted + FILES_FOR_OURSELVES
-    if soft != resource.RLIM_INFINITY and soft < needed:
-        soft = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        if soft < needed:
-            log.warning("the limit on open files leaves room for fewer connections", limit=soft, wanted=wanted)
-            return max(1, soft - FILES_FOR_OURSELVES)
-    return wanted
-
-
-def calm_collector() -> None:
-    """Requests make many objects and no cycles; Python's default would look for cycles several times a request."""
-    gc.freeze()
-    gc.set_threshold(GC_YOUNG_OBJECTS, 20, 50)
+    """The port is in use, or the address does not belong to this machine."""

@@ -1,7 +1,7 @@
 """CloudEvents 1.0 over HTTP: batch, structured (JSON) and binary mode.
 
-The payload of a record is the event's data: the bytes of `data` as they stand in the body, or what `data_base64` decodes to;
-`null` when there is none. A `data` string of another media type than JSON is that text. The attributes travel beside it.
+The payload of a record is the event's data: the bytes of `data` as the body has them, or the decoded `data_base64`, or `null`
+if there is none. A `data` string whose media type is not JSON is that text. The attributes are headers of the record.
 """
 
 import base64
@@ -16,9 +16,7 @@ import orjson
 
 from services.ingest import json_events, problems
 from services.ingest.event_fields import CONTROL
-from services.ingest.items import Attributes, Items, Limits
-from services.ingest.json_events import check_count, check_single
-from services.ingest.json_text import WHITESPACE, parse
+from services.ingest.json_events import WHITESPACE, Attributes, Items, Limits, check_count, check_single, parse
 from services.ingest.problems import Refusal, Refused
 
 HEADER_PREFIX = "ce-"
@@ -26,7 +24,7 @@ JSON = "application/json"
 MAX_ATTRIBUTES = 64
 _REQUIRED = ("id", "source", "type")
 _TEXTS = frozenset(("datacontenttype", "dataschema", "subject", "time", "partitionkey"))
-"""Attributes that may be absent, and are text where they stand."""
+"""Optional attributes whose values are text."""
 _NAME = re.compile(r"[a-z0-9]{1,64}")
 _NO_DATA = b"null"
 
@@ -93,7 +91,7 @@ def _from_headers(headers: Iterable[tuple[str, str]], content_type: str) -> dict
             continue
         name = name.removeprefix(HEADER_PREFIX)
         if name in members:
-            raise _Fault("a ce- header stands twice")
+            raise _Fault("a ce- header is repeated")
         try:
             members[name] = unquote_to_bytes(value.encode(errors="surrogateescape")).decode()
         except UnicodeDecodeError:
@@ -110,7 +108,7 @@ def is_json(content_type: str) -> bool:
 
 
 def _unwrap(chosen: Items) -> Items:
-    """From events as they stand in the body to their data and attributes."""
+    """From events as the body has them to their data and attributes."""
     items = Items([], [], [], [], chosen.refused)
     indexes: list[int] = []
     for text, members, index in zip(chosen.values, chosen.documents, chosen.indexes, strict=True):

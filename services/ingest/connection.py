@@ -2,11 +2,11 @@
 
 Why not aiohttp's own server: docs/adr/0004-ingest-hot-path.md. What must hold here:
 
-- Requests of one connection are handled one by one, in order. What comes behind the one under way is kept as bytes, one read of
-  the socket at most, and parsed when the answer was taken; the rest stays in the kernel. A task exists only while there is a
-  request to handle: an idle connection costs a socket and this object.
-- Every byte counts against the server's bound from its arrival until the answer was taken, and so does an answer that waits.
-- Each phase has a deadline, checked by the server's sweep: nothing waits for a client for ever.
+- Requests of one connection are handled one by one, in order. Bytes that arrive after the current request are kept unparsed, one
+  read of the socket at most, until the client has received the answer. The rest stays in the kernel. A task exists only while
+  there is a request to handle: an idle connection costs a socket and this object.
+- Every byte counts against the server's bound from its arrival until the client has the answer. So does a waiting answer.
+- Each phase has a deadline, which the server checks: nothing waits for a client for ever.
 - A request whose framing is unclear is answered 400 and ends the connection: what follows it cannot be trusted.
 - Where we end a connection while the client still sends, we first stop writing and read on a little, or the client's
   kernel would throw our answer away.
@@ -18,14 +18,13 @@ import socket
 from typing import TYPE_CHECKING
 
 import structlog
-from aiohttp.base_protocol import BaseProtocol
 from aiohttp.http import HttpProcessingError, HttpVersion11, RawRequestMessage
 from aiohttp.streams import EMPTY_PAYLOAD, StreamReader
 
 from services.core import metrics
 from services.ingest import problems
-from services.ingest.http_answer import Answer, refuse
-from services.ingest.http_framing import MAX_HEAD_BYTES, Incoming, check_head_size, explain, make_parser, switches
+from services.ingest.answer import Answer, refuse
+from services.ingest.http_framing import MAX_HEAD_BYTES, HttpProtocol, Incoming, check_head_size, explain, switches
 from services.ingest.problems import Refused
 
 if TYPE_CHECKING:
@@ -37,15 +36,15 @@ LINGER_S = 3.0
 LINGER_BYTES = 16_000_000
 ANSWER_S = 30.0
 UNSENT_BYTES = 1 << 15
-"""An answer of which the kernel takes less must be taken by the client before the next request is parsed."""
+"""More unsent bytes than this stop the parsing of further requests until the client has received them."""
 SEND_BUFFER_BYTES = 1 << 16
-"""What the kernel may keep of a connection's answers (twice that, as Linux counts). By itself it would take 4 MB of each, and let
-all connections wait when its memory is short."""
+"""Bytes of answers that the kernel may keep for a connection (Linux doubles the figure). Its default would be up to 4 MB each,
+and all connections would wait when its memory is short."""
 FOREVER = float("inf")
 
 
 class Phase(enum.Enum):
-    """What the connection waits for, and so what it means when its deadline passes."""
+    """The event that a connection waits for, and the meaning of its deadline."""
 
     IDLE = enum.auto()
     """The next request: closed without a word."""
@@ -54,9 +53,9 @@ class Phase(enum.Enum):
     BODY = enum.auto()
     """The rest of its body: 408."""
     HANDLING = enum.auto()
-    """Us, or the broker, which has time-outs of its own: no deadline."""
+    """This process or the broker, which has time-outs of its own: no deadline."""
     ANSWERING = enum.auto()
-    """The client to take its answers: aborted."""
+    """The client to receive its answers: aborted."""
     LINGER = enum.auto()
     """The client to stop sending: aborted."""
 
@@ -65,7 +64,7 @@ class ClientGone(Exception):
     """The connection was lost before the request had arrived."""
 
 
-class Connection(BaseProtocol):
+class Connection(HttpProtocol):
     """The protocol object that the event loop talks to.
 
     phase, deadline (loop time): see Phase. payload: the body of the request under way. held: bytes that it counts against the
@@ -93,7 +92,7 @@ class Connection(BaseProtocol):
 
     def __init__(self, server: "HttpServer", loop: asyncio.AbstractEventLoop) -> None:
         super().__init__(loop)
-        self._parser = make_parser(self, loop)
+        self.open_parser()
         self._task: asyncio.Task[None] | None = None
         self._broken = self._last = self._eof = False
         self._head_bytes = self._lingered = self.held = 0
@@ -115,7 +114,7 @@ class Connection(BaseProtocol):
             self.transport.set_write_buffer_limits(high=UNSENT_BYTES)
             connected = self.transport.get_extra_info("socket")
             connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
-        self.deadline = self._loop.time() + self.server.timeouts.head
+        self.deadline = self.loop.time() + self.server.timeouts.head
         refusal = self.server.add(self)
         if refusal is not None:
             self._finish(refusal)
@@ -123,11 +122,11 @@ class Connection(BaseProtocol):
     def connection_lost(self, exc: BaseException | None) -> None:
         super().connection_lost(exc)
         self._fail_body(ClientGone())
-        self._parser = None
+        self.close_parser()
         self._ahead = b""
         self._unsent = 0
         if self._task is None:
-            self._let_go()
+            self._release()
             self.server.remove(self)
 
     def eof_received(self) -> bool:
@@ -137,7 +136,7 @@ class Connection(BaseProtocol):
         return self._task is not None and self.phase is not Phase.LINGER
 
     def data_received(self, data: bytes) -> None:
-        if self._parser is None:
+        if not self.has_parser:
             return
         if self.phase is Phase.LINGER or self._broken:
             self._discard(data)
@@ -154,21 +153,16 @@ class Connection(BaseProtocol):
             self._break(explain(error))
             return
         if message is not None:
-            self._task = self._loop.create_task(self._serve(message))
+            self._task = self.loop.create_task(self._serve(message))
             self.server.active += 1
         elif data and self._task is None:
             self._await_head(len(data))
-
-    def resume_reading(self, resume_parser: bool = True) -> None:
-        """The parser asks for this at the end of every body; nearly always nothing was paused."""
-        if self._reading_paused:
-            super().resume_reading(resume_parser)
 
     # What the server and the handler of a request call.
 
     def wait(self, phase: Phase, seconds: float) -> None:
         """Enter a phase that may last so long."""
-        self.phase, self.deadline = phase, self._loop.time() + seconds
+        self.phase, self.deadline = phase, self.loop.time() + seconds
 
     def hold_unpacked(self, size: int) -> None:
         """The body has become so many bytes more, until its answer. Raises Refused when that is too much for this process."""
@@ -189,12 +183,12 @@ class Connection(BaseProtocol):
             self.abort()
 
     def cut_off(self) -> None:
-        """Ends a connection whose client does not take its answers. What it held is free at once."""
+        """Ends a connection whose client does not receive its answers. Its bytes are free at once."""
         metrics.INGEST_CUT_OFF.labels("answers_not_taken").inc()
         self.abort()
         self.phase = Phase.LINGER
         self._unsent = 0
-        self._let_go()
+        self._release()
 
     def drain(self) -> None:
         """No new requests: ends now, or after the answer under way."""
@@ -213,10 +207,9 @@ class Connection(BaseProtocol):
 
     def _parse(self, data: bytes) -> Incoming | None:
         """The next request, if its head is whole; at most one, for the parser stops behind each. Raises HttpProcessingError."""
-        requests, _, _ = self._parser.feed_data(data) if self._parser is not None else ((), False, b"")
-        if not requests:
+        request = self.feed_parser(data)
+        if request is None:
             return None
-        (request,) = requests
         if self._head_bytes + self._tail > MAX_HEAD_BYTES:
             check_head_size(request[0])
         self._head_bytes = 0
@@ -231,11 +224,10 @@ class Connection(BaseProtocol):
         return self.server.hold(size) or self.server.make_room() or not self.server.is_flooded
 
     def _keep(self, data: bytes) -> None:
-        """What comes behind the request under way; no more is read until its answer was taken."""
+        """Bytes after the current request. No more is read until the client has received its answer."""
         self._ahead += data
         self._count()
-        if not self._buffer_paused:
-            self._pause_reading_for_buffer()
+        self.hold_reading()
         if not self.server.make_room():  # the client has its answer to come, and then 503
             self._ahead, self._broken = b"", True
             self._count()
@@ -255,8 +247,8 @@ class Connection(BaseProtocol):
         else:
             self._arrived = self._tail
             self._count()
-        if self._buffer_paused and (message is None or not message[1].is_eof()):
-            self._resume_reading_for_buffer()
+        if message is None or not message[1].is_eof():
+            self.release_reading()
         return message
 
     def _count(self) -> None:
@@ -264,7 +256,7 @@ class Connection(BaseProtocol):
         self.server.hold(held - self.held)
         self.held = held
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         self._arrived = self._tail = self._unpacked = 0
         self._ahead = b""
         self._count()
@@ -297,7 +289,7 @@ class Connection(BaseProtocol):
                 if self.phase is Phase.LINGER:
                     return
                 incoming = self._next()
-            self._end_if_told()
+            self._close_if_ending()
         except HttpProcessingError as error:
             self._break_off(explain(error))
         except (ClientGone, ConnectionError):
@@ -310,7 +302,7 @@ class Connection(BaseProtocol):
             self._task = None
             self.server.active -= 1
             if self.transport is None:
-                self._let_go()
+                self._release()
                 self.server.remove(self)
             elif self.phase is not Phase.LINGER:
                 self.wait(Phase.IDLE, self.server.timeouts.idle)
@@ -325,21 +317,20 @@ class Connection(BaseProtocol):
         if self.transport is None:
             raise ClientGone
         self.transport.write(answer.render(close=False, date=self.server.date, head_only=message.method == "HEAD"))
-        if self._paused:
-            await self._until_taken(self.transport)
+        if self.writing_paused:
+            await self._drain_answers(self.transport)
 
-    async def _until_taken(self, transport: asyncio.Transport) -> None:
-        """Until the client has taken most of its answers. Nothing is read meanwhile."""
+    async def _drain_answers(self, transport: asyncio.Transport) -> None:
+        """Wait until the client has received most of its answers. Nothing is read meanwhile."""
         self._arrived, self._unpacked, self._unsent = self._tail, 0, transport.get_write_buffer_size()
         self._count()
-        if not self._buffer_paused:
-            self._pause_reading_for_buffer()
+        self.hold_reading()
         self.wait(Phase.ANSWERING, ANSWER_S)
         self.server.make_room()
-        await self._drain_helper()
+        await self.drain_writes()
         self._unsent = 0
 
-    def _end_if_told(self) -> None:
+    def _close_if_ending(self) -> None:
         """Nothing is left to answer: whether the connection ends now."""
         if self._broken:
             self._break_off(self.server.overloaded())
@@ -359,13 +350,13 @@ class Connection(BaseProtocol):
         transport.write(answer.render(close=True, date=self.server.date, head_only=head_only))
         self.wait(Phase.LINGER, LINGER_S)
         self._unsent = transport.get_write_buffer_size()
-        self._let_go()
+        self._release()
         has_all = self._task is not None and self.payload.is_eof() and not self._broken
         if has_all or not transport.can_write_eof():
             transport.close()
             return
         transport.write_eof()
-        self._resume_transport_reading()
+        self.read_on()
 
     def _discard(self, data: bytes) -> None:
         self._lingered += len(data)

@@ -11,28 +11,25 @@ import orjson
 from aiohttp import hdrs
 from aiohttp.http import RawRequestMessage
 
-from services.core.broker.errors import BrokerClosed, Overloaded
+from services.core.broker.errors import BrokerClosed, BrokerError, Overloaded
 from services.core.broker.producer import Producer, SendResult
 from services.core.keys import ApiKey
 from services.ingest import problems
 from services.ingest.access import Access, check_query, unknown_stream
-from services.ingest.body_encoding import choose_encoding, unpack
-from services.ingest.body_formats import check_format, read_items
+from services.ingest.answer import RETRY_AFTER_S, Answer, answer, find_failures, refuse
+from services.ingest.body_formats import SLICE_BYTES, check_format, read_items, read_slices
 from services.ingest.connection import Connection
-from services.ingest.http_answer import Answer, refuse
 from services.ingest.intake import Intake, Prepared
-from services.ingest.items import Limits
-from services.ingest.outcomes import RETRY_AFTER_S, answer, find_failures
+from services.ingest.json_events import Limits
 from services.ingest.problems import Refused
-from services.ingest.request_body import read_body
-from services.ingest.slices import SLICE_BYTES, read_slices
+from services.ingest.request_body import choose_encoding, read_body, unpack
 
 _STREAM_PATH = re.compile(r"/v1/streams/[^/]+/events")
 _POINTER = orjson.dumps({"service": "penstock ingest", "openapi": "/openapi.json"})
 
 
 LARGE_AT_ONCE = 2
-"""Bodies of more than a slice that are parsed at a time; they take turns with everything else."""
+"""Bodies larger than a slice that are parsed at the same time."""
 
 
 def events_path(stream: str) -> str:
@@ -62,7 +59,7 @@ class Endpoint:
         self._access.check_host(message)
         intake = self._routes.get(message.path)
         if intake is None or message.method != "POST":
-            found = self._look_up(message)
+            found = self._route(message)
             if isinstance(found, Answer):
                 return found
             intake = found
@@ -108,12 +105,12 @@ class Endpoint:
                 refused = refused + more
         stored = [row for row in prepared.all_rows if row not in failed] if failed else prepared.all_rows
         if stored:
-            intake.trouble = None
+            intake.broker_failure = None
             _count(intake, prepared, stored, arrival)
             if intake.ledger is not None:
                 intake.ledger.sample.offer(prepared.values[stored[0]])
         elif refused and refused[-1].kind.status >= 503:
-            intake.trouble = time.monotonic(), refused[-1].kind.title
+            intake.broker_failure = time.monotonic(), refused[-1].kind.title
         if refused:
             intake.tally.refused([refusal.kind.name for refusal in refused])
         ids = [prepared.ids[row].decode() for row in stored] if wants_ids else None
@@ -121,18 +118,20 @@ class Endpoint:
 
     async def _store(self, intake: Intake, prepared: Prepared, arrival: int) -> SendResult:
         """What became of each part; the ledger knows it, too. Raises Refused when nothing was queued."""
-        result = None
+        known: SendResult | BrokerError | None = None
         try:
-            result = await self._producer.send_to(intake.name, prepared.parts)
-        except Overloaded:
+            known = result = await self._producer.send_to(intake.name, prepared.parts)
+        except Overloaded as error:
+            known = error
             detail = "The queue to the broker is full; nothing was stored."
             raise Refused(problems.OVERLOADED, detail, retry_after=RETRY_AFTER_S) from None
-        except BrokerClosed:
+        except BrokerClosed as error:
+            known = error
             detail = "This process is stopping; nothing was stored."
             raise Refused(problems.BROKER_UNAVAILABLE, detail, retry_after=RETRY_AFTER_S) from None
         finally:
             if intake.ledger is not None:
-                intake.ledger.settled(prepared.numbers, prepared.rows, prepared.times, arrival, result)
+                intake.ledger.settle(prepared.numbers, prepared.rows, prepared.times, arrival, known)
         return result
 
     async def _unpack(self, key: ApiKey | None, body: bytes, encoding: str, connection: Connection) -> bytes:
@@ -146,7 +145,7 @@ class Endpoint:
         connection.hold_unpacked(len(unpacked))
         return unpacked
 
-    def _look_up(self, message: RawRequestMessage) -> Intake | Answer:
+    def _route(self, message: RawRequestMessage) -> Intake | Answer:
         """Everything but a plain POST to a known stream. Raises Refused."""
         check_query(message.url.raw_query_string)
         path = unquote(message.url.raw_path)

@@ -1,10 +1,14 @@
-"""From columns of raw field values to event ids, ordering keys and event times. One column is one list, a row is one event.
+"""From columns of raw field values to event ids, ordering keys and event times. A column is a list, a row is an event.
 
-Each function has a fast way for a column that is uniform and fine, which is nearly every one (Python's C loops do it), and one
-row by row that finds what is wrong. Absent and null mean the same: not given.
+Each function has a fast path for a column that is uniform and valid, as nearly every column is: Python's C loops do the work. A
+second path goes row by row and finds each fault. An absent value and null mean the same: not given.
 """
 
+import binascii
 import datetime
+import hashlib
+import itertools
+import os
 import re
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any
@@ -23,7 +27,7 @@ _SECONDS_BELOW = 10**11
 """Numbers below are seconds (until the year 5138), from there on milliseconds (from 1973)."""
 
 CONTROL = re.compile("[\x00-\x1f\x7f-\x9f]")
-"""Characters that no id and no attribute has: they end up in HTTP headers."""
+"""Characters that ids and attributes must not have, because they become HTTP headers."""
 
 _NOTHING = type(None)
 _EPOCH = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
@@ -142,7 +146,39 @@ def _read_time(value: object, arrival: int, oldest: int, row: int, faults: Fault
     elif value is not None:
         faults[row] = (problems.BAD_TIME, "a time is RFC 3339 text, or seconds or milliseconds since 1970")
     if not 0 <= time <= arrival + FUTURE_MS:
-        faults[row] = (problems.TIME_OUT_OF_RANGE, "a time lies between 1970 and a day after its arrival")
+        faults[row] = (problems.TIME_OUT_OF_RANGE, "a time is between 1970 and a day after its arrival")
     elif time < oldest:
         faults[row] = (problems.TOO_OLD, "the stream could drop it before it is delivered. Try: a longer retention")
     return time
+
+
+MAX_IDS = 1 << 14
+_COUNTED = [b"%04x-" % (0x8000 | number) for number in range(MAX_IDS)]
+
+
+class IdMaker:
+    """UUID version 7 (RFC 9562) for events without an id. One process only: not for use on both sides of a fork.
+
+    Layout: 48 bits of milliseconds, 12 random bits of the request, 14 bits that count within the request (in order), 48 random
+    bits. Two ids are equal only if two requests of one millisecond draw the same 12 bits, and the same 48 bits at the same count.
+
+
+    The random bits are SHAKE-128 of a secret seed and a counter: as hard to guess as the system's. Asking the system for
+    each request would release the interpreter, which the log's threads then acquire: 30 us for 100 ids, against 5.
+    """
+
+    def __init__(self) -> None:
+        self._seed = os.urandom(32)
+        self._counter = itertools.count()
+
+    def make(self, count: int, now_ms: int) -> list[bytes]:
+        """`count` (at most MAX_IDS) ids as ASCII text, ascending."""
+        if count > MAX_IDS:
+            raise ValueError(f"at most {MAX_IDS} ids at once")
+        digest = hashlib.shake_128(b"%b%d" % (self._seed, next(self._counter))).digest(6 * count + 2)
+        digits, stamp = binascii.hexlify(digest), b"%012x" % now_ms
+        head = b"%b-%b-7%b-" % (stamp[:8], stamp[8:], digits[:3])
+        return [
+            head + counted + digits[start : start + 12]
+            for counted, start in zip(_COUNTED, range(4, 12 * count + 4, 12), strict=False)
+        ]

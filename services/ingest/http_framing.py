@@ -28,18 +28,69 @@ class HeadTooLarge(HttpProcessingError):
     """All lines of a head together are too long."""
 
 
-def make_parser(protocol: BaseProtocol, loop: asyncio.AbstractEventLoop) -> HttpRequestParser:
-    """A parser that stops behind each request. It never decompresses: aiohttp answers 200 to half a gzip body."""
-    return HttpRequestParser(
-        protocol,
-        loop,
-        READ_BUFFER_BYTES,
-        max_line_size=MAX_LINE_BYTES,
-        max_headers=MAX_HEADERS,
-        max_field_size=MAX_LINE_BYTES,
-        auto_decompress=False,
-        max_msg_queue_size=1,
-    )
+class HttpProtocol(BaseProtocol):
+    """aiohttp's protocol object with its request parser (llhttp) and its flow control, under public names.
+
+    All that ingest needs of aiohttp's private parts is in this class; `unit/ingest/test_http_framing.py` fails on an upgrade
+    until somebody has read them again. `transport` is None after the connection was lost.
+    """
+
+    __slots__ = ()
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """The event loop of this connection."""
+        return self._loop
+
+    @property
+    def has_parser(self) -> bool:
+        """Whether the parser is open."""
+        return self._parser is not None
+
+    def open_parser(self) -> None:
+        """A parser that stops after each request. It never decompresses: aiohttp answers 200 to half a gzip body."""
+        self._parser = HttpRequestParser(
+            self,
+            self._loop,
+            READ_BUFFER_BYTES,
+            max_line_size=MAX_LINE_BYTES,
+            max_headers=MAX_HEADERS,
+            max_field_size=MAX_LINE_BYTES,
+            auto_decompress=False,
+            max_msg_queue_size=1,
+        )
+
+    def close_parser(self) -> None:
+        """Nothing is parsed any more."""
+        self._parser = None
+
+    def feed_parser(self, data: bytes) -> Incoming | None:
+        """The next request, if its head is complete. Raises HttpProcessingError."""
+        requests, _, _ = self._parser.feed_data(data) if self._parser is not None else ((), False, b"")
+        return requests[0] if requests else None
+
+    def resume_reading(self, resume_parser: bool = True) -> None:
+        """The parser calls this at the end of every body; nearly always reading was not paused."""
+        if self._reading_paused:
+            super().resume_reading(resume_parser)
+
+    def hold_reading(self) -> None:
+        """Read no more from the socket until `release_reading`. Idempotent."""
+        if not self._buffer_paused:
+            self._pause_reading_for_buffer()
+
+    def release_reading(self) -> None:
+        """Ends `hold_reading`, if it is in force; the parser's own pause stays."""
+        if self._buffer_paused:
+            self._resume_reading_for_buffer()
+
+    def read_on(self) -> None:
+        """Read from the socket whatever was paused."""
+        self._resume_transport_reading()
+
+    async def drain_writes(self) -> None:
+        """Return when the client has accepted most of what was written. Raises ConnectionError when it is gone."""
+        await self._drain_helper()
 
 
 def check_head_size(message: RawRequestMessage) -> None:
@@ -65,9 +116,9 @@ def check_head(message: RawRequestMessage) -> None:
 
 
 def _check_coding(message: RawRequestMessage) -> None:
-    """The parser looks at the last coding only: what another one did to the body would be stored as the events' text.
+    """The parser checks the last coding only. A body with another coding would be stored as it is.
 
-    Nor does it mind an empty one, behind which somebody in front of us may see a body, and we the next request.
+    It accepts an empty header, after which a proxy may read a body where we read the next request.
     """
     if not message.chunked:
         raise Refused(problems.BAD_REQUEST, "Transfer-Encoding says nothing.", ends=True)
@@ -78,7 +129,7 @@ def _check_coding(message: RawRequestMessage) -> None:
 
 
 def explain(error: HttpProcessingError) -> Refused:
-    """What the client is told about something that is not HTTP."""
+    """The answer to bytes that are not HTTP."""
     if isinstance(error, LineTooLong | HeadTooLarge) or error.message == "Too many headers received":
         return Refused(
             problems.HEAD_TOO_LARGE,

@@ -11,8 +11,8 @@ from aiohttp.http import RawRequestMessage
 
 from services.core import metrics
 from services.ingest import problems
+from services.ingest.answer import Answer, http_date, refuse
 from services.ingest.connection import ClientGone, Connection, Phase
-from services.ingest.http_answer import Answer, http_date, refuse
 from services.ingest.http_framing import check_head
 from services.ingest.problems import SEND_AGAIN, Refused
 
@@ -37,7 +37,7 @@ class Timeouts:
 
 
 class HttpServer:
-    """All connections of this process. `max_in_flight`: bytes held at once, from arrival until the answer was taken."""
+    """All connections of this process. max_in_flight: bytes held at once, from arrival until the client has the answer."""
 
     def __init__(self, handle: Handler, *, timeouts: Timeouts, max_connections: int, max_in_flight: int) -> None:
         self._handle = handle
@@ -136,7 +136,7 @@ class HttpServer:
         return self._in_flight <= self._max_in_flight
 
     def make_room(self) -> bool:
-        """Whether no more is held than may be, once those who do not take their answers were cut off, the largest first."""
+        """Whether the held bytes are within the bound. Cuts off clients that do not receive their answers, the largest first."""
         if self._in_flight <= self._max_in_flight:
             return True
         unread = [one for one in self._connections if one.phase is Phase.ANSWERING]
@@ -152,5 +152,5 @@ class HttpServer:
             raise self.overloaded()
 
     def overloaded(self) -> Refused:
-        """What a client is told while more bytes are held than may be."""
+        """The answer while more bytes are held than allowed."""
         return Refused(problems.OVERLOADED, "Too many bytes are under way.", retry_after=RETRY_AFTER_S)

@@ -1,26 +1,94 @@
-"""From a request's events to records by partition, column by column.
+"""One stream as this process feeds it: from the events of a request to records by partition, column by column, and its counts.
 
-One `Intake` per stream and process. Everything here is plain computation, done at once for a whole request or a slice of it.
+Everything here is plain computation, done at once for a whole request or a slice of it.
 """
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import cast
 
 import msgspec
 
+from services.core import metrics
 from services.core.broker.partitioner import choose_partition
 from services.core.broker.record import Record
+from services.core.ledger.report import Node
 from services.core.pipes import Stream
 from services.core.problem_type import ProblemType
 from services.ingest import problems
-from services.ingest.event_fields import Column, Faults, Reader, field_reader, prefer, read_ids, read_keys, read_times
-from services.ingest.event_ids import IdMaker
-from services.ingest.items import Items
+from services.ingest.event_fields import (
+    Column,
+    Faults,
+    IdMaker,
+    Reader,
+    field_reader,
+    prefer,
+    read_ids,
+    read_keys,
+    read_times,
+)
+from services.ingest.json_events import Items
 from services.ingest.problems import Refusal, Refused
 from services.ingest.records import Columns, Numbers, Origins, make_records, more_headers
 from services.ingest.stream_ledger import StreamLedger
-from services.ingest.tally import Tally
+
+NODE: Node = "ingest"
+_FLUSH_AT = 20_000
+
+
+class Tally:
+    """Counts of one stream. Call `flush` at least once a second; it hands over by itself when much has gathered."""
+
+    def __init__(self, stream: str) -> None:
+        self._stream = stream
+        self._accepted = self._payload_bytes = 0
+        self._statuses: Counter[int] = Counter()
+        self._refused: Counter[str] = Counter()
+        self._lags_in: list[int] = []
+        self._lags_out: list[int] = []
+        self._durations: list[int] = []
+        self._accepted_total = metrics.INGEST_ACCEPTED.labels(stream)
+        self._bytes_total = metrics.INGEST_BYTES.labels(stream)
+        self._lag_in = metrics.LAG_IN.labels(stream, NODE)
+        self._lag_out = metrics.LAG_OUT.labels(stream, NODE)
+        self._ingest_time = metrics.INGEST_TIME.labels(stream)
+
+    def accepted(self, times: Sequence[int], payload_bytes: int, arrival: int, now: int) -> None:
+        """Events with these event times were stored. All times in ms."""
+        took = now - arrival
+        lags = [arrival - time for time in times]
+        self._accepted += len(lags)
+        self._payload_bytes += payload_bytes
+        self._lags_in += lags
+        self._lags_out += [lag + took for lag in lags]
+        self._durations.append(took)
+        if len(self._lags_in) > _FLUSH_AT:
+            self.flush()
+
+    def refused(self, reasons: Sequence[str]) -> None:
+        """Events were refused for these reasons."""
+        self._refused.update(reasons)
+
+    def answered(self, status: int) -> None:
+        """A request was answered."""
+        self._statuses[status] += 1
+
+    def flush(self) -> None:
+        """Hand everything over to the metrics."""
+        self._accepted_total.inc(self._accepted)
+        self._bytes_total.inc(self._payload_bytes)
+        for status, count in self._statuses.items():
+            metrics.INGEST_REQUESTS.labels(self._stream, str(status)).inc(count)
+        for reason, count in self._refused.items():
+            metrics.INGEST_REFUSED.labels(self._stream, reason).inc(count)
+        self._lag_in.observe(self._lags_in)
+        self._lag_out.observe(self._lags_out)
+        self._ingest_time.observe(self._durations)
+        self._accepted = self._payload_bytes = 0
+        for gathered in (self._statuses, self._refused, self._lags_in, self._lags_out, self._durations):
+            gathered.clear()
+
 
 KEYLESS_MS = 25
 """Longer than an append takes, so that few are under way at once; far shorter than anybody notices."""
@@ -51,7 +119,7 @@ def max_age_ms(stream: Stream) -> int:
 
 
 class Intake:
-    """One stream as this process feeds it. `partitions` is 0 until the broker was asked (see `probe`).
+    """One stream as this process feeds it. `partitions` is 0 until the broker has answered (see `probe`).
 
     max_age_ms: events older than that are refused, because a broker that counts retention from the event time would drop
     them soon after it acknowledged them.
@@ -65,8 +133,8 @@ class Intake:
         self.tally = Tally(name)
         self.origins = Origins()
         self.ledger: StreamLedger | None = None
-        """What is told of the numbers of `origins`; None when nobody wants to know."""
-        self.trouble: tuple[float, str] | None = None
+        """The reports of the numbers of `origins`; None when the ledger is off."""
+        self.broker_failure: tuple[float, str] | None = None
         """When (monotonic seconds) and why a request last stored nothing at all because of the broker; None since one did."""
         self._ids = IdMaker()
         self._rotate = rotate
@@ -105,7 +173,7 @@ class Intake:
             refused = refused + [Refusal(items.indexes[row], *fault) for row, fault in sorted(faults.items())]
             rows = [row for row in rows if row not in faults]
         split = self._split(rows, columns.keys, arrival) if rows else {}
-        numbers = {partition: self.origins.take(partition, len(chosen)) for partition, chosen in split.items()}
+        numbers = {partition: self.origins.reserve(partition, len(chosen)) for partition, chosen in split.items()}
         parts = {
             partition: make_records(chosen, columns, arrival, numbers[partition]) for partition, chosen in split.items()
         }

@@ -1,6 +1,5 @@
 """Keeps the keys that are in use equal to the keys file: a new or revoked key counts within seconds, without a restart."""
 
-import asyncio
 import hashlib
 import time
 from collections.abc import Callable
@@ -10,8 +9,7 @@ import structlog
 
 from services.core import metrics
 from services.core.file_watch import FileWatch
-from services.core.key_file import load_keys
-from services.core.keys import KeyRing
+from services.core.keys import KeyRing, load_keys
 from services.core.yaml_source import MAX_FILE_BYTES, BadConfiguration
 from services.ingest.access import Access
 
@@ -20,28 +18,23 @@ log = structlog.get_logger()
 _STALE = "a key that was revoked meanwhile is still valid here. Try: mend the file, or restart ingest"
 
 
-class KeyWatch(FileWatch[KeyRing]):
-    """The ring of `access`, kept like the file at `path`. `load` raises BadConfiguration."""
+def watch_keys(path: Path, access: Access, clock: Callable[[], float] = time.monotonic) -> FileWatch[KeyRing]:
+    """Keeps the ring of `access` like the file at `path`. `load` raises BadConfiguration."""
 
-    def __init__(self, path: Path, access: Access, clock: Callable[[], float] = time.monotonic) -> None:
-        def use(ring: KeyRing) -> None:
-            access.ring = ring
-            log.info("keys loaded", valid=len(ring))
+    def use(ring: KeyRing) -> None:
+        access.ring = ring
+        log.info("keys_loaded", valid=len(ring))
 
-        super().__init__(
-            f"the keys file {path}",
-            lambda known: _read(path, known),
-            use,
-            expected=BadConfiguration,
-            failed=metrics.INGEST_KEYS_FAILURES.inc,
-            stale=_STALE,
-            clock=clock,
-        )
-
-    async def run(self, stopping: asyncio.Event) -> None:
-        """As in FileWatch."""
-        metrics.INGEST_KEYS_AGE.set_function(lambda: self.age)
-        await super().run(stopping)
+    return FileWatch(
+        f"the keys file {path}",
+        lambda known: _read(path, known),
+        use,
+        expected=BadConfiguration,
+        failed=metrics.INGEST_KEYS_FAILURES.inc,
+        stale=_STALE,
+        age=metrics.INGEST_KEYS_AGE,
+        clock=clock,
+    )
 
 
 def _read(path: Path, known: bytes) -> tuple[bytes, KeyRing] | None:

@@ -39,8 +39,8 @@ class Probe:
             return self._said
         recent = time.monotonic() - TROUBLE_S
         for intake in self._intakes:
-            if intake.trouble is not None and intake.trouble[0] > recent:
-                return f"the last events of {intake.name} could not be stored: {intake.trouble[1]}"
+            if intake.broker_failure is not None and intake.broker_failure[0] > recent:
+                return f"the last events of {intake.name} could not be stored: {intake.broker_failure[1]}"
         return None
 
     async def run(self, stopping: asyncio.Event) -> None:
@@ -76,7 +76,7 @@ class Probe:
         """Before the first event of this incarnation is let in."""
         await require_safe_topics(self._broker.admin, [intake.name, TELEMETRY])
         if intake.ledger is not None and not intake.ledger.is_introduced:
-            ends = await self._broker.admin.next_at_least(intake.name)
+            ends = await self._broker.reader.next_at_least(intake.name)
             intake.ledger.introduce(intake.origins.incarnation, ends)
 
 

@@ -63,7 +63,7 @@ class Refusal:
     detail: str
 
     def as_json(self) -> dict[str, Any]:
-        """As it stands in a 207 or 422 answer. `retry`: whether the same event may be accepted when it is sent again."""
+        """The entry of a 207 or 422 answer. `retry`: whether the same event may be accepted when it is sent again."""
         return {
             "index": self.index,
             "type": self.kind.uri,

@@ -11,7 +11,7 @@ from services.core import event
 from services.core.broker.record import Headers, Record
 from services.core.ledger.report import MAX_NUMBER
 from services.ingest.cloudevents import JSON
-from services.ingest.items import Attributes
+from services.ingest.json_events import Attributes
 
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}(-.{0,200})?")
 _OWN_HEADER = frozenset(("id", "datacontenttype"))
@@ -42,7 +42,7 @@ class Origins:
         self._next: dict[int, int] = {}
         self._prefixes: dict[int, bytes] = {}
 
-    def take(self, partition: int, count: int) -> Numbers:
+    def reserve(self, partition: int, count: int) -> Numbers:
         """Reserve `count` numbers, at most `limit`."""
         first = self._next.get(partition, 0)
         if first + count > self._limit:

@@ -10,34 +10,34 @@ from services.core.settings import Settings
 from services.core.units import Duration, Size
 from services.core.yaml_source import BadConfiguration, Problem
 from services.ingest.access import QUOTA_BYTES
-from services.ingest.event_ids import MAX_IDS
-from services.ingest.items import Limits
+from services.ingest.event_fields import MAX_IDS
+from services.ingest.json_events import Limits
 
 
 class IngestSettings(Settings):
-    """Takes events over HTTP and stores them durably before it answers."""
+    """Receives events over HTTP and stores them durably before it answers."""
 
     section: ClassVar[str] = "ingest"
 
-    listen: Address = Field("127.0.0.1:8080", description="host:port for events; without keys loopback only.")
+    listen: Address = Field("127.0.0.1:8080", description="host:port for events. Without keys: loopback only.")
     reuse_port: bool = Field(True, description="Whether ingest processes may share the port (true or false).")
     keys: Path | None = Field(
-        None, description="The keys file that `penstock keys` writes; absent: no keys are asked for."
+        None, description="The keys file that `penstock keys` writes. Without one, clients need no key."
     )
-    max_event: Size = Field(1_000_000, description="One event at most, e.g. 1MB.")
-    max_body: Size = Field(5_000_000, description="One request's body at most, before and after unpacking, e.g. 5MB.")
-    max_events: int = Field(10_000, ge=1, le=MAX_IDS, description="Events in one request at most.")
+    max_event: Size = Field(1_000_000, description="Largest event, e.g. 1MB.")
+    max_body: Size = Field(5_000_000, description="Largest body of a request, before and after unpacking, e.g. 5MB.")
+    max_events: int = Field(10_000, ge=1, le=MAX_IDS, description="Most events in one request.")
     quota_bytes: Size = Field(
         QUOTA_BYTES,
-        description="Bytes of a body, unpacked, that count as one event of its key's rate, where its events are fewer.",
+        description="Unpacked bytes of a body that count as one event of the key's rate, if the body has fewer events than that.",
     )
-    max_connections: int = Field(1000, ge=1, description="Open connections at most; more are answered 503.")
+    max_connections: int = Field(1000, ge=1, description="Most open connections. Further ones get 503.")
     max_in_flight: Size = Field(
         32_000_000,
-        description="Bytes at most of all requests, from arrival until their answer was taken; more are answered 503.",
+        description="Most bytes of all requests, from arrival until the client has the answer. Further requests get 503.",
     )
-    head_timeout: Duration = Field(10.0, description="For a request's line and headers to arrive, e.g. 10s.")
-    body_timeout: Duration = Field(30.0, description="For a request's body to arrive, e.g. 30s.")
+    head_timeout: Duration = Field(10.0, description="Time for the head of a request to arrive, e.g. 10s.")
+    body_timeout: Duration = Field(30.0, description="Time for the body of a request to arrive, e.g. 30s.")
     idle_timeout: Duration = Field(75.0, description="How long a connection may wait for its next request, e.g. 75s.")
 
     @property

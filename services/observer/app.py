@@ -11,32 +11,28 @@ import structlog
 from aiohttp import web
 
 from services.core.address import is_loopback, parse_address
-from services.core.bearer import Tokens, TokenWatch, read_tokens
+from services.core.bearer import Tokens, read_tokens, watch_tokens
 from services.core.broker.contract import Broker
 from services.core.broker.producer import Producer
 from services.core.lifecycle import Supervision
 from services.core.management import serve_management
-from services.core.opening import open_when_reachable
 from services.core.pauses import Pauses
 from services.core.pipes import RETRIER_DEAD, PipeFile, Secret, dead_letter_topic, load_pipes
-from services.core.signature import BadSecret
-from services.core.signing_keys import SecretWatch, SigningKeys
-from services.core.signing_secret import read_signing_keys
+from services.core.signing import BadSecret, SigningKeys, read_signing_keys, watch_secret
+from services.core.startup import open_when_reachable
 from services.core.yaml_source import BadConfiguration, Problem
 from services.observer import health
-from services.observer.api import OPENAPI, Api, serve_api
+from services.observer.alarms import AlarmWebhook
 from services.observer.backlogs import Backlogs
-from services.observer.failures import FailureBook
-from services.observer.ledger.alarm import AlarmWebhook
+from services.observer.dead_letters import OPENAPI, Api, DeadLetterReader, FailureTable
+from services.observer.follower import Follower
+from services.observer.http import serve_api
 from services.observer.ledger.flow import Step, read_flow
-from services.observer.ledger.follow import Follower
 from services.observer.ledger.table import Ages
 from services.observer.ledger_api import LedgerApi
-from services.observer.letter_reader import LetterReader
-from services.observer.page.model import Cause, View
-from services.observer.page.routes import add_page, load_files
+from services.observer.page import add_page, load_files
 from services.observer.settings import ObserverSettings
-from services.observer.view import make_view
+from services.observer.view import Cause, View, make_view
 from services.observer.watch import Watch
 
 log = structlog.get_logger()
@@ -61,17 +57,17 @@ async def start(settings: ObserverSettings, supervision: Supervision) -> None:
         broker = await open_when_reachable(stack, settings.broker, stopping)
         if broker is None:
             return
-        producer = await stack.enter_async_context(Producer(broker.driver))
+        producer = await stack.enter_async_context(Producer(broker.appender))
         parts = _Parts(pipes, broker, producer, settings, keys)
         if settings.alarm_secret is not None:
-            watch = SecretWatch("alarms", Secret(file=settings.alarm_secret), Path(), keys)
+            watch = watch_secret("alarms", Secret(file=settings.alarm_secret), Path(), keys)
             supervision.run(watch.run(stopping), "alarm secret")
         running = [supervision.run(work, name) for name, work in parts.work(stopping)]
         api = Api(parts.failures, parts.reader, parts.state, openapi, parts.breaker)
-        ledger = LedgerApi(parts.follower, broker.admin, parts.watch.judge, settings.threshold)
+        ledger = LedgerApi(parts.follower, broker.reader, parts.watch.judge, settings.threshold)
         routes = [*api.routes(), *ledger.routes()]
         if tokens is not None and settings.token_file is not None:
-            running.append(supervision.run(TokenWatch(settings.token_file, tokens).run(stopping), "tokens"))
+            running.append(supervision.run(watch_tokens(settings.token_file, tokens).run(stopping), "tokens"))
         address = await stack.enter_async_context(
             _listen(settings, routes, lambda app: add_page(app, page, parts.view), tokens)
         )
@@ -93,18 +89,18 @@ class _Parts:
         settings: ObserverSettings,
         keys: SigningKeys,
     ) -> None:
-        self.failures = FailureBook(pipes)
-        self.reader = LetterReader(
-            broker.admin, [*map(dead_letter_topic, pipes.pipes), RETRIER_DEAD], self.failures.note
+        self.failures = FailureTable(pipes)
+        self.reader = DeadLetterReader(
+            broker.reader, [*map(dead_letter_topic, pipes.pipes), RETRIER_DEAD], self.failures.note
         )
-        self._pauses = Pauses(broker.admin)
+        self._pauses = Pauses(broker.reader)
         self._backlogs = Backlogs(pipes, broker.admin)
         webhook = AlarmWebhook(settings.alarm_url, keys) if settings.alarm_url is not None else None
         self.watch = Watch(settings.threshold, webhook, self._told_elsewhere)
         ages = Ages(final=round(settings.final_after * 1000))
         self.follower = Follower(
             read_flow(pipes),
-            broker.admin,
+            broker.reader,
             producer,
             self.watch.on_final,
             ages=ages,
@@ -130,7 +126,7 @@ class _Parts:
         """As `api.State`."""
         pipe, _, destination = lane.partition("/")
         step = Step("expel", pipe, destination)
-        return self.follower.table.presence.breaker(step, int(time.time() * 1000))
+        return self.follower.table.liveness.breaker(step, int(time.time() * 1000))
 
     def _told_elsewhere(self, pipe: str) -> list[tuple[health.State, str]]:
         destinations = self.follower.table.flow.pipes[pipe].destinations

@@ -8,7 +8,7 @@ from services.core.broker.contract import Admin, Lag
 from services.core.broker.errors import BrokerError
 from services.core.lifecycle import wait_for_stop
 from services.core.pipes import PipeFile, delivery_group, delivery_topics
-from services.observer.page.model import ShardView
+from services.observer.view import ShardView
 
 log = structlog.get_logger()
 
@@ -35,7 +35,7 @@ class Backlogs:
         return tuple(view for (name, _, _), view in self._found.items() if name == pipe)
 
     async def follow(self, stopping: asyncio.Event) -> None:
-        """Ask again every FOLLOW_S until `stopping`. What fails is told once and tried again."""
+        """Ask again every FOLLOW_S until `stopping`. What fails is reported once and tried again."""
         while not stopping.is_set():
             for asked in self._asked:
                 await self._ask(asked)

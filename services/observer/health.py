@@ -1,4 +1,4 @@
-"""How a pipe is, from its loss table and who speaks for it. Asked by people, the autoscaler and the deployer."""
+"""The health of a pipe, from its loss table and its instances' reports, for people, the autoscaler and the deployer."""
 
 from collections.abc import Sequence
 from typing import Literal
@@ -7,9 +7,9 @@ import msgspec
 
 from services.core.ledger.minute import MINUTE_MS
 from services.observer.ledger.flow import Step
-from services.observer.ledger.planned import Planned, Window
-from services.observer.ledger.row import Row
+from services.observer.ledger.settlement import Row
 from services.observer.ledger.table import Table
+from services.observer.planned import PlannedWindows, Window
 
 State = Literal["healthy", "degraded", "unstable"]
 STATES: tuple[State, ...] = ("healthy", "degraded", "unstable")
@@ -28,7 +28,7 @@ class Health(msgspec.Struct, frozen=True):
 
 
 def judge(
-    table: Table, planned: Planned, pipe: str, now: int, threshold: float, more: Sequence[tuple[State, str]] = ()
+    table: Table, planned: PlannedWindows, pipe: str, now: int, threshold: float, more: Sequence[tuple[State, str]] = ()
 ) -> Health:
     """The health of a pipe of the table. threshold: of the loss, 0..1. more: what is known from elsewhere (breakers, pauses).
 
@@ -84,20 +84,20 @@ def _steps(table: Table, pipe: str, now: int) -> list[tuple[State, str]]:
     for step in table.flow.steps(pipe):
         name = f"{step.node} of {step.pipe}" if step.node == "ingest" else step.node
         name += f" to {step.destination}" if step.destination is not None else ""
-        if not table.presence.is_alive(step, now):
+        if not table.liveness.is_alive(step, now):
             found.append(_why_silent(table, step, name))
-        elif (behind := table.presence.behind_ms(step, now)) is not None and behind > BEHIND_MS:
+        elif (behind := table.liveness.behind_ms(step, now)) is not None and behind > BEHIND_MS:
             found.append(("degraded", f"{name} is behind by {behind / 1000:.0f} s"))
-        if (breaker := table.presence.breaker(step, now)) not in (None, "closed"):
+        if (breaker := table.liveness.breaker(step, now)) not in (None, "closed"):
             found.append(("degraded", f"the breaker of {step.destination} is {breaker}"))
     return found
 
 
 def _why_silent(table: Table, step: Step, name: str) -> tuple[State, str]:
-    words = table.presence.words().get(step, {}).values()
-    if not words:
-        return "degraded", f"nothing was heard of {name} yet"
-    if max(words, key=lambda word: word.heard_ms).closed:
+    heartbeats = table.liveness.heartbeats().get(step, {}).values()
+    if not heartbeats:
+        return "degraded", f"{name} has not reported yet"
+    if max(heartbeats, key=lambda heartbeat: heartbeat.received_ms).closed:
         return "degraded", f"{name} was stopped"
     return "unstable", f"{name} is silent"
 

@@ -8,19 +8,19 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from services.core.broker.contract import Admin
+from services.core.broker.contract import Reader
 from services.core.broker.errors import BrokerError
 from services.core.lag import LagHistogram
 from services.core.ledger.minute import MINUTE_MS
 from services.core.times import format_time, parse_time
 from services.observer import problems
-from services.observer.answers import Refused, json_answer, read_query
+from services.observer.explain import explain
+from services.observer.follower import Follower
 from services.observer.health import Health
-from services.observer.ledger.explain import explain
+from services.observer.http import Refused, json_answer, read_query
 from services.observer.ledger.flow import Step
-from services.observer.ledger.follow import Follower
-from services.observer.ledger.planned import MAX_LENGTH_MS, Kind, TooMany, Window
-from services.observer.ledger.row import Row
+from services.observer.ledger.settlement import Row
+from services.observer.planned import MAX_LENGTH_MS, Kind, TooManyWindows, Window
 
 MAX_MINUTES = 24 * 60
 DEFAULT_MINUTES = 60
@@ -41,8 +41,8 @@ class Announcement(msgspec.Struct, forbid_unknown_fields=True):
 class LedgerApi:
     """Answers from the follower's table; only `explain` reads streams, one request at a time."""
 
-    def __init__(self, follower: Follower, admin: Admin, judge: Judge, threshold: float) -> None:
-        self._follower, self._admin, self._judge, self._threshold = follower, admin, judge, threshold
+    def __init__(self, follower: Follower, reader: Reader, judge: Judge, threshold: float) -> None:
+        self._follower, self._reader, self._judge, self._threshold = follower, reader, judge, threshold
         self._explaining = asyncio.Lock()
 
     def routes(self) -> list[web.RouteDef]:
@@ -120,7 +120,7 @@ class LedgerApi:
             raise Refused(problems.BUSY, "Another minute is being explained. Try again in a few seconds.")
         async with self._explaining:
             try:
-                found = await explain(self._follower.table, self._admin, pipe, minute)
+                found = await explain(self._follower.table, self._reader, pipe, minute)
             except BrokerError as error:
                 raise Refused(problems.BROKER_AWAY, f"The streams cannot be read: {type(error).__name__}.") from error
         said = msgspec.to_builtins(found)
@@ -139,7 +139,7 @@ class LedgerApi:
         window = self._read_window(await request.read())
         try:
             await self._follower.announce(window)
-        except TooMany as error:
+        except TooManyWindows as error:
             raise Refused(problems.TOO_MANY_WINDOWS, f"{error}.") from error
         except BrokerError as error:
             raise Refused(problems.BROKER_AWAY, "It was not stored. Try again: twice does no harm.") from error

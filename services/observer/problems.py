@@ -1,4 +1,4 @@
-"""Every way in which the observer's API says no; its details name what is wrong and repeat nothing that was sent."""
+"""The problem types of the observer's API. Their details name the mistake and never repeat the client's input."""
 
 from services.core.problem_type import ProblemType
 

@@ -27,29 +27,30 @@ class ObserverSettings(Settings):
 
     listen: Address = Field(
         "127.0.0.1:8081",
-        description="host:port of the API. Beyond loopback it asks for a token with every request. Port 0: any free one.",
+        description="host:port of the API. Beyond loopback every request needs a token. Port 0: any free port.",
     )
     token_file: Path | None = Field(
         None,
-        description="A file with one token a line, not readable by others: who has one may announce planned actions and, "
-        "beyond loopback, read. It is needed there.",
+        description="A file with one token per line, not readable by others. A client with a token may announce planned actions "
+        "and, beyond loopback, read. Required beyond loopback.",
     )
     names: Annotated[str, AfterValidator(_names)] = Field(
-        "", description="Names by which clients beyond loopback ask it, comma-separated; addresses need none."
+        "",
+        description="Host names under which clients beyond loopback reach it, comma-separated; IP addresses are always accepted.",
     )
     threshold: float = Field(
-        0.01, ge=0, le=1, description="Share of a minute's events that may be missing before it is an alarm, 0 to 1."
+        0.01, ge=0, le=1, description="The share of a minute's events, 0 to 1, that may be missing without an alarm."
     )
     final_after: Duration = Field(
         150.0,
         ge=65,
-        description="How long after its end a minute is final at the earliest: late events come within a minute.",
+        description="The shortest time from the end of a minute until it is final: late events arrive within a minute.",
     )
     alarm_url: str | None = Field(
         None,
         pattern="^https?://",
         max_length=2000,
-        description="Webhook that alarms are sent to; absent: metrics and log only.",
+        description="Webhook that receives the alarms; absent: metrics and log only.",
     )
     alarm_secret: Path | None = Field(
         None, description="A file with one whsec_… per line that signs alarms; not readable by others."

@@ -1,4 +1,4 @@
-"""What is done about the table: metrics of what became final, alarms, health."""
+"""Metrics, alarms and health, made from the table."""
 
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
@@ -8,13 +8,13 @@ import structlog
 from services.core import metrics
 from services.core.ledger.minute import MINUTE_MS
 from services.observer import health
-from services.observer.ledger.alarm import Alarm, AlarmWebhook, drift_alarm, find_alarms, loss_alarm, unjudged_alarm
-from services.observer.ledger.fields import Drift
-from services.observer.ledger.finality import Verdict
+from services.observer.alarms import Alarm, AlarmWebhook, drift_alarm, find_alarms, loss_alarm, unjudged_alarm
+from services.observer.follower import Follower
+from services.observer.ledger.finality import Finding
 from services.observer.ledger.flow import Step
-from services.observer.ledger.follow import Follower
-from services.observer.ledger.row import Part, Row
-from services.observer.ledger.table import Turn
+from services.observer.ledger.settlement import Part, Row
+from services.observer.ledger.table import TickResult
+from services.observer.payload_fields import Drift
 
 log = structlog.get_logger()
 
@@ -24,14 +24,14 @@ _TELL_AGAIN_S = 15.0
 _DRIFT_ENDS_MS = 3_600_000
 """A drift that was not seen for so long is another one when it comes again."""
 
-Elsewhere = Callable[[str], Sequence[tuple[health.State, str]]]
+OtherReasons = Callable[[str], Sequence[tuple[health.State, str]]]
 """What is known of a pipe's health beside the ledger."""
 
 
 class Watch:
     """`on_final` is the follower's; `follower` is set before either is run."""
 
-    def __init__(self, threshold: float, webhook: AlarmWebhook | None, elsewhere: Elsewhere) -> None:
+    def __init__(self, threshold: float, webhook: AlarmWebhook | None, elsewhere: OtherReasons) -> None:
         self.threshold = threshold
         self.follower: Follower | None = None
         self._webhook, self._elsewhere = webhook, elsewhere
@@ -54,7 +54,7 @@ class Watch:
         steps = self.follower.table.flow.steps(pipe)
         return [drift for step in steps for drift in self.follower.fields.drifts(step)]
 
-    def on_final(self, turn: Turn) -> None:
+    def on_final(self, turn: TickResult) -> None:
         """Count what is lost, and raise the alarms that are due."""
         assert self.follower is not None
         for row in turn.final:
@@ -77,14 +77,14 @@ class Watch:
         for verdict in turn.given_up:
             self._tell_unjudged(verdict)
 
-    def _note_loss(self, verdict: Verdict) -> None:
+    def _note_loss(self, verdict: Finding) -> None:
         row = verdict.row
         _count_missing(verdict)
         if row.minute >= self._newest.get(row.pipe, 0):
             self._newest[row.pipe] = row.minute
             metrics.LEDGER_LOSS.labels(row.pipe).set(row.final_loss)
 
-    def _tell_unjudged(self, verdict: Verdict) -> None:
+    def _tell_unjudged(self, verdict: Finding) -> None:
         """Each is counted and in the log; the webhook gets one an hour and destination, as one that is behind leaves many."""
         row, part, _ = verdict
         missing = row.missing_for(part)
@@ -120,7 +120,7 @@ class Watch:
             key = (pipe, drift.step, drift.field, drift.what)
             is_known = now - drifting.get(key, -_DRIFT_ENDS_MS) < _DRIFT_ENDS_MS
             if quiet and not is_known:
-                continue  # what a deploy has changed for good is told when it is over
+                continue  # what a deploy has changed for good is reported when it is over
             drifting[key] = now
             if not is_known:
                 metrics.LEDGER_DRIFTS.labels(pipe).inc()
@@ -132,7 +132,7 @@ class Watch:
             del drifting[key]
 
     async def run(self, stopping: asyncio.Event) -> None:
-        """Tell alarms and measure until `stopping`; what is not told by then is in the follower's snapshot."""
+        """Tell alarms and measure until `stopping`; what is not reported by then is in the follower's snapshot."""
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(self._measure())]
             if self._webhook is not None:
@@ -146,7 +146,7 @@ class Watch:
         untold = self.follower.untold
         while True:
             alarm = await untold.first()
-            if await webhook.tell(alarm):
+            if await webhook.send(alarm):
                 untold.remove(alarm)
                 continue
             metrics.LEDGER_ALARMS_UNTOLD.labels("refused").inc()
@@ -174,7 +174,7 @@ class Watch:
             metrics.PIPE_HEALTH.labels(pipe).set(health.STATES.index(self.judge(pipe, now).state))
 
 
-def _count_missing(verdict: Verdict) -> None:
+def _count_missing(verdict: Finding) -> None:
     row, part, before = verdict
     counted = (
         {step.node: step.missing for step in before.steps if step.destination == part} if before is not None else {}

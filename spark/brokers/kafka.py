@@ -3,30 +3,34 @@ events again, with the same ids.
 """
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import partial
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import pyarrow as pa
-from py4j.protocol import Py4JError  # type: ignore[import-untyped]
-from pyspark.errors import PySparkException
-from pyspark.sql import Column, DataFrame, Observation, SparkSession
+from pyspark.sql import DataFrame, Observation, SparkSession
 from pyspark.sql import functions as f
 from pyspark.sql.streaming.readwriter import DataStreamWriter
 
 from services.core import event as names
 from services.core.broker.errors import Unavailable, UnknownTopic
 from services.core.broker.record import Batch, Record
-from spark.brokers.appender import KafkaAppender
-from spark.brokers.endpoint import BatchName
-from spark.brokers.gauge import EndsGauge
+from spark.brokers.contract import BatchName, OriginFormat, SparkBroker, Written
 from spark.errors import shorten
-from spark.origins import with_origin
-from spark.place import DIGITS, Position, Span, cut_evenly
-from spark.shapes import HEADERS, OUT, RAW_NAMES
-from spark.sources.record_batches import OUT_SCHEMA, to_arrow
-from spark.written import Wanted, Written, observe, of_observation
+from spark.java import JAVA_ERRORS, jvm
+from spark.records import DIGITS, HEADERS, OUT, OUT_SCHEMA, RAW_NAMES, OffsetRange, Offsets, to_arrow
+from spark.reports import (
+    ORIGINS,
+    age,
+    began,
+    count_by_lag,
+    gather_origins,
+    in_text,
+    read_lags,
+    read_observed,
+    with_origin,
+)
 
 REQUEST_MS = 30_000
 _SINK = {
@@ -41,111 +45,97 @@ _SINK = {
 }
 _SOURCE = {
     "includeHeaders": "true",
-    "kafka.isolation.level": "read_committed",  # what its producer rolled back is no event
-    "failOnDataLoss": "true",  # what retention took before we read it stops the query
+    "kafka.isolation.level": "read_committed",  # records of an aborted transaction are no events
+    "failOnDataLoss": "true",  # the query stops when retention took records that it has not read
     "kafkaConsumer.pollTimeoutMs": str(REQUEST_MS),
     "kafka.request.timeout.ms": str(REQUEST_MS),
     "kafka.default.api.timeout.ms": str(REQUEST_MS),
 }
+_APPENDER = {
+    "acks": "all",
+    "enable.idempotence": "true",
+    "linger.ms": "0",
+    "max.request.size": str(2 << 20),
+    "buffer.memory": str(4 << 20),
+    "max.block.ms": str(REQUEST_MS),
+    "request.timeout.ms": str(REQUEST_MS),
+    "delivery.timeout.ms": str(REQUEST_MS),
+}
 
 
-class KafkaEndpoint:
+class KafkaSparkBroker(SparkBroker):
     """The cluster behind these bootstrap servers."""
 
     needs_kafka_jars = True
     real_time = True
     packs_origins = False
     max_record_bytes = 1_040_000
-    """Below max.message.bytes of our topics, with room for a batch's and a record's framing."""
+    """Below max.message.bytes of our topics, with room for the framing of a batch and a record."""
 
     def __init__(self, servers: str) -> None:
         self._servers = servers
 
-    def check(self, session: SparkSession, topics: Sequence[str]) -> dict[str, str]:
+    def identify(self, session: SparkSession, topics: Sequence[str]) -> dict[str, str]:
         """The topics' ids. Raises UnknownTopic, Unavailable."""
         with self._admin(session) as admin:
             return {name: str(found.topicId()) for name, found in admin.describe(topics).items()}
 
-    def partition_count(self, session: SparkSession, topics: Sequence[str]) -> int:
-        """See Endpoint."""
+    def stored_ranges(self, session: SparkSession, topics: Sequence[str]) -> list[OffsetRange]:
         with self._admin(session) as admin:
-            return len(admin.partitions(topics))
+            partitions = admin.partitions(topics)
+            starts, ends = (admin.offsets(partitions, which) for which in ("earliest", "latest"))
+        return [OffsetRange(*each, start, end) for each, start, end in zip(partitions, starts, ends, strict=True)]
+
+    def parse_offsets(self, line: str) -> Offsets:
+        return {(topic, int(p)): n for topic, part in json.loads(line).items() for p, n in part.items()}
 
     def read_stream(
         self, session: SparkSession, topics: Sequence[str], max_events: int | None, *, origins: bool = False
     ) -> DataFrame:
-        """See Endpoint."""
         options = _SOURCE | {"subscribe": ",".join(topics), "startingOffsets": "earliest"}
         if max_events is not None:
             options["maxOffsetsPerTrigger"] = str(max_events)
-        raw = self._select(session.readStream.format("kafka").options(**self._with_servers(options)).load())
+        raw = _to_raw(session.readStream.format("kafka").options(**self._with_servers(options)).load())
         return with_origin(raw) if origins else raw
 
-    def held(self, session: SparkSession, topics: Sequence[str]) -> list[Span]:
-        """See Endpoint."""
-        with self._admin(session) as admin:
-            partitions = admin.partitions(topics)
-            starts, ends = (admin.offsets(partitions, which) for which in ("earliest", "latest"))
-        return [Span(*each, start, end) for each, start, end in zip(partitions, starts, ends, strict=True)]
-
-    def newest(self, session: SparkSession, topics: Sequence[str], events: int) -> list[Span]:
-        """See Endpoint."""
-        return [span._replace(start=max(span.start, span.end - events)) for span in self.held(session, topics)]
-
-    def windows(self, spans: Sequence[Span], events: int) -> Iterator[list[Span]]:
-        """See Endpoint."""
-        return cut_evenly(spans, events)
-
-    def open_gauge(self, session: SparkSession, topics: Sequence[str]) -> EndsGauge:
-        """See Endpoint."""
-        return EndsGauge(partial(self.held, session, topics))
-
-    def read_spans(self, session: SparkSession, spans: Sequence[Span]) -> DataFrame:
-        """See Endpoint."""
+    def read_ranges(self, session: SparkSession, ranges: Sequence[OffsetRange]) -> DataFrame:
         starts: dict[str, dict[str, int]] = {}
         ends: dict[str, dict[str, int]] = {}
-        for span in spans:
-            starts.setdefault(span.topic, {})[str(span.partition)] = span.start
-            ends.setdefault(span.topic, {})[str(span.partition)] = span.end
+        for part in ranges:
+            starts.setdefault(part.topic, {})[str(part.partition)] = part.start
+            ends.setdefault(part.topic, {})[str(part.partition)] = part.end
         assign = {topic: [int(partition) for partition in part] for topic, part in starts.items()}
         offsets = {"startingOffsets": json.dumps(starts), "endingOffsets": json.dumps(ends)}
         options = _SOURCE | {"assign": json.dumps(assign)} | offsets
-        return self._select(session.read.format("kafka").options(**self._with_servers(options)).load())
-
-    def parse_position(self, line: str) -> Position:
-        """See Endpoint."""
-        return {(topic, int(p)): n for topic, part in json.loads(line).items() for p, n in part.items()}
+        return _to_raw(session.read.format("kafka").options(**self._with_servers(options)).load())
 
     def write_stream(self, frame: DataFrame, topic: str, writer: str) -> DataStreamWriter:
-        """See Endpoint; at least once."""
         return _for_sink(frame).writeStream.format("kafka").options(**self._with_servers(_SINK | {"topic": topic}))
 
-    def write(self, frame: DataFrame, topic: str, batch: BatchName, wanted: Wanted) -> Written:
-        """See Endpoint. When executing the frame fails, some of its records may have been written."""
+    def write(self, frame: DataFrame, topic: str, batch: BatchName, origins: OriginFormat) -> Written:
+        """When executing the frame fails, some of its records may have been written. Times are within 0.26 % of their age."""
         seen = Observation()
-        self._save(observe(frame, wanted, seen), topic)
-        return of_observation(seen)
+        observed = [in_text(count_by_lag(age(f.col("timestamp")))).alias("lags"), began()]
+        if origins is not OriginFormat.NONE:
+            frame = with_origin(frame, timed=origins is OriginFormat.TIMED)
+            observed.append(gather_origins().alias(ORIGINS))
+        self._save(frame.observe(seen, *observed), topic)
+        values = read_observed(seen)
+        ages = read_lags(values["lags"])
+        times = Counter({values["began"] - lag: events for lag, events in ages.items()})
+        return Written(times, values.get(ORIGINS, ""))
 
     def try_write(self, frame: DataFrame) -> None:
-        """See Endpoint. Rows go from the tasks to Kafka one by one: nothing of them is kept."""
+        """Rows go from the tasks to Kafka one by one: none are kept."""
         _for_sink(frame).write.format("noop").mode("overwrite").save()
 
     def write_records(self, session: SparkSession, records: Sequence[Record], topic: str, batch: BatchName) -> None:
-        """See Endpoint."""
         if records:
-            columns = to_arrow(Batch(topic, 0, range(len(records)), records), OUT_SCHEMA)
-            self._save(session.createDataFrame(pa.Table.from_batches([columns]), OUT), topic)
+            table = pa.Table.from_batches([to_arrow(Batch(topic, 0, range(len(records)), records), OUT_SCHEMA)])
+            self._save(session.createDataFrame(table, OUT), topic)
 
-    def open_appender(self, session: SparkSession, topic: str) -> KafkaAppender:
-        """See Endpoint."""
+    def open_appender(self, session: SparkSession, topic: str) -> "KafkaAppender":
         return KafkaAppender(session, self._servers, topic)
-
-    def last_epoch(self, topic: str, writer: str) -> int | None:
-        """Kafka does not know."""
-        return None
-
-    def close(self) -> None:
-        """Nothing is held."""
 
     def _save(self, frame: DataFrame, topic: str) -> None:
         options = self._with_servers(_SINK | {"topic": topic})
@@ -154,24 +144,20 @@ class KafkaEndpoint:
     def _with_servers(self, options: Mapping[str, str]) -> dict[str, Any]:
         return {"kafka.bootstrap.servers": self._servers, **options}
 
-    def _select(self, frame: DataFrame) -> DataFrame:
-        columns = {name: f.col(name) for name in RAW_NAMES} | {
-            "offset": f.lpad(f.col("offset").cast("string"), DIGITS, "0")
-        }
-        return frame.select(*[column.alias(name) for name, column in columns.items()])
-
     @contextmanager
     def _admin(self, session: SparkSession) -> Iterator["_Admin"]:
         """Kafka's own admin client in Spark's Java. Inside, its failures become Unavailable or UnknownTopic."""
-        jvm: Any = session.sparkContext._jvm
-        properties = jvm.java.util.Properties()
-        properties.setProperty("bootstrap.servers", self._servers)
-        properties.setProperty("default.api.timeout.ms", str(REQUEST_MS))
-        properties.setProperty("request.timeout.ms", str(REQUEST_MS))
-        client = jvm.org.apache.kafka.clients.admin.Admin.create(properties)
+        classes = jvm(session)
+        timeout = str(REQUEST_MS)
+        settings = {
+            "bootstrap.servers": self._servers,
+            "default.api.timeout.ms": timeout,
+            "request.timeout.ms": timeout,
+        }
+        client = classes.org.apache.kafka.clients.admin.Admin.create(_properties(classes, settings))
         try:
-            yield _Admin(client, jvm)
-        except (Py4JError, PySparkException) as error:
+            yield _Admin(client, classes)
+        except JAVA_ERRORS as error:
             if "UnknownTopicOrPartition" in str(error):
                 raise UnknownTopic(
                     "a topic does not exist. Try: declaring it under `streams:`, and penstock apply"
@@ -182,14 +168,14 @@ class KafkaEndpoint:
 
 
 class _Admin:
-    """The few calls that we need, in Python's types."""
+    """The few calls that we need, with Python's types."""
 
-    def __init__(self, client: Any, jvm: Any) -> None:
-        self._client, self._jvm = client, jvm
+    def __init__(self, client: Any, classes: Any) -> None:
+        self._client, self._classes = client, classes
 
     def describe(self, topics: Sequence[str]) -> dict[str, Any]:
         """Kafka's TopicDescription by topic."""
-        wanted = self._jvm.java.util.ArrayList()
+        wanted = self._classes.java.util.ArrayList()
         for topic in topics:
             wanted.add(topic)
         found = self._client.describeTopics(wanted).allTopicNames().get()
@@ -202,24 +188,69 @@ class _Admin:
         ]
 
     def offsets(self, partitions: Sequence[tuple[str, int]], which: str) -> list[int]:
-        """The `earliest` or `latest` offset of each partition; what is in a transaction that is still open comes behind."""
-        place = self._jvm.org.apache.kafka.common.TopicPartition
-        spec = getattr(self._jvm.org.apache.kafka.clients.admin.OffsetSpec, which)()
-        wanted = self._jvm.java.util.HashMap()
+        """The `earliest` or `latest` offset of each partition; `latest` is before the records of an open transaction."""
+        common = self._classes.org.apache.kafka.common
+        admin = self._classes.org.apache.kafka.clients.admin
+        spec = getattr(admin.OffsetSpec, which)()
+        wanted = self._classes.java.util.HashMap()
         for topic, partition in partitions:
-            wanted.put(place(topic, partition), spec)
-        settled = self._jvm.org.apache.kafka.common.IsolationLevel.READ_COMMITTED
-        options = self._jvm.org.apache.kafka.clients.admin.ListOffsetsOptions(settled)
+            wanted.put(common.TopicPartition(topic, partition), spec)
+        options = admin.ListOffsetsOptions(common.IsolationLevel.READ_COMMITTED)
         found = self._client.listOffsets(wanted, options).all().get()
-        return [found.get(place(topic, partition)).offset() for topic, partition in partitions]
+        return [found.get(common.TopicPartition(topic, partition)).offset() for topic, partition in partitions]
+
+
+class KafkaAppender:
+    """Kafka's own producer, in Spark's Java."""
+
+    def __init__(self, session: SparkSession, servers: str, topic: str) -> None:
+        self._classes = jvm(session)
+        self._servers, self._topic = servers, topic
+        self._producer: Any = None
+
+    def _open(self) -> Any:
+        properties = _properties(self._classes, {"bootstrap.servers": self._servers} | _APPENDER)
+        serializer = self._classes.org.apache.kafka.common.serialization.ByteArraySerializer
+        return self._classes.org.apache.kafka.clients.producer.KafkaProducer(properties, serializer(), serializer())
+
+    def append(self, records: Sequence[Record]) -> None:
+        make = self._classes.org.apache.kafka.clients.producer.ProducerRecord
+        try:
+            self._producer = self._producer or self._open()
+            sent = [
+                self._producer.send(make(self._topic, 0, record.timestamp, record.key, record.value))
+                for record in records
+            ]
+            for each in sent:
+                each.get()
+        except JAVA_ERRORS as error:
+            self.close()  # a producer that failed may never work again
+            raise Unavailable(f"Kafka at {self._servers} did not store {self._topic}: {shorten(error)}") from error
+
+    def close(self) -> None:
+        producer, self._producer = self._producer, None
+        if producer is not None:
+            with suppress(*JAVA_ERRORS):  # all its records are stored, or known not to be
+                producer.close(self._classes.java.time.Duration.ofSeconds(5))
+
+
+def _properties(classes: Any, settings: Mapping[str, str]) -> Any:
+    properties = classes.java.util.Properties()
+    for name, value in settings.items():
+        properties.setProperty(name, value)
+    return properties
+
+
+def _to_raw(frame: DataFrame) -> DataFrame:
+    columns = {name: f.col(name) for name in RAW_NAMES} | {
+        "offset": f.lpad(f.col("offset").cast("string"), DIGITS, "0")
+    }
+    return frame.select(*[column.alias(name) for name, column in columns.items()])
 
 
 def _for_sink(frame: DataFrame) -> DataFrame:
-    """The connector's columns. It sets no timestamps, so that event time travels in a header."""
-    return frame.select("key", "value", _timed_headers().alias("headers"))
-
-
-def _timed_headers() -> Column:
+    """The connector's columns. It sets no timestamps, so event time travels in a header."""
     other = f.filter("headers", lambda item: item["key"] != names.TIME)
     millis = f.unix_millis(f.col("timestamp")).cast("string").cast("binary")
-    return f.concat(other, f.array(f.struct(f.lit(names.TIME).alias("key"), millis.alias("value")))).cast(HEADERS)
+    headers = f.concat(other, f.array(f.struct(f.lit(names.TIME).alias("key"), millis.alias("value")))).cast(HEADERS)
+    return frame.select("key", "value", headers.alias("headers"))

@@ -1,7 +1,7 @@
 """Which events make a transform fail: found by running it on ever smaller parts of a batch.
 
-A few events that fail are poisoned: they go to the dead letters and the rest goes on. When most fail, the transform is
-broken, and no event is to blame: the query stops.
+A few events that fail are **culprits**: they go to the dead letters, and the rest goes on. When most fail, the transform is
+broken, and no event is a culprit: the query stops.
 """
 
 import hashlib
@@ -10,116 +10,141 @@ from typing import Any
 
 from pyspark.sql import DataFrame
 
-from spark.brokers.endpoint import Endpoint
-from spark.errors import is_answer, shorten
-from spark.place import Place
-from spark.transforms.preparation import Prepared, of_stream
+from spark.brokers.contract import SparkBroker
+from spark.errors import shorten
+from spark.java import is_answer
+from spark.jobs.checkpoint import Checkpoint
+from spark.records import RecordOffset
+from spark.transforms.preparation import Prepared
 
 SAMPLE = 8
 """So many events of a batch are tried alone first; a transform that fails on each of them is broken."""
-MOST = 100
-"""More poisoned events in one batch mean that the transform is broken."""
+MAX_CULPRITS = 100
+"""More culprits in one batch mean that the transform is broken."""
+ALL_FAILED = 20
+"""So many culprits in a row, with no event between them that passed, mean that the transform is broken."""
+STREAK_FILE = "failed_in_row.json"
 
 
 class TransformBroken(Exception):
     """The transform fails on most events, not on single ones. Nothing of the batch was written or rejected."""
 
 
-def fingerprint(places: Iterable[Place]) -> str:
-    """A name for these events: the same for the same set, so that a write of their dead letters happens once for each set."""
-    return hashlib.sha256(repr(sorted(places)).encode()).hexdigest()[:16]
+Trial = Callable[[Sequence[RecordOffset]], str | None]
+"""Runs the transform on these events alone: None when it passed, else its error."""
 
 
-Trial = Callable[[Sequence[Place]], str | None]
-"""Runs the transform on these events alone: None when it passed, else what it raised."""
+def find_culprits(records: Sequence[RecordOffset], trial: Trial) -> dict[RecordOffset, str]:
+    """The events of a failed batch on which the transform fails alone, and its errors.
 
-
-def find_culprits(places: Sequence[Place], trial: Trial) -> dict[Place, str]:
-    """The events, among those of a batch whose transform failed, on which it fails alone, and with what.
-
-    places: in order, at least one. Empty when the failure does not come again. Takes about 2 * log2(n) trials a culprit.
+    records: in order, at least one. Empty when the failure does not come again. Takes about 2 * log2(n) trials a culprit.
     Raises TransformBroken; also when parts pass that fail together.
     """
-    problem = trial(places)
+    problem = trial(records)
     if problem is None:
         return {}
-    sample = places[:: max(1, len(places) // SAMPLE)][:SAMPLE]
-    alone = {place: found for place in sample if (found := trial([place])) is not None}
-    if len(places) > SAMPLE and len(alone) == len(sample):
+    sample = records[:: max(1, len(records) // SAMPLE)][:SAMPLE]
+    alone = {record: found for record in sample if (found := trial([record])) is not None}
+    if len(records) > SAMPLE and len(alone) == len(sample):
         raise TransformBroken(f"it fails on each of {len(sample)} events tried alone, e.g.: {problem}")
-    culprits: dict[Place, str] = {}
-    _search(places, trial, alone, culprits)
+    culprits: dict[RecordOffset, str] = {}
+    _search(records, trial, alone, culprits)
     if not culprits:
-        raise TransformBroken(f"it fails on the batch, and on none of its {len(places)} events alone: {problem}")
-    if len(places) > SAMPLE and 2 * len(culprits) > len(places):
-        raise TransformBroken(f"it fails on {len(culprits)} of {len(places)} events, e.g.: {problem}")
+        raise TransformBroken(f"it fails on the batch, and on none of its {len(records)} events alone: {problem}")
+    if len(records) > SAMPLE and 2 * len(culprits) > len(records):
+        raise TransformBroken(f"it fails on {len(culprits)} of {len(records)} events, e.g.: {problem}")
     return culprits
 
 
-def _search(places: Sequence[Place], trial: Trial, alone: dict[Place, str], culprits: dict[Place, str]) -> None:
-    """Add the culprits among `places` to `culprits`."""
-    if len(places) == 1:
-        found = alone.get(places[0]) or trial(places)
+def _search(
+    records: Sequence[RecordOffset], trial: Trial, alone: dict[RecordOffset, str], culprits: dict[RecordOffset, str]
+) -> None:
+    """Add the culprits among `records` to `culprits`."""
+    if len(records) == 1:
+        found = alone.get(records[0]) or trial(records)
         if found is not None:
-            culprits[places[0]] = found
-            if len(culprits) > MOST:
-                raise TransformBroken(f"it fails on more than {MOST} events of one batch, e.g.: {found}")
+            culprits[records[0]] = found
+            if len(culprits) > MAX_CULPRITS:
+                raise TransformBroken(f"it fails on more than {MAX_CULPRITS} events of one batch, e.g.: {found}")
         return
-    middle = len(places) // 2
-    halves = [half for half in (places[:middle], places[middle:]) if len(half) == 1 or trial(half) is not None]
+    middle = len(records) // 2
+    halves = [half for half in (records[:middle], records[middle:]) if len(half) == 1 or trial(half) is not None]
     for half in halves:
         _search(half, trial, alone, culprits)
 
 
-def span(places: Sequence[Place]) -> str:
-    """A SQL condition on raw columns: from the first to the last of these places, in each partition."""
-    parts = (f"offset BETWEEN '{min(offsets)}' AND '{max(offsets)}'" for offsets in _by_partition(places).values())
-    return _any_of(_by_partition(places), parts)
+class FailureStreak:
+    """Culprits since the last event that passed: a slow stream has too few events in a batch to show a broken transform.
+
+    Kept beside the checkpoint, so that a restart does not begin to count again.
+    """
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
+        self._length = checkpoint.read_note(STREAK_FILE, int) or 0
+
+    def add(self, failed: int, passed: int, example: str) -> None:
+        """Some events of a batch failed. Call it before they are rejected. Raises TransformBroken: then reject none."""
+        length = 0 if passed else self._length + failed
+        if length >= ALL_FAILED:
+            raise TransformBroken(f"it failed on the last {length} events, all there were, e.g.: {example}")
+        self._save(length)
+
+    def reset(self) -> None:
+        """An event passed."""
+        self._save(0)
+
+    def _save(self, length: int) -> None:
+        if length != self._length:
+            self._checkpoint.write_note(STREAK_FILE, length)
+            self._length = length
 
 
-def exactly(places: Iterable[Place]) -> str:
+def fingerprint(records: Iterable[RecordOffset]) -> str:
+    """A name for this set of events, so that the dead letters of each set are written once."""
+    text = repr(sorted(records)).replace("RecordOffset(", "Place(")  # the text of earlier versions: the name is stored
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def span(records: Sequence[RecordOffset]) -> str:
+    """A SQL condition on raw columns: from the first to the last of these records, in each partition."""
+    return _any_of(records, lambda offsets: f"offset BETWEEN '{min(offsets)}' AND '{max(offsets)}'")
+
+
+def exactly(records: Iterable[RecordOffset]) -> str:
     """A SQL condition on raw columns that is true for these records alone."""
-    parts = (f"offset IN ({', '.join(map(repr, offsets))})" for offsets in _by_partition(places).values())
-    return _any_of(_by_partition(places), parts)
+    return _any_of(records, lambda offsets: f"offset IN ({', '.join(map(repr, offsets))})")
 
 
-def _by_partition(places: Iterable[Place]) -> dict[tuple[str, int], list[str]]:
-    offsets: dict[tuple[str, int], list[str]] = {}
-    for place in places:
-        offsets.setdefault((place.topic, place.partition), []).append(place.offset)
-    return offsets
-
-
-def _any_of(partitions: Iterable[tuple[str, int]], parts: Iterable[str]) -> str:
-    found = [f"(topic = '{t}' AND partition = {p} AND {part})" for (t, p), part in zip(partitions, parts, strict=True)]
+def _any_of(records: Iterable[RecordOffset], condition: Callable[[list[str]], str]) -> str:
+    partitions: dict[tuple[str, int], list[str]] = {}
+    for record in records:
+        partitions.setdefault((record.topic, record.partition), []).append(record.offset)
+    found = [f"(topic = '{t}' AND partition = {p} AND {condition(part)})" for (t, p), part in partitions.items()]
     return " OR ".join(found) or "false"
 
 
-def places_of(prepared: Prepared, raw: DataFrame) -> list[Place]:
-    """The events of a batch, in order; records that are no events left out: a transform does not see them."""
-    found: list[Place] = []
-    for stream, view in prepared.views.items():
-        good = view.good(view.judge(of_stream(prepared, raw, stream)))
-        table: Any = good.select("event.topic", "event.partition", "event.offset").toArrow()
-        found += [Place(*row.values()) for row in table.to_pylist()]
-    return sorted(found)
+def list_events(prepared: Prepared, raw: DataFrame) -> list[RecordOffset]:
+    """The events of a batch, in order, without the records that fail a check: a transform does not see those."""
+    return list_records(
+        *(f.select("event.topic", "event.partition", "event.offset") for f in prepared.views_of(raw).values())
+    )
 
 
-def records_of(raw: DataFrame) -> list[Place]:
-    """The records of a batch, in order, events or not."""
-    table: Any = raw.select("topic", "partition", "offset").toArrow()
-    return sorted(Place(*row.values()) for row in table.to_pylist())
+def list_records(*frames: DataFrame) -> list[RecordOffset]:
+    """The records of frames with raw columns, in order."""
+    tables: list[Any] = [frame.select("topic", "partition", "offset").toArrow() for frame in frames]
+    return sorted(RecordOffset(*row.values()) for table in tables for row in table.to_pylist())
 
 
-def try_transform(prepared: Prepared, endpoint: Endpoint, raw: DataFrame, places: Sequence[Place]) -> str | None:
+def try_transform(
+    prepared: Prepared, broker: SparkBroker, raw: DataFrame, records: Sequence[RecordOffset]
+) -> str | None:
     """A trial on a batch of raw records: does all that a write does, and stores nothing. Raises when Java is gone."""
-    part = raw.where(span(places))
-    frames = {
-        stream: view.good(view.judge(of_stream(prepared, part, stream))) for stream, view in prepared.views.items()
-    }
+    frames = prepared.views_of(raw.where(span(records)))
     try:
-        endpoint.try_write(prepared.apply(frames, raw.sparkSession))
-    except Exception as error:  # whatever the operator's code raises
+        broker.try_write(prepared.apply(frames, raw.sparkSession))
+    except Exception as error:  # any error of the operator's code
         if not is_answer(error):
             raise
         return f"{type(error).__name__}: {shorten(error)}"

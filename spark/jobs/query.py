@@ -1,68 +1,215 @@
-"""What one run of a pipe's query works with."""
+"""One query of a pipe: its parts, how it runs in micro-batches, and its warm-up."""
 
 import threading
+import time
+from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
+import structlog
+from pyspark.errors import StreamingQueryException
 from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql.streaming.query import StreamingQuery
 
-from spark.brokers.endpoint import Endpoint
-from spark.checkpoint import Checkpoint
+from spark.brokers.contract import SparkBroker
+from spark.health import PART, Watchdog
+from spark.jobs.attempts import Attempts, Stopping
+from spark.jobs.checkpoint import Checkpoint
 from spark.jobs.culprits import try_transform
-from spark.jobs.parts import Attempts
-from spark.jobs.pulse import PART, Pulse
-from spark.observed import BatchReport
-from spark.place import Place
+from spark.records import OffsetRange, Offsets, RecordOffset, offset_text
+from spark.reports import BatchReport
 from spark.transforms.preparation import Prepared
 
+log = structlog.get_logger()
 
-class Stopping(Exception):
-    """Not begun, or left, because the job is to stop: it comes again."""
+POLL_S = 0.25
+_SETTLE_S = 0.02
+_IDLE = "Waiting for data to arrive"
+"""Spark's status of a query that found nothing new and has nothing left to do."""
+WARM_S = 1.0
+"""A transform is warm when a run takes no longer."""
+WARM_UP_RUNS, WARM_UP_LIMIT_S = 5, 10.0
+"""After so many runs, or so many seconds, the query starts though its transform is not warm."""
+_WARM_UP_EVENTS = 20
 
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """One query of a pipe. writer: names it to the broker. report: takes what each stored batch did; when it returns, that
-    is told durably. ledger: whether reports hold sets of origins. stopping: set once the job is to stop. attempts: of batches
-    that may be too much for one go. pulse: shows what is at work, and since when."""
+    """One query of a pipe.
+
+    writer: names it to the broker. report: takes the report of each stored batch, and returns when that is durable. ledger:
+    whether reports hold sets of origins. stopping: set once the job is to stop.
+    """
 
     session: SparkSession
     prepared: Prepared
-    endpoint: Endpoint
+    broker: SparkBroker
     checkpoint: Checkpoint
     writer: str
     report: Callable[[BatchReport], None]
     ledger: bool
     stopping: threading.Event
     attempts: Attempts
-    pulse: Pulse
+    watchdog: Watchdog
 
     @property
     def pipe(self) -> str:
-        """The pipe's name."""
         return self.prepared.pipe
+
+    @property
+    def real_time(self) -> bool:
+        return self.prepared.transform.mode == "real-time"
 
     def beside(self, name: str) -> "Query":
         """Another query of the same pipe, with a checkpoint of its own."""
         return replace(self, checkpoint=self.checkpoint.beside(name), writer=f"{self.writer}:{name}")
 
     def source(self, *, origins: bool = False) -> DataFrame:
-        """All the pipe's sources as one raw stream. origins: as in `Endpoint.read_stream`."""
-        most = self.prepared.transform.max_events
-        return self.endpoint.read_stream(self.session, list(self.prepared.views), most, origins=origins)
+        """All the pipe's sources as one raw stream. origins: as in `SparkBroker.read_stream`."""
+        max_events = self.prepared.transform.max_events
+        return self.broker.read_stream(self.session, list(self.prepared.views), max_events, origins=origins)
 
-    def trial(self, raw: DataFrame, places: Sequence[Place]) -> str | None:
-        """Run the transform on a part of these records and store nothing: None when it passed, else what it raised.
+    def trial(self, raw: DataFrame, records: Sequence[RecordOffset]) -> str | None:
+        """Run the transform on these records of a batch and store nothing: None when it passed, else its error.
 
         Raises Stopping.
         """
         self.check_not_stopping()
-        self.pulse.begin(self.writer, "a trial of some events", PART)
-        problem = try_transform(self.prepared, self.endpoint, raw, places)
-        self.pulse.begin(self.writer, "the search for events that fail")
+        self.watchdog.begin(self.writer, "a trial of some events", PART)
+        problem = try_transform(self.prepared, self.broker, raw, records)
+        self.watchdog.begin(self.writer, "the search for events that fail")
         return problem
 
     def check_not_stopping(self) -> None:
         """Between two steps of long work. Raises Stopping."""
         if self.stopping.is_set():
             raise Stopping
+
+    def ranges_between(self, begin: Offsets, end: Offsets) -> list[OffsetRange]:
+        """The stored records between two positions; a partition without begin is read from its start."""
+        found = []
+        for topic, partition, start, _ in self.broker.stored_ranges(self.session, list(self.prepared.views)):
+            place = (topic, partition)
+            found.append(OffsetRange(topic, partition, max(start, begin.get(place, start)), end.get(place, start)))
+        return [part for part in found if part.start < part.end]
+
+    def planned_ranges(self, batch: int) -> list[OffsetRange]:
+        """The records of a planned batch."""
+        before = self.checkpoint.offsets(batch - 1 if batch else None, self.broker.parse_offsets)
+        return self.ranges_between(before, self.checkpoint.offsets(batch, self.broker.parse_offsets))
+
+
+class RunningQuery(Protocol):
+    """One run of a pipe's query or queries."""
+
+    def wait(self) -> None:
+        """Wait up to POLL_S. Raises the error that ended a query."""
+
+    def has_completed_trigger(self) -> bool:
+        """Whether a trigger was completed since the start: a batch, or a poll that found nothing."""
+
+    def stop(self, limit: float) -> None:
+        """Finish the current batch within `limit` seconds, or abandon it: the next run computes it again. Blocking."""
+
+
+class BatchHandler(ABC):
+    """Spark calls it with each micro-batch, one at a time. `failure`: the error that ended the query, with its cause."""
+
+    def __init__(self, query: Query) -> None:
+        self.query = query
+        self.failure: BaseException | None = None
+        self._at_work = threading.Lock()
+        self._ended = threading.Event()
+
+    def __call__(self, raw: DataFrame, batch_id: int) -> None:
+        """Process one batch. Raises a short error whose cause is in `failure`: Spark copies the text many times over."""
+        with self._at_work:
+            if self._ended.is_set():
+                raise Stopping
+            try:
+                self.query.checkpoint.make_durable(batch_id)
+                begun = time.monotonic()
+                with self.query.watchdog.watching(self.query.writer, f"batch {batch_id}"):
+                    report = self.process(raw, batch_id)
+                report.took += Counter({round((time.monotonic() - begun) * 1000): report.lag_out.total()})
+                self.query.report(report)
+            except BaseException as error:
+                self.failure = error
+                raise RuntimeError(f"batch {batch_id} failed: {type(error).__name__}") from None
+
+    def finish(self, limit: float) -> None:
+        """Begin no further batch and wait up to `limit` seconds for the current one."""
+        self._ended.set()
+        if self._at_work.acquire(timeout=limit):
+            self._at_work.release()
+
+    @abstractmethod
+    def process(self, raw: DataFrame, batch_id: int) -> BatchReport:
+        """Store all results of the batch, durably."""
+
+
+class MicroBatchQuery:
+    """A running query whose micro-batches a handler processes."""
+
+    def __init__(self, query: Query, source: DataFrame, handler: BatchHandler, *, name: str, interval: float) -> None:
+        """Starts it. interval: at most one batch in so many seconds."""
+        self._handler = handler
+        writer = source.writeStream.foreachBatch(handler).queryName(name)
+        writer = writer.option("checkpointLocation", query.checkpoint.path)
+        self._running = writer.trigger(processingTime=f"{round(interval * 1000)} milliseconds").start()
+
+    def wait(self) -> None:
+        """Raises the handler's error, if there is one."""
+        wait_for_end(self._running, self._handler)
+
+    def has_completed_trigger(self) -> bool:
+        return has_completed_trigger(self._running)
+
+    def stop(self, limit: float) -> None:
+        deadline = time.monotonic() + limit
+        self._handler.finish(limit)
+        while is_in_trigger(self._running) and time.monotonic() < deadline:  # Spark commits the batch
+            time.sleep(_SETTLE_S)
+        self._running.stop()
+
+
+def wait_for_end(running: StreamingQuery, handler: BatchHandler | None = None) -> None:
+    """Wait up to POLL_S for the query to end; raises its error."""
+    try:
+        ended = running.awaitTermination(POLL_S)  # type: ignore[arg-type]  # a float is fine: it is passed on in ms
+    except StreamingQueryException as error:
+        raise (handler and handler.failure) or error from error
+    if ended:
+        raise RuntimeError("the query ended without an error")
+
+
+def has_completed_trigger(running: StreamingQuery) -> bool:
+    return running.lastProgress is not None or running.status["message"] == _IDLE
+
+
+def is_in_trigger(running: StreamingQuery) -> bool:
+    return bool(running.isActive and running.status["isTriggerActive"])
+
+
+def warm_up(query: Query) -> None:
+    """Run the transform on a few of the newest events and store nothing, so that Java and Python load before the first batch.
+
+    Failures are left to the query. Blocking.
+    """
+    ranges = query.broker.newest_ranges(query.session, list(query.prepared.views), _WARM_UP_EVENTS)
+    ends = [
+        RecordOffset(part.topic, part.partition, offset_text(at)) for part in ranges for at in (part.start, part.end)
+    ]
+    begun = time.monotonic()
+    for _ in range(WARM_UP_RUNS):
+        query.check_not_stopping()
+        before = time.monotonic()
+        with query.watchdog.watching(query.writer, "the run before the first batch"):
+            raw = query.broker.read_ranges(query.session, ranges)
+            try_transform(query.prepared, query.broker, raw, ends)
+        now = time.monotonic()
+        if now - before < WARM_S or now - begun > WARM_UP_LIMIT_S:
+            break
+    log.info("warmed_up", pipe=query.pipe, seconds=round(time.monotonic() - begun, 1))

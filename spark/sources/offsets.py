@@ -1,32 +1,40 @@
 """How far a query has read: the offset that Spark keeps in its checkpoint, one for all topics of a query.
 
 `{"topics": {name: {"incarnation": text, "next": {partition: offset}}}}`, offsets "next to read"; of Kinesis as text,
-and more beside them (`shards`). The incarnation tells a topic that was deleted and made again from the one that the query read.
+with more fields (`shards`). The incarnation tells a topic that was deleted and created again from the one that the query read.
+
+Also here: the ranges of a batch read, and syncing a checkpoint. Worker processes import this file.
 """
 
-from collections.abc import Mapping
+import contextlib
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from datetime import datetime
+from pathlib import Path
 from typing import Any
 
-from services.core.broker.contract import PartitionRange
+from services.core.broker.contract import PartitionRange, Start
 from services.core.broker.errors import OffsetOutOfRange, UnknownTopic
+from spark.records import OffsetRange
 
 Offset = dict[str, Any]
 
 
 class TopicRecreated(UnknownTopic):
-    """The topic was deleted and made again since the query read it: its offsets mean other records now."""
+    """The topic was deleted and created again since the query read it: its offsets mean other records now."""
 
 
-def make_offset(places: Mapping[str, tuple[str, Mapping[int, int]]]) -> Offset:
+def pack_offsets(topics: Mapping[str, tuple[str, Mapping[int, int]]]) -> Offset:
     """topic -> (incarnation, next offset by partition)."""
-    topics = {
+    packed = {
         topic: {"incarnation": incarnation, "next": {str(p): following[p] for p in sorted(following)}}
-        for topic, (incarnation, following) in sorted(places.items())
+        for topic, (incarnation, following) in sorted(topics.items())
     }
-    return {"topics": topics}
+    return {"topics": packed}
 
 
-def place_of(offset: Offset, topic: str) -> tuple[str, dict[int, int]]:
+def offsets_of(offset: Offset, topic: str) -> tuple[str, dict[int, int]]:
     """(incarnation, next offset by partition) of a topic; ("", {}) for one that the query has not read yet."""
     found = offset["topics"].get(topic)
     return ("", {}) if found is None else (found["incarnation"], {int(p): int(n) for p, n in found["next"].items()})
@@ -36,33 +44,87 @@ def check_incarnation(topic: str, incarnation: str, known: str) -> None:
     """Raise TopicRecreated unless the topic is the one that was read, if any was."""
     if known and known != incarnation:
         raise TopicRecreated(
-            f"topic {topic!r} was deleted and made again since the last batch. "
+            f"topic {topic!r} was deleted and created again since the last batch. "
             "Try: moving the pipe's checkpoint folder away, and reading it from the start"
         )
 
 
-def check_place(
-    topic: str, incarnation: str, known: tuple[str, Mapping[int, int]], held: Mapping[int, PartitionRange]
+def check_stored(
+    topic: str, incarnation: str, known: tuple[str, Mapping[int, int]], stored: Mapping[int, PartitionRange]
 ) -> None:
-    """Raise unless the topic is the one that was read and still holds everything from there on."""
+    """Raise unless the topic is the one that was read and still holds everything from the known offsets on."""
     check_incarnation(topic, incarnation, known[0])
     for partition, wanted in known[1].items():
-        part = held.get(partition, PartitionRange(0, 0))
+        part = stored.get(partition, PartitionRange(0, 0))
         if not part.start <= wanted <= part.end:
             raise OffsetOutOfRange(topic, partition, wanted, part.start, part.end)
 
 
-def advance(known: Mapping[int, int], held: Mapping[int, PartitionRange], room: int) -> dict[int, int]:
+def advance(known: Mapping[int, int], stored: Mapping[int, PartitionRange], room: int) -> dict[int, int]:
     """Next offsets after reading at most `room` records, shared evenly by the partitions that have some.
 
-    Partitions with little give what they do not need to the others. A partition seen for the first time is read from
-    its start.
+    Partitions with few records leave the rest of their share to the others. A new partition is read from its start.
     """
-    following = {p: known.get(p, part.start) for p, part in held.items()}
-    waiting = sorted((held[p].end - n, p) for p, n in following.items() if held[p].end > n)
+    following = {p: known.get(p, part.start) for p, part in stored.items()}
+    waiting = sorted((stored[p].end - n, p) for p, n in following.items() if stored[p].end > n)
     while waiting:
         backlog, partition = waiting.pop(0)
         share = min(backlog, -(-room // (len(waiting) + 1)))
         following[partition] += share
         room -= share
     return following
+
+
+def selected_ranges(
+    options: Mapping[str, str],
+    ends: Callable[[str], Mapping[int, PartitionRange]],
+    offsets_at: Callable[[str, Start], Mapping[int, int]],
+) -> Iterator[OffsetRange]:
+    """The ranges of a batch read, from its options. ends, offsets_at: of a topic.
+
+    `ranges`: JSON `[[topic, partition, start, end], …]`. Or `topics`, from the first record that is not older than `since`, up to
+    the first that is not older than `until` (ISO dates with a time zone).
+    """
+    if given := options.get("ranges"):
+        yield from (OffsetRange(*item) for item in json.loads(given))
+        return
+
+    def at(topic: str, option: str) -> Mapping[int, int]:
+        text = options.get(option)
+        return offsets_at(topic, datetime.fromisoformat(text)) if text else {}
+
+    for topic in options["topics"].split(","):
+        starts, stops = at(topic, "since"), at(topic, "until")
+        for partition, stored in ends(topic).items():
+            start = starts.get(partition, stored.start) if starts else stored.start
+            yield OffsetRange(topic, partition, start, stops.get(partition, stored.end) if stops else stored.end)
+
+
+def sync(path: Path) -> None:
+    """Make a file, or the names in a folder, durable."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def sync_batch(checkpoint: Path, batch: int) -> None:
+    """Sync the files of this batch: its offsets, the state that it leaves, and the commit before it. Spark syncs nothing.
+
+    Call it before anything of the batch becomes visible elsewhere. Otherwise, after a power cut, the output has a batch that the
+    checkpoint does not know, and numbers are given twice.
+    """
+    notes = [f"offsets/{batch}", f"offsets/.{batch}.crc", f"commits/{batch - 1}", f"commits/.{batch - 1}.crc"]
+    patterns = (*notes, f"state/**/{batch + 1}.*", f"state/**/.{batch + 1}.*")
+    files = [path for pattern in patterns for path in checkpoint.glob(pattern)]
+    for path in (*files, *{path.parent for path in files}):
+        with contextlib.suppress(FileNotFoundError):  # Spark cleans up meanwhile
+            sync(path)
+
+
+def sync_before_commit(options: Mapping[str, str], batch: int) -> None:
+    """`sync_batch` for a sink, when its checkpoint is a local folder."""
+    checkpoint = options.get("checkpointlocation", "")
+    if checkpoint.startswith("file://"):
+        sync_batch(Path(checkpoint.removeprefix("file://")), batch)

@@ -1,7 +1,7 @@
-"""How far a query has read a stream's shards, and what it reads next: children after their parents, and nothing that retention
-took is passed over.
+"""How far a query has read a stream's shards, and what it reads next: children after their parents, and records that retention
+took are an error.
 
-Where a shard ends is only known by reading it. So what a micro-batch holds is read when it is planned.
+The end of a shard is only known by reading it. So the records of a micro-batch are read when it is planned.
 """
 
 import asyncio
@@ -9,27 +9,27 @@ import time
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from services.core.broker.contract import Admin
+from services.core.broker.contract import Reader
 from services.core.broker.errors import OffsetOutOfRange
-from services.core.broker.kinesis.membership import Stream
-from services.core.broker.kinesis.shards import Shard
+from services.core.broker.kinesis.incarnation import Stream
+from services.core.broker.kinesis.streams import Shard
 from services.core.broker.record import Batch, estimate_size
 from spark.sources.offsets import Offset
 
 BATCH_BYTES = 16 << 20
-"""A micro-batch holds about so much of one stream."""
+"""A micro-batch holds about so many bytes of one stream."""
 SETTLED_EVERY_MS = 3_600_000
-"""So often an idle stream makes an empty batch, by which the checkpoint knows how long nothing can have been missed."""
+"""An idle stream makes an empty batch so often, and the checkpoint records until when nothing can have been missed."""
 _READ_RECORDS = 5_000
 _FULL_BYTES = 500_000
-"""A read gives about a megabyte at most: behind half of one there may be more."""
+"""A read returns about a megabyte at most: after half of one there may be more."""
 
 
 class ShardPosition(NamedTuple):
-    """next: the offset to read next; 0: the beginning. settled: when (ms) nothing more was there. ended: nor will be.
+    """next: the offset to read next; 0: the beginning. settled: when (ms) the shard had no more records. ended: it gets no more.
 
-    retention: the shortest (ms) that was seen since `settled`, for a longer one brings nothing back; 0: none was. begun: the
-    first offset of the last batch that read something here; 0: none did.
+    retention: the shortest (ms) since `settled`, for a longer one brings nothing back; 0: not known. begun: the first offset of
+    the last batch that read something here; 0: none did.
     """
 
     next: int
@@ -38,8 +38,8 @@ class ShardPosition(NamedTuple):
     retention: int = 0
     begun: int = 0
 
-    def seen(self, retention_ms: int) -> "ShardPosition":
-        """The stream keeps records for so long now."""
+    def with_retention(self, retention_ms: int) -> "ShardPosition":
+        """With the present retention of the stream."""
         return self._replace(retention=min(self.retention or retention_ms, retention_ms))
 
 
@@ -48,16 +48,16 @@ Shards = dict[int, ShardPosition]
 
 
 class Planned(NamedTuple):
-    """What is to be read of one shard: from `start` on, behind which it continues at `position`."""
+    """The next records of one shard: from `start` on. Reading continues at `position`."""
 
     start: int
     position: ShardPosition
     batches: list[Batch]
 
 
-def pack_places(places: Mapping[str, tuple[str, Shards]]) -> Offset:
-    """topic -> (which life of the stream, shards), as `offsets` has it; big numbers as text."""
-    topics = {
+def pack_shards(topics: Mapping[str, tuple[str, Shards]]) -> Offset:
+    """topic -> (incarnation of the stream, shards), in the form of `offsets`; big numbers as text."""
+    packed = {
         topic: {
             "incarnation": incarnation,
             "next": {str(number): str(shards[number].next) for number in sorted(shards)},
@@ -66,12 +66,12 @@ def pack_places(places: Mapping[str, tuple[str, Shards]]) -> Offset:
             "retention": {str(number): shards[number].retention for number in sorted(shards)},
             "begun": {str(number): str(shards[number].begun) for number in sorted(shards)},
         }
-        for topic, (incarnation, shards) in sorted(places.items())
+        for topic, (incarnation, shards) in sorted(topics.items())
     }
-    return {"topics": topics}
+    return {"topics": packed}
 
 
-def unpack_place(offset: Offset, topic: str) -> tuple[str, Shards]:
+def shards_of(offset: Offset, topic: str) -> tuple[str, Shards]:
     """Of one topic; ("", {}) for one that the query has not read yet."""
     found = offset["topics"].get(topic)
     if found is None:
@@ -90,14 +90,14 @@ def unpack_place(offset: Offset, topic: str) -> tuple[str, Shards]:
     }
 
 
-def meet(topic: str, stream: Stream, known: Shards, now_ms: int) -> Shards:
-    """The shards as they are now: new ones from their beginning; those that aged out are forgotten. A batch reads those only that
-    the one before it had met: then its beginning says since when nothing of them can have been missed.
+def meet_shards(topic: str, stream: Stream, known: Shards, now_ms: int) -> Shards:
+    """The shards as they are now: new ones at their beginning, without those that expired.
 
-    Raises OffsetOutOfRange when one aged out that nobody looked at for a whole retention.
+    A batch reads only shards that the batch before it had met: then its start records until when nothing of them can have been
+    missed. Raises OffsetOutOfRange when a shard expired that nobody read for a whole retention.
     """
     kept = {shard.number for shard in stream.shards}
-    known = {number: position.seen(stream.retention_ms) for number, position in known.items()}
+    known = {number: position.with_retention(stream.retention_ms) for number, position in known.items()}
     for number, position in known.items():
         if number not in kept and not position.ended and is_overdue(stream, position, now_ms):
             raise OffsetOutOfRange(topic, number, position.next, position.next + 1, position.next + 1, contiguous=False)
@@ -111,24 +111,24 @@ def meet(topic: str, stream: Stream, known: Shards, now_ms: int) -> Shards:
 
 
 def is_overdue(stream: Stream, position: ShardPosition, now_ms: int) -> bool:
-    """Whether something may have come and expired since somebody looked."""
-    return position.settled + position.seen(stream.retention_ms).retention < now_ms
+    """Whether records may have arrived and expired since the last read."""
+    return position.settled + position.with_retention(stream.retention_ms).retention < now_ms
 
 
 def check_beginning(topic: str, stream: Stream, shard: int, position: ShardPosition, now_ms: int) -> None:
-    """Raise OffsetOutOfRange when a shard is to be read from its beginning, and that may be gone."""
+    """Raise OffsetOutOfRange when a shard is to be read from its beginning, and its first records may be gone."""
     if not position.next and is_overdue(stream, position, now_ms):
         raise OffsetOutOfRange(topic, shard, 0, 1, 1, contiguous=False)
 
 
 def readable(stream: Stream, known: Shards) -> list[Shard]:
-    """Those that have not ended, and whose parents have: in a batch before, so that keys keep their order between tasks, too."""
+    """Shards that have not ended, and whose parents ended in an earlier batch: so keys keep their order between tasks, too."""
     unfinished = {number for number, position in known.items() if not position.ended}
     return [shard for shard in stream.shards if shard.number in unfinished and unfinished.isdisjoint(shard.parents)]
 
 
-async def read_on(admin: Admin, topic: str, stream: Stream, known: Shards, room: int) -> dict[int, Planned]:
-    """About `room` records and BATCH_BYTES at most, shared evenly by the shards; nothing of those whose turn has not come.
+async def read_on(reader: Reader, topic: str, stream: Stream, known: Shards, room: int) -> dict[int, Planned]:
+    """About `room` records and BATCH_BYTES at most, shared evenly by the readable shards.
 
     Raises OffsetOutOfRange, UnknownTopic, Unavailable.
     """
@@ -137,32 +137,32 @@ async def read_on(admin: Admin, topic: str, stream: Stream, known: Shards, room:
         return {}
     share, size = -(-room // len(shards)), BATCH_BYTES // len(shards)
     found = await asyncio.gather(
-        *(_read_shard(admin, topic, stream, shard, known[shard.number], share, size) for shard in shards)
+        *(_read_shard(reader, topic, stream, shard, known[shard.number], share, size) for shard in shards)
     )
     return {shard.number: planned for shard, planned in zip(shards, found, strict=True)}
 
 
 async def _read_shard(
-    admin: Admin, topic: str, stream: Stream, shard: Shard, known: ShardPosition, room: int, size: int
+    reader: Reader, topic: str, stream: Stream, shard: Shard, known: ShardPosition, room: int, size: int
 ) -> Planned:
-    known = known.seen(stream.retention_ms)
+    known = known.with_retention(stream.retention_ms)
     at, batches = known.next, list[Batch]()
     check_beginning(topic, stream, shard.number, known, time.time_ns() // 1_000_000)
     is_more = True
-    while room > 0 and size > 0 and is_more:  # at the end: what comes from here on is for the next batch
+    while room > 0 and size > 0 and is_more:  # up to the end: later records are for the next batch
         now = time.time_ns() // 1_000_000
         overdue = is_overdue(stream, known, now)
         asked = min(room, _READ_RECORDS)
         try:
-            batch = await admin.read(topic, shard.number, at, max_records=asked)
+            batch = await reader.read(topic, shard.number, at, max_records=asked)
         except OffsetOutOfRange as error:
             if batches or overdue or error.start <= at:
                 raise
-            at = error.start  # what was read last is gone, and nothing else: somebody looked in time
+            at = error.start  # only records that were read before are gone: the last read was in time
             continue
         if batch is None:
             if overdue and not batches:
-                await _expect_last(admin, topic, shard.number, at)
+                await _expect_last(reader, topic, shard.number, at)
             position = _behind(known, at, batches)._replace(ended=not shard.is_open)
             if batches or now - known.settled > SETTLED_EVERY_MS:
                 position = position._replace(settled=now, retention=stream.retention_ms)
@@ -179,7 +179,7 @@ def _behind(known: ShardPosition, at: int, batches: list[Batch]) -> ShardPositio
     return known._replace(next=at, begun=batches[0].offsets[0] if batches else known.begun)
 
 
-async def _expect_last(admin: Admin, topic: str, shard: int, at: int) -> None:
-    """Raise OffsetOutOfRange unless what was read last is still there: then nothing behind it was taken."""
-    if await admin.read(topic, shard, at - 1, max_records=1) is None:
+async def _expect_last(reader: Reader, topic: str, shard: int, at: int) -> None:
+    """Raise OffsetOutOfRange unless the last read record is still there: then no later record expired."""
+    if await reader.read(topic, shard, at - 1, max_records=1) is None:
         raise OffsetOutOfRange(topic, shard, at, at + 1, at + 1, contiguous=False)

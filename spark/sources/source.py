@@ -1,9 +1,9 @@
 """The embedded log and Kinesis as one Spark data source, `penstock`: streams and batches in, batches out.
 
-Reading gives the columns of `spark.shapes.RAW`; writing takes those of `spark.shapes.OUT`. Options: `broker` (its URL), `topics`
-(comma-joined, reading), `max_events` (at most so many in a micro-batch), `origins` (streams: with `spark.shapes.ORIGINS_READ`),
-`topic` and `writer` (writing), `ranges` (batch reading: see `batch_ranges`). The log stores a batch once, and is not for a
-cluster: all processes share its host. Kinesis stores it at least once.
+Reading returns the columns RAW of `spark.records`; writing takes its columns OUT. Options: `broker` (its URL), `topics`
+(comma-joined, reading), `max_events` (at most so many in a micro-batch), `origins` (streams: with ORIGINS_READ), `topic` and
+`writer` (writing), `ranges`, `since` and `until` (batch reading: see `offsets.selected_ranges`). The log stores a batch once, and
+is not for a cluster: all processes share its host. Kinesis stores a batch at least once.
 
 Spark pickles the classes by reference, so its workers need this package on their path. A worker loads only its broker's modules.
 """
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from pyspark.sql.datasource import DataSource
 
-from spark.shapes import ORIGINS_READ, RAW
+from spark.records import ORIGINS_READ, RAW
 
 if TYPE_CHECKING:
     from pyspark.sql.datasource import DataSourceReader, DataSourceStreamArrowWriter, DataSourceStreamReader
@@ -26,40 +26,35 @@ class BrokerSource(DataSource):
 
     @classmethod
     def name(cls) -> str:
-        """The format's name."""
         return NAME
 
     def schema(self) -> str:
-        """What reading gives."""
         return f"{RAW}, {ORIGINS_READ} STRING" if "origins" in self.options else RAW
 
     def streamReader(self, schema: "StructType") -> "DataSourceStreamReader":  # noqa: N802 - pyspark's name
-        """For readStream."""
         if self._is_kinesis:
-            from spark.sources.kinesis_stream import KinesisStreamReader
+            from spark.sources.kinesis import KinesisStreamReader
 
             return KinesisStreamReader(self.options)
-        from spark.sources.log_stream import LogStreamReader
+        from spark.sources.log import LogStreamReader
 
         return LogStreamReader(self.options)
 
     def reader(self, schema: "StructType") -> "DataSourceReader":
-        """For read."""
         if self._is_kinesis:
-            from spark.sources.kinesis_batch import KinesisBatchReader
+            from spark.sources.kinesis import KinesisBatchReader
 
             return KinesisBatchReader(self.options)
-        from spark.sources.log_batch import LogBatchReader
+        from spark.sources.log import LogBatchReader
 
         return LogBatchReader(self.options)
 
     def streamWriter(self, schema: "StructType", overwrite: bool) -> "DataSourceStreamArrowWriter":  # noqa: N802 - pyspark's name
-        """For writeStream."""
         if self._is_kinesis:
-            from spark.sources.kinesis_sink import KinesisStreamWriter
+            from spark.sources.kinesis import KinesisStreamWriter
 
             return KinesisStreamWriter(self.options)
-        from spark.sources.log_sink import LogStreamWriter
+        from spark.sources.log import LogStreamWriter
 
         return LogStreamWriter(self.options)
 

@@ -14,16 +14,17 @@ from pyspark.sql import DataFrame, SparkSession
 
 from services.core.pipes import Transform
 from services.core.snapshot import source_of
-from spark.out import BadTransform
+from spark.java import check_is_query
+from spark.transforms.output import BadTransform
 
 
 class Definition(Protocol):
-    """What a pipe's transform does. source: its text; with another one it may do something else."""
+    """source: its text. A transform with another text may have other results."""
 
     source: str
 
     def check(self, session: SparkSession) -> None:
-        """Raises what is wrong before anything is applied."""
+        """Raise on a mistake that shows before anything is applied."""
 
     def apply(self, session: SparkSession, views: Mapping[str, DataFrame]) -> DataFrame:
         """The result over these source frames, by stream name in the pipe's order. Lazy: nothing runs yet."""
@@ -36,8 +37,8 @@ class SqlDefinition:
         self._sql = self.source = sql
 
     def check(self, session: SparkSession) -> None:
-        """Raises ParseException unless it is a query: `sql` would run a command (DROP, INSERT) at once."""
-        session._jsparkSession.sessionState().sqlParser().parseQuery(self._sql)
+        """Raises ParseException unless it is a query."""
+        check_is_query(session, self._sql)
 
     def apply(self, session: SparkSession, views: Mapping[str, DataFrame]) -> DataFrame:
         """Replaces the views in this session, which must be the frames' own."""
@@ -53,7 +54,7 @@ class PythonDefinition:
         self._function, self.source = function, source
 
     def check(self, session: SparkSession) -> None:
-        """Nothing to find before the call."""
+        """Only the call shows mistakes."""
 
     def apply(self, session: SparkSession, views: Mapping[str, DataFrame]) -> DataFrame:
         """Calls the function. Raises BadTransform when it returns something else."""
@@ -64,7 +65,7 @@ class PythonDefinition:
 
 
 def load_definition(transform: Transform, folder: Path) -> Definition:
-    """From the pipe file's words; `folder`: where it lies. Runs the Python module. Raises BadTransform."""
+    """The definition in the pipe file, which is in `folder`. Runs the Python module. Raises BadTransform."""
     if transform.sql is not None:
         return SqlDefinition(transform.sql)
     assert transform.python is not None
@@ -84,14 +85,13 @@ def load_definition(transform: Transform, folder: Path) -> Definition:
 
 
 class _SnapshotLoader(SourceFileLoader):
-    """Loads a module of this path from where `source_of` has it."""
+    """Loads the module of this path from the configuration's snapshot (`source_of`)."""
 
     def path_stats(self, path: str) -> Mapping[str, float]:
-        """Not known: so no bytecode is kept, which would be that of the file as it is now."""
+        """Raises, so that no bytecode is cached: it would belong to the present file, not to the snapshot."""
         raise OSError
 
     def get_data(self, path: str) -> bytes:
-        """The source."""
         return source_of(Path(path)).read_bytes()
 
 

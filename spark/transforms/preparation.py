@@ -1,8 +1,13 @@
-"""Everything about a pipe's transform that can be decided before a query starts; mistakes are named in the pipe file."""
+"""A pipe's transform, checked before a query starts; mistakes are reported with their line in the pipe file.
+
+Spark's analysed plan shows the kind of transform: whether it treats each event by itself, and whether its result is the same
+when a batch is computed again.
+"""
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame, SparkSession
@@ -12,20 +17,19 @@ from pyspark.sql.types import StructType
 from services.core.pipes import PipeFile, Transform, pipe_version
 from services.core.yaml_source import BadConfiguration, Document
 from spark.errors import shorten
-from spark.numbering import Numbering
-from spark.out import BadTransform, OutShape
-from spark.pipe_file import Chosen
-from spark.shapes import EVENT, EVENT_TIME, RAW
+from spark.java import analyzed_plan
+from spark.records import EVENT, EVENT_TIME, RAW
+from spark.settings import SelectedPipes
 from spark.transforms.definition import Definition, load_definition
-from spark.transforms.plan_check import SOURCE_ALIAS, dropping_parts, is_stateless, nondeterministic_parts
-from spark.view import SourceView
+from spark.transforms.output import BadTransform, OriginNumbering, OutShape
+from spark.transforms.view import SourceView
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
     """A pipe's transform, ready to run. views: by source stream, in the pipe's order.
 
-    row_by_row: each micro-batch may be computed by itself (see `plan_check.is_stateless`). version: of the pipe's definition.
+    row_by_row: each micro-batch may be computed by itself (see `is_stateless`). version: of the pipe's definition.
     """
 
     pipe: str
@@ -38,7 +42,7 @@ class Prepared:
 
     @property
     def state(self) -> str:
-        """Stands for what its state over batches means; empty when it keeps none but the ids of `deduplicate_within`."""
+        """Identifies the meaning of its state over batches; empty when it keeps none but the ids of `deduplicate_within`."""
         if self.row_by_row:
             return ""
         columns = [
@@ -61,24 +65,28 @@ class Prepared:
         delay = self.transform.watermark
         return frame if delay is None else frame.withWatermark(EVENT_TIME, f"{round(delay * 1000)} milliseconds")
 
+    def views_of(self, raw: DataFrame) -> dict[str, DataFrame]:
+        """The source views of a batch of raw records."""
+        return {stream: view.good(view.check(of_stream(self, raw, stream))) for stream, view in self.views.items()}
+
     def apply(
-        self, frames: Mapping[str, DataFrame], session: SparkSession, numbering: Numbering | None = None
+        self, frames: Mapping[str, DataFrame], session: SparkSession, numbering: OriginNumbering | None = None
     ) -> DataFrame:
         """The output records for these source views. Lazy. numbering: as in `OutShape.apply`."""
         return self.out.apply(self.definition.apply(session, frames), numbering)
 
 
 def of_stream(prepared: Prepared, raw: DataFrame, stream: str) -> DataFrame:
-    """The part of a batch of all sources that is one source's."""
+    """The records of one source in a batch of all sources."""
     return raw if len(prepared.views) == 1 else raw.where(f.col("topic") == stream)
 
 
-def prepare_pipes(session: SparkSession, chosen: Chosen, *, max_bytes: int) -> list[Prepared]:
-    """Prepare the chosen pipes. Blocking. Raises BadConfiguration with every mistake at once."""
+def prepare_pipes(session: SparkSession, selected: SelectedPipes, *, max_bytes: int) -> list[Prepared]:
+    """Prepare the selected pipes. Blocking. Raises BadConfiguration with every mistake at once."""
     found, problems = [], []
-    for name in chosen.names:
+    for name in selected.names:
         try:
-            found.append(_prepare(session, chosen.document, chosen.file, name, max_bytes))
+            found.append(_prepare(session, selected.document, selected.file, name, max_bytes))
         except BadConfiguration as error:
             problems += error.problems
     if problems:
@@ -101,7 +109,7 @@ def _prepare(session: SparkSession, document: Document, file: PipeFile, name: st
         definition = load_definition(pipe.transform, document.path.parent)
         definition.check(session)
         empty = session.createDataFrame([], RAW).alias(SOURCE_ALIAS)
-        result = definition.apply(session, {stream: view.good(view.judge(empty)) for stream, view in views.items()})
+        result = definition.apply(session, {stream: view.good(view.check(empty)) for stream, view in views.items()})
         declared = [column for view in views.values() if view.columns is not None for column in view.columns.names]
         out = OutShape(result.schema, declared=declared, max_bytes=max_bytes, stamped=stamped)
         _ = out.apply(result).schema
@@ -136,5 +144,98 @@ def _parse_columns(ddl: str | None, *, timed: bool) -> StructType | None:
                 f"the column name {name!r} is taken. Try: another name, read by a transform from `value`"
             )
         if names.count(name) > 1:
-            raise BadTransform(f"the column {name!r} stands twice (names are the same in upper and lower case)")
+            raise BadTransform(f"the column {name!r} is declared twice (names are the same in upper and lower case)")
     return columns
+
+
+SOURCE_ALIAS = "_penstock_source"
+"""The alias that marks the source frames of an analysis."""
+
+_ROW_BY_ROW = frozenset(
+    {
+        *("Project", "Filter", "Generate", "Union", "SubqueryAlias", "View", "ResolvedHint"),
+        *("LocalRelation", "LogicalRDD", "OneRowRelation", "Range"),
+        *("WithCTE", "CTERelationDef", "CTERelationRef"),
+        *("MapInArrow", "MapInPandas", "PythonMapInArrow"),
+    }
+)
+_DROPPING = {
+    "GlobalLimit": "LIMIT",
+    "LocalLimit": "LIMIT",
+    "Offset": "OFFSET",
+    "Tail": "tail",
+    "Sample": "TABLESAMPLE",
+    "Distinct": "DISTINCT",
+    "Deduplicate": "dropDuplicates",
+    "DeduplicateWithinWatermark": "dropDuplicatesWithinWatermark",
+}
+_SOURCE_SIDE = {
+    "Inner": "any",
+    "Cross": "any",
+    "LeftOuter": "left",
+    "LeftSemi": "left",
+    "LeftAnti": "left",
+    "RightOuter": "right",
+}
+
+
+def is_stateless(result: DataFrame) -> bool:
+    """Whether each row of the result comes from one event, and from no state of other events.
+
+    Such a transform may run on each micro-batch by itself. It may join tables that are not sources.
+    """
+    return _is_row_by_row(analyzed_plan(result))
+
+
+def dropping_parts(result: DataFrame) -> list[str]:
+    """Operators that leave out events by their number or because of others: on a stream, by chance."""
+    return sorted(
+        {_DROPPING[name] for node in _walk(analyzed_plan(result)) if (name := str(node.nodeName())) in _DROPPING}
+    )
+
+
+def nondeterministic_parts(result: DataFrame) -> list[str]:
+    """Expressions that give another result when a batch is computed again, such as rand() and uuid()."""
+    found = []
+    for node in _walk(analyzed_plan(result)):
+        found += [str(part.sql())[:100] for part in _items(node.expressions()) if not part.deterministic()]
+    return found
+
+
+def watermarks(result: DataFrame) -> set[str]:
+    """The columns over which a streaming result has watermarks."""
+    return {
+        str(node.eventTime().name()) for node in _walk(analyzed_plan(result)) if node.nodeName() == "EventTimeWatermark"
+    }
+
+
+def _is_row_by_row(plan: Any) -> bool:
+    for node in _walk(plan):
+        name = str(node.nodeName())
+        if name == "Join":
+            left, right = (_reads_sources(child) for child in _items(node.children()))
+            side = _SOURCE_SIDE.get(str(node.joinType().toString()).rstrip("$"))
+            if (left and right) or side is None or (left and side == "right") or (right and side == "left"):
+                return False
+        elif name not in _ROW_BY_ROW and _reads_sources(node):
+            return False
+    return True
+
+
+def _reads_sources(plan: Any) -> bool:
+    return any(node.nodeName() == "SubqueryAlias" and node.alias() == SOURCE_ALIAS for node in _walk(plan))
+
+
+def _walk(plan: Any) -> Iterator[Any]:
+    """The plan's nodes, those of its subqueries included."""
+    waiting = [plan]
+    while waiting:
+        node = waiting.pop()
+        yield node
+        waiting.extend(_items(node.children()))
+        waiting.extend(_items(node.innerChildren()) if node.nodeName() == "WithCTE" else ())
+        waiting.extend(_items(node.subqueries()))
+
+
+def _items(scala: Any) -> list[Any]:
+    return [scala.apply(index) for index in range(scala.size())]

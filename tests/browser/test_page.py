@@ -13,12 +13,12 @@ from aiohttp import ClientSession, web
 from playwright.async_api import Browser, expect
 
 from services.core.bearer import Tokens, read_tokens
-from services.observer.api import serve_api
-from services.observer.ledger.explain import Explanation, Missing
+from services.observer import page as page_module
+from services.observer.explain import Explanation, Missing
+from services.observer.http import serve_api
 from services.observer.ledger_api import format_minute, read_minute
-from services.observer.page import routes
-from services.observer.page.model import View
-from services.observer.page.routes import add_page, load_files
+from services.observer.page import add_page, load_files
+from services.observer.view import View
 from tests.browser.conftest import open_page
 from tests.browser.views import HOSTILE, NOW_MIN, make_view
 from tests.support.ports import free_port
@@ -250,7 +250,7 @@ async def test_streams_are_bounded_and_end_with_the_service(
     observer: Observer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If this fails, open tabs keep the observer from stopping, or as many as there are use it up."""
-    monkeypatch.setattr(routes, "MAX_CLIENTS", 2)
+    monkeypatch.setattr(page_module, "MAX_CLIENTS", 2)
     async with ClientSession() as session:
         async with asyncio.timeout(30), observer.serve() as address:
             first = await session.get(f"{address}v1/stream")

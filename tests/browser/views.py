@@ -2,7 +2,7 @@
 
 import math
 
-from services.observer.page.model import (
+from services.observer.view import (
     Cause,
     DestinationView,
     DurationRow,

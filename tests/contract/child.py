@@ -89,7 +89,7 @@ def _say(**fact: object) -> None:
 
 
 async def _append(spec: str, topic: str) -> None:
-    async with open_spec(spec) as broker, Producer(broker.driver) as producer:
+    async with open_spec(spec) as broker, Producer(broker.appender) as producer:
         number = 0
         while True:
             result = await producer.send_to(topic, {0: [record(number)]})

@@ -10,7 +10,7 @@ from services.core.broker.contract import Broker, TopicSpec
 from services.core.broker.errors import Unavailable
 from services.core.broker.kafka import KafkaBroker, Timing
 from services.core.broker.kafka.cluster import Cluster
-from services.core.jvm.kafka_server import KafkaCluster
+from services.core.jvm.kafka import KafkaCluster
 from tests.support.kafka import open_admin, unique_name
 
 _TIMING = Timing(session=2.0, heartbeat=0.3, drain=10.0, request=4.0, metadata=1.0)

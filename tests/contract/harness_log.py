@@ -10,18 +10,18 @@ from pathlib import Path
 
 from services.core.broker.contract import Broker, TopicSpec
 from services.core.broker.log import LogBroker
-from services.core.broker.log.layout import DataFolder
+from services.core.broker.log.data_folder import DataFolder
 from services.core.broker.log.membership import Timing
-from services.core.broker.log.retention import cut
-from services.core.broker.log.store import Store
+from services.core.broker.log.retention import remove_before
+from services.core.broker.log.topic_store import TopicStore
 
 TIMING = Timing(lease=1.5, drain=10.0)
 
 _HOLD_LOCK = """
 import sys, time
-from services.core.broker.log.layout import DataFolder
-from services.core.broker.log.store import Store
-store = Store.open(DataFolder.prepare(sys.argv[1]), sys.argv[2])
+from services.core.broker.log.data_folder import DataFolder
+from services.core.broker.log.topic_store import TopicStore
+store = TopicStore.open(DataFolder.prepare(sys.argv[1]), sys.argv[2])
 store.connection.execute("BEGIN IMMEDIATE")
 store.connection.execute("UPDATE partitions SET floor = floor + 1")
 print("holds", flush=True)
@@ -81,8 +81,8 @@ class LogHarness:
 
 
 def _cut(folder: DataFolder, topic: str, partition: int, before: int) -> None:
-    store = Store.open(folder, topic)
+    store = TopicStore.open(folder, topic)
     try:
-        cut(store, partition, before)
+        remove_before(store, partition, before)
     finally:
         store.close()

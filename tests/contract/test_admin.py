@@ -2,7 +2,7 @@
 
 import pytest
 
-from services.core.broker.contract import Broker, TopicSpec
+from services.core.broker.contract import Broker, Start, TopicSpec
 from services.core.broker.errors import OffsetOutOfRange, TopicExists, UnknownTopic
 from services.core.broker.record import Record, TopicPartition
 from tests.contract.harness import Harness
@@ -22,15 +22,15 @@ async def test_create_describe_delete(harness: Harness) -> None:
         assert (await broker.admin.topics())[name] == 3
 
         async def counted() -> bool:
-            return await broker.driver.partition_count(name) == 3
+            return await broker.appender.partition_count(name) == 3
 
         await until_async(counted, "the producer's side sees it")
         placed = await append(broker, name, numbered(range(4)), 1)
-        ranges = await broker.admin.describe(name)
+        ranges = await broker.reader.describe(name)
         assert set(ranges) == {0, 1, 2}
         assert ranges[0].start == ranges[0].end
         assert (ranges[1].start, ranges[1].end) == (placed.first, placed.last + 1)
-        least = await broker.admin.next_at_least(name)
+        least = await broker.reader.next_at_least(name)
         assert set(least) == {0, 1, 2}
         assert placed.first < least[1] <= ranges[1].end
         await broker.admin.delete_topic(name)
@@ -40,11 +40,12 @@ async def test_create_describe_delete(harness: Harness) -> None:
 
         await until_async(gone, "the topic is gone")
         with pytest.raises(UnknownTopic):
-            await broker.admin.describe(name)
+            await broker.reader.describe(name)
 
 
-async def test_deleting_forgets_the_groups_offsets(harness: Harness) -> None:
-    """If it fails, a topic created again under the same name starts in the middle: its first events are skipped."""
+@pytest.mark.parametrize("start", ["earliest", "latest"])
+async def test_deleting_forgets_the_groups_offsets(harness: Harness, start: Start) -> None:
+    """If it fails, a topic created again starts in the middle, or at its end for `latest`: its first events are skipped."""
     async with harness.open() as broker:
         name, group = harness.fresh_name("topic"), harness.fresh_name("g")
         await broker.admin.create_topic(TopicSpec(name, partitions=1))
@@ -61,7 +62,7 @@ async def test_deleting_forgets_the_groups_offsets(harness: Harness) -> None:
 
         await until_async(created_again, "the name is free again")
         await append(broker, name, [record(77)])
-        async with broker.consumer(group, [name], start="earliest", on_revoke=ignore_revoke) as consumer:
+        async with broker.consumer(group, [name], start=start, on_revoke=ignore_revoke) as consumer:
             assert numbers_of(await read(consumer, 1)) == [77]
 
 
@@ -76,7 +77,7 @@ async def test_add_partitions(harness: Harness) -> None:
             await broker.admin.add_partitions(topic, 3)
 
             async def grown() -> bool:
-                return await broker.driver.partition_count(topic) == 3
+                return await broker.appender.partition_count(topic) == 3
 
             await until_async(grown, "the producer's side sees it within seconds")
             await append(broker, topic, [record(2)], 2)
@@ -131,7 +132,7 @@ async def read_on(broker: Broker, topic: str, offset: int, max_records: int) -> 
     """Page through partition 0 to its end."""
     offsets: list[int] = []
     records: list[Record] = []
-    while (batch := await broker.admin.read(topic, 0, offset, max_records=max_records)) is not None:
+    while (batch := await broker.reader.read(topic, 0, offset, max_records=max_records)) is not None:
         assert 1 <= len(batch.records) <= max_records
         assert batch.source == TopicPartition(topic, 0)
         offsets += batch.offsets
@@ -144,7 +145,7 @@ async def test_read_without_a_group(harness: Harness) -> None:
     """If it fails, an operator sees dead letters out of order, altered, or not all of them."""
     async with harness.open() as broker:
         topic = await harness.create_topic(broker)
-        assert await broker.admin.read(topic, 0, 0, max_records=5) is None
+        assert await broker.reader.read(topic, 0, 0, max_records=5) is None
         odd = Record(None, b"\x00\xff", 1, (("h", b"\x00\xfe"), ("h", b""), ("\u00fc", b"2")))
         placed = await append(broker, topic, numbered(range(10)))
         await append(broker, topic, [odd, *numbered(range(11, 30))])
@@ -166,16 +167,16 @@ async def test_read_outside_of_what_is_stored(harness: Harness) -> None:
         topic = await harness.create_topic(broker)
         placed = await append(broker, topic, numbered(range(5)))
         kept = await append(broker, topic, numbered(range(5, 10)))
-        end = (await broker.admin.describe(topic))[0].end
-        assert await broker.admin.read(topic, 0, end, max_records=5) is None
+        end = (await broker.reader.describe(topic))[0].end
+        assert await broker.reader.read(topic, 0, end, max_records=5) is None
         with pytest.raises(OffsetOutOfRange):
-            await broker.admin.read(topic, 0, end + 1, max_records=5)
+            await broker.reader.read(topic, 0, end + 1, max_records=5)
         for partition in (1, -1):
             with pytest.raises(UnknownTopic):
-                await broker.admin.read(topic, partition, 0, max_records=5)
+                await broker.reader.read(topic, partition, 0, max_records=5)
         with pytest.raises(UnknownTopic):
-            await broker.admin.read(harness.fresh_name("nothing"), 0, 0, max_records=5)
+            await broker.reader.read(harness.fresh_name("nothing"), 0, 0, max_records=5)
         await harness.expire(topic, 0, placed.last + 1)
         with pytest.raises(OffsetOutOfRange) as caught:
-            await broker.admin.read(topic, 0, placed.first, max_records=5)
+            await broker.reader.read(topic, 0, placed.first, max_records=5)
         assert caught.value.start == kept.first

@@ -60,7 +60,7 @@ async def test_order_per_key_through_the_producer(harness: Harness) -> None:
     async with harness.open() as broker:
         topic = await harness.create_topic(broker, partitions=3)
         keys = [b"a", b"b", b"c", b"d"]
-        async with Producer(broker.driver) as producer:
+        async with Producer(broker.appender) as producer:
             sends = []
             for number in range(60):
                 sends.append(asyncio.create_task(producer.send(topic, [record(number, keys[number % 4])])))
@@ -97,7 +97,7 @@ async def test_oversize_record_is_refused_and_the_next_goes_through(harness: Har
         topic = await harness.create_topic(broker)
         huge = Record(b"k", b"x" * (broker.features.max_record_bytes + 1), BASE_TIME)
         with pytest.raises(RecordTooLarge):
-            await broker.driver.append(topic, 0, [huge], timeout=10)
+            await broker.appender.append(topic, 0, [huge], timeout=10)
         large = Record(b"k", b"y" * (broker.features.max_record_bytes - 100), BASE_TIME)
         await append(broker, topic, [large])
         await append(broker, topic, [record(1)])
@@ -110,20 +110,20 @@ async def test_only_the_bad_record_of_a_batch_fails(harness: Harness) -> None:
     async with harness.open() as broker:
         topic = await harness.create_topic(broker)
         huge = Record(b"k", b"x" * (broker.features.max_record_bytes + 1), BASE_TIME)
-        async with Producer(broker.driver) as producer:
+        async with Producer(broker.appender) as producer:
             result = await producer.send_to(topic, {0: [record(0), huge, record(2)]})
         (part,) = result.parts
         assert [(index, type(error)) for index, error in part.failed] == [(1, RecordTooLarge)]
         assert numbers_of(await read_all(broker, topic, harness.fresh_name("g"))) == [0, 2]
 
 
-async def test_driver_names_the_failed_index(harness: Harness) -> None:
-    """If it fails, the driver raises for a whole batch what is true of one record, and good events are refused."""
+async def test_appender_names_the_failed_index(harness: Harness) -> None:
+    """If it fails, the appender raises for a whole batch what is true of one record, and good events are refused."""
     async with harness.open() as broker:
         topic = await harness.create_topic(broker)
         await append(broker, topic, [record(0)])
         huge = Record(b"k", b"x" * (broker.features.max_record_bytes + 1), BASE_TIME)
-        appended = await broker.driver.append(topic, 0, [record(1), huge, record(3)], timeout=10)
+        appended = await broker.appender.append(topic, 0, [record(1), huge, record(3)], timeout=10)
         assert [(index, type(error)) for index, error in appended.failed] == [(1, RecordTooLarge)]
         batches = await read_all(broker, topic, harness.fresh_name("g"))
         assert numbers_of(batches) == [0, 1, 3]
@@ -147,17 +147,17 @@ async def test_unknown_topic_is_refused_and_not_created(harness: Harness) -> Non
     async with harness.open() as broker:
         missing = harness.fresh_name("missing")
         with pytest.raises(UnknownTopic):
-            await broker.driver.partition_count(missing)
+            await broker.appender.partition_count(missing)
         with pytest.raises(UnknownTopic):
-            await broker.driver.append(missing, 0, [record(0)], timeout=10)
+            await broker.appender.append(missing, 0, [record(0)], timeout=10)
         with pytest.raises(UnknownTopic):
             async with broker.consumer(harness.fresh_name("g"), [missing], start="earliest", on_revoke=_never):
                 pass
         with pytest.raises(UnknownTopic):
             await broker.probe(missing, timeout=10)
         for call in (
-            broker.admin.describe(missing),
-            broker.admin.offsets_at(missing, "latest"),
+            broker.reader.describe(missing),
+            broker.reader.offsets_at(missing, "latest"),
             broker.admin.delete_topic(missing),
             broker.admin.add_partitions(missing, 2),
         ):
@@ -216,7 +216,7 @@ async def test_keys_go_where_the_partitioner_says(harness: Harness) -> None:
     async with harness.open() as broker:
         topic = await harness.create_topic(broker, partitions=5)
         records = [record(n, b"key-%d" % n) for n in range(40)]
-        async with Producer(broker.driver) as producer:
+        async with Producer(broker.appender) as producer:
             (await producer.send(topic, records)).raise_first()
         found = {
             partition: sorted(number_of(r) for b in batches for r in b.records)
@@ -240,5 +240,5 @@ async def test_probe_accepts_a_healthy_topic_and_stores_nothing(harness: Harness
         await append(broker, topic, [record(0)])
         async with asyncio.timeout(DEADLINE):
             await broker.probe(topic, timeout=10)
-        ranges = await broker.admin.describe(topic)
+        ranges = await broker.reader.describe(topic)
         assert ranges[0].end - ranges[0].start == 1

@@ -35,7 +35,7 @@ async def test_producer_goes_on_when_the_broker_is_killed(harness: Harness) -> N
             (unknown if result.failed else acked).update(numbers)
 
         async def load() -> None:
-            async with Producer(broker.driver, policy=_PATIENT) as producer, asyncio.TaskGroup() as sends:
+            async with Producer(broker.appender, policy=_PATIENT) as producer, asyncio.TaskGroup() as sends:
                 start = 0
                 while not stop.is_set():
                     sends.create_task(send(producer, range(start, start + 5)))

@@ -261,7 +261,7 @@ async def test_join_leave_storm_loses_nothing(harness: Harness) -> None:
         group, ledger = harness.fresh_name("g"), Ledger()
 
         async def produce() -> None:
-            async with Producer(broker.driver) as producer:
+            async with Producer(broker.appender) as producer:
                 for start in range(0, total, 10):
                     parts = {chance.randrange(4): numbered(range(start, start + 10))}
                     (await producer.send_to(topic, parts)).raise_first()

@@ -104,10 +104,10 @@ async def test_offsets_at(harness: Harness) -> None:
     async with harness.open() as broker:
         topic = await harness.create_topic(broker, partitions=2)
         placed = await append(broker, topic, numbered(range(10)), 0)
-        ranges = await broker.admin.describe(topic)
-        assert await broker.admin.offsets_at(topic, "earliest") == {p: r.start for p, r in ranges.items()}
-        assert await broker.admin.offsets_at(topic, "latest") == {p: r.end for p, r in ranges.items()}
-        at = await broker.admin.offsets_at(topic, _at(3))
+        ranges = await broker.reader.describe(topic)
+        assert await broker.reader.offsets_at(topic, "earliest") == {p: r.start for p, r in ranges.items()}
+        assert await broker.reader.offsets_at(topic, "latest") == {p: r.end for p, r in ranges.items()}
+        at = await broker.reader.offsets_at(topic, _at(3))
         assert at[1] == ranges[1].end, "the end when nothing is that new"
         if broker.features.contiguous_offsets:
             assert at[0] == placed.first + 3
@@ -215,7 +215,7 @@ async def test_expired_position_is_loud(harness: Harness) -> None:
         await append(broker, topic, numbered(range(3, 10)))
         later = await append(broker, topic, numbered(range(10, 12)))
         await harness.expire(topic, 0, later.first)
-        ranges = await broker.admin.describe(topic)
+        ranges = await broker.reader.describe(topic)
         assert ranges[0].start == later.first
         async with broker.consumer(group, [topic], start="latest", on_revoke=ignore_revoke) as consumer:
             for _ in range(2):

@@ -1,11 +1,11 @@
-"""The portable producer over a real driver that fails on purpose in between."""
+"""The portable producer over a real appender that fails on purpose in between."""
 
 import asyncio
 from collections.abc import Sequence
 
 import pytest
 
-from services.core.broker.contract import Appended, Driver
+from services.core.broker.contract import Appended, Appender
 from services.core.broker.errors import BrokerClosed, OutcomeUnknown, Overloaded, RecordTooLarge, Throttled, Unavailable
 from services.core.broker.producer import TOPIC_SHARE, Producer
 from services.core.broker.record import Record
@@ -17,18 +17,18 @@ _QUICK = RetryPolicy(deadline=5, append_timeout=5, base_wait=0.001, max_wait=0.0
 _HASTY = RetryPolicy(deadline=0.05, append_timeout=5, base_wait=0.02, max_wait=0.05)
 
 
-class FaultyDriver:
-    """A driver that raises the given faults before (or, for OutcomeUnknown, after) it really appends."""
+class FaultyAppender:
+    """An appender that raises the given faults before (or, for OutcomeUnknown, after) it really appends."""
 
-    def __init__(self, driver: Driver, faults: Sequence[Exception] = ()) -> None:
-        self._driver = driver
+    def __init__(self, appender: Appender, faults: Sequence[Exception] = ()) -> None:
+        self._appender = appender
         self.faults = list(faults)
         self.hold: asyncio.Event | None = None
         self.calls: list[int] = []
         self.active = self.most_active = 0
 
     async def partition_count(self, topic: str) -> int:
-        return await self._driver.partition_count(topic)
+        return await self._appender.partition_count(topic)
 
     async def append(self, topic: str, partition: int, records: Sequence[Record], *, timeout: float) -> Appended:
         self.active += 1
@@ -39,9 +39,9 @@ class FaultyDriver:
                 await self.hold.wait()
             fault = self.faults.pop(0) if self.faults else None
             if fault is None:
-                return await self._driver.append(topic, partition, records, timeout=timeout)
+                return await self._appender.append(topic, partition, records, timeout=timeout)
             if isinstance(fault, OutcomeUnknown):
-                await self._driver.append(topic, partition, records, timeout=timeout)
+                await self._appender.append(topic, partition, records, timeout=timeout)
             raise fault
         finally:
             self.active -= 1
@@ -52,7 +52,7 @@ async def test_refused_appends_are_tried_again_in_order(harness: Harness) -> Non
     async with harness.open() as broker:
         topic = await harness.create_topic(broker)
         faults = [Unavailable("no leader"), Throttled("slow down", retry_after=0.05), Unavailable("no leader")]
-        async with Producer(FaultyDriver(broker.driver, faults), policy=_QUICK) as producer:
+        async with Producer(FaultyAppender(broker.appender, faults), policy=_QUICK) as producer:
             for start in range(0, 30, 10):
                 (await producer.send_to(topic, {0: numbered(range(start, start + 10))})).raise_first()
         assert numbers_of(await read_all(broker, topic, harness.fresh_name("g"))) == list(range(30))
@@ -62,7 +62,7 @@ async def test_an_unknown_outcome_is_tried_again_and_may_double(harness: Harness
     """If it fails, an append whose answer was lost is either dropped or reported as not stored."""
     async with harness.open() as broker:
         topic = await harness.create_topic(broker)
-        async with Producer(FaultyDriver(broker.driver, [OutcomeUnknown("time-out")]), policy=_QUICK) as producer:
+        async with Producer(FaultyAppender(broker.appender, [OutcomeUnknown("time-out")]), policy=_QUICK) as producer:
             result = await producer.send_to(topic, {0: numbered(range(5))})
         assert not result.failed
         numbers = numbers_of(await read_all(broker, topic, harness.fresh_name("g")))
@@ -74,7 +74,7 @@ async def test_unknown_stays_unknown_when_the_deadline_passes(harness: Harness) 
     async with harness.open() as broker:
         topic = await harness.create_topic(broker)
         faults = [OutcomeUnknown("time-out"), *(Unavailable("no leader") for _ in range(50))]
-        async with Producer(FaultyDriver(broker.driver, faults), policy=_HASTY) as producer:
+        async with Producer(FaultyAppender(broker.appender, faults), policy=_HASTY) as producer:
             result = await producer.send_to(topic, {0: [record(0)]})
         ((_, error),) = result.parts[0].failed
         assert isinstance(error, OutcomeUnknown)
@@ -85,7 +85,7 @@ async def test_giving_up_names_every_record(harness: Harness) -> None:
     async with harness.open() as broker:
         topic = await harness.create_topic(broker)
         faults = [Unavailable("no leader") for _ in range(50)]
-        async with Producer(FaultyDriver(broker.driver, faults), policy=_HASTY) as producer:
+        async with Producer(FaultyAppender(broker.appender, faults), policy=_HASTY) as producer:
             result = await producer.send_to(topic, {0: numbered(range(3))})
             assert [index for index, _ in result.parts[0].failed] == [0, 1, 2]
             with pytest.raises(Unavailable):
@@ -96,7 +96,7 @@ async def test_what_arrives_together_travels_together(harness: Harness) -> None:
     """If it fails, each small request pays for a batch of its own, and throughput is that of the disk's syncs."""
     async with harness.open() as broker:
         topic = await harness.create_topic(broker)
-        faulty = FaultyDriver(broker.driver)
+        faulty = FaultyAppender(broker.appender)
         async with Producer(faulty, policy=_QUICK) as producer:
             results = await asyncio.gather(*(producer.send_to(topic, {0: [record(n)]}) for n in range(40)))
         assert faulty.calls == [40]
@@ -109,7 +109,7 @@ async def test_one_append_per_partition_at_a_time(harness: Harness) -> None:
     """If it fails, batches of a partition can overtake each other."""
     async with harness.open() as broker:
         topic = await harness.create_topic(broker)
-        faulty = FaultyDriver(broker.driver)
+        faulty = FaultyAppender(broker.appender)
         async with Producer(faulty, policy=_QUICK) as producer, asyncio.TaskGroup() as sends:
             for number in range(30):
                 sends.create_task(producer.send_to(topic, {0: [record(number)]}))
@@ -121,7 +121,7 @@ async def test_a_full_queue_refuses_and_recovers(harness: Harness) -> None:
     """If it fails, memory grows without bound while the broker is away, or the producer stays shut afterwards."""
     async with harness.open() as broker:
         topic = await harness.create_topic(broker)
-        faulty = FaultyDriver(broker.driver)
+        faulty = FaultyAppender(broker.appender)
         faulty.hold = asyncio.Event()
         async with Producer(faulty, max_pending_bytes=10_000 * TOPIC_SHARE, policy=_QUICK) as producer:
             waiting = [asyncio.create_task(producer.send_to(topic, {0: [record(n, size=3000)]})) for n in range(3)]
@@ -140,7 +140,7 @@ async def test_close_drains(harness: Harness) -> None:
     """If it fails, an orderly stop drops what was accepted a moment before."""
     async with harness.open() as broker:
         topic = await harness.create_topic(broker)
-        producer = Producer(broker.driver, policy=_QUICK)
+        producer = Producer(broker.appender, policy=_QUICK)
         sends = [asyncio.create_task(producer.send_to(topic, {0: [record(n)]})) for n in range(20)]
         await asyncio.sleep(0)
         async with asyncio.timeout(DEADLINE):
@@ -157,7 +157,7 @@ async def test_neighbours_of_a_refused_record_go_through(harness: Harness) -> No
     async with harness.open() as broker:
         topic = await harness.create_topic(broker)
         huge = Record(b"k", b"x" * (broker.features.max_record_bytes + 1), BASE_TIME)
-        async with Producer(broker.driver, policy=_QUICK) as producer:
+        async with Producer(broker.appender, policy=_QUICK) as producer:
             good, bad, also_good = await asyncio.gather(
                 producer.send_to(topic, {0: [record(0)]}),
                 producer.send_to(topic, {0: [huge]}),

@@ -33,14 +33,14 @@ async def test_what_waits_is_found(harness: Harness) -> None:
             ]
             for topic in (f"{pipe}.retry", f"{pipe}.parked", DELAY)
         }
-        first = await find_waiting(broker.admin, {claimed}, Bookmark())
+        first = await find_waiting(broker, {claimed}, Bookmark())
         assert first.unclaimed[old] == {DELAY: 3, f"{pipe}.parked": 3, f"{pipe}.retry": 3}
         assert claimed not in first.unclaimed
         await broker.admin.set_committed(f"{pipe}.old", f"{pipe}.parked", {0: placed[f"{pipe}.parked"][2].last})
         await broker.admin.set_committed(f"{pipe}.old", f"{pipe}.retry", {0: placed[f"{pipe}.retry"][5].last})
         await broker.admin.set_committed(RETRIER_GROUP, DELAY, {0: placed[DELAY][5].last})
         for bookmark in (Bookmark(), first.bookmark):
-            found = await find_waiting(broker.admin, {claimed}, bookmark)
+            found = await find_waiting(broker, {claimed}, bookmark)
             assert found.unclaimed[old] == {f"{pipe}.parked": 1}
 
 

@@ -40,7 +40,7 @@ async def append(broker: Broker, topic: str, records: Sequence[Record], partitio
     async with asyncio.timeout(DEADLINE):
         while True:
             try:
-                appended = await broker.driver.append(topic, partition, records, timeout=5)
+                appended = await broker.appender.append(topic, partition, records, timeout=5)
             except BrokerError as error:
                 if not error.retriable:
                     raise
@@ -91,7 +91,7 @@ def marks_of(batches: Iterable[Batch]) -> dict[TopicPartition, int]:
 
 async def read_all(broker: Broker, topic: str, group: str) -> list[Batch]:
     """What a new group reads from the earliest record to the end as it is now."""
-    ranges = await broker.admin.describe(topic)
+    ranges = await broker.reader.describe(topic)
     missing = {partition: stored.end - 1 for partition, stored in ranges.items() if stored.start < stored.end}
     batches: list[Batch] = []
     async with broker.consumer(group, [topic], start="earliest", on_revoke=ignore_revoke) as consumer:

@@ -6,7 +6,7 @@ from typing import cast
 
 import pytest
 
-from services.core.jvm.kafka_server import KafkaCluster
+from services.core.jvm.kafka import KafkaCluster
 from tests.support.fault_table import Row
 
 Report = Callable[[Row], None]

@@ -17,16 +17,22 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from itertools import permutations
 from pathlib import Path
+from typing import Any
+
+from aiokafka.record.memory_records import MemoryRecords
+from aiokafka.structs import TopicPartition
 
 from services.core.broker.contract import Broker
 from services.core.broker.errors import OutcomeUnknown
 from services.core.broker.kafka import KafkaBroker, Timing
+from services.core.broker.kafka.appender import KafkaAppender, SequenceState
+from services.core.broker.kafka.record_batch import Packed
 from services.core.broker.producer import Producer
 from services.core.broker.record import Record
 from services.core.broker.retry import RetryPolicy
-from services.core.jvm.kafka_config import Node, free_ports, server_properties
-from services.core.jvm.kafka_server import KafkaCluster
+from services.core.jvm.kafka import KafkaCluster, Node, free_ports, server_properties
 from tests.support.fault_table import HEAD, Row
 from tests.support.kafka import describe_partitions, make_topic
 from tests.support.tcp_proxy import TcpProxy, open_proxy
@@ -41,8 +47,36 @@ QUICK_TIMING = Timing(session=2.0, heartbeat=0.3, drain=10.0, request=3.0, metad
 FREEZE_S = (7.5, 14.0)
 """Longer than it takes the controller to miss a node (6 s), so that its leader has too few replicas in sync."""
 CUT_S = (4.0, 12.0)
+REPLACED_S = 9.0
+"""Longer than it takes the controller to miss a node (6 s)."""
 SETTLE_S = 240.0
 _PAGE = 1000
+
+
+class RecordedAppender(KafkaAppender):
+    """Keeps what each attempt was answered. attempts: by the values of its batch's first record."""
+
+    attempts: dict[bytes, list[str]]
+
+    async def _send(
+        self, target: Any, state: SequenceState, packed: Packed, batch: Sequence[Record], *rest: Any
+    ) -> int:
+        client = await self._cluster.client()
+        leader = client.cluster.leader_for_partition(TopicPartition(target.topic, target.partition))
+        began, number = time.monotonic(), f"producer {state.identity.producer_id} number {state.next}"
+        answer: object = "cancelled"
+        try:
+            offset = await super()._send(target, state, packed, batch, *rest)
+        except BaseException as error:
+            answer = repr(error)
+            raise
+        else:
+            answer = f"offset {offset}"
+            return offset
+        finally:
+            took = f"{began:.3f} to {time.monotonic():.3f}"
+            texts = self.attempts.setdefault(batch[0].value or b"", [])
+            texts.append(f"{took}: {len(batch)} records as {number} to node {leader}: {answer}")
 
 
 @dataclass(eq=False)
@@ -59,7 +93,10 @@ class Writer:
         while not stopping.is_set():
             first = len(self.fates)
             self.fates += ["unknown"] * BATCH
-            records = [Record(b"k", b"%s-%d" % (self.name.encode(), first + n), 1) for n in range(BATCH)]
+            now = (
+                time.time_ns() // 1_000_000
+            )  # Kafka forgets early who sent records of an old time: see test_producer_expiry
+            records = [Record(b"k", b"%s-%d" % (self.name.encode(), first + n), now) for n in range(BATCH)]
             (part,) = (await producer.send_to(self.topic, {self.partition: records})).parts
             failed = dict(part.failed)
             for index in range(BATCH):
@@ -91,15 +128,19 @@ class Writer:
 
 @dataclass(eq=False)
 class DoubtTrial:
-    """One run. links: what other brokers reach a node through, where they do so through a proxy of ours."""
+    """One run. links: the proxy through which other brokers reach a node. quorum: (from, to) the proxies through which nodes
+    reach each other's controllers. Both are empty without proxies."""
 
     cluster: KafkaCluster
     broker: Broker
     producer: Producer
     writers: list[Writer]
     seed: int
+    appender: RecordedAppender
     links: dict[int, TcpProxy] = field(default_factory=dict)
+    quorum: dict[tuple[int, int], TcpProxy] = field(default_factory=dict)
     faults: Counter[str] = field(default_factory=Counter)
+    strikes: list[str] = field(default_factory=list)
     stored: dict[str, int] = field(default_factory=dict)
     acks: list[float] = field(default_factory=list)
     recovery: float = 0.0
@@ -128,6 +169,7 @@ class DoubtTrial:
 
     async def freeze(self, node: int, seconds: float) -> None:
         """Stop one node for so long, then wait until every writer gets through again."""
+        began = time.monotonic()
         pid = self.cluster.brokers[node].pid
         assert pid is not None
         os.kill(pid, signal.SIGSTOP)
@@ -136,20 +178,43 @@ class DoubtTrial:
         finally:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGCONT)
+        self.strikes.append(f"{began:.3f} to {time.monotonic():.3f}: node {node} was frozen")
         self.faults["freeze"] += 1
         await self.recover()
 
     async def cut(self, node: int, seconds: float) -> None:
         """No other broker reaches this one for so long; clients and the controllers do."""
-        link = self.links[node]
-        link.refuses = True
-        link.cut()
-        try:
+        async with self._refusing(f"node {node} was cut off", [self.links[node]]):
             await asyncio.sleep(seconds)
-        finally:
-            link.refuses = False
         self.faults["cut"] += 1
         await self.recover()
+
+    async def isolate(self, node: int, other: int, seconds: float) -> None:
+        """This node and the controllers lose each other: it is replaced, and leads on without hearing of it. Clients reach it.
+
+        Meanwhile no broker reaches another node for so long: what that node has got is in doubt, and clients that ask the old
+        leader are told that it leads.
+        """
+        links = [link for pair, link in self.quorum.items() if node in pair]
+        async with self._refusing(f"node {node} was isolated", links):
+            await asyncio.sleep(REPLACED_S)
+            async with self._refusing(f"node {other} was cut off", [self.links[other]]):
+                await asyncio.sleep(seconds)
+        self.faults["isolated"] += 1
+        await self.recover()
+
+    @asynccontextmanager
+    async def _refusing(self, text: str, links: Sequence[TcpProxy]) -> AsyncIterator[None]:
+        began = time.monotonic()
+        for link in links:
+            link.refuses = True
+            link.cut()
+        try:
+            yield
+        finally:
+            for link in links:
+                link.refuses = False
+            self.strikes.append(f"{began:.3f} to {time.monotonic():.3f}: {text}")
 
     async def recover(self) -> None:
         """Until each writer has had something acknowledged again."""
@@ -169,7 +234,11 @@ class DoubtTrial:
     async def strike_until(self, end: float, chance: random.Random) -> None:
         """Freeze and cut nodes, one after the other, until this moment (monotonic)."""
         while time.monotonic() < end:
-            if self.links and chance.random() < 0.4:
+            kind = chance.random() if self.links else 1.0
+            if kind < 0.25:
+                node, other = chance.sample(list(self.links), 2)
+                await self.isolate(node, other, chance.uniform(*CUT_S))
+            elif kind < 0.5:
                 await self.cut(chance.choice(list(self.links)), chance.uniform(*CUT_S))
             else:
                 await self.freeze(await self.follower(chance.randrange(PARTITIONS)), chance.uniform(*FREEZE_S))
@@ -203,10 +272,10 @@ class DoubtTrial:
 
     async def _judge_partition(self, topic: str, partition: int) -> None:
         found: dict[str, list[int]] = {}
-        held = (await self.broker.admin.describe(topic))[partition]
+        held = (await self.broker.reader.describe(topic))[partition]
         offset = held.start
         while offset < held.end and (
-            batch := await self.broker.admin.read(topic, partition, offset, max_records=_PAGE)
+            batch := await self.broker.reader.read(topic, partition, offset, max_records=_PAGE)
         ):
             for record in batch.records:
                 name, _, number = (record.value or b"").decode().partition("-")
@@ -215,7 +284,33 @@ class DoubtTrial:
             offset = batch.offsets[-1] + 1
         for writer in self.writers:
             if (writer.topic, writer.partition) == (topic, partition):
-                self.complaints += writer.complaints(found.get(writer.name, []))
+                wrong = writer.complaints(found.get(writer.name, []))
+                self.complaints += wrong
+                if wrong:
+                    await self._explain(writer, found.get(writer.name, []))
+
+    async def _explain(self, writer: Writer, found: list[int]) -> None:
+        """Say how what lies twice got there: what is stored under which number, and what each attempt was answered."""
+        counts = Counter(found)
+        leader = (await describe_partitions(self.cluster.bootstrap, writer.topic))[writer.partition]["leader"]
+        folder = self.cluster.brokers[leader].data / f"{writer.topic}-{writer.partition}"
+        copies: dict[bytes, list[str]] = {}
+        for path in sorted(folder.glob("*.log")):
+            records = MemoryRecords(path.read_bytes())
+            while records.has_next():
+                batch = records.next_batch()
+                place = f"offset {batch.base_offset} as producer {batch.producer_id} number {batch.base_sequence}"
+                for record in batch:
+                    copies.setdefault(record.value, []).append(place)
+        self.complaints += [f"  strike {text}" for text in self.strikes]
+        for number in sorted(counts):
+            if counts[number] > 1 and number % BATCH == 0:
+                for near in range(number - 2 * BATCH, number + 2 * BATCH, BATCH):
+                    value = b"%s-%d" % (writer.name.encode(), near)
+                    self.complaints += [f"  {value!r} is stored at {text}" for text in copies.get(value, [])]
+                    self.complaints += [
+                        f"  {value!r} was tried {text}" for text in self.appender.attempts.get(value, [])
+                    ]
 
 
 @asynccontextmanager
@@ -229,20 +324,25 @@ async def open_doubt(
     places = [(topic, partition) for topic in (strict, usual) for partition in range(PARTITIONS)]
     writers = [Writer(*place, f"w{index}") for index, place in enumerate(places)]
     async with KafkaBroker.open(cluster.bootstrap, timing=timing) as broker:
-        producer = Producer(broker.driver, policy=policy)
-        yield DoubtTrial(cluster, broker, producer, writers, seed)
+        appender = RecordedAppender(broker._sending, broker._limits)
+        appender.attempts = {}
+        producer = Producer(appender, policy=policy)
+        yield DoubtTrial(cluster, broker, producer, writers, seed, appender)
         await producer.close()
 
 
 class LinkedCluster(KafkaCluster):
-    """Three brokers that reach each other only through a port each of which `links` says the number."""
+    """Three nodes that reach each other through proxies only. links: the port for the broker of each node. quorum: (from, to) the
+    ports for the controllers."""
 
     def __init__(self, folder: Path) -> None:
-        super().__init__(folder, settings={"replica.lag.time.max.ms": "4000"})
+        often = {"leader.imbalance.check.interval.seconds": "10", "producer.id.expiration.check.interval.ms": "5000"}
+        super().__init__(folder, settings={"replica.lag.time.max.ms": "4000", **often})
         taken = {port for one in self.brokers.values() for port in (one.node.port, one.node.controller_port)}
         free = [port for port in free_ports(len(taken) + len(self.brokers)) if port not in taken]
         self.inner = dict(zip(self.brokers, free, strict=False))
         self.links: dict[int, int] = {}
+        self.quorum: dict[tuple[int, int], int] = {}
 
     def properties(self, node: Node, nodes: Sequence[Node]) -> str:
         """As without links, with a listener of its own for other brokers, that they hear of as the link's port."""
@@ -253,8 +353,12 @@ class LinkedCluster(KafkaCluster):
             "advertised.listeners": f"BROKER://{shared},INNER://127.0.0.1:{self.links[node.node_id]}",
             "listener.security.protocol.map": "BROKER:PLAINTEXT,INNER:PLAINTEXT,CONTROLLER:PLAINTEXT",
             "inter.broker.listener.name": "INNER",
+            "controller.quorum.voters": ",".join(f"{to.node_id}@127.0.0.1:{self._voter(node, to)}" for to in nodes),
         }
         return server_properties(node, nodes, str(self.brokers[node.node_id].data), {**self.settings, **more})
+
+    def _voter(self, node: Node, to: Node) -> int:
+        return self.quorum.get((node.node_id, to.node_id), to.controller_port)
 
 
 async def soak(minutes: float, seed: int, folder: Path) -> int:
@@ -263,15 +367,21 @@ async def soak(minutes: float, seed: int, folder: Path) -> int:
     async with AsyncExitStack() as stack:
         links = {n: await stack.enter_async_context(open_proxy("127.0.0.1", p)) for n, p in cluster.inner.items()}
         cluster.links = {node: link.port for node, link in links.items()}
+        ports = {node: one.node.controller_port for node, one in cluster.brokers.items()}
+        quorum = {
+            pair: await stack.enter_async_context(open_proxy("127.0.0.1", ports[pair[1]]))
+            for pair in permutations(ports, 2)
+        }
+        cluster.quorum = {pair: link.port for pair, link in quorum.items()}
         stack.callback(cluster.stop, grace_s=0)
         await asyncio.to_thread(cluster.start)
         trial = await stack.enter_async_context(open_doubt(cluster, seed, Timing(), RetryPolicy()))
-        trial.links = links
+        trial.links, trial.quorum = links, quorum
         async with trial.load():
             await trial.strike_until(time.monotonic() + 60 * minutes, random.Random(seed))
         row = await trial.judge()
     print(f"{minutes:g} minutes, faults {dict(trial.faults)}, seed {seed}\n{HEAD}\n{row.text()}")
-    for text in trial.complaints[:50]:
+    for text in trial.complaints[:500]:
         print("FAILED:", text)
     return 1 if trial.complaints else 0
 

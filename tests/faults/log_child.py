@@ -22,7 +22,7 @@ async def append_numbers(folder: str, topic: str, name: str, count: int) -> None
         while not count or number < count:
             record = Record(b"k", f"{name}:{number}".encode(), 1_700_000_000_000 + number)
             try:
-                await broker.driver.append(topic, 0, [record], timeout=10)
+                await broker.appender.append(topic, 0, [record], timeout=10)
             except BrokerError as error:
                 say({"failed": number, "error": type(error).__name__})
             else:

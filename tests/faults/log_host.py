@@ -13,16 +13,16 @@ from typing import Any, NamedTuple, TypeVar
 
 import pytest
 
+from services.core.broker.background_error import end_tasks
 from services.core.broker.contract import Start
 from services.core.broker.log import LogBroker, clock
 from services.core.broker.log import membership as membership_module
 from services.core.broker.log.clock import WallClock
 from services.core.broker.log.consumer import LogConsumer
-from services.core.broker.log.layout import DataFolder
+from services.core.broker.log.data_folder import DataFolder
 from services.core.broker.log.membership import Membership, Timing
-from services.core.broker.log.reader import TopicReader
+from services.core.broker.log.topic_reader import TopicReader
 from services.core.broker.record import TopicPartition
-from services.core.broker.trouble import end_tasks
 from tests.faults.log_disk import Crash, Disk
 from tests.faults.log_disk_listen import listening
 from tests.faults.log_small import quick_folder, small_pages
@@ -111,8 +111,8 @@ class Host:
     def die(self, member: Member) -> None:
         """It does nothing more, and the kernel lets go of its lock."""
         self.members.remove(member)
-        self.run(end_tasks(member.membership._beats))
-        member.membership._side.leases._alive.end(member.membership.member)
+        self.run(end_tasks(member.membership._heartbeats))
+        member.membership._side.leases._alive.release(member.membership.member)
 
     def arm(self, moment: Moment | None) -> None:
         """Crash before the n-th change from now on."""
@@ -154,7 +154,7 @@ class Host:
 
     async def _stop(self) -> None:
         for member in self.members:
-            await end_tasks(member.membership._beats, member.membership._drain)
+            await end_tasks(member.membership._heartbeats, member.membership._drain)
         self.members.clear()
         for number, broker in enumerate(self._brokers):
             if broker is not None:
@@ -163,7 +163,7 @@ class Host:
 
 
 async def _beat(membership: Membership) -> None:
-    await membership._beat()
+    await membership._send_heartbeat()
     if membership._drain is not None:
         await membership._drain
 
@@ -177,7 +177,7 @@ def machine_room() -> Iterator[tuple[Path, Disk]]:
     """Where hosts may stand: quick files with small pages, a listening disk, hearts that do not beat by themselves."""
     disk = Disk()
     with quick_folder() as base, small_pages(), listening(disk), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(membership_module, "_LISTEN_SECONDS", 1e6)
+        patch.setattr(membership_module, "_CHECK_SECONDS", 1e6)
         yield base, disk
 
 

@@ -13,16 +13,15 @@ import pytest
 
 from services.core.broker.contract import TopicSpec
 from services.core.broker.errors import DataDamaged
-from services.core.broker.log import schema, topics
+from services.core.broker.log import sqlite_file, topics
 from services.core.broker.log.clock import WallClock
-from services.core.broker.log.frames import pack_all
-from services.core.broker.log.groups import Claim, GroupsFile
-from services.core.broker.log.layout import DataFolder
+from services.core.broker.log.data_folder import DataFolder
+from services.core.broker.log.groups import CommitRequest, GroupsFile
 from services.core.broker.log.leases import Leases
-from services.core.broker.log.reader import TopicReader
-from services.core.broker.log.repair import gaps, repair
-from services.core.broker.log.verify import verify_topic
-from services.core.broker.log.writer import Fence, TopicWriter
+from services.core.broker.log.repair import gaps, repair, verify_topic
+from services.core.broker.log.row_format import pack_all
+from services.core.broker.log.topic_reader import TopicReader
+from services.core.broker.log.topic_writer import Fence, TopicWriter
 from services.core.broker.record import Record, TopicPartition
 
 TOPIC = "orders"
@@ -59,7 +58,7 @@ def quick_folder() -> Iterator[Path]:
 def small_pages() -> Iterator[None]:
     """Files made meanwhile have SQLite's smallest pages."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(schema, "PAGE_BYTES", 512)
+        patch.setattr(sqlite_file, "PAGE_BYTES", 512)
         yield
 
 
@@ -96,13 +95,13 @@ def _commit(folder: DataFolder, groups: GroupsFile) -> None:
     zero = dict.fromkeys(range(PARTITIONS), 0)
     with closing(Leases(folder, 60_000)) as leases:
         groups.enter("g", TOPIC, b"0123456789abcdef", zero, zero)
-        epochs = leases.beat("g", "m", {TOPIC: PARTITIONS}, {}).taken
+        epochs = leases.heartbeat("g", "m", {TOPIC: PARTITIONS}, {}).acquired
         for step in (2, 1, 0):
             if step == 1:
                 groups.connection.wal_checkpoint()
             for partition, offset in COMMITTED.items():
                 source = TopicPartition(TOPIC, partition)
-                groups.commit([Claim("g", "m", {source: (epochs[source], offset - step)})])
+                groups.commit([CommitRequest("g", "m", {source: (epochs[source], offset - step)})])
 
 
 class Copy:

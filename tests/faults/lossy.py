@@ -20,7 +20,7 @@ from services.core.broker.errors import Unavailable
 from services.core.ledger.report import TELEMETRY, Node, decode_report, unpack_numbers
 from services.core.pipes import load_pipes
 from services.core.provision import ensure_topics
-from services.fleet.observer_client import Observer, ask
+from services.fleet.observer_client import Observer, get_json
 from tests.faults.fleet import Service, wait_until
 from tests.support import early_observer, lossy
 from tests.support.ports import free_port
@@ -195,7 +195,7 @@ class Trial:
         rows: list[dict[str, Any]] = []
 
         async def is_settled() -> bool:
-            body = await ask(Observer(self.address), f"/v1/pipes/{self.name}/loss", {"from": "23h"})
+            body = await get_json(Observer(self.address), f"/v1/pipes/{self.name}/loss", {"from": "23h"})
             rows[:] = body["minutes"]
             is_final = not body["catching_up"] and all(row["final"] for row in rows)
             accepted, missing = (sum(row[name] for row in rows) for name in ("accepted", "missing"))
@@ -210,7 +210,7 @@ class Trial:
     async def _explain(self, rows: Sequence[dict[str, Any]]) -> list[str]:
         named: list[str] = []
         for row in rows:
-            said = await ask(Observer(self.address), f"/v1/pipes/{self.name}/loss/{row['minute']}/explain", {})
+            said = await get_json(Observer(self.address), f"/v1/pipes/{self.name}/loss/{row['minute']}/explain", {})
             assert said["complete"]
             named += [one["event_id"] or one["origin"] for one in said["named"]]
         return named
@@ -230,7 +230,7 @@ async def _rewind(broker: Broker, group: str, stream: str) -> None:
 async def _count_told(broker: Broker, stream: str) -> int:
     """How many events ingest told of."""
     offset, told = 0, Counter[tuple[str, int]]()
-    while (batch := await broker.admin.read(TELEMETRY, 0, offset, max_records=1000)) is not None:
+    while (batch := await broker.reader.read(TELEMETRY, 0, offset, max_records=1000)) is not None:
         for report in (decode_report(record.value) for record in batch.records):
             if (report.node, report.pipe) == ("ingest", stream):
                 for one in report.sets:

@@ -24,7 +24,7 @@ import psutil
 
 from services.core.broker.connect import open_broker
 from services.core.jvm.child import start_child, stop_child
-from services.core.jvm.kafka_server import KafkaCluster
+from services.core.jvm.kafka import KafkaCluster
 from services.fleet.folder import ProcessState, read_state
 from tests.faults import doubt, soak_fidelity, soak_outage
 from tests.faults.fleet import wait_until

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from services.core.ledger.report import Node
-from services.fleet.observer_client import Observer, ask
+from services.fleet.observer_client import Observer, get_json
 from tests.faults.lossy import Trial
 
 EVENTS, LOST = 100_200, 500
@@ -40,7 +40,7 @@ async def judge_quiet(observer: str, pipe: str, acknowledged: int) -> list[str]:
     """The complaints about a pipe from which nothing was dropped, once all its minutes are final."""
     deadline = time.monotonic() + FINAL_S
     while True:
-        rows: list[dict[str, Any]] = (await ask(Observer(observer), f"/v1/pipes/{pipe}/loss", {"from": "23h"}))[
+        rows: list[dict[str, Any]] = (await get_json(Observer(observer), f"/v1/pipes/{pipe}/loss", {"from": "23h"}))[
             "minutes"
         ]
         still_open = [row for row in rows if not row["final"]]

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from services.core import dead_letter
 from services.core.event import read_id
-from services.core.jvm.kafka_server import KafkaCluster
+from services.core.jvm.kafka import KafkaCluster
 from services.core.pipes import dead_letter_topic, retry_topic
 from tests.faults.fleet import Service
 from tests.faults.sink import number_of
@@ -81,11 +81,11 @@ class Outage:
 
     async def read_letters(self) -> None:
         """All dead letters of the pipe."""
-        admin, topic = self.trial.broker.admin, dead_letter_topic(self.trial.pipe)
+        reader, topic = self.trial.broker.reader, dead_letter_topic(self.trial.pipe)
         self.letters.clear()
-        for partition, held in (await admin.describe(topic)).items():
+        for partition, held in (await reader.describe(topic)).items():
             offset = held.start
-            while offset < held.end and (batch := await admin.read(topic, partition, offset, max_records=_PAGE)):
+            while offset < held.end and (batch := await reader.read(topic, partition, offset, max_records=_PAGE)):
                 for record in batch.records:
                     event_id = read_id(record) or "without an id"
                     self.trial.ledger.bury(event_id)
@@ -161,7 +161,7 @@ async def soak(minutes: float, rate: float, seed: int, url: str, folder: Path) -
         trial.sink.dooms = lambda _number: False  # what is sent to see whether anything gets through is to arrive
         if not trial.ledger.lost():
             await trial.settle()
-        (held,) = (await trial.broker.admin.describe(retry_topic(trial.pipe))).values()
+        (held,) = (await trial.broker.reader.describe(retry_topic(trial.pipe))).values()
         print(HEAD)
         row = trial.row()
         print(row.text())

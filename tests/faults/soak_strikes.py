@@ -20,7 +20,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from services.core.aws_emulator import CREDENTIALS, AwsEmulator, kinesis_url
-from services.core.jvm.kafka_server import KafkaCluster
+from services.core.broker.reading import read_topic
+from services.core.event import read_id
+from services.core.jvm.kafka import KafkaCluster
+from services.core.pipes import retry_topic
 from tests.faults.fleet import Service, wait_until
 from tests.faults.trial import Trial, open_trial
 from tests.support.fault_table import HEAD
@@ -172,7 +175,24 @@ async def _run(broker: str, wanted: int, rate: float, seed: int, folder: Path) -
         await trial.settle()
         with suppress(AssertionError):  # the judge says what is missing then
             await wait_until(lambda: not trial.ledger.lost(), SETTLE_S)
+        print("of those that came twice:", await _stored_twice(trial))
         return _judge(run, took)
+
+
+async def _stored_twice(trial: Trial) -> str:
+    """How many extra copies the topics hold of events that the client sent once: puts whose outcome was unknown, repeated.
+
+    The other duplicates were delivered, and not committed when a strike came.
+    """
+    ledger, found = trial.ledger, []
+    for topic in (trial.stream, retry_topic(trial.pipe)):
+        copies: Counter[str | None] = Counter()
+        for partition, held in (await trial.broker.reader.describe(topic)).items():
+            async for batch in read_topic(trial.broker.reader, topic, partition, held):
+                copies.update(map(read_id, batch.records))
+        once = [name for name in copies if name and ledger.sends[int(name.rpartition("-")[2])] == 1]
+        found.append(f"{sum(copies[name] - 1 for name in once)} extra copies in {topic}")
+    return ", ".join(found)
 
 
 def _judge(run: Strikes, took: float) -> int:

@@ -127,7 +127,7 @@ async def test_nine_of_ten_beside_a_full_lane(tmp_path: Path, kind: str, hands_o
         if hands_over and kind != "hangs":
             await expel.wait_metric(events, "penstock_expel_events_handed_over_total", destination="bad")
             await expel.wait_no_lag("bad")
-            (held,) = (await expel.broker.admin.describe(RETRY_IN)).values()
+            (held,) = (await expel.broker.reader.describe(RETRY_IN)).values()
             assert held.end == events
         else:
             await expel.wait_metric(LANE * 7 // 8, "penstock_expel_lane_events", destination="bad")

@@ -10,8 +10,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from services.core.broker.log.repair import repair
-from services.core.broker.log.verify import verify
+from services.core.broker.log.repair import repair, verify
 from services.core.jvm.child import start_child, stop_child
 from tests.faults.conftest import Report
 from tests.faults.fleet import Service, wait_until

@@ -8,9 +8,9 @@ from aiokafka.admin import RecordsToDelete
 from aiokafka.structs import TopicPartition as KafkaPartition
 
 from services.core.broker.contract import TopicSpec
-from services.core.broker.log.layout import DataFolder
-from services.core.broker.log.retention import cut
-from services.core.broker.log.store import Store
+from services.core.broker.log.data_folder import DataFolder
+from services.core.broker.log.retention import remove_before
+from services.core.broker.log.topic_store import TopicStore
 from tests.faults.conftest import Report
 from tests.faults.fleet import wait_until
 from tests.faults.trial import PARTITIONS, Trial, open_trial
@@ -77,7 +77,7 @@ async def test_topic_recreated(url: str, tmp_path: Path, report: Report) -> None
             assert "records_missing" in expel.log.read_text()
             expel.send(signal.SIGTERM)
             assert await expel.wait_end() == 0
-            held = await trial.broker.admin.describe(trial.stream)
+            held = await trial.broker.reader.describe(trial.stream)
             starts = {partition: one.start - 1 for partition, one in held.items()}
             await trial.broker.admin.set_committed(trial.group, trial.stream, starts)
             await expel.start()
@@ -107,8 +107,8 @@ async def _is_gone(trial: Trial) -> bool:
 
 
 def _cut(folder: DataFolder, topic: str, partition: int, before: int) -> None:
-    store = Store.open(folder, topic)
+    store = TopicStore.open(folder, topic)
     try:
-        cut(store, partition, before)
+        remove_before(store, partition, before)
     finally:
         store.close()

@@ -2,7 +2,7 @@
 
 import random
 
-from services.core.jvm.kafka_server import KafkaCluster
+from services.core.jvm.kafka import KafkaCluster
 from tests.faults.conftest import Report
 from tests.faults.doubt import QUICK, QUICK_TIMING, open_doubt
 

@@ -4,7 +4,7 @@ import asyncio
 import time
 from pathlib import Path
 
-from services.core.jvm.kafka_server import KafkaCluster
+from services.core.jvm.kafka import KafkaCluster
 from tests.faults.conftest import Report
 from tests.faults.fleet import wait_until
 from tests.faults.trial import open_trial

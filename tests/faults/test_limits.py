@@ -17,9 +17,8 @@ from pathlib import Path
 
 import pytest
 
-from services.core.jvm.kafka_server import KafkaCluster
-from services.core.key_file import add_key
-from services.core.keys import make_key
+from services.core.jvm.kafka import KafkaCluster
+from services.core.keys import add_key, make_key
 from services.fleet.folder import read_state
 from tests.faults.conftest import Report
 from tests.faults.fleet import wait_until

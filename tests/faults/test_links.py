@@ -9,7 +9,7 @@ from pathlib import Path
 import apsw
 import pytest
 
-from services.core.jvm.kafka_server import KafkaCluster
+from services.core.jvm.kafka import KafkaCluster
 from tests.faults.conftest import Report
 from tests.faults.fleet import wait_until
 from tests.faults.sink import open_sink

@@ -12,11 +12,11 @@ from services.core.broker.contract import TopicSpec
 from services.core.broker.errors import OffsetOutOfRange
 from services.core.broker.log import retention, topics
 from services.core.broker.log.clock import WallClock
-from services.core.broker.log.frames import pack_all
-from services.core.broker.log.layout import DataFolder
-from services.core.broker.log.reader import TopicReader
-from services.core.broker.log.verify import verify_topic
-from services.core.broker.log.writer import TopicWriter
+from services.core.broker.log.data_folder import DataFolder
+from services.core.broker.log.repair import verify_topic
+from services.core.broker.log.row_format import pack_all
+from services.core.broker.log.topic_reader import TopicReader
+from services.core.broker.log.topic_writer import TopicWriter
 from services.core.broker.record import Record
 
 TOPIC = "orders"

@@ -17,8 +17,8 @@ import pytest
 
 from services.core.broker.contract import TopicSpec
 from services.core.broker.log import blocking, topics
-from services.core.broker.log.layout import DataFolder
-from services.core.broker.log.verify import verify
+from services.core.broker.log.data_folder import DataFolder
+from services.core.broker.log.repair import verify
 
 TOPIC = "orders"
 DEADLINE = 240.0
@@ -130,7 +130,7 @@ async def main():
     async with LogBroker.open(sys.argv[1]) as broker:
         await broker.admin.create_topic(TopicSpec("orders", partitions=1))
         async with broker.consumer("g", ["orders"], start="earliest", on_revoke=ignore):
-            await broker.driver.append("orders", 0, [Record(b"k", b"v", 0)], timeout=60)
+            await broker.appender.append("orders", 0, [Record(b"k", b"v", 0)], timeout=60)
             say({"acked": 0})
 
 asyncio.run(main())

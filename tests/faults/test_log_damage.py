@@ -10,11 +10,10 @@ from services.core.broker.contract import TopicSpec
 from services.core.broker.errors import BrokerError, DataDamaged
 from services.core.broker.log import topics
 from services.core.broker.log.clock import WallClock
-from services.core.broker.log.frames import pack_all
-from services.core.broker.log.layout import DataFolder
-from services.core.broker.log.repair import gaps, repair
-from services.core.broker.log.verify import verify
-from services.core.broker.log.writer import TopicWriter
+from services.core.broker.log.data_folder import DataFolder
+from services.core.broker.log.repair import gaps, repair, verify
+from services.core.broker.log.row_format import pack_all
+from services.core.broker.log.topic_writer import TopicWriter
 from services.core.broker.record import Record
 from tests.faults.log_damage import (
     END,

@@ -6,11 +6,10 @@ from pathlib import Path
 import pytest
 
 from services.core.broker.errors import BrokerError, DataDamaged
-from services.core.broker.log.groups import Claim, GroupsFile
-from services.core.broker.log.layout import DataFolder
+from services.core.broker.log.data_folder import DataFolder
+from services.core.broker.log.groups import CommitRequest, GroupsFile
 from services.core.broker.log.leases import Leases
-from services.core.broker.log.repair import repair
-from services.core.broker.log.verify import verify
+from services.core.broker.log.repair import repair, verify
 from services.core.broker.record import TopicPartition
 from tests.faults.log_damage import copy_folder, flip, positions, truncate
 
@@ -29,12 +28,14 @@ def crashed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     try:
         zero = dict.fromkeys(COMMITTED, 0)
         file.enter("g", TOPIC, INCARNATION, zero, zero)
-        epochs = leases.beat("g", "m", {TOPIC: len(COMMITTED)}, {}).taken
+        epochs = leases.heartbeat("g", "m", {TOPIC: len(COMMITTED)}, {}).acquired
         file.connection.wal_checkpoint()
         for partition, offset in COMMITTED.items():
             source = TopicPartition(TOPIC, partition)
             for step in (500, 0):
-                assert file.commit([Claim("g", "m", {source: (epochs[source], offset - step)})]) == [frozenset()]
+                assert file.commit([CommitRequest("g", "m", {source: (epochs[source], offset - step)})]) == [
+                    frozenset()
+                ]
         shutil.copytree(folder.root, base / "crashed", ignore=shutil.ignore_patterns("*-shm"))
     finally:
         leases.close()

@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from services.core.broker.log.layout import DataFolder
-from services.core.broker.log.verify import verify
+from services.core.broker.log.data_folder import DataFolder
+from services.core.broker.log.repair import verify
 from tests.faults.log_small import Copy, account, check_append, check_group, check_repair, make_log, quick_folder
 from tests.support.damage_table import Damaged, RecordProperty
 

@@ -23,8 +23,8 @@ from hypothesis.stateful import (
 
 from services.core.broker.contract import Appended, Start, TopicSpec
 from services.core.broker.errors import NotOwner, OffsetOutOfRange
-from services.core.broker.log.keeper import keep_once
-from services.core.broker.log.reader import TopicReader
+from services.core.broker.log.retention import apply_retention_once
+from services.core.broker.log.topic_reader import TopicReader
 from services.core.broker.record import Batch, Record, TopicPartition
 from tests.faults.log_disk import Disk
 from tests.faults.log_host import LEASE, TOPIC, Host, Member, Moment, clock_of, machine_room
@@ -98,7 +98,7 @@ class Log(RuleBasedStateMachine):
     )
     def append(self, process: int, sizes: list[tuple[int, int]], moment: Moment | None) -> None:
         """Several producers at once."""
-        driver = self.host.broker(process).driver
+        appender = self.host.broker(process).appender
         asked = []
         for partition, size in sizes:
             self.count += size
@@ -106,7 +106,7 @@ class Log(RuleBasedStateMachine):
             asked.append((partition % len(self.partitions), values))
 
         async def send() -> list[Appended | BaseException]:
-            sends = [driver.append(TOPIC, p, [Record(None, v, 1) for v in values], timeout=60) for p, values in asked]
+            sends = [appender.append(TOPIC, p, [Record(None, v, 1) for v in values], timeout=60) for p, values in asked]
             return await asyncio.gather(*sends, return_exceptions=True)
 
         self.host.arm(moment)
@@ -198,7 +198,7 @@ class Log(RuleBasedStateMachine):
     @rule(moment=moments)
     def retention(self, moment: Moment | None) -> None:
         self.host.arm(moment)
-        keep_once(self.host.folder, self.host.clock)
+        apply_retention_once(self.host.folder, self.host.clock)
         if self.host.crashed(moment):
             return self.reopened(moment)
         return self.look_at_starts()

@@ -15,8 +15,8 @@ from services.core.broker.contract import TopicSpec
 from services.core.broker.log import leases as leases_module
 from services.core.broker.log import topics
 from services.core.broker.log.clock import boot_ms
+from services.core.broker.log.data_folder import DataFolder
 from services.core.broker.log.groups import GroupsFile
-from services.core.broker.log.layout import DataFolder
 from services.core.broker.log.leases import Leases
 from services.core.broker.record import TopicPartition
 
@@ -56,10 +56,10 @@ def said(process: "subprocess.Popen[bytes]") -> dict[str, int]:
 def test_a_killed_member_is_replaced_at_the_next_heartbeat(folder: DataFolder) -> None:
     """If it fails, events wait for the rest of a lease each time that an expel process is killed."""
     with member(folder) as owner, closing(Leases(folder, LEASE * 1000)) as leases:
-        assert not leases.beat("g", "other", {TOPIC: len(ALL)}, {}).taken
+        assert not leases.heartbeat("g", "other", {TOPIC: len(ALL)}, {}).acquired
         owner.kill()
         owner.wait(DEADLINE)
-        taken = leases.beat("g", "other", {TOPIC: len(ALL)}, {}).taken
+        taken = leases.heartbeat("g", "other", {TOPIC: len(ALL)}, {}).acquired
         assert taken == dict.fromkeys(ALL, 2), "not all, or under the dead member's epoch"
 
 
@@ -81,10 +81,10 @@ def test_a_frozen_member_keeps_its_lease_and_then_is_fenced(
         owner.send_signal(signal.SIGSTOP)
         os.waitpid(owner.pid, os.WUNTRACED)
         for _ in range(5):
-            beat = leases.beat("g", "other", {TOPIC: len(ALL)}, {})
-            assert not beat.taken, "taken from a member whose lease holds"
+            beat = leases.heartbeat("g", "other", {TOPIC: len(ALL)}, {})
+            assert not beat.acquired, "taken from a member whose lease holds"
         monkeypatch.setattr(leases_module, "boot_ms", lambda: boot_ms() + LEASE * 1000 + 1)
-        taken = leases.beat("g", "other", {TOPIC: len(ALL)}, {}).taken
+        taken = leases.heartbeat("g", "other", {TOPIC: len(ALL)}, {}).acquired
         assert taken.keys() == ALL
         owner.send_signal(signal.SIGCONT)
         assert owner.stdin is not None
@@ -100,10 +100,10 @@ def test_nothing_of_many_dead_members_stays(folder: DataFolder) -> None:
     with closing(GroupsFile(folder)) as file:
         for number in range(20):
             with closing(Leases(folder, LEASE * 1000)) as leases:
-                leases.beat("g", f"m{number}", {TOPIC: len(ALL)}, {})
+                leases.heartbeat("g", f"m{number}", {TOPIC: len(ALL)}, {})
                 names |= {path.name for path in folder.root.iterdir()}
         with closing(Leases(folder, LEASE * 1000)) as leases:
-            assert leases.beat("g", "last", {TOPIC: len(ALL)}, {}).taken.keys() == ALL
+            assert leases.heartbeat("g", "last", {TOPIC: len(ALL)}, {}).acquired.keys() == ALL
         assert file.connection.execute("SELECT member FROM members").fetchall() == [("last",)]
     assert {name for name in names - before if not name.startswith("groups.db")} <= {
         "groups.hwm",

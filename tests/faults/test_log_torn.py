@@ -8,8 +8,8 @@ import pytest
 from services.core.broker.contract import TopicSpec
 from services.core.broker.log import topics
 from services.core.broker.log.clock import WallClock
-from services.core.broker.log.layout import DataFolder
-from services.core.broker.log.writer import TopicWriter
+from services.core.broker.log.data_folder import DataFolder
+from services.core.broker.log.topic_writer import TopicWriter
 from tests.faults.log_disk import Choose, Crash, Disk
 from tests.faults.log_disk_listen import listening
 from tests.faults.log_small import BATCH, END, EVERYTHING, TOPIC, account, append, quick_folder, read, small_pages

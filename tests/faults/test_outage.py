@@ -33,7 +33,7 @@ async def test_destination_down_while_retrier_and_expel_are_killed(url: str, tmp
             struck = time.monotonic()
         await wait_until(lambda: not trial.ledger.lost(), limit=120)
         trial.recovery = time.monotonic() - struck
-        (held,) = (await trial.broker.admin.describe(retry_topic(trial.pipe))).values()
+        (held,) = (await trial.broker.reader.describe(retry_topic(trial.pipe))).values()
         assert held.end, "nothing came back from the retrier: the trial proves nothing"
         trial.evidence["retried by schedule"] = held.end
         await trial.settle()

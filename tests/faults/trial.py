@@ -241,7 +241,7 @@ class Trial:
 
 async def read_dead_letters(broker: Broker, topic: str, ledger: Ledger) -> None:
     """Tell the ledger what stands in this topic of dead letters."""
-    left = sum(held.end - held.start for held in (await broker.admin.describe(topic)).values())
+    left = sum(held.end - held.start for held in (await broker.reader.describe(topic)).values())
 
     async def ignore(_partitions: frozenset[TopicPartition]) -> None:
         return

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import orjson
 
 from services.ingest import problems
-from services.ingest.openapi import load_openapi
+from services.ingest.app import load_openapi
 
 ANSWER_S = 60.0
 """Far more than an answer takes on a loaded machine; whoever waits so long waits for ever."""

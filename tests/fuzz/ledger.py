@@ -94,7 +94,7 @@ def _digest(value: bytes, event_id: bytes) -> int:
 async def _read(folder: Path, topic: str) -> AsyncIterator[Record]:
     """Every record of a topic in the log."""
     async with open_broker(log_url(folder)) as broker:
-        left = sum(one.end - one.start for one in (await broker.admin.describe(topic)).values())
+        left = sum(one.end - one.start for one in (await broker.reader.describe(topic)).values())
 
         async def nothing(_: object) -> None:
             return

@@ -133,7 +133,7 @@ class Expel:
         await self.send_records([make_record(event_id, f"k{crc32(event_id.encode()) % 50}") for event_id in event_ids])
 
     async def send_records(self, records: Sequence[Record]) -> None:
-        async with Producer(self.broker.driver) as producer:
+        async with Producer(self.broker.appender) as producer:
             for start in range(0, len(records), 500):
                 (await producer.send(self.stream, records[start : start + 500])).raise_first()
 
@@ -190,12 +190,12 @@ async def kill_at_end(expel: Expel) -> AsyncIterator[Expel]:
 
 
 async def decide(expel: Expel, state: Literal["paused", "resumed"]) -> None:
-    async with Producer(expel.broker.driver) as producer:
+    async with Producer(expel.broker.appender) as producer:
         await write_pause(producer, f"{expel.pipe}/hook", Pause(state, OPERATOR, "ann@desk", 1))
 
 
 async def count_parked(expel: Expel) -> int:
-    held = await expel.broker.admin.describe(parked_topic(expel.pipe))
+    held = await expel.broker.reader.describe(parked_topic(expel.pipe))
     return sum(found.end - found.start for found in held.values())
 
 

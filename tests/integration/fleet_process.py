@@ -12,7 +12,7 @@ from typing import Any
 
 import psutil
 
-from services.core.signature import SigningKey
+from services.core.signing import SigningKey
 from services.fleet.folder import FleetState, read_state
 from services.fleet.receiver import Received, Receiver, serve_receiver
 from tests.support.ports import free_port
@@ -30,7 +30,7 @@ class Desk:
         self.folder = folder
         self.hook_port, self.ingest_port = free_port(), free_port()
         self.ids: set[str] = set()
-        self.receiver = Receiver((SigningKey.parse(SECRET),), tell=self._note)
+        self.receiver = Receiver((SigningKey.parse(SECRET),), on_request=self._note)
         secret = folder / "webhook.secret"
         secret.touch(mode=0o600)
         secret.write_text(SECRET)

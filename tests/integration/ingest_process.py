@@ -54,7 +54,7 @@ async def read_topic(broker: Broker, topic: str) -> list[Record]:
     async def nothing(_: object) -> None:
         return
 
-    ranges = await broker.admin.describe(topic)
+    ranges = await broker.reader.describe(topic)
     expected = sum(one.end - one.start for one in ranges.values())
     async with broker.consumer(f"reader-{uuid4()}", [topic], start="earliest", on_revoke=nothing) as consumer:
         async with asyncio.timeout(240):

@@ -99,7 +99,7 @@ class Waiters:
     async def write(self, seconds: float, rate: int, longest_wait_ms: int) -> None:
         """Hand events over for so long, each due within `longest_wait_ms`."""
         until = time.monotonic() + seconds
-        async with Producer(self.broker.driver) as producer:
+        async with Producer(self.broker.appender) as producer:
             while time.monotonic() < until:
                 now = int(time.time() * 1000)
                 records = [self._make(now, self.chance.randrange(longest_wait_ms)) for _ in range(rate // 10)]

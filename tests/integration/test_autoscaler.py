@@ -12,10 +12,9 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
-from services.autoscaler.shards.act import carry_out
-from services.autoscaler.shards.figures import StreamDecision
+from services.autoscaler.shards.figures import Rules, StreamDecision
 from services.autoscaler.shards.layout import uniform
-from services.autoscaler.shards.rules import Rules
+from services.autoscaler.shards.resharding import apply_layout
 from services.autoscaler.shards.scaler import ShardScaler
 from services.core.aws_emulator import AwsEmulator
 from services.core.broker.contract import Broker, TopicSpec
@@ -25,7 +24,7 @@ from services.core.broker.producer import Producer
 from services.core.broker.record import Record
 from services.core.broker.resharding import Resharding
 from services.core.broker.retry import RetryPolicy
-from services.fleet.cost.sample import take_sample
+from services.fleet.cost import read_sample
 from tests.contract.harness_kinesis import KinesisHarness
 from tests.contract.traffic import DEADLINE, Ledger, Member, record, until, until_async
 from tests.support.kinesis_limits import KinesisLimits
@@ -68,7 +67,7 @@ class _Load(PacedWriters):
         waiting: list[deque[int]] = [deque() for _ in range(_PARTITIONS)]
         over = asyncio.Event()
         policy = RetryPolicy(deadline=2.0, append_timeout=5.0)
-        async with Producer(broker.driver, policy=policy) as producer, asyncio.TaskGroup() as lanes:
+        async with Producer(broker.appender, policy=policy) as producer, asyncio.TaskGroup() as lanes:
             for partition, lane in enumerate(waiting):
                 lanes.create_task(self._send(producer, partition, lane, over))
             async for numbers in due:
@@ -149,7 +148,7 @@ async def test_shards_follow_a_load_that_rises_fourfold(
         ups = [one for one in logs if one["event"] == "shards_decided" and one["decision"] == "up"]
         assert len(ups) >= 2, logs
         assert all(one["reason"] and one["loads"] for one in ups)
-        noted = (await resharding.notes(topic))["updates"].split()
+        noted = (await resharding.tags.read(topic))["updates"].split()
         assert 2 <= [word[0] for word in noted].count("u") <= len(ups), "a restart forgets how many of ten are used"
 
 
@@ -178,9 +177,9 @@ async def test_the_service_looks_and_a_dry_run_leaves_alone(
         (tmp_path / "targets.json").write_text(json.dumps([{"targets": [management]}]))
         now = round(time.time() * 1000)
         records = [Record(b"k", b"x" * 100, now, (("ce_type", b"order.paid"),)) for _ in range(50)]
-        async with Producer(broker.driver) as producer:
+        async with Producer(broker.appender) as producer:
             (await producer.send_to(topic, {3: records})).raise_first()
-        sample = await take_sample(broker.admin, topic, 5, aggregated=True)
+        sample = await read_sample(broker.reader, topic, 5, aggregated=True)
         assert (sample.sorts["order.paid"].events, sample.entries) == (50, 1)
         flags = {"broker": harness.url, "pipes": tmp_path / "pipes.yaml", "targets": tmp_path / "targets.json"}
         flags |= {"dry-run": "true", "stream-every": "1s"}
@@ -207,7 +206,7 @@ async def test_the_service_looks_and_a_dry_run_leaves_alone(
             if process.returncode is None:
                 process.kill()
                 await process.wait()
-        assert "updates" not in await _resharding(broker).notes(topic)
+        assert "updates" not in await _resharding(broker).tags.read(topic)
 
 
 async def test_each_change_on_a_stream(kinesis_emulator: AwsEmulator, kinesis_limits: KinesisLimits) -> None:
@@ -217,9 +216,9 @@ async def test_each_change_on_a_stream(kinesis_emulator: AwsEmulator, kinesis_li
         topic, resharding = harness.fresh_name("topic"), _resharding(broker)
         await broker.admin.create_topic(TopicSpec(topic, _PARTITIONS, shards=2))
         assert await resharding.room() > 100
-        await resharding.note(topic, {"updates": "u1 d2"})
-        await resharding.note(topic, {"day": "x" * 192})
-        assert await resharding.notes(topic) == {"partitions": "12", "updates": "u1 d2", "day": "x" * 192}
+        await resharding.tags.write(topic, {"updates": "u1 d2"})
+        await resharding.tags.write(topic, {"day": "x" * 192})
+        assert await resharding.tags.read(topic) == {"partitions": "12", "updates": "u1 d2", "day": "x" * 192}
 
         async def layout() -> tuple[int, ...]:
             await resharding.settled(topic)
@@ -233,11 +232,11 @@ async def test_each_change_on_a_stream(kinesis_emulator: AwsEmulator, kinesis_li
         numbers = (await resharding.shards(topic)).numbers
         await resharding.merge(topic, numbers[1], numbers[2])
         assert await layout() == (0, 5)
-        await carry_out(resharding, topic, (0, 5), StreamDecision((0, 6), ""))
+        await apply_layout(resharding, topic, (0, 5), StreamDecision((0, 6), ""))
         assert await layout() == (0, 6)
         # The emulator halves each shard, the service makes equal ranges: of equal shards both come to the same.
-        await carry_out(resharding, topic, (0, 6), StreamDecision(uniform(4, _PARTITIONS), "", at_once=True))
+        await apply_layout(resharding, topic, (0, 6), StreamDecision(uniform(4, _PARTITIONS), "", at_once=True))
         assert await layout() == (0, 3, 6, 9)
-        await carry_out(resharding, topic, (0, 3, 6, 9), StreamDecision((0, 1, 7), ""))
+        await apply_layout(resharding, topic, (0, 3, 6, 9), StreamDecision((0, 1, 7), ""))
         assert await layout() == (0, 1, 7)
         await broker.probe(topic, timeout=10)

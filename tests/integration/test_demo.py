@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 
 from services.core.scrape import Sample
-from services.fleet.demo.chaos_summary import ChaosResult, Course, make_chaos_result, render_chaos
-from services.fleet.demo.flights import CHAOS_PIPE, EXAMPLES, SHAKY, STEADY, load_flights
-from services.fleet.demo.stage import forget_settings
-from services.fleet.demo.summary import DemoResult, make_result, render_result
-from services.fleet.demo.tracker import Tracker
+from services.fleet.demo.chaos import ChaosResult, OutageRecord, make_chaos_result, render_chaos
+from services.fleet.demo.flights import CHAOS_PIPE, EXAMPLES, SHAKY, STEADY, Tracker, load_flights
+from services.fleet.demo.run import DemoResult, make_result, render_result
+from services.fleet.demo.stage import remove_settings
 from services.fleet.receiver import Received
 from tests.integration.fleet_process import Command, Desk, family, living, until
 
@@ -54,7 +53,7 @@ async def test_demo_delivers_every_event(desk: Desk, broker: str) -> None:
     assert result["expel_time_ms"]["p95"] > 0
     assert (result["ledger"]["accepted"], result["ledger"]["missing"]) == (10_000, 0)
     assert [step["node"] for step in result["ledger"]["minutes"][0]["steps"]] == ["transform", "expel", "retrier"]
-    said = [command.err.index(text) for text in ("complete it is, live: http://", "nothing lost", "0 of 10,000 events")]
+    said = [command.err.index(text) for text in ("lag and loss, live: http://", "nothing lost", "0 of 10,000 events")]
     assert said == sorted(said)
     assert not left_over(desk)
 
@@ -101,7 +100,7 @@ def _arguments(pid: int) -> str:
 def test_a_services_own_settings_do_not_reach_the_demo() -> None:
     """Broken: an operator's exported settings make the demo fail, or point it at production."""
     environ = {"PENSTOCK_BROKER": "kafka://prod:9092", "PENSTOCK_INGEST_KEYS": "k", "PENSTOCK_JARS": "/j", "HOME": "/"}
-    forget_settings(environ)
+    remove_settings(environ)
     assert environ == {"PENSTOCK_JARS": "/j", "HOME": "/"}
 
 
@@ -123,7 +122,7 @@ def result_of(**changes: Any) -> DemoResult:
     good = [{"id": key, "penstockarrival": "1000", "data": flight.expected} for key, flight in flights.items()]
     tracker = Tracker(flights)
     received = changes.get("events", good)
-    tracker.take(Received("m", received, received, changes.get("signed", True), 2.0))
+    tracker.add(Received("m", received, received, changes.get("signed", True), 2.0))
     return make_result("log", 2, changes.get("accepted", 2), tracker, Sample(0.0), 1.0, {})
 
 
@@ -152,7 +151,7 @@ def test_duplicates_are_counted_and_no_loss() -> None:
     flights = dict(list(load_flights(NEWEST).items())[:1])
     event = {"id": next(iter(flights)), "penstockarrival": "1000", "data": next(iter(flights.values())).expected}
     tracker = Tracker(flights)
-    tracker.take(Received("m", [event, event], [event], True, 2.0))
+    tracker.add(Received("m", [event, event], [event], True, 2.0))
     assert (tracker.duplicates, tracker.lost, len(tracker.delivered)) == (1, 0, 1)
 
 
@@ -190,10 +189,10 @@ def chaos_of(events: Any = None, signed: bool = True, dead: float = 0.0) -> Chao
     flights = dict(list(load_flights(NEWEST).items())[:2])
     right = [{"id": key, "penstockarrival": "1000", "data": flight.expected} for key, flight in flights.items()]
     trackers = {STEADY: Tracker(flights), SHAKY: Tracker(flights)}
-    trackers[STEADY].take(Received("m", right, right, True, 2.0))
+    trackers[STEADY].add(Received("m", right, right, True, 2.0))
     came = right if events is None else events
-    trackers[SHAKY].take(Received("m", came, came, signed, 2.0))
+    trackers[SHAKY].add(Received("m", came, came, signed, 2.0))
     labels = frozenset({("pipe", CHAOS_PIPE), ("destination", SHAKY), ("reason", "http_404")})
     sample = Sample(0.0, {("penstock_expel_events_dead_total", labels): dead})
-    course = Course(sample, marks=[0, 0, 2], most_waiting=2, seconds=3.0, outage_s=1.0, recovery_s=1.0)
+    course = OutageRecord(sample, marks=[0, 0, 2], most_waiting=2, seconds=3.0, outage_s=1.0, recovery_s=1.0)
     return make_chaos_result("log", 2, 2, trackers, course, {})

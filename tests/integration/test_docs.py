@@ -34,6 +34,10 @@ class Page:
             .replace("--port 9000", f"--port {self._hook}")
             .replace(":8080", f":{self._ingest}")
             .replace(":8081", f":{self._observer}")
+            .replace(
+                "timeout 60 ", f"timeout {DEADLINE:.0f} "
+            )  # enough for a reader, not for a machine with other work
+            .replace("--retry 60 ", f"--retry {DEADLINE:.0f} ")
         )
 
     def _environ(self) -> dict[str, str]:
@@ -182,7 +186,7 @@ async def test_dead_letters(tmp_path: Path) -> None:
 async def test_autoscaling(tmp_path: Path) -> None:
     """Broken: docs/autoscaling.md shows commands that do not work."""
     page = await run_page("docs/autoscaling.md", tmp_path)
-    assert "Layouts, each with the shards that it needs" in page.said
+    assert "Layouts with the shards that each needs" in page.said
     assert '"layout": "a stream per type"' in page.said
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from services.core.signature import SigningKey, verify
+from services.core.signing import SigningKey, verify
 from tests.integration.fleet_process import REPOSITORY, SECRET, Desk, until
 
 COUNT = 2000

@@ -12,7 +12,7 @@ from aiohttp import web
 from services.core.broker.contract import TopicSpec
 from services.core.broker.errors import TopicExists
 from services.core.broker.kafka import KafkaBroker
-from services.core.jvm.kafka_server import KafkaCluster
+from services.core.jvm.kafka import KafkaCluster
 from services.core.ledger.report import TELEMETRY
 from services.core.pipes import CONTROL, dead_letter_topic, parked_topic, retry_topic
 from tests.integration.expel_process import (

@@ -11,7 +11,7 @@ from services.core import event
 from services.core.broker.contract import TopicSpec
 from services.core.broker.errors import TopicExists
 from services.core.broker.kafka import KafkaBroker
-from services.core.jvm.kafka_server import KafkaCluster
+from services.core.jvm.kafka import KafkaCluster
 from services.core.ledger.report import TELEMETRY
 from tests.integration.ingest_process import TOPICS, Ingest, read_topic, running
 

@@ -9,9 +9,9 @@ from contextlib import AsyncExitStack, asynccontextmanager
 import pytest
 
 from services.core.aws_emulator import AwsEmulator
+from services.core.broker.connect import parse_kinesis_url
 from services.core.broker.contract import Broker
-from services.core.broker.kinesis.sdk import open_clients
-from services.core.broker.kinesis_url import parse_address
+from services.core.broker.kinesis.aws import open_clients
 from services.core.broker.producer import Producer
 from services.core.broker.retry import RetryPolicy
 from tests.contract.harness_kinesis import KinesisHarness
@@ -42,7 +42,7 @@ async def _load(broker: Broker, topic: str, pause: float = 0.02) -> AsyncIterato
     stop = asyncio.Event()
 
     async def send() -> None:
-        async with Producer(broker.driver, policy=_PATIENT) as producer:
+        async with Producer(broker.appender, policy=_PATIENT) as producer:
             while not stop.is_set():
                 numbers = range(len(acked), len(acked) + _KEYS)
                 (await producer.send(topic, [record(n, b"key-%d" % (n % _KEYS)) for n in numbers])).raise_first()
@@ -70,7 +70,7 @@ async def test_order_and_everything_holds_through_splits_and_merges(harness: Kin
         harness.open() as writer,
         harness.open() as one,
         harness.open() as two,
-        open_clients(parse_address(harness.url), 10) as clients,
+        open_clients(parse_kinesis_url(harness.url), 10) as clients,
     ):
         topic = await harness.create_topic(writer, partitions=4)
         stream, group, ledger = Resharding(clients, topic), harness.fresh_name("g"), Ledger()
@@ -106,7 +106,7 @@ async def test_a_group_is_pushed_to_through_a_split(
 ) -> None:
     """If it fails, enhanced fan-out loses or reorders events when a shard or a subscription ends, or polls after all."""
     harness = KinesisHarness(kinesis_emulator, kinesis_limits, fan_out=True)
-    async with harness.open() as broker, open_clients(parse_address(harness.url), 10) as clients:
+    async with harness.open() as broker, open_clients(parse_kinesis_url(harness.url), 10) as clients:
         topic = await harness.create_topic(broker, partitions=2)
         stream, group, ledger = Resharding(clients, topic), harness.fresh_name("g"), Ledger()
         async with Member(broker, group, topic, "one", ledger):
@@ -145,7 +145,7 @@ async def test_two_writers_that_fill_a_shard_lose_nothing(kinesis_emulator: AwsE
         topic = await harness.create_topic(one)
 
         async def fill(broker: Broker, first: int) -> None:
-            async with Producer(broker.driver, policy=_PATIENT) as producer:
+            async with Producer(broker.appender, policy=_PATIENT) as producer:
                 for number in range(first, first + 20, 5):
                     batch = [record(n, b"k", size=100_000) for n in range(number, number + 5)]
                     (await producer.send_to(topic, {0: batch})).raise_first()

@@ -1,16 +1,15 @@
 """The ledger where partitions are read as shards: what a killed ingest did not tell is found behind a split, too."""
 
 from services.core.aws_emulator import AwsEmulator
-from services.core.broker.connect import open_broker
+from services.core.broker.connect import open_broker, parse_kinesis_url
 from services.core.broker.contract import Broker, TopicSpec
-from services.core.broker.kinesis.sdk import open_clients
-from services.core.broker.kinesis_url import parse_address
+from services.core.broker.kinesis.aws import open_clients
 from services.core.broker.record import Record
 from services.core.event import ARRIVAL, ID, ORIGIN
-from services.observer.ledger.explain import explain
+from services.observer.explain import explain
 from services.observer.ledger.flow import Flow, PipeFlow
-from services.observer.ledger.recovery import recover
 from services.observer.ledger.table import Ages, Table
+from services.observer.recovery import recover
 from tests.support.kafka import unique_name
 from tests.support.kinesis_resharding import Resharding
 from tests.unit.observer.ledger.stories import MINUTE, MINUTE_MS, START_MS, accept, hear, reach, tell
@@ -29,7 +28,7 @@ async def store(broker: Broker, stream: str, partition: int, numbers: range) -> 
         )
         for n in numbers
     ]
-    return (await broker.driver.append(stream, partition, records, timeout=30)).last
+    return (await broker.appender.append(stream, partition, records, timeout=30)).last
 
 
 async def test_a_killed_ingest_and_a_split(kinesis_emulator: AwsEmulator) -> None:
@@ -39,7 +38,7 @@ async def test_a_killed_ingest_and_a_split(kinesis_emulator: AwsEmulator) -> Non
     table = Table(Flow({"late": PipeFlow((stream,), transforms=False, destinations={"ops": None})}), by_partition=False)
     async with (
         open_broker(kinesis_emulator.url) as broker,
-        open_clients(parse_address(kinesis_emulator.url), 10.0) as clients,
+        open_clients(parse_kinesis_url(kinesis_emulator.url), 10.0) as clients,
     ):
         await broker.admin.create_topic(TopicSpec(stream, 2, retention_ms=86_400_000))
         told = {partition: await store(broker, stream, partition, range(5)) for partition in (0, 1)}
@@ -51,12 +50,12 @@ async def test_a_killed_ingest_and_a_split(kinesis_emulator: AwsEmulator) -> Non
         await resharding.split(0)
         await store(broker, stream, 0, range(8, 12))
         await store(broker, stream, 1, range(5, 6))
-        async for report in recover(table, broker.admin, LATER_MS):
+        async for report in recover(table, broker.reader, LATER_MS):
             hear(table, report)
         assert table.row("late", MINUTE, LATER_MS).accepted == 12 + 6
         for partition, delivered in ((0, set(range(12)) - {3, 10}), (1, set(range(6)))):
             hear(table, tell("expel", "late", "delivered", delivered, destination="ops", partition=partition))
-        found = await explain(table, broker.admin, "late", MINUTE)
+        found = await explain(table, broker.reader, "late", MINUTE)
         assert [(one.origin, one.event_id) for one in found.named] == [("a:0:3", "id-3"), ("a:0:10", "id-10")]
         places = [(one.partition, int(one.offset or 0)) for one in found.named]
         assert places[0][0] == 0

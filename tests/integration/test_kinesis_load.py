@@ -8,11 +8,11 @@ import pytest
 
 from services.core.aws_emulator import AwsEmulator
 from services.core.broker import producer
+from services.core.broker.connect import parse_kinesis_url
 from services.core.broker.contract import Broker
 from services.core.broker.kinesis import pace
-from services.core.broker.kinesis.sdk import open_clients
-from services.core.broker.kinesis.slots import PARTITIONS_TAG
-from services.core.broker.kinesis_url import parse_address
+from services.core.broker.kinesis.aws import open_clients
+from services.core.broker.kinesis.streams import PARTITIONS_TAG
 from services.core.broker.retry import RetryPolicy
 from tests.contract.harness_kinesis import KinesisHarness
 from tests.contract.traffic import DEADLINE, Ledger, Member, record, until, until_async
@@ -44,7 +44,7 @@ class _Load(PacedWriters):
 
     async def write(self, broker: Broker, due: AsyncIterator[list[int]]) -> None:
         patient = RetryPolicy(deadline=DEADLINE, patience=DEADLINE, append_timeout=10)
-        async with producer.Producer(broker.driver, policy=patient) as sending, asyncio.TaskGroup() as sends:
+        async with producer.Producer(broker.appender, policy=patient) as sending, asyncio.TaskGroup() as sends:
             async for numbers in due:
                 for partition in range(_PARTITIONS):
                     if mine := [n for n in numbers if n % _KEYS % _PARTITIONS == partition]:
@@ -67,7 +67,7 @@ async def test_four_times_the_load_is_taken_after_splits_and_merges(
         stack.enter_context(limits.serve_in_thread())
         harness = KinesisHarness(kinesis_emulator, limits)
         brokers = [await stack.enter_async_context(harness.open()) for _ in range(_WRITERS + 2)]
-        clients = await stack.enter_async_context(open_clients(parse_address(harness.url), 10))
+        clients = await stack.enter_async_context(open_clients(parse_kinesis_url(harness.url), 10))
         topic, group = harness.fresh_name("topic"), harness.fresh_name("g")
         stream, load, ledger = Resharding(clients, topic), _Load(topic), Ledger()
         await clients.kinesis.create_stream(StreamName=topic, ShardCount=2)

@@ -26,7 +26,7 @@ EACH = 400
 
 
 @dataclass
-class Told:
+class Reported:
     """The union of all reports."""
 
     reports: list[Report]
@@ -53,20 +53,20 @@ class Told:
 async def read(broker: Broker, topic: str, partition: int) -> AsyncIterator[tuple[int, Record]]:
     """Everything, with offsets."""
     offset = 0
-    while (batch := await broker.admin.read(topic, partition, offset, max_records=1000)) is not None:
+    while (batch := await broker.reader.read(topic, partition, offset, max_records=1000)) is not None:
         for found in zip(batch.offsets, batch.records, strict=True):
             yield found
         offset = batch.offsets[-1] + 1
 
 
-async def read_told(broker: Broker) -> Told:
-    return Told([decode_report(record.value) async for _, record in read(broker, TELEMETRY, 0)])
+async def read_told(broker: Broker) -> Reported:
+    return Reported([decode_report(record.value) async for _, record in read(broker, TELEMETRY, 0)])
 
 
 async def read_stored(broker: Broker) -> dict[Origin, tuple[int, int]]:
     """Partition and offset of each event of the stream."""
     stored: dict[Origin, tuple[int, int]] = {}
-    for partition in await broker.admin.describe(STREAM):
+    for partition in await broker.reader.describe(STREAM):
         async for offset, record in read(broker, STREAM, partition):
             stored[Origin.unpack(record.header(ORIGIN) or b"")] = (partition, offset)
     return stored
@@ -123,7 +123,7 @@ async def test_reports_add_up_after_kills(tmp_path: Path) -> None:
         async def received() -> set[Origin]:
             """By the ids, which are the stream's."""
             by_id = {}
-            for partition in await broker.admin.describe(STREAM):
+            for partition in await broker.reader.describe(STREAM):
                 async for _, record in read(broker, STREAM, partition):
                     by_id[(record.header("ce_id") or b"").decode()] = Origin.unpack(record.header(ORIGIN) or b"")
             return {by_id[one] for one in {*receiver.accepted}}

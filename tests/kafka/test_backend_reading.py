@@ -6,7 +6,7 @@ from aiokafka import AIOKafkaProducer
 from services.core.broker.contract import TopicSpec
 from services.core.broker.kafka import KafkaBroker, Timing
 from services.core.broker.record import Record
-from services.core.jvm.kafka_server import KafkaCluster
+from services.core.jvm.kafka import KafkaCluster
 from tests.contract.traffic import read_all, records_of
 from tests.support.kafka import unique_name
 

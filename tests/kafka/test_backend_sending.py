@@ -1,4 +1,4 @@
-"""The Kafka driver against what only Kafka does: elections, silent brokers, topics with limits of their own."""
+"""The Kafka appender against what only Kafka does: elections, silent brokers, topics with limits of their own."""
 
 import asyncio
 import os
@@ -13,7 +13,7 @@ from services.core.broker.kafka import KafkaBroker, Timing
 from services.core.broker.producer import Producer
 from services.core.broker.record import Record
 from services.core.broker.retry import RetryPolicy
-from services.core.jvm.kafka_server import KafkaCluster
+from services.core.jvm.kafka import KafkaCluster
 from tests.contract.traffic import (
     BASE_TIME,
     DEADLINE,
@@ -62,7 +62,7 @@ async def test_a_batch_of_unknown_fate_is_stored_once(kafka_cluster: KafkaCluste
         _signal(kafka_cluster, leader, signal.SIGSTOP)
         try:
             with pytest.raises(OutcomeUnknown):
-                await broker.driver.append(topic, 0, records, timeout=1)
+                await broker.appender.append(topic, 0, records, timeout=1)
         finally:
             _signal(kafka_cluster, leader, signal.SIGCONT)
         await append(broker, topic, records)
@@ -79,7 +79,7 @@ async def test_other_records_after_an_unknown_batch_are_not_taken_for_it(kafka_c
         _signal(kafka_cluster, leader, signal.SIGSTOP)
         try:
             with pytest.raises(OutcomeUnknown):
-                await broker.driver.append(topic, 0, numbered(range(3, 6)), timeout=1)
+                await broker.appender.append(topic, 0, numbered(range(3, 6)), timeout=1)
         finally:
             _signal(kafka_cluster, leader, signal.SIGCONT)
         await append(broker, topic, numbered(range(10, 13)))
@@ -92,7 +92,7 @@ async def test_a_killed_leader_doubles_nothing(kafka_cluster: KafkaCluster) -> N
     """If it fails, an election under load doubles the batches that were under way."""
     async with KafkaBroker.open(kafka_cluster.bootstrap, timing=_TIMING) as broker:
         topic = await _topic(broker)
-        async with Producer(broker.driver, policy=_PATIENT) as producer, asyncio.TaskGroup() as sends:
+        async with Producer(broker.appender, policy=_PATIENT) as producer, asyncio.TaskGroup() as sends:
             for start in range(0, 1000, 10):
                 if start == 300:
                     dead = await _leader(kafka_cluster, topic)
@@ -113,7 +113,7 @@ async def test_too_few_replicas_no_ack_and_recovery(kafka_cluster: KafkaCluster)
             await asyncio.to_thread(kafka_cluster.kill, node)
         started = time.monotonic()
         with pytest.raises(BrokerError) as refused:
-            await broker.driver.append(topic, 0, [record(1)], timeout=3)
+            await broker.appender.append(topic, 0, [record(1)], timeout=3)
         assert refused.value.retriable
         assert time.monotonic() - started < 3 + DEADLINE
         await asyncio.to_thread(kafka_cluster.restart, *dead)
@@ -143,7 +143,7 @@ async def test_everything_goes_on_after_a_total_outage(kafka_cluster: KafkaClust
             await consumer.commit(marks_of(await read(consumer, 1)))
             await asyncio.to_thread(kafka_cluster.stop, grace_s=0)
             with pytest.raises(BrokerError):
-                await broker.driver.append(topic, 0, [record(1)], timeout=1)
+                await broker.appender.append(topic, 0, [record(1)], timeout=1)
             await asyncio.to_thread(kafka_cluster.start)
             await append(broker, topic, [record(2)])
             numbers: list[int] = []
@@ -170,7 +170,7 @@ async def test_a_partition_without_leader_holds_up_no_other(kafka_cluster: Kafka
         living = next(partition for partition, leader in leaders.items() if leader != dead)
         await asyncio.to_thread(kafka_cluster.kill, dead)
         with pytest.raises(BrokerError) as refused:
-            await broker.driver.append(topic, 0, [record(100)], timeout=1)
+            await broker.appender.append(topic, 0, [record(100)], timeout=1)
         assert refused.value.retriable
         await append(broker, topic, [record(101)], living)
 
@@ -184,7 +184,7 @@ async def test_a_topics_own_limit_counts(kafka_cluster: KafkaCluster) -> None:
         await append(broker, topic, [record(300)])
         big = Record(b"k", b"x" * 2000, BASE_TIME)
         records = [*numbered(range(200)), big, *numbered(range(200, 300))]
-        appended = await broker.driver.append(topic, 0, records, timeout=20)
+        appended = await broker.appender.append(topic, 0, records, timeout=20)
         assert [(index, type(error)) for index, error in appended.failed] == [(200, RecordTooLarge)]
         assert (appended.first, appended.last) == (1, 300)
         assert numbers_of(await read_all(broker, topic, unique_name("g"))) == [300, *range(300)]
@@ -198,7 +198,7 @@ async def test_a_time_that_a_foreign_topic_refuses_fails_alone(kafka_cluster: Ka
         await append(broker, topic, [record(15)])
         ahead = Record(b"k", b"77", int(time.time() * 1000) + 3_600_000)
         records = [*numbered(range(10)), ahead, *numbered(range(10, 15)), ahead]
-        appended = await broker.driver.append(topic, 0, records, timeout=20)
+        appended = await broker.appender.append(topic, 0, records, timeout=20)
         assert [index for index, _ in appended.failed] == [10, 16]
         assert not any(error.retriable for _, error in appended.failed if isinstance(error, BrokerError))
         assert numbers_of(await read_all(broker, topic, unique_name("g"))) == [15, *range(15)]
@@ -220,7 +220,7 @@ async def test_closing_is_bounded_when_every_broker_is_gone(kafka_cluster: Kafka
                     pass
                 await asyncio.to_thread(kafka_cluster.stop, grace_s=0)
                 with pytest.raises(BrokerError):
-                    await broker.driver.append(topic, 0, [record(1)], timeout=2)
+                    await broker.appender.append(topic, 0, [record(1)], timeout=2)
                 with pytest.raises(Unavailable):
                     await broker.probe(topic, timeout=2)
             consumer_left = True

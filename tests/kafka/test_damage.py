@@ -14,11 +14,11 @@ from services.core.broker.errors import DataDamaged
 from services.core.broker.kafka import KafkaBroker, Timing
 from services.core.broker.producer import Producer
 from services.core.broker.record import Batch, Record, TopicPartition
-from services.core.jvm.kafka_server import KafkaCluster
-from services.expel.dispatch import Dispatcher
-from services.expel.gate import Gate
+from services.core.jvm.kafka import KafkaCluster
+from services.expel.dispatcher import Dispatcher
 from services.expel.lane import Lane
-from services.expel.meter import LaneMeter
+from services.expel.metrics import LaneMetrics
+from services.expel.throttle import SendThrottle
 from tests.contract.traffic import (
     DEADLINE,
     append,
@@ -105,14 +105,14 @@ async def test_damage_met_without_a_group(kafka_cluster: KafkaCluster) -> None:
         await append(broker, topic, [_UNLUCKY, record(4)])
         await append(broker, topic, numbered(range(5, 8)))
         await _damage(kafka_cluster, topic, _flip_value)
-        before = await broker.admin.read(topic, 0, 0, max_records=100)
+        before = await broker.reader.read(topic, 0, 0, max_records=100)
         assert before is not None
         assert numbers_of([before]) == [0, 1, 2]
-        damaged = await broker.admin.read(topic, 0, 3, max_records=100)
+        damaged = await broker.reader.read(topic, 0, 3, max_records=100)
         assert damaged is not None
         assert damaged.damage is not None
         assert (damaged.damage.first, damaged.damage.last, list(damaged.offsets)) == (3, 4, [4])
-        behind = await broker.admin.read(topic, 0, 5, max_records=100)
+        behind = await broker.reader.read(topic, 0, 5, max_records=100)
         assert behind is not None
         assert numbers_of([behind]) == [5, 6, 7]
 
@@ -198,8 +198,8 @@ async def test_a_lane_buries_damage_and_delivers_the_rest(kafka_cluster: KafkaCl
         await append(broker, topic, [make_record(5), Record(b"k", None, 0), make_record(7)])
         await _damage(kafka_cluster, topic, _flip_value)
         sender, stopping = FakeSender(), asyncio.Event()
-        async with Producer(broker.driver) as producer:
-            meter, shape = LaneMeter(pipe, "hook"), make_shape(pipe=pipe)
+        async with Producer(broker.appender) as producer:
+            meter, shape = LaneMetrics(pipe, "hook"), make_shape(pipe=pipe)
             lane = Lane(
                 broker,
                 pipe,
@@ -207,7 +207,7 @@ async def test_a_lane_buries_damage_and_delivers_the_rest(kafka_cluster: KafkaCl
                 [topic],
                 "earliest",
                 meter,
-                lambda: Dispatcher(shape, sender, producer, meter, Gate(shape)),
+                lambda: Dispatcher(shape, sender, producer, meter, SendThrottle(pipe, "hook")),
                 0.1,
             )
             running = asyncio.create_task(lane.run(stopping, 10.0))

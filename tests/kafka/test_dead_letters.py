@@ -8,15 +8,13 @@ from services.core.broker.connect import open_broker
 from services.core.broker.producer import Producer
 from services.core.broker.record import Record, TopicPartition
 from services.core.dead_letter import make_dead_letter
-from services.core.jvm.kafka_server import KafkaCluster
+from services.core.jvm.kafka import KafkaCluster
 from services.core.pipes import PipeFile, dead_letter_topic, retry_topic
 from services.core.provision import ensure_topics
 from services.core.retry_state import unwrap
-from services.fleet.dead.aim import Aim
 from services.fleet.dead.audit import Auditor, read_audit
-from services.fleet.dead.filter import Filter
-from services.fleet.dead.found import Found
-from services.fleet.dead.redrive import Redrive
+from services.fleet.dead.found import DeadLetterSearch, Filter
+from services.fleet.dead.redrive import Redrive, RedriveTargets
 from tests.contract.traffic import read_all, records_of
 from tests.support.kafka import unique_name
 
@@ -53,16 +51,16 @@ async def test_redriven_once_and_on_record(kafka_cluster: KafkaCluster) -> None:
     async with open_broker(f"kafka://{kafka_cluster.bootstrap}") as broker:
         await ensure_topics(broker.admin, pipes)
         where = Filter(pipe=pipe)
-        async with Producer(broker.driver) as producer:
+        async with Producer(broker.appender) as producer:
             (await producer.send_to(dead_letter_topic(pipe), {0: letters})).raise_first()
-            found = await Found.look(broker.admin, where)
+            found = await DeadLetterSearch.open(broker, where)
             assert await found.count() == COUNT
-            aim = Aim(pipes, to_stream=False, by_event_time=True)
+            aim = RedriveTargets(pipes, to_stream=False, by_event_time=True)
             work = Redrive(aim, producer, Auditor(producer, "me@here", where.as_json()), 10_000)
             await work.run(found.pages())
         assert (work.so_far.done, work.so_far.refused) == (COUNT, {})
         written = records_of(await read_all(broker, retry_topic(pipe), unique_name("g")))
         assert [unwrap(record)[0] for record in written] == originals
-        assert await (await Found.look(broker.admin, where)).count() == 0
-        entries = [entry async for entry in read_audit(broker.admin) if entry.topic == dead_letter_topic(pipe)]
+        assert await (await DeadLetterSearch.open(broker, where)).count() == 0
+        entries = [entry async for entry in read_audit(broker.reader) if entry.topic == dead_letter_topic(pipe)]
         assert sum(entry.count for entry in entries) == COUNT

@@ -9,7 +9,7 @@ import pytest
 from services.core.broker.contract import TopicSpec
 from services.core.broker.errors import UnsafeTopic
 from services.core.broker.kafka import KafkaBroker, Timing
-from services.core.jvm.kafka_server import KafkaCluster
+from services.core.jvm.kafka import KafkaCluster
 from services.core.pipes import PipeFile
 from services.core.provision import ensure_topics
 from services.fleet.problem import CommandFailed

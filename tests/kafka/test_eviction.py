@@ -7,7 +7,7 @@ import pytest
 
 from services.core.broker.contract import TopicSpec
 from services.core.broker.kafka import KafkaBroker, Timing
-from services.core.jvm.kafka_server import KafkaCluster
+from services.core.jvm.kafka import KafkaCluster
 from tests.contract.traffic import DEADLINE, append, ignore_revoke, numbered, numbers_of, own, read
 from tests.support.kafka import unique_name
 

@@ -14,11 +14,11 @@ from structlog.testing import capture_logs
 from services.core.broker.contract import Consumer, Lag, Start, TopicSpec
 from services.core.broker.errors import PositionLost
 from services.core.broker.kafka import KafkaBroker, Timing
+from services.core.broker.kafka.aiokafka_internals import POLL_BYTES, FetchBudget
 from services.core.broker.kafka.cluster import Cluster
-from services.core.broker.kafka.commit_note import CommitNote
-from services.core.broker.kafka.fetcher import POLL_BYTES, FetchBudget
+from services.core.broker.kafka.offsets import CommitMetadata
 from services.core.broker.record import TopicPartition
-from services.core.jvm.kafka_server import KafkaCluster
+from services.core.jvm.kafka import KafkaCluster
 from tests.contract.traffic import (
     DEADLINE,
     append,
@@ -90,6 +90,25 @@ async def test_offsets_that_kafka_expired_are_a_stop(kafka_cluster: KafkaCluster
             assert numbers_of(await read(consumer, 3)) == [5, 6, 7]
 
 
+async def test_a_group_that_is_renamed_after_its_offsets_expired_stops_too(kafka_cluster: KafkaCluster) -> None:
+    """If it fails, a destination that is renamed after a week away skips what waited for it: it begins at the latest event."""
+    async with KafkaBroker.open(kafka_cluster.bootstrap, timing=_TIMING) as broker:
+        topic, group, renamed = unique_name("topic"), unique_name("g"), unique_name("g")
+        await broker.admin.create_topic(TopicSpec(topic, partitions=1))
+        async with broker.consumer(group, [topic], start="latest", on_revoke=ignore_revoke) as consumer:
+            await _begin(consumer)
+            await append(broker, topic, numbered(range(5)))
+            await consumer.commit(marks_of(await read(consumer, 5)))
+        await append(broker, topic, numbered(range(5, 8)))
+    await _expire_offsets(kafka_cluster, group)
+    async with KafkaBroker.open(kafka_cluster.bootstrap, timing=_TIMING) as broker:
+        assert await broker.admin.copy_positions(group, renamed, topic)
+        assert not await broker.admin.copy_positions(group, renamed, topic)
+        async with broker.consumer(renamed, [topic], start="latest", on_revoke=ignore_revoke) as consumer:
+            with pytest.raises(PositionLost):
+                await read(consumer, 1)
+
+
 async def test_a_partition_added_to_a_group_that_was_moved_is_read_from_its_beginning(
     kafka_cluster: KafkaCluster,
 ) -> None:
@@ -113,7 +132,7 @@ async def test_a_commit_for_an_earlier_topic_of_the_name_says_nothing(kafka_clus
         topic, group = unique_name("topic"), unique_name("g")
         await broker.admin.create_topic(TopicSpec(topic, partitions=1))
         await append(broker, topic, numbered(range(8)))
-        note = CommitNote(1, "00000000-1111-2222-3333-444444444444", 0)
+        note = CommitMetadata(1, "00000000-1111-2222-3333-444444444444", 0)
         async with _asking(kafka_cluster) as asking:
             late = OffsetCommitRequest(group, -1, "", -1, [(topic, [(0, 5, str(note))])])
             answer = await asking.ask_coordinator(group, late)
@@ -205,13 +224,13 @@ async def test_rolled_back_transactions_are_not_delivered_and_are_no_lag(kafka_c
                 await (foreign.commit_transaction() if commits else foreign.abort_transaction())
 
         async def all_are_settled() -> bool:
-            return (await broker.admin.describe(topic))[0].end == 8
+            return (await broker.reader.describe(topic))[0].end == 8
 
         await until_async(all_are_settled, "the marks of all transactions are written")
-        found = await broker.admin.read(topic, 0, 0, max_records=10)
+        found = await broker.reader.read(topic, 0, 0, max_records=10)
         assert found is not None
         assert numbers_of([found]) == [0, 2]
-        assert await broker.admin.read(topic, 0, found.offsets[-1] + 1, max_records=10) is None
+        assert await broker.reader.read(topic, 0, found.offsets[-1] + 1, max_records=10) is None
         async with broker.consumer(group, [topic], start="earliest", on_revoke=ignore_revoke) as consumer:
             batches = await read(consumer, 2)
             assert numbers_of(batches) == [0, 2]

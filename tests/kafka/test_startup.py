@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from services.core.jvm.kafka_broker import KafkaNotReady
-from services.core.jvm.kafka_server import KafkaCluster
+from services.core.jvm.kafka import KafkaCluster, KafkaNotReady
 
 
 @pytest.mark.kafka

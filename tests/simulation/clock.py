@@ -15,6 +15,8 @@ from tests.support.virtual_loop import EPOCH, VirtualLoop
 
 _loop: VirtualLoop | None = None
 _bytes = random.Random(0)
+find_skew: Callable[[], float] = lambda: 0.0  # noqa: E731 - replaced by the machine
+"""How many seconds the wall clock is ahead, of whoever asks."""
 _real: dict[str, Callable[[], float]] = {
     name: getattr(time, name) for name in ("time", "time_ns", "monotonic", "monotonic_ns", "perf_counter")
 }
@@ -31,10 +33,14 @@ def install() -> None:
 
 
 def _follow(name: str) -> Callable[[], float | int]:
-    real, base = _real[name], EPOCH if name.startswith("time") else 0.0
+    real = _real[name]
+    if name == "time":
+        return lambda: real() if _loop is None else EPOCH + find_skew() + _loop.time()
+    if name == "time_ns":
+        return lambda: real() if _loop is None else int((EPOCH + find_skew() + _loop.time()) * 1e9)
     if name.endswith("_ns"):
-        return lambda: real() if _loop is None else int((base + _loop.time()) * 1e9)
-    return lambda: real() if _loop is None else base + _loop.time()
+        return lambda: real() if _loop is None else int(_loop.time() * 1e9)
+    return lambda: real() if _loop is None else _loop.time()
 
 
 def seed_everything(seed: int) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import structlog
 
 import services.core.lifecycle as lifecycle
-import services.core.opening as opening
+import services.core.startup as startup
 import services.expel.app as expel_app
 import services.expel.plan as expel_plan
 import services.fleet.dead.redrive as redrive_module
@@ -35,8 +35,9 @@ from services.fleet.topics import Prepared, prepare
 from services.global_retrier.settings import RetrierSettings
 from services.ingest.settings import IngestSettings
 from services.observer.settings import ObserverSettings
-from tests.simulation import transform
-from tests.simulation.broker import Cluster
+from tests.simulation import clock, transform
+from tests.simulation.broker import open_broker
+from tests.simulation.cluster import Cluster
 from tests.simulation.machine import Machine, Process, current_process
 from tests.simulation.receivers import ModelClient, Receiver
 from tests.simulation.transform import TransformSettings
@@ -64,6 +65,8 @@ class Fleet:
         self.processes: list[Process] = []
         """All that ever ran."""
         self.restarts = 0
+        self.skews: dict[str, float] = {}
+        """How far ahead wall clocks are, by process name."""
         self._is_stopping = False
         self._keepers: list[asyncio.Task[None]] = []
 
@@ -81,12 +84,11 @@ class Fleet:
 
     async def up(self, pipes: PipeFile) -> None:
         """Provision the topics and start everything that the plan names. Raises BadConfiguration: nothing was changed."""
-        waiting = (await self._prepare(pipes)).waiting
+        topics = (await self._prepare(pipes)).topics
         self.pipes = pipes
         self._is_stopping = False
         settings = UpSettings(**self._counts, observer="127.0.0.1:8081")
-        is_waiting = waiting.with_retrier > 0 or bool(waiting.unread)
-        plan = make_plan(settings, pipes, URL, None, _HERE.parent, is_waiting=is_waiting)
+        plan = make_plan(settings, pipes, URL, None, _HERE.parent, has_retrier=topics.has_retrier)
         names = [(spec.name, spec.service) for spec in plan.services if self._runs(spec.service)]
         self._keepers = [asyncio.create_task(self._keep(name, service)) for name, service in names]
 
@@ -125,6 +127,7 @@ class Fleet:
             "receiver": self._receiver,
             "machine": self._machine,
         }
+        process.skew = self.skews.get(name, 0.0)
         self._cluster.attach(process)
         self.processes.append(process)
         process.start(self._run(service))
@@ -179,7 +182,7 @@ def _open_broker(_url: str) -> AbstractAsyncContextManager[Broker]:
     process = current_process()
     assert process is not None
     cluster: Cluster = process.found["cluster"]
-    return cluster.open(process)
+    return open_broker(cluster, process)
 
 
 def _pipes(_path: Path) -> PipeFile:
@@ -192,6 +195,11 @@ def _pipes(_path: Path) -> PipeFile:
 @asynccontextmanager
 async def _nothing(*_: Any, **__: Any) -> AsyncIterator[str]:
     yield "127.0.0.1:0"
+
+
+def _skew() -> float:
+    process = current_process()
+    return 0.0 if process is None else process.skew
 
 
 def _end_process() -> None:
@@ -224,17 +232,17 @@ def replace_seams() -> None:
     """Once, before the first history."""
     for module in (expel_app, ingest_app, retrier_app, observer_app):
         _put(module, serve_management=_nothing)
-    _put(opening, open_broker=_open_broker)
+    _put(startup, open_broker=_open_broker)
     _put(
         ingest_app,
         open_broker=_open_broker,
         load_pipes=_pipes,
         load_openapi=lambda: b"{}",
-        bound_connections=lambda most: most,
+        raise_file_limit=lambda most: most,
     )
     _put(retrier_app, load_pipes=_pipes)
     _put(observer_app, load_pipes=_pipes, load_files=dict, _listen=_nothing, _Parts=_Parts)
-    _put(expel_app, _raise_file_limit=lambda _plans: None, calm_collector=lambda: None)
+    _put(expel_app, raise_file_limit=lambda most: most, tune_garbage_collector=lambda: None)
     _put(
         expel_plan,
         read_pipes=lambda path: (None, _pipes(path), []),
@@ -243,8 +251,9 @@ def replace_seams() -> None:
     )
     _put(fleet_topics, open_broker=_open_broker)
     _put(fleet_plan, copy_in=lambda _snapshot, file: file)
-    _put(redrive_module, note=lambda *_: None)
+    _put(redrive_module, print_note=lambda *_: None)
     _put(lifecycle, _exit_now=_end_process)
+    _put(clock, find_skew=_skew)
     structlog.configure(processors=[_drop_event], cache_logger_on_first_use=False)
 
 
@@ -253,6 +262,8 @@ def show_logs(tell: Callable[[str], None]) -> None:
 
     def render(_logger: object, level: str, event: Any) -> Any:
         process = current_process()
+        if process is not None and not process.alive:  # it is thrown away, `finally` and all
+            raise structlog.DropEvent
         rest = {key: value for key, value in event.items() if key not in ("event", "exc_info", "hint")}
         tell(f"    {process.name if process else 'world'} {level}: {event['event']} {rest}")
         raise structlog.DropEvent

@@ -91,11 +91,6 @@ class Coordinator:
         joined = self._groups.get(group, {}).get(number)
         return joined is not None and source in joined.owns and joined.epochs[source] == epoch
 
-    def owned_since(self, group: str, number: int, source: TopicPartition) -> bool:
-        """Whether it may read it."""
-        joined = self._groups.get(group, {}).get(number)
-        return joined is not None and source in joined.owns
-
     def release(self, group: str, number: int, sources: Collection[TopicPartition]) -> None:
         """Drained."""
         joined = self._groups.get(group, {}).get(number)

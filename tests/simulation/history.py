@@ -5,7 +5,6 @@ import hashlib
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import orjson
 
@@ -24,11 +23,10 @@ from services.core.pipes import (
     delivery_topics,
 )
 from services.core.retry_state import PREFIX as RETRY_PREFIX
-from tests.simulation import receivers as receivers_module
-from tests.simulation import weather as weather_module
-from tests.simulation.broker import KINDS, Cluster, Kind
+from tests.simulation.choice import PROCESS_FAULTS, STREAM, choose
 from tests.simulation.clock import follow, seed_everything
-from tests.simulation.fleet import Fleet
+from tests.simulation.cluster import Cluster
+from tests.simulation.fleet import DRAIN_S, Fleet
 from tests.simulation.machine import EndlessError, Machine
 from tests.simulation.operators import Operator
 from tests.simulation.oracle import Oracle, Route
@@ -37,39 +35,11 @@ from tests.simulation.senders import Senders
 from tests.simulation.transform import transform_group
 from tests.simulation.truth import FINAL_AFTER, is_final_for, judge_ledger
 from tests.simulation.weather import Weather
+from tests.support.oracle import Fate
 from tests.support.virtual_loop import Deadlock
 
 SETTLE_S = 240.0
 """Without faults everything must be settled by then: longest schedule, session time-outs and back-offs."""
-STREAM = "orders"
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """What a seed chooses."""
-
-    kind: Kind
-    broker_faults: tuple[str, ...]
-    receiver_faults: tuple[str, ...]
-    process_faults: tuple[str, ...]
-    operators: tuple[str, ...]
-    observed: bool
-    counts: dict[str, int]
-    pipes: dict[str, Any]
-    chunk_bytes: int
-    seconds: float
-    clients: int
-    pace: float
-    batch: int
-
-    @property
-    def words(self) -> frozenset[str]:
-        """What it has that a fault may need."""
-        destinations = self.pipes["pipes"]["p"]["destinations"]
-        words = {*self.operators, *self.process_faults, *self.broker_faults, *self.receiver_faults, self.kind.name}
-        words |= {"observed"} if self.observed else set()
-        words |= {"several"} if len(destinations) > 1 else set()
-        return frozenset(words | {f"order: {one['webhook']['order']}" for one in destinations})
 
 
 @dataclass
@@ -80,56 +50,6 @@ class Verdict:
     complaints: list[str] = field(default_factory=list)
     digest: str = ""
     figures: dict[str, int] = field(default_factory=dict)
-
-
-PROCESS_FAULTS = ("kill", "freeze", "expire", "terminate")
-OPERATORS = ("pause", "redrive", "remake", "remake_inner", "restart", "schedule_off", "remove", "rewind")
-
-
-def choose(seed: int) -> Choice:
-    """The same for the same seed."""
-    rng = random.Random(seed)
-
-    def some(names: tuple[str, ...], chance: float) -> tuple[str, ...]:
-        return tuple(name for name in names if rng.random() < chance)
-
-    keyed = rng.random() < 0.4
-    destinations = [_destination(rng, name, in_order=keyed and name == "a") for name in ("a", "b")[: rng.randint(1, 2)]]
-    transform = {"transform": {"sql": "SELECT * FROM orders"}} if rng.random() < 0.25 else {}
-    return Choice(
-        kind=rng.choice(KINDS),
-        broker_faults=some(weather_module.KINDS, 0.4) if rng.random() < 0.8 else (),
-        receiver_faults=some(receivers_module.KINDS, 0.35) if rng.random() < 0.8 else (),
-        process_faults=some(PROCESS_FAULTS, 0.5),
-        operators=some(OPERATORS, 0.25),
-        observed=rng.random() < 0.06,
-        counts={"ingest": rng.randint(1, 2), "expel": rng.choice((1, 1, 2))},
-        pipes={
-            "streams": {STREAM: {"partitions": rng.randint(1, 3), "id": "id", "key": "key"}},
-            "pipes": {"p": {"sources": [STREAM], "destinations": destinations} | transform},
-        },
-        chunk_bytes=rng.choice((400, 900_000)),
-        seconds=rng.uniform(4, 14),
-        clients=rng.randint(1, 3),
-        pace=rng.choice((0.2, 0.6, 1.5)),
-        batch=rng.choice((1, 3, 8)),
-    )
-
-
-def _destination(rng: random.Random, name: str, *, in_order: bool) -> dict[str, Any]:
-    webhook = {
-        "url": f"http://127.0.0.1:9/p/{name}",
-        "body": rng.choice(("cloudevents", "json")),
-        "batch": {"max_events": rng.choice((1, 3, 20)), "max_wait": rng.choice(("10ms", "200ms"))},
-        "retry": {"attempts": rng.choice((1, 2, 3)), "base": "100ms", "max_wait": "1s"},
-        "schedule": rng.choice(([], ["1s"], ["2s", "5s"], ["1s", "1s", "20s"])),
-        "concurrency": rng.choice((1, 4)),
-        "timeout": rng.choice(("1s", "5s")),
-        "order": "key" if in_order else "none",
-    }
-    if in_order and rng.random() < 0.7:
-        webhook["schedule"] = ["200s"]
-    return {"name": name, "webhook": webhook, "start": rng.choice(("earliest", "latest"))}
 
 
 class History:
@@ -154,7 +74,7 @@ class History:
             {"observed": self.choice.observed, "observer": {"final_after": FINAL_AFTER}},
         )
         self.senders = Senders(self.machine, self.rng, self.oracle, self.fleet.listening, [STREAM])
-        self._frozen_until = 0.0
+        self._deaf_until = 0.0
         self.operator = Operator(self)
         self.document = self.choice.pipes
         self.pipes = PipeFile.model_validate(self.document)
@@ -176,7 +96,12 @@ class History:
     def _disturbed_until(self) -> float:
         """Until when somebody may not have heard of a pause."""
         late = 6.0  # an answer that takes as long as one may, and the next look
-        return max(self.weather.until + late, self._frozen_until)
+        hidden = max(self.weather.hidden_until.get(topic, 0.0) for topic in ("", CONTROL))
+        return max(hidden + late, self._deaf_until)
+
+    def note_deaf(self, seconds: float) -> None:
+        """Some process does not follow what is paused for so long."""
+        self._deaf_until = max(self._deaf_until, self.machine.time() + seconds)
 
     def route_all(self) -> None:
         """Tell the oracle of the destinations that the pipe file has."""
@@ -240,8 +165,10 @@ class History:
         fresh = [self.oracle.issue(STREAM, f"fresh-{number}") for number in range(2)]
         for _ in range(20):
             await self.senders.send(fresh)
-            if await self.wait_for(self._is_settled, 5.0):
+            if await self.wait_for(lambda: self._is_settled() and all(one.fate is Fate.OBLIGED for one in fresh), 5.0):
                 break
+        else:
+            verdict.complaints.append(f"fresh events do not come through: {[one.fate.name for one in fresh]}")
         self._read_letters()
         for consumer in self.cluster.consumers:
             self.trace(f"at the end {consumer.describe()}")
@@ -300,19 +227,18 @@ class History:
 
     async def _trouble(self, until: float) -> None:
         choice, rng = self.choice, self.rng
-        kinds = [*["weather"] * bool(choice.broker_faults) * 2, *["receiver"] * bool(choice.receiver_faults) * 2]
-        kinds += [*choice.process_faults, *choice.operators]
+        kinds, weights = list(choice.weights), list(choice.weights.values())
         while self.machine.time() < until:
-            await asyncio.sleep(rng.expovariate(1 / 1.2))
+            await asyncio.sleep(rng.expovariate(1 / 0.7))
             if kinds:
-                await self._strike(rng.choice(kinds))
+                await self._strike(*rng.choices(kinds, weights))
 
     async def _strike(self, kind: str) -> None:
         rng = self.rng
         if kind == "weather":
-            topic = rng.choice((None, STREAM, rng.choice(sorted(self.cluster.store.topics))))
+            topic = rng.choice((None, STREAM, CONTROL, rng.choice(sorted(self.cluster.store.topics))))
             self.trace(f"weather on {topic}")
-            self.weather.begin(topic, rng.uniform(0.2, 8.0), reads=rng.random() < 0.3)
+            self.weather.begin(topic, rng.uniform(0.2, 5.0), reads=rng.random() < 0.4)
         elif kind == "receiver":
             modes = tuple(
                 rng.sample(self.choice.receiver_faults, min(len(self.choice.receiver_faults), rng.randint(1, 2)))
@@ -320,7 +246,7 @@ class History:
             modes = (*modes, *["ok"] * rng.randint(0, 2))
             route = rng.choice(sorted(self.receivers))
             self.trace(f"receiver {route}: {modes}")
-            self.receivers[route].begin(rng.uniform(0.2, 8.0), modes)
+            self.receivers[route].begin(rng.uniform(0.2, 5.0), modes)
         elif kind in PROCESS_FAULTS:
             self._strike_process(kind)
         else:
@@ -339,14 +265,17 @@ class History:
         self.trace(f"{kind} {process.name}")
         if kind == "kill":
             process.kill_at = process.steps + rng.choice((1, rng.randint(1, 300), rng.randint(1, 40)))
+        elif kind == "clock":
+            process.skew = self.fleet.skews[process.name] = rng.choice((-30.0, -2.0, 0.0, 2.0, 30.0))
         elif kind == "terminate":
             process.terminate()
+            self.note_deaf(DRAIN_S + 2.0)  # what it drains it still sends
             self.machine.call_later(12.0, process.kill)
         elif kind == "freeze" and not process.frozen:
             process.freeze()
             self.cluster.note_frozen(process)
             seconds = rng.choice((0.5, 4.0, 9.0))
-            self._frozen_until = max(self._frozen_until, self.machine.time() + seconds + 2.0)
+            self.note_deaf(seconds + 2.0)
             self.machine.call_later(seconds, process.thaw)
 
     async def _calm(self) -> None:

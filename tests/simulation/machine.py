@@ -6,21 +6,23 @@ step of theirs: no `finally` runs, memory is gone, and what had left for the bro
 
 import asyncio
 import contextvars
-import heapq
 import random
 import signal
 import traceback
+from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import suppress
+from heapq import heappop, heappush
 from typing import Any, cast
 
 from tests.support.virtual_loop import Deadlock, VirtualLoop
 
 TURN_S = 1e-6
 """Passes in each turn: who waits for a moment and wakes a rounding error before it would otherwise wait for ever."""
-MOST_CANCELLED = 200
-"""Timers are thrown away then."""
 MAX_TURNS = 3_000_000
 _PROCESS: contextvars.ContextVar["Process"] = contextvars.ContextVar("process")
+WORLD = contextvars.Context()
+"""Of what no process does: it happens whoever is killed or frozen."""
 
 
 def current_process() -> "Process | None":
@@ -43,6 +45,8 @@ class Process:
         self.status: int | None = None
         self.steps = 0
         self.kill_at = -1
+        self.skew = 0.0
+        """How far ahead its wall clock is."""
         self.on_death: list[Callable[[], None]] = []
         self.listeners: list[Callable[[], asyncio.Protocol]] = []
         self.found: dict[str, Any] = {}
@@ -56,7 +60,7 @@ class Process:
     def start(self, main: Coroutine[Any, Any, int]) -> None:
         """Run it."""
         self._main = self._machine.create_task(main, context=self.context)
-        self._main.add_done_callback(self._exited, context=contextvars.Context())
+        self._main.add_done_callback(self._exited, context=WORLD)
 
     def _exited(self, main: "asyncio.Task[int]") -> None:
         if not self.alive:
@@ -116,26 +120,23 @@ class Process:
         return True
 
 
-class _Task(asyncio.Task[Any]):
+class _Counted:
     """With a hash that does not depend on where it lies in memory: sets of tasks are walked in the same order each time."""
 
-    def __init__(self, number: int, *args: Any, **more: Any) -> None:
-        self._number = number
-        super().__init__(*args, **more)
+    _number = 0
 
     def __hash__(self) -> int:
+        if not self._number:
+            self._number = cast("Any", self).get_loop().count_up()
         return self._number
 
 
-class _Future(asyncio.Future[Any]):
-    """As `_Task`."""
+class _Task(_Counted, asyncio.Task[Any]):
+    pass
 
-    def __init__(self, number: int, *args: Any, **more: Any) -> None:
-        self._number = number
-        super().__init__(*args, **more)
 
-    def __hash__(self) -> int:
-        return self._number
+class _Future(_Counted, asyncio.Future[Any]):
+    pass
 
 
 class Machine(VirtualLoop):
@@ -146,6 +147,8 @@ class Machine(VirtualLoop):
         self.rng, self.trace = rng, trace
         self.failures: list[str] = []
         self._numbers = 0
+        self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
+        self._ready: deque[asyncio.Handle]
         self._is_over = False
         self.turns = 0
         self._tasks: list[asyncio.Task[Any]] = []
@@ -153,59 +156,67 @@ class Machine(VirtualLoop):
         self.set_exception_handler(self._note_error)
 
     def _make_task(self, _loop: object, coro: Coroutine[Any, Any, Any], **more: Any) -> asyncio.Task[Any]:
-        self._numbers += 1
-        task = _Task(self._numbers, coro, loop=self, **more)
+        task = _Task(coro, loop=self, **more)
         process = more["context"].get(_PROCESS) if more.get("context") is not None else current_process()
         (self._tasks if process is None else process.tasks).append(task)
         return task
 
     def create_future(self) -> "asyncio.Future[Any]":
         """As there, countable."""
-        self._numbers += 1
-        return _Future(self._numbers, loop=self)
+        return _Future(loop=self)
 
-    def _may_run(self, handle: asyncio.Handle) -> bool:
-        process = handle._context.get(_PROCESS)  # type: ignore[attr-defined]  # no public way
-        return process is None or process.step(handle)
+    def count_up(self) -> int:
+        """The next number."""
+        self._numbers += 1
+        return self._numbers
 
     def ready_again(self, handle: asyncio.Handle) -> None:
         """What a thawed process held back."""
-        self._ready.append(handle)  # type: ignore[attr-defined]  # no public way
+        self._ready.append(handle)
 
     def _run_once(self) -> None:
-        """As there, but that each callback is asked for (`may_run`)."""
-        loop = cast("Any", self)  # the base class' own lists
-        timers, ready = loop._scheduled, loop._ready
-        if loop._timer_cancelled_count > MOST_CANCELLED:
-            timers = loop._scheduled = [handle for handle in timers if not handle._cancelled]
-            heapq.heapify(timers)
-            loop._timer_cancelled_count = 0
-        while timers and timers[0]._cancelled:
-            heapq.heappop(timers)._scheduled = False
-        if not ready and not loop._stopping:
+        """As there, but that the process of each callback is asked whether it may run."""
+        timers, ready = self._timers, self._ready
+        while timers and timers[0][2].cancelled():
+            heappop(timers)
+        if not ready and not cast("Any", self)._stopping:
             if not timers:
                 raise Deadlock("nothing is ready and no timer is set")
-            self._now = max(self._now, timers[0]._when)
+            self._now = max(self._now, timers[0][0])
         self._now += TURN_S
-        while timers and timers[0]._when <= self._now:
-            handle = heapq.heappop(timers)
-            handle._scheduled = False
-            ready.append(handle)
+        while timers and timers[0][0] <= self._now:
+            ready.append(heappop(timers)[2])
         self.turns += 1
         if self.turns > MAX_TURNS:
             raise EndlessError("too many turns of the loop")
         for _ in range(len(ready)):
-            handle = ready.popleft()
-            if not handle._cancelled and self._may_run(handle):
+            handle: Any = ready.popleft()
+            if not handle._cancelled and ((process := handle._context.get(_PROCESS)) is None or process.step(handle)):
                 handle._run()
+
+    def call_at(  # type: ignore[override]  # typeshed has *args of a TypeVarTuple here
+        self, when: float, callback: Any, *args: Any, context: Any = None
+    ) -> asyncio.TimerHandle:
+        """As there; of those for one moment the first comes first."""
+        handle = asyncio.TimerHandle(when, callback, args, self, context)
+        self._numbers += 1
+        heappush(self._timers, (when, self._numbers, handle))
+        return handle
+
+    def call_later(  # type: ignore[override]  # as above
+        self, delay: float, callback: Any, *args: Any, context: Any = None
+    ) -> asyncio.TimerHandle:
+        """As there."""
+        return self.call_at(self._now + delay, callback, *args, context=context)
 
     def call_soon(  # type: ignore[override]  # typeshed has *args of a TypeVarTuple here
         self, callback: Any, *args: Any, context: Any = None
     ) -> asyncio.Handle:
         """As there; nothing once the history is over."""
-        if self._is_over:
-            return asyncio.Handle(callback, args, self, context)
-        return super().call_soon(callback, *args, context=context)
+        handle = asyncio.Handle(callback, args, self, context)
+        if not self._is_over:
+            self._ready.append(handle)
+        return handle
 
     def add_signal_handler(  # type: ignore[override]  # as above
         self, sig: int, callback: Callable[..., Any], *args: Any
@@ -237,21 +248,19 @@ class Machine(VirtualLoop):
         self._is_over = True
         for process in processes:
             process.alive = False
-            self._tasks += process.tasks
+            process.context.run(_close, process.tasks)  # what they log meanwhile is of a process that is dead
             process.tasks = []
-        for task in self._tasks:
-            task._log_destroy_pending = False  # type: ignore[attr-defined]  # no public way
-            if not task.done():
-                _close(task.get_coro())
+        _close(self._tasks)
         self._tasks = []
         self.close()
 
 
-def _close(coro: Any) -> None:
-    try:
-        coro.close()
-    except (RuntimeError, ValueError):  # it waited in a `finally`
-        return
+def _close(tasks: list[asyncio.Task[Any]]) -> None:
+    for task in tasks:
+        task._log_destroy_pending = False  # type: ignore[attr-defined]  # no public way
+        if not task.done():
+            with suppress(RuntimeError, ValueError):  # it waited in a `finally`
+                cast("Any", task.get_coro()).close()
 
 
 class _Server:

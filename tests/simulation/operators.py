@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 from services.core.broker.errors import BrokerError
 from services.core.broker.producer import Producer
+from services.core.broker.record import TopicPartition
 from services.core.pauses import OPERATOR, Pause, Pauses, write_pause
-from services.core.pipes import PipeFile, delivery_group, delivery_topics
+from services.core.pipes import CONTROL, PipeFile, delivery_group, delivery_topics
 from services.core.yaml_source import BadConfiguration
-from services.fleet.dead.aim import Aim
 from services.fleet.dead.audit import Auditor
-from services.fleet.dead.filter import Filter
-from services.fleet.dead.found import Found
-from services.fleet.dead.redrive import Redrive
+from services.fleet.dead.found import DeadLetterSearch, Filter
+from services.fleet.dead.redrive import Redrive, RedriveTargets
 from tests.simulation.broker import ModelBroker
+from tests.simulation.fleet import DRAIN_S
 from tests.simulation.machine import Process
 
 if TYPE_CHECKING:
@@ -29,10 +29,10 @@ class Operator:
         self._history = history
         self._broker = ModelBroker(history.cluster, Process(history.machine, "operator"))
         self._is_redriving = "redrive" in history.choice.operators
-        self._schedules: dict[str, Any] = {}
+        self._is_right = False
 
     async def act(self, kind: str) -> None:
-        """One of `history.OPERATORS`."""
+        """One of `choice.OPERATORS`."""
         history = self._history
         lanes = [f"{pipe}/{name}" for pipe, name in sorted(history.oracle.routes)]
         lane = history.rng.choice(lanes)
@@ -42,24 +42,27 @@ class Operator:
                 await self._pause(lane, "paused")
                 history.machine.create_task(self._resume_later(lane))
             case "redrive":
-                await self.redrive_all()
+                await self._redrive()
             case "remake":
                 await self._remake(list(history.pipes.streams))
             case "remake_inner":
                 await self._remake(
                     ["p.parked", "p.retry", "p.dead", "penstock.retry-in", "penstock.delay-1s", "penstock.delay-4s"]
                 )
-            case "schedule_off":
-                await self._restart(schedule=[])
-            case "restart":
-                await self._restart(schedule=None)
+            case "schedule_off" | "restart":
+                await self._restart(schedule=[] if kind == "schedule_off" else None)
             case "rewind":
                 await self._rewind(lane)
+            case "repair":
+                await self._repair()
+            case "retention":
+                self._pass_retention()
             case "remove":
                 await self._remove(lane)
 
     async def put_right(self) -> None:
         """Resume what is paused, by whomever."""
+        self._is_right = True
         for pipe, name in sorted(self._history.oracle.routes):
             await self._resume_if_paused(f"{pipe}/{name}")
         self._history.machine.create_task(self._keep_resumed())
@@ -72,7 +75,7 @@ class Operator:
                 await self._resume_if_paused(f"{pipe}/{name}")
 
     async def _resume_if_paused(self, lane: str) -> None:
-        pauses = Pauses(self._broker.admin)
+        pauses = Pauses(self._broker.reader)
         while True:
             try:
                 await pauses.refresh()
@@ -83,8 +86,27 @@ class Operator:
             await self._pause(lane, "resumed")
 
     async def _resume_later(self, lane: str) -> None:
-        await asyncio.sleep(self._history.rng.uniform(0.5, 8.0))
-        await self._pause(lane, "resumed")
+        """Often not for good: what was parked is being replayed when it is paused again."""
+        rng = self._history.rng
+        while True:
+            await asyncio.sleep(rng.uniform(0.5, 5.0))
+            self._disturb(lane)
+            await self._pause(lane, "resumed")
+            if self._is_right or rng.random() < 0.5:
+                return
+            await asyncio.sleep(rng.uniform(0.2, 3.0))
+            await self._pause(lane, "paused")
+
+    def _disturb(self, lane: str) -> None:
+        """A resume is where faults matter: those that hear of it fail to read on, and the receiver is down once more."""
+        history, rng = self._history, self._history.rng
+        if self._is_right:
+            return
+        if "weather" in history.choice.weights and rng.random() < 0.4:
+            history.weather.begin(CONTROL, rng.uniform(1.0, 3.0), reads=True, kinds=("refused", "ok"))
+        if "receiver" in history.choice.weights and rng.random() < 0.4:
+            pipe, _, name = lane.partition("/")
+            history.receiver((pipe, name)).begin(rng.uniform(1.0, 6.0), (rng.choice(("500", "503", "hang", "reset")),))
 
     async def _pause(self, lane: str, state: Any) -> None:
         at = self._history.cluster.store.wall_ms()
@@ -93,7 +115,7 @@ class Operator:
     async def _write(self, command: Any) -> None:
         while True:
             try:
-                async with Producer(self._broker.driver) as producer:
+                async with Producer(self._broker.appender) as producer:
                     await command(producer)
             except BrokerError:
                 await asyncio.sleep(0.5)
@@ -107,11 +129,20 @@ class Operator:
 
         async def command(producer: Producer) -> None:
             history = self._history
-            found = await Found.look(self._broker.admin, Filter())
-            aim = Aim(history.pipes, to_stream=False, by_event_time=history.choice.kind.by_event_time)
+            found = await DeadLetterSearch.open(self._broker, Filter())
+            aim = RedriveTargets(history.pipes, to_stream=False, by_event_time=history.choice.kind.by_event_time)
             await Redrive(aim, producer, Auditor(producer, "me", {}), 1000.0).run(found.pages())
 
         await self._write(command)
+
+    async def _down(self) -> None:
+        self._history.note_deaf(2 * DRAIN_S)  # what is drained is still sent
+        await self._history.fleet.down()
+
+    async def _redrive(self) -> None:
+        await self.redrive_all()
+        if "remake_inner" in self._history.choice.operators and self._history.rng.random() < 0.5:
+            await self._remake(["p.dead"])  # the next letters lie where those lay
 
     async def _remake(self, topics: Sequence[str]) -> None:
         """A topic is deleted and made again: what was still to be done of it is lost by the operator's will."""
@@ -136,7 +167,7 @@ class Operator:
         history, admin = self._history, self._broker.admin
         pipe, _, name = lane.partition("/")
         group = delivery_group(pipe, name)
-        await history.fleet.down()
+        await self._down()
         for topic in delivery_topics(pipe, history.pipes.pipes[pipe]):
             while True:
                 try:
@@ -148,6 +179,26 @@ class Operator:
                     break
         await history.fleet.up(history.pipes)
 
+    async def _repair(self) -> None:
+        """A damaged file of offsets is repaired: one group's rows are gone."""
+        history, store = self._history, self._history.cluster.store
+        await self._down()
+        group = history.rng.choice(sorted(store.groups))
+        history.trace(f"operator: the rows of {group} are lost")
+        while history.cluster.coordinator.members(group):  # they have not run out yet, and would still commit
+            await asyncio.sleep(0.5)
+        store.forget_group(group)
+        await history.fleet.up(history.pipes)
+
+    def _pass_retention(self) -> None:
+        """What every group has settled goes, as far as the dice say."""
+        history, store = self._history, self._history.cluster.store
+        for topic in (*history.pipes.streams, "p.out", "p.retry", "p.parked", "penstock.retry-in", "penstock.delay-1s"):
+            for number in range(len(store.topics[topic].partitions) if topic in store.topics else 0):
+                groups = [group for group, known in store.groups.items() if topic in known.began]
+                settled = min((store.position(group, TopicPartition(topic, number)) for group in groups), default=0)
+                store.expire(topic, number, history.rng.choice((settled, history.rng.randint(0, settled))))
+
     async def _remove(self, lane: str) -> None:
         """A destination is taken out of the pipe file, what waits for it is buried, and later it is put back."""
         history, before = self._history, self._history.document
@@ -157,19 +208,19 @@ class Operator:
         if not kept:
             return
         document["pipes"][pipe]["destinations"] = kept
-        await history.fleet.down()
+        await self._down()
         try:
             await history.fleet.up(PipeFile.model_validate(document))
         except BadConfiguration:
             document["removed"] = {lane: {"bury": "it was removed"}}
             await history.fleet.up(PipeFile.model_validate(document))
         await asyncio.sleep(history.rng.uniform(0.0, 6.0))
-        await history.fleet.down()
+        await self._down()
         await history.fleet.up(history.pipes)
 
     async def _restart(self, schedule: list[float] | None) -> None:
         history = self._history
-        await history.fleet.down()
+        await self._down()
         if schedule is not None:
             document = copy.deepcopy(history.document)
             for pipe in document["pipes"].values():

@@ -15,7 +15,7 @@ import orjson
 from tests.simulation.transform import is_filtered
 from tests.support.oracle import Fate, says_not_stored
 
-HEARD_S = 2.5
+HEARD_S = 1.5
 """After a pause is durable nothing is sent to its destination any more: a look each second, and what is under way."""
 
 

@@ -58,7 +58,6 @@ PATCHES = (
                 "(pending[index], in_doubt.get(pending[index], error) if _is_retriable(error) else error)",
             ),
         ),
-        quick=True,
     ),
     Patch(
         "chunk-overtakes",
@@ -70,14 +69,15 @@ PATCHES = (
                 "any(_is_retriable(error) for _, error in self.failed)",
             ),
         ),
+        quick=True,
     ),
     Patch(
         "old-marks",
         "marks of a stream that was deleted are committed onto the one made anew",
         (
-            Change("services/expel/session.py", "            marks = low_water.still_owned(marks)\n", ""),
+            Change("services/core/consuming.py", "            marks = tracker.still_owned(marks)\n", ""),
             Change(
-                "services/core/broker/watermark.py",
+                "services/core/broker/offset_tracker.py",
                 "        durable = self.still_owned(marks)\n",
                 "        durable = marks\n",
             ),
@@ -89,9 +89,9 @@ PATCHES = (
         "an event that comes back is taken for another one's twin, and settled unsent",
         (
             Change(
-                "services/expel/returned.py",
-                "event_hash(record))",
-                "0)",
+                "services/expel/dedup.py",
+                "state.due, event_hash(record))",
+                "state.due, 0)",
             ),
         ),
         needs=frozenset({"remake", "pause"}),
@@ -101,7 +101,7 @@ PATCHES = (
         "a replay that is resumed once more never ends, and the stream is never read again",
         (
             Change(
-                "services/expel/standing.py",
+                "services/expel/pause.py",
                 "if (newest := self._pauses.of(self._lane)) != resumed:",
                 "if resumed is None and (newest := self._pauses.of(self._lane)) is not None:",
             ),
@@ -113,9 +113,9 @@ PATCHES = (
         "the last schedule is turned off, and what waits for the retrier waits for ever",
         (
             Change(
-                "services/fleet/plan.py",
-                "if needs_retrier(pipes) or is_waiting:",
-                "if needs_retrier(pipes):",
+                "services/core/provision.py",
+                "specs = wanted_topics(pipes, has_retrier=RETRY_IN in existing)",
+                "specs = wanted_topics(pipes)",
             ),
         ),
         quick=True,
@@ -124,7 +124,7 @@ PATCHES = (
     Patch(
         "pause-in-replay",
         "a replay that is paused goes on with its retries",
-        (Change("services/expel/session.py", "            self._dispatcher.hold()\n", "            pass\n"),),
+        (Change("services/expel/lane.py", "            self._dispatcher.hold()\n", "            pass\n"),),
         needs=frozenset({"pause", "order: key"}),
     ),
     Patch(
@@ -137,6 +137,7 @@ PATCHES = (
                 "        if waiting:\n",
             ),
         ),
+        quick=True,
         needs=frozenset({"observed", "several", "order: key"}),
     ),
     Patch(
@@ -144,8 +145,8 @@ PATCHES = (
         "what was parked and taken away with its topic is never missing",
         (
             Change(
-                "services/observer/ledger/rounds.py",
-                "            self._unread[step] = heard & still\n",
+                "services/observer/ledger/retry_tracker.py",
+                "            self.unread[step] = heard & still\n",
                 "            pass\n",
             ),
         ),
@@ -174,6 +175,7 @@ PATCHES = (
             ),
             Change("services/core/pauses.py", "import asyncio\n", "import asyncio\nimport sys\n"),
         ),
+        needs=frozenset({"pause"}),
     ),
 )
 

@@ -1,20 +1,18 @@
 """The webhooks' other side: receivers that process events and say so, or fail in every way in which a receiver can."""
 
 import asyncio
-import contextvars
 import random
 from collections.abc import Callable
 from typing import Any
 
 import orjson
 
-from services.expel.http_answer import Answer, BadAnswer
-from tests.simulation.machine import Machine, current_process
+from services.expel.webhook.response import BadResponse, Response
+from tests.simulation.machine import WORLD, Machine, current_process
 from tests.simulation.oracle import Oracle
 
 KINDS = ("500", "503", "429", "hang", "hang_after", "reset", "reset_after", "partial", "garbage", "400", "410")
 """hang_after, reset_after: the events are processed, and nobody hears of it. partial: some of them are, and it says which not."""
-_WORLD = contextvars.Context()
 
 
 class Receiver:
@@ -36,13 +34,13 @@ class Receiver:
     def begin(self, seconds: float, modes: tuple[str, ...]) -> None:
         """Fail like that for so long."""
         self.modes = modes
-        self._machine.call_later(seconds, self._end, modes, context=_WORLD)
+        self._machine.call_later(seconds, self._end, modes, context=WORLD)
 
     def _end(self, modes: tuple[str, ...]) -> None:
         if self.modes is modes:
             self.modes = ("ok",)
 
-    def handle(self, body: bytes) -> tuple[Answer | Exception | None, float]:
+    def handle(self, body: bytes) -> tuple[Response | Exception | None, float]:
         """(the answer; an error on the way; None: nothing ever comes; after how many seconds)."""
         self.requests += 1
         self._oracle.asked(self._oracle.routes[self.route], self._machine.time(), self._disturbed_until())
@@ -54,24 +52,24 @@ class Receiver:
         self._machine.trace(f"{'/'.join(self.route)}: {len(items)} events: {mode}")
         match mode:
             case "500" | "400" | "410":
-                return Answer(int(mode)), wait
+                return Response(int(mode)), wait
             case "503" | "429":
-                return Answer(int(mode), self._rng.choice((None, "1", "3"))), wait
+                return Response(int(mode), self._rng.choice((None, "1", "3"))), wait
             case "hang" | "reset":
                 return (None, 0.0) if mode == "hang" else (ConnectionResetError(), wait)
             case "garbage":
-                return BadAnswer("no answer"), wait
+                return BadResponse("no answer"), wait
             case "partial":
                 failed = self._refuse_some(items)
                 self._process([item for index, item in enumerate(items) if index not in failed])
                 told = [{"index": index, "retry": True} for index in failed]
-                return Answer(207, None, orjson.dumps({"failed": told})), wait
+                return Response(207, None, orjson.dumps({"failed": told})), wait
         self._process(items)
         if mode == "hang_after":
             return None, 0.0
         if mode == "reset_after":
             return ConnectionResetError(), wait
-        return Answer(self._rng.choice((200, 204))), wait
+        return Response(self._rng.choice((200, 204))), wait
 
     def _refuse_some(self, items: list[Any]) -> list[int]:
         """Of a key all that is behind the first one refused, too: who wants order does not take the later ones."""
@@ -101,24 +99,24 @@ class ModelClient:
         self._receiver, self._timeout = find((pipe, name)), timeout
         self._machine: Machine = process.found["machine"]
 
-    async def post(self, headers: bytes, body: bytes) -> Answer:
-        """As there: raises OSError, BadAnswer."""
+    async def post(self, headers: bytes, body: bytes) -> Response:
+        """As there: raises OSError, BadResponse."""
         machine = self._machine
-        answer: asyncio.Future[Answer] = machine.create_future()
+        answer: asyncio.Future[Response] = machine.create_future()
 
-        def give(found: Answer | Exception | None) -> None:
+        def give(found: Response | Exception | None) -> None:
             if answer.done():
                 return
-            if isinstance(found, Answer):
+            if isinstance(found, Response):
                 answer.set_result(found)
             elif found is not None:
                 answer.set_exception(found)
 
         def arrive() -> None:
             found, wait = self._receiver.handle(body)
-            machine.call_later(wait, give, found, context=_WORLD)
+            machine.call_later(wait, give, found, context=WORLD)
 
-        machine.call_later(machine.rng.choice((0.0, 0.001)), arrive, context=_WORLD)
+        machine.call_later(machine.rng.choice((0.0, 0.001)), arrive, context=WORLD)
         async with asyncio.timeout(self._timeout):
             return await answer
 

@@ -6,7 +6,7 @@ import socket
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from services.expel.http_answer import AnswerReader, BadAnswer
+from services.expel.webhook.response import BadResponse, ResponseReader
 from tests.simulation.machine import Machine, Process
 from tests.simulation.oracle import Event, Oracle, payload
 from tests.support.oracle import Fate
@@ -82,7 +82,7 @@ class MemoryTransport(asyncio.Transport):
 class _Client(asyncio.Protocol):
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.answer: asyncio.Future[tuple[int, bytes]] = loop.create_future()
-        self._reader = AnswerReader()
+        self._reader = ResponseReader()
 
     def data_received(self, data: bytes) -> None:
         if self.answer.done():
@@ -90,11 +90,11 @@ class _Client(asyncio.Protocol):
         try:
             if self._reader.feed(data):
                 self._resolve()
-        except BadAnswer as error:
+        except BadResponse as error:
             self.answer.set_exception(ConnectionError(str(error)))
 
     def _resolve(self) -> None:
-        found = self._reader.answer
+        found = self._reader.response
         assert found is not None
         self.answer.set_result((found.status, found.body))
 

@@ -182,6 +182,20 @@ class Store:
         age = self.wall_ms() - partition.records[first].timestamp
         return Lag(count, max(0, age), partition.times[first])
 
+    def forget_group(self, group: str) -> None:
+        """As `penstock log repair` of a damaged groups.db: what is lost is begun at the earliest."""
+        known = self.groups.setdefault(group, Group())
+        for name in {*known.began, *(source.topic for source in known.committed)}:
+            known.began[name] = {}
+        known.committed.clear()
+
+    def expire(self, name: str, number: int, before: int) -> None:
+        """Retention passes these offsets."""
+        partition = self.partition(name, number)
+        first = partition.index(before)
+        partition.start = max(partition.start, min(before, partition.end))
+        del partition.offsets[:first], partition.records[:first], partition.times[:first]
+
     def rewind(self, group: str, name: str, marks: Mapping[int, int], *, has_members: bool) -> None:
         """As `Admin.set_committed`."""
         if has_members:

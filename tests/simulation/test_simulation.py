@@ -11,6 +11,7 @@ from tests.simulation.patches import PATCHES, ROOT, Patch
 
 SEEDS = 2000
 WORKERS = 2
+QUICK_WITHIN = 500
 
 
 def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -51,5 +52,5 @@ def test_every_mend_is_where_its_patch_takes_it_out(patch: Patch) -> None:
 @pytest.mark.parametrize("patch", [patch for patch in PATCHES if patch.quick], ids=lambda patch: patch.name)
 def test_the_fault_of_a_mend_that_is_taken_out_is_found(patch: Patch) -> None:
     """Broken: the simulation sees nothing. The others: make simulate ARGS=--prove."""
-    found = _run("--prove", "--without", patch.name, "--seeds", "200")
+    found = _run("--prove", "--without", patch.name, "--seeds", str(QUICK_WITHIN))
     assert found.returncode == 0, found.stdout

@@ -12,15 +12,14 @@ import orjson
 
 from services.core.broker.contract import Broker, Consumer
 from services.core.broker.errors import BrokerError, NotOwner
-from services.core.broker.key_send import send_by_key
-from services.core.broker.producer import Producer
+from services.core.broker.offset_tracker import OffsetTracker
+from services.core.broker.producer import Producer, send_by_key
 from services.core.broker.record import Batch, Record, TopicPartition
-from services.core.broker.watermark import LowWater
 from services.core.ledger.reporter import Reporter, new_instance, say_goodbye
 from services.core.lifecycle import Supervision, wait_for_stop
-from services.core.opening import open_when_reachable
 from services.core.pipes import Pipe, PipeFile, output_topic
 from services.core.settings import Settings
+from services.core.startup import open_when_reachable
 from tests.simulation.machine import current_process
 
 FILTERED = 7
@@ -52,7 +51,7 @@ async def start(settings: TransformSettings, supervision: Supervision) -> None:
         broker = await open_when_reachable(stack, settings.broker, supervision.stopping)
         if broker is None:
             return
-        producer = await stack.enter_async_context(Producer(broker.driver))
+        producer = await stack.enter_async_context(Producer(broker.appender))
         instance = new_instance()
         running = [
             supervision.run(_Job(broker, producer, name, pipe, instance).run(supervision.stopping), name)
@@ -68,7 +67,7 @@ class _Job:
 
     def __init__(self, broker: Broker, producer: Producer, name: str, pipe: Pipe, instance: str) -> None:
         self._broker, self._producer, self._name, self._pipe = broker, producer, name, pipe
-        self._low_water = LowWater()
+        self._tracker = OffsetTracker()
         self._reporter = Reporter(producer, instance, "transform", name)
 
     async def run(self, stopping: asyncio.Event) -> None:
@@ -79,21 +78,23 @@ class _Job:
         await say_goodbye([self._reporter])
 
     async def _work(self, stopping: asyncio.Event) -> None:
-        self._low_water = LowWater()
+        self._tracker = OffsetTracker()
         group, sources = transform_group(self._name), self._pipe.sources
         async with self._broker.consumer(group, sources, start="earliest", on_revoke=self._revoke) as consumer:
             while not stopping.is_set():
-                for batch in await consumer.poll(max_records=200, max_wait=0.5):
+                batches = await consumer.poll(max_records=200, max_wait=0.5)
+                for batch in batches:  # at once: what is revoked later is no longer among what may be committed
+                    self._tracker.add(batch)
+                for batch in batches:
                     await self._pass_on(batch, consumer)
                 await self._measure(consumer)
                 await self._reporter.report()
 
     async def _revoke(self, sources: frozenset[TopicPartition]) -> None:
         """What is under way is done again by the next owner; marks of these are good no more."""
-        self._low_water.forget(sources)
+        self._tracker.remove(sources)
 
     async def _pass_on(self, batch: Batch, consumer: Consumer) -> None:
-        self._low_water.take(batch)
         passed: list[Record] = []
         filtered: list[Record] = []
         for record in batch.records:
@@ -105,15 +106,15 @@ class _Job:
             waiting = [waiting[index] for index in failed]
             if waiting:
                 await asyncio.sleep(0.3)
-        self._low_water.settle(batch.source, batch.offsets)
-        marks = self._low_water.committable()
+        self._tracker.settle(batch.source, batch.offsets)
+        marks = self._tracker.committable()
         self._reporter.settled.add("passed", passed)
         self._reporter.settled.add("filtered", filtered)
         await self._reporter.report()
-        marks = self._low_water.still_owned(marks)
+        marks = self._tracker.still_owned(marks)
         with suppress(NotOwner):
             await consumer.commit(marks)
-            self._low_water.committed(marks)
+            self._tracker.record_commit(marks)
 
     async def _measure(self, consumer: Consumer) -> None:
         asked = int(time.time() * 1000)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from services.core.event import ORIGIN, Origin
 from services.core.ledger.minute import MINUTE_MS
-from services.observer.ledger.origins import Origins, Run
+from services.observer.ledger.origins import Origins, SequenceKey
 from services.observer.ledger.settlement import StepSets
 from services.observer.ledger.table import Table
 from tests.simulation.oracle import Event, Route
@@ -60,8 +60,8 @@ def is_final_for(history: "History", pipe: str, names: set[str]) -> bool:
     table, now = _table(history), history.cluster.store.wall_ms()
     if table is None:
         return False
-    rows = [table.row(pipe, minute, now) for minute in table.minutes(pipe)]
-    return all(step.why_open is None for row in rows for step in row.steps if step.destination in names)
+    minutes = [minute for minute in table.minutes(pipe) if table.row(pipe, minute, now).accepted]
+    return all(table.finality.is_final((pipe, minute), name) for minute in minutes for name in names)
 
 
 def _is_final(history: "History") -> bool:
@@ -77,8 +77,6 @@ def _complain(history: "History") -> list[str]:
 
 
 def _judge_route(history: "History", table: Table, route: Route, origins: dict[int, Origin]) -> Iterator[str]:
-    if "remove" in history.choice.operators:
-        return  # the ledger hears nothing of what becomes of a removed destination's events
     said = list(_steps(table, route))
     missing = [
         event.id
@@ -105,7 +103,7 @@ def _steps(table: Table, route: Route) -> Iterator[StepSets]:
 
 
 def _has(origins: Origins, one: Origin) -> bool:
-    return one.sequence in origins.numbers(Run(one.incarnation, one.partition))
+    return one.sequence in origins.numbers(SequenceKey(one.incarnation, one.partition))
 
 
 def _is_missing(said: list[StepSets], one: Origin) -> bool:

@@ -33,8 +33,8 @@ class Weather:
         self._rng, self._now, self.kinds = rng, now, kinds
         self._windows: list[Window] = []
         self.bitten = 0
-        self.until = 0.0
-        """When the last window ends that was begun."""
+        self.hidden_until: dict[str, float] = {}
+        """When the last window ends in which a topic may not be readable; "" for all topics."""
         self._is_calm = False
 
     def begin(
@@ -50,7 +50,8 @@ class Weather:
                 *self._rng.sample(self.kinds, min(len(self.kinds), self._rng.randint(1, 3))),
                 *["ok"] * self._rng.randint(0, 2),
             )
-        self.until = max(self.until, self._now() + seconds)
+        if reads:
+            self.hidden_until[topic or ""] = max(self.hidden_until.get(topic or "", 0.0), self._now() + seconds)
         self._windows.append(Window(self._now() + seconds, topic, kinds, reads))
 
     def calm(self) -> None:
@@ -76,7 +77,8 @@ class Weather:
         """Seconds for one way."""
         if kind == "slow":
             return self._rng.uniform(0.2, 4.0)
-        return self._rng.choice((0.0, 0.001, self._rng.uniform(0.0005, 0.01)))
+        drawn = self._rng.random() * 3  # one draw: this is asked for most of all
+        return 0.0 if drawn < 1 else 0.001 if drawn < 2 else 0.0005 + (drawn - 2) * 0.01
 
 
 def refusal(kind: str, where: str) -> BrokerError:

@@ -7,8 +7,11 @@ import pytest
 from pyspark.sql import SparkSession
 
 from services.core.aws_emulator import CREDENTIALS
+from services.core.jvm.kafka import KafkaCluster
 from spark.session import open_session
-from tests.spark.river import River
+from tests.spark.log_pipeline import LogPipeline
+
+START_S = 600.0
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -29,8 +32,19 @@ def spark() -> Iterator[SparkSession]:
     session.stop()
 
 
+@pytest.fixture(scope="session")
+def kafka_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KafkaCluster]:
+    """One broker, for no test here stops one. It runs beside Spark, in Spark's worker: a second Spark costs more."""
+    cluster = KafkaCluster(tmp_path_factory.mktemp("kafka"), brokers=1)
+    try:
+        cluster.start(timeout_s=START_S)
+        yield cluster
+    finally:
+        cluster.stop(grace_s=0)
+
+
 @pytest.fixture
-def river(spark: SparkSession, tmp_path: Path) -> Iterator[River]:
+def pipeline(spark: SparkSession, tmp_path: Path) -> Iterator[LogPipeline]:
     """A log, a pipe file and the jobs of its pipes; jobs are stopped at the end."""
-    with River(spark, tmp_path) as river:
-        yield river
+    with LogPipeline(spark, tmp_path) as pipeline:
+        yield pipeline

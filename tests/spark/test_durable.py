@@ -1,13 +1,15 @@
 """What is synced before a batch becomes visible: a power cut must not leave an output that the checkpoint does not know."""
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from spark import durable
-from spark.durable import sync_batch
-from spark.sources import log_sink
-from spark.sources.log_sink import LogStreamWriter
+from spark.jobs.checkpoint import Checkpoint
+from spark.sources import log, offsets
+from spark.sources.log import LogStreamWriter
+from spark.sources.offsets import sync_batch
 
 
 def test_notes_of_a_batch_are_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -26,7 +28,7 @@ def test_notes_of_a_batch_are_synced(tmp_path: Path, monkeypatch: pytest.MonkeyP
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(b"x")
     synced: list[str] = []
-    monkeypatch.setattr(durable, "sync", lambda path: synced.append(str(path.relative_to(tmp_path))))
+    monkeypatch.setattr(offsets, "sync", lambda path: synced.append(str(path.relative_to(tmp_path))))
     sync_batch(tmp_path, 5)
     assert sorted(synced) == sorted([*wanted, "offsets", "commits", "state/0/1"])
     assert max(map(synced.index, wanted)) < min(map(synced.index, ["offsets", "commits", "state/0/1"]))
@@ -35,8 +37,19 @@ def test_notes_of_a_batch_are_synced(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_sink_syncs_the_checkpoint_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """If this fails, the streaming sink makes a batch visible that a power cut takes from the checkpoint."""
     calls: list[object] = []
-    monkeypatch.setattr(log_sink, "sync_batch", lambda *arguments: calls.append(arguments))
-    monkeypatch.setattr(log_sink, "commit_staged", lambda *_: calls.append("visible"))
+    monkeypatch.setattr(offsets, "sync_batch", lambda *arguments: calls.append(arguments))
+    monkeypatch.setattr(log, "commit_staged", lambda *_: calls.append("visible"))
     options = {"broker": "log:///log", "topic": "t", "writer": "w", "checkpointlocation": f"file://{tmp_path}"}
     LogStreamWriter(options).commit([], 7)
     assert calls == [(tmp_path, 7), "visible"]
+
+
+def test_two_queries_write_one_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If this fails, the two queries of a pipe that store their first batches at the same time make one of them fail."""
+    monkeypatch.setattr("spark.jobs.checkpoint.HadoopFolder", lambda _session, _path: None)
+    no_session: Any = None
+    checkpoint = Checkpoint(no_session, f"file://{tmp_path}")
+    with ThreadPoolExecutor(4) as threads:
+        for written in [threads.submit(checkpoint.write_note, "note.json", number) for number in range(400)]:
+            written.result()
+    assert (tmp_path / "note.json").read_bytes().isdigit()

@@ -3,8 +3,9 @@
 from types import SimpleNamespace
 from typing import Any
 
-from spark.collecting import is_too_much
-from spark.errors import is_answer, java_causes
+from spark.brokers.contract import is_too_much
+from spark.errors import java_causes
+from spark.java import is_answer
 
 
 class Cause:

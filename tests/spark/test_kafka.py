@@ -1,6 +1,7 @@
-"""Transforms on a real Kafka of three brokers: micro-batches and real-time mode."""
+"""Transforms on a real Kafka: micro-batches and real-time mode."""
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -14,29 +15,29 @@ from services.core import dead_letter
 from services.core.broker.connect import open_broker
 from services.core.broker.record import Record
 from services.core.event import read_id
-from services.core.jvm.kafka_server import KafkaCluster
-from tests.spark.broker_river import BrokerRiver
-from tests.spark.river import NOW, event, interrupt_queries, numbers, wait_for
+from services.core.jvm.kafka import KafkaCluster
+from tests.spark.broker_pipeline import BrokerPipeline
+from tests.spark.log_pipeline import NOW, event, interrupt_queries, numbers, wait_for
 from tests.spark.service_process import kill_service, start_service
 from tests.spark.test_checkpoint import truncate
 
 pytestmark = pytest.mark.kafka
 COLUMNS = "carrier STRING, delay INT"
-MakeRiver = Callable[[int], BrokerRiver]
+MakePipeline = Callable[[int], BrokerPipeline]
 
 
 @pytest.fixture
-def make_river(spark: SparkSession, kafka_cluster: KafkaCluster, tmp_path: Path) -> Iterator[MakeRiver]:
-    """Makes a river with so many partitions; its jobs are stopped at the end."""
-    rivers: list[BrokerRiver] = []
+def make_pipeline(spark: SparkSession, kafka_cluster: KafkaCluster, tmp_path: Path) -> Iterator[MakePipeline]:
+    """Makes a pipeline with so many partitions; its jobs are stopped at the end."""
+    pipelines: list[BrokerPipeline] = []
 
-    def make(partitions: int) -> BrokerRiver:
-        rivers.append(BrokerRiver(spark, f"kafka://{kafka_cluster.bootstrap}", tmp_path, partitions=partitions))
-        return rivers[-1]
+    def make(partitions: int) -> BrokerPipeline:
+        pipelines.append(BrokerPipeline(spark, f"kafka://{kafka_cluster.bootstrap}", tmp_path, partitions=partitions))
+        return pipelines[-1]
 
     yield make
-    for river in rivers:
-        river.stop()
+    for pipeline in pipelines:
+        pipeline.stop()
 
 
 def flight(number: int, delay: int | str | None = None) -> Record:
@@ -47,24 +48,26 @@ def reasons(records: list[Record]) -> dict[str | None, str]:
     return {read_id(r): (r.header(dead_letter.REASON) or b"").decode() for r in records}
 
 
-def test_micro_batches(make_river: MakeRiver) -> None:
+def test_micro_batches(make_pipeline: MakePipeline) -> None:
     """If this fails, events on Kafka lose identity, time or order in a transform, or foreign records stop the pipe."""
-    river = make_river(2)
+    pipeline = make_pipeline(2)
     sent = [flight(n) for n in range(100)]
     foreign = [
         Record(None, None, NOW, ()),
         Record(b"k", b"{}", NOW, ()),
         Record(b"k", None, NOW, (("ce_id", b"gone"),)),
     ]
-    river.send([*sent[:50], *foreign], 0)
-    river.send([*sent[50:], flight(500, delay=0), flight(501, delay="late")], 1)
-    river.start(
-        river.chosen(columns=COLUMNS, sql="SELECT event, carrier, 100 / (delay - 0) AS share FROM {s} WHERE delay <> 7")
+    pipeline.send([*sent[:50], *foreign], 0)
+    pipeline.send([*sent[50:], flight(500, delay=0), flight(501, delay="late")], 1)
+    pipeline.start(
+        pipeline.chosen(
+            columns=COLUMNS, sql="SELECT event, carrier, 100 / (delay - 0) AS share FROM {s} WHERE delay <> 7"
+        )
     )
-    dead = river.records("dead", 5)
-    out = river.records("out", 98)
-    river.stop()
-    assert river.problem is None
+    dead = pipeline.records("dead", 5)
+    out = pipeline.records("out", 98)
+    pipeline.stop()
+    assert pipeline.problem is None
     expected = {read_id(r): r for r in sent if r.timestamp not in (NOW, NOW + 7)}
     assert {read_id(r) for r in out} == expected.keys()
     for record in out:
@@ -85,164 +88,194 @@ def test_micro_batches(make_river: MakeRiver) -> None:
     assert len(dead) == 6
 
 
-def test_real_time(make_river: MakeRiver) -> None:
-    """If this fails, real-time mode does not run our SQL, or what is no event, or raises, stops it, vanishes or is not told."""
-    river = make_river(1)
-    chosen = river.chosen(
+def test_real_time(make_pipeline: MakePipeline) -> None:
+    """If this fails, real-time mode does not run our SQL, or a bad record, or an event that raises, stops it or vanishes."""
+    pipeline = make_pipeline(1)
+    chosen = pipeline.chosen(
         columns=COLUMNS, sql="SELECT event, 100 / delay AS share FROM {s} WHERE delay < 90", mode="real-time"
     )
-    river.send([flight(n) for n in range(1, 20)])
-    river.start(chosen)
-    assert {read_id(r) for r in river.records("out", 19)} == {f"id-{n}" for n in range(1, 20)}
-    river.send([flight(100), flight(21), event(22, b"no json"), flight(23, delay=0), flight(24)])
-    dead = river.records("dead", 2)
+    pipeline.send([flight(n) for n in range(1, 20)])
+    pipeline.start(chosen)
+    assert {read_id(r) for r in pipeline.records("out", 19)} == {f"id-{n}" for n in range(1, 20)}
+    pipeline.send([flight(100), flight(21), event(22, b"no json"), flight(23, delay=0), flight(24)])
+    dead = pipeline.records("dead", 2)
     assert reasons(dead) == {"id-22": "schema_mismatch", "id-23": "transform_error"}
     wait_for(
-        lambda: {"id-21", "id-24"} <= {read_id(r) for r in river.records("out", 21)},
+        lambda: {"id-21", "id-24"} <= {read_id(r) for r in pipeline.records("out", 21)},
         "the events after the poisoned one",
     )
-    river.send([flight(n) for n in range(30, 40)])
-    wait_for(lambda: {f"id-{n}" for n in range(30, 40)} <= {read_id(r) for r in river.records("out", 31)}, "new events")
-    river.stop()
-    assert sum(report.written for report in river.batches) >= 31, "batches in real-time mode are not reported"
-    assert "id-100" not in {read_id(r) for r in river.records("out", 31)}
-    told = river.reports()
-    assert numbers(told, "dead") == {22, 23}
-    assert numbers(told, "filtered") == {100}
-    assert numbers(told, "passed") == {*range(1, 20), 21, 24, *range(30, 40)}
-    lags = [lag for report in told for lag in report.lags]
+    pipeline.send([flight(n) for n in range(30, 40)])
+    wait_for(
+        lambda: {f"id-{n}" for n in range(30, 40)} <= {read_id(r) for r in pipeline.records("out", 31)}, "new events"
+    )
+    pipeline.stop()
+    assert sum(report.written for report in pipeline.batches) >= 31, "batches in real-time mode are not reported"
+    assert "id-100" not in {read_id(r) for r in pipeline.records("out", 31)}
+    reported = pipeline.reports()
+    assert numbers(reported, "dead") == {22, 23}
+    assert numbers(reported, "filtered") == {100}
+    assert numbers(reported, "passed") == {*range(1, 20), 21, 24, *range(30, 40)}
+    lags = [lag for report in reported for lag in report.lags]
     counts = Counter({kind: sum(lag.count for lag in lags if lag.kind == kind) for kind in {lag.kind for lag in lags}})
-    assert counts.keys() == {"lag_in", "lag_out", "process_time"}, "how late events are in real-time mode is not told"
+    assert counts.keys() == {"lag_in", "lag_out", "process_time"}, (
+        "how late events are in real-time mode is not reported"
+    )
     assert counts["process_time"] == counts["lag_out"], "an event's time is not its own"
     took = sum(lag.total_ms for lag in lags if lag.kind == "process_time")
     assert took < 30_000 * counts["process_time"], "that is the batch's time, not the events'"
 
 
-def test_what_was_rolled_back_is_no_event(make_river: MakeRiver) -> None:
+def test_what_was_rolled_back_is_no_event(make_pipeline: MakePipeline) -> None:
     """If this fails, a transform passes on events that their producer took back, or waits for ever at a transaction's mark."""
-    river = make_river(1)
-    asyncio.run(_send_in_transactions(river, range(0, 20, 5), 5))
-    river.start(river.chosen(columns=COLUMNS, sql="SELECT event, delay FROM {s}"))
-    assert {read_id(r) for r in river.records("out", 10)} == {f"id-{n}" for n in (*range(5), *range(10, 15))}
-    (held,) = river.endpoint.held(river.session, [river.stream])
+    pipeline = make_pipeline(1)
+    asyncio.run(_send_in_transactions(pipeline, range(0, 20, 5), 5))
+    pipeline.start(pipeline.chosen(columns=COLUMNS, sql="SELECT event, delay FROM {s}"))
+    assert {read_id(r) for r in pipeline.records("out", 10)} == {f"id-{n}" for n in (*range(5), *range(10, 15))}
+    (held,) = pipeline.broker.stored_ranges(pipeline.session, [pipeline.stream])
     assert (held.start, held.end) == (0, 24)
-    river.send([flight(50)])
-    assert len(river.records("out", 11)) == 11
-    river.stop()
-    assert river.problem is None
+    pipeline.send([flight(50)])
+    assert len(pipeline.records("out", 11)) == 11
+    pipeline.stop()
+    assert pipeline.problem is None
 
 
-async def _send_in_transactions(river: BrokerRiver, starts: Iterable[int], count: int) -> None:
+async def _send_in_transactions(pipeline: BrokerPipeline, starts: Iterable[int], count: int) -> None:
     """Every other one is rolled back."""
-    servers = river.url.removeprefix("kafka://")
-    async with AIOKafkaProducer(bootstrap_servers=servers, transactional_id=river.stream) as foreign:
+    servers = pipeline.url.removeprefix("kafka://")
+    async with AIOKafkaProducer(bootstrap_servers=servers, transactional_id=pipeline.stream) as foreign:
         for turn, start in enumerate(starts):
             await foreign.begin_transaction()
             for one in (flight(n) for n in range(start, start + count)):
-                await foreign.send_and_wait(river.stream, one.value, one.key, 0, one.timestamp, list(one.headers))
+                await foreign.send_and_wait(pipeline.stream, one.value, one.key, 0, one.timestamp, list(one.headers))
             await (foreign.abort_transaction() if turn % 2 else foreign.commit_transaction())
-    async with open_broker(river.url) as broker, asyncio.timeout(240):
-        while (await broker.admin.describe(river.stream))[0].end < 24:
+    async with open_broker(pipeline.url) as broker, asyncio.timeout(240):
+        while (await broker.reader.describe(pipeline.stream))[0].end < 24:
             await asyncio.sleep(0.2)
 
 
-def test_records_that_are_gone_stop_the_query(make_river: MakeRiver) -> None:
+def test_records_that_are_gone_stop_the_query(make_pipeline: MakePipeline) -> None:
     """If this fails, what retention deletes before the transform read it is lost without a word."""
-    river = make_river(1)
-    river.send([flight(n) for n in range(10)])
-    chosen = river.chosen(columns=COLUMNS, sql="SELECT event, delay FROM {s}")
-    river.start(chosen)
-    river.records("out", 10)
-    river.stop()
-    river.send([flight(n) for n in range(10, 30)])
-    asyncio.run(_delete_before(river, 20))
-    river.start(chosen)
-    assert "offset" in river.wait_for_problem().lower()
-    river.stop()
-    assert len(river.records("out", 10)) == 10
+    pipeline = make_pipeline(1)
+    pipeline.send([flight(n) for n in range(10)])
+    chosen = pipeline.chosen(columns=COLUMNS, sql="SELECT event, delay FROM {s}")
+    pipeline.start(chosen)
+    pipeline.records("out", 10)
+    pipeline.stop()
+    pipeline.send([flight(n) for n in range(10, 30)])
+    asyncio.run(_delete_before(pipeline, 20))
+    pipeline.start(chosen)
+    assert "offset" in pipeline.wait_for_problem().lower()
+    pipeline.stop()
+    assert len(pipeline.records("out", 10)) == 10
 
 
-def test_checkpoint_faults(make_river: MakeRiver) -> None:
-    """If this fails, a second query, a dead one, or a damaged checkpoint on Kafka is not told, or doubles events."""
-    river = make_river(1)
-    river.send([flight(n) for n in range(1, 11)])
-    chosen = river.chosen(columns=COLUMNS, sql="SELECT event, delay FROM {s}")
-    river.start(chosen)
-    river.records("out", 10)
-    river.start(chosen)
-    assert "in use by process" in river.wait_for_problem()
-    river.states.clear()
-    interrupt_queries(river.session)
-    wait_for(lambda: any(s.problem and "in use" not in s.problem for s in river.states), "the dead query is told")
-    river.send([flight(n) for n in range(11, 21)])
-    assert Counter(read_id(r) for r in river.records("out", 20)) == Counter(f"id-{n}" for n in range(1, 21))
-    river.stop()
-    truncate(river.folder / "checkpoints" / river.pipe)
-    river.states.clear()
-    river.send([flight(n) for n in range(21, 31)])
-    river.start(chosen)
-    assert "CheckpointDamaged" in river.wait_for_problem()
-    river.stop()
-    assert len(river.records("out", 20)) == 20
+def test_checkpoint_faults(make_pipeline: MakePipeline) -> None:
+    """If this fails, a second query, a dead one, or a damaged checkpoint on Kafka is not reported, or doubles events."""
+    pipeline = make_pipeline(1)
+    pipeline.send([flight(n) for n in range(1, 11)])
+    chosen = pipeline.chosen(columns=COLUMNS, sql="SELECT event, delay FROM {s}")
+    pipeline.start(chosen)
+    pipeline.records("out", 10)
+    pipeline.start(chosen)
+    assert "in use by process" in pipeline.wait_for_problem()
+    pipeline.states.clear()
+    interrupt_queries(pipeline.session)
+    wait_for(
+        lambda: any(s.problem and "in use" not in s.problem for s in pipeline.states), "the dead query is reported"
+    )
+    pipeline.send([flight(n) for n in range(11, 21)])
+    assert Counter(read_id(r) for r in pipeline.records("out", 20)) == Counter(f"id-{n}" for n in range(1, 21))
+    pipeline.stop()
+    truncate(pipeline.folder / "checkpoints" / pipeline.pipe)
+    pipeline.states.clear()
+    pipeline.send([flight(n) for n in range(21, 31)])
+    pipeline.start(chosen)
+    assert "CheckpointDamaged" in pipeline.wait_for_problem()
+    pipeline.stop()
+    assert len(pipeline.records("out", 20)) == 20
 
 
-def test_killed_in_the_middle(make_river: MakeRiver, tmp_path: Path) -> None:
-    """If this fails, a killed transform on Kafka loses events, writes more again than the batch at work, or tells the ledger
+def test_killed_in_the_middle(make_pipeline: MakePipeline, tmp_path: Path) -> None:
+    """If this fails, a killed transform on Kafka loses events, writes more again than the batch at work, or reports to the ledger
     of less than it did."""
-    river = make_river(1)
+    pipeline = make_pipeline(1)
     total, batch = 6000, 200
-    river.send([flight(n) for n in range(total)])
-    river.chosen(columns=COLUMNS, sql="SELECT event, delay FROM {s}", max_events=batch, interval="50ms")
+    pipeline.send([flight(n) for n in range(total)])
+    pipeline.chosen(columns=COLUMNS, sql="SELECT event, delay FROM {s}", max_events=batch, interval="50ms")
     output = tmp_path / "output.log"
-    process = start_service(tmp_path, river.url, output)
+    process = start_service(tmp_path, pipeline.url, output)
     try:
-        assert len(river.records("out", batch)) < total, "killed too late to mean anything"
+        assert len(pipeline.records("out", batch)) < total, "killed too late to mean anything"
     finally:
         kill_service(process)
-    process = start_service(tmp_path, river.url, output)
+    process = start_service(tmp_path, pipeline.url, output)
     try:
-        counts = Counter(read_id(r) for r in river.records("out", total))
+        counts = Counter(read_id(r) for r in pipeline.records("out", total))
         while len(counts) < total:
-            counts = Counter(read_id(r) for r in river.records("out", counts.total() + 1))
+            counts = Counter(read_id(r) for r in pipeline.records("out", counts.total() + 1))
         process.terminate()
         assert process.wait(60) == 0
-        assert numbers(river.reports(), "passed") == set(range(total))
+        assert numbers(pipeline.reports(), "passed") == set(range(total))
     finally:
         kill_service(process)
     assert counts.keys() == {f"id-{n}" for n in range(total)}
     assert counts.total() - total <= batch
 
 
-async def _delete_before(river: BrokerRiver, offset: int) -> None:
+def test_real_time_event_that_takes_all_memory(make_pipeline: MakePipeline, tmp_path: Path) -> None:
+    """If this fails, one event ends a real-time query's process again and again: it plans no batch that could be searched."""
+    pipeline = make_pipeline(1)
+    poison, total = 7, 12
+    pipeline.send([flight(n) for n in range(total)])
+    sql = f"SELECT event, length(repeat('x', IF(delay = {poison}, 2000000000, 1))) AS n FROM {{s}}"
+    pipeline.chosen(columns=COLUMNS, sql=sql, mode="real-time")
+    output, starts = tmp_path / "output.log", 0
+    process = start_service(tmp_path, pipeline.url, output, "--memory", "500MiB", "--master", "local[3]")
+    try:
+        while not (dead := asyncio.run(pipeline.read_now("dead"))):
+            if process.poll() is not None:
+                starts += 1
+                assert starts < 9, output.read_text()[-3000:]
+                process = start_service(tmp_path, pipeline.url, output, "--memory", "500MiB", "--master", "local[3]")
+            time.sleep(0.5)
+        assert reasons(dead) == {f"id-{poison}": "transform_error"}
+        others = {f"id-{n}" for n in range(total) if n != poison}
+        wait_for(lambda: {read_id(r) for r in asyncio.run(pipeline.read_now("out"))} == others, "all the others")
+        assert process.poll() is None
+    finally:
+        kill_service(process)
+
+
+async def _delete_before(pipeline: BrokerPipeline, offset: int) -> None:
     from aiokafka import TopicPartition
     from aiokafka.admin import RecordsToDelete
 
     from tests.support.kafka import open_admin
 
-    async with open_admin(river.url.removeprefix("kafka://")) as admin:
-        await admin.delete_records({TopicPartition(river.stream, 0): RecordsToDelete(before_offset=offset)})
+    async with open_admin(pipeline.url.removeprefix("kafka://")) as admin:
+        await admin.delete_records({TopicPartition(pipeline.stream, 0): RecordsToDelete(before_offset=offset)})
 
 
-def test_recreated_topic_stops_the_query(make_river: MakeRiver) -> None:
+def test_recreated_topic_stops_the_query(make_pipeline: MakePipeline) -> None:
     """If this fails, a topic that was made again is read from an offset that means other records."""
-    river = make_river(1)
-    river.send([flight(n) for n in range(10)])
-    chosen = river.chosen(columns=COLUMNS, sql="SELECT event, delay FROM {s}")
-    river.start(chosen)
-    river.records("out", 10)
-    river.stop()
-    asyncio.run(_make_again(river))
-    river.send([flight(n) for n in range(100, 150)])
-    river.start(chosen)
-    assert "made again" in river.wait_for_problem()
-    river.stop()
-    assert len(river.records("out", 10)) == 10
+    pipeline = make_pipeline(1)
+    pipeline.send([flight(n) for n in range(10)])
+    chosen = pipeline.chosen(columns=COLUMNS, sql="SELECT event, delay FROM {s}")
+    pipeline.start(chosen)
+    pipeline.records("out", 10)
+    pipeline.stop()
+    asyncio.run(_make_again(pipeline))
+    pipeline.send([flight(n) for n in range(100, 150)])
+    pipeline.start(chosen)
+    assert "created again" in pipeline.wait_for_problem()
+    pipeline.stop()
+    assert len(pipeline.records("out", 10)) == 10
 
 
-async def _make_again(river: BrokerRiver) -> None:
-    async with open_broker(river.url) as broker:
-        await broker.admin.delete_topic(river.stream)
+async def _make_again(pipeline: BrokerPipeline) -> None:
+    async with open_broker(pipeline.url) as broker:
+        await broker.admin.delete_topic(pipeline.stream)
         async with asyncio.timeout(120):
-            while river.stream in await broker.admin.topics():
+            while pipeline.stream in await broker.admin.topics():
                 await asyncio.sleep(0.1)
-    await river.create([river.stream], 1)
+    await pipeline.create([pipeline.stream], 1)

@@ -13,13 +13,13 @@ from pyspark.sql import SparkSession
 
 from services.core import dead_letter
 from services.core.aws_emulator import AwsEmulator
-from services.core.broker.kinesis.sdk import open_clients
-from services.core.broker.kinesis_url import parse_address
+from services.core.broker.connect import parse_kinesis_url
+from services.core.broker.kinesis.aws import open_clients
 from services.core.broker.record import Record
 from services.core.event import read_id
 from spark.sources.source import NAME
-from tests.spark.broker_river import BrokerRiver
-from tests.spark.river import NOW, event, numbers, wait_for
+from tests.spark.broker_pipeline import BrokerPipeline
+from tests.spark.log_pipeline import NOW, event, numbers, wait_for
 from tests.support.kinesis_resharding import Resharding
 
 START = NOW - NOW % 60_000
@@ -27,33 +27,35 @@ SQL = "SELECT event, upper(value) AS value FROM {s}"
 
 
 @pytest.fixture
-def river(spark: SparkSession, kinesis_emulator: AwsEmulator, tmp_path: Path) -> Iterator[BrokerRiver]:
+def pipeline(spark: SparkSession, kinesis_emulator: AwsEmulator, tmp_path: Path) -> Iterator[BrokerPipeline]:
     """A stream of two shards and a pipe; its jobs are stopped at the end."""
-    with BrokerRiver(spark, kinesis_emulator.url, tmp_path, partitions=2) as river:
-        yield river
+    with BrokerPipeline(spark, kinesis_emulator.url, tmp_path, partitions=2) as pipeline:
+        yield pipeline
 
 
-async def reshard(river: BrokerRiver, *, splits: Sequence[int] = (), merge: tuple[int, int] | None = None) -> None:
+async def reshard(
+    pipeline: BrokerPipeline, *, splits: Sequence[int] = (), merge: tuple[int, int] | None = None
+) -> None:
     """Split these shards of the stream in the middle; merge these two neighbours."""
-    async with open_clients(parse_address(river.url), 10.0) as clients:
-        resharding = Resharding(clients, river.stream)
+    async with open_clients(parse_kinesis_url(pipeline.url), 10.0) as clients:
+        resharding = Resharding(clients, pipeline.stream)
         for number in splits:
             await resharding.split(number)
         if merge is not None:
             await resharding.merge(*merge)
 
 
-def send(river: BrokerRiver, first: int, last: int) -> None:
+def send(pipeline: BrokerPipeline, first: int, last: int) -> None:
     """Events with numbers from `first` to below `last`, each key in one partition."""
     for partition in (0, 1):
-        river.send(
+        pipeline.send(
             [event(n, b"v%d" % n, key=b"key-%d" % (n % 2)) for n in range(first, last) if n % 2 == partition], partition
         )
 
 
-def written(river: BrokerRiver, count: int) -> list[Record]:
+def written(pipeline: BrokerPipeline, count: int) -> list[Record]:
     """What the pipe wrote: each event once, and those of a key in their order."""
-    out = river.records("out", count)
+    out = pipeline.records("out", count)
     assert Counter(read_id(record) for record in out) == Counter(f"id-{n}" for n in range(count))
     for key in (b"key-0", b"key-1"):
         times = [record.timestamp for record in out if record.key == key]
@@ -61,26 +63,26 @@ def written(river: BrokerRiver, count: int) -> list[Record]:
     return out
 
 
-def test_splits_merges_and_restarts_lose_nothing(river: BrokerRiver) -> None:
+def test_splits_merges_and_restarts_lose_nothing(pipeline: BrokerPipeline) -> None:
     """If this fails, a child shard is read before its parent, or a checkpoint forgets which shards were read."""
-    send(river, 0, 100)
-    chosen = river.chosen(sql=SQL)
-    river.start(chosen)
-    assert {record.value for record in written(river, 100)} == {b"V%d" % n for n in range(100)}
-    asyncio.run(reshard(river, splits=(0, 1)))
-    send(river, 100, 200)
-    written(river, 200)
-    river.stop()
-    asyncio.run(reshard(river, splits=(5,), merge=(3, 4)))  # 3 and 5 are those that partitions 0 and 1 go to
-    send(river, 200, 300)
-    river.send([Record(None, b"no id", 1)], 0)
-    river.start(chosen)
-    written(river, 300)
-    (letter,) = river.records("dead", 1)
-    river.stop()
-    assert river.problem is None
+    send(pipeline, 0, 100)
+    chosen = pipeline.chosen(sql=SQL)
+    pipeline.start(chosen)
+    assert {record.value for record in written(pipeline, 100)} == {b"V%d" % n for n in range(100)}
+    asyncio.run(reshard(pipeline, splits=(0, 1)))
+    send(pipeline, 100, 200)
+    written(pipeline, 200)
+    pipeline.stop()
+    asyncio.run(reshard(pipeline, splits=(5,), merge=(3, 4)))  # 3 and 5 are those that partitions 0 and 1 go to
+    send(pipeline, 200, 300)
+    pipeline.send([Record(None, b"no id", 1)], 0)
+    pipeline.start(chosen)
+    written(pipeline, 300)
+    (letter,) = pipeline.records("dead", 1)
+    pipeline.stop()
+    assert pipeline.problem is None
     assert letter.header(dead_letter.REASON) == b"bad_record"
-    assert numbers(river.reports(), "passed") == set(range(300))
+    assert numbers(pipeline.reports(), "passed") == set(range(300))
 
 
 def flight(number: int, minute: float, delay: int = 1) -> Record:
@@ -89,68 +91,72 @@ def flight(number: int, minute: float, delay: int = 1) -> Record:
     return msgspec.structs.replace(record, timestamp=START + round(minute * 60_000))
 
 
-def reasons(river: BrokerRiver, count: int) -> set[tuple[str | None, bytes | None]]:
+def reasons(pipeline: BrokerPipeline, count: int) -> set[tuple[str | None, bytes | None]]:
     """Why which events are among the dead letters; waits for so many."""
-    return {(read_id(letter), letter.header(dead_letter.REASON)) for letter in river.records("dead", count)}
+    return {(read_id(letter), letter.header(dead_letter.REASON)) for letter in pipeline.records("dead", count)}
 
 
-def test_an_aggregate_keeps_what_it_leaves_out(river: BrokerRiver) -> None:
+def test_an_aggregate_keeps_what_it_leaves_out(pipeline: BrokerPipeline) -> None:
     """If this fails, an event on which a transform in the plan raises stops it for good, or a late one vanishes."""
     counts = """SELECT date_format(window.start, 'HH:mm') AS id, count(*) AS flights, sum(60 DIV delay) AS part
                 FROM {s} GROUP BY window(event_time, '1 minute')"""
-    river.start(river.chosen(columns="delay INT", sql=counts, watermark="1m", interval="50ms"))
-    river.send([flight(0, 0), flight(1, 0.5)])
-    wait_for(lambda: sum(report.read for report in river.batches) >= 2, "a batch")
-    river.send([flight(2, 10), flight(3, 10.1, delay=0)])
-    assert reasons(river, 1) == {("id-3", b"transform_error")}
-    river.send([flight(4, 20)])
-    assert [orjson.loads(record.value or b"")["flights"] for record in river.records("out", 2)] == [2, 1]
-    river.send([flight(5, 0.1)])
-    assert reasons(river, 2) == {("id-3", b"transform_error"), ("id-5", b"late")}
+    pipeline.start(pipeline.chosen(columns="delay INT", sql=counts, watermark="1m", interval="50ms"))
+    pipeline.send([flight(0, 0), flight(1, 0.5)])
+    wait_for(lambda: sum(report.read for report in pipeline.batches) >= 2, "a batch")
+    pipeline.send([flight(2, 10), flight(3, 10.1, delay=0)])
+    assert reasons(pipeline, 1) == {("id-3", b"transform_error")}
+    pipeline.send([flight(4, 20)])
+    assert [orjson.loads(record.value or b"")["flights"] for record in pipeline.records("out", 2)] == [2, 1]
+    pipeline.send([flight(5, 0.1)])
+    assert reasons(pipeline, 2) == {("id-3", b"transform_error"), ("id-5", b"late")}
 
 
-def test_a_batch_that_was_not_noted_is_the_same_again(river: BrokerRiver, spark: SparkSession, tmp_path: Path) -> None:
+def test_a_batch_that_was_not_noted_is_the_same_again(
+    pipeline: BrokerPipeline, spark: SparkSession, tmp_path: Path
+) -> None:
     """If this fails, what a crash interrupts is lost, or comes again as other events."""
-    send(river, 0, 100)
+    send(pipeline, 0, 100)
     checkpoint = tmp_path / "sink"
 
     def run(until: int) -> None:
-        source = spark.readStream.format(NAME).options(broker=river.url, topics=river.stream, max_events="30").load()
+        source = (
+            spark.readStream.format(NAME).options(broker=pipeline.url, topics=pipeline.stream, max_events="30").load()
+        )
         out = source.select("key", "value", "timestamp", "headers")
-        writer = out.writeStream.format(NAME).options(broker=river.url, topic=f"{river.pipe}.out", writer="w")
+        writer = out.writeStream.format(NAME).options(broker=pipeline.url, topic=f"{pipeline.pipe}.out", writer="w")
         query = writer.option("checkpointLocation", str(checkpoint)).start()
         try:
-            wait_for(lambda: len(river.records("out", 0)) >= until or not query.isActive, f"{until} records")
+            wait_for(lambda: len(pipeline.records("out", 0)) >= until or not query.isActive, f"{until} records")
             query.processAllAvailable()
         finally:
             query.stop()
 
     run(100)
-    written(river, 100)
+    written(pipeline, 100)
     newest = max(int(path.name) for path in (checkpoint / "commits").iterdir() if path.name.isdigit())
     for name in (f"{newest}", f".{newest}.crc"):
         (checkpoint / "commits" / name).unlink()
     run(101)
-    counts = Counter(read_id(record) for record in river.records("out", 101))
+    counts = Counter(read_id(record) for record in pipeline.records("out", 101))
     assert set(counts) == {f"id-{n}" for n in range(100)}
     assert set(counts.values()) == {1, 2}
 
 
-def test_reads_what_is_stored(river: BrokerRiver, spark: SparkSession) -> None:
+def test_reads_what_is_stored(pipeline: BrokerPipeline, spark: SparkSession) -> None:
     """If this fails, a batch cannot be computed again to find the events that make it fail."""
-    nothing = river.endpoint.newest(spark, [river.stream], 20)
-    assert river.endpoint.read_spans(spark, nothing).count() == 0
-    send(river, 0, 50)
-    spans = river.endpoint.held(spark, [river.stream])
-    rows = river.endpoint.read_spans(spark, spans).orderBy("partition", "offset").collect()
+    nothing = pipeline.broker.newest_ranges(spark, [pipeline.stream], 20)
+    assert pipeline.broker.read_ranges(spark, nothing).count() == 0
+    send(pipeline, 0, 50)
+    spans = pipeline.broker.stored_ranges(spark, [pipeline.stream])
+    rows = pipeline.broker.read_ranges(spark, spans).orderBy("partition", "offset").collect()
     assert [row.timestamp for row in rows if row.partition == 0] == sorted(
         row.timestamp for row in rows if row.partition == 0
     )
     assert len(rows) == 50
-    parts = list(river.endpoint.windows(spans, 10))
-    assert sum(river.endpoint.read_spans(spark, part).count() for part in parts) == 50
+    parts = list(pipeline.broker.split_ranges(spans, 10))
+    assert sum(pipeline.broker.read_ranges(spark, part).count() for part in parts) == 50
     assert len(parts) >= 2
     ranges = json.dumps(spans)
-    assert spark.read.format(NAME).options(broker=river.url, ranges=ranges).load().count() == 50
-    everything = spark.read.format(NAME).options(broker=river.url, topics=river.stream).load()
+    assert spark.read.format(NAME).options(broker=pipeline.url, ranges=ranges).load().count() == 50
+    everything = spark.read.format(NAME).options(broker=pipeline.url, topics=pipeline.stream).load()
     assert everything.count() == 50

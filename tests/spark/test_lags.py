@@ -1,4 +1,4 @@
-"""How late events are, as a transform tells it: percentiles within 1 % of the exact ones, whatever the distribution."""
+"""The lags that a transform reports: percentiles within 1 % of the exact ones, whatever the distribution."""
 
 import random
 import time
@@ -11,8 +11,8 @@ from pyspark.sql import functions as f
 from services.core.broker.record import Record
 from services.core.event import ID
 from services.core.lag import LagHistogram
-from spark.observed import count_by_lag, in_text, read_lags
-from tests.spark.river import River
+from spark.reports import count_by_lag, in_text, read_lags
+from tests.spark.log_pipeline import LogPipeline
 
 SHARES = (0.5, 0.95, 0.99)
 DAY_MS = 86_400_000
@@ -25,20 +25,20 @@ def hard(random_lag: random.Random, count: int) -> list[int]:
     return near + [round((100 + 30 * random_lag.paretovariate(1.1)) * DAY_MS) for _ in range(late)]
 
 
-def test_percentiles_are_within_one_percent(river: River) -> None:
+def test_percentiles_are_within_one_percent(pipeline: LogPipeline) -> None:
     """If this fails, the P95 that a transform shows is that of other events: it was off by the whole gap between two humps."""
     seed = random.randrange(1 << 32)
     print("seed", seed)
     lags = hard(random.Random(seed), 2003)
     now = time.time_ns() // 1_000_000
     shuffled = random.Random(seed).sample(lags, len(lags))
-    river.send(Record(b"k%d" % (n % 97), b"{}", now - lag, ((ID, b"%d" % n),)) for n, lag in enumerate(shuffled))
-    river.run(river.pipe(sql="SELECT event, value FROM s", max_events=500), len(lags))
-    assert len({report.read for report in river.batches if report.read}) > 1, "batches of one size only"
+    pipeline.send(Record(b"k%d" % (n % 97), b"{}", now - lag, ((ID, b"%d" % n),)) for n, lag in enumerate(shuffled))
+    pipeline.run(pipeline.pipe(sql="SELECT event, value FROM s", max_events=500), len(lags))
+    assert len({report.read for report in pipeline.batches if report.read}) > 1, "batches of one size only"
     exact = [sorted(lags)[int(share * (len(lags) - 1))] for share in SHARES]
     for kind in ("lag_in", "lag_out"):
         merged = LagHistogram()
-        for lag in (lag for report in river.reports for lag in report.lags if lag.kind == kind):
+        for lag in (lag for report in pipeline.reports for lag in report.lags if lag.kind == kind):
             merged.merge(LagHistogram.load({"count": lag.count, "total_ms": lag.total_ms, "buckets": lag.buckets}))
         assert merged.count == len(lags)
         assert merged.quantiles(SHARES) == [pytest.approx(value, rel=0.01) for value in exact]

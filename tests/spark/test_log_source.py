@@ -14,14 +14,22 @@ from services.core.broker.errors import OffsetOutOfRange
 from services.core.broker.log import blocking
 from services.core.broker.record import Batch, Record
 from services.core.event import ORIGIN, read_id
-from spark.place import Span, offset_text
-from spark.shapes import ORIGINS_READ, OUT, RAW
-from spark.sources.log_read import TASK_EVENTS, plan_tasks
-from spark.sources.log_sink import place
-from spark.sources.offsets import TopicRecreated, advance, check_place, make_offset, place_of
-from spark.sources.record_batches import OUT_SCHEMA, RAW_SCHEMA, RAW_WITH_ORIGINS, from_arrow, to_arrow
+from spark.records import (
+    ORIGINS_READ,
+    OUT,
+    OUT_SCHEMA,
+    RAW,
+    RAW_SCHEMA,
+    RAW_WITH_ORIGINS,
+    OffsetRange,
+    from_arrow,
+    offset_text,
+    to_arrow,
+)
+from spark.sources.log import TASK_EVENTS, partition_records, plan_tasks
+from spark.sources.offsets import TopicRecreated, advance, check_stored, offsets_of, pack_offsets
 from spark.sources.source import NAME
-from tests.spark.river import NOW, River, event, wait_for
+from tests.spark.log_pipeline import NOW, LogPipeline, event, wait_for
 
 
 def test_arrow_types_are_those_of_spark(spark: SparkSession) -> None:
@@ -67,38 +75,38 @@ def test_batches_share_the_backlog() -> None:
 
 def test_gone_records_are_named() -> None:
     """If this fails, a query jumps over records that retention took, or over a topic that was made again."""
-    known = place_of(make_offset({"t": ("a", {0: 10, 1: 5})}), "t")
-    check_place("t", "a", known, {0: PartitionRange(10, 20), 1: PartitionRange(0, 5)})
+    known = offsets_of(pack_offsets({"t": ("a", {0: 10, 1: 5})}), "t")
+    check_stored("t", "a", known, {0: PartitionRange(10, 20), 1: PartitionRange(0, 5)})
     with pytest.raises(
-        OffsetOutOfRange, match=r"t\[0\]: offset 10 is outside of what is stored, 12 to 20; 2 records are gone"
+        OffsetOutOfRange, match=r"t\[0\]: offset 10 is outside of the stored range 12 to 20; 2 records are gone"
     ):
-        check_place("t", "a", known, {0: PartitionRange(12, 20), 1: PartitionRange(0, 5)})
+        check_stored("t", "a", known, {0: PartitionRange(12, 20), 1: PartitionRange(0, 5)})
     with pytest.raises(OffsetOutOfRange, match="offset 5"):
-        check_place("t", "a", known, {0: PartitionRange(10, 20), 1: PartitionRange(0, 4)})
+        check_stored("t", "a", known, {0: PartitionRange(10, 20), 1: PartitionRange(0, 4)})
     with pytest.raises(TopicRecreated):
-        check_place("t", "b", known, {0: PartitionRange(10, 20), 1: PartitionRange(0, 5)})
+        check_stored("t", "b", known, {0: PartitionRange(10, 20), 1: PartitionRange(0, 5)})
 
 
 def test_small_ranges_share_a_task() -> None:
     """If this fails, a batch of a few events costs a task for each partition."""
-    assert [task.ranges for task in plan_tasks([Span("t", p, 0, 10) for p in range(4)])] == [
-        [Span("t", p, 0, 10) for p in range(4)]
+    assert [task.ranges for task in plan_tasks([OffsetRange("t", p, 0, 10) for p in range(4)])] == [
+        [OffsetRange("t", p, 0, 10) for p in range(4)]
     ]
-    assert len(plan_tasks([Span("t", p, 0, TASK_EVENTS) for p in range(4)])) == 4
-    assert plan_tasks([Span("t", 0, 5, 5)]) == []
+    assert len(plan_tasks([OffsetRange("t", p, 0, TASK_EVENTS) for p in range(4)])) == 4
+    assert plan_tasks([OffsetRange("t", 0, 5, 5)]) == []
 
 
 def test_keyless_records_take_turns() -> None:
     """If this fails, all events without a key end in one partition for ever."""
     records = [Record(None, b"x", NOW)] * 3
-    assert {tuple(place(records, 4, turn)) for turn in range(4)} == {(0,), (1,), (2,), (3,)}
+    assert {tuple(partition_records(records, 4, turn)) for turn in range(4)} == {(0,), (1,), (2,), (3,)}
 
 
-def test_reads_by_range_and_by_date(river: River, spark: SparkSession) -> None:
+def test_reads_by_range_and_by_date(pipeline: LogPipeline, spark: SparkSession) -> None:
     """If this fails, a backfill reads too much or too little."""
-    river.send([event(n, b"{}", key=b"same") for n in range(10)])
-    (partition,) = [p for p, held in blocking.ends(river.log, "s").items() if held.end]
-    options = {"broker": f"log://{river.log}", "topics": "s"}
+    pipeline.send([event(n, b"{}", key=b"same") for n in range(10)])
+    (partition,) = [p for p, held in blocking.ends(pipeline.log, "s").items() if held.end]
+    options = {"broker": f"log://{pipeline.log}", "topics": "s"}
     assert spark.read.format(NAME).options(**options).load().count() == 10
     ranges = f'[["s", {partition}, 3, 5]]'
     some = spark.read.format(NAME).options(**options, ranges=ranges).load().orderBy("offset").collect()
@@ -110,23 +118,25 @@ def test_reads_by_range_and_by_date(river: River, spark: SparkSession) -> None:
         int(row.offset)
         for row in spark.read.format(NAME).options(**options, **dates).load().orderBy("offset").collect()
     ] == [2, 3, 4, 5]
-    assert spark.read.format(NAME).options(broker=f"log://{river.log}", topics="u").load().count() == 0
+    assert spark.read.format(NAME).options(broker=f"log://{pipeline.log}", topics="u").load().count() == 0
     with pytest.raises(PySparkException, match="OffsetOutOfRange"):
         spark.read.format(NAME).options(**options, ranges=f'[["s", {partition}, 3, 50]]').load().count()
 
 
-def test_streaming_sink_stores_a_batch_once(river: River, spark: SparkSession, tmp_path: Path) -> None:
+def test_streaming_sink_stores_a_batch_once(pipeline: LogPipeline, spark: SparkSession, tmp_path: Path) -> None:
     """If this fails, a stream into the log doubles a batch after a crash, or breaks the order of a key."""
-    river.send([event(n, b"%d" % n) for n in range(300)])
+    pipeline.send([event(n, b"%d" % n) for n in range(300)])
     checkpoint = tmp_path / "sink"
 
     def run() -> None:
-        source = spark.readStream.format(NAME).options(broker=f"log://{river.log}", topics="s", max_events="100").load()
+        source = (
+            spark.readStream.format(NAME).options(broker=f"log://{pipeline.log}", topics="s", max_events="100").load()
+        )
         out = source.select("key", "value", "timestamp", "headers")
-        writer = out.writeStream.format(NAME).options(broker=f"log://{river.log}", topic="p.out", writer="w")
+        writer = out.writeStream.format(NAME).options(broker=f"log://{pipeline.log}", topic="p.out", writer="w")
         query = writer.option("checkpointLocation", str(checkpoint)).start()
         try:
-            wait_for(lambda: len(river.out) >= 300 or not query.isActive, "300 records")
+            wait_for(lambda: len(pipeline.out) >= 300 or not query.isActive, "300 records")
             query.processAllAvailable()
         finally:
             query.stop()
@@ -136,10 +146,10 @@ def test_streaming_sink_stores_a_batch_once(river: River, spark: SparkSession, t
     (checkpoint / "commits" / str(newest)).unlink()
     (checkpoint / "commits" / f".{newest}.crc").unlink()
     run()
-    out = river.out
+    out = pipeline.out
     assert sorted(read_id(r) or "" for r in out) == sorted(f"id-{n}" for n in range(300))
     by_key: dict[bytes | None, list[int]] = {}
     for record in out:
         by_key.setdefault(record.key, []).append(record.timestamp)
     assert all(times == sorted(times) for times in by_key.values())
-    assert not list((river.log / "staging").glob("*/*.block"))
+    assert not list((pipeline.log / "staging").glob("*/*.block"))

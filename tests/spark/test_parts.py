@@ -2,14 +2,27 @@
 
 import random
 from collections.abc import Sequence
+from contextlib import suppress
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
 
-from spark.jobs.culprits import TransformBroken
-from spark.jobs.parts import ATTEMPT_FILE, MOST_ENDED, Attempts, Part, PartByPart, PartName, Range, TooMuch, within
-from spark.place import Place, offset_text
+from spark.jobs.attempts import (
+    ATTEMPT_FILE,
+    MAX_ENDED,
+    Attempts,
+    Part,
+    PartName,
+    PartRange,
+    PartRunner,
+    TooMuch,
+    within,
+)
+from spark.jobs.culprits import FailureStreak, TransformBroken
+from spark.jobs.replay import reject_process_killers
+from spark.records import RecordOffset, offset_text
 
 BATCH = 7
 
@@ -24,9 +37,10 @@ class Folder:
     def __init__(self) -> None:
         self.notes: dict[str, bytes] = {}
         self.done = False
+        self.committed = BATCH
 
     def newest(self, folder: str) -> int:
-        return BATCH if folder == "offsets" or self.done else BATCH - 1
+        return self.committed if folder == "offsets" or self.done else BATCH - 1
 
     def read_note(self, name: str, kind: Any) -> Any:
         return msgspec.json.decode(self.notes[name], type=kind) if name in self.notes else None
@@ -39,7 +53,7 @@ class Work:
     """Stores what it is given, unless that holds a killer, or too many. Outlives processes, as a broker does."""
 
     def __init__(self, count: int, killers: set[int] = frozenset(), most: int = 1 << 30, seed: int = 0) -> None:  # type: ignore[assignment]
-        self.all = sorted(Place("s", n % 3, offset_text(n)) for n in range(count))
+        self.all = sorted(RecordOffset("s", n % 3, offset_text(n)) for n in range(count))
         self.killers, self.most, self.dice = killers, most, random.Random(seed)
         self.stored: list[int] = []
         self.last_epoch = -1
@@ -47,7 +61,7 @@ class Work:
         self.processes, self.away = 0, False
         self.whole: list[int] | None = None
 
-    def places(self, part: Part) -> Sequence[Place]:
+    def list_records(self, part: Part) -> Sequence[RecordOffset]:
         bounds = {(topic, partition): (first, last) for topic, partition, first, last in part}
         return [
             place
@@ -62,7 +76,7 @@ class Work:
     def compute(self, part: Part, name: PartName | None) -> bool:
         if self.away:
             raise RuntimeError("the broker is away")
-        numbers = [int(place.offset) for place in self.places(part)]
+        numbers = [int(place.offset) for place in self.list_records(part)]
         if self.killers & set(numbers):
             raise Ended
         if len(numbers) > self.most:
@@ -75,13 +89,13 @@ class Work:
             raise Ended
         return bool(numbers)
 
-    def passes(self, place: Place) -> bool:
-        if int(place.offset) in self.killers:
+    def passes(self, record: RecordOffset) -> bool:
+        if int(record.offset) in self.killers:
             raise Ended
         return True
 
-    def condemn(self, place: Place, why: str, name: PartName) -> None:
-        self.dead[int(place.offset)] = why
+    def reject(self, record: RecordOffset, reason: str) -> None:
+        self.dead[int(record.offset)] = reason
 
     def run(self, folder: Folder, *, most: int = 200) -> Attempts:
         """Processes, one after the other, until one ends the batch."""
@@ -91,7 +105,7 @@ class Work:
             attempts.open(folder)  # type: ignore[arg-type]
             attempts.check()
             try:
-                PartByPart(attempts, self, lambda: None).run(BATCH)
+                PartRunner(attempts, self, lambda: None).run(BATCH)
             except Ended:
                 continue
             return attempts
@@ -124,7 +138,7 @@ def test_one_killer_in_a_large_batch_costs_few_processes() -> None:
     work.dice.random = lambda: 1.0  # type: ignore[method-assign]
     work.run(Folder())
     assert work.dead == {11_111: "it ended the process 2 times: it takes all memory, or never ends"}
-    assert work.processes <= 2 * MOST_ENDED + 4
+    assert work.processes <= 2 * MAX_ENDED + 4
 
 
 def test_a_transform_that_ends_the_process_on_everything_rejects_nothing() -> None:
@@ -153,19 +167,19 @@ def test_a_mended_transform_goes_on_with_what_is_left() -> None:
         attempts = Attempts("v")
         attempts.open(folder)  # type: ignore[arg-type]
         with pytest.raises(Ended):
-            PartByPart(attempts, work, lambda: None).run(BATCH)
+            PartRunner(attempts, work, lambda: None).run(BATCH)
     assert work.stored
     work.killers = set()
     mended = Attempts("w")
     mended.open(folder)  # type: ignore[arg-type]
     assert mended.ended == 0
-    PartByPart(mended, work, lambda: None).run(BATCH)
+    PartRunner(mended, work, lambda: None).run(BATCH)
     assert sorted(work.stored) == list(range(40))
     assert not work.dead
 
 
 def test_what_fails_in_order_ends_no_process() -> None:
-    """If this fails, a broker that is away for an hour is taken for a batch that ends the process, and events are condemned."""
+    """If this fails, a broker that is away for an hour counts as a batch that ends the process, and events are rejected."""
     folder = Folder()
     attempts = Attempts("v")
     attempts.open(folder)  # type: ignore[arg-type]
@@ -173,7 +187,7 @@ def test_what_fails_in_order_ends_no_process() -> None:
     work.away = True
     for _ in range(5):
         with pytest.raises(RuntimeError):
-            PartByPart(attempts, work, lambda: None).run(BATCH)
+            PartRunner(attempts, work, lambda: None).run(BATCH)
     again = Attempts("v")
     again.open(folder)  # type: ignore[arg-type]
     assert again.ended == attempt_of(folder)["ended"] == 1
@@ -191,14 +205,14 @@ def test_a_run_before_the_first_batch_that_ends_the_process() -> None:
 
     first = opened()
     assert first.current is None
-    first.warming_up(folder, begins=True)  # type: ignore[arg-type]
+    first.record_warm_up(folder, begins=True)  # type: ignore[arg-type]
     second = opened()
     assert second.current is not None, "it is left out"
-    second.done(BATCH)
+    second.record_done(BATCH)
     third = opened()
     assert third.current is None
-    third.warming_up(folder, begins=True)  # type: ignore[arg-type]
-    third.warming_up(folder, begins=False)  # type: ignore[arg-type]
+    third.record_warm_up(folder, begins=True)  # type: ignore[arg-type]
+    third.record_warm_up(folder, begins=False)  # type: ignore[arg-type]
     assert opened().current is None
 
 
@@ -207,4 +221,72 @@ def test_condition_of_a_part() -> None:
     assert within(()) == "true"
     place = offset_text(5)
     condition = f"(topic = 's' AND partition = 1 AND offset BETWEEN '{place}' AND '{place}')"
-    assert within((Range("s", 1, place, place),)) == condition
+    assert within((PartRange("s", 1, place, place),)) == condition
+
+
+def test_a_real_time_query_that_ends_the_process() -> None:
+    """If this fails, an event that takes all memory of a real-time query ends the process again and again: such a query plans no
+    batch, so nothing says that one was begun."""
+    folder, work = Folder(), Work(40, {30})
+    folder.done = True
+    work.dice.random = lambda: 1.0  # type: ignore[method-assign]
+
+    def start() -> Attempts:
+        attempts = Attempts("v", real_time=True)
+        attempts.open(folder)  # type: ignore[arg-type]
+        attempts.check()
+        return attempts
+
+    for ended in range(MAX_ENDED):
+        attempts = start()
+        assert attempts.ended == ended
+        attempts.record_working()  # and the process ends
+    for _processes in range(10):
+        attempts = start()
+        try:
+            PartRunner(attempts, work, lambda: None).run(BATCH + 1)
+        except Ended:
+            continue
+        break
+    assert set(work.dead) == {30}
+    attempts.record_working()
+    attempts.record_failure(RuntimeError("stopped in order"))
+    assert start().held is None, "nothing ended this process"
+    attempts.record_done(BATCH + 1)
+    folder.committed = BATCH + 1
+    assert start().current is None, "it is past that batch"
+
+
+def test_a_second_culprit_of_a_real_time_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If this fails, an event that arrives after the search and ends the process, too, stops its pipe until a person comes."""
+    folder, work = Folder(), Work(40, {30})
+    folder.done = True
+    work.dice.random = lambda: 1.0  # type: ignore[method-assign]
+    skipped: list[RecordOffset] = []
+
+    def reject(record: RecordOffset, reason: str) -> None:
+        skipped.append(record)
+        work.killers.discard(int(record.offset))
+
+    monkeypatch.setattr(work, "reject", reject)
+    monkeypatch.setattr(work, "is_stored", lambda _name: False)  # trials store nothing
+    monkeypatch.setattr("spark.jobs.replay.TrialParts", lambda _query, _streak: work)
+    monkeypatch.setattr("spark.jobs.replay.read_skipped", lambda _query: list(skipped))
+
+    def start() -> None:
+        attempts = Attempts("v", real_time=True)
+        attempts.open(folder)  # type: ignore[arg-type]
+        attempts.check()
+        query: Any = SimpleNamespace(attempts=attempts, real_time=True, check_not_stopping=lambda: None)
+        with suppress(Ended):
+            reject_process_killers(query, FailureStreak(folder))  # type: ignore[arg-type]
+            attempts.record_working()
+
+    for culprit in (30, 31):
+        work.killers = {culprit}
+        for _processes in range(12):
+            start()  # with the query itself, whose culprit ends the process again
+            if not work.killers:
+                break
+        assert skipped[-1].offset == offset_text(culprit)
+    assert len(skipped) == 2

@@ -4,19 +4,19 @@ import pytest
 from pyspark.sql import SparkSession
 
 from services.core.yaml_source import BadConfiguration
-from spark.brokers.log import LogEndpoint
+from spark.brokers.log import LogSparkBroker
+from spark.jobs.start_checks import check_suitability
 from spark.settings import TransformSettings
-from spark.suitability import check_suitability
-from tests.spark.river import River
+from tests.spark.log_pipeline import LogPipeline
 
 COLUMNS = "carrier STRING, delay INT"
 
 
-def mistakes(river: River, **pipe: object) -> str:
+def mistakes(pipeline: LogPipeline, **pipe: object) -> str:
     with pytest.raises(BadConfiguration) as caught:
-        river.prepare(river.pipe(**{"columns": COLUMNS} | pipe))  # type: ignore[arg-type]
+        pipeline.prepare(pipeline.pipe(**{"columns": COLUMNS} | pipe))  # type: ignore[arg-type]
     (problem,) = caught.value.problems
-    assert problem.where.startswith(str(river.folder / "pipes.yaml:"))
+    assert problem.where.startswith(str(pipeline.folder / "pipes.yaml:"))
     return f"{problem.key}: {problem.message}"
 
 
@@ -42,28 +42,30 @@ def mistakes(river: River, **pipe: object) -> str:
         ("SELECT event, value FROM t", "`t` cannot be found"),
     ],
 )
-def test_bad_sql(river: River, sql: str, said: str) -> None:
+def test_bad_sql(pipeline: LogPipeline, sql: str, said: str) -> None:
     """If this fails, a bad transform starts, and fails on events instead."""
-    found = mistakes(river, sql=sql)
+    found = mistakes(pipeline, sql=sql)
     assert found.startswith("pipes.p.transform.sql: ")
     assert said in found
 
 
-def test_bad_python(river: River) -> None:
+def test_bad_python(pipeline: LogPipeline) -> None:
     """If this fails, an import error in a transform is a stack trace without a place."""
-    (river.folder / "bad.py").write_text("import nothing_of_the_kind\n")
-    (river.folder / "odd.py").write_text("def none(frame):\n    return None\n")
-    assert "cannot be imported: ModuleNotFoundError" in mistakes(river, python="bad.py:f")
-    assert "has no function 'f'" in mistakes(river, python="odd.py:f")
-    assert "returned NoneType, not a DataFrame" in mistakes(river, python="odd.py:none")
-    assert "names no function" in mistakes(river, python="odd.py")
+    (pipeline.folder / "bad.py").write_text("import nothing_of_the_kind\n")
+    (pipeline.folder / "odd.py").write_text("def none(frame):\n    return None\n")
+    assert "cannot be imported: ModuleNotFoundError" in mistakes(pipeline, python="bad.py:f")
+    assert "has no function 'f'" in mistakes(pipeline, python="odd.py:f")
+    assert "returned NoneType, not a DataFrame" in mistakes(pipeline, python="odd.py:none")
+    assert "names no function" in mistakes(pipeline, python="odd.py")
 
 
-def test_bad_columns(river: River) -> None:
+def test_bad_columns(pipeline: LogPipeline) -> None:
     """If this fails, a mistake in a stream's columns is not named at the stream."""
-    assert mistakes(river, columns="delay NUMBER", sql="SELECT event, value FROM s").startswith("streams.s.columns: ")
-    assert "'event' is taken" in mistakes(river, columns="Event STRING", sql="SELECT event, value FROM s")
-    assert "stands twice" in mistakes(river, columns="a STRING, A INT", sql="SELECT event, value FROM s")
+    assert mistakes(pipeline, columns="delay NUMBER", sql="SELECT event, value FROM s").startswith(
+        "streams.s.columns: "
+    )
+    assert "'event' is taken" in mistakes(pipeline, columns="Event STRING", sql="SELECT event, value FROM s")
+    assert "is declared twice" in mistakes(pipeline, columns="a STRING, A INT", sql="SELECT event, value FROM s")
 
 
 @pytest.mark.parametrize(
@@ -77,21 +79,21 @@ def test_bad_columns(river: River) -> None:
         ("SELECT event, row_number() OVER (ORDER BY delay) AS n FROM s", False),
     ],
 )
-def test_row_by_row_is_recognised(river: River, sql: str, row_by_row: bool) -> None:
+def test_row_by_row_is_recognised(pipeline: LogPipeline, sql: str, row_by_row: bool) -> None:
     """If this fails, a transform over several events is computed on each micro-batch alone, and is wrong."""
-    assert river.prepare(river.pipe(columns=COLUMNS, sql=sql)).row_by_row is row_by_row
+    assert pipeline.prepare(pipeline.pipe(columns=COLUMNS, sql=sql)).row_by_row is row_by_row
 
 
-def test_what_a_stream_cannot_do(river: River, spark: SparkSession) -> None:
+def test_what_a_stream_cannot_do(pipeline: LogPipeline, spark: SparkSession) -> None:
     """If this fails, an impossible query, or real-time mode on the log, starts and fails for ever."""
-    endpoint = LogEndpoint(str(river.log))
+    endpoint = LogSparkBroker(str(pipeline.log))
     asked = {
         "not supported": {"sql": "SELECT carrier AS id, count(*) AS n FROM s GROUP BY carrier"},
         "real-time mode needs Kafka": {"sql": "SELECT event, value FROM s", "mode": "real-time"},
     }
     for said, transform in asked.items():
-        chosen = river.pipe(columns=COLUMNS, **transform)
+        chosen = pipeline.pipe(columns=COLUMNS, **transform)
         with pytest.raises(BadConfiguration, match=said):
-            check_suitability(spark, TransformSettings(), endpoint, chosen, [river.prepare(chosen)])
+            check_suitability(spark, TransformSettings(), endpoint, chosen, [pipeline.prepare(chosen)])
     sums = "SELECT carrier AS id, delay FROM s WHERE delay > (SELECT avg(delay) FROM s)"
-    assert "real-time" in mistakes(river, sql=sums, mode="real-time")
+    assert "real-time" in mistakes(pipeline, sql=sums, mode="real-time")

@@ -11,11 +11,10 @@ from services.core.broker.errors import Unavailable
 from services.core.broker.record import Record
 from services.core.ledger.report import Report, decode_report, unpack_numbers
 from services.core.ledger.reporter import HEARTBEAT_S
-from spark.numbering import number_batch
-from spark.observed import BatchReport
-from spark.origins import add_made, add_settled, read_origins, split_count, union, without
-from spark.place import Span, cut_evenly
+from spark.records import OffsetRange, cut_evenly
 from spark.reporter import PipeReporter
+from spark.reports import BatchReport, add_accepted, add_settled, parse_origins, split_count, union, without
+from spark.transforms.output import number_batch
 
 
 class Shelf:
@@ -49,8 +48,10 @@ class Clock:
 
 def sets(report: Report) -> dict[tuple[str, str, int, int | None], list[int]]:
     return {
-        (told.outcome, told.incarnation, told.partition, told.minute): list(unpack_numbers(told.numbers))
-        for told in report.sets
+        (reported.outcome, reported.incarnation, reported.partition, reported.minute): list(
+            unpack_numbers(reported.numbers)
+        )
+        for reported in report.sets
     }
 
 
@@ -62,10 +63,10 @@ def outside(reason: str) -> float:
 def test_origins_are_read_and_what_is_none_is_counted() -> None:
     """If this fails, one record that others wrote stops a pipe, or an event is taken for another one."""
     text = "a:0:5 b:1:7 a:0:6 a:0:6 A:0:1 x a:0: a::3 a:0:2147483648 a:0:-1 a:0:12345678901 a:0:1_0 a:0:2147483647"
-    assert read_origins(text, "odd", events=16) == {("a", 0): BitMap([5, 6, 2**31 - 1]), ("b", 1): BitMap([7])}
+    assert parse_origins(text, "odd", events=16) == {("a", 0): BitMap([5, 6, 2**31 - 1]), ("b", 1): BitMap([7])}
     assert outside("bad_origin") == 8
     assert outside("no_origin") == 3
-    assert read_origins("", "odd") == {}
+    assert parse_origins("", "odd") == {}
     assert split_count("#3 a:0:5 #12 b:1:7 a:0:6") == (15, " a:0:5  b:1:7 a:0:6")
     assert split_count("a:0:5") == (0, "a:0:5")
 
@@ -74,7 +75,7 @@ def test_settled_is_passed_or_filtered() -> None:
     """If this fails, an event counts twice or not at all behind a transform."""
     report = BatchReport("p")
     add_settled(report, [("a:0:1 a:0:2 a:1:1", 3), ("b:0:1", 1)], "a:0:2 b:0:1 b:0:1")
-    assert {(told.outcome, told.incarnation, told.partition) for told in report.sets.pack()} == {
+    assert {(reported.outcome, reported.incarnation, reported.partition) for reported in report.sets.pack()} == {
         ("passed", "a", 0),
         ("passed", "b", 0),
         ("filtered", "a", 0),
@@ -82,19 +83,19 @@ def test_settled_is_passed_or_filtered() -> None:
     }
     other = BatchReport("p")
     add_settled(other, [("a:0:1 a:0:2 a:0:3", 3)], "a:0:2", [{("a", 0): BitMap([3])}])
-    assert {(told.outcome, tuple(unpack_numbers(told.numbers))) for told in other.sets.pack()} == {
+    assert {(reported.outcome, tuple(unpack_numbers(reported.numbers))) for reported in other.sets.pack()} == {
         ("passed", (2,)),
         ("filtered", (1,)),
     }
-    left = without(union([read_origins("a:0:1", "p"), read_origins("a:0:2", "p")]), read_origins("a:0:1", "p"))
+    left = without(union([parse_origins("a:0:1", "p"), parse_origins("a:0:2", "p")]), parse_origins("a:0:1", "p"))
     assert left == {("a", 0): BitMap([2])}
 
 
 def test_new_events_count_in_their_minute() -> None:
     """If this fails, events that a transform makes are missing from the minutes that the observer shows, or in the wrong ones."""
     report, at = BatchReport("p"), 100 * 60_000 + 5
-    add_made(report, f"q:0:1:{at} q:0:2:{at - 60_000} q:0:3:{at - 600_000} q:0:4:{at + 600_000}", at)
-    found = {(told.minute, tuple(unpack_numbers(told.numbers))) for told in report.sets.pack()}
+    add_accepted(report, f"q:0:1:{at} q:0:2:{at - 60_000} q:0:3:{at - 600_000} q:0:4:{at + 600_000}", at)
+    found = {(reported.minute, tuple(unpack_numbers(reported.numbers))) for reported in report.sets.pack()}
     assert found == {(100, (1, 3, 4)), (99, (2,))}
 
 
@@ -108,7 +109,7 @@ def test_numbers_of_batches_never_meet() -> None:
 
 def test_windows_cover_everything_once() -> None:
     """If this fails, events are left out, or done twice, when what a crash left is done in parts."""
-    spans = [Span("s", 0, 5, 17), Span("s", 1, 0, 0), Span("u", 0, 2, 3)]
+    spans = [OffsetRange("s", 0, 5, 17), OffsetRange("s", 1, 0, 0), OffsetRange("u", 0, 2, 3)]
     found = [(s.topic, s.partition, n) for part in cut_evenly(spans, 6) for s in part for n in range(s.start, s.end)]
     assert sorted(found) == [*(("s", 0, n) for n in range(5, 17)), ("u", 0, 2)]
     assert all(sum(s.end - s.start for s in part) <= 6 for part in cut_evenly(spans, 6))
@@ -118,50 +119,50 @@ def test_reporter_tells_batches_and_that_it_lives() -> None:
     """If this fails, the observer takes a pipe that lives for a silent one, or misses what it settled."""
     shelf, clock = Shelf(), Clock()
     reporter = PipeReporter("p", shelf, clock)
-    reporter.beat()
-    reporter.beat()
+    reporter.report_heartbeat()
+    reporter.report_heartbeat()
     assert [report.behind_ms for report in shelf.reports()] == [None]
     done = BatchReport("p", read=3, lag_in=Counter([5, 6]), lag_out=Counter([7, 8]), took=Counter({2: 2}))
     add_settled(done, [("a:0:1 a:0:2 a:0:3", 3)], "a:0:1 a:0:2")
     clock.now += 7
-    reporter.settled_up_to(int(clock.now * 1000) - 4000)
-    reporter.tell(done)
-    reporter.tell(BatchReport("p"))
+    reporter.record_settled_up_to(int(clock.now * 1000) - 4000)
+    reporter.report(done)
+    reporter.report(BatchReport("p"))
     clock.now += HEARTBEAT_S - 1
-    reporter.beat()
+    reporter.report_heartbeat()
     assert len(shelf.records) == 2
     clock.now += 1
-    reporter.beat()
+    reporter.report_heartbeat()
     reporter.close()
-    _, told, beat, end = shelf.reports()
-    assert sets(told) == {("passed", "a", 0, None): [1, 2], ("filtered", "a", 0, None): [3]}
-    assert {(lag.kind, lag.count, lag.total_ms) for lag in told.lags} == {
+    _, reported, beat, end = shelf.reports()
+    assert sets(reported) == {("passed", "a", 0, None): [1, 2], ("filtered", "a", 0, None): [3]}
+    assert {(lag.kind, lag.count, lag.total_ms) for lag in reported.lags} == {
         ("lag_in", 2, 11),
         ("lag_out", 2, 15),
         ("process_time", 2, 4),
     }
-    assert (told.behind_ms, beat.behind_ms) == (4000, 14_000)
+    assert (reported.behind_ms, beat.behind_ms) == (4000, 14_000)
     assert not beat.sets
     assert not beat.lags
-    assert [report.closed for report in (told, beat, end)] == [False, False, True]
+    assert [report.closed for report in (reported, beat, end)] == [False, False, True]
     assert shelf.closed
 
 
 def test_reporter_that_cannot_write() -> None:
-    """If this fails, a batch counts as done though nobody was told, or lags are told twice or never."""
+    """If this fails, a batch counts as done though it was not reported, or lags are reported twice or never."""
     shelf, clock = Shelf(), Clock()
     reporter = PipeReporter("p", shelf, clock)
     done = BatchReport("p", lag_out=Counter([7]))
     add_settled(done, [("a:0:1", 1)], "a:0:1")
     shelf.away = True
     with pytest.raises(Unavailable):
-        reporter.tell(done)
-    reporter.beat()
+        reporter.report(done)
+    reporter.report_heartbeat()
     shelf.away = False
-    reporter.tell(done)
-    (told,) = shelf.reports()
-    assert sets(told) == {("passed", "a", 0, None): [1]}
-    assert sum(lag.count for lag in told.lags if lag.kind == "lag_out") == 1
+    reporter.report(done)
+    (reported,) = shelf.reports()
+    assert sets(reported) == {("passed", "a", 0, None): [1]}
+    assert sum(lag.count for lag in reported.lags if lag.kind == "lag_out") == 1
     clock.now += 60
     shelf.away = True
     reporter.close()

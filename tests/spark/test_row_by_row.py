@@ -7,10 +7,10 @@ from services.core import dead_letter
 from services.core.broker.partitioner import choose_partition
 from services.core.broker.record import Record
 from services.core.event import read_id
-from spark.sources.record_batches import from_arrow
+from spark.records import from_arrow
 from spark.sources.source import NAME
 from spark.transforms.preparation import prepare_pipes
-from tests.spark.river import NOW, River, event, wait_for
+from tests.spark.log_pipeline import NOW, LogPipeline, event, wait_for
 
 FLIGHTS = "carrier STRING, delay INT"
 
@@ -23,14 +23,14 @@ def reasons(records: list[Record]) -> dict[str | None, str]:
     return {read_id(r): (r.header(dead_letter.REASON) or b"").decode() for r in records}
 
 
-def test_sql_carries_events_on(river: River) -> None:
+def test_sql_carries_events_on(pipeline: LogPipeline) -> None:
     """If this fails, events lose their id, key, time or headers in a transform, or come out in another order."""
     sent = [flight(n) for n in range(200)]
-    river.send(sent)
-    river.run(
-        river.pipe(columns=FLIGHTS, sql="SELECT event, carrier, delay * 2 AS twice FROM s WHERE delay % 2 = 0"), 200
+    pipeline.send(sent)
+    pipeline.run(
+        pipeline.pipe(columns=FLIGHTS, sql="SELECT event, carrier, delay * 2 AS twice FROM s WHERE delay % 2 = 0"), 200
     )
-    out = river.out
+    out = pipeline.out
     expected = {read_id(r): r for r in sent if int(r.timestamp - NOW) % 2 == 0}
     assert sorted(read_id(r) or "" for r in out) == sorted(filter(None, expected))
     for record in out:
@@ -41,18 +41,18 @@ def test_sql_carries_events_on(river: River) -> None:
     for record in out:
         by_key.setdefault(record.key, []).append(record.timestamp)
     assert all(times == sorted(times) for times in by_key.values())
-    assert not river.dead
+    assert not pipeline.dead
 
 
-def test_value_passes_byte_for_byte(river: River) -> None:
+def test_value_passes_byte_for_byte(pipeline: LogPipeline) -> None:
     """If this fails, a transform that only filters alters payloads (number formats, spaces, big integers)."""
     values = [b'{"a": 1.50, "b":9007199254740993 }', b"plain text", "\u00fcber \u2028".encode(), b""]
-    river.send([event(n, value) for n, value in enumerate(values)])
-    river.run(river.pipe(sql="SELECT event, value FROM s"), 4)
-    assert sorted(r.value or b"" for r in river.out) == sorted(values)
+    pipeline.send([event(n, value) for n, value in enumerate(values)])
+    pipeline.run(pipeline.pipe(sql="SELECT event, value FROM s"), 4)
+    assert sorted(r.value or b"" for r in pipeline.out) == sorted(values)
 
 
-def test_what_is_no_event_goes_to_dead_letters(river: River) -> None:
+def test_what_is_no_event_goes_to_dead_letters(pipeline: LogPipeline) -> None:
     """If this fails, one bad record stops the pipe, or vanishes, or its dead letter does not say why and where from."""
     good = flight(1)
     bad = [
@@ -70,15 +70,15 @@ def test_what_is_no_event_goes_to_dead_letters(river: River) -> None:
         event(10, b"null"),
         event(11, b""),
     ]
-    river.send([*bad, good])
-    river.run(river.pipe(columns="carrier STRING, delay INT NOT NULL", sql="SELECT event, delay FROM s"), 14)
-    assert [read_id(r) for r in river.out] == ["id-1"]
-    dead = river.dead
+    pipeline.send([*bad, good])
+    pipeline.run(pipeline.pipe(columns="carrier STRING, delay INT NOT NULL", sql="SELECT event, delay FROM s"), 14)
+    assert [read_id(r) for r in pipeline.out] == ["id-1"]
+    dead = pipeline.dead
     found = reasons(dead)
     assert {key for key, reason in found.items() if reason == "bad_record"} == {"tombstone", None, "id-2"}
     assert {key for key, reason in found.items() if reason == "schema_mismatch"} == {f"id-{n}" for n in range(3, 12)}
     assert len(dead) == 13
-    assert sum(sum(report.dead.values()) for report in river.batches) == 13
+    assert sum(sum(report.dead.values()) for report in pipeline.batches) == 13
     text = next(r for r in dead if read_id(r) == "id-3")
     stripped = dead_letter.strip(text)
     assert stripped == event(3, b"not json")
@@ -88,25 +88,25 @@ def test_what_is_no_event_goes_to_dead_letters(river: River) -> None:
     assert (topic, int(partition)) == ("s", choose_partition(text.key or b"", 3))
 
 
-def test_sql_error_poisons_only_its_event(river: River) -> None:
+def test_sql_error_poisons_only_its_event(pipeline: LogPipeline) -> None:
     """If this fails, an event on which the SQL raises stops the pipe or takes others with it."""
-    river.send([flight(n, delay=0 if n in (17, 333) else n) for n in range(1, 400)])
-    river.run(river.pipe(columns=FLIGHTS, sql="SELECT event, 100 / delay AS share FROM s"), 399)
-    assert reasons(river.dead) == {"id-17": "transform_error", "id-333": "transform_error"}
-    assert b"DIVIDE_BY_ZERO" in (river.dead[0].header(dead_letter.DETAIL) or b"")
-    assert len({read_id(r) for r in river.out}) == len(river.out) == 397
-    assert river.read == 399
+    pipeline.send([flight(n, delay=0 if n in (17, 333) else n) for n in range(1, 400)])
+    pipeline.run(pipeline.pipe(columns=FLIGHTS, sql="SELECT event, 100 / delay AS share FROM s"), 399)
+    assert reasons(pipeline.dead) == {"id-17": "transform_error", "id-333": "transform_error"}
+    assert b"DIVIDE_BY_ZERO" in (pipeline.dead[0].header(dead_letter.DETAIL) or b"")
+    assert len({read_id(r) for r in pipeline.out}) == len(pipeline.out) == 397
+    assert pipeline.read == 399
 
 
-def test_python_error_poisons_only_its_event(river: River) -> None:
+def test_python_error_poisons_only_its_event(pipeline: LogPipeline) -> None:
     """If this fails, a Python transform beside the pipe file does not run in workers, or one raising event stops it."""
-    (river.folder / "flights.py").write_text(PYTHON_TRANSFORM)
-    river.send([flight(n, carrier="XX" if n == 5 else "UA") for n in range(50)])
-    river.run(river.pipe(columns=FLIGHTS, python="flights.py:lowered"), 50)
-    assert reasons(river.dead) == {"id-5": "transform_error"}
-    assert "ValueError: no such carrier: XX" in (river.dead[0].header(dead_letter.DETAIL) or b"").decode()
-    assert {orjson.loads(r.value or b"")["carrier"] for r in river.out} == {"ua"}
-    assert len(river.out) == 49
+    (pipeline.folder / "flights.py").write_text(PYTHON_TRANSFORM)
+    pipeline.send([flight(n, carrier="XX" if n == 5 else "UA") for n in range(50)])
+    pipeline.run(pipeline.pipe(columns=FLIGHTS, python="flights.py:lowered"), 50)
+    assert reasons(pipeline.dead) == {"id-5": "transform_error"}
+    assert "ValueError: no such carrier: XX" in (pipeline.dead[0].header(dead_letter.DETAIL) or b"").decode()
+    assert {orjson.loads(r.value or b"")["carrier"] for r in pipeline.out} == {"ua"}
+    assert len(pipeline.out) == 49
 
 
 PYTHON_TRANSFORM = """
@@ -125,56 +125,56 @@ def lowered(frame):
 """
 
 
-def test_broken_transform_stops_and_rejects_nothing(river: River) -> None:
+def test_broken_transform_stops_and_rejects_nothing(pipeline: LogPipeline) -> None:
     """If this fails, a transform that fails on everything sends everything to the dead letters."""
-    river.send([flight(n, delay=0) for n in range(100)])
-    river.start(river.pipe(columns=FLIGHTS, sql="SELECT event, 100 / delay AS share FROM s"))
-    wait_for(lambda: river.problem is not None, "the query fails")
-    river.stop()
-    assert "TransformBroken" in (river.problem or "")
-    assert "DIVIDE_BY_ZERO" in (river.problem or "")
-    assert not river.out
-    assert not river.dead
+    pipeline.send([flight(n, delay=0) for n in range(100)])
+    pipeline.start(pipeline.pipe(columns=FLIGHTS, sql="SELECT event, 100 / delay AS share FROM s"))
+    wait_for(lambda: pipeline.problem is not None, "the query fails")
+    pipeline.stop()
+    assert "TransformBroken" in (pipeline.problem or "")
+    assert "DIVIDE_BY_ZERO" in (pipeline.problem or "")
+    assert not pipeline.out
+    assert not pipeline.dead
 
 
-def test_several_sources(river: River) -> None:
+def test_several_sources(pipeline: LogPipeline) -> None:
     """If this fails, a pipe of two streams mixes them up, reads one twice, or loses one."""
-    river.send([flight(n) for n in range(20)])
-    river.send([flight(n) for n in range(100, 130)], topic="u")
+    pipeline.send([flight(n) for n in range(20)])
+    pipeline.send([flight(n) for n in range(100, 130)], topic="u")
     sql = "SELECT event, 's' AS stream, delay FROM s UNION ALL SELECT event, 'u' AS stream, delay FROM u"
-    river.run(river.pipe(columns=FLIGHTS, sources=["s", "u"], sql=sql), 50)
-    seen = {read_id(r): orjson.loads(r.value or b"")["stream"] for r in river.out}
+    pipeline.run(pipeline.pipe(columns=FLIGHTS, sources=["s", "u"], sql=sql), 50)
+    seen = {read_id(r): orjson.loads(r.value or b"")["stream"] for r in pipeline.out}
     assert seen == {f"id-{n}": "s" for n in range(20)} | {f"id-{n}": "u" for n in range(100, 130)}
-    assert len(river.out) == 50
+    assert len(pipeline.out) == 50
 
 
-def test_new_events(river: River) -> None:
+def test_new_events(pipeline: LogPipeline) -> None:
     """If this fails, a transform cannot make new events with ids of its own."""
-    river.send([flight(n) for n in range(10)])
+    pipeline.send([flight(n) for n in range(10)])
     sql = """SELECT concat(event.id, '-', leg) AS id, carrier AS key, event.time AS time, leg
              FROM s LATERAL VIEW explode(array(1, 2)) AS leg"""
-    river.run(river.pipe(columns=FLIGHTS, sql=sql), 10)
-    assert {read_id(r) for r in river.out} == {f"id-{n}-{leg}" for n in range(10) for leg in (1, 2)}
-    assert {r.key for r in river.out} == {b"UA"}
-    assert orjson.loads(river.out[0].value or b"").keys() == {"leg"}
+    pipeline.run(pipeline.pipe(columns=FLIGHTS, sql=sql), 10)
+    assert {read_id(r) for r in pipeline.out} == {f"id-{n}-{leg}" for n in range(10) for leg in (1, 2)}
+    assert {r.key for r in pipeline.out} == {b"UA"}
+    assert orjson.loads(pipeline.out[0].value or b"").keys() == {"leg"}
 
 
-def test_backlog_comes_in_bounded_batches(river: River) -> None:
+def test_backlog_comes_in_bounded_batches(pipeline: LogPipeline) -> None:
     """If this fails, a backlog becomes one giant batch that takes all memory."""
     for start in range(0, 50_000, 10_000):
-        river.send([flight(n) for n in range(start, start + 10_000)])
-    river.run(river.pipe(columns=FLIGHTS, sql="SELECT event, value FROM s", max_events=5000), 50_000)
-    assert max(report.read for report in river.batches) <= 5000
-    assert len({read_id(r) for r in river.out}) == len(river.out) == 50_000
+        pipeline.send([flight(n) for n in range(start, start + 10_000)])
+    pipeline.run(pipeline.pipe(columns=FLIGHTS, sql="SELECT event, value FROM s", max_events=5000), 50_000)
+    assert max(report.read for report in pipeline.batches) <= 5000
+    assert len({read_id(r) for r in pipeline.out}) == len(pipeline.out) == 50_000
 
 
-def test_batch_and_stream_agree(river: River, spark: SparkSession) -> None:
+def test_batch_and_stream_agree(pipeline: LogPipeline, spark: SparkSession) -> None:
     """If this fails, a backfill computes something else than the live pipe did."""
-    river.send([flight(n) for n in range(500)])
-    chosen = river.pipe(columns=FLIGHTS, sql="SELECT event, delay FROM s WHERE delay % 3 = 0")
-    river.run(chosen, 500)
+    pipeline.send([flight(n) for n in range(500)])
+    chosen = pipeline.pipe(columns=FLIGHTS, sql="SELECT event, delay FROM s WHERE delay % 3 = 0")
+    pipeline.run(chosen, 500)
     prepared = prepare_pipes(spark, chosen, max_bytes=1_000_000)[0]
-    raw: DataFrame = spark.read.format(NAME).options(broker=f"log://{river.log}", topics="s").load()
+    raw: DataFrame = spark.read.format(NAME).options(broker=f"log://{pipeline.log}", topics="s").load()
     view = prepared.views["s"]
-    batch = from_arrow(prepared.apply({"s": view.good(view.judge(raw))}, spark).toArrow())
-    assert sorted(batch, key=lambda r: r.timestamp) == sorted(river.out, key=lambda r: r.timestamp)
+    batch = from_arrow(prepared.apply({"s": view.good(view.check(raw))}, spark).toArrow())
+    assert sorted(batch, key=lambda r: r.timestamp) == sorted(pipeline.out, key=lambda r: r.timestamp)

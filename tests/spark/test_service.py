@@ -13,17 +13,17 @@ import pytest
 
 from services.core.broker.contract import TopicSpec
 from services.core.broker.log import blocking
-from services.core.broker.log.layout import DataFolder
+from services.core.broker.log.data_folder import DataFolder
 from services.core.broker.log.topics import create_topic, delete_topic
 from services.core.broker.partitioner import split_by_key
 from services.core.broker.record import Record
 from services.core.event import read_id
 from services.core.ledger.report import TELEMETRY, decode_report
-from tests.spark.river import event, numbers, wait_for
+from tests.spark.log_pipeline import event, numbers, wait_for
 from tests.spark.service_process import kill_service, start_service
 
 pytestmark = pytest.mark.spark
-PORT_FILE = "management port open"
+PORT_FILE = "management_port_open"
 PIPES = """
 version: 1
 streams:
@@ -100,7 +100,7 @@ def service(tmp_path: Path) -> Iterator[Service]:
 
 
 def test_killed_in_the_middle(service: Service) -> None:
-    """If this fails, a killed transform loses events, writes some twice, or tells the ledger of others than it did."""
+    """If this fails, a killed transform loses events, writes some twice, or reports other events than it did."""
     service.send(range(6000))
     driver = service.start()
     wait_for(lambda: service.count() >= 500, "500 records")

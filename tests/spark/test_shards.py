@@ -8,17 +8,16 @@ from typing import Any, cast
 
 import pytest
 
-from services.core.broker.contract import Admin
+from services.core.broker.contract import Reader
 from services.core.broker.errors import OffsetOutOfRange
 from services.core.broker.kinesis.blocking import BlockingKinesis
-from services.core.broker.kinesis.look import look
-from services.core.broker.kinesis.membership import Stream
-from services.core.broker.kinesis.shards import Shard
+from services.core.broker.kinesis.incarnation import Stream
+from services.core.broker.kinesis.shard_lookup import read_at
+from services.core.broker.kinesis.streams import Shard
 from services.core.broker.record import Batch, Record, estimate_size
 from spark.sources import shards as planning
-from spark.sources.kinesis_stream import KinesisStreamReader
-from spark.sources.kinesis_tasks import ArrowTask
-from spark.sources.shards import SETTLED_EVERY_MS, ShardPosition, meet, pack_places, read_on, readable, unpack_place
+from spark.sources.kinesis import ArrowTask, KinesisStreamReader
+from spark.sources.shards import SETTLED_EVERY_MS, ShardPosition, meet_shards, pack_shards, read_on, readable, shards_of
 from tests.unit.kinesis.fake_shard import FakeShard
 
 DAY_MS = 86_400_000
@@ -51,13 +50,13 @@ def shard(number: int, *parents: int, is_open: bool = True) -> Shard:
 
 
 async def plan(shelf: Shelf, found: Stream, known: dict[int, ShardPosition], room: int = 1000) -> dict[int, Any]:
-    return dict(await read_on(cast(Admin, shelf), "s", found, known, room))
+    return dict(await read_on(cast(Reader, shelf), "s", found, known, room))
 
 
 async def test_children_wait_for_a_batch_after_their_parents_end() -> None:
     """If this fails, the events of a key come out of order around a split or a merge."""
     split = stream(shard(0, is_open=False), shard(1, is_open=False), shard(2, 0, 1))
-    known = meet("s", split, {0: ShardPosition(0, NOW), 1: ShardPosition(0, NOW)}, NOW)
+    known = meet_shards("s", split, {0: ShardPosition(0, NOW), 1: ShardPosition(0, NOW)}, NOW)
     shelf = Shelf([3, 1, 5])
     planned = await plan(shelf, split, known, room=4)
     assert {number: len(one.batches) for number, one in planned.items()} == {0: 1, 1: 1}
@@ -69,16 +68,16 @@ async def test_children_wait_for_a_batch_after_their_parents_end() -> None:
     assert [one.number for one in readable(split, known)] == [0]
     known |= {number: one.position for number, one in (await plan(shelf, split, known)).items()}
     assert [one.number for one in readable(split, known)] == [2]
-    assert [one.number for one in readable(stream(shard(2, 0, 1)), meet("s", stream(shard(2, 0, 1)), known, NOW))] == [
-        2
-    ]
+    assert [
+        one.number for one in readable(stream(shard(2, 0, 1)), meet_shards("s", stream(shard(2, 0, 1)), known, NOW))
+    ] == [2]
 
 
 async def test_what_is_known_survives_the_checkpoint() -> None:
     """If this fails, an offset of 206 bits is rounded, or a restart reads a shard again that has ended."""
     known = {0: ShardPosition(BIG + 1, NOW, ended=True, retention=DAY_MS, begun=BIG), 11: ShardPosition(0, NOW)}
-    assert unpack_place(pack_places({"s": ("a", known)}), "s") == ("a", known)
-    assert unpack_place(pack_places({"s": ("a", known)}), "t") == ("", {})
+    assert shards_of(pack_shards({"s": ("a", known)}), "s") == ("a", known)
+    assert shards_of(pack_shards({"s": ("a", known)}), "t") == ("", {})
 
 
 async def test_an_idle_shard_stays_where_it_is() -> None:
@@ -105,27 +104,27 @@ async def test_what_expired_unread_is_an_error() -> None:
     assert not (await plan(Shelf([3], gone=3), one, {0: ShardPosition(BIG + 21, looked)}))[0].batches
     assert not (await plan(Shelf([3]), one, {0: ShardPosition(BIG + 21, long_ago)}))[0].batches, "the last one is there"
     with pytest.raises(OffsetOutOfRange):
-        meet("s", stream(shard(1)), {0: ShardPosition(BIG, long_ago)}, NOW)
+        meet_shards("s", stream(shard(1)), {0: ShardPosition(BIG, long_ago)}, NOW)
 
 
 async def test_a_child_is_as_old_as_its_parents_last_look() -> None:
     """If this fails, a query that was down across a split takes what it finds of a child for all that there was."""
     split = stream(shard(0, is_open=False), shard(1, 0))
     parent = ShardPosition(BIG, NOW - 5000, retention=DAY_MS // 2)
-    assert meet("s", split, {0: parent}, NOW)[1] == ShardPosition(0, NOW - 5000, retention=DAY_MS // 2)
-    assert meet("s", split, {}, NOW)[1] == ShardPosition(0, NOW, retention=DAY_MS)
+    assert meet_shards("s", split, {0: parent}, NOW)[1] == ShardPosition(0, NOW - 5000, retention=DAY_MS // 2)
+    assert meet_shards("s", split, {}, NOW)[1] == ShardPosition(0, NOW, retention=DAY_MS)
 
 
 async def test_a_longer_retention_brings_nothing_back() -> None:
     """If this fails, who raises the retention of a stream that a query is behind on hides what expired before."""
     raised = Stream("account:s:1", (shard(0),), 7 * DAY_MS)
-    known = meet("s", stream(shard(0)), {0: ShardPosition(BIG + 1, NOW - DAY_MS - 1000)}, NOW - DAY_MS)
-    known = meet("s", raised, unpack_place(pack_places({"s": ("a", known)}), "s")[1], NOW)
+    known = meet_shards("s", stream(shard(0)), {0: ShardPosition(BIG + 1, NOW - DAY_MS - 1000)}, NOW - DAY_MS)
+    known = meet_shards("s", raised, shards_of(pack_shards({"s": ("a", known)}), "s")[1], NOW)
     for lost in (known, {0: known[0]._replace(next=0)}):
         with pytest.raises(OffsetOutOfRange):
             await plan(Shelf([3], gone=2), raised, lost)
     with pytest.raises(OffsetOutOfRange):
-        meet("s", Stream("account:s:1", (shard(1),), 7 * DAY_MS), known, NOW)
+        meet_shards("s", Stream("account:s:1", (shard(1),), 7 * DAY_MS), known, NOW)
     looked = (await plan(Shelf([1]), raised, {0: ShardPosition(BIG + 1, NOW - DAY_MS // 2, retention=DAY_MS)}))[0]
     assert looked.position.retention == 7 * DAY_MS, "nothing is left that the shorter one could have taken"
 
@@ -133,8 +132,8 @@ async def test_a_longer_retention_brings_nothing_back() -> None:
 class _Connection:
     """In place of `BlockingKinesis`, for one stream; a loop of its own for each call."""
 
-    def __init__(self, admin: Any, found: Stream) -> None:
-        self.broker, self._found = SimpleNamespace(admin=admin), found
+    def __init__(self, reader: Any, found: Stream) -> None:
+        self.broker, self._found = SimpleNamespace(reader=reader), found
 
     def stream(self, _topic: str) -> Stream:
         return self._found
@@ -143,7 +142,7 @@ class _Connection:
         return asyncio.run(work)
 
     def read(self, topic: str, number: int, offset: int) -> Batch | None:
-        found: Batch | None = self.wait(self.broker.admin.read(topic, number, offset, max_records=1000))
+        found: Batch | None = self.wait(self.broker.reader.read(topic, number, offset, max_records=1000))
         return found
 
     read_range = BlockingKinesis.read_range
@@ -153,9 +152,9 @@ def test_a_batch_that_followed_an_idle_retention_is_read_again(monkeypatch: pyte
     """If this fails, a crash in the first batch after a quiet day stops the query for good, though nothing is lost."""
     shelf = Shelf([1])
     found = _Connection(shelf, stream(shard(0)))
-    monkeypatch.setattr("spark.sources.kinesis_stream.connection", lambda _url: found)
+    monkeypatch.setattr("spark.sources.kinesis.connection", lambda _url: found)
     options = {"broker": "kinesis://x", "topics": "s", "max_events": "100"}
-    start = pack_places({"s": (found.stream("s").name, {0: ShardPosition(BIG + 1, NOW, retention=DAY_MS, begun=BIG)})})
+    start = pack_shards({"s": (found.stream("s").name, {0: ShardPosition(BIG + 1, NOW, retention=DAY_MS, begun=BIG)})})
     shelf.offsets, shelf.gone = [[BIG, BIG + 10, BIG + 20]], 1
     first = KinesisStreamReader(options)
     end = first.latestOffset(start, first.getDefaultReadLimit())
@@ -180,13 +179,13 @@ async def test_a_batch_is_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 class Shard0:
-    """The admin of a stream of one shard, which is read as the real one is."""
+    """The reader of a stream of one shard, which is read as the real one is."""
 
     def __init__(self, shard: FakeShard) -> None:
         self.shard = shard
 
     async def read(self, topic: str, shard: int, offset: int, *, max_records: int) -> Batch | None:
-        return await look(self.shard.source(), offset, max_records)
+        return await read_at(self.shard.source(), offset, max_records)
 
 
 async def test_a_backlog_fills_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,9 +193,9 @@ async def test_a_backlog_fills_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     backlog = FakeShard()
     for _ in range(60):
         backlog.put(range(300), size=300)
-    admin, one, beginning = cast(Admin, Shard0(backlog)), stream(shard(0)), {0: ShardPosition(0, NOW)}
-    everything = (await read_on(admin, "s", one, beginning, 1 << 62))[0]
+    reader, one, beginning = cast(Reader, Shard0(backlog)), stream(shard(0)), {0: ShardPosition(0, NOW)}
+    everything = (await read_on(reader, "s", one, beginning, 1 << 62))[0]
     assert sum(len(batch.records) for batch in everything.batches) == 60 * 300
     monkeypatch.setattr(planning, "BATCH_BYTES", 3 << 20)
-    part = (await read_on(admin, "s", one, beginning, 1 << 62))[0]
+    part = (await read_on(reader, "s", one, beginning, 1 << 62))[0]
     assert 3 << 20 < sum(estimate_size(batch.records) for batch in part.batches) < 5 << 20

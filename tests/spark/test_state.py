@@ -1,4 +1,4 @@
-"""Whether a transform may go on with the state that lies in its checkpoint, decided without Spark."""
+"""Whether a transform may go on with the state in its checkpoint, decided without Spark."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -7,8 +7,8 @@ import msgspec
 import pytest
 
 from services.core.pipes import Transform
-from spark.adoption import adopt, changed_state, note_ran
-from spark.checkpoint import CheckpointDamaged, Identity
+from spark.jobs.checkpoint import Checkpoint, CheckpointDamaged, Identity
+from spark.jobs.start_checks import adopt_checkpoint, changed_state, record_ran
 from spark.transforms.preparation import Prepared
 
 TOPICS = {"s": "made-once"}
@@ -19,11 +19,13 @@ HALF = HOUR.replace("1 hour", "30 minutes")
 class Folder:
     """A checkpoint with one batch, or none."""
 
-    place = "file:///data/checkpoints/p"
+    path = "file:///data/checkpoints/p"
 
     def __init__(self) -> None:
         self.identity: Identity | None = None
         self.batch: int | None = None
+
+    damaged = Checkpoint.damaged
 
     def read_identity(self) -> Identity | None:
         return self.identity
@@ -50,7 +52,7 @@ def prepared(sql: str, columns: str = "delay INT", *, row_by_row: bool = False, 
 
 def adopted(*, row_by_row: bool = False) -> Any:
     folder: Any = Folder()
-    adopt(folder, prepared(HOUR, row_by_row=row_by_row), TOPICS)
+    adopt_checkpoint(folder, prepared(HOUR, row_by_row=row_by_row), TOPICS)
     folder.batch = 3
     return folder
 
@@ -65,19 +67,19 @@ def test_another_transform_is_refused(changed: Prepared) -> None:
     for way in ("the former one again", "a pipe of another name", "moving the checkpoint away"):
         assert way in said
     with pytest.raises(CheckpointDamaged, match="its results would be made of both"):
-        adopt(folder, changed, TOPICS)
+        adopt_checkpoint(folder, changed, TOPICS)
     assert folder.identity == before
 
 
 def test_what_may_change() -> None:
     """If this fails, an operator has to give up results for a change that does not touch the state."""
     folder = adopted()
-    adopt(folder, prepared(HOUR, watermark="10m", interval="1s", max_events=10), TOPICS)
+    adopt_checkpoint(folder, prepared(HOUR, watermark="10m", interval="1s", max_events=10), TOPICS)
     stateless = adopted(row_by_row=True)
-    adopt(stateless, prepared(HALF, row_by_row=True), TOPICS)
+    adopt_checkpoint(stateless, prepared(HALF, row_by_row=True), TOPICS)
     nothing_done = adopted()
     nothing_done.batch = None
-    adopt(nothing_done, prepared(HALF), TOPICS)
+    adopt_checkpoint(nothing_done, prepared(HALF), TOPICS)
 
 
 def test_checkpoint_of_an_earlier_version() -> None:
@@ -86,19 +88,19 @@ def test_checkpoint_of_an_earlier_version() -> None:
     folder.identity = msgspec.structs.replace(folder.identity, state="")
     assert changed_state(folder, prepared(HALF)) is not None
     assert changed_state(folder, prepared(HOUR)) is None
-    adopt(folder, prepared(HOUR), TOPICS)
+    adopt_checkpoint(folder, prepared(HOUR), TOPICS)
     assert folder.identity.state == prepared(HOUR).state
 
 
 def test_a_query_that_failed_before_its_first_batch_starts_again() -> None:
     """If this fails, a worker that dies in a pipe's first second makes its new checkpoint count as damaged, for good."""
     folder: Any = Folder()
-    identity = adopt(folder, prepared(HOUR), TOPICS)
-    assert not note_ran(folder, identity), "the query of its bad records is done with a batch, this one has none"
-    identity = adopt(folder, prepared(HOUR), TOPICS)
+    identity = adopt_checkpoint(folder, prepared(HOUR), TOPICS)
+    assert not record_ran(folder, identity), "the query of its bad records is done with a batch, this one has none"
+    identity = adopt_checkpoint(folder, prepared(HOUR), TOPICS)
     folder.batch = 0
-    assert note_ran(folder, identity)
-    assert note_ran(folder, folder.identity)
+    assert record_ran(folder, identity)
+    assert record_ran(folder, folder.identity)
     folder.batch = None
     with pytest.raises(CheckpointDamaged, match="its offsets are gone"):
-        adopt(folder, prepared(HOUR), TOPICS)
+        adopt_checkpoint(folder, prepared(HOUR), TOPICS)

@@ -13,19 +13,17 @@ import pytest
 from services.core import dead_letter
 from services.core.broker.contract import TopicSpec
 from services.core.broker.log import blocking
-from services.core.broker.log.layout import DataFolder
+from services.core.broker.log.data_folder import DataFolder
 from services.core.broker.log.topics import create_topic
 from services.core.broker.partitioner import split_by_key
 from services.core.broker.record import Record
 from services.core.event import read_id
 from services.core.ledger.report import TELEMETRY, decode_report
 from services.core.lifecycle import Supervision
-from spark.board import Board
-from spark.jobs.job import JobState
-from spark.jobs.pulse import Pulse
-from spark.jobs.turn import Turn
-from spark.service import BatchStuckError, JavaEndedError, watch
-from tests.spark.river import River, event, numbers, wait_for
+from spark.health import PipesHealth, QueryState, Watchdog
+from spark.jobs.attempts import SuspectLock
+from spark.service import BatchStuckError, JavaEndedError, watch_java
+from tests.spark.log_pipeline import LogPipeline, event, numbers, wait_for
 from tests.spark.service_process import kill_service, start_service
 
 POISON = 7
@@ -40,30 +38,30 @@ def reason(letter: Record) -> str:
     return (letter.header(dead_letter.DETAIL) or b"").decode()
 
 
-def test_one_event_of_four_million_rows(river: River) -> None:
+def test_one_event_of_four_million_rows(pipeline: LogPipeline) -> None:
     """If this fails, one event takes all memory of Java, and its pipe, and the others beside it, stand still for good."""
-    river.send(amounts(*range(12)))
+    pipeline.send(amounts(*range(12)))
     sql = f"""SELECT concat(event.id, '-', n) AS id, event.key AS key, repeat('x', 100) AS text
               FROM s LATERAL VIEW explode(sequence(1, IF(delay = {POISON}, 4000000, 2))) AS n"""
-    river.run(river.pipe(columns="delay INT", sql=sql), 12)
-    assert [read_id(letter) for letter in river.dead] == [f"id-{POISON}"]
-    assert "rows come out of one task" in reason(river.dead[0])
+    pipeline.run(pipeline.pipe(columns="delay INT", sql=sql), 12)
+    assert [read_id(letter) for letter in pipeline.dead] == [f"id-{POISON}"]
+    assert "rows come out of one task" in reason(pipeline.dead[0])
     expected = {f"id-{n}-{row}" for n in range(12) if n != POISON for row in (1, 2)}
-    assert Counter(map(read_id, river.out)) == Counter(expected)
-    assert river.told("dead") == {POISON}
+    assert Counter(map(read_id, pipeline.out)) == Counter(expected)
+    assert pipeline.reported("dead") == {POISON}
 
 
-def test_more_output_than_one_batch_may_have(river: River, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_output_than_one_batch_may_have(pipeline: LogPipeline, monkeypatch: pytest.MonkeyPatch) -> None:
     """If this fails, a batch whose events are all right, but too many for the memory together, is never done."""
-    monkeypatch.setattr("spark.collecting.MAX_ROWS", 30)
-    river.send(amounts(*range(200)))
-    river.run(river.pipe(columns="delay INT", sql="SELECT event, delay FROM s"), 200)
-    assert not river.dead
-    assert sorted(map(read_id, river.out)) == sorted(f"id-{n}" for n in range(200))  # type: ignore[type-var]
-    assert river.told("passed") == set(range(200))
-    assert not river.told("filtered")
+    monkeypatch.setattr("spark.brokers.contract.MAX_ROWS", 30)
+    pipeline.send(amounts(*range(200)))
+    pipeline.run(pipeline.pipe(columns="delay INT", sql="SELECT event, delay FROM s"), 200)
+    assert not pipeline.dead
+    assert sorted(map(read_id, pipeline.out)) == sorted(f"id-{n}" for n in range(200))  # type: ignore[type-var]
+    assert pipeline.reported("passed") == set(range(200))
+    assert not pipeline.reported("filtered")
     by_key: dict[bytes | None, list[int]] = {}
-    for record in river.out:
+    for record in pipeline.out:
         by_key.setdefault(record.key, []).append(record.timestamp)
     assert all(times == sorted(times) for times in by_key.values())
 
@@ -197,46 +195,46 @@ class Java:
         self.killed = True
 
 
-async def watched(java: Java, board: Board) -> None:
+async def watched(java: Java, health: PipesHealth) -> None:
     async with asyncio.TaskGroup() as group:
-        await watch(java, board, Supervision(group))
+        await watch_java(java, health, Supervision(group))
 
 
 async def test_a_process_without_java_ends() -> None:
     """If this fails, a service whose Java is gone stays, and nobody starts another."""
     with pytest.raises(ExceptionGroup) as caught:
-        await watched(Java(None, 3), Board(["p"]))
+        await watched(Java(None, 3), PipesHealth(["p"]))
     assert caught.group_contains(JavaEndedError, match="out of memory")
 
 
 async def test_a_batch_without_progress() -> None:
     """If this fails, a pipe that does nothing looks ready, or holds its process for good."""
     now = 0.0
-    board, pulse = Board(["p"]), Pulse(100.0, clock=lambda: now)
-    board.note_state(JobState("p", None, 0))
-    board.watch("p", pulse)
-    with pulse.at_work("p:1", "batch 3"):
-        assert board.ready() is None
+    health, watchdog = PipesHealth(["p"]), Watchdog(100.0, clock=lambda: now)
+    health.record_state(QueryState("p", None, 0))
+    health.add_watchdog("p", watchdog)
+    with watchdog.watching("p:1", "batch 3"):
+        assert health.ready() is None
         now = 21.0
-        assert board.ready() == "p: batch 3 has made no progress for 21 s"
-        assert board.stuck() is None
+        assert health.ready() == "p: batch 3 has made no progress for 21 s"
+        assert health.stuck() is None
         now = 101.0
         java = Java(None)
         with pytest.raises(ExceptionGroup) as caught:
-            await watched(java, board)
+            await watched(java, health)
         assert caught.group_contains(
             BatchStuckError, match="p: batch 3 has made no progress for 101 s; the process ends"
         )
         assert java.killed
-    assert board.ready() is None
+    assert health.ready() is None
 
 
 def test_who_ended_fewer_goes_first() -> None:
     """If this fails, of two pipes one waits for ever for one that ends the process each time; or it is blamed for it."""
-    turn, order, stop = Turn(settle_s=0.3), list[int](), threading.Event()
+    suspects, order, stop = SuspectLock(settle_s=0.3), list[int](), threading.Event()
 
     def go(ended: int) -> None:
-        with turn.alone(ended, stop.is_set):
+        with suspects.acquire(ended, stop.is_set):
             order.append(ended)
 
     threads = [threading.Thread(target=go, args=[ended]) for ended in (4, 2, 1)]

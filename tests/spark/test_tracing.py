@@ -6,7 +6,7 @@ import orjson
 import pytest
 
 from services.core.event import TRACEPARENT
-from tests.spark.river import River, event
+from tests.spark.log_pipeline import LogPipeline, event
 from tests.unit.expel.receiver import Received, open_receiver
 from tests.unit.expel.test_webhook import deliver, open_sender
 
@@ -22,14 +22,14 @@ def trace_of(number: int) -> str:
 
 
 @pytest.mark.parametrize("kind", list(TRANSFORMS))
-def test_trace_context_reaches_the_webhook(river: River, kind: str) -> None:
+def test_trace_context_reaches_the_webhook(pipeline: LogPipeline, kind: str) -> None:
     """If this fails, a trace ends at the transform, and who looks for a slow event cannot follow it."""
-    (river.folder / "traced.py").write_text(PYTHON)
+    (pipeline.folder / "traced.py").write_text(PYTHON)
     numbers = range(1, 6)
-    river.send(event(n, orjson.dumps({"delay": n}), **{TRACEPARENT: trace_of(n).encode()}) for n in numbers)
-    river.run(river.pipe(columns="delay INT", **{kind: TRANSFORMS[kind]}), len(numbers))
+    pipeline.send(event(n, orjson.dumps({"delay": n}), **{TRACEPARENT: trace_of(n).encode()}) for n in numbers)
+    pipeline.run(pipeline.pipe(columns="delay INT", **{kind: TRANSFORMS[kind]}), len(numbers))
 
-    stored = river.out
+    stored = pipeline.out
 
     async def receive() -> list[Received]:
         async with open_receiver() as receiver, open_sender(receiver.url) as sender:

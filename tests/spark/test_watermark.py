@@ -13,25 +13,23 @@ from pyspark.sql import DataFrame, SparkSession
 
 from services.core import dead_letter
 from services.core.broker.errors import Unavailable
-from services.core.broker.log.layout import DataFolder
+from services.core.broker.log.data_folder import DataFolder
 from services.core.broker.log.topics import delete_topic
 from services.core.broker.record import Record
 from services.core.event import read_id
 from services.core.yaml_source import BadConfiguration
-from spark.brokers.log import LogEndpoint
-from spark.checkpoint import CheckpointDamaged
-from spark.dead_letters import Rejected
-from spark.jobs.burial import bury
-from spark.jobs.culprits import span
-from spark.jobs.isolation import SKIPPED_FILE, put_culprits_aside, read_skipped, search_by_parts
-from spark.jobs.parts import Attempts
-from spark.jobs.query import Query, Stopping
-from spark.jobs.streak import Streak
-from spark.observed import BatchReport
-from spark.place import Place
+from spark.brokers.log import LogSparkBroker
+from spark.jobs.attempts import Attempts, Stopping
+from spark.jobs.checkpoint import CheckpointDamaged
+from spark.jobs.culprits import FailureStreak, span
+from spark.jobs.dead_letters import Rejected, write_dead_letters
+from spark.jobs.query import Query
+from spark.jobs.replay import SKIPPED_FILE, read_skipped, reject_culprits, reject_process_killers
+from spark.jobs.start_checks import check_suitability
+from spark.records import RecordOffset
+from spark.reports import BatchReport
 from spark.settings import TransformSettings
-from spark.suitability import check_suitability
-from tests.spark.river import NOW, River, event, wait_for
+from tests.spark.log_pipeline import NOW, LogPipeline, event, wait_for
 
 COUNTS = """SELECT date_format(window.start, 'HH:mm') AS id, window.start AS time, count(*) AS flights, sum(60 DIV delay) AS part
             FROM s GROUP BY window(event_time, '1 minute')"""
@@ -48,34 +46,36 @@ def minute(number: int) -> str:
     return datetime.fromtimestamp(START / 1000 + 60 * number, UTC).strftime("%H:%M")
 
 
-def counts(river: River) -> dict[str | None, int]:
-    return {read_id(record): orjson.loads(record.value or b"")["flights"] for record in river.out}
+def counts(pipeline: LogPipeline) -> dict[str | None, int]:
+    return {read_id(record): orjson.loads(record.value or b"")["flights"] for record in pipeline.out}
 
 
-def letters(river: River) -> Counter[tuple[str | None, str]]:
-    return Counter((read_id(r), (r.header(dead_letter.REASON) or b"").decode()) for r in river.dead)
+def letters(pipeline: LogPipeline) -> Counter[tuple[str | None, str]]:
+    return Counter((read_id(r), (r.header(dead_letter.REASON) or b"").decode()) for r in pipeline.dead)
 
 
-def send(river: River, *records: Record) -> None:
+def send(pipeline: LogPipeline, *records: Record) -> None:
     """Send, and wait until Spark has noted the batch."""
-    before = river.read
-    river.send(records)
-    wait_for(lambda: river.read >= before + len(records) or bool(river.problem), f"{len(records)} more events read")
-    assert river.problem is None, river.problem
+    before = pipeline.read
+    pipeline.send(records)
+    wait_for(
+        lambda: pipeline.read >= before + len(records) or bool(pipeline.problem), f"{len(records)} more events read"
+    )
+    assert pipeline.problem is None, pipeline.problem
 
 
-def test_late_events_are_kept(river: River, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_late_events_are_kept(pipeline: LogPipeline, monkeypatch: pytest.MonkeyPatch) -> None:
     """If this fails, an event behind the watermark vanishes, stops the pipe, or is forgotten when a crash comes first."""
-    chosen = river.pipe(columns="delay INT", sql=COUNTS, watermark="1m", interval="50ms")
-    river.start(chosen)
-    send(river, flight(0, 0), flight(1, 0.5), flight(2, 1))
-    send(river, flight(3, 10))
-    send(river, flight(4, 20))
-    wait_for(lambda: len(river.out) >= 3, "closed windows")
-    assert counts(river) == {minute(0): 2, minute(1): 1, minute(10): 1}
-    send(river, flight(5, 0.1), flight(6, 20.5))
-    wait_for(lambda: bool(river.dead), "the late event in the dead letters")
-    assert letters(river) == {("id-5", "late"): 1}
+    chosen = pipeline.pipe(columns="delay INT", sql=COUNTS, watermark="1m", interval="50ms")
+    pipeline.start(chosen)
+    send(pipeline, flight(0, 0), flight(1, 0.5), flight(2, 1))
+    send(pipeline, flight(3, 10))
+    send(pipeline, flight(4, 20))
+    wait_for(lambda: len(pipeline.out) >= 3, "closed windows")
+    assert counts(pipeline) == {minute(0): 2, minute(1): 1, minute(10): 1}
+    send(pipeline, flight(5, 0.1), flight(6, 20.5))
+    wait_for(lambda: bool(pipeline.dead), "the late event in the dead letters")
+    assert letters(pipeline) == {("id-5", "late"): 1}
 
     failed: list[str] = []
 
@@ -85,57 +85,57 @@ def test_late_events_are_kept(river: River, monkeypatch: pytest.MonkeyPatch) -> 
         if not failed:
             failed.append(name)
             raise Unavailable("just now not")
-        bury(query, found, name, epoch, report, counted=counted)
+        write_dead_letters(query, found, name, epoch, report, counted=counted)
 
-    monkeypatch.setattr("spark.jobs.late.bury", fail_once)
-    river.send([flight(7, 0.2), flight(8, 20.6)])
-    wait_for(lambda: ("id-7", "late") in letters(river), "the other late event, after a failure in between")
-    wait_for(lambda: river.problem is not None, "the failure is told")
-    wait_for(lambda: river.states[-1].problem is None, "the query runs again")
-    river.states.clear()
-    send(river, flight(9, 30))
-    wait_for(lambda: minute(20) in counts(river), "another closed window")
-    river.stop()
+    monkeypatch.setattr("spark.jobs.replay.write_dead_letters", fail_once)
+    pipeline.send([flight(7, 0.2), flight(8, 20.6)])
+    wait_for(lambda: ("id-7", "late") in letters(pipeline), "the other late event, after a failure in between")
+    wait_for(lambda: pipeline.problem is not None, "the failure is reported")
+    wait_for(lambda: pipeline.states[-1].problem is None, "the query runs again")
+    pipeline.states.clear()
+    send(pipeline, flight(9, 30))
+    wait_for(lambda: minute(20) in counts(pipeline), "another closed window")
+    pipeline.stop()
     assert failed
-    assert counts(river) == {minute(0): 2, minute(1): 1, minute(10): 1, minute(20): 3}
-    assert letters(river) == {("id-5", "late"): 1, ("id-7", "late"): 1}
+    assert counts(pipeline) == {minute(0): 2, minute(1): 1, minute(10): 1, minute(20): 3}
+    assert letters(pipeline) == {("id-5", "late"): 1, ("id-7", "late"): 1}
 
 
-def test_poisoned_event_of_an_aggregate(river: River, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_poisoned_event_of_an_aggregate(pipeline: LogPipeline, monkeypatch: pytest.MonkeyPatch) -> None:
     """If this fails, one event on which an aggregate raises stops it for good, the list of left-out events grows for ever,
     a stop waits for a long search, or a failing broker starts one."""
-    chosen = river.pipe(columns="delay INT", sql=COUNTS, watermark="1m", interval="50ms")
-    river.start(chosen)
-    send(river, flight(0, 0))
-    river.send([flight(1, 0.1, delay=0), flight(2, 0.2), flight(3, 0.3, delay="no number")])
-    wait_for(lambda: len(river.dead) >= 2, "both in the dead letters")
-    send(river, flight(4, 10))
-    send(river, flight(5, 20))
-    wait_for(lambda: minute(0) in counts(river), "a closed window")
-    river.stop()
-    assert counts(river)[minute(0)] == 2
-    assert letters(river) == {("id-1", "transform_error"): 1, ("id-3", "schema_mismatch"): 1}
-    with river.query(chosen) as query:
+    chosen = pipeline.pipe(columns="delay INT", sql=COUNTS, watermark="1m", interval="50ms")
+    pipeline.start(chosen)
+    send(pipeline, flight(0, 0))
+    pipeline.send([flight(1, 0.1, delay=0), flight(2, 0.2), flight(3, 0.3, delay="no number")])
+    wait_for(lambda: len(pipeline.dead) >= 2, "both in the dead letters")
+    send(pipeline, flight(4, 10))
+    send(pipeline, flight(5, 20))
+    wait_for(lambda: minute(0) in counts(pipeline), "a closed window")
+    pipeline.stop()
+    assert counts(pipeline)[minute(0)] == 2
+    assert letters(pipeline) == {("id-1", "transform_error"): 1, ("id-3", "schema_mismatch"): 1}
+    with pipeline.query(chosen) as query:
         assert query.checkpoint.read_note(SKIPPED_FILE, list[object])
         assert read_skipped(query) == []
         assert query.checkpoint.read_note(SKIPPED_FILE, list[object]) == []
-        river.send([flight(6, 20.1)])
+        pipeline.send([flight(6, 20.1)])
         query.stopping.set()
         with pytest.raises(Stopping):
-            put_culprits_aside(query, Streak(query.checkpoint))
+            reject_culprits(query, FailureStreak(query.checkpoint))
     searched: list[Query] = []
 
-    def search(query: Query, _streak: Streak) -> int:
+    def search(query: Query, _streak: FailureStreak) -> int:
         searched.append(query)
         return 0
 
-    monkeypatch.setattr("spark.jobs.in_plan.put_culprits_aside", search)
-    river.states.clear()
-    river.start(chosen)
-    wait_for(lambda: bool(river.states), "the query runs")
-    delete_topic(DataFolder.prepare(river.log), "s")
-    wait_for(lambda: river.problem is not None, "the query says that its source is away")
-    river.stop()
+    monkeypatch.setattr("spark.jobs.streaming_plan.reject_culprits", search)
+    pipeline.states.clear()
+    pipeline.start(chosen)
+    wait_for(lambda: bool(pipeline.states), "the query runs")
+    delete_topic(DataFolder.prepare(pipeline.log), "s")
+    wait_for(lambda: pipeline.problem is not None, "the query says that its source is away")
+    pipeline.stop()
     assert not searched
 
 
@@ -148,14 +148,14 @@ def test_poisoned_event_of_an_aggregate(river: River, monkeypatch: pytest.Monkey
     ],
 )
 def test_what_could_drop_events_is_refused(
-    river: River, spark: SparkSession, transform: dict[str, str], said: str
+    pipeline: LogPipeline, spark: SparkSession, transform: dict[str, str], said: str
 ) -> None:
     """If this fails, a pipe starts whose late events would vanish without our knowing."""
-    (river.folder / "own.py").write_text(OWN)
-    chosen = river.pipe(columns="delay INT", sources=["s"], **transform)
-    prepared = river.prepare(chosen)
+    (pipeline.folder / "own.py").write_text(OWN)
+    chosen = pipeline.pipe(columns="delay INT", sources=["s"], **transform)
+    prepared = pipeline.prepare(chosen)
     with pytest.raises(BadConfiguration, match=said):
-        check_suitability(spark, TransformSettings(), LogEndpoint(str(river.log)), chosen, [prepared])
+        check_suitability(spark, TransformSettings(), LogSparkBroker(str(pipeline.log)), chosen, [prepared])
 
 
 OWN = """
@@ -168,95 +168,95 @@ def own(frame):
 """
 
 
-def test_event_of_an_aggregate_that_ends_the_process(river: River, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_event_of_an_aggregate_that_ends_the_process(pipeline: LogPipeline, monkeypatch: pytest.MonkeyPatch) -> None:
     """If this fails, one event that takes all memory of an aggregate ends the process again and again."""
-    chosen = river.pipe(columns="delay INT", sql=COUNTS, watermark="1m", interval="50ms")
+    chosen = pipeline.pipe(columns="delay INT", sql=COUNTS, watermark="1m", interval="50ms")
     with monkeypatch.context() as left:
-        left.setattr("spark.jobs.in_plan.put_culprits_aside", lambda _query, _streak: 0)
-        river.send([flight(n, n / 100, delay=int(n != 5)) for n in range(40)])
-        river.start(chosen)
-        wait_for(lambda: river.problem is not None, "a batch that is begun and not done")
-        river.stop()
-    river.states.clear()
+        left.setattr("spark.jobs.streaming_plan.reject_culprits", lambda _query, _streak: 0)
+        pipeline.send([flight(n, n / 100, delay=int(n != 5)) for n in range(40)])
+        pipeline.start(chosen)
+        wait_for(lambda: pipeline.problem is not None, "a batch that is begun and not done")
+        pipeline.stop()
+    pipeline.states.clear()
 
-    def end_process(_prepared: object, _endpoint: object, raw: DataFrame, places: Sequence[Place]) -> None:
+    def end_process(_prepared: object, _endpoint: object, raw: DataFrame, places: Sequence[RecordOffset]) -> None:
         if raw.where(span(places)).where("CAST(value AS STRING) LIKE '%:0}'").count():
             raise ConnectionResetError("the process is gone")
 
     monkeypatch.setattr("spark.jobs.query.try_transform", end_process)
-    with river.query(chosen) as query:
+    with pipeline.query(chosen) as query:
         for _processes in range(12):
             attempts = Attempts(query.prepared.version)
             attempts.open(query.checkpoint)
             with suppress(ConnectionResetError):
-                search_by_parts(replace(query, attempts=attempts), Streak(query.checkpoint))
+                reject_process_killers(replace(query, attempts=attempts), FailureStreak(query.checkpoint))
                 if attempts.current is not None and attempts.current.parts == ():
                     break
-                attempts.set_working()  # the query itself ends this one
-        assert [letters(river), len(read_skipped(query))] == [{("id-5", "transform_error"): 1}, 1]
+                attempts.record_working()  # the query itself ends this one
+        assert [letters(pipeline), len(read_skipped(query))] == [{("id-5", "transform_error"): 1}, 1]
     monkeypatch.undo()
-    river.start(chosen)
-    send(river, flight(50, 10))
-    send(river, flight(51, 20))
-    wait_for(lambda: minute(0) in counts(river), "a closed window")
-    river.stop()
-    assert counts(river)[minute(0)] == 39
+    pipeline.start(chosen)
+    send(pipeline, flight(50, 10))
+    send(pipeline, flight(51, 20))
+    wait_for(lambda: minute(0) in counts(pipeline), "a closed window")
+    pipeline.stop()
+    assert counts(pipeline)[minute(0)] == 39
 
 
-def test_another_transform_does_not_go_on_with_the_state(river: River, spark: SparkSession) -> None:
+def test_another_transform_does_not_go_on_with_the_state(pipeline: LogPipeline, spark: SparkSession) -> None:
     """If this fails, a changed aggregate goes on with what the former one counted, without a word, or fails in Spark's."""
-    chosen = river.pipe(columns="delay INT", sql=COUNTS, watermark="1m", interval="50ms")
-    river.start(chosen)
-    send(river, flight(0, 0), flight(1, 0.5))
-    river.stop()
-    settings, endpoint = TransformSettings(data=river.folder), LogEndpoint(str(river.log))
+    chosen = pipeline.pipe(columns="delay INT", sql=COUNTS, watermark="1m", interval="50ms")
+    pipeline.start(chosen)
+    send(pipeline, flight(0, 0), flight(1, 0.5))
+    pipeline.stop()
+    settings, broker = TransformSettings(data=pipeline.folder), LogSparkBroker(str(pipeline.log))
     other = COUNTS.replace("1 minute", "30 seconds")
     for changed in ({"sql": other, "columns": "delay INT"}, {"sql": COUNTS, "columns": "delay LONG"}):
-        edited = river.pipe(watermark="1m", interval="50ms", **changed)
-        prepared = river.prepare(edited)
+        edited = pipeline.pipe(watermark="1m", interval="50ms", **changed)
+        prepared = pipeline.prepare(edited)
         with pytest.raises(
             BadConfiguration, match=r"pipes\.p\.transform\.sql: it is not the transform .* Try: the former"
         ):
-            check_suitability(spark, settings, endpoint, edited, [prepared])
-        with pytest.raises(CheckpointDamaged, match="results would be made of both"), river.query(edited):
+            check_suitability(spark, settings, broker, edited, [prepared])
+        with pytest.raises(CheckpointDamaged, match="results would be made of both"), pipeline.query(edited):
             raise AssertionError("must not be adopted")
-    same = river.pipe(columns="delay INT", sql=COUNTS, watermark="2m", interval="70ms", max_events=10)
-    check_suitability(spark, settings, endpoint, same, [river.prepare(same)])
-    river.start(same)
-    send(river, flight(2, 10))
-    send(river, flight(3, 20))
-    wait_for(lambda: minute(0) in counts(river), "a closed window")
-    river.stop()
-    assert counts(river)[minute(0)] == 2
+    same = pipeline.pipe(columns="delay INT", sql=COUNTS, watermark="2m", interval="70ms", max_events=10)
+    check_suitability(spark, settings, broker, same, [pipeline.prepare(same)])
+    pipeline.start(same)
+    send(pipeline, flight(2, 10))
+    send(pipeline, flight(3, 20))
+    wait_for(lambda: minute(0) in counts(pipeline), "a closed window")
+    pipeline.stop()
+    assert counts(pipeline)[minute(0)] == 2
 
 
-def test_the_watermark_follows_what_passes_the_where(river: River) -> None:
+def test_the_watermark_follows_what_passes_the_where(pipeline: LogPipeline) -> None:
     """If this fails, the documents say something else of the watermark than what Spark does."""
     sql = COUNTS.replace("FROM s", "FROM s WHERE delay < 100")
-    river.start(river.pipe(columns="delay INT", sql=sql, watermark="1m", interval="50ms"))
-    send(river, flight(0, 0), flight(1, 0.5))
-    send(river, flight(2, 30, delay=100))
-    send(river, flight(3, 31, delay=100))
-    send(river, flight(4, 0.7))
-    assert not river.out
-    assert not river.dead
-    send(river, flight(5, 30))
-    send(river, flight(6, 31))
-    wait_for(lambda: minute(0) in counts(river), "a closed window")
-    river.stop()
-    assert counts(river)[minute(0)] == 3
-    assert not river.dead
+    pipeline.start(pipeline.pipe(columns="delay INT", sql=sql, watermark="1m", interval="50ms"))
+    send(pipeline, flight(0, 0), flight(1, 0.5))
+    send(pipeline, flight(2, 30, delay=100))
+    send(pipeline, flight(3, 31, delay=100))
+    send(pipeline, flight(4, 0.7))
+    assert not pipeline.out
+    assert not pipeline.dead
+    send(pipeline, flight(5, 30))
+    send(pipeline, flight(6, 31))
+    wait_for(lambda: minute(0) in counts(pipeline), "a closed window")
+    pipeline.stop()
+    assert counts(pipeline)[minute(0)] == 3
+    assert not pipeline.dead
 
 
-def test_a_mended_function_is_another_transform(river: River) -> None:
+def test_a_mended_function_is_another_transform(pipeline: LogPipeline) -> None:
     """If this fails, a Python aggregate that was changed in its file goes on with the state of the former one."""
-    chosen = river.pipe(columns="delay INT", python="grouped.py:grouped", watermark="1m")
-    file = river.folder / "grouped.py"
+    chosen = pipeline.pipe(columns="delay INT", python="grouped.py:grouped", watermark="1m")
+    file = pipeline.folder / "grouped.py"
     file.write_text(GROUPED)
-    before = river.prepare(chosen).state
-    assert before == river.prepare(chosen).state != ""
+    before = pipeline.prepare(chosen).state
+    assert before == pipeline.prepare(chosen).state != ""
     file.write_text(GROUPED.replace("1 minute", "2 minutes"))
-    assert river.prepare(chosen).state != before
+    assert pipeline.prepare(chosen).state != before
 
 
 GROUPED = """

@@ -13,24 +13,24 @@ import msgspec
 from services.core.ledger.report import Report
 from services.core.lifecycle import run_service
 from services.observer import app
-from services.observer.ledger import presence
-from services.observer.ledger.follow import Follower
-from services.observer.ledger.presence import Presence
+from services.observer.follower import Follower
+from services.observer.ledger import liveness
+from services.observer.ledger.liveness import Liveness
 from services.observer.settings import ObserverSettings
 
 AHEAD_MS = 10 * 60_000
 
 
 def _hear_later() -> None:
-    hear = Presence.hear
+    hear = Liveness.record
 
-    def later(self: Presence, report: Report, heard_ms: int) -> None:
+    def later(self: Liveness, report: Report, received_ms: int) -> None:
         at_ms = report.at_ms + AHEAD_MS
-        del heard_ms
+        del received_ms
         hear(self, msgspec.structs.replace(report, at_ms=at_ms), at_ms)
 
-    Presence.hear = later  # type: ignore[method-assign]
-    presence.TAKEOVER_MS = 5_000  # what was killed is replaced already
+    Liveness.record = later  # type: ignore[method-assign]
+    liveness.TAKEOVER_MS = 5_000  # what was killed is replaced already
     early = partial(Follower, now_ms=lambda: int(time.time() * 1000) + AHEAD_MS)
     app.Follower = early  # type: ignore[attr-defined,assignment]
 

@@ -13,12 +13,10 @@ from aiokafka import errors as kafka
 from aiokafka.protocol.commit import OffsetCommitRequest, OffsetFetchRequest
 from aiokafka.structs import TopicPartition as KafkaPartition
 
-from services.core.broker.kafka.begun import Begun
-from services.core.broker.kafka.cluster import PartitionState, TopicState
-from services.core.broker.kafka.commit_note import CommitNote
-from services.core.broker.kafka.offsets import LATEST
+from services.core.broker.kafka.cluster import PartitionState, Timing, TopicState
+from services.core.broker.kafka.offsets import LATEST, CommitMetadata
+from services.core.broker.kafka.positions import GroupStart
 from services.core.broker.kafka.protocol import EpochEndRequest
-from services.core.broker.kafka.timing import Timing
 from services.core.broker.record import TopicPartition
 
 TOPIC = "t"
@@ -86,7 +84,7 @@ class GroupModel:
                 if not code:
                     source = TopicPartition(topic["topic"], row["partition"])
                     self.offsets[source] = (row["offset"], row["metadata"])
-                    if CommitNote.parse(row["metadata"]).topic == self.id:
+                    if CommitMetadata.parse(row["metadata"]).topic == self.id:
                         self.landed.append(Landed(source, row["offset"], generation, member, self.life))
             topics.append((topic["topic"], [(row["partition"], code) for row in topic["partitions"]]))
         return SimpleNamespace(topics=topics)
@@ -230,15 +228,15 @@ def _row(offset: int, life: int) -> Any:
 
 
 class OnRecord:
-    """Stands for `BegunGroups`, in memory."""
+    """Stands for `GroupStarts`, in memory."""
 
-    def __init__(self, known: Mapping[TopicPartition, Begun] | None = None) -> None:
+    def __init__(self, known: Mapping[TopicPartition, GroupStart] | None = None) -> None:
         self._known = dict(known or {})
 
-    async def of(self, group: str, sources: Collection[TopicPartition]) -> dict[TopicPartition, Begun]:
+    async def find(self, group: str, sources: Collection[TopicPartition]) -> dict[TopicPartition, GroupStart]:
         """What is on record of these."""
         return {source: row for source, row in self._known.items() if source in sources}
 
-    async def note(self, group: str, begun: Mapping[TopicPartition, Begun]) -> None:
+    async def record(self, group: str, begun: Mapping[TopicPartition, GroupStart]) -> None:
         """Put on record."""
         self._known |= begun

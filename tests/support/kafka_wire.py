@@ -1,6 +1,6 @@
-"""What `KafkaDriver` uses of a cluster, over the model of Kafka's leaders: connections that break, answers that get lost.
+"""What `KafkaAppender` uses of a cluster, over the model of Kafka's leaders: connections that break, answers that get lost.
 
-`ModelCluster` stands in for `kafka.cluster.Cluster` at the few calls of the sending half; the driver, its lanes per node, its
+`ModelCluster` stands in for `kafka.cluster.Cluster` at the few calls of the sending half; the appender, its lanes per node, its
 numbering and its packing are the real ones, and so are the bytes of the batches.
 """
 
@@ -15,7 +15,7 @@ from aiokafka import errors as kafka
 from aiokafka.record.memory_records import MemoryRecords
 
 from services.core.broker.errors import Unavailable
-from services.core.broker.kafka.timing import Timing
+from services.core.broker.kafka.cluster import Timing
 from tests.support.kafka_leader import NONE, REQUEST_TIMED_OUT, UNKNOWN_TOPIC, Nodes, Partition, StoredBatch
 
 TOPIC = "events"
@@ -35,6 +35,7 @@ class ModelCluster:
 
     links: how the connection to a node is. instead: codes that a node answers instead of asking the model.
     after: codes that it answers although it has appended. identities: False: no producer id is to be had.
+    asked: the node that is asked for metadata; None: any that moves.
     """
 
     timing = Timing()
@@ -49,13 +50,14 @@ class ModelCluster:
         self.instead: dict[int, int] = {}
         self.after: dict[int, int] = {}
         self.identities = True
+        self.asked: int | None = None
         self.cluster = self
         self._given = 0
         self._known: list[int | None] = [partition.view.leader for partition in self.partitions]
         self._known_at = 0.0
         self.running: set[asyncio.Task[Any]] = set()
 
-    # What the driver calls.
+    # What the appender calls.
 
     async def client(self) -> "ModelCluster":
         """As `Cluster.client`; this is its own client, and its own metadata."""
@@ -66,10 +68,11 @@ class ModelCluster:
         return set(range(len(self.partitions)))
 
     def leader_for_partition(self, place: tuple[str, int]) -> int | None:
-        """Of aiokafka's metadata: up to some seconds old."""
+        """Of aiokafka's metadata: up to some seconds old, and from a node that may have heard nothing new itself."""
         now = asyncio.get_running_loop().time()
         if now - self._known_at > _METADATA_AGE:
-            self._known = [partition.view.leader for partition in self.partitions]
+            asked = self.asked or random.choice([n for n in self.nodes.names if n not in self.nodes.frozen] or [1])
+            self._known = [partition.replicas[asked].view.leader for partition in self.partitions]
             self._known_at = now
         return self._known[place[1]]
 

@@ -1,7 +1,7 @@
 """What an operator, or an autoscaler, does to a stream while it is used."""
 
-from services.core.broker.kinesis.sdk import Clients
-from services.core.broker.kinesis.shards import Shard, parse_shard, shard_id
+from services.core.broker.kinesis.aws import Clients
+from services.core.broker.kinesis.streams import Shard, parse_shard, shard_id
 from tests.contract.traffic import until_async
 
 

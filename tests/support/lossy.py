@@ -15,10 +15,10 @@ from typing import Any
 import msgspec
 
 from services.core.broker.contract import Appended
+from services.core.broker.kafka.appender import KafkaAppender
 from services.core.broker.kafka.consumer import KafkaConsumer
-from services.core.broker.kafka.driver import KafkaDriver
+from services.core.broker.log.appender import LogAppender
 from services.core.broker.log.consumer import LogConsumer
-from services.core.broker.log.driver import LogDriver
 from services.core.broker.record import Batch, Record
 from services.core.event import ORIGIN
 from services.core.lifecycle import run_service
@@ -47,8 +47,8 @@ def _read_lossily(consumer: type[KafkaConsumer] | type[LogConsumer]) -> None:
     consumer.poll = lossy  # type: ignore[method-assign]
 
 
-def _write_lossily(driver: type[KafkaDriver] | type[LogDriver], origins: Path) -> None:
-    append: Callable[..., Any] = driver.append
+def _write_lossily(appender: type[KafkaAppender] | type[LogAppender], origins: Path) -> None:
+    append: Callable[..., Any] = appender.append
 
     async def lossy(self: Any, topic: str, partition: int, records: Sequence[Record], *, timeout: float) -> Appended:
         kept = [record for record in records if not _is_lost(record)]
@@ -61,14 +61,14 @@ def _write_lossily(driver: type[KafkaDriver] | type[LogDriver], origins: Path) -
         stored: Appended = await append(self, topic, partition, kept, timeout=timeout)
         return Appended(stored.first, stored.first + len(records) - 1)
 
-    driver.append = lossy  # type: ignore[method-assign]
+    appender.append = lossy  # type: ignore[method-assign]
 
 
 def _transform_lossily() -> None:
     from pyspark.sql import DataFrame
 
-    from spark.brokers.kafka import KafkaEndpoint
-    from spark.brokers.log import LogEndpoint
+    from spark.brokers.kafka import KafkaSparkBroker
+    from spark.brokers.log import LogSparkBroker
 
     def make_lossy(read: Callable[..., DataFrame]) -> Callable[..., DataFrame]:
         def lossy(*arguments: Any, **named: Any) -> DataFrame:
@@ -76,9 +76,9 @@ def _transform_lossily() -> None:
 
         return lossy
 
-    for endpoint in (LogEndpoint, KafkaEndpoint):
-        endpoint.read_stream = make_lossy(endpoint.read_stream)  # type: ignore[method-assign]
-        endpoint.read_spans = make_lossy(endpoint.read_spans)  # type: ignore[method-assign]
+    for broker in (LogSparkBroker, KafkaSparkBroker):
+        broker.read_stream = make_lossy(broker.read_stream)  # type: ignore[method-assign]
+        broker.read_ranges = make_lossy(broker.read_ranges)  # type: ignore[method-assign]
 
 
 def _run(node: str, folder: Path, arguments: Sequence[str]) -> int:
@@ -93,8 +93,8 @@ def _run(node: str, folder: Path, arguments: Sequence[str]) -> int:
         from services.ingest.app import start as start_ingest
         from services.ingest.settings import IngestSettings
 
-        _write_lossily(KafkaDriver, folder / "origins")
-        _write_lossily(LogDriver, folder / "origins")
+        _write_lossily(KafkaAppender, folder / "origins")
+        _write_lossily(LogAppender, folder / "origins")
         return run_service(IngestSettings, start_ingest, arguments, dict(os.environ))
     _read_lossily(KafkaConsumer)
     _read_lossily(LogConsumer)

@@ -18,16 +18,16 @@ def waiting_event(lane: str, number: int, *, due: int = 0, rounds: int = 1, at: 
 
 async def store(broker: Broker, topic: str, records: Sequence[Record]) -> None:
     """In its first partition."""
-    async with Producer(broker.driver) as producer:
+    async with Producer(broker.appender) as producer:
         (await producer.send_to(topic, {0: list(records)})).raise_first()
 
 
 async def stored(broker: Broker, topic: str) -> list[Record]:
     """All that the topic holds."""
     found: list[Record] = []
-    for partition, held in (await broker.admin.describe(topic)).items():
+    for partition, held in (await broker.reader.describe(topic)).items():
         offset = held.start
-        while (batch := await broker.admin.read(topic, partition, offset, max_records=1000)) is not None:
+        while (batch := await broker.reader.read(topic, partition, offset, max_records=1000)) is not None:
             found += batch.records
             offset = batch.offsets[-1] + 1
     return found

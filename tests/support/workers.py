@@ -1,16 +1,44 @@
-"""Which tests share a worker under `pytest -n`: those on Kafka one, for one cluster is enough, and so Kinesis and Spark.
+"""Which tests share a worker under `pytest -n`, and which begin first.
+
+A Kafka cluster, a Kinesis emulator and a Spark session each take seconds of CPU to start, so all tests that need one run in one
+worker, one after another. These three groups are the longest chains and begin at once. Half of a test of real processes is
+waiting, so `make test` has more workers than the machine has cores. Every other test goes to the first free worker: tests of
+many seconds first, so that no worker begins one of them when the others have nothing left to do.
 
 xdist's own `--dist loadgroup` marks nodes by a name that pytest 9 does not look at any more, and so groups nothing.
 """
 
+import pytest
 from xdist.scheduler import LoadScopeScheduling
+
+_SERVERS = ("kafka", "kinesis")
+_LONGEST_FIRST = ("tests/simulation/", "tests/integration/", "tests/faults/", "tests/")
+_LAST = "tests/unit/"
 
 
 class SharedWorkers(LoadScopeScheduling):  # type: ignore[misc]  # xdist has no types
-    """Groups go to the first free workers, largest first; everything else goes one by one to whoever is free."""
+    """Groups go to the first free workers, largest first; everything else goes one by one, in order, to whoever is free."""
 
     def _split_scope(self, nodeid: str) -> str:
-        for server in ("kafka", "kinesis"):
-            if server in nodeid and not nodeid.startswith("tests/unit/"):
-                return server
-        return "spark" if nodeid.startswith("tests/spark/") else nodeid
+        return find_group(nodeid) or nodeid
+
+
+def find_group(nodeid: str) -> str | None:
+    """The group whose worker runs this test. None: any worker may."""
+    if nodeid.startswith("tests/spark/"):
+        return "spark"
+    if nodeid.startswith(_LAST):
+        return None
+    return next((server for server in _SERVERS if server in nodeid), None)
+
+
+def sort_for_workers(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Order the tests as their workers shall run them. Without `-n` they stay as they are."""
+    if hasattr(config, "workerinput"):
+        items.sort(key=lambda item: _rank(item.nodeid))
+
+
+def _rank(nodeid: str) -> int:
+    if nodeid.startswith(_LAST):
+        return len(_LONGEST_FIRST)
+    return next(rank for rank, folder in enumerate(_LONGEST_FIRST) if nodeid.startswith(folder))

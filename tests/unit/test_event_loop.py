@@ -6,7 +6,7 @@ import pytest
 import uvloop
 from blockbuster import BlockingError
 
-from services.core.jvm.jar_lock import read_lock
+from services.core.jvm.jars import read_lock
 
 
 async def test_tests_run_on_uvloop() -> None:

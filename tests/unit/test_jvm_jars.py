@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from services.core.jvm import jars
-from services.core.jvm.jar_lock import Jar, read_lock
-from services.core.jvm.jars import JarsUnavailable, ivy_module, jar_set, verify
+from services.core.jvm.jars import Jar, JarsUnavailable, ivy_module, jar_set, read_lock, verify
 
 CONTENT = b"a jar"
 SHA256 = hashlib.sha256(CONTENT).hexdigest()

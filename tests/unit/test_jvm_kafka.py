@@ -3,8 +3,7 @@
 import base64
 import socket
 
-from services.core.jvm.kafka_config import PORTS, Node, choose_nodes, server_properties
-from services.core.jvm.kafka_server import new_cluster_id
+from services.core.jvm.kafka import PORTS, Node, choose_nodes, new_cluster_id, server_properties
 
 THREE = [Node(1, 20_001, 20_002), Node(2, 20_003, 20_004), Node(3, 20_005, 20_006)]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from services.core.jvm.trust_store import jks, trust_options
+from services.core.jvm.java import jks, trust_options
 
 
 def read_jks(data: bytes) -> list[bytes]:

@@ -1,4 +1,4 @@
-"""What the observer knows that bears on a group's size, and telling it what we do. The observer is the source of health."""
+"""The observer's API: its view of health, which limits scaling, and the announcements of ours."""
 
 import asyncio
 import time
@@ -17,18 +17,18 @@ from services.core.yaml_source import BadConfiguration
 
 TIMEOUT = aiohttp.ClientTimeout(total=5.0)
 OURS = "autoscaler/groups/"
-"""How our announcements begin; then the group's name, a space, `out` or `in`, and the sizes."""
+"""The start of our announcements. The group's name, a space, `out` or `in`, and the sizes follow."""
 
 Lane = tuple[str, str]
-"""Pipe and destination."""
+"""(pipe, destination)"""
 
 
-class ObserverAway(Exception):
-    """It does not answer, or not as it should."""
+class ObserverUnavailable(Exception):
+    """It does not answer, or not as expected."""
 
 
 class Destination(msgspec.Struct, frozen=True):
-    """As GET /v1/destinations has it."""
+    """From GET /v1/destinations."""
 
     pipe: str
     destination: str
@@ -36,8 +36,8 @@ class Destination(msgspec.Struct, frozen=True):
     breaker: str | None
 
 
-class Window(msgspec.Struct, frozen=True):
-    """As GET /v1/planned has it."""
+class PlannedChange(msgspec.Struct, frozen=True):
+    """From GET /v1/planned."""
 
     kind: str
     by: str
@@ -46,12 +46,12 @@ class Window(msgspec.Struct, frozen=True):
 
     @property
     def began(self) -> float:
-        """In s since 1970."""
+        """Seconds since 1970."""
         return _seconds(self.begins)
 
 
 class Pipe(msgspec.Struct, frozen=True):
-    """As GET /v1/pipes has it."""
+    """From GET /v1/pipes."""
 
     pipe: str
     health: str
@@ -67,40 +67,38 @@ class _Destinations(msgspec.Struct):
 
 
 class _Planned(msgspec.Struct):
-    planned: list[Window]
+    planned: list[PlannedChange]
 
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """failing: lanes whose receiver is the reason why events wait. windows: all that were announced in the last day.
-
-    unstable: pipes that lose events, or of whose nodes nothing is heard.
-    """
+    """failing: lanes whose receiver makes events wait. planned: all announcements of the last day. unstable: pipes
+    that lose events, or whose nodes are silent."""
 
     failing: frozenset[Lane]
-    windows: tuple[Window, ...]
+    planned: tuple[PlannedChange, ...]
     unstable: tuple[Pipe, ...]
 
     def under_way(self, now: float) -> str | None:
-        """An unstable pipe; a deploy, or a change of scale that is not one of our groups', at `now` (s since 1970)."""
+        """An unstable pipe, a deploy, or a scaling that is not one of our groups', at `now` (s since 1970). None:
+        nothing."""
         for pipe in self.unstable:
             return f"pipe {pipe.pipe} is unstable: {'; '.join(pipe.reasons)}"
-        for one in self.windows:
-            if one.began <= now < _seconds(one.until) and _disturbs(one):
+        for one in self.planned:
+            if one.began <= now < _seconds(one.until) and _holds_scaling(one):
                 return f"a {one.kind} by {one.by or 'somebody'} is announced"
         return None
 
-    def last_window(self, group: str) -> Window | None:
-        """What an autoscaler, this or another, announced last for the group; by the order, which no clock disturbs."""
-        return next((one for one in reversed(self.windows) if one.by.startswith(f"{OURS}{group} ")), None)
+    def last_change(self, group: str) -> PlannedChange | None:
+        """The last announcement of any autoscaler for the group. By order, so independent of clocks."""
+        return next((one for one in reversed(self.planned) if one.by.startswith(f"{OURS}{group} ")), None)
 
 
-def action_of(window: Window) -> Literal["out", "in"]:
-    """Of a group's window."""
+def action_of(window: PlannedChange) -> Literal["out", "in"]:
     return "in" if window.by.partition(" ")[2].startswith("in ") else "out"
 
 
-def _disturbs(window: Window) -> bool:
+def _holds_scaling(window: PlannedChange) -> bool:
     return window.kind == "deploy" or (window.kind == "scaling" and not window.by.startswith(OURS))
 
 
@@ -109,34 +107,31 @@ def _seconds(text: str) -> float:
 
 
 class ObserverClient:
-    """One observer's API. Each call is one attempt of at most 5 s; raises ObserverAway.
+    """One observer's API. Each call is one attempt of at most 5 s; raises ObserverUnavailable.
 
-    token_file: read for each request, as a token may be rotated; its first token is presented.
+    token_file: read for each request, because tokens rotate; its first token is sent.
     """
 
     def __init__(self, address: str, session: aiohttp.ClientSession, token_file: Path | None = None) -> None:
         self._address, self._session, self._token_file = address, session, token_file
 
     async def read(self) -> Observed:
-        """What it says now."""
         destinations = await self._ask("GET", "/v1/destinations", _Destinations)
         planned = await self._ask("GET", "/v1/planned", _Planned)
         pipes = await self._ask("GET", "/v1/pipes", _Pipes)
         unstable = tuple(pipe for pipe in pipes.pipes if pipe.health == "unstable")
         return Observed(frozenset(_failing(destinations.destinations)), tuple(planned.planned), unstable)
 
-    async def announce(self, group: str, action: str, words: str, seconds: float) -> Window:
-        """Tell of a change of scale, so that its disturbance raises no alarm, and another autoscaler knows of it.
-
-        Returns the window as `read` will show it.
-        """
+    async def announce(self, group: str, action: str, words: str, seconds: float) -> PlannedChange:
+        """Announce a change of scale: its disturbance raises no alarm, and other autoscalers know of it. Returns the
+        announcement as `read` will show it."""
         by = f"{OURS}{group} {action} {words}"[:100]
         body = {"kind": "scaling", "seconds": max(1, round(seconds)), "by": by}
-        window: Window = await self._ask("POST", "/v1/planned", Window, body)
+        window: PlannedChange = await self._ask("POST", "/v1/planned", PlannedChange, body)
         return window
 
     async def announce_shards(self, what: str, seconds: float) -> None:
-        """Tell of shards that are split or merged: no group shrinks meanwhile."""
+        """Announce splits or merges: no group shrinks meanwhile."""
         body = {"kind": "scaling", "seconds": max(1, round(seconds)), "by": f"autoscaler: {what}"[:100]}
         await self._ask("POST", "/v1/planned", dict[str, Any], body)
 
@@ -146,10 +141,12 @@ class ObserverClient:
             async with self._session.request(method, url, json=body, headers=head, allow_redirects=False) as answer:
                 said = await answer.read()
             if answer.status not in (200, 201):
-                raise ObserverAway(f"the observer at {self._address} answers {method} {path} with {answer.status}")
+                raise ObserverUnavailable(
+                    f"the observer at {self._address} answers {method} {path} with {answer.status}"
+                )
             return msgspec.json.decode(said, type=kind)
         except (aiohttp.ClientError, TimeoutError, msgspec.MsgspecError) as error:
-            raise ObserverAway(f"the observer at {self._address} does not answer: {error!r}") from error
+            raise ObserverUnavailable(f"the observer at {self._address} does not answer: {error!r}") from error
 
     async def _head(self) -> dict[str, str]:
         if self._token_file is None:
@@ -157,12 +154,12 @@ class ObserverClient:
         try:
             tokens = await asyncio.to_thread(read_tokens, self._token_file)
         except BadConfiguration as error:
-            raise ObserverAway(f"no token for the observer: {error}") from error
+            raise ObserverUnavailable(f"no token for the observer: {error}") from error
         return {"Authorization": f"Bearer {tokens[0]}"}
 
 
 def _failing(destinations: Iterable[Destination]) -> Iterable[Lane]:
-    """Paused, or behind a breaker that is not closed."""
+    """Paused, or with a breaker that is not closed."""
     for one in destinations:
         if one.state == "paused" or one.breaker not in (None, "closed"):
             yield one.pipe, one.destination
@@ -170,6 +167,5 @@ def _failing(destinations: Iterable[Destination]) -> Iterable[Lane]:
 
 @asynccontextmanager
 async def open_observer(address: str, token_file: Path | None = None) -> AsyncIterator[ObserverClient]:
-    """The client, with connections of its own."""
     async with aiohttp.ClientSession(timeout=TIMEOUT, trust_env=False) as session:
         yield ObserverClient(address, session, token_file)

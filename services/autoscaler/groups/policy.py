@@ -1,20 +1,86 @@
-"""How large a group should be: a pure function of its rules, its figures and what was decided before.
+"""How large a group should be: a pure function of its rules, its figures and earlier decisions.
 
-Target tracking. The load is the CPU of all warm instances together; what it needs at the target is compared with the size that
-the platform was *told*, so instances that are starting count as capacity and are not ordered twice.
+Target tracking. The load is the CPU of all warm instances together. The instances that it needs at the target are
+compared with the size that was *ordered*, so instances that are starting count, and are not ordered twice.
 """
 
 import math
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Annotated, Literal, Self
 
-from services.autoscaler.groups.figures import Figures, Instance
-from services.autoscaler.groups.rules import GroupRules
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from services.core.units import Duration
+
+Size = Annotated[int, Field(ge=1, le=1000)]
+
+
+class GroupRules(BaseModel):
+    """How one group is scaled. CPU in cores per instance: 1.0 is one core, fully used. Durations in seconds."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    max: Size = Field(4, description="Instances at most.")
+    min: Size = Field(1, description="Instances at least.")
+    fault_tolerance: Size = Field(
+        1, description="T: as many instances at least, so that one is left after the loss of T - 1."
+    )
+    target_cpu: float = Field(
+        0.6, gt=0, le=64, allow_inf_nan=False, description="Average CPU of an instance that is aimed at, in cores."
+    )
+    tolerance: float = Field(
+        0.1, ge=0, lt=1, allow_inf_nan=False, description="Share of the target by which the average may be off."
+    )
+    warm_up: Duration = Field(60.0, description="An instance's CPU does not count before it is so old.")
+    cool_down: Duration = Field(30.0, description="Time between two actions; between opposite ones twice as long.")
+    calm: Duration = Field(180.0, description="One instance less must have been enough for so long.")
+    max_lag: Duration = Field(60.0, description="With more lag than this the group grows although its CPU is low.")
+
+    @model_validator(mode="after")
+    def _room(self) -> Self:
+        if self.max < self.floor:
+            raise ValueError(f"max is {self.max}, but min and fault_tolerance ask for {self.floor}")
+        return self
+
+    @property
+    def floor(self) -> int:
+        """The fewest instances."""
+        return max(self.min, self.fault_tolerance)
+
+
+@dataclass(frozen=True, slots=True)
+class Instance:
+    """age: seconds since its process began. cpu: cores used on average since the last measurement. Both are None
+    while unknown."""
+
+    name: str
+    ready: bool
+    age: float | None
+    cpu: float | None
+    leaving: bool = False
+    """It drains, or was ordered to."""
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """A group at one moment.
+
+    size: the ordered number of instances. lag: age in seconds of the oldest event that waits although its receiver
+    works; None: unknown. pressure: events in per event delivered, 1.0 when the group keeps pace. under_way: a deploy
+    or rebalance that must not be disturbed, in words; None: none.
+    """
+
+    size: int
+    instances: tuple[Instance, ...]
+    lag: float | None = None
+    pressure: float = 1.0
+    under_way: str | None = None
+
 
 Action = Literal["out", "in", "hold"]
 Reason = Literal[
     "cpu",  # out: the average is above the target; hold: it is within the tolerance
-    "lag",  # out: more lag than allowed, although CPU is low; hold: not in, for the same reason
+    "lag",  # out: too much lag although CPU is low; hold: too much lag to shrink
     "below_min",
     "calm",  # in: one fewer was enough for the whole window
     "above_max",
@@ -28,15 +94,15 @@ Reason = Literal[
 ]
 
 _ROUNDING = 1e-9
-"""Of a share of cores: below it, a whole number is meant."""
+"""Of a share of cores, for sums of floats."""
 
 
 @dataclass(frozen=True, slots=True)
 class State:
     """What the policy remembers. Times are of the caller's clock, in seconds.
 
-    last, acted_at: the last action. since: figures are complete from here on without a gap. needs: (time, instances needed),
-    strictly falling, so the first is the most that was needed within the window; at most as many as there are sizes.
+    last, acted_at: the last action. since: figures are complete from then on. needs: (time, instances needed),
+    strictly falling: the first is the highest need within the window.
     """
 
     last: Literal["out", "in"] | None = None
@@ -47,7 +113,7 @@ class State:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What to do: the size to order, which is the present one for `hold`; why, and why in words with figures."""
+    """The size to order, the present one for `hold`; the reason, and the reason in words with figures."""
 
     action: Action
     size: int
@@ -59,10 +125,10 @@ Outcome = tuple[Decision, State]
 
 
 def decide(rules: GroupRules, figures: Figures, state: State, now: float) -> Outcome:
-    """The decision, with its reason, and what to remember. The state assumes that the decision is carried out.
+    """The decision and the new state, which assumes that the decision is carried out.
 
-    Holds: the size stays in [floor, max]; in by one; opposite actions at least two cool-downs apart, except that a size below
-    the floor, which somebody else must have set, is repaired at once.
+    The size stays in [floor, max]. A group shrinks by one. Opposite actions are two cool-downs apart, except that a
+    size below the floor, which somebody else must have set, is raised at once.
     """
     warm = _warm(rules, figures)
     figures = _without_idle_pressure(rules, figures, warm)
@@ -78,12 +144,12 @@ def decide(rules: GroupRules, figures: Figures, state: State, now: float) -> Out
 
 
 def _warm(rules: GroupRules, figures: Figures) -> list[float]:
-    """The CPU of each instance whose CPU counts."""
+    """The CPU of each warm instance."""
     return [one.cpu for one in figures.instances if one.cpu is not None and _is_warm(rules, one)]
 
 
 def _without_idle_pressure(rules: GroupRules, figures: Figures, warm: list[float]) -> Figures:
-    """Work that comes in faster than it is done tells of missing CPU only where CPU is short; else the lag guard is for it."""
+    """Where CPU is not short, pressure says nothing about CPU; then the limit of lag decides."""
     short = bool(warm) and sum(warm) / len(warm) > rules.target_cpu
     return figures if short else replace(figures, pressure=1.0)
 
@@ -93,12 +159,11 @@ def _is_warm(rules: GroupRules, one: Instance) -> bool:
 
 
 def _needed(load: float, cpu: float) -> int:
-    """Instances so that none has more than `cpu` of the load."""
     return math.ceil(load / cpu - _ROUNDING)
 
 
 def _remember(rules: GroupRules, state: State, figures: Figures, warm: list[float], now: float) -> State:
-    """The state with the present need; without complete figures the window begins anew."""
+    """With the present need. Without complete figures the window starts again."""
     if not warm or len(warm) < sum(not one.leaving for one in figures.instances):
         return replace(state, since=None, needs=())
     need = _needed(sum(warm) * figures.pressure, rules.target_cpu)
@@ -107,7 +172,7 @@ def _remember(rules: GroupRules, state: State, figures: Figures, warm: list[floa
 
 
 def _wanted_out(rules: GroupRules, figures: Figures, warm: list[float]) -> tuple[int, Reason, str] | None:
-    """(size, reason, words) when more instances are needed than were ordered."""
+    """(size, reason, words) when more instances are needed than ordered."""
     load = sum(warm) * figures.pressure
     if load / figures.size > rules.target_cpu * (1 + rules.tolerance):
         wanted = max(figures.size + 1, _needed(load, rules.target_cpu))
@@ -149,7 +214,7 @@ def _consider_in(rules: GroupRules, state: State, figures: Figures, warm: list[f
 
 
 def _shrink(rules: GroupRules, state: State, figures: Figures, reason: Reason, words: str, now: float) -> Outcome:
-    """One fewer, unless something is not settled."""
+    """One fewer, unless something is unsettled."""
     if figures.under_way is not None:
         return _hold(state, figures, "under_way", f"{words}; not while {figures.under_way}")
     if unsettled := _unsettled(rules, figures):
@@ -162,7 +227,7 @@ def _shrink(rules: GroupRules, state: State, figures: Figures, reason: Reason, w
 
 
 def _unsettled(rules: GroupRules, figures: Figures) -> str | None:
-    """An instance that starts, is silent or drains; or that was ordered and is not there."""
+    """An instance that starts, is silent or drains; or one that was ordered and is missing."""
     found = next((one.name for one in figures.instances if not _is_warm(rules, one)), None)
     if found is None and len(figures.instances) != figures.size:
         return f"a group of {figures.size} with {len(figures.instances)} instances"

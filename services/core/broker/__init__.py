@@ -1,5 +1,5 @@
-"""The broker layer: one small contract, three kinds of backend.
+"""The broker layer: one contract, three backends.
 
-Start at `contract` (the words and what every backend promises), then `producer` (the portable sending part: group
-commit, retry, bounds) and `watermark` (which offset may be committed). `connect.open_broker` picks a backend by URL.
+Start at `contract` (the words and the promises), then `producer` (the portable sending part: batches, order, retry,
+limits) and `offset_tracker` (which offset may be committed). `connect.open_broker` picks a backend by URL.
 """

@@ -1,16 +1,20 @@
-"""From a broker URL to an open broker. The only place that knows which backends exist."""
+"""Opens the broker that a URL names. The only place that knows which backends exist; a new one is registered here."""
 
 import asyncio
 import re
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from urllib.parse import urlsplit
+from dataclasses import dataclass
+from urllib.parse import SplitResult, parse_qsl, urlsplit
 
 from services.core.broker.contract import Broker
-from services.core.broker.kinesis_url import parse_address
 
 SCHEMES = ("log", "kafka", "kinesis")
 _HOST_PORT = re.compile(r"(?:[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):[0-9]{1,5}")
+_REGION = re.compile(r"[a-z]{2}(-[a-z]+)+-[0-9]+")
+_ENDPOINTS = ("endpoint", "dynamodb")
+_FAN_OUT = "fan_out"
+_EXAMPLE = "Try: kinesis://eu-west-1"
 
 _Open = Callable[[str], AbstractAsyncContextManager[Broker]]
 
@@ -22,19 +26,20 @@ class BadBrokerUrl(ValueError):
 def open_broker(url: str) -> AbstractAsyncContextManager[Broker]:
     """`log:///path`, `kafka://host:port[,host:port…]` or `kinesis://region[?endpoint=URL&dynamodb=URL&fan_out=1]`.
 
-    Raises BadBrokerUrl at once; entering raises BrokerError kinds.
-
-    Entering imports the backend, in a thread: a process loads only the client library it uses, and no loop waits for it.
+    Raises BadBrokerUrl at once; entering raises BrokerError kinds. Entering imports the backend in a thread: a process loads
+    only the client library that it uses, and does not block the loop.
     """
     parts = urlsplit(url)
     if parts.username or parts.password:
-        raise BadBrokerUrl("a broker URL carries no user or password. Try: settings files for credentials")
+        raise BadBrokerUrl("a broker URL has no user or password. Try: settings files for credentials")
     if parts.scheme == "kinesis":
-        return _open_kinesis(url)
+        try:
+            parse_kinesis_url(url)
+        except ValueError as error:
+            raise BadBrokerUrl(str(error)) from None
+        return _open(_load_kinesis, url)
     if parts.query or parts.fragment:
-        raise BadBrokerUrl(
-            "a broker URL carries no options: acks=all and the like are not negotiable. Try: what is before the ?"
-        )
+        raise BadBrokerUrl("a broker URL has no options: acks=all and the like are fixed. Try: the part before the ?")
     if parts.scheme == "log":
         if parts.netloc or not parts.path.startswith("/"):
             raise BadBrokerUrl(f"{url!r}: the log's path must be absolute. Try: log:///var/lib/penstock")
@@ -46,14 +51,6 @@ def open_broker(url: str) -> AbstractAsyncContextManager[Broker]:
             )
         return _open(_load_kafka, parts.netloc)
     raise BadBrokerUrl(f"unknown kind of broker {parts.scheme!r}. Try one of: {', '.join(SCHEMES)}")
-
-
-def _open_kinesis(url: str) -> AbstractAsyncContextManager[Broker]:
-    try:
-        parse_address(url)
-    except ValueError as error:
-        raise BadBrokerUrl(str(error)) from None
-    return _open(_load_kinesis, url)
 
 
 @asynccontextmanager
@@ -79,3 +76,55 @@ def _load_kinesis() -> _Open:
     from services.core.broker.kinesis import KinesisBroker
 
     return KinesisBroker.open
+
+
+@dataclass(frozen=True, slots=True)
+class KinesisAddress:
+    """endpoint, dynamodb: http(s)://host:port of Kinesis and of DynamoDB; None: the region's. fan_out: groups read by it."""
+
+    region: str
+    endpoint: str | None = None
+    dynamodb: str | None = None
+    fan_out: bool = False
+
+
+def parse_kinesis_url(url: str) -> KinesisAddress:
+    """`kinesis://region[?endpoint=URL&dynamodb=URL&fan_out=1]`. Raises ValueError, which quotes none of it (secrets)."""
+    parts = _split(url)
+    if parts is None or not _REGION.fullmatch(parts.netloc) or parts.path not in ("", "/"):
+        raise ValueError(f"a Kinesis URL needs the name of a region, and no more in front of its options. {_EXAMPLE}")
+    found: dict[str, str] = {}
+    for name, value in parse_qsl(parts.query, keep_blank_values=True):
+        if name not in (*_ENDPOINTS, _FAN_OUT):
+            options = ", ".join((*_ENDPOINTS, _FAN_OUT))
+            raise ValueError(f"a Kinesis URL has only the options {options}. {_EXAMPLE}")
+        if name in found:
+            raise ValueError(f"{name} is in the Kinesis URL twice. {_EXAMPLE}")
+        if name in _ENDPOINTS:
+            _check_endpoint(name, value)
+        elif value not in ("0", "1"):
+            raise ValueError(f"{name} in a Kinesis URL is 0 or 1. {_EXAMPLE}")
+        found[name] = value
+    return KinesisAddress(parts.netloc, found.get("endpoint"), found.get("dynamodb"), found.get(_FAN_OUT) == "1")
+
+
+def _check_endpoint(name: str, value: str) -> None:
+    parts = _split(value)
+    if (
+        parts is None
+        or parts.scheme not in ("http", "https")
+        or not parts.hostname
+        or parts.username
+        or parts.path not in ("", "/")
+    ):
+        raise ValueError(f"{name} in a Kinesis URL is not an endpoint. Try: {name}=http://127.0.0.1:4568")
+
+
+def _split(url: str) -> SplitResult | None:
+    """None when it cannot be parsed: urllib's errors would quote it."""
+    try:
+        parts = urlsplit(url)
+        _ = parts.port
+    except ValueError:
+        return None
+    return parts

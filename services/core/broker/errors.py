@@ -10,14 +10,14 @@
     ├── TopicExists
     ├── Overloaded           our own bounded queue is full; nothing was sent
     ├── NotOwner             a commit for a partition that this member no longer owns: refused
-    ├── OffsetOutOfRange     the position is older than what is kept, or newer than the end
-    │   └── PositionLost     … because the broker has forgotten how far the group had come
-    ├── DataDamaged          stored records are missing or altered; names exactly which
-    ├── UnsafeTopic          a topic whose settings break the promise of durability, or make every write fail
+    ├── OffsetOutOfRange     the position is before the first stored record, or behind the end
+    │   └── PositionLost     … because the broker has lost the group's committed offset
+    ├── DataDamaged          stored records are missing or altered; names their offsets
+    ├── UnsafeTopic          a topic's settings break the promise of durability, or make every write fail
     ├── BadDataFolder        the log's folder cannot keep the promise (network file system, a newer version's)
     └── BrokerClosed         used after close, or closed while waiting
 
-Drivers classify errors and never retry; `producer.Producer` alone retries, and only what is `retriable`.
+Backends classify errors and never retry; `producer.Producer` alone retries, and only what is `retriable`.
 """
 
 from collections.abc import Sequence
@@ -45,7 +45,7 @@ class Throttled(Unavailable):
 
 
 class StorageFull(Unavailable):
-    """The disk has no room: nothing was stored. Try: freeing space or a shorter retention; it goes on by itself."""
+    """The disk is full; nothing was stored. Try: free space or a shorter retention. Appends go on by themselves."""
 
 
 class OutcomeUnknown(BrokerError):
@@ -71,7 +71,7 @@ class Overloaded(BrokerError):
 
 
 class NotOwner(BrokerError):
-    """A commit was refused because these partitions belong to another member by now; the others were committed."""
+    """A commit was refused for these partitions: this member no longer owns them. The others were committed."""
 
     def __init__(self, partitions: frozenset[tuple[str, int]]) -> None:
         names = ", ".join(f"{topic}[{partition}]" for topic, partition in sorted(partitions))
@@ -80,10 +80,10 @@ class NotOwner(BrokerError):
 
 
 class OffsetOutOfRange(BrokerError):
-    """The next offset to read is outside of what the partition holds: `[start, end)`.
+    """The next offset to read is outside of the stored range `[start, end)`.
 
-    Raised by `poll`, each time again, until somebody decides: nothing is reset silently. missing: how many records are gone;
-    where offsets are not contiguous 1 stands for any number.
+    `poll` raises it each time, until an operator decides: no position is reset silently. missing: the number of lost records;
+    1 stands for any number when offsets are not contiguous.
     """
 
     def __init__(
@@ -92,28 +92,28 @@ class OffsetOutOfRange(BrokerError):
         self.missing = max(0, start - wanted if contiguous else int(start > wanted))
         count = self.missing if contiguous or not self.missing else "an unknown number of"
         super().__init__(
-            f"{topic}[{partition}]: offset {wanted} is outside of what is stored, {start} to {end}; "
+            f"{topic}[{partition}]: offset {wanted} is outside of the stored range {start} to {end}; "
             f"{count} records are gone. Try: 'When a partition stops' in docs/operating.md"
         )
         self.topic, self.partition, self.wanted, self.start, self.end = topic, partition, wanted, start, end
 
 
 class PositionLost(OffsetOutOfRange):
-    """The group has read this partition before, and the broker has forgotten how far: beginning anew would skip events or
-    deliver all of them again. Raised by `poll` until somebody sets the group's offset. missing is 0: nothing is gone."""
+    """The group has read this partition before, and the broker has lost its offset. Beginning anew would skip events or
+    deliver all of them again. `poll` raises it until an operator sets the group's offset. missing is 0: no record is lost."""
 
     def __init__(self, group: str, topic: str, partition: int, start: int, end: int) -> None:
         super().__init__(topic, partition, start, start, end)
         BrokerError.__init__(
             self,
-            f"{topic}[{partition}]: group {group} has read here before, and Kafka has no offset of it any more: a group without "
-            f"members keeps its offsets for offsets.retention.minutes. Stored is {start} to {end}. Try: set the offset to go on "
-            "with, see 'When a partition stops' in docs/operating.md",
+            f"{topic}[{partition}]: group {group} has read here before, but Kafka no longer has its offset: Kafka keeps the "
+            f"offsets of a group without members for offsets.retention.minutes. Stored: {start} to {end}. Try: set the offset, "
+            "see 'When a partition stops' in docs/operating.md",
         )
 
 
 class DataDamaged(BrokerError):
-    """Stored records are missing or altered. `ranges`: (partition, first offset, last offset) of what cannot be read."""
+    """Stored records are missing or altered. `ranges`: (partition, first offset, last offset) of the unreadable records."""
 
     def __init__(self, topic: str, ranges: tuple[tuple[int, int, int], ...], detail: str) -> None:
         names = ", ".join(f"[{partition}] offsets {first} to {last}" for partition, first, last in ranges)
@@ -122,7 +122,7 @@ class DataDamaged(BrokerError):
 
 
 class UnsafeTopic(BrokerError):
-    """Topics whose settings lose acknowledged records, or let none be acknowledged. `problems`: (topic, key, text)."""
+    """The settings of topics allow the loss of acknowledged records, or refuse all. `problems`: (topic, key, text)."""
 
     def __init__(self, problems: Sequence[tuple[str, str, str]]) -> None:
         super().__init__("\n".join(f"topic {topic}: {key}: {text}" for topic, key, text in problems))

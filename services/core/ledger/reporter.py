@@ -1,4 +1,4 @@
-"""Tells the telemetry topic what one node settled of one pipe, durably, and keeps what it could not tell.
+"""Reports to the telemetry topic the events of one pipe that one node settled, durably, and keeps them until they are stored.
 
 One `Reporter` per process, node, pipe and destination.
 """
@@ -7,6 +7,7 @@ import asyncio
 import math
 import secrets
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from typing import Protocol
@@ -19,9 +20,8 @@ from services.core.broker.errors import BrokerError, Unavailable
 from services.core.broker.producer import Producer
 from services.core.broker.record import Record
 from services.core.lag import LagHistogram
-from services.core.ledger.accumulator import Accumulator
+from services.core.ledger.accumulator import Accumulator, Sets
 from services.core.ledger.fields import FieldSample, FieldSet
-from services.core.ledger.lags import LagTap, join_lags
 from services.core.ledger.report import (
     MAX_REPORT_BYTES,
     TELEMETRY,
@@ -35,12 +35,44 @@ from services.core.ledger.report import (
     pack_offset,
     unpack_numbers,
 )
-from services.core.ledger.sets import Sets
+
+
+class LagTap:
+    """What comes into one histogram from now on."""
+
+    def __init__(self, kind: str, histogram: LagHistogram) -> None:
+        self.kind = kind
+        self._histogram = histogram
+        self._seen: Mapping[int, int] = histogram.buckets()
+        self._count, self._total_ms = histogram.count, histogram.total_ms
+
+    def take(self, minute: int) -> LagSet | None:
+        """The lags since the last call, as measured in this minute; None for none."""
+        count, total_ms = self._histogram.count - self._count, self._histogram.total_ms - self._total_ms
+        if not count:
+            return None
+        before, self._seen = self._seen, self._histogram.buckets()
+        self._count, self._total_ms = self._histogram.count, self._histogram.total_ms
+        added = {bucket: more for bucket, known in self._seen.items() if (more := known - before.get(bucket, 0))}
+        return LagSet(self.kind, minute, count, total_ms, added)
+
+
+def join_lags(lags: list[LagSet]) -> list[LagSet]:
+    """Those of one kind and minute in one."""
+    joined: dict[tuple[str, int], LagSet] = {}
+    for lag in lags:
+        key = lag.kind, lag.minute
+        if (other := joined.get(key)) is not None:
+            buckets = dict(Counter(other.buckets) + Counter(lag.buckets))
+            lag = LagSet(*key, other.count + lag.count, other.total_ms + lag.total_ms, buckets)
+        joined[key] = lag
+    return list(joined.values())
+
 
 log = structlog.get_logger()
 
 HEARTBEAT_S = 10.0
-"""Something is said at least so often, by whoever calls `report` at least so often."""
+"""A report is made at least this often, if `report` is called at least this often."""
 EVERY_S = 1.0
 GOODBYE_S = 3.0
 LAGS_EVERY_S = 5.0
@@ -49,7 +81,7 @@ _MAX_LAGS = 100
 _MAX_FIELD_SETS = 10
 """Minutes of them that are kept while nothing can be told; older ones are forgotten."""
 _BEHIND_VALID_S = 30.0
-"""A measurement that is older says nothing any more."""
+"""An older measurement does not count."""
 _Measured = tuple[float, int] | None
 """When, in seconds, and how many ms."""
 
@@ -60,10 +92,10 @@ def new_instance() -> str:
 
 
 class Reporter:
-    """`settled` and `sets` take what is to be told.
+    """`settled` and `sets` receive the origins to report.
 
-    lags: histograms by kind, told as they fill. has_backlog: whether the node reads a stream and may be behind. `clock`: seconds
-    since the epoch. While the topic cannot be written memory does not grow with events: sets are united. Not thread-safe.
+    lags: histograms by kind, reported as they fill. has_backlog: whether the node reads a stream and may be behind. `clock`:
+    seconds since the epoch. While the topic cannot be written memory does not grow with events: sets are united. Not thread-safe.
     """
 
     def __init__(
@@ -132,11 +164,12 @@ class Reporter:
             reaches, self._reaches = self._reaches, {}
             lags, self._lags = self._lags, []
             fields, self._fields = self._fields, []
+            packed = sets.pack()
             report = msgspec.structs.replace(
                 self._head,
                 at_ms=int(now * 1000),
                 behind_ms=_age_now(self._behind, now),
-                sets=sets.pack(),
+                sets=tuple(one for one in packed if one.outcome != "unknown"),
                 lags=tuple(lags),
                 reaches=tuple(Reach(*key, pack_offset(offset)) for key, offset in reaches.items()),
                 closed=closed,
@@ -144,6 +177,7 @@ class Reporter:
                 fields=tuple(fields),
                 returned_ms=_age_now(self._returned, now),
                 held_ms=_age_now(self._held, now),
+                in_doubt=tuple(one for one in packed if one.outcome == "unknown"),
             )
             try:
                 await self._send([part.encode() for part in cut(report)], report.at_ms)
@@ -184,7 +218,7 @@ class Reporter:
                 topic=TELEMETRY,
                 reporter=self._key.decode(),
                 error=str(error),
-                hint="it is kept and told later; what waits for it stays uncommitted. Try: penstock apply makes the topic",
+                hint="it is kept and sent later; offsets wait for it. Try: penstock apply creates the topic",
             )
         self._failing = True
 
@@ -227,7 +261,7 @@ async def _try(reporter: Reports, *, closed: bool = False) -> None:
 
 def cut(report: Report) -> Iterator[Report]:
     """The report, or several that say the same, none longer than MAX_REPORT_BYTES. Reaches, fields and `closed` come last."""
-    sets, lags = report.sets, report.lags
+    sets, lags = (*report.sets, *report.in_doubt), report.lags
     if len(report.encode()) <= MAX_REPORT_BYTES or not (sets or lags):
         yield report
         return
@@ -245,7 +279,8 @@ def cut(report: Report) -> Iterator[Report]:
 def _with(report: Report, items: list[OriginSet | LagSet]) -> Report:
     return msgspec.structs.replace(
         report,
-        sets=tuple(item for item in items if isinstance(item, OriginSet)),
+        sets=tuple(item for item in items if isinstance(item, OriginSet) and item.outcome != "unknown"),
+        in_doubt=tuple(item for item in items if isinstance(item, OriginSet) and item.outcome == "unknown"),
         lags=tuple(item for item in items if isinstance(item, LagSet)),
     )
 

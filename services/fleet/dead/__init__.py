@@ -1,1 +1,1 @@
-"""Dead letters as operators handle them: found, grouped, redriven, discarded, and every action on record."""
+"""Operators' work on dead letters: find, show, redrive, discard; each action is recorded in the audit."""

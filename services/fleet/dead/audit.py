@@ -1,4 +1,4 @@
-"""What operators did with dead letters: appended to `penstock.audit`, kept for ever, and read back for what is settled."""
+"""Operators' actions on dead letters: appended to `penstock.audit`, kept for ever, read to find what is redriven or discarded."""
 
 import getpass
 import os
@@ -11,42 +11,42 @@ from itertools import accumulate
 import msgspec
 
 from services.core.audit import DIGEST_BYTES, DISCARD, REDRIVE, ActedUpon, Entry, write_entries
-from services.core.broker.contract import Admin
+from services.core.broker.contract import Reader
 from services.core.broker.errors import UnknownTopic
-from services.core.broker.pages import read_topic
 from services.core.broker.producer import Producer
+from services.core.broker.reading import read_topic
 from services.core.letter import DeadLetter, Position
 from services.core.pipes import AUDIT
-from services.fleet.console import note
+from services.fleet.console import print_note
 from services.fleet.problem import CommandFailed
 
 FATES = {REDRIVE: "redriven", DISCARD: "discarded"}
 
 
-async def read_audit(admin: Admin) -> AsyncIterator[Entry]:
-    """All entries, oldest first; none when the topic does not exist yet. What is no entry is said on stderr."""
+async def read_audit(reader: Reader) -> AsyncIterator[Entry]:
+    """All entries, oldest first; none when the topic does not exist yet. Records that are no entries are printed on stderr."""
     try:
-        held = await admin.describe(AUDIT)
+        held = await reader.describe(AUDIT)
     except UnknownTopic:
         return
-    async for batch in read_topic(admin, AUDIT, 0, held[0]):
+    async for batch in read_topic(reader, AUDIT, 0, held[0]):
         for offset, record in zip(batch.offsets, batch.records, strict=True):
             try:
                 yield msgspec.json.decode(record.value or b"", type=Entry)
             except msgspec.DecodeError as error:
-                note(f"{AUDIT}:0:{offset} is no audit entry and counts for nothing: {error}", "yellow")
+                print_note(f"{AUDIT}:0:{offset} is no audit entry and is ignored: {error}", "yellow")
 
 
 class _Acts:
-    """What one action did in one partition: ranges by their first offset, with the digests of their records."""
+    """The records of one action in one partition: ranges by their first offset, with the digests of their records."""
 
     def __init__(self, ranges: Sequence[tuple[int, int, bytes]]) -> None:
         self._ranges = sorted(ranges)
         self._reach = list(accumulate((last for _, last, _ in self._ranges), max))
-        """The last offset of any range up to this one: how far back one has to look where ranges overlap."""
+        """The last offset of all ranges up to this one: bounds the search where ranges overlap."""
 
     def holds(self, offset: int, digest: bytes) -> bool:
-        """Whether this record was acted upon. A range without digests, of an earlier version, holds whatever lies there."""
+        """Whether this record was acted upon. A range without digests, of an earlier version, holds all at its offsets."""
         index = bisect_right(self._ranges, offset, key=lambda found: found[0]) - 1
         while index >= 0 and self._reach[index] >= offset:
             first, last, digests = self._ranges[index]
@@ -57,8 +57,8 @@ class _Acts:
         return False
 
 
-class Fates:
-    """What became of which letters. Memory: the ranges, and DIGEST_BYTES a letter."""
+class AuditedActions:
+    """The fate of each dead letter. Memory: the ranges, and DIGEST_BYTES per letter."""
 
     def __init__(self, entries: Sequence[Entry] = ()) -> None:
         found: defaultdict[tuple[str, str, int], list[tuple[int, int, bytes]]] = defaultdict(list)
@@ -67,12 +67,12 @@ class Fates:
         self._acts = {key: _Acts(ranges) for key, ranges in found.items()}
 
     @classmethod
-    async def read(cls, admin: Admin) -> "Fates":
-        """As the audit says now."""
-        return cls([entry async for entry in read_audit(admin)])
+    async def read(cls, reader: Reader) -> "AuditedActions":
+        """From the whole audit topic."""
+        return cls([entry async for entry in read_audit(reader)])
 
     def fate(self, position: Position, digest: bytes) -> str:
-        """`redriven`; `discarded`, when never redriven; "" while nobody has acted. digest: of the letter that lies there."""
+        """`redriven`; `discarded` if never redriven; "" while nobody has acted. digest: of the letter at this position."""
         for action, word in FATES.items():
             acts = self._acts.get((action, position.topic, position.partition))
             if acts is not None and acts.holds(position.offset, digest):
@@ -95,14 +95,14 @@ class Auditor:
         self._producer, self._who, self._filters = producer, who, dict(filters)
 
     async def require_topic(self) -> None:
-        """Before anything is done that could not be put on record. Raises CommandFailed."""
+        """Raise CommandFailed when the audit topic is missing. To be called before any action."""
         try:
             await self._producer.partition_count(AUDIT)
         except UnknownTopic as error:
-            raise CommandFailed(f"there is no topic {AUDIT}", "penstock apply, which makes it") from error
+            raise CommandFailed(f"there is no topic {AUDIT}", "penstock apply, which creates it") from error
 
     async def write(self, action: str, letters: Sequence[DeadLetter]) -> None:
-        """Durably; to be called when the action itself is durable. Raises BrokerError kinds."""
+        """Write the entries durably. To be called after the action is durable. Raises BrokerError kinds."""
         acted_upon = [ActedUpon(*letter.position, letter.digest) for letter in letters]
         await write_entries(self._producer, action, self._who, self._filters, acted_upon)
 

@@ -1,74 +1,146 @@
-"""Finding dead letters by filter or position. What is buried after the finding began is left for the next time."""
+"""Finds dead letters by filter or position. A search ignores letters that are written after it began."""
 
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Self
 
+from services.core import dead_letter
 from services.core.audit import digest_of
-from services.core.broker.contract import Admin, PartitionRange
-from services.core.broker.errors import OffsetOutOfRange, UnknownTopic
-from services.core.broker.pages import read_topic
+from services.core.broker.contract import Broker, PartitionRange, Reader
+from services.core.broker.errors import DataDamaged, OffsetOutOfRange, UnknownTopic
+from services.core.broker.reading import read_topic
 from services.core.broker.record import Batch, Record
+from services.core.event import read_id
 from services.core.letter import DeadLetter, Position
 from services.core.pipes import RETRIER_DEAD, dead_letter_topic
-from services.fleet.console import note
-from services.fleet.dead.audit import Fates
-from services.fleet.dead.filter import Filter
+from services.core.times import format_time
+from services.fleet.console import print_note
+from services.fleet.dead.audit import AuditedActions
 from services.fleet.problem import CommandFailed
+
+
+@dataclass(frozen=True, slots=True)
+class Filter:
+    """Selects dead letters; None: any. since, until: ms, of the first failure, since <= time < until."""
+
+    pipe: str | None = None
+    destination: str | None = None
+    reason: str | None = None
+    since: int | None = None
+    until: int | None = None
+
+    def __bool__(self) -> bool:
+        return any(value is not None for value in asdict(self).values())
+
+    def matches(self, letter: DeadLetter) -> bool:
+        """Whether the filter selects this letter."""
+        return (
+            self.pipe in (None, letter.pipe)
+            and self.destination in (None, letter.destination)
+            and self.reason in (None, letter.reason)
+            and (self.since is None or self.since <= letter.first_failure)
+            and (self.until is None or letter.first_failure < self.until)
+        )
+
+    def as_json(self) -> dict[str, str]:
+        """The filter as the audit records it."""
+        times = {"since", "until"}
+        given = {name: value for name, value in asdict(self).items() if value is not None}
+        return {name: format_time(value) if name in times else value for name, value in given.items()}
+
+
+async def restore(reader: Reader, letter: DeadLetter) -> DeadLetter:
+    """The letter with the event from its source. Unchanged when it has its payload, or the event is gone from the source.
+
+    Raises Unavailable.
+    """
+    if letter.record.value is not None:
+        return letter
+    try:
+        source = Position.parse(letter.source)
+        batch = await reader.read(*source, max_records=1)
+    except (ValueError, UnknownTopic, OffsetOutOfRange, DataDamaged):
+        return letter
+    if batch is None or batch.damage is not None or batch.offsets[0] != source.offset:
+        return letter
+    found = batch.records[0]
+    if not _is_same(letter, found):
+        return letter
+    added = tuple(header for header in letter.record.headers if header[0].startswith(dead_letter.PREFIX))
+    return replace(letter, record=Record(found.key, found.value, letter.record.timestamp, added + found.headers))
+
+
+def _is_same(letter: DeadLetter, found: Record) -> bool:
+    """Whether this is the letter's event. A topic that was created again has another event at this offset."""
+    return dead_letter.event_time(letter.record) == found.timestamp and letter.event_id in (None, read_id(found))
+
+
+async def with_payloads(reader: Reader, pages: AsyncIterator[list[DeadLetter]]) -> AsyncIterator[list[DeadLetter]]:
+    """Each page with its letters restored where possible. A restored letter loses its detail, to stay within the record size."""
+    async for page in pages:
+        whole = [await restore(reader, letter) for letter in page]
+        yield [
+            one if one.record is letter.record else replace(one, detail="")
+            for one, letter in zip(whole, page, strict=True)
+        ]
+
 
 DEAD_SUFFIX = dead_letter_topic("")
 
 Held = dict[tuple[str, int], PartitionRange]
-"""What is looked through, by topic and partition."""
+"""The ranges that a search reads, by topic and partition."""
 
 
-class Found:
-    """The letters that `where` matches, in the topics' order; or those at `positions`, whatever became of them.
+class DeadLetterSearch:
+    """The letters that `where` selects, in the order of the topics; or those at `positions`, whatever their fate.
 
-    `pages` may be read several times and gives the same letters, but for what retention takes.
+    `pages` may be read several times. It gives the same letters, except for those that retention deletes.
     """
 
     def __init__(
         self,
-        admin: Admin,
+        broker: Broker,
         where: Filter,
         positions: Sequence[Position],
-        fates: Fates,
+        fates: AuditedActions,
         held: Held,
         *,
         settled: bool,
     ) -> None:
-        self._admin, self._where, self._positions, self._fates = admin, where, positions, fates
+        self._broker, self._where, self._positions, self._fates = broker, where, positions, fates
         self.held, self._settled = held, settled
 
     @classmethod
-    async def look(
+    async def open(
         cls,
-        admin: Admin,
+        broker: Broker,
         where: Filter,
         positions: Sequence[Position] = (),
         *,
         settled: bool = False,
         held: Held | None = None,
     ) -> Self:
-        """settled: also what was redriven or discarded. held: as an earlier look found it, to find the same again.
+        """settled: include letters that were redriven or discarded. held: the ranges of an earlier search, to find its letters.
 
         Raises CommandFailed for a pipe without dead letters.
         """
         if held is None:
-            held = {} if positions else await _survey(admin, where.pipe)
-        return cls(admin, where, sorted(set(positions)), await Fates.read(admin), held, settled=settled)
+            held = {} if positions else await _survey(broker, where.pipe)
+        return cls(
+            broker, where, sorted(set(positions)), await AuditedActions.read(broker.reader), held, settled=settled
+        )
 
     async def pages(self) -> AsyncIterator[list[DeadLetter]]:
-        """At most 500 at a time, none empty."""
+        """Pages of at most 500 letters; none is empty."""
         for position in self._positions:
             yield [await self._read_one(position)]
         for (topic, partition), held in self.held.items():
-            async for batch in read_topic(self._admin, topic, partition, held):
+            async for batch in read_topic(self._broker.reader, topic, partition, held):
                 if page := self._pick(batch):
                     yield page
 
     async def count(self) -> int:
-        """How many there are. Reads them all."""
+        """The number of letters. Reads them all."""
         return sum([len(page) async for page in self.pages()])
 
     def _pick(self, batch: Batch) -> list[DeadLetter]:
@@ -76,7 +148,7 @@ class Found:
             lost = (
                 f"{batch.topic}:{batch.partition}: letters {batch.damage.first} to {batch.damage.last} cannot be read"
             )
-            note(f"{lost}: {batch.damage.detail}", "red")
+            print_note(f"{lost}: {batch.damage.detail}", "red")
             return []
         page = []
         for offset, record in zip(batch.offsets, batch.records, strict=True):
@@ -92,7 +164,7 @@ class Found:
                 f"{position.topic} holds no dead letters", "a position from penstock dead list", status=2
             )
         try:
-            batch = await self._admin.read(*position, max_records=1)
+            batch = await self._broker.reader.read(*position, max_records=1)
         except (OffsetOutOfRange, UnknownTopic) as error:
             raise CommandFailed(f"there is no letter at {position}: {error}") from error
         if batch is None or batch.offsets[0] != position.offset or batch.damage is not None:
@@ -104,12 +176,12 @@ class Found:
         return DeadLetter.of(position, record, self._fates.fate(position, digest), digest)
 
 
-async def _survey(admin: Admin, pipe: str | None) -> Held:
-    topics = sorted(topic for topic in await admin.topics() if topic.endswith(DEAD_SUFFIX))
+async def _survey(broker: Broker, pipe: str | None) -> Held:
+    topics = sorted(topic for topic in await broker.admin.topics() if topic.endswith(DEAD_SUFFIX))
     if pipe is not None:
         mine = dead_letter_topic(pipe)
         if mine not in topics:
             known = ", ".join(topic.removesuffix(DEAD_SUFFIX) for topic in topics if topic != RETRIER_DEAD)
             raise CommandFailed(f"there is no topic {mine}", f"one of these pipes: {known or 'none yet'}", status=2)
         topics = [topic for topic in topics if topic in (mine, RETRIER_DEAD)]
-    return {(topic, part): kept for topic in topics for part, kept in (await admin.describe(topic)).items()}
+    return {(topic, part): kept for topic in topics for part, kept in (await broker.reader.describe(topic)).items()}

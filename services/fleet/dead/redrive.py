@@ -1,27 +1,116 @@
-"""Writing dead letters to where they are tried again: durably, paced, on record batch by batch.
+"""Writes dead letters to the topics in which they are retried: durably, paced, with an audit entry per batch.
 
-One batch is under way at a time. A crash between a batch and its audit entry leaves that batch open: the next redrive
-writes it again, so its events may be sent twice.
+One batch is in flight at a time. After a crash between a batch and its audit entry the next redrive writes the batch
+again, so its events may be sent twice.
 """
 
 import time
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from services.core.audit import REDRIVE
 from services.core.broker.errors import RecordTooLarge, Unavailable
-from services.core.broker.key_send import send_by_key
-from services.core.broker.producer import Producer
+from services.core.broker.producer import Producer, send_by_key
 from services.core.broker.record import Record, estimate_size
-from services.core.ledger.due import since_span
+from services.core.dead_letter import event_time, strip
+from services.core.ledger.report import since_span
 from services.core.ledger.reporter import Reporter, new_instance
 from services.core.letter import DeadLetter, Position
-from services.core.retry_state import read_wait
-from services.fleet.console import note
-from services.fleet.dead.aim import Aim, Aimed
+from services.core.pipes import PipeFile, lane_name, retry_topic
+from services.core.retry_state import BadRetryRecord, RetryState, read_state, read_wait, wrap
+from services.fleet.console import print_note
 from services.fleet.dead.audit import Auditor
 from services.fleet.pace import Pace
+
+REMEDIES = {
+    "no_payload": "it was too large to be kept with its payload, and the event is gone from its source",
+    "damaged_batch": "its value is damaged bytes, not an event",
+    "no_destination": "a transform failed on it; --to-stream sends it to its stream again, to all pipes of that stream",
+    "unknown_destination": "the pipe file no longer has this destination; discard it, or set `removed: {PIPE/DESTINATION: "
+    "{deliver_to: …}}` there",
+    "no_retries": "the destination is a stream, which reads no retries",
+    "unknown_stream": "its source is not one of the pipe's streams",
+    "too_old": "Kafka would delete it at once: its event time is older than the stream's retention",
+    "bad_source": "its header names no source; it is no dead letter of Penstock",
+    "too_large": "the broker accepts no record of this size",
+}
+"""Explanations of the reasons, for a person."""
+
+
+class RedriveRecord(NamedTuple):
+    """The record to write, and its topic."""
+
+    topic: str
+    record: Record
+
+
+class RedriveTargets:
+    """Finds the topic for each letter by the pipe file. to_stream: letters of transforms go to their source stream.
+
+    by_event_time: whether the backend's retention counts from event times.
+    """
+
+    def __init__(self, pipes: PipeFile, *, to_stream: bool, by_event_time: bool) -> None:
+        self._pipes, self._to_stream, self._by_event_time = pipes, to_stream, by_event_time
+
+    def resolve(self, letter: DeadLetter, now_ms: int) -> RedriveRecord | str:
+        """The record to write, or a reason of REMEDIES."""
+        if letter.reason == "damaged_batch":
+            return "damaged_batch"
+        if not letter.record.value:
+            return "no_payload"
+        return self._to_source(letter, now_ms) if not letter.destination else self._to_destination(letter, now_ms)
+
+    def _to_destination(self, letter: DeadLetter, now_ms: int) -> RedriveRecord | str:
+        """A retry record for this destination's lane; the other lanes skip it. Its counts of rounds and attempts start at 0.
+
+        For a destination in `removed`: a record for the destination that gets its events now.
+        """
+        choice = self._pipes.removed.get(lane_name(letter.pipe, letter.destination))
+        lane = lane_name(letter.pipe, letter.destination) if choice is None else (choice.deliver_to or "")
+        pipe_name, _, name = lane.partition("/")
+        pipe = self._pipes.pipes.get(pipe_name)
+        named = [] if pipe is None else [one for one in pipe.destinations if one.name == name]
+        if not named:
+            return "unknown_destination"
+        if named[0].webhook is None:
+            return "no_retries"
+        original = strip(letter.record)
+        state = RetryState(
+            pipe=pipe_name,
+            destination=name,
+            attempts=0,
+            rounds=0,
+            first_failure=letter.first_failure,
+            due=now_ms,
+            reason=letter.reason,
+            detail=letter.detail,
+            source=letter.source,
+            time=original.timestamp,
+        )
+        record = wrap(original, state, now_ms)
+        try:
+            read_state(record)
+        except BadRetryRecord:
+            return "bad_source"
+        return RedriveRecord(retry_topic(pipe_name), record)
+
+    def _to_source(self, letter: DeadLetter, now_ms: int) -> RedriveRecord | str:
+        if not self._to_stream:
+            return "no_destination"
+        try:
+            topic = Position.parse(letter.source).topic
+        except ValueError:
+            return "bad_source"
+        pipe = self._pipes.pipes.get(letter.pipe)
+        if pipe is None or topic not in pipe.sources:
+            return "unknown_stream"
+        if self._by_event_time and event_time(letter.record) < now_ms - self._pipes.streams[topic].retention * 1000:
+            return "too_old"
+        return RedriveRecord(topic, strip(letter.record))
+
 
 BATCH = 100
 BATCH_BYTES = 1_000_000
@@ -29,27 +118,27 @@ BATCH_BYTES = 1_000_000
 
 @dataclass(slots=True)
 class Redriven:
-    """What became of the letters so far. refused: by reason (`aim.REMEDIES`); examples: one of each."""
+    """The outcome so far. refused: counts by reason (REMEDIES); examples: one position per reason."""
 
     done: int = 0
     refused: Counter[str] = field(default_factory=Counter)
     examples: dict[str, Position] = field(default_factory=dict)
 
     def refuse(self, letter: DeadLetter, reason: str) -> None:
-        """Count one that stays where it is."""
+        """Count a letter that is not redriven."""
         self.refused[reason] += 1
         self.examples.setdefault(reason, letter.position)
 
 
-_Shot = tuple[DeadLetter, Aimed]
+_Attempt = tuple[DeadLetter, RedriveRecord]
 
 
 class Redrive:
-    """rate: events a second. `asked_to_stop` is looked at before each batch, `show` is called after it."""
+    """rate: events per second. `asked_to_stop` is called before each batch, `show` after it."""
 
     def __init__(
         self,
-        aim: Aim,
+        targets: RedriveTargets,
         producer: Producer,
         auditor: Auditor,
         rate: float,
@@ -57,82 +146,84 @@ class Redrive:
         asked_to_stop: Callable[[], bool] = lambda: False,
         show: Callable[[Redriven], None] = lambda _so_far: None,
     ) -> None:
-        self._aim, self._producer, self._auditor = aim, producer, auditor
+        self._targets, self._producer, self._auditor = targets, producer, auditor
         self._pace, self._batch = Pace(rate), max(1, min(BATCH, int(rate)))
         self._asked_to_stop, self._show = asked_to_stop, show
         self.so_far = Redriven()
-        self._instance, self._is_untold = f"redrive-{new_instance()}", False
+        self._instance, self._is_unreported = f"redrive-{new_instance()}", False
 
     async def run(self, pages: AsyncIterator[list[DeadLetter]]) -> None:
-        """All of them, or until asked to stop. Raises BrokerError kinds; what is stored by then is on record."""
+        """Redrive all letters, or until a stop is requested. Raises BrokerError kinds; stored batches are then in the audit."""
         async for page in pages:
-            shots: list[_Shot] = []
+            attempts: list[_Attempt] = []
             now = time.time_ns() // 1_000_000
             for letter in page:
-                aimed = self._aim.aim(letter, now)
-                if isinstance(aimed, str):
-                    self.so_far.refuse(letter, aimed)
+                resolved = self._targets.resolve(letter, now)
+                if isinstance(resolved, str):
+                    self.so_far.refuse(letter, resolved)
                 else:
-                    shots.append((letter, aimed))
-            for batch in _cut(shots, self._batch):
+                    attempts.append((letter, resolved))
+            for batch in _cut(attempts, self._batch):
                 if self._asked_to_stop():
                     return
                 await self._pace.wait(len(batch))
                 await self._write(batch)
             self._show(self.so_far)
 
-    async def _write(self, batch: Sequence[_Shot]) -> None:
-        by_topic: defaultdict[str, list[_Shot]] = defaultdict(list)
-        for shot in batch:
-            by_topic[shot[1].topic].append(shot)
-        stored: list[_Shot] = []
+    async def _write(self, batch: Sequence[_Attempt]) -> None:
+        by_topic: defaultdict[str, list[_Attempt]] = defaultdict(list)
+        for attempt in batch:
+            by_topic[attempt[1].topic].append(attempt)
+        stored: list[_Attempt] = []
         failure: Exception | None = None
-        for topic, shots in by_topic.items():
-            failed = await send_by_key(self._producer, topic, [aimed.record for _, aimed in shots])
-            stored += [shot for index, shot in enumerate(shots) if index not in failed]
+        for topic, attempts in by_topic.items():
+            failed = await send_by_key(self._producer, topic, [resolved.record for _, resolved in attempts])
+            stored += [attempt for index, attempt in enumerate(attempts) if index not in failed]
             for index, error in failed.items():
                 if isinstance(error, RecordTooLarge):
-                    self.so_far.refuse(shots[index][0], "too_large")
+                    self.so_far.refuse(attempts[index][0], "too_large")
                 else:
                     failure = error
-        await self._tell(stored)
+        await self._report(stored)
         await self._auditor.write(REDRIVE, [letter for letter, _ in stored])
         self.so_far.done += len(stored)
         self._show(self.so_far)
         if failure is not None:
             raise failure
 
-    async def _tell(self, shots: Sequence[_Shot]) -> None:
-        """The ledger: what is lost from now on is missing. What cannot be told counts as dead, and goes all the same."""
-        if self._is_untold:  # a topic that takes nothing would hold up each batch for as long
+    async def _report(self, attempts: Sequence[_Attempt]) -> None:
+        """Report the letters to the ledger: an event that is lost from now on is missing. When the report fails, the events stay
+        dead in the ledger and are redriven all the same."""
+        if self._is_unreported:  # a topic that accepts nothing would delay each batch for so long
             return
         lanes: defaultdict[tuple[str, str, int], list[Record]] = defaultdict(list)
-        for letter, aimed in shots:
+        for letter, resolved in attempts:
             if letter.destination:
-                lanes[letter.pipe, letter.destination, read_wait(aimed.record)[2]].append(aimed.record)
+                lanes[letter.pipe, letter.destination, read_wait(resolved.record)[2]].append(resolved.record)
         for (pipe, destination, at_ms), records in lanes.items():
             reporter = Reporter(self._producer, self._instance, "retrier", pipe, destination, has_backlog=False)
             reporter.settled.add("redriven", records, since_span(at_ms))
             try:
                 await reporter.report(closed=True)
             except Unavailable as error:
-                note(
-                    f"the observer is not told of what is redriven from now on, and will not miss it: {error}", "yellow"
+                print_note(
+                    f"the ledger gets no report of the letters redriven from now on; their loss would not show: {error}",
+                    "yellow",
                 )
-                self._is_untold = True
+                self._is_unreported = True
                 return
 
 
-def _cut(shots: Sequence[_Shot], count: int) -> Iterator[list[_Shot]]:
+def _cut(attempts: Sequence[_Attempt], count: int) -> Iterator[list[_Attempt]]:
     """Batches of at most `count` letters and about BATCH_BYTES."""
-    batch: list[_Shot] = []
+    batch: list[_Attempt] = []
     size = 0
-    for shot in shots:
-        weight = estimate_size((shot[1].record,))
+    for attempt in attempts:
+        weight = estimate_size((attempt[1].record,))
         if batch and (len(batch) >= count or size + weight > BATCH_BYTES):
             yield batch
             batch, size = [], 0
-        batch.append(shot)
+        batch.append(attempt)
         size += weight
     if batch:
         yield batch

@@ -1,4 +1,4 @@
-"""Dead letters, their causes and the audit as a person reads them."""
+"""Renders dead letters, their causes and the audit for a person."""
 
 import base64
 from collections.abc import Iterable
@@ -18,7 +18,7 @@ SHOWN_PAYLOAD = 100_000
 
 
 def plain(text: str, limit: int | None = None) -> str:
-    """Without what a terminal would obey, without secrets; at most `limit` characters."""
+    """The text without terminal control characters and without secrets; at most `limit` characters."""
     shown = mask_text("".join(sign if sign.isprintable() else "\N{REPLACEMENT CHARACTER}" for sign in text))
     return shown if limit is None or len(shown) <= limit else f"{shown[: limit - 1]}…"
 
@@ -31,7 +31,7 @@ def _table(*columns: str) -> Table:
 
 
 def letter_table(letters: Iterable[DeadLetter], *, settled: bool) -> Table:
-    """One line a letter; with its fate when settled ones are among them."""
+    """One row per letter. settled: with a column for the fate."""
     table = _table("position", "pipe", "destination", "reason", "attempts", "first failure", "detail")
     if settled:
         table.add_column("fate", no_wrap=True)
@@ -50,19 +50,19 @@ def letter_table(letters: Iterable[DeadLetter], *, settled: bool) -> Table:
 
 
 def letter_page(letter: DeadLetter, *, from_source: bool) -> RenderableType:
-    """Everything about one letter: what our headers say, its other headers, its payload, which may come from its source."""
+    """Everything about one letter: penstock headers, other headers, payload. from_source: the payload is from its source."""
     lines = [Text.assemble((f"{name:<15}", "bold"), plain(str(value))) for name, value in letter.as_json().items()]
     lines.append(Text("headers", style="bold"))
     lines += [Text(f"  {plain(name)}: {plain(_text(value))}") for name, value in letter.record.headers]
     payload = letter.record.value
-    size = "none, and its source has the event no more" if payload is None else f"{len(payload)} bytes"
+    size = "none, and the event is gone from its source" if payload is None else f"{len(payload)} bytes"
     size += ", read from its source" if from_source else ""
     lines.append(Text.assemble(("payload ", "bold"), f"({size})"))
     return Group(*lines, Text("\n".join(map(plain, _text(payload or b"").splitlines()))[:SHOWN_PAYLOAD]))
 
 
 def letter_json(letter: DeadLetter, *, from_source: bool) -> dict[str, object]:
-    """Everything about one letter. What is not UTF-8 stands in base64, under a name that says so.
+    """Everything about one letter. Values that are not UTF-8 are in base64, under a name that says so.
 
     payload_from: `letter`, `source`, or null when neither has it.
     """
@@ -72,7 +72,7 @@ def letter_json(letter: DeadLetter, *, from_source: bool) -> dict[str, object]:
 
 
 def cause_table(causes: Iterable[Cause]) -> Table:
-    """One line a group."""
+    """One row per cause."""
     table = _table("count", "reason", "detail", "first seen", "last seen", "example")
     for cause in causes:
         table.add_row(

@@ -1,1 +1,1 @@
-"""`penstock demo`: the whole fleet on real events, and the count of what became of each of them."""
+"""`penstock demo`: runs the whole fleet on real events and counts the outcome of each."""

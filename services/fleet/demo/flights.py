@@ -1,15 +1,16 @@
-"""The demo's events, and what must become of each: computed here without Spark, so that a loss or a change is exact."""
+"""The events of the demo and their expected results, computed here without Spark, so that each loss or change is found."""
 
 import datetime
 import gzip
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import orjson
 
 from services.fleet.event_source import SourceEvent
+from services.fleet.receiver import Received
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 STREAM, PIPE, DESTINATION = "flights", "punctuality", "operations"
@@ -18,7 +19,7 @@ CHAOS_PIPE, STEADY, SHAKY = "departures", "operations", "partner"
 
 @dataclass(frozen=True, slots=True)
 class Flight:
-    """One event as it is sent, and what must be delivered for it."""
+    """One event as it is sent, and its expected delivery."""
 
     payload: bytes
     expected: dict[str, Any]
@@ -39,7 +40,7 @@ def load_flights(newest: float) -> dict[str, Flight]:
 
 
 def expect(event: dict[str, Any]) -> dict[str, Any]:
-    """What the SQL of examples/pipes.yaml must make of this event."""
+    """The expected result of the SQL in examples/pipes.yaml for this event."""
     delay, late = event["dep_delay"], event["arr_delay"]
     kept = ("id", "time", "carrier", "flight", "tailnum", "origin", "dest", "dep_delay", "arr_delay")
     return {
@@ -59,6 +60,50 @@ def _status(delay: int | None) -> str:
 
 
 def as_source(flights: dict[str, Flight]) -> Iterator[SourceEvent]:
-    """The events as the sender takes them."""
+    """The events as input of the sender."""
     for position, flight in enumerate(flights.values(), start=1):
         yield SourceEvent(position, flight.payload, "")
+
+
+@dataclass(slots=True)
+class Tracker:
+    """delivered: the distinct expected ids. wrong: those of them with other content. foreign: ids that were not sent.
+
+    lags_ms: of each first delivery, from its arrival at ingest to its arrival here, both by this machine's clock.
+    """
+
+    flights: dict[str, Flight]
+    delivered: set[str] = field(default_factory=set)
+    duplicates: int = 0
+    wrong: int = 0
+    foreign: int = 0
+    unsigned: int = 0
+    lags_ms: list[int] = field(default_factory=list)
+
+    def add(self, received: Received) -> None:
+        """Count one request."""
+        if received.signed is not True:
+            self.unsigned += 1
+            return
+        now = int(received.at * 1000)
+        for event in received.events:
+            event_id = str(event.get("id"))
+            flight = self.flights.get(event_id)
+            if flight is None:
+                self.foreign += 1
+            elif event_id in self.delivered:
+                self.duplicates += 1
+            else:
+                self.delivered.add(event_id)
+                self.wrong += event.get("data") != flight.expected
+                self.lags_ms.append(now - int(event["penstockarrival"]))
+
+    @property
+    def lost(self) -> int:
+        """The number of events that have not arrived."""
+        return len(self.flights) - len(self.delivered)
+
+    def recent_lag(self) -> int | None:
+        """The median of the last thousand lags, in ms; None before the first."""
+        recent = sorted(self.lags_ms[-1000:])
+        return recent[len(recent) // 2] if recent else None

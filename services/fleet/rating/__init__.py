@@ -1,1 +1,1 @@
-"""What one instance of a service takes on this machine."""
+"""`penstock rate`: measures how much load one instance of a service handles on this machine."""

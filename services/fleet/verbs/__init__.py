@@ -1,1 +1,1 @@
-"""The verbs of the command line: each reads its flags, calls what does the work, prints."""
+"""The commands of the command line. Each reads its flags, calls the code that does the work, and prints the result."""

@@ -1,10 +1,19 @@
-"""The application that the verbs register with."""
+"""The application, and the options that several commands share."""
+
+import time
+from pathlib import Path
+from typing import Annotated
 
 import typer
 
+from services.core.letter import Position
+from services.core.times import parse_time
+from services.fleet.dead.found import Filter
+from services.fleet.problem import CommandFailed
+
 APP = typer.Typer(
     name="penstock",
-    help="Events in over HTTP, through Spark, out to signed webhooks; none lost. Start with [bold]penstock demo[/bold].",
+    help="Events in over HTTP, through Spark, out to signed webhooks; none is lost. Start with [bold]penstock demo[/bold].",
     no_args_is_help=True,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
@@ -13,6 +22,57 @@ APP = typer.Typer(
 
 
 def example(text: str) -> str:
-    """The last paragraph of a verb's help: what one would type."""
+    """The last paragraph of a command's help: an example."""
     lines = "\n\n".join(f"  [cyan]{line}[/cyan]" for line in text.strip().splitlines())
     return f"[bold]Example[/bold]\n\n{lines}"
+
+
+BrokerUrl = Annotated[
+    str | None,
+    typer.Option(
+        "--broker",
+        envvar="PENSTOCK_BROKER",
+        help="log:///path, kafka://host:port or kinesis://region; absent: the fleet on --data, or the log in that folder.",
+    ),
+]
+Data = Annotated[Path, typer.Option("--data", envvar="PENSTOCK_UP_DATA", help="The data folder of the fleet.")]
+PipeName = Annotated[str | None, typer.Option("--pipe", help="Only dead letters of this pipe.")]
+DestinationName = Annotated[str | None, typer.Option("--destination", help="Only dead letters for this destination.")]
+Reason = Annotated[str | None, typer.Option("--reason", help="Only dead letters with this reason, e.g. http_404.")]
+Since = Annotated[
+    str | None, typer.Option("--since", help="Only first failures at or after this: 2h (ago), or an RFC 3339 time.")
+]
+Until = Annotated[str | None, typer.Option("--until", help="Only first failures before this.")]
+AsJson = Annotated[bool, typer.Option("--json", help="JSON on stdout.")]
+Positions = Annotated[
+    list[str] | None,
+    typer.Argument(help="Positions from `penstock dead list`; also letters that were redriven or discarded before."),
+]
+
+
+def make_filter(
+    pipe: str | None, destination: str | None, reason: str | None, since: str | None, until: str | None
+) -> Filter:
+    """The filter of the options. Raises CommandFailed."""
+    now = time.time()
+    try:
+        times = [None if text is None else parse_time(text, now) for text in (since, until)]
+    except ValueError as error:
+        raise CommandFailed(str(error), status=2) from error
+    return Filter(pipe, destination, reason, *times)
+
+
+def read_positions(texts: list[str] | None) -> list[Position]:
+    """The positions of the arguments. Raises CommandFailed."""
+    try:
+        return [Position.parse(text) for text in texts or []]
+    except ValueError as error:
+        raise CommandFailed(str(error), status=2) from error
+
+
+def require_choice(where: Filter, positions: list[Position]) -> None:
+    """Require exactly one of filters and positions, so that nobody selects everything by accident. Raises CommandFailed."""
+    if bool(where) == bool(positions):
+        raise CommandFailed(
+            "either positions or filters are needed", "--pipe NAME, or positions from the list", status=2
+        )

@@ -10,12 +10,9 @@ import uvloop
 from services.core.broker.errors import UnknownTopic
 from services.core.pipes import PipeFile, event_topics, load_pipes
 from services.fleet.access import find_broker, find_pipes, opened
-from services.fleet.console import OUT, note
-from services.fleet.cost.model import Prices
-from services.fleet.cost.sample import Sample, take_sample
-from services.fleet.cost.view import render_cost, summarise_cost
-from services.fleet.verbs.app import APP, example
-from services.fleet.verbs.dead_options import AsJson, BrokerUrl, Data
+from services.fleet.console import OUT, print_note
+from services.fleet.cost import Prices, Sample, read_sample, render_cost, summarise_cost
+from services.fleet.verbs.app import APP, AsJson, BrokerUrl, Data, example
 
 _DEFAULT = Prices()
 
@@ -28,35 +25,41 @@ def cost(
         Path | None,
         typer.Option("--pipes", envvar="PENSTOCK_PIPES", help="The pipe file; absent: the running fleet's."),
     ] = None,
-    minutes: Annotated[float, typer.Option("--minutes", min=1, max=1440, help="How far back to look.")] = 10.0,
+    minutes: Annotated[float, typer.Option("--minutes", min=1, max=1440, help="The period to sample.")] = 10.0,
     shard_hour: Annotated[
-        float, typer.Option("--shard-hour", min=0, help="Dollars for a shard-hour; the default is us-east-1's.")
+        float,
+        typer.Option("--shard-hour", min=0, help="Dollars per shard-hour; the default is the price of us-east-1."),
     ] = _DEFAULT.shard_hour,
     million_units: Annotated[
-        float, typer.Option("--million-units", min=0, help="Dollars for a million PUT payload units; us-east-1's.")
+        float,
+        typer.Option(
+            "--million-units",
+            min=0,
+            help="Dollars per million PUT payload units; the default is the price of us-east-1.",
+        ),
     ] = _DEFAULT.million_units,
     as_json: AsJson = False,
 ) -> None:
-    """What the streams cost on Kinesis, now and in other layouts, and which types of events cost most."""
+    """Estimate what the streams cost on Kinesis, now and in other layouts, and which event types cost most."""
     file = load_pipes(find_pipes(pipes, data))
     prices = Prices(shard_hour, million_units)
-    samples, shards = uvloop.run(_look(find_broker(broker, data), file, minutes))
+    samples, shards = uvloop.run(_read_samples(find_broker(broker, data), file, minutes))
     found = summarise_cost(samples, shards, prices)
     if as_json:
         typer.echo(json.dumps(found))
         return
     OUT.print(render_cost(found))
-    note(
+    print_note(
         f"Of the last {minutes:g} minutes. Prices: {prices.shard_hour} $ a shard-hour, {prices.million_units} $ a million PUT "
-        "payload units (Kinesis price list, provisioned mode, us-east-1); longer retention and reads are not in it."
+        "payload units (Kinesis price list, provisioned mode, us-east-1); longer retention and reads are not included."
     )
     if not shards:
-        note(
-            "The broker is not Kinesis: how many events one entry would hold is not known, and taken for one.", "yellow"
+        print_note(
+            "The broker is not Kinesis: the number of events per entry is not known and assumed to be one.", "yellow"
         )
 
 
-async def _look(url: str, file: PipeFile, minutes: float) -> tuple[list[tuple[str, Sample]], dict[str, int]]:
+async def _read_samples(url: str, file: PipeFile, minutes: float) -> tuple[list[tuple[str, Sample]], dict[str, int]]:
     samples: list[tuple[str, Sample]] = []
     shards: dict[str, int] = {}
     async with opened(url) as broker:
@@ -64,10 +67,10 @@ async def _look(url: str, file: PipeFile, minutes: float) -> tuple[list[tuple[st
         for topic in event_topics(file):
             try:
                 samples.append(
-                    (topic, await take_sample(broker.admin, topic, minutes, aggregated=resharding is not None))
+                    (topic, await read_sample(broker.reader, topic, minutes, aggregated=resharding is not None))
                 )
                 if resharding is not None:
                     shards[topic] = len((await resharding.shards(topic)).numbers)
             except UnknownTopic:
-                note(f"{topic} does not exist yet", "yellow")
+                print_note(f"{topic} does not exist yet", "yellow")
     return samples, shards

@@ -1,4 +1,4 @@
-"""`penstock dead`: what could not be delivered; look, send again, or let go."""
+"""`penstock dead`: list, show, redrive and discard dead letters."""
 
 import json
 from pathlib import Path
@@ -7,31 +7,39 @@ from typing import Annotated
 import msgspec
 import typer
 import uvloop
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from services.core.audit import DISCARD
+from services.core.broker.producer import Producer
 from services.core.letter import DeadLetter, Position
-from services.fleet.access import find_broker, opened
-from services.fleet.console import OUT, note
-from services.fleet.dead.audit import read_audit
-from services.fleet.dead.filter import Filter
-from services.fleet.dead.found import Found
-from services.fleet.dead.payload import restore
+from services.core.pipes import PipeFile, load_pipes
+from services.fleet.access import find_broker, find_pipes, opened
+from services.fleet.console import ERR, OUT, print_note
+from services.fleet.dead.audit import Auditor, read_audit, whoami
+from services.fleet.dead.found import DeadLetterSearch, Filter, Held, restore, with_payloads
+from services.fleet.dead.redrive import REMEDIES, Redrive, Redriven, RedriveTargets
 from services.fleet.dead.view import audit_line, letter_json, letter_page, letter_table
-from services.fleet.verbs.app import APP, example
-from services.fleet.verbs.dead_options import (
+from services.fleet.problem import CommandFailed
+from services.fleet.stop import stop_on_signals
+from services.fleet.verbs.app import (
+    APP,
     AsJson,
     BrokerUrl,
     Data,
     DestinationName,
     PipeName,
+    Positions,
     Reason,
     Since,
     Until,
+    example,
     make_filter,
     read_positions,
+    require_choice,
 )
 
 DEAD = typer.Typer(
-    help="Dead letters: events that could not be delivered. Look, send again, let go.", no_args_is_help=True
+    help="Dead letters: events that could not be delivered. List, show, redrive or discard them.", no_args_is_help=True
 )
 APP.add_typer(DEAD, name="dead")
 
@@ -46,9 +54,9 @@ def list_letters(
     since: Since = None,
     until: Until = None,
     everything: Annotated[
-        bool, typer.Option("--all", help="Also what was redriven or discarded, with its fate.")
+        bool, typer.Option("--all", help="Also redriven and discarded letters, with their fate.")
     ] = False,
-    limit: Annotated[int, typer.Option("--limit", min=0, help="Show at most so many; 0: all.")] = 100,
+    limit: Annotated[int, typer.Option("--limit", min=0, help="The most letters to show; 0: all.")] = 100,
     broker: BrokerUrl = None,
     data: Data = Path("data"),
     as_json: AsJson = False,
@@ -62,7 +70,7 @@ async def _list(url: str, where: Filter, limit: int, *, settled: bool, as_json: 
     shown: list[DeadLetter] = []
     count = 0
     async with opened(url) as broker:
-        async for page in (await Found.look(broker.admin, where, settled=settled)).pages():
+        async for page in (await DeadLetterSearch.open(broker, where, settled=settled)).pages():
             chosen = page if not limit else page[: max(0, limit - count)]
             count += len(page)
             if as_json:
@@ -75,12 +83,12 @@ async def _list(url: str, where: Filter, limit: int, *, settled: bool, as_json: 
     if shown:
         OUT.print(letter_table(shown, settled=settled))
     more = count - len(shown)
-    note(f"{count} dead letters" + (f", {more} of them not shown. Try: --limit 0" if more else ""))
+    print_note(f"{count} dead letters" + (f", {more} of them not shown. Try: --limit 0" if more else ""))
 
 
 @DEAD.command(epilog=example("penstock dead show orders.dead:0:17"))
 def show(
-    position: Annotated[str, typer.Argument(help="As `penstock dead list` shows it.")],
+    position: Annotated[str, typer.Argument(help="A position from `penstock dead list`.")],
     broker: BrokerUrl = None,
     data: Data = Path("data"),
     as_json: AsJson = False,
@@ -92,8 +100,8 @@ def show(
 
 async def _show(url: str, positions: list[Position], *, as_json: bool) -> None:
     async with opened(url) as broker:
-        async for (letter,) in (await Found.look(broker.admin, Filter(), positions)).pages():
-            whole = await restore(broker.admin, letter)
+        async for (letter,) in (await DeadLetterSearch.open(broker, Filter(), positions)).pages():
+            whole = await restore(broker.reader, letter)
             from_source = whole.record is not letter.record
             if as_json:
                 typer.echo(json.dumps(letter_json(whole, from_source=from_source)))
@@ -103,14 +111,148 @@ async def _show(url: str, positions: list[Position], *, as_json: bool) -> None:
 
 @DEAD.command(epilog=example("penstock dead audit\npenstock dead audit --json | jq .who"))
 def audit(broker: BrokerUrl = None, data: Data = Path("data"), as_json: AsJson = False) -> None:
-    """Print who redrove and discarded what, oldest first; --json prints one object a line."""
+    """Print the redrives and discards with their operators, oldest first. --json prints one object a line."""
     uvloop.run(_audit(find_broker(broker, data), as_json=as_json))
 
 
 async def _audit(url: str, *, as_json: bool) -> None:
     async with opened(url) as broker:
-        async for entry in read_audit(broker.admin):
+        async for entry in read_audit(broker.reader):
             if as_json:
                 typer.echo(msgspec.json.encode(entry).decode())
             else:
                 OUT.print(audit_line(entry))
+
+
+@DEAD.command(
+    epilog=example(
+        "penstock dead redrive --destination billing --since 2h\npenstock dead redrive orders.dead:0:17 --rate 10"
+    )
+)
+def redrive(
+    positions: Positions = None,
+    pipe: PipeName = None,
+    destination: DestinationName = None,
+    reason: Reason = None,
+    since: Since = None,
+    until: Until = None,
+    rate: Annotated[float, typer.Option("--rate", min=0.1, help="The most events per second.")] = 100,
+    to_stream: Annotated[
+        bool,
+        typer.Option(
+            "--to-stream",
+            help="Send letters of a transform to their stream again. All pipes of that stream process them again.",
+        ),
+    ] = False,
+    pipes: Annotated[
+        Path | None, typer.Option("--pipes", "-f", envvar="PENSTOCK_PIPES", help="The pipe file; absent: the fleet's.")
+    ] = None,
+    broker: BrokerUrl = None,
+    data: Data = Path("data"),
+    as_json: AsJson = False,
+) -> None:
+    """Send dead letters again, each only to its own destination, with a fresh retry schedule.
+
+    Letters that cannot be sent stay dead letters; the reason is printed. Status 0 when all were redriven, 1 otherwise.
+    """
+    where, chosen = make_filter(pipe, destination, reason, since, until), read_positions(positions)
+    require_choice(where, chosen)
+    file, who = load_pipes(find_pipes(pipes, data)), whoami()
+    run = _redrive(find_broker(broker, data), where, chosen, file, who, rate, to_stream=to_stream)
+    done, failure = uvloop.run(run)
+    if as_json:
+        examples = {reason: str(position) for reason, position in done.examples.items()}
+        typer.echo(json.dumps({"redriven": done.done, "refused": dict(done.refused), "examples": examples}))
+    else:
+        print_note(f"redriven {done.done}, refused {sum(done.refused.values())}", "yellow" if done.refused else "green")
+        for refusal, count in done.refused.most_common():
+            print_note(f"  {refusal} {count}, e.g. {done.examples[refusal]}: {REMEDIES[refusal]}", "yellow")
+    if failure is not None:
+        raise failure
+    if done.refused:
+        raise typer.Exit(1)
+
+
+async def _redrive(
+    url: str, where: Filter, positions: list[Position], file: PipeFile, who: str, rate: float, *, to_stream: bool
+) -> tuple[Redriven, CommandFailed | None]:
+    """Returns the outcome and the error, so that the summary is printed before the error."""
+    done = Redriven()
+    try:
+        with stop_on_signals(lambda _insists: None) as stop:
+            async with opened(url) as broker, Producer(broker.appender) as producer:
+                auditor = Auditor(producer, who, where.as_json())
+                await auditor.require_topic()
+                found = await DeadLetterSearch.open(broker, where, positions)
+                with _progress() as progress:
+                    bar = progress.add_task("redriving", total=await found.count())
+
+                    def show(so_far: Redriven) -> None:
+                        progress.update(bar, completed=so_far.done + sum(so_far.refused.values()))
+
+                    targets = RedriveTargets(
+                        file, to_stream=to_stream, by_event_time=broker.features.retention_by_event_time
+                    )
+                    work = Redrive(targets, producer, auditor, rate, asked_to_stop=stop.asked.is_set, show=show)
+                    done = work.so_far
+                    await work.run(with_payloads(broker.reader, found.pages()))
+            if stop.asked.is_set():
+                return done, CommandFailed(
+                    "stopped; the remaining letters were not redriven", "the same command again", status=130
+                )
+    except CommandFailed as error:
+        return done, error
+    return done, None
+
+
+def _progress() -> Progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    return Progress(*columns, console=ERR, disable=not ERR.is_terminal)
+
+
+@DEAD.command(
+    epilog=example("penstock dead discard --pipe orders --reason bad_record --until 2026-11-01T00:00:00Z --yes")
+)
+def discard(
+    positions: Positions = None,
+    pipe: PipeName = None,
+    destination: DestinationName = None,
+    reason: Reason = None,
+    since: Since = None,
+    until: Until = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")] = False,
+    broker: BrokerUrl = None,
+    data: Data = Path("data"),
+    as_json: AsJson = False,
+) -> None:
+    """Mark dead letters as done. They are no longer listed. They stay in their topic until its retention ends."""
+    where, chosen = make_filter(pipe, destination, reason, since, until), read_positions(positions)
+    require_choice(where, chosen)
+    url = find_broker(broker, data)
+    held, count = uvloop.run(_count(url, where, chosen))
+    if count and not yes:
+        typer.confirm(f"These {count} letters will no longer be listed. Discard them?", abort=True, err=True)
+    count = uvloop.run(_discard(url, where, chosen, held, whoami()))
+    if as_json:
+        typer.echo(json.dumps({"discarded": count}))
+    else:
+        print_note(f"discarded {count}", "green")
+
+
+async def _count(url: str, where: Filter, positions: list[Position]) -> tuple[Held, int]:
+    async with opened(url) as broker:
+        found = await DeadLetterSearch.open(broker, where, positions)
+        return found.held, await found.count()
+
+
+async def _discard(url: str, where: Filter, positions: list[Position], held: Held, who: str) -> int:
+    """Discard the counted letters, not those written since."""
+    done = 0
+    async with opened(url) as broker, Producer(broker.appender) as producer:
+        auditor = Auditor(producer, who, where.as_json())
+        await auditor.require_topic()
+        found = await DeadLetterSearch.open(broker, where, positions, held=held)
+        async for page in found.pages():
+            await auditor.write(DISCARD, page)
+            done += len(page)
+    return done

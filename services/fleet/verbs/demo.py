@@ -9,11 +9,9 @@ import uvloop
 from rich.console import RenderableType
 
 from services.fleet.console import ERR, OUT
-from services.fleet.demo.chaos import run_chaos
-from services.fleet.demo.chaos_summary import ChaosResult, render_chaos
-from services.fleet.demo.run import run_demo
-from services.fleet.demo.stage import forget_settings
-from services.fleet.demo.summary import DemoResult, render_result
+from services.fleet.demo.chaos import ChaosResult, render_chaos, run_chaos
+from services.fleet.demo.run import DemoResult, render_result, run_demo
+from services.fleet.demo.stage import remove_settings
 from services.fleet.problem import CommandFailed
 from services.fleet.verbs.app import APP, example
 
@@ -26,23 +24,25 @@ def demo(
         str,
         typer.Option(
             "--broker",
-            help="log: the embedded log. kafka: a real Apache Kafka, started for the demo. kinesis: an emulator, in memory.",
+            help="log: the embedded log. kafka: Apache Kafka, started for the demo. kinesis: an emulator, in memory.",
         ),
     ] = "log",
     chaos: Annotated[
-        bool, typer.Option("--chaos", help="Two destinations, without Spark: one goes down, stays down, comes back.")
+        bool, typer.Option("--chaos", help="Two destinations, without Spark: one goes down for a while and comes back.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object as the last line on stdout.")] = False,
 ) -> None:
-    """Run the whole fleet for about a minute on 10,000 real events, and count what became of each.
+    """Run the whole fleet for about a minute on 10,000 real events, and count the outcome of each.
 
-    HTTP, ingest, broker, PySpark, expel, signed webhooks: all real, on this machine, in a temporary folder. Events are
-    sent at 1,000 a second. With --chaos: 2,600 events to two destinations, of which one goes down for a while. Status 0 only
+    HTTP, ingest, broker, PySpark, expel and signed webhooks all run on this machine, in a temporary folder. Events are
+    sent at 1,000 a second. With --chaos: 2,600 events to two destinations, one of which goes down for a while. Status 0 only
     if nothing was lost.
     """
     if broker not in ("log", "kafka", "kinesis"):
-        raise CommandFailed(f"--broker {broker!r} is not for the demo", "--broker log, kafka or kinesis", status=2)
-    forget_settings(os.environ)
+        raise CommandFailed(
+            f"the demo does not support --broker {broker!r}", "--broker log, kafka or kinesis", status=2
+        )
+    remove_settings(os.environ)
     result: DemoResult | ChaosResult
     shown: RenderableType
     if chaos:

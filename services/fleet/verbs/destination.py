@@ -1,26 +1,28 @@
-"""`penstock destination`: one destination as its owner sees it."""
+"""`penstock destination`: show, pause and resume destinations."""
 
 import json
+import time
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 import uvloop
 
-from services.core.broker.contract import Admin
+from services.core.broker.contract import Broker
 from services.core.broker.errors import UnknownTopic
+from services.core.broker.producer import Producer
 from services.core.causes import Causes
-from services.core.pauses import Pauses
-from services.fleet.access import find_broker, opened
-from services.fleet.console import OUT, note
-from services.fleet.dead.filter import Filter
-from services.fleet.dead.found import Found
+from services.core.pauses import OPERATOR, Pause, Pauses, write_pause
+from services.core.pipes import PipeFile, load_pipes
+from services.fleet.access import find_broker, find_pipes, opened
+from services.fleet.console import ERR, OUT, print_note
+from services.fleet.dead.audit import whoami
+from services.fleet.dead.found import DeadLetterSearch, Filter
 from services.fleet.dead.view import cause_table
-from services.fleet.paused import Target, count_parked, describe
-from services.fleet.verbs.app import APP, example
-from services.fleet.verbs.dead_options import AsJson, BrokerUrl, Data, PipeName, Since, Until, make_filter
+from services.fleet.paused import Target, choose, count_parked, describe, read_pauses, target_table, targets
+from services.fleet.verbs.app import APP, AsJson, BrokerUrl, Data, PipeName, Since, Until, example, make_filter
 
-DESTINATION = typer.Typer(help="One destination as its owner sees it.", no_args_is_help=True)
+DESTINATION = typer.Typer(help="Show, pause and resume destinations.", no_args_is_help=True)
 APP.add_typer(DESTINATION, name="destination")
 
 SHOWN, LIMIT = 20, 1000
@@ -34,14 +36,14 @@ def show(
     pipe: PipeName = None,
     since: Since = None,
     until: Until = None,
-    everything: Annotated[bool, typer.Option("--all", help="Also what was redriven or discarded.")] = False,
+    everything: Annotated[bool, typer.Option("--all", help="Also redriven and discarded letters.")] = False,
     broker: BrokerUrl = None,
     data: Data = Path("data"),
     as_json: AsJson = False,
 ) -> None:
-    """Show whether it is paused, and why events could not be delivered: dead letters by cause, the most frequent first."""
+    """Show whether a destination is paused, and its dead letters by cause, the most frequent first."""
     where = make_filter(pipe, name, None, since, until)
-    causes, paused = uvloop.run(_look(find_broker(broker, data), where, name, pipe, settled=everything))
+    causes, paused = uvloop.run(_read_state(find_broker(broker, data), where, name, pipe, settled=everything))
     found = causes.most_common()
     if as_json:
         told = [{**target.as_json(), "parked": parked} for target, parked in paused]
@@ -53,23 +55,23 @@ def show(
     if found:
         OUT.print(cause_table(found[:SHOWN]))
     rest = f", {len(found) - SHOWN} of them not shown. Try: --json" if len(found) > SHOWN else ""
-    note(f"{sum(cause.count for cause in found)} dead letters for {name}, {len(found)} causes{rest}")
+    print_note(f"{sum(cause.count for cause in found)} dead letters for {name}, {len(found)} causes{rest}")
 
 
-async def _look(
+async def _read_state(
     url: str, where: Filter, name: str, pipe: str | None, *, settled: bool
 ) -> tuple[Causes, list[tuple[Target, int]]]:
     causes = Causes(LIMIT)
     async with opened(url) as broker:
-        async for page in (await Found.look(broker.admin, where, settled=settled)).pages():
+        async for page in (await DeadLetterSearch.open(broker, where, settled=settled)).pages():
             for letter in page:
                 causes.add(letter)
-        return causes, await _find_paused(broker.admin, name, pipe)
+        return causes, await _find_paused(broker, name, pipe)
 
 
-async def _find_paused(admin: Admin, name: str, pipe: str | None) -> list[tuple[Target, int]]:
-    """Those of this name that are paused, with the number of their parked events."""
-    pauses = Pauses(admin)
+async def _find_paused(broker: Broker, name: str, pipe: str | None) -> list[tuple[Target, int]]:
+    """The paused destinations of this name, each with the number of its parked events."""
+    pauses = Pauses(broker.reader)
     try:
         await pauses.refresh()
     except UnknownTopic:
@@ -77,4 +79,84 @@ async def _find_paused(admin: Admin, name: str, pipe: str | None) -> list[tuple[
     lanes = [(*lane.partition("/"), pause) for lane, pause in pauses.paused().items()]
     found = [Target(of_pipe, destination, "paused", pause) for of_pipe, _, destination, pause in lanes]
     chosen = [target for target in found if target.destination == name and pipe in (None, target.pipe)]
-    return [(target, await count_parked(admin, target.pipe, target.destination)) for target in chosen]
+    return [(target, await count_parked(broker, target.pipe, target.destination)) for target in chosen]
+
+
+Name = Annotated[str, typer.Argument(help="The destination's name.")]
+OfPipe = Annotated[str | None, typer.Option("--pipe", help="Only in this pipe; absent: in every pipe that has it.")]
+Pipes = Annotated[
+    Path | None, typer.Option("--pipes", "-f", envvar="PENSTOCK_PIPES", help="The pipe file; absent: the fleet's.")
+]
+
+MAX_REASON = 500
+
+
+@DESTINATION.command(epilog=example('penstock destination pause billing --reason "they move to a new data centre"'))
+def pause(
+    name: Name,
+    pipe: OfPipe = None,
+    reason: Annotated[str, typer.Option("--reason", help="The reason, shown to other operators.")] = "",
+    pipes: Pipes = None,
+    broker: BrokerUrl = None,
+    data: Data = Path("data"),
+    as_json: AsJson = False,
+) -> None:
+    """Send nothing to a destination until it is resumed. Its events are parked on disk for any length of time.
+
+    Every expel instance applies the pause within about a second. Requests in flight are finished.
+    """
+    file, who = load_pipes(find_pipes(pipes, data)), whoami()
+    new = Pause("paused", OPERATOR, who, time.time_ns() // 1_000_000, reason[:MAX_REASON])
+    uvloop.run(_change(find_broker(broker, data), file, name, pipe, new, as_json=as_json))
+
+
+@DESTINATION.command(epilog=example("penstock destination resume billing"))
+def resume(
+    name: Name,
+    pipe: OfPipe = None,
+    pipes: Pipes = None,
+    broker: BrokerUrl = None,
+    data: Data = Path("data"),
+    as_json: AsJson = False,
+) -> None:
+    """Resume a destination that an operator paused, or that answered 410. The rate rises slowly; parked events are sent, too."""
+    file, who = load_pipes(find_pipes(pipes, data)), whoami()
+    new = Pause("resumed", OPERATOR, who, time.time_ns() // 1_000_000)
+    uvloop.run(_change(find_broker(broker, data), file, name, pipe, new, as_json=as_json))
+
+
+async def _change(url: str, file: PipeFile, name: str, pipe: str | None, new: Pause, *, as_json: bool) -> None:
+    """Pause or resume. A destination that is already in that state stays unchanged. Raises CommandFailed."""
+    wanted: Literal["paused", "running"] = "paused" if new.state == "paused" else "running"
+    async with opened(url) as broker, Producer(broker.appender) as producer:
+        pauses = await read_pauses(broker.reader)
+        for target in choose(targets(file, pauses), name, pipe):
+            if (target.state == "paused") != (wanted == "paused"):
+                await write_pause(producer, target.lane, new)
+        await pauses.refresh()
+        for target in choose(targets(file, pauses), name, pipe):
+            parked = await count_parked(broker, target.pipe, target.destination)
+            if as_json:
+                typer.echo(json.dumps({**target.as_json(), "parked": parked}))
+            else:
+                ERR.print(describe(target, parked))
+
+
+@DESTINATION.command("list", epilog=example("penstock destination list\npenstock destination list --json | jq .state"))
+def list_destinations(
+    pipes: Pipes = None, broker: BrokerUrl = None, data: Data = Path("data"), as_json: AsJson = False
+) -> None:
+    """List the webhook destinations and which of them are paused; --json prints one object a line."""
+    file = load_pipes(find_pipes(pipes, data))
+    found = uvloop.run(_list_targets(find_broker(broker, data), file))
+    if as_json:
+        for target, parked in found:
+            typer.echo(json.dumps({**target.as_json(), "parked": parked}))
+    else:
+        OUT.print(target_table(found))
+
+
+async def _list_targets(url: str, file: PipeFile) -> list[tuple[Target, int]]:
+    async with opened(url) as broker:
+        known = targets(file, await read_pauses(broker.reader))
+        return [(target, await count_parked(broker, target.pipe, target.destination)) for target in known]

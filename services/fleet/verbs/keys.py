@@ -12,11 +12,10 @@ import typer
 from pydantic import ValidationError
 from rich.table import Table
 
-from services.core.key_file import add_key, load_keys, revoke_key
-from services.core.keys import make_key
-from services.core.signature import PREFIX
-from services.core.validation import describe
-from services.fleet.console import OUT, note
+from services.core.keys import add_key, load_keys, make_key, revoke_key
+from services.core.signing import PREFIX
+from services.core.yaml_source import describe
+from services.fleet.console import OUT, print_note
 from services.fleet.problem import CommandFailed
 from services.fleet.verbs.app import APP, example
 
@@ -36,15 +35,15 @@ def _now() -> str:
 @KEYS.command(epilog=example('penstock keys create --name "the orders service" --stream orders > orders.key'))
 def create(
     stream: Annotated[
-        list[str], typer.Option("--stream", help="A stream that the key may send to; again for more; '*': all.")
+        list[str], typer.Option("--stream", help="A stream that the key may send to; repeat it for more; '*': all.")
     ],
-    name: Annotated[str, typer.Option("--name", help="Whose key it is.")] = "",
+    name: Annotated[str, typer.Option("--name", help="The owner of the key.")] = "",
     rate: Annotated[
-        int | None, typer.Option("--rate", min=1, help="Events a second at most, per ingest process.")
+        int | None, typer.Option("--rate", min=1, help="The most events per second, per ingest process.")
     ] = None,
     keys: KeysPath = Path("keys.yaml"),
 ) -> None:
-    """Make an API key. It is printed once, on stdout; only its hash is kept."""
+    """Create an API key. It is printed once, on stdout; only its hash is stored."""
     try:
         token, entry = make_key(streams=stream, name=name, rate=rate, created=_now())
     except ValidationError as error:
@@ -57,7 +56,10 @@ def create(
     except OSError as error:
         raise CommandFailed(f"{keys} cannot be written: {error.strerror}") from error
     typer.echo(token)
-    note(f"Key {entry.id} is in {keys}. The line above is shown only now. Ingest takes it within seconds.", "green")
+    print_note(
+        f"Key {entry.id} is in {keys}. The line above is not shown again. Ingest accepts the key within seconds.",
+        "green",
+    )
 
 
 @KEYS.command("list", epilog=example("penstock keys list"))
@@ -76,7 +78,7 @@ def list_keys(keys: KeysPath = Path("keys.yaml"), as_json: AsJson = False) -> No
 
 @KEYS.command(epilog=example("penstock keys revoke k3v9x0qa"))
 def revoke(
-    key_id: Annotated[str, typer.Argument(help="The key's id, as `penstock keys list` shows it.")],
+    key_id: Annotated[str, typer.Argument(help="The key's id from `penstock keys list`.")],
     keys: KeysPath = Path("keys.yaml"),
 ) -> None:
     """Revoke a key. Ingest refuses it within seconds."""
@@ -84,12 +86,12 @@ def revoke(
         raise CommandFailed(f"there is no {keys}", "--keys with the file that ingest reads", status=2)
     if not revoke_key(keys, key_id, _now()):
         raise CommandFailed(f"{keys} has no key {key_id[:40]!r}", "penstock keys list")
-    note(f"Key {key_id} is revoked.", "green")
+    print_note(f"Key {key_id} is revoked.", "green")
 
 
 @KEYS.command(epilog=example("penstock keys secret webhook.secret"))
 def secret(path: Annotated[Path, typer.Argument(help="The file to write.")]) -> None:
-    """Make a webhook signing secret in a new file that only you can read. Give a copy to the receiver."""
+    """Create a webhook signing secret in a new file that only you can read. Give a copy to the receiver."""
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except FileExistsError as error:
@@ -98,4 +100,4 @@ def secret(path: Annotated[Path, typer.Argument(help="The file to write.")]) -> 
         raise CommandFailed(f"{path} cannot be written: {error.strerror}") from error
     with os.fdopen(descriptor, "w") as file:
         file.write(f"{PREFIX}{base64.b64encode(secrets.token_bytes(32)).decode()}\n")
-    note(f"Wrote {path}. In the pipe file: secret: {{file: {path}}}", "green")
+    print_note(f"Wrote {path}. In the pipe file: secret: {{file: {path}}}", "green")

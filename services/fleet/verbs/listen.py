@@ -12,9 +12,8 @@ from rich.text import Text
 
 from services.core.masking import mask_text
 from services.core.pipes import Secret
-from services.core.signature import BadSecret, SigningKey
-from services.core.signing_secret import read_signing_keys
-from services.fleet.console import OUT, note
+from services.core.signing import BadSecret, SigningKey, read_signing_keys
+from services.fleet.console import OUT, print_note
 from services.fleet.problem import CommandFailed
 from services.fleet.receiver import Received, Receiver, serve_receiver
 from services.fleet.stop import stop_on_signals
@@ -29,8 +28,8 @@ SHOWN_EVENTS = 3
     )
 )
 def listen(
-    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Where to listen; 0: any free port.")],
-    host: Annotated[str, typer.Option("--host", help="On which address.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="The port to listen on; 0: any free port.")],
+    host: Annotated[str, typer.Option("--host", help="The address to listen on.")] = "127.0.0.1",
     secret_file: Annotated[
         Path | None,
         typer.Option("--secret-file", help="A file with the signing secret (whsec_…); or set PENSTOCK_WEBHOOK_SECRET."),
@@ -39,7 +38,7 @@ def listen(
     slow: Annotated[int, typer.Option("--slow", min=0, help="Milliseconds before each answer.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per event on stdout.")] = False,
 ) -> None:
-    """Receive webhooks: verify their signatures, print the events, count duplicates. For trying things out."""
+    """Receive webhooks: verify their signatures, print the events, count duplicates. For tests only."""
     receiver = Receiver(_keys(secret_file), fail, slow / 1000, _print_json if as_json else _print_lines)
     try:
         uvloop.run(_run(receiver, host, port))
@@ -62,9 +61,9 @@ async def _run(receiver: Receiver, host: str, port: int) -> None:
     with stop_on_signals(lambda _insists: None) as stop:
         async with serve_receiver(receiver, host, port) as bound:
             checked = "signatures are verified" if receiver.keys else "signatures are not verified (no --secret-file)"
-            note(f"Listening on http://{host}:{bound}/ ; {checked}. Ctrl-C ends it.", "bold green")
+            print_note(f"Listening on http://{host}:{bound}/ ; {checked}. Ctrl-C ends it.", "bold green")
             await stop.asked.wait()
-    note(
+    print_note(
         f"{receiver.delivered} events, {receiver.duplicates} duplicates, {receiver.requests} requests, "
         f"{receiver.failed} refused on purpose, {receiver.unsigned} with a bad signature"
     )

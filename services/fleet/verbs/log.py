@@ -1,4 +1,4 @@
-"""`penstock log verify` and `repair`: the embedded log after a damaged disk."""
+"""`penstock log verify` and `repair`: check and repair the embedded log after disk damage."""
 
 import json
 from dataclasses import asdict
@@ -9,8 +9,8 @@ import typer
 
 from services.core.broker.errors import BrokerError
 from services.core.broker.log.repair import repair as repair_folder
-from services.core.broker.log.report import FolderReport, TopicReport
-from services.core.broker.log.verify import verify as verify_folder
+from services.core.broker.log.repair import verify as verify_folder
+from services.core.broker.log.scan import FolderReport, TopicReport
 from services.fleet.console import OUT
 from services.fleet.problem import CommandFailed
 from services.fleet.verbs.app import APP, example
@@ -27,7 +27,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.
 
 @LOG.command(epilog=example("penstock log verify data/log"))
 def verify(folder: Folder, topic: Topic = None, as_json: AsJson = False) -> None:
-    """Read every record and compare it with its checksum. May run beside a working fleet. Status 1 when anything is lost."""
+    """Read every record and compare it with its checksum. The fleet may run meanwhile. Status 1 when anything is lost."""
     try:
         report = verify_folder(folder, topic)
     except BrokerError as error:
@@ -35,7 +35,7 @@ def verify(folder: Folder, topic: Topic = None, as_json: AsJson = False) -> None
     _print(report, as_json=as_json)
     if not report.is_sound:
         raise CommandFailed(
-            "the log is damaged; the lost offsets stand above", "penstock log repair, with the fleet stopped"
+            "the log is damaged; the lost offsets are listed above", "penstock log repair, with the fleet stopped"
         )
 
 
@@ -46,10 +46,10 @@ def repair(
     as_json: AsJson = False,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
 ) -> None:
-    """Accept what is lost: keep what can be read, note the rest as gaps. The damaged files are kept aside."""
+    """Accept the loss: keep the readable records, record the rest as gaps. The damaged files are kept in another place."""
     if not yes:
         typer.confirm(
-            "What cannot be read is given up for good. Is the fleet stopped, and shall I?", abort=True, err=True
+            "Unreadable records are given up for good. Is the fleet stopped? Repair the log?", abort=True, err=True
         )
     try:
         report = repair_folder(folder, topic)

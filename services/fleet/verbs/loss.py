@@ -1,4 +1,4 @@
-"""`penstock loss`: how many events of each minute are missing, and which."""
+"""`penstock loss`: the missing events of each minute, counted and by name."""
 
 import json
 from pathlib import Path
@@ -11,25 +11,23 @@ from rich.table import Table
 from rich.text import Text
 
 from services.core.pipes import is_of_retrier
-from services.fleet.console import OUT, note
-from services.fleet.loss_table import loss_table
-from services.fleet.observer_client import ask, find_observer
-from services.fleet.verbs.app import APP, example
-from services.fleet.verbs.dead_options import AsJson, Data
+from services.fleet.console import OUT, print_note
+from services.fleet.observer_client import find_observer, get_json, loss_table
+from services.fleet.verbs.app import APP, AsJson, Data, example
 
-LOSS = typer.Typer(help="How many events of each minute are missing, and which.", no_args_is_help=True)
+LOSS = typer.Typer(help="The missing events of each minute, counted and by name.", no_args_is_help=True)
 APP.add_typer(LOSS, name="loss")
 
 Observer = Annotated[
     str | None,
-    typer.Option("--observer", help="host:port of the observer; absent: that of the fleet on --data."),
+    typer.Option("--observer", help="host:port of the observer; absent: the observer of the fleet on --data."),
 ]
 TokenFile = Annotated[
     Path | None,
     typer.Option(
         "--observer-token-file",
         envvar="PENSTOCK_OBSERVER_TOKEN_FILE",
-        help="A file with a token of the observer, which it asks for beyond loopback; absent: that of the fleet on --data.",
+        help="A file with a token of the observer, required beyond loopback; absent: the file of the fleet on --data.",
     ),
 ]
 PipeArgument = Annotated[str, typer.Argument(help="The pipe's name.")]
@@ -46,48 +44,50 @@ def show(
     data: Data = Path("data"),
     as_json: AsJson = False,
 ) -> None:
-    """Show the loss table of a pipe, minute by minute: what came in, what is missing at each node and end to end."""
+    """Show the loss table of a pipe by minute: accepted events, and missing events at each node and end to end."""
     query = {name: value for name, value in (("from", since), ("to", until)) if value is not None}
-    body = uvloop.run(ask(find_observer(observer, data, token_file), f"/v1/pipes/{quote(pipe, safe='')}/loss", query))
+    body = uvloop.run(
+        get_json(find_observer(observer, data, token_file), f"/v1/pipes/{quote(pipe, safe='')}/loss", query)
+    )
     if as_json:
         typer.echo(json.dumps(body))
         return
     if body["minutes"]:
         OUT.print(loss_table(body))
-    _note_gaps(body)
+    _print_gaps(body)
     accepted = sum(row["accepted"] for row in body["minutes"])
     lost = sum(row["lost"] for row in body["minutes"])
-    note(f"{lost} of {accepted} events are missing in {len(body['minutes'])} minutes of {pipe}; {_open(body)}")
+    print_note(f"{lost} of {accepted} events are missing in {len(body['minutes'])} minutes of {pipe}; {_open(body)}")
 
 
 @LOSS.command(epilog=example("penstock loss explain punctuality 2026-11-21T08:05Z"))
 def explain(
     pipe: PipeArgument,
-    minute: Annotated[str, typer.Argument(help="As `penstock loss show` has it, or 5m (ago).")],
+    minute: Annotated[str, typer.Argument(help="A minute from `penstock loss show`, or 5m (ago).")],
     observer: Observer = None,
     token_file: TokenFile = None,
     data: Data = Path("data"),
     as_json: AsJson = False,
 ) -> None:
-    """Name the missing events of a minute, one by one: id, where each was last seen, and its offset there."""
+    """List the missing events of a minute: id, the last node that reported it, and its offset there."""
     path = f"/v1/pipes/{quote(pipe, safe='')}/loss/{quote(minute, safe='')}/explain"
-    body = uvloop.run(ask(find_observer(observer, data, token_file), path, {}))
+    body = uvloop.run(get_json(find_observer(observer, data, token_file), path, {}))
     if as_json:
         typer.echo(json.dumps(body))
         return
     named = body["named"]
     if named:
         OUT.print(_missing_table(named[:SHOWN]))
-    _note_gaps(body)
+    _print_gaps(body)
     if not body["complete"]:
-        note(f"Only {body['records_read']} records were looked at; some places may be unknown.", "yellow")
+        print_note(f"Only {body['records_read']} records were read; some positions may be unknown.", "yellow")
     if any(_waited_unseen(one) for one in named):
-        note(
-            "What waited for another attempt and is not found in the retrier's topics is shown where it came from.",
+        print_note(
+            "For a waiting event that is not found in the retrier's topics, the source position is shown.",
             "yellow",
         )
     more = f", {len(named) - SHOWN} of them not shown. Try: --json" if len(named) > SHOWN else ""
-    note(f"{body['missing']} events of {body['minute']} are missing in {pipe}{more}")
+    print_note(f"{body['missing']} events of {body['minute']} are missing in {pipe}{more}")
 
 
 def _missing_table(named: list[dict[str, Any]]) -> Table:
@@ -104,13 +104,13 @@ def _missing_table(named: list[dict[str, Any]]) -> Table:
 
 
 def _waited_unseen(one: dict[str, Any]) -> bool:
-    """Whether the record that is shown is not that in which the event waited."""
+    """Whether the shown position is the source of a waiting event, not the record in which it waited."""
     waited = "retrier" in (one["missing_at"], one["seen_by"])
     return waited and one["topic"] is not None and not is_of_retrier(one["topic"])
 
 
 def _open(body: dict[str, Any]) -> str:
-    """What is not counted."""
+    """The note on minutes that are not final."""
     steps = [step for row in body["minutes"] for step in row["steps"] if not step["final"]]
     names = sorted({step["destination"] for step in steps if step["destination"] is not None})
     if not names:
@@ -119,8 +119,8 @@ def _open(body: dict[str, Any]) -> str:
     return f"open ones not counted, of {shown}"
 
 
-def _note_gaps(body: dict[str, Any]) -> None:
+def _print_gaps(body: dict[str, Any]) -> None:
     if body["catching_up"]:
-        note("The observer is catching up: these are not the last figures.", "yellow")
+        print_note("The observer is catching up: these figures are not final.", "yellow")
     if body["problem"]:
-        note(f"The observer cannot read the reports: {body['problem']}", "yellow")
+        print_note(f"The observer cannot read the reports: {body['problem']}", "yellow")

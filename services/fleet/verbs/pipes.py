@@ -1,37 +1,104 @@
-"""`penstock init`, `check`, `schema` and `apply`: the pipe file before the fleet runs."""
+"""`penstock init`, `check`, `schema` and `apply`: write, check and apply a pipe file."""
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 import uvloop
 
 from services.core.pipes import PipeFile
+from services.core.units import DURATION_PATTERN, SIZE_PATTERN, format_duration, format_size
 from services.core.waiting import Waiting
 from services.core.yaml_source import BadConfiguration
 from services.fleet.access import find_broker
-from services.fleet.console import OUT, note
+from services.fleet.console import OUT, print_note
 from services.fleet.pipe_check import check_pipe_file
-from services.fleet.pipe_schema import pipe_schema
 from services.fleet.problem import CommandFailed
-from services.fleet.starter import STARTER
-from services.fleet.topics import describe_removed, look, name_unclaimed, prepare
-from services.fleet.verbs.app import APP, example
-from services.fleet.verbs.dead_options import BrokerUrl, Data
+from services.fleet.topics import check_waiting, describe_removed, name_unclaimed, prepare
+from services.fleet.verbs.app import APP, BrokerUrl, Data, example
+
+STARTER = """\
+# yaml-language-server: $schema=./pipes.schema.json
+# (penstock schema > pipes.schema.json, then editors complete and check this file)
+version: 1
+
+# A stream is where clients send events: POST /v1/streams/orders/events
+streams:
+  orders:
+    partitions: 4        # more partitions, more parallel work; keys keep their order within one
+    retention: 7d        # every duration carries its unit: ms, s, m, h, d
+    id: id               # payload field with the event id; without one each event gets a new id
+    key: customer        # payload field with the ordering key
+    time: time           # payload field with the event time (RFC 3339, or a number of s or ms)
+    columns: id STRING, time STRING, customer STRING, amount DOUBLE   # for transforms, as Spark DDL
+
+# A pipe carries events from its sources through a transform, if it has one, to its destinations.
+pipes:
+  large-orders:
+    sources: [orders]
+    transform:
+      # `event` is who the event is; what else is selected becomes the new payload
+      sql: SELECT event, id, time, customer, amount, round(amount * 0.19, 2) AS vat FROM orders WHERE amount >= 100
+    destinations:
+      - name: billing
+        webhook:
+          url: http://127.0.0.1:9000/hook   # penstock listen --port 9000
+          secret: {file: webhook.secret}    # penstock keys secret webhook.secret
+          # body: cloudevents               # or json, ndjson
+          # order: key                      # events of one key in order; default: none
+          # batch: {max_events: 100, max_bytes: 1MB, max_wait: 50ms}
+          # rate: 500                       # events a second at most
+"""
+
+
+def pipe_schema() -> str:
+    """The JSON Schema as text, as in `schema/pipes.schema.json`. The same models always give the same text."""
+    schema = {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        **_as_written(PipeFile.model_json_schema()),
+        "title": "Penstock pipe file",
+    }
+    return json.dumps(schema, indent=2, ensure_ascii=False) + "\n"
+
+
+def _as_written(node: Any) -> Any:
+    """Write defaults as in the file: `7d`, not 604800.0. Omits defaults that are whole objects."""
+    if isinstance(node, list):
+        return [_as_written(item) for item in node]
+    if not isinstance(node, dict):
+        return node
+    kept = {
+        key: _as_written(value)
+        for key, value in node.items()
+        if not (key == "default" and (value is None or isinstance(value, dict)))
+        and not (key == "title" and isinstance(value, str))
+    }
+    if "patternProperties" in kept:
+        kept["additionalProperties"] = False  # a key that does not match the name pattern is a mistake
+    default, pattern = kept.get("default"), kept.get("pattern")
+    if pattern == DURATION_PATTERN and isinstance(default, int | float):
+        kept["default"] = format_duration(default)
+    items = kept.get("items")
+    if isinstance(items, dict) and items.get("pattern") == DURATION_PATTERN and isinstance(default, list):
+        kept["default"] = [format_duration(seconds) for seconds in default]
+    if pattern == SIZE_PATTERN and isinstance(default, int):
+        kept["default"] = format_size(default)
+    return kept
+
 
 PipeFilePath = Annotated[Path, typer.Option("--pipes", "-f", envvar="PENSTOCK_PIPES", help="The pipe file.")]
 Allowed = Annotated[
     str,
     typer.Option(
-        "--allow-networks", envvar="PENSTOCK_UP_ALLOW_NETWORKS", help="Networks inside that webhooks may be in."
+        "--allow-networks", envvar="PENSTOCK_UP_ALLOW_NETWORKS", help="Private networks that webhooks may reach."
     ),
 ]
 
 
 @APP.command(epilog=example("penstock init\npenstock check -f pipes.yaml"))
 def init(
-    path: Annotated[Path, typer.Argument(help="Where to write it.")] = Path("pipes.yaml"),
+    path: Annotated[Path, typer.Argument(help="The file to write.")] = Path("pipes.yaml"),
 ) -> None:
     """Write a commented pipe file to start from. An existing file is left alone."""
     try:
@@ -41,7 +108,7 @@ def init(
         raise CommandFailed(f"{path} exists already and was left alone", f"penstock init other-{path.name}") from error
     except OSError as error:
         raise CommandFailed(f"{path} cannot be written: {error.strerror}", "another folder") from error
-    note(f"Wrote {path}. Try: penstock check -f {path}")
+    print_note(f"Wrote {path}. Try: penstock check -f {path}")
 
 
 @APP.command(
@@ -56,14 +123,14 @@ def check(
     data: Data = Path("data"),
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
-    """Check a pipe file: every mistake with file, line and key. Status 2 when there is one.
+    """Check a pipe file. Prints every mistake with file, line and key. Status 2 when there is one.
 
-    Where there is a broker, it is asked what waits for destinations that the file no longer has. Without one the file alone is
-    checked, and that is said.
+    With a broker, also find events that wait for destinations which the file no longer has. Without one, check only the file
+    and say so.
     """
     try:
         found = check_pipe_file(pipes, allow_networks=allow_networks)
-        waiting = _look(broker, data, found)
+        waiting = _check_waiting(broker, data, found)
         if isinstance(waiting, Waiting) and (problems := name_unclaimed(waiting, found, pipes)):
             raise BadConfiguration(problems)
     except BadConfiguration as error:
@@ -82,29 +149,29 @@ def check(
         return
     OUT.print(f"{pipes} is good: " + ", ".join(f"{count} {what}" for what, count in summary.items()), style="green")
     if isinstance(waiting, str):
-        note(f"what waits for destinations that it may no longer have is not known: {waiting}", "yellow")
+        print_note(f"events that wait for removed destinations are not known: {waiting}", "yellow")
     else:
         for line in describe_removed(waiting, found):
-            note(line, "yellow")
+            print_note(line, "yellow")
 
 
-def _look(broker: str | None, data: Path, pipes: PipeFile) -> Waiting | str:
-    """What waits, or why it is not known."""
+def _check_waiting(broker: str | None, data: Path, pipes: PipeFile) -> Waiting | str:
+    """The waiting events, or the reason why they are not known."""
     try:
         url = find_broker(broker, data)
     except CommandFailed as error:
         return str(error)
-    return uvloop.run(look(url, pipes))
+    return uvloop.run(check_waiting(url, pipes))
 
 
 def _by_lane(waiting: Waiting, pipes: PipeFile) -> dict[str, int]:
-    """How many events still wait for each destination that the file has removed."""
+    """The number of events that still wait, by destination in `removed`."""
     return {lane: sum(waiting.unclaimed.get(lane, {}).values()) for lane in pipes.removed}
 
 
 @APP.command(epilog=example("penstock schema > pipes.schema.json"))
 def schema() -> None:
-    """Print the JSON Schema of the pipe file, by which editors complete and check it."""
+    """Print the JSON Schema of the pipe file. Editors use it for completion and checks."""
     typer.echo(pipe_schema(), nl=False)
 
 
@@ -117,13 +184,14 @@ def apply(
     pipes: PipeFilePath = Path("pipes.yaml"),
     allow_networks: Allowed = "",
     grow: Annotated[
-        bool, typer.Option("--grow", help="Add partitions where the pipe file wants more. Keys will map elsewhere.")
+        bool,
+        typer.Option("--grow", help="Add partitions where the pipe file has more. Keys then map to other partitions."),
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
-    """Create the topics that a pipe file implies, and nothing else. Safe to run again.
+    """Create the topics of a pipe file, and nothing else. Safe to run again.
 
-    Status 2 when events wait for a destination that the file no longer has, and it does not say what becomes of them.
+    Status 2 when events wait for a destination that is neither in the file nor in its `removed`.
     """
     found = check_pipe_file(pipes, allow_networks=allow_networks, secrets=False)
     done, waiting, went_on = uvloop.run(prepare(broker, found, pipes, grow=grow))
@@ -132,7 +200,7 @@ def apply(
         typer.echo(json.dumps(result))
         return
     for line in describe_removed(waiting, found, went_on):
-        note(line, "yellow")
+        print_note(line, "yellow")
     for what, topics in (("created", done.created), ("grown", done.grown), ("there already", done.kept)):
         for topic in topics:
             OUT.print(f"{what:<14} {topic}")

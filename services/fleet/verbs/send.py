@@ -5,7 +5,9 @@ import io
 import json
 import os
 import re
+import stat
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 from urllib.parse import urlsplit
@@ -15,14 +17,36 @@ import uvloop
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from services.core.pipes import NAME_PATTERN
-from services.fleet.console import ERR, note
-from services.fleet.event_source import BadInput, read_events
-from services.fleet.input_file import STDIN, InputFile
+from services.fleet.console import ERR, print_note
+from services.fleet.event_source import STDIN, BadInput, InputFile, read_events
 from services.fleet.problem import CommandFailed
-from services.fleet.secret_files import read_api_key
 from services.fleet.sender import GIVE_UP_AFTER_S, SendingFailed, SendSummary, Target, send_events
 from services.fleet.stop import stop_on_signals
 from services.fleet.verbs.app import APP, example
+
+MAX_BYTES = 10_000
+
+
+def read_secret_file(path: Path) -> str:
+    """The text of the file, stripped. Blocking. Raises CommandFailed, whose message never shows the content."""
+    try:
+        with path.open("rb") as file:
+            if os.fstat(file.fileno()).st_mode & stat.S_IRWXO:
+                raise CommandFailed(
+                    f"{path} can be read or written by everybody on this machine", f"chmod 600 {path}", status=2
+                )
+            return file.read(MAX_BYTES).decode("ascii", errors="replace").strip()
+    except OSError as error:
+        raise CommandFailed(f"{path} cannot be read: {error.strerror}", status=2) from error
+
+
+def read_api_key(key_file: Path | None, environ: Mapping[str, str]) -> str | None:
+    """The API key from the file, else from PENSTOCK_KEY, else None. Raises CommandFailed."""
+    key = read_secret_file(key_file) if key_file is not None else environ.get("PENSTOCK_KEY")
+    if key is not None and (not key or not key.isprintable() or " " in key):
+        where = str(key_file) if key_file is not None else "PENSTOCK_KEY"
+        raise CommandFailed(f"{where} holds no API key", "penstock keys create", status=2)
+    return key
 
 
 @APP.command(
@@ -33,25 +57,23 @@ from services.fleet.verbs.app import APP, example
     )
 )
 def send(
-    stream: Annotated[str, typer.Argument(help="The stream that takes the events.")],
+    stream: Annotated[str, typer.Argument(help="The stream to send to.")],
     file: Annotated[str, typer.Argument(help="A JSON array, NDJSON, or either gzipped; -: standard input.")] = "-",
     url: Annotated[
-        str, typer.Option("--url", envvar="PENSTOCK_URL", help="Where ingest listens.")
+        str, typer.Option("--url", envvar="PENSTOCK_URL", help="The address of ingest.")
     ] = "http://127.0.0.1:8080",
     key_file: Annotated[
         Path | None, typer.Option("--key-file", help="A file with the API key; or set PENSTOCK_KEY.")
     ] = None,
-    batch: Annotated[int, typer.Option("--batch", min=1, max=10_000, help="Events a request.")] = 100,
+    batch: Annotated[int, typer.Option("--batch", min=1, max=10_000, help="Events per request.")] = 100,
     in_flight: Annotated[
         int,
-        typer.Option("--in-flight", min=1, max=64, help="Requests under way at once; 1 keeps the order of the file."),
+        typer.Option("--in-flight", min=1, max=64, help="Requests in flight at once; 1 keeps the order of the file."),
     ] = 4,
-    rate: Annotated[
-        float, typer.Option("--rate", min=0, help="Events a second at most; 0: as fast as ingest takes them.")
-    ] = 0,
+    rate: Annotated[float, typer.Option("--rate", min=0, help="The most events per second; 0: no limit.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object with the summary on stdout.")] = False,
 ) -> None:
-    """Send events from a file or pipe to a stream. Repeats what ingest could not take, with the same event ids.
+    """Send events from a file or pipe to a stream. Retries events that ingest did not accept, with the same event ids.
 
     Status 0 when every event was accepted, 1 otherwise.
     """
@@ -80,7 +102,7 @@ def _open(file: str) -> InputFile:
 
 
 async def _run(raw: InputFile, target: Target, summary: SendSummary, name: str) -> CommandFailed | None:
-    """Send until the end or Ctrl-C. Returns what went wrong, so that the summary comes first."""
+    """Send until the end or Ctrl-C. Returns the error, so that the summary is printed first."""
     source = io.BufferedReader(raw)
     size = os.fstat(raw.fileno()).st_size if name != "-" else 0
     with stop_on_signals(lambda _insists: None) as stop, _progress(size) as progress:
@@ -91,7 +113,7 @@ async def _run(raw: InputFile, target: Target, summary: SendSummary, name: str) 
         def show() -> None:
             nonlocal told
             if summary.trouble and not told:
-                note(f"{target.url}: {summary.trouble}; trying again for up to {GIVE_UP_AFTER_S:.0f} s", "yellow")
+                print_note(f"{target.url}: {summary.trouble}; trying again for up to {GIVE_UP_AFTER_S:.0f} s", "yellow")
             told = summary.trouble
             progress.update(bar, completed=source.tell() if size else None, accepted=summary.accepted)
 
@@ -104,13 +126,13 @@ async def _run(raw: InputFile, target: Target, summary: SendSummary, name: str) 
             raw.stop()
         await asyncio.wait({sending})
         if stopped:
-            return CommandFailed("stopped; what was under way may have been stored", status=130)
+            return CommandFailed("stopped; events in flight may have been stored", status=130)
         try:
             sending.result()
         except BadInput as error:
-            return CommandFailed(f"{name}: {error}", "what came before it was sent")
+            return CommandFailed(f"{name}: {error}", "mending the input; the events before it were sent")
         except SendingFailed as error:
-            return CommandFailed(f"{target.url}: {error}", "penstock status; the events that are left were not sent")
+            return CommandFailed(f"{target.url}: {error}", "penstock status; the remaining events were not sent")
         except OSError as error:
             return CommandFailed(f"{name} cannot be read: {error.strerror}")
         return None
@@ -136,12 +158,12 @@ def _print_summary(summary: SendSummary, seconds: float, *, as_json: bool) -> No
         }
         typer.echo(json.dumps({**result, "retries": summary.retries, "seconds": round(seconds, 3)}))
         return
-    note(
+    print_note(
         f"accepted {summary.accepted}, refused {refused}, retries {summary.retries}; "
         f"{seconds:.1f} s, {summary.accepted / max(seconds, 0.001):,.0f} events/s",
         "green" if not refused else "yellow",
     )
     for reason, count in summary.refused.most_common():
-        note(f"  refused {count}: {reason}", "yellow")
+        print_note(f"  refused {count}: {reason}", "yellow")
     for position, reason, detail in summary.examples:
-        note(f"    event {position}: {reason}: {detail}", "dim")
+        print_note(f"    event {position}: {reason}: {detail}", "dim")

@@ -15,12 +15,12 @@ from services.core.pipes import load_pipes
 from services.fleet.console import OUT
 from services.fleet.folder import FleetState, read_state
 from services.fleet.problem import CommandFailed
-from services.fleet.status import look, summarise
+from services.fleet.status import read_status, summarise
 from services.fleet.status_view import render_status
 from services.fleet.stop import Stop, stop_on_signals
 from services.fleet.verbs.app import APP, example
 
-BETWEEN_LOOKS_S = 1.0
+REFRESH_EVERY_S = 1.0
 
 
 @APP.command(epilog=example("penstock status\npenstock status --watch\npenstock status --json | jq .destinations"))
@@ -28,12 +28,12 @@ def status(
     data: Annotated[
         Path, typer.Option("--data", envvar="PENSTOCK_UP_DATA", help="The data folder of the fleet.")
     ] = Path("data"),
-    watch: Annotated[bool, typer.Option("--watch", help="Go on until Ctrl-C, a new look every second.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Refresh every second until Ctrl-C.")] = False,
     as_json: Annotated[
-        bool, typer.Option("--json", help="One JSON object on stdout; with --watch one a line a second.")
+        bool, typer.Option("--json", help="One JSON object on stdout; with --watch one line per second.")
     ] = False,
 ) -> None:
-    """Show a running fleet: rates, lag and loss per node, and what each process takes."""
+    """Show a running fleet: rates, lag and loss per node, CPU and memory per process."""
     uvloop.run(_run(data, watch=watch, as_json=as_json))
 
 
@@ -47,11 +47,11 @@ def _find(data: Path) -> FleetState:
 async def _run(data: Path, *, watch: bool, as_json: bool) -> None:
     state = await asyncio.to_thread(_find, data)
     pipes = await asyncio.to_thread(load_pipes, Path(state.pipes))
-    previous = (await look(state, None)).sample
+    previous = (await read_status(state, None)).sample
     with stop_on_signals(lambda _insists: None) as stop, contextlib.ExitStack() as stack:
         live = stack.enter_context(Live(console=OUT, auto_refresh=False)) if watch and not as_json else None
         while not await _wait(stop):
-            current = await look(await asyncio.to_thread(_find, data), previous)
+            current = await read_status(await asyncio.to_thread(_find, data), previous)
             previous = current.sample
             found = await summarise(current, pipes)
             if as_json:
@@ -65,9 +65,9 @@ async def _run(data: Path, *, watch: bool, as_json: bool) -> None:
 
 
 async def _wait(stop: Stop) -> bool:
-    """Until the next look is due; whether asked to stop."""
+    """Wait until the next refresh. Returns whether a stop is requested."""
     try:
-        async with asyncio.timeout(BETWEEN_LOOKS_S):
+        async with asyncio.timeout(REFRESH_EVERY_S):
             await stop.asked.wait()
     except TimeoutError:
         return False

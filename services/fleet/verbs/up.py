@@ -39,7 +39,7 @@ def up(
     log_level: Annotated[Value, _option("log_level", "--log-level")] = None,
     config: Annotated[Value, typer.Option("--config", help="Settings file (YAML). [PENSTOCK_CONFIG]")] = None,
 ) -> None:
-    """Run the fleet on this machine: every service a process, restarted when it dies, drained on Ctrl-C."""
+    """Run the fleet on this machine. Each service is a process, restarted when it dies, drained on Ctrl-C."""
     flags = {name: value for name, value in locals().items() if value is not None}
     settings = resolve_settings(UpSettings, flags, os.environ)
     config = config or os.environ.get("PENSTOCK_CONFIG")

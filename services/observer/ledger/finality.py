@@ -1,4 +1,4 @@
-"""When a minute is final, for each destination by itself: one that is behind keeps no other open.
+"""When a minute is final, for each destination by itself: a destination that is behind keeps no other one open.
 
 A part of a pipe's minute is a destination, or None: what comes before them all, from ingest to the transform. No destination is
 final before that is. A part that is still open when the minute is forgotten is given up: nobody knows what became of its events.
@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 from services.core.ledger.minute import BEHIND_MS, MINUTE_MS
 from services.observer.ledger.flow import Flow, Step
-from services.observer.ledger.presence import Presence
-from services.observer.ledger.row import Part, Row
+from services.observer.ledger.liveness import Liveness
+from services.observer.ledger.settlement import Part, Row
 
 STORED_MS = 30_000
 """From an event's arrival to where it is stored at most: ingest gives up before. What steps are behind counts from there."""
@@ -22,7 +22,7 @@ Key = tuple[str, int]
 """A pipe and a minute."""
 
 
-class Verdict(NamedTuple):
+class Finding(NamedTuple):
     """A part of a row: it became final, or, with a `before`, more of it is missing now than in this row of before."""
 
     row: Row
@@ -33,8 +33,8 @@ class Verdict(NamedTuple):
 class Finality:
     """Which parts of which minutes are final. Grows with the minutes that are kept, and their open and lossy parts."""
 
-    def __init__(self, flow: Flow, presence: Presence, final_after: int, find: Callable[[str, int], Row]) -> None:
-        self._flow, self._presence, self._final_after, self._find = flow, presence, final_after, find
+    def __init__(self, flow: Flow, presence: Liveness, final_after: int, find: Callable[[str, int], Row]) -> None:
+        self._flow, self._liveness, self._final_after, self._find = flow, presence, final_after, find
         self.open: dict[Key, set[str]] = {}
         """The open destinations of minutes whose first part is final. A destination that is new since is not among them."""
         self.then: dict[Key, dict[Part, int]] = {}
@@ -72,7 +72,7 @@ class Finality:
     def _why_not_done(self, row: Row, part: Part, now: int) -> str | None:
         until = (row.minute + 1) * MINUTE_MS + BEHIND_MS + STORED_MS
         step = Step("transform", row.pipe) if part is None else Step("expel", row.pipe, part)
-        return self._presence.why_not_done(step, until, now)
+        return self._liveness.why_not_done(step, until, now)
 
     def _why_first_open(self, row: Row, now: int) -> str | None:
         end = (row.minute + 1) * MINUTE_MS
@@ -86,10 +86,10 @@ class Finality:
         return None
 
     def _why_source_open(self, source: str, minute: int, now: int) -> str | None:
-        if self._presence.fallen_silent(Step("ingest", source), now):
-            return f"ingest of {source} fell silent; what it did not tell is read from the stream"
-        if not self._presence.has_told(Step("ingest", source), (minute + 1) * MINUTE_MS + BEHIND_MS):
-            return f"ingest of {source} has not spoken since the minute was over"
+        if self._liveness.fallen_silent(Step("ingest", source), now):
+            return f"ingest of {source} fell silent; its unreported events are read from the stream"
+        if not self._liveness.has_reported(Step("ingest", source), (minute + 1) * MINUTE_MS + BEHIND_MS):
+            return f"ingest of {source} has not reported since the minute ended"
         for step in self._flow.feeders(source):
             fed_by = step.pipe, minute
             settled = self.is_final(fed_by, step.destination) or step.destination in self.given_up.get(fed_by, ())

@@ -1,14 +1,16 @@
 """Sets of origins: bitmaps of sequence numbers by run of an ingest process and partition."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import ItemsView, Iterable, Iterator, Sequence, ValuesView
+from itertools import chain
 from typing import NamedTuple
 
 from pyroaring import BitMap
 
 from services.core.event import Origin
+from services.core.ledger.report import Span
 
 
-class Run(NamedTuple):
+class SequenceKey(NamedTuple):
     """What one incarnation put into one partition: its sequence numbers are dense."""
 
     incarnation: str
@@ -20,10 +22,10 @@ class Origins:
 
     __slots__ = ("_by_run",)
 
-    def __init__(self, by_run: Iterable[tuple[Run, BitMap]] = ()) -> None:
+    def __init__(self, by_run: Iterable[tuple[SequenceKey, BitMap]] = ()) -> None:
         self._by_run = {run: numbers for run, numbers in by_run if numbers}
 
-    def add(self, run: Run, numbers: BitMap) -> None:
+    def add(self, run: SequenceKey, numbers: BitMap) -> None:
         """Union with these."""
         held = self._by_run.get(run)
         if held is not None:
@@ -45,7 +47,7 @@ class Origins:
                 if not held:
                     del self._by_run[run]
 
-    def discard(self, run: Run, numbers: BitMap) -> None:
+    def discard(self, run: SequenceKey, numbers: BitMap) -> None:
         """Difference with these; fast where none of them is here."""
         held = self._by_run.get(run)
         if held is not None and held.intersect(numbers):
@@ -53,7 +55,7 @@ class Origins:
             if not held:
                 del self._by_run[run]
 
-    def remove_below(self, run: Run, number: int, but: BitMap) -> None:
+    def remove_below(self, run: SequenceKey, number: int, but: BitMap) -> None:
         """Forget this run's numbers below `number`, but for those in `but`."""
         held = self._by_run.get(run)
         if held is not None and held.min() < number:
@@ -68,11 +70,11 @@ class Origins:
         for run in [run for run in self._by_run if run.incarnation == incarnation]:
             del self._by_run[run]
 
-    def numbers(self, run: Run) -> BitMap:
+    def numbers(self, run: SequenceKey) -> BitMap:
         """This run's numbers, not to be changed."""
         return self._by_run.get(run, _NONE)
 
-    def runs(self) -> Iterator[tuple[Run, BitMap]]:
+    def runs(self) -> Iterator[tuple[SequenceKey, BitMap]]:
         """All runs with their numbers, not to be changed."""
         yield from self._by_run.items()
 
@@ -125,3 +127,93 @@ class Origins:
 
 
 _NONE = BitMap()
+
+
+GRAIN_S = 1024
+
+
+class Spans:
+    """To put in what never was here costs the same however many spans there are; to find what is, the more the more are older,
+    unless it is looked for in the right place first."""
+
+    def __init__(self) -> None:
+        self._by_due: dict[Span, Origins] = {}
+        self._any = Origins()
+        """All that stand here, and some that were taken since `prune`."""
+
+    def __len__(self) -> int:
+        return len(self._by_due)
+
+    def items(self) -> ItemsView[Span, Origins]:
+        """All, in the order in which they came; some may be empty. Only to be taken from."""
+        return self._by_due.items()
+
+    def values(self) -> ValuesView[Origins]:
+        """As `items`."""
+        return self._by_due.values()
+
+    def put(self, due: Span, run: SequenceKey, numbers: BitMap) -> None:
+        """They are due then, but for those that stand in a later span."""
+        for span, there in self.find(run, numbers):
+            if span > due:
+                numbers = numbers - there
+            elif span < due:
+                self.take(span, run, there)
+        if numbers:
+            self._by_due.setdefault(due, Origins()).add(run, numbers)
+            self._any.add(run, numbers)
+
+    def find(self, run: SequenceKey, numbers: BitMap, first: Sequence[Span] = ()) -> list[tuple[Span, BitMap]]:
+        """The spans in which some of these stand, and which these are. first: where they may be."""
+        found: list[tuple[Span, BitMap]] = []
+        left = numbers & self._any.numbers(run)
+        if not left:
+            return found
+        for span in chain(first, self._by_due):
+            origins = self._by_due.get(span)
+            if origins is not None and origins.numbers(run).intersect(left):
+                there = origins.numbers(run) & left
+                found.append((span, there))
+                left = left - there
+                if not left:
+                    break
+        return found
+
+    def take(self, span: Span, run: SequenceKey, numbers: BitMap) -> None:
+        """Not these any more."""
+        origins = self._by_due[span]
+        origins.discard(run, numbers)
+        if not origins:
+            del self._by_due[span]
+
+    def all(self) -> Origins:
+        """All that stand here, in any span; not to be changed. It costs the more the more spans there are."""
+        self.prune()
+        return self._any
+
+    def coarsen(self, before: int) -> None:
+        """Put spans together that end before this (s), GRAIN_S wide at most: nothing that comes later tells them apart."""
+        old: dict[int, list[Span]] = {}
+        for span in self._by_due:
+            if span[1] <= before:
+                old.setdefault(span[0] // GRAIN_S, []).append(span)
+        for spans in old.values():
+            if len(spans) > 1:
+                parts = [self._by_due.pop(span) for span in spans]
+                for part in parts[1:]:
+                    parts[0].update(part)
+                self._by_due[min(first for first, _ in spans), max(last for _, last in spans)] = parts[0]
+
+    def remove(self, gone: Sequence[Origins]) -> None:
+        """None of these any more."""
+        for origins in self._by_due.values():
+            for one in gone:
+                origins.remove(one)
+        self.prune()
+
+    def prune(self) -> None:
+        """Forget what is empty."""
+        self._by_due = {due: origins for due, origins in self._by_due.items() if origins}
+        self._any = Origins()
+        for origins in self._by_due.values():
+            self._any.update(origins)

@@ -1,20 +1,19 @@
-"""The loss table: a row per pipe and minute, final when nothing more is to come, aged into counts, corrected when it does."""
+"""The loss table: a row per pipe and minute. It becomes final, its sets become counts, and late events correct it."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import NamedTuple
 
 import msgspec
 
-from services.core.ledger.minute import MINUTE_MS
-from services.core.ledger.report import Report
-from services.observer.ledger.book import Book
-from services.observer.ledger.finality import FOUND_FOR_MS, Finality, Key, Verdict
+from services.core.ledger.minute import BEHIND_MS, MINUTE_MS
+from services.core.ledger.report import Report, Span
+from services.observer.ledger.finality import FOUND_FOR_MS, Finality, Finding, Key
 from services.observer.ledger.flow import RETRIER, Flow, Step
-from services.observer.ledger.origins import Origins
-from services.observer.ledger.presence import Presence
-from services.observer.ledger.reaches import Reaches
-from services.observer.ledger.row import Part, Row, add, count
-from services.observer.ledger.settlement import Accepted, Settlement, settle
+from services.observer.ledger.liveness import SILENT_AFTER_MS, Liveness
+from services.observer.ledger.origin_sets import OriginSets
+from services.observer.ledger.origins import Origins, SequenceKey, Spans
+from services.observer.ledger.reported_offsets import ReportedOffsets
+from services.observer.ledger.settlement import Accepted, Part, Row, Settlement, add, count, settle
 
 
 class Ages(msgspec.Struct, frozen=True):
@@ -37,13 +36,30 @@ between two owners, and clocks may differ."""
 _JUDGE_EVERY_MS = 5_000
 
 
-class Turn(NamedTuple):
+class SilentIngest(NamedTuple):
+    """An ingest process that ended without a last report. at_ms: of its newest one. incarnations: those that it reported."""
+
+    stream: str
+    instance: str
+    at_ms: int
+    incarnations: Collection[str]
+
+
+class UnknownIncarnation(NamedTuple):
+    """An ingest process that ended before its first report. streams: its events are in one of them. first_ms: first named."""
+
+    incarnation: str
+    streams: list[str]
+    first_ms: int
+
+
+class TickResult(NamedTuple):
     """What a tick brought. verdicts: parts that became final, and final ones of which more is missing than before, lost while it
     waited for another attempt. final: rows of which the last part became so. given_up: parts that never will."""
 
-    verdicts: list[Verdict]
+    verdicts: list[Finding]
     final: list[Row]
-    given_up: list[Verdict]
+    given_up: list[Finding]
 
 
 class Table:
@@ -56,10 +72,10 @@ class Table:
     def __init__(self, flow: Flow, ages: Ages | None = None, *, by_partition: bool = True) -> None:
         self.flow = flow
         self.ages = ages or Ages()
-        self.book = Book()
-        self.presence = Presence(stamped=not by_partition)
-        self.reaches = Reaches(by_partition=by_partition)
-        self.finality = Finality(flow, self.presence, self.ages.final, self._find)
+        self.origin_sets = OriginSets()
+        self.liveness = Liveness(stamped=not by_partition)
+        self.offsets = ReportedOffsets(by_partition=by_partition)
+        self.finality = Finality(flow, self.liveness, self.ages.final, self._find)
         self.found: dict[Key, int] = {}
         """When a minute's loss was found, in ms: as a part became final, or later, when more was. For FOUND_FOR_MS."""
         self.base: dict[Key, Row] = {}
@@ -67,29 +83,33 @@ class Table:
         self.left_by = 0
         """Everything that was due before it (s) has left the retrier."""
         self.seen_by: dict[Step, tuple[int, int, int]] = {}
-        """By step of expel, (a, b, c): of what came back it saw to all that was due before a (s), and to all that was due before
-        b as soon as it has done what there was at c (ms)."""
+        """Three times by step of expel. Every returned event that was due before the first (s) is settled. Those due before the
+        second (s) will be, once expel has settled everything that was stored at the third (ms)."""
         self._judged_at = 0
         self._dropped: dict[int, int] = {}
         """Minutes of which only what waits or is dead is held, and how many of the ages since `drop` are over."""
         self._rows: dict[Key, Row] = {}
         """As long as nothing of theirs is touched."""
 
-    def apply(self, report: Report, heard_ms: int) -> None:
-        """Unite with a report: in any order, any number of times. One of a step that the flow does not know changes nothing.
+    def apply(self, report: Report, received_ms: int) -> None:
+        """Unite with a report: in any order, any number of times. One of a pipe that the flow does not know changes nothing.
 
-        heard_ms: as in `Presence.hear`.
+        received_ms: as in `Liveness.hear`.
         """
         if not self.flow.knows(Step(report.node, report.pipe, report.destination)):
+            if report.pipe in self.flow.pipes:
+                self.origin_sets.apply(report)  # of a destination that was removed, and may be put back
             return
-        self.presence.hear(report, heard_ms)
-        self.reaches.hear(report)
-        self.book.apply(report)
+        self.liveness.record(report, received_ms)
+        self.offsets.record(report)
+        self.origin_sets.apply(report)
 
     def minutes(self, pipe: str) -> list[int]:
         """Those that have a row, oldest first. A minute in which nothing came into the pipe has none."""
         folded = {minute for name, minute in self.base if name == pipe}
-        return sorted(minute for minute in folded.union(self.book.minutes()) if self._find(pipe, minute).accepted)
+        return sorted(
+            minute for minute in folded.union(self.origin_sets.minutes()) if self._find(pipe, minute).accepted
+        )
 
     def row(self, pipe: str, minute: int, now: int) -> Row:
         """The row as it stands. Raises KeyError for an unknown pipe."""
@@ -110,7 +130,49 @@ class Table:
 
     def settlement(self, pipe: str, minute: int) -> Settlement:
         """The sets behind the row, without what is folded (of which nothing is missing)."""
-        return settle(self.flow, pipe, self.book.accepted(minute), self.book)
+        return settle(self.flow, pipe, self.origin_sets.accepted(minute), self.origin_sets)
+
+    def silent_ingests(self, now: int) -> list[SilentIngest]:
+        """Ingest processes that ended without a last report."""
+        return [
+            SilentIngest(stream, name, beat.at_ms, self.offsets.runs.get((stream, name), set()))
+            for stream in sorted({source for pipe in self.flow.pipes.values() for source in pipe.sources})
+            for name, beat in self.liveness.fallen_silent(Step("ingest", stream), now).items()
+        ]
+
+    def unknown_incarnations(self, now: int) -> list[UnknownIncarnation]:
+        """Incarnations that steps have named for SILENT_AFTER_MS and that ingest never reported."""
+        found = []
+        for incarnation, steps in self.origin_sets.unknown_incarnations().items():
+            first = self.origin_sets.first_named.get(incarnation, now)
+            known = [step for step in steps if self.flow.knows(step)]  # a snapshot may name a pipe that is gone
+            streams = sorted({source for step in known for source in self.flow.pipes[step.pipe].sources})
+            if now - first >= SILENT_AFTER_MS:
+                found.append(UnknownIncarnation(incarnation, streams, first))
+        return found
+
+    def has_unaccepted(self, incarnation: str) -> bool:
+        """Whether steps name origins of it that no ingest has reported as accepted."""
+        return self.origin_sets.has_unaccepted(incarnation)
+
+    def unreported_from(self, stream: str, partition: int, incarnations: Collection[str], since: int) -> int | None:
+        """The offset at which to read for events that these did not report since then (ms); None: from the beginning."""
+        starts = [self.offsets.start(stream, SequenceKey(one, partition), since) for one in incarnations]
+        return None if None in starts else min(one for one in starts if one is not None)
+
+    def stored_between(self, stream: str, partition: int, minute: int) -> tuple[int | None, int | None]:
+        """The offsets between which the events of a minute are stored; None where no bound is known."""
+        last = minute + (BEHIND_MS + MINUTE_MS) // MINUTE_MS
+        return self.offsets.before(stream, partition, minute - 1), self.offsets.after(stream, partition, last)
+
+    def lost_on_return(self, step: Step) -> tuple[Origins, Origins]:
+        """What this step of expel lost of the events that came back to it, and those of them that were parked or redriven."""
+        lost = self.origin_sets.lost(step)
+        return lost, lost & self.origin_sets.retries.is_held(step)
+
+    def handed_over(self, step: Step) -> Iterable[tuple[Span, Origins]]:
+        """What waits at the retrier for this step of expel, by the span in which it is due."""
+        return self.origin_sets.retries.handed_over.get(step, Spans()).items()
 
     def _find(self, pipe: str, minute: int) -> Row:
         self._forget_touched()
@@ -124,13 +186,13 @@ class Table:
         base = self.base.get(key)
         return row if base is None else add(row, base)
 
-    def tick(self, now: int) -> Turn:
+    def tick(self, now: int) -> TickResult:
         """Let time pass. Costs the more the more minutes are open."""
         self._forget_touched()
         verdicts = [] if 0 <= now - self._judged_at < _JUDGE_EVERY_MS else self._judge(now)  # our clock may be set back
         final: list[Row] = []
-        given_up: list[Verdict] = []
-        for minute in self.book.minutes():
+        given_up: list[Finding] = []
+        for minute in self.origin_sets.minutes():
             age = now - (minute + 1) * MINUTE_MS
             if age < self.ages.final:
                 continue
@@ -142,60 +204,65 @@ class Table:
             if over == 3 or over > self._dropped.get(minute, 0):
                 given_up += self._give_up(minute, now)
                 self._drop(minute, over)
-            elif age >= self.ages.fold and not self.book.is_folded(minute) and self._is_final(minute):
+            elif age >= self.ages.fold and not self.origin_sets.is_folded(minute) and self._is_final(minute):
                 self._fold(minute)
         self._drop_rows(now)
         self._note_found([verdict.row for verdict in verdicts], now)
-        self.presence.forget(now)
-        self.reaches.forget_marks(now)
-        for incarnation in self.book.find_gone(now - self.ages.drop):
-            self.book.forget(incarnation)
-            self.reaches.forget(incarnation)
-        return Turn(verdicts, final, given_up)
+        self.liveness.forget(now)
+        self.offsets.forget_marks(now)
+        for incarnation in self.origin_sets.find_gone(now - self.ages.drop):
+            self.origin_sets.forget(incarnation)
+            self.offsets.forget(incarnation)
+        return TickResult(verdicts, final, given_up)
 
     def _note_found(self, rows: list[Row], now: int) -> None:
         self.found = {key: at for key, at in self.found.items() if now - at < FOUND_FOR_MS}
         self.found |= {(row.pipe, row.minute): now for row in rows if row.lost}
 
-    def _judge(self, now: int) -> list[Verdict]:
-        """Find what should have come back, or have been seen to; the final parts that this makes worse."""
+    def _judge(self, now: int) -> list[Finding]:
+        """Find the events that the retrier or expel lost. Returns the final parts that get worse by it."""
         self._judged_at = now
-        self.book.rounds.prune()  # what settled meanwhile left empty spans, and every later set is held against each
-        done = self.presence.done_up_to(RETRIER, now)
+        self.origin_sets.retries.prune()  # what settled meanwhile left empty spans, and every later set is held against each
+        done = self.liveness.done_up_to(RETRIER, now)
         if done is not None:
             self.left_by = max(self.left_by, (done - RETRY_SLACK_MS) // 1000)
         lost: dict[Step, Origins] = {}
-        for step in self.book.rounds.steps():
-            ended = self.book.ended(step)
-            held_up_to = self.presence.done_up_to(step, now, "held")
-            self.book.rounds.judge_held(step, held_up_to, now, RETRY_SLACK_MS, self.book.told(step, "delivered"))
-            lost |= self.book.rounds.judge(step, self.left_by, self._see(step, now), ended)
-        changed = self.book.rounds.changed(lost)
+        for step in self.origin_sets.retries.steps():
+            if not self.flow.knows(step):
+                self.origin_sets.end_waiting(step, now)
+                continue
+            ended = self.origin_sets.ended(step)
+            held_up_to = self.liveness.done_up_to(step, now, "held")
+            self.origin_sets.retries.judge_held(
+                step, held_up_to, now, RETRY_SLACK_MS, self.origin_sets.reported(step, "delivered")
+            )
+            lost |= self.origin_sets.retries.judge(step, self.left_by, self._see(step, now), ended)
+        changed = self.origin_sets.retries.changed(lost)
         if not changed:
             return []
         before = {
             (pipe, minute): self._find(pipe, minute)
-            for minute in self.book.minutes()
-            if any(origins.meets(changed) for origins in self.book.accepted(minute).values())
+            for minute in self.origin_sets.minutes()
+            if any(origins.meets(changed) for origins in self.origin_sets.accepted(minute).values())
             for pipe in self.flow.pipes
             if (pipe, minute) in self.finality.open
         }
-        self.book.rounds.lost |= lost
-        self.book.touch(changed)
+        self.origin_sets.retries.lost |= lost
+        self.origin_sets.touch(changed)
         return [verdict for key, row in before.items() for verdict in self._compare(key, row, now)]
 
-    def _compare(self, key: Key, before: Row, now: int) -> Iterator[Verdict]:
+    def _compare(self, key: Key, before: Row, now: int) -> Iterator[Finding]:
         after, then = self.row(*key, now), self.finality.then.get(key, {})
         worse = {part: n for part, n in after.missing_by_part().items() if n > then.get(part, 0)}
         for part, missing in worse.items():
             if self.finality.is_final(key, part):
                 self.finality.note(key, {part: missing})
-                yield Verdict(after, part, before)
+                yield Finding(after, part, before)
 
     def _see(self, step: Step, now: int) -> int:
-        """Up to which due time (s) this step of expel has seen to what came back."""
+        """The due time (s) up to which this step of expel has processed the released events."""
         seen, next_one, since = self.seen_by.get(step, (0, self.left_by, now))
-        done = self.presence.done_up_to(step, now, "returned")
+        done = self.liveness.done_up_to(step, now, "returned")
         since = min(since, now)
         if done is not None and done >= since + RETRY_SLACK_MS:
             seen, next_one, since = next_one, self.left_by, now
@@ -203,17 +270,17 @@ class Table:
         return seen
 
     def _forget_touched(self) -> None:
-        touched = self.book.take_touched()
+        touched = self.origin_sets.drain_touched()
         if not touched:
             return
-        for minute in self.book.minutes():
-            if any(origins.meets(touched) for origins in self.book.accepted(minute).values()):
+        for minute in self.origin_sets.minutes():
+            if any(origins.meets(touched) for origins in self.origin_sets.accepted(minute).values()):
                 self._dropped.pop(minute, None)
                 for pipe in self.flow.pipes:
                     self._rows.pop((pipe, minute), None)
 
-    def _finish(self, minute: int, now: int) -> list[Verdict]:
-        found: list[Verdict] = []
+    def _finish(self, minute: int, now: int) -> list[Finding]:
+        found: list[Finding] = []
         for pipe in self.flow.pipes:
             key = pipe, minute
             if self.finality.is_closed(key) or not self._find(*key).accepted:
@@ -221,14 +288,14 @@ class Table:
             if parts := self.finality.judge(self._find(*key), now):
                 self._rows.pop(key, None)  # more of what is missing is lost
                 row = self.row(*key, now)
-                found += [Verdict(row, part) for part in parts]
+                found += [Finding(row, part) for part in parts]
         return found
 
-    def _give_up(self, minute: int, now: int) -> list[Verdict]:
+    def _give_up(self, minute: int, now: int) -> list[Finding]:
         keys = [(pipe, minute) for pipe in self.flow.pipes]
         before = {key: self.row(*key, now) for key in keys if not self.finality.is_closed(key)}
         rows = {key: row for key, row in before.items() if row.accepted}
-        return [Verdict(row, part) for key, row in rows.items() for part in self.finality.give_up(key)]
+        return [Finding(row, part) for key, row in rows.items() for part in self.finality.give_up(key)]
 
     def _is_final(self, minute: int) -> bool:
         keys = [(pipe, minute) for pipe in self.flow.pipes]
@@ -236,7 +303,7 @@ class Table:
 
     def _fold(self, minute: int) -> None:
         """Keep the sets of what is unsettled in any pipe, or dead and may be redriven; count the rest."""
-        unsettled = self.book.rounds.buried()
+        unsettled = self.origin_sets.retries.buried()
         for pipe in self.flow.pipes:
             settlement = self.settlement(pipe, minute)
             unsettled = unsettled | settlement.missing() | settlement.waiting()
@@ -244,17 +311,17 @@ class Table:
 
     def _drop(self, minute: int, over: int) -> None:
         """Count off everything but what waits, which may wait for days, what was lost while it did, and what is dead."""
-        waiting = self.book.rounds.buried() if over < 2 else Origins()
+        waiting = self.origin_sets.retries.buried() if over < 2 else Origins()
         if over < 3:
             for pipe in self.flow.pipes:
                 waiting = waiting | self.settlement(pipe, minute).waiting()
-            for lost in self.book.rounds.lost.values():
+            for lost in self.origin_sets.retries.lost.values():
                 waiting = waiting | lost
         self._count_off(minute, waiting)
         self._dropped[minute] = over
 
     def _count_off(self, minute: int, kept: Origins) -> None:
-        accepted = self.book.accepted(minute)
+        accepted = self.origin_sets.accepted(minute)
         gone = {place: origins - kept for place, origins in accepted.items()}
         for pipe in self.flow.pipes:
             part = self._count_part((pipe, minute), gone)
@@ -264,16 +331,16 @@ class Table:
         every = Origins()
         for origins in gone.values():
             every = every | origins
-        self.book.fold(minute, every)
+        self.origin_sets.fold(minute, every)
 
     def _count_part(self, key: Key, accepted: Accepted) -> Row:
-        settlement = settle(self.flow, key[0], accepted, self.book)
+        settlement = settle(self.flow, key[0], accepted, self.origin_sets)
         return count(*key, settlement, lambda part: self.finality.is_final(key, part))
 
     def _drop_rows(self, now: int) -> None:
         """Of minutes that are old and hold nothing any more."""
         oldest = (now - self.ages.drop) // MINUTE_MS
-        held = set(self.book.minutes())
+        held = set(self.origin_sets.minutes())
         known = {*self.base, *self._rows, *self.finality.keys()}
         gone = [key for key in known if key[1] < oldest and key[1] not in held]
         self.finality.forget(gone)

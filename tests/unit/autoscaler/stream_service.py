@@ -27,10 +27,11 @@ class StreamService:
         self.look_failures: list[BrokerError] = []
         self.broken_off: list[BrokerError] = []
         self.noted_at_change: list[str] = []
-        self.looks = 0
+        self.samples = 0
+        self.tags = self
 
     async def shards(self, _topic: str) -> StreamShards:
-        self.looks += 1
+        self.samples += 1
         if self.changes and self.look_failures:
             raise self.look_failures.pop(0)
         ordered = sorted(self.open.items(), key=lambda item: (item[1], item[0]))
@@ -64,11 +65,11 @@ class StreamService:
     async def room(self) -> int:
         return 100
 
-    async def notes(self, _topic: str) -> dict[str, str]:
+    async def read(self, topic: str) -> dict[str, str]:
         return dict(self.kept)
 
-    async def note(self, _topic: str, texts: Mapping[str, str]) -> None:
-        self.kept |= texts
+    async def write(self, topic: str, tags: Mapping[str, str]) -> None:
+        self.kept |= tags
 
     def _refuse(self) -> None:
         self.noted_at_change.append(self.kept.get("updates", ""))

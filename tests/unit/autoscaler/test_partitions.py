@@ -8,16 +8,16 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
-from services.autoscaler.partitions import policy, scaler
-from services.autoscaler.partitions.policy import (
+from services.autoscaler import partitions
+from services.autoscaler.partitions import (
     COOL_DOWN_S,
     WINDOW_S,
     TopicDecision,
     TopicFigures,
     TopicMemory,
     decide,
+    has_keys,
 )
-from services.autoscaler.partitions.scaler import has_keys
 from services.core.broker.contract import Broker, TopicSpec
 from services.core.broker.errors import Unavailable
 from services.core.broker.log import LogBroker
@@ -76,25 +76,25 @@ async def test_keys_that_clients_give_are_seen(tmp_path: object) -> None:
 
 async def _check_keys(broker: Broker) -> None:
     await broker.admin.create_topic(TopicSpec("plain", 2))
-    assert not await has_keys(broker.admin, "plain")
+    assert not await has_keys(broker.reader, "plain")
     await append(broker, "plain", [Record(None, b"{}", 1_700_000_000_000)], 1)
-    assert not await has_keys(broker.admin, "plain")
+    assert not await has_keys(broker.reader, "plain")
     await append(broker, "plain", [Record(b"k", b"{}", 1_700_000_000_000)], 0)
-    assert await has_keys(broker.admin, "plain")
+    assert await has_keys(broker.reader, "plain")
 
 
 @pytest.mark.parametrize("dry_run", [False, True])
 async def test_partitions_are_added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dry_run: bool) -> None:
     """Broken: what was decided is not done; or a dry run does it; or a keyed stream gets partitions, too."""
-    monkeypatch.setattr(policy, "WINDOW_S", 0.0)
-    monkeypatch.setattr(policy, "COOL_DOWN_S", 0.0)
-    monkeypatch.setattr(scaler, "EVERY_S", 0.05)
+    monkeypatch.setattr(partitions, "WINDOW_S", 0.0)
+    monkeypatch.setattr(partitions, "COOL_DOWN_S", 0.0)
+    monkeypatch.setattr(partitions, "EVERY_S", 0.05)
     pipes = PipeFile.model_validate({"streams": {"plain": {"partitions": 2}, "keyed": {"partitions": 2, "key": "id"}}})
     stopping = asyncio.Event()
     async with LogBroker.open(str(tmp_path / "log")) as broker, serve_metrics([_INGESTED]) as address:
         for name in pipes.streams:
             await broker.admin.create_topic(TopicSpec(name, 2))
-        scaling = scaler.PartitionScaler(pipes, broker.admin, f"dns://{address}", 1_000.0, dry_run=dry_run)
+        scaling = partitions.PartitionScaler(pipes, broker, f"dns://{address}", 1_000.0, dry_run=dry_run)
         with capture_logs() as logs:
             running = asyncio.create_task(scaling.run(stopping))
             async with asyncio.timeout(30):
@@ -109,8 +109,8 @@ async def test_partitions_are_added(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 async def test_a_restart_and_a_failure_add_nothing_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Broken: each restart adds partitions that never go away; or none are added for an hour because an attempt failed."""
-    monkeypatch.setattr(policy, "WINDOW_S", 0.0)
-    monkeypatch.setattr(scaler, "EVERY_S", 0.05)
+    monkeypatch.setattr(partitions, "WINDOW_S", 0.0)
+    monkeypatch.setattr(partitions, "EVERY_S", 0.05)
     pipes = PipeFile.model_validate({"streams": {"plain": {"partitions": 2}}})
     targets, stopping, failures = tmp_path / "targets.json", asyncio.Event(), [Unavailable("no answer")]
     async with LogBroker.open(str(tmp_path / "log")) as broker, serve_metrics([_INGESTED]) as address:
@@ -126,14 +126,14 @@ async def test_a_restart_and_a_failure_add_nothing_twice(tmp_path: Path, monkeyp
         monkeypatch.setattr(broker.admin, "add_partitions", add)
         with capture_logs() as logs:
             running = asyncio.create_task(
-                scaler.PartitionScaler(pipes, broker.admin, str(targets), 1_000.0, dry_run=False).run(stopping)
+                partitions.PartitionScaler(pipes, broker, str(targets), 1_000.0, dry_run=False).run(stopping)
             )
             async with asyncio.timeout(30):
                 while not any("autoscaler began" in one.get("reason", "") for one in logs):
                     INGEST_BYTES.labels("plain").inc(1e9)
                     await asyncio.sleep(0.02)
                 assert await broker.admin.topics() == {"plain": 2}
-                monkeypatch.setattr(policy, "COOL_DOWN_S", 1e-9)
+                monkeypatch.setattr(partitions, "COOL_DOWN_S", 1e-9)
                 while await broker.admin.topics() == {"plain": 2}:
                     INGEST_BYTES.labels("plain").inc(1e9)
                     await asyncio.sleep(0.02)

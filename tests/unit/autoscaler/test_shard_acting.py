@@ -4,14 +4,13 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from services.autoscaler.counters import Counters, Window
-from services.autoscaler.shards import act
-from services.autoscaler.shards.act import carry_out
-from services.autoscaler.shards.day import QUARTERS, UNKNOWN, DayPattern
-from services.autoscaler.shards.figures import StreamDecision, StreamMemory, Update
+from services.autoscaler.fleet_metrics import Counters, Window
+from services.autoscaler.shards import resharding
+from services.autoscaler.shards.figures import QUARTERS, UNKNOWN, DayPattern, StreamDecision, StreamMemory, Update
 from services.autoscaler.shards.layout import operations
-from services.autoscaler.shards.measure import measure
 from services.autoscaler.shards.memory import read_memory, write_day, write_updates
+from services.autoscaler.shards.resharding import apply_layout
+from services.autoscaler.shards.scaler import measure
 from services.core.broker.errors import Throttled, Unavailable
 from services.core.broker.resharding import StreamShards
 from services.core.metrics import BROKER_PARTITION_BYTES
@@ -28,21 +27,21 @@ layouts = st.sets(st.integers(1, SLOTS - 1)).map(lambda cuts: (0, *sorted(cuts))
 async def test_splits_and_merges_lead_from_any_layout_to_any(before: tuple[int, ...], after: tuple[int, ...]) -> None:
     """Broken: an update stops half-way, or does more than it must, at 30 seconds each."""
     service = StreamService(before)
-    await carry_out(service, "t", before, StreamDecision(after, ""))
+    await apply_layout(service, "t", before, StreamDecision(after, ""))
     assert (await service.shards("t")).layout == after
     assert service.changes == operations(before, after)
 
 
 async def test_small_failures_do_not_break_a_sequence_off(monkeypatch: pytest.MonkeyPatch) -> None:
     """Broken: one look that was refused ends twenty splits after the third, and the rest costs another of ten updates."""
-    monkeypatch.setattr(act, "PAUSE_S", 0.0)
+    monkeypatch.setattr(resharding, "PAUSE_S", 0.0)
     service = StreamService((0,))
     service.look_failures = [Throttled("slower"), Unavailable("no answer"), Throttled("slower")]
-    await carry_out(service, "t", (0,), StreamDecision((0, 4, 8), ""))
+    await apply_layout(service, "t", (0,), StreamDecision((0, 4, 8), ""))
     assert (await service.shards("t")).layout == (0, 4, 8)
     service.look_failures = [Throttled("slower")] * 20
     with pytest.raises(Throttled):
-        await carry_out(service, "t", (0, 4, 8), StreamDecision((0, 4, 8, 9), ""))
+        await apply_layout(service, "t", (0, 4, 8), StreamDecision((0, 4, 8, 9), ""))
 
 
 class _SplitMeanwhile(StreamService):
@@ -67,7 +66,7 @@ async def test_what_an_operator_splits_meanwhile_stays(
     """Broken: an operator who splits a hot shard while the autoscaler works sees it merged again."""
     assume(cut not in before and cut not in after)
     service = _SplitMeanwhile(before, at, cut)
-    await carry_out(service, "t", before, StreamDecision(after, ""))
+    await apply_layout(service, "t", before, StreamDecision(after, ""))
     theirs = {cut} if service.waits >= at else set()
     assert (await service.shards("t")).layout == tuple(sorted({*after} | theirs))
 
@@ -77,21 +76,21 @@ async def test_what_an_operator_did_since_the_figures_is_decided_anew() -> None:
     service = StreamService((0, 5, 12))
     for at_once in (False, True):
         with pytest.raises(Unavailable, match="decided anew"):
-            await carry_out(service, "t", (0, 12), StreamDecision((0, 6, 12, 18), "", at_once=at_once))
+            await apply_layout(service, "t", (0, 12), StreamDecision((0, 6, 12, 18), "", at_once=at_once))
     assert service.changes == 0
 
 
 async def test_a_shard_without_slots_is_merged_away() -> None:
     """Broken: shards that somebody else split too finely are paid for ever."""
     service = StreamService((0, 4, 4, 8))
-    await carry_out(service, "t", (0, 4, 4, 8), StreamDecision((0, 4, 8), ""))
+    await apply_layout(service, "t", (0, 4, 4, 8), StreamDecision((0, 4, 8), ""))
     assert (await service.shards("t")).layout == (0, 4, 8)
 
 
 async def test_an_equal_sharing_out_is_one_request() -> None:
     """Broken: doubling a large stream takes a split after the other."""
     service = StreamService((0, 12))
-    await carry_out(service, "t", (0, 12), StreamDecision((0, 6, 12, 18), "", at_once=True))
+    await apply_layout(service, "t", (0, 12), StreamDecision((0, 6, 12, 18), "", at_once=True))
     assert service.changes == 1
 
 
@@ -147,15 +146,15 @@ async def test_counters_of_a_process_that_began_anew_do_not_run_backwards() -> N
     child = BROKER_PARTITION_BYTES.labels("counters-test", "0")
     child.inc(1_000)
     async with serve_metrics([_BYTES]) as address:
-        assert await counters.look([address]) is None
+        assert await counters.read([address]) is None
         child.inc(500)
-        window = await counters.look([address, "127.0.0.1:9"])
+        window = await counters.read([address, "127.0.0.1:9"])
         assert window is not None
         assert window.silent == ("127.0.0.1:9",)
         assert [value for _, value in window.of(_BYTES, topic="counters-test")] == [500.0]
         child.reset()
         child.inc(200)
-        window = await counters.look([address])
+        window = await counters.read([address])
         assert window is not None
         assert [value for _, value in window.of(_BYTES, topic="counters-test")] == [200.0]
 

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.autoscaler.shards.choice import choose_down, choose_up
-from services.autoscaler.shards.layout import shard_loads, uniform
+from services.autoscaler.shards.layout import choose_down, choose_up, shard_loads, uniform
 
 _TARGET, _LEAD = 0.78, 300.0
 

@@ -6,11 +6,19 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.autoscaler.shards.day import QUARTER_S, DayPattern
-from services.autoscaler.shards.figures import StreamDecision, StreamFigures, StreamMemory
+from services.autoscaler.shards.figures import (
+    DAY_S,
+    QUARTER_S,
+    QUOTA_S,
+    RULES,
+    DayPattern,
+    Rules,
+    StreamDecision,
+    StreamFigures,
+    StreamMemory,
+)
 from services.autoscaler.shards.layout import Layout, coarsen, refine, shard_loads, uniform
 from services.autoscaler.shards.policy import decide
-from services.autoscaler.shards.rules import DAY_S, QUOTA_S, RULES, Rules
 
 SLOTS = 24
 QUICK = Rules(lead=10.0, size_for=20.0, calm=20.0, cover=2.0)
@@ -140,7 +148,7 @@ def test_there_is_no_eleventh_update() -> None:
     full = StreamFigures(uniform(4, 24), (0.2,) * 24, frozenset(range(4)), covered=600.0)
     for number in range(RULES.updates):
         assert decide(full, memory, START + number)[0].layout is not None
-        memory = memory.begun("up", START + number)
+        memory = memory.with_update("up", START + number)
     decision, _ = decide(full, memory, START + 3_600.0)
     assert decision.layout is None
     assert "takes no more" in decision.reason
@@ -152,7 +160,7 @@ def test_updates_are_kept_for_growing() -> None:
     """Broken: merging uses the day's last updates, and the next crowd meets none."""
     cold, memory = StreamFigures(uniform(8, 24), (0.05,) * 24, covered=9_000.0), StreamMemory()
     for number in range(RULES.updates - RULES.reserve):
-        memory = memory.begun("down", START - 10_000 + number)
+        memory = memory.with_update("down", START - 10_000 + number)
     for step in range(80):
         decision, memory = decide(cold, memory, START + 15.0 * step)
         assert decision.layout is None
@@ -164,7 +172,7 @@ def test_the_last_updates_lead_back_to_what_the_day_had() -> None:
     day, memory = 20.0, StreamMemory()
     _, memory = decide(StreamFigures(uniform(24, 240), (day / 240,) * 240, covered=9_000.0), memory, START - 40_000)
     for number in range(RULES.updates - 2):
-        memory = memory.begun("down", START - 30_000 + number)
+        memory = memory.with_update("down", START - 30_000 + number)
     counts = [8]
     for number in range(2):
         shards = counts[-1]

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from structlog.testing import capture_logs
 
-from services.autoscaler.shards.rules import RULES
+from services.autoscaler.shards.figures import RULES
 from services.autoscaler.shards.scaler import ShardScaler
 from services.core.metrics import BROKER_PARTITION_BYTES
 from tests.support.metrics_port import serve_metrics
@@ -38,7 +38,7 @@ async def test_it_asks_whom_a_name_stands_for() -> None:
         scaler = ShardScaler(["t"], service, f"dns://{address}", dry_run=True, rules=RULES, every=0.01)
         running = asyncio.create_task(scaler.run(stopping))
         async with asyncio.timeout(30):
-            while not service.looks:
+            while not service.samples:
                 await asyncio.sleep(0.01)
         stopping.set()
         await running

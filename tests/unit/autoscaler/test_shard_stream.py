@@ -9,11 +9,10 @@ from itertools import pairwise
 import pytest
 from structlog.testing import capture_logs
 
-from services.autoscaler.counters import Window
-from services.autoscaler.shards.figures import StreamMemory, Update
+from services.autoscaler.fleet_metrics import Window
+from services.autoscaler.shards.figures import RULES, Rules, StreamMemory, Update
 from services.autoscaler.shards.memory import read_memory, write_updates
-from services.autoscaler.shards.rules import RULES, Rules
-from services.autoscaler.shards.stream import Announce, StreamScaler, to_nobody
+from services.autoscaler.shards.scaler import Announce, StreamScaler, to_nobody
 from services.core.broker.errors import Throttled, Unavailable
 from tests.unit.autoscaler.stream_service import SLOTS, StreamService
 
@@ -122,9 +121,9 @@ async def test_a_window_of_older_shards_counts_for_nothing() -> None:
     running = asyncio.create_task(scaler.run(stopping))
     async with asyncio.timeout(_DEADLINE):
         for _ in range(5):
-            looks = service.looks
+            looks = service.samples
             scaler.offer(_full(service, seconds=3_600.0))
-            while service.looks == looks:
+            while service.samples == looks:
                 await asyncio.sleep(0)
         stopping.set()
         await running
@@ -180,13 +179,13 @@ async def test_refusals_are_tried_again_ever_more_seldom(monkeypatch: pytest.Mon
     """Broken: an update that the service never takes is asked for every minute, for ever."""
     service, skipped, true_time = StreamService((0, 12)), 0.0, time.monotonic
     service.refusals = [Unavailable("no") for _ in range(50)]
-    monkeypatch.setattr("services.autoscaler.shards.stream.time.monotonic", lambda: true_time() + skipped)
+    monkeypatch.setattr("services.autoscaler.shards.scaler.time.monotonic", lambda: true_time() + skipped)
     tried: list[float] = []
     async with _scaled(service, rules=Rules(cover=45.0)) as offer:
         while skipped < 6 * 3_600:
-            looks, before = service.looks, len(service.refusals)
+            looks, before = service.samples, len(service.refusals)
             offer()
-            while service.looks == looks:
+            while service.samples == looks:
                 await asyncio.sleep(0)
             if len(service.refusals) < before:
                 tried.append(skipped)
@@ -200,7 +199,7 @@ async def test_refusals_are_tried_again_ever_more_seldom(monkeypatch: pytest.Mon
 async def test_an_update_counts_from_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """Broken: the opposite is begun right after a long sequence of splits, or an eleventh update before the service allows it."""
     service, skipped, true_time = StreamService((0, 12)), 0.0, time.monotonic
-    monkeypatch.setattr("services.autoscaler.shards.stream.time.monotonic", lambda: true_time() + skipped)
+    monkeypatch.setattr("services.autoscaler.shards.scaler.time.monotonic", lambda: true_time() + skipped)
     true_settled = service.settled
 
     async def settled(topic: str) -> None:
@@ -231,17 +230,17 @@ async def test_an_update_that_breaks_off_counts() -> None:
 async def test_a_hold_is_said_when_its_reason_changes_and_every_few_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Broken: an operator cannot see that, and why, nothing is done; or reads the same line four times a minute."""
     service, skipped, true_time = StreamService((0, 12)), 0.0, time.monotonic
-    monkeypatch.setattr("services.autoscaler.shards.stream.time.monotonic", lambda: true_time() + skipped)
+    monkeypatch.setattr("services.autoscaler.shards.scaler.time.monotonic", lambda: true_time() + skipped)
     said: list[float] = []
     scaler = StreamScaler("t", service, RULES, dry_run=False)
     stopping = asyncio.Event()
     running = asyncio.create_task(scaler.run(stopping))
     async with asyncio.timeout(_DEADLINE):
         while skipped < 2_000:
-            looks = service.looks
+            looks = service.samples
             with capture_logs() as logs:
                 scaler.offer(Window(0.001, {}))
-                while service.looks == looks:
+                while service.samples == looks:
                     await asyncio.sleep(0)
             said += [skipped for one in logs if "few to merge" in str(one.get("reason"))]
             skipped += 15.0

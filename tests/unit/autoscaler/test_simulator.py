@@ -5,7 +5,9 @@ import pytest
 from bench.simulator import groups, report, shards
 from bench.simulator.others import OTHERS
 from bench.simulator.traces import TRACES, Trace, draw_unseen
-from services.autoscaler.shards.rules import RULES
+from services.autoscaler.shards.figures import RULES
+
+pytestmark = pytest.mark.long
 
 _BY_NAME = {trace.name: trace for trace in TRACES}
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from services.autoscaler.fleet_metrics import NoTargets, find_targets, read_targets
 from services.autoscaler.settings import AutoscalerSettings
-from services.autoscaler.targets import NoTargets, find_targets, read_targets
 from services.core.settings import load_settings
 from services.core.yaml_source import BadConfiguration
 

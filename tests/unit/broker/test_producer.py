@@ -1,4 +1,4 @@
-"""The producer: group commit, order, retry and bounds, against a driver that fails on command."""
+"""The producer: group commit, order, retry and bounds, against an appender that fails on command."""
 
 import asyncio
 import random
@@ -20,7 +20,7 @@ QUICK = RetryPolicy(deadline=2.0, append_timeout=1.0, base_wait=0.0001, max_wait
 Fault = Callable[[Sequence[Record]], Sequence[tuple[int, Exception]]]
 
 
-class FaultyDriver:
+class FaultyAppender:
     """Stores records in lists; `fault` decides per append which indexes fail (or raises for all)."""
 
     def __init__(self, fault: Fault | None = None, partitions: int = 4, seconds_per_byte: float = 0.0) -> None:
@@ -57,26 +57,26 @@ def make_records(count: int, key: bytes | None = None, size: int = 10) -> list[R
 
 async def test_requests_that_arrive_together_travel_together() -> None:
     """Broken: one fsync or one Kafka request per HTTP request; throughput falls to a hundredth."""
-    driver = FaultyDriver()
-    async with Producer(driver) as producer:
+    appender = FaultyAppender()
+    async with Producer(appender) as producer:
         answers = await asyncio.gather(*(producer.send_to("t", {0: [record]}) for record in make_records(50)))
-    assert driver.appends == [50]
+    assert appender.appends == [50]
     assert [answer.parts[0].first for answer in answers] == list(range(50))
 
 
 async def test_what_arrives_during_an_append_is_the_next_batch() -> None:
     """Broken: a slow broker makes ever more, ever smaller appends, out of order."""
-    driver = FaultyDriver()
-    driver.gate.clear()
-    async with Producer(driver) as producer:
+    appender = FaultyAppender()
+    appender.gate.clear()
+    async with Producer(appender) as producer:
         sends = [asyncio.create_task(producer.send_to("t", {0: [record]})) for record in make_records(3)]
-        while not driver.busy:
+        while not appender.busy:
             await asyncio.sleep(0)
         sends += [asyncio.create_task(producer.send_to("t", {0: [record]})) for record in make_records(4)]
         await asyncio.sleep(0)
-        driver.gate.set()
+        appender.gate.set()
         await asyncio.gather(*sends)
-    assert driver.appends == [3, 4]
+    assert appender.appends == [3, 4]
 
 
 @settings(max_examples=60, deadline=None)
@@ -95,9 +95,9 @@ def test_every_record_is_stored_once_or_reported(seed: int, calls: int, size: in
         ]
 
     async def run() -> None:
-        driver = FaultyDriver(fault)
+        appender = FaultyAppender(fault)
         sent = [make_records(chance.randint(1, 30), size=size) for _ in range(calls)]
-        async with Producer(driver, policy=QUICK, max_pending_bytes=1 << 40) as producer:
+        async with Producer(appender, policy=QUICK, max_pending_bytes=1 << 40) as producer:
             answers = await asyncio.gather(*(producer.send_to("t", {0: records}) for records in sent))
         expected = []
         for records, answer in zip(sent, answers, strict=True):
@@ -106,7 +106,7 @@ def test_every_record_is_stored_once_or_reported(seed: int, calls: int, size: in
             assert set(failed) == poison
             assert all(isinstance(error, errors.RecordTooLarge) for error in failed.values())
             expected += [record for index, record in enumerate(records) if index not in poison]
-        assert sorted(driver.stored.get(0, []), key=repr) == sorted(expected, key=repr)
+        assert sorted(appender.stored.get(0, []), key=repr) == sorted(expected, key=repr)
 
     asyncio.run(run())
 
@@ -120,14 +120,14 @@ async def test_order_holds_when_whole_appends_fail() -> None:
             raise errors.Unavailable("leader away")
         return ()
 
-    driver = FaultyDriver(fault)
-    async with Producer(driver, policy=QUICK) as producer:
+    appender = FaultyAppender(fault)
+    async with Producer(appender, policy=QUICK) as producer:
         records = make_records(20)
         for record in records:
             task = asyncio.create_task(producer.send_to("t", {0: [record]}))
             await asyncio.sleep(0)
         await task
-    assert driver.stored[0] == records
+    assert appender.stored[0] == records
 
 
 async def test_uncertainty_is_not_forgotten_by_a_later_refusal() -> None:
@@ -138,7 +138,7 @@ async def test_uncertainty_is_not_forgotten_by_a_later_refusal() -> None:
         raise next(answers, errors.Unavailable("away"))
 
     policy = RetryPolicy(deadline=0.01, append_timeout=1.0, base_wait=0.001, max_wait=0.002)
-    async with Producer(FaultyDriver(fault), policy=policy) as producer:
+    async with Producer(FaultyAppender(fault), policy=policy) as producer:
         answer = await producer.send_to("t", {0: make_records(2)})
     assert [type(error) for _, error in answer.parts[0].failed] == [errors.OutcomeUnknown] * 2
 
@@ -163,7 +163,7 @@ async def test_no_refusal_settles_what_an_earlier_attempt_left_in_doubt(refusal:
         raise answers.pop(0)
 
     policy = RetryPolicy(deadline=0.01, append_timeout=1.0, base_wait=0.0001, max_wait=0.001)
-    async with Producer(FaultyDriver(fault), policy=policy) as producer:
+    async with Producer(FaultyAppender(fault), policy=policy) as producer:
         answer = await producer.send_to("t", {0: make_records(2)})
     assert len(stored) == 2
     assert len(answers) < 100, "it was not tried again"
@@ -179,7 +179,7 @@ async def test_doubt_about_one_record_says_nothing_of_its_neighbours() -> None:
             return failed
         raise errors.BrokerError("AccessDenied")
 
-    async with Producer(FaultyDriver(fault), policy=QUICK) as producer:
+    async with Producer(FaultyAppender(fault), policy=QUICK) as producer:
         answer = await producer.send_to("t", {0: make_records(3)})
     kinds: list[tuple[int, type[Exception]]] = [(index, type(error)) for index, error in answer.parts[0].failed]
     assert kinds == [(0, errors.OutcomeUnknown), (1, errors.BrokerError)]
@@ -187,14 +187,14 @@ async def test_doubt_about_one_record_says_nothing_of_its_neighbours() -> None:
 
 async def test_full_queue_refuses_at_once_and_empties() -> None:
     """Broken: memory grows without bound while the broker is away."""
-    driver = FaultyDriver()
-    driver.gate.clear()
-    async with Producer(driver, max_pending_bytes=1000) as producer:
+    appender = FaultyAppender()
+    appender.gate.clear()
+    async with Producer(appender, max_pending_bytes=1000) as producer:
         first = asyncio.create_task(producer.send_to("t", {0: make_records(5)}))
         await asyncio.sleep(0)
         with pytest.raises(errors.Overloaded):
             await producer.send_to("t", {1: make_records(50)})
-        driver.gate.set()
+        appender.gate.set()
         await first
         assert producer.pending_bytes == 0
         await producer.send_to("t", {1: make_records(5)})
@@ -202,17 +202,17 @@ async def test_full_queue_refuses_at_once_and_empties() -> None:
 
 async def test_one_topic_cannot_fill_the_queue_of_all() -> None:
     """Broken: one partition without a leader, and every stream of the process is answered 503."""
-    driver = FaultyDriver()
-    driver.gate.clear()
-    async with Producer(driver, max_pending_bytes=2000) as producer:
+    appender = FaultyAppender()
+    appender.gate.clear()
+    async with Producer(appender, max_pending_bytes=2000) as producer:
         sends = [asyncio.create_task(producer.send_to("stuck", {0: make_records(10)}))]
         await asyncio.sleep(0)
         with pytest.raises(errors.Overloaded, match="stuck"):
             await asyncio.wait_for(producer.send_to("stuck", {1: make_records(10)}), 10)
         sends.append(asyncio.create_task(producer.send_to("other", {2: make_records(10)})))
-        while driver.busy != {0, 2}:
+        while appender.busy != {0, 2}:
             await asyncio.sleep(0)
-        driver.gate.set()
+        appender.gate.set()
         assert [answer.failed for answer in await asyncio.gather(*sends)] == [False, False]
         await producer.send_to("stuck", {0: make_records(10)})
 
@@ -225,36 +225,36 @@ def test_keys_and_headers_count_against_the_bounds() -> None:
 
 async def test_waiting_counts_against_the_deadline() -> None:
     """Broken: behind slow appends a call is answered, and a close ends, much later than promised."""
-    driver = FaultyDriver()
-    driver.gate.clear()
-    async with Producer(driver, policy=RetryPolicy(deadline=0.05)) as producer:
+    appender = FaultyAppender()
+    appender.gate.clear()
+    async with Producer(appender, policy=RetryPolicy(deadline=0.05)) as producer:
         first = asyncio.create_task(producer.send_to("t", {0: make_records(1)}))
-        while not driver.busy:
+        while not appender.busy:
             await asyncio.sleep(0)
         late = asyncio.create_task(producer.send_to("t", {0: make_records(2)}))
         await asyncio.sleep(0.06)
         fresh = asyncio.create_task(producer.send_to("t", {0: make_records(3)}))
         await asyncio.sleep(0)
-        driver.gate.set()
+        appender.gate.set()
         assert not (await first).failed
         assert [type(error) for _, error in (await late).parts[0].failed] == [errors.Unavailable] * 2
         await fresh
         assert producer.pending_bytes == 0
-    assert driver.appends in ([1], [1, 3])
+    assert appender.appends in ([1], [1, 3])
 
 
 async def test_what_a_full_partition_cannot_take_in_time_is_refused_at_once() -> None:
     """Broken: clients of a partition at its limit wait for their time-out, are told nothing, or hold up the other partitions."""
-    driver = FaultyDriver(seconds_per_byte=0.001)
-    async with Producer(driver, policy=RetryPolicy(patience=1.0)) as producer:
+    appender = FaultyAppender(seconds_per_byte=0.001)
+    async with Producer(appender, policy=RetryPolicy(patience=1.0)) as producer:
         (await producer.send_to("t", {0: make_records(1)})).raise_first()
-        driver.gate.clear()
+        appender.gate.clear()
         waiting = asyncio.create_task(producer.send_to("t", {0: make_records(20, size=100)}))
         await asyncio.sleep(0)
         refused = asyncio.create_task(producer.send_to("t", {0: make_records(2), 1: make_records(3)}))
         await asyncio.sleep(0)
         pending = producer.pending_bytes
-        driver.gate.set()
+        appender.gate.set()
         full, other = (await refused).parts
         assert other.partition == 1
         assert not other.failed
@@ -273,15 +273,15 @@ async def test_a_small_append_that_was_refused_says_little_of_what_waits() -> No
     def fault(records: Sequence[Record]) -> Sequence[tuple[int, Exception]]:
         return [(index, errors.Throttled("full", retry_after=14.0)) for index in range(len(records))]
 
-    driver = FaultyDriver(fault)
-    async with Producer(driver, policy=RetryPolicy(deadline=1.0)) as producer:
+    appender = FaultyAppender(fault)
+    async with Producer(appender, policy=RetryPolicy(deadline=1.0)) as producer:
         await producer.send_to("t", {0: make_records(1, size=300)})
-        driver.gate.clear()
+        appender.gate.clear()
         waiting = [asyncio.create_task(producer.send_to("t", {0: make_records(1, size=700_000)})) for _ in range(5)]
         await asyncio.sleep(0)
         last = asyncio.create_task(producer.send_to("t", {0: make_records(1)}))
         await asyncio.sleep(0)
-        driver.gate.set()
+        appender.gate.set()
         waits = []
         for result in await asyncio.gather(*waiting, last):
             ((_, error),) = result.parts[0].failed
@@ -292,17 +292,17 @@ async def test_a_small_append_that_was_refused_says_little_of_what_waits() -> No
 
 async def test_nobody_is_told_to_stay_away_for_long() -> None:
     """If it fails, clients stay away for hours from a shard that is throttled for seconds."""
-    driver = FaultyDriver(seconds_per_byte=1.0)
-    async with Producer(driver, policy=RetryPolicy(deadline=1.0)) as producer:
+    appender = FaultyAppender(seconds_per_byte=1.0)
+    async with Producer(appender, policy=RetryPolicy(deadline=1.0)) as producer:
         (await producer.send_to("t", {0: make_records(1)})).raise_first()
-        driver.gate.clear()
+        appender.gate.clear()
         waiting = asyncio.create_task(producer.send_to("t", {0: make_records(1, size=3_000)}))
         await asyncio.sleep(0)
         result = await producer.send_to("t", {0: make_records(1)})
         ((_, error),) = result.parts[0].failed
         assert isinstance(error, errors.Throttled)
         assert error.retry_after == 60
-        driver.gate.set()
+        appender.gate.set()
         await waiting
 
 
@@ -315,14 +315,14 @@ async def test_each_record_is_tried_until_its_own_deadline() -> None:
             raise error
         return ()
 
-    driver = FaultyDriver(fault)
+    appender = FaultyAppender(fault)
     records = make_records(3)
     now = time.monotonic()
     answer = await append_with_retry(
-        driver, "t", 0, records, QUICK, size=estimate_size(records), deadlines=lambda: [now - 1, now + 60, now + 60]
+        appender, "t", 0, records, QUICK, size=estimate_size(records), deadlines=lambda: [now - 1, now + 60, now + 60]
     )
     assert [(index, type(error)) for index, error in answer.failed] == [(0, errors.Unavailable)]
-    assert driver.stored[0] == records[1:]
+    assert appender.stored[0] == records[1:]
 
 
 def test_nobody_waits_for_others_of_its_batch_beyond_its_own_deadline() -> None:
@@ -333,10 +333,10 @@ def test_nobody_waits_for_others_of_its_batch_beyond_its_own_deadline() -> None:
 
     async def run() -> None:
         loop, policy = asyncio.get_running_loop(), RetryPolicy()
-        driver = FaultyDriver(fault)
-        driver.gate.clear()
+        appender = FaultyAppender(fault)
+        appender.gate.clear()
         ended: list[float] = []
-        async with Producer(driver, policy=policy) as producer, asyncio.TaskGroup() as group:
+        async with Producer(appender, policy=policy) as producer, asyncio.TaskGroup() as group:
 
             async def send() -> None:
                 began = loop.time()
@@ -352,8 +352,8 @@ def test_nobody_waits_for_others_of_its_batch_beyond_its_own_deadline() -> None:
             group.create_task(send())
             await asyncio.sleep(policy.deadline - 0.5)
             group.create_task(send())
-            driver.gate.set()
-        assert 4 in driver.appends, "the last two did not share a batch"
+            appender.gate.set()
+        assert 4 in appender.appends, "the last two did not share a batch"
         assert max(ended) <= policy.deadline + 0.001
         assert producer.pending_bytes == 0
 
@@ -362,13 +362,13 @@ def test_nobody_waits_for_others_of_its_batch_beyond_its_own_deadline() -> None:
 
 async def test_cancelled_caller_disturbs_no_other() -> None:
     """Broken: a client that hangs up takes the neighbours of its batch with it."""
-    driver = FaultyDriver()
-    driver.gate.clear()
-    async with Producer(driver) as producer:
+    appender = FaultyAppender()
+    appender.gate.clear()
+    async with Producer(appender) as producer:
         sends = [asyncio.create_task(producer.send_to("t", {0: [record]})) for record in make_records(2)]
         await asyncio.sleep(0)
         sends[0].cancel()
-        driver.gate.set()
+        appender.gate.set()
         assert (await sends[1]).parts[0].first == 1
     with pytest.raises(asyncio.CancelledError):
         await sends[0]
@@ -376,7 +376,7 @@ async def test_cancelled_caller_disturbs_no_other() -> None:
 
 async def test_closed_producer_refuses() -> None:
     """Broken: an event accepted during the drain is never sent."""
-    producer = Producer(FaultyDriver())
+    producer = Producer(FaultyAppender())
     await producer.close()
     with pytest.raises(errors.BrokerClosed):
         await producer.send_to("t", {0: make_records(1)})
@@ -384,14 +384,14 @@ async def test_closed_producer_refuses() -> None:
 
 async def test_leaving_by_an_error_gives_up_at_once() -> None:
     """Broken: a second Ctrl-C still waits for a broker that does not answer; or a caller waits for ever."""
-    driver = FaultyDriver()
-    driver.gate.clear()
+    appender = FaultyAppender()
+    appender.gate.clear()
     sends: list[asyncio.Task[SendResult]] = []
 
     async def fail() -> None:
-        async with Producer(driver) as producer:
+        async with Producer(appender) as producer:
             sends.append(asyncio.create_task(producer.send_to("t", {0: make_records(1)})))
-            while not driver.busy:
+            while not appender.busy:
                 await asyncio.sleep(0)
             # One waits behind it, one in a lane whose task has not begun.
             sends.extend(asyncio.create_task(producer.send_to("t", {lane: make_records(1)})) for lane in (0, 1))
@@ -413,12 +413,12 @@ async def test_a_later_chunk_does_not_overtake_one_that_failed() -> None:
             raise errors.Unavailable("leader away")
         return ()
 
-    driver = FaultyDriver(fault)
+    appender = FaultyAppender(fault)
     policy = RetryPolicy(deadline=0.0, append_timeout=1.0, base_wait=0.001, max_wait=0.002)
-    async with Producer(driver, policy=policy) as producer:
+    async with Producer(appender, policy=policy) as producer:
         records = make_records(3, size=MAX_APPEND_BYTES - 1000)
         answer = await producer.send_to("t", {0: records})
-    assert driver.stored.get(0, []) == []
+    assert appender.stored.get(0, []) == []
     assert [index for index, _ in answer.parts[0].failed] == [0, 1, 2]
 
 
@@ -432,10 +432,10 @@ async def test_a_later_chunk_does_not_overtake_one_that_was_refused_for_good(ref
             raise error
         return ()
 
-    driver = FaultyDriver(fault)
-    async with Producer(driver, policy=QUICK) as producer:
+    appender = FaultyAppender(fault)
+    async with Producer(appender, policy=QUICK) as producer:
         answer = await producer.send_to("t", {0: make_records(3, size=MAX_APPEND_BYTES - 1000)})
-    assert driver.stored.get(0, []) == []
+    assert appender.stored.get(0, []) == []
     kinds: list[type[Exception]] = [type(error) for _, error in answer.parts[0].failed]
     assert kinds == [type(refusal), errors.Unavailable, errors.Unavailable]
 
@@ -446,9 +446,9 @@ async def test_a_chunk_goes_out_behind_one_that_can_never_be_stored() -> None:
     def fault(records: Sequence[Record]) -> Sequence[tuple[int, Exception]]:
         return [(0, errors.RecordTooLarge("poison"))] if records[0].timestamp == 0 else []
 
-    driver = FaultyDriver(fault)
-    async with Producer(driver, policy=QUICK) as producer:
+    appender = FaultyAppender(fault)
+    async with Producer(appender, policy=QUICK) as producer:
         records = make_records(3, size=MAX_APPEND_BYTES - 1000)
         answer = await producer.send_to("t", {0: records})
-    assert driver.stored[0] == records[1:]
+    assert appender.stored[0] == records[1:]
     assert [index for index, _ in answer.parts[0].failed] == [0]

@@ -4,7 +4,7 @@ import json
 import subprocess
 import sys
 
-from services.core.logs import mask_secrets
+from services.core.lifecycle import mask_secrets
 
 SECRET = "hunter2hunter2"
 
@@ -33,7 +33,7 @@ def test_every_line_is_json_libraries_and_tracebacks_included() -> None:
     """Broken: a log collector cannot read some lines, or a traceback shows a secret."""
     program = f"""
 import logging
-from services.core.logs import configure_logs
+from services.core.lifecycle import configure_logs
 import structlog
 configure_logs("sample", "info")
 structlog.get_logger().debug("not shown")

@@ -9,6 +9,7 @@ from pydantic import Field
 from services.core.settings import Settings, load_settings
 from services.core.units import Duration, Size
 from services.core.yaml_source import BadConfiguration
+from spark.settings import TransformSettings
 
 
 class Sample(Settings):
@@ -101,3 +102,10 @@ def test_settings_are_frozen() -> None:
     """Broken: some code changes a setting for all others at run time."""
     with pytest.raises(ValueError, match="frozen"):
         Sample().workers = 3  # type: ignore[misc]
+
+
+def test_memory_that_spark_refuses() -> None:
+    """Broken: a heap that Spark does not start with is found by Spark, and looks like a crash that is worth another try."""
+    with pytest.raises(BadConfiguration, match=r"--memory: Spark needs at least 450MiB\. Try: 1GiB"):
+        load_settings(TransformSettings, ["--memory", "449MiB"], {})
+    assert load_settings(TransformSettings, ["--memory", "450MiB"], {}).memory == 450 << 20

@@ -21,9 +21,9 @@ class FakeBroker:
         self.poll_errors: list[BrokerError] = []
         self.commit_error: BrokerError | None = None
         self.consumers: list[FakeConsumer] = []
-        self.admin = FakeAdmin(self)
+        self.admin = self.reader = FakeAdmin(self)
         self.features = Features(True, False, False, 1 << 20)
-        self.driver = self
+        self.appender = self
 
     async def partition_count(self, topic: str) -> int:
         count = sum(source.topic == topic for source in self.stored)

@@ -5,13 +5,11 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 from services.core.broker.record import Batch, Record
-from services.expel.body import Rendered, render
-from services.expel.cloudevent import make_format
-from services.expel.delivery import Delivery
-from services.expel.disposition import RetryLimits
-from services.expel.lane_bounds import LaneShape
-from services.expel.outcome import Failure, Outcome
-from services.expel.pending import CutLimits
+from services.expel.delivery import Delivery, Rendered
+from services.expel.dispatcher import LaneConfig
+from services.expel.retry_policy import Failure, Outcome, RetryLimits
+from services.expel.send_queue import RequestLimits
+from services.expel.webhook.body import make_format, render
 
 Answer = Callable[[Delivery], Outcome | Awaitable[Outcome]]
 
@@ -24,19 +22,19 @@ def make_record(number: int, key: bytes | None = None, value: bytes | None = b"{
     return Record(key, value, 0, (("ce_id", b"e%d" % number),))
 
 
-def make_shape(**changes: object) -> LaneShape:
+def make_shape(**changes: object) -> LaneConfig:
     """A small quick lane."""
     values: dict[str, object] = {
         "pipe": "late",
         "destination": "hook",
-        "cut": CutLimits(10, 100_000),
+        "request": RequestLimits(10, 100_000),
         "retry": RetryLimits(3, 0.01, 0.02),
         "concurrency": 2,
         "max_wait": 0.0,
         "max_events": 1000,
         "max_bytes": 10_000_000,
     }
-    return LaneShape(**(values | changes))  # type: ignore[arg-type]
+    return LaneConfig(**(values | changes))  # type: ignore[arg-type]
 
 
 @dataclass

@@ -13,19 +13,19 @@ from services.core.broker.retry import RetryPolicy
 from services.core.pauses import Pause, Pauses, write_pause
 from services.core.pipes import CONTROL
 from services.expel.delivery import Delivery
-from services.expel.dispatch import Dispatcher
-from services.expel.gate import Gate
+from services.expel.dispatcher import Dispatcher
 from services.expel.lane import Lane
-from services.expel.meter import LaneMeter
-from services.expel.outcome import Outcome
-from services.expel.standing import Standing
+from services.expel.metrics import LaneMetrics
+from services.expel.pause import PauseState
+from services.expel.retry_policy import Outcome
+from services.expel.throttle import SendThrottle
 from tests.unit.expel.fake_broker import FakeBroker
 from tests.unit.expel.fake_sender import Answer, FakeSender, make_shape
 from tests.unit.expel.receiver import wait_until
 
 P0, P1 = TopicPartition("s", 0), TopicPartition("s", 1)
 DEAD, PARKED = TopicPartition("late.dead", 0), TopicPartition("late.parked", 0)
-QUICK = RetryPolicy(deadline=0.2, append_timeout=1.0)
+PATIENT = RetryPolicy(deadline=10.0, append_timeout=10.0)
 
 
 def names(numbers: Sequence[int]) -> list[str]:
@@ -65,7 +65,7 @@ class Running:
     def committed(self, source: TopicPartition = P0) -> int:
         return self.broker.committed.get(("late.hook", source), -1)
 
-    def letters(self) -> list[Record]:
+    def dead_letters(self) -> list[Record]:
         return self.broker.stored[DEAD]
 
     def metric(self, name: str, **labels: str) -> float:
@@ -91,20 +91,20 @@ async def run_lane(
     if answer is not None:
         sender.answer = answer
     dispatchers: list[Dispatcher] = []
-    async with Producer(broker.driver, policy=QUICK) as producer:
-        meter, made = LaneMeter("late", "hook"), make_shape(**shape)
-        gate = Gate(made)
+    async with Producer(broker.appender, policy=PATIENT) as producer:
+        meter, made = LaneMetrics("late", "hook"), make_shape(**shape)
+        throttle = SendThrottle("late", "hook", made.rate, sheds=made.retry.uses_retry_topic)
         for topic in (CONTROL, PARKED.topic):
             broker.stored.setdefault(TopicPartition(topic, 0), [])
-        pauses = Pauses(broker.admin)  # type: ignore[arg-type]
+        pauses = Pauses(broker.reader)  # type: ignore[arg-type]
         await pauses.refresh()
-        standing = Standing(pauses, broker.admin, producer, made)  # type: ignore[arg-type]
+        pause = PauseState(pauses, broker, producer, "late", "hook", keyed=made.keyed)  # type: ignore[arg-type]
 
         def make_dispatcher() -> Dispatcher:
-            dispatchers.append(Dispatcher(made, sender, producer, meter, gate))
+            dispatchers.append(Dispatcher(made, sender, producer, meter, throttle))
             return dispatchers[-1]
 
-        lane = Lane(broker, "late", "hook", list(topics), "earliest", meter, make_dispatcher, commit_interval, standing)  # type: ignore[arg-type]
+        lane = Lane(broker, "late", "hook", list(topics), "earliest", meter, make_dispatcher, commit_interval, pause)  # type: ignore[arg-type]
         stopping = asyncio.Event()
         task = asyncio.create_task(lane.run(stopping, drain))
         try:

@@ -6,8 +6,8 @@ import orjson
 import pytest
 
 from services.core.broker.record import Batch, Headers, Record
-from services.expel.body import BAD_RECORD, OVERSIZE, Rendered, render
-from services.expel.cloudevent import make_format
+from services.expel.delivery import Rendered
+from services.expel.webhook.body import BAD_RECORD, OVERSIZE, make_format, render
 
 ORIGIN = ("penstock_origin", b"a:0:1")
 
@@ -22,12 +22,12 @@ def render_one(
 def part(value: bytes | None, headers: Headers = (), *, body: str = "cloudevents", timestamp: int = 0) -> bytes:
     found = render_one(value, headers, body=body, timestamp=timestamp)
     assert list(found.unreadable) == []
-    return found.parts[0]
+    return found.delivery.parts[0]
 
 
 def refusal(value: bytes | None, headers: Headers = (), *, body: str = "cloudevents") -> str:
     found = render_one(value, headers, body=body)
-    assert list(found.parts) == []
+    assert list(found.delivery.parts) == []
     (bad,) = found.unreadable
     assert (bad.offset, bad.reason) == (77, BAD_RECORD)
     return bad.detail
@@ -126,13 +126,13 @@ def test_ids_are_escaped() -> None:
     """Broken: an id forges attributes."""
     record = Record(None, b"{}", 0, (("ce_id", b'a","type":"x'), ("penstock_arrival", b"1"), ORIGIN))
     found = render(Batch("s", 0, [0], [record]), make_format("cloudevents", "late").renderer_for("s"), 1000)
-    assert orjson.loads(found.parts[0])["id"] == 'a","type":"x'
+    assert orjson.loads(found.delivery.parts[0])["id"] == 'a","type":"x'
 
 
 def test_the_first_of_repeated_headers_counts() -> None:
     """Broken: the id here is another one than elsewhere in the fleet."""
     found = render_one(b"{}", (("ce_id", b"second"),))
-    assert list(found.ids) == [b"e1"]
+    assert list(found.delivery.ids) == [b"e1"]
 
 
 def test_good_and_bad_records_are_told_apart() -> None:
@@ -140,10 +140,10 @@ def test_good_and_bad_records_are_told_apart() -> None:
     values: list[bytes | None] = [b"1", None, b"3", b"x" * 5, b'"' + b"y" * 100 + b'"', b"6"]
     records = [Record(None, value, 0, (("ce_id", b"e%d" % n),)) for n, value in enumerate(values)]
     found = render(Batch("s", 0, [10, 12, 14, 16, 18, 20], records), make_format("json", "late").renderer_for("s"), 50)
-    assert list(found.offsets) == [10, 14, 20]
-    assert list(found.parts) == [b"1", b"3", b"6"]
-    assert list(found.ids) == [b"e0", b"e2", b"e5"]
-    assert [record.value for record in found.records] == [b"1", b"3", b"6"]
+    assert list(found.delivery.runs[0].offsets) == [10, 14, 20]
+    assert list(found.delivery.parts) == [b"1", b"3", b"6"]
+    assert list(found.delivery.ids) == [b"e0", b"e2", b"e5"]
+    assert [record.value for record in found.delivery.records] == [b"1", b"3", b"6"]
     assert [(bad.offset, bad.reason) for bad in found.unreadable] == [
         (12, BAD_RECORD),
         (16, BAD_RECORD),
@@ -154,7 +154,7 @@ def test_good_and_bad_records_are_told_apart() -> None:
 def test_arrivals() -> None:
     """Broken: a foreign arrival header crashes the lane or spoils the figures."""
     for raw, expected in ((b"1700", 1700), (b"-5", 0), (b"x", 0), (b"9" * 40, 0), (b"\xd9\xa1", 0)):
-        assert list(render_one(b"{}", (("penstock_arrival", raw),)).arrivals) == [expected]
+        assert list(render_one(b"{}", (("penstock_arrival", raw),)).delivery.arrivals) == [expected]
     for digits in (16, 400, 5000):  # with exactly the headers that ingest writes, on the way for whole batches
         arrival = ("penstock_arrival", b"9" * digits)
-        assert list(render_one(b"{}", (arrival, ORIGIN), body="json").arrivals) == [0]
+        assert list(render_one(b"{}", (arrival, ORIGIN), body="json").delivery.arrivals) == [0]

@@ -7,8 +7,7 @@ import pytest
 from services.core.destination_check import check_destinations, check_header
 from services.core.net_guard import NetPolicy
 from services.core.pipes import PipeFile
-from services.core.validation import validate_document
-from services.core.yaml_source import parse_yaml
+from services.core.yaml_source import parse_yaml, validate_document
 
 GOOD = """\
 streams:

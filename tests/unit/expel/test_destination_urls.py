@@ -11,9 +11,9 @@ from typing import NamedTuple
 import pytest
 
 from services.core.net_guard import NetPolicy, check_destination_url, parse_endpoints, parse_networks
-from services.expel import http_client
-from services.expel.dns import AddressInfo, Lookup, Lookups, NameNotFound, RefusedAddress
-from services.expel.http_client import HttpClient
+from services.expel.webhook import client as http_client
+from services.expel.webhook.client import HttpClient
+from services.expel.webhook.resolver import AddressInfo, Lookup, NameNotFound, RefusedAddress, Resolver
 
 OWN = NetPolicy(own=parse_endpoints("8.8.4.4:8080,ingest.example.com:443"))
 PUBLIC = "8.8.8.8"
@@ -175,7 +175,7 @@ async def test_at_connect(row: Row, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_client, "_DNS_TTL", -1.0)  # each attempt asks again
     answers = iter(row.answers)
     try:
-        client = HttpClient(row.url, policy=OWN, lookups=Lookups(_resolver(answers)), timeout=30.0, headers={})
+        client = HttpClient(row.url, policy=OWN, resolver=Resolver(_resolver(answers)), timeout=30.0, headers={})
     except (ValueError, AssertionError):
         assert row.connect == NO_CLIENT
         return

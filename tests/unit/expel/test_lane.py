@@ -8,9 +8,8 @@ from services.core import dead_letter
 from services.core.broker.errors import RecordTooLarge, Unavailable
 from services.core.broker.record import Batch, Record, estimate_size
 from services.expel.delivery import Delivery
-from services.expel.disposition import RetryLimits
-from services.expel.outcome import Failure, Outcome
-from services.expel.pending import CutLimits
+from services.expel.retry_policy import Failure, Outcome, RetryLimits
+from services.expel.send_queue import RequestLimits
 from tests.unit.expel.fake_sender import BUSY, WRONG, make_record
 from tests.unit.expel.receiver import wait_until
 from tests.unit.expel.running_lane import P0, hold, names, run_lane
@@ -47,7 +46,7 @@ async def test_a_lane_is_bounded_and_stops_polling() -> None:
         polls = consumer.polls
         await asyncio.sleep(0.05)
         assert consumer.polls == polls
-        assert running.dispatchers[0].unsettled <= 100
+        assert running.dispatchers[0].in_flight <= 100
         assert running.sender.most_under_way == 2
         released.set()
         await wait_until(lambda: running.committed() == 4999)
@@ -58,11 +57,11 @@ async def test_a_lane_is_bounded_in_bytes() -> None:
     released = asyncio.Event()
     records = [make_record(n, value=b'"' + b"x" * 900 + b'"') for n in range(1000)]
     async with run_lane(
-        records, hold(released), max_events=1000, max_bytes=100_000, cut=CutLimits(1, 10_000)
+        records, hold(released), max_events=1000, max_bytes=100_000, request=RequestLimits(1, 10_000)
     ) as running:
         await wait_until(lambda: running.dispatchers != [] and running.dispatchers[0].room() == 0)
         await asyncio.sleep(0.05)
-        assert running.dispatchers[0].unsettled * 900 <= 200_000
+        assert running.dispatchers[0].in_flight * 900 <= 200_000
         released.set()
         await wait_until(lambda: running.committed() == 999)
 
@@ -76,12 +75,12 @@ async def test_what_counts_is_the_whole_record() -> None:
         await wait_until(lambda: running.dispatchers != [])
         running.broker.append_error = Unavailable("down")
         (dispatcher,) = running.dispatchers
-        dispatcher.take(Batch("s", 1, range(3), records))
-        assert dispatcher._bounds._bytes == 2 * len(b"{}") + estimate_size(records)
+        dispatcher.accept(Batch("s", 1, range(3), records))
+        assert dispatcher._limit._bytes == 2 * len(b"{}") + estimate_size(records)
         running.broker.append_error = None
         released.set()
-        await wait_until(lambda: dispatcher.unsettled == 0)
-        assert dispatcher._bounds._bytes == pytest.approx(0)
+        await wait_until(lambda: dispatcher.in_flight == 0)
+        assert dispatcher._limit._bytes == pytest.approx(0)
 
 
 async def test_one_stuck_event_bounds_what_comes_again_after_a_crash() -> None:
@@ -108,10 +107,10 @@ async def test_retries_hold_no_slot() -> None:
     def answer(delivery: Delivery) -> Outcome:
         return {0: BUSY} if b"e0" in delivery.ids else None
 
-    one = CutLimits(1, 1000)
+    one = RequestLimits(1, 1000)
     retry = RetryLimits(2, 30.0, 30.0)
     async with run_lane(
-        [make_record(n) for n in range(50)], answer, retry=retry, drain=0.1, concurrency=1, cut=one
+        [make_record(n) for n in range(50)], answer, retry=retry, drain=0.1, concurrency=1, request=one
     ) as running:
         await wait_until(lambda: len(running.sender.taken) == 49)
         assert running.committed() == -1
@@ -126,10 +125,10 @@ async def test_dead_letters_are_durable_before_the_commit() -> None:
         assert running.committed() == -1
         running.broker.append_error = None
         await wait_until(lambda: running.committed() == 9)
-        assert len(running.letters()) == 10
+        assert len(running.dead_letters()) == 10
 
 
-async def test_a_letter_that_is_too_large_keeps_its_headers() -> None:
+async def test_a_dead_letter_that_is_too_large_keeps_its_headers() -> None:
     """Broken: a record at the size limit can neither be delivered nor buried, and blocks its partition for ever."""
     async with run_lane([make_record(0)], lambda _d: WRONG) as running:
         running.broker.append_error = RecordTooLarge("too large")
@@ -137,7 +136,7 @@ async def test_a_letter_that_is_too_large_keeps_its_headers() -> None:
         await asyncio.sleep(0.05)
         running.broker.append_error = None
         await wait_until(lambda: running.committed() == 0)
-        (letter,) = running.letters()
+        (letter,) = running.dead_letters()
         assert letter.value is None
         assert letter.header(dead_letter.SOURCE) == b"s:0:0"
 
@@ -151,7 +150,7 @@ async def test_keyed_lane_holds_only_keys_that_wait() -> None:
 
     records = [make_record(n, key=b"a" if n % 2 == 0 else b"b") for n in range(40)]
     retry = RetryLimits(None, 0.01, 0.01)
-    async with run_lane(records, answer, keyed=True, retry=retry, cut=CutLimits(4, 1000)) as running:
+    async with run_lane(records, answer, keyed=True, retry=retry, request=RequestLimits(4, 1000)) as running:
         await wait_until(lambda: {f"e{n}" for n in range(1, 40, 2)} <= set(running.sender.taken))
         assert not {f"e{n}" for n in range(8, 40, 2)} & set(running.sender.taken)
         failing = False
@@ -176,7 +175,7 @@ async def test_rate_is_a_limit() -> None:
     """Broken: a receiver gets more than it said it can take."""
     loop = asyncio.get_running_loop()
     started = loop.time()
-    async with run_lane([make_record(n) for n in range(60)], rate=200, cut=CutLimits(10, 10_000)) as running:
+    async with run_lane([make_record(n) for n in range(60)], rate=200, request=RequestLimits(10, 10_000)) as running:
         await wait_until(lambda: running.committed() == 59)
     assert loop.time() - started >= (60 - 20 - 10) / 200
 
@@ -203,17 +202,17 @@ async def test_mixed_outcome_is_sorted() -> None:
         await wait_until(lambda: running.committed() == 9)
         assert running.sender.sent[1] == names([3, 4])
         assert sorted(running.sender.taken) == names([0, 2, 3, 4, 5, 6, 7, 8, 9])
-        assert [letter.header("ce_id") for letter in running.letters()] == [b"e1"]
-        assert running.dispatchers[0].unsettled == 0
+        assert [letter.header("ce_id") for letter in running.dead_letters()] == [b"e1"]
+        assert running.dispatchers[0].in_flight == 0
 
 
 async def test_an_unreadable_record_frees_no_key() -> None:
     """Broken: `order: key` delivers a key's later event before the earlier one, which is still being tried."""
     released = asyncio.Event()
     records = [make_record(1, b"k"), make_record(2, b"k", b"not json"), make_record(3, b"k")]
-    one = CutLimits(1, 1000)
-    async with run_lane(records, hold(released), keyed=True, cut=one) as running:
-        await wait_until(lambda: len(running.letters()) == 1)
+    one = RequestLimits(1, 1000)
+    async with run_lane(records, hold(released), keyed=True, request=one) as running:
+        await wait_until(lambda: len(running.dead_letters()) == 1)
         await asyncio.sleep(0.05)
         assert running.sender.sent == [["e1"]]
         released.set()

@@ -19,14 +19,12 @@ from services.core.ledger.report import TELEMETRY, Report, decode_report, unpack
 from services.core.pipes import RETRY_IN
 from services.core.retry_state import RetryState, wrap
 from services.expel.delivery import Delivery
-from services.expel.dispatch import Dispatcher
-from services.expel.disposition import RetryLimits
-from services.expel.gate import Gate
+from services.expel.dispatcher import Dispatcher
 from services.expel.lane import Lane
-from services.expel.lane_ledger import LaneLedger
-from services.expel.meter import LaneMeter
-from services.expel.outcome import Failure, Outcome
-from tests.support.memory_driver import MemoryDriver
+from services.expel.metrics import LaneLedger, LaneMetrics
+from services.expel.retry_policy import Failure, Outcome, RetryLimits
+from services.expel.throttle import SendThrottle
+from tests.support.memory_appender import MemoryAppender
 from tests.unit.expel.fake_broker import FakeBroker
 from tests.unit.expel.fake_sender import BUSY, WRONG, FakeSender, make_shape
 from tests.unit.expel.receiver import wait_until
@@ -41,9 +39,9 @@ def event(number: int) -> Record:
 
 
 def open_ledger(producer: Producer, broker: FakeBroker) -> LaneLedger:
-    admin: Any = broker.admin
+    opened: Any = broker
     held = ["late.retry", "late.parked"] if TopicPartition("late.parked", 0) in broker.stored else []
-    return LaneLedger.open(producer, admin, "i", "late", "hook", ["s"], "late.retry", held)
+    return LaneLedger.open(producer, opened, "i", "late", "hook", ["s"], "late.retry", held)
 
 
 @dataclass
@@ -51,7 +49,7 @@ class Desk:
     """A running lane; its telemetry goes to `telemetry`, everything else to `broker`."""
 
     broker: FakeBroker
-    telemetry: MemoryDriver
+    telemetry: MemoryAppender
     dispatchers: list[Dispatcher]
 
     def committed(self) -> int:
@@ -79,7 +77,7 @@ async def run_lane(
 
     broker, telemetry = (
         FakeBroker({"s": 1, "late.dead": 1, "late.parked": 1, "late.retry": 1, RETRY_IN: 1}),
-        MemoryDriver(),
+        MemoryAppender(),
     )
     telemetry.create(TELEMETRY, 1)
     telemetry.errors += [UnknownTopic(TELEMETRY)] * (10_000 * blocked)
@@ -88,13 +86,14 @@ async def run_lane(
     for number in handed_over:
         state = RetryState("late", "hook", 3, 1, now, now + 5000, "http_503", "busy", f"s:0:{number}", 0)
         broker.stored[TopicPartition(RETRY_IN, 0)].append(wrap(event(number), state, now))
-    async with Producer(broker.driver, policy=QUICK) as producer, Producer(telemetry, policy=QUICK) as telling:
-        meter = LaneMeter("late", "hook", ledger=open_ledger(telling, broker))
-        shape = make_shape(retry=RetryLimits(1, 0.01, 0.02, hands_over=True), schedule=(1.0,))
-        gate, dispatchers = Gate(shape), list[Dispatcher]()
+    async with Producer(broker.appender, policy=QUICK) as producer, Producer(telemetry, policy=QUICK) as telling:
+        meter = LaneMetrics("late", "hook", ledger=open_ledger(telling, broker))
+        shape = make_shape(retry=RetryLimits(1, 0.01, 0.02, uses_retry_topic=True), schedule=(1.0,))
+        throttle = SendThrottle("late", "hook", sheds=True)
+        dispatchers = list[Dispatcher]()
 
         def make_dispatcher() -> Dispatcher:
-            dispatchers.append(Dispatcher(shape, FakeSender(decide), producer, meter, gate))
+            dispatchers.append(Dispatcher(shape, FakeSender(decide), producer, meter, throttle))
             return dispatchers[-1]
 
         lane = Lane(broker, "late", "hook", ["s"], "earliest", meter, make_dispatcher, 0.01)  # type: ignore[arg-type]
@@ -126,7 +125,8 @@ async def test_a_commit_that_waited_for_its_report_is_not_made_on_a_topic_made_a
         await wait_until(lambda: desk.committed() == 29)
         desk.telemetry.gate.clear()
         desk.broker.stored[P0] += [event(number) for number in range(30, 50)]
-        await wait_until(lambda: desk.telemetry.waiting == 1 and desk.dispatchers[0].unsettled == 0)
+        await wait_until(lambda: desk.telemetry.waiting == 1 and desk.dispatchers[0].in_flight == 0)
+        desk.dispatchers[0].tracker.remove([P0])
         desk.dispatchers[0].disown([P0])
         desk.broker.stored[P0].clear()
         desk.broker.consumers[0].positions[P0] = 0
@@ -194,22 +194,22 @@ async def test_only_the_sources_hold_minutes_open(monkeypatch: pytest.MonkeyPatc
     events with old event times looks older than it is."""
     now = 1_800_000_000.0
     monkeypatch.setattr("time.time", lambda: now)
-    driver, broker = MemoryDriver(), FakeBroker({"s": 2, "late.parked": 1, "late.retry": 1})
-    driver.create(TELEMETRY, 1)
+    appender, broker = MemoryAppender(), FakeBroker({"s": 2, "late.parked": 1, "late.retry": 1})
+    appender.create(TELEMETRY, 1)
     parked = {TopicPartition("late.parked", 0): Lag(9, 90_000_000), TopicPartition("late.retry", 0): Lag(3, 7_000_000)}
-    async with Producer(driver) as producer:
+    async with Producer(appender) as producer:
         ledger = open_ledger(producer, broker)
 
         broker.stored[TopicPartition("late.retry", 0)] += [event(number) for number in range(3)]
         broker.stored[TopicPartition("late.parked", 0)] += [event(number) for number in range(9)]
 
         async def measure(waiting: int) -> int | None:
-            await ledger.look()
+            await ledger.measure_ends()
             done = {TopicPartition("s", 1): Lag(0, 0)}
-            await ledger.behind({P0: Lag(waiting, 800_000_000 if waiting else 0), **done, **parked})
+            await ledger.set_lags({P0: Lag(waiting, 800_000_000 if waiting else 0), **done, **parked})
             ledger.add("delivered", [event(waiting)])
             await ledger.report()
-            return decode_report(driver.records(TELEMETRY)[-1].value).behind_ms
+            return decode_report(appender.records(TELEMETRY)[-1].value).behind_ms
 
         broker.stored[P0] += [event(number) for number in range(10)]
         assert await measure(10) is None, "nobody knows since when these wait"
@@ -219,32 +219,32 @@ async def test_only_the_sources_hold_minutes_open(monkeypatch: pytest.MonkeyPatc
         assert 5000 <= (await measure(10) or 0) < 6000, "what was there five seconds ago is done"
         now += 5
         assert (await measure(0) or 0) < 1000
-        last = decode_report(driver.records(TELEMETRY)[-1].value)
+        last = decode_report(appender.records(TELEMETRY)[-1].value)
         assert last.returned_ms is None, "what came back has waited since nobody knows when, and is told apart"
         parked[TopicPartition("late.retry", 0)] = Lag(0, 0)
         await measure(0)
-        last = decode_report(driver.records(TELEMETRY)[-1].value)
+        last = decode_report(appender.records(TELEMETRY)[-1].value)
         assert (last.returned_ms, last.held_ms) == (0, None), "what is parked is not done"
         parked[TopicPartition("late.parked", 0)] = Lag(0, 0)
         await measure(0)
-        assert decode_report(driver.records(TELEMETRY)[-1].value).held_ms == 0
+        assert decode_report(appender.records(TELEMETRY)[-1].value).held_ms == 0
         await ledger.close()
 
 
 async def test_where_ends_are_unknown_the_lag_says_since_when() -> None:
     """Broken: on Kinesis no minute becomes final, or one does before its events are delivered."""
-    driver, broker = MemoryDriver(), FakeBroker({"s": 2})
-    driver.create(TELEMETRY, 1)
-    admin: Any = broker.admin
-    async with Producer(driver) as producer:
-        ledger = LaneLedger.open(producer, admin, "i", "late", "hook", ["s"], "late.retry", timed=True)
+    appender, broker = MemoryAppender(), FakeBroker({"s": 2})
+    appender.create(TELEMETRY, 1)
+    opened: Any = broker
+    async with Producer(appender) as producer:
+        ledger = LaneLedger.open(producer, opened, "i", "late", "hook", ["s"], "late.retry", timed=True)
 
         async def measure(*lags: Lag) -> int | None:
-            await ledger.look()
-            await ledger.behind({TopicPartition("s", number): lag for number, lag in enumerate(lags)})
+            await ledger.measure_ends()
+            await ledger.set_lags({TopicPartition("s", number): lag for number, lag in enumerate(lags)})
             ledger.add("delivered", [event(1)])
             await ledger.report()
-            return decode_report(driver.records(TELEMETRY)[-1].value).behind_ms
+            return decode_report(appender.records(TELEMETRY)[-1].value).behind_ms
 
         now = int(time.time() * 1000)
         assert (await measure(Lag(0, 0), Lag(0, 0)) or 0) < 1000
@@ -254,14 +254,16 @@ async def test_where_ends_are_unknown_the_lag_says_since_when() -> None:
 
 async def test_a_member_without_partitions_does_not_call_the_backlog_done() -> None:
     """Broken: during a rebalance of a group that is minutes behind, all its waiting events are final as lost."""
-    driver, broker = MemoryDriver(), FakeBroker({"s": 2, "late.retry": 1})
-    driver.create(TELEMETRY, 1)
+    appender, broker = MemoryAppender(), FakeBroker({"s": 2, "late.retry": 1})
+    appender.create(TELEMETRY, 1)
     broker.stored[P0] += [event(number) for number in range(10)]
-    async with Producer(driver) as producer:
+    async with Producer(appender) as producer:
         ledger = open_ledger(producer, broker)
-        await ledger.look()
-        await ledger.behind({})
+        await ledger.measure_ends()
+        await ledger.set_lags({})
         ledger.add("delivered", [event(0)])
         await ledger.report()
-        assert decode_report(driver.records(TELEMETRY)[-1].value).behind_ms is None, "ten wait, nobody knows since when"
+        assert decode_report(appender.records(TELEMETRY)[-1].value).behind_ms is None, (
+            "ten wait, nobody knows since when"
+        )
         await ledger.close()

@@ -9,14 +9,14 @@ from structlog.testing import capture_logs
 
 from services.core.broker.errors import DataDamaged, NotOwner, OffsetOutOfRange, Unavailable, UnknownTopic
 from services.core.broker.producer import Producer
-from services.expel.dispatch import Dispatcher
-from services.expel.gate import Gate
+from services.expel.dispatcher import Dispatcher
 from services.expel.lane import Lane
-from services.expel.meter import LaneMeter
+from services.expel.metrics import LaneMetrics
+from services.expel.throttle import SendThrottle
 from tests.unit.expel.fake_broker import FakeBroker
 from tests.unit.expel.fake_sender import FakeSender, make_record, make_shape
 from tests.unit.expel.receiver import wait_until
-from tests.unit.expel.running_lane import P0, P1, QUICK, run_lane
+from tests.unit.expel.running_lane import P0, P1, PATIENT, run_lane
 
 
 async def test_refused_commits_are_counted_and_do_no_harm() -> None:
@@ -90,7 +90,7 @@ async def test_a_membership_that_was_reached_begins_the_back_off_anew(monkeypatc
     assert len(broker.consumers) == 7
     assert len(bounds) == 6
     assert max(bounds) < 0.5
-    assert [entry["error"] for entry in logs if entry["event"] == "lane_waits"] == ["no topic s"] * 6
+    assert [entry["error"] for entry in logs if entry["event"] == "membership_failed"] == ["no topic s"] * 6
 
 
 async def test_joins_that_fail_are_counted_told_now_and_then_and_further_apart(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,7 +114,7 @@ async def test_joins_that_fail_are_counted_told_now_and_then_and_further_apart(m
         async with run_lane([make_record(0)], broker=broker) as running:
             await wait_until(lambda: running.committed() == 0)
             assert running.metric("penstock_broker_rejoins_total", **labels) - before == 36
-    assert [entry["failures"] for entry in logs if entry["event"] == "lane_waits"] == [1, 2, 4, 8, 16, 32]
+    assert [entry["failures"] for entry in logs if entry["event"] == "membership_failed"] == [1, 2, 4, 8, 16, 32]
     assert bounds == sorted(bounds)
     assert bounds[-1] == 5.0
 
@@ -122,8 +122,8 @@ async def test_joins_that_fail_are_counted_told_now_and_then_and_further_apart(m
 async def test_a_missing_topic_is_waited_for() -> None:
     """Broken: expel has to be started after everything else."""
     broker = FakeBroker({"late.dead": 1})
-    async with Producer(broker.driver, policy=QUICK) as producer:
-        meter, sender = LaneMeter("late", "hook"), FakeSender()
+    async with Producer(broker.appender, policy=PATIENT) as producer:
+        meter, sender = LaneMetrics("late", "hook"), FakeSender()
         lane = Lane(
             broker,  # type: ignore[arg-type]
             "late",
@@ -131,7 +131,7 @@ async def test_a_missing_topic_is_waited_for() -> None:
             ["s"],
             "earliest",
             meter,
-            lambda: Dispatcher(make_shape(), sender, producer, meter, Gate(make_shape())),
+            lambda: Dispatcher(make_shape(), sender, producer, meter, SendThrottle("late", "hook")),
             0.01,
         )
         stopping = asyncio.Event()

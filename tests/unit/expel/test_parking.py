@@ -12,11 +12,10 @@ from services.core.broker.record import Batch, Record, TopicPartition
 from services.core.pauses import Pause, Pauses
 from services.core.pipes import CONTROL
 from services.core.retry_state import RetryState, unwrap, wrap
-from services.expel import ramp, standing
+from services.expel import pause, throttle
 from services.expel.delivery import Delivery
-from services.expel.disposition import RetryLimits
-from services.expel.outcome import Outcome
-from services.expel.pending import CutLimits
+from services.expel.retry_policy import Outcome, RetryLimits
+from services.expel.send_queue import RequestLimits
 from tests.unit.expel.fake_broker import FakeBroker
 from tests.unit.expel.fake_sender import BUSY, GONE, make_record
 from tests.unit.expel.receiver import wait_until
@@ -29,9 +28,9 @@ ALL = ("s", "late.retry", "late.parked")
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ramp, "FIRST_RATE", 100_000.0)
-    monkeypatch.setattr(standing, "REPLAY_LEAST_S", 0.05)
-    monkeypatch.setattr(standing, "_LOOK_S", 0.02)
+    monkeypatch.setattr(throttle, "FIRST_RATE", 100_000.0)
+    monkeypatch.setattr(pause, "REPLAY_LEAST_S", 0.05)
+    monkeypatch.setattr(pause, "_CHECK_S", 0.02)
 
 
 @pytest.fixture
@@ -115,10 +114,10 @@ async def test_gone_parks_what_it_refused_and_all_behind_it(broker: FakeBroker) 
         assert running.sender.sent == [names(range(10))]
         assert Counter(parked(broker)) == Counter(names(range(100)))
         assert [unwrap(record)[1].attempts for record in broker.stored[PARKED]] == [1] * 10 + [0] * 90
-        pauses = Pauses(broker.admin)  # type: ignore[arg-type]
+        pauses = Pauses(broker.reader)  # type: ignore[arg-type]
         await pauses.refresh()
         assert pauses.paused()["late/hook"].reason == "410"
-        assert not running.letters()
+        assert not running.dead_letters()
         is_gone = False
         await running.decide("resumed")
         await wait_until(lambda: running.committed(PARKED) == 99)
@@ -153,7 +152,7 @@ async def test_a_pause_holds_over_a_restart(broker: FakeBroker) -> None:
 
 async def test_nothing_is_sent_before_it_is_known(broker: FakeBroker, monkeypatch: pytest.MonkeyPatch) -> None:
     """Broken: an instance that cannot read what is paused sends to a destination that must be left alone."""
-    monkeypatch.setattr(standing.Standing, "unknown", "no topic penstock.control")
+    monkeypatch.setattr(pause.PauseState, "unknown", "no topic penstock.control")
     async with run_lane([make_record(0)], broker=broker, topics=ALL) as running:
         await wait_until(lambda: "no topic penstock.control" in (running.lane.waits_for or ""))
         assert running.broker.consumers == []
@@ -170,7 +169,7 @@ async def test_others_parked_events_are_passed_over(broker: FakeBroker) -> None:
 
 
 async def test_parked_again_at_the_same_place_of_a_stream_made_anew(broker: FakeBroker) -> None:
-    """Broken: a stream is deleted and made again between two parkings, and the second event passes for the first one's twin."""
+    """Broken: a stream is deleted and created again between two parkings, and the second event passes for a duplicate."""
     state = RetryState("late", "hook", 0, 0, 0, 0, "paused", "operator", "s:0:0", 0)
     first, second = make_record(0), make_record(1)
     same_id = Record(second.key, b'{"n":2}', second.timestamp, second.headers)
@@ -180,7 +179,7 @@ async def test_parked_again_at_the_same_place_of_a_stream_made_anew(broker: Fake
     assert running.sender.taken == ["e0", "e1", "e1"]
 
 
-async def test_redriven_letters_are_parked_and_their_state_is_kept(broker: FakeBroker) -> None:
+async def test_redriven_dead_letters_are_parked_and_their_state_is_kept(broker: FakeBroker) -> None:
     """Broken: what comes back during a pause is sent, or its count of attempts and its place begin anew."""
     state = RetryState("late", "hook", 7, 2, 55, 66, "http_503", "busy", "s:0:9", 0)
     async with run_lane([], broker=broker, topics=ALL) as running:
@@ -196,7 +195,7 @@ async def test_parked_events_of_a_key_go_first(broker: FakeBroker, monkeypatch: 
     seed = random.randrange(1 << 32)
     print(f"seed {seed}")
     dice = random.Random(seed)
-    monkeypatch.setattr(standing, "REPLAY_LEAST_S", 0.3)
+    monkeypatch.setattr(pause, "REPLAY_LEAST_S", 0.3)
 
     async def answer(_delivery: Delivery) -> Outcome:
         await asyncio.sleep(dice.random() * 0.01)
@@ -286,7 +285,7 @@ async def test_a_replay_is_over_once(broker: FakeBroker) -> None:
 
 async def test_a_replay_that_is_resumed_once_more_ends(broker: FakeBroker, monkeypatch: pytest.MonkeyPatch) -> None:
     """Broken: the end of the first resume is written again and again, ends nothing, and the stream is never read again."""
-    monkeypatch.setattr(standing, "REPLAY_LEAST_S", 0.3)
+    monkeypatch.setattr(pause, "REPLAY_LEAST_S", 0.3)
     retry = RetryLimits(None, 0.001, 0.01)
     async with run_lane([], broker=broker, topics=ALL, keyed=True, retry=retry) as running:
         await running.decide("paused")
@@ -304,8 +303,8 @@ async def test_a_change_is_told_although_the_next_read_fails(
     broker: FakeBroker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Broken: a lane whose resume was read just before the broker failed parks its events for ever."""
-    pauses = Pauses(broker.admin)  # type: ignore[arg-type]
-    read, reads = broker.admin.read, 0
+    pauses = Pauses(broker.reader)  # type: ignore[arg-type]
+    read, reads = broker.reader.read, 0
 
     async def fail_once(topic: str, partition: int, offset: int, *, max_records: int) -> Batch | None:
         nonlocal reads
@@ -314,7 +313,7 @@ async def test_a_change_is_told_although_the_next_read_fails(
             raise Unavailable("gone for a moment")
         return await read(topic, partition, offset, max_records=max_records)
 
-    monkeypatch.setattr(broker.admin, "read", fail_once)
+    monkeypatch.setattr(broker.reader, "read", fail_once)
     resumed = Pause("resumed", "operator", "ann", 1)
     broker.stored[CONTROLLED].append(Record(b"pause:late/hook", msgspec.json.encode(resumed), resumed.at))
     waiting = asyncio.ensure_future(pauses.wait_for_change())
@@ -328,7 +327,7 @@ async def test_a_change_is_told_although_the_next_read_fails(
 
 async def test_the_newest_word_counts(broker: FakeBroker) -> None:
     """Broken: the end of an earlier replay lifts a later pause, or a record that nobody understands stops the following."""
-    pauses = Pauses(broker.admin)  # type: ignore[arg-type]
+    pauses = Pauses(broker.reader)  # type: ignore[arg-type]
 
     def write(pause: Pause) -> None:
         broker.stored[CONTROLLED].append(Record(b"pause:late/hook", msgspec.json.encode(pause), pause.at))
@@ -354,13 +353,19 @@ async def test_a_pause_behind_one_slow_parked_event_parks_what_comes(broker: Fak
         return BUSY if b"e0" in delivery.ids else None
 
     async with run_lane(
-        [], answer, broker=broker, topics=ALL, max_events=10, cut=CutLimits(1, 1000), retry=RetryLimits(9, 60.0, 60.0)
+        [],
+        answer,
+        broker=broker,
+        topics=ALL,
+        max_events=10,
+        request=RequestLimits(1, 1000),
+        retry=RetryLimits(9, 60.0, 60.0),
     ) as running:
         await running.decide("paused")
         broker.stored[P0] += [make_record(n) for n in range(300)]
         await wait_until(lambda: running.committed() == 299)
         await running.decide("resumed")
-        await wait_until(lambda: running.dispatchers[-1].low_water.held() > 100 and not running.dispatchers[-1].room())
+        await wait_until(lambda: running.dispatchers[-1].tracker.held() > 100 and not running.dispatchers[-1].room())
         await running.decide("paused")
         broker.stored[P0] += [make_record(n) for n in range(300, 350)]
         await wait_until(lambda: running.committed() == 349)

@@ -21,8 +21,8 @@ from services.core.pipes import AUDIT, PipeFile, Removed
 from services.core.provision import ensure_topics
 from services.core.retry_state import unwrap
 from services.core.waiting import Bookmark, find_waiting
+from services.expel.dedup import RetryTopicFilter
 from services.expel.removed import RemovedLane
-from services.expel.returned import Returned
 from services.expel.settings import ExpelSettings
 from tests.support.waiting_events import store, stored, waiting_event
 from tests.unit.expel.fake_broker import FakeBroker, FakeConsumer
@@ -37,7 +37,7 @@ PIPES = PipeFile.model_validate(
         "removed": {"late/old": {"deliver_to": "late/new"}, "gone/old": {"deliver_to": "late/new"}},
     }
 )
-QUICK = RetryPolicy(deadline=0.2, append_timeout=1.0)
+PATIENT = RetryPolicy(deadline=10.0, append_timeout=10.0)
 
 
 @pytest.fixture
@@ -52,9 +52,9 @@ async def broker(tmp_path: Path) -> AsyncIterator[Broker]:
 
 @asynccontextmanager
 async def run_removed(broker: Broker, lane: str = "late/old", **choice: str) -> AsyncIterator[None]:
-    async with Producer(broker.driver, policy=QUICK) as producer:
+    async with Producer(broker.appender, policy=PATIENT) as producer:
         stopping = asyncio.Event()
-        running = asyncio.create_task(RemovedLane(broker, producer, lane, Removed(**choice)).run(stopping))
+        running = asyncio.create_task(RemovedLane(broker, producer, lane, Removed(**choice)).run(stopping, 5.0))
         try:
             yield
         finally:
@@ -64,7 +64,7 @@ async def run_removed(broker: Broker, lane: str = "late/old", **choice: str) -> 
 
 async def nothing_waits(broker: Broker) -> None:
     async with asyncio.timeout(60):
-        while (await find_waiting(broker.admin, {"late/new"}, Bookmark())).unclaimed:
+        while (await find_waiting(broker, {"late/new"}, Bookmark())).unclaimed:
             await asyncio.sleep(0.02)
 
 
@@ -196,10 +196,10 @@ def _topics(topics: dict[str, int]) -> object:
 def test_what_nobody_will_deliver_is_seen() -> None:
     """Broken: events for a destination that no file names are passed over in silence."""
     records = [waiting_event(lane, n) for n, lane in enumerate(("late/new", "late/old", "late/lost", "late/lost"))]
-    returned = Returned("late.retry", "late", "new", frozenset({"new", "old"}))
+    returned = RetryTopicFilter("late", "new", frozenset({"new", "old"}))
     assert returned.sort(Batch("late.retry", 0, range(4), records)).unclaimed == {"lost": 2}
     assert returned.sort(Batch("late.retry", 0, range(4, 8), records)).unclaimed == {"lost": 2}
-    assert Returned("late.retry", "late", "hook").sort(Batch("late.retry", 0, range(4), records)).unclaimed == {}
+    assert RetryTopicFilter("late", "hook").sort(Batch("late.retry", 0, range(4), records)).unclaimed == {}
 
 
 async def test_a_stream_gets_what_waited_when_it_was_a_webhook(tmp_path: Path) -> None:

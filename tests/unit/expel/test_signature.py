@@ -9,8 +9,7 @@ import pytest
 from standardwebhooks.webhooks import Webhook, WebhookVerificationError
 
 from services.core.pipes import Secret
-from services.core.signature import BadSecret, BadSignature, SigningKey, sign, verify
-from services.core.signing_secret import read_signing_keys
+from services.core.signing import BadSecret, BadSignature, SigningKey, read_signing_keys, sign, verify
 
 OLD = "whsec_" + base64.b64encode(b"o" * 24).decode()
 NEW = "whsec_" + base64.b64encode(b"n" * 32).decode()

@@ -13,8 +13,7 @@ from services.core import file_watch
 from services.core.broker.connect import open_broker
 from services.core.pipes import Secret, load_pipes
 from services.core.provision import ensure_topics
-from services.core.signature import BadSignature, SigningKey, verify
-from services.core.signing_keys import SecretWatch, SigningKeys
+from services.core.signing import BadSignature, SigningKey, SigningKeys, verify, watch_secret
 from services.expel.plan import read_plan, watch_secrets
 from services.expel.settings import ExpelSettings
 from tests.support.waiting_events import store
@@ -90,7 +89,7 @@ async def test_a_file_that_cannot_be_used_leaves_the_keys(tmp_path: Path) -> Non
     path, keys, stopping = tmp_path / "hook.secret", SigningKeys([SigningKey.parse(OLD)]), asyncio.Event()
     write_secret(path, OLD)
     now, name = [0.0], "late/kept"
-    watch = SecretWatch(name, Secret(file=path), tmp_path, keys, lambda: now[0])
+    watch = watch_secret(name, Secret(file=path), tmp_path, keys, lambda: now[0])
     with structlog.testing.capture_logs() as logs:
         async with asyncio.timeout(60), asyncio.TaskGroup() as group:
             group.create_task(watch.run(stopping))

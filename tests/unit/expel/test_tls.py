@@ -10,10 +10,10 @@ import pytest
 from aiohttp import web
 
 from services.core.net_guard import NetPolicy, parse_networks
-from services.expel import http_client
-from services.expel.dns import AddressInfo, Lookups
-from services.expel.http_client import HttpClient
-from services.expel.webhook import classify
+from services.expel.webhook import client as http_client
+from services.expel.webhook.client import HttpClient
+from services.expel.webhook.resolver import AddressInfo, Resolver
+from services.expel.webhook.sender import classify
 
 LOCAL = NetPolicy(allow=parse_networks("127.0.0.0/8"))
 NAME = "receiver.test"
@@ -60,7 +60,7 @@ async def open_client(certificate: Path, host: str) -> AsyncIterator[tuple[HttpC
     try:
         await web.TCPSite(runner, "127.0.0.1", 0, ssl_context=context).start()
         url = f"https://{host}:{runner.addresses[0][1]}/hook"
-        with HttpClient(url, policy=LOCAL, lookups=Lookups(lookup), timeout=20, headers={}) as client:
+        with HttpClient(url, policy=LOCAL, resolver=Resolver(lookup), timeout=20, headers={}) as client:
             yield client, bodies
     finally:
         await runner.cleanup()

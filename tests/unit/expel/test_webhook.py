@@ -11,19 +11,17 @@ import orjson
 import pytest
 from aiohttp import web
 
-from services.core.broker.record import Batch, Record, TopicPartition
+from services.core.broker.record import Batch, Record
 from services.core.net_guard import NetPolicy, parse_endpoints, parse_networks
-from services.core.signature import SigningKey
-from services.core.signing_keys import SigningKeys
-from services.expel import dns
-from services.expel.cloudevent import make_format
-from services.expel.delivery import Delivery, Run
-from services.expel.disposition import Again, RetryLimits, decide
-from services.expel.dns import Lookups
-from services.expel.http_answer import MAX_ANSWER
-from services.expel.http_client import HttpClient
-from services.expel.outcome import Failure, Outcome
-from services.expel.webhook import WebhookSender, make_message_id
+from services.core.signing import SigningKey, SigningKeys
+from services.expel.delivery import Delivery
+from services.expel.retry_policy import Action, Failure, Outcome, RetryLimits, RetryPolicy
+from services.expel.webhook import resolver
+from services.expel.webhook.body import make_format
+from services.expel.webhook.client import HttpClient
+from services.expel.webhook.resolver import Resolver
+from services.expel.webhook.response import MAX_RESPONSE
+from services.expel.webhook.sender import WebhookSender, make_message_id
 from tests.unit.expel import receiver as bad
 from tests.unit.expel.receiver import Received, open_receiver, open_socket_server
 
@@ -47,23 +45,13 @@ async def open_sender(
 ) -> AsyncIterator[WebhookSender]:
     form = make_format(body, "late")
     headers = {"X-Team": "river", "Content-Type": form.content_type}
-    with HttpClient(url, policy=policy, lookups=Lookups(), timeout=timeout, headers=headers) as client:
+    with HttpClient(url, policy=policy, resolver=Resolver(), timeout=timeout, headers=headers) as client:
         parsed = tuple(SigningKey.parse(key) for key in keys)
         yield WebhookSender(client, "late", form, SigningKeys(parsed), 1_000_000)
 
 
 def deliver(sender: WebhookSender, records: list[Record]) -> Delivery:
-    found = sender.render(Batch("flights", 0, range(len(records)), records))
-    run = Run(TopicPartition("flights", 0), found.offsets, 0)
-    return Delivery(
-        list(found.parts),
-        list(found.ids),
-        list(found.arrivals),
-        list(found.records),
-        [run],
-        sum(map(len, found.parts)),
-        0,
-    )
+    return sender.render(Batch("flights", 0, range(len(records)), records)).delivery
 
 
 async def attempt(url: str, count: int = 3, *, policy: NetPolicy = LOCAL, timeout: float = 5.0) -> Outcome:
@@ -291,7 +279,7 @@ async def test_endless_answers_are_cut() -> None:
 
 async def test_compressed_answers_are_not_unpacked() -> None:
     """Broken: a small answer unpacks to gigabytes."""
-    bomb = gzip.compress(b" " * 2_000_000)[:MAX_ANSWER]
+    bomb = gzip.compress(b" " * 2_000_000)[:MAX_RESPONSE]
     head = b"HTTP/1.1 %d X\r\nContent-Encoding: gzip\r\nContent-Length: %d\r\n\r\n"
     assert await attempt_raw(head % (200, len(bomb)) + bomb) is None
     assert failure(await attempt_raw(head % (207, len(bomb)) + bomb)).reason == "bad_answer"
@@ -326,10 +314,10 @@ async def test_our_own_shortage_uses_up_no_attempt(number: int, monkeypatch: pyt
         raise OSError(number, "short")
 
     async with open_receiver() as receiver:
-        monkeypatch.setattr("services.expel.http_client.refuse_address", refuse)
+        monkeypatch.setattr("services.expel.webhook.client.refuse_address", refuse)
         found = failure(await attempt(receiver.url))
     assert (found.reason, found.ours) == ("own_limits", True)
-    assert isinstance(decide(found, 99, RetryLimits(4, 0.1, 1.0)), Again)
+    assert RetryPolicy(RetryLimits(4, 0.1, 1.0)).choose(found, 99) is Action.RETRY
 
 
 async def test_untrusted_tls_is_a_failure() -> None:
@@ -360,12 +348,12 @@ async def test_addresses_are_refused_at_connect() -> None:
 async def test_names_that_lead_inside_are_refused(answers: list[str]) -> None:
     """Broken: DNS rebinding, or one inside answer among public ones, reaches inside services."""
 
-    def lookup(*_arguments: object, **_options: object) -> list[dns.AddressInfo]:
+    def lookup(*_arguments: object, **_options: object) -> list[resolver.AddressInfo]:
         return [(10 if ":" in answer else 2, 1, 6, "", (answer, 0)) for answer in answers]
 
     async with open_receiver() as receiver:
         url = receiver.url.replace("127.0.0.1", "rebind.example.com")
-        with HttpClient(url, policy=NetPolicy(), lookups=Lookups(lookup), timeout=5, headers={}) as client:
+        with HttpClient(url, policy=NetPolicy(), resolver=Resolver(lookup), timeout=5, headers={}) as client:
             sender = WebhookSender(client, "late", make_format("json", "late"), SigningKeys(), 1000)
             found = failure(await sender.send(deliver(sender, [record(1)])))
         assert receiver.requests == []

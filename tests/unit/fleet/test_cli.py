@@ -91,7 +91,7 @@ def test_no_colours_outside_a_terminal(shell: Shell) -> None:
         ("up --allow-networks 10.0.0.0/33", "--allow-networks: '10.0.0.0/33' is no network. Try: 127.0.0.0/8"),
         ("check --allow-networks x", "--allow-networks: 'x' is no network. Try: 127.0.0.0/8"),
         ("up --config nope.yaml", "nope.yaml: cannot be read"),
-        ("demo --broker pulsar", "--broker 'pulsar' is not for the demo"),
+        ("demo --broker pulsar", "the demo does not support --broker 'pulsar'"),
         ("keys create --stream A.B", "streams: must match"),
         ("keys revoke nobody", "there is no keys.yaml"),
         ("listen --port 9000 --secret-file nope", "nope cannot be read"),
@@ -285,7 +285,7 @@ def test_send_says_why_it_waits(shell: Shell, tmp_path: Path, monkeypatch: pytes
     assert first.startswith(f"{url}: Cannot connect to host")
     assert "; trying again" in first
     assert shell.err.count("trying again") == 1
-    assert "ingest took nothing for 1 s" in last
+    assert "ingest accepted nothing for 1 s" in last
     assert "penstock status" in remedy
 
 

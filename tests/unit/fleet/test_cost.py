@@ -8,9 +8,19 @@ import pytest
 from services.core.broker.contract import TopicSpec
 from services.core.broker.log import LogBroker
 from services.core.broker.record import Record
-from services.fleet.cost.model import HOURS_PER_MONTH, Load, Prices, layouts, pareto
-from services.fleet.cost.sample import Sample, Sort, namespace_of, take_sample
-from services.fleet.cost.view import render_cost, summarise_cost
+from services.fleet.cost import (
+    HOURS_PER_MONTH,
+    Load,
+    Prices,
+    Sample,
+    TypeCount,
+    layouts,
+    namespace_of,
+    pareto,
+    read_sample,
+    render_cost,
+    summarise_cost,
+)
 from tests.contract.traffic import append
 
 _PRICES = Prices(shard_hour=0.015, million_units=0.014)
@@ -31,9 +41,9 @@ def test_the_price_of_a_load() -> None:
 
 def _sample() -> Sample:
     sorts = {
-        "com.shop.order.paid": Sort(6_000, 3_000_000),
-        "com.shop.order.sent": Sort(3_000, 900_000),
-        "com.shop.user": Sort(1_000, 100_000),
+        "com.shop.order.paid": TypeCount(6_000, 3_000_000),
+        "com.shop.order.sent": TypeCount(3_000, 900_000),
+        "com.shop.user": TypeCount(1_000, 100_000),
     }
     return Sample(10.0, sorts, entries=500)
 
@@ -68,7 +78,7 @@ async def test_a_sample_of_what_is_stored(tmp_path: Path) -> None:
         for partition in (0, 1):
             paid = Record(b"k", b"x" * 100, now - 30_000, (("ce_type", b"order.paid"),))
             await append(broker, "t", [paid] * 7 + [Record(None, b"y", now - 30_000)], partition)
-        sample = await take_sample(broker.admin, "t", 1.0, aggregated=False)
+        sample = await read_sample(broker.reader, "t", 1.0, aggregated=False)
     assert (sample.sorts["order.paid"].events, sample.sorts["(none)"].events) == (14, 2)
     assert sample.events_per_entry == 1.0
     found = summarise_cost([("t", sample)], {"t": 3}, _PRICES)

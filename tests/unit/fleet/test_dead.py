@@ -16,22 +16,20 @@ from services.core.broker.errors import Unavailable
 from services.core.broker.producer import Producer, SendResult
 from services.core.broker.record import Batch, Record, TopicPartition
 from services.core.causes import Causes, normalise
-from services.core.dead_letter import make_dead_letter
 from services.core.ledger.report import TELEMETRY, decode_report, unpack_numbers
 from services.core.letter import DeadLetter, Position
 from services.core.pipes import AUDIT, PipeFile
 from services.core.provision import ensure_topics
 from services.core.retry_state import unwrap
 from services.core.times import parse_time
-from services.expel.returned import Returned
-from services.fleet.dead.aim import Aim
-from services.fleet.dead.audit import Auditor, Fates, read_audit
-from services.fleet.dead.filter import Filter
-from services.fleet.dead.found import Found
-from services.fleet.dead.payload import restore, with_payloads
-from services.fleet.dead.redrive import Redrive
+from services.expel.dedup import RetryTopicFilter
+from services.fleet.dead.audit import AuditedActions, Auditor, read_audit
+from services.fleet.dead.found import DeadLetterSearch, Filter, restore, with_payloads
+from services.fleet.dead.redrive import Redrive, RedriveTargets
 from services.fleet.dead.view import letter_json
 from services.fleet.problem import CommandFailed
+from tests.support.dead_letters import BASE
+from tests.support.dead_letters import dead_letter as refused_letter
 
 HOOK = {"url": "https://example.org/hook"}
 PIPES = PipeFile.model_validate(
@@ -50,7 +48,6 @@ PIPES = PipeFile.model_validate(
         },
     }
 )
-BASE = 1_700_000_000_000
 ANY = Filter()
 
 
@@ -68,18 +65,7 @@ def original(number: int) -> Record:
 
 def letter(number: int, **said: object) -> Record:
     """Event `number` as a dead letter, first failed `number` seconds after BASE."""
-    usual: dict[str, object] = {"reason": "http_404", "detail": "no", "node": "expel", "destination": "billing"}
-    source = TopicPartition("orders", 1)
-    wanted = {
-        **usual,
-        "attempts": 7,
-        "first_failure": BASE + 1000 * number,
-        "source": source,
-        "offset": number,
-        "now_ms": BASE + 9_000_000,
-        **said,
-    }
-    return make_dead_letter(original(number), pipe="late", **wanted)  # type: ignore[arg-type]
+    return refused_letter(original(number), number, pipe="late", **said)
 
 
 def stored_letter(number: int) -> DeadLetter:
@@ -89,20 +75,20 @@ def stored_letter(number: int) -> DeadLetter:
 
 
 async def bury(broker: Broker, letters: Sequence[Record]) -> None:
-    async with Producer(broker.driver) as producer:
+    async with Producer(broker.appender) as producer:
         (await producer.send_to("late.dead", {0: letters})).raise_first()
 
 
 async def numbers(broker: Broker, where: Filter = ANY, *, settled: bool = False) -> list[int]:
-    found = await Found.look(broker.admin, where, settled=settled)
+    found = await DeadLetterSearch.open(broker, where, settled=settled)
     return [one.position.offset async for page in found.pages() for one in page]
 
 
 async def stored(broker: Broker, topic: str) -> list[Record]:
     found: list[Record] = []
-    for partition, held in (await broker.admin.describe(topic)).items():
+    for partition, held in (await broker.reader.describe(topic)).items():
         if held.end > held.start:
-            batch = await broker.admin.read(topic, partition, held.start, max_records=10_000)
+            batch = await broker.reader.read(topic, partition, held.start, max_records=10_000)
             assert batch is not None
             found += batch.records
     return found
@@ -115,10 +101,10 @@ async def redrive(
     *,
     to_stream: bool = False,
 ) -> Redrive:
-    async with Producer(broker.driver) as producer:
-        aim = Aim(PIPES, to_stream=to_stream, by_event_time=broker.features.retention_by_event_time)
-        work = Redrive(aim, producer, Auditor(producer, "me@here", where.as_json()), 10_000)
-        await work.run(with_payloads(broker.admin, (await Found.look(broker.admin, where, positions)).pages()))
+    async with Producer(broker.appender) as producer:
+        targets = RedriveTargets(PIPES, to_stream=to_stream, by_event_time=broker.features.retention_by_event_time)
+        work = Redrive(targets, producer, Auditor(producer, "me@here", where.as_json()), 10_000)
+        await work.run(with_payloads(broker.reader, (await DeadLetterSearch.open(broker, where, positions)).pages()))
     return work
 
 
@@ -152,7 +138,7 @@ async def test_the_observer_is_told_of_what_is_redriven(broker: Broker, capsys: 
     await broker.admin.delete_topic(TELEMETRY)
     await bury(broker, [with_origin(3)])
     assert (await redrive(broker)).so_far.done == 1
-    assert "the observer is not told" in capsys.readouterr().err
+    assert "the ledger gets no report" in capsys.readouterr().err
 
 
 async def test_letters_of_two_lives_of_a_stream_are_both_sent(broker: Broker) -> None:
@@ -161,15 +147,15 @@ async def test_letters_of_two_lives_of_a_stream_are_both_sent(broker: Broker) ->
     await redrive(broker, where=Filter(destination="billing"))
     records = await stored(broker, "late.retry")
     assert len({(state.source, state.due) for state in (unwrap(record)[1] for record in records)}) == 1
-    sorted_out = Returned("late.retry", "late", "billing").sort(Batch("late.retry", 0, range(3), records))
+    sorted_out = RetryTopicFilter("late", "billing").sort(Batch("late.retry", 0, range(3), records))
     assert [record.header("ce_id") for mine in sorted_out.mine for record in mine.records] == [b"e1", b"e2", b"e3"]
-    assert sorted_out.twins == []
+    assert sorted_out.duplicates == []
 
 
 async def test_more_than_a_page_and_nothing_that_comes_later(broker: Broker) -> None:
     """Broken: a long list is cut off, or a redrive of what dies again at once never ends."""
     await bury(broker, [letter(number) for number in range(1200)])
-    found = await Found.look(broker.admin, Filter())
+    found = await DeadLetterSearch.open(broker, Filter())
     await bury(broker, [letter(5000)])
     assert await found.count() == 1200
     assert [one.position.offset async for page in found.pages() for one in page] == list(range(1200))
@@ -191,7 +177,7 @@ async def test_redriven_as_they_were_to_their_destination_alone(broker: Broker) 
     assert await numbers(broker) == []
     assert await numbers(broker, settled=True) == list(range(250))
     assert (await redrive(broker, where=Filter(pipe="late"))).so_far.done == 0
-    entries = [entry async for entry in read_audit(broker.admin)]
+    entries = [entry async for entry in read_audit(broker.reader)]
     assert {(entry.action, entry.who, entry.topic, entry.partition) for entry in entries} == {
         (REDRIVE, "me@here", "late.dead", 0)
     }
@@ -203,7 +189,7 @@ async def test_redriven_as_they_were_to_their_destination_alone(broker: Broker) 
 async def test_positions_are_taken_again(broker: Broker) -> None:
     """Broken: what was discarded by mistake, or redriven in vain, can never be sent again."""
     await bury(broker, [letter(number) for number in range(3)])
-    async with Producer(broker.driver) as producer:
+    async with Producer(broker.appender) as producer:
         await Auditor(producer, "me@here", {}).write(DISCARD, [stored_letter(1)])
     assert await numbers(broker) == [0, 2]
     assert (await redrive(broker, [Position("late.dead", 0, 1)])).so_far.done == 1
@@ -263,12 +249,15 @@ class Failing(Producer):
 async def test_no_record_of_what_is_not_durable_and_at_most_one_batch_without(broker: Broker) -> None:
     """Broken: after a crash letters count as redriven that were not, or many batches are sent twice."""
     await bury(broker, [letter(number) for number in range(250)])
-    async with Failing(broker.driver) as producer:
+    async with Failing(broker.appender) as producer:
         work = Redrive(
-            Aim(PIPES, to_stream=False, by_event_time=False), producer, Auditor(producer, "me@here", {}), 10_000
+            RedriveTargets(PIPES, to_stream=False, by_event_time=False),
+            producer,
+            Auditor(producer, "me@here", {}),
+            10_000,
         )
         with pytest.raises(Unavailable):
-            await work.run((await Found.look(broker.admin, Filter())).pages())
+            await work.run((await DeadLetterSearch.open(broker, Filter())).pages())
     assert len(await stored(broker, "late.retry")) == 100
     assert len(await numbers(broker)) == 250
     assert (await redrive(broker, where=Filter(pipe="late"))).so_far.done == 250
@@ -277,10 +266,10 @@ async def test_no_record_of_what_is_not_durable_and_at_most_one_batch_without(br
 
 async def test_nothing_is_done_that_cannot_be_on_record(broker: Broker) -> None:
     """Broken: on a fleet without the audit topic letters are sent again and again, and nobody knows."""
-    async with Producer(broker.driver) as producer:
+    async with Producer(broker.appender) as producer:
         await Auditor(producer, "me", {}).require_topic()
     await broker.admin.delete_topic(AUDIT)
-    async with Producer(broker.driver) as producer:
+    async with Producer(broker.appender) as producer:
         with pytest.raises(CommandFailed, match="there is no topic"):
             await Auditor(producer, "me", {}).require_topic()
     await bury(broker, [letter(0)])
@@ -291,16 +280,16 @@ async def test_stops_between_batches(broker: Broker) -> None:
     """Broken: Ctrl-C leaves letters that were sent and are not on record."""
     await bury(broker, [letter(number) for number in range(250)])
     asked = iter([False, True])
-    async with Producer(broker.driver) as producer:
-        aim = Aim(PIPES, to_stream=False, by_event_time=False)
-        work = Redrive(aim, producer, Auditor(producer, "me", {}), 10_000, asked_to_stop=lambda: next(asked))
-        await work.run((await Found.look(broker.admin, Filter())).pages())
+    async with Producer(broker.appender) as producer:
+        targets = RedriveTargets(PIPES, to_stream=False, by_event_time=False)
+        work = Redrive(targets, producer, Auditor(producer, "me", {}), 10_000, asked_to_stop=lambda: next(asked))
+        await work.run((await DeadLetterSearch.open(broker, Filter())).pages())
     assert await numbers(broker) == list(range(100, 250))
 
 
 async def test_foreign_records_in_the_audit_count_for_nothing(broker: Broker) -> None:
     """Broken: one bad record in the audit topic makes all the commands fail, or hides letters."""
-    async with Producer(broker.driver) as producer:
+    async with Producer(broker.appender) as producer:
         (await producer.send_to(AUDIT, {0: [Record(None, b"{}", 0), Record(None, None, 0)]})).raise_first()
     await bury(broker, [letter(0)])
     assert await numbers(broker) == [0]
@@ -309,7 +298,7 @@ async def test_foreign_records_in_the_audit_count_for_nothing(broker: Broker) ->
 async def test_a_fate_is_of_a_letter_and_not_of_its_place(broker: Broker) -> None:
     """Broken: after a topic of dead letters was made anew, new letters read as discarded or redriven, and nobody sees them."""
     await bury(broker, [letter(n) for n in range(5)])
-    async with Producer(broker.driver) as producer:
+    async with Producer(broker.appender) as producer:
         await Auditor(producer, "me@here", {}).write(DISCARD, [stored_letter(n) for n in (0, 1, 2)])
         await Auditor(producer, "me@here", {}).write(REDRIVE, [stored_letter(n) for n in (1, 4)])
     assert await numbers(broker) == [3]
@@ -334,7 +323,7 @@ def test_fates_where_the_ranges_of_several_lives_overlap() -> None:
 
     wide = entry(*((n, b"w%d" % (n % 10)) for n in range(50)), ranges=[(0, 49)])
     narrow = entry(*((n, b"n%d" % (n % 10)) for n in (3, 4, 40)), ranges=[(3, 4), (40, 40)])
-    fates = Fates([narrow, wide])
+    fates = AuditedActions([narrow, wide])
     for n in range(50):
         assert fates.fate(Position("a.dead", 0, n), b"w%d" % (n % 10) * 3) == "discarded"
         expected = "discarded" if n in (3, 4, 40) else ""
@@ -349,7 +338,9 @@ def test_fates_of_ranges_in_any_order() -> None:
     def entry(action: str, *ranges: tuple[int, int], topic: str = "a.dead") -> Entry:
         return Entry(action, 0, "me", {}, topic, 0, list(ranges), 0)
 
-    fates = Fates([entry(REDRIVE, (10, 12), (3, 3)), entry(DISCARD, (0, 3), (20, 20)), entry(REDRIVE, (13, 14))])
+    fates = AuditedActions(
+        [entry(REDRIVE, (10, 12), (3, 3)), entry(DISCARD, (0, 3), (20, 20)), entry(REDRIVE, (13, 14))]
+    )
     found = {n: fates.fate(Position("a.dead", 0, n), b"") for n in range(22)}
     redriven, discarded = {3, 10, 11, 12, 13, 14}, {0, 1, 2, 20}
     assert found == {n: "redriven" if n in redriven else "discarded" if n in discarded else "" for n in range(22)}
@@ -397,7 +388,7 @@ async def test_json_names_what_is_not_text(broker: Broker) -> None:
     """Broken: a program that reads `dead list --json` fails on one odd letter."""
     strange = Record(b"k", b"\xff", 10**17, ((dead_letter.REASON, b"\xff"), (dead_letter.ATTEMPTS, b"many")))
     await bury(broker, [strange])
-    (page,) = [page async for page in (await Found.look(broker.admin, Filter())).pages()]
+    (page,) = [page async for page in (await DeadLetterSearch.open(broker, Filter())).pages()]
     assert json.loads(await asyncio.to_thread(json.dumps, page[0].as_json()))["reason"] == "\N{REPLACEMENT CHARACTER}"
 
 
@@ -407,7 +398,7 @@ def without_value(full: Record) -> Record:
 
 async def test_a_payload_that_was_too_large_for_a_letter_comes_from_its_source(broker: Broker) -> None:
     """Broken: an event that was too large for the broker with its reason on can be seen and sent again by nobody."""
-    async with Producer(broker.driver) as producer:
+    async with Producer(broker.appender) as producer:
         (await producer.send_to("orders", {1: [original(0), original(1)]})).raise_first()
     gone, other = letter(0, offset=7), letter(1, offset=0)
     await bury(broker, [*map(without_value, (letter(0), gone, other)), letter(1)])
@@ -415,7 +406,7 @@ async def test_a_payload_that_was_too_large_for_a_letter_comes_from_its_source(b
         DeadLetter.of(Position("late.dead", 0, offset), record)
         for offset, record in enumerate(await stored(broker, "late.dead"))
     ]
-    whole = [await restore(broker.admin, one) for one in found]
+    whole = [await restore(broker.reader, one) for one in found]
     assert [one.record.value for one in whole] == [b'{"n":0}', None, None, b'{"n":1}']
     assert whole[3] is found[3]
     assert letter_json(whole[0], from_source=True)["payload_from"] == "source"

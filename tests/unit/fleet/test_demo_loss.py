@@ -5,7 +5,7 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from services.fleet.demo.fidelity import render_loss
+from services.fleet.demo.stage import render_loss
 
 
 @pytest.mark.parametrize("final", [(True, True), (True, False)])
@@ -26,4 +26,4 @@ def test_minutes_that_are_open_are_said_to_be(final: tuple[bool, bool]) -> None:
         render_loss({"minutes": rows, "accepted": 20, "missing": 0, "threshold": 0.01, "catching_up": False})
     )
     assert "0 of 20 events are missing" in out.getvalue()
-    assert ("the demo does not wait" in out.getvalue()) != all(final)
+    assert ("The demo does not wait" in out.getvalue()) != all(final)

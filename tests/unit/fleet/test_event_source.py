@@ -92,7 +92,7 @@ def test_nothing(data: bytes) -> None:
         (b'[{"a":1} {"b":2}]', "after event 1: not a valid JSON array"),
         (b'[{"a":1},]', "event 2: not valid JSON"),
         (b'[{"a":1}', "after event 1: not a valid JSON array"),
-        (b'[{"a":1}] x', "more text behind the end"),
+        (b'[{"a":1}] x', "more text after the end"),
         (b"hello", "event 1: not valid JSON"),
         (b"[" * 200_000, "nested too deeply"),
         (b'["\xff"]', "not UTF-8"),

@@ -11,7 +11,7 @@ import yaml
 
 from infra.dev.write_generated import FILES, MODELS, ROOT, default_config
 from services.core.settings import load_settings
-from services.fleet.starter import STARTER
+from services.fleet.verbs.pipes import STARTER
 
 SCHEMA: dict[str, Any] = json.loads((ROOT / "schema" / "pipes.schema.json").read_text())
 

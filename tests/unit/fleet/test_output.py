@@ -13,8 +13,7 @@ import pytest
 from prometheus_client import REGISTRY
 
 from services.fleet import console
-from services.fleet.output import Output, describe_line
-from services.fleet.rotation import KEPT, RotatedLog
+from services.fleet.output import KEPT, Output, RotatedLog, describe_line
 
 
 def test_log_files_are_bounded(tmp_path: Path) -> None:
@@ -102,6 +101,6 @@ def test_the_console_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     full.write.side_effect = OSError(errno.ENOSPC, "No space left on device")
     monkeypatch.setattr(sys, "stderr", full)
     for _ in range(3):
-        console.note("look here")
+        console.print_note("look here")
     assert full.write.call_count >= 3
     assert not console.ERR._buffer

@@ -59,7 +59,7 @@ def test_paused_until_resumed(shell: Shell, folder: Path) -> None:
 
     async def read() -> Pauses:
         async with open_broker(f"log://{folder}/data/log") as broker:
-            pauses = Pauses(broker.admin)
+            pauses = Pauses(broker.reader)
             await pauses.refresh()
             return pauses
 

@@ -9,7 +9,7 @@ import aiohttp
 import pytest
 from standardwebhooks import Webhook
 
-from services.core.signature import SigningKey
+from services.core.signing import SigningKey
 from services.fleet.receiver import Received, Receiver, read_body, serve_receiver
 
 SECRET = "whsec_" + base64.b64encode(b"k" * 32).decode()
@@ -35,7 +35,7 @@ async def post(receiver: Receiver, body: bytes, *, secret: str = SECRET, message
 async def test_good_signatures_pass_and_duplicates_are_counted() -> None:
     """Broken: a receiver by our own rules cannot verify what others sign, or counts a repetition as news."""
     told: list[Received] = []
-    receiver = Receiver((SigningKey.parse(SECRET),), tell=told.append)
+    receiver = Receiver((SigningKey.parse(SECRET),), on_request=told.append)
     assert await post(receiver, json.dumps(BATCH).encode()) == 204
     assert await post(receiver, json.dumps(BATCH[1:]).encode(), message="msg_2") == 204
     assert (receiver.delivered, receiver.duplicates, receiver.requests) == (2, 1, 2)

@@ -10,15 +10,15 @@ from services.core.broker.connect import open_broker
 from services.core.broker.record import TopicPartition
 from services.core.dead_letter import make_dead_letter
 from services.core.letter import DeadLetter, Position
-from services.core.pipes import delay_topic, load_pipes
+from services.core.pipes import RETRIER_GROUP, delay_topic, load_pipes
 from services.core.provision import ensure_topics
 from services.core.retry_state import unwrap
 from services.core.snapshot import read_contents, write_snapshot
 from services.core.yaml_source import BadConfiguration
-from services.fleet.dead.aim import Aim, Aimed
+from services.fleet.dead.redrive import RedriveRecord, RedriveTargets
 from services.fleet.plan import make_plan
 from services.fleet.settings import UpSettings
-from services.fleet.topics import prepare
+from services.fleet.topics import Prepared, prepare
 from tests.support.waiting_events import store, stored, waiting_event
 from tests.unit.fleet.test_cli import Shell, shell
 
@@ -75,7 +75,7 @@ def test_without_a_broker_it_says_so(shell: Shell, tmp_path: Path) -> None:
     assert shell.run("check", "--data", tmp_path / "nothing", "--json") == 0
     assert "holds no log" in json.loads(shell.out)["waiting"]["unknown"]
     assert shell.run("check", "--broker", "nonsense://x") == 0
-    assert "is not known" in shell.err
+    assert "are not known" in shell.err
 
 
 def test_an_entry_that_is_done_can_go(shell: Shell, tmp_path: Path) -> None:
@@ -119,17 +119,35 @@ def test_nothing_is_changed_before_it_is_told(tmp_path: Path, url: str) -> None:
     asyncio.run(read())
 
 
-def test_the_retrier_runs_while_it_holds_anything(tmp_path: Path, url: str) -> None:
-    """Broken: the last schedule is turned off, and every event that waits in a delay topic stays there for ever."""
+@pytest.mark.parametrize("settled", [-1, 0])
+def test_the_retrier_runs_where_its_topics_exist(tmp_path: Path, url: str, settled: int) -> None:
+    """Broken: the last schedule is turned off, and every event that waits in a delay topic, or whose append arrives after `up`
+    looked, stays there for ever."""
+
+    async def settle() -> None:
+        async with open_broker(url) as broker:
+            await broker.admin.set_committed(RETRIER_GROUP, delay_topic(64), {0: settled})
+
+    asyncio.run(settle())
     (tmp_path / "pipes.yaml").write_text(BEFORE.replace("'}", "', schedule: []}"))
     pipes = load_pipes(tmp_path / "pipes.yaml")
-    prepared = asyncio.run(prepare(url, pipes, tmp_path / "pipes.yaml"))
-    assert prepared.waiting.with_retrier == 1
+    topics = asyncio.run(prepare(url, pipes, tmp_path / "pipes.yaml")).topics
     write_snapshot(tmp_path / "snapshot", read_contents([tmp_path / "pipes.yaml"]))
     settings = UpSettings(pipes=tmp_path / "pipes.yaml", data=tmp_path / "data")
-    for is_waiting in (True, False):
-        plan = make_plan(settings, pipes, url, None, tmp_path / "snapshot", is_waiting=is_waiting)
-        assert ("retrier" in [spec.service for spec in plan.services]) == is_waiting
+    plan = make_plan(settings, pipes, url, None, tmp_path / "snapshot", has_retrier=topics.has_retrier)
+    assert "retrier" in [spec.service for spec in plan.services]
+
+
+def test_no_retrier_without_a_schedule(tmp_path: Path) -> None:
+    """Broken: a process and eleven topics for nothing, in a fleet that never had a schedule."""
+    (tmp_path / "pipes.yaml").write_text(BEFORE.replace("'}", "', schedule: []}"))
+    pipes = load_pipes(tmp_path / "pipes.yaml")
+    topics = asyncio.run(prepare(f"log://{tmp_path}/other/log", pipes, tmp_path / "pipes.yaml")).topics
+    assert not topics.has_retrier
+    write_snapshot(tmp_path / "snapshot", read_contents([tmp_path / "pipes.yaml"]))
+    settings = UpSettings(pipes=tmp_path / "pipes.yaml", data=tmp_path / "data")
+    plan = make_plan(settings, pipes, "log:", None, tmp_path / "snapshot", has_retrier=topics.has_retrier)
+    assert "retrier" not in [spec.service for spec in plan.services]
 
 
 def test_a_redrive_follows_the_new_name(tmp_path: Path) -> None:
@@ -155,9 +173,70 @@ def test_a_redrive_follows_the_new_name(tmp_path: Path) -> None:
         ("{}", None),
     ):
         (tmp_path / "pipes.yaml").write_text(f"{AFTER}removed: {removed}\n")
-        aimed = Aim(load_pipes(tmp_path / "pipes.yaml"), to_stream=False, by_event_time=False).aim(letter, 5)
+        aimed = RedriveTargets(load_pipes(tmp_path / "pipes.yaml"), to_stream=False, by_event_time=False).resolve(
+            letter, 5
+        )
         if expected is None:
             assert aimed == "unknown_destination"
         else:
-            assert isinstance(aimed, Aimed)
+            assert isinstance(aimed, RedriveRecord)
             assert unwrap(aimed.record)[1].destination == expected
+
+
+async def deliver(url: str, lane: str, up_to: int) -> None:
+    """As a lane that was stopped when it had delivered the stream up to there."""
+    async with open_broker(url) as broker:
+        await broker.admin.set_committed(lane.replace("/", "."), "s", {0: up_to})
+
+
+async def fill(url: str) -> None:
+    async with open_broker(url) as broker:
+        await store(broker, "s", [waiting_event("late/any", number) for number in range(10)])
+
+
+def prepared(url: str, path: Path) -> Prepared:
+    return asyncio.run(prepare(url, load_pipes(path), path))
+
+
+def test_what_was_not_read_of_a_stream_is_said_once(shell: Shell, tmp_path: Path) -> None:
+    """Broken: a destination that is behind is taken out of the file, and what it had not read is delivered to nobody, unsaid."""
+    url, file = f"log://{tmp_path}/streams/log", tmp_path / "pipes.yaml"
+    file.write_text(BEFORE)
+    prepared(url, file)
+    asyncio.run(fill(url))
+    asyncio.run(deliver(url, "late/old", 6))
+    file.write_text(AFTER)
+    assert shell.run("check", "--broker", url) == 2
+    assert "removed.late/old: 3 events of s not yet delivered to late/old, which this file no" in shell.err.replace(
+        "\n", " "
+    )
+    with pytest.raises(BadConfiguration, match=r"removed\.late/old"):
+        prepared(url, file)
+    file.write_text(f"{AFTER}removed: {{late/old: {{drop: they left}}}}\n")
+    assert prepared(url, file).waiting.undelivered == {"late/old": {"s": 3}}
+    file.write_text(AFTER)
+    assert prepared(url, file).waiting.undelivered == {}
+    assert shell.run("check", "--broker", url) == 0
+
+
+def test_renamed_and_renamed_back(tmp_path: Path) -> None:
+    """Broken: a destination that gets its first name back sends again all that its other name has delivered."""
+    url, file = f"log://{tmp_path}/streams/log", tmp_path / "pipes.yaml"
+    file.write_text(BEFORE)
+    prepared(url, file)
+    asyncio.run(fill(url))
+    asyncio.run(deliver(url, "late/old", 2))
+    file.write_text(f"{AFTER}removed: {{late/old: {{deliver_to: late/new}}}}\n")
+    assert prepared(url, file).went_on == {"late/old": "late/new"}
+    asyncio.run(deliver(url, "late/new", 7))
+    file.write_text(f"{BEFORE}removed: {{late/new: {{deliver_to: late/old}}}}\n")
+    found = prepared(url, file)
+    assert (found.went_on, found.waiting.undelivered) == ({"late/new": "late/old"}, {"late/new": {"s": 2}})
+
+    async def read() -> dict[int, int]:
+        async with open_broker(url) as broker:
+            return await broker.admin.committed("late.old", "s")
+
+    assert asyncio.run(read()) == {0: 7}
+    prepared(url, file)
+    assert asyncio.run(read()) == {0: 7}

@@ -13,8 +13,7 @@ from aiohttp import web
 
 from services.fleet import sender
 from services.fleet.event_source import SourceEvent
-from services.fleet.request_body import make_id, wrap
-from services.fleet.sender import SendingFailed, SendSummary, Target, send_events
+from services.fleet.sender import SendingFailed, SendSummary, Target, make_id, send_events, wrap
 
 Event = dict[str, Any]
 Script = Callable[[list[Event]], Awaitable[web.Response | None]]
@@ -169,7 +168,7 @@ async def test_what_no_repetition_repairs_ends_at_once(status: int) -> None:
 async def test_gives_up_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """Broken: a script hangs for ever when ingest is away."""
     monkeypatch.setattr(sender, "GIVE_UP_AFTER_S", 0.2)
-    with pytest.raises(SendingFailed, match="ingest took nothing for"):
+    with pytest.raises(SendingFailed, match="ingest accepted nothing for"):
         await send_events(numbered(10), Target("http://127.0.0.1:9", "orders"), SendSummary())
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from services.core.broker.log.layout import refuse_network
+from services.core.broker.log.data_folder import refuse_network
 from services.fleet.folder import FleetState, hold_folder, read_state, write_state
 from services.fleet.plan import FleetPlan
 from services.fleet.problem import CommandFailed
@@ -262,7 +262,7 @@ async def test_stop_while_starting(bench: Bench) -> None:
 
     async def stop_when_started() -> None:
         await until(bench.notes, "the start")
-        bench.stop.ask()
+        bench.stop.request()
 
     async with asyncio.TaskGroup() as group:
         group.create_task(stop_when_started())

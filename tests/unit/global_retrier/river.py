@@ -6,18 +6,19 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from services.core.broker.contract import Broker, Driver
+from services.core.broker.contract import Appender, Broker
 from services.core.broker.log import LogBroker
 from services.core.broker.producer import Producer
 from services.core.broker.record import Record, TopicPartition
 from services.core.broker.retry import RetryPolicy
+from services.core.consuming import Membership
 from services.core.pipes import RETRIER_DEAD, RETRIER_GROUP, RETRY_IN, PipeFile, retry_topic
 from services.core.provision import ensure_topics
 from services.core.retry_state import RetryState, wrap
-from services.global_retrier.meter import Meter
+from services.global_retrier.delay_queue import DELAY_BY_TOPIC
+from services.global_retrier.metrics import RetrierMetrics
 from services.global_retrier.mover import Mover
-from services.global_retrier.route import DELAY_BY_TOPIC
-from services.global_retrier.session import Session
+from services.global_retrier.retrier import RetrierProcessor
 from tests.unit.global_retrier.fake_clock import FakeClock
 
 DEADLINE_S = 240.0
@@ -63,36 +64,36 @@ class River:
 
     broker: Broker
     clock: FakeClock
-    driver: Driver
-    session: Session | None = None
+    appender: Appender
+    processor: RetrierProcessor | None = None
     _read: dict[str, int] = field(default_factory=dict)
     _put: bool = False
 
     async def put(self, records: Sequence[Record], topic: str = RETRY_IN) -> None:
         self._put = True
-        async with Producer(self.broker.driver) as producer:
+        async with Producer(self.broker.appender) as producer:
             (await producer.send(topic, records)).raise_first()
 
     async def hand_over(self, *states: RetryState) -> None:
         await self.put([make_record(state, self.clock.now_ms()) for state in states])
 
     @asynccontextmanager
-    async def running(self) -> AsyncIterator[Session]:
+    async def running(self) -> AsyncIterator[RetrierProcessor]:
         """A retrier for the time of the context."""
         stopping = asyncio.Event()
         quick = RetryPolicy(deadline=0.2, append_timeout=5.0)
-        async with Producer(self.driver, policy=quick) as producer:
-            meter = Meter()
-            self.session = Session(
-                self.broker, Mover(producer, self.broker.admin, meter, self.clock), meter, self.clock
-            )
+        async with Producer(self.appender, policy=quick) as producer:
+            metrics = RetrierMetrics()
+            mover = Mover(producer, self.broker.admin, metrics, self.clock)
+            self.processor = RetrierProcessor(self.broker, mover, metrics, self.clock)
+            membership = Membership(RETRIER_GROUP, self.processor, 0.1, metrics.set_up)
             joining = self.broker.consumer(
-                RETRIER_GROUP, list(DELAY_BY_TOPIC), start="earliest", on_revoke=self.session.revoke
+                RETRIER_GROUP, list(DELAY_BY_TOPIC), start="earliest", on_revoke=membership.revoke
             )
             async with joining as consumer:
-                running = asyncio.create_task(self.session.run(consumer, stopping, 5.0))
+                running = asyncio.create_task(membership.run(consumer, stopping, 5.0))
                 try:
-                    yield self.session
+                    yield self.processor
                 finally:
                     stopping.set()
                     await running
@@ -116,13 +117,13 @@ class River:
         await asyncio.sleep(0.01)
 
     async def _is_resting(self) -> bool:
-        assert self.session is not None
-        if any(line.busy for line in self.session.lines.values()):
+        assert self.processor is not None
+        if any(queue.busy for queue in self.processor.queues.values()):
             return False
         lags = await asyncio.gather(*(self.broker.admin.group_lag(RETRIER_GROUP, topic) for topic in DELAY_BY_TOPIC))
         for topic, lag in zip(DELAY_BY_TOPIC, lags, strict=True):
-            line = self.session.lines.get(TopicPartition(topic, 0))
-            if lag[0].records != (len(line) if line is not None else 0) and (line is None or line.has_room):
+            queue = self.processor.queues.get(TopicPartition(topic, 0))
+            if lag[0].records != (len(queue) if queue is not None else 0) and (queue is None or queue.has_room):
                 return False
         wake = self.clock.next_wake()
         return wake is None or wake > self.clock.now_ms()
@@ -159,7 +160,7 @@ class River:
 
     async def read_new(self, topic: str) -> list[Record]:
         """What came into partition 0 of a topic since the last call."""
-        end = (await self.broker.admin.describe(topic))[0].end
+        end = (await self.broker.reader.describe(topic))[0].end
         found: list[Record] = []
 
         async def nothing(_lost: frozenset[TopicPartition]) -> None:
@@ -179,9 +180,9 @@ class River:
 
 @asynccontextmanager
 async def open_river(
-    folder: Path, wrap_driver: Callable[[Driver], Driver] = lambda driver: driver
+    folder: Path, wrap_appender: Callable[[Appender], Appender] = lambda appender: appender
 ) -> AsyncIterator[River]:
-    """Topics of two pipes, `late` and `early`, and the retrier's own; wrap_driver: what the retrier writes through."""
+    """Topics of two pipes, `late` and `early`, and the retrier's own; wrap_appender: what the retrier writes through."""
     async with LogBroker.open(str(folder / "log")) as broker:
         await ensure_topics(broker.admin, PIPES)
-        yield River(broker, FakeClock(), wrap_driver(broker.driver))
+        yield River(broker, FakeClock(), wrap_appender(broker.appender))

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from services.global_retrier.clock import SteadyClock
+from services.global_retrier.delay_queue import SteadyClock
 
 
 @pytest.mark.parametrize("jump_s", [3600, -3600])

@@ -8,9 +8,8 @@ from services.core.broker.record import Batch, Record, TopicPartition
 from services.core.ledger.report import TELEMETRY, decode_report, unpack_numbers
 from services.core.pipes import RETRY_IN
 from services.core.retry_state import wrap
-from services.global_retrier.ledger import Ledger
-from services.global_retrier.line import Line, Waiting
-from services.global_retrier.meter import Meter
+from services.global_retrier.delay_queue import DelayQueue, Waiting
+from services.global_retrier.metrics import RetrierLedger, RetrierMetrics
 from services.global_retrier.mover import Mover
 from tests.unit.global_retrier.river import River, make_state, open_river
 
@@ -24,7 +23,7 @@ def wait(river: River, number: int, due_in: int, pipe: str = "late") -> Record:
 
 
 async def read_told(river: River) -> dict[tuple[str, str | None, str], set[int]]:
-    batch = await river.broker.admin.read(TELEMETRY, 0, 0, max_records=1000)
+    batch = await river.broker.reader.read(TELEMETRY, 0, 0, max_records=1000)
     found: dict[tuple[str, str | None, str], set[int]] = {}
     for record in batch.records if batch is not None else ():
         report = decode_report(record.value)
@@ -36,13 +35,13 @@ async def read_told(river: River) -> dict[tuple[str, str | None, str], set[int]]
 
 async def test_what_left_is_told_for_its_destination(tmp_path: Path) -> None:
     """Broken: an event that the retrier gave up counts as waiting for ever, or one that waits as given back."""
-    async with open_river(tmp_path) as river, Producer(river.driver) as producer:
-        mover = Mover(producer, river.broker.admin, Meter(), river.clock, Ledger(producer))
+    async with open_river(tmp_path) as river, Producer(river.appender) as producer:
+        mover = Mover(producer, river.broker.admin, RetrierMetrics(), river.clock, RetrierLedger(producer))
         records = [wait(river, 0, -1), wait(river, 1, 5000), wait(river, 2, -1, "early"), wait(river, 3, -1, "gone")]
         records.append(Record(None, b"no retry record", 5))
-        line = Line(SOURCE)
-        line.take(Batch(*SOURCE, range(len(records)), records), river.clock.now_ms())
-        items: list[Waiting] = line.cut(river.clock.now_ms())
+        queue = DelayQueue(SOURCE)
+        queue.add(Batch(*SOURCE, range(len(records)), records), river.clock.now_ms())
+        items: list[Waiting] = queue.pop_ready(river.clock.now_ms())
         await mover.move(SOURCE, items)
         await mover.ledger.report()
         told = {
@@ -59,16 +58,16 @@ async def test_what_left_is_told_for_its_destination(tmp_path: Path) -> None:
 async def test_how_late_it_is_says_nothing_of_what_only_waits(tmp_path: Path) -> None:
     """Broken: an event that waits for a day makes the retrier late, and none that it loses is ever called lost; or a backlog does
     not, and what waits for it is called lost."""
-    async with open_river(tmp_path) as river, Producer(river.driver) as producer:
-        ledger = Ledger(producer)
+    async with open_river(tmp_path) as river, Producer(river.appender) as producer:
+        ledger = RetrierLedger(producer)
 
         async def tell(**lags: int) -> int | None:
-            await ledger.behind(
+            await ledger.set_lags(
                 {TopicPartition(f"penstock.{topic}", 0): Lag(1, millis) for topic, millis in lags.items()}
             )
-            ledger.left("released", [])
+            ledger.add("released", [])
             await ledger.close()
-            batch = await river.broker.admin.read(TELEMETRY, 0, 0, max_records=1000)
+            batch = await river.broker.reader.read(TELEMETRY, 0, 0, max_records=1000)
             assert batch is not None
             report = decode_report(batch.records[-1].value)
             assert (report.pipe, report.destination) == ("", None)

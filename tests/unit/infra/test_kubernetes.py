@@ -13,10 +13,10 @@ import yaml
 from services.autoscaler.settings import AutoscalerSettings
 from services.core.address import parse_address
 from services.core.broker.connect import open_broker
-from services.core.key_file import load_keys
+from services.core.keys import load_keys
 from services.core.lifecycle import CLOSE_S
 from services.core.settings import Settings, load_settings
-from services.core.signing_secret import read_signing_keys
+from services.core.signing import read_signing_keys
 from services.expel.settings import ExpelSettings
 from services.fleet.pipe_check import check_pipe_file
 from services.global_retrier.settings import RetrierSettings

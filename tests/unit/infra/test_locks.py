@@ -11,7 +11,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from infra.dev.lock_packages import FOLDER, SETS, Locked, read_lock
-from services.core.jvm.jar_lock import LOCK_FILE
+from services.core.jvm.jars import LOCK_FILE
 
 REPOSITORY = Path(__file__).parents[3]
 LOCKS = {name: list(read_lock(FOLDER / f"{name}.txt")) for name in SETS}

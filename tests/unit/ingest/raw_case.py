@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from services.ingest.items import Limits
+from services.ingest.json_events import Limits
 from tests.support.raw_http import Client, make_request
 from tests.unit.ingest.service import LIMITS, running
 

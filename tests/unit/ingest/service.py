@@ -10,12 +10,12 @@ from services.core.broker.record import Record
 from services.core.broker.retry import RetryPolicy
 from services.core.pipes import Stream
 from services.ingest.access import Access
+from services.ingest.app import FILE
 from services.ingest.endpoint import Endpoint
 from services.ingest.http_server import HttpServer, Timeouts
 from services.ingest.intake import Intake
-from services.ingest.items import Limits
-from services.ingest.openapi import FILE
-from tests.support.memory_driver import MemoryDriver
+from services.ingest.json_events import Limits
+from tests.support.memory_appender import MemoryAppender
 from tests.support.raw_http import Client, Reply, make_request
 
 STREAMS = {
@@ -32,7 +32,7 @@ class Service:
     """What a test talks to."""
 
     port: int
-    driver: MemoryDriver
+    appender: MemoryAppender
     intakes: dict[str, Intake]
     access: Access
 
@@ -49,7 +49,7 @@ class Service:
 
     def stored(self, stream: str = "plain") -> list[Record]:
         """Everything in the stream."""
-        return self.driver.records(stream)
+        return self.appender.records(stream)
 
     def values(self, stream: str = "plain") -> list[bytes | None]:
         """Every payload in the stream."""
@@ -65,15 +65,15 @@ async def running(
     limits: Limits = LIMITS,
 ) -> AsyncIterator[Service]:
     """Serve on a free port until the context is left."""
-    driver = MemoryDriver()
+    appender = MemoryAppender()
     access = access or Access(None)
     with ThreadPoolExecutor(1) as executor:
-        async with Producer(driver, max_pending_bytes=max_pending, policy=FAST) as producer:
+        async with Producer(appender, max_pending_bytes=max_pending, policy=FAST) as producer:
             intakes = {name: Intake(name, stream, producer.rotate_keyless) for name, stream in streams.items()}
             for name, intake in intakes.items():
-                driver.create(name)
+                appender.create(name)
                 intake.partitions = 4
             endpoint = Endpoint(intakes, producer, access, limits, _OPENAPI, executor)
             server = HttpServer(endpoint.handle, timeouts=Timeouts(30, 30, 30), max_connections=50, max_in_flight=10**7)
             async with server.listen("127.0.0.1", 0, reuse_port=False) as (_, port):
-                yield Service(port, driver, intakes, access)
+                yield Service(port, appender, intakes, access)

@@ -11,8 +11,8 @@ import structlog.testing
 from aiohttp.http import RawRequestMessage
 
 from services.ingest import connection
+from services.ingest.answer import Answer
 from services.ingest.connection import Connection
-from services.ingest.http_answer import Answer
 from services.ingest.http_server import HttpServer, Timeouts
 from services.ingest.request_body import read_body
 from tests.support.raw_http import Client, make_request

@@ -10,7 +10,7 @@ import pytest
 from services.core import event
 from services.core.broker.partitioner import choose_partition
 from services.core.broker.record import Record
-from services.ingest.event_ids import IdMaker
+from services.ingest.event_fields import IdMaker
 from services.ingest.intake import KEYLESS_MS
 from tests.unit.ingest.service import Service, running
 
@@ -82,7 +82,7 @@ async def test_times_that_are_understood(service: Service, value: object, expect
     for rows in ([row], [row] * 3, [row, {}, {"at": "2025-01-02T03:04:05Z"}, {"at": 1735787045}]):
         assert (await service.post(orjson.dumps(rows), "orders")).status == 200
         assert expected in [record.timestamp for record in service.stored("orders")]
-        service.driver.create("orders")
+        service.appender.create("orders")
 
 
 @pytest.mark.parametrize(
@@ -180,7 +180,7 @@ async def test_a_keys_events_stay_in_order_in_kafkas_partition(service: Service)
     await service.post(orjson.dumps(rows[35:]), "orders")
     for number in range(7):
         key = f"c-{number}".encode()
-        partition = service.driver.topics["orders"][choose_partition(key, 4)]
+        partition = service.appender.topics["orders"][choose_partition(key, 4)]
         ids = [int(event.read_id(record) or -1) for record in partition if record.key == key]
         assert ids == list(range(number, 70, 7))
 
@@ -190,7 +190,7 @@ async def test_keyless_events_of_a_request_stay_together_and_requests_spread(ser
     for _ in range(8):
         await service.post(b"[{},{},{},{}]")
         await asyncio.sleep(KEYLESS_MS / 1000 + 0.002)  # requests of one moment share a partition on purpose
-    sizes = [len(partition) for partition in service.driver.topics["plain"]]
+    sizes = [len(partition) for partition in service.appender.topics["plain"]]
     assert sum(sizes) == 32
     assert all(size and size % 4 == 0 for size in sizes)
 
@@ -201,7 +201,7 @@ async def test_origins_are_dense_per_partition_and_differ_between_streams(servic
     for _ in range(3):
         await service.post(orjson.dumps(rows), "orders")
         await service.post(b"[{},{}]")
-    for stream, partitions in service.driver.topics.items():
+    for stream, partitions in service.appender.topics.items():
         for number, records in enumerate(partitions):
             found = origins(records)
             assert (

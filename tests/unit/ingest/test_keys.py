@@ -18,12 +18,12 @@ from prometheus_client import REGISTRY
 from pydantic import ValidationError
 
 from services.core import file_watch
-from services.core.key_file import add_key, load_keys, revoke_key
-from services.core.keys import KeyRing, make_key
+from services.core.file_watch import FileWatch
+from services.core.keys import KeyRing, add_key, load_keys, make_key, revoke_key
 from services.core.yaml_source import BadConfiguration
 from services.ingest import key_watch
 from services.ingest.access import Access
-from services.ingest.key_watch import KeyWatch
+from services.ingest.key_watch import watch_keys
 
 CREATED = "2026-01-02T03:04:05Z"
 
@@ -164,7 +164,7 @@ class Watched:
 
     path: Path
     access: Access
-    watch: KeyWatch
+    watch: FileWatch[KeyRing]
     clock: Clock
 
     def opens(self, token: str) -> bool:
@@ -179,7 +179,7 @@ class Watched:
 async def watched(path: Path) -> AsyncIterator[Watched]:
     """Watch a keys file that exists until the context is left."""
     access, clock, stopping = Access(KeyRing([])), Clock(), asyncio.Event()
-    watch = KeyWatch(path, access, clock)
+    watch = watch_keys(path, access, clock)
     await watch.load()
     async with asyncio.timeout(60), asyncio.TaskGroup() as group:
         group.create_task(watch.run(stopping))

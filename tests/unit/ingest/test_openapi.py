@@ -7,9 +7,9 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from services.ingest import problems
-from services.ingest.body_encoding import ENCODINGS
+from services.ingest.app import load_openapi
 from services.ingest.body_formats import MEDIA_TYPES
-from services.ingest.openapi import load_openapi
+from services.ingest.request_body import ENCODINGS
 from tests.support.raw_http import Reply
 from tests.unit.ingest.service import Service
 

@@ -23,7 +23,7 @@ from tests.unit.ingest.service import Service, running
 
 async def fail(service: Service, error: Exception, times: int = 1000) -> None:
     """The next appends raise this."""
-    service.driver.errors = [error] * times
+    service.appender.errors = [error] * times
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ async def test_nothing_stored_is_503_or_507(
 
 
 async def test_an_unexpected_error_leaves_the_outcome_unknown(service: Service) -> None:
-    """A bug in a driver must not turn into a 2xx or into a claim."""
+    """A bug in an appender must not turn into a 2xx or into a claim."""
     await fail(service, ZeroDivisionError())
     reply = await service.post(b"{}")
     assert (reply.status, reply.problem) == (503, "outcome-unknown")
@@ -57,7 +57,7 @@ async def test_an_unexpected_error_leaves_the_outcome_unknown(service: Service) 
 
 async def test_once_uncertain_stays_uncertain(service: Service) -> None:
     """First no answer, then refused: the first attempt may still have been stored."""
-    service.driver.errors = [OutcomeUnknown("no answer"), *[Unavailable("away")] * 1000]
+    service.appender.errors = [OutcomeUnknown("no answer"), *[Unavailable("away")] * 1000]
     reply = await service.post(b"{}")
     assert (reply.status, reply.json()["outcome"]) == (503, "unknown")
 
@@ -80,11 +80,11 @@ async def test_some_partitions_failed_is_207_with_each_failed_event(service: Ser
 async def test_207_tells_when_a_full_partition_has_room(service: Service) -> None:
     """If it fails, a client whose hot key fills one partition sends again at once, and again."""
     rows = [{"id": f"{n}", "customer": {"id": f"c-{n}"}} for n in range(20)]
-    service.driver.errors = [Throttled("slow down", retry_after=17.0)]
+    service.appender.errors = [Throttled("slow down", retry_after=17.0)]
     reply = await service.post(orjson.dumps(rows), "orders")
     assert reply.status == 207
     assert int(reply.headers["retry-after"]) in (17, 18)
-    service.driver.errors = [RecordTooLarge("no")]
+    service.appender.errors = [RecordTooLarge("no")]
     reply = await service.post(orjson.dumps(rows), "orders")
     assert reply.status == 207
     assert "retry-after" not in reply.headers, "waiting does not help"
@@ -93,7 +93,7 @@ async def test_207_tells_when_a_full_partition_has_room(service: Service) -> Non
 async def test_refused_and_unknown_together_are_told_apart(service: Service) -> None:
     """A bad event must not be sent again, an uncertain one must."""
     rows = [{"at": "bad"}, *({"customer": {"id": f"c-{n}"}} for n in range(20))]
-    service.driver.errors = [ZeroDivisionError()]
+    service.appender.errors = [ZeroDivisionError()]
     reply = await service.post(orjson.dumps(rows), "orders")
     assert reply.status == 207
     refused = reply.json()["refused"]
@@ -113,14 +113,14 @@ async def test_a_record_over_the_brokers_limit_is_its_item_refused(service: Serv
 async def test_a_full_queue_is_503_at_once() -> None:
     """While the broker is away memory must not grow: beyond the bound nothing is queued."""
     async with running(max_pending=5000) as service:
-        service.driver.gate.clear()
+        service.appender.gate.clear()
         waiting = asyncio.create_task(service.post(b"[" + b",".join([b'{"a":"%b"}' % (b"x" * 1000)] * 5) + b"]"))
-        while not service.driver.waiting:
+        while not service.appender.waiting:
             await asyncio.sleep(0.01)
         reply = await service.post(b"{}")
         assert (reply.status, reply.problem) == (503, "overloaded")
         assert int(reply.headers["retry-after"]) >= 1
-        service.driver.gate.set()
+        service.appender.gate.set()
         assert (await waiting).status == 200
 
 
@@ -134,13 +134,13 @@ async def test_a_stream_that_the_broker_lacks_is_503(service: Service) -> None:
 
 async def test_a_client_that_leaves_before_the_answer_changes_nothing(service: Service) -> None:
     """Its events are on their way: they are stored, and the service goes on."""
-    service.driver.gate.clear()
+    service.appender.gate.clear()
     leaving = asyncio.create_task(service.post(b'{"from":"a leaver"}'))
-    while not service.driver.waiting:
+    while not service.appender.waiting:
         await asyncio.sleep(0.01)
     leaving.cancel()
     await asyncio.wait((leaving,))
-    service.driver.gate.set()
+    service.appender.gate.set()
     assert (await service.post(b"{}")).status == 200
     async with asyncio.timeout(40):
         while b'{"from":"a leaver"}' not in service.values():
@@ -149,13 +149,13 @@ async def test_a_client_that_leaves_before_the_answer_changes_nothing(service: S
 
 async def test_failed_requests_make_unready_and_stored_ones_ready_again(service: Service) -> None:
     """A broker without a quorum may still call itself healthy; what it stores is what counts."""
-    probe = Probe(cast("Broker", None), Producer(service.driver), service.intakes.values())
+    probe = Probe(cast("Broker", None), Producer(service.appender), service.intakes.values())
     probe._said = None
     assert probe.reason is None
     await fail(service, Unavailable("away"))
     assert (await service.post(b"{}")).status == 503
     assert "plain could not be stored" in str(probe.reason)
-    service.driver.errors = []
+    service.appender.errors = []
     assert (await service.post(b"{}")).status == 200
     assert probe.reason is None
     await fail(service, RecordTooLarge("no"), times=1)

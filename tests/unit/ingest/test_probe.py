@@ -14,7 +14,7 @@ from services.core.pipes import Stream
 from services.ingest import probe as probe_module
 from services.ingest.intake import Intake
 from services.ingest.probe import Probe
-from tests.support.memory_driver import MemoryDriver
+from tests.support.memory_appender import MemoryAppender
 
 
 @dataclass
@@ -43,8 +43,8 @@ async def test_readiness_follows_the_broker(monkeypatch: pytest.MonkeyPatch) -> 
     """Traffic must not come before the broker can take it, and must go elsewhere while it cannot."""
     monkeypatch.setattr(probe_module, "READY_EVERY_S", 0.01)
     monkeypatch.setattr(probe_module, "UNREADY_EVERY_S", 0.01)
-    driver, answers, stopping = MemoryDriver(), Answers(), asyncio.Event()
-    async with Producer(driver) as producer:
+    appender, answers, stopping = MemoryAppender(), Answers(), asyncio.Event()
+    async with Producer(appender) as producer:
         intakes = [Intake(name, Stream(), producer.rotate_keyless) for name in ("one", "two")]
         probe = Probe(cast("Broker", answers), producer, intakes)
 
@@ -54,12 +54,12 @@ async def test_readiness_follows_the_broker(monkeypatch: pytest.MonkeyPatch) -> 
                     await asyncio.sleep(0.005)
 
         assert probe.reason is not None
-        driver.create("one", 3)
+        appender.create("one", 3)
         async with asyncio.TaskGroup() as group:
             group.create_task(probe.run(stopping))
             await until("two does not exist")
             assert [intake.partitions for intake in intakes] == [3, 0]
-            driver.create("two", 5)
+            appender.create("two", 5)
             await until(None)
             assert [intake.partitions for intake in intakes] == [3, 5]
             answers.error = Unavailable("no leader")

@@ -6,7 +6,7 @@ import zlib
 import pytest
 import zstandard
 
-from services.ingest.items import Limits
+from services.ingest.json_events import Limits
 from tests.unit.ingest.raw_case import Case, post, try_case
 
 OK = ((200, None),)

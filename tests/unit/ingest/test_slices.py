@@ -15,11 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.core.keys import KeyRing, make_key
-from services.ingest import endpoint, slices
+from services.ingest import body_formats, endpoint
 from services.ingest.access import Access
 from services.ingest.body_formats import Format, read_items
-from services.ingest.items import Items, Limits
-from services.ingest.json_text import count_brackets
+from services.ingest.json_events import Items, Limits, count_brackets
 from services.ingest.problems import Refused
 from tests.unit.ingest.service import Service, running
 
@@ -53,7 +52,7 @@ def sliced(body: bytes, chosen: Format, limits: Limits = LARGE) -> tuple[list[Ro
     """The same, read in slices."""
     found, refused = [], []
     try:
-        for items in slices.read_slices(body, FORMATS[chosen], chosen, NO_HEADERS, limits):
+        for items in body_formats.read_slices(body, FORMATS[chosen], chosen, NO_HEADERS, limits):
             found += rows(items)
             refused += items.refused
     except Refused as error:
@@ -64,7 +63,7 @@ def sliced(body: bytes, chosen: Format, limits: Limits = LARGE) -> tuple[list[Ro
 @pytest.fixture
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Slices of 64 bytes."""
-    monkeypatch.setattr(slices, "SLICE_BYTES", 64)
+    monkeypatch.setattr(body_formats, "SLICE_BYTES", 64)
     monkeypatch.setattr(endpoint, "SLICE_BYTES", 64)
 
 
@@ -124,6 +123,13 @@ def test_what_is_refused_as_a_whole_is_refused_in_slices(chosen: Format, events:
         assert found == expected
 
 
+@pytest.mark.usefixtures("_small")
+@pytest.mark.parametrize("body", [b"[]" + b" " * 80, b"[" + b" " * 80 + b"]", b" " * 80 + b"[ ]" + b"\n" * 80])
+def test_an_empty_array_among_white_space_is_read_alike(body: bytes) -> None:
+    """Broken: an empty array is bad JSON if more white space than a slice follows it."""
+    assert sliced(body, Format.JSON) == whole(body, Format.JSON) == ([], [])
+
+
 def fill(unit: bytes, size: int = 4_900_000) -> bytes:
     """So many bytes of a unit, repeated."""
     return unit * (size // len(unit))
@@ -154,15 +160,17 @@ def test_nothing_large_is_parsed_at_once(name: str, monkeypatch: pytest.MonkeyPa
         parsed.append(text)
         return orjson.loads(text)
 
-    monkeypatch.setattr(slices, "_loads", loads)
+    monkeypatch.setattr(body_formats, "_loads", loads)
     steps = [0]
     with suppress(Refused):
-        reading = slices.read_slices(NASTY[name], FORMATS[Format.JSON], Format.JSON, NO_HEADERS, LARGE)
+        reading = body_formats.read_slices(NASTY[name], FORMATS[Format.JSON], Format.JSON, NO_HEADERS, LARGE)
         steps.extend(len(parsed) for _ in reading)
     steps.append(len(parsed))
-    assert all(len(text) <= LARGE.event_bytes + slices.SLICE_BYTES + 2 for text in parsed)
-    assert all(len(text) <= slices.SLICE_BYTES + 2 or orjson.loads(text)[1:] == [] for text in parsed), "several events"
-    assert all(count_brackets(text) <= slices.MAX_CONTAINERS + 1 or b'"' in text for text in parsed)
+    assert all(len(text) <= LARGE.event_bytes + body_formats.SLICE_BYTES + 2 for text in parsed)
+    assert all(len(text) <= body_formats.SLICE_BYTES + 2 or orjson.loads(text)[1:] == [] for text in parsed), (
+        "several events"
+    )
+    assert all(count_brackets(text) <= body_formats.MAX_CONTAINERS + 1 or b'"' in text for text in parsed)
     assert all(after - before <= 2 for before, after in pairwise(steps)), "a guess and a proof"
 
 
@@ -207,7 +215,7 @@ class Counting:
 
     async def __aenter__(self) -> "Counting":
         self._patch = pytest.MonkeyPatch()
-        real = slices.read_slices
+        real = body_formats.read_slices
 
         def read(*arguments: Any) -> Iterator[Items]:
             for items in real(*arguments):
@@ -227,13 +235,13 @@ async def test_a_request_in_slices_is_answered_and_stored_like_one_in_one_go(mon
     events[10], events[30]["id"], events[50]["at"] = 7, 1.5, "soon"
     found = []
     for size in (1 << 16, 64):
-        monkeypatch.setattr(slices, "SLICE_BYTES", size)
+        monkeypatch.setattr(body_formats, "SLICE_BYTES", size)
         monkeypatch.setattr(endpoint, "SLICE_BYTES", size)
         async with running() as service:
             reply = await service.post(orjson.dumps(events), "orders", Prefer="return=representation")
             stored = [
                 [(one.key, one.value, one.timestamp, one.headers[0]) for one in part]
-                for part in service.driver.topics["orders"]
+                for part in service.appender.topics["orders"]
             ]
             found.append((reply.status, reply.json(), stored))
     assert found[0] == found[1]

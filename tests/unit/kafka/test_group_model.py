@@ -9,16 +9,16 @@ import pytest
 from structlog.testing import capture_logs
 
 from services.core.broker.errors import BrokerError, NotOwner
-from services.core.broker.kafka import commits
-from services.core.broker.kafka.begun import BegunGroups
+from services.core.broker.kafka import aiokafka_internals
+from services.core.broker.kafka.aiokafka_internals import FetchBudget, membership_of
+from services.core.broker.kafka.assignment import Assignment
 from services.core.broker.kafka.cluster import Cluster
-from services.core.broker.kafka.commits import membership_of
-from services.core.broker.kafka.consumer import KafkaConsumer, Shared
-from services.core.broker.kafka.fetcher import FetchBudget
-from services.core.broker.kafka.ownership import Ownership
-from services.core.broker.kafka.standstill import Standstill
+from services.core.broker.kafka.consumer import FreezeDetector, KafkaConsumer, Shared
+from services.core.broker.kafka.positions import GroupStarts
 from services.core.broker.record import Batch, TopicPartition
 from tests.support.group_model import TOPIC, Client, GroupModel, OnRecord
+
+pytestmark = pytest.mark.long
 
 _SEEDS, _STEPS = 5000, 40
 _PARTITIONS, _END = 3, 30
@@ -27,7 +27,7 @@ _MEMBERS = 3
 
 @pytest.fixture(autouse=True)
 def _fast(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(commits, "_PAUSE", 0)
+    monkeypatch.setattr(aiokafka_internals, "_PAUSE", 0)
     with capture_logs():  # thousands of topics made anew
         yield
 
@@ -38,11 +38,10 @@ class Member:
     def __init__(self, name: str, world: "World") -> None:
         self.name, self._world = name, world
         self.client = Client(world.group)
-        coordinator = self.client._coordinator
-        self.own = Ownership(self._on_revoke, 600.0, lambda: membership_of(coordinator))
-        shared = Shared(cast(Cluster, world.group), cast(BegunGroups, world.on_record), FetchBudget())
-        self.consumer = KafkaConsumer(shared, cast(Any, self.client), self.own, "g", "earliest", Standstill(600.0))
-        self.own.on_assigned = self.consumer.place_early
+        self.own = Assignment(self._on_revoke, 600.0, lambda: membership_of(self.client))
+        shared = Shared(cast(Cluster, world.group), cast(GroupStarts, world.on_record), FetchBudget())
+        self.consumer = KafkaConsumer(shared, cast(Any, self.client), self.own, "g", "earliest", FreezeDetector(600.0))
+        self.own.on_assigned = self.consumer.position_early
         self.processed: dict[TopicPartition, int] = {}
         self.tasks: set[asyncio.Task[None]] = set()
         self.is_frozen = False
@@ -68,7 +67,7 @@ class Member:
         """What is refused or fails is tried again by later commits."""
         refused: frozenset[tuple[str, int]] = frozenset()
         topic = self._world.group.id
-        of_it = {source for source in marks if source in self.own.notes and self.own.notes[source].topic == topic}
+        of_it = {source for source in marks if source in self.own.metadata and self.own.metadata[source].topic == topic}
         try:
             await self.consumer.commit(marks)
         except NotOwner as error:

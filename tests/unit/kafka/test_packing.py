@@ -2,7 +2,7 @@
 
 from aiokafka.record.memory_records import MemoryRecords
 
-from services.core.broker.kafka.packing import BATCH_FRAMING, MAX_RECORD_BYTES, Identity, content_bytes, pack
+from services.core.broker.kafka.record_batch import BATCH_FRAMING, MAX_RECORD_BYTES, Identity, content_bytes, pack
 from services.core.broker.record import Record
 from tests.contract.traffic import numbered
 

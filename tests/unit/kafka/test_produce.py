@@ -2,7 +2,7 @@
 
 from aiokafka.protocol.produce import ProduceRequest_v7
 
-from services.core.broker.kafka.produce import Produce
+from services.core.broker.kafka.protocol import Produce
 
 
 def test_encoded_as_aiokafka_does() -> None:

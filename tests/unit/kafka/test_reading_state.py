@@ -9,20 +9,21 @@ from aiokafka.record.default_records import DefaultRecordBatchBuilder
 from aiokafka.structs import TopicPartition as KafkaPartition
 from structlog.testing import capture_logs
 
-from services.core.broker.kafka import fetcher as module
-from services.core.broker.kafka.commit_note import CommitNote
-from services.core.broker.kafka.durability import warn_of_short_offsets
-from services.core.broker.kafka.fetcher import AHEAD_BYTES, POLL_BYTES, BoundedFetcher, FetchBudget
-from services.core.broker.kafka.leader_epochs import EpochHistory
-from services.core.broker.kafka.scan import drop_aborted, end_of, epochs_of, readable_rows
+from services.core.broker.kafka import aiokafka_internals as module
+from services.core.broker.kafka.aiokafka_internals import AHEAD_BYTES, POLL_BYTES, BoundedFetcher, FetchBudget
+from services.core.broker.kafka.offsets import CommitMetadata, EpochHistory
+from services.core.broker.kafka.record_batch import drop_aborted, end_of, epochs_of, readable_rows
+from services.core.broker.kafka.topic_settings import warn_of_short_offsets
 
 _ID = "11111111-2222-3333-4444-555555555555"
 
 
-@pytest.mark.parametrize("note", [CommitNote(), CommitNote(4), CommitNote(4, _ID), CommitNote(1, _ID, 0)])
-def test_a_note_is_read_as_it_was_written(note: CommitNote) -> None:
+@pytest.mark.parametrize(
+    "note", [CommitMetadata(), CommitMetadata(4), CommitMetadata(4, _ID), CommitMetadata(1, _ID, 0)]
+)
+def test_a_note_is_read_as_it_was_written(note: CommitMetadata) -> None:
     """If it fails, the next owner of a partition takes a good commit for none, or a stale one for good."""
-    assert CommitNote.parse(str(note)) == note
+    assert CommitMetadata.parse(str(note)) == note
 
 
 @pytest.mark.parametrize(
@@ -30,7 +31,7 @@ def test_a_note_is_read_as_it_was_written(note: CommitNote) -> None:
 )
 def test_notes_of_others_say_nothing(text: str) -> None:
     """If it fails, a commit by an administrator's tool stops a member, or moves it."""
-    assert CommitNote.parse(text) == CommitNote()
+    assert CommitMetadata.parse(text) == CommitMetadata()
 
 
 def _batch(base: int, count: int, *, epoch: int = 0, producer: int = -1) -> bytearray:
@@ -68,10 +69,10 @@ def test_epochs_are_those_of_the_leaders_that_wrote() -> None:
     assert list(epochs_of(data)) == [(10, 3), (12, 3), (14, 5)]
     history = EpochHistory([(9, 3)])
     for first, epoch in epochs_of(data):
-        history.note(first, epoch)
-    assert [history.of(offset) for offset in (8, 9, 13, 14, 100)] == [None, 3, 3, 5, 5]
+        history.record(first, epoch)
+    assert [history.find(offset) for offset in (8, 9, 13, 14, 100)] == [None, 3, 3, 5, 5]
     assert history.between(11, 20) == [(11, 3), (14, 5)]
-    history.note(12, 6)
+    history.record(12, 6)
     assert history.between(9, 14) == [(9, 3), (12, 6)]
 
 
@@ -134,7 +135,7 @@ def test_every_node_has_its_turn_when_the_budget_is_spent(make_fetcher: Any) -> 
 
 
 def test_a_poll_takes_what_came_first(make_fetcher: Any) -> None:
-    """If it fails, one poll brings more than a lane has room for, or a partition waits behind the others for ever."""
+    """If it fails, one poll brings more than a sender has room for, or a partition waits behind the others for ever."""
     fetcher = make_fetcher(FetchBudget(), POLL_BYTES - 1, 1, 5)
     assert fetcher._came_first() == [KafkaPartition("t", 0), KafkaPartition("t", 1)]
 

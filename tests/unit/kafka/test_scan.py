@@ -7,7 +7,7 @@ import pytest
 from aiokafka.record.default_records import DefaultRecordBatchBuilder
 from aiokafka.record.util import calc_crc32c
 
-from services.core.broker.kafka.scan import Unreadable, find_unreadable, first_offset
+from services.core.broker.kafka.record_batch import Unreadable, find_unreadable, first_offset
 
 _BASE, _LENGTH, _MAGIC, _CRC, _ATTRIBUTES, _LAST_DELTA, _COUNT = 0, 8, 16, 17, 21, 23, 57
 
@@ -43,7 +43,7 @@ def test_intact_batches_pass() -> None:
 
 @pytest.mark.parametrize("at", [_CRC, _ATTRIBUTES, _LAST_DELTA + 3, _COUNT + 3, 65, -1])
 def test_a_flipped_bit_ends_where_the_next_batch_begins(at: int) -> None:
-    """If it fails, a damaged record stops its lane for ever, or takes intact ones with it."""
+    """If it fails, a damaged record stops its sender for ever, or takes intact ones with it."""
     bad = make_batch(3)
     found = find(make_batch(0), flip(bad, at % len(bad)), make_batch(6), position=1)
     assert found is not None
@@ -52,14 +52,14 @@ def test_a_flipped_bit_ends_where_the_next_batch_begins(at: int) -> None:
 
 
 def test_the_position_may_lie_inside() -> None:
-    """If it fails, what was delivered already counts as damaged, or the lane goes back."""
+    """If it fails, what was delivered already counts as damaged, or the sender goes back."""
     found = find(flip(make_batch(0), -1), make_batch(3), position=2)
     assert found is not None
     assert (found.first, found.resume, found.is_next) == (2, 3, True)
 
 
 def test_neighbours_that_are_damaged_too_are_one_range() -> None:
-    """If it fails, a bad sector over two batches stops the lane."""
+    """If it fails, a bad sector over two batches stops the sender."""
     found = find(flip(make_batch(0), -1), flip(make_batch(3), 70), make_batch(6))
     assert found is not None
     assert (found.first, found.resume) == (0, 6)
@@ -80,7 +80,7 @@ def test_an_unknown_magic_is_damage_unless_the_checksum_holds(magic: int) -> Non
 
 
 def test_a_header_name_that_is_no_text_is_kept_as_it_is_stored() -> None:
-    """If it fails, one record of another producer stops the lane, though its checksum holds."""
+    """If it fails, one record of another producer stops the sender, though its checksum holds."""
     bad = make_batch(0, headers=[("name", b"x")])
     at = bad.index(b"name")
     bad[at] = 0xFF

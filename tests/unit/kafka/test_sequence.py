@@ -4,9 +4,8 @@ import pytest
 
 from services.core.broker.contract import Appended
 from services.core.broker.errors import BrokerError, OutcomeUnknown, RecordTooLarge, Unavailable
-from services.core.broker.kafka.packing import Identity
-from services.core.broker.kafka.progress import Progress
-from services.core.broker.kafka.sequence import SequenceState
+from services.core.broker.kafka.appender import Progress, SequenceState
+from services.core.broker.kafka.record_batch import Identity
 from tests.contract.traffic import numbered
 
 
@@ -18,16 +17,6 @@ def test_a_number_is_used_up_only_by_what_was_stored() -> None:
     assert (state.next, state.is_free) == (0, False)
     state.stored(3)
     assert (state.next, state.is_free) == (3, True)
-
-
-def test_a_numbering_that_was_given_up_is_never_used_again() -> None:
-    """If it fails, a batch goes out under a number that Kafka may know as another one's."""
-    state = SequenceState(Identity(1, 0))
-    records = numbered(range(3))
-    state.doubtful = records
-    state.give_up()
-    assert not state.is_free
-    assert state.repeated_from(records) is None
 
 
 def test_numbers_wrap_as_kafka_wraps_them() -> None:

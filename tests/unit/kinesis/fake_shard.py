@@ -7,17 +7,17 @@ from typing import Any
 
 from botocore.exceptions import ClientError
 
-from services.core.broker.kinesis.frames import make_entries
-from services.core.broker.kinesis.read_pace import ReadPace
-from services.core.broker.kinesis.shard_iterator import ShardSource
-from services.core.broker.kinesis.timing import Timing
+from services.core.broker.kinesis.aws import Timing
+from services.core.broker.kinesis.pace import ReadPace
+from services.core.broker.kinesis.record_format import make_entries
+from services.core.broker.kinesis.shard_source import ShardSource
 from services.core.broker.record import Record
 
 
 class Hurried(ReadPace):
     """Counts as the real one, and waits for nothing but the other tasks."""
 
-    async def turn(self) -> None:
+    async def acquire(self) -> None:
         await asyncio.sleep(0)
 
 

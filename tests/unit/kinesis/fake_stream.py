@@ -7,7 +7,7 @@ from typing import Any
 
 from botocore.exceptions import ClientError
 
-from services.core.broker.kinesis.shards import Shard, shard_id, shard_number
+from services.core.broker.kinesis.streams import Shard, shard_id, shard_number
 
 
 class FakeStream:

@@ -7,17 +7,17 @@ from dataclasses import dataclass, field
 
 from services.core.broker.contract import Start
 from services.core.broker.errors import NotOwner, Unavailable
-from services.core.broker.kinesis.held import Held
-from services.core.broker.kinesis.leases import Lease
-from services.core.broker.kinesis.membership import Membership, Stream
-from services.core.broker.kinesis.read_budget import ReadBudget
-from services.core.broker.kinesis.runs import Run
-from services.core.broker.kinesis.shards import Shard
-from services.core.broker.kinesis.timing import Timing
+from services.core.broker.kinesis.aws import Timing
+from services.core.broker.kinesis.incarnation import Stream
+from services.core.broker.kinesis.leases import HeldLease, Lease
+from services.core.broker.kinesis.membership import Membership
+from services.core.broker.kinesis.prefetch import ReadBudget
+from services.core.broker.kinesis.record_format import StoredEntry
+from services.core.broker.kinesis.streams import Shard
 from services.core.broker.record import Record, TopicPartition
 
 TOPIC = "t"
-TIMING = Timing(lease=10, beat=1, sync=0, drain=5)
+TIMING = Timing(lease=10, heartbeat=1, sync=0, drain=5)
 
 
 class MemoryTable:
@@ -95,7 +95,7 @@ class World:
         return [number for number, shard in self.shards.items() if shard.is_open]
 
 
-class Side:
+class MemberBackend:
     """One process's view of the world."""
 
     def __init__(self, world: World) -> None:
@@ -113,11 +113,11 @@ class Side:
     async def next_second(self, topic: str) -> int:
         return self.now_ms() - 7
 
-    async def look(self, topic: str) -> Stream:
+    async def describe(self, topic: str) -> Stream:
         shards = tuple(shard for number, shard in self._world.shards.items() if number not in self._world.aged)
         return Stream(f"1:{topic}:{self._world.life}", shards, self._world.retention_ms, self._world.made_ms)
 
-    async def read(self, held: Held, stream: Stream) -> None:
+    async def read(self, held: HeldLease, stream: Stream) -> None:
         await asyncio.Event().wait()
 
     def wake(self) -> None:
@@ -132,8 +132,8 @@ class Actor:
     ) -> None:
         self.world = world
         self.on_take = on_take
-        self.side = Side(world)
-        self.membership = Membership(self.side, "g", [TOPIC], start, self._on_revoke)
+        self.backend = MemberBackend(world)
+        self.membership = Membership(self.backend, "g", [TOPIC], start, self._on_revoke)
         self.in_flight: dict[TopicPartition, int] = {}
         self.done: list[tuple[int, int]] = []
         self.revoked: list[frozenset[TopicPartition]] = []
@@ -145,10 +145,10 @@ class Actor:
         for source in sources:
             self.in_flight.pop(source, None)
 
-    async def beat(self) -> None:
+    async def heartbeat(self) -> None:
         """One beat, and what it set off, whether or not the beat got to its end."""
         with suppress(Unavailable):
-            await self.membership.beat()
+            await self.membership.heartbeat()
         drain = self.membership._drain
         if drain is not None:
             await drain
@@ -159,8 +159,11 @@ class Actor:
             stored = self.world.stored[source.partition]
             last = held.row.committed if held.row.committed is not None else -1
             new = [offset for offset in stored if offset > max(last, getattr(held, "fed", -1))]
-            runs = [Run(str(offset), [offset], [Record(None, b"", offset)], self.side.now_ms(), 1, 1) for offset in new]
-            held.backlog.add(runs, 0, self.side.now_ms())
+            runs = [
+                StoredEntry(str(offset), [offset], [Record(None, b"", offset)], self.backend.now_ms(), 1, 1)
+                for offset in new
+            ]
+            held.backlog.add(runs, 0, self.backend.now_ms())
             if new:
                 held.fed = new[-1]  # type: ignore[attr-defined]
             held.backlog.ended = not self.world.shards[source.partition].is_open
@@ -170,7 +173,7 @@ class Actor:
         self.feed()
         for source, held in self.membership.held.items():
             if held.is_readable:
-                for batch in held.backlog.take(count):
+                for batch in held.backlog.poll(count):
                     for offset in batch.offsets:
                         self.on_take(source.partition, offset)
                     self.in_flight[source] = batch.offsets[-1]

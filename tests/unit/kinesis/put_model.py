@@ -8,11 +8,9 @@ from typing import Any
 from aiohttp import ClientOSError
 from botocore.exceptions import ClientError, ConnectionClosedError, EndpointConnectionError, ReadTimeoutError
 
-from services.core.broker.kinesis.frames import read_entry
-from services.core.broker.kinesis.put_records import Put
-from services.core.broker.kinesis.shards import Shard, open_shards
-from services.core.broker.kinesis.slots import HASH_KEYS, shard_of
-from services.core.broker.kinesis.streams import Streams, Topology
+from services.core.broker.kinesis.aws import Put
+from services.core.broker.kinesis.record_format import read_entry
+from services.core.broker.kinesis.streams import HASH_KEYS, Shard, Streams, Topology, open_shards, shard_of
 
 REQUEST_SECONDS = 7.0
 """After which the client gives a request up; what it was to do may be done all the same, later."""
@@ -39,7 +37,7 @@ class PutModel(Streams):
         self.stored: dict[int, list[bytes]] = {partition: [] for partition in range(partitions)}
         self.trouble = chance.choice((0.0, 0.2, 0.6))
 
-    async def of(self, topic: str, *, max_age: float | None = None) -> Topology:
+    async def find(self, topic: str, *, max_age: float | None = None) -> Topology:
         """What was known a while ago."""
         if self._chance.random() < 0.1:
             self._seen = Topology(tuple(self._shards), self._partitions)

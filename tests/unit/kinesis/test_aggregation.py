@@ -10,7 +10,7 @@ from aws_kinesis_agg.deaggregator import deaggregate_records
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from services.core.broker.kinesis.aggregation import MAGIC, BadAggregate, Packer, packed_size, unpack
+from services.core.broker.kinesis.record_format import AGGREGATE_MAGIC, BadAggregate, Packer, packed_size, unpack
 
 LARGE = st.integers(16_000, 17_000).map(lambda size: b"x" * size)
 """About where the length of a length changes. Random bytes would take hypothesis too long on a busy machine."""
@@ -67,7 +67,7 @@ def test_a_changed_byte_is_no_aggregate(data: st.DataObject) -> None:
 def test_any_message_is_read_or_refused(message: bytes) -> None:
     """If it fails, one odd record of another writer ends a consumer, or makes it loop."""
     with suppress(BadAggregate):
-        unpack(MAGIC + message + md5(message).digest())
+        unpack(AGGREGATE_MAGIC + message + md5(message).digest())
 
 
 @pytest.mark.parametrize(
@@ -76,4 +76,4 @@ def test_any_message_is_read_or_refused(message: bytes) -> None:
 def test_what_is_cut_short_or_points_nowhere_is_refused(message: bytes) -> None:
     """If it fails, half an aggregate is delivered as if it were whole."""
     with pytest.raises(BadAggregate):
-        unpack(MAGIC + message + md5(message).digest())
+        unpack(AGGREGATE_MAGIC + message + md5(message).digest())

@@ -3,15 +3,15 @@
 import pytest
 
 from services.core.broker.kinesis.dynamo_table import parse_lease, table_name, to_item
-from services.core.broker.kinesis.leases import Begin, Lease
-from services.core.broker.kinesis.offsets import offset_of
+from services.core.broker.kinesis.leases import Lease, StartPosition
+from services.core.broker.kinesis.record_format import offset_of
 
 STREAM = "123456789012:events:1700000000"
 LEASE = Lease(
     STREAM,
     7,
     parents=(2, 3),
-    begin=Begin("arrival", 5),
+    start=StartPosition("arrival", 5),
     owner="new",
     draining="old",
     counter=12,
@@ -46,8 +46,8 @@ def test_the_columns_are_the_kcls() -> None:
     [
         (LEASE, "49590338271490256608559692538361571095921575989136588898"),
         (Lease(STREAM, 0), "TRIM_HORIZON"),
-        (Lease(STREAM, 0, begin=Begin("date", 17)), "AT_TIMESTAMP"),
-        (Lease(STREAM, 0, begin=Begin("offset", 17)), "AT_TIMESTAMP"),
+        (Lease(STREAM, 0, start=StartPosition("date", 17)), "AT_TIMESTAMP"),
+        (Lease(STREAM, 0, start=StartPosition("offset", 17)), "AT_TIMESTAMP"),
         (LEASE._replace(is_done=True), "SHARD_END"),
         (Lease(STREAM, 0, is_done=True), "SHARD_END"),
     ],
@@ -63,7 +63,7 @@ def test_a_row_that_the_kcl_wrote_is_read() -> None:
     """If it fails, a group that a KCL application began cannot be taken over."""
     item = {name: value for name, value in to_item(LEASE).items() if not name.startswith("penstock")}
     read = parse_lease(item | {"throughputKBps": {"N": "17.5"}})
-    assert read == LEASE._replace(begin=Begin("oldest"), arrived=0, settled=0, retention=0, open=0)
+    assert read == LEASE._replace(start=StartPosition("oldest"), arrived=0, settled=0, retention=0, open=0)
 
 
 def test_every_group_has_a_table_of_its_own() -> None:

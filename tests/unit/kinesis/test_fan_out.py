@@ -12,14 +12,10 @@ from botocore.exceptions import ClientError
 
 from services.core.broker.errors import Throttled, Unavailable
 from services.core.broker.kinesis import fan_out as fan_out_module
-from services.core.broker.kinesis.fan_out import FanOut, PushedSource
-from services.core.broker.kinesis.faults import classify
-from services.core.broker.kinesis.shard_iterator import OLDEST
-from services.core.broker.kinesis.shards import Shard
-from services.core.broker.kinesis.signed_post import SignedPost
-from services.core.broker.kinesis.streams import Streams
-from services.core.broker.kinesis.subscription import PUSHED, Subscription
-from services.core.broker.kinesis.timing import Timing
+from services.core.broker.kinesis.aws import SignedPost, Timing, classify
+from services.core.broker.kinesis.fan_out import SUBSCRIBED, FanOut, SubscribedSource, Subscription
+from services.core.broker.kinesis.shard_source import OLDEST
+from services.core.broker.kinesis.streams import Shard, Streams
 from tests.unit.kinesis.fake_shard import Hurried
 from tests.unit.kinesis.fake_stream import FakeStream
 from tests.unit.kinesis.test_pace import Clock
@@ -95,7 +91,7 @@ async def test_a_consumer_that_somebody_deregistered_is_registered_anew() -> Non
     """If it fails, a group reads nothing until its processes are restarted."""
     service, subscription = _Service([Shard(0, (), 0, 9, is_open=True)]), _Subscription()
     streams = Streams(service, TIMING)
-    source = PushedSource(
+    source = SubscribedSource(
         service,
         "t",
         0,
@@ -108,11 +104,11 @@ async def test_a_consumer_that_somebody_deregistered_is_registered_anew() -> Non
         "g",
         cast("Subscription", subscription),
     )
-    assert await source.iterator(OLDEST) == PUSHED
+    assert await source.iterator(OLDEST) == SUBSCRIBED
     subscription.gone.add("consumer-1")
     with pytest.raises(Unavailable, match="deregistered"):
         await source.iterator(OLDEST)
-    assert await source.iterator(OLDEST) == PUSHED
+    assert await source.iterator(OLDEST) == SUBSCRIBED
     assert list(subscription.opened) == ["consumer-1", "consumer-2"]
 
 

@@ -4,7 +4,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from services.core.broker.errors import RecordTooLarge
-from services.core.broker.kinesis.frames import MAX_ENTRY_BYTES, MAX_RECORD_BYTES, make_entries, read_entry
+from services.core.broker.kinesis.record_format import MAX_ENTRY_BYTES, MAX_RECORD_BYTES, make_entries, read_entry
 from services.core.broker.record import Record
 
 HEADERS = st.lists(st.tuples(st.text(max_size=5), st.binary(max_size=5)), max_size=3).map(tuple)

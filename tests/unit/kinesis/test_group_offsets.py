@@ -3,10 +3,10 @@
 import pytest
 
 from services.core.broker.errors import UnknownTopic
-from services.core.broker.kinesis.group_offsets import set_committed
+from services.core.broker.kinesis.admin import set_committed
+from services.core.broker.kinesis.incarnation import Stream
 from services.core.broker.kinesis.leases import Lease
-from services.core.broker.kinesis.membership import Stream
-from services.core.broker.kinesis.shards import Shard
+from services.core.broker.kinesis.streams import Shard
 from tests.unit.kinesis.group_world import TIMING, Actor, MemoryTable, World
 
 STREAM = Stream("1:t:1", (Shard(3, (2,), 0, 9, is_open=True),), 86_400_000)
@@ -21,7 +21,7 @@ async def test_what_aged_out_can_be_passed_over() -> None:
     assert table.stored[stuck.key].is_done
     world = World({3: STREAM.shards[0]}, {3: []}, table=table)
     actor = Actor(world)
-    await actor.beat()
+    await actor.heartbeat()
     assert actor.readable() == {3}, "its child begins"
     await actor.die()
 

@@ -10,10 +10,16 @@ from botocore.exceptions import ClientError
 
 from services.core.broker.contract import Lag, PartitionRange
 from services.core.broker.errors import OffsetOutOfRange, Unavailable
-from services.core.broker.kinesis.frames import MAGIC
-from services.core.broker.kinesis.look import Ends, lag_behind, look, offset_at, patiently
-from services.core.broker.kinesis.offsets import offset_of
-from services.core.broker.kinesis.stored import next_at_least, stored_range
+from services.core.broker.kinesis.record_format import FRAME_MAGIC, offset_of
+from services.core.broker.kinesis.shard_lookup import (
+    KnownEnds,
+    count_lag,
+    next_at_least,
+    offset_at,
+    read_at,
+    retry_briefly,
+    stored_range,
+)
 from tests.unit.kinesis.fake_shard import FakeShard
 
 
@@ -21,9 +27,9 @@ async def test_looking_at_the_end_again_costs_one_read() -> None:
     """If it fails, processes that follow a topic use up the five reads a second of its shard, and throttle each other."""
     shard = FakeShard()
     first = shard.put([1, 2])
-    assert await look(shard.source(), offset_of(first, 2), 500) is None
+    assert await read_at(shard.source(), offset_of(first, 2), 500) is None
     assert shard.reads == 1
-    batch = await look(shard.source(), 0, 500)
+    batch = await read_at(shard.source(), 0, 500)
     assert batch is not None
     assert list(batch.offsets) == [offset_of(first), offset_of(first, 1)]
     assert shard.reads == 2
@@ -33,14 +39,14 @@ async def test_damage_comes_by_itself_and_can_be_passed_over() -> None:
     """If it fails, one entry that cannot be read hides what stands before it, or all that stands behind."""
     shard = FakeShard()
     first = shard.put([1])
-    bad = shard.put([], data=MAGIC + b"\xc1")
+    bad = shard.put([], data=FRAME_MAGIC + b"\xc1")
     last = shard.put([2])
     offset, found = offset_of(first), []
-    while (batch := await look(shard.source(), offset, 500)) is not None:
+    while (batch := await read_at(shard.source(), offset, 500)) is not None:
         found.append((list(batch.offsets), batch.damage is not None))
         offset = batch.offsets[-1] + 1
     assert found == [([offset_of(first)], False), ([offset_of(bad)], True), ([offset_of(last)], False)]
-    assert (await lag_behind(shard.source(), offset_of(first), 100)).records == 2
+    assert (await count_lag(shard.source(), offset_of(first), 100)).records == 2
 
 
 async def test_what_is_gone_is_not_passed_over() -> None:
@@ -50,10 +56,10 @@ async def test_what_is_gone_is_not_passed_over() -> None:
     kept = shard.put([2])
     shard.trim(kept)
     with pytest.raises(OffsetOutOfRange) as gone:
-        await look(shard.source(), offset_of(first), 500)
+        await read_at(shard.source(), offset_of(first), 500)
     assert gone.value.start == offset_of(kept)
     with pytest.raises(OffsetOutOfRange):
-        await look(shard.source(), offset_of(kept, 2), 500)
+        await read_at(shard.source(), offset_of(kept, 2), 500)
 
 
 async def test_looking_at_a_busy_shard_ends() -> None:
@@ -62,7 +68,7 @@ async def test_looking_at_a_busy_shard_ends() -> None:
     shard.put([1])
     shard.per_read = 1
     shard.grows = True
-    assert (await lag_behind(shard.source(), None, 100)).records <= 3
+    assert (await count_lag(shard.source(), None, 100)).records <= 3
 
 
 @pytest.mark.parametrize("code", ["InternalFailure", "ProvisionedThroughputExceededException"])
@@ -72,18 +78,18 @@ async def test_a_failure_that_passes_is_waited_for(code: str) -> None:
     shard.put([1])
     shard.fail = [code] * 2
     async with asyncio.timeout(30):
-        batch = await patiently(lambda: look(shard.source(), 0, 500))
+        batch = await retry_briefly(lambda: read_at(shard.source(), 0, 500))
     assert batch is not None
     assert not shard.fail
 
 
 async def test_a_failure_that_stays_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """If it fails, an operator's command waits for ever for a service that is away."""
-    monkeypatch.setattr("services.core.broker.kinesis.look._PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr("services.core.broker.kinesis.shard_lookup._PATIENCE_SECONDS", 0.2)
     shard = FakeShard()
     shard.fail = ["InternalFailure"] * 100
     with pytest.raises(Unavailable):
-        await patiently(lambda: look(shard.source(), 0, 500))
+        await retry_briefly(lambda: read_at(shard.source(), 0, 500))
 
 
 async def test_a_closed_shard_ends_where_no_iterator_follows() -> None:
@@ -91,40 +97,40 @@ async def test_a_closed_shard_ends_where_no_iterator_follows() -> None:
     shard = FakeShard()
     first, last = shard.put([1]), shard.put([2])
     shard.closed, shard.hesitates = True, 2
-    batch = await look(shard.source(), offset_of(first, 1), 500)
+    batch = await read_at(shard.source(), offset_of(first, 1), 500)
     assert batch is not None
     assert list(batch.offsets) == [offset_of(last)]
-    assert await look(shard.source(), offset_of(last, 1), 500) is None
+    assert await read_at(shard.source(), offset_of(last, 1), 500) is None
 
 
 async def test_going_on_does_not_read_the_last_entry_again() -> None:
     """If it fails, Spark reads large entries twice, at half of what a shard gives to all its readers."""
     shard = FakeShard()
-    ends = Ends(lambda: shard.now_ms)
+    ends = KnownEnds(lambda: shard.now_ms)
     first, last = shard.put([1, 2]), shard.put([3, 4])
-    assert await look(shard.source(), offset_of(first), 3, ends=ends) is not None
-    batch = await look(shard.source(), offset_of(last, 1), 3, ends=ends)
+    assert await read_at(shard.source(), offset_of(first), 3, ends=ends) is not None
+    batch = await read_at(shard.source(), offset_of(last, 1), 3, ends=ends)
     assert batch is not None, "an entry that was returned in part is read again"
     assert list(batch.offsets) == [offset_of(last, 1)]
     shard.given = 0
-    assert await look(shard.source(), offset_of(last, 2), 3, ends=ends) is None
+    assert await read_at(shard.source(), offset_of(last, 2), 3, ends=ends) is None
     new = shard.put([5])
-    batch = await look(shard.source(), offset_of(last, 2), 3, ends=ends)
+    batch = await read_at(shard.source(), offset_of(last, 2), 3, ends=ends)
     assert batch is not None
     assert list(batch.offsets) == [offset_of(new)]
     assert shard.given == 1
 
 
 async def test_an_entry_that_may_be_gone_is_asked_for() -> None:
-    """If it fails, what retention took behind the last entry that was read is passed over in silence."""
+    """If it fails, entries that retention deleted after the last read entry are skipped silently."""
     shard = FakeShard()
-    ends = Ends(lambda: shard.now_ms)
+    ends = KnownEnds(lambda: shard.now_ms)
     first, _, kept = shard.put([1]), shard.put([2]), shard.put([3])
-    assert await look(shard.source(), offset_of(first), 1, ends=ends) is not None
+    assert await read_at(shard.source(), offset_of(first), 1, ends=ends) is not None
     shard.now_ms += 86_400_000
     shard.trim(kept)
     with pytest.raises(OffsetOutOfRange):
-        await look(shard.source(), offset_of(first, 1), 1, ends=ends)
+        await read_at(shard.source(), offset_of(first, 1), 1, ends=ends)
 
 
 async def test_a_closed_shard_is_measured_to_its_end() -> None:
@@ -133,7 +139,7 @@ async def test_a_closed_shard_is_measured_to_its_end() -> None:
         lambda shard: stored_range(shard.source()),
         lambda shard: offset_at(shard.source(), "latest"),
         lambda shard: offset_at(shard.source(), datetime.fromtimestamp(0.002, UTC)),
-        lambda shard: lag_behind(shard.source(), None, 100),
+        lambda shard: count_lag(shard.source(), None, 100),
     ]
     found = []
     for ask in source_of:

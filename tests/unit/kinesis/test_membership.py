@@ -8,7 +8,7 @@ from prometheus_client import REGISTRY
 from structlog.testing import capture_logs
 
 from services.core.broker.errors import NotOwner
-from services.core.broker.kinesis.leases import OLDEST, Begin
+from services.core.broker.kinesis.leases import OLDEST, StartPosition
 from services.core.broker.record import TopicPartition
 from tests.unit.kinesis.group_world import TIMING, TOPIC, Actor, World
 
@@ -23,8 +23,8 @@ def _world(shards: int) -> World:
 async def _settle(world: World, actors: list[Actor], rounds: int = 40) -> None:
     for _ in range(rounds):
         for actor in actors:
-            await actor.beat()
-        world.now += TIMING.beat
+            await actor.heartbeat()
+        world.now += TIMING.heartbeat
 
 
 async def _end(actors: list[Actor]) -> None:
@@ -66,14 +66,14 @@ async def test_a_dead_member_is_replaced_after_the_lease_time_and_not_before() -
     world = _world(2)
     dead, heir = Actor(world), Actor(world)
     await _settle(world, [dead], 3)
-    await heir.beat()
-    await heir.beat()
+    await heir.heartbeat()
+    await heir.heartbeat()
     asked = world.now
     await dead.die()
-    while world.now < asked + TIMING.lease - TIMING.beat:
+    while world.now < asked + TIMING.lease - TIMING.heartbeat:
         assert heir.readable() == set()
-        world.now += TIMING.beat
-        await heir.beat()
+        world.now += TIMING.heartbeat
+        await heir.heartbeat()
     await _settle(world, [heir], 3)
     assert heir.readable() == {0, 1}
     await heir.die()
@@ -85,18 +85,18 @@ async def test_a_late_commit_is_refused() -> None:
     sleeper, heir = Actor(world), Actor(world)
     for _ in range(4):
         world.append(0)
-    await sleeper.beat()
+    await sleeper.heartbeat()
     sleeper.take(2)
-    await heir.beat()
+    await heir.heartbeat()
     world.now += TIMING.lease
     assert sleeper.readable() == set(), "it cannot know whether it was replaced"
-    await heir.beat()
+    await heir.heartbeat()
     heir.take(4)
     assert await heir.commit() == set()
     assert await sleeper.commit() == {TopicPartition(TOPIC, 0)}
     (row,) = world.table.stored.values()
     assert row.committed == 3
-    await sleeper.beat()
+    await sleeper.heartbeat()
     assert sleeper.revoked == [{TopicPartition(TOPIC, 0)}], "told, though it was too late to drain"
     assert sleeper.membership.held == {}
     await _end([sleeper, heir])
@@ -106,7 +106,7 @@ async def test_who_leaves_is_told_of_what_it_had_lost() -> None:
     """If it fails, what is in flight of a shard that was lost while another one drained is delivered after the member left."""
     world = _world(2)
     actor = Actor(world)
-    await actor.beat()
+    await actor.heartbeat()
     lost, kept = sorted(actor.membership.held)
     actor.membership._lose(actor.membership.held[lost])  # noted by a beat during a drain: nobody was told yet
     await actor.membership.leave()
@@ -118,11 +118,11 @@ async def test_a_member_that_was_silent_goes_on_when_nobody_took_its_place() -> 
     world = _world(1)
     world.append(0)
     alone = Actor(world)
-    await alone.beat()
+    await alone.heartbeat()
     alone.take(1)
     world.now += 10 * TIMING.lease
     assert alone.readable() == set()
-    await alone.beat()
+    await alone.heartbeat()
     assert alone.readable() == {0}
     assert await alone.commit() == set()
     assert alone.revoked == []
@@ -135,16 +135,16 @@ async def test_who_is_asked_drains_before_the_next_reads() -> None:
     first = Actor(world)
     for number in range(2):
         world.append(number)
-    await first.beat()
+    await first.heartbeat()
     first.take(1)
     second = Actor(world)
-    await second.beat()
+    await second.heartbeat()
     assert second.readable() == set(), "asked for, not taken"
     assert first.readable() == {0, 1}
-    await first.beat()
+    await first.heartbeat()
     (drained,) = first.revoked
     assert len(drained) == 1
-    await second.beat()
+    await second.heartbeat()
     second.take(1)
     assert second.readable() == {source.partition for source in drained}
     assert second.in_flight == {}, "committed while draining"
@@ -157,8 +157,8 @@ async def test_who_dies_while_draining_is_replaced() -> None:
     """If it fails, a shard that was asked for waits for ever for a member that is no more."""
     world = _world(2)
     first, second = Actor(world), Actor(world)
-    await first.beat()
-    await second.beat()
+    await first.heartbeat()
+    await second.heartbeat()
     await first.die()
     await _settle(world, [second], 15)
     assert second.readable() == {0, 1}
@@ -170,7 +170,7 @@ async def test_a_lost_answer_does_not_lose_the_lease() -> None:
     world = _world(1)
     world.append(0)
     actor = Actor(world)
-    await actor.beat()
+    await actor.heartbeat()
     actor.take(1)
     world.table.unsure = 1
     await actor.commit()
@@ -188,7 +188,7 @@ async def test_children_wait_for_their_parents() -> None:
     for number in (0, 1):
         world.append(number)
     actor = Actor(world)
-    await actor.beat()
+    await actor.heartbeat()
     world.close(0, 1)
     child = world.add_shard(0, 1)
     world.append(child)
@@ -224,7 +224,7 @@ async def test_a_shard_that_aged_out_leaves_no_row() -> None:
     late = world.add_shard(9)  # a grandchild whose parents came and went while the group had no members
     await _settle(world, [actor], 3)
     (row,) = (row for row in world.table.stored.values() if row.shard == late)
-    assert row.begin == OLDEST, "nothing is passed over"
+    assert row.start == OLDEST, "nothing is passed over"
     await actor.die()
 
 
@@ -232,8 +232,8 @@ async def test_a_latest_group_begins_by_the_services_clock() -> None:
     """If it fails, what arrives first is not read where this machine's clock is ahead of the service's."""
     world = _world(2)
     actor = Actor(world, start="latest")
-    await actor.beat()
-    assert {row.begin for row in world.table.stored.values()} == {Begin("arrival", int(world.now * 1000) - 7)}
+    await actor.heartbeat()
+    assert {row.start for row in world.table.stored.values()} == {StartPosition("arrival", int(world.now * 1000) - 7)}
     await actor.die()
 
 
@@ -245,7 +245,7 @@ async def test_a_stream_made_anew_is_read_from_its_beginning() -> None:
     """If it fails, a `latest` group skips what arrives before a member notices: half a minute, or as long as all were down."""
     world = _world(2)
     actor = Actor(world, start="latest")
-    await actor.beat()
+    await actor.heartbeat()
     world.append(1)
     world.now += 5
     world.make_anew(1)
@@ -255,7 +255,7 @@ async def test_a_stream_made_anew_is_read_from_its_beginning() -> None:
     with capture_logs() as logs:
         await _settle(world, [actor], 3)
     (row,) = (row for row in world.table.stored.values() if row.stream.endswith(":2"))
-    assert (row.begin, row.settled) == (OLDEST, world.made_ms)
+    assert (row.start, row.settled) == (OLDEST, world.made_ms)
     (told,) = (one for one in logs if one["event"] == "stream_made_anew")
     assert told["shards_not_done"] == [0, 1]
     assert told["settled_ms"] == 1_000_000 - 7, "nothing was ever processed"
@@ -271,7 +271,7 @@ async def test_marks_of_another_ownership_are_refused() -> None:
     actor, shard = Actor(world), TopicPartition(TOPIC, 0)
     for _ in range(4):
         world.append(0)
-    await actor.beat()
+    await actor.heartbeat()
     actor.take(3)
     marks = dict(actor.in_flight)
     world.make_anew(1)
@@ -390,7 +390,7 @@ class _Storm:
         await (actor.die() if at_once else actor.membership.leave())
 
     async def _work(self, actor: Actor, commit: bool) -> None:
-        await actor.beat()
+        await actor.heartbeat()
         actor.take(self.chance.randrange(1, 4))
         self.check()
         if commit:
@@ -419,7 +419,7 @@ class _Storm:
             for actor in self.actors:
                 actor.frozen = False
                 await self._work(actor, commit=True)
-            self.world.now += TIMING.beat
+            self.world.now += TIMING.heartbeat
         readers = sorted(number for one in self.actors for number in one.readable())
         assert readers == self.world.open_numbers(), "every shard has a reader"
         assert {n: self.committed[n] for n in self.world.stored} == {n: self._last(n) for n in self.world.stored}

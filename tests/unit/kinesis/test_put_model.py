@@ -1,4 +1,4 @@
-"""The real producer and Kinesis driver against a model of PutRecords, in virtual time: what was answered is true.
+"""The real producer and Kinesis appender against a model of PutRecords, in virtual time: what was answered is true.
 
 An acknowledged record is stored at least once; what was answered "not stored" is not stored, now or later; of a key the
 records that were acknowledged lie in the order in which they were sent.
@@ -14,13 +14,15 @@ import pytest
 
 from services.core.broker import retry
 from services.core.broker.errors import OutcomeUnknown, Overloaded
-from services.core.broker.kinesis import frames
-from services.core.broker.kinesis.driver import KinesisDriver
-from services.core.broker.kinesis.timing import Timing
+from services.core.broker.kinesis import record_format
+from services.core.broker.kinesis.appender import KinesisAppender
+from services.core.broker.kinesis.aws import Timing
 from services.core.broker.producer import Producer
 from services.core.broker.record import Record
 from tests.support.virtual_loop import run_virtually
 from tests.unit.kinesis.put_model import PutModel
+
+pytestmark = pytest.mark.long
 
 _PARTITIONS, _KEYS, _SENDS = 3, 5, 8
 _LONGEST_S = 22.0
@@ -86,13 +88,13 @@ class _Client:
 async def _history(seed: int) -> tuple[PutModel, _Told]:
     chance = random.Random(seed)
     model, told = PutModel(chance, _PARTITIONS, chance.choice((1, 2, 3))), _Told()
-    driver = KinesisDriver(model.put, model, Timing())
+    appender = KinesisAppender(model.put, model, Timing())
     changing = asyncio.create_task(model.change())
-    async with Producer(driver) as producer, asyncio.TaskGroup() as clients:
+    async with Producer(appender) as producer, asyncio.TaskGroup() as clients:
         for key in range(_KEYS):
             clients.create_task(_Client(chance, producer, told, key).run())
     changing.cancel()
-    await driver.close()
+    await appender.close()
     await model.drain()
     return model, told
 
@@ -119,8 +121,8 @@ def small_appends() -> Iterator[None]:
     """Sends of several records are cut into several appends, and an append into several entries."""
     with (
         mock.patch.object(retry, "MAX_APPEND_BYTES", 2_000),
-        mock.patch.object(frames, "MAX_ENTRY_BYTES", 1_500),
-        mock.patch.object(frames, "MAX_RECORD_BYTES", 1_200),
+        mock.patch.object(record_format, "MAX_ENTRY_BYTES", 1_500),
+        mock.patch.object(record_format, "MAX_RECORD_BYTES", 1_200),
     ):
         yield
 

@@ -14,13 +14,18 @@ from botocore.awsrequest import AWSRequest
 from botocore.credentials import Credentials
 
 from services.core.aws_emulator import CREDENTIALS, kinesis_url
+from services.core.broker.connect import parse_kinesis_url
 from services.core.broker.errors import BrokerError, OutcomeUnknown, Throttled, UnknownTopic
-from services.core.broker.kinesis.faults import classify_put
-from services.core.broker.kinesis.put_records import Put, PutRecords
-from services.core.broker.kinesis.sdk import open_clients
-from services.core.broker.kinesis.signature import Keys, Scope, sign
-from services.core.broker.kinesis.signed_post import to_error
-from services.core.broker.kinesis_url import parse_address
+from services.core.broker.kinesis.aws import (
+    Keys,
+    Put,
+    PutRecords,
+    Scope,
+    classify_put,
+    open_clients,
+    parse_refusal,
+    sign,
+)
 
 _WHEN = datetime(2026, 11, 21, 23, 59, 59, tzinfo=UTC)
 
@@ -61,7 +66,7 @@ async def _serving(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[_Serv
     try:
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         endpoint = f"http://127.0.0.1:{runner.addresses[0][1]}"
-        async with open_clients(parse_address(kinesis_url(endpoint, endpoint)), 10.0) as clients:
+        async with open_clients(parse_kinesis_url(kinesis_url(endpoint, endpoint)), 10.0) as clients:
             yield service, clients.put_records, endpoint.removeprefix("http://")
     finally:
         await runner.cleanup()
@@ -115,6 +120,8 @@ async def test_what_an_answer_means(
 def test_a_bad_signature_shows_no_token() -> None:
     """If it fails, the log of a process with a wrong key has its session token, which AWS quotes."""
     said = b"The signature does not match.\n\nThe Canonical String for this request should have been\n'x-amz-security-token:T0K'"
-    error = to_error("PutRecords", 400, orjson.dumps({"__type": "InvalidSignatureException", "message": said.decode()}))
+    error = parse_refusal(
+        "PutRecords", 400, orjson.dumps({"__type": "InvalidSignatureException", "message": said.decode()})
+    )
     assert "does not match." in str(error)
     assert "T0K" not in str(error)

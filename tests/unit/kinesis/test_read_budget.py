@@ -11,20 +11,15 @@ import pytest
 from prometheus_client import REGISTRY
 
 from services.core.broker.errors import OffsetOutOfRange
-from services.core.broker.kinesis import read_budget
-from services.core.broker.kinesis.backlog import Backlog
-from services.core.broker.kinesis.consumer import KinesisConsumer
-from services.core.broker.kinesis.frames import make_entries
-from services.core.broker.kinesis.held import Held
-from services.core.broker.kinesis.identity import Identities
-from services.core.broker.kinesis.leases import Lease
-from services.core.broker.kinesis.member_side import GroupSide, MemberSide
-from services.core.broker.kinesis.put_records import PutRecords
-from services.core.broker.kinesis.read_budget import Polls, ReadBudget
-from services.core.broker.kinesis.read_pace import ReadPaces
-from services.core.broker.kinesis.runs import read_run
-from services.core.broker.kinesis.sdk import Clients
-from services.core.broker.kinesis.shard_reader import Reading, read_shard
+from services.core.broker.kinesis import prefetch
+from services.core.broker.kinesis.aws import Clients, PutRecords
+from services.core.broker.kinesis.consumer import KinesisConsumer, KinesisMemberBackend, SharedResources
+from services.core.broker.kinesis.incarnation import Incarnations
+from services.core.broker.kinesis.leases import HeldLease, Lease
+from services.core.broker.kinesis.pace import ReadPaces
+from services.core.broker.kinesis.prefetch import Backlog, PollActivity, ReadBudget
+from services.core.broker.kinesis.record_format import make_entries, parse_entry
+from services.core.broker.kinesis.shard_reader import ReaderContext, read_shard
 from services.core.broker.kinesis.streams import Streams
 from services.core.broker.record import Record, TopicPartition
 from tests.unit.kinesis.fake_shard import FakeShard
@@ -40,21 +35,21 @@ class _Member:
         self.shards, self.budget, self.table = shards, ReadBudget(limit), MemoryTable()
         self.got: list[list[int]] = [[] for _ in shards]
         self.now = 0.0
-        self.polls = [Polls(lambda: self.now) for _ in shards]
+        self.polls = [PollActivity(lambda: self.now) for _ in shards]
         self.backlogs = [Backlog(TopicPartition("t", n), self.budget, polls) for n, polls in enumerate(self.polls)]
 
-    def held(self, number: int) -> Held:
+    def held(self, number: int) -> HeldLease:
         row = Lease("1:t:1", number, owner="me", settled=self.shards[number].now_ms)
         self.table.stored[row.key] = row
-        return Held(self.backlogs[number], "me", row, 1e9, self.table, lambda: 0.0, 10.0, _DAY)
+        return HeldLease(self.backlogs[number], "me", row, 1e9, self.table, lambda: 0.0, 10.0, _DAY)
 
     def poll(self, *numbers: int) -> int:
         """What poll would return of these shards. How many records were got of the first of them so far."""
         for number in numbers:
-            with self.polls[number].poll():
+            with self.polls[number].polling():
                 self.budget.wake()
             if not self.backlogs[number].is_paused:
-                for batch in self.backlogs[number].take(7):
+                for batch in self.backlogs[number].poll(7):
                     self.got[number] += [record.timestamp for record in batch.records]
         return len(self.got[numbers[0]])
 
@@ -68,7 +63,7 @@ async def _reading(shards: Sequence[FakeShard], limit: int) -> AsyncIterator[_Me
 
     def start(number: int) -> "asyncio.Task[None]":
         shard = shards[number]
-        reading = Reading(lambda: shard.now_ms, lambda _error: None, lambda: None, is_listed)
+        reading = ReaderContext(lambda: shard.now_ms, lambda _error: None, lambda: None, is_listed)
         return asyncio.create_task(read_shard(reading, member.held(number), shard.source()))
 
     tasks = [start(number) for number in range(len(shards))]
@@ -151,7 +146,7 @@ async def test_who_is_paused_gives_way_and_misses_nothing(is_closed: bool) -> No
 
 async def test_who_does_not_poll_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
     """If it fails, a destination that is down for hours keeps the others of its process from reading."""
-    monkeypatch.setattr(read_budget, "_AGAIN_SECONDS", 0.0)
+    monkeypatch.setattr(prefetch, "_AGAIN_SECONDS", 0.0)
     down, polled = _shard(40), _shard(4)
     async with _reading([down, polled], 100_000) as member:
         await _until(lambda: member.backlogs[0].is_full and member.backlogs[0].size > 0)
@@ -169,22 +164,22 @@ async def test_a_consumer_that_waits_for_records_is_not_idle() -> None:
     world = World()
     world.add_shard()
     actor = Actor(world)
-    polls = actor.membership.polls = Polls(lambda: world.now)
-    await actor.beat()
+    polls = actor.membership.polls = PollActivity(lambda: world.now)
+    await actor.heartbeat()
     clients = Clients(None, None, cast("PutRecords", None), None)
-    streams, identities = Streams(None, TIMING), Identities(None, TIMING)
-    side = MemberSide(GroupSide(clients, streams, identities, ReadPaces(), TIMING), "g")
-    consumer, idle = KinesisConsumer(side, actor.membership), list[bool]()
+    streams, incarnations = Streams(None, TIMING), Incarnations(None, TIMING)
+    backend = KinesisMemberBackend(SharedResources(clients, streams, incarnations, ReadPaces(), TIMING), "g")
+    consumer, idle = KinesisConsumer(backend, actor.membership), list[bool]()
     world.now += 100
     idle.append(polls.is_idle)
     waiting = asyncio.create_task(consumer.poll(max_records=5, max_wait=30.0))
     await _until(lambda: not polls.is_idle)
-    await actor.beat()
+    await actor.heartbeat()
     world.append(0)
     for held in actor.membership.held.values():
         held.is_placed = True
     actor.feed()
-    side.wake()
+    backend.wake()
     (batch,) = await waiting
     assert list(batch.offsets) == [0]
     idle.append(polls.is_idle)
@@ -199,7 +194,7 @@ async def test_what_expires_after_it_was_given_up_is_loud() -> None:
     shard = _shard(2)
     async with _reading([shard], 64 << 20) as member:
         (backlog,) = member.backlogs
-        await _until(lambda: backlog.size > 0 and backlog.behind == 0)
+        await _until(lambda: backlog.size > 0 and backlog.millis_behind == 0)
         shard.now_ms += 3_600_000
         reads = shard.reads
         await _until(lambda: shard.reads > reads + 2)  # an hour later all was read, and nothing more was there
@@ -244,7 +239,7 @@ def test_memory_is_counted_decoded(count: int, size: int, headers: int) -> None:
     tracemalloc.start()
     try:
         before = tracemalloc.get_traced_memory()[0]
-        run = read_run(stored.entries[0])
+        run = parse_entry(stored.entries[0])
         held = tracemalloc.get_traced_memory()[0] - before
     finally:
         tracemalloc.stop()

@@ -1,6 +1,6 @@
 """How fast a shard is read."""
 
-from services.core.broker.kinesis.read_pace import READS_PER_SECOND, ReadPace, ReadPaces
+from services.core.broker.kinesis.pace import READS_PER_SECOND, ReadPace, ReadPaces
 from tests.support.kinesis_limits import Bucket
 from tests.unit.kinesis.test_pace import Clock
 
@@ -12,8 +12,8 @@ def test_reads_of_all_groups_share_the_limit() -> None:
     waits = [round(pace.reserve(), 3) for _ in range(3)]
     assert waits == [0, 0.2, 0.4]
     paces = ReadPaces()
-    assert paces.of("t", 1) is paces.of("t", 1)
-    assert paces.of("t", 1) is not paces.of("t", 2)
+    assert paces.find("t", 1) is paces.find("t", 1)
+    assert paces.find("t", 1) is not paces.find("t", 2)
 
 
 def test_large_answers_are_paid_for() -> None:

@@ -9,10 +9,9 @@ import pytest
 from botocore.exceptions import ClientError
 
 from services.core.broker.errors import Unavailable
-from services.core.broker.kinesis import service_clock as module
-from services.core.broker.kinesis.identity import Identities
-from services.core.broker.kinesis.service_clock import ServiceClock
-from services.core.broker.kinesis.timing import Timing
+from services.core.broker.kinesis import incarnation as module
+from services.core.broker.kinesis.aws import Timing
+from services.core.broker.kinesis.incarnation import Incarnations, ServiceClock
 
 _STARTED = 1_700_000_000.0
 
@@ -52,7 +51,7 @@ async def test_a_group_begins_at_a_second_that_begins_while_it_joins(throttles: 
     service = _Service()
     service.throttles = throttles
     before = service.now
-    begin = await Identities(service, Timing()).next_second("t")
+    begin = await Incarnations(service, Timing()).next_second("t")
     assert before * 1000 < begin <= service.now * 1000
     assert begin % 1000 == 0
 
@@ -61,9 +60,9 @@ async def test_times_are_the_services_and_never_ahead_of_it() -> None:
     """If it fails, what expired unread is passed over where this machine's clock is behind, or a quiet stream stops where it is
     ahead."""
     service, here = _Service(), 50.0
-    identities = Identities(service, Timing())
-    identities.clock = clock = ServiceClock(lambda: here)
-    assert (await identities.of("t")).made_ms == _STARTED * 1000
+    incarnations = Incarnations(service, Timing())
+    incarnations.clock = clock = ServiceClock(lambda: here)
+    assert (await incarnations.find("t")).made_ms == _STARTED * 1000
     assert service.now - 1 < clock.now_ms() / 1000 <= service.now
     here += 3600
     assert service.now + 3599 < clock.now_ms() / 1000 <= service.now + 3600, "goes on with this machine's steady clock"
@@ -75,7 +74,7 @@ async def test_answers_without_a_date_are_told(monkeypatch: pytest.MonkeyPatch) 
     service = _Service()
     service.is_dated = False
     with pytest.raises(Unavailable, match="Try: an endpoint"):
-        await Identities(service, Timing()).next_second("t")
+        await Incarnations(service, Timing()).next_second("t")
 
 
 def test_the_newest_answer_counts() -> None:
@@ -87,7 +86,7 @@ def test_the_newest_answer_counts() -> None:
         date = format_datetime(datetime.fromtimestamp(second, UTC), usegmt=True)
         return {"ResponseMetadata": {"HTTPHeaders": {"date": date}}}
 
-    assert clock.saw({}) is None
+    assert clock.observe({}) is None
     for second in (1_700_000_000, 1_600_000_000):
-        assert clock.saw(answer(second)) == second * 1000
+        assert clock.observe(answer(second)) == second * 1000
         assert clock.now_ms() == second * 1000

@@ -6,9 +6,9 @@ import pytest
 from botocore.exceptions import ClientError
 
 from services.core.broker.errors import Unavailable
-from services.core.broker.kinesis import settling
-from services.core.broker.kinesis.settling import settle
-from services.core.broker.kinesis.timing import Timing
+from services.core.broker.kinesis import streams
+from services.core.broker.kinesis.aws import Timing
+from services.core.broker.kinesis.streams import settle
 
 
 class _Busy:
@@ -28,7 +28,7 @@ class _Busy:
 
 async def test_a_refused_look_does_not_end_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """Broken: an update that was accepted counts as refused because a look at it was, and is made twice."""
-    monkeypatch.setattr(settling, "PAUSE_S", 0.0)
+    monkeypatch.setattr(streams, "PAUSE_S", 0.0)
     busy = _Busy(3)
     await settle(busy, "t", Timing())
     assert busy.refusals == 0
@@ -36,6 +36,6 @@ async def test_a_refused_look_does_not_end_the_wait(monkeypatch: pytest.MonkeyPa
 
 async def test_the_wait_ends_with_the_last_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Broken: it waits for ever; or nobody says what for."""
-    monkeypatch.setattr(settling, "PAUSE_S", 0.0)
+    monkeypatch.setattr(streams, "PAUSE_S", 0.0)
     with pytest.raises(Unavailable, match="slower"):
         await settle(_Busy(10**9), "t", Timing(settle=0.01))

@@ -7,13 +7,10 @@ from contextlib import asynccontextmanager
 import pytest
 
 from services.core.broker.errors import BrokerError, OffsetOutOfRange
-from services.core.broker.kinesis.backlog import Backlog
-from services.core.broker.kinesis.frames import MAGIC
-from services.core.broker.kinesis.held import Held
-from services.core.broker.kinesis.leases import Begin, Lease
-from services.core.broker.kinesis.offsets import offset_of
-from services.core.broker.kinesis.read_budget import ReadBudget
-from services.core.broker.kinesis.shard_reader import Reading, read_shard
+from services.core.broker.kinesis.leases import HeldLease, Lease, StartPosition
+from services.core.broker.kinesis.prefetch import Backlog, ReadBudget
+from services.core.broker.kinesis.record_format import FRAME_MAGIC, offset_of
+from services.core.broker.kinesis.shard_reader import ReaderContext, read_shard
 from services.core.broker.record import Batch, TopicPartition
 from tests.unit.kinesis.fake_shard import FakeShard
 from tests.unit.kinesis.group_world import MemoryTable
@@ -27,7 +24,7 @@ class _Reader:
         self.shard, self.noted = shard, list[BrokerError]()
         self.table = MemoryTable()
         self.table.stored[row.key] = row
-        self.held = Held(
+        self.held = HeldLease(
             Backlog(TopicPartition("t", 0), budget), "me", row, 1e9, self.table, lambda: 0.0, 10.0, retention
         )
         self.news = asyncio.Event()
@@ -42,7 +39,7 @@ class _Reader:
         batches: list[Batch] = []
 
         def enough() -> bool:
-            batches.extend(self.held.backlog.take(1000))
+            batches.extend(self.held.backlog.poll(1000))
             return sum(len(batch.records) for batch in batches) >= count
 
         await self.until(enough)
@@ -58,7 +55,7 @@ async def _reading(
     async def is_listed(_source: TopicPartition) -> bool:
         return not shard.is_gone or shard.is_listed
 
-    reading = Reading(lambda: shard.now_ms, reader.noted.append, reader.news.set, is_listed)
+    reading = ReaderContext(lambda: shard.now_ms, reader.noted.append, reader.news.set, is_listed)
     task = asyncio.create_task(read_shard(reading, reader.held, shard.source()))
     try:
         yield reader
@@ -257,9 +254,9 @@ async def test_a_start_at_a_date_is_found_and_remembered() -> None:
     shard = FakeShard()
     first = shard.put([10, 50, 20])
     shard.put([60, 5])
-    async with _reading(shard, ROW._replace(begin=Begin("date", 40))) as reader:
+    async with _reading(shard, ROW._replace(start=StartPosition("date", 40))) as reader:
         assert await reader.read(4) == [50, 20, 60, 5]
-        assert reader.held.row.begin == Begin("offset", offset_of(first, 1))
+        assert reader.held.row.start == StartPosition("offset", offset_of(first, 1))
         row = reader.table.stored[ROW.key]
     async with _reading(shard, row) as reader:
         assert await reader.read(4) == [50, 20, 60, 5]
@@ -270,7 +267,7 @@ async def test_a_date_after_everything_is_the_end() -> None:
     shard = FakeShard()
     shard.put([10])
     shard.now_ms += 1
-    async with _reading(shard, ROW._replace(begin=Begin("date", 40))) as reader:
+    async with _reading(shard, ROW._replace(start=StartPosition("date", 40))) as reader:
         await reader.until(lambda: reader.held.is_placed)
         shard.put([11])
         assert await reader.read(1) == [11]
@@ -283,19 +280,19 @@ async def test_a_damaged_entry_is_a_batch_of_its_own() -> None:
     """If it fails, one entry that cannot be read stops a shard, or disappears without a trace."""
     shard = FakeShard()
     shard.put([1, 2])
-    bad = shard.put([], data=MAGIC + b"\xc1")
+    bad = shard.put([], data=FRAME_MAGIC + b"\xc1")
     shard.put([3])
     async with _reading(shard) as reader:
         batches: list[Batch] = []
 
         def three() -> bool:
-            batches.extend(reader.held.backlog.take(10))
+            batches.extend(reader.held.backlog.poll(10))
             return len(batches) == 3
 
         await reader.until(three)
     assert [batch.damage is not None for batch in batches] == [False, True, False]
     assert batches[1].offsets[-1] == offset_of(bad)
-    assert batches[1].records[0].value == MAGIC + b"\xc1"
+    assert batches[1].records[0].value == FRAME_MAGIC + b"\xc1"
     async with _reading(shard, ROW._replace(committed=offset_of(bad))) as reader:
         assert await reader.read(1) == [3]
 

@@ -3,8 +3,7 @@
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from services.core.broker.kinesis.shards import Shard
-from services.core.broker.kinesis.slots import HASH_KEYS, hash_key_of, next_split, shard_of
+from services.core.broker.kinesis.streams import HASH_KEYS, Shard, hash_key_of, next_split, shard_of
 
 
 def uniform(count: int) -> list[Shard]:

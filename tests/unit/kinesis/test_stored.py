@@ -6,16 +6,13 @@ from typing import cast
 import pytest
 
 from services.core.broker.kinesis.admin import KinesisAdmin
-from services.core.broker.kinesis.identity import Identities
-from services.core.broker.kinesis.member_side import GroupSide
-from services.core.broker.kinesis.offsets import offset_of
-from services.core.broker.kinesis.put_records import PutRecords
-from services.core.broker.kinesis.read_pace import ReadPaces
-from services.core.broker.kinesis.sdk import Clients
-from services.core.broker.kinesis.shards import Shard
-from services.core.broker.kinesis.stored import next_at_least
-from services.core.broker.kinesis.streams import Streams
-from services.core.broker.kinesis.timing import Timing
+from services.core.broker.kinesis.aws import Clients, PutRecords, Timing
+from services.core.broker.kinesis.consumer import SharedResources
+from services.core.broker.kinesis.incarnation import Incarnations
+from services.core.broker.kinesis.pace import ReadPaces
+from services.core.broker.kinesis.record_format import offset_of
+from services.core.broker.kinesis.shard_lookup import next_at_least
+from services.core.broker.kinesis.streams import Shard, Streams
 from tests.unit.kinesis.fake_shard import FakeShard
 from tests.unit.kinesis.fake_stream import FakeStream
 
@@ -43,6 +40,8 @@ async def test_closed_shards_are_not_asked() -> None:
     """If it fails, each resharding within the retention makes the next start of ingest slower."""
     stream, timing = FakeStream([Shard(0, (), 0, 9, is_open=False), Shard(1, (0,), 0, 9, is_open=True)]), Timing()
     clients = Clients(stream, None, cast("PutRecords", None), None)
-    admin = KinesisAdmin(GroupSide(clients, Streams(stream, timing), Identities(stream, timing), ReadPaces(), timing))
+    admin = KinesisAdmin(
+        SharedResources(clients, Streams(stream, timing), Incarnations(stream, timing), ReadPaces(), timing)
+    )
     assert await admin.next_at_least("t") == {1: 0}
     assert stream.read == {1}

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from services.core.broker.kinesis.tags import read_tags
-from services.core.broker.kinesis.timing import Timing
+from services.core.broker.kinesis.aws import Timing
+from services.core.broker.kinesis.streams import read_tags
 
 
 class _Tagged:

@@ -2,23 +2,23 @@
 
 import pytest
 
-from services.core.broker.kinesis_url import Address, parse_address
+from services.core.broker.connect import KinesisAddress, parse_kinesis_url
 
 
 @pytest.mark.parametrize(
     ("url", "address"),
     [
-        ("kinesis://eu-west-1", Address("eu-west-1")),
-        ("kinesis://eu-west-1?fan_out=1", Address("eu-west-1", fan_out=True)),
+        ("kinesis://eu-west-1", KinesisAddress("eu-west-1")),
+        ("kinesis://eu-west-1?fan_out=1", KinesisAddress("eu-west-1", fan_out=True)),
         (
             "kinesis://us-gov-east-1?endpoint=https://a:1&dynamodb=http://b&fan_out=0",
-            Address("us-gov-east-1", "https://a:1", "http://b"),
+            KinesisAddress("us-gov-east-1", "https://a:1", "http://b"),
         ),
     ],
 )
-def test_what_is_understood(url: str, address: Address) -> None:
+def test_what_is_understood(url: str, address: KinesisAddress) -> None:
     """If it fails, groups poll that should be pushed to, or go to another region's Kinesis."""
-    assert parse_address(url) == address
+    assert parse_kinesis_url(url) == address
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def test_what_is_understood(url: str, address: Address) -> None:
 def test_what_is_refused(url: str) -> None:
     """If it fails, a slip of the pen is passed over and something else happens than was meant, or logs show what is secret."""
     with pytest.raises(ValueError, match="Try: ") as refused:
-        parse_address(url)
+        parse_kinesis_url(url)
     assert "secret" not in str(refused.value)
     assert "AKID" not in str(refused.value)
     assert refused.value.__suppress_context__ or refused.value.__context__ is None

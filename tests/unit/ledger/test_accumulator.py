@@ -9,9 +9,8 @@ from prometheus_client import REGISTRY
 from services.core.broker.record import Headers, Record
 from services.core.event import ARRIVAL, ID, ORIGIN
 from services.core.ledger import accumulator
-from services.core.ledger.accumulator import Accumulator
+from services.core.ledger.accumulator import Accumulator, Sets
 from services.core.ledger.report import MAX_NUMBER, Outcome, unpack_numbers
-from services.core.ledger.sets import Sets
 
 Found = dict[tuple[str, str, int], set[int]]
 OUTCOMES: tuple[Outcome, ...] = ("delivered", "dead")

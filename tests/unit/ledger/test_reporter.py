@@ -13,6 +13,7 @@ from services.core.broker.errors import Unavailable, UnknownTopic
 from services.core.broker.producer import Producer
 from services.core.broker.retry import RetryPolicy
 from services.core.lag import LagHistogram
+from services.core.ledger.accumulator import SetKey
 from services.core.ledger.report import (
     MAX_REPORT_BYTES,
     TELEMETRY,
@@ -25,8 +26,7 @@ from services.core.ledger.report import (
     unpack_numbers,
 )
 from services.core.ledger.reporter import HEARTBEAT_S, LAGS_EVERY_S, Reporter, cut
-from services.core.ledger.sets import SetKey
-from tests.support.memory_driver import MemoryDriver
+from tests.support.memory_appender import MemoryAppender
 from tests.unit.ledger.test_accumulator import make_record
 
 QUICK = RetryPolicy(deadline=5.0, append_timeout=60.0)
@@ -37,7 +37,7 @@ KEY = SetKey("accepted", "a", 0, 7)
 class Desk:
     """A reporter, the topic that it writes to, and its clock (seconds)."""
 
-    driver: MemoryDriver
+    appender: MemoryAppender
     reporter: Reporter
     lag: LagHistogram
     seconds: list[float]
@@ -46,7 +46,7 @@ class Desk:
         self.seconds[0] += seconds
 
     def reports(self) -> list[Report]:
-        return [decode_report(record.value) for record in self.driver.records(TELEMETRY)]
+        return [decode_report(record.value) for record in self.appender.records(TELEMETRY)]
 
     def told(self) -> dict[SetKey, set[int]]:
         """The union of all sets."""
@@ -60,13 +60,13 @@ class Desk:
 
 @asynccontextmanager
 async def open_desk(*, has_backlog: bool = True) -> AsyncIterator[Desk]:
-    driver, lag, now = MemoryDriver(), LagHistogram(), [600_000.0]
-    driver.create(TELEMETRY, 1)
-    async with Producer(driver, policy=QUICK) as producer:
+    appender, lag, now = MemoryAppender(), LagHistogram(), [600_000.0]
+    appender.create(TELEMETRY, 1)
+    async with Producer(appender, policy=QUICK) as producer:
         reporter = Reporter(
             producer, "i", "expel", "p", "d", lags={"e2e": lag}, has_backlog=has_backlog, clock=lambda: now[0]
         )
-        yield Desk(driver, reporter, lag, now)
+        yield Desk(appender, reporter, lag, now)
 
 
 async def test_says_everything_once() -> None:
@@ -103,7 +103,7 @@ async def test_heartbeats_and_a_goodbye() -> None:
 async def test_what_was_not_stored_is_told_with_the_next() -> None:
     """Broken: a broker that is away for a moment makes the observer cry of losses that never were."""
     async with open_desk() as desk:
-        desk.driver.errors += [UnknownTopic(TELEMETRY) for _ in range(2)]  # which the producer does not try again
+        desk.appender.errors += [UnknownTopic(TELEMETRY) for _ in range(2)]  # which the producer does not try again
         desk.lag.observe([1])
         desk.wait(LAGS_EVERY_S)
         for number in range(2):
@@ -123,15 +123,15 @@ async def test_what_was_not_stored_is_told_with_the_next() -> None:
 async def test_nothing_is_lost_when_a_report_is_cancelled() -> None:
     """Broken: a revoke that is cut off takes a second's sets with it."""
     async with open_desk() as desk:
-        desk.driver.gate.clear()
+        desk.appender.gate.clear()
         desk.reporter.sets.add(KEY, [1])
         telling = asyncio.create_task(desk.reporter.report())
-        while not desk.driver.waiting:
+        while not desk.appender.waiting:
             await asyncio.sleep(0)
         telling.cancel()
         with pytest.raises(asyncio.CancelledError):
             await telling
-        desk.driver.gate.set()
+        desk.appender.gate.set()
         await desk.reporter.report()
         assert desk.told() == {KEY: {1}}
 
@@ -139,14 +139,14 @@ async def test_nothing_is_lost_when_a_report_is_cancelled() -> None:
 async def test_two_at_once_both_return_with_everything_durable() -> None:
     """Broken: a commit goes ahead of the report of what it commits, because another report was under way."""
     async with open_desk() as desk:
-        desk.driver.gate.clear()
+        desk.appender.gate.clear()
         desk.reporter.sets.add(KEY, [1])
         first = asyncio.create_task(desk.reporter.report())
-        while not desk.driver.waiting:
+        while not desk.appender.waiting:
             await asyncio.sleep(0)
         desk.reporter.sets.add(KEY, [2])
         second = asyncio.create_task(desk.reporter.report())
-        desk.driver.gate.set()
+        desk.appender.gate.set()
         await first
         await second
         assert desk.told() == {KEY: {1, 2}}
@@ -159,7 +159,7 @@ async def test_memory_stays_small_while_nothing_can_be_told() -> None:
             desk.wait(60)
             desk.lag.observe([second])
             desk.reporter.sets.add_range(SetKey("accepted", "a", 0, second // 60), second * 10, 600)
-            desk.driver.errors.append(UnknownTopic(TELEMETRY))
+            desk.appender.errors.append(UnknownTopic(TELEMETRY))
             with pytest.raises(Unavailable):
                 await desk.reporter.report()
         assert len(desk.reporter._lags) <= 100
@@ -196,9 +196,18 @@ def test_cut_in_two_says_the_same() -> None:
     sets = tuple(
         OriginSet("delivered", f"i{n}", n, None, pack_numbers(sparse if not n else BitMap([n]))) for n in range(9)
     )
+    doubt = (OriginSet("unknown", "i", 9, 1, pack_numbers(BitMap([9]))),)
     lags = tuple(LagSet("e2e", minute, 2000, 9, dict.fromkeys(range(2000), 1)) for minute in range(300))
     whole = Report(
-        node="expel", instance="i", pipe="p", at_ms=1, sets=sets, lags=lags, reaches=(Reach("a", 0, 1),), closed=True
+        node="expel",
+        instance="i",
+        pipe="p",
+        at_ms=1,
+        sets=sets,
+        lags=lags,
+        reaches=(Reach("a", 0, 1),),
+        closed=True,
+        in_doubt=doubt,
     )
     parts = list(cut(whole))
     assert len(parts) > 2
@@ -206,13 +215,14 @@ def test_cut_in_two_says_the_same() -> None:
     assert [part.closed for part in parts] == [False] * (len(parts) - 1) + [True]
     assert [part.reaches for part in parts if part.reaches] == [whole.reaches]
     assert tuple(lag for part in parts for lag in part.lags) == lags
+    assert tuple(one for part in parts for one in part.in_doubt) == doubt
     united: dict[int, BitMap] = {}
     for part in parts:
         for one in part.sets:
             united.setdefault(one.partition, BitMap()).update(unpack_numbers(one.numbers))
     assert united == {one.partition: unpack_numbers(one.numbers) for one in sets}
-    assert list(cut(msgspec.structs.replace(whole, sets=(), lags=()))) == [
-        msgspec.structs.replace(whole, sets=(), lags=())
+    assert list(cut(msgspec.structs.replace(whole, sets=(), lags=(), in_doubt=()))) == [
+        msgspec.structs.replace(whole, sets=(), lags=(), in_doubt=())
     ]
 
 

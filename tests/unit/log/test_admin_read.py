@@ -31,12 +31,12 @@ def damaged(tmp_path: Path) -> Path:
 async def test_damage_is_raised_and_never_passed_over(damaged: Path) -> None:
     """Broken: an operator's look at a damaged topic ends early, as if nothing came behind."""
     async with LogBroker.open(str(damaged)) as broker:
-        before = await broker.admin.read(TOPIC, 0, 0, max_records=10)
+        before = await broker.reader.read(TOPIC, 0, 0, max_records=10)
         assert before is not None
         assert list(before.offsets) == [0, 1, 2]
         with pytest.raises(DataDamaged) as caught:
-            await broker.admin.read(TOPIC, 0, 3, max_records=10)
+            await broker.reader.read(TOPIC, 0, 3, max_records=10)
         assert caught.value.ranges == ((0, 3, 3),)
-        behind = await broker.admin.read(TOPIC, 0, 4, max_records=1)
+        behind = await broker.reader.read(TOPIC, 0, 4, max_records=1)
         assert behind is not None
         assert list(behind.offsets) == [4]

@@ -9,9 +9,9 @@ import pytest
 
 from services.core.broker.contract import PartitionRange
 from services.core.broker.errors import DataDamaged, OffsetOutOfRange, RecordTooLarge, UnknownTopic
-from services.core.broker.log import blocking, staging
-from services.core.broker.log.frames import MAX_RECORD_BYTES
-from services.core.broker.log.layout import DataFolder
+from services.core.broker.log import blocking
+from services.core.broker.log.data_folder import DataFolder
+from services.core.broker.log.row_format import MAX_RECORD_BYTES
 from services.core.broker.record import Record
 from tests.unit.log.sample import TOPIC, make_topic, numbers, records
 
@@ -139,8 +139,8 @@ def test_what_dead_jobs_staged_goes_after_a_day(path: Path) -> None:
     new = blocking.stage(path, TOPIC, "job", 1, {0: records(0, 1)})
     draft = path / "staging" / TOPIC / ".half.block"
     draft.write_bytes(b"")
-    past = time.time() - staging.KEEP_SECONDS - 10
+    past = time.time() - blocking.KEEP_SECONDS - 10
     for file in (path / "staging" / TOPIC / old, draft):
         os.utime(file, (past, past))
-    assert staging.remove_leftovers(DataFolder(path)) == 2
+    assert blocking.remove_leftovers(DataFolder(path)) == 2
     assert staged_files(path) == [new]

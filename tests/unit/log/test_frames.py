@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.core.broker.errors import RecordTooLarge
-from services.core.broker.log.frames import (
+from services.core.broker.log.row_format import (
     BLOCK_BYTES,
     MAX_RECORD_BYTES,
     Row,
@@ -15,8 +15,8 @@ from services.core.broker.log.frames import (
     merge,
     pack,
     pack_all,
-    place,
     read_row,
+    row_position,
 )
 from services.core.broker.record import Record
 
@@ -38,7 +38,7 @@ def row_of(records: list[Record], partition: int = 3, offset: int = 77) -> Row:
     packed, failed = pack(records)
     assert packed is not None
     assert not failed
-    return make_row(place(partition, offset), packed, packed.max_ts, 12, 34)
+    return make_row(row_position(partition, offset), packed, packed.max_ts, 12, 34)
 
 
 @given(RECORDS)

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from services.core.broker.errors import BrokerClosed, OutcomeUnknown, Unavailable
-from services.core.broker.log.gather import Gatherer, Waiting
+from services.core.broker.log.group_commit import Gatherer, Waiting
 
 
 class Number(Waiting[int]):

@@ -8,11 +8,10 @@ import pytest
 
 from services.core.broker.contract import TopicSpec
 from services.core.broker.errors import DataDamaged, Unavailable
-from services.core.broker.log import LogBroker, schema
-from services.core.broker.log.layout import DataFolder
-from services.core.broker.log.repair import repair
-from services.core.broker.log.store import Store
-from services.core.broker.log.verify import verify
+from services.core.broker.log import LogBroker, sqlite_file
+from services.core.broker.log.data_folder import DataFolder
+from services.core.broker.log.repair import repair, verify
+from services.core.broker.log.topic_store import TopicStore
 from tests.unit.log.sample import TOPIC, records
 
 DEADLINE = 120.0
@@ -39,7 +38,7 @@ async def join(broker: LogBroker, group: str, wanted: int) -> list[int]:
 async def fill(broker: LogBroker, first: int) -> None:
     """Five records in each of two partitions."""
     for partition in (0, 1):
-        await broker.driver.append(TOPIC, partition, records(first + 5 * partition, 5), timeout=10)
+        await broker.appender.append(TOPIC, partition, records(first + 5 * partition, 5), timeout=10)
 
 
 def lose_all(folder: Path) -> None:
@@ -56,7 +55,7 @@ def lose_database(folder: Path) -> None:
 
 def lose_a_row(folder: Path) -> None:
     """One row of committed offsets is not there any more."""
-    connection = schema.connect(DataFolder(folder).groups.db)
+    connection = sqlite_file.connect(DataFolder(folder).groups.db)
     connection.execute("DELETE FROM offsets WHERE grp='behind' AND partition=1")
     connection.close()
 
@@ -64,7 +63,7 @@ def lose_a_row(folder: Path) -> None:
 def lose_what_was_last_seen(folder: Path) -> None:
     """The group's count of partitions is gone, and one offset."""
     lose_a_row(folder)
-    connection = schema.connect(DataFolder(folder).groups.db)
+    connection = sqlite_file.connect(DataFolder(folder).groups.db)
     connection.execute("DELETE FROM offsets WHERE grp='behind' AND partition=-1")
     connection.close()
 
@@ -155,7 +154,7 @@ async def test_an_altered_name_is_told(tmp_path: Path) -> None:
 
 def alter_name(folder: Path) -> None:
     """One letter."""
-    store = Store.open(DataFolder(folder), TOPIC)
+    store = TopicStore.open(DataFolder(folder), TOPIC)
     store.connection.execute("UPDATE groups SET grp='behinx'")
     store.close()
 
@@ -199,6 +198,6 @@ async def test_a_repair_waits_for_members_to_leave(tmp_path: Path, monkeypatch: 
 
 def alter_offsets(folder: Path) -> None:
     """As one flipped bit in each row."""
-    connection = schema.connect(DataFolder(folder).groups.db)
+    connection = sqlite_file.connect(DataFolder(folder).groups.db)
     connection.execute("UPDATE offsets SET crc=crc+1")
     connection.close()

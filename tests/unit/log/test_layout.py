@@ -8,7 +8,7 @@ import pytest
 from services.core.broker.contract import TopicSpec
 from services.core.broker.errors import BadDataFolder, UnknownTopic
 from services.core.broker.log import topics
-from services.core.broker.log.layout import DataFolder, refuse_network
+from services.core.broker.log.data_folder import DataFolder, refuse_network
 
 
 @pytest.mark.parametrize("kind", ["nfs", "nfs4", "cifs", "smb3", "9p", "fuse.sshfs", "fuse.glusterfs", "ceph"])

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.core.broker.log import leases as leases_module
-from services.core.broker.log.groups import Claim, GroupsFile
-from services.core.broker.log.layout import DataFolder
+from services.core.broker.log.data_folder import DataFolder
+from services.core.broker.log.groups import CommitRequest, GroupsFile
 from services.core.broker.log.leases import Leases
 from services.core.broker.record import TopicPartition
 
@@ -31,10 +31,10 @@ class Group:
     def beat(self, member: str) -> frozenset[TopicPartition]:
         """One heartbeat; releases what is surplus at once. Gives what was lost."""
         held = self.held.setdefault(member, {})
-        beat = self.leases.beat("g", member, self.topics, held)
+        beat = self.leases.heartbeat("g", member, self.topics, held)
         for source in beat.lost:
             del held[source]
-        held.update(beat.taken)
+        held.update(beat.acquired)
         if beat.surplus:
             self.leases.release("g", member, {source: held.pop(source) for source in beat.surplus})
         self.check()
@@ -161,13 +161,16 @@ def test_commits_are_fenced_by_the_epoch(group: Group) -> None:
         group.beat("a")
         source = TopicPartition("t", 0)
         old = group.held["a"][source]
-        assert group.offsets.commit([Claim("g", "a", {source: (old, 10)})]) == [frozenset()]
+        assert group.offsets.commit([CommitRequest("g", "a", {source: (old, 10)})]) == [frozenset()]
         group.now += LEASE_MS + 1
         group.beat("b")
-        claims = [Claim("g", "a", {source: (old, 50)}), Claim("g", "b", {source: (group.held["b"][source], 20)})]
+        claims = [
+            CommitRequest("g", "a", {source: (old, 50)}),
+            CommitRequest("g", "b", {source: (group.held["b"][source], 20)}),
+        ]
         assert group.offsets.commit(claims) == [frozenset({source}), frozenset()]
         assert group.offsets.progress("g", "t")[0].processed == 20
-        assert group.offsets.commit([Claim("g", "b", {source: (group.held["b"][source], 15)})]) == [frozenset()]
+        assert group.offsets.commit([CommitRequest("g", "b", {source: (group.held["b"][source], 15)})]) == [frozenset()]
         assert group.offsets.progress("g", "t")[0].processed == 20, "a late commit went back"
     finally:
         group.close()
@@ -179,7 +182,7 @@ def test_single_partition_topics_spread_over_members(tmp_path: Path, monkeypatch
     try:
         group.held = {"a": {}, "b": {}}
         for member in "ab":  # both are members before either takes anything
-            group.leases.beat("g", member, {}, {})
+            group.leases.heartbeat("g", member, {}, {})
         for _ in range(3):
             for member in "ab":
                 group.beat(member)

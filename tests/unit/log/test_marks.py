@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 
 from services.core.broker.errors import DataDamaged
-from services.core.broker.log.marks import Marks
+from services.core.broker.log.high_water_marks import HighWaterMarks
 
 INCARNATION = bytes(range(16))
 
 
-def open_marks(path: Path, partitions: int = 3) -> Marks:
+def open_marks(path: Path, partitions: int = 3) -> HighWaterMarks:
     """A fresh file, opened."""
-    Marks.create(path, INCARNATION, [0] * partitions)
-    return Marks.open(path, "orders", INCARNATION)
+    HighWaterMarks.create(path, INCARNATION, [0] * partitions)
+    return HighWaterMarks.open(path, "orders", INCARNATION)
 
 
 def test_marks_rise_and_never_fall(tmp_path: Path) -> None:
@@ -34,7 +34,7 @@ def test_writers_at_once_keep_the_highest(tmp_path: Path) -> None:
     open_marks(tmp_path / "m").close()
 
     def climb(step: int) -> None:
-        marks = Marks.open(tmp_path / "m", "orders", INCARNATION)
+        marks = HighWaterMarks.open(tmp_path / "m", "orders", INCARNATION)
         try:
             for number in range(step, 400, 2):
                 marks.raise_to({0: number, 1: 400 - number}, 3)
@@ -46,7 +46,7 @@ def test_writers_at_once_keep_the_highest(tmp_path: Path) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    marks = Marks.open(tmp_path / "m", "orders", INCARNATION)
+    marks = HighWaterMarks.open(tmp_path / "m", "orders", INCARNATION)
     try:
         assert marks.read(3) == [399, 400, 0]
     finally:
@@ -55,7 +55,7 @@ def test_writers_at_once_keep_the_highest(tmp_path: Path) -> None:
 
 def test_a_frozen_writer_is_not_waited_for_for_ever(tmp_path: Path) -> None:
     """If it fails, one frozen process stops all writers of the topic."""
-    marks, frozen = open_marks(tmp_path / "m"), Marks.open(tmp_path / "m", "orders", INCARNATION)
+    marks, frozen = open_marks(tmp_path / "m"), HighWaterMarks.open(tmp_path / "m", "orders", INCARNATION)
     try:
         assert frozen._lock()
         marks.raise_to({0: 7}, 3)
@@ -78,10 +78,10 @@ def test_altered_or_foreign_marks_are_refused(tmp_path: Path) -> None:
         with pytest.raises(DataDamaged):
             marks.read(3)
         with pytest.raises(DataDamaged):
-            Marks.open(path, "orders", bytes(16))
+            HighWaterMarks.open(path, "orders", bytes(16))
         path.unlink()
         with pytest.raises(DataDamaged):
-            Marks.open(path, "orders", INCARNATION)
+            HighWaterMarks.open(path, "orders", INCARNATION)
     finally:
         marks.close()
 

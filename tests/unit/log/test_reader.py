@@ -9,11 +9,10 @@ from hypothesis import strategies as st
 
 from services.core.broker.errors import OffsetOutOfRange, UnknownTopic
 from services.core.broker.log.clock import WallClock
-from services.core.broker.log.frames import pack
-from services.core.broker.log.lag import lag_behind
-from services.core.broker.log.layout import DataFolder
-from services.core.broker.log.reader import TopicReader
-from services.core.broker.log.writer import TopicWriter
+from services.core.broker.log.data_folder import DataFolder
+from services.core.broker.log.row_format import pack
+from services.core.broker.log.topic_reader import TopicReader, lag_behind
+from services.core.broker.log.topic_writer import TopicWriter
 from services.core.broker.record import Record
 from tests.unit.log.sample import TOPIC, make_topic, numbers, records, store
 

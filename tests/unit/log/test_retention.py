@@ -1,21 +1,21 @@
 """Retention removes what is old, nothing else, and never in silence."""
 
+import fcntl
 from pathlib import Path
 
 import apsw
 import pytest
+from structlog.testing import capture_logs
 
 from services.core.broker.contract import TopicSpec
-from services.core.broker.errors import OffsetOutOfRange
-from services.core.broker.log import retention_clock, schema
-from services.core.broker.log.groups import GroupsFile, Progress
-from services.core.broker.log.keeper import keep_once
-from services.core.broker.log.layout import DataFolder
-from services.core.broker.log.reader import TopicReader
-from services.core.broker.log.retention import enforce
-from services.core.broker.log.retention_clock import read_retention_clock
+from services.core.broker.errors import OffsetOutOfRange, Unavailable
+from services.core.broker.log import retention, sqlite_file
+from services.core.broker.log.data_folder import DataFolder
+from services.core.broker.log.groups import GroupPosition, GroupsFile
+from services.core.broker.log.repair import verify
+from services.core.broker.log.retention import apply_retention_once, enforce, read_clock
+from services.core.broker.log.topic_reader import TopicReader
 from services.core.broker.log.topics import create_topic, register_group
-from services.core.broker.log.verify import verify
 from services.core.broker.record import TopicPartition
 from tests.unit.log.sample import TOPIC, SetClock, make_topic, numbers, records, store
 
@@ -96,18 +96,17 @@ def test_a_clock_set_back_keeps_the_order_of_arrival_times(tmp_path: Path) -> No
     assert numbers(folder) == list(range(30))
 
 
-def test_a_pass_goes_over_all_topics_and_survives_a_damaged_one(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_pass_goes_over_all_topics_and_survives_a_damaged_one(tmp_path: Path) -> None:
     """If it fails, one damaged topic lets all others grow until the disk is full."""
     folder, clock = make_topic(tmp_path, retention_ms=1000), SetClock()
     (folder.topics / "broken.db").write_bytes(b"x" * 5000)
     store(folder, 0, records(0, 10), clock)
     store(folder, 0, records(10, 10), clock)
     clock.now += 5000
-    assert keep_once(folder, clock)
+    with capture_logs() as logs:
+        assert apply_retention_once(folder, clock)
     assert numbers(folder, start=10) == list(range(10, 20))
-    assert "broken" in caplog.text
+    assert [line["topic"] for line in logs if line["event"] == "retention_failed"] == ["broken"]
 
 
 def test_a_first_pass_survives_a_topic_whose_rows_cannot_be_read(tmp_path: Path) -> None:
@@ -115,17 +114,17 @@ def test_a_first_pass_survives_a_topic_whose_rows_cannot_be_read(tmp_path: Path)
     full."""
     folder, clock = make_topic(tmp_path, retention_ms=1000), SetClock()
     create_topic(folder, TopicSpec("broken", 1))
-    connection = schema.connect(folder.topic("broken").db)
-    ((page,),) = schema.fetch(connection, "SELECT rootpage FROM sqlite_master WHERE name='batches'")
+    connection = sqlite_file.connect(folder.topic("broken").db)
+    ((page,),) = sqlite_file.fetch(connection, "SELECT rootpage FROM sqlite_master WHERE name='batches'")
     connection.wal_checkpoint(mode=apsw.SQLITE_CHECKPOINT_TRUNCATE)
     connection.close()
     with folder.topic("broken").db.open("r+b") as file:
-        file.seek((page - 1) * schema.PAGE_BYTES)
+        file.seek((page - 1) * sqlite_file.PAGE_BYTES)
         file.write(b"x" * 100)
     store(folder, 0, records(0, 10), clock)
     store(folder, 0, records(10, 10), clock)
     clock.now += 5000
-    assert keep_once(folder, clock)
+    assert apply_retention_once(folder, clock)
     assert numbers(folder, start=10) == list(range(10, 20))
 
 
@@ -136,8 +135,8 @@ def test_what_a_group_has_still_to_read_is_kept_for_twice_as_long(tmp_path: Path
         store(folder, 0, records(number * 10, 10), clock)
     groups = GroupsFile(folder)
     try:
-        groups.set_progress("ahead", {SOURCE: Progress(incarnation_of(folder), 0, 29)})
-        groups.set_progress("behind", {SOURCE: Progress(incarnation_of(folder), 0, 9)})
+        groups.set_progress("ahead", {SOURCE: GroupPosition(incarnation_of(folder), 0, 29)})
+        groups.set_progress("behind", {SOURCE: GroupPosition(incarnation_of(folder), 0, 9)})
         clock.now += 1500
         assert enforce(folder, TOPIC, clock.now_ms()) == {0: 10}
         clock.now += 600
@@ -156,6 +155,23 @@ def test_a_group_without_an_offset_has_everything_to_read(tmp_path: Path) -> Non
     assert enforce(folder, TOPIC, clock.now_ms()) == {}
 
 
+def test_while_the_groups_are_repaired_everything_counts_as_unread(tmp_path: Path) -> None:
+    """Broken: retention reads groups.db between the removal of its log and the new file, and deletes what a group has to read."""
+    folder, clock = make_topic(tmp_path, retention_ms=1000), SetClock()
+    for number in range(3):
+        store(folder, 0, records(number * 10, 10), clock)
+    groups = GroupsFile(folder)
+    groups.set_progress("ahead", {SOURCE: GroupPosition(incarnation_of(folder), 0, 29)})
+    groups.close()
+    clock.now += 1500
+    with folder.groups.lock.open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert enforce(folder, TOPIC, clock.now_ms()) == {}
+        with pytest.raises(Unavailable, match="is being repaired"):
+            verify(tmp_path)
+    assert enforce(folder, TOPIC, clock.now_ms()) == {0: 20}
+
+
 def test_a_clock_that_is_days_ahead_deletes_nothing_early(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Broken: a process starts with a wrong clock, and a week of events goes before anybody has read it."""
     boot = SetBoot(monkeypatch)
@@ -164,12 +180,12 @@ def test_a_clock_that_is_days_ahead_deletes_nothing_early(tmp_path: Path, monkey
         store(folder, 0, records(number * 10, 10), clock)
         clock.now += DAY
         boot.now += DAY
-        assert keep_once(folder, clock)
+        assert apply_retention_once(folder, clock)
     clock.now += 30 * DAY
     for _ in range(3):
         boot.now += 60_000
         clock.now += 60_000
-        assert keep_once(folder, clock)
+        assert apply_retention_once(folder, clock)
     assert numbers(folder) == list(range(60))
 
 
@@ -179,32 +195,48 @@ def test_the_newest_record_says_how_far_a_first_clock_may_be_ahead(tmp_path: Pat
     store(folder, 0, records(0, 10), clock)
     store(folder, 0, records(10, 10), clock)
     clock.now += 30 * DAY
-    assert keep_once(folder, clock)
+    assert apply_retention_once(folder, clock)
     assert numbers(folder) == list(range(20))
 
 
-def test_retention_catches_up_after_the_machine_was_off(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_retention_catches_up_after_the_machine_was_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Broken: once the machine was off for days, the disk fills; or nobody is told why old records are still there."""
     boot = SetBoot(monkeypatch)
     folder, clock = make_topic(tmp_path, retention_ms=3 * DAY), SetClock(100 * DAY)
     store(folder, 0, records(0, 10), clock)
     store(folder, 0, records(10, 10), clock)
-    assert keep_once(folder, clock)
+    assert apply_retention_once(folder, clock)
     clock.now += 10 * DAY
     boot.restart()
     kept = []
-    for _ in range(14):
-        boot.now += DAY
-        clock.now += DAY
-        assert keep_once(folder, clock)
-        with TopicReader(folder, TOPIC) as reader:
-            kept.append(reader.ranges()[0].start == 0)
+    with capture_logs() as logs:
+        for _ in range(14):
+            boot.now += DAY
+            clock.now += DAY
+            assert apply_retention_once(folder, clock)
+            with TopicReader(folder, TOPIC) as reader:
+                kept.append(reader.ranges()[0].start == 0)
     assert kept[0], "for a day it has gone two, and what it went before does not count"
     assert not kept[-1]
-    assert 1 <= caplog.text.count("ahead of what retention goes by") <= 14
-    assert read_retention_clock(folder, clock) == clock.now
+    assert 1 <= [line["event"] for line in logs].count("retention_clock_behind") <= 14
+    assert read_clock(folder, clock) == clock.now
+
+
+def test_a_folder_on_another_machine_is_not_judged_by_how_long_that_one_is_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Broken: a data disk is moved to a machine that has been up for months and whose clock is weeks ahead: a week of events
+    goes at once."""
+    boot = SetBoot(monkeypatch)
+    folder, clock = make_topic(tmp_path, retention_ms=7 * DAY), SetClock(100 * DAY)
+    store(folder, 0, records(0, 10), clock)
+    store(folder, 0, records(10, 10), clock)
+    assert apply_retention_once(folder, clock)
+    boot.restart()
+    boot.now += 90 * DAY
+    clock.now += 30 * DAY
+    assert apply_retention_once(folder, clock)
+    assert numbers(folder) == list(range(20))
 
 
 def test_a_retention_clock_that_cannot_be_read_begins_anew(tmp_path: Path) -> None:
@@ -212,8 +244,8 @@ def test_a_retention_clock_that_cannot_be_read_begins_anew(tmp_path: Path) -> No
     folder, clock = make_topic(tmp_path, retention_ms=1000), SetClock()
     store(folder, 0, records(0, 10), clock)
     (tmp_path / "retention.clock").write_bytes(b"1 {")
-    assert read_retention_clock(folder, clock) == clock.now
-    assert read_retention_clock(folder, clock) == clock.now
+    assert read_clock(folder, clock) == clock.now
+    assert read_clock(folder, clock) == clock.now
 
 
 class SetBoot:
@@ -221,8 +253,8 @@ class SetBoot:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now, self.boot = 5_000, 1
-        monkeypatch.setattr(retention_clock, "boot_ms", lambda: self.now)
-        monkeypatch.setattr(retention_clock, "boot_id", lambda: f"boot {self.boot}")
+        monkeypatch.setattr(retention, "boot_ms", lambda: self.now)
+        monkeypatch.setattr(retention, "boot_id", lambda: f"boot {self.boot}")
 
     def restart(self) -> None:
         self.now, self.boot = 5_000, self.boot + 1

@@ -9,12 +9,12 @@ import pytest
 
 from services.core.broker.contract import TopicSpec
 from services.core.broker.errors import DataDamaged, TopicExists, UnknownTopic
-from services.core.broker.log import schema, topics
+from services.core.broker.log import sqlite_file, topics
 from services.core.broker.log.clock import WallClock
-from services.core.broker.log.frames import pack_all
-from services.core.broker.log.layout import DataFolder
-from services.core.broker.log.reader import TopicReader
-from services.core.broker.log.writer import TopicWriter
+from services.core.broker.log.data_folder import DataFolder
+from services.core.broker.log.row_format import pack_all
+from services.core.broker.log.topic_reader import TopicReader
+from services.core.broker.log.topic_writer import TopicWriter
 from tests.unit.log.sample import TOPIC, make_topic, numbers, records, store
 
 _CREATE = """
@@ -22,7 +22,7 @@ import sys
 from services.core.broker.contract import TopicSpec
 from services.core.broker.errors import TopicExists
 from services.core.broker.log import topics
-from services.core.broker.log.layout import DataFolder
+from services.core.broker.log.data_folder import DataFolder
 folder = DataFolder.prepare(sys.argv[1])
 print("ready", flush=True)
 sys.stdin.readline()
@@ -99,7 +99,7 @@ def test_a_deletion_cut_off_half_way_is_finished(tmp_path: Path) -> None:
     with TopicReader(folder, TOPIC) as reader:
         meta = msgspec.structs.replace(reader.store.meta, deleted=True)
         connection = reader.store.connection
-        reader.store.transact(lambda: schema.write_meta(connection, meta), lambda _: {}, 0)
+        reader.store.transact(lambda: sqlite_file.write_meta(connection, meta), lambda _: {}, 0)
     assert topics.list_topics(folder) == {}
     topics.create_topic(folder, TopicSpec(TOPIC, partitions=1))
     assert numbers(folder) == []
@@ -109,9 +109,9 @@ def test_a_newer_format_is_refused_loudly(tmp_path: Path) -> None:
     """If it fails, an old version reads a newer file wrongly."""
     folder = make_topic(tmp_path)
     with TopicReader(folder, TOPIC) as reader:
-        meta = msgspec.structs.replace(reader.store.meta, format=schema.FORMAT + 1)
+        meta = msgspec.structs.replace(reader.store.meta, format=sqlite_file.FORMAT + 1)
         connection = reader.store.connection
-        reader.store.transact(lambda: schema.write_meta(connection, meta), lambda _: {}, 0)
+        reader.store.transact(lambda: sqlite_file.write_meta(connection, meta), lambda _: {}, 0)
     with pytest.raises(DataDamaged, match="newer version"):
         TopicReader(folder, TOPIC)
 

@@ -10,20 +10,20 @@ import apsw
 import pytest
 
 from services.core.broker.errors import DataDamaged, StorageFull, Unavailable, UnknownTopic
-from services.core.broker.log import schema
+from services.core.broker.log import sqlite_file
 from services.core.broker.log.clock import WallClock
-from services.core.broker.log.frames import pack_all, place
-from services.core.broker.log.reader import TopicReader
-from services.core.broker.log.verify import verify
-from services.core.broker.log.writer import Fence, TopicWriter
+from services.core.broker.log.repair import verify
+from services.core.broker.log.row_format import pack_all, row_position
+from services.core.broker.log.topic_reader import TopicReader
+from services.core.broker.log.topic_writer import Fence, TopicWriter
 from tests.unit.log.sample import TOPIC, make_topic, numbers, records, store
 
 _APPEND = """
 import sys
 from services.core.broker.log.clock import WallClock
-from services.core.broker.log.frames import pack_all
-from services.core.broker.log.layout import DataFolder
-from services.core.broker.log.writer import TopicWriter
+from services.core.broker.log.row_format import pack_all
+from services.core.broker.log.data_folder import DataFolder
+from services.core.broker.log.topic_writer import TopicWriter
 from tests.unit.log.sample import TOPIC, records
 folder, first = DataFolder.prepare(sys.argv[1]), int(sys.argv[2])
 with TopicWriter(folder, TOPIC, WallClock()) as writer:
@@ -66,7 +66,7 @@ def test_small_blocks_share_a_row_and_keep_their_offsets(tmp_path: Path) -> None
     assert firsts == {0: list(range(50))}
     assert numbers(folder) == list(range(50))
     with TopicReader(folder, TOPIC) as reader:
-        assert schema.fetch(reader.store.connection, "SELECT count(*) FROM batches") == [(1,)]
+        assert sqlite_file.fetch(reader.store.connection, "SELECT count(*) FROM batches") == [(1,)]
 
 
 def test_large_blocks_get_rows_of_their_own(tmp_path: Path) -> None:
@@ -77,7 +77,7 @@ def test_large_blocks_get_rows_of_their_own(tmp_path: Path) -> None:
     assert firsts == {0: [0, 10, 20]}
     assert numbers(folder) == list(range(30))
     with TopicReader(folder, TOPIC) as reader:
-        assert schema.fetch(reader.store.connection, "SELECT pos FROM batches") == [(0,), (10,), (20,)]
+        assert sqlite_file.fetch(reader.store.connection, "SELECT pos FROM batches") == [(0,), (10,), (20,)]
 
 
 def test_more_rows_than_one_statement_takes(tmp_path: Path) -> None:
@@ -158,7 +158,7 @@ def test_sqlite_full_stores_nothing_and_heals(tmp_path: Path) -> None:
 
 def test_a_held_lock_is_unavailable_not_an_error_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """If it fails, one frozen process makes others hang, or answer that the outcome is unknown."""
-    monkeypatch.setattr(schema, "BUSY_SECONDS", 0.05)
+    monkeypatch.setattr(sqlite_file, "BUSY_SECONDS", 0.05)
     folder = make_topic(tmp_path)
     holder = apsw.Connection(str(folder.topic(TOPIC).db))
     try:
@@ -179,7 +179,7 @@ def test_a_file_that_went_back_under_the_writer_is_noticed(tmp_path: Path) -> No
     with TopicWriter(folder, TOPIC, WallClock()) as writer:
         writer.append({0: pack_all(records(0, 30))})
         with TopicReader(folder, TOPIC) as other:
-            other.store.connection.execute("DELETE FROM batches WHERE pos = ?", (place(0, 0),))
+            other.store.connection.execute("DELETE FROM batches WHERE pos = ?", (row_position(0, 0),))
         with pytest.raises(DataDamaged) as raised:
             writer.append({0: pack_all(records(30, 3))})
         assert raised.value.ranges == ((0, 0, 29),)

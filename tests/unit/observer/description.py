@@ -5,7 +5,7 @@ import re
 import orjson
 from jsonschema import Draft202012Validator
 
-from services.observer.api import OPENAPI
+from services.observer.dead_letters import OPENAPI
 
 DOCUMENT = orjson.loads(OPENAPI.read_bytes())
 

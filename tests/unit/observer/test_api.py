@@ -10,13 +10,12 @@ from jsonschema import Draft202012Validator
 
 from services.core.broker.producer import Producer
 from services.core.letter import DeadLetter, Position
-from services.observer.api import OPENAPI, Api, serve_api
-from services.observer.failures import FailureBook
+from services.observer.dead_letters import OPENAPI, Api, DeadLetterReader, FailureTable
+from services.observer.follower import Follower
 from services.observer.health import Health
-from services.observer.ledger.follow import Follower
+from services.observer.http import serve_api
 from services.observer.ledger_api import LedgerApi
-from services.observer.letter_reader import LetterReader
-from tests.support.memory_driver import MemoryDriver
+from tests.support.memory_appender import MemoryAppender
 from tests.unit.observer.description import DOCUMENT, check
 from tests.unit.observer.ledger.stories import PLAIN
 from tests.unit.observer.letters import PIPES, letter
@@ -37,8 +36,8 @@ def no_judge(pipe: str, now: int) -> Health:
 class Client:
     """Asks, and holds each answer against the description."""
 
-    def __init__(self, address: str, book: FailureBook) -> None:
-        self._address, self.book = address, book
+    def __init__(self, address: str, table: FailureTable) -> None:
+        self._address, self.table = address, table
 
     async def get(self, path: str, method: str = "GET") -> tuple[int, dict[str, Any], str]:
         async with (
@@ -49,16 +48,16 @@ class Client:
             return answer.status, orjson.loads(text) if text else {}, answer.content_type
 
     def note(self, number: int, **said: object) -> None:
-        self.book.note(DeadLetter.of(Position("shop.dead", 0, number), letter(number, **said)))
+        self.table.note(DeadLetter.of(Position("shop.dead", 0, number), letter(number, **said)))
 
 
 @pytest.fixture
 async def client() -> AsyncIterator[Client]:
-    book = FailureBook(PIPES)
-    reader = LetterReader(no_admin(), ["shop.dead"], book.note)
+    table = FailureTable(PIPES)
+    reader = DeadLetterReader(no_admin(), ["shop.dead"], table.note)
     states = {"shop/billing": "paused", "shop/search": "active"}
-    async with serve_api("127.0.0.1:0", Api(book, reader, states.get, OPENAPI.read_bytes()).routes()) as address:
-        yield Client(address, book)
+    async with serve_api("127.0.0.1:0", Api(table, reader, states.get, OPENAPI.read_bytes()).routes()) as address:
+        yield Client(address, table)
 
 
 async def test_destinations_and_their_causes(client: Client) -> None:
@@ -136,8 +135,8 @@ async def test_the_description_is_served_and_names_every_route(client: Client) -
     """Broken: what a client is generated from is not what is served."""
     status, body, _ = await client.get("/openapi.json")
     assert (status, body) == (200, DOCUMENT)
-    api = Api(client.book, LetterReader(no_admin(), [], client.book.note), lambda _lane: None, b"")
-    ledger = LedgerApi(Follower(PLAIN, no_admin(), Producer(MemoryDriver()), print), no_admin(), no_judge, 0.01)
+    api = Api(client.table, DeadLetterReader(no_admin(), [], client.table.note), lambda _lane: None, b"")
+    ledger = LedgerApi(Follower(PLAIN, no_admin(), Producer(MemoryAppender()), print), no_admin(), no_judge, 0.01)
     served = {(route.path, route.method.lower()) for route in (*api.routes(), *ledger.routes())}
     assert served == {(path, method) for path, methods in DOCUMENT["paths"].items() for method in methods}
     for schema in DOCUMENT["components"]["schemas"].values():
@@ -146,8 +145,8 @@ async def test_the_description_is_served_and_names_every_route(client: Client) -
 
 async def test_another_name_for_this_machine_is_refused() -> None:
     """Broken: a page on the web whose name was made to mean this machine reads what failed, and announces deploys."""
-    book, states = FailureBook(PIPES), dict[str, str]()
-    api = Api(book, LetterReader(no_admin(), [], book.note), states.get, OPENAPI.read_bytes())
+    table, states = FailureTable(PIPES), dict[str, str]()
+    api = Api(table, DeadLetterReader(no_admin(), [], table.note), states.get, OPENAPI.read_bytes())
     async with serve_api("127.0.0.1:0", api.routes()) as address, aiohttp.ClientSession() as session:
         for name, status in (("evil.example", 421), ("localhost", 200), ("127.0.0.1:1", 200), ("[::1]", 200)):
             async with session.get(f"http://{address}/openapi.json", headers={"Host": name}) as answer:

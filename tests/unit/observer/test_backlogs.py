@@ -9,7 +9,7 @@ from services.core.broker.producer import Producer
 from services.core.broker.record import Record
 from services.core.pipes import load_pipes
 from services.observer.backlogs import Backlogs
-from services.observer.page.model import ShardView
+from services.observer.view import ShardView
 
 PIPES = """streams: {s: {}, t: {}}
 pipes: {late: {sources: [s], destinations: [{name: copy, stream: t}, {name: more, stream: t}]}}
@@ -20,7 +20,7 @@ async def test_each_group_of_a_pipe_is_asked(tmp_path: Path) -> None:
     """Broken: the page shows no backlog, or that of another group, while events pile up."""
     (tmp_path / "pipes.yaml").write_text(PIPES)
     pipes = await asyncio.to_thread(load_pipes, tmp_path / "pipes.yaml")
-    async with LogBroker.open(str(tmp_path / "log")) as broker, Producer(broker.driver) as producer:
+    async with LogBroker.open(str(tmp_path / "log")) as broker, Producer(broker.appender) as producer:
         await broker.admin.create_topic(TopicSpec("s", 3))
         (await producer.send_to("s", {1: [Record(None, b"{}", 0)] * 5, 2: [Record(None, b"{}", 0)]})).raise_first()
         await broker.admin.set_committed("late.copy", "s", {1: 4, 2: 0})

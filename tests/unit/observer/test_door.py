@@ -13,17 +13,17 @@ from aiohttp import web
 from prometheus_client import REGISTRY
 from structlog.testing import capture_logs
 
-from services.autoscaler.groups.observer import ObserverAway, open_observer
+from services.autoscaler.groups.observer import ObserverUnavailable, open_observer
 from services.core import file_watch
 from services.core.address import is_named_authority
-from services.core.bearer import Tokens, TokenWatch, read_tokens
+from services.core.bearer import Tokens, read_tokens, watch_tokens
 from services.core.settings import load_settings
 from services.core.yaml_source import BadConfiguration
 from services.fleet.folder import OBSERVER_TOKEN_FILE, FleetState, keep_observer_token, write_state
-from services.fleet.observer_client import Observer, ask, find_observer
+from services.fleet.observer_client import Observer, find_observer, get_json
 from services.fleet.problem import CommandFailed
 from services.observer import app
-from services.observer.api import serve_api
+from services.observer.http import serve_api
 from services.observer.settings import ObserverSettings
 from tests.unit.expel.receiver import wait_until
 
@@ -116,7 +116,7 @@ async def test_a_token_is_rotated_without_a_restart(
     or keeps the leaked one valid without a word."""
     monkeypatch.setattr(file_watch, "READ_EVERY_S", 0.01)
     stopping, now, newest = asyncio.Event(), [0.0], "x" * 30
-    watch = TokenWatch(file, tokens, lambda: now[0])
+    watch = watch_tokens(file, tokens, lambda: now[0])
     with capture_logs() as logs:
         async with asyncio.timeout(60), asyncio.TaskGroup() as group:
             group.create_task(watch.run(stopping))
@@ -181,15 +181,15 @@ async def test_the_autoscaler_and_the_command_line_present_it(file: Path, tokens
         async with open_observer(address, file) as client:
             assert (await client.read()).unstable == ()
         async with open_observer(address) as client:
-            with pytest.raises(ObserverAway, match="401"):
+            with pytest.raises(ObserverUnavailable, match="401"):
                 await client.read()
         async with open_observer(address, tmp_path / "none") as client:
-            with pytest.raises(ObserverAway, match="no token for the observer"):
+            with pytest.raises(ObserverUnavailable, match="no token for the observer"):
                 await client.read()
-        said = await ask(Observer(address, found.token), "/v1/pipes", {})
+        said = await get_json(Observer(address, found.token), "/v1/pipes", {})
         assert said == {"destinations": [], "planned": [], "pipes": []}
         with pytest.raises(CommandFailed, match="A token is needed"):
-            await ask(Observer(address), "/v1/pipes", {})
+            await get_json(Observer(address), "/v1/pipes", {})
 
 
 def test_the_fleet_on_a_folder_has_a_token_of_its_own(tmp_path: Path) -> None:

@@ -18,8 +18,8 @@ from services.fleet.observer_client import Observer
 from services.fleet.verbs import loss
 from services.fleet.verbs.app import APP
 from services.observer import health
-from services.observer.api import serve_api
-from services.observer.ledger.follow import Follower
+from services.observer.follower import Follower
+from services.observer.http import serve_api
 from services.observer.ledger_api import LedgerApi, format_minute
 from tests.unit.observer.description import check_answer
 from tests.unit.observer.ledger.stories import MINUTE_MS, PLAIN, accept, hear, tell
@@ -44,10 +44,10 @@ def minute() -> int:
 @pytest.fixture
 async def address(tmp_path: Path, minute: int, tokens: Tokens) -> AsyncIterator[str]:
     """An observer that knows of ten events, two of them missing."""
-    async with LogBroker.open(str(tmp_path / "log")) as broker, Producer(broker.driver) as producer:
+    async with LogBroker.open(str(tmp_path / "log")) as broker, Producer(broker.appender) as producer:
         for topic in ("flights", "late.out", SNAPSHOTS):
             await broker.admin.create_topic(TopicSpec(topic, 1))
-        follower = Follower(PLAIN, broker.admin, producer, lambda rows: None)
+        follower = Follower(PLAIN, broker.reader, producer, lambda rows: None)
         for report in (
             accept(range(10), minute=minute),
             tell("transform", "late", "passed", range(10)),
@@ -58,7 +58,7 @@ async def address(tmp_path: Path, minute: int, tokens: Tokens) -> AsyncIterator[
         def judge(pipe: str, now: int) -> health.Health:
             return health.judge(follower.table, follower.planned, pipe, now, 0.01)
 
-        api = LedgerApi(follower, broker.admin, judge, 0.01)
+        api = LedgerApi(follower, broker.reader, judge, 0.01)
         async with serve_api("127.0.0.1:0", api.routes(), tokens=tokens) as bound:
             yield bound
 
@@ -158,7 +158,7 @@ def test_the_command_line_shows_a_table(monkeypatch: pytest.MonkeyPatch) -> None
     async def answer(_observer: Observer, path: str, _query: dict[str, str]) -> dict[str, Any]:
         return answers[path.rpartition("/")[2]]
 
-    monkeypatch.setattr(loss, "ask", answer)
+    monkeypatch.setattr(loss, "get_json", answer)
     shown = CliRunner().invoke(APP, ["loss", "show", "late", "--observer", "x:1"])
     assert shown.exit_code == 0, shown.output
     assert "20.00%" in shown.output

@@ -6,13 +6,12 @@ from pathlib import Path
 import pytest
 
 from services.core.broker.connect import open_broker
-from services.core.broker.contract import Admin, Broker, TopicSpec
+from services.core.broker.contract import Broker, Reader, TopicSpec
 from services.core.broker.errors import Unavailable
 from services.core.broker.producer import Producer
 from services.core.broker.record import Batch, Record
 from services.core.provision import ensure_topics
-from services.observer.failures import CAUSES, FailureBook
-from services.observer.letter_reader import PAGE, LetterReader
+from services.observer.dead_letters import CAUSES, PAGE, DeadLetterReader, FailureTable
 from tests.unit.observer.letters import BASE, PIPES, letter
 
 TOPIC = "shop.dead"
@@ -27,25 +26,25 @@ async def broker(tmp_path: Path) -> AsyncIterator[Broker]:
 
 
 async def bury(broker: Broker, letters: Sequence[Record], topic: str = TOPIC) -> None:
-    async with Producer(broker.driver) as producer:
+    async with Producer(broker.appender) as producer:
         (await producer.send_to(topic, {0: letters})).raise_first()
 
 
-async def read_all(reader: LetterReader, topic: str = TOPIC) -> None:
+async def read_all(reader: DeadLetterReader, topic: str = TOPIC) -> None:
     for _ in range(20):
         if not await reader.advance(topic):
             return
     raise AssertionError("it never comes to an end")
 
 
-def read_by(book: FailureBook, broker: Broker, *topics: str) -> LetterReader:
-    return LetterReader(broker.admin, topics or (TOPIC,), book.note)
+def read_by(book: FailureTable, broker: Broker, *topics: str) -> DeadLetterReader:
+    return DeadLetterReader(broker.reader, topics or (TOPIC,), book.note)
 
 
 async def test_everything_once_from_the_beginning_and_on(broker: Broker) -> None:
     """Broken: a customer is told too few failures, or each again at every look."""
     await bury(broker, [letter(number) for number in range(2 * PAGE + 1)])
-    book = FailureBook(PIPES)
+    book = FailureTable(PIPES)
     reader = read_by(book, broker)
     at_first = reader.catching_up
     await read_all(reader)
@@ -54,7 +53,7 @@ async def test_everything_once_from_the_beginning_and_on(broker: Broker) -> None
     await bury(broker, [letter(5000)])
     await read_all(reader)
     assert (book.all()[BILLING].letters, book.all()[BILLING].last) == (2 * PAGE + 2, BASE + 5_000_000)
-    again = FailureBook(PIPES)
+    again = FailureTable(PIPES)
     await read_all(read_by(again, broker))
     assert again.all()[BILLING].letters == 2 * PAGE + 2
 
@@ -63,14 +62,14 @@ async def test_what_is_nobodys_is_passed_over(broker: Broker) -> None:
     """Broken: letters that name whatever they like fill the memory, or stop the reader."""
     odd = [letter(1, destination=""), letter(2, destination="gone"), letter(3, pipe="other"), Record(None, None, 1)]
     await bury(broker, [*odd, letter(4)])
-    book = FailureBook(PIPES)
+    book = FailureTable(PIPES)
     await read_all(read_by(book, broker))
     assert {name: failures.letters for name, failures in book.all().items()} == {BILLING: 1, ("shop", "search"): 0}
 
 
 async def test_a_topic_made_anew_is_read_from_its_beginning(broker: Broker) -> None:
     """Broken: the observer says nothing more after its topic was made anew, or fails for ever."""
-    book = FailureBook(PIPES)
+    book = FailureTable(PIPES)
     reader = read_by(book, broker)
     await bury(broker, [letter(number) for number in range(5)])
     await read_all(reader)
@@ -85,31 +84,31 @@ async def test_a_topic_made_anew_is_read_from_its_beginning(broker: Broker) -> N
 class Failing:
     """An Admin of which one topic cannot be read until it is told otherwise."""
 
-    def __init__(self, admin: Admin) -> None:
-        self._admin = admin
+    def __init__(self, reader: Reader) -> None:
+        self._reader = reader
         self.broken = True
 
     def __getattr__(self, name: str) -> object:
-        return getattr(self._admin, name)
+        return getattr(self._reader, name)
 
     async def read(self, topic: str, partition: int, offset: int, *, max_records: int) -> Batch | None:
         if self.broken and topic == TOPIC:
             raise Unavailable("the disk is away")
-        return await self._admin.read(topic, partition, offset, max_records=max_records)
+        return await self._reader.read(topic, partition, offset, max_records=max_records)
 
 
 async def test_a_broken_topic_stops_no_other_and_is_read_when_it_is_back(broker: Broker) -> None:
     """Broken: one pipe's disk trouble hides the failures of all, or hides itself."""
     await bury(broker, [letter(1)])
     await bury(broker, [letter(2)], "penstock.dead")
-    book, admin = FailureBook(PIPES), Failing(broker.admin)
-    reader = LetterReader(admin, [TOPIC, "penstock.dead"], book.note)  # type: ignore[arg-type]
+    book, failing = FailureTable(PIPES), Failing(broker.reader)
+    reader = DeadLetterReader(failing, [TOPIC, "penstock.dead"], book.note)  # type: ignore[arg-type]
     assert not await reader.advance(TOPIC)
     await read_all(reader, "penstock.dead")
     assert reader.problems == {TOPIC: "the disk is away"}
     assert reader.catching_up
     assert book.all()[BILLING].letters == 1
-    admin.broken = False
+    failing.broken = False
     await read_all(reader)
     assert (reader.problems, reader.catching_up, book.all()[BILLING].letters) == ({}, False, 2)
 
@@ -119,7 +118,7 @@ async def test_a_million_different_details_take_bounded_memory(broker: Broker) -
     words = ["".join(chr(97 + (number // 26**place) % 26) for place in range(3)) for number in range(3000)]
     await bury(broker, [letter(number, detail=word) for number, word in enumerate(words)])
     await bury(broker, [letter(number, reason="http_500") for number in range(400)])
-    book = FailureBook(PIPES)
+    book = FailureTable(PIPES)
     await read_all(read_by(book, broker))
     causes = book.all()[BILLING].since(0)
     assert len(causes) <= 2 * CAUSES + 1

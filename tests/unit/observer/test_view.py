@@ -8,16 +8,15 @@ import pytest
 from services.core.broker.producer import Producer
 from services.core.lag import LagHistogram
 from services.core.ledger.fields import FieldSample
-from services.core.ledger.lags import LagTap
 from services.core.ledger.report import LagSet
+from services.core.ledger.reporter import LagTap
+from services.observer.follower import Follower
 from services.observer.health import Health, judge
 from services.observer.ledger.flow import Flow, PipeFlow
-from services.observer.ledger.follow import Follower
-from services.observer.ledger.planned import Planned
 from services.observer.ledger.table import Table
-from services.observer.page.model import Cause, LossCell, ShardView, View
-from services.observer.view import make_view
-from tests.support.memory_driver import MemoryDriver
+from services.observer.planned import PlannedWindows
+from services.observer.view import Cause, LossCell, ShardView, View, make_view
+from tests.support.memory_appender import MemoryAppender
 from tests.unit.observer.ledger.stories import MINUTE, MINUTE_MS, PLAIN, START_MS, accept, beat, hear, tell
 
 NOW = START_MS + MINUTE_MS + 10_000
@@ -27,11 +26,11 @@ CAUSE = Cause("status 503", 3, START_MS)
 
 def view_of(*reports: Any, flow: Flow = PLAIN) -> View:
     no_admin: Any = None
-    follower = Follower(flow, no_admin, Producer(MemoryDriver()), lambda turn: None, now_ms=lambda: NOW)
+    follower = Follower(flow, no_admin, Producer(MemoryAppender()), lambda turn: None, now_ms=lambda: NOW)
     for report in reports:
         hear(follower.table, report)
-        follower.lags.hear(report)
-        follower.fields.hear(report)
+        follower.lags.record(report)
+        follower.fields.record(report)
     follower.fields.refresh()
     return make_view(
         follower,
@@ -88,7 +87,7 @@ def test_what_the_retrier_tells_counts_once() -> None:
     table = Table(flow)
     for report in reports:
         hear(table, report)
-    reasons = judge(table, Planned(), "raw", NOW, 0.01).reasons
+    reasons = judge(table, PlannedWindows(), "raw", NOW, 0.01).reasons
     assert "3 events of the last 15 minutes went to the dead letters" in reasons
     assert "3 events of the last 15 minutes wait for another attempt" in reasons
 

@@ -7,17 +7,17 @@ from prometheus_client import REGISTRY
 
 from services.core import metrics
 from services.core.broker.producer import Producer
-from services.core.signing_keys import SigningKeys
-from services.observer.ledger.alarm import AlarmWebhook, Untold, drift_alarm
-from services.observer.ledger.fields import Drift
-from services.observer.ledger.finality import FOUND_FOR_MS, Verdict
+from services.core.signing import SigningKeys
+from services.observer.alarms import AlarmQueue, AlarmWebhook, drift_alarm
+from services.observer.follower import Follower
+from services.observer.ledger.finality import FOUND_FOR_MS, Finding
 from services.observer.ledger.flow import Step
-from services.observer.ledger.follow import Follower
-from services.observer.ledger.planned import Planned, Window
-from services.observer.ledger.row import Row, StepRow
-from services.observer.ledger.table import Turn
+from services.observer.ledger.settlement import Row, StepRow
+from services.observer.ledger.table import TickResult
+from services.observer.payload_fields import Drift
+from services.observer.planned import PlannedWindows, Window
 from services.observer.watch import Watch
-from tests.support.memory_driver import MemoryDriver
+from tests.support.memory_appender import MemoryAppender
 from tests.unit.observer.ledger.stories import PLAIN, START_MS, accept, beat, hear, tell
 
 HOUR = 3_600_000
@@ -28,7 +28,7 @@ DRIFT = Drift(Step("ingest", "flights"), "delay", "nulls", "delay: null in 61%, 
 def watch() -> Watch:
     no_admin: Any = None
     watch = Watch(0.01, AlarmWebhook("http://127.0.0.1:9/", SigningKeys()), lambda pipe: [])
-    watch.follower = Follower(PLAIN, no_admin, Producer(MemoryDriver()), watch.on_final)
+    watch.follower = Follower(PLAIN, no_admin, Producer(MemoryAppender()), watch.on_final)
     return watch
 
 
@@ -53,7 +53,7 @@ def test_a_drift_is_one_alarm(watch: Watch) -> None:
 def test_a_planned_action_keeps_it_quiet(watch: Watch) -> None:
     """Broken: a deploy that adds a field wakes somebody."""
     assert watch.follower is not None
-    watch.follower.planned = Planned((Window("deploy", "late", 0, HOUR // 6, "ci"),))
+    watch.follower.planned = PlannedWindows((Window("deploy", "late", 0, HOUR // 6, "ci"),))
     before = raised()
     watch.on_drifts("late", [DRIFT], HOUR // 5)
     assert raised() == before
@@ -72,11 +72,11 @@ def test_a_loss_found_later_is_excused_by_what_was_planned_then(watch: Watch) ->
     follower = watch.follower
     assert follower is not None
     now = follower.now_ms()
-    worse = Turn([Verdict(row(50), "ops", row(0))], [], [])
+    worse = TickResult([Finding(row(50), "ops", row(0))], [], [])
     for planned, alarms in ((5 * 60_000, 1), (now - HOUR, 1), (now - FOUND_FOR_MS // 2, 0)):
         follower.planned, follower.untold = (
-            Planned((Window("deploy", "late", planned, planned + 60_000, "ci"),)),
-            Untold(),
+            PlannedWindows((Window("deploy", "late", planned, planned + 60_000, "ci"),)),
+            AlarmQueue(),
         )
         watch.on_final(worse)
         assert len(follower.untold.all()) == alarms

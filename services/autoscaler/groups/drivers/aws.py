@@ -1,9 +1,9 @@
 """Groups as AWS Auto Scaling groups.
 
-An instance that leaves must drain, so a group is only made smaller when it has a lifecycle hook for EC2_INSTANCE_TERMINATING: the
-instance then stays in Terminating:Wait until the hook is completed, by what stopped the service on it. Needs the rights
-autoscaling:DescribeAutoScalingGroups, DescribeLifecycleHooks, SetDesiredCapacity, TerminateInstanceInAutoScalingGroup and
-ec2:DescribeInstances. Credentials come by the SDK's own chain.
+An instance must drain before it ends, so a group shrinks only if it has a lifecycle hook for
+EC2_INSTANCE_TERMINATING. The instance then stays in Terminating:Wait until the hook is completed, by whatever stopped
+the service on it. Needs the rights autoscaling:DescribeAutoScalingGroups, DescribeLifecycleHooks, SetDesiredCapacity,
+TerminateInstanceInAutoScalingGroup and ec2:DescribeInstances. Credentials come from the SDK's own chain.
 """
 
 import asyncio
@@ -51,8 +51,7 @@ class AwsDriver:
     def __init__(self, autoscaling: Any, ec2: Any, port: int) -> None:
         self._autoscaling, self._ec2, self._port = autoscaling, ec2, port
 
-    async def look(self, group: str) -> Group:
-        """As `GroupDriver.look`."""
+    async def describe(self, group: str) -> Group:
         async with one_attempt("AWS"):
             found = await self._describe(group)
             members = [one for one in found["Instances"] if one["LifecycleState"] not in _GONE]
@@ -152,7 +151,7 @@ def _classified() -> Iterator[None]:
 
 @asynccontextmanager
 async def open_aws(region: str, port: int, endpoint: str | None) -> AsyncIterator[AwsDriver]:
-    """The driver, with clients of its own. Raises Refused when there are no credentials."""
+    """Raises Refused when there are no credentials."""
     config = AioConfig(
         connect_timeout=TIMEOUT_S, read_timeout=TIMEOUT_S, retries={"mode": "standard", "total_max_attempts": 1}
     )
@@ -170,7 +169,7 @@ async def open_aws(region: str, port: int, endpoint: str | None) -> AsyncIterato
 
 
 def _prepare(region: str) -> AioSession:
-    """A session that has read its files already. Blocks."""
+    """A session with its configuration files loaded. Blocks."""
     session = AioSession()
     session.register_component("data_loader", _loader(region))
     session.get_scoped_config()
@@ -179,7 +178,7 @@ def _prepare(region: str) -> AioSession:
 
 @cache
 def _loader(region: str) -> Any:
-    """The service models, megabytes of JSON, read by making a client of each once a process. Blocks."""
+    """The service models, megabytes of JSON, loaded once per process by creating a client of each. Blocks."""
     reading = botocore.session.get_session()
     for service in _SERVICES:
         reading.create_client(service, region_name=region)

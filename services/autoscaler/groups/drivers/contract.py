@@ -1,6 +1,6 @@
-"""What a platform must be able to do: tell how large a group is and where its instances are, and take another size.
+"""What a platform must do: report a group's size and instances, and accept another size.
 
-A driver makes one attempt, within `TIMEOUT_S`, and classifies what went wrong; the scaler asks again at its next look.
+A driver makes one attempt, within `TIMEOUT_S`, and classifies the error; the scaler tries again in its next round.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ class DriverError(Exception):
 
 
 class Away(DriverError):
-    """It does not answer, or is overloaded: later it may."""
+    """It does not answer, or is overloaded. It may answer later."""
 
 
 class GroupNotFound(DriverError):
@@ -25,18 +25,18 @@ class GroupNotFound(DriverError):
 
 
 class SizeChanged(DriverError):
-    """The group is not as it was seen, or an instance is leaving already. Look again before deciding."""
+    """The group is not as it was seen, or an instance is leaving already. Describe it again before deciding."""
 
 
 class Refused(DriverError):
-    """It says no, and will say so again: a right, a limit or a drain is missing."""
+    """It refuses, and will refuse again: a right, a limit or a drain is missing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """An instance as the platform knows it. address: host:port of its management port, None before it has one.
+    """An instance as the platform reports it. address: host:port of its management port, None before it has one.
 
-    leaving: it was told to go and drains. What is gone is no member.
+    leaving: it was ordered to leave, and drains. An instance that is gone is no member.
     """
 
     name: str
@@ -46,7 +46,7 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """size: how many instances the platform was told to run, without those that leave."""
+    """size: the ordered number of instances, without those that leave."""
 
     size: int
     members: tuple[Member, ...]
@@ -55,14 +55,16 @@ class Group:
 class GroupDriver(Protocol):
     """One platform. A group's name is the platform's own: a service of the fleet, an Auto Scaling group, a Deployment."""
 
-    async def look(self, group: str) -> Group:
-        """The group as it is. Raises Away, GroupNotFound, Refused."""
+    async def describe(self, group: str) -> Group:
+        """The group now. Raises Away, GroupNotFound, Refused."""
 
     async def resize(self, group: str, seen: int, size: int) -> None:
-        """Order another size than the `seen` one: more, or one fewer. Returns when it is ordered, not when it is there.
+        """Order another size than the `seen` one: more, or one fewer. Returns when it is ordered, not when it is
+        reached.
 
-        Who leaves gets SIGTERM and its whole drain time. Raises SizeChanged when the size is not `seen`, or one is leaving and
-        `size` is smaller; Away, GroupNotFound, Refused; ValueError when size < 1 or size < seen - 1.
+        A leaving instance gets SIGTERM and its whole drain time. Raises SizeChanged when the size is not `seen`, or
+        an instance is leaving and `size` is smaller; Away, GroupNotFound, Refused; ValueError when size < 1 or size <
+        seen - 1.
         """
 
 
@@ -77,6 +79,6 @@ async def one_attempt(platform: str) -> AsyncIterator[None]:
 
 
 def check_step(seen: int, size: int) -> None:
-    """Raise ValueError for a size that no driver takes."""
+    """Raise ValueError for a size that no driver accepts."""
     if size < 1 or size < seen - 1:
         raise ValueError(f"from {seen} to {size} instances is no step: one fewer at a time, and never none")

@@ -1,6 +1,6 @@
 """Groups as processes of the fleet on this machine, resized through the supervisor's management port.
 
-Finds the supervisor by the state file in the fleet's data folder, and proves with the token beside it that it may.
+The supervisor's address is in the state file of the data folder; the token beside it authorizes the request.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ from services.autoscaler.groups.drivers.contract import (
 
 
 class _State(msgspec.Struct):
-    """What is needed of fleet.json."""
+    """From fleet.json."""
 
     management: str
 
@@ -41,13 +41,12 @@ class _Answer(msgspec.Struct):
 
 
 class FleetDriver:
-    """The supervisor of one data folder. The files are read anew each time: it may have been started again."""
+    """The supervisor of one data folder. Reads its files for each request, because it may have been restarted."""
 
     def __init__(self, data: Path, session: aiohttp.ClientSession) -> None:
         self._data, self._session = data, session
 
-    async def look(self, group: str) -> Group:
-        """As `GroupDriver.look`."""
+    async def describe(self, group: str) -> Group:
         try:
             found = msgspec.json.decode(await self._ask("GET", group), type=_Answer)
         except msgspec.MsgspecError as error:
@@ -55,7 +54,6 @@ class FleetDriver:
         return Group(found.size, tuple(Member(one.name, one.address, one.leaving) for one in found.instances))
 
     async def resize(self, group: str, seen: int, size: int) -> None:
-        """As `GroupDriver.resize`."""
         check_step(seen, size)
         await self._ask("PUT", group, msgspec.json.encode({"seen": seen, "size": size}))
 
@@ -91,6 +89,5 @@ class FleetDriver:
 
 @asynccontextmanager
 async def open_fleet(data: str) -> AsyncIterator[FleetDriver]:
-    """The driver, with connections of its own."""
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=TIMEOUT_S)) as session:
         yield FleetDriver(Path(data), session)

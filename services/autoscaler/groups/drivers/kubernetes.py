@@ -1,7 +1,7 @@
 """Groups as Kubernetes Deployments, resized through the scale subresource with the pod's own service account.
 
-Needs `get` and `update` on deployments/scale, and `list` on pods. A pod that leaves gets SIGTERM and its grace period, which
-must be longer than the drain. The resource version makes the order fail when somebody else changed the size meanwhile.
+Needs `get` and `update` on deployments/scale, and `list` on pods. A leaving pod gets SIGTERM and its grace period,
+which must be longer than the drain. The resource version makes an order fail if the size was changed meanwhile.
 """
 
 import asyncio
@@ -68,15 +68,13 @@ class KubernetesDriver:
         self._namespace, self._port, self._endpoint = namespace, port, endpoint.rstrip("/")
         self._account, self._session = account, session
 
-    async def look(self, group: str) -> Group:
-        """As `GroupDriver.look`."""
+    async def describe(self, group: str) -> Group:
         async with one_attempt("the Kubernetes API"):
             scale = _decode(await self._ask("GET", self._scale(group)), _Scale)
             pods = await self._pods(scale.status.selector)
         return Group(scale.spec.replicas, pods)
 
     async def resize(self, group: str, seen: int, size: int) -> None:
-        """As `GroupDriver.resize`."""
         check_step(seen, size)
         async with one_attempt("the Kubernetes API"):
             await self._resize(group, seen, size)
@@ -88,7 +86,7 @@ class KubernetesDriver:
             raise SizeChanged(f"Deployment {group} has {scale.spec.replicas} replicas, not {seen}")
         if size < seen and any(pod.leaving for pod in await self._pods(scale.status.selector)):
             raise SizeChanged(f"a pod of Deployment {group} is leaving already")
-        order: dict[str, Any] = orjson.loads(raw)  # as it came, with its resource version
+        order: dict[str, Any] = orjson.loads(raw)  # as received, with its resource version
         order["spec"]["replicas"] = size
         await self._ask("PUT", self._scale(group), body=orjson.dumps(order))
 
@@ -170,7 +168,7 @@ def _host(address: str) -> str:
 async def open_kubernetes(
     namespace: str, port: int, endpoint: str | None, account: str
 ) -> AsyncIterator[KubernetesDriver]:
-    """The driver, with connections of its own. Without an endpoint it is the cluster that this runs in. Raises Refused."""
+    """Without an endpoint it is the cluster of this pod. Raises Refused."""
     folder = Path(account)
     if endpoint is None:
         host = os.environ.get("KUBERNETES_SERVICE_HOST")
@@ -185,7 +183,7 @@ async def open_kubernetes(
 
 
 def _trust(account: Path) -> ssl.SSLContext:
-    """Only the cluster's own authority. Blocking."""
+    """Trusts only the cluster's own authority. Blocking."""
     try:
         return ssl.create_default_context(cafile=str(account / "ca.crt"))
     except (OSError, ssl.SSLError) as error:

@@ -1,4 +1,4 @@
-"""From a driver's URL to an open driver."""
+"""Opens a driver by its URL."""
 
 from contextlib import AbstractAsyncContextManager
 from urllib.parse import parse_qsl, unquote, urlsplit
@@ -14,10 +14,11 @@ _HINT = "fleet:///data, aws://eu-central-1, kubernetes://namespace; ?port=9100 f
 
 
 def open_driver(url: str) -> AbstractAsyncContextManager[GroupDriver]:
-    """fleet:///folder, aws://region[?port=…&endpoint=…] or kubernetes://namespace[?port=…&endpoint=…&account=…]. Connects lazily.
+    """fleet:///folder, aws://region[?port=…&endpoint=…] or kubernetes://namespace[?port=…&endpoint=…&account=…].
+    Connects lazily.
 
-    port: of the instances' management. endpoint: another than the platform's own. account: the folder with token and ca.crt.
-    Raises ValueError for any other.
+    port: of the instances' management. endpoint: replaces the platform's own. account: the folder with token and
+    ca.crt. Raises ValueError.
     """
     parts = urlsplit(url)
     query = dict(parse_qsl(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query)))

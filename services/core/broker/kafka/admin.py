@@ -6,14 +6,11 @@ from collections.abc import Collection, Mapping
 from aiokafka.protocol.admin import CreatePartitionsRequest, CreateTopicsRequest, DeleteTopicsRequest
 
 from services.core.broker.contract import Lag, PartitionRange, Start, TopicSpec
-from services.core.broker.kafka.begun import GROUPS
 from services.core.broker.kafka.cluster import Cluster
-from services.core.broker.kafka.durability import check_durability
-from services.core.broker.kafka.faults import bounded, raise_for
-from services.core.broker.kafka.lag import LagMeter
-from services.core.broker.kafka.look import look
+from services.core.broker.kafka.error_codes import bounded, raise_for
 from services.core.broker.kafka.offsets import (
     EARLIEST,
+    LagMeter,
     commit_without_member,
     copy_positions,
     ends,
@@ -22,7 +19,10 @@ from services.core.broker.kafka.offsets import (
     partitions_of,
     starts,
 )
-from services.core.broker.kafka.packing import MAX_BATCH_BYTES
+from services.core.broker.kafka.positions import GROUPS, Append, GroupStarts
+from services.core.broker.kafka.reader import read_at
+from services.core.broker.kafka.record_batch import MAX_BATCH_BYTES
+from services.core.broker.kafka.topic_settings import check_durability
 from services.core.broker.record import Batch, TopicPartition
 
 _REPLICAS = 3
@@ -37,8 +37,10 @@ _PAUSE = 0.05
 class KafkaAdmin:
     """The contract's `Admin`. Topics get three replicas, or as many as there are brokers."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: Cluster, append: Append) -> None:
+        """`append`: stores records in a topic, durably."""
         self._cluster = cluster
+        self.begun = GroupStarts(cluster, self.create_topic, append)
         self._lag = LagMeter(cluster)
 
     async def create_topic(self, spec: TopicSpec) -> None:
@@ -119,11 +121,12 @@ class KafkaAdmin:
         await commit_without_member(self._cluster, group, topic, positions)
 
     async def copy_positions(self, group: str, to: str, topic: str) -> bool:
-        """As in the contract."""
-        return await copy_positions(self._cluster, group, to, topic)
+        """As in the contract. When Kafka has expired the group's offsets, `to` stops as the group would have."""
+        has_commits = await copy_positions(self._cluster, group, to, topic)
+        return await self.begun.copy(group, to, await partitions_of(self._cluster, [topic])) or has_commits
 
     async def check_durability(self, topics: Collection[str]) -> None:
-        """As in the contract; see `durability`."""
+        """As in the contract; see `topic_settings`."""
         await check_durability(self._cluster, topics)
 
     async def group_lag(self, group: str, topic: str) -> dict[int, Lag]:
@@ -135,8 +138,8 @@ class KafkaAdmin:
         return {source.partition: lag[source] for source in sources}
 
     async def read(self, topic: str, partition: int, offset: int, *, max_records: int) -> Batch | None:
-        """As in the contract; see `look`."""
-        return await look(self._cluster, TopicPartition(topic, partition), offset, max_records)
+        """As in the contract; see `read_at`."""
+        return await read_at(self._cluster, TopicPartition(topic, partition), offset, max_records)
 
     @property
     def _patience(self) -> int:

@@ -5,18 +5,16 @@ import time
 from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 
-from services.core.broker.contract import Admin, Consumer, Driver, Features, OnRevoke, Start
+from services.core.broker.contract import Admin, Appender, Consumer, Features, OnRevoke, Reader, Start
 from services.core.broker.errors import BrokerError, Unavailable, UnknownTopic
 from services.core.broker.kafka.admin import KafkaAdmin
-from services.core.broker.kafka.begun import BegunGroups
-from services.core.broker.kafka.cluster import Cluster
+from services.core.broker.kafka.aiokafka_internals import FetchBudget
+from services.core.broker.kafka.appender import KafkaAppender
+from services.core.broker.kafka.cluster import Cluster, Timing
 from services.core.broker.kafka.consumer import Shared, join
-from services.core.broker.kafka.driver import KafkaDriver
-from services.core.broker.kafka.faults import bounded
-from services.core.broker.kafka.fetcher import FetchBudget
-from services.core.broker.kafka.limits import TopicLimits
-from services.core.broker.kafka.packing import MAX_RECORD_BYTES
-from services.core.broker.kafka.timing import Timing
+from services.core.broker.kafka.error_codes import bounded
+from services.core.broker.kafka.record_batch import MAX_RECORD_BYTES
+from services.core.broker.kafka.topic_settings import TopicLimits
 from services.core.broker.record import Record
 
 _FEATURES = Features(
@@ -34,10 +32,9 @@ class KafkaBroker:
         self._sending = Cluster(bootstrap, "penstock-send", timing, metadata_age=timing.metadata)
         self._asking = Cluster(bootstrap, "penstock-admin", timing)
         self._limits = TopicLimits(self._sending)
-        self._driver = KafkaDriver(self._sending, self._limits)
-        self._admin = KafkaAdmin(self._asking)
-        begun = BegunGroups(self._asking, self._admin.create_topic, self._append)
-        self._shared = Shared(self._asking, begun, FetchBudget())
+        self._appender = KafkaAppender(self._sending, self._limits)
+        self._admin = KafkaAdmin(self._asking, self._append)
+        self._shared = Shared(self._asking, self._admin.begun, FetchBudget())
 
     @classmethod
     @asynccontextmanager
@@ -45,7 +42,7 @@ class KafkaBroker:
         """`bootstrap`: host:port[,host:port…]. Entering raises Unavailable when no node answers. Leaving drains."""
         broker = cls(bootstrap, timing or Timing())
         async with AsyncExitStack() as closing:
-            for close in (broker._asking.close, broker._sending.close, broker._driver.close):
+            for close in (broker._asking.close, broker._sending.close, broker._appender.close):
                 closing.push_async_callback(close)
             await broker._sending.client()
             yield broker
@@ -59,12 +56,16 @@ class KafkaBroker:
         return self._admin
 
     @property
+    def reader(self) -> Reader:
+        return self._admin
+
+    @property
     def resharding(self) -> None:
         """As in the contract."""
 
     @property
-    def driver(self) -> Driver:
-        return self._driver
+    def appender(self) -> Appender:
+        return self._appender
 
     def consumer(
         self, group: str, topics: Collection[str], *, start: Start, on_revoke: OnRevoke
@@ -77,7 +78,7 @@ class KafkaBroker:
         deadline = time.monotonic() + self._timing.request
         while True:
             try:
-                appended = await self._driver.append(topic, 0, records, timeout=self._timing.request)
+                appended = await self._appender.append(topic, 0, records, timeout=self._timing.request)
             except BrokerError as error:
                 if not error.retriable or time.monotonic() > deadline:
                     raise
@@ -90,7 +91,7 @@ class KafkaBroker:
     async def probe(self, topic: str, *, timeout: float) -> None:
         """Every partition has a leader and enough replicas in sync for acks=all. Raises UnknownTopic, Unavailable."""
         async with bounded(f"probe {topic}", timeout):
-            needed = (await self._limits.of(topic, max_age=_PROBE_AGE)).min_in_sync
+            needed = (await self._limits.find(topic, max_age=_PROBE_AGE)).min_in_sync
             state = (await self._sending.describe([topic])).get(topic)
         if state is None:
             raise UnknownTopic(f"Kafka has no topic {topic!r}")

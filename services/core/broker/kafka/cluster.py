@@ -6,32 +6,43 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import aiokafka.client
 import structlog
 from aiokafka import errors as kafka
 from aiokafka.client import AIOKafkaClient
 from aiokafka.protocol.coordination import FindCoordinatorRequest
-from aiokafka.protocol.metadata import MetadataRequest
 
 from services.core.broker.errors import BrokerClosed, Unavailable
-from services.core.broker.kafka.faults import UNKNOWN_TOPIC, bounded, raise_for
+from services.core.broker.kafka.error_codes import UNKNOWN_TOPIC, bounded, raise_for
 from services.core.broker.kafka.protocol import DescribeTopicsRequest
-from services.core.broker.kafka.timing import Timing
 
 log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """How long things may take, in seconds. Fixed for production; only tests shorten them.
+
+    session: without a heartbeat for this long, a member has lost its partitions. heartbeat: how often it says so, and
+    how fast it hears of a rebalance. drain: what on_revoke may take; others wait for it during a rebalance.
+    request: how long one request may go unanswered; below `RetryPolicy.append_timeout`, so that a silent broker is
+    found out, and its connection closed, before the append gives up. metadata: how old leaders and partition counts get.
+    """
+
+    session: float = 10.0
+    heartbeat: float = 3.0
+    drain: float = 35.0
+    request: float = 7.0
+    metadata: float = 5.0
+
+    @property
+    def rebalance(self) -> float:
+        """How long the group waits for a member that drains."""
+        return self.drain + 5.0
+
 
 _CLOSE_SECONDS = 5.0
 _METADATA_PAUSE = 0.05
 _SELDOM = 300.0
-
-
-def _ask_without_creating(topics: Sequence[str] | None = None) -> MetadataRequest:
-    """aiokafka's client asks for metadata with `allow_auto_topic_creation`: a reader of a topic that somebody just
-    deleted would create it again, empty. There is no setting for it, so its module gets this instead."""
-    return MetadataRequest(None if topics is None else list(topics), allow_auto_topic_creation=False)
-
-
-aiokafka.client.MetadataRequest = _ask_without_creating
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,9 +1,10 @@
 """The reading half: one group member on AIOKafkaConsumer, with auto-commit and automatic reset off."""
 
 import asyncio
-from collections.abc import AsyncIterator, Collection, Mapping
+import time
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from contextlib import asynccontextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import structlog
 from aiokafka import AIOKafkaConsumer
@@ -12,25 +13,65 @@ from aiokafka import errors as kafka
 
 from services.core.broker.contract import Lag, OnRevoke, Start
 from services.core.broker.errors import BrokerClosed, BrokerError, NotOwner
-from services.core.broker.kafka.batches import make_batch
-from services.core.broker.kafka.begun import BegunGroups
+from services.core.broker.kafka.aiokafka_internals import (
+    FetchBudget,
+    connect,
+    disconnect,
+    epochs_between,
+    membership_of,
+    send_commit,
+    send_heartbeat,
+)
+from services.core.broker.kafka.assignment import Assignment
 from services.core.broker.kafka.cluster import Cluster
-from services.core.broker.kafka.commit_note import CommitNote
-from services.core.broker.kafka.commits import membership_of, send_commit
-from services.core.broker.kafka.damage import Fault, find_damage, find_gaps
+from services.core.broker.kafka.error_codes import bounded, classify
 from services.core.broker.kafka.eviction import evict_dead
-from services.core.broker.kafka.faults import bounded, classify
-from services.core.broker.kafka.fetcher import FetchBudget
-from services.core.broker.kafka.lag import LagMeter
-from services.core.broker.kafka.leader_epochs import find_cuts
-from services.core.broker.kafka.membership import connect, disconnect
-from services.core.broker.kafka.offsets import partitions_of
-from services.core.broker.kafka.ownership import Ownership
-from services.core.broker.kafka.placement import place
-from services.core.broker.kafka.standstill import Standstill
+from services.core.broker.kafka.offsets import CommitMetadata, LagMeter, find_cuts, partitions_of
+from services.core.broker.kafka.positions import GroupStarts, find_positions
+from services.core.broker.kafka.reader import ErrorFactory, find_damage, find_gaps
+from services.core.broker.kafka.record_batch import make_batch
 from services.core.broker.record import Batch, TopicPartition
 
 log = structlog.get_logger()
+
+
+class FreezeDetector:
+    """Notices that this process stood still (frozen, swapped out, a blocked loop) so long that its group may have gone on.
+
+    On waking, the records that the fetcher holds, and that the broker still sends to it, are read before the next heartbeat is
+    answered: thousands of records that another member may have had already. limit: seconds without a sign of life.
+    """
+
+    def __init__(self, limit: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._limit, self._clock = limit, clock
+        self._alive_at = clock()
+        self._happened = self._is_reported = False
+
+    async def watch(self) -> NoReturn:
+        """Record that the loop runs, several times within the limit, until cancelled."""
+        while True:
+            await asyncio.sleep(self._limit / 5)
+            self._check()
+
+    def has_frozen(self) -> bool:
+        """Whether it stood still since the membership was last certain."""
+        self._check()
+        return self._happened
+
+    def reset(self) -> None:
+        """The membership is certain again."""
+        self._happened = self._is_reported = False
+
+    def is_first_report(self) -> bool:
+        """Whether this is asked for the first time since it happened."""
+        is_reported, self._is_reported = self._is_reported, True
+        return not is_reported
+
+    def _check(self) -> None:
+        now = self._clock()
+        self._happened |= now - self._alive_at > self._limit
+        self._alive_at = now
+
 
 _Fetched = Mapping[KafkaPartition, list[Any]]
 
@@ -42,7 +83,7 @@ class Shared(NamedTuple):
     """What the members of one process have in common."""
 
     cluster: Cluster
-    begun: BegunGroups
+    begun: GroupStarts
     budget: FetchBudget
 
 
@@ -60,18 +101,18 @@ async def join(
     await partitions_of(cluster, topics)
     await evict_dead(cluster, group)
     client = await connect(bootstrap, timing, group, shared.budget)
-    ownership = Ownership(on_revoke, timing.drain, lambda: membership_of(client._coordinator))
-    standstill = Standstill(timing.session / 2)
-    consumer = KafkaConsumer(shared, client, ownership, group, start, standstill)
-    ownership.on_assigned = consumer.place_early
-    client.subscribe(list(topics), listener=ownership)
-    watching = asyncio.create_task(standstill.watch(), name=f"standstill {group}")
+    assigned = Assignment(on_revoke, timing.drain, lambda: membership_of(client))
+    freeze_detector = FreezeDetector(timing.session / 2)
+    consumer = KafkaConsumer(shared, client, assigned, group, start, freeze_detector)
+    assigned.on_assigned = consumer.position_early
+    client.subscribe(list(topics), listener=assigned)
+    watching = asyncio.create_task(freeze_detector.watch(), name=f"freeze_detector {group}")
     try:
         yield consumer
     finally:
         watching.cancel()
         try:
-            await ownership.close()
+            await assigned.close()
         finally:
             await disconnect(client)
 
@@ -83,15 +124,15 @@ class KafkaConsumer:
         self,
         shared: Shared,
         client: AIOKafkaConsumer,
-        ownership: Ownership,
+        assigned: Assignment,
         group: str,
         start: Start,
-        standstill: Standstill,
+        freeze_detector: FreezeDetector,
     ) -> None:
         self._cluster, self._begun = shared.cluster, shared.begun
-        self._client, self._own = client, ownership
-        self._group, self._start, self._standstill = group, start, standstill
-        self._placing, self._committing = asyncio.Lock(), asyncio.Lock()
+        self._client, self._own = client, assigned
+        self._group, self._start, self._freeze_detector = group, start, freeze_detector
+        self._positioning, self._committing = asyncio.Lock(), asyncio.Lock()
         self._lag = LagMeter(shared.cluster)
         self._checked_at = asyncio.get_running_loop().time()
 
@@ -103,44 +144,43 @@ class KafkaConsumer:
         clock = asyncio.get_running_loop().time
         deadline = clock() + max_wait
         while True:
-            self._own.raise_stuck()
-            if self._own.unplaced:
-                await self._place()
+            self._own.raise_failed()
+            if self._own.unpositioned:
+                await self._position()
             epoch = self._own.epoch
-            batches = self._pass_over()
+            batches = self._skip_damage()
             if not batches:
                 fetched = await self._fetch(max_records, max(0.0, deadline - clock()))
-                if await self._is_certain(fetched, epoch):
-                    batches = self._accept(fetched)
+                if await self._may_return(fetched, epoch):
+                    batches = self._make_batches(fetched)
             if batches:
                 return batches
             if clock() >= deadline:
-                self._own.raise_stuck()
+                self._own.raise_failed()
                 return []
 
-    async def _is_member(self, epoch: int) -> bool:
-        """Ask the group after a standstill. While that is not certain, what was fetched is left for whoever owns it now."""
+    async def _confirm_membership(self, epoch: int) -> bool:
+        """Ask the group after a freeze_detector. While that is not certain, what was fetched is left for whoever owns it now."""
         certain = False
         try:
-            if self._client._coordinator.member_id:
-                async with bounded(f"heartbeat of group {self._group}", self._cluster.timing.request):
-                    certain = await self._client._coordinator._do_heartbeat() and epoch == self._own.epoch
+            async with bounded(f"heartbeat of group {self._group}", self._cluster.timing.request):
+                certain = await send_heartbeat(self._client) and epoch == self._own.epoch
         except BrokerError as error:
             log.info("kafka_membership_unknown", group=self._group, error=str(error))
         finally:  # also when it is cancelled: nothing may be left out
             if not certain:
-                self._go_back()
+                self._seek_back()
         if certain:
-            self._standstill.settle()
+            self._freeze_detector.reset()
         else:
-            if self._standstill.is_news():
+            if self._freeze_detector.is_first_report():
                 log.warning("kafka_stood_still", group=self._group, hint="it asks its group before it reads on")
             await asyncio.sleep(_GRACE)
         return certain
 
-    async def _is_certain(self, fetched: _Fetched, epoch: int) -> bool:
+    async def _may_return(self, fetched: _Fetched, epoch: int) -> bool:
         """Whether this member may have what was fetched, and it is what it takes it for. Else it is left, to be read again."""
-        if fetched and self._standstill.is_in_doubt() and not await self._is_member(epoch):
+        if fetched and self._freeze_detector.has_frozen() and not await self._confirm_membership(epoch):
             return False
         suspects = self._find_suspects(fetched)
         now = asyncio.get_running_loop().time()
@@ -151,7 +191,7 @@ class KafkaConsumer:
             changed = await self._find_changed(suspects)
             self._checked_at = now
             if changed and epoch == self._own.epoch:
-                await self._own.lose(changed)
+                await self._own.reassign(changed)
             certain = not changed and epoch == self._own.epoch
         except BrokerError as error:
             log.info("kafka_log_unknown", group=self._group, error=str(error))
@@ -159,7 +199,7 @@ class KafkaConsumer:
             certain = not suspects and epoch == self._own.epoch
         finally:  # also when it is cancelled: nothing may be left out
             if not certain:
-                self._go_back()
+                self._seek_back()
         return certain
 
     def _find_suspects(self, fetched: _Fetched) -> dict[TopicPartition, tuple[int, int]]:
@@ -168,7 +208,7 @@ class KafkaConsumer:
         for kafka_source, rows in fetched.items():
             source = TopicPartition(*kafka_source)
             before = self._own.last_read(source)
-            now = self._client._fetcher.epochs_between(kafka_source, rows[0].offset, rows[0].offset)
+            now = epochs_between(self._client, kafka_source, rows[0].offset, rows[0].offset)
             if before is not None and now and now[0][1] != before[1]:
                 suspects[source] = before
         return suspects
@@ -176,30 +216,30 @@ class KafkaConsumer:
     async def _find_changed(self, suspects: Mapping[TopicPartition, tuple[int, int]]) -> set[TopicPartition]:
         """What is owned of topics that were made anew, and those of the suspects whose log was cut off below what was read."""
         own = self._own
-        ids = {source: own.notes[source].topic for source in own.owned - own.unplaced}
+        ids = {source: own.metadata[source].topic for source in own.owned - own.unpositioned}
         topics = await self._cluster.describe(sorted({source.topic for source in ids})) if ids else {}
         anew = {source for source, read in ids.items() if source.topic in topics and topics[source.topic].id != read}
         cuts = await find_cuts(self._cluster, {source: read for source, read in suspects.items() if source not in anew})
         return anew | cuts.keys()
 
-    def _go_back(self) -> None:
+    def _seek_back(self) -> None:
         """Read again from behind what was returned last."""
         assigned = self._client.assignment()
-        for source in self._own.owned - self._own.unplaced:
+        for source in self._own.owned - self._own.unpositioned:
             if KafkaPartition(*source) in assigned:
                 self._client.seek(KafkaPartition(*source), self._own.next_read[source])
 
-    def _pass_over(self) -> list[Batch]:
+    def _skip_damage(self) -> list[Batch]:
         """What stands for damaged records that are next; aiokafka goes on behind them."""
-        batches = self._own.take_passed()
+        batches = self._own.pop_replacements()
         for batch in batches:
             self._client.seek(KafkaPartition(*batch.source), batch.offsets[-1] + 1)
         return batches
 
     async def _fetch(self, max_records: int, wait: float) -> _Fetched:
-        """What aiokafka has, or gets within `wait` seconds. Marks partitions that cannot be read on as stuck."""
+        """What aiokafka has, or gets within `wait` seconds. Marks partitions that cannot be read on as failed."""
         try:
-            if self._own.is_fragile():
+            if self._own.is_damage_near():
                 max_records = 1
             async with asyncio.timeout(wait + _GRACE):
                 fetched: _Fetched = await self._client.getmany(timeout_ms=int(wait * 1000), max_records=max_records)
@@ -226,8 +266,8 @@ class KafkaConsumer:
         changed = await self._find_changed(read)
         gaps = await find_gaps(self._cluster, {source: at for source, at in wanted.items() if source not in changed})
         if epoch == own.epoch:
-            self._stick(gaps)
-            await own.lose(changed)
+            self._fail(gaps)
+            await own.reassign(changed)
 
     async def _examine(self, error: Exception) -> bool:
         """Find what is damaged; what lies before it is delivered first, record by record, so that nothing is left out.
@@ -235,7 +275,7 @@ class KafkaConsumer:
         aiokafka has moved on past records that it never returned: go back to what was returned.
         """
         own = self._own
-        positions = {source: own.next_read[source] for source in own.owned - own.unplaced - own.stuck.keys()}
+        positions = {source: own.next_read[source] for source in own.owned - own.unpositioned - own.failed.keys()}
         for source, offset in positions.items():
             self._client.seek(KafkaPartition(*source), offset)
         found = await find_damage(self._cluster, positions)
@@ -243,59 +283,59 @@ class KafkaConsumer:
             if own.next_read.get(source) != positions[source]:
                 continue  # revoked meanwhile: whoever owns it looks for itself
             if not damaged.is_next:
-                own.fragile[source] = damaged.first
-            elif damaged.passed is not None:
-                own.passed[source] = damaged.passed
+                own.damaged_ahead[source] = damaged.first
+            elif damaged.replacement is not None:
+                own.replacements[source] = damaged.replacement
             else:
-                self._stick({source: damaged.fault})
+                self._fail({source: damaged.fault})
         if not found:
             log.warning("kafka_read_failed_once", group=self._group, error=repr(error))
         return bool(found)
 
-    def _stick(self, faults: Mapping[TopicPartition, Fault]) -> None:
+    def _fail(self, faults: Mapping[TopicPartition, ErrorFactory]) -> None:
         for source, fault in faults.items():
             if source in self._own.owned:
-                self._own.stuck[source] = fault
+                self._own.failed[source] = fault
                 self._client.pause(KafkaPartition(*source))
 
-    def _accept(self, fetched: _Fetched) -> list[Batch]:
+    def _make_batches(self, fetched: _Fetched) -> list[Batch]:
         own = self._own
         batches = []
         for (topic, partition), rows in fetched.items():
             source = TopicPartition(topic, partition)
-            if source not in own.owned or source in own.unplaced:
+            if source not in own.owned or source in own.unpositioned:
                 continue  # fetched before it was placed: placing goes back to where it belongs
-            epochs = self._client._fetcher.epochs_between(KafkaPartition(*source), rows[0].offset, rows[-1].offset)
-            own.was_read(source, rows[-1].offset, epochs)
+            epochs = epochs_between(self._client, KafkaPartition(*source), rows[0].offset, rows[-1].offset)
+            own.record_read(source, rows[-1].offset, epochs)
             batches.append(make_batch(source, rows))
         return batches
 
-    async def place_early(self) -> None:
+    async def position_early(self) -> None:
         """Place at once, so that "latest" is the moment of the assignment; when that fails, or is slow, poll does it."""
         try:
             async with asyncio.timeout(self._cluster.timing.session / 2):
-                await self._place()
+                await self._position()
         except (BrokerError, TimeoutError) as error:
             log.info("kafka_placement_postponed", group=self._group, error=str(error))
 
-    async def _place(self) -> None:
+    async def _position(self) -> None:
         """Decide where the newly assigned partitions are read from, make that durable, and go there."""
-        async with self._placing:
+        async with self._positioning:
             own = self._own
-            sources, epoch = own.unplaced, own.epoch
+            sources, epoch = own.unpositioned, own.epoch
             if not sources:
                 return
-            placement = await place(self._cluster, self._begun, self._group, sources, self._start)
+            placement = await find_positions(self._cluster, self._begun, self._group, sources, self._start)
             if epoch != own.epoch:
                 return
-            fixed = {source: (placement.position[source], placement.notes[source]) for source in placement.fresh}
-            async with self._committing:  # behind those of the ownership before
+            fixed = {source: (placement.position[source], placement.metadata[source]) for source in placement.fresh}
+            async with self._committing:  # behind those of the assignment before
                 if await self._commit(fixed):
                     return
-            await self._begun.note(self._group, placement.begun)
-            if epoch != own.epoch or not own.unplaced.issuperset(sources):
+            await self._begun.record(self._group, placement.begun)
+            if epoch != own.epoch or not own.unpositioned.issuperset(sources):
                 return
-            own.placed(placement)
+            own.begin_at(placement)
             for source, position in placement.position.items():
                 self._client.seek(KafkaPartition(*source), position)
                 if source in placement.lost:
@@ -309,21 +349,20 @@ class KafkaConsumer:
         epoch = self._own.epoch
         async with self._committing:
             if epoch != self._own.epoch:
-                raise NotOwner(frozenset(processed))  # what the caller speaks of was another ownership
-            positions, refused = self._own.split(processed)
+                raise NotOwner(frozenset(processed))  # the caller's offsets belong to another assignment
+            positions, refused = self._own.select_commits(processed)
             refused |= await self._commit(
-                {source: (at, self._own.note_at(source, at)) for source, at in positions.items()}
+                {source: (at, self._own.metadata_at(source, at)) for source, at in positions.items()}
             )
             for source in (positions.keys() - refused) & self._own.next_commit.keys():
                 self._own.next_commit[source] = positions[source]
         if refused:
             raise NotOwner(frozenset(refused))
 
-    async def _commit(self, rows: Mapping[TopicPartition, tuple[int, CommitNote]]) -> frozenset[TopicPartition]:
+    async def _commit(self, rows: Mapping[TopicPartition, tuple[int, CommitMetadata]]) -> frozenset[TopicPartition]:
         """Those that are refused because the group has moved on without this member."""
-        coordinator, membership = self._client._coordinator, self._own.membership
         async with bounded(f"commit of group {self._group}", self._cluster.timing.request):
-            return await send_commit(coordinator, self._group, membership, rows)
+            return await send_commit(self._client, self._group, self._own.membership, rows)
 
     def pause(self, partitions: Collection[TopicPartition]) -> None:
         """As in the contract. Lasts until the partition is revoked."""
@@ -335,15 +374,15 @@ class KafkaConsumer:
         """As in the contract."""
         for source in self._own.owned.intersection(partitions):
             self._own.paused.discard(source)
-            if source not in self._own.stuck:
+            if source not in self._own.failed:
                 self._client.resume(KafkaPartition(*source))
 
     def assignment(self) -> frozenset[TopicPartition]:
         """As in the contract; what is not placed yet is not shown."""
-        return self._own.owned - self._own.unplaced
+        return self._own.owned - self._own.unpositioned
 
     async def lag(self) -> dict[TopicPartition, Lag]:
         """As in the contract; about two requests per leading node, and a small read per lagging partition that moved."""
-        if self._own.unplaced:
-            await self._place()
+        if self._own.unpositioned:
+            await self._position()
         return await self._lag.measure(dict(self._own.next_commit))

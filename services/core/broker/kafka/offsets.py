@@ -1,27 +1,61 @@
-"""Questions about offsets: where partitions begin and end, what a group has committed, how old a record is.
+"""Offsets: where partitions begin and end, the group's commits and their metadata, lag, and where a log was cut off.
 
 Kafka commits the next offset to read; the contract the last processed one. The difference stays in this file and in
 `consumer`.
 """
 
 import asyncio
+import re
+import time
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from datetime import datetime
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from aiokafka.protocol.commit import OffsetCommitRequest, OffsetFetchRequest
 from aiokafka.protocol.fetch import FetchRequest
 from aiokafka.protocol.offset import OffsetRequest
 from aiokafka.record.memory_records import MemoryRecords
 
-from services.core.broker.contract import Start
+from services.core.broker.contract import Lag, Start
 from services.core.broker.errors import Unavailable, UnknownTopic
 from services.core.broker.kafka.cluster import Cluster
-from services.core.broker.kafka.commit_note import CommitNote
-from services.core.broker.kafka.faults import raise_for, raise_for_leader
-from services.core.broker.kafka.scan import drop_aborted, end_of
+from services.core.broker.kafka.error_codes import raise_for, raise_for_leader
+from services.core.broker.kafka.protocol import EpochEndRequest
+from services.core.broker.kafka.record_batch import drop_aborted, end_of
 from services.core.broker.record import TopicPartition
+
+_PART = re.compile(r"(partitions|topic|epoch)=([0-9a-zA-Z-]{1,40})")
+
+
+class CommitMetadata(NamedTuple):
+    """The metadata of every commit, for the next owner of the partition. None, "": not known (an administrator made the commit).
+
+    partitions: how many the topic had when the group began. topic: the id of the topic; its name can be given to another topic
+    later, for which a late commit says nothing. epoch: of the leader that wrote the last processed record; it tells whether the
+    log was cut off below the commit since (`find_cuts`).
+    """
+
+    partitions: int | None = None
+    topic: str = ""
+    epoch: int | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Whatever is not understood is left out: others commit with metadata of their own."""
+        found = {part[1]: part[2] for part in map(_PART.fullmatch, text.split(";")) if part}
+        partitions, epoch = found.get("partitions", ""), found.get("epoch", "")
+        return cls(
+            int(partitions) if partitions.isdecimal() else None,
+            found.get("topic", ""),
+            int(epoch) if epoch.isdecimal() else None,
+        )
+
+    def __str__(self) -> str:
+        parts = {"partitions": self.partitions, "topic": self.topic or None, "epoch": self.epoch}
+        return ";".join(f"{name}={value}" for name, value in parts.items() if value is not None)
+
 
 LATEST, EARLIEST = -1, -2
 _NONE = -1
@@ -98,7 +132,7 @@ class Committed(NamedTuple):
     """What a group has stored for a partition. position: the next offset to read."""
 
     position: int
-    note: CommitNote
+    metadata: CommitMetadata
 
 
 async def fetch_committed(
@@ -113,7 +147,7 @@ async def fetch_committed(
         for partition, offset, note, code in partitions:
             raise_for(code, f"committed offset of group {group} in {topic}[{partition}]")
             if offset != _NONE:
-                found[TopicPartition(topic, partition)] = Committed(offset, CommitNote.parse(note or ""))
+                found[TopicPartition(topic, partition)] = Committed(offset, CommitMetadata.parse(note or ""))
     return found
 
 
@@ -122,7 +156,7 @@ async def fetch_positions(cluster: Cluster, group: str, topic: str) -> dict[Topi
     sources = await partitions_of(cluster, [topic])
     now = (await cluster.describe([topic]))[topic].id
     found = await fetch_committed(cluster, group, sources)
-    return {source: stored.position for source, stored in found.items() if stored.note.topic in ("", now)}
+    return {source: stored.position for source, stored in found.items() if stored.metadata.topic in ("", now)}
 
 
 async def commit_without_member(cluster: Cluster, group: str, topic: str, positions: Mapping[int, int]) -> None:
@@ -133,25 +167,29 @@ async def commit_without_member(cluster: Cluster, group: str, topic: str, positi
         raise UnknownTopic(f"{topic} has no partitions {sorted(unknown)}")
     now = (await cluster.describe([topic]))[topic].id
     stored = await fetch_committed(cluster, group, sources)
-    counts = [row.note.partitions for row in stored.values() if row.note.partitions and row.note.topic in ("", now)]
-    note = str(CommitNote(min(counts, default=None), now))
+    counts = [
+        row.metadata.partitions
+        for row in stored.values()
+        if row.metadata.partitions and row.metadata.topic in ("", now)
+    ]
+    note = str(CommitMetadata(min(counts, default=None), now))
     rows = [(partition, position, note) for partition, position in positions.items()]
     await _commit_rows(cluster, group, topic, rows)
 
 
 async def copy_positions(cluster: Cluster, group: str, to: str, topic: str) -> bool:
-    """Commit for group `to` what `group` has committed, with its notes, where `to` has nothing; whether there was anything.
+    """Commit for group `to` what `group` has committed, with its metadata, where `to` has nothing; whether there was anything.
 
     Raises as `commit_without_member`.
     """
     sources = await partitions_of(cluster, [topic])
     now = (await cluster.describe([topic]))[topic].id
     theirs, own = [
-        {source: row for source, row in found.items() if row.note.topic in ("", now)}
+        {source: row for source, row in found.items() if row.metadata.topic in ("", now)}
         for found in [await fetch_committed(cluster, each, sources) for each in (group, to)]
     ]
     rows = [
-        (source.partition, row.position, str(row.note._replace(topic=now)))
+        (source.partition, row.position, str(row.metadata._replace(topic=now)))
         for source, row in theirs.items()
         if source not in own
     ]
@@ -211,3 +249,103 @@ async def time_of(cluster: Cluster, source: TopicPartition, node: int, offset: i
         if end == offset:
             return None
         offset = end
+
+
+_NO_LAG = Lag(0, 0)
+
+
+class LagMeter:
+    """Measures lag. One small read per lagging partition finds its oldest record's time; kept until the position moves."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self._times: dict[TopicPartition, tuple[int, int | None]] = {}
+
+    async def measure(self, positions: Mapping[TopicPartition, int]) -> dict[TopicPartition, Lag]:
+        """Lag by partition, counted from the next offset to process. Raises UnknownTopic, Unavailable."""
+        if not positions:
+            return {}
+        end = await ends(self._cluster, positions)
+        behind = {source: offset for source, offset in positions.items() if offset < end[source]}
+        if unknown := {source: offset for source, offset in behind.items() if not self._is_known(source, offset)}:
+            await self._find_times(unknown)
+        now = time.time_ns() // 1_000_000
+        lags = dict.fromkeys(positions, _NO_LAG)
+        for source, offset in behind.items():
+            oldest = self._times[source][1]
+            if oldest is not None:  # else only marks of transactions lie there, or what was rolled back
+                lags[source] = Lag(end[source] - offset, max(0, now - oldest))
+        return lags
+
+    def _is_known(self, source: TopicPartition, offset: int) -> bool:
+        at, time_of_it = self._times.get(source, (-1, None))
+        return at == offset and time_of_it is not None
+
+    async def _find_times(self, positions: Mapping[TopicPartition, int]) -> None:
+        """The oldest record that is still stored counts when the position itself has expired."""
+        leaders = await leaders_of(self._cluster, positions)
+        kept = await list_offsets(self._cluster, dict.fromkeys(positions, EARLIEST))
+        reads = [
+            time_of(self._cluster, source, leaders[source], max(offset, kept[source]))
+            for source, offset in positions.items()
+        ]
+        for (source, offset), found in zip(positions.items(), await asyncio.gather(*reads), strict=True):
+            self._times[source] = (offset, found)
+
+
+# Every batch carries the epoch of the leader that wrote it. A log that lost its end (an unclean election, a restored disk) goes
+# on at lower offsets under a higher epoch. The position alone does not show it: once there are enough new records the position
+# looks healthy, and the records between the cut and the position would be skipped. So a commit carries the epoch of its last
+# record, and whoever reads on asks the leader where that epoch ended (KIP-320).
+
+_KEPT = 100
+
+
+class EpochHistory:
+    """From which offset on which epoch wrote, of one partition; in the order in which it was read."""
+
+    def __init__(self, starts: Iterable[tuple[int, int]] = ()) -> None:
+        self._starts = list(starts)
+
+    def record(self, first: int, epoch: int) -> None:
+        """Records from offset `first` on were written under `epoch`. What was known of them before is forgotten."""
+        while self._starts and self._starts[-1][0] >= first:
+            self._starts.pop()
+        if not self._starts or self._starts[-1][1] != epoch:
+            self._starts.append((first, epoch))
+            del self._starts[:-_KEPT]
+
+    def find(self, offset: int) -> int | None:
+        """The epoch of the record there; None when it is not known."""
+        index = bisect_right(self._starts, offset, key=lambda start: start[0])
+        return self._starts[index - 1][1] if index else None
+
+    def between(self, first: int, last: int) -> list[tuple[int, int]]:
+        """(offset, epoch) where they begin, for the records from `first` to `last`."""
+        epoch = self.find(first)
+        known = [] if epoch is None else [(first, epoch)]
+        return known + [start for start in self._starts if first < start[0] <= last]
+
+
+async def find_cuts(
+    cluster: Cluster, read: Mapping[TopicPartition, tuple[int, int]]
+) -> dict[TopicPartition, int | None]:
+    """Of those read up to (next offset, epoch of the last record): where the log was cut off below that, if it was.
+
+    None: it was, and the leader cannot tell where, because it knows no epoch that high. Raises Unavailable, UnknownTopic.
+    """
+    if not read:
+        return {}
+    by_node: defaultdict[int, list[tuple[TopicPartition, tuple[int]]]] = defaultdict(list)
+    for source, node in (await leaders_of(cluster, read)).items():
+        by_node[node].append((source, (read[source][1],)))
+    requests = [cluster.ask(node, EpochEndRequest(by_topic(rows))) for node, rows in by_node.items()]
+    cuts: dict[TopicPartition, int | None] = {}
+    for answer in await asyncio.gather(*requests):
+        for topic, partitions in answer.topics:
+            for code, partition, _, end in partitions:
+                raise_for_leader(code, f"where a leader's epoch ended in {topic}[{partition}]")
+                source = TopicPartition(topic, partition)
+                if end < read[source][0]:
+                    cuts[source] = end if end >= 0 else None
+    return cuts

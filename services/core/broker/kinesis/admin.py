@@ -9,16 +9,99 @@ from botocore.exceptions import ClientError
 
 from services.core.broker.contract import Lag, PartitionRange, Start, TopicSpec
 from services.core.broker.errors import Unavailable, UnknownTopic
-from services.core.broker.kinesis.faults import bounded, classify_create
-from services.core.broker.kinesis.group_offsets import committed, copy_positions, set_committed
-from services.core.broker.kinesis.look import Ends, lag_behind, look, offset_at, patiently
-from services.core.broker.kinesis.member_side import GroupSide, MemberSide
-from services.core.broker.kinesis.settling import PAUSE_S, settle, status_of
-from services.core.broker.kinesis.shard_iterator import ShardSource
-from services.core.broker.kinesis.shards import Shard, shard_id
-from services.core.broker.kinesis.slots import PARTITIONS_TAG, next_split
-from services.core.broker.kinesis.stored import next_at_least, stored_range
+from services.core.broker.kinesis.aws import Timing, bounded, classify_create
+from services.core.broker.kinesis.consumer import KinesisMemberBackend, SharedResources
+from services.core.broker.kinesis.incarnation import Stream
+from services.core.broker.kinesis.leases import Lease, LeaseExpiry, LeaseTable, StartPosition, by_stream
+from services.core.broker.kinesis.shard_lookup import (
+    KnownEnds,
+    count_lag,
+    next_at_least,
+    offset_at,
+    read_at,
+    retry_briefly,
+    stored_range,
+)
+from services.core.broker.kinesis.shard_source import ShardSource
+from services.core.broker.kinesis.streams import PARTITIONS_TAG, PAUSE_S, Shard, next_split, settle, shard_id, status_of
 from services.core.broker.record import Batch
+
+_UNSETTLED = StartPosition("offset", 0)
+"""For a row that an operator created: its offset is committed, so it has no start of its own."""
+
+
+async def committed(table: LeaseTable, stream: str) -> dict[int, int]:
+    """The last processed offset per shard, also of finished shards."""
+    rows = by_stream(await table.rows(), stream)
+    return {row.shard: row.committed for row in rows if row.committed is not None}
+
+
+async def set_committed(
+    table: LeaseTable, stream: Stream, processed: Mapping[int, int], timing: Timing, now_ms: int
+) -> None:
+    """Move the group. Raises Unavailable while it has members, UnknownTopic for a shard that is in neither stream nor
+    group.
+
+    A shard that only the group knows has aged out, and is done. A row of a dead holder is waited for, as long as a
+    lease lasts.
+    """
+    shards = {shard.number: shard for shard in stream.shards}
+    known = shards.keys() | {row.shard for row in by_stream(await table.rows(), stream.name)}
+    if unknown := processed.keys() - known:
+        raise UnknownTopic(f"{stream.name} has no shards {sorted(unknown)}")
+    if await has_members(table, timing):
+        raise Unavailable("the group has members. Try: stop them first")
+    rows = {row.shard: row for row in by_stream(await table.rows(), stream.name)}
+    for number, offset in processed.items():
+        if number not in rows:
+            seen_open = now_ms if shards[number].is_open else 0
+            new = Lease(stream.name, number, shards[number].parents, _UNSETTLED, settled=now_ms, open=seen_open)
+            await table.add(new)
+        row = rows.get(number) or await table.get(new.key)
+        assert row is not None
+        is_done = number not in shards
+        moved = row._replace(
+            committed=offset,
+            is_done=is_done,
+            owner=None,
+            draining=None,
+            arrived=0,
+            settled=now_ms,
+            switches=0,
+            retention=stream.retention_ms,
+        )
+        if not await table.replace(row, moved):
+            raise Unavailable("the group has members. Try: stop them first")
+
+
+async def copy_positions(table: LeaseTable, to: LeaseTable, stream: str, timing: Timing) -> bool:
+    """Copy the rows that the group of `to` does not have, without owners. Returns whether there were any.
+
+    Raises Unavailable while that group has members.
+    """
+    known = await to.rows()
+    missing = [row for row in by_stream(await table.rows(), stream) if row.key not in known]
+    if missing and await has_members(to, timing):
+        raise Unavailable("the group has members. Try: stop them first")
+    for row in missing:
+        await to.add(row._replace(owner=None, draining=None, counter=0, switches=0))
+    return bool(missing)
+
+
+async def has_members(table: LeaseTable, timing: Timing) -> bool:
+    """Whether somebody writes the leases. Takes up to the lease time when the rows name holders."""
+    expiry = LeaseExpiry(timing.lease)
+    loop = asyncio.get_running_loop()
+    seen: dict[str, int] = {}
+    while True:
+        rows = await table.rows()
+        if any(seen.get(row.key, row.counter) != row.counter for row in rows.values()):
+            return True
+        seen = {row.key: row.counter for row in rows.values()}
+        if len(expiry.find_free(rows.values(), loop.time())) == len(rows):
+            return False
+        await asyncio.sleep(timing.lease / 10)
+
 
 _HOUR_MS = 3_600_000
 _SHORTEST_HOURS, _LONGEST_HOURS = 24, 8_760
@@ -27,14 +110,14 @@ _T = TypeVar("_T")
 
 
 class KinesisAdmin:
-    """The contract's `Admin`. What is asked per partition is answered per shard; see `slots`."""
+    """Answers per partition are answers per shard; see `streams`."""
 
-    def __init__(self, side: GroupSide) -> None:
-        self._side, self._kinesis, self._streams = side, side.clients.kinesis, side.streams
-        self._ends = Ends(side.identities.clock.now_ms)
+    def __init__(self, shared: SharedResources) -> None:
+        self._shared, self._kinesis, self._streams = shared, shared.clients.kinesis, shared.streams
+        self._ends = KnownEnds(shared.incarnations.clock.now_ms)
 
     async def create_topic(self, spec: TopicSpec) -> None:
-        """As in the contract. Kinesis keeps records for a day at least and a year at most, and does not compact."""
+        """As in the contract. Retention is a day at least and a year at most; there is no compaction."""
         if spec.compact:
             raise ValueError(f"topic {spec.name}: Kinesis cannot compact. Try: a topic that is not compacted")
         shards = spec.shards or spec.partitions
@@ -45,24 +128,24 @@ class KinesisAdmin:
                 )
             except ClientError as error:
                 raise classify_create(error, f"create {spec.name}") from error
-        await settle(self._kinesis, spec.name, self._side.timing)
+        await settle(self._kinesis, spec.name, self._shared.timing)
         if (hours := retention_hours(spec.retention_ms)) > _SHORTEST_HOURS:
             async with self._bounded(f"set the retention of {spec.name}"):
                 await self._kinesis.increase_stream_retention_period(StreamName=spec.name, RetentionPeriodHours=hours)
-            await settle(self._kinesis, spec.name, self._side.timing)
+            await settle(self._kinesis, spec.name, self._shared.timing)
         self._streams.forget(spec.name)
 
     async def delete_topic(self, topic: str) -> None:
-        """As in the contract. The groups' leases name the stream's life, so another one of this name has none."""
+        """As in the contract. The groups' leases name the incarnation, so a new stream of this name has none."""
         async with self._bounded(f"delete {topic}"):
             await self._kinesis.delete_stream(StreamName=topic, EnforceConsumerDeletion=True)
-        deadline = time.monotonic() + self._side.timing.settle
-        while await status_of(self._kinesis, topic, self._side.timing) is not None:
+        deadline = time.monotonic() + self._shared.timing.settle
+        while await status_of(self._kinesis, topic, self._shared.timing) is not None:
             if time.monotonic() > deadline:
-                raise Unavailable(f"{topic} is still being deleted after {self._side.timing.settle:g} s")
+                raise Unavailable(f"{topic} is still being deleted after {self._shared.timing.settle:g} s")
             await asyncio.sleep(PAUSE_S)
         self._streams.forget(topic)
-        self._side.identities.forget(topic)
+        self._shared.incarnations.forget(topic)
 
     async def topics(self) -> dict[str, int]:
         """As in the contract: all streams of the account in this region."""
@@ -78,71 +161,71 @@ class KinesisAdmin:
         found = {}
         for name in names:
             try:
-                found[name] = (await self._streams.of(name)).partitions
-            except (UnknownTopic, Unavailable):  # being deleted, or made
+                found[name] = (await self._streams.find(name)).partitions
+            except (UnknownTopic, Unavailable):  # being deleted or created
                 continue
         return found
 
     async def add_partitions(self, topic: str, partitions: int) -> None:
-        """As in the contract; splits shards until each partition has one of its own."""
-        topology = await self._streams.of(topic, max_age=0)
+        """As in the contract; splits shards until each partition has its own."""
+        topology = await self._streams.find(topic, max_age=0)
         if partitions <= topology.partitions:
             raise ValueError(f"{topic} has {topology.partitions} partitions; {partitions} is not more")
         async with self._bounded(f"tag {topic}"):
             await self._kinesis.add_tags_to_stream(StreamName=topic, Tags={PARTITIONS_TAG: str(partitions)})
-        self._streams.refresh(topic)
-        while (step := next_split((await self._streams.of(topic, max_age=0)).shards, partitions)) is not None:
+        self._streams.invalidate(topic)
+        while (step := next_split((await self._streams.find(topic, max_age=0)).shards, partitions)) is not None:
             shard, cut = step
             async with self._bounded(f"split {topic}[{shard.number}]"):
                 await self._kinesis.split_shard(
                     StreamName=topic, ShardToSplit=shard_id(shard.number), NewStartingHashKey=str(cut)
                 )
-            await settle(self._kinesis, topic, self._side.timing)
+            await settle(self._kinesis, topic, self._shared.timing)
 
     async def describe(self, topic: str) -> dict[int, PartitionRange]:
-        """As in the contract, per shard that is kept. Reads the shards' ends: seconds, not milliseconds."""
+        """As in the contract, per shard. Reads the shards' ends: seconds, not milliseconds."""
         return await self._per_shard(topic, stored_range)
 
     async def next_at_least(self, topic: str) -> dict[int, int]:
-        """As in the contract, per open shard; an event from about as long ago as the last one."""
+        """As in the contract, per open shard."""
         return await self._per_shard(topic, next_at_least, only_open=True)
 
     async def offsets_at(self, topic: str, start: Start) -> dict[int, int]:
-        """As in the contract, per shard that is kept."""
+        """As in the contract, per shard."""
         return await self._per_shard(topic, lambda source: offset_at(source, start))
 
     async def committed(self, group: str, topic: str) -> dict[int, int]:
         """As in the contract, per shard."""
-        member = MemberSide(self._side, group)
-        stream = await member.look(topic)
+        member = KinesisMemberBackend(self._shared, group)
+        stream = await member.describe(topic)
         if not await member.table.exists():
             return {}
         return await committed(member.table, stream.name)
 
     async def set_committed(self, group: str, topic: str, processed: Mapping[int, int]) -> None:
-        """As in the contract. A shard that aged out before the group was through with it is done then, wherever it is moved."""
-        member = MemberSide(self._side, group)
-        self._side.identities.forget(topic)
-        stream = await member.look(topic)
+        """As in the contract. A shard that aged out before the group finished it is done, wherever it is moved."""
+        member = KinesisMemberBackend(self._shared, group)
+        self._shared.incarnations.forget(topic)
+        stream = await member.describe(topic)
         await member.table.prepare()
-        await set_committed(member.table, stream, processed, self._side.timing, member.now_ms())
+        await set_committed(member.table, stream, processed, self._shared.timing, member.now_ms())
 
     async def copy_positions(self, group: str, to: str, topic: str) -> bool:
         """As in the contract, per shard."""
-        old, new = MemberSide(self._side, group), MemberSide(self._side, to)
-        stream = await old.look(topic)
+        old, new = KinesisMemberBackend(self._shared, group), KinesisMemberBackend(self._shared, to)
+        stream = await old.describe(topic)
         if not await old.table.exists():
             return False
         await new.table.prepare()
         return await copy_positions(old.table, new.table, stream.name, new.timing)
 
     async def check_durability(self, topics: Collection[str]) -> None:
-        """Nothing to check: Kinesis keeps every record in three zones for its retention, whatever a stream's settings."""
+        """Nothing to check: Kinesis stores every record in three zones for its retention, whatever the settings."""
 
     async def group_lag(self, group: str, topic: str) -> dict[int, Lag]:
-        """As in the contract, per shard; a shard without a commit counts from its oldest record, a finished one as 0."""
-        member = MemberSide(self._side, group)
-        stream = await member.look(topic)
+        """As in the contract, per shard. A shard without a commit counts from its oldest record, a finished one as 0."""
+        member = KinesisMemberBackend(self._shared, group)
+        stream = await member.describe(topic)
         rows = await member.table.rows() if await member.table.exists() else {}
         mine = {row.shard: row for row in rows.values() if row.stream == stream.name}
         now = time.time_ns() // 1_000_000
@@ -151,42 +234,42 @@ class KinesisAdmin:
             row = mine.get(source.shard)
             if row is not None and row.is_done:
                 return Lag(0, 0)
-            return await lag_behind(source, None if row is None else row.committed, now)
+            return await count_lag(source, None if row is None else row.committed, now)
 
         return await self._per_shard(topic, measure)
 
     async def read(self, topic: str, partition: int, offset: int, *, max_records: int) -> Batch | None:
         """As in the contract, of a shard."""
-        topology = await self._streams.of(topic)
+        topology = await self._streams.find(topic)
         known = next((shard for shard in topology.shards if shard.number == partition), None)
         if known is None:
             raise UnknownTopic(f"{topic} has no shard {partition}")
         source = self._source(topic, known)
-        return await patiently(lambda: look(source, offset, max_records, ends=self._ends))
+        return await retry_briefly(lambda: read_at(source, offset, max_records, ends=self._ends))
 
     async def _per_shard(
         self, topic: str, ask: Callable[[ShardSource], Awaitable[_T]], *, only_open: bool = False
     ) -> dict[int, _T]:
-        every = (await self._streams.of(topic, max_age=0)).shards
+        every = (await self._streams.find(topic, max_age=0)).shards
         shards = [shard for shard in every if shard.is_open or not only_open]
 
         async def one(shard: Shard) -> _T:
             source = self._source(topic, shard)
-            return await patiently(lambda: ask(source))
+            return await retry_briefly(lambda: ask(source))
 
         answers = await asyncio.gather(*map(one, shards))
         return {shard.number: answer for shard, answer in zip(shards, answers, strict=True)}
 
     def _source(self, topic: str, shard: Shard) -> ShardSource:
-        pace = self._side.paces.of(topic, shard.number)
-        return ShardSource(self._kinesis, topic, shard.number, pace, self._side.timing, not shard.is_open)
+        pace = self._shared.paces.find(topic, shard.number)
+        return ShardSource(self._kinesis, topic, shard.number, pace, self._shared.timing, not shard.is_open)
 
     def _bounded(self, what: str) -> Any:
-        return bounded(what, self._side.timing.request)
+        return bounded(what, self._shared.timing.request)
 
 
 def retention_hours(retention_ms: int | None) -> int:
-    """What Kinesis can do that comes nearest, never shorter than asked: None, for ever, is a year."""
+    """The nearest retention of Kinesis that is not shorter; None, for ever, is a year."""
     if retention_ms is None:
         return _LONGEST_HOURS
     return min(_LONGEST_HOURS, max(_SHORTEST_HOURS, -(-retention_ms // _HOUR_MS)))

@@ -1,6 +1,6 @@
 """Kinesis for code without an event loop, such as Spark's drivers and workers.
 
-Every method blocks, and may be called from any thread. Not to be carried over a fork: a process opens its own.
+Every method blocks, and may be called from any thread. Do not use it across a fork: each process opens its own.
 """
 
 import asyncio
@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 from services.core.broker.contract import PartitionRange, Start
 from services.core.broker.errors import OffsetOutOfRange
 from services.core.broker.kinesis.broker import KinesisBroker
-from services.core.broker.kinesis.look import patiently
-from services.core.broker.kinesis.membership import Stream
+from services.core.broker.kinesis.incarnation import Stream
+from services.core.broker.kinesis.shard_lookup import retry_briefly
 from services.core.broker.partitioner import split_by_key
 from services.core.broker.producer import Producer
 from services.core.broker.record import Batch, Record, estimate_size
@@ -21,14 +21,14 @@ from services.core.broker.retry import RetryPolicy
 
 T = TypeVar("T")
 _PATIENT = RetryPolicy(deadline=60.0, patience=60.0)
-"""Nobody waits for an answer, and a batch that fails is written again as a whole."""
+"""Nobody waits for an answer, and a failed batch is written again as a whole."""
 _READ_RECORDS = 5_000
 _SEND_BYTES = 512 << 10
-"""Travel together: a shard takes a megabyte a second, and each send has the producer's seconds."""
+"""Bytes sent together: a shard accepts a megabyte a second, and each send has the producer's deadline."""
 
 
 class BlockingKinesis:
-    """An open connection, with an event loop of its own on a daemon thread. Every wait ends as the broker's do."""
+    """An open connection, with an event loop on a daemon thread. Every wait is limited as the broker's are."""
 
     def __init__(self, url: str) -> None:
         """`url`: see `kinesis_url`. Raises ValueError, Unavailable."""
@@ -38,13 +38,13 @@ class BlockingKinesis:
         self._stack = AsyncExitStack()
         try:
             self.broker = self.wait(self._stack.enter_async_context(KinesisBroker.open(url)))
-            self._producer = self.wait(self._stack.enter_async_context(Producer(self.broker.driver, policy=_PATIENT)))
+            self._producer = self.wait(self._stack.enter_async_context(Producer(self.broker.appender, policy=_PATIENT)))
         except BaseException:
             self.close()
             raise
 
     def wait(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run it on the loop, and wait for what comes of it."""
+        """Run it on the loop and return its result."""
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
     def close(self) -> None:
@@ -55,29 +55,29 @@ class BlockingKinesis:
         self._loop.close()
 
     def stream(self, topic: str) -> Stream:
-        """As it is now. Raises UnknownTopic, Unavailable."""
-        return self.wait(patiently(lambda: self.broker.stream(topic)))
+        """The stream now. Raises UnknownTopic, Unavailable."""
+        return self.wait(retry_briefly(lambda: self.broker.stream(topic)))
 
     def partition_count(self, topic: str) -> int:
-        """How many partitions it has to those who write. Raises UnknownTopic, Unavailable."""
+        """The number to write to. Raises UnknownTopic, Unavailable."""
         return self.wait(self._producer.partition_count(topic))
 
     def ranges(self, topic: str) -> Mapping[int, PartitionRange]:
-        """What each shard holds; seconds, not milliseconds. Raises UnknownTopic, Unavailable."""
-        return self.wait(self.broker.admin.describe(topic))
+        """The stored range of each shard. Takes seconds. Raises UnknownTopic, Unavailable."""
+        return self.wait(self.broker.reader.describe(topic))
 
     def offsets_at(self, topic: str, start: Start) -> Mapping[int, int]:
-        """As `Admin.offsets_at`, per shard."""
-        return self.wait(self.broker.admin.offsets_at(topic, start))
+        """As `Reader.offsets_at`, per shard."""
+        return self.wait(self.broker.reader.offsets_at(topic, start))
 
     def read(self, topic: str, shard: int, offset: int, max_records: int = _READ_RECORDS) -> Batch | None:
-        """As `Admin.read`."""
-        return self.wait(self.broker.admin.read(topic, shard, offset, max_records=max_records))
+        """As `Reader.read`."""
+        return self.wait(self.broker.reader.read(topic, shard, offset, max_records=max_records))
 
     def read_range(self, topic: str, shard: int, start: int, end: int) -> Iterator[Batch]:
-        """The records `start <= offset < end` of a shard, in order; 0 is the beginning of what is kept.
+        """The records `start <= offset < end` of a shard, in order; 0 is the oldest record.
 
-        Raises OffsetOutOfRange when the first or the last of them are gone, or do not exist yet.
+        Raises OffsetOutOfRange when the first or the last of them have expired, or do not exist yet.
         """
         at = start
         while at < end:
@@ -90,7 +90,8 @@ class BlockingKinesis:
             at = batch.offsets[-1] + 1
 
     def send(self, topic: str, records: Sequence[Record], turn: int = 0) -> None:
-        """Store them by key, durably, tried again as everywhere; those without a key in one partition, another each turn.
+        """Store the records by key, durably, with the producer's retries. Those without a key go to one partition,
+        another each turn.
 
         At least once: Kinesis has no idempotent put. Raises BrokerError kinds; then some may be stored.
         """

@@ -4,23 +4,19 @@ from collections.abc import AsyncIterator, Collection
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 from services.core import metrics
-from services.core.broker.contract import Admin, Consumer, Driver, Features, OnRevoke, Start
+from services.core.broker.connect import parse_kinesis_url
+from services.core.broker.contract import Admin, Appender, Consumer, Features, OnRevoke, Reader, Start
 from services.core.broker.errors import Unavailable
 from services.core.broker.kinesis.admin import KinesisAdmin
-from services.core.broker.kinesis.driver import KinesisDriver
-from services.core.broker.kinesis.faults import bounded
-from services.core.broker.kinesis.frames import MAX_RECORD_BYTES
-from services.core.broker.kinesis.group import join
-from services.core.broker.kinesis.identity import Identities
-from services.core.broker.kinesis.member_side import GroupSide
-from services.core.broker.kinesis.membership import Stream
-from services.core.broker.kinesis.read_pace import ReadPaces
+from services.core.broker.kinesis.appender import KinesisAppender
+from services.core.broker.kinesis.aws import Clients, Timing, bounded, open_clients
+from services.core.broker.kinesis.consumer import SharedResources, join
+from services.core.broker.kinesis.fan_out import FanOut
+from services.core.broker.kinesis.incarnation import Incarnations, Stream
+from services.core.broker.kinesis.pace import ReadPaces
+from services.core.broker.kinesis.record_format import MAX_RECORD_BYTES
 from services.core.broker.kinesis.resharding import KinesisResharding
-from services.core.broker.kinesis.sdk import Clients, open_clients
-from services.core.broker.kinesis.slots import hash_key_of, shard_of
-from services.core.broker.kinesis.streams import Streams
-from services.core.broker.kinesis.timing import Timing
-from services.core.broker.kinesis_url import parse_address
+from services.core.broker.kinesis.streams import Streams, hash_key_of, shard_of
 from services.core.broker.resharding import Resharding
 
 _FEATURES = Features(
@@ -29,27 +25,27 @@ _FEATURES = Features(
 
 
 class KinesisBroker:
-    """The contract's `Broker`."""
-
     def __init__(self, clients: Clients, timing: Timing) -> None:
         self._streams = Streams(clients.kinesis, timing)
-        self._side = GroupSide(clients, self._streams, Identities(clients.kinesis, timing), ReadPaces(), timing)
-        metrics.BROKER_PREFETCHED.set_function(lambda: self._side.budget.used)
-        self._driver = KinesisDriver(clients.put_records, self._streams, timing)
-        self._admin = KinesisAdmin(self._side)
+        self._shared = SharedResources(
+            clients, self._streams, Incarnations(clients.kinesis, timing), ReadPaces(), timing, FanOut.of(clients)
+        )
+        metrics.BROKER_PREFETCHED.set_function(lambda: self._shared.budget.used)
+        self._appender = KinesisAppender(clients.put_records, self._streams, timing)
+        self._admin = KinesisAdmin(self._shared)
         self._resharding = KinesisResharding(clients, self._streams, timing)
 
     @classmethod
     @asynccontextmanager
     async def open(cls, url: str, *, timing: Timing | None = None) -> "AsyncIterator[KinesisBroker]":
-        """`url`: see `kinesis_url`. Raises ValueError for one that cannot be read, Unavailable without credentials."""
+        """`url`: see `kinesis_url`. Raises ValueError for an invalid one, Unavailable without credentials."""
         timing = timing or Timing()
-        async with open_clients(parse_address(url), timing.request) as clients:
+        async with open_clients(parse_kinesis_url(url), timing.request) as clients:
             broker = cls(clients, timing)
             try:
                 yield broker
             finally:
-                await broker._driver.close()
+                await broker._appender.close()
                 await broker._streams.close()
 
     @property
@@ -61,29 +57,32 @@ class KinesisBroker:
         return self._admin
 
     @property
+    def reader(self) -> Reader:
+        return self._admin
+
+    @property
     def resharding(self) -> Resharding:
         return self._resharding
 
     @property
-    def driver(self) -> Driver:
-        return self._driver
+    def appender(self) -> Appender:
+        return self._appender
 
     def consumer(
         self, group: str, topics: Collection[str], *, start: Start, on_revoke: OnRevoke
     ) -> AbstractAsyncContextManager[Consumer]:
-        """As in the contract."""
-        return join(self._side, group, topics, start, on_revoke)
+        return join(self._shared, group, topics, start, on_revoke)
 
     async def stream(self, topic: str) -> Stream:
-        """Which life of the stream this is, and its shards, seconds old at most. Raises UnknownTopic, Unavailable."""
-        topology = await self._streams.of(topic)
-        identity = await self._side.identities.of(topic)
-        return Stream(identity.name, topology.shards, identity.retention_ms, identity.made_ms)
+        """The incarnation and its shards, seconds old at most. Raises UnknownTopic, Unavailable."""
+        topology = await self._streams.find(topic)
+        incarnation = await self._shared.incarnations.find(topic)
+        return Stream(incarnation.name, topology.shards, incarnation.retention_ms, incarnation.made_ms)
 
     async def probe(self, topic: str, *, timeout: float) -> None:
         """The service answers now, and each partition has an open shard. Raises UnknownTopic, Unavailable."""
         async with bounded(f"probe {topic}", timeout):
-            topology = await self._streams.of(topic, max_age=0)
+            topology = await self._streams.find(topic, max_age=0)
         for partition in range(topology.partitions):
             if shard_of(hash_key_of(partition, topology.partitions), topology.shards) is None:
                 raise Unavailable(f"{topic}[{partition}] has no open shard now")

@@ -1,7 +1,7 @@
-"""A group's lease table in DynamoDB, in the format of the KCL for several streams, so that its tools can read it.
+"""A group's lease table in DynamoDB, in the KCL's format for several streams, so that its tools can read it.
 
-Source: "DynamoDB metadata tables and load balancing in KCL", Kinesis Data Streams developer guide. Columns of ours beside the
-KCL's begin with `penstock`; the KCL leaves them alone. What a row means: `leases`.
+Our additional columns begin with `penstock`; the KCL ignores them. The meaning of a row: `leases`. Source: "DynamoDB
+metadata tables and load balancing in KCL", Kinesis Data Streams developer guide.
 """
 
 import asyncio
@@ -13,11 +13,10 @@ from typing import Any
 from botocore.exceptions import ClientError
 
 from services.core.broker.errors import Unavailable
-from services.core.broker.kinesis.faults import bounded, code_of
-from services.core.broker.kinesis.leases import OLDEST, Begin, Lease
-from services.core.broker.kinesis.offsets import offset_of, split_offset
-from services.core.broker.kinesis.shards import shard_id, shard_number
-from services.core.broker.kinesis.timing import Timing
+from services.core.broker.kinesis.aws import Timing, bounded, code_of
+from services.core.broker.kinesis.leases import OLDEST, Lease, StartPosition
+from services.core.broker.kinesis.record_format import offset_of, split_offset
+from services.core.broker.kinesis.streams import shard_id, shard_number
 
 TABLE_PREFIX = "penstock-"
 SHARD_END = "SHARD_END"
@@ -30,18 +29,18 @@ Item = dict[str, dict[str, Any]]
 
 
 def table_name(group: str) -> str:
-    """The group's table. What DynamoDB allows in no name stands as its code, in underscores."""
+    """The group's table. A character that DynamoDB does not allow becomes its code in underscores."""
     return TABLE_PREFIX + re.sub(r"[^A-Za-z0-9.-]", lambda found: f"_{ord(found[0]):x}_", group)
 
 
 class DynamoTable:
-    """`LeaseTable` over one table. Reads are consistent."""
+    """`LeaseTable` in DynamoDB. Reads are consistent."""
 
     def __init__(self, dynamodb: Any, group: str, timing: Timing) -> None:
         self._dynamodb, self._name, self._timing = dynamodb, table_name(group), timing
 
     async def prepare(self) -> None:
-        """Make the table unless there is one; returns when it can be used."""
+        """Create the table if it is missing; returns when it can be used."""
         deadline = time.monotonic() + _CREATE_SECONDS
         while (status := await self._status()) != "ACTIVE":
             if status is None:
@@ -51,7 +50,7 @@ class DynamoTable:
             await asyncio.sleep(_PAUSE)
 
     async def exists(self) -> bool:
-        """Whether the group has ever had members or offsets."""
+        """Whether the group ever had members or offsets."""
         return await self._status() is not None
 
     async def _status(self) -> str | None:
@@ -74,11 +73,10 @@ class DynamoTable:
                     BillingMode="PAY_PER_REQUEST",
                 )
             except ClientError as error:
-                if code_of(error) != "ResourceInUseException":  # another member makes it
+                if code_of(error) != "ResourceInUseException":  # another member creates it
                     raise
 
     async def rows(self) -> dict[str, Lease]:
-        """As in `LeaseTable`."""
         found: list[Item] = []
         page: dict[str, Any] = {}
         async with self._bounded("scan"):
@@ -92,7 +90,6 @@ class DynamoTable:
         return {lease.key: lease for lease in leases}
 
     async def get(self, key: str) -> Lease | None:
-        """As in `LeaseTable`."""
         async with self._bounded("read"):
             answer = await self._dynamodb.get_item(
                 TableName=self._name, Key={"leaseKey": {"S": key}}, ConsistentRead=True
@@ -100,7 +97,6 @@ class DynamoTable:
         return parse_lease(answer["Item"]) if answer.get("Item") else None
 
     async def add(self, lease: Lease) -> None:
-        """As in `LeaseTable`."""
         async with self._bounded("write"):
             await self._if_allowed(
                 self._dynamodb.put_item(
@@ -109,7 +105,6 @@ class DynamoTable:
             )
 
     async def remove(self, old: Lease) -> None:
-        """As in `LeaseTable`."""
         async with self._bounded("write"):
             await self._if_allowed(
                 self._dynamodb.delete_item(
@@ -121,9 +116,8 @@ class DynamoTable:
             )
 
     async def replace(self, old: Lease, new: Lease) -> bool:
-        """As in `LeaseTable`."""
         was, now = to_item(old), to_item(new._replace(counter=old.counter + 1))
-        # The KCL's time limit of a handover. Ours ends with the holder's lease; a KCL worker needs the figure.
+        # The KCL's time limit of a handover. Ours is the holder's lease; a KCL worker needs a value.
         limit = {"N": str(int((time.time() + self._timing.drain) * 1000))}
         if old.draining:
             was[_LIMIT] = limit
@@ -156,8 +150,7 @@ class DynamoTable:
 
 
 def to_item(lease: Lease) -> Item:
-    """The row as DynamoDB keeps it."""
-    sequence, sub = _SENTINELS[lease.begin.kind], 0
+    sequence, sub = _SENTINELS[lease.start.kind], 0
     if lease.is_done:
         sequence = SHARD_END
     elif lease.committed is not None:
@@ -170,7 +163,7 @@ def to_item(lease: Lease) -> Item:
         "checkpoint": {"S": sequence},
         "checkpointSubSequenceNumber": {"N": str(sub)},
         "ownerSwitchesSinceCheckpoint": {"N": str(lease.switches)},
-        "penstockBegin": {"S": f"{lease.begin.kind}:{lease.begin.value}"},
+        "penstockBegin": {"S": f"{lease.start.kind}:{lease.start.value}"},
         "penstockArrivedMillis": {"N": str(lease.arrived)},
         "penstockSettledMillis": {"N": str(lease.settled)},
         "penstockRetentionMillis": {"N": str(lease.retention)},
@@ -188,7 +181,7 @@ def to_item(lease: Lease) -> Item:
 
 
 def parse_lease(item: Mapping[str, Mapping[str, Any]]) -> Lease:
-    """A row of ours, or one that a KCL application wrote. Raises KeyError, ValueError."""
+    """From a row of ours, or of a KCL application. Raises KeyError, ValueError."""
     checkpoint = _text(item, "checkpoint", "TRIM_HORIZON")
     committed = None
     if checkpoint.isdecimal():
@@ -199,7 +192,7 @@ def parse_lease(item: Mapping[str, Mapping[str, Any]]) -> Lease:
         stream=item["streamName"]["S"],
         shard=shard_number(item["shardId"]["S"]),
         parents=tuple(sorted(shard_number(name) for name in item.get("parentShardId", {}).get("SS", ()))),
-        begin=_parse_begin(_text(item, "penstockBegin", "")),
+        start=_parse_start(_text(item, "penstockBegin", "")),
         owner=_text(item, "leaseOwner", "") or None,
         draining=_text(item, "checkpointOwner", "") or None,
         counter=_number(item, "leaseCounter"),
@@ -213,11 +206,11 @@ def parse_lease(item: Mapping[str, Mapping[str, Any]]) -> Lease:
     )
 
 
-def _parse_begin(text: str) -> Begin:
+def _parse_start(text: str) -> StartPosition:
     kind, _, value = text.partition(":")
     match kind:
         case "arrival" | "date" | "offset":
-            return Begin(kind, int(value))
+            return StartPosition(kind, int(value))
     return OLDEST
 
 
@@ -230,7 +223,7 @@ def _number(item: Mapping[str, Mapping[str, Any]], name: str) -> int:
 
 
 def _update(old: Item, new: Item) -> tuple[str, dict[str, str], Item]:
-    """(expression, names, values) that make `new` of `old`; columns that neither knows stay."""
+    """(expression, names, values) of the update from `old` to `new`; other columns stay."""
     changed = [name for name, value in new.items() if old.get(name) != value]
     gone = [name for name in old if name not in new]
     names = {f"#{name}": name for name in changed + gone}

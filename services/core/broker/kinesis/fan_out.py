@@ -1,36 +1,149 @@
-"""Enhanced fan-out: each group gets 2 MB a second of every shard for itself, pushed, instead of a share of five reads a second.
+"""Enhanced fan-out: each shard is pushed to each group with SubscribeToShard, 2 MB a second for each group.
 
-A group is a registered consumer of the stream, by its name. It stays registered, and is paid for, until somebody deregisters
-it or deletes the stream; a stream takes 20.
+Without it all groups share five reads a second. A group is a registered consumer of the stream. Registration costs
+money until the consumer or the stream is deleted; a stream has at most 20. The answer of SubscribeToShard is a
+sequence of messages over HTTP/2, which the SDK's connections do not support; it ends after five minutes. A consumer
+may have one subscription to a shard.
+
+Source: "SubscribeToShard", Kinesis Data Streams API reference, and "Amazon event stream encoding".
 """
 
 import asyncio
 import re
 import time
+from base64 import b64decode
 from collections import defaultdict
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from ssl import SSLContext
 from typing import Any
 
+import httpx
+import orjson
+from botocore.eventstream import EventStreamBuffer, ParserError
 from botocore.exceptions import ClientError
 
 from services.core.broker.errors import BrokerError, Throttled, Unavailable, UnknownTopic
-from services.core.broker.kinesis.faults import bounded, code_of
-from services.core.broker.kinesis.shard_iterator import Answer, ShardSource
-from services.core.broker.kinesis.signed_post import SignedPost
-from services.core.broker.kinesis.streams import Streams
-from services.core.broker.kinesis.subscription import PUSHED, Subscription
-from services.core.broker.kinesis.timing import Timing
+from services.core.broker.kinesis.aws import Clients, SignedPost, Timing, bounded, classify, code_of, parse_refusal
+from services.core.broker.kinesis.shard_source import IteratorExpired, ReadResult, ShardSource, UnknownSequence
+from services.core.broker.kinesis.streams import Streams, shard_id
 
-_PAUSE = 0.2
+SUBSCRIBED = "pushed"
+"""Stands in for an iterator."""
+
+_SILENCE_SECONDS = 30.0
+"""The service pushes an event every few seconds, also without records."""
+
+
+class Subscription:
+    """A subscription to one shard, on its own connection. Reopen it after IteratorExpired. Not for concurrent use."""
+
+    def __init__(self, tls: SSLContext, post: SignedPost, shard: int, timing: Timing) -> None:
+        self._tls, self._post, self._shard, self._timing = tls, post, shard, timing
+        self._http: httpx.AsyncClient | None = None
+        self._chunks: AsyncIterator[bytes]
+        self._buffer = EventStreamBuffer()
+        self._ends = 0.0
+        self._is_first = True
+
+    async def open(self, consumer: str, where: Mapping[str, Any]) -> None:
+        """Start there (as for GetShardIterator), as this consumer (an ARN).
+
+        Raises UnknownSequence, Throttled, UnknownTopic, Unavailable.
+        """
+        await self.close()
+        position: dict[str, Any] = {"Type": where["ShardIteratorType"]}
+        if "StartingSequenceNumber" in where:
+            position["SequenceNumber"] = where["StartingSequenceNumber"]
+        if "Timestamp" in where:
+            position["Timestamp"] = where["Timestamp"].timestamp()
+        request_body = {"ConsumerARN": consumer, "ShardId": shard_id(self._shard), "StartingPosition": position}
+        body = orjson.dumps(request_body)
+        headers = await self._post.headers("SubscribeToShard", body)
+        timeout = httpx.Timeout(self._timing.request, read=_SILENCE_SECONDS)
+        self._http = http = httpx.AsyncClient(http1=False, http2=True, verify=self._tls, timeout=timeout)
+        try:
+            request = http.build_request("POST", self._post.url, headers=headers, content=body)
+            answer = await http.send(request, stream=True)
+            if answer.status_code != 200:
+                raise _refused(answer.status_code, await answer.aread())
+        except httpx.HTTPError as error:
+            raise Unavailable(f"subscribe to shard {self._shard}: {error!r}") from error
+        self._chunks, self._buffer = answer.aiter_raw(), EventStreamBuffer()
+        self._ends = asyncio.get_running_loop().time() + self._timing.subscription
+        self._is_first = True
+
+    async def next(self) -> ReadResult:
+        """The next event. Raises IteratorExpired at the end of the subscription, Throttled, Unavailable.
+
+        An empty first event is skipped: it may have been sent before the service checked the shard.
+        """
+        answer = await self._event()
+        if self._is_first and not answer.entries and answer.next is not None:
+            answer = await self._event()
+        self._is_first = False
+        return answer
+
+    async def _event(self) -> ReadResult:
+        try:
+            while (message := next(self._buffer, None)) is None:
+                chunk = await anext(self._chunks, None)
+                if chunk is None or asyncio.get_running_loop().time() > self._ends:
+                    raise IteratorExpired("the subscription has ended")
+                self._buffer.add_data(chunk)
+        except (httpx.HTTPError, ParserError) as error:
+            raise IteratorExpired(f"the subscription broke: {error!r}") from error
+        kind = message.headers.get(":exception-type") or message.headers.get(":error-code")
+        if kind is not None:
+            raise _refused(400, orjson.dumps({"__type": kind, "message": message.payload.decode(errors="replace")}))
+        return _parse_event(orjson.loads(message.payload))
+
+    async def close(self) -> None:
+        """Idempotent."""
+        http, self._http = self._http, None
+        if http is not None:
+            await http.aclose()
+
+
+def _parse_event(event: Mapping[str, Any]) -> ReadResult:
+    entries = [
+        {
+            **one,
+            "Data": b64decode(one["Data"]),
+            "ApproximateArrivalTimestamp": datetime.fromtimestamp(one["ApproximateArrivalTimestamp"], UTC),
+        }
+        for one in event["Records"]
+    ]
+    ended = event.get("ContinuationSequenceNumber") is None or event.get("ChildShards")
+    return ReadResult(entries, int(event.get("MillisBehindLatest") or 0), None if ended else SUBSCRIBED)
+
+
+def _refused(status: int, body: bytes) -> Exception:
+    error = parse_refusal("SubscribeToShard", status, body)
+    code = code_of(error)
+    if code == "InvalidArgumentException":
+        return UnknownSequence(str(error))
+    if code == "ResourceInUseException":  # within five seconds of the last subscription
+        return Throttled(str(error))
+    return classify(error, "subscribe to a shard")
+
+
+_REGISTER_PAUSE = 0.2
 _AGAIN_SECONDS = 5.0
 _NO_ROOM = "Try: deregister consumers that nobody needs, or leave out fan_out=1"
 
 
 class FanOut:
-    """One broker's consumers."""
+    """The registered consumers of one broker."""
+
+    @classmethod
+    def of(cls, clients: Clients) -> "FanOut | None":
+        """None when shards are polled."""
+        if clients.fan_out_tls is None:
+            return None
+        return cls(clients.fan_out_tls, clients.put_records.post, clients.kinesis)
 
     def __init__(self, tls: SSLContext, post: SignedPost, kinesis: Any) -> None:
         self._tls, self._post, self._kinesis = tls, post, kinesis
@@ -41,19 +154,19 @@ class FanOut:
     @asynccontextmanager
     async def pushed(
         self, source: ShardSource, streams: Streams, stream: str, group: str
-    ) -> AsyncIterator["PushedSource"]:
-        """The same shard, pushed to this group. stream: names its life, see `membership.Stream`."""
+    ) -> AsyncIterator["SubscribedSource"]:
+        """The same shard, pushed to this group. stream: names its incarnation."""
         subscription = Subscription(self._tls, self._post, source.shard, source.timing)
         shard = (source.kinesis, source.topic, source.shard, source.pace, source.timing, source.is_closed)
         try:
-            yield PushedSource(*shard, self, streams, stream, group, subscription)
+            yield SubscribedSource(*shard, self, streams, stream, group, subscription)
         finally:
             await subscription.close()
 
     async def consumer(self, topic: str, stream: str, group: str, timing: Timing) -> str:
-        """The ARN of the group's consumer of this stream, which is active; registered once for all its shards.
+        """The ARN of the group's active consumer of this stream. Registered once for all shards.
 
-        Raises UnknownTopic, Throttled, and Unavailable too when the stream has no room for one more.
+        Raises UnknownTopic, Throttled, and Unavailable, also when the stream has no room for another consumer.
         """
         async with self._locks[stream, group]:
             known = self._consumers.get((stream, group))
@@ -62,11 +175,11 @@ class FanOut:
             return known
 
     def forget(self, stream: str, group: str) -> None:
-        """The service knows its consumer no longer: register it anew next time."""
+        """The consumer was deregistered: register it again next time."""
         self._consumers.pop((stream, group), None)
 
     async def _try_to_register(self, topic: str, stream: str, group: str, timing: Timing) -> str:
-        """One try for all shards: who comes soon after one that failed is told the same."""
+        """One attempt for all shards. Soon after a failed one the same error is raised."""
         tried, failure = self._failures.get((stream, group), (0.0, None))
         if failure is not None and time.monotonic() - tried < _AGAIN_SECONDS:
             raise failure
@@ -98,15 +211,15 @@ class FanOut:
             found = answer["ConsumerDescription"]
             if found["ConsumerStatus"] == "ACTIVE":
                 return str(found["ConsumerARN"])
-            await asyncio.sleep(_PAUSE)
+            await asyncio.sleep(_REGISTER_PAUSE)
         raise Unavailable(f"{group} is not an active consumer of {topic} after {timing.settle:g} s")
 
 
 @dataclass(frozen=True, slots=True)
-class PushedSource(ShardSource):
-    """A shard whose entries are pushed: an iterator is an open subscription, a read is its next event.
+class SubscribedSource(ShardSource):
+    """A shard whose entries are pushed. An open subscription stands in for an iterator, its next event for a read.
 
-    What is left of a closed shard is read as elsewhere: it has an end, and nothing more comes.
+    The rest of a closed shard is polled: it has an end, and gets no new records.
     """
 
     fan_out: FanOut
@@ -116,36 +229,34 @@ class PushedSource(ShardSource):
     subscription: Subscription
 
     async def iterator(self, where: Mapping[str, Any]) -> str:
-        """As in ShardSource."""
-        shards = (await self.streams.of(self.topic)).shards
+        shards = (await self.streams.find(self.topic)).shards
         if not any(shard.is_open for shard in shards if shard.number == self.shard):
             await self.subscription.close()
             return await ShardSource.iterator(self, where)
-        await self.pace.turn()
+        await self.pace.acquire()
         async with self._throttled():
             consumer = await self.fan_out.consumer(self.topic, self.stream, self.group, self.timing)
         async with self._throttled(), bounded(f"subscribe to {self.topic}[{self.shard}]", self.timing.request):
             try:
                 await self.subscription.open(consumer, where)
-            except UnknownTopic as error:  # the shard was there just now: it is the consumer that is gone
+            except UnknownTopic as error:  # the shard exists, so the consumer is gone
                 self.fan_out.forget(self.stream, self.group)
                 raise Unavailable(f"{self.group} was deregistered from {self.topic}, and is registered anew") from error
-        return PUSHED
+        return SUBSCRIBED
 
-    def answers_at_once(self, iterator: str) -> bool:
-        """As in ShardSource."""
-        return iterator != PUSHED
+    def is_polled(self, iterator: str) -> bool:
+        return iterator != SUBSCRIBED
 
-    async def read(self, iterator: str, limit: int) -> Answer:
-        """As in ShardSource, but for `limit`: an event has what the service puts into it."""
-        if iterator != PUSHED:
+    async def read(self, iterator: str, limit: int) -> ReadResult:
+        """The number of entries is the service's choice, whatever `limit`."""
+        if iterator != SUBSCRIBED:
             return await ShardSource.read(self, iterator, limit)
         async with self._throttled():
             return await self.subscription.next()
 
     @asynccontextmanager
     async def _throttled(self) -> AsyncIterator[None]:
-        """Let a refusal slow down the next try."""
+        """A refusal slows down the next attempt."""
         try:
             yield
         except Throttled:

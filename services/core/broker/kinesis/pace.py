@@ -1,13 +1,14 @@
-"""How fast we write to one shard: the service's limits as a token bucket, slower for a while after the service throttled us.
+"""How fast this process writes to a shard and reads from it: the service's limits, lowered after a throttle.
 
-Source of the limits: "Quotas and limits", Kinesis Data Streams developer guide: a shard takes 1 MB and 1,000 records a
-second. Several processes write to one shard and none sees the others, so each finds its share: a throttle takes
-a part of it away at once, and time gives it back evenly (additive increase, multiplicative decrease).
+A shard accepts 1 MB and 1,000 entries a second, answers five GetRecords a second, and returns 2 MB a second ("Quotas
+and limits", Kinesis Data Streams developer guide). Several processes use a shard without knowing of each other. So
+each finds its share: a throttle takes away a part at once, and time returns it evenly. With this additive increase
+and multiplicative decrease all shares become equal (Chiu and Jain, 1989).
 """
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from services.core import metrics
 from services.core.broker.errors import Throttled
@@ -20,11 +21,11 @@ _RECOVERY = 0.05
 """Of the whole capacity, per second."""
 
 _QUIET_SECONDS = 0.2
-"""Throttles this soon after another are of the same crowd, and do not slow down again."""
+"""Throttles within this time of another count once."""
 
 
-class Pace:
-    """One shard's. share: the part of its capacity that we allow ourselves, 1 when nobody throttles us."""
+class WritePace:
+    """One shard's token bucket. share: the part of its capacity that this process uses, 1 without throttles."""
 
     def __init__(self, clock: Callable[[], float] | None = None) -> None:
         """clock: seconds, never set back; None: time.monotonic."""
@@ -35,7 +36,7 @@ class Pace:
         self._fell -= _QUIET_SECONDS
 
     def reserve(self, size: int, patience: float) -> float:
-        """Seconds after which an entry of so many bytes may leave. Above `patience` nothing was reserved."""
+        """Seconds until an entry of this size may leave. Above `patience` nothing is reserved."""
         self._pass_time()
         cost = max(size / BYTES_PER_SECOND, 1 / ENTRIES_PER_SECOND)
         wait = max(0.0, (min(cost, 1.0) - self._spare) / self.share)
@@ -44,7 +45,7 @@ class Pace:
         return wait
 
     def seconds_per_byte(self, lanes: int) -> float:
-        """How fast each of so many lanes gets on when all want more than the shard takes."""
+        """The pace of each of this many partitions when all want more than the shard accepts."""
         return lanes / (BYTES_PER_SECOND * self.share)
 
     def throttle(self) -> None:
@@ -56,7 +57,7 @@ class Pace:
             self._spare = min(self._spare, 0.0)
 
     def used(self) -> float:
-        """How much of the last second's capacity is taken: 0 idle, 1 or more: entries wait."""
+        """The used part of the last second's capacity: 0 when idle, 1 or more when entries wait."""
         self._pass_time()
         return 1.0 - self._spare
 
@@ -67,11 +68,11 @@ class Pace:
         self.share = min(1.0, self.share + passed * _RECOVERY)
 
 
-class MeteredPace:
-    """A shard's pace, its waits and throttles on /metrics."""
+class MeteredWritePace:
+    """A shard's write pace, with metrics."""
 
     def __init__(self, topic: str, shard: str) -> None:
-        self._pace = Pace()
+        self._pace = WritePace()
         self._waiting = 0
         self._labels = (topic, shard)
         self._throttles = metrics.BROKER_THROTTLES.labels(*self._labels)
@@ -79,10 +80,11 @@ class MeteredPace:
         metrics.BROKER_CAPACITY_USED.labels(*self._labels).set_function(self._pace.used)
         metrics.BROKER_PACE.labels(*self._labels).set_function(lambda: self._pace.share)
 
-    async def turn(self, size: int, patience: float) -> float:
-        """Wait until an entry of so many bytes may leave. Raises Throttled at once when that takes above `patience`.
+    async def acquire(self, size: int, patience: float) -> float:
+        """Wait until an entry of this size may leave. Raises Throttled at once when that takes longer than
+        `patience`.
 
-        Gives the seconds per byte at which more of its lane may follow.
+        Returns the seconds per byte at which more of its partition may follow.
         """
         wait = self._pace.reserve(size, patience)
         if wait > patience:
@@ -97,13 +99,13 @@ class MeteredPace:
             self._waiting -= 1
 
     def throttle(self, size: int) -> float:
-        """The service refused an entry of so many bytes for this shard; the seconds after which it may leave again."""
+        """The service refused an entry of this size. Returns the seconds until it may leave again."""
         self._throttles.inc()
         self._pace.throttle()
         return self._pace.reserve(size, patience=-1)
 
     def forget(self) -> None:
-        """Off /metrics: the shard is closed."""
+        """Remove the metrics of a closed shard."""
         for metric in (
             metrics.BROKER_THROTTLES,
             metrics.BROKER_PACE_WAIT,
@@ -111,3 +113,90 @@ class MeteredPace:
             metrics.BROKER_PACE,
         ):
             metric.remove(*self._labels)
+
+
+READS_PER_SECOND = 5.0
+READ_BYTES_PER_SECOND = 2_000_000
+_LOWEST_READS = 0.2
+_READ_RECOVERY = 0.5
+"""Reads per second, per second."""
+
+
+class ReadPace:
+    """One shard's, for all groups of this process. rate: reads per second."""
+
+    def __init__(self, clock: Callable[[], float] | None = None) -> None:
+        """clock: seconds, never set back; None: time.monotonic."""
+        self._clock = clock or time.monotonic
+        self._next = self._at = self._clock()
+        self.rate = READS_PER_SECOND
+
+    async def acquire(self) -> None:
+        """Wait until the next read may be made. First come, first served."""
+        await asyncio.sleep(self.reserve())
+
+    def reserve(self) -> float:
+        """Reserve the next read. Returns the seconds until then."""
+        now = self._pass_time()
+        at = max(now, self._next)
+        self._next = at + 1 / self.rate
+        return at - now
+
+    def read(self, size: int) -> None:
+        """A read returned this many bytes."""
+        self._next = max(self._next, self._pass_time() + size / READ_BYTES_PER_SECOND)
+
+    def throttle(self) -> None:
+        """The service refused a read."""
+        now = self._pass_time()
+        self.rate = max(_LOWEST_READS, self.rate / 2)
+        self._next = max(self._next, now + 1 / self.rate)
+
+    def _pass_time(self) -> float:
+        now = self._clock()
+        self.rate = min(READS_PER_SECOND, self.rate + (now - self._at) * _READ_RECOVERY)
+        self._at = now
+        return now
+
+
+class MeteredReadPace(ReadPace):
+    """A shard's read pace, with metrics."""
+
+    def __init__(self, topic: str, shard: int) -> None:
+        super().__init__()
+        self._labels = (topic, str(shard))
+        self._throttles = metrics.BROKER_READ_THROTTLES.labels(*self._labels)
+        self._waits = metrics.BROKER_READ_WAIT.labels(*self._labels)
+        metrics.BROKER_READ_PACE.labels(*self._labels).set_function(lambda: self.rate)
+
+    def reserve(self) -> float:
+        wait = super().reserve()
+        self._waits.inc(wait)
+        return wait
+
+    def throttle(self) -> None:
+        self._throttles.inc()
+        super().throttle()
+
+    def forget(self) -> None:
+        """Remove the metrics of a shard that is gone."""
+        for metric in (metrics.BROKER_READ_THROTTLES, metrics.BROKER_READ_WAIT, metrics.BROKER_READ_PACE):
+            metric.remove(*self._labels)
+
+
+class ReadPaces:
+    """The read pace of each shard."""
+
+    def __init__(self) -> None:
+        self._paces: dict[tuple[str, int], MeteredReadPace] = {}
+
+    def find(self, topic: str, shard: int) -> ReadPace:
+        pace = self._paces.get((topic, shard))
+        if pace is None:
+            pace = self._paces[topic, shard] = MeteredReadPace(topic, shard)
+        return pace
+
+    def keep(self, topic: str, shards: Collection[int]) -> None:
+        """Forget the other shards of this stream."""
+        for key in [key for key in self._paces if key[0] == topic and key[1] not in shards]:
+            self._paces.pop(key).forget()

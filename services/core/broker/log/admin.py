@@ -1,4 +1,4 @@
-"""`contract.Admin` over the embedded log."""
+"""`contract.Admin` and `contract.Reader` over the embedded log."""
 
 import shutil
 from collections.abc import Collection, Mapping
@@ -7,44 +7,37 @@ from services.core.broker.contract import Lag, PartitionRange, Start, TopicSpec
 from services.core.broker.errors import Unavailable, UnknownTopic
 from services.core.broker.log import topics
 from services.core.broker.log.clock import WallClock
-from services.core.broker.log.groups import GroupsFile
-from services.core.broker.log.groups import Progress as GroupProgress
-from services.core.broker.log.lag import lag_behind
-from services.core.broker.log.layout import DataFolder
-from services.core.broker.log.progress import Progress
-from services.core.broker.log.reader import Run, TopicReader
-from services.core.broker.log.readers import Readers
+from services.core.broker.log.data_folder import DataFolder
+from services.core.broker.log.groups import CommittedOffsets, GroupPosition, GroupsFile
+from services.core.broker.log.topic_reader import Readers, ReadResult, TopicReader, lag_behind
 from services.core.broker.record import Batch, TopicPartition
 
 
 class LogAdmin:
     """Administration of the topics and groups in one data folder."""
 
-    def __init__(self, folder: DataFolder, readers: Readers, progress: Progress, clock: WallClock) -> None:
-        self._folder, self._readers, self._progress, self._clock = folder, readers, progress, clock
+    def __init__(self, folder: DataFolder, readers: Readers, offsets: CommittedOffsets, clock: WallClock) -> None:
+        self._folder, self._readers, self._offsets, self._clock = folder, readers, offsets, clock
 
     async def create_topic(self, spec: TopicSpec) -> None:
         """As in the contract. Raises ValueError for a bad name, number of partitions, or compaction, which it lacks."""
         await self._readers.run(lambda: topics.create_topic(self._folder, spec))
 
     async def delete_topic(self, topic: str) -> None:
-        """As in the contract."""
         await self._readers.run(lambda: topics.delete_topic(self._folder, topic))
         self._readers.forget(topic)
         await self._readers.run(lambda: shutil.rmtree(self._folder.staging(topic), ignore_errors=True))
-        await self._progress.use(lambda file: file.forget_topic(topic))
+        await self._offsets.use(lambda file: file.forget_topic(topic))
 
     async def topics(self) -> dict[str, int]:
         """As in the contract. A damaged topic is listed with 0 partitions."""
         return await self._readers.run(lambda: topics.list_topics(self._folder))
 
     async def add_partitions(self, topic: str, partitions: int) -> None:
-        """As in the contract."""
         await self._readers.run(lambda: topics.add_partitions(self._folder, topic, partitions))
         self._readers.forget(topic)
 
     async def describe(self, topic: str) -> dict[int, PartitionRange]:
-        """As in the contract."""
         return await self._readers.use(topic, lambda reader: reader.ranges())
 
     async def next_at_least(self, topic: str) -> dict[int, int]:
@@ -52,23 +45,20 @@ class LogAdmin:
         return {partition: held.end for partition, held in (await self.describe(topic)).items()}
 
     async def offsets_at(self, topic: str, start: Start) -> dict[int, int]:
-        """As in the contract."""
         return await self._readers.use(topic, lambda reader: reader.offsets_at(start))
 
     async def committed(self, group: str, topic: str) -> dict[int, int]:
-        """As in the contract."""
         await self._readers.partition_count(topic)
-        progress = await self._progress.use(lambda file: file.progress(group, topic))
+        progress = await self._offsets.use(lambda file: file.progress(group, topic))
         return {partition: value.processed for partition, value in progress.items() if value.processed is not None}
 
     async def set_committed(self, group: str, topic: str, processed: Mapping[int, int]) -> None:
-        """As in the contract."""
         count, incarnation = await self._readers.use(topic, lambda r: (r.refresh(), r.store.meta.incarnation))
         unknown = sorted(p for p in processed if not 0 <= p < count)
         if unknown:
             raise UnknownTopic(f"topic {topic!r} has {count} partitions, none numbered {unknown[0]}")
         moved = {
-            TopicPartition(topic, p): GroupProgress(incarnation, offset + 1, offset) for p, offset in processed.items()
+            TopicPartition(topic, p): GroupPosition(incarnation, offset + 1, offset) for p, offset in processed.items()
         }
 
         def move(file: GroupsFile) -> None:
@@ -77,11 +67,10 @@ class LogAdmin:
                 raise Unavailable(f"group {group!r} has {members} members on {topic!r}. Try: stopping them first")
             file.set_progress(group, moved)
 
-        await self._progress.use(move)
-        await self._readers.register_group(topic, group)  # what is not here later was lost
+        await self._offsets.use(move)
+        await self._readers.register_group(topic, group)  # a registered group without offsets has lost them
 
     async def copy_positions(self, group: str, to: str, topic: str) -> bool:
-        """As in the contract."""
         incarnation = await self._readers.use(topic, lambda r: (r.refresh(), r.store.meta.incarnation)[1])
 
         def copy(file: GroupsFile) -> bool:
@@ -94,8 +83,8 @@ class LogAdmin:
                 file.set_progress(to, missing)
             return bool(missing)
 
-        is_new = await self._progress.use(copy)
-        if await self._progress.use(lambda file: file.begun(to, topic, incarnation)):
+        is_new = await self._offsets.use(copy)
+        if await self._offsets.use(lambda file: file.begun(to, topic, incarnation)):
             await self._readers.register_group(topic, to)
         return is_new
 
@@ -104,21 +93,21 @@ class LogAdmin:
 
     async def group_lag(self, group: str, topic: str) -> dict[int, Lag]:
         """As in the contract. A partition that the group has not begun counts from its first record."""
-        progress = await self._progress.use(lambda file: file.progress(group, topic))
+        progress = await self._offsets.use(lambda file: file.progress(group, topic))
         ranges = await self._readers.use(topic, lambda reader: reader.ranges())
         nexts = {p: progress[p].next if p in progress else held.start for p, held in ranges.items()}
         return await self._readers.use(topic, lambda reader: lag_behind(reader, nexts, self._clock.now_ms()))
 
     async def read(self, topic: str, partition: int, offset: int, *, max_records: int) -> Batch | None:
-        """As in the contract. What `repair` has noted as lost is passed over."""
+        """As in the contract. Ranges that `repair` has noted as lost are passed over."""
 
-        def look(reader: TopicReader) -> Run | None:
+        def read_rows(reader: TopicReader) -> ReadResult | None:
             count = reader.refresh()
             if not 0 <= partition < count:
                 raise UnknownTopic(f"topic {topic!r} has {count} partitions, none numbered {partition}")
             return reader.read(partition, offset, max_records)
 
-        run = await self._readers.use(topic, look)
+        run = await self._readers.use(topic, read_rows)
         if run is None or not run.records:
             return None
         records = run.records[:max_records]

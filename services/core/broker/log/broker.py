@@ -1,4 +1,4 @@
-"""`contract.Broker` over the embedded log: opens the data folder, owns every thread and file, closes them in order."""
+"""`contract.Broker` over the embedded log. It opens the data folder, owns all threads and files, and closes them in order."""
 
 import asyncio
 from collections.abc import AsyncIterator, Collection
@@ -8,17 +8,16 @@ from typing import Any
 
 from services.core.broker.contract import Features, OnRevoke, Start
 from services.core.broker.log.admin import LogAdmin
-from services.core.broker.log.bell import Bell
+from services.core.broker.log.appender import LogAppender
 from services.core.broker.log.clock import WallClock
 from services.core.broker.log.consumer import LogConsumer
-from services.core.broker.log.driver import LogDriver
-from services.core.broker.log.frames import MAX_RECORD_BYTES
-from services.core.broker.log.keeper import keep
-from services.core.broker.log.layout import DataFolder
+from services.core.broker.log.data_folder import DataFolder
+from services.core.broker.log.groups import CommittedOffsets
 from services.core.broker.log.leases import Leases
-from services.core.broker.log.membership import GroupSide, Membership, Timing
-from services.core.broker.log.progress import Progress
-from services.core.broker.log.readers import Readers
+from services.core.broker.log.membership import GroupSide, Membership, Timing, WakeupFile
+from services.core.broker.log.retention import run_retention
+from services.core.broker.log.row_format import MAX_RECORD_BYTES
+from services.core.broker.log.topic_reader import Readers
 
 FEATURES = Features(
     contiguous_offsets=True, compaction=False, retention_by_event_time=False, max_record_bytes=MAX_RECORD_BYTES
@@ -32,9 +31,9 @@ class LogBroker:
     def __init__(self, folder: DataFolder, clock: WallClock, timing: Timing) -> None:
         self._folder, self._clock = folder, clock
         self._readers = Readers(folder)
-        self._progress = Progress(folder)
-        self._driver = LogDriver(folder, clock, self._readers.partition_count)
-        self._admin = LogAdmin(folder, self._readers, self._progress, clock)
+        self._offsets = CommittedOffsets(folder)
+        self._appender = LogAppender(folder, clock, self._readers.partition_count)
+        self._admin = LogAdmin(folder, self._readers, self._offsets, clock)
         self._lease_thread = ThreadPoolExecutor(1, thread_name_prefix="log-lease")
         self._timing = timing
         self._side: GroupSide | None = None
@@ -50,7 +49,7 @@ class LogBroker:
         """
         folder = await asyncio.to_thread(DataFolder.prepare, path)
         broker = cls(folder, clock or WallClock(), timing or Timing())
-        keeper = asyncio.create_task(keep(folder, broker._clock, retention_seconds), name="log-keeper")
+        keeper = asyncio.create_task(run_retention(folder, broker._clock, retention_seconds), name="log-keeper")
         try:
             yield broker
         finally:
@@ -60,12 +59,14 @@ class LogBroker:
 
     @property
     def features(self) -> Features:
-        """As in the contract."""
         return FEATURES
 
     @property
     def admin(self) -> LogAdmin:
-        """As in the contract."""
+        return self._admin
+
+    @property
+    def reader(self) -> LogAdmin:
         return self._admin
 
     @property
@@ -73,15 +74,13 @@ class LogBroker:
         """As in the contract."""
 
     @property
-    def driver(self) -> LogDriver:
-        """As in the contract."""
-        return self._driver
+    def appender(self) -> LogAppender:
+        return self._appender
 
     @asynccontextmanager
     async def consumer(
         self, group: str, topics: Collection[str], *, start: Start, on_revoke: OnRevoke
     ) -> AsyncIterator[LogConsumer]:
-        """As in the contract."""
         side = await self._group_side()
         membership = Membership(side, group, topics, start, on_revoke)
         try:
@@ -91,15 +90,14 @@ class LogBroker:
             await membership.leave()
 
     async def probe(self, topic: str, *, timeout: float) -> None:
-        """As in the contract."""
-        await self._driver.probe(topic, timeout)
+        await self._appender.probe(topic, timeout)
 
     async def _group_side(self) -> GroupSide:
         if self._side is None:
-            await self._progress.use(lambda file: None)  # makes groups.db
+            await self._offsets.use(lambda file: None)  # makes groups.db
             leases = await self._on_lease_thread(Leases, self._folder, int(self._timing.lease * 1000))
-            bell = await self._on_lease_thread(Bell, self._folder.root / "groups.bell")
-            self._side = GroupSide(leases, self._progress, bell, self._readers, self._on_lease_thread, self._timing)
+            wakeup = await self._on_lease_thread(WakeupFile, self._folder.root / "groups.bell")
+            self._side = GroupSide(leases, self._offsets, wakeup, self._readers, self._on_lease_thread, self._timing)
         return self._side
 
     async def _on_lease_thread(self, work: Any, *arguments: object) -> Any:
@@ -107,11 +105,11 @@ class LogBroker:
 
     async def _close(self) -> None:
         try:
-            await self._driver.close(_CLOSE_SECONDS)
+            await self._appender.close(_CLOSE_SECONDS)
             if self._side is not None:
                 await self._on_lease_thread(self._side.leases.close)
-                await self._on_lease_thread(self._side.bell.close)
-            await self._progress.close(_CLOSE_SECONDS)
+                await self._on_lease_thread(self._side.wakeup.close)
+            await self._offsets.close(_CLOSE_SECONDS)
             await self._readers.close()
         finally:
             self._lease_thread.shutdown(wait=False)

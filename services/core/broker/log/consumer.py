@@ -1,4 +1,4 @@
-"""The reading half of a member: fair reads over its partitions, and nothing returned for a partition it may have lost."""
+"""The reading half of a member: fair reads over its partitions. Returns nothing of a partition that it may have lost."""
 
 import asyncio
 from collections.abc import Collection, Mapping
@@ -6,24 +6,22 @@ from collections.abc import Collection, Mapping
 from services.core.broker.contract import Lag, PartitionRange
 from services.core.broker.errors import BrokerError, DataDamaged, NotOwner, OffsetOutOfRange
 from services.core.broker.log.clock import WallClock, boot_ms
-from services.core.broker.log.groups import Claim
-from services.core.broker.log.lag import lag_behind
-from services.core.broker.log.membership import GroupSide, Membership
-from services.core.broker.log.owned import Owned
-from services.core.broker.log.reader import Run, TopicReader
+from services.core.broker.log.groups import CommitRequest
+from services.core.broker.log.membership import GroupSide, Membership, OwnedPartition
+from services.core.broker.log.topic_reader import ReadResult, TopicReader, lag_behind
 from services.core.broker.record import Batch, TopicPartition
 
 _IDLE_SECONDS = (0.002, 0.025)
 _LOOK_MS = 500
-"""Even when no high-water mark moved, look into the file this often: a writer may have died between commit and mark."""
+"""Read the file this often even if no high-water mark moved: a writer may have died between commit and mark."""
 _RETRY_MS = 500
 
-_Want = tuple[Owned, int]
-_Answer = tuple[Owned, int, "Run | BrokerError | None"]
+_Want = tuple[OwnedPartition, int]
+_Answer = tuple[OwnedPartition, int, "ReadResult | BrokerError | None"]
 
 
 class LogConsumer:
-    """`contract.Consumer` over the embedded log. skipped: records lost to damage and noted by `repair`, passed over."""
+    """`contract.Consumer` over the embedded log. skipped: the number of lost records that `repair` has noted, passed over."""
 
     def __init__(self, side: GroupSide, membership: Membership, clock: WallClock) -> None:
         self._side, self._membership, self._clock = side, membership, clock
@@ -33,19 +31,16 @@ class LogConsumer:
         self.skipped = 0
 
     def assignment(self) -> frozenset[TopicPartition]:
-        """As in the contract."""
         return frozenset(self._membership.owned)
 
     def pause(self, partitions: Collection[TopicPartition]) -> None:
-        """As in the contract."""
         self._set_paused(partitions, True)
 
     def resume(self, partitions: Collection[TopicPartition]) -> None:
-        """As in the contract."""
         self._set_paused(partitions, False)
 
     async def poll(self, *, max_records: int, max_wait: float) -> list[Batch]:
-        """As in the contract. An error of one partition does not keep the others' records back."""
+        """As in the contract. An error of one partition does not hold back the records of others."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + max_wait
         idle = _IDLE_SECONDS[0]
@@ -62,7 +57,6 @@ class LogConsumer:
             idle = min(idle * 1.5, _IDLE_SECONDS[1])
 
     async def commit(self, processed: Mapping[TopicPartition, int]) -> None:
-        """As in the contract."""
         owned = self._membership.owned
         offsets = {
             TopicPartition(*source): (owned[source].epoch, offset)
@@ -71,7 +65,9 @@ class LogConsumer:
         }
         refused = {TopicPartition(*source) for source in processed} - offsets.keys()
         if offsets:
-            refused |= await self._side.progress.commit(Claim(self._membership.group, self._membership.member, offsets))
+            refused |= await self._side.offsets.commit(
+                CommitRequest(self._membership.group, self._membership.member, offsets)
+            )
         for source, (epoch, offset) in offsets.items():
             now = owned.get(source)
             if source not in refused and now is not None and now.epoch == epoch:
@@ -80,7 +76,6 @@ class LogConsumer:
             raise NotOwner(frozenset((topic, partition) for topic, partition in refused))
 
     async def lag(self) -> dict[TopicPartition, Lag]:
-        """As in the contract."""
         nexts = {source: owned.processed_next for source, owned in self._membership.owned.items()}
         found: dict[TopicPartition, Lag] = {}
         for topic in sorted({source.topic for source in nexts}):
@@ -98,12 +93,12 @@ class LogConsumer:
     def _raise_failure(self) -> None:
         if self._errors:
             raise self._errors.pop(0)
-        failure = self._membership.take_failure()
+        failure = self._membership.next_error()
         if failure is not None:
             raise failure
 
     async def _read(self, max_records: int) -> list[Batch]:
-        """What is there now, evenly from all partitions that have something, starting with another one each time."""
+        """The records there are now, evenly from all partitions, each time with another partition first."""
         wants = self._ready()
         if not wants:
             return []
@@ -124,7 +119,7 @@ class LogConsumer:
         for owned in wants:
             count = min(share, max_records, len(owned.rest))
             if count and owned.is_readable and self._is_owned(owned):
-                batches.append(_take(owned, count))
+                batches.append(_pop_batch(owned, count))
                 max_records -= count
         return batches
 
@@ -136,8 +131,8 @@ class LogConsumer:
                 owned.retry_at = boot_ms() + _RETRY_MS
             return [(*wants[0], error)]
 
-    def _ready(self) -> list[Owned]:
-        """Owned partitions that have something to return, by their marks; all of them now and then."""
+    def _ready(self) -> list[OwnedPartition]:
+        """Owned partitions with something to return, by their marks; at times all of them."""
         now = boot_ms()
         if now >= self._membership.until:
             return []
@@ -158,11 +153,11 @@ class LogConsumer:
             ready.append(owned)
         return ready
 
-    def _is_owned(self, owned: Owned) -> bool:
+    def _is_owned(self, owned: OwnedPartition) -> bool:
         return self._membership.owned.get(owned.source) is owned
 
-    def _keep(self, owned: Owned, offset: int, answer: Run | BrokerError | None) -> None:
-        """Keep what was read for `take`, unless the partition went elsewhere meanwhile."""
+    def _keep(self, owned: OwnedPartition, offset: int, answer: ReadResult | BrokerError | None) -> None:
+        """Keep the records that were read, unless the partition was lost meanwhile."""
         if not self._is_owned(owned) or owned.position != offset or owned.rest:
             return
         if isinstance(answer, BrokerError):
@@ -173,14 +168,14 @@ class LogConsumer:
             self.skipped += answer.skipped
 
 
-def _take(owned: Owned, count: int) -> Batch:
+def _pop_batch(owned: OwnedPartition, count: int) -> Batch:
     records, owned.rest = owned.rest[:count], owned.rest[count:]
     first, owned.position = owned.position, owned.position + count
     return Batch(*owned.source, range(first, first + count), records)
 
 
 def _read_all(reader: TopicReader, wants: list[_Want], share: int) -> list[_Answer]:
-    """Read each; what concerns one partition only is its answer, so that the others go on."""
+    """Read each partition. An error of one partition is its answer: the others go on."""
     answers: list[_Answer] = []
     for owned, offset in wants:
         topic, partition = owned.source

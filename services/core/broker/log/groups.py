@@ -1,27 +1,40 @@
-"""Consumer groups on disk: committed offsets (durable, fenced) and who may own what (leases).
+"""Consumer groups on disk: committed offsets, durable and fenced. `leases` has the other half of the file.
 
-Blocking. Offsets and leases share one file, so that a commit checks its lease and writes in one transaction. Two
-connections: commits sync (FULL); leases and members do not (NORMAL), because after a power cut all leases are void
-anyway, which the boot id in them tells.
+Offsets and leases share groups.db, so a commit checks its lease and writes in one transaction. Two connections: commits sync
+(FULL); leases and members do not (NORMAL), because after a power cut all leases are void: they name the boot.
 
-The number of durable commits is also kept outside (groups.hwm): a file that lost some is found when it is opened.
+The number of durable commits is also in groups.hwm: a file that lost some is found when it is opened. `GroupsFile` blocks;
+`CommittedOffsets` is for the event loop.
 """
 
 import uuid
 from collections.abc import Callable, Collection, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from typing import NamedTuple, TypeVar
 
 import msgspec
 
-from services.core.broker.errors import DataDamaged
-from services.core.broker.log import schema
-from services.core.broker.log.alive import Alive
+from services.core.broker.errors import BrokerError, DataDamaged
 from services.core.broker.log.clock import boot_id, boot_ms
-from services.core.broker.log.durable import DurableFile, opened
-from services.core.broker.log.faults import FAULTS, classified
-from services.core.broker.log.layout import DataFolder
-from services.core.broker.log.marks import Marks, require_no_loss
+from services.core.broker.log.data_folder import DataFolder
+from services.core.broker.log.group_commit import Gatherer, Waiting
+from services.core.broker.log.high_water_marks import HighWaterMarks, require_no_loss
+from services.core.broker.log.leases import Liveness
+from services.core.broker.log.sqlite_file import (
+    FAULTS,
+    FORMAT,
+    DurableFile,
+    Meta,
+    checksum,
+    classified,
+    connect,
+    fetch,
+    opened,
+    read_meta,
+    shared_lock,
+    write_meta,
+)
 from services.core.broker.record import TopicPartition
 
 T = TypeVar("T")
@@ -39,11 +52,12 @@ CREATE TABLE leases(grp TEXT, topic TEXT, partition INTEGER, owner TEXT, epoch I
 
 
 ALL = -1
-"""In place of a partition: how many of them the topic had when the group last looked (in `begin`)."""
+"""In place of a partition: `begin` is the number of partitions that the topic had at the group's last join. It stays when the
+topic is deleted."""
 
 
-class Progress(NamedTuple):
-    """How far a group is in a partition. begin: where it started; processed: the last processed offset, or None."""
+class GroupPosition(NamedTuple):
+    """The position of a group in a partition. begin: its first offset; processed: the last processed offset, or None."""
 
     incarnation: bytes
     begin: int
@@ -55,8 +69,8 @@ class Progress(NamedTuple):
         return self.begin if self.processed is None else self.processed + 1
 
 
-class Claim(NamedTuple):
-    """A commit of one member: per partition the epoch of its lease and the last processed offset."""
+class CommitRequest(NamedTuple):
+    """A commit of one member: the epoch of its lease and the last processed offset of each partition."""
 
     group: str
     member: str
@@ -74,8 +88,8 @@ class GroupsFile(DurableFile):
                 _create(folder)
             with opened(files) as (lock, connection):
                 connection.wal_autocheckpoint(256)
-                meta = schema.read_meta(connection, "groups")
-                super().__init__(files, lock, connection, Marks.open(files.marks, "groups", meta.incarnation))
+                meta = read_meta(connection, "groups")
+                super().__init__(files, lock, connection, HighWaterMarks.open(files.marks, "groups", meta.incarnation))
             try:
                 self.rewrite_wal()
                 self._check()
@@ -83,12 +97,12 @@ class GroupsFile(DurableFile):
                 self.close()
                 raise
 
-    def commit(self, claims: Iterable[Claim]) -> list[frozenset[TopicPartition]]:
-        """Store what each claim may still commit, all in one durable transaction; gives per claim what was refused."""
+    def commit(self, requests: Iterable[CommitRequest]) -> list[frozenset[TopicPartition]]:
+        """Commit all requests in one durable transaction; gives the refused partitions of each request."""
         boot = boot_id()
 
         def work() -> tuple[list[frozenset[TopicPartition]], int]:
-            return [self._commit_claim(claim, boot) for claim in claims], self._count()
+            return [self._commit_request(request, boot) for request in requests], self._count()
 
         return self._durably(work)
 
@@ -101,31 +115,31 @@ class GroupsFile(DurableFile):
         earliest: Mapping[int, int],
         *,
         has_begun: bool = False,
-    ) -> dict[int, Progress]:
-        """Remember, once, where the group starts in every partition of a topic: `latest` must mean the same after a crash.
+    ) -> dict[int, GroupPosition]:
+        """Store, once, the group's start in every partition of a topic: `latest` must mean the same after a crash.
 
-        starts: by the group's start, for a group that is new here. has_begun: the topic knows the group, so what is not
-        here was lost. Such partitions, and those added after the group came, start at their beginning: what was sent to
-        them before anybody noticed belongs to the group. Gives the progress in all of them.
+        starts: by the group's `start`, for a group that is new in the topic. has_begun: the group is registered in the topic,
+        so missing offsets were lost. Such partitions, and partitions that were added later, start at their beginning: their
+        records belong to the group. So does a topic that was made anew: nobody knows since when it has had records. Gives the
+        positions in all partitions.
         """
         known = TopicPartition(topic, ALL)
 
         def work() -> tuple[None, int]:
-            before = self._progress(group, known)
-            is_new = not has_begun and (before is None or before.incarnation != incarnation)
+            is_new = not has_begun and self._progress(group, known) is None
             for partition, start in starts.items():
                 source = TopicPartition(topic, partition)
                 if self._progress(group, source) is None:
                     begin = start if is_new else earliest[partition]
-                    self._write(group, source, Progress(incarnation, begin, None))
-            self._write(group, known, Progress(incarnation, len(starts), None))
+                    self._write(group, source, GroupPosition(incarnation, begin, None))
+            self._write(group, known, GroupPosition(incarnation, len(starts), None))
             return None, self._count()
 
         self._durably(work)
         return self.progress(group, topic)
 
-    def set_progress(self, group: str, progress: Mapping[TopicPartition, Progress]) -> None:
-        """Put the group where it shall go on, durably."""
+    def set_progress(self, group: str, progress: Mapping[TopicPartition, GroupPosition]) -> None:
+        """Move the group to these positions, durably."""
 
         def work() -> tuple[None, int]:
             for source, value in progress.items():
@@ -134,31 +148,32 @@ class GroupsFile(DurableFile):
 
         self._durably(work)
 
-    def begun(self, group: str, topic: str, incarnation: bytes) -> dict[TopicPartition, Progress]:
-        """Everything that is known of the group in this topic, also how many partitions it has seen (`ALL`)."""
+    def begun(self, group: str, topic: str, incarnation: bytes) -> dict[TopicPartition, GroupPosition]:
+        """All rows of the group in this incarnation of the topic, also `ALL`."""
         with classified("groups"):
             sql = "SELECT partition FROM offsets WHERE grp=? AND topic=?"
-            sources = [TopicPartition(topic, p) for (p,) in schema.fetch(self.connection, sql, (group, topic))]
+            sources = [TopicPartition(topic, p) for (p,) in fetch(self.connection, sql, (group, topic))]
             found = {source: self._progress(group, source) for source in sources}
         return {source: row for source, row in found.items() if row is not None and row.incarnation == incarnation}
 
     def forget_topic(self, topic: str) -> None:
         """Remove all groups' offsets of a topic, durably, and free its leases.
 
-        Their epochs stay: a topic of the same name goes on counting them, so that a late commit for the old one is refused.
+        The epochs stay: a topic of the same name goes on counting them, so a late commit for the old one is refused. The names of
+        its groups stay, too (`ALL`): they read a topic that is made anew from its beginning.
         """
 
         def work() -> tuple[None, int]:
-            self.connection.execute("DELETE FROM offsets WHERE topic=?", (topic,))
+            self.connection.execute("DELETE FROM offsets WHERE topic=? AND partition>?", (topic, ALL))
             self.connection.execute("UPDATE leases SET owner=NULL WHERE topic=?", (topic,))
             return None, self._count()
 
         self._durably(work)
 
-    def progress(self, group: str, topic: str) -> dict[int, Progress]:
-        """How far the group is in each partition that it has begun."""
+    def progress(self, group: str, topic: str) -> dict[int, GroupPosition]:
+        """The group's position in each partition that it has begun."""
         with classified("groups"):
-            rows = schema.fetch(
+            rows = fetch(
                 self.connection,
                 "SELECT partition FROM offsets WHERE grp=? AND topic=? AND partition>=0",
                 (group, topic),
@@ -167,9 +182,9 @@ class GroupsFile(DurableFile):
         return {p: value for p, value in found.items() if value is not None}
 
     def live_members(self, group: str, topic: str) -> int:
-        """How many live members of the group subscribe to the topic."""
-        with classified("groups"), closing(Alive(self._alive)) as alive:
-            rows = schema.fetch(
+        """The number of live members of the group that subscribe to the topic."""
+        with classified("groups"), closing(Liveness(self._alive)) as alive:
+            rows = fetch(
                 self.connection,
                 "SELECT member, topics FROM members WHERE grp=? AND boot=? AND deadline>=?",
                 (group, boot_id(), boot_ms()),
@@ -180,45 +195,46 @@ class GroupsFile(DurableFile):
     def _durably(self, work: Callable[[], tuple[T, int]]) -> T:
         return self.transact(work, lambda done: {0: done[1]}, 1)[0]
 
-    def _commit_claim(self, claim: Claim, boot: str) -> frozenset[TopicPartition]:
+    def _commit_request(self, request: CommitRequest, boot: str) -> frozenset[TopicPartition]:
         refused = []
-        for source, (epoch, processed) in claim.offsets.items():
+        for source, (epoch, processed) in request.offsets.items():
             lease = self.connection.execute(
-                "SELECT owner, epoch, boot FROM leases WHERE grp=? AND topic=? AND partition=?", (claim.group, *source)
+                "SELECT owner, epoch, boot FROM leases WHERE grp=? AND topic=? AND partition=?",
+                (request.group, *source),
             ).fetchone()
-            progress = self._progress(claim.group, source) if lease == (claim.member, epoch, boot) else None
+            progress = self._progress(request.group, source) if lease == (request.member, epoch, boot) else None
             if progress is None:
                 refused.append(source)
             elif progress.processed is None or processed > progress.processed:
-                self._write(claim.group, source, progress._replace(processed=processed))
+                self._write(request.group, source, progress._replace(processed=processed))
         return frozenset(refused)
 
-    def _progress(self, group: str, source: TopicPartition) -> Progress | None:
+    def _progress(self, group: str, source: TopicPartition) -> GroupPosition | None:
         row = self.connection.execute(
             "SELECT incarnation, begin, processed, crc FROM offsets WHERE grp=? AND topic=? AND partition=?",
             (group, *source),
         ).fetchone()
         if row is None:
             return None
-        if schema.guard(group, *source, *row[:3]) != row[3]:
+        if checksum(group, *source, *row[:3]) != row[3]:
             raise DataDamaged(
                 "groups",
                 (),
                 f"the committed offset of group {group!r} in {source.topic}[{source.partition}] is altered",
             )
-        return Progress(*row[:3])
+        return GroupPosition(*row[:3])
 
-    def _write(self, group: str, source: TopicPartition, progress: Progress) -> None:
+    def _write(self, group: str, source: TopicPartition, progress: GroupPosition) -> None:
         self.connection.execute(
             "INSERT OR REPLACE INTO offsets VALUES(?,?,?,?,?,?,?)",
-            (group, *source, *progress, schema.guard(group, *source, *progress)),
+            (group, *source, *progress, checksum(group, *source, *progress)),
         )
 
     def _count(self) -> int:
         return self._commits("UPDATE state SET commits=commits+1 WHERE id=1 RETURNING commits")
 
     def _commits(self, sql: str) -> int:
-        match schema.fetch(self.connection, sql):
+        match fetch(self.connection, sql):
             case [[int(commits)]]:
                 return commits
         raise DataDamaged("groups", (), "the number of commits is altered. Try: penstock log repair")
@@ -232,21 +248,21 @@ class GroupsFile(DurableFile):
             )
 
 
-def first_unread(folder: DataFolder, topic: str, meta: schema.Meta, groups: Collection[str]) -> list[int | None]:
-    """Per partition the first offset that any group has still to read, None where there is no group.
+def first_unread(folder: DataFolder, topic: str, meta: Meta, groups: Collection[str]) -> list[int | None]:
+    """The first offset of each partition that any group has still to read; None without a group.
 
-    groups: those that the topic knows. A group without an offset in a partition has all of it to read; and where the file
-    cannot be read, nobody knows who has read what, so everything counts as unread (0).
+    groups: those that are registered in the topic. A group without an offset in a partition has all of it to read. When the
+    file cannot be read, or is being repaired, everything counts as unread (0).
     """
     files = folder.groups
     nexts: dict[str, dict[int, int]] = {group: {} for group in groups}
     if files.db.exists():
         try:
-            with closing(schema.connect(files.db)) as connection:
+            with shared_lock(files), closing(connect(files.db)) as connection:
                 sql = "SELECT grp, partition, begin, processed FROM offsets WHERE topic=? AND incarnation=?"
-                for group, partition, *offsets in schema.fetch(connection, sql, (topic, meta.incarnation)):
-                    nexts.setdefault(group, {})[partition] = Progress(meta.incarnation, *offsets).next
-        except (*FAULTS, DataDamaged, TypeError):
+                for group, partition, *offsets in fetch(connection, sql, (topic, meta.incarnation)):
+                    nexts.setdefault(group, {})[partition] = GroupPosition(meta.incarnation, *offsets).next
+        except (*FAULTS, BrokerError, TypeError):
             return [0] * meta.partitions
     return [min((of.get(p, 0) for of in nexts.values()), default=None) for p in range(meta.partitions)]
 
@@ -258,20 +274,95 @@ def _create(folder: DataFolder) -> None:
             return
         require_no_loss(files)
         incarnation = uuid.uuid4().bytes
-        Marks.create(files.marks, incarnation, [0])
+        HighWaterMarks.create(files.marks, incarnation, [0])
         draft = files.db.with_name(f".{uuid.uuid4().hex}.draft")
-        connection = schema.connect(draft, create=True)
+        connection = connect(draft, create=True)
         try:
             with connection:
                 connection.execute(TABLES)
                 connection.execute("INSERT INTO state VALUES(1, 0)")
-                schema.write_meta(connection, schema.Meta(schema.FORMAT, "groups", incarnation, 1, None, None, 0))
+                write_meta(connection, Meta(FORMAT, "groups", incarnation, 1, None, None, 0))
         finally:
             connection.close()
         draft.rename(files.db)
-        connection = schema.connect(files.db)  # makes the write-ahead log, so that its name is synced with the folder
+        connection = connect(files.db)  # makes the write-ahead log, so that its name is synced with the folder
         try:
             connection.execute("UPDATE state SET commits=commits")
         finally:
             connection.close()
         folder.sync_names()
+
+
+TIMEOUT = 30.0
+"""Seconds that a commit may take before it is answered as OutcomeUnknown."""
+
+
+class _Request(Waiting[object]):
+    """A commit request, or any other work on the file."""
+
+    __slots__ = ("work",)
+
+    def __init__(self, work: CommitRequest | Callable[[GroupsFile], object]) -> None:
+        super().__init__()
+        self.work = work
+
+
+class CommittedOffsets:
+    """groups.db from the event loop: the commits of all members of this process are gathered into one transaction."""
+
+    def __init__(self, folder: DataFolder) -> None:
+        self._folder = folder
+        self._file: GroupsFile | None = None
+        self._threads = ThreadPoolExecutor(1, thread_name_prefix="log-commit")
+        self._gatherer = Gatherer[_Request]("groups", self._threads, self._work, 10_000)
+
+    async def commit(self, request: CommitRequest) -> frozenset[TopicPartition]:
+        """Make the offsets durable; gives the refused partitions."""
+        refused: frozenset[TopicPartition] = await self._gatherer.put(_Request(request), TIMEOUT)
+        return refused
+
+    async def use(self, work: Callable[[GroupsFile], T]) -> T:
+        """Run `work` on the file's thread."""
+        done: T = await self._gatherer.put(_Request(work), TIMEOUT)
+        return done
+
+    async def close(self, timeout: float) -> None:
+        """Finish what is under way and close the file."""
+        if await self._gatherer.close(timeout) and self._file is not None:
+            await self._gatherer.run(self._file.close)
+        self._threads.shutdown(wait=False)
+
+    def _work(self, requests: list[_Request]) -> None:
+        if self._file is None:
+            self._file = GroupsFile(self._folder)
+        try:
+            commits = [r for r in requests if isinstance(r.work, CommitRequest)]
+            if commits:
+                self._commit(self._file, commits)
+            for request in requests:
+                if not isinstance(request.work, CommitRequest):
+                    self._answer(self._file, request)
+        finally:
+            if self._file.broken:
+                self._file.close()
+                self._file = None
+
+    @staticmethod
+    def _commit(file: GroupsFile, requests: list[_Request]) -> None:
+        try:
+            refused = file.commit([r.work for r in requests if isinstance(r.work, CommitRequest)])
+        except Exception as error:
+            for request in requests:
+                request.error = error
+            file.broken = file.broken or isinstance(error, DataDamaged)
+        else:
+            for request, answer in zip(requests, refused, strict=True):
+                request.outcome = answer
+
+    @staticmethod
+    def _answer(file: GroupsFile, request: _Request) -> None:
+        assert not isinstance(request.work, CommitRequest)
+        try:
+            request.outcome = request.work(file)
+        except Exception as error:
+            request.error = error

@@ -1,32 +1,78 @@
-"""Accepting a loss: what can be read is copied to a fresh file, what is lost is noted there, reading goes on behind it.
-
-Nothing is thrown away: the damaged files stay in `damaged/<topic>-<time>/`. A topic is repaired while nobody has it
-open; others go on. Readers pass over noted ranges and count them (`LogConsumer.skipped`); `gaps` lists them for ever.
-"""
+"""Checking a data folder: every record read and compared with its checksum. Blocking; may run beside a working fleet."""
 
 import fcntl
 import os
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from services.core.broker.errors import Unavailable
-from services.core.broker.log import schema
+from services.core.broker.errors import Unavailable, UnknownTopic
 from services.core.broker.log.clock import WallClock
-from services.core.broker.log.group_scan import GroupScan, scan_groups
+from services.core.broker.log.data_folder import DataFolder, TopicFiles
 from services.core.broker.log.groups import TABLES
-from services.core.broker.log.layout import DataFolder, TopicFiles
-from services.core.broker.log.marks import Marks
-from services.core.broker.log.reader import TopicReader
-from services.core.broker.log.report import FolderReport, TopicReport
-from services.core.broker.log.scan import Scan
-from services.core.broker.log.store import COLUMNS
+from services.core.broker.log.high_water_marks import HighWaterMarks
+from services.core.broker.log.scan import FolderReport, GroupScan, TopicReport, TopicScan, scan_groups
+from services.core.broker.log.sqlite_file import (
+    FORMAT,
+    GROUPS_TABLE,
+    TOPIC_TABLES,
+    Meta,
+    checksum,
+    connect,
+    fetch,
+    shared_lock,
+    write_meta,
+)
+from services.core.broker.log.topic_reader import TopicReader
+from services.core.broker.log.topic_store import COLUMNS
 from services.core.broker.log.topics import topic_names
-from services.core.broker.log.verify import verify_topic
 from services.core.folders import make_folder, sync_folder
+
+
+def verify(path: str | Path, topic: str | None = None) -> FolderReport:
+    """Scan one topic, or all, and the consumer groups; names every lost offset. Raises UnknownTopic, BadDataFolder.
+
+    Damage is in the report, never raised. Marks are read before rows: what is appended meanwhile is not called lost.
+    """
+    folder = DataFolder.prepare(path)
+    names = topic_names(folder) if topic is None else [topic]
+    reports = []
+    for name in names:
+        try:
+            reports.append(verify_topic(folder, name))
+        except UnknownTopic:
+            if topic is not None:
+                raise
+    return FolderReport(reports, _verify_groups(folder).report)
+
+
+def verify_topic(folder: DataFolder, topic: str) -> TopicReport:
+    """Scan one topic. Raises UnknownTopic."""
+    files = folder.topic(topic)
+    if not files.db.exists() and not files.marks.exists():
+        raise UnknownTopic(f"no topic {topic!r}")
+    with shared_lock(files), closing(TopicScan(files)) as scan:
+        for part in scan.report.partitions:
+            for _ in scan.intact_rows(part):
+                pass
+        scan.forgive_expired()
+        scan.writers()
+        scan.groups()
+        return scan.report
+
+
+def _verify_groups(folder: DataFolder) -> GroupScan:
+    with shared_lock(folder.groups):
+        return scan_groups(folder)
+
+
+# Accepting a loss: readable records are copied to a fresh file, lost ranges are noted there, reading goes on behind them.
+#
+# Nothing is deleted: the damaged files stay in `damaged/<topic>-<time>/`. A topic is repaired while nobody has it
+# open; others go on. Readers pass over noted ranges and count them (`LogConsumer.skipped`); `gaps` lists them for ever.
 
 _LOCK_SECONDS = 5.0
 
@@ -44,13 +90,13 @@ class Gap(NamedTuple):
 def gaps(path: str | Path, topic: str) -> list[Gap]:
     """All ranges of a topic that `repair` noted as lost. Raises UnknownTopic, DataDamaged."""
     with TopicReader(DataFolder.prepare(path), topic) as reader:
-        return [Gap(*row) for row in schema.fetch(reader.store.connection, "SELECT * FROM gaps ORDER BY p, first")]
+        return [Gap(*row) for row in fetch(reader.store.connection, "SELECT * FROM gaps ORDER BY p, first")]
 
 
 def repair(path: str | Path, topic: str | None = None) -> FolderReport:
-    """Repair one topic, or everything that is damaged; sound files are not touched. Reports what was found before.
+    """Repair one topic, or everything that is damaged. Sound files are not touched. Reports the damage that was found.
 
-    Raises Unavailable when somebody has a damaged topic open (stop the fleet first), UnknownTopic, StorageFull.
+    Raises Unavailable when a process has a damaged topic open (stop the fleet first), UnknownTopic, StorageFull.
     """
     folder = DataFolder.prepare(path)
     reports = []
@@ -59,18 +105,18 @@ def repair(path: str | Path, topic: str | None = None) -> FolderReport:
         if not report.is_sound:
             report = _repair_topic(folder, folder.topic(name))
         reports.append(report)
-    groups = scan_groups(folder)
+    groups = _verify_groups(folder)
     if not groups.report.is_sound and topic is None:
-        _repair_groups(folder, groups)
+        _repair_groups(folder)
     return FolderReport(reports, groups.report)
 
 
 def _repair_topic(folder: DataFolder, files: TopicFiles) -> TopicReport:
     with folder.locked_catalog(), _alone(files):
-        scan = Scan(files)
+        scan = TopicScan(files)
         try:
-            meta = scan.meta or schema.Meta(  # retention is lost with the description: keep for ever
-                schema.FORMAT,
+            meta = scan.meta or Meta(  # retention is lost with the description: keep for ever
+                FORMAT,
                 files.topic,
                 scan.incarnation or uuid.uuid4().bytes,
                 max(1, len(scan.report.partitions)),
@@ -86,25 +132,25 @@ def _repair_topic(folder: DataFolder, files: TopicFiles) -> TopicReport:
         return scan.report
 
 
-def _copy_topic(scan: Scan, meta: schema.Meta, draft: Path) -> None:
-    connection = schema.connect(draft, create=True)
+def _copy_topic(scan: TopicScan, meta: Meta, draft: Path) -> None:
+    connection = connect(draft, create=True)
     now = WallClock().now_ms()
     try:
         with connection:
-            connection.execute(schema.TOPIC_TABLES)
-            schema.write_meta(connection, meta)
+            connection.execute(TOPIC_TABLES)
+            write_meta(connection, meta)
             connection.executemany(
-                "INSERT INTO writers VALUES(?,?,?)", [(w, epoch, schema.guard(w, epoch)) for w, epoch in scan.writers()]
+                "INSERT INTO writers VALUES(?,?,?)", [(w, epoch, checksum(w, epoch)) for w, epoch in scan.writers()]
             )
             connection.executemany("INSERT INTO gaps VALUES(?,?,?,?,?)", scan.gaps)
-            connection.execute(schema.GROUPS_TABLE)
-            connection.executemany("INSERT INTO groups VALUES(?,?)", [(g, schema.guard(g)) for g in scan.groups()])
+            connection.execute(GROUPS_TABLE)
+            connection.executemany("INSERT INTO groups VALUES(?,?)", [(g, checksum(g)) for g in scan.groups()])
         for part in scan.report.partitions:
             with connection:
                 connection.executemany(
                     f"INSERT INTO batches({COLUMNS}) VALUES(?,?,?,?,?,?,?,?)", scan.intact_rows(part)
                 )
-                crc = schema.guard(part.partition, part.start, part.end)
+                crc = checksum(part.partition, part.start, part.end)
                 connection.execute(
                     "INSERT INTO partitions VALUES(?,?,?,?)", (part.partition, part.start, part.end, crc)
                 )
@@ -114,7 +160,7 @@ def _copy_topic(scan: Scan, meta: schema.Meta, draft: Path) -> None:
         connection.close()
 
 
-def _repair_groups(folder: DataFolder, scan: GroupScan) -> None:
+def _repair_groups(folder: DataFolder) -> None:
     """Keep intact offsets. A group whose offset is lost reads that partition again from the beginning: never a gap."""
     files = folder.groups
     with folder.locked_catalog(), _alone(files):
@@ -122,15 +168,15 @@ def _repair_groups(folder: DataFolder, scan: GroupScan) -> None:
         draft = files.db.with_name(f".{uuid.uuid4().hex}.draft")
         incarnation = uuid.uuid4().bytes
         kept = scan.progress | scan.lost
-        connection = schema.connect(draft, create=True)
+        connection = connect(draft, create=True)
         try:
             with connection:
                 connection.execute(TABLES)
                 connection.execute("INSERT INTO state VALUES(1, ?)", (scan.commits,))
-                schema.write_meta(connection, schema.Meta(schema.FORMAT, "groups", incarnation, 1, None, None, 0))
+                write_meta(connection, Meta(FORMAT, "groups", incarnation, 1, None, None, 0))
                 connection.executemany(
                     "INSERT INTO offsets VALUES(?,?,?,?,?,?,?)",
-                    [(g, *s, *value, schema.guard(g, *s, *value)) for (g, s), value in kept.items()],
+                    [(g, *s, *value, checksum(g, *s, *value)) for (g, s), value in kept.items()],
                 )
         finally:
             connection.close()
@@ -138,9 +184,9 @@ def _repair_groups(folder: DataFolder, scan: GroupScan) -> None:
 
 
 def _replace(folder: DataFolder, files: TopicFiles, draft: Path, incarnation: bytes, marks: list[int]) -> None:
-    """Put the draft in the damaged file's place. Cut off half-way it leaves a loud state and the damaged files aside.
+    """Put the draft in the place of the damaged file, which is kept aside. When it is interrupted, opening raises DataDamaged.
 
-    The old marks go last: until the draft is there, only they say how far the file must reach.
+    The old marks are replaced last: until then only they hold the end of the file.
     """
     aside = folder.root / "damaged" / f"{files.topic}-{time.strftime('%Y%m%dT%H%M%S')}-{uuid.uuid4().hex[:12]}"
     make_folder(aside, mode=0o700)
@@ -151,13 +197,13 @@ def _replace(folder: DataFolder, files: TopicFiles, draft: Path, incarnation: by
     files.wal.unlink(missing_ok=True)  # first: SQLite would play it into the new file
     files.shm.unlink(missing_ok=True)
     draft.rename(files.db)
-    Marks.create(files.marks, incarnation, marks)
+    HighWaterMarks.create(files.marks, incarnation, marks)
     sync_folder(files.db.parent)
 
 
 @contextmanager
 def _alone(files: TopicFiles) -> Iterator[None]:
-    """Hold the file with nobody else having it open. Raises Unavailable."""
+    """Lock the file while no other process has it open. Raises Unavailable."""
     fd = os.open(files.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     deadline = time.monotonic() + _LOCK_SECONDS
     try:

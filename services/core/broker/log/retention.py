@@ -1,50 +1,110 @@
-"""Removing old records. Blocking; safe while others read and write.
+"""Removing old records: when, which, and by which time. Safe while others read and write.
 
-Age counts from when the log stored a record, not from the event's own time: a replay of last year's events must not
-vanish at once. What a group has still to read is kept for twice as long; nobody who is away holds a disk for ever. Bytes
-count per partition, as Kafka's retention.bytes does, whoever has read them. The newest row of a partition always stays. The
-file does not shrink: SQLite reuses the freed pages, so it stays at the size of its fullest moment.
+Every minute one of the processes that have the folder open applies retention to all topics. Age counts from when the log stored
+a record, not from the event's time: a replay of last year's events must not vanish at once. Records that a group has still to
+read are kept for twice as long, not for ever: nobody who is away may hold a disk. A transform keeps its position in Spark's
+checkpoint and has no group, so records that only a transform has still to read go after the plain retention. Bytes count per
+partition, as Kafka's retention.bytes does, whoever has read them. The newest row of a partition always stays. The file does not
+shrink: SQLite reuses freed pages, so the file stays at its largest size.
+
+The time that judges ages cannot run away with a wrong clock: a clock that is days ahead would delete days of records early. It
+follows the system's clock, but runs at most twice as fast as CLOCK_BOOTTIME while the log is in use. Its state is in
+`retention.clock`. Without that file it begins at most a day after the newest stored record. After a reboot, or on another
+machine, it advances by at most a day at once: nothing says how long the log was not in use. So it is late after the machine was
+off, which keeps records for longer, and catches up. No other source of time is asked: it could be wrong in the same way.
 """
 
-from services.core.broker.log.faults import classified
-from services.core.broker.log.frames import MAX_OFFSET, place
+import asyncio
+import fcntl
+import os
+import random
+from contextlib import closing, suppress
+from pathlib import Path
+from zlib import crc32
+
+import msgspec
+import structlog
+
+from services.core.broker.errors import BrokerError
+from services.core.broker.log.blocking import remove_leftovers
+from services.core.broker.log.clock import WallClock, boot_id, boot_ms
+from services.core.broker.log.data_folder import DataFolder
 from services.core.broker.log.groups import first_unread
-from services.core.broker.log.layout import DataFolder
-from services.core.broker.log.search import first_row_from
-from services.core.broker.log.store import Head, Store
+from services.core.broker.log.row_format import MAX_OFFSET, row_position
+from services.core.broker.log.sqlite_file import classified
+from services.core.broker.log.topic_store import Head, TopicStore, first_row_from
+from services.core.broker.log.topics import topic_names
+from services.core.metrics import LOG_RETENTION_BEHIND
 
 _DELETE_ROWS = 64
 """Per transaction, so that appends never wait long for the write lock."""
-
-
 _UNREAD_FACTOR = 2
-"""How many times as long as other records those are kept that a group has still to read."""
+"""Unread records of a group are kept this many times as long as others."""
+
+log = structlog.get_logger()
+
+
+async def run_retention(folder: DataFolder, clock: WallClock, interval: float) -> None:
+    """Every `interval` seconds apply each topic's retention, unless another process does. Runs until cancelled."""
+    await asyncio.sleep(interval * random.random())  # noqa: S311 - spreads the processes of a fleet, no secret
+    while True:
+        await asyncio.to_thread(apply_retention_once, folder, clock)
+        await asyncio.sleep(interval)
+
+
+def apply_retention_once(folder: DataFolder, clock: WallClock) -> bool:
+    """One pass; False when another process does one. A topic that fails is logged and tried again at the next pass."""
+    try:
+        fd = os.open(folder.root / "keeper.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        log.warning("retention_failed", folder=str(folder.root), error=str(error))
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _enforce_all(folder, clock)
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(fd)
+    return True
+
+
+def _enforce_all(folder: DataFolder, clock: WallClock) -> None:
+    now_ms = read_clock(folder, clock)
+    for topic in topic_names(folder):
+        try:
+            removed = enforce(folder, topic, now_ms)
+        except BrokerError as error:
+            log.warning("retention_failed", topic=topic, error=str(error))
+            continue
+        if removed:
+            log.info("retention_removed", topic=topic, records=sum(removed.values()))
+    try:
+        remove_leftovers(folder)
+    except OSError as error:
+        log.warning("staged_blocks_not_removed", error=str(error))
 
 
 def enforce(folder: DataFolder, topic: str, now_ms: int) -> dict[int, int]:
-    """Apply the topic's retention; gives how many records left each partition, where any did.
+    """Apply the topic's retention; gives the number of removed records of each partition that lost any.
 
-    now_ms: the time to judge ages by (`retention_clock`). Raises UnknownTopic, DataDamaged, Unavailable.
+    now_ms: the time of `read_clock`. Raises UnknownTopic, DataDamaged, Unavailable.
     """
-    store = Store.open(folder, topic)
-    removed = {}
-    try:
+    removed: dict[int, int] = {}
+    with closing(TopicStore.open(folder, topic)) as store, classified(topic):
         if store.meta.retention_ms is None and store.meta.retention_bytes is None:
-            return {}
-        with classified(topic):
-            unread = first_unread(folder, topic, store.meta, store.groups())
-            for partition, head in enumerate(store.heads()):
-                start = _keep_from(store, partition, head, unread[partition], now_ms)
-                if start > head.start:
-                    removed[partition] = start - head.start
-                    cut(store, partition, start)
-    finally:
-        store.close()
+            return removed
+        unread = first_unread(folder, topic, store.meta, store.groups())
+        for partition, head in enumerate(store.heads()):
+            start = _find_start(store, partition, head, unread[partition], now_ms)
+            if start > head.start:
+                removed[partition] = start - head.start
+                remove_before(store, partition, start)
     return removed
 
 
-def cut(store: Store, partition: int, start: int) -> None:
-    """Remove all records below offset `start`, which readers see at once; their rows follow in small transactions."""
+def remove_before(store: TopicStore, partition: int, start: int) -> None:
+    """Remove all records below offset `start`. Readers see it at once; the rows are deleted in small transactions."""
 
     def advance() -> None:
         head = store.heads()[partition]
@@ -55,8 +115,8 @@ def cut(store: Store, partition: int, start: int) -> None:
         pass
 
 
-def _keep_from(store: Store, partition: int, head: Head, unread: int | None, now_ms: int) -> int:
-    """The offset that retention keeps first. unread: the first that a group has still to read, if any."""
+def _find_start(store: TopicStore, partition: int, head: Head, unread: int | None, now_ms: int) -> int:
+    """The first offset that retention keeps. unread: the first one that a group has still to read, if any."""
     start = head.start
     if (age := store.meta.retention_ms) is not None:
         old = first_row_from(store.connection, partition, head, "stored_ms", now_ms - age)
@@ -66,17 +126,98 @@ def _keep_from(store: Store, partition: int, head: Head, unread: int | None, now
         least = head.total - store.meta.retention_bytes
         start = max(start, first_row_from(store.connection, partition, head, "total", least))
     last = store.connection.execute(
-        "SELECT max(pos) FROM batches WHERE pos BETWEEN ? AND ?", (place(partition, 0), place(partition, MAX_OFFSET))
+        "SELECT max(pos) FROM batches WHERE pos BETWEEN ? AND ?",
+        (row_position(partition, 0), row_position(partition, MAX_OFFSET)),
     ).fetchone()
     return min(start, head.start if last is None or not isinstance(last[0], int) else last[0] & MAX_OFFSET)
 
 
-def _delete_some(store: Store, partition: int, start: int) -> int:
-    """Delete a few rows that lie wholly below `start`; how many."""
+def _delete_some(store: TopicStore, partition: int, start: int) -> int:
+    """Delete a few rows that are wholly below `start`; gives their number."""
     return len(
         store.connection.execute(
             "DELETE FROM batches WHERE pos IN (SELECT pos FROM batches WHERE pos BETWEEN ?1 AND ?2 AND pos + count <= ?2"
             " ORDER BY pos LIMIT ?3) RETURNING pos",
-            (place(partition, 0), place(partition, start), _DELETE_ROWS),
+            (row_position(partition, 0), row_position(partition, start), _DELETE_ROWS),
         ).fetchall()
     )
+
+
+_FIRST_JUMP_MS = 24 * 3_600_000
+_LATE_MS = 3_600_000
+"""From this difference on there is a warning, once in this time."""
+
+
+class _State(msgspec.Struct, frozen=True):
+    """The time at a moment of a boot. warned_ms: the moment of the last warning in that boot."""
+
+    now_ms: int
+    boot_ms: int
+    boot_id: str
+    warned_ms: int | None = msgspec.field(default=None, name="told_ms")
+
+
+def read_clock(folder: DataFolder, clock: WallClock) -> int:
+    """The time for retention, milliseconds since the epoch; never later than `clock`. Stores the time for the next call.
+
+    For one process at a time. When it cannot be stored, the next call goes on from the time before.
+    """
+    system, boot, moment = clock.now_ms(), boot_id(), boot_ms()
+    file = folder.root / "retention.clock"
+    last = _read(file)
+    warned = None
+    if last is None:
+        limit = _newest_stored(folder, system) + _FIRST_JUMP_MS
+    elif last.boot_id == boot:
+        limit = last.now_ms + 2 * max(0, moment - last.boot_ms)
+        warned = last.warned_ms
+    else:
+        limit = last.now_ms + min(moment, _FIRST_JUMP_MS)
+    now = min(system, limit)
+    behind = system - now
+    LOG_RETENTION_BEHIND.set(behind / 1000)
+    if behind > _LATE_MS and (warned is None or moment - warned > _LATE_MS):
+        warned = moment
+        log.warning(
+            "retention_clock_behind",
+            folder=str(folder.root),
+            hours=round(behind / 3_600_000, 1),
+            hint="the system's clock is ahead of retention's time: records are kept for longer until that has caught up. "
+            "Try: nothing if the machine was off for so long; else set the clock",
+        )
+    reached = now if last is None else max(now, min(last.now_ms, limit))
+    _write(file, _State(reached, moment, boot, warned))
+    return now
+
+
+def _newest_stored(folder: DataFolder, otherwise: int) -> int:
+    """The time at which the newest record of any topic was stored; `otherwise` when there is none."""
+    newest = []
+    for topic in topic_names(folder):
+        with suppress(BrokerError), classified(topic), closing(TopicStore.open(folder, topic)) as store:
+            newest += [head.stored_ms for head in store.heads() if head.stored_ms]
+    return max(newest, default=otherwise)
+
+
+def _read(file: Path) -> _State | None:
+    """None when the file is missing or damaged."""
+    try:
+        crc, _, body = file.read_bytes().partition(b" ")
+        return msgspec.json.decode(body, type=_State) if int(crc) == crc32(body) else None
+    except (OSError, ValueError, msgspec.MsgspecError):
+        return None
+
+
+def _write(file: Path, state: _State) -> None:
+    """Not synced: after a power cut the time is only late."""
+    body = msgspec.json.encode(state)
+    draft = file.with_suffix(".clock-new")
+    try:
+        fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        try:
+            os.write(fd, b"%d %s" % (crc32(body), body))
+        finally:
+            os.close(fd)
+        draft.rename(file)
+    except OSError as error:
+        log.warning("retention_clock_not_written", file=str(file), error=str(error))

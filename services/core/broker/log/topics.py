@@ -1,24 +1,24 @@
-"""Making, growing, describing and deleting topics. Blocking; safe between processes (one catalog lock)."""
+"""Creating, growing, listing and deleting topics. Blocking; safe between processes (one catalog lock)."""
 
 import uuid
+from contextlib import closing
 from pathlib import Path
 
 import msgspec
 
 from services.core.broker.contract import TopicSpec
 from services.core.broker.errors import DataDamaged, TopicExists, Unavailable, UnknownTopic
-from services.core.broker.log import schema
 from services.core.broker.log.clock import WallClock
-from services.core.broker.log.faults import classified
-from services.core.broker.log.frames import MAX_PARTITIONS
-from services.core.broker.log.layout import DataFolder, TopicFiles, is_topic_name
-from services.core.broker.log.marks import Marks, require_no_loss
-from services.core.broker.log.store import Store
+from services.core.broker.log.data_folder import DataFolder, TopicFiles, is_topic_name
+from services.core.broker.log.high_water_marks import HighWaterMarks, require_no_loss
+from services.core.broker.log.row_format import MAX_PARTITIONS
+from services.core.broker.log.sqlite_file import FORMAT, TOPIC_TABLES, Meta, checksum, classified, connect, write_meta
+from services.core.broker.log.topic_store import TopicStore
 from services.core.folders import sync_folder
 
 
 def create_topic(folder: DataFolder, spec: TopicSpec) -> None:
-    """Make the topic, durably; it appears whole or not at all. Raises TopicExists, ValueError (name, partitions)."""
+    """Create the topic, durably; it appears whole or not at all. Raises TopicExists, ValueError (name, partitions)."""
     if not is_topic_name(spec.name):
         raise ValueError(f"topic name {spec.name[:80]!r}. Try: lower-case letters, digits, '.', '_', '-'; at most 200")
     if not 1 <= spec.partitions <= MAX_PARTITIONS:
@@ -35,7 +35,7 @@ def create_topic(folder: DataFolder, spec: TopicSpec) -> None:
         for leftover in (files.wal, files.shm, files.marks):
             leftover.unlink(missing_ok=True)
         incarnation = uuid.uuid4().bytes
-        Marks.create(files.marks, incarnation, [0] * spec.partitions)
+        HighWaterMarks.create(files.marks, incarnation, [0] * spec.partitions)
         draft = files.db.with_name(f".{uuid.uuid4().hex}.draft")
         try:
             _write_draft(draft, spec, incarnation)
@@ -48,15 +48,12 @@ def create_topic(folder: DataFolder, spec: TopicSpec) -> None:
 
 
 def delete_topic(folder: DataFolder, topic: str) -> None:
-    """Delete the topic. Those that have it open are told by UnknownTopic. Raises UnknownTopic."""
+    """Delete the topic. Processes that have it open get UnknownTopic. Raises UnknownTopic."""
     files = folder.topic(topic)
     with folder.locked_catalog(), classified(topic):
-        store = Store.open(folder, topic)
-        try:
+        with closing(TopicStore.open(folder, topic)) as store:
             meta = msgspec.structs.replace(store.meta, deleted=True)
-            store.transact(lambda: schema.write_meta(store.connection, meta), lambda _: {}, 0)
-        finally:
-            store.close()
+            store.transact(lambda: write_meta(store.connection, meta), lambda _: {}, 0)
         _unlink(folder, files)
 
 
@@ -67,67 +64,53 @@ def topic_names(folder: DataFolder) -> list[str]:
 
 
 def list_topics(folder: DataFolder) -> dict[str, int]:
-    """Partition count by name. A topic that is damaged or under repair is listed with 0, so that it is seen."""
+    """Partition count by name. A topic that is damaged or under repair is listed with 0."""
     found = {}
     for name in topic_names(folder):
         try:
-            store = Store.open(folder, name)
+            with closing(TopicStore.open(folder, name)) as store:
+                found[name] = store.meta.partitions
         except UnknownTopic:
             continue
         except (DataDamaged, Unavailable):
             found[name] = 0
-            continue
-        try:
-            found[name] = store.meta.partitions
-        finally:
-            store.close()
     return found
 
 
 def add_partitions(folder: DataFolder, topic: str, partitions: int) -> None:
     """Grow to this total. Raises UnknownTopic, ValueError when that is not growing."""
-    with folder.locked_catalog(), classified(topic):
-        store = Store.open(folder, topic)
-        try:
-            before = store.meta.partitions
-            if not before < partitions <= MAX_PARTITIONS:
-                raise ValueError(
-                    f"topic {topic!r} has {before} partitions, {partitions} asked. Try: more, at most {MAX_PARTITIONS}"
-                )
-            store.marks.extend(before, partitions)
+    with folder.locked_catalog(), classified(topic), closing(TopicStore.open(folder, topic)) as store:
+        before = store.meta.partitions
+        if not before < partitions <= MAX_PARTITIONS:
+            raise ValueError(
+                f"topic {topic!r} has {before} partitions, {partitions} asked. Try: more, at most {MAX_PARTITIONS}"
+            )
+        store.marks.extend(before, partitions)
 
-            def grow() -> None:
-                for partition in range(before, partitions):
-                    store.set_partition(partition, 0, 0)
-                schema.write_meta(store.connection, msgspec.structs.replace(store.meta, partitions=partitions))
+        def grow() -> None:
+            for partition in range(before, partitions):
+                store.set_partition(partition, 0, 0)
+            write_meta(store.connection, msgspec.structs.replace(store.meta, partitions=partitions))
 
-            store.transact(grow, lambda _: {}, 0)
-        finally:
-            store.close()
+        store.transact(grow, lambda _: {}, 0)
 
 
 def register_group(folder: DataFolder, topic: str, group: str) -> None:
-    """`Store.register_group`. Raises UnknownTopic, StorageFull, Unavailable."""
-    with classified(topic):
-        store = Store.open(folder, topic)
-        try:
-            store.register_group(group)
-        finally:
-            store.close()
+    """`TopicStore.register_group`. Raises UnknownTopic, StorageFull, Unavailable."""
+    with classified(topic), closing(TopicStore.open(folder, topic)) as store:
+        store.register_group(group)
 
 
 def _write_draft(path: Path, spec: TopicSpec, incarnation: bytes) -> None:
-    connection = schema.connect(
-        path, create=True
-    )  # closing checkpoints and removes the write-ahead log: one whole file
+    connection = connect(path, create=True)  # closing checkpoints and removes the write-ahead log: one whole file
     try:
         with connection:
-            connection.execute(schema.TOPIC_TABLES)
+            connection.execute(TOPIC_TABLES)
             kept = (spec.retention_ms, spec.retention_bytes, WallClock().now_ms())
-            meta = schema.Meta(schema.FORMAT, spec.name, incarnation, spec.partitions, *kept)
-            schema.write_meta(connection, meta)
+            meta = Meta(FORMAT, spec.name, incarnation, spec.partitions, *kept)
+            write_meta(connection, meta)
             connection.executemany(
-                "INSERT INTO partitions VALUES(?,0,0,?)", [(p, schema.guard(p, 0, 0)) for p in range(spec.partitions)]
+                "INSERT INTO partitions VALUES(?,0,0,?)", [(p, checksum(p, 0, 0)) for p in range(spec.partitions)]
             )
     finally:
         connection.close()
@@ -135,25 +118,22 @@ def _write_draft(path: Path, spec: TopicSpec, incarnation: bytes) -> None:
 
 def _make_wal(folder: DataFolder, topic: str) -> None:
     """Let the write-ahead log exist before the folder is synced: its name must survive a power cut with its content."""
-    store = Store.open(folder, topic)
-    try:
-        store.transact(lambda: schema.write_meta(store.connection, store.meta), lambda _: {}, 0)
-    finally:
-        store.close()
+    with closing(TopicStore.open(folder, topic)) as store:
+        store.transact(lambda: write_meta(store.connection, store.meta), lambda _: {}, 0)
 
 
 def _is_deleted(folder: DataFolder, topic: str) -> bool:
-    """Whether its deletion was decided but cut off before the files were gone."""
+    """Whether its deletion was interrupted before the files were removed."""
     try:
-        Store.open(folder, topic).close()
+        TopicStore.open(folder, topic).close()
     except UnknownTopic:
         return True
     return False
 
 
 def _unlink(folder: DataFolder, files: TopicFiles) -> None:
-    """Remove a deleted topic's files, cut off anywhere without harm: marks without a database would mean a lost one, a
-    database that is not seen with its own log would be another one."""
+    """Remove a deleted topic's files. It may be interrupted anywhere: marks never remain without a database (that means a lost
+    one), nor a database without its own write-ahead log."""
     files.marks.unlink(missing_ok=True)
     sync_folder(folder.topics)
     grave = files.db.with_name(f".{uuid.uuid4().hex}.deleted")

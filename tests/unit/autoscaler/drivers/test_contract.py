@@ -45,7 +45,7 @@ async def until_there(platform: Platform, members: int) -> Group:
     """The group once it has so many members with an address."""
     async with asyncio.timeout(DEADLINE):
         while True:
-            group = await platform.driver.look(platform.group)
+            group = await platform.driver.describe(platform.group)
             if sum(one.address is not None for one in group.members) == members:
                 return group
             await asyncio.sleep(0.05)
@@ -69,7 +69,7 @@ async def test_shrinks_by_one_and_shows_who_leaves(platform: Platform) -> None:
     """Broken: two leave at once, or an instance that drains counts as one that works."""
     before = await until_there(platform, 2)
     await platform.driver.resize(platform.group, 2, 1)
-    group = await platform.driver.look(platform.group)
+    group = await platform.driver.describe(platform.group)
     assert group.size == 1
     assert sum(not one.leaving for one in group.members) == 1
     if platform.shows_leaving:
@@ -90,7 +90,7 @@ async def test_the_next_waits_for_who_leaves(platform: Platform) -> None:
     with pytest.raises(SizeChanged):
         await platform.driver.resize(platform.group, 2, 1)
     await platform.driver.resize(platform.group, 2, 3)
-    assert (await platform.driver.look(platform.group)).size == 3
+    assert (await platform.driver.describe(platform.group)).size == 3
 
 
 async def test_what_was_decided_on_another_size_is_refused(platform: Platform) -> None:
@@ -100,7 +100,7 @@ async def test_what_was_decided_on_another_size_is_refused(platform: Platform) -
         await platform.driver.resize(platform.group, 3, 2)
     with pytest.raises(SizeChanged):
         await platform.driver.resize(platform.group, 1, 2)
-    assert (await platform.driver.look(platform.group)).size == 2
+    assert (await platform.driver.describe(platform.group)).size == 2
 
 
 async def test_sizes_that_are_no_step_and_unknown_groups(platform: Platform) -> None:
@@ -109,7 +109,7 @@ async def test_sizes_that_are_no_step_and_unknown_groups(platform: Platform) -> 
         with pytest.raises(ValueError, match="no step"):
             await platform.driver.resize(platform.group, seen, size)
     with pytest.raises(GroupNotFound):
-        await platform.driver.look("exple")
+        await platform.driver.describe("exple")
     with pytest.raises(GroupNotFound):
         await platform.driver.resize("exple", 1, 2)
 
@@ -130,6 +130,6 @@ async def test_away(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     }[kind]
     async with open_driver(url) as driver:
         with pytest.raises(Away):
-            await driver.look("expel")
+            await driver.describe("expel")
         with pytest.raises(Away):
             await driver.resize("expel", 1, 2)

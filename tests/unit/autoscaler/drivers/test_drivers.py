@@ -53,7 +53,7 @@ async def test_aws_waits_for_who_leaves_and_then_ends_the_youngest() -> None:
     """Broken: two drain at once, or the instance with the warmest caches goes."""
     fake = FakeAutoScaling(["InService", "InService", "Terminating:Wait"], ["TERMINATING"], 2)
     driver = AwsDriver(fake, fake, 9100)
-    assert [one.leaving for one in (await driver.look("expel")).members] == [False, False, True]
+    assert [one.leaving for one in (await driver.describe("expel")).members] == [False, False, True]
     with pytest.raises(SizeChanged):
         await driver.resize("expel", 2, 1)
     fake.states.pop()
@@ -73,7 +73,7 @@ async def test_aws_has_one_attempt_for_all_its_requests(monkeypatch: pytest.Monk
     monkeypatch.setattr(fake, "describe_instances", hang)
     async with asyncio.timeout(30):
         with pytest.raises(Away, match="within"):
-            await AwsDriver(fake, fake, 9100).look("expel")
+            await AwsDriver(fake, fake, 9100).describe("expel")
         monkeypatch.setattr(fake, "describe_auto_scaling_groups", hang)
         with pytest.raises(Away, match="within"):
             await AwsDriver(fake, fake, 9100).resize("expel", 1, 2)
@@ -96,7 +96,7 @@ async def test_kubernetes_errors(tmp_path: Path, status: int, kind: type[DriverE
         open_driver(f"kubernetes://penstock?endpoint={server.make_url('/')}&account={tmp_path}") as driver,
     ):
         with pytest.raises(kind, match="no"):
-            await driver.look("expel")
+            await driver.describe("expel")
 
 
 async def test_kubernetes_needs_a_cluster_or_an_endpoint(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from services.autoscaler.groups import measure
+from services.autoscaler.groups import scaler
 from services.autoscaler.groups.drivers.contract import Group, Member
-from services.autoscaler.groups.measure import Meter, instance, oldest_wait, pressure, struggling
+from services.autoscaler.groups.scaler import Meter, failing_lanes, instance, oldest_lag, pressure
 from services.core.scrape import Sample
 
 MEMBER = Member("expel-1", "127.0.0.1:1", False)
@@ -40,7 +40,7 @@ async def test_a_clock_that_is_set_back_makes_nobody_young(monkeypatch: pytest.M
     async def scrape(addresses: list[str]) -> Sample:
         return spoken[addresses[0]]
 
-    monkeypatch.setattr(measure, "scrape", scrape)
+    monkeypatch.setattr(scaler, "scrape", scrape)
     monkeypatch.setattr(time, "time", lambda: now)
 
     async def age(at: float, started: float) -> float | None:
@@ -62,9 +62,9 @@ def lags(metric: str, good: float, bad: float) -> list[tuple[str, dict[str, Any]
 def test_lag_without_failing_lanes_and_without_the_retrier() -> None:
     """Broken: a dead webhook, or events that wait on purpose, are answered with machines."""
     found = labelled(*lags("penstock_broker_lag_seconds", 12.0, 900.0))
-    assert oldest_wait([found], frozenset({BAD})) == 12.0
-    assert oldest_wait([found], frozenset()) == 900.0
-    assert oldest_wait([labelled()], frozenset()) is None
+    assert oldest_lag([found], frozenset({BAD})) == 12.0
+    assert oldest_lag([found], frozenset()) == 900.0
+    assert oldest_lag([labelled()], frozenset()) is None
 
 
 def attempts(delivered: float, failed: float) -> Sample:
@@ -75,9 +75,9 @@ def attempts(delivered: float, failed: float) -> Sample:
 
 def test_a_receiver_that_fails_often_is_failing_before_its_breaker_opens() -> None:
     """Broken: the group grows against a receiver that answers every second request with 503."""
-    assert struggling([(attempts(150, 50), attempts(110, 10))]) == {BAD}
-    assert struggling([(attempts(150, 12), attempts(110, 10))]) == frozenset()
-    assert struggling([(attempts(1, 3), attempts(0, 0))]) == frozenset()
+    assert failing_lanes([(attempts(150, 50), attempts(110, 10))]) == {BAD}
+    assert failing_lanes([(attempts(150, 12), attempts(110, 10))]) == frozenset()
+    assert failing_lanes([(attempts(1, 3), attempts(0, 0))]) == frozenset()
 
 
 def flow(records: float, delivered: float) -> Sample:

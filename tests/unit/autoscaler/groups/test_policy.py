@@ -5,9 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from services.autoscaler.groups.figures import Figures, Instance
-from services.autoscaler.groups.policy import State, decide
-from services.autoscaler.groups.rules import GroupRules
+from services.autoscaler.groups.policy import Figures, GroupRules, Instance, State, decide
 from tests.unit.autoscaler.groups.world import World
 
 

@@ -2,9 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from services.autoscaler.groups.figures import Figures, Instance
-from services.autoscaler.groups.policy import Decision, State, decide
-from services.autoscaler.groups.rules import GroupRules
+from services.autoscaler.groups.policy import Decision, Figures, GroupRules, Instance, State, decide
 
 EVERY = 10.0
 CAPACITY = 1.0
@@ -45,10 +43,10 @@ class World:
         pressure = max(1.0, demand * (1 - failing) / done) if done else 1.0
         figures = Figures(self.size, tuple(instances), lag, pressure, under_way)
         decision, self.state = decide(self.rules, figures, self.state, self.now)
-        self._carry_out(decision)
+        self._resize(decision)
         return decision
 
-    def _carry_out(self, decision: Decision) -> None:
+    def _resize(self, decision: Decision) -> None:
         if decision.action == "hold":
             return
         self.taken.append((self.now, decision))

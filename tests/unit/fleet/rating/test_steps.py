@@ -4,8 +4,7 @@ import dataclasses
 
 import pytest
 
-from services.fleet.rating.steps import MOST_RATES, Step, next_rate, rate_of
-from services.fleet.rating.view import step_line, summary
+from services.fleet.rating.steps import MOST_RATES, Step, next_rate, rate_of, step_line, summary
 
 
 def instance(rate: float, capacity: float, full: float = 1.0, source: float = 0.2, machine: float = 0.5) -> Step:
@@ -75,4 +74,6 @@ def test_lines() -> None:
     """Broken: a step that was not kept looks like one that was."""
     assert step_line(instance(1000.0, 2000.0)) == "     1,000      1,000    0.0 s  0.50 ████████████            "
     assert step_line(instance(3000.0, 2000.0)).endswith("1.00 ████████████████████████  not kept")
-    assert summary("expel", rate_of(run(4321.0)))[0] == "One expel instance takes 4,700 events a second here."
+    assert (
+        summary("expel", rate_of(run(4321.0)))[0] == "One expel instance handles 4,700 events a second on this machine."
+    )

@@ -8,14 +8,14 @@ import pytest
 from services.core.broker.contract import Broker, TopicSpec
 from services.core.broker.log import LogBroker
 from services.core.ledger.report import SNAPSHOTS, TELEMETRY
-from services.observer.ledger import follow
+from services.observer import follower
 
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """No waits between two turns."""
-    monkeypatch.setattr(follow, "TURN_S", 0.01)
-    monkeypatch.setattr(follow, "RECOVER_EVERY_S", 0.01)
+    monkeypatch.setattr(follower, "TURN_S", 0.01)
+    monkeypatch.setattr(follower, "RECOVER_EVERY_S", 0.01)
 
 
 @pytest.fixture

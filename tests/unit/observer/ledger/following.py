@@ -8,9 +8,9 @@ from services.core.broker.contract import Broker
 from services.core.broker.producer import Producer
 from services.core.broker.record import Record
 from services.core.ledger.report import TELEMETRY, Report
+from services.observer.follower import Follower
 from services.observer.ledger.flow import Step
-from services.observer.ledger.follow import Follower
-from services.observer.ledger.row import Row
+from services.observer.ledger.settlement import Row
 from services.observer.ledger.table import Ages
 from tests.unit.observer.ledger.stories import MINUTE, MINUTE_MS, PLAIN, START_MS, accept, beat, tell
 
@@ -27,7 +27,7 @@ class Observer:
         self.final: list[Row] = []
         self._producer = producer
         self.follower = Follower(
-            PLAIN, broker.admin, producer, lambda turn: self.final.extend(turn.final), now_ms=lambda: self.now
+            PLAIN, broker.reader, producer, lambda turn: self.final.extend(turn.final), now_ms=lambda: self.now
         )
 
     @asynccontextmanager
@@ -60,7 +60,7 @@ class Observer:
 
 async def report(broker: Broker, *reports: Report) -> None:
     records = [Record(b"k", one.encode(), one.at_ms) for one in reports]
-    await broker.driver.append(TELEMETRY, 0, records, timeout=30)
+    await broker.appender.append(TELEMETRY, 0, records, timeout=30)
 
 
 def losing(missing: int) -> list[Report]:

@@ -6,8 +6,7 @@ from typing import Any
 import msgspec
 from pyroaring import BitMap
 
-from services.core.ledger.due import Span
-from services.core.ledger.report import Node, OriginSet, Outcome, Reach, Report, pack_numbers, pack_offset
+from services.core.ledger.report import Node, OriginSet, Outcome, Reach, Report, Span, pack_numbers, pack_offset
 from services.observer.ledger.flow import Flow, PipeFlow
 from services.observer.ledger.table import Table
 

@@ -9,30 +9,28 @@ import pytest
 from aiohttp import web
 
 from services.autoscaler.groups.observer import OURS
-from services.core.signature import SigningKey, verify
-from services.core.signing_keys import SigningKeys
-from services.observer import health
-from services.observer.ledger import alarm
-from services.observer.ledger.alarm import AlarmWebhook, Untold, find_alarms, has_doubled, loss_alarm
-from services.observer.ledger.finality import Verdict
+from services.core.signing import SigningKey, SigningKeys, verify
+from services.observer import alarms, health
+from services.observer.alarms import AlarmQueue, AlarmWebhook, find_alarms, has_doubled, loss_alarm
+from services.observer.ledger.finality import Finding
 from services.observer.ledger.flow import Step
-from services.observer.ledger.planned import MAX_WINDOWS, Planned, TooMany, Window
-from services.observer.ledger.row import Row, StepRow
+from services.observer.ledger.settlement import Row, StepRow
 from services.observer.ledger.table import Ages, Table
+from services.observer.planned import MAX_WINDOWS, PlannedWindows, TooManyWindows, Window
 from tests.unit.observer.ledger.stories import MINUTE, MINUTE_MS, PLAIN, START_MS, accept, beat, hear, tell
 
 NOW = START_MS + MINUTE_MS + Ages().final
 KEY = SigningKey(b"k" * 32)
 
 
-def lossy(missing: int, minute: int = MINUTE) -> Verdict:
+def lossy(missing: int, minute: int = MINUTE) -> Finding:
     step = StepRow("expel", "ops", 100, {"delivered": 100 - missing}, missing, None)
-    return Verdict(Row("late", minute, 100, (step,), missing, 0, None, lost=missing), "ops")
+    return Finding(Row("late", minute, 100, (step,), missing, 0, None, lost=missing), "ops")
 
 
 def test_an_alarm_is_due_above_the_threshold_and_outside_of_planned_windows() -> None:
     """Broken: people are woken for a deploy, or not woken for a loss."""
-    planned = Planned()
+    planned = PlannedWindows()
     rows = [lossy(1), lossy(2, MINUTE + 1), lossy(50, MINUTE + 2)]
     assert [one.row.minute for one in find_alarms(rows, planned, 0.01, NOW)] == [MINUTE + 1, MINUTE + 2]
     planned.announce(Window("deploy", "other", START_MS, NOW, "ci"), NOW)
@@ -43,16 +41,16 @@ def test_an_alarm_is_due_above_the_threshold_and_outside_of_planned_windows() ->
 
 def test_announced_windows_are_bounded() -> None:
     """Broken: whoever announces in a loop fills the observer's memory."""
-    planned = Planned()
+    planned = PlannedWindows()
     for _ in range(MAX_WINDOWS):
         planned.announce(Window("pause", "late", NOW, NOW + 1, "me"), NOW)
-    with pytest.raises(TooMany):
+    with pytest.raises(TooManyWindows):
         planned.announce(Window("pause", "late", NOW, NOW + 1, "me"), NOW)
 
 
 def test_the_autoscaler_excuses_no_loss_and_fills_no_list() -> None:
     """Broken: a fleet that scales raises no alarm of what it loses, or leaves an operator no room to announce a deploy."""
-    planned = Planned()
+    planned = PlannedWindows()
     for number in range(3 * MAX_WINDOWS):
         for by in (f"{OURS}expel out {number} -> {number + 1}", f"{OURS}ingest in 3 -> 2", "autoscaler: shards of a"):
             planned.announce(Window("scaling", None, START_MS, NOW + number, by), NOW)
@@ -88,10 +86,10 @@ async def receiver(statuses: list[int], got: list[tuple[dict[str, str], bytes]])
 
 async def test_an_alarm_is_signed_and_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Broken: an alarm is lost because the receiver was restarting, or anybody may raise one."""
-    monkeypatch.setattr(alarm, "_MAX_WAIT_S", 0.01)
+    monkeypatch.setattr(alarms, "_MAX_WAIT_S", 0.01)
     got: list[tuple[dict[str, str], bytes]] = []
     async with receiver([503, 500], got) as url, asyncio.timeout(30):
-        assert await AlarmWebhook(url, SigningKeys([KEY])).tell(loss_alarm(lossy(7)))
+        assert await AlarmWebhook(url, SigningKeys([KEY])).send(loss_alarm(lossy(7)))
     assert len(got) == 3
     head, body = got[-1]
     stamp = float(head["webhook-timestamp"])
@@ -101,11 +99,11 @@ async def test_an_alarm_is_signed_and_tried_again(monkeypatch: pytest.MonkeyPatc
 
 async def test_an_alarm_that_nobody_takes_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Broken: the observer tells one alarm for ever and no other."""
-    monkeypatch.setattr(alarm, "_MAX_WAIT_S", 0.01)
+    monkeypatch.setattr(alarms, "_MAX_WAIT_S", 0.01)
     got: list[tuple[dict[str, str], bytes]] = []
-    async with receiver([500] * alarm.ATTEMPTS, got) as url, asyncio.timeout(30):
-        assert not await AlarmWebhook(url, SigningKeys()).tell(loss_alarm(lossy(7)))
-    assert len(got) == alarm.ATTEMPTS
+    async with receiver([500] * alarms.ATTEMPTS, got) as url, asyncio.timeout(30):
+        assert not await AlarmWebhook(url, SigningKeys()).send(loss_alarm(lossy(7)))
+    assert len(got) == alarms.ATTEMPTS
 
 
 def alive(table: Table, at_ms: int = NOW, *, behind_ms: int = 0) -> None:
@@ -115,7 +113,7 @@ def alive(table: Table, at_ms: int = NOW, *, behind_ms: int = 0) -> None:
 
 def test_health_names_its_reasons() -> None:
     """Broken: an autoscaler or deployer takes a lossy or silent pipe for a healthy one."""
-    table, planned = Table(PLAIN), Planned()
+    table, planned = Table(PLAIN), PlannedWindows()
     assert health.judge(table, planned, "late", NOW, 0.01).state == "degraded", "nothing was heard yet"
     alive(table)
     assert health.judge(table, planned, "late", NOW, 0.01) == health.Health("healthy", (), None)
@@ -140,11 +138,11 @@ def test_health_names_its_reasons() -> None:
     assert health.judge(table, planned, "late", silent, 0.5).state == "degraded", "but for silence"
     planned.announce(Window("deploy", "late", NOW, NOW + 10, "ci"), NOW)
     assert health.judge(table, planned, "late", NOW + 2, 0.01).state == "degraded"
-    assert "expel to ops is silent" in health.judge(table, Planned(), "late", silent, 0.5).reasons
-    assert table.presence.alive(Step("expel", "late", "ops"), silent) == []
+    assert "expel to ops is silent" in health.judge(table, PlannedWindows(), "late", silent, 0.5).reasons
+    assert table.liveness.alive(Step("expel", "late", "ops"), silent) == []
     goodbye = msgspec.structs.replace(beat("transform", "late", at_ms=silent), closed=True)
     hear(table, goodbye)
-    assert "transform was stopped" in health.judge(table, Planned(), "late", silent, 0.5).reasons
+    assert "transform was stopped" in health.judge(table, PlannedWindows(), "late", silent, 0.5).reasons
 
 
 def test_what_gets_worse_is_another_alarm() -> None:
@@ -156,7 +154,7 @@ def test_what_gets_worse_is_another_alarm() -> None:
 
 async def test_an_alarm_that_is_not_taken_waits_behind_the_others() -> None:
     """Broken: a receiver that was away for a minute never hears of the loss."""
-    untold = Untold()
+    untold = AlarmQueue()
     first, second = loss_alarm(lossy(1)), loss_alarm(lossy(60))
     assert untold.add(first)
     assert untold.add(second)

@@ -9,8 +9,8 @@ import pytest
 
 from services.core.ledger.fields import KEPT_HASHES, PER_SECOND, FieldSample, FieldSet, FieldStats
 from services.core.ledger.report import Report, decode_report
-from services.observer.ledger.fields import FieldBook
 from services.observer.ledger.flow import Step
+from services.observer.payload_fields import FieldTable
 from tests.unit.observer.ledger.stories import MINUTE, MINUTE_MS, START_MS
 
 INGEST = Step("ingest", "flights")
@@ -36,15 +36,15 @@ def sampled(make: Make, minute: int, events: int = 100) -> FieldSet:
     return found
 
 
-def book_of(make: Make, change: Make | None = None) -> FieldBook:
+def book_of(make: Make, change: Make | None = None) -> FieldTable:
     """An hour of events, the last five minutes of which are as `change` has them."""
-    book = FieldBook()
+    book = FieldTable()
     for minute in range(MINUTE, MINUTE + 60):
         late = change is not None and minute >= MINUTE + 55
         told = sampled(change if late and change is not None else make, minute)
         report = Report(node="ingest", instance="i", pipe="flights", at_ms=(minute + 1) * MINUTE_MS, fields=(told,))
         for _ in range(2):
-            book.hear(report)
+            book.record(report)
     book.refresh()
     return book
 
@@ -103,24 +103,24 @@ def test_a_change_is_over_when_nothing_comes_any_more() -> None:
     """Broken: a pipe is degraded for ever because its last events were odd."""
     book = book_of(usual, lambda number: {**usual(number), "delay": None})
     assert book.drifts(INGEST)
-    book.hear(Report(node="expel", instance="e", pipe="late", destination="ops", at_ms=(MINUTE + 66) * MINUTE_MS))
+    book.record(Report(node="expel", instance="e", pipe="late", destination="ops", at_ms=(MINUTE + 66) * MINUTE_MS))
     book.refresh()
     assert not book.drifts(INGEST)
     assert book.figures(INGEST)
-    book.hear(Report(node="expel", instance="e", pipe="late", destination="ops", at_ms=(MINUTE + 130) * MINUTE_MS))
+    book.record(Report(node="expel", instance="e", pipe="late", destination="ops", at_ms=(MINUTE + 130) * MINUTE_MS))
     book.refresh()
     assert not book.figures(INGEST)
 
 
 def test_instances_are_one_step_and_take_no_more_memory() -> None:
     """Broken: the observer's memory grows with instances, or figures are those of one instance only."""
-    book = FieldBook()
+    book = FieldTable()
     for instance in range(20):
         for name in ("a", "b"):
             told = sampled(lambda number, name=name: {f"{name}{number % 30}": number}, MINUTE, 30)  # type: ignore[misc]
             report = Report(node="ingest", instance=f"i{instance}", pipe="flights", at_ms=START_MS, fields=(told,))
-            book.hear(report)
-            book.hear(report)
+            book.record(report)
+            book.record(report)
     book.refresh()
     found = book.figures(INGEST)
     assert {one.events for one in found.values()} == {600}, "an instance tells a minute once"
@@ -130,18 +130,18 @@ def test_instances_are_one_step_and_take_no_more_memory() -> None:
 
 def test_a_look_at_many_steps_is_done_bit_by_bit() -> None:
     """Broken: each minute the observer answers nobody for seconds, because it looks at all fields of all pipes at once."""
-    book = FieldBook()
+    book = FieldTable()
     for number in range(5):
         report = Report(
             node="ingest", instance="i", pipe=f"s{number}", at_ms=START_MS, fields=(sampled(usual, MINUTE),)
         )
-        book.hear(report)
+        book.record(report)
     known = []
     for _ in range(5):
         book.refresh(0)
         known.append(sum(bool(book.figures(Step("ingest", f"s{number}"))) for number in range(5)))
     assert known == [1, 2, 3, 4, 5]
-    book.hear(msgspec.structs.replace(report, instance="j"))
+    book.record(msgspec.structs.replace(report, instance="j"))
     assert list(book._changed) == [Step("ingest", "s4")]
 
 

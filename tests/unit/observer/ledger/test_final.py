@@ -93,7 +93,10 @@ def test_one_that_left_with_a_backlog_counts_until_somebody_took_over() -> None:
     )
     hear(table, left)
     assert table.tick(FINAL_MS).final == []
-    assert table.row("late", MINUTE, FINAL_MS).why_open == "an instance of expel to ops left before it was done"
+    assert (
+        table.row("late", MINUTE, FINAL_MS).why_open
+        == "an instance of expel to ops stopped before it had processed everything"
+    )
     everybody(table, FINAL_MS + 120_001)
     assert len(table.tick(FINAL_MS + 120_001).final) == 1
 
@@ -107,7 +110,7 @@ def test_ingest_that_fell_silent_is_read_up_on_first() -> None:
     hear(table, died)
     assert table.tick(FINAL_MS).final == []
     why = table.row("late", MINUTE, FINAL_MS).why_open
-    assert why == "ingest of flights fell silent; what it did not tell is read from the stream"
+    assert why == "ingest of flights fell silent; its unreported events are read from the stream"
     hear(table, Report(node="ingest", instance="two", pipe="flights", at_ms=END_MS, closed=True))
     assert len(table.tick(FINAL_MS).final) == 1
 
@@ -132,7 +135,7 @@ def test_after_an_hour_sets_become_counts_and_what_is_open_stays() -> None:
     before = table.row("late", MINUTE, FINAL_MS)
     hour = END_MS + Ages().fold
     table.tick(hour)
-    assert [len(origins) for origins in table.book.accepted(MINUTE).values()] == [1]
+    assert [len(origins) for origins in table.origin_sets.accepted(MINUTE).values()] == [1]
     assert table.row("late", MINUTE, hour) == before
     hear(table, tell("expel", "late", "delivered", range(10), destination="ops"))
     table.tick(hour + 1)
@@ -178,9 +181,9 @@ def test_a_feeding_pipe_that_is_not_final_keeps_the_fed_one_open() -> None:
 
 def held(table: Table) -> int:
     """Packed bytes and rows that the table holds, roughly."""
-    book = table.book
+    book = table.origin_sets
     sets = [origins for places in book.held.values() for origins in places.values()]
-    sets += [*book.all_told.values(), book.kept]
+    sets += [*book.reported_sets.values(), book.kept]
     bitmaps = sum(len(numbers.serialize()) for origins in sets for _, numbers in origins.runs())
     return bitmaps + 100 * (len(book.floors) + len(book.heard) + len(table.base) + len(table.finality.open))
 

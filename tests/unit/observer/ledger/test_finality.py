@@ -7,19 +7,18 @@ import zstandard
 from prometheus_client import REGISTRY
 
 from services.core.broker.producer import Producer
-from services.core.signing_keys import SigningKeys
-from services.observer import health
-from services.observer.ledger import snapshot
-from services.observer.ledger.alarm import Alarm, AlarmWebhook, find_alarms
+from services.core.signing import SigningKeys
+from services.observer import health, snapshot
+from services.observer.alarms import Alarm, AlarmWebhook, find_alarms
+from services.observer.follower import Follower
 from services.observer.ledger.finality import GIVEN_UP
 from services.observer.ledger.flow import Flow, PipeFlow
-from services.observer.ledger.follow import Follower
-from services.observer.ledger.planned import Planned
-from services.observer.ledger.snapshot import Beside, dump, restore
 from services.observer.ledger.table import Ages, Table
 from services.observer.ledger_api import row_json
+from services.observer.planned import PlannedWindows
+from services.observer.snapshot import FollowerState, dump, restore
 from services.observer.watch import Watch
-from tests.support.memory_driver import MemoryDriver
+from tests.support.memory_appender import MemoryAppender
 from tests.unit.observer.ledger.stories import MINUTE, MINUTE_MS, START_MS, accept, beat, hear, tell
 
 FLOW = Flow({"late": PipeFlow(("flights",), True, {"down": None, "lossy": None, "well": None})})
@@ -51,7 +50,7 @@ def states(table: Table, now: int) -> dict[str | None, str | None]:
 def watching() -> tuple[Watch, Table]:
     no_admin: Any = None
     watch = Watch(0.01, AlarmWebhook("http://127.0.0.1:9/", SigningKeys()), lambda pipe: [])
-    watch.follower = Follower(FLOW, no_admin, Producer(MemoryDriver()), watch.on_final)
+    watch.follower = Follower(FLOW, no_admin, Producer(MemoryAppender()), watch.on_final)
     return watch, watch.follower.table
 
 
@@ -84,7 +83,7 @@ def test_a_destination_that_is_behind_hides_no_loss_of_another() -> None:
     watch.on_final(turn)
     (alarm,) = alarms(watch)
     assert (alarm.body["destination"], alarm.body["missing"], alarm.body["loss"]) == ("lossy", 10, 0.1)
-    judged = health.judge(table, Planned(), "late", FINAL_MS, 0.01)
+    judged = health.judge(table, PlannedWindows(), "late", FINAL_MS, 0.01)
     assert (judged.state, judged.reasons[0]) == ("unstable", "10 of 100 events are missing in 1 minute")
     said: dict[str, Any] = row_json(table.row("late", MINUTE, FINAL_MS))
     assert (said["final"], said["missing"], said["lost"], said["final_loss"]) == (False, 100, 10, 0.1)
@@ -142,7 +141,7 @@ def test_little_at_each_of_several_destinations_is_an_alarm_of_the_minute() -> N
         hear(table, tell("expel", "late", "delivered", delivered, destination=name))
     speak(table, FINAL_MS)
     turn = table.tick(FINAL_MS)
-    (due,) = find_alarms(turn.verdicts, Planned(), 0.01, FINAL_MS)
+    (due,) = find_alarms(turn.verdicts, PlannedWindows(), 0.01, FINAL_MS)
     assert (due.part, due.row.lost) == (None, 14)
 
 
@@ -172,7 +171,7 @@ def test_what_is_forgotten_before_it_was_final_is_counted_and_told() -> None:
     ]
     assert states(table, now)["down"] == GIVEN_UP
     other = Table(FLOW)
-    restore(dump(table, Beside(Planned(), 0)), other)
+    restore(dump(table, FollowerState(PlannedWindows(), 0)), other)
     for one in (table, other):
         later = now + 10_000
         hear(one, tell("expel", "late", "delivered", range(100), destination="down", at_ms=later))
@@ -230,7 +229,7 @@ def test_a_restart_judges_only_what_was_open() -> None:
     )
     for flow in (FLOW, more):  # one that is new was never meant to get these
         other = Table(flow)
-        restore(dump(table, Beside(Planned(), 0)), other)
+        restore(dump(table, FollowerState(PlannedWindows(), 0)), other)
         speak(other, FINAL_MS + 1000)
         turn = other.tick(FINAL_MS + 1000)
         assert [(one.part, one.row.missing_for(one.part)) for one in turn.verdicts] == [("down", 100)]
@@ -245,7 +244,7 @@ def test_a_snapshot_that_knows_no_parts_is_read() -> None:
     speak(table, FINAL_MS)
     table.tick(FINAL_MS)
     hear(table, tell("expel", "late", "delivered", range(94), destination="lossy"))
-    state = msgspec.msgpack.decode(zstandard.decompress(snapshot.dump(table, Beside(Planned(), 0))))
+    state = msgspec.msgpack.decode(zstandard.decompress(snapshot.dump(table, FollowerState(PlannedWindows(), 0))))
     del state[fields_before() :]
     other = Table(FLOW)
     restore(zstandard.compress(msgspec.msgpack.encode(state)), other)

@@ -12,12 +12,12 @@ from services.core.broker.contract import Broker, PartitionRange, TopicSpec
 from services.core.broker.producer import Producer
 from services.core.broker.record import Batch, Record
 from services.core.ledger.report import SNAPSHOTS, TELEMETRY, LagSet, Report
-from services.observer.ledger import snapshot
-from services.observer.ledger.alarm import MAX_UNTOLD, Alarm
-from services.observer.ledger.fields import Drift
+from services.observer import snapshot
+from services.observer.alarms import MAX_UNSENT, Alarm
 from services.observer.ledger.flow import Step
-from services.observer.ledger.planned import Planned, Window
 from services.observer.ledger.table import Table
+from services.observer.payload_fields import Drift
+from services.observer.planned import PlannedWindows, Window
 from services.observer.watch import Watch
 from tests.unit.observer.ledger.following import DEADLINE_S, FINAL_MS, OPS, Observer, alive, losing, report
 from tests.unit.observer.ledger.stories import MINUTE, MINUTE_MS, PLAIN, START_MS, hear, tell
@@ -30,9 +30,9 @@ async def test_a_restart_knows_what_was_and_tells_no_minute_twice(
 ) -> None:
     """Broken: after a restart of the observer an old loss is an alarm again, or its minutes are unknown."""
     monkeypatch.setattr(snapshot, "PART_BYTES", 64)  # so that a snapshot has several parts
-    async with Producer(broker.driver) as producer:
+    async with Producer(broker.appender) as producer:
         await report(broker, *losing(2))
-        await broker.driver.append(TELEMETRY, 0, [Record(b"k", b"no report", START_MS)], timeout=30)
+        await broker.appender.append(TELEMETRY, 0, [Record(b"k", b"no report", START_MS)], timeout=30)
         first = Observer(broker, producer)
         first.now = FINAL_MS
         async with first.running():
@@ -54,7 +54,7 @@ async def test_a_restart_knows_what_was_and_tells_no_minute_twice(
 
 async def test_a_snapshot_is_all_that_is_needed(broker: Broker) -> None:
     """Broken: once the reports are gone by retention, a restart forgets what waits for another attempt."""
-    async with Producer(broker.driver) as producer:
+    async with Producer(broker.appender) as producer:
         await report(broker, *losing(2), tell("expel", "late", "parked", [9], destination="ops"))
         first = Observer(broker, producer)
         first.now = FINAL_MS
@@ -74,7 +74,7 @@ async def test_a_snapshot_is_all_that_is_needed(broker: Broker) -> None:
 
 async def test_what_a_dead_ingest_did_not_tell_is_told_for_it_durably(broker: Broker) -> None:
     """Broken: after a kill -9 of ingest its minutes stay open for ever."""
-    async with Producer(broker.driver) as producer:
+    async with Producer(broker.appender) as producer:
         silent = losing(0)
         await report(broker, *silent)
         observer = Observer(broker, producer)
@@ -86,13 +86,13 @@ async def test_what_a_dead_ingest_did_not_tell_is_told_for_it_durably(broker: Br
             assert observer.final == [], "it may have spoken while the observer was away, and speak again"
             await observer.listen_for(20_000)
             await observer.until(lambda: len(observer.final) == 1)
-        end = (await broker.admin.describe(TELEMETRY))[0].end
+        end = (await broker.reader.describe(TELEMETRY))[0].end
         assert end > len(silent) + 2, "what it said in ingest's name stands in the topic"
 
 
 async def test_lags_are_merged_and_a_report_that_comes_twice_counts_once(broker: Broker) -> None:
     """Broken: percentiles of a minute are those of one instance, or of a repeated second."""
-    async with Producer(broker.driver) as producer:
+    async with Producer(broker.appender) as producer:
         lag = LagSet("e2e", MINUTE, 3, 30, {100: 2, 200: 1})
         one = Report(node="expel", instance="one", pipe="late", destination="ops", at_ms=START_MS, lags=(lag,))
         two = Report(node="expel", instance="two", pipe="late", destination="ops", at_ms=START_MS, lags=(lag,))
@@ -106,13 +106,13 @@ async def test_lags_are_merged_and_a_report_that_comes_twice_counts_once(broker:
 
 async def test_an_alarm_that_was_not_told_is_told_after_a_restart(broker: Broker) -> None:
     """Broken: a loss is found while the alarm's receiver is away, the observer is restarted, and nobody is ever told."""
-    async with Producer(broker.driver) as producer:
+    async with Producer(broker.appender) as producer:
         first, second = Observer(broker, producer), Observer(broker, producer)
         async with first.running():
             await first.caught_up()
-            for number in range(MAX_UNTOLD + 1):
+            for number in range(MAX_UNSENT + 1):
                 assert first.follower.untold.add(Alarm(f"loss-{number}", {"type": "penstock.loss"})) == (
-                    number < MAX_UNTOLD
+                    number < MAX_UNSENT
                 )
             first.follower.untold.remove(first.follower.untold.all()[0])
         async with second.running():
@@ -123,19 +123,19 @@ async def test_an_alarm_that_was_not_told_is_told_after_a_restart(broker: Broker
 
 async def test_reports_that_went_by_retention_are_counted(broker: Broker) -> None:
     """Broken: after a long stop of the observer minutes show loss that was none, and nothing says why."""
-    async with Producer(broker.driver) as producer:
+    async with Producer(broker.appender) as producer:
         first, second = Observer(broker, producer), Observer(broker, producer)
         await report(broker, *losing(0))
         async with first.running():
             await first.caught_up()
         await report(broker, *alive(START_MS), *alive(START_MS + 1))
-        describe = broker.admin.describe
+        describe = broker.reader.describe
 
         async def trimmed(topic: str) -> dict[int, PartitionRange]:
             held = await describe(topic)
             return {p: PartitionRange(5, one.end) for p, one in held.items()} if topic == TELEMETRY else held
 
-        second.follower._admin.describe = trimmed  # type: ignore[method-assign]
+        second.follower._reader.describe = trimmed  # type: ignore[method-assign]
         before = REGISTRY.get_sample_value("penstock_ledger_reports_gone_total") or 0.0
         async with second.running():
             await second.caught_up()
@@ -145,8 +145,8 @@ async def test_reports_that_went_by_retention_are_counted(broker: Broker) -> Non
 async def test_a_long_search_holds_up_nothing_else(broker: Broker) -> None:
     """Broken: while the observer reads an hour of a stream for an ingest that died, no minute becomes final, no alarm is raised
     and no report is read."""
-    async with Producer(broker.driver) as producer:
-        reading, read = asyncio.Event(), broker.admin.read
+    async with Producer(broker.appender) as producer:
+        reading, read = asyncio.Event(), broker.reader.read
 
         async def hang(topic: str, partition: int, offset: int, *, max_records: int) -> Batch | None:
             if topic == "flights":
@@ -156,8 +156,8 @@ async def test_a_long_search_holds_up_nothing_else(broker: Broker) -> None:
 
         observer = Observer(broker, producer)
         observer.now = FINAL_MS
-        observer.follower._admin.read = hang  # type: ignore[method-assign]
-        await broker.driver.append("flights", 0, [Record(None, b"{}", START_MS)], timeout=30)
+        observer.follower._reader.read = hang  # type: ignore[method-assign]
+        await broker.appender.append("flights", 0, [Record(None, b"{}", START_MS)], timeout=30)
         stranger = tell("expel", "late", "delivered", [1], destination="ops", incarnation="b")
         await report(broker, stranger, *losing(2))
         async with observer.running():
@@ -170,7 +170,7 @@ async def test_a_restart_knows_which_fields_drift(broker: Broker) -> None:
     """Broken: each restart of the observer raises the alarm of a drift again."""
     drift = Drift(Step("ingest", "flights"), "delay", "nulls", "delay: null in 61%, 2% before")
     told = metrics.LEDGER_DRIFTS.labels("late")._value.get
-    async with Producer(broker.driver) as producer:
+    async with Producer(broker.appender) as producer:
         before, watch = told(), Watch(0.01, None, lambda pipe: [])
         for number in range(2):
             observer = Observer(broker, producer)
@@ -187,19 +187,21 @@ async def test_a_snapshot_of_before_is_read(broker: Broker) -> None:
     table = Table(PLAIN)
     for one in (*losing(2), *alive(START_MS)):
         hear(table, one)
-    state = msgspec.msgpack.decode(zstandard.decompress(snapshot.dump(table, snapshot.Beside(Planned(), 0))))
+    state = msgspec.msgpack.decode(
+        zstandard.decompress(snapshot.dump(table, snapshot.FollowerState(PlannedWindows(), 0)))
+    )
     del state[21:]
     for _, _, _, words in state[12]:
         for word in words.values():
             del word["heard_ms"], word["made_ms"]
     old = zstandard.compress(msgspec.msgpack.encode(state))
     for record in snapshot.cut(old, "old"):
-        await broker.driver.append(SNAPSHOTS, 0, [record], timeout=30)
-    async with Producer(broker.driver) as producer:
+        await broker.appender.append(SNAPSHOTS, 0, [record], timeout=30)
+    async with Producer(broker.appender) as producer:
         observer = Observer(broker, producer)
         observer.now = FINAL_MS
         async with observer.running():
             await observer.caught_up()
             assert (observer.row().missing, observer.row().accepted) == (2, 10)
-            assert observer.follower.table.presence.is_alive(OPS, observer.now)
+            assert observer.follower.table.liveness.is_alive(OPS, observer.now)
             assert observer.final == []

@@ -6,13 +6,12 @@ from collections.abc import Sequence
 import msgspec
 import pytest
 
-from services.core.ledger.due import due_span, since_span
-from services.core.ledger.report import Node, Outcome, Report
-from services.observer.ledger.finality import Verdict
+from services.core.ledger.report import Node, Outcome, Report, due_span, since_span
+from services.observer.ledger.finality import Finding
 from services.observer.ledger.flow import Flow, PipeFlow
-from services.observer.ledger.planned import Planned
-from services.observer.ledger.snapshot import Beside, dump, restore
-from services.observer.ledger.table import RETRY_SLACK_MS, Ages, Table, Turn
+from services.observer.ledger.table import RETRY_SLACK_MS, Ages, Table, TickResult
+from services.observer.planned import PlannedWindows
+from services.observer.snapshot import FollowerState, dump, restore
 from tests.unit.observer.ledger.stories import MINUTE, MINUTE_MS, START_MS, accept, beat, hear, tell, with_due
 
 FLOW = Flow({"raw": PipeFlow(("flights",), False, {"hook": None}, frozenset({"hook"}))})
@@ -21,7 +20,7 @@ FINAL_MS = START_MS + MINUTE_MS + Ages().final
 
 
 def say(node: Node, outcome: Outcome, numbers: Sequence[int], at_ms: int) -> Report:
-    """Told at this time, that it is so since then."""
+    """Reported at this time, that it is so since then."""
     return with_due(tell(node, "raw", outcome, numbers, destination="hook", at_ms=at_ms), since_span(at_ms))
 
 
@@ -64,12 +63,12 @@ def begin(*reports: Report) -> Table:
     return table
 
 
-def pass_time(table: Table, since: int, until: int, *, held: int | None = 0, step: int = 20_000) -> list[Verdict]:
+def pass_time(table: Table, since: int, until: int, *, held: int | None = 0, step: int = 20_000) -> list[Finding]:
     """What becomes worse; held: how far expel is behind with what comes back, None: since the beginning."""
-    worse: list[Verdict] = []
+    worse: list[Finding] = []
     for now in range(since, until, step):
         alive(table, now, held=now - since + held if held else held)
-        turn: Turn = table.tick(now)
+        turn: TickResult = table.tick(now)
         worse += [verdict for verdict in turn.verdicts if verdict.before is not None]
     return worse
 
@@ -115,7 +114,7 @@ def test_what_was_redriven_and_is_lost_then_is_missing() -> None:
     pass_time(table, FINAL_MS, redriven, step=6 * HOUR)
     assert outcomes(table, redriven) == (0, 0, {"delivered": 6, "dead": 4})
     other = Table(FLOW)
-    restore(dump(table, Beside(Planned(), 0)), other)
+    restore(dump(table, FollowerState(PlannedWindows(), 0)), other)
     for one in (table, other):
         hear(one, redrive(range(3), redriven))
         hear(one, deliver([0], redriven + 1000))
@@ -179,6 +178,53 @@ def test_a_long_pause_is_little_to_keep() -> None:
         if second % 20 == 0:
             alive(table, now, held=now - FINAL_MS)
             table.tick(now)
-    (held,) = table.book.rounds.held.values()
+    (held,) = table.origin_sets.retries.held.values()
     assert len(held) <= 700
     assert table.row("raw", MINUTE, now).waiting == seconds
+
+
+def restarted(table: Table, flow: Flow = FLOW) -> Table:
+    """What the next observer knows."""
+    fresh = Table(flow)
+    restore(dump(table, FollowerState(PlannedWindows(), 0)), fresh)
+    return fresh
+
+
+def test_a_restart_knows_what_was_found_lost() -> None:
+    """Broken: after a restart of the observer what was found lost while it waited counts as waiting for minutes, and the pipe
+    is healthy meanwhile."""
+    table = begin(park(range(4), START_MS))
+    assert len(pass_time(table, FINAL_MS, FINAL_MS + LONG)) == 1
+    now = FINAL_MS + LONG
+    table = restarted(table)
+    assert [row.lost for row in table.found_lately("raw", now)] == [4]
+    assert outcomes(table, now) == (4, 0, {"delivered": 6})
+    assert pass_time(table, now, now + LONG) == []
+    assert [row.lost for row in table.found_lately("raw", now + LONG)] == [4]
+
+
+def test_a_restart_goes_on_with_what_it_was_about_to_find() -> None:
+    """Broken: an observer that is restarted again and again never finds what was lost while it waited."""
+    table = begin(park(range(4), START_MS))
+    assert pass_time(table, FINAL_MS, FINAL_MS + RETRY_SLACK_MS) == []
+    table = restarted(table)
+    assert len(pass_time(table, FINAL_MS + RETRY_SLACK_MS, FINAL_MS + RETRY_SLACK_MS + 60_000)) == 1
+
+
+WITHOUT = Flow({"raw": PipeFlow(("flights",), False, {"other": None})})
+
+
+def test_what_waited_for_a_destination_that_was_removed_is_not_missing_when_it_is_put_back() -> None:
+    """Broken: a destination is removed, what waited for it goes to the dead letters, and once it is put back these events are
+    missing: a loss that was none."""
+    waiting = hand_over([0, 1], FINAL_MS + 60_000, START_MS)
+    table = restarted(begin(park([2, 3], START_MS), waiting), WITHOUT)
+    removed = FINAL_MS + LONG
+    hear(table, deliver([0], removed))  # by an expel that was not restarted yet
+    pass_time(table, removed, removed + LONG)
+    table = restarted(table)
+    back = removed + LONG
+    assert pass_time(table, back, back + LONG) == []
+    assert outcomes(table, back + LONG) == (0, 0, {"delivered": 7, "dead": 3})
+    hear(table, redrive([2], back + LONG))
+    assert outcomes(table, back + LONG) == (0, 1, {"delivered": 7, "dead": 2, "retrying": 1})

@@ -8,7 +8,7 @@ import pytest
 
 from services.core.ledger.report import Outcome, Report
 from services.observer.ledger.flow import Flow, PipeFlow, Step
-from services.observer.ledger.row import Row
+from services.observer.ledger.settlement import Row
 from services.observer.ledger.table import Table
 from tests.unit.observer.ledger.stories import MINUTE, START_MS, accept, hear, split, tell
 
@@ -145,7 +145,7 @@ def test_what_is_folded_and_told_again_changes_nothing(seed: int) -> None:
     table = Table(FLOW)
     for report in accepted + rest[:early]:
         hear(table, report)
-    for minute in order.sample(table.book.minutes(), k=order.randint(0, len(table.book.minutes()))):
+    for minute in order.sample(table.origin_sets.minutes(), k=order.randint(0, len(table.origin_sets.minutes()))):
         table._fold(minute)
     again = accepted + rest
     order.shuffle(again)

@@ -6,10 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.core.lag import LagHistogram
-from services.core.ledger.lags import LagTap, join_lags
 from services.core.ledger.report import Report, decode_report
+from services.core.ledger.reporter import LagTap, join_lags
+from services.observer.lags import LagTable
 from services.observer.ledger.flow import Step
-from services.observer.ledger.lags import LagBook
 from tests.unit.observer.ledger.stories import MINUTE, MINUTE_MS
 
 STEP = Step("expel", "late", "ops")
@@ -23,7 +23,7 @@ told = st.lists(st.lists(st.lists(lags_ms, max_size=40), max_size=4), min_size=1
 @given(told, st.sampled_from([0.5, 0.95, 0.99]))
 def test_a_percentile_is_within_one_per_cent_of_the_exact_value(told: list[list[list[int]]], share: float) -> None:
     """Broken: a P95 that is shown, or that an autoscaler goes by, is another one than the events'."""
-    book = LagBook()
+    book = LagTable()
     for instance, reports in enumerate(told):
         tap = LagTap("e2e", histogram := LagHistogram())
         for number, measured in enumerate(reports):
@@ -38,7 +38,7 @@ def test_a_percentile_is_within_one_per_cent_of_the_exact_value(told: list[list[
                 lags=tuple(join_lags([taken] if taken is not None else [])),
             )
             for _ in range(2):
-                book.hear(decode_report(report.encode()))
+                book.record(decode_report(report.encode()))
     every = sorted(lag for reports in told for measured in reports for lag in measured)
     found = book.find(STEP, "e2e", MINUTE)
     if not every:

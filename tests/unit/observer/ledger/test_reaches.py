@@ -4,11 +4,11 @@ import msgspec
 import pytest
 
 from services.core.ledger.report import BadReport, decode_report, pack_offset
-from services.observer.ledger.origins import Run
-from services.observer.ledger.planned import Planned
-from services.observer.ledger.reaches import Reaches
-from services.observer.ledger.snapshot import Beside, dump, restore
+from services.observer.ledger.origins import SequenceKey
+from services.observer.ledger.reported_offsets import ReportedOffsets
 from services.observer.ledger.table import Table
+from services.observer.planned import PlannedWindows
+from services.observer.snapshot import FollowerState, dump, restore
 from tests.unit.observer.ledger.stories import MINUTE, MINUTE_MS, PLAIN, START_MS, hear, reach
 
 BIG = 1 << 205
@@ -16,18 +16,18 @@ BIG = 1 << 205
 
 def test_what_was_written_to_a_partition_may_lie_in_any_shard() -> None:
     """Broken: after a split of a Kinesis shard, what a dead ingest did not tell is looked for behind it, or never."""
-    reaches = Reaches(by_partition=False)
-    reaches.hear(reach("flights", {0: BIG, 1: BIG + 500}))
-    reaches.hear(reach("flights", {1: BIG + 900}, at_ms=START_MS + MINUTE_MS))
-    reaches.hear(reach("flights", {0: 7}, incarnation="b"))
-    child = Run("a", 3)
+    reaches = ReportedOffsets(by_partition=False)
+    reaches.record(reach("flights", {0: BIG, 1: BIG + 500}))
+    reaches.record(reach("flights", {1: BIG + 900}, at_ms=START_MS + MINUTE_MS))
+    reaches.record(reach("flights", {0: 7}, incarnation="b"))
+    child = SequenceKey("a", 3)
     assert reaches.start("flights", child, START_MS) == BIG + 1
-    assert reaches.start("flights", Run("c", 3), START_MS + 2 * MINUTE_MS) == BIG + 1
+    assert reaches.start("flights", SequenceKey("c", 3), START_MS + 2 * MINUTE_MS) == BIG + 1
     assert reaches.before("flights", 3, MINUTE) is None
     assert reaches.after("flights", 1, MINUTE) is None, "another shard's offsets say nothing of an end"
-    of_each = Reaches()
-    of_each.hear(reach("flights", {0: BIG, 1: BIG + 500}))
-    assert of_each.start("flights", Run("a", 1), START_MS) == BIG + 501
+    of_each = ReportedOffsets()
+    of_each.record(reach("flights", {0: BIG, 1: BIG + 500}))
+    assert of_each.start("flights", SequenceKey("a", 1), START_MS) == BIG + 501
 
 
 def test_offsets_of_206_bits_survive_report_and_snapshot() -> None:
@@ -37,9 +37,9 @@ def test_offsets_of_206_bits_survive_report_and_snapshot() -> None:
     table = Table(PLAIN)
     hear(table, told)
     other = Table(PLAIN)
-    assert restore(dump(table, Beside(Planned(), BIG + 3)), other).offset == BIG + 3
-    assert other.reaches.told == table.reaches.told
-    assert other.reaches.marks == table.reaches.marks
+    assert restore(dump(table, FollowerState(PlannedWindows(), BIG + 3)), other).offset == BIG + 3
+    assert other.offsets.reported == table.offsets.reported
+    assert other.offsets.marks == table.offsets.marks
 
 
 @pytest.mark.parametrize("text", ["", "1x", "-5", "9" * 5000])

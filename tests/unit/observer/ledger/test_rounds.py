@@ -7,16 +7,15 @@ import msgspec
 import pytest
 from pyroaring import BitMap
 
-from services.core.ledger.due import due_span, is_back, released_span
-from services.core.ledger.report import Outcome, Report
+from services.core.ledger.report import Outcome, Report, due_span, is_back, released_span
 from services.observer import health
-from services.observer.ledger.finality import FOUND_FOR_MS, Verdict
+from services.observer.ledger.finality import FOUND_FOR_MS, Finding
 from services.observer.ledger.flow import Flow, PipeFlow
-from services.observer.ledger.origins import Origins, Run
-from services.observer.ledger.planned import Planned
-from services.observer.ledger.row import Row
-from services.observer.ledger.snapshot import Beside, dump, restore
-from services.observer.ledger.table import RETRY_SLACK_MS, Ages, Table, Turn
+from services.observer.ledger.origins import Origins, SequenceKey
+from services.observer.ledger.settlement import Row
+from services.observer.ledger.table import RETRY_SLACK_MS, Ages, Table, TickResult
+from services.observer.planned import PlannedWindows
+from services.observer.snapshot import FollowerState, dump, restore
 from tests.unit.observer.ledger.stories import MINUTE, MINUTE_MS, START_MS, accept, beat, hear, tell, with_due
 
 FLOW = Flow({"raw": PipeFlow(("flights",), False, {"hook": None}, frozenset({"hook"}))})
@@ -39,7 +38,7 @@ def retrier(outcome: Outcome, numbers: range | list[int], due: int = DUE) -> Rep
 
 
 def alive(table: Table, now: int, *, late: int | None = 0, back: int | None = 0) -> None:
-    """Everybody speaks; the retrier is late by so much, expel behind by so much of what came back."""
+    """Every node reports. late: of the retrier; back: how far expel is behind with released events. None: unknown."""
     hear(table, beat("ingest", "flights", at_ms=now))
     hear(table, beat("retrier", "", at_ms=now, behind_ms=late))
     hear(table, msgspec.structs.replace(beat("expel", "raw", "hook", at_ms=now), returned_ms=back))
@@ -57,12 +56,12 @@ def begin(handed_over: int = 4) -> Table:
     return table
 
 
-def look(table: Table, now: int) -> tuple[Row, Turn]:
+def look(table: Table, now: int) -> tuple[Row, TickResult]:
     turn = table.tick(now)
     return table.row("raw", MINUTE, now), turn
 
 
-def worse(turn: Turn) -> list[Verdict]:
+def worse(turn: TickResult) -> list[Finding]:
     return [verdict for verdict in turn.verdicts if verdict.before is not None]
 
 
@@ -110,7 +109,7 @@ def test_a_retrier_that_is_late_loses_nothing(who: str) -> None:
     for at in range(now, now + 3 * RETRY_SLACK_MS, 20_000):
         alive(table, at, late=at - DUE if who == "retrier is late" else None)
         if who == "retrier is silent":
-            table.presence.words().clear()
+            table.liveness.heartbeats().clear()
         assert (look(table, at)[0].missing, look(table, at)[0].waiting) == (0, 4)
 
 
@@ -157,13 +156,13 @@ def test_it_is_known_after_days_and_over_a_restart() -> None:
         alive(table, now)
         table.tick(now)
     other = Table(FLOW)
-    restore(dump(table, Beside(Planned(), 0)), other)
+    restore(dump(table, FollowerState(PlannedWindows(), 0)), other)
     for one in (table, other):
         alive(one, LATE + HOUR)
         row, turn = look(one, LATE + HOUR)
         assert (missing(row), len(worse(turn))) == ({"expel": 0, "retrier": 4}, 1)
     again = Table(FLOW)
-    restore(dump(other, Beside(Planned(), 0)), again)
+    restore(dump(other, FollowerState(PlannedWindows(), 0)), again)
     alive(again, LATE + HOUR + 1)
     row, turn = look(again, LATE + HOUR + 1)
     assert (row.missing, worse(turn)) == (4, [])
@@ -208,18 +207,18 @@ def test_a_loss_that_is_found_hours_later_makes_the_pipe_unstable_for_a_while() 
     or a restart of the observer ends it."""
     table, found = begin(), LATE + HOUR
     alive(table, found)
-    assert health.judge(table, Planned(), "raw", found, 0.01).state == "healthy"
+    assert health.judge(table, PlannedWindows(), "raw", found, 0.01).state == "healthy"
     table.tick(found)
     again = Table(FLOW)
-    restore(dump(table, Beside(Planned(), 0)), again)
+    restore(dump(table, FollowerState(PlannedWindows(), 0)), again)
     for one in (table, again):
         alive(one, found + FOUND_FOR_MS - 1)
         one.tick(found + FOUND_FOR_MS - 1)
-        judged = health.judge(one, Planned(), "raw", found + FOUND_FOR_MS - 1, 0.01)
+        judged = health.judge(one, PlannedWindows(), "raw", found + FOUND_FOR_MS - 1, 0.01)
         assert (judged.state, judged.reasons) == ("unstable", ("4 of 10 events are missing in 1 minute",))
         alive(one, found + FOUND_FOR_MS)
         one.tick(found + FOUND_FOR_MS)
-        assert health.judge(one, Planned(), "raw", found + FOUND_FOR_MS, 0.01).state == "healthy"
+        assert health.judge(one, PlannedWindows(), "raw", found + FOUND_FOR_MS, 0.01).state == "healthy"
 
 
 @pytest.mark.parametrize("wait", [2_000, 5_000, 15_000])
@@ -256,7 +255,7 @@ def test_spans_do_not_pile_up() -> None:
             table.tick(due)
     for told in reports:
         hear(table, told)
-    rounds = table.book.rounds
+    rounds = table.origin_sets.retries
     spans = sum(len(known[step]) for known in (rounds.handed_over, rounds.released) for step in known)
     assert spans <= seconds // 512 + 4 * 10 + 4
 
@@ -265,7 +264,7 @@ def test_a_backlog_that_comes_back_at_once_is_little_work(monkeypatch: pytest.Mo
     """Broken: after an hour without the retrier the observer stands still for half a minute, and answers nobody."""
     seconds, looked_at, numbers_of = 1500, 0, Origins.numbers
 
-    def counted(self: Origins, run: Run) -> BitMap:
+    def counted(self: Origins, run: SequenceKey) -> BitMap:
         nonlocal looked_at
         looked_at += 1
         return numbers_of(self, run)

@@ -1,0 +1,324 @@
+"""All that uses private parts of aiokafka: of its consumer, fetcher and group coordinator, and how its client asks for metadata.
+
+`tests/unit/kafka/test_aiokafka_internals.py` fails when a new version of aiokafka changes one of these parts.
+"""
+
+import asyncio
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import aiokafka.client
+import structlog
+from aiokafka import AIOKafkaConsumer
+from aiokafka import errors as kafka
+from aiokafka.consumer.fetcher import Fetcher, FetchResult
+from aiokafka.protocol.commit import OffsetCommitRequest
+from aiokafka.protocol.fetch import FetchRequest
+from aiokafka.protocol.metadata import MetadataRequest
+from aiokafka.structs import TopicPartition as KafkaPartition
+
+from services.core.broker.kafka.cluster import Timing
+from services.core.broker.kafka.error_codes import bounded, raise_for
+from services.core.broker.kafka.eviction import client_id, name_process
+from services.core.broker.kafka.offsets import CommitMetadata, EpochHistory, by_topic
+from services.core.broker.kafka.record_batch import epochs_of
+from services.core.broker.record import TopicPartition
+
+log = structlog.get_logger()
+
+
+def _ask_without_creating(topics: Sequence[str] | None = None) -> MetadataRequest:
+    """aiokafka's client asks for metadata with `allow_auto_topic_creation`: a reader of a topic that was just deleted would
+    create the topic again, empty. There is no setting for it, so aiokafka's module gets this instead."""
+    return MetadataRequest(None if topics is None else list(topics), allow_auto_topic_creation=False)
+
+
+aiokafka.client.MetadataRequest = _ask_without_creating
+
+# The fetcher: a bound on what it keeps, and the leader epochs of what it read.
+#
+# aiokafka reads ahead for every partition that has nothing waiting, whether or not anybody polls, and Kafka sends a large
+# batch whole: a member with 48 partitions may keep 50 MB. Here a member reads ahead only while it has little waiting and all
+# members of the process together have less than their budget. A member with nothing waiting may always ask one node.
+
+AHEAD_BYTES = 256 << 10
+"""A member with so much waiting asks for no more."""
+BUDGET_BYTES = 32 << 20
+POLL_BYTES = 512 << 10
+"""A poll takes what came first, until it has so much. The last of it may be a batch of a megabyte."""
+
+
+class FetchBudget:
+    """What all members of a process keep together, unpolled, in bytes."""
+
+    def __init__(self, limit: int = BUDGET_BYTES) -> None:
+        self._limit = limit
+        self._held: dict[object, int] = {}
+
+    def hold(self, member: object, size: int) -> None:
+        """This member keeps so much now."""
+        self._held[member] = size
+
+    def leave(self, member: object) -> None:
+        """This member keeps nothing any more."""
+        self._held.pop(member, None)
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether nobody should read ahead."""
+        return sum(self._held.values()) >= self._limit
+
+
+class BoundedFetcher(Fetcher):  # type: ignore[misc]  # aiokafka has no types
+    """Takes the place of aiokafka's own."""
+
+    def __init__(self, client: Any, subscriptions: Any, budget: FetchBudget, **settings: Any) -> None:
+        self._budget, self._turn = budget, 0
+        self._epochs: dict[KafkaPartition, EpochHistory] = {}
+        super().__init__(_ObservedClient(client, self._record_epochs), subscriptions, **settings)
+
+    async def close(self) -> None:
+        """Also gives back what it held of the budget."""
+        try:
+            await super().close()
+        finally:
+            self._budget.leave(self)
+
+    def epochs_between(self, source: KafkaPartition, first: int, last: int) -> list[tuple[int, int]]:
+        """(offset, epoch) where they begin, for fetched records from offset `first` to `last`."""
+        history = self._epochs.get(source)
+        return [] if history is None else history.between(first, last)
+
+    def waiting_bytes(self) -> int:
+        """As they were sent; a batch counts whole until its last record is polled."""
+        return sum(map(_size_of, self._records.values()))
+
+    async def fetched_records(
+        self, partitions: Collection[KafkaPartition], timeout: float = 0, max_records: int | None = None
+    ) -> Any:
+        """As aiokafka's, of those that came first, about POLL_BYTES at most."""
+        if not self._records and timeout:
+            waiter = self._create_fetch_waiter()
+            done, _ = await asyncio.wait([waiter], timeout=timeout)
+            if not done:
+                waiter.cancel()
+                return {}
+            waiter.result()
+        return await super().fetched_records(partitions or self._came_first(), 0, max_records)
+
+    def _came_first(self) -> list[KafkaPartition]:
+        chosen, size = [], 0
+        for source, result in self._records.items():
+            if size >= POLL_BYTES:
+                break
+            chosen.append(source)
+            size += _size_of(result)
+        return chosen
+
+    def _get_actions_per_node(self, assignment: Any) -> Any:
+        """What aiokafka would ask for, less what there is no room for."""
+        requests, *rest = super()._get_actions_per_node(assignment)
+        waiting = self.waiting_bytes()
+        self._budget.hold(self, waiting)
+        if waiting >= AHEAD_BYTES:
+            requests = []
+        elif self._budget.is_spent:
+            requests = self._in_turn(requests) if not waiting and not self._in_flight else []
+        return requests, *rest
+
+    def _in_turn(self, requests: list[Any]) -> list[Any]:
+        """One of them, another node's than the last time: the first may have nothing to send for long."""
+        self._turn += 1
+        return [requests[self._turn % len(requests)]] if requests else []
+
+    def _record_epochs(self, answer: Any) -> None:
+        for topic, partitions in answer.topics:
+            for number, _, *rest in partitions:
+                history = self._epochs.setdefault(KafkaPartition(topic, number), EpochHistory())
+                for first, epoch in epochs_of(rest[-1] or b""):
+                    history.record(first, epoch)
+
+
+def _size_of(result: Any) -> int:
+    if not isinstance(result, FetchResult) or result._partition_records is None:
+        return 0
+    size: int = result._partition_records._records.size_in_bytes()
+    return size
+
+
+class _ObservedClient:
+    """aiokafka's client; hands each fetch answer to `observe` before aiokafka decodes it."""
+
+    def __init__(self, client: Any, observe: Any) -> None:
+        self._client, self._observe = client, observe
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._client, name)
+
+    async def send(self, node: int, request: Any, **options: Any) -> Any:
+        answer = await self._client.send(node, request, **options)
+        if type(answer).API_KEY == FetchRequest.API_KEY:
+            self._observe(answer)
+        return answer
+
+
+# Connecting and disconnecting the AIOKafkaConsumer behind a member.
+#
+# Heartbeats run in the background whatever the caller does, and `max_poll_interval_ms` is out of reach, so that a paused
+# member that nobody polls stays one. A worker that hangs with a living event loop is found by its lag, not by Kafka; one that
+# is frozen or dead misses its heartbeats.
+
+_NEVER_MS = 2**31 - 1
+_FETCH_BYTES = 256 << 10
+_PARTITION_FETCH_BYTES = 64 << 10
+"""Of one answer. A larger batch comes all the same, alone (KIP-74); see `BoundedFetcher` for the bound in all."""
+_STOP_SECONDS = 10.0
+
+
+async def connect(bootstrap: str, timing: Timing, group: str, budget: FetchBudget) -> AIOKafkaConsumer:
+    """A started consumer without a subscription. What it keeps unpolled counts in `budget`. Raises Unavailable."""
+    client = AIOKafkaConsumer(
+        bootstrap_servers=bootstrap,
+        client_id=client_id(group, await asyncio.to_thread(name_process)),
+        group_id=group,
+        enable_auto_commit=False,
+        auto_offset_reset="none",
+        session_timeout_ms=round(timing.session * 1000),
+        heartbeat_interval_ms=round(timing.heartbeat * 1000),
+        rebalance_timeout_ms=round(timing.rebalance * 1000),
+        max_poll_interval_ms=_NEVER_MS,
+        # A join is answered only when every member has drained.
+        request_timeout_ms=round((timing.rebalance + timing.request) * 1000),
+        metadata_max_age_ms=round(timing.metadata * 1000),
+        max_partition_fetch_bytes=_PARTITION_FETCH_BYTES,
+        fetch_max_bytes=_FETCH_BYTES,
+        isolation_level="read_committed",
+    )
+    try:
+        async with bounded(f"connect to Kafka at {bootstrap}", timing.request * 2):
+            await client.start()
+            await _bound(client, budget)
+    except BaseException:
+        await disconnect(client)
+        raise
+    return client
+
+
+async def _bound(client: AIOKafkaConsumer, budget: FetchBudget) -> None:
+    """Put our fetcher in the place of aiokafka's, which has nothing to do yet."""
+    theirs = client._fetcher
+    await theirs.close()
+    client._fetcher = BoundedFetcher(
+        client._client,
+        client._subscription,
+        budget,
+        fetch_max_bytes=_FETCH_BYTES,
+        max_partition_fetch_bytes=_PARTITION_FETCH_BYTES,
+        fetcher_timeout=theirs._fetcher_timeout,
+        auto_offset_reset="none",
+        isolation_level="read_committed",
+    )
+
+
+async def disconnect(client: AIOKafkaConsumer) -> None:
+    """Leave the group and close the connections, within seconds: a group that rebalances, or a broker that is away, is
+    left without a word then, and notices by the missing heartbeats."""
+    try:
+        async with asyncio.timeout(_STOP_SECONDS):
+            await client.stop()
+    except TimeoutError:
+        log.warning("kafka_leave_timed_out", seconds=_STOP_SECONDS)
+        if client._fetcher is not None:
+            await client._fetcher.close()
+        await client._client.close()
+
+
+# Commits of a member, each under the generation in which its partitions were assigned.
+#
+# aiokafka's own commit takes the generation of the moment at which it sends, and sends again after a failure. So a commit
+# that waited for a coordinator while the group rebalanced went out under the next generation: Kafka took it although its
+# partitions had another owner.
+
+_PAUSE = 0.1
+_REJOIN = kafka.RebalanceInProgressError.errno
+_FENCED = frozenset({kafka.IllegalGenerationError.errno, kafka.UnknownMemberIdError.errno, _REJOIN})
+_MOVED = frozenset(
+    error.errno
+    for error in (
+        kafka.GroupCoordinatorNotAvailableError,
+        kafka.NotCoordinatorForGroupError,
+        kafka.RequestTimedOutError,
+    )
+)
+_LOADING = kafka.GroupLoadInProgressError.errno
+
+
+class Membership(NamedTuple):
+    """Under what a member was given its partitions. member: "" when it belongs to no group."""
+
+    generation: int
+    member: str
+
+
+def membership_of(client: Any) -> Membership:
+    """aiokafka's own view of this moment."""
+    coordinator = client._coordinator
+    return Membership(coordinator.generation, coordinator.member_id)
+
+
+async def send_heartbeat(client: Any) -> bool:
+    """Whether the group still has this member. Raises KafkaError."""
+    return bool(client._coordinator.member_id) and bool(await client._coordinator._do_heartbeat())
+
+
+def epochs_between(client: Any, source: KafkaPartition, first: int, last: int) -> list[tuple[int, int]]:
+    """As `BoundedFetcher.epochs_between`."""
+    found: list[tuple[int, int]] = client._fetcher.epochs_between(source, first, last)
+    return found
+
+
+async def send_commit(
+    client: Any, group: str, membership: Membership, rows: Mapping[TopicPartition, tuple[int, CommitMetadata]]
+) -> frozenset[TopicPartition]:
+    """Commit (next offset to read, metadata) by partition. Returns the partitions that Kafka refuses because the group moved on.
+
+    Sends again while the coordinator moves: bound it. Raises KafkaError, BrokerError. When it raises or is cancelled some may
+    be committed.
+    """
+    coordinator, left = client._coordinator, dict(rows)
+    while left:
+        await coordinator.ensure_coordinator_known()
+        if not membership.member or membership_of(client) != membership:
+            return frozenset(left)  # expelled, or in the next generation already
+        offsets = by_topic((source, (position, str(note))) for source, (position, note) in left.items())
+        request = OffsetCommitRequest(group, membership.generation, membership.member, -1, offsets)
+        try:
+            answer = await coordinator._send_req(request)
+        except kafka.KafkaError as error:
+            if not error.retriable:
+                raise
+            await asyncio.sleep(_PAUSE)
+            continue
+        codes = {TopicPartition(topic, number): code for topic, rest in answer.topics for number, code in rest}
+        if fenced := {code for code in codes.values() if code in _FENCED}:
+            _leave_generation(client, membership, fenced)
+            return frozenset(source for source in left if codes.get(source) in _FENCED)
+        if not _MOVED.isdisjoint(codes.values()):
+            coordinator.coordinator_dead()
+        for source, code in codes.items():
+            if code not in _MOVED and code != _LOADING:
+                raise_for(code, f"commit of group {group} in {source.topic}[{source.partition}]")
+                left.pop(source, None)
+        if left:
+            await asyncio.sleep(_PAUSE)
+    return frozenset()
+
+
+def _leave_generation(client: Any, membership: Membership, codes: set[int]) -> None:
+    """Have aiokafka join anew, unless it did so while the answer was on its way."""
+    if membership_of(client) != membership:
+        return
+    if codes == {_REJOIN}:
+        client._coordinator.request_rejoin()
+    else:
+        client._coordinator.reset_generation()

@@ -1,0 +1,188 @@
+"""What a member owns, from assignment to revocation, and the drain in between."""
+
+import asyncio
+import math
+from collections.abc import Awaitable, Callable, Collection, Mapping
+
+import structlog
+from aiokafka import ConsumerRebalanceListener
+
+from services.core.broker.contract import OnRevoke
+from services.core.broker.errors import BrokerError
+from services.core.broker.kafka.aiokafka_internals import Membership
+from services.core.broker.kafka.offsets import CommitMetadata, EpochHistory
+from services.core.broker.kafka.positions import StartPositions
+from services.core.broker.record import Batch, TopicPartition
+
+log = structlog.get_logger()
+
+
+class Assignment(ConsumerRebalanceListener):  # type: ignore[misc]
+    """aiokafka reports rebalances to it. A rebalance revokes everything first (the eager protocol; kept partitions come back).
+
+    - owned: partitions that the member may commit. unpositioned: owned partitions whose position is not decided yet.
+    - next_read, next_commit: offsets of the others. begun: where reading began in this assignment; a commit below it belongs to
+      an earlier assignment. requested: the highest commit that was asked for, whether or not it succeeded.
+    - metadata: goes with each commit. epochs: the leader epochs that wrote the records that were read.
+    - failed: partitions that cannot be read on, with the error to raise. replacements: batches in the place of damaged records
+      that are next. damaged_ahead: offsets ahead at which a partition is damaged. paused: by the caller.
+    - epoch: counts assignments. membership: the generation and member id of this assignment.
+    """
+
+    def __init__(self, on_revoke: OnRevoke, drain: float, membership: Callable[[], Membership]) -> None:
+        """`drain`: seconds that on_revoke may take. `membership`: the group's view of this member now."""
+        self._on_revoke, self._drain, self._membership = on_revoke, drain, membership
+        self.membership = membership()
+        self.on_assigned: Callable[[], Awaitable[None]] | None = None
+        self._releasing = asyncio.Lock()
+        self._closing = False
+        self.epoch = 0
+        self._forget()
+
+    def _forget(self) -> None:
+        self.owned: frozenset[TopicPartition] = frozenset()
+        self.unpositioned: frozenset[TopicPartition] = frozenset()
+        self.next_read: dict[TopicPartition, int] = {}
+        self.next_commit: dict[TopicPartition, int] = {}
+        self.begun: dict[TopicPartition, int] = {}
+        self.requested: dict[TopicPartition, int] = {}
+        self.metadata: dict[TopicPartition, CommitMetadata] = {}
+        self.epochs: dict[TopicPartition, EpochHistory] = {}
+        self.failed: dict[TopicPartition, Callable[[], BrokerError]] = {}
+        self.replacements: dict[TopicPartition, Batch] = {}
+        self.damaged_ahead: dict[TopicPartition, int] = {}
+        self.paused: set[TopicPartition] = set()
+
+    async def on_partitions_revoked(self, revoked: Collection[tuple[str, int]]) -> None:
+        """aiokafka waits for this before it joins anew, with heartbeats going on. Nothing can be polled meanwhile."""
+        try:
+            await self.release()
+        except Exception:  # nobody is there to raise to; the partitions are let go, and come again uncommitted
+            log.exception("kafka_drain_failed", partitions=sorted(revoked))
+
+    async def on_partitions_assigned(self, assigned: Collection[tuple[str, int]]) -> None:
+        """The group is settled again. `on_assigned` is awaited; it must be quick, heartbeats wait for it."""
+        if self._closing:
+            return
+        self._forget()
+        self.epoch += 1
+        self.membership = self._membership()
+        self.owned = self.unpositioned = frozenset(TopicPartition(*source) for source in assigned)
+        if self.on_assigned is not None:
+            await self.on_assigned()
+
+    def begin_at(self, positions: StartPositions) -> None:
+        """Reading of these begins here; of the lost ones nothing is read, and nothing committed."""
+        for source, position in positions.position.items():
+            metadata = positions.metadata[source]
+            self.begun[source] = self.next_read[source] = self.next_commit[source] = position
+            self.metadata[source] = metadata
+            self.epochs[source] = EpochHistory([] if metadata.epoch is None else [(position - 1, metadata.epoch)])
+        self.failed.update(positions.lost)
+        self.unpositioned -= positions.position.keys()
+
+    def last_read(self, source: TopicPartition) -> tuple[int, int] | None:
+        """(next offset to read, epoch of the record before it); None when nothing is known of that."""
+        epochs, at = self.epochs.get(source), self.next_read.get(source)
+        epoch = None if epochs is None or at is None else epochs.find(at - 1)
+        return None if epoch is None or at is None else (at, epoch)
+
+    def record_read(self, source: TopicPartition, last: int, epochs: Collection[tuple[int, int]]) -> None:
+        """Returned up to offset `last`; (first offset, epoch) of what was."""
+        self.next_read[source] = last + 1
+        for first, epoch in epochs:
+            self.epochs[source].record(first, epoch)
+
+    def metadata_at(self, source: TopicPartition, position: int) -> CommitMetadata:
+        """What goes with a commit of this next offset to read."""
+        return self.metadata[source]._replace(epoch=self.epochs[source].find(position - 1))
+
+    async def reassign(self, sources: Collection[TopicPartition]) -> None:
+        """Take these for lost and assigned anew: what was read of them is not what is stored any more."""
+        async with self._releasing:
+            epoch, mine = self.epoch, self.owned.intersection(sources)
+            if not mine:
+                return
+            self.owned -= mine
+            self.unpositioned -= mine
+            for known in (
+                self.next_read,
+                self.next_commit,
+                self.begun,
+                self.requested,
+                self.failed,
+                self.replacements,
+                self.damaged_ahead,
+            ):
+                for source in mine:
+                    known.pop(source, None)
+            self.paused -= mine
+            await self._drain_off(mine)
+            if self.epoch == epoch and not self._closing:
+                self.owned |= mine
+                self.unpositioned |= mine
+
+    async def release(self) -> None:
+        """Drain what is owned, then own nothing. When it was lost already, in the other order: commits are refused."""
+        async with self._releasing:
+            leaving = self.owned
+            if not leaving:
+                return
+            if self._membership() != self.membership:
+                self._forget()
+            try:
+                await self._drain_off(leaving)
+            finally:
+                self._forget()
+
+    async def _drain_off(self, leaving: frozenset[TopicPartition]) -> None:
+        try:
+            async with asyncio.timeout(self._drain):
+                await self._on_revoke(leaving)
+        except TimeoutError:
+            log.warning("kafka_drain_timed_out", seconds=self._drain, partitions=sorted(leaving))
+
+    async def close(self) -> None:
+        """Drain for good: nothing is taken any more."""
+        self._closing = True
+        await self.release()
+
+    def is_damage_near(self) -> bool:
+        """Whether a partition that is read comes near to where it is damaged."""
+        self.damaged_ahead = {
+            source: first
+            for source, first in self.damaged_ahead.items()
+            if self.next_read.get(source, first + 1) <= first
+        }
+        return not self.paused.issuperset(self.damaged_ahead)
+
+    def pop_replacements(self) -> list[Batch]:
+        """What stands for damaged records, of those that are not paused; reading goes on behind them."""
+        due = [source for source in self.replacements if source not in self.paused]
+        batches = [self.replacements.pop(source) for source in due]
+        self.next_read.update({batch.source: batch.offsets[-1] + 1 for batch in batches})
+        return batches
+
+    def raise_failed(self) -> None:
+        """Raise for a partition that cannot be read on, unless the caller paused it to go on with the others."""
+        for source, error in self.failed.items():
+            if source not in self.paused:
+                raise error()
+
+    def select_commits(
+        self, processed: Mapping[TopicPartition, int]
+    ) -> tuple[dict[TopicPartition, int], set[TopicPartition]]:
+        """(the next offsets that may be committed, what is refused). Refused: not owned, from an earlier assignment, not read in
+        this one. Never behind what was asked for before: that is processed, too.
+        """
+        mine = {
+            source: max(offset + 1, self.requested.get(source, 0))
+            for source, offset in processed.items()
+            if source in self.owned and self._begun_at(source) <= offset + 1 <= self.next_read.get(source, -1)
+        }
+        self.requested.update(mine)
+        return mine, processed.keys() - mine.keys()
+
+    def _begun_at(self, source: TopicPartition) -> float:
+        is_lost = source in self.failed and self.next_read.get(source) == self.begun.get(source)
+        return math.inf if is_lost else self.begun.get(source, math.inf)

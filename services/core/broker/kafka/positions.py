@@ -1,0 +1,257 @@
+"""Where a member begins to read a partition that it was just assigned, and the record of which groups have begun where.
+
+A group goes on behind its commit. Without a commit it begins at `Start`, and that position is committed at once. Otherwise a
+group that began at "latest" would begin there again after every restart and skip the records in between, and retention could
+pass a group that never committed without anybody noticing.
+
+Three commits are not believed:
+- one that Kafka has expired: the group is on record as begun, so it stops instead of beginning anew;
+- one for an earlier topic of the same name: the group begins with the oldest record of the new topic;
+- one beyond the place where the log was cut off (`find_cuts`): the group goes on at the cut.
+
+A partition that was added to the topic after the group began is read from its beginning, whatever `Start` says: its first
+records are new. The number of partitions when the group began is in the metadata of every commit.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import msgspec
+import structlog
+
+from services.core import metrics
+from services.core.broker.contract import Start, TopicSpec, start_in
+from services.core.broker.errors import DataDamaged, PositionLost, TopicExists, Unavailable, UnknownTopic
+from services.core.broker.kafka.cluster import Cluster
+from services.core.broker.kafka.offsets import (
+    EARLIEST,
+    CommitMetadata,
+    Committed,
+    ends,
+    fetch_committed,
+    find_cuts,
+    list_offsets,
+    starts,
+)
+from services.core.broker.kafka.reader import ErrorFactory, read_at
+from services.core.broker.record import Batch, Record, TopicPartition
+
+log = structlog.get_logger()
+
+# The record of which groups have begun where. Kafka drops the offsets of a group that has had no members for
+# `offsets.retention.minutes` (seven days by default). Without a record of our own, such a group would look like a new one: at
+# "latest" it would skip the records that waited for it, at "earliest" it would deliver everything again. The metadata of a
+# commit cannot tell, because it goes with the commit; nor can a group of ours. So `penstock.groups` keeps it: one partition,
+# compacted, kept for ever, a small record per group and partition. The record is written after the first commit and before the
+# first record is read. A crash in between leaves a commit without a record; the next assignment writes it.
+
+GROUPS = "penstock.groups"
+SPEC = TopicSpec(GROUPS, 1, compact=True)
+_SOURCE = TopicPartition(GROUPS, 0)
+_SEPARATOR = "\n"
+_PAGE = 5000
+_REMEDY = (
+    "Try: another leader for the partition, whose copy may be intact (kafka-reassign-partitions); or, when every group has "
+    f"offsets (kafka-consumer-groups --describe), delete {GROUPS}: it is written anew from those"
+)
+_FOREIGN = "it is passed over. Try: let nobody but Penstock write to this topic"
+
+Append = Callable[[str, Sequence[Record]], Awaitable[None]]
+
+
+class GroupStart(NamedTuple):
+    """topic: the id of the topic in which the group began. partitions: how many it had then."""
+
+    topic: str
+    partitions: int
+
+
+class GroupStarts:
+    """The content of the topic, read on from where the last read ended. Safe for concurrent use."""
+
+    def __init__(self, cluster: Cluster, create: Callable[[TopicSpec], Awaitable[None]], append: Append) -> None:
+        self._cluster, self._create, self._append = cluster, create, append
+        self._known: dict[str, GroupStart] = {}
+        self._topic, self._next = "", 0
+        self._reading = asyncio.Lock()
+
+    async def find(self, group: str, sources: Collection[TopicPartition]) -> dict[TopicPartition, GroupStart]:
+        """Those of the partitions in which the group has begun. Raises Unavailable, also when the topic is damaged."""
+        async with self._reading:
+            await self._read_on()
+        keys = {source: _key(group, source) for source in sources}
+        return {source: self._known[key] for source, key in keys.items() if key in self._known}
+
+    async def record(self, group: str, begun: Mapping[TopicPartition, GroupStart]) -> None:
+        """Write the rows that are new; durable when it returns. Raises BrokerError kinds."""
+        new = {key: row for source, row in begun.items() if self._known.get(key := _key(group, source)) != row}
+        if not new:
+            return
+        if not self._topic:
+            with suppress(TopicExists):  # another process begins at this moment
+                await self._create(SPEC)
+        records = [Record(key.encode(), msgspec.json.encode(row), 0) for key, row in new.items()]
+        await self._append(GROUPS, records)
+        self._known |= new
+
+    async def copy(self, group: str, to: str, sources: Collection[TopicPartition]) -> bool:
+        """Group `to` has begun where `group` has, unless it has begun there itself; whether there was anything."""
+        theirs, own = await self.find(group, sources), await self.find(to, sources)
+        rows = {source: row for source, row in theirs.items() if source not in own}
+        await self.record(to, rows)
+        return bool(rows)
+
+    async def _read_on(self) -> None:
+        state = (await self._cluster.describe([GROUPS])).get(GROUPS)
+        found = "" if state is None else state.id
+        if found != self._topic:
+            self._topic, self._next, self._known = found, 0, {}
+        if not found:
+            return
+        end = (await ends(self._cluster, [_SOURCE]))[_SOURCE]
+        while self._next < end:
+            first = (await list_offsets(self._cluster, {_SOURCE: EARLIEST}))[_SOURCE]
+            try:
+                batch = await read_at(self._cluster, _SOURCE, max(first, self._next), _PAGE)
+            except DataDamaged as error:
+                raise Unavailable(f"{error}; {_REMEDY}") from error
+            if batch is not None:
+                self._record_batch(batch)
+            self._next = end if batch is None else batch.offsets[-1] + 1
+
+    def _record_batch(self, batch: Batch) -> None:
+        """Raises Unavailable for a damaged one: a group that is not found here begins anew, and skips what waits for it."""
+        if batch.damage is not None:
+            first, last, detail = batch.damage
+            raise Unavailable(f"{GROUPS}[0]: offsets {first} to {last} are damaged: {detail}. {_REMEDY}")
+        for offset, record in zip(batch.offsets, batch.records, strict=True):
+            try:
+                begun = msgspec.json.decode(record.value or b"", type=GroupStart)
+                self._known[(record.key or b"").decode()] = begun
+            except (ValueError, msgspec.MsgspecError) as error:
+                log.warning("groups_record_unreadable", topic=GROUPS, offset=offset, error=str(error), hint=_FOREIGN)
+
+
+def _key(group: str, source: TopicPartition) -> str:
+    return _SEPARATOR.join((group, source.topic, str(source.partition)))
+
+
+@dataclass(frozen=True, slots=True)
+class StartPositions:
+    """position: the next offset to read, by partition. fresh: those of them to be committed at once.
+
+    lost: partitions whose commit is gone, with the error to raise; their position is the oldest record's, and is not read from.
+    metadata: for the commits of this assignment. begun: for `GroupStarts`, once the fresh positions are committed.
+    """
+
+    position: dict[TopicPartition, int] = field(default_factory=dict)
+    fresh: set[TopicPartition] = field(default_factory=set)
+    lost: dict[TopicPartition, ErrorFactory] = field(default_factory=dict)
+    metadata: dict[TopicPartition, CommitMetadata] = field(default_factory=dict)
+    begun: dict[TopicPartition, GroupStart] = field(default_factory=dict)
+
+
+async def find_positions(
+    cluster: Cluster, begun: GroupStarts, group: str, sources: Collection[TopicPartition], start: Start
+) -> StartPositions:
+    """Decide, changing nothing. Raises UnknownTopic, Unavailable."""
+    topics = sorted({source.topic for source in sources})
+    states = await cluster.describe(topics)
+    if missing := set(topics) - states.keys():
+        raise UnknownTopic(f"Kafka has no topic {min(missing)!r}. Try: declare it under `streams:` in the pipe file")
+    everything = [TopicPartition(topic, number) for topic in topics for number in sorted(states[topic].partitions)]
+    ids = {topic: states[topic].id for topic in topics}
+    committed = await fetch_committed(cluster, group, everything)
+    on_record = await begun.find(group, everything)
+    live = {source: row for source, row in committed.items() if row.metadata.topic in ("", ids[source.topic])}
+    known = {source: row for source, row in on_record.items() if row.topic == ids[source.topic]}
+    expired = known.keys() - committed.keys()
+    replaced = {source.topic for source in (committed.keys() - live) | (on_record.keys() - known)}
+    counts = count_at_beginning(everything, live, known)
+    found = StartPositions()
+    wanted: dict[TopicPartition, Start] = {}
+    for source in sources:
+        epoch = states[source.topic].partitions[source.partition].epoch
+        found.metadata[source] = CommitMetadata(counts[source.topic], ids[source.topic], epoch if epoch >= 0 else None)
+        found.begun[source] = GroupStart(ids[source.topic], counts[source.topic])
+        if source in live:
+            found.position[source] = live[source].position
+            found.metadata[source] = found.metadata[source]._replace(epoch=live[source].metadata.epoch)
+            continue
+        if source.topic in replaced:
+            metrics.BROKER_MADE_ANEW.labels(group, source.topic).inc()
+            log.warning(
+                "stream_made_anew", group=group, topic=source.topic, partition=source.partition, hint=_MADE_ANEW
+            )
+        is_new = source.topic in replaced or source.partition >= counts[source.topic]
+        wanted[source] = "earliest" if is_new or source in expired else start_in(source.topic, start)
+    for beginning in set(wanted.values()):
+        those = [source for source, each in wanted.items() if each == beginning]
+        found.position.update(await starts(cluster, those, beginning))
+    found.fresh.update(wanted.keys() - expired)
+    await _stop_lost(cluster, group, found, [source for source in wanted if source in expired])
+    await _go_to_cuts(cluster, group, found)
+    return found
+
+
+_MADE_ANEW = "it is read from its oldest record; what the group had not read of the old topic is gone"
+
+
+def count_at_beginning(
+    everything: Collection[TopicPartition],
+    committed: Mapping[TopicPartition, Committed],
+    begun: Mapping[TopicPartition, GroupStart],
+) -> dict[str, int]:
+    """Per topic: the partitions when the group began, as its commits and the record say; those of now when neither does."""
+    counts: dict[str, int] = {}
+    for source in everything:
+        counts[source.topic] = counts.get(source.topic, 0) + 1
+    recorded = [(source.topic, row.metadata.partitions) for source, row in committed.items()]
+    recorded += [(source.topic, row.partitions) for source, row in begun.items()]
+    for topic, count in recorded:
+        if count is not None:
+            counts[topic] = min(counts[topic], count)
+    return counts
+
+
+async def _stop_lost(cluster: Cluster, group: str, found: StartPositions, lost: Collection[TopicPartition]) -> None:
+    if not lost:
+        return
+    end = await ends(cluster, lost)
+    for source in lost:
+        found.lost[source] = _lost(group, source, found.position[source], end[source])
+
+
+def _lost(group: str, source: TopicPartition, start: int, end: int) -> ErrorFactory:
+    return lambda: PositionLost(group, *source, start, end)
+
+
+async def _go_to_cuts(cluster: Cluster, group: str, found: StartPositions) -> None:
+    """Where the log was cut off below the commit, go on at the cut: what is read there now was written since."""
+    read = {
+        source: (found.position[source], note.epoch)
+        for source, note in found.metadata.items()
+        if note.epoch is not None and source not in found.fresh and source not in found.lost
+    }
+    cuts = await find_cuts(cluster, read)
+    first = await list_offsets(cluster, dict.fromkeys(cuts, EARLIEST))
+    for source, cut in cuts.items():
+        metrics.BROKER_LOGS_CUT_OFF.labels(group, source.topic).inc()
+        log.error(
+            "kafka_log_cut_off",
+            group=group,
+            topic=source.topic,
+            partition=source.partition,
+            committed=found.position[source],
+            cut_off_at=cut,
+            hint="Kafka lost its newest records here; this group had read them, others may not have. It goes on at "
+            "the cut. Try: unclean.leader.election.enable false, and see whether a broker's disk was restored",
+        )
+        found.position[source] = first[source] if cut is None else max(first[source], cut)
+        found.metadata[source] = found.metadata[source]._replace(epoch=None)
+        if cut is not None:
+            found.fresh.add(source)
+    await _stop_lost(cluster, group, found, [source for source, cut in cuts.items() if cut is None])

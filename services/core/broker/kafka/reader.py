@@ -1,0 +1,136 @@
+"""Reading without a group, and finding damage after a failed read. Not for throughput."""
+
+import time
+from collections.abc import Callable, Mapping
+from itertools import islice
+from typing import NamedTuple
+
+from services.core.broker.contract import MAX_POLL_BYTES
+from services.core.broker.errors import BrokerError, DataDamaged, OffsetOutOfRange, Unavailable, UnknownTopic
+from services.core.broker.kafka.cluster import Cluster
+from services.core.broker.kafka.offsets import EARLIEST, ends, fetch, leaders_of, list_offsets, partitions_of
+from services.core.broker.kafka.record_batch import (
+    BATCH_FRAMING,
+    MAX_BATCH_BYTES,
+    MAX_RECORD_BYTES,
+    Unreadable,
+    drop_aborted,
+    end_of,
+    find_unreadable,
+    first_offset,
+    make_batch,
+    readable_rows,
+)
+from services.core.broker.record import Batch, Damage, Record, TopicPartition
+
+ErrorFactory = Callable[[], BrokerError]
+
+_READ_BYTES = 2 * MAX_BATCH_BYTES
+"""A damaged batch of ours, and the whole one behind it."""
+_MAX_RAW = MAX_RECORD_BYTES - BATCH_FRAMING
+"""Leaves room for what a dead letter says of them."""
+
+
+class Damaged(NamedTuple):
+    """first: the first offset that cannot be read. is_next: it is the very next to be read. fault: what to raise for it.
+
+    replacement: what stands for it when reading can go on behind it, else None.
+    """
+
+    first: int
+    is_next: bool
+    fault: ErrorFactory
+    replacement: Batch | None
+
+
+async def find_gaps(cluster: Cluster, wanted: Mapping[TopicPartition, int]) -> dict[TopicPartition, ErrorFactory]:
+    """Those of the positions that lie outside of what is stored, with the error to raise for each."""
+    first = await list_offsets(cluster, dict.fromkeys(wanted, EARLIEST))
+    end = await ends(cluster, wanted)
+    return {
+        source: _gap(source, offset, first[source], end[source])
+        for source, offset in wanted.items()
+        if not first[source] <= offset <= end[source]
+    }
+
+
+def _gap(source: TopicPartition, wanted: int, first: int, end: int) -> ErrorFactory:
+    return lambda: OffsetOutOfRange(source.topic, source.partition, wanted, first, end)
+
+
+async def find_damage(cluster: Cluster, positions: Mapping[TopicPartition, int]) -> dict[TopicPartition, Damaged]:
+    """Read on at each position, two megabytes at most; those with a batch that cannot be read. Raises Unavailable."""
+    found: dict[TopicPartition, Damaged] = {}
+    leaders = await leaders_of(cluster, positions)
+    for source, offset in positions.items():
+        data = (await fetch(cluster, source, leaders[source], offset, max_bytes=_READ_BYTES)).data
+        unreadable = find_unreadable(data, offset)
+        if unreadable is None:
+            continue
+        resume = None
+        if unreadable.is_next and unreadable.passable:
+            resume = unreadable.resume or await _confirm(cluster, source, leaders[source], unreadable.claimed_end)
+        replacement = None if resume is None else _make_replacement(source, unreadable, resume - 1)
+        found[source] = Damaged(unreadable.first, unreadable.is_next, _fault(source, unreadable), replacement)
+    return found
+
+
+async def _confirm(cluster: Cluster, source: TopicPartition, leader: int, claimed_end: int | None) -> int | None:
+    """The claimed end, if that is the partition's end, or if an intact batch begins exactly there."""
+    if claimed_end is None:
+        return None
+    end = (await ends(cluster, [source]))[source]
+    if claimed_end < end:
+        behind = (await fetch(cluster, source, leader, claimed_end, max_bytes=1)).data
+        if not behind:
+            raise Unavailable(f"{source.topic}[{source.partition}]: nothing could be read at {claimed_end}")
+        return claimed_end if first_offset(behind) == claimed_end else None
+    return claimed_end if claimed_end == end else None
+
+
+def _make_replacement(source: TopicPartition, unreadable: Unreadable, last: int) -> Batch:
+    raw, detail = unreadable.raw, unreadable.detail
+    if len(raw) > _MAX_RAW:
+        detail += f"; of {len(raw)} bytes the first {_MAX_RAW} are kept"
+    record = Record(None, raw[:_MAX_RAW], time.time_ns() // 1_000_000)
+    return Batch(*source, [last], [record], Damage(unreadable.first, last, detail))
+
+
+def _fault(source: TopicPartition, unreadable: Unreadable) -> ErrorFactory:
+    last = max(unreadable.first, (unreadable.resume or unreadable.claimed_end or 0) - 1)
+    ranges = ((source.partition, unreadable.first, last),)
+    remedy = "Try: another leader for the partition, whose copy may be intact (kafka-reassign-partitions)"
+    return lambda: DataDamaged(source.topic, ranges, f"{unreadable.detail}. {remedy}")
+
+
+async def read_at(cluster: Cluster, source: TopicPartition, offset: int, max_records: int) -> Batch | None:
+    """The contract's `Reader.read`."""
+    if source not in await partitions_of(cluster, [source.topic]):
+        raise UnknownTopic(f"{source.topic} has no partition {source.partition}")
+    await _raise_gap(cluster, source, offset)
+    end = (await ends(cluster, [source]))[source]
+    if offset >= end:
+        return None
+    leader = (await leaders_of(cluster, [source]))[source]
+    try:
+        fetched = await fetch(cluster, source, leader, offset, max_bytes=MAX_POLL_BYTES)
+    except BrokerError:
+        await _raise_gap(cluster, source, offset)  # retention may have passed meanwhile
+        raise
+    if rows := list(islice(readable_rows(drop_aborted(*fetched), offset), max_records)):
+        return make_batch(source, rows)
+    damaged = (await find_damage(cluster, {source: offset})).get(source)
+    if damaged is not None and damaged.replacement is not None:
+        return damaged.replacement
+    if damaged is not None:
+        raise damaged.fault()
+    if not fetched.data:
+        raise Unavailable(f"{source.topic}[{source.partition}]: nothing could be read at {offset}, the end is {end}")
+    behind = end_of(fetched.data, offset)  # these were marks of transactions, and what was rolled back: no records
+    return await read_at(cluster, source, behind, max_records) if offset < behind < end else None
+
+
+async def _raise_gap(cluster: Cluster, source: TopicPartition, offset: int) -> None:
+    gaps = await find_gaps(cluster, {source: offset})
+    if source in gaps:
+        raise gaps[source]()

@@ -1,0 +1,131 @@
+"""Settings of topics and brokers: the limits of an append, and whether a topic keeps acknowledged records safe."""
+
+import math
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import structlog
+from aiokafka.protocol.admin import DescribeConfigsRequest
+
+from services.core.broker.errors import Unavailable, UnsafeTopic
+from services.core.broker.kafka.cluster import Cluster, TopicState
+from services.core.broker.kafka.error_codes import UNKNOWN_TOPIC, raise_for
+
+log = structlog.get_logger()
+
+_TOPIC, _BROKER = 2, 4
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """max_batch_bytes: the topic's max.message.bytes, which is about whole batches. min_in_sync: its min.insync.replicas."""
+
+    max_batch_bytes: int
+    min_in_sync: int
+
+
+async def read_settings(cluster: Cluster, topic: str, names: Sequence[str]) -> dict[str, str]:
+    """The topic's settings as they are in force, the cluster's where it has none. Raises UnknownTopic, Unavailable."""
+    answer = await cluster.ask_any(DescribeConfigsRequest([(_TOPIC, topic, list(names))]))
+    code, _, _, _, entries = answer.resources[0]
+    if code == UNKNOWN_TOPIC and topic in await cluster.describe([topic]):
+        raise Unavailable(f"settings of {topic}: the node that was asked has not heard of it yet")
+    raise_for(code, f"settings of {topic}")
+    return {entry[0]: entry[1] for entry in entries}
+
+
+async def read_broker_setting(cluster: Cluster, name: str) -> str:
+    """As one of the nodes has it in force. Raises Unavailable."""
+    node = min(broker.nodeId for broker in (await cluster.client()).cluster.brokers())
+    answer = await cluster.ask(node, DescribeConfigsRequest([(_BROKER, str(node), [name])]))
+    code, _, _, _, entries = answer.resources[0]
+    raise_for(code, f"settings of Kafka's node {node}")
+    return str(entries[0][1])
+
+
+class TopicLimits:
+    """A cache over DescribeConfigs. Sending never waits for it twice: a node that is frozen must not hold up the others."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self._known: dict[str, tuple[float, Limits]] = {}
+
+    async def find(self, topic: str, *, max_age: float = math.inf) -> Limits:
+        """At most `max_age` seconds old. Raises UnknownTopic, Unavailable."""
+        known = self._known.get(topic)
+        if known is not None and time.monotonic() - known[0] <= max_age:
+            return known[1]
+        values = await read_settings(self._cluster, topic, ["max.message.bytes", "min.insync.replicas"])
+        limits = Limits(int(values["max.message.bytes"]), int(values["min.insync.replicas"]))
+        self._known[topic] = (time.monotonic(), limits)
+        return limits
+
+    def forget(self, topic: str) -> None:
+        """Read it anew next time: the broker just proved it outdated."""
+        self._known.pop(topic, None)
+
+
+# acks=all promises that an acknowledged record survives the loss of a broker. A topic that others made may not keep that promise.
+# A cluster may also drop the offsets of a group sooner than the topic's records. A group that comes back then stops (see
+# `positions`). That is a warning and no refusal: nothing is lost, and the setting is the whole cluster's.
+
+MIN_IN_SYNC = "min.insync.replicas"
+UNCLEAN = "unclean.leader.election.enable"
+REPLICAS = "replication.factor"
+
+_ENOUGH = 3
+"""From so many brokers on, two can have every record while one is away."""
+
+OFFSETS = "offsets.retention.minutes"
+RETENTION = "retention.ms"
+
+_Problem = tuple[str, str, str]
+
+
+async def check_durability(cluster: Cluster, topics: Collection[str]) -> None:
+    """See `contract.Admin`. One request per topic. Raises UnsafeTopic, Unavailable."""
+    states = await cluster.describe(list(topics))
+    brokers = len((await cluster.client()).cluster.brokers())
+    problems: list[_Problem] = []
+    kept: dict[str, int] = {}
+    for topic, state in states.items():
+        settings = await read_settings(cluster, topic, [MIN_IN_SYNC, UNCLEAN, RETENTION])
+        problems += find_problems(topic, state, settings[MIN_IN_SYNC], settings[UNCLEAN], brokers)
+        kept[topic] = int(settings[RETENTION])
+    if problems:
+        raise UnsafeTopic(problems)
+    if kept:
+        warn_of_short_offsets(int(await read_broker_setting(cluster, OFFSETS)), kept)
+
+
+def warn_of_short_offsets(minutes: int, kept: Mapping[str, int]) -> None:
+    """`minutes`: for which the offsets of a group without members are kept. kept: topics' retention, ms; -1: for ever."""
+    longer = {topic: ms for topic, ms in kept.items() if ms > minutes * 60_000}
+    if longer:
+        topic = max(longer, key=lambda topic: longer[topic])
+        log.warning(
+            "kafka_offsets_expire_early",
+            offsets_kept_hours=minutes / 60,
+            longest_kept_topic=topic,
+            its_retention_hours=longer[topic] / 3_600_000,
+            hint=f"a destination that is away for longer than its offsets are kept stops and waits for you. Try: {OFFSETS} of at "
+            f"least {math.ceil(longer[topic] / 60_000)} in the brokers' configuration",
+        )
+
+
+def find_problems(topic: str, state: TopicState, min_in_sync: str, unclean: str, brokers: int) -> Iterator[_Problem]:
+    """What is wrong: (topic, key, text). `brokers`: how many the cluster has; those of the moment are what it knows of."""
+    replicas = [partition.replicas for partition in state.partitions.values()]
+    fewest, most, needed = min(replicas), max(replicas), int(min_in_sync)
+    if fewest < needed:
+        text = f"{fewest} replicas and {MIN_IN_SYNC} {needed}: no write can ever be acknowledged. "
+        text += f"Try: kafka-reassign-partitions for more replicas, or kafka-configs to set {MIN_IN_SYNC} to {fewest}"
+        yield topic, REPLICAS, text
+    elif needed == 1 and max(brokers, most) >= _ENOUGH:
+        text = f"1 of {fewest} replicas: an acknowledged event may lie on one broker alone, and is lost with it. Try: "
+        text += "" if fewest > 1 else "kafka-reassign-partitions for three replicas, then "
+        yield topic, MIN_IN_SYNC, text + f"kafka-configs to set {MIN_IN_SYNC} to 2"
+    if unclean == "true" and most > 1:
+        text = "true: a broker without the newest acknowledged events may become leader, and they are lost. "
+        yield topic, UNCLEAN, text + f"Try: kafka-configs to set {UNCLEAN} to false"

@@ -1,0 +1,97 @@
+"""Reading partitions without a group: from beginning to end, or the newest records."""
+
+from collections.abc import AsyncIterator
+from datetime import UTC, datetime
+
+from services.core.broker.contract import Broker, PartitionRange, Reader
+from services.core.broker.errors import DataDamaged, OffsetOutOfRange, UnknownTopic
+from services.core.broker.record import Batch, TopicPartition
+
+PAGE = 500
+
+
+async def read_topic(reader: Reader, topic: str, partition: int, held: PartitionRange) -> AsyncIterator[Batch]:
+    """The batches of `held.start <= offset < held.end`, at most PAGE records each, batches of damage among them.
+
+    Records that retention removes meanwhile are skipped. Raises DataDamaged, Unavailable.
+    """
+    offset = held.start
+    while offset < held.end:
+        try:
+            batch = await reader.read(topic, partition, offset, max_records=PAGE)
+        except OffsetOutOfRange as error:
+            if error.start <= offset:
+                raise
+            offset = error.start
+            continue
+        if batch is None:
+            return
+        count = sum(1 for found in batch.offsets if found < held.end)
+        if count:
+            yield Batch(topic, partition, batch.offsets[:count], batch.records[:count], batch.damage)
+        offset = batch.offsets[-1] + 1
+
+
+READ_RECORDS = 2_000
+
+
+async def scan(
+    reader: Reader, topic: str, partition: int, start: int | None, end: int | None, held: PartitionRange | None = None
+) -> AsyncIterator[Batch]:
+    """The batches of `start <= offset < end`; None: the beginning, the end at the time of the call.
+
+    held: the range that the partition holds, when the caller knows it. Damaged and expired records are skipped. Raises
+    UnknownTopic, Unavailable.
+    """
+    held = held or (await reader.describe(topic)).get(partition)
+    if held is None:
+        return
+    at, stop = max(held.start, start or 0), held.end if end is None else min(held.end, end)
+    while at < stop:
+        try:
+            batch = await reader.read(topic, partition, at, max_records=READ_RECORDS)
+        except DataDamaged as error:
+            at = max(at, *(last for _, _, last in error.ranges)) + 1
+            continue
+        except OffsetOutOfRange as error:
+            if error.start <= at:
+                return
+            at = error.start
+            continue
+        if batch is None:
+            return
+        if batch.damage is None:
+            yield batch
+        at = batch.offsets[-1] + 1
+
+
+_PAGE_EVENTS = 1000
+
+
+async def read_tail(broker: Broker, topic: str, since_ms: int, most: int) -> AsyncIterator[Batch]:
+    """The records written since then, by their timestamps; about `most` of a partition.
+
+    When there are more: the newest, but the oldest where offsets are not contiguous. Reads to the end at the time of the call.
+    An unknown topic gives nothing. Raises BrokerError kinds.
+    """
+    try:
+        starts = await broker.reader.offsets_at(topic, datetime.fromtimestamp(since_ms / 1000, UTC))
+        held = await broker.reader.describe(topic)
+    except UnknownTopic:
+        return
+    for partition, start in starts.items():
+        found = held[partition]
+        newest = max(start, found.start, found.end - most if broker.features.contiguous_offsets else 0)
+        async for batch in _read_to(broker, TopicPartition(topic, partition), newest, found.end, most):
+            yield batch
+
+
+async def _read_to(broker: Broker, source: TopicPartition, offset: int, end: int, most: int) -> AsyncIterator[Batch]:
+    """The batches of `offset` to before `end`, about `most` records."""
+    while offset < end and most > 0:
+        batch = await broker.reader.read(*source, offset, max_records=min(most, _PAGE_EVENTS))
+        if batch is None:
+            return
+        yield batch
+        offset = batch.offsets[-1] + 1
+        most -= len(batch.offsets)

@@ -1,0 +1,411 @@
+"""The loop of every service that reads topics through a consumer group: join, poll, commit, drain, join again."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
+from typing import Any, NoReturn, Protocol
+
+import structlog
+
+from services.core import metrics
+from services.core.backoff import Backoff
+from services.core.broker.contract import Broker, Consumer, Lag, Start
+from services.core.broker.errors import BrokerError, DataDamaged, NotOwner, OffsetOutOfRange
+from services.core.broker.offset_tracker import OffsetTracker
+from services.core.broker.record import Batch, Damage, TopicPartition
+from services.core.lifecycle import wait_for_stop
+
+log = structlog.get_logger()
+
+REVOKE_WAIT_S = 5.0
+"""How long a revoked partition waits for its records: a healthy receiver's response, not a hanging one's time-out."""
+_POLL_WAIT_S = 1.0
+_MAX_POLL_RECORDS = 1000
+_POLL_ERROR_WAIT_S = 0.5
+_LAG_INTERVAL_S = 2.0
+_NO_TOPIC_WAIT_S = 30.0
+_REJOIN_WAIT_S, _MAX_REJOIN_WAIT_S = 0.2, 5.0
+_COMMIT_WAIT_S, _MAX_COMMIT_WAIT_S = 0.1, 5.0
+
+
+class Ledger(Protocol):
+    """Reports the settled events of a group to the observer."""
+
+    async def measure_ends(self) -> None:
+        """Called just before the lag is measured. Raises BrokerError kinds."""
+
+    async def set_lags(self, own: Mapping[TopicPartition, Lag]) -> None:
+        """The lag of this member's partitions. Raises BrokerError kinds."""
+
+    async def report(self) -> None:
+        """Returns when every event settled before is reported durably. Raises BrokerError kinds."""
+
+
+class Processor(Protocol):
+    """What a service does with the records of one membership. Only the `async` methods wait."""
+
+    @property
+    def tracker(self) -> OffsetTracker:
+        """The membership adds each batch that it gives to `accept`; the processor settles its records."""
+
+    @property
+    def ledger(self) -> Ledger: ...
+
+    def open(self, membership: "Membership", tasks: asyncio.TaskGroup) -> Iterable[Coroutine[Any, Any, None]]:
+        """The group is joined: tasks belong to `tasks` from now on. Returns work that runs until all is drained."""
+
+    async def wait_for_room(self) -> int:
+        """How many records may be polled; waits while that is none."""
+
+    def reads(self, topic: str) -> bool:
+        """Whether batches of this topic are accepted. The others are not polled."""
+
+    async def prepare(self, polled: Collection[TopicPartition], assigned: Collection[TopicPartition]) -> None:
+        """Before batches of `polled` are accepted. Those of a partition that is revoked meanwhile are dropped."""
+
+    def accept(self, batch: Batch) -> None:
+        """These records are in flight from now on."""
+
+    async def drain_partitions(self, partitions: frozenset[TopicPartition], limit: float) -> None:
+        """Start nothing more of these, finish what is under way within `limit` seconds, and forget the rest."""
+
+    def disown(self, partitions: Collection[TopicPartition]) -> None:
+        """These belong to another member. What is still under way of them must not settle anything."""
+
+    async def drain(self, limit: float) -> bool:
+        """As `drain_partitions`, for all partitions, before the membership ends. Whether `limit` was enough."""
+
+    def stop(self) -> None:
+        """End all work now. What is not settled stays so."""
+
+    def update_metrics(self) -> None:
+        """Called at every commit interval."""
+
+
+class Membership:
+    """One membership in a consumer group. The words, once:
+
+    - A record is **in flight** from `accept` until it is settled.
+    - It is **settled** when it is final for the group: delivered, or durable in another topic.
+    - The **committable** offset of a partition is the last one up to which every record is settled (`OffsetTracker`).
+    - The **committed** offset is durable at the broker: the next owner continues behind it.
+
+    Reported before committed: the ledger's report of the settled events is durable before their offsets are committed.
+
+    When a partition is revoked: (1) no more of its records are started, and the processor has REVOKE_WAIT_S seconds to finish
+    those under way; (2) what is settled is reported and committed, within as many seconds again; (3) the tracker forgets the
+    partition and the processor disowns it. What was in flight and not settled is polled again by the next owner. So events
+    may be delivered twice, and none is lost.
+
+    An offset is only good for the ownership in which it was polled: the same partition may come back as a topic that was
+    deleted and created anew, with other events at the same offsets. So an offset is committed only if its partition was
+    not revoked since (`still_owned`), also while the report was written, and whoever was revoked settles nothing.
+
+    Records that are missing or damaged stop their partition, are counted and logged; the others go on. Nothing is reset or
+    skipped. Made before joining, because a revocation may come from the first moment on.
+    """
+
+    def __init__(
+        self, group: str, processor: Processor, commit_interval: float, set_up: Callable[[bool], None]
+    ) -> None:
+        self._group, self._processor, self._set_up = group, processor, set_up
+        self._commit_interval = commit_interval
+        self._consumer: Consumer | None = None
+        self._committing = asyncio.Lock()
+        self._over = asyncio.Event()
+        self._is_failing_to_commit = False
+        self._stuck: set[TopicPartition] = set()
+        """Partitions in which records are missing."""
+        self._revoked: set[TopicPartition] = set()
+        """Since the last poll returned."""
+        self._shown: set[TopicPartition] = set()
+        """Partitions whose lag is a metric."""
+
+    def end(self) -> None:
+        """Drain and leave the group; its member then joins again."""
+        self._over.set()
+
+    def pause(self, source: TopicPartition) -> None:
+        """Poll no records of this partition."""
+        if self._consumer is not None:
+            self._consumer.pause([source])
+
+    def resume(self, source: TopicPartition) -> None:
+        """Undo `pause`."""
+        if self._consumer is not None and source not in self._stuck:
+            self._consumer.resume([source])
+
+    async def run(self, consumer: Consumer, stopping: asyncio.Event, drain: float) -> bool:
+        """Until `stopping` or `end`; then drain within `drain` seconds, and commit within REVOKE_WAIT_S more. Returns whether the
+        drain time was enough.
+
+        Raises an ExceptionGroup when the membership cannot go on.
+        """
+        self._consumer = consumer
+        async with asyncio.TaskGroup() as group:
+            beside = [group.create_task(work) for work in self._processor.open(self, group)]
+            beside.append(group.create_task(self._keep_committing()))
+            beside.append(group.create_task(self._keep_measuring(consumer)))
+            polling = group.create_task(self._poll(consumer))
+            ends = [group.create_task(event.wait()) for event in (stopping, self._over)]
+            try:
+                await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+                for task in (polling, *ends):
+                    task.cancel()
+                is_drained = await self._processor.drain(drain)
+            finally:  # also when a task failed: no timer may start work in a group that is over
+                self._processor.stop()
+            for work in beside:
+                work.cancel()
+            await self._try_commit(
+                REVOKE_WAIT_S
+            )  # a report that hangs must not keep the partitions from the next owner
+        self._processor.update_metrics()
+        return is_drained
+
+    async def revoke(self, partitions: frozenset[TopicPartition]) -> None:
+        """`contract.OnRevoke`, as the class says."""
+        self._revoked |= partitions
+        try:
+            await self._processor.drain_partitions(partitions, REVOKE_WAIT_S)
+            if self._consumer is not None:
+                await self._try_commit(REVOKE_WAIT_S)
+        finally:  # also when the backend cuts this off: what stays would block the partitions when they come back
+            self._disown(partitions)
+            self._stuck -= partitions
+            self._hide_lags(partitions)
+
+    def _disown(self, partitions: Collection[TopicPartition]) -> None:
+        self._processor.tracker.remove(partitions)
+        self._processor.disown(partitions)
+
+    async def _poll(self, consumer: Consumer) -> NoReturn:
+        processor, is_failing = self._processor, False
+        while True:
+            room = min(await processor.wait_for_room(), _MAX_POLL_RECORDS)
+            consumer.pause({source for source in consumer.assignment() if not processor.reads(source.topic)})
+            try:
+                batches = await consumer.poll(max_records=room, max_wait=_POLL_WAIT_S)
+            except (OffsetOutOfRange, DataDamaged) as error:
+                self._stop_reading(consumer, error)
+                continue
+            except BrokerError as error:
+                if not error.retriable:
+                    raise
+                if not is_failing:
+                    log.warning("poll_failed", group=self._group, error=str(error))
+                is_failing = True
+                await asyncio.sleep(_POLL_ERROR_WAIT_S)
+                continue
+            is_failing = False
+            self._revoked.clear()
+            await processor.prepare({batch.source for batch in batches}, consumer.assignment())
+            for batch in batches:  # in one turn of the event loop: nothing is revoked between this check and `accept`
+                if batch.source in self._revoked or not processor.reads(batch.topic):
+                    continue
+                if batch.damage is not None:
+                    _log_damage(self._group, batch, batch.damage)
+                processor.tracker.add(batch)
+                processor.accept(batch)
+
+    def _stop_reading(self, consumer: Consumer, error: OffsetOutOfRange | DataDamaged) -> None:
+        missing = _count_missing(error)
+        for source in missing.keys() - self._stuck:
+            metrics.BROKER_GAP_RECORDS.labels(self._group, source.topic).inc(missing[source])
+            log.error(
+                "records_missing",
+                group=self._group,
+                topic=source.topic,
+                partition=source.partition,
+                missing=missing[source],
+                error=str(error),
+                hint="this partition waits, the others go on. Try: stop the service, repair or move the group on, start it",
+            )
+        if missing.keys() <= self._stuck:
+            raise error  # nothing to pause, or pausing did not help: leave, and join again later
+        self._stuck |= missing.keys()
+        self._set_up(False)
+        consumer.pause(set(missing))
+
+    async def commit(self) -> None:
+        """Report, then commit what is committable. Tries until it works: for a processor that waits for its commit.
+
+        Raises BrokerError kinds that are not retriable.
+        """
+        retry = Backoff(_COMMIT_WAIT_S, _MAX_COMMIT_WAIT_S)
+        while True:
+            try:
+                await self._commit_once()
+            except BrokerError as error:
+                if not error.retriable:
+                    raise
+                if retry.fail():
+                    log.warning("commit_failed", group=self._group, error=str(error))
+                await retry.wait()
+            else:
+                return
+
+    async def _keep_committing(self) -> NoReturn:
+        while True:
+            await asyncio.sleep(self._commit_interval)
+            await self._try_commit()
+            self._processor.update_metrics()
+
+    async def _try_commit(self, limit: float | None = None) -> None:
+        """Within `limit` seconds. What fails is tried again at the next interval; committing twice is harmless."""
+        try:
+            async with asyncio.timeout(limit):
+                await self._commit_once()
+        except (BrokerError, TimeoutError) as error:
+            if not self._is_failing_to_commit:
+                reason = f"it took more than {limit:g} s" if limit is not None and not str(error) else str(error)
+                log.warning("commit_failed", group=self._group, error=reason, hint="it is tried again every turn")
+            self._is_failing_to_commit = True
+        else:
+            self._is_failing_to_commit = False
+
+    async def _commit_once(self) -> None:
+        """Raises BrokerError kinds but NotOwner, which is counted."""
+        assert self._consumer is not None
+        tracker = self._processor.tracker
+        async with self._committing:
+            marks = tracker.committable()
+            refused: set[TopicPartition] = set()
+            await self._processor.ledger.report()
+            marks = tracker.still_owned(marks)
+            try:
+                if marks:
+                    await self._consumer.commit(marks)
+            except NotOwner as error:
+                refused = {TopicPartition(*source) for source in error.partitions}
+                metrics.BROKER_COMMITS_REFUSED.labels(self._group).inc(len(refused))
+                # Partitions that are owned again by now are tracked anew; the refused offsets are not theirs.
+                self._disown(refused - self._consumer.assignment())
+            tracker.record_commit(marks, refused=refused)
+
+    async def _keep_measuring(self, consumer: Consumer) -> NoReturn:
+        while True:
+            try:
+                await self._processor.ledger.measure_ends()
+                lags = await consumer.lag()
+                self._show_lags(lags)
+                await self._processor.ledger.set_lags(lags)
+            except BrokerError as error:
+                log.debug("lag_unknown", group=self._group, error=str(error))
+            await asyncio.sleep(_LAG_INTERVAL_S)
+
+    def _show_lags(self, lags: Mapping[TopicPartition, Lag]) -> None:
+        for source, lag in lags.items():
+            labels = (self._group, source.topic, str(source.partition))
+            metrics.BROKER_LAG_RECORDS.labels(*labels).set(lag.records)
+            metrics.BROKER_LAG_SECONDS.labels(*labels).set(lag.millis / 1000)
+        self._shown |= lags.keys()
+
+    def _hide_lags(self, partitions: Collection[TopicPartition]) -> None:
+        """The next owner shows these."""
+        for source in self._shown.intersection(partitions):
+            labels = (self._group, source.topic, str(source.partition))
+            metrics.BROKER_LAG_RECORDS.remove(*labels)
+            metrics.BROKER_LAG_SECONDS.remove(*labels)
+            self._shown.discard(source)
+
+
+class GroupMember:
+    """A member of a consumer group over all its memberships: joins, and joins again when a membership ends.
+
+    make_processor: called for each membership. find_topics: the topics to read; while there are none it does not join.
+    set_up: called with whether the member is in its group and reads.
+    """
+
+    def __init__(
+        self,
+        broker: Broker,
+        group: str,
+        make_processor: Callable[[], Processor],
+        find_topics: Callable[[], Awaitable[Sequence[str]]],
+        *,
+        start: Start = "earliest",
+        commit_interval: float,
+        set_up: Callable[[bool], None] = lambda _is_up: None,
+    ) -> None:
+        self._broker, self._group, self._start = broker, group, start
+        self._make_processor, self._find_topics = make_processor, find_topics
+        self._commit_interval, self._set_up = commit_interval, set_up
+        self._retry = Backoff(_REJOIN_WAIT_S, _MAX_REJOIN_WAIT_S)
+        self.waits_for: str | None = "has not joined its group yet"
+        """Why it is no member, for a person; None while it is one."""
+        self.is_drained = True
+        """Whether everything under way was settled when the last membership ended."""
+
+    async def run(self, stopping: asyncio.Event, drain: float) -> None:
+        """Until `stopping`; then drains within about `drain` seconds. Raises nothing: broker failures are waited out.
+
+        The waits grow while joining fails, and start anew with each membership that was reached.
+        """
+        while not stopping.is_set():
+            try:
+                await self._join(stopping, drain)
+            except* Exception as errors:  # also a fault of ours: what is not committed is polled again
+                self.waits_for = str(self._count_failure(errors))
+                self._set_up(False)
+            if not stopping.is_set():
+                await self._retry.wait(stopping)
+        self._set_up(False)
+
+    async def _join(self, stopping: asyncio.Event, drain: float) -> None:
+        topics = await self._find_topics()
+        if not topics:
+            await wait_for_stop(stopping, _NO_TOPIC_WAIT_S)
+            return
+        membership = Membership(self._group, self._make_processor(), self._commit_interval, self._set_up)
+        joining = self._broker.consumer(self._group, topics, start=self._start, on_revoke=membership.revoke)
+        async with joining as consumer:
+            log.info("group_joined", group=self._group, topics=topics)
+            self._retry.reset()
+            self.waits_for = None
+            self._set_up(True)
+            self.is_drained = await membership.run(consumer, stopping, drain)
+
+    def _count_failure(self, errors: BaseExceptionGroup[Exception]) -> BaseException:
+        """Returns the first cause. Logs failure 1, 2, 4, 8 and so on of a series: a long one is neither silent nor a flood."""
+        first: BaseException = errors
+        while isinstance(first, BaseExceptionGroup):
+            first = first.exceptions[0]
+        reason = type(first).__name__
+        metrics.BROKER_REJOINS.labels(self._group, reason).inc()
+        self._retry.fail()
+        if self._retry.failures & (self._retry.failures - 1) == 0:
+            log.error(
+                "membership_failed",
+                group=self._group,
+                error=str(first),
+                kind=reason,
+                failures=self._retry.failures,
+                hint="it joins again by itself; nothing is lost. Try: penstock up creates missing topics",
+                exc_info=None if isinstance(first, BrokerError) else first,
+            )
+        return first
+
+
+def _log_damage(group: str, batch: Batch, damage: Damage) -> None:
+    """Records that cannot be read although those behind them can."""
+    metrics.BROKER_DAMAGED_RECORDS.labels(group, batch.topic).inc(damage.last - damage.first + 1)
+    log.error(
+        "records_damaged",
+        group=group,
+        topic=batch.topic,
+        partition=batch.partition,
+        first=damage.first,
+        last=damage.last,
+        error=damage.detail,
+        hint="their stored bytes go to the dead letters, the rest goes on. Try: check the disks of the brokers",
+    )
+
+
+def _count_missing(error: OffsetOutOfRange | DataDamaged) -> dict[TopicPartition, int]:
+    if isinstance(error, OffsetOutOfRange):
+        return {TopicPartition(error.topic, error.partition): error.missing}
+    missing: dict[TopicPartition, int] = {}
+    for partition, first, last in error.ranges:
+        source = TopicPartition(error.topic, partition)
+        missing[source] = missing.get(source, 0) + last - first + 1
+    return missing

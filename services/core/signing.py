@@ -1,0 +1,205 @@
+"""Standard Webhooks signatures, and the secrets that make them.
+
+A receiver knows by the signature that a request is ours, and that it was not altered or replayed. Signed is
+`{webhook-id}.{webhook-timestamp}.{body}` with HMAC-SHA256. The header carries one `v1,<base64>` per key, so that keys can be
+rotated: add the new key, let receivers change, remove the old one. A secret comes from a file that others cannot read, or from
+an environment variable; the pipe file never holds it. The files are watched: a rotation takes effect without a restart.
+"""
+
+import base64
+import binascii
+import hashlib
+import hmac
+import os
+import stat
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import structlog
+
+from services.core import metrics
+from services.core.file_watch import FileWatch
+from services.core.pipes import Secret
+
+ID_HEADER = "webhook-id"
+TIMESTAMP_HEADER = "webhook-timestamp"
+SIGNATURE_HEADER = "webhook-signature"
+PREFIX = "whsec_"
+TOLERANCE = 300.0
+"""Seconds that a request's timestamp may be off before `verify` takes it for a replay."""
+_MIN_BYTES, _MAX_BYTES = 24, 64
+_BLOCK_BYTES = 64
+"""Of SHA-256; no secret is longer."""
+_MAX_SIGNATURES = 20
+
+
+class BadSecret(ValueError):
+    """Not a signing secret; the message never repeats it. Try: whsec_ + base64 of 24 to 64 random bytes."""
+
+
+class BadSignature(Exception):
+    """The request is not authentic, or too old or too new."""
+
+
+class SigningKey:
+    """A secret in use. Its repr shows nothing."""
+
+    __slots__ = ("_inner", "_outer")
+
+    def __init__(self, key: bytes) -> None:
+        if not _MIN_BYTES <= len(key) <= _MAX_BYTES:
+            raise BadSecret(f"a signing secret has {_MIN_BYTES} to {_MAX_BYTES} bytes. Try: openssl rand -base64 32")
+        padded = key.ljust(_BLOCK_BYTES, b"\0")
+        self._inner = hashlib.sha256(bytes(byte ^ 0x36 for byte in padded))
+        self._outer = hashlib.sha256(bytes(byte ^ 0x5C for byte in padded))
+
+    @classmethod
+    def parse(cls, text: str) -> "SigningKey":
+        """From `whsec_…` or the base64 alone, with or without padding. Raises BadSecret."""
+        encoded = text.strip().removeprefix(PREFIX).rstrip("=")
+        try:
+            return cls(base64.b64decode(encoded + "=" * (-len(encoded) % 4), validate=True))
+        except (binascii.Error, UnicodeEncodeError, ValueError) as error:
+            if isinstance(error, BadSecret):
+                raise
+            raise BadSecret("a signing secret is whsec_ followed by base64. Try: openssl rand -base64 32") from None
+
+    def digest(self, *pieces: bytes) -> bytes:
+        """HMAC-SHA256 (RFC 2104) of the pieces joined. Its two hashes are copied, not begun anew: half the time of hmac's."""
+        inner, outer = self._inner.copy(), self._outer.copy()
+        for piece in pieces:
+            inner.update(piece)
+        outer.update(inner.digest())
+        return outer.digest()
+
+    def __repr__(self) -> str:
+        return "SigningKey(***)"
+
+
+def sign(keys: Sequence[SigningKey], message_id: str, timestamp: int, body: bytes) -> str:
+    """The `webhook-signature` header: one signature per key, space-separated. timestamp in seconds since the epoch."""
+    head = b"%b.%d." % (message_id.encode(), timestamp)
+    return " ".join(["v1," + binascii.b2a_base64(key.digest(head, body), newline=False).decode() for key in keys])
+
+
+def verify(keys: Sequence[SigningKey], headers: Mapping[str, str], body: bytes, *, now: float) -> str:
+    """The webhook-id of an authentic request. `headers` is case-insensitive or lower-case; `now` in seconds since the epoch.
+
+    Raises BadSignature. Compares in constant time.
+    """
+    message_id, stamp = headers.get(ID_HEADER), headers.get(TIMESTAMP_HEADER)
+    given = headers.get(SIGNATURE_HEADER)
+    if not message_id or not stamp or not given:
+        raise BadSignature(f"{ID_HEADER}, {TIMESTAMP_HEADER} and {SIGNATURE_HEADER} are needed")
+    if not stamp.isascii() or not stamp.isdigit() or len(stamp) > 12:
+        raise BadSignature(f"{TIMESTAMP_HEADER} is no number of seconds")
+    if abs(now - int(stamp)) > TOLERANCE:
+        raise BadSignature(f"{TIMESTAMP_HEADER} is more than {TOLERANCE:.0f} s off")
+    message = b"%b.%b.%b" % (message_id.encode(errors="surrogateescape"), stamp.encode(), body)
+    digests = [key.digest(message) for key in keys]
+    for part in given.split(" ")[:_MAX_SIGNATURES]:
+        version, _, encoded = part.partition(",")
+        try:
+            signature = base64.b64decode(encoded, validate=True)
+        except (binascii.Error, ValueError):
+            continue
+        if version == "v1" and any(hmac.compare_digest(signature, digest) for digest in digests):
+            return message_id
+    raise BadSignature("no signature matches")
+
+
+_MAX_FILE_BYTES = 10_000
+_MAX_KEYS = 10
+
+
+def read_signing_keys(secret: Secret, folder: Path, environ: Mapping[str, str]) -> tuple[SigningKey, ...]:
+    """The keys, newest first, at least one. A relative file is looked for in `folder` (the pipe file's). Blocking.
+
+    Raises BadSecret for a person; the message names the file or variable, never its content.
+    """
+    return parse_secret(*read_secret(secret, folder, environ))
+
+
+def read_secret(secret: Secret, folder: Path, environ: Mapping[str, str]) -> tuple[str, str]:
+    """What is in the file or variable, and its name for a person. Blocking. Raises BadSecret."""
+    if secret.env is not None:
+        text, where = environ.get(secret.env), f"the variable {secret.env}"
+        if text is None:
+            raise BadSecret(f"{where} is not set. Try: put a line into it that `penstock keys secret` made")
+        return text, where
+    assert secret.file is not None
+    path = folder / secret.file
+    return _read_private(path), str(path)
+
+
+def parse_secret(text: str, where: str) -> tuple[SigningKey, ...]:
+    """The keys, newest first, at least one. Raises BadSecret, which names `where` and never the text."""
+    lines = [line for line in text.split() if line]
+    if not 1 <= len(lines) <= _MAX_KEYS:
+        raise BadSecret(f"{where} holds {len(lines)} secrets; 1 to {_MAX_KEYS} are needed, one a line")
+    try:
+        return tuple(SigningKey.parse(line) for line in lines)
+    except BadSecret as error:
+        raise BadSecret(f"{where}: {error}") from None
+
+
+def _read_private(path: Path) -> str:
+    try:
+        # not blocking: a pipe in this place must be refused, not waited for
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+            mode = os.fstat(file.fileno()).st_mode
+            if not stat.S_ISREG(mode):
+                raise BadSecret(f"{path} is no plain file")
+            if mode & stat.S_IRWXO:
+                raise BadSecret(f"{path} can be read by everybody on this machine. Try: chmod 600 {path}")
+            return file.read(_MAX_FILE_BYTES).decode("ascii", errors="replace")
+    except FileNotFoundError as error:
+        raise BadSecret(f"{path} cannot be read: {error.strerror}. Try: penstock keys secret {path}") from None
+    except OSError as error:
+        raise BadSecret(f"{path} cannot be read: {error.strerror}") from None
+
+
+log = structlog.get_logger()
+
+_STALE = (
+    "requests are signed with the keys that were there before: one that was taken away is still used here. "
+    "Try: mend the file, or restart the service"
+)
+
+
+class SigningKeys:
+    """`current`: newest first; whoever signs looks at it each time. Empty: nothing is signed."""
+
+    def __init__(self, current: Sequence[SigningKey] = ()) -> None:
+        self.current = tuple(current)
+
+
+def watch_secret(
+    name: str, secret: Secret, folder: Path, keys: SigningKeys, clock: Callable[[], float] = time.monotonic
+) -> FileWatch[tuple[SigningKey, ...]]:
+    """Keeps `keys` like the file of a secret. `load` raises BadSecret.
+
+    name: `pipe/destination`, or whose keys they are. folder: as for `read_secret`.
+    """
+
+    def use(current: tuple[SigningKey, ...]) -> None:
+        keys.current = current
+        log.info("signing_keys_loaded", name=name, keys=len(current))
+
+    return FileWatch(
+        f"the signing secret of {name}",
+        lambda known: _read(secret, folder, known),
+        use,
+        expected=BadSecret,
+        failed=metrics.SIGNING_KEYS_FAILURES.labels(name).inc,
+        stale=_STALE,
+        age=metrics.SIGNING_KEYS_AGE.labels(name),
+        clock=clock,
+    )
+
+
+def _read(secret: Secret, folder: Path, known: bytes) -> tuple[bytes, tuple[SigningKey, ...]] | None:
+    text, where = read_secret(secret, folder, {})
+    digest = hashlib.sha256(text.encode()).digest()
+    return None if digest == known else (digest, parse_secret(text, where))

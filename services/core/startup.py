@@ -1,0 +1,97 @@
+"""How a service starts: its readiness, the broker, the limit on open files, the garbage collector."""
+
+import asyncio
+import gc
+import resource
+from collections.abc import Callable, Collection
+from contextlib import AsyncExitStack
+
+import structlog
+
+from services.core.backoff import Backoff
+from services.core.broker.connect import BadBrokerUrl, open_broker
+from services.core.broker.contract import Broker
+from services.core.broker.errors import BrokerError, DataDamaged
+from services.core.provision import require_safe_topics
+from services.core.yaml_source import BadConfiguration, Problem
+
+log = structlog.get_logger()
+
+_BASE_WAIT, _MAX_WAIT = 0.2, 5.0
+_GC_YOUNG_OBJECTS = 50_000
+_OTHER_FILES = 200
+"""Open files for logs, the broker and its files."""
+
+
+class Readiness:
+    """Whether a service is ready, for its management port. reason: why it is not, for a person; None when it is.
+
+    check: asked when there is no reason; answers as `reason`.
+    """
+
+    def __init__(self) -> None:
+        self.reason: str | None = "starting"
+        self.check: Callable[[], str | None] = lambda: None
+
+    def set_reason(self, reason: str) -> None:
+        """Why it is not ready."""
+        self.reason = reason
+
+    def why_not(self) -> str | None:
+        """None when it is ready."""
+        return self.reason or self.check()
+
+
+async def open_when_reachable(
+    stack: AsyncExitStack,
+    url: str,
+    stopping: asyncio.Event,
+    *,
+    topics: Collection[str] = (),
+    on_wait: Callable[[str], None] = lambda _reason: None,
+) -> Broker | None:
+    """The broker, closed by `stack`, as soon as it can be reached; None when the stop comes first.
+
+    topics: may not lose acknowledged events (`require_safe_topics`). on_wait: called with the reason for waiting.
+    Raises BadConfiguration and DataDamaged, which waiting does not help.
+    """
+    retry = Backoff(_BASE_WAIT, _MAX_WAIT)
+    while not stopping.is_set():
+        try:
+            async with AsyncExitStack() as attempt:
+                broker = await attempt.enter_async_context(open_broker(url))
+                await require_safe_topics(broker.admin, topics)
+                stack.push_async_exit(attempt.pop_all())
+                return broker
+        except BadBrokerUrl as error:
+            raise BadConfiguration([Problem("--broker", "", str(error))]) from error
+        except DataDamaged:
+            raise
+        except BrokerError as error:
+            if not error.retriable:
+                raise BadConfiguration([Problem("--broker", "", str(error))]) from error
+            on_wait(f"the broker cannot be opened: {error}")
+            if retry.fail():
+                log.warning("broker_unavailable", error=str(error), hint="it is tried again")
+            await retry.wait(stopping)
+    return None
+
+
+def raise_file_limit(connections: int) -> int:
+    """Raise the limit on open files for so many connections, as far as the system allows. How many there is room for."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = connections + _OTHER_FILES
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return connections
+    soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    if soft >= wanted:
+        return connections
+    log.warning("few_files", limit=soft, wanted=wanted, hint="Try: ulimit -n, fewer connections, or more instances")
+    return max(1, soft - _OTHER_FILES)
+
+
+def tune_garbage_collector() -> None:
+    """A service makes many objects and no cycles; Python's default would search for cycles many times a second."""
+    gc.freeze()
+    gc.set_threshold(_GC_YOUNG_OBJECTS, 20, 50)

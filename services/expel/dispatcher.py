@@ -1,0 +1,482 @@
+"""The core of a lane: renders polled batches, cuts requests from them, sends a bounded number at once and settles the outcomes.
+
+Nothing is done per event but slicing lists; per request there is one turn of a worker.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Protocol
+
+import backoff
+
+from services.core.broker.offset_tracker import OffsetTracker
+from services.core.broker.producer import Producer
+from services.core.broker.record import Batch, TopicPartition
+from services.core.ledger.report import Span
+from services.core.pipes import parked_topic, retry_topic
+from services.expel.dedup import RetryTopicFilter
+from services.expel.delivery import Delivery, Rendered, Unreadable
+from services.expel.metrics import LaneMetrics
+from services.expel.retry_policy import Failure, Outcome, RetryLimits, RetryPolicy, RetrySchedule
+from services.expel.send_queue import RequestLimits, SendQueue
+from services.expel.side_topics import SideRecord, SideTopicWriter
+from services.expel.throttle import SendThrottle
+from services.expel.webhook.body import render_damaged
+
+_NO_OFFSETS: Mapping[int, Span] = {}
+_BREAKER_OPEN = "breaker_open"
+_NOT_TRIED = "not tried: the destination's last requests failed"
+_WINDOW = 10
+"""Records held above the committable offset, as a multiple of the lane's events: how many may be sent again after a crash."""
+_EVENT_BYTES = 700
+"""About what the objects of one event take beside their bytes: a record, its headers, its entries in lists."""
+_FIRST_SIZE = 4000.0
+"""Bytes that an event is assumed to have before any was polled."""
+
+
+class Sender(Protocol):
+    """One destination. Never retries: one attempt, and its outcome."""
+
+    def render(self, batch: Batch) -> Rendered:
+        """Prepare polled records; those that cannot be delivered are unreadable. Does not wait."""
+
+    async def send(self, delivery: Delivery) -> Outcome:
+        """One attempt, bounded in time. Raises nothing but CancelledError (the outcome is then unknown)."""
+
+
+@dataclass(frozen=True, slots=True)
+class LaneConfig:
+    """How a lane runs. max_events, max_bytes bound what is in flight.
+
+    Bytes are those of a record's key, value and headers and of its part of a body. concurrency: requests under way at once.
+    max_wait: seconds that an event waits for its request to fill up. rate: events per second. keyed: later events of a key wait
+    for earlier ones. schedule: seconds before each round of the retry topic; empty: no rounds. serial: one request at a time, its
+    retries included. version: of the pipe's definition. siblings: the pipe's destinations, this one too, for which events
+    may be in its retry and parked topics; None: another lane counts events for unknown ones.
+    """
+
+    pipe: str
+    destination: str
+    request: RequestLimits
+    retry: RetryLimits
+    concurrency: int
+    max_wait: float
+    max_events: int
+    max_bytes: int
+    rate: int | None = None
+    keyed: bool = False
+    schedule: tuple[float, ...] = ()
+    serial: bool = False
+    version: str = ""
+    siblings: frozenset[str] | None = None
+
+    @property
+    def reach(self) -> int:
+        """How many records of a partition may be in the retry topic above the committed offset."""
+        return self.max_events * _WINDOW if self.retry.uses_retry_topic else 0
+
+
+class InFlightLimit:
+    """Counts the events in flight, and how many more may be polled."""
+
+    def __init__(self, max_events: int, max_bytes: int) -> None:
+        self._max_events, self._max_bytes = max_events, max_bytes
+        self.events = 0
+        self._bytes = 0.0
+        self._usual_size = _FIRST_SIZE
+
+    def add(self, events: int, weight: float) -> None:
+        """Events of so many bytes in all were polled; later ones are expected to be about as large."""
+        self.events += events
+        self._bytes += weight
+        self._usual_size = max(weight / events, 0.5 * self._usual_size)
+
+    def release(self, events: int, weight: float) -> None:
+        """They are settled, or another member's."""
+        self.events -= events
+        self._bytes -= weight
+
+    def room(self, held: int) -> int:
+        """How many more events may be polled; 0 until a fair part is free. held: records above the committable offsets."""
+        free = self._max_events - self.events
+        if free < self._max_events // 8 or held > self._max_events * _WINDOW:
+            return 0
+        left = self._max_bytes - self._bytes - self.events * _EVENT_BYTES
+        return 0 if left <= 0 else min(free, 1 + int(left / (self._usual_size + _EVENT_BYTES)))
+
+
+class Dispatcher:
+    """Lives as long as one membership of the lane's group. Its tasks belong to the group given to `open`. Not thread-safe.
+
+    `gone` is set when the receiver answered 410: no request is started any more, the refused events are kept for `park`.
+    """
+
+    def __init__(
+        self,
+        config: LaneConfig,
+        sender: Sender,
+        producer: Producer,
+        metrics: LaneMetrics,
+        throttle: SendThrottle,
+        clock: Callable[[], float] = time.monotonic,
+        jitter: Callable[[float], float] = backoff.full_jitter,
+    ) -> None:
+        self._config, self._sender, self._metrics, self._throttle = config, sender, metrics, throttle
+        self._clock, self._jitter = clock, jitter
+        self._policy = RetryPolicy(config.retry, config.keyed, jitter)
+        self._queue = SendQueue(
+            config.request,
+            self._pump,
+            clock,
+            keyed=config.keyed,
+            serial=config.serial,
+            max_wait=config.max_wait,
+        )
+        pipe, destination = config.pipe, config.destination
+        self._parked = parked_topic(pipe)
+        self._filters = {
+            topic: RetryTopicFilter(pipe, destination, config.siblings) for topic in (retry_topic(pipe), self._parked)
+        }
+        schedule = RetrySchedule(config.schedule)
+        self._side_topics = SideTopicWriter(
+            producer, pipe, destination, config.version, schedule, metrics, self._settle_side_records
+        )
+        self.tracker = OffsetTracker()
+        self.gone = asyncio.Event()
+        self._group: asyncio.TaskGroup | None = None
+        self._workers: set[asyncio.Task[None]] = set()
+        self._sending: set[Delivery] = set()
+        self._limit = InFlightLimit(config.max_events, config.max_bytes)
+        self._stopped = self._replaying = self._held = False
+        self._park_reason: str | None = None
+        self._hold_until = 0.0
+        self._progress = asyncio.Event()
+
+    def open(self, group: asyncio.TaskGroup) -> None:
+        """Tasks run in this group from now on."""
+        self._group = group
+        self._side_topics.open(group)
+
+    def park(self, reason: str) -> None:
+        """The destination is paused: from now on all events go to the parked topic, also those in flight.
+
+        That topic is not read any more: its events that were polled and not sent are polled again after the resume.
+        """
+        parked = frozenset(source for source in self.tracker.sources() if source.topic == self._parked)
+        self._drop(parked)
+        self.tracker.stop(parked)
+        self._park_reason = reason
+        self._continue()
+
+    def replay(self) -> None:
+        """Accept only parked events."""
+        self._replaying = True
+
+    def hold(self) -> None:
+        """Start nothing more in this membership, not even a retry. What was not sent stays uncommitted and is polled again."""
+        self._held = True
+
+    def start_slowly(self) -> None:
+        """The destination was resumed: its backlog is sent at a rate that rises step by step."""
+        self._throttle.start_slowly()
+
+    def reads(self, topic: str) -> bool:
+        """Whether batches of this topic are accepted. A topic that is not read now is not read again in this membership."""
+        if self._park_reason is not None:
+            return topic != self._parked
+        return topic == self._parked or not self._replaying
+
+    @property
+    def reach(self) -> int:
+        """As in LaneConfig."""
+        return self._config.reach
+
+    @property
+    def in_flight(self) -> int:
+        """Events accepted and neither delivered nor durable in a side topic."""
+        return self._limit.events
+
+    def update_metrics(self) -> None:
+        """Set the lane's gauges."""
+        self._metrics.set_in_flight(self._limit.events)
+        self._throttle.update_gauge()
+
+    def room(self) -> int:
+        """How many more events may be accepted now; 0 until a fair part of the lane is free."""
+        return self._limit.room(self.tracker.held())
+
+    async def wait_for_room(self) -> int:
+        """`room`, as soon as there is some."""
+        while not (room := self.room()):
+            self._progress.clear()
+            await self._progress.wait()
+        return room
+
+    def accept(self, batch: Batch, taken_over: Mapping[int, Span] = _NO_OFFSETS) -> None:
+        """A polled batch is in flight from now on. Does not wait.
+
+        taken_over: events that the previous owner wrote to the retry topic, by offset, and when they are due: settled, not sent.
+        """
+        rest = self._settle_taken_over(batch, taken_over) if taken_over else batch
+        if rest is None:
+            self._progress.set()
+            return
+        if rest.damage is not None:
+            self._add(rest.source, rest, render_damaged(rest, rest.damage))
+        elif rest.topic in self._filters:
+            self._accept_returned(rest)
+        else:
+            self._add(rest.source, rest, self._sender.render(rest))
+        self._pump()
+
+    def _settle_taken_over(self, batch: Batch, taken_over: Mapping[int, Span]) -> Batch | None:
+        self._metrics.count_taken_over(len(taken_over))
+        # The previous owner may have died before it reported them.
+        for offset, record in zip(batch.offsets, batch.records, strict=True):
+            if (due := taken_over.get(offset)) is not None:
+                self._metrics.ledger.add("retrying", [record], due)
+        self.tracker.settle(batch.source, list(taken_over))
+        return batch.without(list(taken_over))
+
+    def _accept_returned(self, batch: Batch) -> None:
+        """A batch of the retry or parked topic, which holds events of other destinations too."""
+        found = self._filters[batch.topic].sort(batch)
+        self.tracker.settle(batch.source, [*found.others, *found.duplicates])
+        self._metrics.count_duplicates(len(found.duplicates))
+        self._metrics.count_unclaimed(found.unclaimed, batch.topic)
+        if batch.topic == self._parked:
+            self._metrics.count_replayed(sum(len(mine.records) for mine in found.mine))
+        for mine in found.mine:
+            self._add(batch.source, mine, self._sender.render(mine))
+        self._write_unreadable(batch.source, found.unreadable)
+
+    def _add(self, source: TopicPartition, batch: Batch, rendered: Rendered) -> None:
+        """Rendered events wait for their request from now on. source: the polled partition."""
+        now_ms, delivery = self._metrics.now_ms(), rendered.delivery
+        self._metrics.record_polled(batch.records, delivery.arrivals, now_ms)
+        if delivery.parts:
+            delivery.set_polled(source, now_ms, self._clock())
+            self._limit.add(len(delivery.parts), delivery.weight)
+            self._queue.add(delivery)
+        self._write_unreadable(source, rendered.unreadable)
+
+    def _write_unreadable(self, source: TopicPartition, unreadable: Sequence[Unreadable]) -> None:
+        if unreadable:
+            self._limit.add(len(unreadable), self._side_topics.write_unreadable(source, unreadable))
+
+    def _pump(self) -> None:
+        """Start workers while a slot is free and a request is due."""
+        assert self._group is not None
+        if self._park_reason is not None and not self._stopped:
+            self._park_queued(self._park_reason)  # also while all slots are taken by requests that hang
+        while len(self._workers) < self._config.concurrency and (delivery := self._next()) is not None:
+            self._workers.add(self._group.create_task(self._work(delivery)))
+
+    async def _work(self, delivery: Delivery) -> None:
+        """Send one request after the other until none is due."""
+        worker = asyncio.current_task()
+        assert worker is not None
+        following: Delivery | None = delivery
+        try:
+            while following is not None:
+                await self._send(following)
+                following = self._next()
+                if following is not None and len(self._workers) < self._config.concurrency:
+                    self._pump()
+        finally:
+            self._workers.discard(worker)  # in the same turn as `_next`, or the timer it set would find the slot taken
+
+    async def _send(self, delivery: Delivery) -> None:
+        try:
+            outcome = await self._sender.send(delivery)
+        except BaseException:
+            self._throttle.abandon(delivery)
+            raise
+        finally:
+            self._sending.discard(delivery)
+        self._throttle.end(delivery, outcome)
+        self._conclude(delivery, outcome)
+        self._progress.set()
+
+    def _next(self) -> Delivery | None:
+        """The request to send now, retries first. When none is due yet, a timer is set."""
+        while not self._stopped:
+            if self._park_reason is not None:
+                self._park_queued(self._park_reason)
+                return None
+            if self._held or self.gone.is_set():
+                return None
+            now = self._clock()
+            due = self._queue.next_due(now, is_sending=bool(self._sending))
+            if due is None:
+                return None
+            if not self._throttle.is_blocked:
+                due = max(due, self._hold_until)
+            if due <= now:
+                due = now + self._throttle.wait()
+            if due > now:
+                self._queue.wake_at(due)
+                return None
+            if self._throttle.is_blocked:
+                self._shed(now)
+                continue
+            delivery = self._queue.pop(now)
+            self._throttle.begin(delivery)
+            self._sending.add(delivery)  # from now on, not from the worker's first turn: a revoke may come in between
+            return delivery
+        return None
+
+    def _park_queued(self, reason: str) -> None:
+        """Everything that is queued and not being sent."""
+        for delivery in self._queue.pop_all():
+            self._side_topics.write_parked(delivery, reason)
+
+    def _shed(self, now: float) -> None:
+        """The breaker is open: some due events go to the retry topic without an attempt.
+
+        They are not due before the breaker may close: that would only cost a round.
+        """
+        shedder, blocked_for, was_full = self._throttle.shedder, self._throttle.blocked_for(), not self.room()
+        limit = left = shedder.limit()
+        while left > 0 and self._is_due(now):
+            delivery = self._queue.pop(now)
+            least = blocked_for + self._jitter(blocked_for / 2)
+            failure = Failure(_BREAKER_OPEN, _NOT_TRIED, recoverable=True, retry_after=least)
+            self._side_topics.write_retries(delivery, dict.fromkeys(range(len(delivery)), failure))
+            left -= len(delivery)
+        shedder.end_turn(limit - left, is_more=left <= 0 or was_full)
+
+    def _is_due(self, now: float) -> bool:
+        due = self._queue.next_due(now, is_sending=bool(self._sending))
+        return due is not None and due <= now
+
+    def _conclude(self, delivery: Delivery, outcome: Outcome) -> None:
+        """An attempt ended: settle what was delivered; the retry policy decides about the rest."""
+        self._metrics.count_attempt(outcome)
+        if outcome is None:
+            self._settle(delivery)
+            return
+        if not (isinstance(outcome, Failure) and outcome.ours):
+            delivery.attempts += 1
+        now_ms = self._metrics.now_ms()
+        delivery.first_failure = delivery.first_failure or now_ms
+        failures = dict.fromkeys(range(len(delivery)), outcome) if isinstance(outcome, Failure) else outcome
+        decision = self._policy.decide(delivery, failures, now_ms)
+        if decision.pause is not None:
+            if (kept := self._keep(delivery)) is not None:
+                self._queue.retry(kept)
+            self.gone.set()
+            return
+        self._hold_until = max(self._hold_until, self._clock() + decision.hold)
+        if decision.delivered:
+            self._settle(delivery.subset(decision.delivered))
+        if decision.retry_topic:
+            self._side_topics.write_retries(delivery, decision.retry_topic)
+        if decision.dead_letter:
+            self._side_topics.write_dead_letters(delivery, decision.dead_letter)
+        if decision.retry:
+            is_whole = len(decision.retry) == len(delivery)
+            kept = self._keep(delivery if is_whole else delivery.subset(decision.retry))
+            if kept is not None:
+                self._metrics.count_retried(len(kept), decision.reason)
+                self._queue.retry(kept, decision.wait)
+
+    def _keep(self, delivery: Delivery) -> Delivery | None:
+        """The events that this process may still try; the others are forgotten."""
+        kept, lapsed = delivery.split(delivery.lapsed)
+        if lapsed is not None:
+            self._forget(lapsed)
+        return kept
+
+    def _settle(self, delivery: Delivery) -> None:
+        """The destination has these."""
+        self._metrics.record_delivered(delivery)
+        for source, offsets, _ in delivery.runs:
+            if source not in delivery.disowned:
+                self.tracker.settle(source, offsets)
+        self._forget(delivery)
+
+    def _settle_side_records(self, records: Sequence[SideRecord]) -> None:
+        """These are durable in a side topic."""
+        for record in records:
+            if not record.disowned:
+                self.tracker.settle(record.source, (record.offset,))
+        self._queue.finish([record.original for record in records if record.attempted])
+        self._limit.release(len(records), sum(record.weight for record in records))
+        self._progress.set()
+        self._pump()
+
+    def _forget(self, delivery: Delivery) -> None:
+        """These are no longer in flight here: settled, or another member's."""
+        self._queue.finish(delivery.records)
+        self._limit.release(len(delivery.parts), delivery.weight)
+
+    async def drain_partitions(self, sources: frozenset[TopicPartition], limit: float) -> None:
+        """As in Processor: forget what was not sent, wait at most `limit` seconds for what is being sent or written."""
+        self._drop(sources)
+
+        def is_sent() -> bool:
+            sending = any(run.source in sources for delivery in self._sending for run in delivery.runs)
+            return self._stopped or not (sending or self._side_topics.holds(sources))
+
+        await self._wait_until(is_sent, limit)
+
+    def _drop(self, sources: frozenset[TopicPartition]) -> None:
+        """Forget the events of these that are not being sent, and do not retry those that are."""
+        waiting, retries = self._queue.drop(sources)
+        self._limit.release(*waiting)
+        for delivery in retries:
+            self._forget(delivery)
+        for delivery in self._sending:
+            delivery.lapsed |= sources
+
+    def disown(self, sources: Collection[TopicPartition]) -> None:
+        """As in Processor."""
+        for delivery in self._sending:
+            delivery.disowned |= frozenset(sources)
+        self._side_topics.disown(sources)
+        self._continue()
+
+    def _continue(self) -> None:
+        """Room, slots or keys became free by something else than a settled event."""
+        self._progress.set()
+        if self._group is not None and not self._stopped:
+            self._pump()
+
+    async def drain(self, limit: float) -> bool:
+        """Start nothing new; finish within `limit` seconds what was begun, with retries and side topics; then end all work.
+
+        Returns whether the time was enough.
+        """
+        self._queue.closing = True
+
+        def is_drained() -> bool:
+            if self._park_reason is not None:
+                return not self._limit.events
+            retries = 0 if self._held or self.gone.is_set() else self._queue.retries
+            return not (self._sending or len(self._side_topics) or retries)
+
+        await self._wait_until(is_drained, limit)
+        in_time = is_drained()
+        self.stop()
+        return in_time
+
+    def stop(self) -> None:
+        """End all work now. What is not settled stays so."""
+        self._stopped = True
+        self._queue.stop()
+        for worker in self._workers:
+            worker.cancel()
+        for delivery in self._sending:  # a worker that never began does not abandon its probe
+            self._throttle.abandon(delivery)
+        self._side_topics.stop()
+
+    async def _wait_until(self, condition: Callable[[], bool], limit: float) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(limit):
+                while not condition():
+                    self._progress.clear()
+                    await self._progress.wait()

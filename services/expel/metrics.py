@@ -1,0 +1,317 @@
+"""What a lane counts (Prometheus) and what it reports of its events to the observer (the ledger)."""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+
+import structlog
+
+from services.core import metrics
+from services.core.broker.contract import Broker, Lag, PartitionRange, Reader
+from services.core.broker.producer import Producer
+from services.core.broker.record import Record, TopicPartition
+from services.core.group_lag import GroupLag, follow_group
+from services.core.lag import LagHistogram
+from services.core.ledger.age import Age, Place
+from services.core.ledger.fields import FieldSample
+from services.core.ledger.report import Breaker, Node, Span
+from services.core.ledger.report import Outcome as ReportedOutcome
+from services.core.ledger.reporter import Reporter, say_goodbye
+from services.core.pipes import delivery_group
+from services.expel.delivery import Delivery
+from services.expel.retry_policy import Failure, Outcome
+
+log = structlog.get_logger()
+
+NODE: Node = "expel"
+_FLUSH_AT = 5000
+_MAX_LOGGED = 100
+"""Unknown destinations that are logged by name."""
+
+
+class LaneMetrics:
+    """The metrics of one destination. Values are gathered in lists and observed together, which is an append per event.
+
+    Call `flush` now and then. `ledger`: its reports to the observer. `wall_clock` in seconds since the epoch.
+    """
+
+    def __init__(
+        self,
+        pipe: str,
+        destination: str,
+        wall_clock: Callable[[], float] = time.time,
+        ledger: "LaneLedger | None" = None,
+    ) -> None:
+        self._names = (pipe, destination)
+        self.ledger = ledger or LaneLedger()
+        self._wall_clock = wall_clock
+        self._lag_in = metrics.LAG_IN.labels(pipe, NODE)
+        self._lag_out = metrics.LAG_OUT.labels(pipe, NODE)
+        self._transit = metrics.TRANSIT_TIME.labels(pipe, destination)
+        self._expel_time = metrics.EXPEL_TIME.labels(pipe, destination)
+        self._e2e = metrics.E2E_LAG.labels(pipe, destination)
+        self._event_lag = metrics.EVENT_LAG.labels(pipe, destination)
+        self._delivered = metrics.EXPEL_DELIVERED.labels(pipe, destination)
+        self._succeeded = metrics.EXPEL_ATTEMPTS.labels(pipe, destination, "delivered")
+        self._in_flight = metrics.EXPEL_LANE_EVENTS.labels(pipe, destination)
+        self._replayed = metrics.EXPEL_REPLAYED.labels(pipe, destination)
+        self._paused = metrics.EXPEL_PAUSED.labels(pipe, destination)
+        self._up = metrics.EXPEL_LANE_UP.labels(pipe, destination)
+        self._event_lags_in: list[int] = []
+        self._transits: list[int] = []
+        self._event_lags: list[int] = []
+        self._e2es: list[int] = []
+        self._expel_times: Counter[int] = Counter()
+        self._counts = [0, 0]
+        self._logged_unclaimed: set[str] = set()
+
+    def now_ms(self) -> int:
+        """Wall clock, ms since the epoch."""
+        return int(self._wall_clock() * 1000)
+
+    def record_polled(self, records: Sequence[Record], arrivals: Sequence[int], now_ms: int) -> None:
+        """A polled batch arrived here."""
+        self._event_lags_in += [now_ms - record.timestamp for record in records]
+        self._transits += [now_ms - arrival for arrival in arrivals if arrival]
+        if len(self._event_lags_in) > _FLUSH_AT:
+            self.flush()
+
+    def record_delivered(self, delivery: Delivery) -> None:
+        """The destination acknowledged all of these."""
+        now_ms = self.now_ms()
+        self._event_lags += [now_ms - record.timestamp for record in delivery.records]
+        self._e2es += [now_ms - arrival for arrival in delivery.arrivals if arrival]
+        for _, offsets, polled_ms in delivery.runs:
+            self._expel_times[now_ms - polled_ms] += len(offsets)
+        self._counts[0] += len(delivery.parts)
+        self.ledger.add("delivered", delivery.records)
+        if len(self._event_lags) > _FLUSH_AT:
+            self.flush()
+
+    def count_attempt(self, outcome: Outcome) -> None:
+        """One attempt ended."""
+        if outcome is None:
+            self._counts[1] += 1
+        else:
+            word = outcome.reason if isinstance(outcome, Failure) else "partial"
+            metrics.EXPEL_ATTEMPTS.labels(*self._names, word).inc()
+
+    def count_retried(self, events: int, reason: str) -> None:
+        """These events will be tried again here."""
+        metrics.EXPEL_RETRIED.labels(*self._names, reason).inc(events)
+
+    def count_dead(self, reason: str, events: int = 1) -> None:
+        """These events are durable as dead letters."""
+        metrics.EXPEL_DEAD.labels(*self._names, reason).inc(events)
+
+    def count_retry_topic(self, reason: str) -> None:
+        """One event is durable in retry-in."""
+        metrics.EXPEL_HANDED_OVER.labels(*self._names, reason).inc()
+
+    def count_duplicates(self, events: int) -> None:
+        """These events were twice in the retry or parked topic."""
+        metrics.EXPEL_TWINS.labels(*self._names).inc(events)
+
+    def count_taken_over(self, events: int) -> None:
+        """The previous owner of the partition wrote these events to retry-in."""
+        metrics.EXPEL_INHERITED.labels(*self._names).inc(events)
+
+    def count_unclaimed(self, events: Mapping[str, int], topic: str) -> None:
+        """These events (by destination) were skipped, and no lane will deliver them."""
+        for destination, count in events.items():
+            metrics.EXPEL_UNCLAIMED.labels(self._names[0], "unknown_destination").inc(count)
+            if destination not in self._logged_unclaimed and len(self._logged_unclaimed) < _MAX_LOGGED:
+                self._logged_unclaimed.add(destination)
+                log.error(
+                    "unclaimed_events",
+                    topic=topic,
+                    destination=destination,
+                    events=count,
+                    hint="they stay where they are until the topic's retention ends. Try: penstock check",
+                )
+
+    def count_parked(self, reason: str, events: int) -> None:
+        """These events are durable in the parked topic."""
+        metrics.EXPEL_PARKED.labels(*self._names, reason).inc(events)
+
+    def count_replayed(self, events: int) -> None:
+        """These parked events were polled again."""
+        self._replayed.inc(events)
+
+    def set_paused(self, is_paused: bool) -> None:
+        """Whether events are parked instead of being sent."""
+        self._paused.set(1 if is_paused else 0)
+
+    def set_in_flight(self, events: int) -> None:
+        """How many events are polled and not settled."""
+        self._in_flight.set(events)
+
+    def set_up(self, is_up: bool) -> None:
+        """Whether the lane delivers."""
+        self._up.set(1 if is_up else 0)
+
+    def flush(self) -> None:
+        """Observe everything gathered."""
+        lags_in, lags_out = Counter(self._event_lags_in), Counter(self._event_lags)
+        self._lag_in.observe_counts(lags_in)
+        self.ledger.record_arrived(lags_in)
+        self._transit.observe(self._transits)
+        self._event_lag.observe_counts(lags_out)
+        self._lag_out.observe_counts(lags_out)
+        self._e2e.observe(self._e2es)
+        self._expel_time.observe_counts(self._expel_times)
+        for values in (self._event_lags_in, self._transits, self._event_lags, self._e2es, self._expel_times):
+            values.clear()
+        delivered, succeeded = self._counts
+        self._delivered.inc(delivered)
+        self._succeeded.inc(succeeded)
+        self._counts = [0, 0]
+
+
+class LaneLedger:
+    """What one destination reports of its events, over all its memberships. Without a reporter it reports nothing.
+
+    sources: the topics where events come from first. Events from the retry topic (`returned`) or from any topic in `kept` were
+    reported as retrying, parked or dead: they are outstanding, and no minute waits for them. timed: the broker's lag says when
+    the oldest record was stored.
+    """
+
+    def __init__(
+        self,
+        reporter: Reporter | None = None,
+        sources: Sequence[str] = (),
+        returned: str | None = None,
+        kept: Sequence[str] = (),
+        lag_in: LagHistogram | None = None,
+        reader: Reader | None = None,
+        group: GroupLag | None = None,
+        *,
+        timed: bool = False,
+    ) -> None:
+        self._reporter, self._lag_in, self._reader, self._group = reporter, lag_in, reader, group
+        backlog = _TimedBacklog if timed else _Backlog
+        self._sources = backlog(sources)
+        self._returned = None if returned is None else backlog([returned])
+        self._kept = backlog(kept) if kept else None
+        self._measured_at = 0
+        self._sample = FieldSample()
+        if reporter is not None:
+            reporter.sample = self._sample
+
+    @classmethod
+    def open(
+        cls,
+        producer: Producer,
+        broker: Broker,
+        instance: str,
+        pipe: str,
+        destination: str,
+        sources: Sequence[str],
+        returned: str | None = None,
+        kept: Sequence[str] = (),
+        *,
+        timed: bool = False,
+    ) -> "LaneLedger":
+        """One with a reporter."""
+        lag_in = LagHistogram()
+        lags = {
+            "lag_in": lag_in,
+            "lag_out": metrics.EVENT_LAG.labels(pipe, destination),
+            "e2e": metrics.E2E_LAG.labels(pipe, destination),
+            "transit_time": metrics.TRANSIT_TIME.labels(pipe, destination),
+            "expel_time": metrics.EXPEL_TIME.labels(pipe, destination),
+        }
+        reporter = Reporter(producer, instance, NODE, pipe, destination, lags=lags)
+        topics = {*sources, *kept, *([returned] if returned is not None else [])}
+        group = follow_group(broker.admin, delivery_group(pipe, destination), topics, reads=timed)
+        return cls(reporter, sources, returned, kept, lag_in, broker.reader, group, timed=timed)
+
+    def add(self, outcome: ReportedOutcome, records: Sequence[Record], due: Span | None = None) -> None:
+        """These are with the destination, or durable in a side topic. due: as in `OriginSet`."""
+        if self._reporter is not None:
+            self._reporter.settled.add(outcome, records, due)
+            if outcome == "delivered":
+                self._sample.offer(records[0].value)
+
+    def set_breaker(self, breaker: Callable[[], Breaker]) -> None:
+        """Report the state of the destination's circuit breaker too."""
+        if self._reporter is not None:
+            self._reporter.breaker = breaker
+
+    def record_arrived(self, events: Mapping[int, int]) -> None:
+        """How many events arrived here, by their lag in ms from event time."""
+        if self._lag_in is not None:
+            self._lag_in.observe_counts(events)
+
+    async def measure_ends(self) -> None:
+        """Read where the topics end. To be called before the lag is measured. Raises BrokerError kinds."""
+        if self._reporter is not None and self._reader is not None:
+            self._measured_at = int(time.time() * 1000)
+            for backlog in (self._sources, self._returned, self._kept):
+                if backlog is not None:
+                    await backlog.measure(self._reader)
+
+    async def set_lags(self, own: Mapping[TopicPartition, Lag]) -> None:
+        """The lag of the group's own partitions, measured just after `measure_ends`; the broker is asked for the others.
+
+        Raises BrokerError kinds.
+        """
+        if self._reporter is None:
+            return
+        lags = own if self._group is None else await self._group.complete(own)
+        if lags is None:
+            return
+        self._reporter.behind(self._sources.age(self._measured_at, lags))
+        if self._returned is not None:
+            self._reporter.returned_behind(self._returned.age(self._measured_at, lags))
+        if self._kept is not None:
+            self._reporter.held_behind(self._kept.age(self._measured_at, lags))
+
+    async def report(self) -> None:
+        """Returns when everything that was added is reported durably. Raises Unavailable."""
+        if self._reporter is not None:
+            await self._reporter.report()
+
+    async def close(self) -> None:
+        """Send the last report."""
+        if self._reporter is not None:
+            await say_goodbye([self._reporter])
+
+
+class _Backlog:
+    """How old the unprocessed records of some topics are."""
+
+    def __init__(self, topics: Sequence[str]) -> None:
+        self._topics = topics
+        self._age = Age()
+        self._ranges: dict[Place, PartitionRange] = {}
+
+    async def measure(self, reader: Reader) -> None:
+        """Read where the topics end."""
+        found = {topic: await reader.describe(topic) for topic in self._topics}
+        self._ranges = {(topic, partition): one for topic, parts in found.items() for partition, one in parts.items()}
+
+    def age(self, measured_at: int, lags: Mapping[TopicPartition, Lag]) -> int | None:
+        """Of the oldest unprocessed record, in ms; measured_at: when `measure` began, ms. None: unknown."""
+        starts = {place: one.start for place, one in self._ranges.items()}
+        ends = {place: one.end for place, one in self._ranges.items()}
+        done = {
+            place: end - lags[TopicPartition(*place)].records for place, end in ends.items() if place in lags
+        }  # a partition without a known lag counts as not processed
+        known = self._age.done_up_to(measured_at, starts, ends, done)
+        return None if known is None else measured_at - known
+
+
+class _TimedBacklog:
+    """As `_Backlog`, where the lag says when the oldest record was stored: no end needs to be known."""
+
+    def __init__(self, topics: Sequence[str]) -> None:
+        self._topics = topics
+
+    async def measure(self, reader: Reader) -> None:
+        """Nothing has to be read."""
+
+    def age(self, measured_at: int, lags: Mapping[TopicPartition, Lag]) -> int | None:
+        waiting = [lag.stored for source, lag in lags.items() if source.topic in self._topics and lag.records]
+        known = [stored for stored in waiting if stored is not None]
+        return None if len(known) < len(waiting) else max(0, measured_at - min(known, default=measured_at))

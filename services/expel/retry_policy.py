@@ -1,0 +1,213 @@
+"""What happens to an event after an attempt: the one place that decides.
+
+On a 503, from top to bottom: `fail_by_status` makes a recoverable Failure of the status. `RetryPolicy.decide` sends the event
+again from here while attempts (or the window) are left, then through the retry topic, or to the dead letters where the
+destination has no schedule. `RetrySchedule` says when an event of the retry topic is due again, and when its window is over:
+then it is a dead letter too. A 410 pauses the destination.
+"""
+
+import random
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from email.utils import parsedate_to_datetime
+from enum import Enum
+from itertools import islice
+
+import backoff
+
+from services.expel.delivery import Delivery
+
+RECOVERABLE_STATUSES = frozenset({408, 425, 429})
+GONE = 410
+MAX_RETRY_AFTER = 86_400.0
+"""Seconds; a longer Retry-After counts as this."""
+MAX_HOLD = 60.0
+"""Seconds of a receiver's Retry-After that are waited out here, uncommitted. The global retrier waits for the rest."""
+WINDOW_OVER = "window_over"
+JITTER = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why events were not delivered.
+
+    reason: a stable word for metrics and dead letters, e.g. `http_503`, `timeout`. detail: for a person, no secrets.
+    recoverable: the same attempt may succeed later. retry_after: seconds without an attempt: the receiver asked for them
+    (clamped), or its circuit breaker is open.
+    gone: the receiver wants no more events (410). ours: this process or our broker failed, not the receiver; no attempt is
+    used up.
+    """
+
+    reason: str
+    detail: str
+    recoverable: bool
+    retry_after: float | None = None
+    gone: bool = False
+    ours: bool = False
+
+
+Outcome = None | Failure | Mapping[int, Failure]
+"""Of one attempt. None: all events were delivered. A Failure: none was. A mapping: these (by index) were not."""
+
+
+def is_recoverable(status: int) -> bool:
+    """408, 425, 429 and 5xx. Other 4xx and 3xx are not (redirects are not followed)."""
+    return status in RECOVERABLE_STATUSES or status >= 500
+
+
+def fail_by_status(status: int, excerpt: str = "", retry_after: float | None = None) -> Failure:
+    """The failure that a status outside 2xx means. excerpt: the beginning of the response, printable."""
+    detail = f"the receiver answered {status}" + (f": {excerpt}" if excerpt else "")
+    return Failure(f"http_{status}", detail, is_recoverable(status), retry_after, gone=status == GONE)
+
+
+def parse_retry_after(text: str | None, *, now: float) -> float | None:
+    """Seconds of a Retry-After header (a number or an HTTP date), 0 to MAX_RETRY_AFTER; None when it cannot be parsed.
+
+    `now` in seconds since the epoch.
+    """
+    if text is None:
+        return None
+    text = text.strip()
+    if text.isascii() and text.isdigit():
+        return MAX_RETRY_AFTER if len(text) > 6 else min(float(text), MAX_RETRY_AFTER)
+    try:
+        moment = parsedate_to_datetime(text[:100])
+        return min(max(moment.timestamp() - now, 0.0), MAX_RETRY_AFTER)
+    except (ValueError, OverflowError, OSError):
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class RetryLimits:
+    """attempts: in all, the first included; None: no limit (our own broker, and `order: key`).
+
+    base, max_wait in seconds: the wait after attempt n is uniformly random up to min(max_wait, base * 2^(n-1)).
+    window: seconds after its first failure in which an event is tried again here; with `attempts`, the first to end counts.
+    uses_retry_topic: afterwards recoverable events go to the global retrier, else to the dead letters.
+    """
+
+    attempts: int | None
+    base: float
+    max_wait: float
+    window: float | None = None
+    uses_retry_topic: bool = False
+
+    def max_wait_after(self, attempts: int) -> float:
+        """The upper bound of the wait after so many attempts (>= 1), before jitter."""
+        waits = backoff.expo(base=2, factor=self.base, max_value=self.max_wait)
+        return float(next(islice(waits, min(attempts, 64), None)))  # backoff's generators yield None first
+
+
+class Action(Enum):
+    """What to do with a failed event. RETRY: send it again from here. PAUSE: pause the destination, park its events."""
+
+    RETRY = "retry"
+    RETRY_TOPIC = "retry topic"
+    DEAD_LETTER = "dead letter"
+    PAUSE = "pause"
+
+
+@dataclass(frozen=True, slots=True)
+class RetryDecision:
+    """For a whole request. The indexes of each event are in exactly one of the first four, unless `pause` is set.
+
+    wait: seconds until the next attempt of `retry`. hold: seconds in which the receiver wants no request at all (Retry-After).
+    pause: the destination accepted nothing, and is paused.
+    """
+
+    delivered: Sequence[int] = ()
+    retry: Sequence[int] = ()
+    retry_topic: Mapping[int, Failure] = field(default_factory=dict)
+    dead_letter: Mapping[int, Failure] = field(default_factory=dict)
+    wait: float = 0.0
+    hold: float = 0.0
+    reason: str = ""
+    pause: Failure | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RetryPolicy:
+    """One destination's.
+
+    keyed: when an event is retried, later events of its key are sent again with it although they were taken, so that a
+    receiver that keeps the newest state ends with the newest.
+    """
+
+    limits: RetryLimits
+    keyed: bool = False
+    jitter: Callable[[float], float] = backoff.full_jitter
+
+    def decide(self, delivery: Delivery, failures: Mapping[int, Failure], now_ms: int) -> RetryDecision:
+        """For an attempt that failed, which `delivery.attempts` counts already."""
+        age = (now_ms - delivery.first_failure) / 1000
+        actions = {
+            failure: self.choose(failure, delivery.attempts, age) for failure in dict.fromkeys(failures.values())
+        }
+        for failure, action in actions.items():
+            if action is Action.PAUSE:
+                return RetryDecision(pause=failure)
+        by_action: dict[Action, dict[int, Failure]] = {action: {} for action in Action}
+        for index in sorted(failures):
+            by_action[actions[failures[index]]][index] = failures[index]
+        retry, dead = set(by_action[Action.RETRY]), by_action[Action.DEAD_LETTER]
+        if self.keyed and retry:
+            retry |= _find_followers(delivery, retry, dead)
+        undelivered = retry | by_action[Action.RETRY_TOPIC].keys() | dead.keys()
+        return RetryDecision(
+            [index for index in range(len(delivery)) if index not in undelivered],
+            sorted(retry),
+            by_action[Action.RETRY_TOPIC],
+            dead,
+            self._find_wait((one for one, action in actions.items() if action is Action.RETRY), delivery.attempts),
+            min(MAX_HOLD, max((failure.retry_after or 0.0 for failure in actions), default=0.0)),
+            next((failures[index].reason for index in sorted(retry) if index in failures), ""),
+        )
+
+    def choose(self, failure: Failure, attempts: int, age: float = 0.0) -> Action:
+        """attempts: how many the event has had here, this one included. age: seconds since the first of them failed."""
+        if failure.gone:
+            return Action.PAUSE
+        if not failure.recoverable:
+            return Action.DEAD_LETTER
+        limits = self.limits
+        is_over = (limits.attempts is not None and attempts >= limits.attempts) or (
+            limits.window is not None and age >= limits.window
+        )
+        if not is_over or failure.ours:
+            return Action.RETRY
+        return Action.RETRY_TOPIC if limits.uses_retry_topic else Action.DEAD_LETTER
+
+    def _find_wait(self, failures: Iterable[Failure], attempts: int) -> float:
+        """A receiver's Retry-After is the least wait, up to MAX_HOLD."""
+        bound = self.limits.max_wait_after(max(1, attempts))
+        waits = (max(self.jitter(bound), min(MAX_HOLD, failure.retry_after or 0.0)) for failure in failures)
+        return max(waits, default=0.0)
+
+
+def _find_followers(delivery: Delivery, retry: set[int], dead: Mapping[int, Failure]) -> set[int]:
+    """Later events of the keys that are retried."""
+    keys = set()
+    found = set()
+    for index, record in enumerate(delivery.records):
+        if index in retry:
+            keys.add(record.key)
+        elif record.key is not None and record.key in keys and index not in dead:
+            found.add(index)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class RetrySchedule:
+    """When the events of the retry topic are due. waits: seconds before each round, each within ±20 %, so that events that
+    failed together do not come back together.
+    """
+
+    waits: Sequence[float]
+    jitter: Callable[[float, float], float] = random.uniform
+
+    def next_wait(self, rounds: int, failure: Failure) -> float | None:
+        """Seconds until an event is due that has had so many rounds; Retry-After is the least wait. None: its window is over."""
+        if rounds >= len(self.waits):
+            return None
+        return max(self.waits[rounds] * self.jitter(1 - JITTER, 1 + JITTER), failure.retry_after or 0.0)

@@ -1,0 +1,64 @@
+"""Sends events to another stream: records are appended by key, with their headers, unchanged."""
+
+from collections.abc import Sequence
+
+from services.core.broker.errors import BrokerError, RecordTooLarge
+from services.core.broker.producer import Producer, send_by_key
+from services.core.broker.record import Batch, Record
+from services.core.retry_state import PREFIX, own_headers
+from services.expel.delivery import Delivery, Rendered
+from services.expel.retry_policy import Failure, Outcome
+from services.expel.webhook.body import BadRecord, render
+
+MAX_EVENTS = 1000
+MAX_BYTES = 900_000
+"""One append of the broker layer."""
+_NO_LIMIT = 1 << 62
+
+
+class StreamSender:
+    """Failures of our own broker are always recoverable. Only a record that is too large is given up."""
+
+    def __init__(self, producer: Producer, topic: str) -> None:
+        self._producer, self._topic = producer, topic
+
+    def render(self, batch: Batch) -> Rendered:
+        """The parts are the values."""
+        return render(batch, _ValueRenderer(), max_part=_NO_LIMIT)
+
+    async def send(self, delivery: Delivery) -> Outcome:
+        """Retries within the producer's deadline. Keys stay in order while one delivery is under way.
+
+        An event from a time when the destination was a webhook is appended without its retry state.
+        """
+        failed = await send_by_key(self._producer, self._topic, [_unwrap(record) for record in delivery.records])
+        return {index: _explain(error) for index, error in failed.items()} or None
+
+
+def _unwrap(record: Record) -> Record:
+    if not record.headers or not record.headers[0][0].startswith(PREFIX):
+        return record
+    return Record(record.key, record.value, record.timestamp, own_headers(record))
+
+
+class _ValueRenderer:
+    """A payload may be anything but null."""
+
+    def part(self, record: Record, headers: dict[str, bytes], event_id: bytes) -> bytes:
+        if record.value is None:
+            raise BadRecord("the value is null")
+        return record.value
+
+    def usual_parts(
+        self, records: Sequence[Record], ids: Sequence[bytes], arrivals: Sequence[bytes]
+    ) -> Sequence[bytes] | None:
+        values = [record.value for record in records if record.value is not None]
+        return values if len(values) == len(records) else None
+
+
+def _explain(error: Exception) -> Failure:
+    if isinstance(error, RecordTooLarge):
+        return Failure("too_large", str(error), recoverable=False)
+    if not isinstance(error, BrokerError):
+        raise error
+    return Failure("broker", f"the stream could not take it: {type(error).__name__}", recoverable=True, ours=True)

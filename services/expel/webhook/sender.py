@@ -1,0 +1,111 @@
+"""Sends events to a webhook: one attempt is one signed POST (Standard Webhooks)."""
+
+import errno
+import hashlib
+import ssl
+import time
+from collections.abc import Callable, Sequence
+
+from services.core.broker.record import Batch, Record
+from services.core.event import TRACEPARENT, read_traceparent
+from services.core.signing import ID_HEADER, SIGNATURE_HEADER, TIMESTAMP_HEADER, SigningKeys, sign
+from services.expel.delivery import Delivery, Rendered
+from services.expel.retry_policy import Failure, Outcome, fail_by_status, parse_retry_after
+from services.expel.webhook.body import BodyFormat, Renderer, render
+from services.expel.webhook.client import HttpClient
+from services.expel.webhook.resolver import NameNotFound, RefusedAddress
+from services.expel.webhook.response import BadResponse, excerpt, read_outcome
+
+_FRAME_BYTES = 2
+"""Bytes of a body beside its parts and one byte per part."""
+_ID_CHARS = bytes(code for code in range(0x21, 0x7F) if code != ord("."))
+_MAX_ID = 200
+_OUR_SHORTAGE = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL})
+"""This process has no file, memory or port left. That is not the receiver's fault and uses up no attempt."""
+
+
+class WebhookSender:
+    """`client` belongs to this destination. `max_bytes` bounds a body. `wall_clock` is in seconds since the epoch."""
+
+    def __init__(
+        self,
+        client: HttpClient,
+        pipe: str,
+        body: BodyFormat,
+        keys: SigningKeys,
+        max_bytes: int,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._client = client
+        self._pipe, self._body, self._keys = pipe, body, keys
+        self._max_part = max_bytes - _FRAME_BYTES - 1
+        self._wall_clock = wall_clock
+        self._renderers: dict[str, Renderer] = {}
+
+    def render(self, batch: Batch) -> Rendered:
+        renderer = self._renderers.get(batch.topic)
+        if renderer is None:
+            renderer = self._renderers[batch.topic] = self._body.renderer_for(batch.topic)
+        return render(batch, renderer, self._max_part)
+
+    async def send(self, delivery: Delivery) -> Outcome:
+        """The message id is the same for the same events, over retries and restarts."""
+        body = self._body.join(delivery.parts)
+        delivery.message_id = delivery.message_id or make_message_id(self._pipe, delivery.ids)
+        try:
+            status, wish, text, whole = await self._client.post(self._headers(delivery, body), body)
+        except (OSError, BadResponse) as error:
+            return classify(error)
+        if 200 <= status < 300:
+            return read_outcome(status, text, whole, delivery) if text or status == 207 else None
+        return fail_by_status(status, excerpt(text), parse_retry_after(wish, now=self._wall_clock()))
+
+    def _headers(self, delivery: Delivery, body: bytes) -> bytes:
+        now, message_id = int(self._wall_clock()), delivery.message_id
+        lines = f"{ID_HEADER}: {message_id}\r\n{TIMESTAMP_HEADER}: {now}\r\n"
+        if keys := self._keys.current:
+            lines += f"{SIGNATURE_HEADER}: {sign(keys, message_id, now, body)}\r\n"
+        if (trace := _common_trace(delivery.records)) is not None:
+            lines += f"{TRACEPARENT}: {trace}\r\n"
+        return lines.encode()
+
+
+def _common_trace(records: Sequence[Record]) -> str | None:
+    """The trace context of the request, if all of its events have the same one."""
+    trace = read_traceparent(records[0])
+    if trace is None or any(record.header(TRACEPARENT) != trace.encode() for record in records):
+        return None
+    return trace
+
+
+def make_message_id(pipe: str, ids: Sequence[bytes]) -> str:
+    """`<pipe>:<event id>` for one event. `<pipe>/<hash of the ids in order>` for several, or for an id that no header may have.
+
+    The pipe is a part of the id because one event may go through several pipes to one receiver, as different messages. The
+    separators differ so that an event whose id looks like a hash does not get the id of a batch; the hash covers the lengths
+    so that one odd id does not get the hash of several.
+    """
+    if len(ids) == 1 and len(ids[0]) <= _MAX_ID and not ids[0].translate(None, _ID_CHARS):
+        return f"{pipe}:{ids[0].decode()}"
+    digest = hashlib.blake2b(b"".join(b"%d:%b" % (len(one), one) for one in ids), digest_size=16).hexdigest()
+    return f"{pipe}/{digest}"
+
+
+def classify(error: OSError | BadResponse) -> Failure:
+    """The failure that an error on the way means. All are recoverable: the receiver did not refuse the events."""
+    match error:
+        case TimeoutError():
+            return Failure("timeout", "no complete response in time", recoverable=True)
+        case BadResponse():
+            return Failure("bad_answer", f"the response is not HTTP: {error}", recoverable=True)
+        case RefusedAddress():
+            return Failure("address_refused", str(error), recoverable=True)
+        case NameNotFound():
+            return Failure("dns", "the host name was not found", recoverable=True)
+        case ssl.SSLError():
+            return Failure("tls", f"no trusted TLS connection: {type(error).__name__}", recoverable=True)
+        case OSError(errno=number) if number in _OUR_SHORTAGE:
+            short = errno.errorcode[number]
+            return Failure("own_limits", f"no connection could be opened here: {short}", recoverable=True, ours=True)
+        case _:
+            return Failure("connection", f"the connection failed: {type(error).__name__}", recoverable=True)

@@ -1,0 +1,155 @@
+"""What the retrier counts, per batch (Prometheus), and what it reports of the events that left it (the ledger)."""
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+import structlog
+
+from services.core import metrics
+from services.core.broker.contract import Lag
+from services.core.broker.producer import Producer
+from services.core.broker.record import Batch, Record, TopicPartition
+from services.core.group_lag import GroupLag
+from services.core.ledger.report import Node, Outcome, Span, released_span, since_span
+from services.core.ledger.reporter import Reporter, new_instance, say_goodbye
+from services.core.pipes import PipeFile, lane_name, lanes_of
+from services.global_retrier.delay_queue import DELAY_BY_TOPIC, SHORTEST_MS, DelayQueue, Waiting
+
+log = structlog.get_logger()
+
+NODE: Node = "retrier"
+_MAX_LOGGED = 100
+"""Unknown destinations that are logged by name."""
+
+
+class RetrierMetrics:
+    """The labels are few: the retrier's topics, and the pipes. pipes: the pipe file, which says which lanes exist."""
+
+    def __init__(self, pipes: PipeFile | None = None) -> None:
+        self._pipes = None if pipes is None else frozenset(pipes.pipes)
+        self._lanes = frozenset[str]() if pipes is None else lanes_of(pipes) | pipes.removed.keys()
+        self._logged: set[str] = set()
+
+    def count_polled(self, batch: Batch) -> None:
+        """A polled batch arrived."""
+        metrics.RETRIER_TAKEN.labels(batch.topic).inc(len(batch.records))
+
+    def count_moved(self, topic: str, count: int) -> None:
+        """So many are durable in this delay topic."""
+        metrics.RETRIER_MOVED.labels(topic).inc(count)
+
+    def count_already_moved(self, topic: str, count: int) -> None:
+        """So many records of this topic were in their next topic already."""
+        metrics.RETRIER_ALREADY_MOVED.labels(topic).inc(count)
+
+    def count_released(self, items: Sequence[Waiting], now: int) -> None:
+        """These are durable in their pipe's retry topic; `now`: when they were appended, ms."""
+        if self._pipes is not None:
+            self._count_unclaimed(Counter(lane_name(item.pipe, item.destination) for item in items), self._pipes)
+        by_pipe: dict[str, list[int]] = {}
+        for item in items:
+            by_pipe.setdefault(item.pipe, []).append(now - item.due)
+        for pipe, late in by_pipe.items():
+            metrics.RETRIER_RELEASED.labels(pipe).inc(len(late))
+            metrics.RETRIER_LATENESS.labels(pipe).observe(late)
+
+    def _count_unclaimed(self, events: Mapping[str, int], pipes: Collection[str]) -> None:
+        for lane in events.keys() - self._lanes:
+            reason = "unknown_destination" if lane.partition("/")[0] in pipes else "unknown_pipe"
+            metrics.RETRIER_UNCLAIMED.labels(reason).inc(events[lane])
+            if lane not in self._logged and len(self._logged) < _MAX_LOGGED:
+                self._logged.add(lane)
+                log.error(
+                    "unclaimed_events",
+                    lane=lane,
+                    reason=reason,
+                    events=events[lane],
+                    hint="they stay in the pipe's retry topic until its retention ends. Try: penstock check",
+                )
+
+    def count_dead(self, items: Sequence[Waiting]) -> None:
+        """These are durable as dead letters."""
+        for problem, count in Counter(item.problem for item in items).items():
+            metrics.RETRIER_DEAD.labels(problem).inc(count)
+
+    def count_failed(self, topic: str, error: Exception, count: int) -> None:
+        """So many could not be appended there and are tried again."""
+        metrics.RETRIER_MOVE_FAILURES.labels(topic, type(error).__name__).inc(count)
+
+    def set_next_due(self, queues: Iterable[DelayQueue]) -> None:
+        """Of the records read ahead."""
+        dues = [due for queue in queues if (due := queue.first_due()) is not None]
+        metrics.RETRIER_NEXT_DUE.set(min(dues) / 1000 if dues else 0)
+
+    def set_up(self, is_up: bool) -> None:
+        """Whether the retrier is a member of its group and reads."""
+        metrics.RETRIER_UP.set(1 if is_up else 0)
+
+
+class RetrierLedger:
+    """Reports the events that left the retrier, by pipe and destination: released to expel, or dead.
+
+    Expel reported waiting events as `retrying`, so no minute waits for the retrier. How far the process is behind is reported
+    once, for all pipes. One process's; does nothing without a producer.
+    """
+
+    def __init__(self, producer: Producer | None, group: GroupLag | None = None) -> None:
+        self._producer, self._group, self._instance = producer, group, new_instance()
+        self._own = None if producer is None else Reporter(producer, self._instance, NODE, "")
+        self._reporters: dict[tuple[str, str], Reporter] = {}
+
+    async def measure_ends(self) -> None:
+        """Records wait on purpose: where their topics end says nothing."""
+
+    async def set_lags(self, own: Mapping[TopicPartition, Lag]) -> None:
+        """The lag of the group's own partitions, just measured; `group` knows the others'. Raises BrokerError kinds."""
+        if self._own is None:
+            return
+        lags = own if self._group is None else await self._group.complete(own)
+        if lags is not None:
+            self._own.behind(max((_find_overdue(source.topic, lag) for source, lag in lags.items()), default=0))
+
+    def add(self, outcome: Outcome, items: Sequence[Waiting]) -> None:
+        """These are durable in their pipe's retry topic (released), or as dead letters (dead).
+
+        A record that is not a retry record belongs to no pipe, and is not reported.
+        """
+        if self._producer is None:
+            return
+        owners: dict[tuple[str, str, Span], list[Record]] = {}
+        now = int(time.time() * 1000)
+        for item in items:
+            if item.pipe:
+                span = released_span(item.due) if outcome == "released" else since_span(now, item.due)
+                owners.setdefault((item.pipe, item.destination, span), []).append(item.record)
+        for (pipe, destination, span), own in owners.items():
+            self._find_reporter(self._producer, pipe, destination).settled.add(outcome, own, span)
+
+    def _find_reporter(self, producer: Producer, pipe: str, destination: str) -> Reporter:
+        found = self._reporters.get((pipe, destination))
+        if found is None:
+            found = Reporter(producer, self._instance, NODE, pipe, destination, has_backlog=False)
+            self._reporters[pipe, destination] = found
+        return found
+
+    async def report(self) -> None:
+        """Returns when every event that left is reported durably. Raises Unavailable. All reports are one append."""
+        done = await asyncio.gather(*(reporter.report() for reporter in self._all()), return_exceptions=True)
+        for error in done:
+            if error is not None:
+                raise error
+
+    async def close(self) -> None:
+        """Send the last report."""
+        await say_goodbye(self._all())
+
+    def _all(self) -> list[Reporter]:
+        return [*self._reporters.values(), *([self._own] if self._own is not None else [])]
+
+
+def _find_overdue(topic: str, lag: Lag) -> int:
+    """How long ago the oldest record's event may have been due, ms. The shortest delay holds events that are due at any time."""
+    delay = DELAY_BY_TOPIC[topic]
+    return max(0, lag.millis - (delay if delay > SHORTEST_MS else 0))

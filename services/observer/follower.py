@@ -1,0 +1,293 @@
+"""Follows the telemetry topic for ever, applies its reports to the table, and lets time pass.
+
+One task reads a page, and about once a second ticks, raises alarms and stores a snapshot. Another task recovers the reports that
+an ingest process could not make: it reads streams, and may take minutes.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import UTC, datetime, timedelta
+from typing import NoReturn
+
+import structlog
+
+from services.core import metrics
+from services.core.broker.contract import Reader
+from services.core.broker.errors import BrokerError, DataDamaged, OffsetOutOfRange, UnknownTopic
+from services.core.broker.producer import Producer
+from services.core.broker.record import Batch, Record
+from services.core.ledger.report import MAX_REPORT_BYTES, SNAPSHOTS, TELEMETRY, BadReport, Report, decode_report
+from services.observer.alarms import AlarmQueue, has_doubled
+from services.observer.lags import LagTable
+from services.observer.ledger.finality import Finding
+from services.observer.ledger.flow import Flow
+from services.observer.ledger.liveness import GAP_MS, TOLD_MS
+from services.observer.ledger.table import Ages, Table, TickResult
+from services.observer.payload_fields import DriftKey, FieldTable
+from services.observer.planned import PlannedWindows, Window
+from services.observer.recovery import recover
+from services.observer.snapshot import FollowerState, cut, dump, find_snapshot, restore
+
+log = structlog.get_logger()
+
+PAGE = 200
+TURN_S = 0.5
+RECOVER_EVERY_S = 10.0
+SNAPSHOT_EVERY_S = 300.0
+FIELDS_S = 0.02
+"""Spent on payload fields in a turn, about."""
+AHEAD_MS = 120_000
+"""By how much a reporter's clock may be ahead of ours: one that is further makes everything else that is reported look old."""
+SKEW_MS = 5_000
+"""By how much it may be wrong without a word in the log."""
+ASK_AFTER_MS = 5_000
+"""A busy topic seems never to end: after so long it is asked where it does."""
+OURS = b"observer/"
+"""Begins the key of what we say in others' names."""
+_MOST_SKEWED = 1_000
+_LAGS_BACK = timedelta(hours=1)
+"""Read again at a start, so that the last hour's lags are known: sets that come twice change nothing."""
+
+OnFinal = Callable[[TickResult], None]
+
+
+def _is_loss(verdict: Finding) -> bool:
+    row, part, before = verdict
+    lost = row.missing_by_part().get(part, 0)
+    return lost > 0 if before is None else has_doubled(before.missing_by_part().get(part, 0), lost)
+
+
+class Follower:
+    """The ledger of a fleet. `table`, `lags`, `fields` and `planned` may be read at any time between two turns of the event loop.
+
+    by_partition: see `ReportedOffsets`. on_final: gets what became final, got worse or was given up, each once, but for the
+    minutes before a crash. now_ms: wall clock.
+    """
+
+    def __init__(
+        self,
+        flow: Flow,
+        reader: Reader,
+        producer: Producer,
+        on_final: OnFinal,
+        *,
+        ages: Ages | None = None,
+        by_partition: bool = True,
+        now_ms: Callable[[], int] = lambda: int(time.time() * 1000),
+    ) -> None:
+        self.table = Table(flow, ages, by_partition=by_partition)
+        self.lags = LagTable()
+        self.fields = FieldTable()
+        self.planned = PlannedWindows()
+        self.untold = AlarmQueue()
+        self.drifting: dict[DriftKey, int] = {}
+        """When each drift was last seen, in ms."""
+        self.catching_up = True
+        self.read_all_ms = 0
+        """Everything that was stored before this time was read, so what is read next was stored later."""
+        self.problem: str | None = None
+        """Why the topic cannot be read now, for a person."""
+        self._reader, self._producer, self._on_final = reader, producer, on_final
+        self.now_ms = now_ms
+        self._next: int | None = None
+        self._known_up_to = 0
+        """What lies before this offset is in the snapshot: it says nothing of who speaks."""
+        self._end: tuple[int, int] | None = None
+        """Where the topic ended at a time (ms)."""
+        self._skewed: set[str] = set()
+        self._ticked_at = self._kept_at = 0.0
+        self._caught_up = asyncio.Event()
+
+    async def run(self, stopping: asyncio.Event) -> None:
+        """Until `stopping`; then keeps a snapshot. Raises nothing of the broker: it is asked again."""
+        async with asyncio.TaskGroup() as group:
+            recovering = group.create_task(self._keep_recovering())
+            await self._follow(stopping)
+            recovering.cancel()
+
+    async def _follow(self, stopping: asyncio.Event) -> None:
+        started = False
+        while not stopping.is_set():
+            try:
+                if not started:
+                    await self._start()
+                    started = True
+                moved = await self._turn()
+                self.problem = None
+            except BrokerError as error:
+                if self.problem is None:
+                    log.warning("telemetry_unreadable", error=str(error), hint="it is tried again")
+                self.problem, moved = str(error), False
+            if not moved:
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(TURN_S):
+                        await stopping.wait()
+        if started:
+            with suppress(BrokerError):
+                await self.keep()
+
+    async def announce(self, window: Window) -> None:
+        """Durable when this returns. Raises TooManyWindows, BrokerError kinds (it may hold until a restart then)."""
+        self.planned.announce(window, self.now_ms())
+        await self.keep()
+
+    async def keep(self) -> None:
+        """Append a snapshot. Raises BrokerError kinds."""
+        self._kept_at = time.monotonic()
+        beside = FollowerState(self.planned, self._next or 0, self.untold.all(), self.read_all_ms, self.drifting)
+        data = dump(self.table, beside)
+        name = f"{self.now_ms()}-{id(self):x}"
+        for record in cut(data, name):
+            (await self._producer.send_to(SNAPSHOTS, {0: [record]})).raise_first()
+
+    async def _start(self) -> None:
+        now, held = self.now_ms(), (await self._reader.describe(TELEMETRY))[0]
+        begin, self._end = held.start, (held.end, now)
+        data = await find_snapshot(self._reader)
+        if data is not None:
+            try:
+                restored = restore(data, self.table)
+                self.planned, self.drifting = restored.planned, dict(restored.drifting)
+                for alarm in restored.untold:
+                    self.untold.add(alarm)
+                if restored.offset <= held.end:
+                    self._known_up_to, self.read_all_ms = restored.offset, restored.read_all_ms
+                self._note_gone(restored.offset, begin)
+                begin = max(begin, min(restored.offset, await self._an_hour_back()))
+            except ValueError as error:
+                log.warning(
+                    "snapshot_unreadable", error=str(error), hint="the table begins with the reports that are kept"
+                )
+        self._next = begin
+        self._kept_at = time.monotonic()
+
+    async def _an_hour_back(self) -> int:
+        now = datetime.fromtimestamp(self.now_ms() / 1000, UTC)
+        return (await self._reader.offsets_at(TELEMETRY, now - _LAGS_BACK))[0]
+
+    async def _turn(self) -> bool:
+        """One page, or what is due at the end of the topic; whether there was a page."""
+        assert self._next is not None
+        now, at = self.now_ms(), self._next
+        if self._end is None and not 0 <= now - self.read_all_ms < ASK_AFTER_MS:
+            self._end = (await self._reader.describe(TELEMETRY))[0].end, now
+        batch = await self._read(at)
+        if batch is not None:
+            self._next = batch.offsets[-1] + 1
+            if batch.damage is None:
+                self._take(batch)
+        if batch is None and self._next == at:
+            self._note_read_all(now)
+        elif self._end is not None and self._next >= self._end[0]:
+            self._note_read_all(self._end[1])
+        self.catching_up = not self._caught_up.is_set() or self.now_ms() - self.read_all_ms > GAP_MS
+        if not self.catching_up:
+            await self._pass_time()
+        return batch is not None
+
+    def _note_read_all(self, at_ms: int) -> None:
+        self.table.liveness.listened(self.read_all_ms, at_ms)
+        self.read_all_ms, self._end = at_ms, None
+        self._caught_up.set()
+
+    async def _read(self, at: int) -> Batch | None:
+        try:
+            return await self._reader.read(TELEMETRY, 0, at, max_records=PAGE)
+        except OffsetOutOfRange as error:
+            self._note_gone(at, error.start)
+            self._next = error.start
+            if error.start < at:  # another topic of that name
+                self._known_up_to = 0
+        except DataDamaged as error:
+            log.warning("reports_damaged", ranges=error.ranges, hint="their minutes may show loss that was none")
+            self._next = max(last for _, _, last in error.ranges) + 1
+            metrics.LEDGER_REPORTS_GONE.inc(self._next - at)
+        except UnknownTopic:  # a fleet that was never provisioned with a ledger
+            self._next = self._known_up_to = 0
+        return None
+
+    def _note_gone(self, wanted: int, start: int) -> None:
+        """Retention was faster than we were."""
+        if start > wanted:
+            metrics.LEDGER_REPORTS_GONE.inc(start - wanted)
+            log.warning("reports_gone", wanted=wanted, start=start, hint="their minutes may show loss that was none")
+
+    def _take(self, batch: Batch) -> None:
+        now = self.now_ms()
+        for offset, record in zip(batch.offsets, batch.records, strict=True):
+            try:
+                report = decode_report(record.value)
+            except BadReport as error:
+                metrics.LEDGER_BAD_REPORTS.inc()
+                log.warning("bad_report", error=str(error))
+                continue
+            received_ms = self.read_all_ms if offset >= self._known_up_to else 0
+            if record.key is not None and record.key.startswith(OURS):
+                self._apply_ours(report, received_ms)
+                continue
+            self.table.apply(report, received_ms)
+            self._note_skew(report, received_ms, now)
+            if report.at_ms > now + AHEAD_MS:
+                metrics.LEDGER_AHEAD.labels(report.node).inc()
+                continue
+            self.lags.record(report)
+            self.fields.record(report)
+
+    def _apply_ours(self, report: Report, received_ms: int) -> None:
+        """A report on behalf of a silent instance. The instance stays silent, until such a report is closed."""
+        self.table.apply(report, received_ms if report.closed else min(received_ms, report.at_ms))
+
+    def _note_skew(self, report: Report, received_ms: int, now: int) -> None:
+        """Tell once of each instance whose clock is wrong for sure: a report is made before it is stored, and not long before."""
+        ahead_ms, late_ms = report.at_ms - now, received_ms - report.at_ms
+        if max(ahead_ms, late_ms - TOLD_MS) <= SKEW_MS or report.instance in self._skewed:
+            return
+        if len(self._skewed) >= _MOST_SKEWED:
+            self._skewed.clear()
+        self._skewed.add(report.instance)
+        log.warning(
+            "clock_skewed",
+            node=report.node,
+            instance=report.instance,
+            pipe=report.pipe,
+            seconds=round((ahead_ms if ahead_ms > 0 else -late_ms) / 1000),
+            hint="Try: chronyc tracking, there and here. Its lags are wrong, and of an ingest the minutes of its events",
+        )
+
+    async def _pass_time(self) -> None:
+        now = time.monotonic()
+        if now - self._ticked_at < TURN_S:
+            return
+        self._ticked_at = now
+        self.fields.refresh(FIELDS_S)
+        turn = self.table.tick(self.now_ms())
+        if turn.verdicts or turn.given_up:
+            self._on_final(turn)
+        if any(_is_loss(verdict) for verdict in turn.verdicts):
+            await self.keep()  # so that a restart does not raise the same alarm
+        if now - self._kept_at >= SNAPSHOT_EVERY_S:
+            await self.keep()
+
+    async def _keep_recovering(self) -> NoReturn:
+        await self._caught_up.wait()
+        while True:
+            try:
+                if self.catching_up:
+                    await asyncio.sleep(TURN_S)
+                    continue
+                async for report in recover(self.table, self._reader, self.now_ms()):
+                    await self._speak(report)
+            except BrokerError as error:
+                log.warning("recovery_failed", error=str(error), hint="its minutes stay open; it is tried again")
+            await asyncio.sleep(RECOVER_EVERY_S)
+
+    async def _speak(self, report: Report) -> None:
+        value = report.encode()
+        if len(value) > MAX_REPORT_BYTES:
+            log.error("report_too_large", bytes=len(value))
+            return
+        key = OURS + f"{report.pipe}/{report.instance}".encode()
+        (await self._producer.send_to(TELEMETRY, {0: [Record(key, value, self.now_ms())]})).raise_first()
+        self._apply_ours(report, self.read_all_ms)

@@ -1,0 +1,140 @@
+"""How the observer's API reads a query and answers: JSON, or a problem (RFC 9457)."""
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+
+import orjson
+import structlog
+from aiohttp import web
+from aiohttp.typedefs import Middleware
+
+from services.core import metrics
+from services.core.address import LOOPBACK_NAMES, is_loopback, is_loopback_authority, is_named_authority, parse_address
+from services.core.bearer import Tokens
+from services.core.listening import serve_app
+from services.core.problem_type import CONTENT_TYPE, ProblemType, problem_json
+from services.observer import problems
+
+log = structlog.get_logger()
+
+_MAX_PARAMETER = 40
+_ASK = ('Basic realm="penstock"', 'Bearer realm="penstock"')
+"""Each in a line of its own: browsers find no other than the first of a list."""
+_READING = ("GET", "HEAD")
+
+
+class Refused(Exception):
+    """The request gets this problem."""
+
+    def __init__(self, kind: ProblemType, detail: str) -> None:
+        super().__init__(detail)
+        self.kind, self.detail = kind, detail
+
+
+def read_query(request: web.Request, known: Mapping[str, Callable[[str], int]]) -> dict[str, int]:
+    """Each parameter at most once, and no other than the known ones. Raises Refused."""
+    found: dict[str, int] = {}
+    for name, text in request.query.items():
+        if name not in known or name in found or len(text) > _MAX_PARAMETER:
+            allowed = f"Known here, each at most once: {', '.join(known) or 'none'}."
+            raise Refused(problems.BAD_PARAMETER, allowed)
+        found[name] = known[name](text)
+    return found
+
+
+def json_answer(body: object, *, status: int = 200) -> web.Response:
+    """An answer."""
+    return web.Response(status=status, body=orjson.dumps(body), content_type="application/json")
+
+
+def _problem(kind: ProblemType, detail: str, headers: Mapping[str, str] | None = None) -> web.Response:
+    return web.Response(status=kind.status, body=problem_json(kind, detail), content_type=CONTENT_TYPE, headers=headers)
+
+
+@web.middleware
+async def answer(
+    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+) -> web.StreamResponse:
+    """Counts each answer, and makes a problem of whatever is none."""
+    try:
+        response = await handler(request)
+    except Refused as error:
+        response = _problem(error.kind, error.detail)
+        for challenge in _ASK if error.kind is problems.UNAUTHORIZED else ():
+            response.headers.add("WWW-Authenticate", challenge)
+    except web.HTTPMethodNotAllowed as error:
+        allowed = ", ".join(sorted(error.allowed_methods))
+        response = _problem(problems.METHOD_NOT_ALLOWED, f"Allowed: {allowed}.", {"Allow": allowed})
+    except web.HTTPNotFound:
+        response = _problem(problems.NOT_FOUND, "GET /openapi.json says what there is.")
+    except web.HTTPException as error:
+        response = _problem(problems.BAD_REQUEST._replace(status=error.status), error.reason)
+    except Exception:
+        log.exception("request_failed", path=request.path)
+        response = _problem(problems.INTERNAL, "Its log says why.")
+    metrics.OBSERVER_REQUESTS.labels(str(response.status)).inc()
+    return response
+
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class AccessControl:
+    """Who is let in. On loopback everybody on this machine may read, and who has a token may announce; elsewhere nobody may do
+    anything without one. A request to a name that is not the observer's is refused in both cases (DNS rebinding).
+
+    names: by which clients beyond loopback know it, beside its addresses. tokens: None: nobody has one.
+    """
+
+    def __init__(
+        self, tokens: Tokens | None = None, names: frozenset[str] = frozenset(), *, loopback: bool = True
+    ) -> None:
+        self._tokens, self._names, self._loopback = tokens, names, loopback
+
+    def checks(self) -> list[Middleware]:
+        """What each request passes, in this order."""
+        return [self._check_name, self._check_token]
+
+    @web.middleware
+    async def _check_name(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        asked = request.url.raw_authority
+        if self._loopback and not is_loopback_authority(asked):
+            raise Refused(problems.BAD_HOST, LOOPBACK_NAMES)
+        if not self._loopback and not is_named_authority(asked, self._names):
+            raise Refused(problems.BAD_HOST, "It answers to its addresses and to the names in its setting names.")
+        return await handler(request)
+
+    @web.middleware
+    async def _check_token(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        has_no_effect = request.match_info.http_exception is not None
+        reads = request.method in _READING or has_no_effect
+        if self._loopback and reads:
+            return await handler(request)
+        if self._tokens is None:
+            raise Refused(problems.UNAUTHORIZED, "Nobody has one. Try: start the observer with --token-file")
+        if not self._tokens.allows(request.headers.get("Authorization", "")):
+            raise Refused(problems.UNAUTHORIZED, "Authorization: Bearer, and a token of the observer's --token-file.")
+        return await handler(request)
+
+
+@asynccontextmanager
+async def serve_api(
+    address: str,
+    routes: Sequence[web.RouteDef],
+    more: Callable[[web.Application], None] = lambda app: None,
+    *,
+    tokens: Tokens | None = None,
+    names: frozenset[str] = frozenset(),
+) -> AsyncIterator[str]:
+    """Listen until the context is left; yields the bound "host:port". more: adds what is no API.
+
+    tokens, names: as in `AccessControl`.
+
+    Raises OSError when the port is taken.
+    """
+    door = AccessControl(tokens, names, loopback=is_loopback(parse_address(address)[0]))
+    app = web.Application(client_max_size=1024, middlewares=[answer, *door.checks()])
+    app.add_routes(routes)
+    more(app)
+    async with serve_app(app, address) as bound:
+        yield bound

@@ -1,0 +1,69 @@
+"""Announced windows in which loss and silence are expected: a deploy, a change of scale, a pause. Alarms keep quiet.
+
+Penstock's autoscaler scales day and night and must lose nothing by it: its windows excuse silence and lag, not loss.
+"""
+
+from typing import Literal
+
+import msgspec
+
+Kind = Literal["deploy", "scaling", "pause"]
+MAX_WINDOWS = 200
+MAX_LENGTH_MS = 86_400_000
+AUTOSCALER = "autoscaler"
+"""How `by` begins in the autoscaler's announcements."""
+
+
+class TooManyWindows(ValueError):
+    """More windows than anybody can mean."""
+
+
+class Window(msgspec.Struct, frozen=True):
+    """pipe: None for all. Times in ms of the wall clock."""
+
+    kind: Kind
+    pipe: str | None
+    from_ms: int
+    until_ms: int
+    by: str
+
+    @property
+    def excuses_loss(self) -> bool:
+        """Whether events may be missing because of it."""
+        return not self.by.startswith(AUTOSCALER)
+
+    def replaces(self, other: "Window") -> bool:
+        """Of one group or stream only the autoscaler's last announcement is kept."""
+        return not self.excuses_loss and self.pipe == other.pipe and _subject(self.by) == _subject(other.by)
+
+
+class PlannedWindows:
+    """Bounded; past windows are dropped after a day."""
+
+    def __init__(self, windows: tuple[Window, ...] = ()) -> None:
+        self._windows = list(windows)
+
+    def announce(self, window: Window, now: int) -> None:
+        """Raises TooManyWindows."""
+        recent = (one for one in self._windows if one.until_ms > now - MAX_LENGTH_MS)
+        self._windows = [one for one in recent if not window.replaces(one)]
+        if len(self._windows) >= MAX_WINDOWS:
+            raise TooManyWindows(f"{MAX_WINDOWS} windows are announced already. Try: one window for all pipes")
+        self._windows.append(window)
+
+    def all(self) -> tuple[Window, ...]:
+        """In the order of announcement."""
+        return tuple(self._windows)
+
+    def covers(self, pipe: str, from_ms: int, until_ms: int, *, loss: bool = False) -> Window | None:
+        """A window that overlaps this time. loss: only one that excuses loss."""
+        for window in self._windows:
+            overlaps = window.pipe in (None, pipe) and window.from_ms < until_ms and from_ms < window.until_ms
+            if overlaps and (window.excuses_loss or not loss):
+                return window
+        return None
+
+
+def _subject(by: str) -> str:
+    """`autoscaler/groups/expel out 2 -> 3` is about autoscaler/groups/expel; others say all of it."""
+    return by.partition(" ")[0] if by.startswith(f"{AUTOSCALER}/") else by

@@ -1,0 +1,232 @@
+"""The table's state as records, so that a restart knows what is older than the reports that are kept.
+
+A snapshot is cut into parts, appended to one topic; the newest whose parts are all there counts. What came after it is in
+the telemetry topic.
+"""
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import UTC, datetime, timedelta
+from typing import NamedTuple
+
+import msgspec
+import zstandard
+from pyroaring import BitMap
+
+from services.core.broker.contract import Reader
+from services.core.broker.reading import scan
+from services.core.broker.record import Record
+from services.core.ledger.report import SNAPSHOTS, Node, Outcome, PackedOffset, Span, pack_offset
+from services.observer.alarms import Alarm
+from services.observer.ledger.flow import Step
+from services.observer.ledger.liveness import Heartbeat
+from services.observer.ledger.origins import Origins, SequenceKey
+from services.observer.ledger.settlement import Row
+from services.observer.ledger.table import Table
+from services.observer.payload_fields import DriftKey
+from services.observer.planned import PlannedWindows, Window
+
+PART_BYTES = 512 * 1024
+MAX_BYTES = 256 << 20
+_RECENT = timedelta(minutes=30)
+_VERSION = 1
+"""Of what cannot be left out: fields that are added at the end have a default."""
+
+Packed = list[tuple[str, int, bytes]]
+"""(incarnation, partition, bitmap)."""
+
+
+class State(msgspec.Struct, array_like=True):
+    """Everything that a Table, PlannedWindows and AlarmQueue hold; offset: of the telemetry topic, where to read on.
+
+    final: minutes of which every part is, and how many were missing of all parts; open: those of which some are. Snapshots of
+    before know no parts: without an entry in `then`, what is missing now was missing then.
+    """
+
+    version: int
+    offset: PackedOffset
+    accepted: list[tuple[int, Node, str, Packed]]
+    reported: list[tuple[Node, str, str | None, Outcome, Packed]]
+    floors: list[tuple[str, int, int]]
+    gone: Packed
+    kept: Packed
+    folded: list[int]
+    heard: dict[str, int]
+    first_named: dict[str, int]
+    final: list[tuple[str, int, int]]
+    base: list[Row]
+    words: list[tuple[Node, str, str | None, dict[str, Heartbeat]]]
+    told_to: list[tuple[str, str, int, PackedOffset]]
+    marks: dict[str, dict[int, dict[int, PackedOffset]]]
+    runs: list[tuple[str, str, list[str]]]
+    windows: tuple[Window, ...]
+    rounds: list[tuple[Node, str, str | None, Outcome, Span, Packed]] = []
+    left_by: int = 0
+    seen_by: list[tuple[Node, str, str | None, tuple[int, int, int]]] = []
+    untold: list[tuple[str, bytes]] = []
+    read_all_ms: int = 0
+    found: list[tuple[str, int, int]] = []
+    drifting: list[tuple[str, Node, str, str | None, str, str, int]] = []
+    open: list[tuple[str, int, list[str]]] = []
+    then: list[tuple[str, int, str | None, int]] = []
+    given_up: list[tuple[str, int, str | None]] = []
+    lost: list[tuple[Node, str, str | None, Packed]] = []
+    unread: list[tuple[Node, str, str | None, Packed]] = []
+    held: list[tuple[Node, str, str | None, int, Packed]] = []
+
+
+class FollowerState(NamedTuple):
+    """What is kept beside the table. offset: to read telemetry from. read_all_ms: when everything before it had been read.
+
+    drifting: when each drift was last seen, in ms.
+    """
+
+    planned: PlannedWindows
+    offset: int
+    untold: tuple[Alarm, ...] = ()
+    read_all_ms: int = 0
+    drifting: Mapping[DriftKey, int] = {}
+
+
+def dump(table: Table, beside: FollowerState) -> bytes:
+    """The state, compressed."""
+    origin_sets, reaches, finality = table.origin_sets, table.offsets, table.finality
+    state = State(
+        _VERSION,
+        pack_offset(beside.offset),
+        [(m, *place, _pack(held)) for m, places in origin_sets.held.items() for place, held in places.items()],
+        [(*step, outcome, _pack(origins)) for (step, outcome), origins in origin_sets.reported_sets.items()],
+        [(*run, floor) for run, floor in origin_sets.floors.items()],
+        _pack(origin_sets.gone),
+        _pack(origin_sets.kept),
+        sorted(origin_sets.folded),
+        origin_sets.heard,
+        origin_sets.first_named,
+        [(*key, sum(finality.then.get(key, {}).values())) for key, parts in finality.open.items() if not parts],
+        list(table.base.values()),
+        [(*step, words) for step, words in table.liveness.heartbeats().items()],
+        [
+            (stream, *run, pack_offset(at))
+            for stream, reported in reaches.reported.items()
+            for run, at in reported.items()
+        ],
+        {
+            stream: {one: {m: pack_offset(at) for m, at in marks.items()} for one, marks in partitions.items()}
+            for stream, partitions in reaches.marks.items()
+        },
+        [(*key, sorted(runs)) for key, runs in reaches.runs.items()],
+        beside.planned.all(),
+        [(*step, outcome, due, _pack(origins)) for outcome, step, due, origins in origin_sets.retries.spans()],
+        table.left_by,
+        [(*step, seen) for step, seen in table.seen_by.items()],
+        [(alarm.id, msgspec.json.encode(alarm.body)) for alarm in beside.untold],
+        beside.read_all_ms,
+        [(*key, at) for key, at in table.found.items()],
+        [(pipe, *step, field, what, at) for (pipe, step, field, what), at in beside.drifting.items()],
+        [(*key, sorted(parts)) for key, parts in finality.open.items() if parts],
+        [(*key, part, missing) for key, then in finality.then.items() for part, missing in then.items()],
+        [(*key, part) for key, parts in finality.given_up.items() for part in parts],
+        [(*step, _pack(origins)) for step, origins in origin_sets.retries.lost.items()],
+        [(*step, _pack(origins)) for step, origins in origin_sets.retries.unread.items()],
+        [(*step, at, _pack(origins)) for step, (at, origins) in origin_sets.retries.held_at.items()],
+    )
+    return zstandard.ZstdCompressor(level=3).compress(msgspec.msgpack.encode(state))
+
+
+def restore(data: bytes, table: Table) -> FollowerState:
+    """Fill an empty table; returns the rest. Raises ValueError."""
+    try:
+        raw = zstandard.ZstdDecompressor().decompress(data, max_output_size=MAX_BYTES)
+        state = msgspec.msgpack.decode(raw, type=State)
+    except (zstandard.ZstdError, msgspec.MsgspecError) as error:
+        raise ValueError(f"no snapshot: {error}") from error
+    if state.version != _VERSION:
+        raise ValueError(f"snapshot of version {state.version}, not {_VERSION}")
+    origin_sets, reaches = table.origin_sets, table.offsets
+    for minute, node, name, packed in state.accepted:
+        origin_sets.held.setdefault(minute, {})[node, name] = _unpack(packed)
+    origin_sets.reported_sets = {
+        (Step(n, p, d), outcome): _unpack(packed) for n, p, d, outcome, packed in state.reported
+    }
+    origin_sets.heard, origin_sets.first_named, origin_sets.folded = state.heard, state.first_named, set(state.folded)
+    origin_sets.floors = {SequenceKey(incarnation, partition): floor for incarnation, partition, floor in state.floors}
+    origin_sets.gone, origin_sets.kept = _unpack(state.gone), _unpack(state.kept)
+    table.base = {(row.pipe, row.minute): row for row in state.base}
+    table.liveness.load({Step(n, p, d): words for n, p, d, words in state.words})
+    for stream, incarnation, partition, offset in state.told_to:
+        reaches.reported.setdefault(stream, {})[SequenceKey(incarnation, partition)] = int(offset)
+    for node, pipe, destination, outcome, due, packed in state.rounds:
+        origin_sets.retries.load(Step(node, pipe, destination), outcome, due, _unpack(packed))
+    rounds = origin_sets.retries
+    rounds.lost = {Step(n, p, d): _unpack(packed) for n, p, d, packed in state.lost}
+    rounds.unread = {Step(n, p, d): _unpack(packed) for n, p, d, packed in state.unread}
+    rounds.held_at = {Step(n, p, d): (at, _unpack(packed)) for n, p, d, at, packed in state.held}
+    table.left_by = state.left_by
+    table.seen_by = {Step(n, p, d): seen for n, p, d, seen in state.seen_by}
+    reaches.marks = {
+        stream: {one: {m: int(at) for m, at in marks.items()} for one, marks in partitions.items()}
+        for stream, partitions in state.marks.items()
+    }
+    reaches.runs = {(stream, instance): set(runs) for stream, instance, runs in state.runs}
+    untold = tuple(Alarm(name, msgspec.json.decode(body, type=dict[str, object])) for name, body in state.untold)
+    table.found = {(pipe, minute): at for pipe, minute, at in state.found}
+    _restore_finality(state, table)
+    drifting = {(pipe, Step(n, p, d), field, what): at for pipe, n, p, d, field, what, at in state.drifting}
+    return FollowerState(PlannedWindows(state.windows), int(state.offset), untold, state.read_all_ms, drifting)
+
+
+def _restore_finality(state: State, table: Table) -> None:
+    """What else the table knows is there already."""
+    finality = table.finality
+    finality.open = {(pipe, minute): set(parts) for pipe, minute, parts in state.open}
+    finality.open |= {(pipe, minute): set() for pipe, minute, _ in state.final}
+    for pipe, minute, part in state.given_up:
+        finality.given_up.setdefault((pipe, minute), set()).add(part)
+    for pipe, minute, part, missing in state.then:
+        finality.note((pipe, minute), {part: missing})
+    for pipe, minute, missing in state.final:
+        if missing and (pipe, minute) not in finality.then and pipe in table.flow.pipes:
+            now = table.row(pipe, minute, 0).missing_by_part()
+            finality.note((pipe, minute), {**now, None: now.get(None, 0) + max(0, missing - sum(now.values()))})
+
+
+def _pack(origins: Origins) -> Packed:
+    return [(run.incarnation, run.partition, numbers.serialize()) for run, numbers in origins.runs()]
+
+
+def _unpack(packed: Packed) -> Origins:
+    return Origins((SequenceKey(name, partition), BitMap.deserialize(data)) for name, partition, data in packed)
+
+
+def cut(data: bytes, name: str) -> Iterator[Record]:
+    """The records of one snapshot; name: its own."""
+    parts = range(0, len(data), PART_BYTES)
+    for number, start in enumerate(parts):
+        head = (("snapshot", name.encode()), ("part", b"%d" % number), ("parts", b"%d" % len(parts)))
+        yield Record(b"ledger", data[start : start + PART_BYTES], int(time.time() * 1000), head)
+
+
+def join(records: Sequence[Record]) -> bytes | None:
+    """The newest snapshot that is whole, from records in their order; None without one."""
+    parts: dict[bytes, dict[int, bytes]] = {}
+    newest = None
+    for record in records:
+        name, part, of = record.header("snapshot"), record.header("part"), record.header("parts")
+        if name is None or part is None or of is None or record.value is None or not (part + of).isdigit():
+            continue
+        mine = parts.setdefault(name, {})
+        mine[int(part)] = record.value
+        if len(mine) == int(of):
+            newest = b"".join(value for _, value in sorted(mine.items()))
+            parts = {}
+    return newest
+
+
+async def find_snapshot(reader: Reader) -> bytes | None:
+    """The newest whole snapshot. Raises BrokerError kinds."""
+    recent = (await reader.offsets_at(SNAPSHOTS, datetime.now(UTC) - _RECENT))[0]
+    for start in (recent, None):
+        records = [record async for batch in scan(reader, SNAPSHOTS, 0, start, None) for record in batch.records]
+        if (found := join(records)) is not None:
+            return found
+    return None

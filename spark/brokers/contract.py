@@ -1,0 +1,264 @@
+"""A broker as Spark's jobs use it: reading and writing records, and measuring how far a pipe is behind."""
+
+import json
+import time
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from enum import Enum
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+from urllib.parse import urlsplit
+
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as f
+from pyspark.sql.streaming.readwriter import DataStreamWriter
+
+from services.core.broker.connect import parse_kinesis_url
+from services.core.broker.record import Record
+from services.core.event import ORIGIN
+from services.core.ledger.age import Age
+from services.core.yaml_source import BadConfiguration, Problem
+from spark.records import OffsetRange, Offsets, cut_evenly, from_arrow
+from spark.sources.offsets import offsets_of
+from spark.sources.source import NAME
+
+
+class BatchName(NamedTuple):
+    """Names one write of one batch: a broker that can stores it once. writer: the query; epoch: the batch."""
+
+    writer: str
+    epoch: int
+
+
+class OriginFormat(Enum):
+    """Which origins a write returns. TIMED: each with its event's time."""
+
+    NONE = 0
+    PLAIN = 1
+    TIMED = 2
+
+
+class Written(NamedTuple):
+    """times: events by their time, ms. origins: one text as of `reports.gather_origins`; empty when none are wanted."""
+
+    times: Counter[int]
+    origins: str
+
+
+class Appender(Protocol):
+    """Writes small records to partition 0 of one topic, without a Spark job. One thread at a time."""
+
+    def append(self, records: Sequence[Record]) -> None:
+        """Store these records durably. Raises BrokerError kinds; then some may be stored. Blocking."""
+
+    def close(self) -> None: ...
+
+
+Backlog = dict[tuple[str, int], int]
+"""Records by topic and partition."""
+
+
+class Measurement(NamedTuple):
+    """backlog: records that are not done. settled_up_to: records stored before this time (ms) are reported; None: not known."""
+
+    backlog: Backlog
+    settled_up_to: int | None
+
+
+class BacklogMeter(Protocol):
+    """Of one pipe's sources. It works beside the query, so that the backlog is known while the query is down."""
+
+    def measure(self, done: Offsets, reported: Offsets) -> Measurement:
+        """done, reported: how far query and reports are. Raises BrokerError kinds, Spark's errors. One thread at a time."""
+
+
+class OffsetBacklogMeter:
+    """For brokers whose offsets count records, and that know the end of a partition."""
+
+    def __init__(self, stored: Callable[[], Sequence[OffsetRange]]) -> None:
+        self._stored, self._age = stored, Age()
+
+    def measure(self, done: Offsets, reported: Offsets) -> Measurement:
+        begun = time.time_ns() // 1_000_000
+        stored = self._stored()
+        starts = {(part.topic, part.partition): part.start for part in stored}
+        ends = {(part.topic, part.partition): part.end for part in stored}
+        return Measurement(measure_backlog(stored, done), self._age.done_up_to(begun, starts, ends, reported))
+
+
+def measure_backlog(stored: Iterable[OffsetRange], done: Offsets) -> Backlog:
+    """The records from these offsets to the present ends."""
+    return {
+        (topic, partition): max(0, end - max(start, done.get((topic, partition), start)))
+        for topic, partition, start, end in stored
+    }
+
+
+class SparkBroker(ABC):
+    """One broker. Methods block; they raise `services.core.broker.errors` kinds or Spark's errors."""
+
+    max_record_bytes: int
+    needs_kafka_jars: bool = False
+    real_time: bool = False
+    """Whether Spark's real-time mode can read it."""
+    packs_origins: bool = True
+    """Whether one row of ORIGINS_READ has the origins of several records."""
+
+    @abstractmethod
+    def identify(self, session: SparkSession, topics: Sequence[str]) -> dict[str, str]:
+        """An identity per topic; a topic that was deleted and created again has another one. Raises UnknownTopic."""
+
+    def count_partitions(self, session: SparkSession, topics: Sequence[str]) -> int:
+        """Partitions of all these topics together. Raises UnknownTopic."""
+        return len(self.stored_ranges(session, topics))
+
+    @abstractmethod
+    def stored_ranges(self, session: SparkSession, topics: Sequence[str]) -> list[OffsetRange]:
+        """The records that are stored now, by topic and partition."""
+
+    def newest_ranges(self, session: SparkSession, topics: Sequence[str], events: int) -> list[OffsetRange]:
+        """About the newest `events` of each partition that are stored now."""
+        return [part._replace(start=max(part.start, part.end - events)) for part in self.stored_ranges(session, topics)]
+
+    def split_ranges(self, ranges: Sequence[OffsetRange], events: int) -> Iterator[list[OffsetRange]]:
+        """These ranges in parts of about so many events."""
+        return cut_evenly(ranges, events)
+
+    def open_meter(self, session: SparkSession, topics: Sequence[str]) -> BacklogMeter:
+        return OffsetBacklogMeter(partial(self.stored_ranges, session, topics))
+
+    @abstractmethod
+    def parse_offsets(self, line: str) -> Offsets:
+        """The offset of one source as Spark's checkpoint keeps it."""
+
+    @abstractmethod
+    def read_stream(
+        self, session: SparkSession, topics: Sequence[str], max_events: int | None, *, origins: bool = False
+    ) -> DataFrame:
+        """Raw records as a stream, from the topics' starts, at most about max_events a micro-batch (None: real-time).
+
+        origins: with the column ORIGINS_READ. The query stops when records that it wants to read are gone or damaged.
+        """
+
+    @abstractmethod
+    def read_ranges(self, session: SparkSession, ranges: Sequence[OffsetRange]) -> DataFrame:
+        """These raw records, those of one or two micro-batches, as a batch. This, or executing it, raises when some are gone."""
+
+    @abstractmethod
+    def write_stream(self, frame: DataFrame, topic: str, writer: str) -> DataStreamWriter:
+        """A streaming sink for a frame with columns OUT."""
+
+    @abstractmethod
+    def write(self, frame: DataFrame, topic: str, batch: BatchName, origins: OriginFormat) -> Written:
+        """Execute the frame (columns OUT) and store its records durably.
+
+        Returns the events of the frame, also when this batch was stored before.
+        """
+
+    @abstractmethod
+    def try_write(self, frame: DataFrame) -> None:
+        """Execute the frame as `write` does, and store nothing. Raises the frame's errors."""
+
+    @abstractmethod
+    def write_records(self, session: SparkSession, records: Sequence[Record], topic: str, batch: BatchName) -> None:
+        """Store these records durably."""
+
+    @abstractmethod
+    def open_appender(self, session: SparkSession, topic: str) -> Appender: ...
+
+    def last_epoch(self, topic: str, writer: str) -> int | None:
+        """The newest batch that this writer stored; None without one, or where the broker does not know."""
+        return None
+
+    def close(self) -> None:  # noqa: B027  most brokers hold nothing
+        """Close connections. Later calls open them again."""
+
+
+class DataSourceBroker(SparkBroker):
+    """A broker that Spark reads through our data source. Its batches pass through the driver, which writes them."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+
+    def read_stream(
+        self, session: SparkSession, topics: Sequence[str], max_events: int | None, *, origins: bool = False
+    ) -> DataFrame:
+        options = {"broker": self._url, "topics": ",".join(topics), "max_events": str(max_events)}
+        options |= {"origins": "read"} if origins else {}
+        return session.readStream.format(NAME).options(**options).load()
+
+    def parse_offsets(self, line: str) -> Offsets:
+        found = json.loads(line)
+        return {(topic, p): n for topic in found["topics"] for p, n in offsets_of(found, topic)[1].items()}
+
+    def write_stream(self, frame: DataFrame, topic: str, writer: str) -> DataStreamWriter:
+        return frame.writeStream.format(NAME).options(broker=self._url, topic=topic, writer=writer)
+
+    def write(self, frame: DataFrame, topic: str, batch: BatchName, origins: OriginFormat) -> Written:
+        """Nothing of the frame is stored when executing it fails."""
+        records = from_arrow(collect_bounded(frame))
+        self.write_records(frame.sparkSession, records, topic, batch)
+        return describe_records(records, origins)
+
+    def try_write(self, frame: DataFrame) -> None:
+        collect_bounded(frame)
+
+
+def describe_records(records: Sequence[Record], origins: OriginFormat) -> Written:
+    times = Counter([record.timestamp for record in records])
+    if origins is OriginFormat.NONE:
+        return Written(times, "")
+    found = [(origin, record.timestamp) for record in records if (origin := record.header(ORIGIN)) is not None]
+    texts = [b"%b:%d" % pair for pair in found] if origins is OriginFormat.TIMED else [origin for origin, _ in found]
+    return Written(times, b" ".join(texts).decode(errors="replace"))
+
+
+# A batch is collected at the driver within bounds, since neither Java nor Python survives without memory. A task counts its rows
+# and fails beyond MAX_ROWS; Spark adds up the bytes (`spark.driver.maxResultSize`). After either failure the batch is processed
+# in parts.
+MAX_ROWS = 500_000
+"""Of one task. Twenty-five rows out of each event of a batch of 20,000 that one task reads."""
+_TOO_MANY = f"more than {MAX_ROWS} rows come out of one task"
+_TOO_MUCH = (_TOO_MANY, "spark.driver.maxResultSize", "SparkOutOfMemoryError", "UNABLE_TO_ACQUIRE_MEMORY")
+
+
+def limit_rows(frame: DataFrame) -> DataFrame:
+    """The frame (columns OUT), such that executing it raises when it has too many rows."""
+    row = f.monotonically_increasing_id().bitwiseAND((1 << 33) - 1)
+    value = f.when(row < MAX_ROWS, f.col("value")).otherwise(f.raise_error(f.lit(_TOO_MANY)).cast("binary"))
+    return frame.withColumn("value", value)
+
+
+def collect_bounded(frame: DataFrame) -> Any:
+    """An Arrow table of the frame (columns OUT). Raises the errors of executing it."""
+    return limit_rows(frame).toArrow()
+
+
+def is_too_much(error: BaseException) -> bool:
+    """Whether the output was too large, rather than wrong."""
+    return any(text in str(error) for text in _TOO_MUCH)
+
+
+def open_spark_broker(url: str) -> SparkBroker:
+    """The broker of this URL. Connects to nothing yet, and loads only its modules. Raises BadConfiguration."""
+    parts = urlsplit(url)
+    if parts.scheme == "log" and not parts.netloc and parts.path.startswith("/"):
+        from spark.brokers.log import LogSparkBroker
+
+        return LogSparkBroker(parts.path)
+    if parts.scheme == "kafka" and parts.netloc and "@" not in parts.netloc and parts.path in ("", "/"):
+        from spark.brokers.kafka import KafkaSparkBroker
+
+        return KafkaSparkBroker(parts.netloc)
+    if parts.scheme == "kinesis":
+        from spark.brokers.kinesis import KinesisSparkBroker
+
+        try:
+            parse_kinesis_url(url)
+        except ValueError as error:
+            raise BadConfiguration([Problem("broker", "", str(error))]) from error
+        return KinesisSparkBroker(url)
+    raise BadConfiguration(
+        [Problem("broker", "", f"{url!r} cannot be used. Try: log:///path, kafka://host:9092 or kinesis://eu-west-1")]
+    )

@@ -1,0 +1,144 @@
+"""How the pipes are doing: metrics, readiness, batches without progress, and when the process gives up."""
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from services.core.metrics import (
+    BROKER_LAG_RECORDS,
+    LAG_IN,
+    LAG_OUT,
+    TRANSFORM_DEAD,
+    TRANSFORM_FAILURES,
+    TRANSFORM_READ,
+    TRANSFORM_UP,
+    TRANSFORM_WRITTEN,
+)
+from spark.brokers.contract import Backlog
+from spark.reports import NODE, BatchReport
+
+MAX_FAILURES = 5
+"""After so many failures without a stored batch between them the pipe counts as broken."""
+OLD_JAVA_S = 1800.0
+"""When Spark itself failed one pipe again and again, the process gives up if its Java is older. It does not give up a younger
+one: the last fresh Java did not help either, and each fresh one costs the other pipes some seconds."""
+PART = 0.1
+"""Share of the time limit of a batch, for one part of a batch and for one trial."""
+SLOW = 0.2
+"""Share of the time limit after which the pipe is not ready."""
+
+
+class Watchdog:
+    """Times the work of one pipe's queries. Thread-safe. Plain Python: it works while Java answers nobody.
+
+    limit: seconds that one batch may take.
+    """
+
+    def __init__(self, limit: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._limit, self._clock = limit, clock
+        self._begun: dict[str, tuple[str, float, float]] = {}
+
+    def begin(self, query: str, work: str, share: float = 1.0) -> None:
+        """This query begins some work, and ends its work before. share: of the limit, for this work."""
+        self._begun[query] = (work, self._clock(), share * self._limit)
+
+    def end(self, query: str) -> None:
+        """The query is idle."""
+        self._begun.pop(query, None)
+
+    @contextmanager
+    def watching(self, query: str, work: str, share: float = 1.0) -> Iterator[None]:
+        self.begin(query, work, share)
+        try:
+            yield
+        finally:
+            self.end(query)
+
+    def slow(self) -> str | None:
+        """Work that has taken too long to call the pipe ready."""
+        return self._older(lambda _limit: SLOW * self._limit)
+
+    def stuck(self) -> str | None:
+        """Work beyond its limit."""
+        return self._older(lambda limit: limit)
+
+    def _older(self, than: Callable[[float], float]) -> str | None:
+        now = self._clock()
+        for work, begun, limit in tuple(self._begun.values()):
+            if now - begun > than(limit):
+                return f"{work} has made no progress for {now - begun:.0f} s"
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class QueryState:
+    """How a pipe's query is doing.
+
+    problem: None once it has completed a trigger since its start, else the reason, for a person. failures: in a row. of_spark:
+    the last failure was neither the broker's nor the transform's nor the checkpoint's.
+    """
+
+    pipe: str
+    problem: str | None
+    failures: int
+    of_spark: bool = False
+
+    @property
+    def broken(self) -> bool:
+        """Whether restarts have not helped often enough."""
+        return self.failures >= MAX_FAILURES
+
+
+class PipesHealth:
+    """Not thread-safe: jobs call it by `call_soon_threadsafe`.
+
+    `gave_up`: the process is to end, since no pipe's query can be kept running, or one of them cannot in this old Java.
+    """
+
+    def __init__(self, pipes: Iterable[str], clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock, self._begun = clock, clock()
+        self._watchdogs: dict[str, Watchdog] = {}
+        self._states = {pipe: QueryState(pipe, "starting", 0) for pipe in pipes}
+        self.gave_up = asyncio.Event()
+        for pipe in self._states:
+            TRANSFORM_UP.labels(pipe).set(0)
+
+    def ready(self) -> str | None:
+        """None once every query has completed a trigger since it was (re)started and no batch takes long; else the reasons.
+
+        A trigger is a batch, or a poll that found nothing new. A query that keeps failing on its first batch is never ready.
+        """
+        down = {pipe: state.problem for pipe, state in self._states.items() if state.problem}
+        slow = {pipe: text for pipe, watchdog in self._watchdogs.items() if (text := watchdog.slow()) is not None}
+        return "; ".join(f"{pipe}: {text}" for pipe, text in (slow | down).items()) or None
+
+    def add_watchdog(self, pipe: str, watchdog: Watchdog) -> None:
+        self._watchdogs[pipe] = watchdog
+
+    def stuck(self) -> str | None:
+        """Work of any pipe beyond its limit."""
+        found = ((pipe, watchdog.stuck()) for pipe, watchdog in self._watchdogs.items())
+        return next((f"{pipe}: {text}" for pipe, text in found if text is not None), None)
+
+    def record_state(self, state: QueryState) -> None:
+        self._states[state.pipe] = state
+        TRANSFORM_UP.labels(state.pipe).set(0 if state.problem else 1)
+        if state.problem:
+            TRANSFORM_FAILURES.labels(state.pipe).inc()
+        needs_java = state.broken and state.of_spark and self._clock() - self._begun > OLD_JAVA_S
+        if needs_java or all(each.broken for each in self._states.values()):
+            self.gave_up.set()
+
+    def record_batch(self, report: BatchReport) -> None:
+        TRANSFORM_READ.labels(report.pipe).inc(report.read)
+        TRANSFORM_WRITTEN.labels(report.pipe).inc(report.written)
+        for reason, events in report.dead.items():
+            TRANSFORM_DEAD.labels(report.pipe, reason).inc(events)
+        LAG_IN.labels(report.pipe, NODE).observe_counts(report.lag_in)
+        LAG_OUT.labels(report.pipe, NODE).observe_counts(report.lag_out)
+
+    def record_backlog(self, pipe: str, backlog: Backlog) -> None:
+        for (topic, partition), records in backlog.items():
+            BROKER_LAG_RECORDS.labels(pipe, topic, str(partition)).set(records)

@@ -1,0 +1,131 @@
+"""The only file that uses private parts of pyspark and py4j: access to the Java side of Spark.
+
+tests/spark/test_java.py fails when an upgrade changes one of them, and when another file uses one. Spark has no public Python way
+to any of this. Kafka's own Java classes, which `jvm` gives access to, are public.
+"""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from py4j.protocol import Py4JError, Py4JNetworkError  # type: ignore[import-untyped]
+from pyspark.errors import PySparkException
+from pyspark.sql import DataFrame, Observation, SparkSession
+from pyspark.sql.streaming.listener import StreamingQueryProgress
+from pyspark.sql.streaming.query import StreamingQuery
+
+JAVA_ERRORS = (Py4JError, PySparkException)
+"""What a call into Java raises."""
+_MOST_CAUSES = 10
+
+
+def is_answer(error: BaseException) -> bool:
+    """Whether Java, or our own code, raised this. Otherwise the connection to Java broke, and Java may be gone."""
+    return not isinstance(error, OSError | EOFError | Py4JNetworkError)
+
+
+def java_exceptions(error: BaseException) -> Iterator[Any]:
+    """The Java exception behind an error and its causes, outermost first."""
+    cause: Any = getattr(error, "java_exception", None) or getattr(error, "_origin", None)
+    for _ in range(_MOST_CAUSES):
+        if cause is None:
+            return
+        yield cause
+        cause = cause.getCause()
+
+
+def jvm(session: SparkSession) -> Any:
+    """The classes of Spark's Java, by their full names."""
+    return session.sparkContext._jvm
+
+
+def java_process(session: SparkSession) -> Any:
+    """The process that runs Spark, as `subprocess.Popen`."""
+    gateway: Any = session.sparkContext._gateway
+    return gateway.proc
+
+
+def clear_active_session(session: SparkSession) -> None:
+    """Make Spark forget the active session of this thread, in which it looks for data sources."""
+    jvm(session).org.apache.spark.sql.SparkSession.clearActiveSession()
+
+
+def set_active_session(session: SparkSession) -> None:
+    """Make this the session in which Spark looks for the format of a sink on this thread."""
+    jvm(session).org.apache.spark.sql.SparkSession.setActiveSession(session._jsparkSession)
+
+
+def check_is_query(session: SparkSession, sql: str) -> None:
+    """Raise ParseException unless the text is a query. `session.sql` would run a command (DROP, INSERT) at once."""
+    session._jsparkSession.sessionState().sqlParser().parseQuery(sql)
+
+
+def analyzed_plan(frame: DataFrame) -> Any:
+    """The root node of Spark's analysed plan, a Java object."""
+    return frame._jdf.queryExecution().analyzed()
+
+
+def check_streamable(frame: DataFrame) -> None:
+    """Raise AnalysisException when Spark cannot run this streaming frame with its output appended."""
+    sql = jvm(frame.sparkSession).org.apache.spark.sql
+    append = sql.streaming.OutputMode.Append()
+    sql.catalyst.analysis.UnsupportedOperationChecker.checkForStreaming(analyzed_plan(frame), append)
+
+
+def is_observed(observation: Observation) -> bool:
+    """Whether the observed values have arrived. `Observation.get` would wait for ever."""
+    assert observation._jo is not None
+    return bool(observation._jo.future().isCompleted())
+
+
+def progress_since(query: StreamingQuery, batch: int) -> list[Any]:
+    """The progress events of later batches, oldest first.
+
+    `recentProgress` would parse all events that Spark keeps; the origins in them make them long.
+    """
+    found: list[Any] = []
+    for progress in reversed(list(query._jsq.recentProgress())):
+        if progress.batchId() <= batch:
+            break
+        found.append(StreamingQueryProgress.fromJson(json.loads(progress.json())))
+    return found[::-1]
+
+
+class HadoopFolder:
+    """A folder in a file system that Spark knows. path: a URI. A file of an object store is stored whole or not at all."""
+
+    def __init__(self, session: SparkSession, path: str) -> None:
+        classes = jvm(session)
+        self._path, self._class, self._io = (
+            path,
+            classes.org.apache.hadoop.fs.Path,
+            classes.org.apache.commons.io.IOUtils,
+        )
+        configuration = session._jsparkSession.sessionState().newHadoopConf()
+        self._files = self._class(path).getFileSystem(configuration)
+
+    def _at(self, name: str) -> Any:
+        return self._class(f"{self._path}/{name}")
+
+    def exists(self, name: str) -> bool:
+        return bool(self._files.exists(self._at(name)))
+
+    def list(self, name: str) -> list[str]:
+        """The names in a folder below; empty when there is none."""
+        path = self._at(name)
+        found = self._files.listStatus(path) if self._files.exists(path) else []
+        return [str(status.getPath().getName()) for status in found]
+
+    def read(self, name: str) -> bytes:
+        stream = self._files.open(self._at(name))
+        try:
+            return bytes(self._io.toByteArray(stream))
+        finally:
+            stream.close()
+
+    def write(self, name: str, content: bytes) -> None:
+        stream = self._files.create(self._at(name), True)
+        try:
+            stream.write(content)
+        finally:
+            stream.close()

@@ -1,0 +1,113 @@
+"""Dead letters: from rejected records (no events, or events that a transform cannot process) to the pipe's dead-letter topic."""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Final, NamedTuple
+
+import structlog
+from pyspark.sql import DataFrame
+
+from services.core.broker.record import Record, TopicPartition
+from services.core.dead_letter import MAX_DETAIL, make_dead_letter
+from services.core.event import ID
+from services.core.pipes import dead_letter_topic
+from spark.brokers.contract import BatchName
+from spark.jobs.query import Query
+from spark.records import RecordOffset, from_arrow
+from spark.reports import NODE, BatchReport, Origins, add_outcome, origins_of
+from spark.transforms.preparation import Prepared, of_stream
+from spark.transforms.view import FAILED_CHECK
+
+TRANSFORM_ERROR: Final = "transform_error"
+DEAD: Final = "dead"
+"""Names the dead letters of records that fail a check."""
+LATE: Final = "late"
+"""The reason of late events, and the name of their dead letters."""
+_ADDED_BYTES = MAX_DETAIL + 1024
+log = structlog.get_logger()
+
+
+class Rejected(NamedTuple):
+    record: Record
+    source: RecordOffset
+    reason: str
+    detail: str
+
+
+def reject_as(raw: DataFrame, reason: str, detail: Callable[[RecordOffset], str]) -> list[Rejected]:
+    """All these raw records, for one reason. Executes the frame."""
+    return [Rejected(record, source, reason, detail(source)) for record, source in _rows(raw.toArrow())]
+
+
+def reject_bad_records(prepared: Prepared, raw: DataFrame) -> list[Rejected]:
+    """The records of a batch that fail a check. Executes the frame."""
+    found = []
+    for stream, view in prepared.views.items():
+        table: Any = view.bad(view.check(of_stream(prepared, raw, stream))).toArrow()
+        checks = [view.checks[number] for number in table.column(FAILED_CHECK).to_pylist()]
+        for (record, source), check in zip(_rows(table), checks, strict=True):
+            found.append(Rejected(record, source, check.reason, check.detail))
+    return found
+
+
+def _rows(table: Any) -> Iterable[tuple[Record, RecordOffset]]:
+    sources = (table.column(name).to_pylist() for name in ("topic", "partition", "offset"))
+    return zip(from_arrow(table), map(RecordOffset, *sources), strict=True)
+
+
+def write_dead_letters(
+    query: Query, found: Sequence[Rejected], name: str, epoch: int, report: BatchReport, *, counted: bool = False
+) -> Origins:
+    """Store these records as dead letters of the pipe, unless (name, epoch) was stored before, and add them to the report.
+
+    Returns their origins, when there is a ledger. counted: see `origins_of`.
+    """
+    if not found:
+        return {}
+    dead: Origins = {}
+    reasons = Counter(item.reason for item in found)
+    report.dead += reasons
+    if query.ledger:
+        dead = origins_of([item.record for item in found], query.pipe, counted=counted)
+        add_outcome(report.sets, "dead", dead)
+    max_bytes = query.broker.max_record_bytes
+    records = make_dead_letters(found, pipe=query.pipe, version=query.prepared.version, max_bytes=max_bytes)
+    batch = BatchName(f"{query.writer}:{name}", epoch)
+    query.broker.write_records(query.session, records, dead_letter_topic(query.pipe), batch)
+    examples = [item.detail for item in found[:3]]
+    log.warning("dead_letters_written", pipe=query.pipe, events=len(found), reasons=dict(reasons), examples=examples)
+    return dead
+
+
+def make_dead_letters(rejected: Iterable[Rejected], *, pipe: str, version: str, max_bytes: int) -> list[Record]:
+    """The records for the dead-letter topic. A payload that is too large for a dead letter stays at its source."""
+    now = time.time_ns() // 1_000_000
+    return [_make_dead_letter(item, pipe, version, max_bytes, now) for item in rejected]
+
+
+def _make_dead_letter(item: Rejected, pipe: str, version: str, max_bytes: int, now: int) -> Record:
+    record, detail = item.record, item.detail
+    size = len(record.key or b"") + len(record.value or b"") + sum(len(n) * 4 + len(v) for n, v in record.headers)
+    if size > max_bytes - _ADDED_BYTES:
+        detail = f"{detail}; payload of {len(record.value or b'')} bytes left out, it is stored at the source"
+        small = size - len(record.value or b"") <= max_bytes - _ADDED_BYTES
+        record = Record(record.key, b"", record.timestamp, record.headers) if small else _identity_of(record)
+    return make_dead_letter(
+        record,
+        reason=item.reason,
+        detail=detail,
+        node=NODE,
+        pipe=pipe,
+        version=version,
+        first_failure=now,
+        source=TopicPartition(item.source.topic, item.source.partition),
+        offset=int(item.source.offset),
+        now_ms=now,
+    )
+
+
+def _identity_of(record: Record) -> Record:
+    """Only the event's id, where even key and headers are too large."""
+    event_id = (record.header(ID) or b"")[:MAX_DETAIL]
+    return Record(None, b"", record.timestamp, ((ID, event_id),) if event_id else ())

@@ -1,0 +1,285 @@
+"""A row-by-row transform: each micro-batch is computed by itself, in Spark's foreachBatch.
+
+One pass reads, checks, transforms, writes and counts. A second pass is only necessary when the counts show bad records, or when
+the transform failed. All results are stored before Spark commits the batch, so a crash at any moment computes the same batch
+again.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from pyspark.sql import DataFrame, Observation
+from pyspark.sql import functions as f
+
+from services.core.pipes import output_topic
+from spark.brokers.contract import BatchName, OriginFormat, is_too_much
+from spark.errors import is_of_broker, shorten
+from spark.health import PART
+from spark.java import is_answer
+from spark.jobs.attempts import PART_OF, Part, PartName, PartRunner, TooMuch, within
+from spark.jobs.culprits import FailureStreak, exactly, find_culprits, fingerprint, list_events, list_records
+from spark.jobs.dead_letters import DEAD, TRANSFORM_ERROR, reject_as, reject_bad_records, write_dead_letters
+from spark.jobs.query import BatchHandler, MicroBatchQuery, Query
+from spark.records import ORIGINS_READ, RecordOffset
+from spark.reports import (
+    ORIGINS,
+    BatchReport,
+    Origins,
+    add_accepted,
+    add_outcome,
+    add_settled,
+    age,
+    collect_origins,
+    collect_text,
+    count_by_lag,
+    gather_origins,
+    in_text,
+    read_lags,
+    read_observed,
+    split_count,
+    with_origin,
+    without,
+)
+from spark.transforms.output import number_batch
+from spark.transforms.preparation import of_stream
+from spark.transforms.view import FAILED_CHECK, TIME, SourceView, drop_duplicates
+
+
+def start_micro_batches(query: Query) -> MicroBatchQuery:
+    """Run a row-by-row transform on each micro-batch."""
+    transform, deduplicates = query.prepared.transform, query.prepared.deduplicates
+    # Not with packed origins: a duplicate that is dropped would take the origins of others along.
+    source = query.source(origins=query.ledger and not deduplicates)
+    if transform.deduplicate_within is not None:
+        # Ids are forgotten with the next data; a batch only for that would delay it.
+        query.session.conf.set("spark.sql.streaming.noDataMicroBatches.enabled", "false")
+        source = drop_duplicates(source, transform.deduplicate_within)
+    return MicroBatchQuery(query, source, TransformHandler(query), name=query.pipe, interval=transform.interval)
+
+
+class _Names(NamedTuple):
+    """The names of the output and the dead letters of a batch, or of a part. mark: as in `PartName`; empty for a batch."""
+
+    output: BatchName
+    dead: str
+    mark: str
+
+
+class TransformHandler(BatchHandler):
+    """Transforms batches, rejects bad records, and finds the events on which the transform fails."""
+
+    def __init__(self, query: Query) -> None:
+        super().__init__(query)
+        self._makes_new = query.ledger and not query.prepared.out.carries_events
+        events = f.count(f.lit(1)).alias("events")
+        lags = in_text(count_by_lag(age(f.col(TIME)))).alias("lags")
+        self._in_metrics = [events, lags, f.count(FAILED_CHECK).alias("bad")]
+        self._origins, self._packed = OriginFormat.NONE, False
+        if query.ledger:
+            self._in_metrics.append(gather_origins().alias(ORIGINS))
+            self._origins = OriginFormat.TIMED if self._makes_new else OriginFormat.PLAIN
+            self._packed = query.broker.packs_origins and not query.prepared.deduplicates
+        self._streak = FailureStreak(query.checkpoint)
+        # Several views read the batch, and so does each pass over a deduplicated one: then keep it in memory.
+        self._keep = len(query.prepared.views) > 1 or query.prepared.deduplicates
+
+    def process(self, raw: DataFrame, batch_id: int) -> BatchReport:
+        """One batch, output and dead letters. Raises TransformBroken, Stopping, the errors of reading and writing."""
+        deduplicates, checkpoint = self.query.prepared.deduplicates, self.query.checkpoint
+        if deduplicates:
+            checkpoint.check_clock(batch_id)
+            raw = sort_by_offset(raw)
+        if not self._keep:
+            return self._run(raw, batch_id)
+        raw.persist()
+        try:
+            if not deduplicates:
+                return self._run(raw, batch_id)
+            kept = raw.count()
+            checkpoint.make_durable(
+                batch_id
+            )  # the ids of this batch: a power cut must not lose those of a stored batch
+            report = self._run(raw, batch_id)
+            if self.query.ledger:
+                self._add_duplicates(report, raw, kept, batch_id)
+            return report
+        finally:
+            raw.unpersist()
+
+    def _run(self, raw: DataFrame, batch_id: int) -> BatchReport:
+        """In one go, unless the batch is known to be too much. Parts are reported one by one."""
+        query, too_much = self.query, ""
+        if query.attempts.of(batch_id) is None:
+            try:
+                report = self.transform(raw, batch_id, None)
+            except TooMuch as error:
+                too_much = str(error)
+            else:
+                query.attempts.record_done(batch_id)
+                return report
+        parts = BatchParts(self, raw, batch_id)
+        PartRunner(query.attempts, parts, query.check_not_stopping).run(batch_id, too_much)
+        query.attempts.record_done(batch_id)
+        return BatchReport(query.pipe)
+
+    def names_of(self, batch_id: int, part: PartName | None) -> _Names:
+        """Of the whole batch when part is None."""
+        writer = self.query.writer
+        if part is None:
+            return _Names(BatchName(writer, batch_id), DEAD, "")
+        return _Names(BatchName(f"{writer}:{PART_OF}", part.epoch), f"{DEAD}:{PART_OF}", part.mark)
+
+    def transform(self, raw: DataFrame, batch_id: int, part: PartName | None) -> BatchReport:
+        """A batch, or a part of one, in one go. Raises TooMuch, TransformBroken, Stopping, the errors of reading and writing."""
+        try:
+            report = BatchReport(self.query.pipe)
+            self._compute(raw, batch_id, part, report)
+        except Exception as error:
+            if is_of_broker(error) or not is_answer(error):
+                raise
+            if is_too_much(error):
+                raise TooMuch(shorten(error)) from error
+            culprits = self._find_culprits(raw, error)
+            if not culprits:
+                raise
+            # Before the output: a repeat of a stored batch may find no culprits, and would then write no dead letters.
+            report = BatchReport(self.query.pipe)
+            dead = self._write_culprits(raw, culprits, batch_id, report)
+            self._compute(raw, batch_id, part, report, culprits, dead)
+            return report
+        if report.read > report.dead.total():
+            self._streak.reset()
+        return report
+
+    def reject_culprit(self, raw: DataFrame, culprit: RecordOffset, reason: str, batch_id: int) -> None:
+        """Write this event of a batch to the dead letters, durably, and report it. Raises TransformBroken."""
+        self._streak.add(1, 0, reason)
+        report = BatchReport(self.query.pipe, read=1)
+        self._write_culprits(raw, {culprit: reason}, batch_id, report)
+        self.query.report(report)
+
+    def _write_culprits(
+        self, raw: DataFrame, culprits: Mapping[RecordOffset, str], batch_id: int, report: BatchReport
+    ) -> Origins:
+        failed = reject_as(raw.where(exactly(culprits)), TRANSFORM_ERROR, culprits.__getitem__)
+        name = f"{DEAD}:{fingerprint(culprits)}"
+        return write_dead_letters(self.query, failed, name, batch_id, report, counted=True)
+
+    def _compute(
+        self,
+        raw: DataFrame,
+        batch_id: int,
+        part: PartName | None,
+        report: BatchReport,
+        culprits: Collection[RecordOffset] = (),
+        dead: Origins | None = None,
+    ) -> None:
+        """Transform and write, send the bad records to the dead letters, and add all results to the report.
+
+        culprits, dead: events to leave out, and their origins.
+        """
+        query, prepared, names = self.query, self.query.prepared, self.names_of(batch_id, part)
+        seen = {stream: Observation() for stream in prepared.views}
+        frames = {}
+        for stream, view in prepared.views.items():
+            checked = self._check(view, of_stream(prepared, raw, stream)).observe(seen[stream], *self._in_metrics)
+            frames[stream] = view.good(checked.where(f"NOT ({exactly(culprits)})") if culprits else checked)
+        numbering = None
+        if self._makes_new:
+            query_id = query.writer.rpartition(":")[2]
+            numbering = number_batch(query_id, batch_id, query.checkpoint.planned_at(batch_id), names.mark)
+        out = prepared.apply(frames, raw.sparkSession, numbering)
+        written = query.broker.write(out, output_topic(query.pipe), names.output, self._origins)
+        ended = time.time_ns() // 1_000_000
+        bad, gathered = 0, []
+        for stream, observation in seen.items():
+            values = read_observed(observation)
+            bad += values["bad"]
+            gathered.append((self._origins_read(values, raw, stream, whole=part is None), values["events"]))
+            report.read += values["events"]
+            report.lag_in += read_lags(values["lags"])
+        report.written = written.times.total()
+        report.lag_out = Counter({ended - time: events for time, events in written.times.items()})
+        rejected = reject_bad_records(prepared, raw) if bad else []
+        failed = write_dead_letters(query, rejected, names.dead, names.output.epoch, report, counted=True)
+        if query.ledger:
+            add_settled(report, gathered, "" if numbering else written.origins, [dead or {}, failed])
+        if numbering:
+            add_accepted(report, written.origins, numbering.at_ms)
+
+    def _check(self, view: SourceView, raw: DataFrame) -> DataFrame:
+        """With ORIGINS_READ for the ledger: as it was read, or, of a deduplicated batch, from each event's own header."""
+        if not self.query.ledger:
+            return view.check(raw)
+        return (
+            with_origin(view.check(raw)) if self.query.prepared.deduplicates else view.check(raw, keep=[ORIGINS_READ])
+        )
+
+    def _origins_read(self, values: Mapping[str, Any], raw: DataFrame, stream: str, *, whole: bool) -> str:
+        """The gathered origins of a source.
+
+        When records are missing that were read, each record's own origin counts: a record that was lost on the way must not
+        count as filtered. So does it in a part of a batch, where a row with the origins of several may speak for others.
+        """
+        packed, origins = split_count(values.get(ORIGINS, ""))
+        if self._packed and (packed != values["events"] or not whole):
+            return collect_text(of_stream(self.query.prepared, raw, stream))
+        return origins
+
+    def _add_duplicates(self, report: BatchReport, raw: DataFrame, kept: int, batch_id: int) -> None:
+        """Report the events that deduplication dropped from a batch; if there are any, the batch is read again."""
+        ranges = self.query.planned_ranges(batch_id)
+        if kept < sum(part.end - part.start for part in ranges):
+            every = collect_origins(self.query.broker.read_ranges(raw.sparkSession, ranges), self.query.pipe)
+            add_outcome(report.sets, "filtered", without(every, collect_origins(raw, self.query.pipe)))
+
+    def _find_culprits(self, raw: DataFrame, error: Exception) -> dict[RecordOffset, str]:
+        """The events on which the transform fails; none when it does not fail again. Raises TransformBroken, Stopping."""
+        raw.persist()  # every trial reads it
+        try:
+            events = list_events(self.query.prepared, raw)
+            culprits = find_culprits(events, lambda some: self.query.trial(raw, some)) if events else {}
+            if culprits:
+                self._streak.add(len(culprits), len(events) - len(culprits), next(iter(culprits.values())))
+        except Exception as second:
+            raise second from error
+        finally:
+            if not self._keep:
+                raw.unpersist()
+        return culprits
+
+
+class BatchParts:
+    """A batch as `PartRunner` computes it."""
+
+    def __init__(self, handler: TransformHandler, raw: DataFrame, batch: int) -> None:
+        self._handler, self._query, self._raw, self._batch = handler, handler.query, raw, batch
+
+    def list_records(self, part: Part) -> Sequence[RecordOffset]:
+        return list_records(self._raw.where(within(part)))
+
+    def is_stored(self, name: PartName | None) -> bool:
+        output = self._handler.names_of(self._batch, name).output
+        stored = self._query.broker.last_epoch(output_topic(self._query.pipe), output.writer)
+        return stored is not None and stored >= output.epoch
+
+    def compute(self, part: Part, name: PartName | None) -> bool:
+        query = self._query
+        work, share = (f"batch {self._batch}", 1.0) if name is None else (f"a part of batch {self._batch}", PART)
+        with query.watchdog.watching(query.writer, work, share):
+            report = self._handler.transform(self._raw.where(within(part)), self._batch, name)
+        query.report(report)
+        return report.read > report.dead.total()
+
+    def passes(self, record: RecordOffset) -> bool:
+        return self._query.trial(self._raw, [record]) is None
+
+    def reject(self, record: RecordOffset, reason: str) -> None:
+        self._handler.reject_culprit(self._raw, record, reason, self._batch)
+
+
+def sort_by_offset(raw: DataFrame) -> DataFrame:
+    """A batch in the order of its sources again, after the search for duplicates by id."""
+    return raw.repartition("topic", "partition").sortWithinPartitions("topic", "partition", "offset")

@@ -1,0 +1,266 @@
+"""For a query whose transform is part of the streaming plan: reading its events again as a batch.
+
+Such a plan does not say which event made it fail, nor which events it dropped. So three things read events again:
+the search for culprits after a failure, the reports of batches that a crash left unreported, and the search for late events.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+from pyspark.sql import DataFrame
+from pyspark.sql import functions as f
+
+from spark.brokers.contract import SparkBroker
+from spark.jobs.attempts import MAX_ENDED, Part, PartName, PartRunner, within
+from spark.jobs.checkpoint import Checkpoint
+from spark.jobs.culprits import FailureStreak, exactly, find_culprits, fingerprint, list_events, list_records
+from spark.jobs.dead_letters import LATE, TRANSFORM_ERROR, reject_as, write_dead_letters
+from spark.jobs.query import Query
+from spark.records import OffsetRange, Offsets, RecordOffset, offset_text
+from spark.reports import BatchReport, Origins, add_outcome, collect_origins, union, without
+from spark.transforms.preparation import Prepared, of_stream
+from spark.transforms.view import FAILED_CHECK, TIME
+
+REJECTS = "rejects"
+"""Names the query of the bad records: its writer and its checkpoint."""
+SKIPPED_FILE = "skipped.json"
+REPORTED_FILE = "told_up_to.json"
+LATE_FILE = "late_up_to.json"
+SEARCHED_EVENTS = 200_000
+"""A real-time query plans no batches: when it ended processes, the search covers about so many events after the last commit."""
+
+
+def read_skipped(query: Query) -> list[RecordOffset]:
+    """Events that the query leaves out, because they are in the dead letters. Those before its position are forgotten."""
+    known = query.checkpoint.read_note(SKIPPED_FILE, list[RecordOffset]) or []
+    committed = query.checkpoint.committed_offsets(query.broker.parse_offsets)
+    ahead = [record for record in known if int(record.offset) >= committed.get((record.topic, record.partition), 0)]
+    if len(ahead) < len(known):
+        query.checkpoint.write_note(SKIPPED_FILE, ahead)
+    return ahead
+
+
+def _read_unskipped(query: Query, ranges: Sequence[OffsetRange], skipped: Sequence[RecordOffset]) -> DataFrame:
+    return query.broker.read_ranges(query.session, ranges).where(f"NOT ({exactly(skipped)})")
+
+
+def _pending_ranges(query: Query) -> list[OffsetRange]:
+    """The records of the batch that was planned and not done; without one, all up to the present end."""
+    committed, planned = query.checkpoint.newest("commits"), query.checkpoint.newest("offsets")
+    if planned is not None and planned != committed:
+        return query.planned_ranges(planned)
+    start = query.checkpoint.offsets(committed, query.broker.parse_offsets)
+    stored = query.broker.stored_ranges(query.session, list(query.prepared.views))
+    return query.ranges_between(start, {(part.topic, part.partition): part.end for part in stored})
+
+
+def reject_culprits(query: Query, streak: FailureStreak) -> int:
+    """Find the events on which the transform fails, write them to the dead letters, and leave them out from now on.
+
+    Returns their number; 0: the transform is not the cause. Raises TransformBroken, Stopping.
+    """
+    skipped = read_skipped(query)
+    passed = 0
+    for ranges in query.broker.split_ranges(_pending_ranges(query), query.prepared.transform.max_events):
+        raw = _read_unskipped(query, ranges, skipped).persist()
+        try:
+            events = list_events(query.prepared, raw)
+            culprits = find_culprits(events, lambda some, raw=raw: query.trial(raw, some)) if events else {}  # type: ignore[misc]
+            passed += len(events) - len(culprits)
+            if culprits:
+                streak.add(len(culprits), passed, next(iter(culprits.values())))
+                _reject(query, raw, culprits, skipped)
+                return len(culprits)
+        finally:
+            raw.unpersist()
+    return 0
+
+
+def _reject(
+    query: Query, raw: DataFrame, culprits: Mapping[RecordOffset, str], skipped: Sequence[RecordOffset]
+) -> None:
+    found = reject_as(raw.where(exactly(culprits)), TRANSFORM_ERROR, culprits.__getitem__)
+    report = BatchReport(query.pipe, read=len(culprits))
+    write_dead_letters(query, found, f"skipped:{fingerprint(culprits)}", 0, report)
+    query.report(report)
+    query.checkpoint.write_note(SKIPPED_FILE, [*skipped, *culprits])
+
+
+def reject_process_killers(query: Query, streak: FailureStreak) -> None:
+    """When the batch to come ended processes: find the events that do, and reject them. Raises TransformBroken, Stopping."""
+    attempt = query.attempts.current
+    if attempt is not None and (attempt.ended >= MAX_ENDED or attempt.parts not in (((),), ())):
+        known = read_skipped(query)
+        PartRunner(query.attempts, TrialParts(query, streak), query.check_not_stopping).run(attempt.batch)
+        if query.real_time and len(read_skipped(query)) > len(known):
+            query.attempts.begin(attempt.batch)  # its batch grows: another culprit may arrive before the commit
+
+
+class TrialParts:
+    """The batch to come as `PartRunner` computes it: only dead letters are written."""
+
+    def __init__(self, query: Query, streak: FailureStreak) -> None:
+        self._query, self._streak = query, streak
+
+    @property
+    def _raw(self) -> DataFrame:
+        query = self._query
+        ranges = _pending_ranges(query)
+        if query.real_time:
+            ranges = next(query.broker.split_ranges(ranges, SEARCHED_EVENTS), [])
+        return _read_unskipped(query, ranges, read_skipped(query))
+
+    def list_records(self, part: Part) -> Sequence[RecordOffset]:
+        return list_records(self._raw.where(within(part)))
+
+    def is_stored(self, name: PartName | None) -> bool:
+        return False
+
+    def compute(self, part: Part, name: PartName | None) -> bool:
+        """An event that fails without ending the process is not searched here."""
+        records = self.list_records(part)
+        return not records or self._query.trial(self._raw, records) is None
+
+    def passes(self, record: RecordOffset) -> bool:
+        return self._query.trial(self._raw, [record]) is None
+
+    def reject(self, record: RecordOffset, reason: str) -> None:
+        self._streak.add(1, 0, reason)
+        _reject(self._query, self._raw, {record: reason}, read_skipped(self._query))
+
+
+class ReportedUpTo(msgspec.Struct, frozen=True):
+    """The last reported batch, and its end. batch: -1 before the first."""
+
+    batch: int
+    end: list[RecordOffset]
+
+    def offsets(self) -> Offsets:
+        return {(topic, partition): int(offset) for topic, partition, offset in self.end}
+
+
+class ReportedBatches:
+    """Reports a query's batches, one after the other, without a gap.
+
+    A batch is reported after Spark committed it. So the next start reads the batches again that a crash left unreported.
+    """
+
+    def __init__(self, query: Query) -> None:
+        """Reports the unreported batches of the last run. Blocking. Raises the errors of reading and writing."""
+        self._query = query
+        known = query.checkpoint.read_note(REPORTED_FILE, ReportedUpTo)
+        newest = query.checkpoint.newest("commits")
+        if known is None:  # batches from before the ledger was switched on stay outside of it
+            known = self._write(-1 if newest is None else newest)
+        self._saved, self._last = known, known.batch
+        self.catch_up()
+
+    def report(self, batch: int, report: BatchReport) -> None:
+        """This batch is done. Batches between the last reported one and this one are read again."""
+        if batch - 1 > self._last:
+            self._read_again(batch - 1)
+        self._query.report(report)
+        self._last = batch
+
+    def save(self) -> None:
+        """Save the last reported batch. Otherwise a crash repeats reports, which is harmless."""
+        if self._last > self._saved.batch:
+            self._saved = self._write(self._last)
+
+    def catch_up(self) -> None:
+        """Report all batches that are committed and not reported."""
+        newest = self._query.checkpoint.newest("commits")
+        if newest is not None and newest > self._last:
+            self._read_again(newest)
+            self.save()
+
+    def _write(self, batch: int) -> ReportedUpTo:
+        query = self._query
+        end = query.checkpoint.offsets(batch if batch >= 0 else None, query.broker.parse_offsets)
+        reported = ReportedUpTo(batch, [RecordOffset(*place, offset_text(offset)) for place, offset in end.items()])
+        query.checkpoint.write_note(REPORTED_FILE, reported)
+        return reported
+
+    def _read_again(self, batch: int) -> None:
+        """From the saved end to the end of this batch."""
+        query = self._query
+        unreported = query.ranges_between(
+            self._saved.offsets(), query.checkpoint.offsets(batch, query.broker.parse_offsets)
+        )
+        for part in query.broker.split_ranges(unreported, query.prepared.transform.max_events):
+            query.report(self._recompute(part))
+        self._last = batch
+
+    def _recompute(self, ranges: list[OffsetRange]) -> BatchReport:
+        """The outcomes of these events: by the same transform, when it is row by row. Otherwise only that they were read."""
+        query, prepared = self._query, self._query.prepared
+        skipped = query.checkpoint.read_note(SKIPPED_FILE, list[RecordOffset]) or []
+        raw = _read_unskipped(query, ranges, skipped)
+        checked = {stream: view.check(of_stream(prepared, raw, stream)) for stream, view in prepared.views.items()}
+        good = (frame.where(f.col(FAILED_CHECK).isNull()) for frame in checked.values())
+        read = union(collect_origins(frame, query.pipe) for frame in good)
+        written: Origins = {}
+        if prepared.row_by_row:
+            written = collect_origins(prepared.apply(prepared.views_of(raw), query.session), query.pipe)
+        report = BatchReport(query.pipe)
+        add_outcome(report.sets, "passed", written)
+        add_outcome(report.sets, "filtered", without(read, written))
+        return report
+
+
+def reported_offsets(prepared: Prepared, broker: SparkBroker, checkpoint: Checkpoint) -> Offsets:
+    """The position up to which each of a pipe's queries has reported all that it read."""
+    done = checkpoint.committed_offsets(broker.parse_offsets)
+    if prepared.per_batch:
+        return done
+    known = checkpoint.read_note(REPORTED_FILE, ReportedUpTo)
+    reported = {} if known is None else known.offsets()
+    rejected = checkpoint.beside(REJECTS).committed_offsets(broker.parse_offsets)
+    return {place: min(reported[place], rejected[place]) for place in reported.keys() & rejected.keys()}
+
+
+class LateEvents:
+    """Writes the late events of a query's batches to the dead letters, one batch after the other.
+
+    Spark drops the events behind the watermark of a transform over several events. It reports their number in a batch, not which
+    they were. After such a batch its events are read again, and those behind the batch's watermark go to the dead letters. A note
+    beside the checkpoint has the last batch that is settled. The next start settles the batches that a crash left open.
+    """
+
+    def __init__(self, query: Query) -> None:
+        """Settles the open batches of the last run. Blocking. Raises the errors of reading and writing."""
+        self._query = query
+        settled = query.checkpoint.read_note(LATE_FILE, int)
+        self._settled = -1 if settled is None else settled
+        if settled is None:
+            query.checkpoint.write_note(LATE_FILE, -1)
+        done = query.checkpoint.newest("commits")
+        if done is not None:
+            self.settle(done, dropped=True)
+
+    def settle(self, batch: int, *, dropped: bool) -> None:
+        """This batch is done. dropped: Spark dropped rows of it, or may have. It may have dropped rows of earlier ones."""
+        for following in range(self._settled + 1, batch + 1):
+            if dropped or following < batch:
+                self._write_late(following)
+            self._query.checkpoint.write_note(LATE_FILE, following)
+            self._settled = following
+
+    def _write_late(self, batch: int) -> None:
+        query = self._query
+        watermark = query.checkpoint.watermark(batch)
+        ranges = query.planned_ranges(batch)
+        if not watermark or not ranges:
+            return
+        raw = query.broker.read_ranges(query.session, ranges)
+        detail = (
+            f"its time is behind the watermark {watermark} ms of batch {batch}; a result still open then may hold it"
+        )
+        found = []
+        for stream, view in query.prepared.views.items():
+            checked = view.check(of_stream(query.prepared, raw, stream))
+            late = view.good_raw(checked.where(f.col(TIME) <= f.timestamp_millis(f.lit(watermark))))
+            found += reject_as(late, LATE, lambda _: detail)
+        report = BatchReport(query.pipe)
+        write_dead_letters(query, found, LATE, batch, report, counted=True)
+        query.report(report)

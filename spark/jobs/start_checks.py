@@ -1,0 +1,195 @@
+"""The checks before a query starts: that broker and master can run the pipe, and that its checkpoint is that of its last run."""
+
+import hashlib
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+
+import msgspec
+from pyspark.errors import PySparkException
+from pyspark.sql import SparkSession
+
+from services.core.pipes import dead_letter_topic, output_topic
+from services.core.yaml_source import BadConfiguration, Problem
+from spark.brokers.contract import SparkBroker
+from spark.errors import shorten
+from spark.java import JAVA_ERRORS, check_streamable
+from spark.jobs.attempts import PART_OF, batch_of
+from spark.jobs.checkpoint import Checkpoint, CheckpointDamaged, Identity, peek_checkpoint
+from spark.jobs.dead_letters import DEAD, LATE
+from spark.jobs.query import Query
+from spark.jobs.replay import REJECTS
+from spark.records import EVENT_TIME
+from spark.session import own_session, slots
+from spark.settings import SelectedPipes, TransformSettings
+from spark.transforms.preparation import Prepared, watermarks
+
+_TRY_WATERMARK = "Try: `watermark: 10m` in the pipe file, and grouping or joining by event_time"
+
+
+def check_suitability(
+    session: SparkSession,
+    settings: TransformSettings,
+    broker: SparkBroker,
+    selected: SelectedPipes,
+    prepared: Sequence[Prepared],
+) -> None:
+    """Blocking. Raises BadConfiguration with every mistake; UnknownTopic, Unavailable."""
+    problems = []
+    needed = 0
+    for each in prepared:
+        key = ("pipes", each.pipe, "transform")
+        text_key = (*key, "python" if each.transform.sql is None else "sql")
+        if each.transform.mode == "real-time" and not broker.real_time:
+            remedy = "real-time mode needs Kafka. Try: mode: micro-batch"
+            problems.append(selected.document.problem((*key, "mode"), remedy))
+        elif each.transform.mode == "real-time":
+            needed += broker.count_partitions(session, list(each.views))
+        elif changed := _changed_state(session, settings, each):
+            problems.append(selected.document.problem(text_key, changed))
+        elif not each.row_by_row and (reason := _why_not_streamable(session, broker, each)):
+            problems.append(selected.document.problem(text_key, f"cannot run on a stream: {reason}"))
+    found = slots(settings.master)
+    if needed and found is not None and found < needed + 1:
+        text = (
+            f"{settings.master} runs {found} tasks at once; real-time pipes need one for each of their {needed} "
+            f"partitions, and one more. Try: local[{needed + 1}]"
+        )
+        problems.append(Problem("master", "", text))
+    if problems:
+        raise BadConfiguration(problems)
+
+
+def _changed_state(session: SparkSession, settings: TransformSettings, prepared: Prepared) -> str | None:
+    try:
+        return changed_state(peek_checkpoint(session, settings.checkpoint_root(), prepared.pipe), prepared)
+    except (CheckpointDamaged, *JAVA_ERRORS):
+        return None  # a fault of this pipe alone: its job reports it, and the others run
+
+
+def _why_not_streamable(session: SparkSession, broker: SparkBroker, prepared: Prepared) -> str | None:
+    """The reason why the transform cannot be part of a streaming plan; None when it can."""
+    if prepared.deduplicates:
+        return "deduplicate_within needs a transform that treats each event by itself. Try: a pipe of its own before this one"
+    own = own_session(session)
+    try:
+        frames = {
+            stream: prepared.watermarked(view.good(view.check(broker.read_stream(own, [stream], 1))))
+            for stream, view in prepared.views.items()
+        }
+        result = prepared.apply(frames, own)
+        if others := watermarks(result) - {EVENT_TIME}:
+            return f"it sets a watermark over {', '.join(sorted(others))}. {_TRY_WATERMARK}"
+        check_streamable(result)
+    except PySparkException as error:
+        hint = "" if prepared.transform.watermark else f" {_TRY_WATERMARK}"
+        return f"{shorten(error)}{hint}"
+    return None
+
+
+def adopt_checkpoint(checkpoint: Checkpoint, prepared: Prepared, topics: Mapping[str, str]) -> Identity:
+    """Use the checkpoint for this pipe: a new one or that of its last run. topics: identity of each source topic.
+
+    A changed transform is fine if it keeps no state; so is an added source. A topic that was created again is not: its offsets
+    mean other records. Raises CheckpointDamaged.
+    """
+    digest = _digest(prepared)
+    kind = "per batch" if prepared.per_batch else "in plan"
+    found = checkpoint.read_identity()
+    if found is None:
+        if checkpoint.newest("offsets") is not None or checkpoint.has_metadata():
+            raise checkpoint.damaged("penstock.json is missing")
+        identity = Identity(
+            id=uuid.uuid4().hex,
+            pipe=prepared.pipe,
+            topics=dict(topics),
+            transform=digest,
+            kind=kind,
+            state=prepared.state,
+        )
+        checkpoint.write_identity(identity)
+        return identity
+    if found.pipe != prepared.pipe:
+        raise checkpoint.damaged(f"it belongs to the pipe {found.pipe!r}, not {prepared.pipe!r}")
+    if found.kind != kind:
+        raise checkpoint.damaged(f"it was made by a transform that runs {found.kind}, this one runs {kind}")
+    for topic, known in found.topics.items():
+        if topics.get(topic, known) != known:
+            raise checkpoint.damaged(f"topic {topic!r} was deleted and created again")
+    _check_files(checkpoint, ran=found.ran)
+    if changed := changed_state(checkpoint, prepared):
+        raise CheckpointDamaged(changed)
+    identity = msgspec.structs.replace(found, topics={**found.topics, **topics}, transform=digest, state=prepared.state)
+    if identity != found:
+        checkpoint.write_identity(identity)
+    return identity
+
+
+def record_ran(checkpoint: Checkpoint, identity: Identity) -> bool:
+    """Record that the pipe planned a batch, if it did, so that a checkpoint without any is damaged from now on.
+
+    Returns whether it did. The query of bad records may finish a batch before the other query plans its first one. When the other
+    query fails just then, nothing is damaged.
+    """
+    if identity.ran:
+        return True
+    if checkpoint.newest("offsets") is None:
+        return False
+    checkpoint.write_identity(msgspec.structs.replace(identity, ran=True))
+    return True
+
+
+def changed_state(checkpoint: Checkpoint, prepared: Prepared) -> str | None:
+    """The reason why this transform cannot use the state in the checkpoint, which another one left; None when it can.
+
+    Raises CheckpointDamaged.
+    """
+    found = checkpoint.read_identity()
+    if found is None or not prepared.state or checkpoint.newest("offsets") is None:
+        return None
+    if found.state == prepared.state or (not found.state and found.transform == _digest(prepared)):
+        return None
+    return (
+        f"it is not the transform that left its state over several events in checkpoint {checkpoint.path}: its results would "
+        "be made of both. Try: the former one again; or this one in a pipe of another name, which reads the sources from their "
+        "start; or moving the checkpoint away, which does so under this name (results come again, those that went out, too)"
+    )
+
+
+def _digest(prepared: Prepared) -> str:
+    text = prepared.transform.sql or prepared.transform.python or ""
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def check_not_older(query: Query) -> None:
+    """Raise CheckpointDamaged when a topic holds a batch that the pipe's checkpoints do not know.
+
+    Their next batches would get the numbers of stored ones, be taken for these, and vanish.
+    """
+    rejects, out, dead = query.beside(REJECTS), output_topic(query.pipe), dead_letter_topic(query.pipe)
+    _compare(query, out, query.writer)
+    _compare(query, dead, f"{query.writer}:{DEAD}")
+    _compare(query, out, f"{query.writer}:{PART_OF}", batch_of)
+    _compare(query, dead, f"{query.writer}:{DEAD}:{PART_OF}", batch_of)
+    _compare(query, dead, f"{query.writer}:{LATE}")
+    _compare(rejects, dead, f"{rejects.writer}:{DEAD}")
+    _check_files(rejects.checkpoint, ran=False)
+
+
+def _compare(query: Query, topic: str, writer: str, batch_of: Callable[[int], int] = int) -> None:
+    epoch, planned = query.broker.last_epoch(topic, writer), query.checkpoint.newest("offsets")
+    stored = None if epoch is None else batch_of(epoch)
+    if stored is not None and (planned is None or planned < stored):
+        raise query.checkpoint.damaged(
+            f"it ends at batch {planned}, topic {topic!r} at batch {stored}: it is an older copy"
+        )
+
+
+def _check_files(checkpoint: Checkpoint, *, ran: bool) -> None:
+    offsets, commits = checkpoint.newest("offsets"), checkpoint.newest("commits")
+    if offsets is None and (ran or commits is not None):
+        raise checkpoint.damaged("its offsets are gone")
+    if offsets is not None and not checkpoint.has_metadata():
+        raise checkpoint.damaged("the file metadata is gone")
+    if commits is not None and (offsets is None or commits > offsets):
+        raise checkpoint.damaged(f"batch {commits} is done, but not in offsets")
+    checkpoint.check_readable()

@@ -1,0 +1,254 @@
+"""A transform that is part of the streaming plan itself: in real-time mode, or one that keeps state over batches.
+
+Two queries: one transforms the events; another, in micro-batches, sends the records that fail a check to the dead letters. An
+event on which the transform raises ends the first query; `replay` then finds it, and the next run leaves it out.
+"""
+
+import time
+from collections import Counter
+from datetime import datetime
+from typing import Any
+
+import structlog
+from pyspark.errors import StreamingQueryException
+from pyspark.sql import DataFrame
+from pyspark.sql import functions as f
+from pyspark.sql.streaming.query import StreamingQuery
+
+from services.core.pipes import output_topic
+from spark.errors import is_of_broker, shorten
+from spark.java import progress_since
+from spark.jobs.attempts import Stopping
+from spark.jobs.culprits import FailureStreak, exactly
+from spark.jobs.dead_letters import DEAD, reject_bad_records, write_dead_letters
+from spark.jobs.query import (
+    POLL_S,
+    BatchHandler,
+    MicroBatchQuery,
+    Query,
+    has_completed_trigger,
+    is_in_trigger,
+    wait_for_end,
+)
+from spark.jobs.replay import (
+    REJECTS,
+    LateEvents,
+    ReportedBatches,
+    read_skipped,
+    reject_culprits,
+    reject_process_killers,
+)
+from spark.records import ORIGINS_READ
+from spark.reports import (
+    ORIGINS,
+    BatchReport,
+    add_settled,
+    age,
+    began,
+    clock_now,
+    count_by_lag,
+    gather_origins,
+    read_lags,
+    with_origin,
+)
+from spark.transforms.view import FAILED_CHECK, READ_AT, TIME
+
+log = structlog.get_logger()
+
+REAL_TIME_BATCH = "15 seconds"
+"""A real-time query processes each event at once and commits its progress so often; after a crash it repeats at most that.
+
+Events wait during a commit, 0.2 to 0.6 s: with 5 seconds these were more than 5 % of them."""
+REJECT_EVERY_S = 5.0
+"""Nobody waits for dead letters, and each poll for them takes time from the events that are transformed."""
+_OUT = "out"
+_TOOK = "took"
+_WRITTEN_AT = "_penstock_written"
+_PROGRESS_KEPT = 10
+"""Spark keeps the observed values of so many batches. We poll four times a second, and read the batches again that we missed."""
+
+
+class StreamingPlanQuery:
+    """Both running queries of one pipe."""
+
+    def __init__(self, query: Query) -> None:
+        """Starts them."""
+        self._query = query
+        self._streak = FailureStreak(query.checkpoint)
+        self._reported = ReportedBatches(query) if query.ledger else None
+        self._late = LateEvents(query) if query.prepared.transform.watermark is not None else None
+        with query.watchdog.watching(query.writer, "the search for events that end the process"):
+            reject_process_killers(query, self._streak)
+        self._start_transforming()
+        self._last_batch = -1
+        self._at_work: tuple[int, bool] | None = None
+        beside = query.beside(REJECTS)
+        interval = max(REJECT_EVERY_S, query.prepared.transform.interval)
+        try:
+            self._rejects = MicroBatchQuery(
+                beside, beside.source(), RejectHandler(beside), name=f"{query.pipe}.dead", interval=interval
+            )
+        except BaseException:
+            self._transforming.stop()
+            raise
+
+    def _start_transforming(self) -> None:
+        self._query.attempts.record_working()
+        self._transforming = start_transforming(self._query)
+
+    def wait(self) -> None:
+        """Raises TransformBroken, too."""
+        self._rejects.wait()
+        try:
+            wait_for_end(self._transforming)
+        except StreamingQueryException as error:
+            self._query.attempts.record_failure(error)
+            self._record_progress()
+            if self._reported is not None:
+                self._reported.catch_up()
+            with self._query.watchdog.watching(self._query.writer, "the search for events that fail"):
+                found = 0 if is_of_broker(error) else reject_culprits(self._query, self._streak)
+            if not found:
+                raise
+            log.warning("query_restarted_without_culprits", pipe=self._query.pipe, error=shorten(error))
+            self._start_transforming()
+        self._record_progress()
+        self._update_watchdog()
+
+    def _update_watchdog(self) -> None:
+        """A batch of the streaming plan lasts from its trigger until Spark reports the next one."""
+        query, at_work = self._query, self._transforming.status["isTriggerActive"]
+        if not at_work:
+            query.watchdog.end(query.writer)
+        elif self._at_work != (self._last_batch, at_work):
+            after = f"the batch after {self._last_batch}" if self._last_batch >= 0 else "the first batch"
+            query.watchdog.begin(query.writer, after)
+        self._at_work = (self._last_batch, at_work)
+
+    def has_completed_trigger(self) -> bool:
+        return has_completed_trigger(self._transforming) and self._rejects.has_completed_trigger()
+
+    def stop(self, limit: float) -> None:
+        """Stops right after a batch of a real-time query: in the middle of one, the next run would repeat up to all of it."""
+        deadline = time.monotonic() + limit
+        before = self._last_batch
+        self._query.watchdog.end(self._query.writer)
+        while is_in_trigger(self._transforming) and time.monotonic() < deadline:
+            self._record_progress()
+            if self._last_batch > before:
+                break
+            time.sleep(POLL_S / 10)
+        self._transforming.stop()
+        self._query.attempts.record_failure(Stopping())
+        try:
+            self._record_progress()
+        except Exception as error:  # whatever it is, the next start does it
+            log.warning("last_batch_not_reported", pipe=self._query.pipe, error=shorten(error))
+        self._rejects.stop(max(0.0, deadline - time.monotonic()))
+
+    def _record_progress(self) -> None:
+        """Report the batches since the last call."""
+        for progress in progress_since(self._transforming, self._last_batch):
+            # The progress of an idle query has the number of the batch to come.
+            if "addBatch" in progress["durationMs"]:
+                report = _to_report(self._query, progress)
+                if self._reported is None:
+                    self._query.report(report)
+                else:
+                    self._reported.report(progress["batchId"], report)
+                self._last_batch = progress["batchId"]
+                self._query.attempts.record_done(self._last_batch)
+                self._query.checkpoint.make_durable(self._last_batch)
+                if report.read:
+                    self._streak.reset()
+                if self._late is not None:
+                    dropped = any(state["numRowsDroppedByWatermark"] for state in progress["stateOperators"])
+                    self._late.settle(self._last_batch, dropped=dropped)
+        if self._reported is not None:
+            self._reported.save()
+
+
+def start_transforming(query: Query) -> StreamingQuery:
+    """Start the transforming query, without the events that are in the dead letters."""
+    prepared, broker, frames = query.prepared, query.broker, {}
+    skip = exactly(read_skipped(query))
+    max_events = None if query.real_time else -(-prepared.transform.max_events // len(prepared.views))
+    in_metrics, out_metrics = _metrics(query)
+    if query.ledger:
+        query.session.conf.set("spark.sql.streaming.numRecentProgressUpdates", str(_PROGRESS_KEPT))
+    for stream, view in prepared.views.items():
+        raw = broker.read_stream(query.session, [stream], max_events).where(f"NOT ({skip})")
+        checked = view.check(raw, clock_now())
+        checked = with_origin(checked, f.col(FAILED_CHECK).isNull()) if query.ledger else checked
+        frames[stream] = prepared.watermarked(view.good(checked.observe(f"in:{stream}", *in_metrics)))
+    out = prepared.apply(frames, query.session)
+    out = with_origin(out) if query.ledger else out
+    out = out.withColumn(_WRITTEN_AT, clock_now()) if query.real_time else out
+    out = out.observe(_OUT, *out_metrics).drop(READ_AT, _WRITTEN_AT, ORIGINS_READ)
+    writer = broker.write_stream(out, output_topic(query.pipe), query.writer)
+    writer = writer.queryName(query.pipe).option("checkpointLocation", query.checkpoint.path)
+    if query.real_time:
+        real_time_writer: Any = writer.outputMode("update")  # pyspark's own types do not know realTime yet
+        started: StreamingQuery = real_time_writer.trigger(realTime=REAL_TIME_BATCH).start()
+        return started
+    interval = f"{round(prepared.transform.interval * 1000)} milliseconds"
+    return writer.outputMode("append").trigger(processingTime=interval).start()
+
+
+def _metrics(query: Query) -> tuple[list[Any], list[Any]]:
+    """The observed values of the sources and of the output.
+
+    In real-time mode each event is timed by itself: its batch lasts long after it was written.
+    """
+    lag_in, lag_out = age(f.col(TIME)), age(f.col("timestamp"))
+    if query.real_time:
+        lag_in = f.col(READ_AT) - f.unix_millis(f.col(TIME))
+        lag_out = f.col(_WRITTEN_AT) - f.unix_millis(f.col("timestamp"))
+    events = f.count(f.lit(1)).alias("events")
+    in_metrics = [events, count_by_lag(lag_in).alias("lags"), f.count(FAILED_CHECK).alias("bad")]
+    out_metrics = [events, count_by_lag(lag_out).alias("lags")]
+    if not query.real_time:
+        in_metrics.append(began())
+        out_metrics.append(began())
+    elif query.prepared.out.stamped:
+        out_metrics.append(count_by_lag(f.col(_WRITTEN_AT) - f.col(READ_AT)).alias(_TOOK))
+    if query.ledger:
+        in_metrics.append(gather_origins().alias(ORIGINS))
+        out_metrics.append(gather_origins().alias(ORIGINS))
+    return in_metrics, out_metrics
+
+
+def _to_report(query: Query, progress: Any) -> BatchReport:
+    """In real-time mode from the times of each event, else from the begin and the end of the batch."""
+    report, lasted = BatchReport(query.pipe), progress["batchDuration"]
+    begun = round(datetime.fromisoformat(progress["timestamp"]).timestamp() * 1000)
+    gathered, written = [], ""
+    for name, row in progress["observedMetrics"].items():
+        after = 0 if query.real_time or not row["events"] else begun - row["began"]
+        if name == _OUT:
+            report.written = row["events"]
+            written = row[ORIGINS] if query.ledger else ""
+            report.lag_out = read_lags(row["lags"], later_ms=0 if query.real_time else after + lasted)
+            if not query.real_time:
+                report.took = Counter({lasted: row["events"]})
+            elif query.prepared.out.stamped:
+                report.took = read_lags(row[_TOOK])
+        else:
+            events = row["events"] - row["bad"]
+            report.read += events
+            gathered.append((row[ORIGINS] if query.ledger else "", events))
+            report.lag_in += read_lags(row["lags"], later_ms=max(0, after))  # a repeated batch began long ago
+    if query.ledger:
+        add_settled(report, gathered, written)
+    return report
+
+
+class RejectHandler(BatchHandler):
+    """Sends the records that fail a check to the dead letters, and ignores the events."""
+
+    def process(self, raw: DataFrame, batch_id: int) -> BatchReport:
+        """One pass over the batch; only the bad records leave Spark."""
+        found = reject_bad_records(self.query.prepared, raw)
+        report = BatchReport(self.query.pipe, read=len(found))
+        write_dead_letters(self.query, found, DEAD, batch_id, report)
+        return report

@@ -1,0 +1,233 @@
+"""Kinesis as a Spark source and sink: streams and batches in, batches out. Runs in Spark's Python workers."""
+
+import atexit
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
+from typing import Any
+
+import pyarrow as pa
+from pyspark.sql.datasource import (
+    DataSourceReader,
+    DataSourceStreamArrowWriter,
+    DataSourceStreamReader,
+    InputPartition,
+    WriterCommitMessage,
+)
+from pyspark.sql.streaming.datasource import ReadLimit, ReadMaxRows
+from pyspark.taskcontext import TaskContext
+
+from services.core.broker.kinesis.blocking import BlockingKinesis
+from services.core.broker.kinesis.incarnation import Stream
+from services.core.broker.record import Batch
+from spark.records import OUT_SCHEMA, RAW_SCHEMA, OffsetRange, Schema, from_arrow, raw_schema, to_arrow
+from spark.sources.offsets import Offset, check_incarnation, selected_ranges, sync_before_commit
+from spark.sources.shards import (
+    Planned,
+    ShardPosition,
+    Shards,
+    check_beginning,
+    meet_shards,
+    pack_shards,
+    read_on,
+    shards_of,
+)
+
+POLL_EVERY_S = 0.5
+"""An idle stream is polled no more often: a shard answers five reads a second, for all its readers together."""
+TASK_EVENTS = 5_000
+"""A task gets at least so many records, if there are any."""
+UNBOUNDED = 1 << 62
+
+
+@cache
+def connection(url: str) -> BlockingKinesis:
+    """One per process, for its whole life: opening one takes a second."""
+    opened = BlockingKinesis(url)
+    atexit.register(opened.close)
+    return opened
+
+
+def _write_arrow(batches: Iterable[Any], schema: Schema) -> bytes:
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, schema) as writer:
+        for batch in batches:
+            writer.write_batch(batch)
+    data: bytes = sink.getvalue().to_pybytes()
+    return data
+
+
+class ArrowTask(InputPartition):
+    """Records as an Arrow stream: only the process that plans reads from Kinesis, so that a record is read once."""
+
+    def __init__(self, batches: Iterable[Batch], schema: Schema) -> None:
+        self.data = _write_arrow((to_arrow(batch, schema) for batch in batches), schema)
+        super().__init__(None)
+
+
+def make_tasks(shards: Iterable[list[Batch]], schema: Schema) -> list[ArrowTask]:
+    """A shard is never divided, so that its order survives; small ones share a task."""
+    tasks, waiting, size = list[ArrowTask](), list[Batch](), 0
+    for batches in shards:
+        waiting += batches
+        size += sum(len(batch.records) for batch in batches)
+        if size >= TASK_EVENTS:
+            tasks.append(ArrowTask(waiting, schema))
+            waiting, size = [], 0
+    return [*tasks, ArrowTask(waiting, schema)] if waiting else tasks
+
+
+class KinesisStreamReader(DataSourceStreamReader):
+    """At most `max_events` a micro-batch.
+
+    Lives in a Python process of its own beside the query, and reads there; `read` runs in task workers and uses no state. Keeps
+    the records of the last planned batch. A batch that is computed again after a crash is read again, by its offsets.
+    """
+
+    def __init__(self, options: Mapping[str, str]) -> None:
+        self._url = options["broker"]
+        self._topics = options["topics"].split(",")
+        self._max_events = int(options["max_events"])
+        self._schema = raw_schema(options)
+        self._planned: dict[tuple[str, int], Planned] = {}
+        self._idle_since = -POLL_EVERY_S
+
+    def initialOffset(self) -> Offset:  # noqa: N802 - pyspark's name
+        """The beginning of every shard."""
+        streams = {topic: connection(self._url).stream(topic) for topic in self._topics}
+        met = {topic: (found.name, meet_shards(topic, found, {}, _now_ms())) for topic, found in streams.items()}
+        return pack_shards(met)
+
+    def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802 - pyspark's name
+        return ReadMaxRows(self._max_events)
+
+    def latestOffset(self, start: Offset, limit: ReadLimit) -> Offset:  # noqa: N802 - pyspark's name
+        """Read the next micro-batch; returns its end.
+
+        Raises OffsetOutOfRange, TopicRecreated: the query stops, nothing is skipped.
+        """
+        if time.monotonic() - self._idle_since < POLL_EVERY_S:
+            return start
+        room = limit.max_rows if isinstance(limit, ReadMaxRows) else UNBOUNDED
+        topics, planned = dict[str, tuple[str, Shards]](), dict[tuple[str, int], Planned]()
+        for number, topic in enumerate(self._topics):
+            stream = self._stream(topic, start)
+            before = shards_of(start, topic)[1]
+            share = -(-room // (len(self._topics) - number))
+            kinesis = connection(self._url)
+            found = kinesis.wait(read_on(kinesis.broker.reader, topic, stream, before, share))
+            met = meet_shards(topic, stream, before, _now_ms())
+            topics[topic] = stream.name, met | {shard: one.position for shard, one in found.items()}
+            planned |= {(topic, shard): one for shard, one in found.items() if one.batches}
+            room -= sum(len(batch.records) for one in found.values() for batch in one.batches)
+        if planned:
+            self._planned = planned
+        else:
+            self._idle_since = time.monotonic()
+        return pack_shards(topics)
+
+    def partitions(self, start: Offset, end: Offset) -> list[InputPartition]:
+        """The tasks between two offsets."""
+        shards = []
+        for topic in self._topics:
+            known = shards_of(start, topic)[1]
+            for shard, position in shards_of(end, topic)[1].items():
+                if shard in known and known[shard].next < position.next:
+                    shards.append(self._batches(topic, shard, start, position))
+        return list(make_tasks(shards, self._schema))
+
+    def read(self, partition: InputPartition) -> Iterator[Any]:
+        """Arrow batches of one task."""
+        if isinstance(partition, ArrowTask):
+            with pa.ipc.open_stream(partition.data) as reader:
+                yield from reader
+
+    def _batches(self, topic: str, shard: int, start: Offset, end: ShardPosition) -> list[Batch]:
+        """The planned records, or the same read again. Raises OffsetOutOfRange, TopicRecreated when they are gone.
+
+        They are read again from their first record on: the record before it may have expired long before they arrived.
+        """
+        known = shards_of(start, topic)[1][shard]
+        kept = self._planned.get((topic, shard))
+        if kept is not None and (kept.start, kept.position.next) == (known.next, end.next):
+            return kept.batches
+        stream = self._stream(topic, start)
+        if not end.begun:  # an older checkpoint's
+            check_beginning(topic, stream, shard, known, _now_ms())
+        return list(connection(self._url).read_range(topic, shard, end.begun or known.next, end.next))
+
+    def _stream(self, topic: str, offset: Offset) -> Stream:
+        stream = connection(self._url).stream(topic)
+        check_incarnation(topic, stream.name, shards_of(offset, topic)[0])
+        return stream
+
+
+def _now_ms() -> int:
+    return time.time_ns() // 1_000_000
+
+
+class RangeTask(InputPartition):
+    """One range of a shard."""
+
+    def __init__(self, part: OffsetRange) -> None:
+        super().__init__(part)
+        self.range = part
+
+
+class KinesisBatchReader(DataSourceReader):
+    """Batch reads, a task for each shard. A range that is gone raises.
+
+    A child and its parent may be read at the same time: the order of a key holds within a shard only.
+    """
+
+    def __init__(self, options: Mapping[str, str]) -> None:
+        self._options = dict(options)
+        self._url = options["broker"]
+
+    def partitions(self) -> list[InputPartition]:
+        kinesis = connection(self._url)
+        ranges = selected_ranges(self._options, kinesis.ranges, kinesis.offsets_at)
+        return [RangeTask(part) for part in ranges if part.start < part.end]
+
+    def read(self, partition: InputPartition) -> Iterator[Any]:
+        """Arrow batches of one task; an empty read has one task without a value. Raises OffsetOutOfRange, Unavailable."""
+        if isinstance(partition, RangeTask):
+            for batch in connection(self._url).read_range(*partition.range):
+                yield to_arrow(batch, RAW_SCHEMA)
+
+
+class Computed(WriterCommitMessage):
+    """The records of one task, as an Arrow stream."""
+
+    def __init__(self, task: int, data: bytes) -> None:
+        self.task, self.data = task, data
+
+
+class KinesisStreamWriter(DataSourceStreamArrowWriter):
+    """Stores each batch at least once, from one process, after all of it was computed.
+
+    Kinesis has no idempotent put and no transactions. A batch that is computed again after a crash is written again, with the
+    same event ids. A task that Spark retries, or computes twice, writes nothing twice. `write` runs in task workers, `commit` in
+    a process of the driver's host, through which the batch passes.
+    """
+
+    def __init__(self, options: Mapping[str, str]) -> None:
+        self._url, self._topic = options["broker"], options["topic"]
+        self._options = dict(options)
+
+    def write(self, iterator: Iterator[Any]) -> Computed:
+        """Hand the task's records over; nothing is stored yet."""
+        context = TaskContext.get()
+        data = _write_arrow((columns.cast(OUT_SCHEMA) for columns in iterator), OUT_SCHEMA)
+        return Computed(0 if context is None else context.partitionId(), data)
+
+    def commit(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803 - pyspark's name
+        """Store the batch durably. Raises BrokerError kinds: then a part may be stored, and Spark computes it all again."""
+        sync_before_commit(self._options, batchId)
+        computed = sorted((m for m in messages if isinstance(m, Computed)), key=lambda message: message.task)
+        records = [record for message in computed for record in from_arrow(pa.ipc.open_stream(message.data).read_all())]
+        if records:
+            connection(self._url).send(self._topic, records, batchId)
+
+    def abort(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803 - pyspark's name
+        """Nothing was stored."""

@@ -1,0 +1,206 @@
+"""The embedded log as a Spark source and sink: streams and batches in, batches out. Runs in Spark's Python workers."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+from urllib.parse import urlsplit
+
+from pyspark.sql.datasource import (
+    DataSourceReader,
+    DataSourceStreamArrowWriter,
+    DataSourceStreamReader,
+    InputPartition,
+    WriterCommitMessage,
+)
+from pyspark.sql.streaming.datasource import ReadLimit, ReadMaxRows
+from pyspark.taskcontext import TaskContext
+
+from services.core.broker.contract import PartitionRange
+from services.core.broker.log.blocking import abort_staged, commit_staged, ends, offsets_at, read_range, stage
+from services.core.broker.log.data_folder import DataFolder
+from services.core.broker.log.topic_reader import TopicReader
+from services.core.broker.partitioner import split_by_key
+from services.core.broker.record import Record
+from spark.records import RAW_SCHEMA, OffsetRange, Schema, from_arrow, raw_schema, to_arrow
+from spark.sources.offsets import (
+    Offset,
+    advance,
+    check_stored,
+    offsets_of,
+    pack_offsets,
+    selected_ranges,
+    sync_before_commit,
+)
+
+TASK_EVENTS = 5_000
+"""A task reads at least so many records, if there are any: starting one costs as much as reading hundreds."""
+UNBOUNDED = 1 << 62
+
+
+class LogTask(InputPartition):
+    """The ranges that one task reads, in this order."""
+
+    def __init__(self, ranges: list[OffsetRange]) -> None:
+        super().__init__(ranges)
+        self.ranges = ranges
+
+
+def plan_tasks(ranges: Iterable[OffsetRange]) -> list[LogTask]:
+    """Tasks for these ranges. A partition is never divided, so that its order survives."""
+    tasks: list[LogTask] = []
+    size = TASK_EVENTS
+    for part in ranges:
+        if part.end <= part.start:
+            continue
+        if size >= TASK_EVENTS:
+            tasks.append(LogTask([]))
+            size = 0
+        tasks[-1].ranges.append(part)
+        size += part.end - part.start
+    return tasks
+
+
+def read_task(path: str, task: InputPartition, schema: Schema = RAW_SCHEMA) -> Iterator[Any]:
+    """The task's records as Arrow batches of the schema. Raises OffsetOutOfRange, DataDamaged: Spark then fails the batch.
+
+    An empty read has one task without a value.
+    """
+    for part in task.ranges if isinstance(task, LogTask) else ():
+        for batch in read_range(path, part.topic, part.partition, part.start, part.end):
+            yield to_arrow(batch, schema)
+
+
+def _path(options: Mapping[str, str]) -> str:
+    return urlsplit(options["broker"]).path
+
+
+class LogStreamReader(DataSourceStreamReader):
+    """At most `max_events` a micro-batch, so that a backlog never becomes one giant batch.
+
+    Lives in a Python process of its own beside the query; `read` runs in task workers and uses no state.
+    """
+
+    def __init__(self, options: Mapping[str, str]) -> None:
+        self._path = _path(options)
+        self._topics = options["topics"].split(",")
+        self._max_events = int(options["max_events"])
+        self._schema = raw_schema(options)
+        self._readers: dict[str, TopicReader] = {}
+
+    def initialOffset(self) -> Offset:  # noqa: N802 - pyspark's name
+        """The start of every topic, as it is now."""
+        topics = {}
+        for topic in self._topics:
+            incarnation, stored = self._stored(topic)
+            topics[topic] = (incarnation, {p: part.start for p, part in stored.items()})
+        return pack_offsets(topics)
+
+    def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802 - pyspark's name
+        return ReadMaxRows(self._max_events)
+
+    def latestOffset(self, start: Offset, limit: ReadLimit) -> Offset:  # noqa: N802 - pyspark's name
+        """The end of the next micro-batch. Raises OffsetOutOfRange, TopicRecreated: the query stops, nothing is skipped."""
+        room = limit.max_rows if isinstance(limit, ReadMaxRows) else UNBOUNDED
+        topics = {}
+        for number, topic in enumerate(self._topics):
+            incarnation, stored = self._stored(topic)
+            known = offsets_of(start, topic)
+            check_stored(topic, incarnation, known, stored)
+            share = -(-room // (len(self._topics) - number))
+            following = advance(known[1], stored, share)
+            topics[topic] = (incarnation, following)
+            room -= sum(following[p] - known[1].get(p, part.start) for p, part in stored.items())
+        return pack_offsets(topics)
+
+    def partitions(self, start: Offset, end: Offset) -> list[InputPartition]:
+        """The tasks between two offsets. Raises TopicRecreated when the records are not those that were counted."""
+        ranges = []
+        for topic in self._topics:
+            incarnation, stored = self._stored(topic)
+            known, following = offsets_of(start, topic)[1], offsets_of(end, topic)
+            check_stored(topic, incarnation, following, stored)
+            ranges += [OffsetRange(topic, p, known.get(p, 0), n) for p, n in following[1].items()]
+        return list(plan_tasks(ranges))
+
+    def read(self, partition: InputPartition) -> Iterator[Any]:
+        return read_task(self._path, partition, self._schema)
+
+    def stop(self) -> None:
+        for reader in self._readers.values():
+            reader.close()
+        self._readers.clear()
+
+    def _stored(self, topic: str) -> tuple[str, dict[int, PartitionRange]]:
+        """(incarnation, the stored range of each partition). The file stays open: Spark asks several times a second."""
+        reader = self._readers.get(topic)
+        if reader is None:
+            reader = self._readers[topic] = TopicReader(DataFolder.prepare(self._path), topic)
+        stored = reader.ranges()
+        return reader.store.meta.incarnation.hex(), stored
+
+
+class LogBatchReader(DataSourceReader):
+    """Batch reads: backfill, and computing a batch again to find the cause of its failure. A range that is gone raises."""
+
+    def __init__(self, options: Mapping[str, str]) -> None:
+        self._options = dict(options)
+        self._path = _path(options)
+
+    def partitions(self) -> list[InputPartition]:
+        ranges = selected_ranges(self._options, partial(ends, self._path), partial(offsets_at, self._path))
+        return list(plan_tasks(ranges))
+
+    def read(self, partition: InputPartition) -> Iterator[Any]:
+        return read_task(self._path, partition)
+
+
+def partition_records(records: Sequence[Record], partitions: int, turn: int) -> dict[int, list[Record]]:
+    """Records by partition: by key as everywhere; those without a key go to one partition, another each turn."""
+    return split_by_key(records, partitions, keyless=turn % partitions)
+
+
+class Staged(WriterCommitMessage):
+    """The staged records of one task. token: None when it had no records."""
+
+    def __init__(self, task: int, token: str | None) -> None:
+        self.task, self.token = task, token
+
+
+class LogStreamWriter(DataSourceStreamArrowWriter):
+    """Stores each batch once, by writer and batch id, in one transaction per topic.
+
+    `write` runs in task workers, `commit` and `abort` in a process of the driver's host.
+    """
+
+    def __init__(self, options: Mapping[str, str]) -> None:
+        self._path, self._topic, self._writer = _path(options), options["topic"], options["writer"]
+        self._options = dict(options)
+
+    def write(self, iterator: Iterator[Any]) -> Staged:
+        """Stage the task's records, durably; they are not visible yet."""
+        context = TaskContext.get()
+        task = 0 if context is None else context.partitionId()
+        records = [record for columns in iterator for record in from_arrow(columns)]
+        if not records:
+            return Staged(task, None)
+        parts = partition_records(records, len(ends(self._path, self._topic)), task)
+        return Staged(task, stage(self._path, self._topic, self._writer, _epoch(context), parts))
+
+    def commit(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803 - pyspark's name
+        """Make the batch visible in one transaction; a batch that was written before changes nothing."""
+        sync_before_commit(self._options, batchId)
+        commit_staged(self._path, self._topic, self._writer, batchId, _tokens(messages))
+
+    def abort(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803 - pyspark's name
+        abort_staged(self._path, self._topic, _tokens(messages))
+
+
+def _tokens(messages: list[WriterCommitMessage | None]) -> list[str]:
+    staged = sorted((m for m in messages if isinstance(m, Staged)), key=lambda message: message.task)
+    return [message.token for message in staged if message.token is not None]
+
+
+def _epoch(context: TaskContext | None) -> int:
+    """The batch id, by which abandoned files are cleaned up. Spark passes it to tasks as a local property."""
+    text = None if context is None else context.getLocalProperty("streaming.sql.batchId")
+    return int(text) if text else 0

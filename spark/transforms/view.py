@@ -1,0 +1,171 @@
+"""From a raw record to the columns that a transform sees, or to the check that the record fails; and dropping duplicates.
+
+Expressions are built once and used for each batch: building one takes many calls into Java, using it takes one.
+Names that start with `_penstock` are ours.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from pyspark.sql import Column, DataFrame
+from pyspark.sql import functions as f
+from pyspark.sql.types import StringType, StructField, StructType
+
+from services.core import event as names
+from spark.records import EVENT, EVENT_TIME, HEADERS, RAW_NAMES, READ, VALUE
+
+FAILED_CHECK = "_penstock_verdict"
+"""Column: null for an event, else the number of the check that the record fails."""
+TIME = "_penstock_time"
+"""Column: event time of a record."""
+READ_AT = "_penstock_read"
+"""Column: when a record was read, ms; of a view with stamps."""
+_TEXT = "_penstock_text"
+_ID = "_penstock_id"
+_PARSED = "_penstock_parsed"
+_CORRUPT = "_penstock_corrupt"
+_JSON = {"columnNameOfCorruptRecord": _CORRUPT, "mode": "PERMISSIVE", "allowNonNumericNumbers": "false"}
+_LATEST_MS = 253_402_300_799_999  # the end of the year 9999
+
+
+class Check(NamedTuple):
+    """One possible fault of a record. reason, detail: of its dead letter."""
+
+    failed: Column
+    reason: str
+    detail: str
+
+
+class SourceView:
+    """The expressions of one source stream.
+
+    columns: those that its payload must have; None: any text. timed: with EVENT_TIME. stamped: events with READ."""
+
+    def __init__(self, columns: StructType | None, *, timed: bool = False, stamped: bool = False) -> None:
+        self.columns, self._stamped = columns, stamped
+        self.checks = _checks(columns)
+        parsed = [] if columns is None else [f.from_json(_TEXT, _nullable(columns), _JSON).alias(_PARSED)]
+        failed = f.lit(None).cast("int")
+        for number, check in reversed(list(enumerate(self.checks))):
+            failed = f.when(check.failed, f.lit(number)).otherwise(failed)
+        # One select: later columns name earlier ones. Each further one would be analysed again for every batch.
+        self._checked: list[Column | str] = [
+            *RAW_NAMES,
+            f.col("value").cast("string").alias(_TEXT),
+            header(names.ID).alias(_ID),
+            event_time().alias(TIME),
+            *parsed,
+            failed.alias(FAILED_CHECK),
+        ]
+        self._is_good, self._is_bad = f.col(FAILED_CHECK).isNull(), f.col(FAILED_CHECK).isNotNull()
+        self._seen = [*_seen_columns(columns, stamped=stamped), *([f.col(TIME).alias(EVENT_TIME)] if timed else [])]
+
+    def check(self, raw: DataFrame, clock: Column | None = None, *, keep: Sequence[str] = ()) -> DataFrame:
+        """Raw plus FAILED_CHECK and TIME. clock: the value of READ (ms); without one it is null. keep: further columns."""
+        if not self._stamped:
+            return raw.select(*self._checked, *keep)
+        now = f.lit(None) if clock is None else clock
+        return raw.select(*self._checked, now.cast("long").alias(READ_AT), *keep)
+
+    def good(self, checked: DataFrame) -> DataFrame:
+        """The events, as a transform sees them: `event`, `value` and the declared columns."""
+        return checked.where(self._is_good).select(*self._seen)
+
+    def bad(self, checked: DataFrame) -> DataFrame:
+        """The records that fail a check: raw columns and FAILED_CHECK."""
+        return checked.where(self._is_bad).select(*RAW_NAMES, FAILED_CHECK)
+
+    def good_raw(self, checked: DataFrame) -> DataFrame:
+        """The events as they were read: raw columns."""
+        return checked.where(self._is_good).select(*RAW_NAMES)
+
+
+def _nullable(columns: StructType) -> StructType:
+    fields = [StructField(field.name, field.dataType, True) for field in columns.fields]
+    return StructType([*fields, StructField(_CORRUPT, StringType())])
+
+
+def _checks(columns: StructType | None) -> list[Check]:
+    event_id, text = f.col(_ID), f.col(_TEXT)
+    checks = [
+        Check(f.col("value").isNull(), "bad_record", "the record has no value"),
+        Check(event_id.isNull(), "bad_record", f"the record has no header {names.ID}"),
+        Check(~f.is_valid_utf8(event_id.cast("string")), "bad_record", f"the header {names.ID} is not UTF-8"),
+        Check(~f.is_valid_utf8(text), "bad_record", "the payload is not UTF-8 text"),
+    ]
+    if columns is None:
+        return checks
+    # from_json takes the first element of an array and ignores text after the first value: check both ends.
+    trimmed = f.btrim(text, f.lit(" \t\r\n"))  # splits the text into characters: only where necessary
+    is_object = f.when(_has_braces(text), True).otherwise(_has_braces(trimmed))
+    parsed = f.col(_PARSED)
+    unfit = parsed.isNull() | parsed[_CORRUPT].isNotNull()
+    detail = "the payload is not valid JSON, or a field does not fit the stream's columns"
+    checks += [
+        Check(~is_object, "schema_mismatch", "the payload is not a JSON object"),
+        Check(unfit, "schema_mismatch", detail),
+    ]
+    for field in columns.fields:
+        if not field.nullable:
+            detail = f"{field.name} is missing or null, but declared NOT NULL"
+            checks.append(Check(parsed[field.name].isNull(), "schema_mismatch", detail))
+    return checks
+
+
+def _has_braces(text: Column) -> Column:
+    return f.startswith(text, f.lit("{")) & f.endswith(text, f.lit("}"))
+
+
+def _seen_columns(columns: StructType | None, *, stamped: bool) -> list[Column]:
+    declared = [] if columns is None else columns.fieldNames()
+    payload = [] if VALUE in [name.lower() for name in declared] else [f.col(_TEXT).alias(VALUE)]
+    event = f.struct(
+        f.col(_ID).cast("string").alias("id"),
+        f.col("key"),
+        f.col(TIME).alias("time"),
+        _millis(names.ARRIVAL).alias("arrival"),
+        header(names.CE_PREFIX + "type").cast("string").alias("type"),
+        header(names.CE_PREFIX + "source").cast("string").alias("source"),
+        f.coalesce(f.col("headers"), f.array().cast(HEADERS)).alias("headers"),
+        f.col("topic"),
+        f.col("partition"),
+        f.col("offset"),
+        *([f.col(READ_AT).alias(READ)] if stamped else []),
+    )
+    return [event.alias(EVENT), *payload, *[f.col(_PARSED)[name].alias(name) for name in declared]]
+
+
+def event_time() -> Column:
+    """Of a raw record: its time header, else its timestamp (Spark's Kafka sink cannot set timestamps)."""
+    return f.coalesce(_millis(names.TIME), f.col("timestamp"))
+
+
+def _millis(name: str) -> Column:
+    """A header in milliseconds since the epoch as a timestamp; null when missing or no such number."""
+    number = header(name).cast("string").try_cast("long")
+    return f.when(number.between(0, _LATEST_MS), f.timestamp_millis(number))
+
+
+def header(name: str) -> Column:
+    """The first header of this name of a raw record, or null."""
+    # array_position runs as generated code; a lambda (filter) costs five times as much.
+    return f.get(f.col("headers.value"), (f.array_position(f.col("headers.key"), name) - 1).cast("int"))
+
+
+_SEEN = "_penstock_seen"
+_KEY = "_penstock_key"
+
+
+def drop_duplicates(raw: DataFrame, within: float) -> DataFrame:
+    """A raw stream without the records whose stream and id came within so many seconds. Records without id stay.
+
+    Time is the time of processing: that of each batch, never that of the events. So the watermark over it only makes Spark forget
+    ids; it never drops a late event. (`Checkpoint.check_clock` handles the exception, a clock that is set back.)
+    """
+    own_key = f.concat_ws("/", "topic", "partition", "offset")
+    key = f.when(header(names.ID).isNull(), own_key).otherwise(
+        f.concat_ws(":", f.col("topic"), f.base64(header(names.ID)))
+    )
+    marked = raw.withColumn(_KEY, key).withColumn(_SEEN, f.current_timestamp())
+    kept = marked.withWatermark(_SEEN, f"{round(within * 1000)} milliseconds").dropDuplicatesWithinWatermark([_KEY])
+    return kept.select(*RAW_NAMES)

@@ -1,0 +1,109 @@
+"""What a seed chooses: the fleet, its traffic, and which kinds of faults and operators its history has."""
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+from tests.simulation import receivers as receivers_module
+from tests.simulation import weather as weather_module
+from tests.simulation.cluster import KINDS, Kind
+
+STREAM = "orders"
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What a seed chooses."""
+
+    kind: Kind
+    broker_faults: tuple[str, ...]
+    receiver_faults: tuple[str, ...]
+    process_faults: tuple[str, ...]
+    operators: tuple[str, ...]
+    observed: bool
+    counts: dict[str, int]
+    pipes: dict[str, Any]
+    chunk_bytes: int
+    seconds: float
+    clients: int
+    pace: float
+    batch: int
+    weights: dict[str, int]
+    """How often what happens, by kind."""
+
+    @property
+    def words(self) -> frozenset[str]:
+        """What it has that a fault may need."""
+        destinations = self.pipes["pipes"]["p"]["destinations"]
+        words = {*self.operators, *self.process_faults, *self.broker_faults, *self.receiver_faults, self.kind.name}
+        words |= {"observed"} if self.observed else set()
+        words |= {"several"} if len(destinations) > 1 else set()
+        return frozenset(words | {f"order: {one['webhook']['order']}" for one in destinations})
+
+
+PROCESS_FAULTS = ("kill", "freeze", "expire", "terminate", "clock")
+OPERATORS = (
+    "pause",
+    "redrive",
+    "remake",
+    "remake_inner",
+    "restart",
+    "schedule_off",
+    "remove",
+    "rewind",
+    "repair",
+    "retention",
+)
+
+
+def choose(seed: int) -> Choice:
+    """The same for the same seed."""
+    rng = random.Random(seed)
+
+    def some(names: tuple[str, ...], chance: float) -> tuple[str, ...]:
+        return tuple(name for name in names if rng.random() < chance)
+
+    observed = rng.random() < 0.06
+    keyed = rng.random() < (0.6 if observed else 0.4)
+    names = ("a", "b")[: 2 if observed else rng.randint(1, 2)]
+    destinations = [_destination(rng, name, in_order=keyed and name == "a") for name in names]
+    transform = {"transform": {"sql": "SELECT * FROM orders"}} if rng.random() < 0.25 else {}
+    broker_faults = some(weather_module.KINDS, 0.4) if rng.random() < 0.8 else ()
+    receiver_faults = some(receivers_module.KINDS, 0.35) if rng.random() < 0.8 else ()
+    process_faults, operators = some(PROCESS_FAULTS, 0.5), some(OPERATORS, 0.25)
+    kinds = [*["weather"] * bool(broker_faults), *["receiver"] * bool(receiver_faults), *process_faults, *operators]
+    return Choice(
+        kind=rng.choice(KINDS),
+        broker_faults=broker_faults,
+        receiver_faults=receiver_faults,
+        process_faults=process_faults,
+        operators=operators,
+        observed=observed,
+        counts={"ingest": rng.randint(1, 2), "expel": rng.choice((1, 1, 2))},
+        pipes={
+            "streams": {STREAM: {"partitions": rng.randint(1, 3), "id": "id", "key": "key"}},
+            "pipes": {"p": {"sources": [STREAM], "destinations": destinations} | transform},
+        },
+        chunk_bytes=rng.choice((400, 900_000)),
+        seconds=rng.uniform(3, 9),
+        clients=(clients := rng.randint(1, 3)),
+        pace=rng.choice((0.25, 0.5, 1.0)) * clients,
+        batch=rng.choice((1, 4, 12)),
+        weights={kind: rng.choice((1, 2, 6)) for kind in kinds},
+    )
+
+
+def _destination(rng: random.Random, name: str, *, in_order: bool) -> dict[str, Any]:
+    webhook = {
+        "url": f"http://127.0.0.1:9/p/{name}",
+        "body": rng.choice(("cloudevents", "json")),
+        "batch": {"max_events": rng.choice((1, 3, 20)), "max_wait": rng.choice(("10ms", "200ms"))},
+        "retry": {"attempts": rng.choice((1, 2, 3)), "base": "100ms", "max_wait": "1s"},
+        "schedule": rng.choice(([], ["1s"], ["2s", "5s"], ["1s", "1s", "20s"])),
+        "concurrency": rng.choice((1, 4)),
+        "timeout": rng.choice(("1s", "5s")),
+        "order": "key" if in_order else "none",
+    }
+    if in_order and rng.random() < 0.7:
+        webhook["schedule"] = ["200s"]
+    return {"name": name, "webhook": webhook, "start": rng.choice(("earliest", "latest"))}

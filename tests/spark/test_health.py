@@ -1,0 +1,56 @@
+"""What the transform service says about itself: readiness, metrics, giving up."""
+
+from prometheus_client import REGISTRY
+
+from spark.health import MAX_FAILURES, OLD_JAVA_S, PipesHealth, QueryState
+
+
+def test_ready_when_every_query_has_worked() -> None:
+    """If this fails, work is sent to a transform that does not run, or a query that keeps failing looks ready."""
+    health = PipesHealth(["a", "b"])
+    assert health.ready() == "a: starting; b: starting"
+    health.record_state(QueryState("a", None, 0))
+    assert health.ready() == "b: starting"
+    health.record_state(QueryState("b", None, 0))
+    assert health.ready() is None
+    for failures in range(1, MAX_FAILURES + 1):
+        health.record_state(QueryState("b", "TransformBroken: it fails", failures))
+        assert health.ready() == "b: TransformBroken: it fails"
+    assert not health.gave_up.is_set()
+    health.record_state(QueryState("b", None, 0))
+    assert health.ready() is None
+
+
+def test_gives_up_when_no_query_can_be_kept_running() -> None:
+    """If this fails, a process whose queries are all dead lives on, and nobody starts another."""
+    health = PipesHealth(["a", "b"])
+    health.record_state(QueryState("a", "broken", MAX_FAILURES))
+    assert not health.gave_up.is_set()
+    health.record_state(QueryState("b", "broken", MAX_FAILURES))
+    assert health.gave_up.is_set()
+
+
+def test_one_pipe_gets_a_fresh_java() -> None:
+    """If this fails, a pipe whose Spark is spoilt fails for ever because another pipe works; or each failure of one pipe, which
+    another Java would not mend, stops the others every few minutes."""
+    for spoilt, age_s, gave_up in ((True, 60.0, False), (False, OLD_JAVA_S + 1, False), (True, OLD_JAVA_S + 1, True)):
+        clock = iter([0.0, *[age_s] * 100])
+        health = PipesHealth(["a", "b"], clock=clock.__next__)
+        health.record_state(QueryState("a", None, 0))
+        for failures in range(1, MAX_FAILURES):
+            health.record_state(QueryState("b", "OptionalDataException", failures, spoilt))
+            assert not health.gave_up.is_set()
+        health.record_state(QueryState("b", "OptionalDataException", MAX_FAILURES, spoilt))
+        assert health.gave_up.is_set() == gave_up
+
+
+def test_backlog_is_shown_by_partition() -> None:
+    """If this fails, `penstock status` cannot say how far a transform is behind."""
+    health = PipesHealth(["behind"])
+    health.record_backlog("behind", {("s", 0): 5, ("s", 1): 0})
+
+    def value(partition: str) -> float | None:
+        labels = {"group": "behind", "topic": "s", "partition": partition}
+        return REGISTRY.get_sample_value("penstock_broker_lag_records", labels)
+
+    assert (value("0"), value("1")) == (5.0, 0.0)

@@ -1,0 +1,107 @@
+"""The private parts of pyspark and py4j that the project uses: they are where they were, and in one file."""
+
+import re
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+from py4j.protocol import Py4JJavaError, Py4JNetworkError  # type: ignore[import-untyped]
+from pyspark.errors import AnalysisException, ParseException
+from pyspark.sql import Observation, SparkSession
+from pyspark.sql import functions as f
+
+import spark as package
+from spark import java
+from spark.java import HadoopFolder
+
+PRIVATE = re.compile(r"\b_(jvm|jdf|jsparkSession|jo|jsq|jsc|gateway|origin)\b|\bjava_exception\b|\bpy4j\.protocol\b")
+
+
+def test_one_file_uses_private_parts() -> None:
+    """If this fails, an upgrade of pyspark breaks code that nobody looks at: use `spark.java`, and test it below."""
+    folder = Path(package.__path__[0])
+    users = {str(p.relative_to(folder)) for p in folder.rglob("*.py") if PRIVATE.search(p.read_text())}
+    assert users - {"errors.py"} == {"java.py"}
+    assert "_origin" not in (folder / "errors.py").read_text()
+
+
+def test_versions() -> None:
+    """If this fails, pyspark was upgraded: check each function of `spark.java` with the new version, then change this."""
+    assert version("pyspark") == "4.2.0"
+    assert version("py4j").startswith("0.10.9")
+
+
+def test_session(spark: SparkSession) -> None:
+    """If this fails, the service does not notice that Java ends, or finds no Java classes."""
+    assert java.java_process(spark).poll() is None
+    assert java.jvm(spark).java.lang.Math.abs(-3) == 3
+    other = spark.newSession()
+    java.set_active_session(other)
+    java.clear_active_session(spark)
+    java.set_active_session(spark)
+
+
+def test_plans(spark: SparkSession) -> None:
+    """If this fails, a transform that is a command runs at once, or its kind is not known."""
+    java.check_is_query(spark, "SELECT 1")
+    with pytest.raises(ParseException):
+        java.check_is_query(spark, "DROP TABLE t SELECT")
+    with pytest.raises(ParseException):
+        java.check_is_query(spark, "DROP TABLE t")
+    assert java.analyzed_plan(spark.range(3).where("id > 1")).nodeName() == "Filter"
+    stream = spark.readStream.format("rate").load()
+    java.check_streamable(stream.select("value"))
+    with pytest.raises(AnalysisException):
+        java.check_streamable(stream.groupBy("value").count())
+
+
+def test_observation(spark: SparkSession) -> None:
+    """If this fails, a batch waits for ever for its counts, or reads them too early."""
+    seen = Observation()
+    frame = spark.range(3).observe(seen, f.count(f.lit(1)).alias("rows"))
+    assert not java.is_observed(seen)
+    frame.collect()
+    while not java.is_observed(seen):
+        pass
+    assert seen.get == {"rows": 3}
+
+
+def test_progress(spark: SparkSession, tmp_path: Path) -> None:
+    """If this fails, batches of a query in the plan are reported twice or never."""
+    writer = spark.readStream.format("rate-micro-batch").option("rowsPerBatch", 2).load().writeStream.format("noop")
+    query = writer.option("checkpointLocation", f"file://{tmp_path}").start()
+    try:
+        while len(java.progress_since(query, -1)) < 3:
+            query.awaitTermination(1)
+        found = [progress["batchId"] for progress in java.progress_since(query, 0) if progress["batchId"] < 3]
+        assert found[0] == 1
+        assert found == sorted(found)
+    finally:
+        query.stop()
+
+
+def test_files(spark: SparkSession, tmp_path: Path) -> None:
+    """If this fails, no checkpoint can be read."""
+    folder = HadoopFolder(spark, f"file://{tmp_path}")
+    assert not folder.exists("a")
+    assert folder.list("offsets") == []
+    folder.write("offsets/7", b"x\x00y")
+    assert folder.exists("offsets/7")
+    assert folder.read("offsets/7") == b"x\x00y"
+    assert "7" in folder.list("offsets")
+
+
+def test_errors(spark: SparkSession) -> None:
+    """If this fails, the log does not name the Java exceptions of a failure, or the end of Java counts as an event's fault."""
+    with pytest.raises(Py4JJavaError) as unchanged:
+        java.jvm(spark).java.util.ArrayList().get(3)
+    with pytest.raises(ParseException) as captured:
+        spark.sql("SELEC")
+    for caught, name in (
+        (unchanged, "java.lang.IndexOutOfBoundsException"),
+        (captured, "org.apache.spark.sql.catalyst.parser.ParseException"),
+    ):
+        assert isinstance(caught.value, java.JAVA_ERRORS)
+        assert java.is_answer(caught.value)
+        assert next(java.java_exceptions(caught.value)).getClass().getName() == name
+    assert not java.is_answer(Py4JNetworkError())

@@ -1,0 +1,67 @@
+"""What Kafka's error codes mean for a sender, and that nobody creates topics by asking for them."""
+
+import asyncio
+
+import aiokafka.client
+import pytest
+from aiokafka import errors as kafka
+from aiokafka.protocol.metadata import MetadataRequest_v5
+
+from services.core.broker.errors import (
+    BrokerError,
+    OutcomeUnknown,
+    RecordTooLarge,
+    Throttled,
+    TopicExists,
+    Unavailable,
+    UnknownTopic,
+)
+from services.core.broker.kafka.error_codes import bounded, classify, classify_produce, raise_for
+
+
+@pytest.mark.parametrize(
+    ("code", "kind"),
+    [
+        (3, Unavailable),  # UNKNOWN_TOPIC_OR_PARTITION
+        (5, Unavailable),  # LEADER_NOT_AVAILABLE
+        (19, Unavailable),  # NOT_ENOUGH_REPLICAS
+        (45, Unavailable),  # OUT_OF_ORDER_SEQUENCE_NUMBER
+        (89, Throttled),  # THROTTLING_QUOTA_EXCEEDED
+        (10, RecordTooLarge),  # MESSAGE_TOO_LARGE
+        (32, BrokerError),  # INVALID_TIMESTAMP
+        (29, BrokerError),  # TOPIC_AUTHORIZATION_FAILED
+        (6, OutcomeUnknown),  # NOT_LEADER_OR_FOLLOWER: also after the old leader wrote
+        (7, OutcomeUnknown),  # REQUEST_TIMED_OUT
+        (20, OutcomeUnknown),  # NOT_ENOUGH_REPLICAS_AFTER_APPEND
+        (56, OutcomeUnknown),  # KAFKA_STORAGE_ERROR
+        (12345, OutcomeUnknown),  # a future version's
+    ],
+)
+def test_produce_codes(code: int, kind: type[BrokerError]) -> None:
+    """If it fails, "not stored" is said of records that may be there, or a retry is given up or made in vain."""
+    assert type(classify_produce(code, "t[0]")) is kind
+
+
+def test_other_requests() -> None:
+    """If it fails, operators see the wrong kind of error."""
+    assert type(classify(kafka.UnknownTopicOrPartitionError(), "x")) is UnknownTopic
+    assert type(classify(kafka.TopicAlreadyExistsError(), "x")) is TopicExists
+    assert type(classify(kafka.NodeNotReadyError(), "x")) is Unavailable
+    assert type(classify(kafka.InvalidPartitionsError(), "x")) is BrokerError
+    with pytest.raises(Throttled):
+        raise_for(89, "create topic")
+    raise_for(0, "nothing")
+
+
+async def test_bounded_ends() -> None:
+    """If it fails, a silent broker makes a caller wait for ever."""
+    with pytest.raises(Unavailable, match="ask"):
+        async with bounded("ask", 0.01):
+            await asyncio.Event().wait()
+
+
+def test_metadata_requests_create_nothing() -> None:
+    """If it fails, a consumer of a deleted topic creates it again, empty, on clusters that allow it."""
+    request = aiokafka.client.MetadataRequest(["t"]).prepare({3: (0, 5)})
+    assert isinstance(request, MetadataRequest_v5)
+    assert request.allow_auto_topic_creation is False

@@ -1,0 +1,27 @@
+"""A process that stood still is in doubt until its group has answered, in simulated time."""
+
+from services.core.broker.kafka.consumer import FreezeDetector
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_in_doubt_after_a_long_standstill_until_settled() -> None:
+    """If it fails, a process that wakes up delivers what another member delivered, or never delivers again."""
+    clock = Clock()
+    freeze_detector = FreezeDetector(5.0, clock)
+    for _ in range(10):
+        clock.now += 4.0
+        assert not freeze_detector.has_frozen()
+    clock.now += 5.1
+    assert freeze_detector.has_frozen()
+    clock.now += 0.1
+    assert freeze_detector.has_frozen()
+    assert [freeze_detector.is_first_report() for _ in range(2)] == [True, False]
+    freeze_detector.reset()
+    assert not freeze_detector.has_frozen()
+    assert freeze_detector.is_first_report()
