@@ -61,7 +61,12 @@ class Page:
             await command.until_said(ready)
             self.running[block.split()[1]] = command
             return
-        status = await command.finish()
+        try:
+            status = await command.finish()
+        except TimeoutError:
+            raise TimeoutError(f"{block}\nprinted: {command.out}{command.err}\n{self._printed()}") from None
+        finally:
+            await command.kill()
         self.said += command.out + command.err
         assert status == 0, f"{block}\nended with {status}: {command.out}{command.err}"
         await asyncio.to_thread(self._change_ports_of_files)
@@ -80,6 +85,9 @@ class Page:
             stderr=asyncio.subprocess.PIPE,
         )
         return Command(process)
+
+    def _printed(self) -> str:
+        return "\n".join(f"{path.name}:\n{path.read_text()}" for path in self._folder.glob("*.txt"))
 
     def _change_ports_of_files(self) -> None:
         for path in self._folder.glob("*.yaml"):
