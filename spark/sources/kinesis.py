@@ -8,7 +8,6 @@ from typing import Any
 
 import pyarrow as pa
 from pyspark.sql.datasource import (
-    DataSourceReader,
     DataSourceStreamArrowWriter,
     DataSourceStreamReader,
     InputPartition,
@@ -20,8 +19,8 @@ from pyspark.taskcontext import TaskContext
 from services.core.broker.kinesis.blocking import BlockingKinesis
 from services.core.broker.kinesis.incarnation import Stream
 from services.core.broker.record import Batch
-from spark.records import OUT_SCHEMA, RAW_SCHEMA, OffsetRange, Schema, from_arrow, raw_schema, to_arrow
-from spark.sources.offsets import Offset, check_incarnation, selected_ranges, sync_before_commit
+from spark.records import OUT_SCHEMA, Schema, from_arrow, raw_schema, to_arrow
+from spark.sources.offsets import Offset, check_incarnation, sync_before_commit
 from spark.sources.shards import (
     Planned,
     ShardPosition,
@@ -164,36 +163,6 @@ class KinesisStreamReader(DataSourceStreamReader):
 
 def _now_ms() -> int:
     return time.time_ns() // 1_000_000
-
-
-class RangeTask(InputPartition):
-    """One range of a shard."""
-
-    def __init__(self, part: OffsetRange) -> None:
-        super().__init__(part)
-        self.range = part
-
-
-class KinesisBatchReader(DataSourceReader):
-    """Batch reads, a task for each shard. A range that is gone raises.
-
-    A child and its parent may be read at the same time: the order of a key holds within a shard only.
-    """
-
-    def __init__(self, options: Mapping[str, str]) -> None:
-        self._options = dict(options)
-        self._url = options["broker"]
-
-    def partitions(self) -> list[InputPartition]:
-        kinesis = connection(self._url)
-        ranges = selected_ranges(self._options, kinesis.ranges, kinesis.offsets_at)
-        return [RangeTask(part) for part in ranges if part.start < part.end]
-
-    def read(self, partition: InputPartition) -> Iterator[Any]:
-        """Arrow batches of one task; an empty read has one task without a value. Raises OffsetOutOfRange, Unavailable."""
-        if isinstance(partition, RangeTask):
-            for batch in connection(self._url).read_range(*partition.range):
-                yield to_arrow(batch, RAW_SCHEMA)
 
 
 class Computed(WriterCommitMessage):

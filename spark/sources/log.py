@@ -1,7 +1,7 @@
 """The embedded log as a Spark source and sink: streams and batches in, batches out. Runs in Spark's Python workers."""
 
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -16,7 +16,7 @@ from pyspark.sql.streaming.datasource import ReadLimit, ReadMaxRows
 from pyspark.taskcontext import TaskContext
 
 from services.core.broker.contract import PartitionRange
-from services.core.broker.log.blocking import abort_staged, commit_staged, ends, offsets_at, read_range, stage
+from services.core.broker.log.blocking import abort_staged, commit_staged, ends, read_range, stage
 from services.core.broker.log.data_folder import DataFolder
 from services.core.broker.log.topic_reader import TopicReader
 from services.core.broker.partitioner import split_by_key
@@ -28,7 +28,6 @@ from spark.sources.offsets import (
     check_stored,
     offsets_of,
     pack_offsets,
-    selected_ranges,
     sync_before_commit,
 )
 
@@ -140,15 +139,13 @@ class LogStreamReader(DataSourceStreamReader):
 
 
 class LogBatchReader(DataSourceReader):
-    """Batch reads: backfill, and computing a batch again to find the cause of its failure. A range that is gone raises."""
+    """Reads the ranges of a batch again, to find the cause of its failure. A range that is gone raises."""
 
     def __init__(self, options: Mapping[str, str]) -> None:
-        self._options = dict(options)
-        self._path = _path(options)
+        self._path, self._ranges = _path(options), options["ranges"]
 
     def partitions(self) -> list[InputPartition]:
-        ranges = selected_ranges(self._options, partial(ends, self._path), partial(offsets_at, self._path))
-        return list(plan_tasks(ranges))
+        return list(plan_tasks(OffsetRange(*part) for part in json.loads(self._ranges)))
 
     def read(self, partition: InputPartition) -> Iterator[Any]:
         return read_task(self._path, partition)

@@ -3,20 +3,17 @@
 `{"topics": {name: {"incarnation": text, "next": {partition: offset}}}}`, offsets "next to read"; of Kinesis as text,
 with more fields (`shards`). The incarnation tells a topic that was deleted and created again from the one that the query read.
 
-Also here: the ranges of a batch read, and syncing a checkpoint. Worker processes import this file.
+Also here: syncing a checkpoint. Worker processes import this file.
 """
 
 import contextlib
-import json
 import os
-from collections.abc import Callable, Iterator, Mapping
-from datetime import datetime
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from services.core.broker.contract import PartitionRange, Start
+from services.core.broker.contract import PartitionRange
 from services.core.broker.errors import OffsetOutOfRange, UnknownTopic
-from spark.records import OffsetRange
 
 Offset = dict[str, Any]
 
@@ -73,31 +70,6 @@ def advance(known: Mapping[int, int], stored: Mapping[int, PartitionRange], room
         following[partition] += share
         room -= share
     return following
-
-
-def selected_ranges(
-    options: Mapping[str, str],
-    ends: Callable[[str], Mapping[int, PartitionRange]],
-    offsets_at: Callable[[str, Start], Mapping[int, int]],
-) -> Iterator[OffsetRange]:
-    """The ranges of a batch read, from its options. ends, offsets_at: of a topic.
-
-    `ranges`: JSON `[[topic, partition, start, end], …]`. Or `topics`, from the first record that is not older than `since`, up to
-    the first that is not older than `until` (ISO dates with a time zone).
-    """
-    if given := options.get("ranges"):
-        yield from (OffsetRange(*item) for item in json.loads(given))
-        return
-
-    def at(topic: str, option: str) -> Mapping[int, int]:
-        text = options.get(option)
-        return offsets_at(topic, datetime.fromisoformat(text)) if text else {}
-
-    for topic in options["topics"].split(","):
-        starts, stops = at(topic, "since"), at(topic, "until")
-        for partition, stored in ends(topic).items():
-            start = starts.get(partition, stored.start) if starts else stored.start
-            yield OffsetRange(topic, partition, start, stops.get(partition, stored.end) if stops else stored.end)
 
 
 def sync(path: Path) -> None:

@@ -2,8 +2,8 @@
 
 Reading returns the columns RAW of `spark.records`; writing takes its columns OUT. Options: `broker` (its URL), `topics`
 (comma-joined, reading), `max_events` (at most so many in a micro-batch), `origins` (streams: with ORIGINS_READ), `topic` and
-`writer` (writing), `ranges`, `since` and `until` (batch reading: see `offsets.selected_ranges`). The log stores a batch once, and
-is not for a cluster: all processes share its host. Kinesis stores a batch at least once.
+`writer` (writing), `ranges` (batches of the log: JSON `[[topic, partition, start, end], …]`; Kinesis has only streams). The log
+stores a batch once, and is not for a cluster: all processes share its host. Kinesis stores a batch at least once.
 
 Spark pickles the classes by reference, so its workers need this package on their path. A worker loads only its broker's modules.
 """
@@ -41,10 +41,6 @@ class BrokerSource(DataSource):
         return LogStreamReader(self.options)
 
     def reader(self, schema: "StructType") -> "DataSourceReader":
-        if self._is_kinesis:
-            from spark.sources.kinesis import KinesisBatchReader
-
-            return KinesisBatchReader(self.options)
         from spark.sources.log import LogBatchReader
 
         return LogBatchReader(self.options)

@@ -9,7 +9,7 @@ from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from typing import Any, TypeVar
 
-from services.core.broker.contract import PartitionRange, Start
+from services.core.broker.contract import PartitionRange
 from services.core.broker.errors import OffsetOutOfRange
 from services.core.broker.kinesis.broker import KinesisBroker
 from services.core.broker.kinesis.incarnation import Stream
@@ -58,17 +58,9 @@ class BlockingKinesis:
         """The stream now. Raises UnknownTopic, Unavailable."""
         return self.wait(retry_briefly(lambda: self.broker.stream(topic)))
 
-    def partition_count(self, topic: str) -> int:
-        """The number to write to. Raises UnknownTopic, Unavailable."""
-        return self.wait(self._producer.partition_count(topic))
-
     def ranges(self, topic: str) -> Mapping[int, PartitionRange]:
         """The stored range of each shard. Takes seconds. Raises UnknownTopic, Unavailable."""
         return self.wait(self.broker.reader.describe(topic))
-
-    def offsets_at(self, topic: str, start: Start) -> Mapping[int, int]:
-        """As `Reader.offsets_at`, per shard."""
-        return self.wait(self.broker.reader.offsets_at(topic, start))
 
     def read(self, topic: str, shard: int, offset: int, max_records: int = _READ_RECORDS) -> Batch | None:
         """As `Reader.read`."""
@@ -95,7 +87,7 @@ class BlockingKinesis:
 
         At least once: Kinesis has no idempotent put. Raises BrokerError kinds; then some may be stored.
         """
-        count = self.partition_count(topic)
+        count = self.wait(self._producer.partition_count(topic))
         for some in _in_pieces(records):
             parts = split_by_key(some, count, keyless=turn % count)
             self.wait(self._producer.send_to(topic, parts)).raise_first()

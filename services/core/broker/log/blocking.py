@@ -1,7 +1,7 @@
 """The log for code without an event loop, such as Spark workers and drivers. Every function blocks and opens what it
 needs for itself, so it may be called from any process of the host, also from a forked one.
 
-Reading: `ends`, `offsets_at`, `read_range`. Writing: `append`; a whole batch once: `append_once`. Writing it from many
+Reading: `ends`, `read_range`. Writing: `append`; a whole batch once: `append_once`. Writing it from many
 tasks: each task calls `stage`, the driver `commit_staged` with all tokens, and everything becomes visible in one transaction.
 """
 
@@ -15,7 +15,7 @@ from zlib import crc32
 
 import msgspec
 
-from services.core.broker.contract import PartitionRange, Start
+from services.core.broker.contract import PartitionRange
 from services.core.broker.errors import DataDamaged, OffsetOutOfRange
 from services.core.broker.log.clock import WallClock
 from services.core.broker.log.data_folder import DataFolder
@@ -34,12 +34,6 @@ def ends(path: str | Path, topic: str) -> dict[int, PartitionRange]:
     """The range of each partition now. Raises UnknownTopic, DataDamaged, Unavailable."""
     with TopicReader(DataFolder.prepare(path), topic) as reader:
         return reader.ranges()
-
-
-def offsets_at(path: str | Path, topic: str, start: Start) -> dict[int, int]:
-    """The offset of each partition at which a read from `start` begins; the end when no record is that new."""
-    with TopicReader(DataFolder.prepare(path), topic) as reader:
-        return reader.offsets_at(start)
 
 
 def read_range(
