@@ -1,6 +1,4 @@
-"""The embedded log. Its driver is on the same host, so a batch's records are collected there and appended in one
-transaction: no worker, no staging and one sync a batch. The sink of `sources.log` writes from many tasks instead.
-"""
+"""The embedded log. The driver is on the log's host, so a batch's records are collected there and appended in one transaction."""
 
 import json
 from collections.abc import Sequence
@@ -14,7 +12,7 @@ from services.core.broker.log.topic_reader import TopicReader
 from services.core.broker.record import Record
 from spark.brokers.contract import BatchName, DataSourceBroker
 from spark.records import OffsetRange
-from spark.sources.log import partition_records
+from spark.sources.log import store_batch
 from spark.sources.source import NAME
 
 
@@ -47,8 +45,7 @@ class LogSparkBroker(DataSourceBroker):
 
     def write_records(self, session: SparkSession, records: Sequence[Record], topic: str, batch: BatchName) -> None:
         if records:
-            parts = partition_records(records, len(blocking.ends(self._path, topic)), batch.epoch)
-            blocking.append_once(self._path, topic, batch.writer, batch.epoch, parts)
+            store_batch(self._path, topic, batch.writer, records, batch.epoch)
 
     def open_appender(self, session: SparkSession, topic: str) -> "LogAppender":
         return LogAppender(self._path, topic)

@@ -1,26 +1,20 @@
-"""Kinesis as a Spark source and sink: streams and batches in, batches out. Runs in Spark's Python workers."""
+"""Kinesis as a source and sink of Spark's streams. Runs in Spark's Python workers."""
 
 import atexit
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pyarrow as pa
-from pyspark.sql.datasource import (
-    DataSourceStreamArrowWriter,
-    DataSourceStreamReader,
-    InputPartition,
-    WriterCommitMessage,
-)
+from pyspark.sql.datasource import DataSourceStreamReader, InputPartition
 from pyspark.sql.streaming.datasource import ReadLimit, ReadMaxRows
-from pyspark.taskcontext import TaskContext
 
 from services.core.broker.kinesis.blocking import BlockingKinesis
 from services.core.broker.kinesis.incarnation import Stream
-from services.core.broker.record import Batch
-from spark.records import OUT_SCHEMA, Schema, from_arrow, raw_schema, to_arrow
-from spark.sources.offsets import Offset, check_incarnation, sync_before_commit
+from services.core.broker.record import Batch, Record
+from spark.records import Schema, raw_schema, to_arrow
+from spark.sources.offsets import UNBOUNDED, Offset, check_incarnation
 from spark.sources.shards import (
     Planned,
     ShardPosition,
@@ -31,12 +25,12 @@ from spark.sources.shards import (
     read_on,
     shards_of,
 )
+from spark.sources.writer import BatchWriter, write_arrow
 
 POLL_EVERY_S = 0.5
 """An idle stream is polled no more often: a shard answers five reads a second, for all its readers together."""
 TASK_EVENTS = 5_000
 """A task gets at least so many records, if there are any."""
-UNBOUNDED = 1 << 62
 
 
 @cache
@@ -47,20 +41,11 @@ def connection(url: str) -> BlockingKinesis:
     return opened
 
 
-def _write_arrow(batches: Iterable[Any], schema: Schema) -> bytes:
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_stream(sink, schema) as writer:
-        for batch in batches:
-            writer.write_batch(batch)
-    data: bytes = sink.getvalue().to_pybytes()
-    return data
-
-
 class ArrowTask(InputPartition):
     """Records as an Arrow stream: only the process that plans reads from Kinesis, so that a record is read once."""
 
     def __init__(self, batches: Iterable[Batch], schema: Schema) -> None:
-        self.data = _write_arrow((to_arrow(batch, schema) for batch in batches), schema)
+        self.data = write_arrow((to_arrow(batch, schema) for batch in batches), schema)
         super().__init__(None)
 
 
@@ -165,38 +150,12 @@ def _now_ms() -> int:
     return time.time_ns() // 1_000_000
 
 
-class Computed(WriterCommitMessage):
-    """The records of one task, as an Arrow stream."""
+def store_batch(url: str, topic: str, records: list[Record], batch: int) -> None:
+    """At least once: Kinesis has no idempotent put. After an error a part may be stored."""
+    if records:
+        connection(url).send(topic, records, batch)
 
-    def __init__(self, task: int, data: bytes) -> None:
-        self.task, self.data = task, data
 
-
-class KinesisStreamWriter(DataSourceStreamArrowWriter):
-    """Stores each batch at least once, from one process, after all of it was computed.
-
-    Kinesis has no idempotent put and no transactions. A batch that is computed again after a crash is written again, with the
-    same event ids. A task that Spark retries, or computes twice, writes nothing twice. `write` runs in task workers, `commit` in
-    a process of the driver's host, through which the batch passes.
-    """
-
-    def __init__(self, options: Mapping[str, str]) -> None:
-        self._url, self._topic = options["broker"], options["topic"]
-        self._options = dict(options)
-
-    def write(self, iterator: Iterator[Any]) -> Computed:
-        """Hand the task's records over; nothing is stored yet."""
-        context = TaskContext.get()
-        data = _write_arrow((columns.cast(OUT_SCHEMA) for columns in iterator), OUT_SCHEMA)
-        return Computed(0 if context is None else context.partitionId(), data)
-
-    def commit(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803 - pyspark's name
-        """Store the batch durably. Raises BrokerError kinds: then a part may be stored, and Spark computes it all again."""
-        sync_before_commit(self._options, batchId)
-        computed = sorted((m for m in messages if isinstance(m, Computed)), key=lambda message: message.task)
-        records = [record for message in computed for record in from_arrow(pa.ipc.open_stream(message.data).read_all())]
-        if records:
-            connection(self._url).send(self._topic, records, batchId)
-
-    def abort(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803 - pyspark's name
-        """Nothing was stored."""
+def open_writer(options: Mapping[str, str]) -> BatchWriter:
+    """A stream's sink. A batch that is computed again after a crash is written again, with the same event ids."""
+    return BatchWriter(options, partial(store_batch, options["broker"], options["topic"]))

@@ -1,39 +1,26 @@
-"""The embedded log as a Spark source and sink: streams and batches in, batches out. Runs in Spark's Python workers."""
+"""The embedded log as a source of Spark's streams and batches, and as a sink. Runs in Spark's Python workers."""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
-from pyspark.sql.datasource import (
-    DataSourceReader,
-    DataSourceStreamArrowWriter,
-    DataSourceStreamReader,
-    InputPartition,
-    WriterCommitMessage,
-)
+from pyspark.sql.datasource import DataSourceReader, DataSourceStreamReader, InputPartition
 from pyspark.sql.streaming.datasource import ReadLimit, ReadMaxRows
-from pyspark.taskcontext import TaskContext
 
 from services.core.broker.contract import PartitionRange
-from services.core.broker.log.blocking import abort_staged, commit_staged, ends, read_range, stage
+from services.core.broker.log.blocking import append_once, ends, read_range
 from services.core.broker.log.data_folder import DataFolder
 from services.core.broker.log.topic_reader import TopicReader
 from services.core.broker.partitioner import split_by_key
 from services.core.broker.record import Record
-from spark.records import RAW_SCHEMA, OffsetRange, Schema, from_arrow, raw_schema, to_arrow
-from spark.sources.offsets import (
-    Offset,
-    advance,
-    check_stored,
-    offsets_of,
-    pack_offsets,
-    sync_before_commit,
-)
+from spark.records import RAW_SCHEMA, OffsetRange, Schema, raw_schema, to_arrow
+from spark.sources.offsets import UNBOUNDED, Offset, advance, check_stored, offsets_of, pack_offsets
+from spark.sources.writer import BatchWriter
 
 TASK_EVENTS = 5_000
 """A task reads at least so many records, if there are any: starting one costs as much as reading hundreds."""
-UNBOUNDED = 1 << 62
 
 
 class LogTask(InputPartition):
@@ -139,13 +126,14 @@ class LogStreamReader(DataSourceStreamReader):
 
 
 class LogBatchReader(DataSourceReader):
-    """Reads the ranges of a batch again, to find the cause of its failure. A range that is gone raises."""
+    """Reads the ranges of the option `ranges`, JSON `[[topic, partition, start, end], …]`. A range that is gone raises."""
 
     def __init__(self, options: Mapping[str, str]) -> None:
-        self._path, self._ranges = _path(options), options["ranges"]
+        self._path = _path(options)
+        self._ranges = [OffsetRange(*item) for item in json.loads(options["ranges"])]
 
     def partitions(self) -> list[InputPartition]:
-        return list(plan_tasks(OffsetRange(*part) for part in json.loads(self._ranges)))
+        return list(plan_tasks(self._ranges))
 
     def read(self, partition: InputPartition) -> Iterator[Any]:
         return read_task(self._path, partition)
@@ -156,48 +144,12 @@ def partition_records(records: Sequence[Record], partitions: int, turn: int) -> 
     return split_by_key(records, partitions, keyless=turn % partitions)
 
 
-class Staged(WriterCommitMessage):
-    """The staged records of one task. token: None when it had no records."""
-
-    def __init__(self, task: int, token: str | None) -> None:
-        self.task, self.token = task, token
-
-
-class LogStreamWriter(DataSourceStreamArrowWriter):
-    """Stores each batch once, by writer and batch id, in one transaction per topic.
-
-    `write` runs in task workers, `commit` and `abort` in a process of the driver's host.
-    """
-
-    def __init__(self, options: Mapping[str, str]) -> None:
-        self._path, self._topic, self._writer = _path(options), options["topic"], options["writer"]
-        self._options = dict(options)
-
-    def write(self, iterator: Iterator[Any]) -> Staged:
-        """Stage the task's records, durably; they are not visible yet."""
-        context = TaskContext.get()
-        task = 0 if context is None else context.partitionId()
-        records = [record for columns in iterator for record in from_arrow(columns)]
-        if not records:
-            return Staged(task, None)
-        parts = partition_records(records, len(ends(self._path, self._topic)), task)
-        return Staged(task, stage(self._path, self._topic, self._writer, _epoch(context), parts))
-
-    def commit(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803 - pyspark's name
-        """Make the batch visible in one transaction; a batch that was written before changes nothing."""
-        sync_before_commit(self._options, batchId)
-        commit_staged(self._path, self._topic, self._writer, batchId, _tokens(messages))
-
-    def abort(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803 - pyspark's name
-        abort_staged(self._path, self._topic, _tokens(messages))
+def store_batch(path: str, topic: str, writer: str, records: Sequence[Record], batch: int) -> None:
+    """Store the batch in one transaction, unless this writer stored it before. An empty batch is stored, too."""
+    parts = partition_records(records, len(ends(path, topic)), batch)
+    append_once(path, topic, writer, batch, parts)
 
 
-def _tokens(messages: list[WriterCommitMessage | None]) -> list[str]:
-    staged = sorted((m for m in messages if isinstance(m, Staged)), key=lambda message: message.task)
-    return [message.token for message in staged if message.token is not None]
-
-
-def _epoch(context: TaskContext | None) -> int:
-    """The batch id, by which abandoned files are cleaned up. Spark passes it to tasks as a local property."""
-    text = None if context is None else context.getLocalProperty("streaming.sql.batchId")
-    return int(text) if text else 0
+def open_writer(options: Mapping[str, str]) -> BatchWriter:
+    """A stream's sink, which stores each batch once, by writer and batch number."""
+    return BatchWriter(options, partial(store_batch, _path(options), options["topic"], options["writer"]))

@@ -16,6 +16,8 @@ from services.core.broker.contract import PartitionRange
 from services.core.broker.errors import OffsetOutOfRange, UnknownTopic
 
 Offset = dict[str, Any]
+UNBOUNDED = 1 << 62
+"""The records of a micro-batch for which Spark sets no limit."""
 
 
 class TopicRecreated(UnknownTopic):

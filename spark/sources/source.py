@@ -1,9 +1,9 @@
-"""The embedded log and Kinesis as one Spark data source, `penstock`: streams and batches in, batches out.
+"""The embedded log and Kinesis as one Spark data source, `penstock`, for streams; the log also for batches that are read.
 
-Reading returns the columns RAW of `spark.records`; writing takes its columns OUT. Options: `broker` (its URL), `topics`
-(comma-joined, reading), `max_events` (at most so many in a micro-batch), `origins` (streams: with ORIGINS_READ), `topic` and
-`writer` (writing), `ranges` (batches of the log: JSON `[[topic, partition, start, end], …]`; Kinesis has only streams). The log
-stores a batch once, and is not for a cluster: all processes share its host. Kinesis stores a batch at least once.
+Reading returns the columns RAW of `spark.records`; writing takes its columns OUT. Options: `broker` (its URL); for a stream that
+is read: `topics` (comma-joined), `max_events` (the limit of a micro-batch), `origins` (with ORIGINS_READ); for a batch that is
+read: `ranges`; for a stream that is written: `topic`, `writer`. The log stores a batch once, and is not for a cluster: all
+processes share its host. Kinesis stores a batch at least once.
 
 Spark pickles the classes by reference, so its workers need this package on their path. A worker loads only its broker's modules.
 """
@@ -47,12 +47,12 @@ class BrokerSource(DataSource):
 
     def streamWriter(self, schema: "StructType", overwrite: bool) -> "DataSourceStreamArrowWriter":  # noqa: N802 - pyspark's name
         if self._is_kinesis:
-            from spark.sources.kinesis import KinesisStreamWriter
+            from spark.sources import kinesis
 
-            return KinesisStreamWriter(self.options)
-        from spark.sources.log import LogStreamWriter
+            return kinesis.open_writer(self.options)
+        from spark.sources import log
 
-        return LogStreamWriter(self.options)
+        return log.open_writer(self.options)
 
     @property
     def _is_kinesis(self) -> bool:

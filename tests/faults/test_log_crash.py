@@ -159,7 +159,7 @@ def test_each_new_name_is_synced_into_its_folder(tmp_path: Path) -> None:
             made |= {path for path in unsynced if path.parent == Path(match[1])}
             unsynced -= made
     within = {path for path in made if path.is_relative_to(tmp_path.resolve())}
-    folders = {root.parent.parent, root.parent, root, root / "topics", root / "staging"}
+    folders = {root.parent.parent, root.parent, root, root / "topics"}
     names = {"orders.db", "orders.db-wal", "orders.hwm", "groups.db", "groups.db-wal", "groups.hwm"}
     assert folders <= within
     assert names <= {path.name for path in within}

@@ -8,7 +8,6 @@ import pytest
 
 from spark.jobs.checkpoint import Checkpoint
 from spark.sources import log, offsets
-from spark.sources.log import LogStreamWriter
 from spark.sources.offsets import sync_batch
 
 
@@ -38,9 +37,9 @@ def test_sink_syncs_the_checkpoint_first(tmp_path: Path, monkeypatch: pytest.Mon
     """If this fails, the streaming sink makes a batch visible that a power cut takes from the checkpoint."""
     calls: list[object] = []
     monkeypatch.setattr(offsets, "sync_batch", lambda *arguments: calls.append(arguments))
-    monkeypatch.setattr(log, "commit_staged", lambda *_: calls.append("visible"))
+    monkeypatch.setattr(log, "store_batch", lambda *_: calls.append("visible"))
     options = {"broker": "log:///log", "topic": "t", "writer": "w", "checkpointlocation": f"file://{tmp_path}"}
-    LogStreamWriter(options).commit([], 7)
+    log.open_writer(options).commit([], 7)
     assert calls == [(tmp_path, 7), "visible"]
 
 

@@ -37,7 +37,7 @@ def test_only_the_owner_may_enter(tmp_path: Path) -> None:
     """If it fails, every user of the machine can read all events."""
     folder = DataFolder.prepare(tmp_path / "data")
     topics.create_topic(folder, TopicSpec("orders"))
-    for path in (folder.root, folder.topics, folder.root / "staging"):
+    for path in (folder.root, folder.topics):
         assert stat.S_IMODE(path.stat().st_mode) == 0o700
 
 
@@ -56,5 +56,3 @@ def test_bad_topic_names(name: str, tmp_path: Path) -> None:
         topics.create_topic(folder, TopicSpec(name))
     with pytest.raises(UnknownTopic):
         folder.topic(name)
-    with pytest.raises(UnknownTopic):
-        folder.staging(name)

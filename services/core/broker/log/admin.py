@@ -1,6 +1,5 @@
 """`contract.Admin` and `contract.Reader` over the embedded log."""
 
-import shutil
 from collections.abc import Collection, Mapping
 
 from services.core.broker.contract import Lag, PartitionRange, Start, TopicSpec
@@ -26,7 +25,6 @@ class LogAdmin:
     async def delete_topic(self, topic: str) -> None:
         await self._readers.run(lambda: topics.delete_topic(self._folder, topic))
         self._readers.forget(topic)
-        await self._readers.run(lambda: shutil.rmtree(self._folder.staging(topic), ignore_errors=True))
         await self._offsets.use(lambda file: file.forget_topic(topic))
 
     async def topics(self) -> dict[str, int]:

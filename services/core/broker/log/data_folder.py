@@ -6,7 +6,6 @@
 <folder>/groups.db, groups.hwm  committed offsets and leases of consumer groups
 <folder>/groups.alive           empty; each living member of a group locks one byte
 <folder>/groups.bell            8 bytes that change when members came or partitions became free
-<folder>/staging/<topic>/       blocks that Spark tasks wrote and Spark's driver has not committed yet
 <folder>/catalog.lock           held while topics are created or deleted
 <folder>/keeper.lock            held while retention is applied
 <folder>/retention.clock        the time by which retention judges ages
@@ -75,7 +74,7 @@ class DataFolder:
         """Check the folder, make what is missing, durably (mode 0700). Raises BadDataFolder."""
         root = Path(path).absolute()
         try:
-            for folder in (root, root / "topics", root / "staging"):
+            for folder in (root, root / "topics"):
                 make_folder(folder, mode=0o700)
         except OSError as error:
             raise BadDataFolder(
@@ -104,10 +103,6 @@ class DataFolder:
         if not is_topic_name(topic):
             raise UnknownTopic(f"{topic[:80]!r} is not a topic name. Try: lower-case letters, digits, '.', '_', '-'")
         return self._files(topic, self.topics)
-
-    def staging(self, topic: str) -> Path:
-        """The folder of staged blocks of this topic."""
-        return self.root / "staging" / self.topic(topic).topic
 
     @contextmanager
     def locked_catalog(self) -> Iterator[None]:

@@ -26,7 +26,6 @@ import msgspec
 import structlog
 
 from services.core.broker.errors import BrokerError
-from services.core.broker.log.blocking import remove_leftovers
 from services.core.broker.log.clock import WallClock, boot_id, boot_ms
 from services.core.broker.log.data_folder import DataFolder
 from services.core.broker.log.groups import first_unread
@@ -79,10 +78,6 @@ def _enforce_all(folder: DataFolder, clock: WallClock) -> None:
             continue
         if removed:
             log.info("retention_removed", topic=topic, records=sum(removed.values()))
-    try:
-        remove_leftovers(folder)
-    except OSError as error:
-        log.warning("staged_blocks_not_removed", error=str(error))
 
 
 def enforce(folder: DataFolder, topic: str, now_ms: int) -> dict[int, int]:
