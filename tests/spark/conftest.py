@@ -43,6 +43,12 @@ def kafka_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KafkaClu
         cluster.stop(grace_s=0)
 
 
+@pytest.fixture(autouse=True)
+def _cold(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Jobs in this process start without a run before their first batch: it takes as long as the batch. Services do it."""
+    monkeypatch.setattr("spark.jobs.query.WARM_UP_RUNS", 0)
+
+
 @pytest.fixture
 def pipeline(spark: SparkSession, tmp_path: Path) -> Iterator[LogPipeline]:
     """A log, a pipe file and the jobs of its pipes; jobs are stopped at the end."""

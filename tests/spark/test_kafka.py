@@ -199,7 +199,7 @@ def test_killed_in_the_middle(make_pipeline: MakePipeline, tmp_path: Path) -> No
     """If this fails, a killed transform on Kafka loses events, writes more again than the batch at work, or reports to the ledger
     of less than it did."""
     pipeline = make_pipeline(1)
-    total, batch = 6000, 200
+    total, batch = 3000, 200
     pipeline.send([flight(n) for n in range(total)])
     pipeline.chosen(columns=COLUMNS, sql="SELECT event, delay FROM {s}", max_events=batch, interval="50ms")
     output = tmp_path / "output.log"
@@ -225,7 +225,7 @@ def test_killed_in_the_middle(make_pipeline: MakePipeline, tmp_path: Path) -> No
 def test_real_time_event_that_takes_all_memory(make_pipeline: MakePipeline, tmp_path: Path) -> None:
     """If this fails, one event ends a real-time query's process again and again: it plans no batch that could be searched."""
     pipeline = make_pipeline(1)
-    poison, total = 7, 12
+    poison, total = 1, 4
     pipeline.send([flight(n) for n in range(total)])
     sql = f"SELECT event, length(repeat('x', IF(delay = {poison}, 2000000000, 1))) AS n FROM {{s}}"
     pipeline.chosen(columns=COLUMNS, sql=sql, mode="real-time")

@@ -177,10 +177,10 @@ def test_a_transform_that_never_ends(service: Service) -> None:
     pipes.write_text(PIPES.replace(transform, "{python: 'never.py:never'}"))
     service.send(*range(3))
     broker = f"log://{service.log}"
-    process = start_service(service.folder, broker, service.output, "--only", "p", "--batch-timeout", "15s")
+    process = start_service(service.folder, broker, service.output, "--only", "p", "--batch-timeout", "5s")
     service.process = process
     assert process.wait(200) == 1
-    assert "has made no progress for 1" in service.output.read_text()
+    assert "has made no progress for" in service.output.read_text()
     assert "the process ends and starts again" in service.output.read_text()
 
 
