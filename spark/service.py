@@ -13,7 +13,7 @@ from services.core.management import serve_management
 from spark.brokers.contract import SparkBroker, open_spark_broker
 from spark.health import PipesHealth, Watchdog
 from spark.java import java_process
-from spark.jobs.attempts import SuspectLock
+from spark.jobs.attempts import SETTLE_S, SuspectLock
 from spark.jobs.job import Job
 from spark.jobs.start_checks import check_suitability
 from spark.session import open_session
@@ -63,7 +63,7 @@ async def start(settings: TransformSettings, supervision: Supervision) -> None:
         if opened is None:
             return
         session, prepared = opened
-        suspects = SuspectLock()
+        suspects = SuspectLock(0.0 if len(prepared) == 1 else SETTLE_S)
         jobs = [_make_job(settings, broker, health, suspects, each) for each in prepared]
         watching = supervision.run(watch_java(java_process(session), health, supervision), "watch over Java")
         await _run_jobs(settings, supervision, health, session, jobs)

@@ -34,8 +34,8 @@ WARM_UP: Final = -1
 """In place of a batch: the run of a transform before its query starts."""
 _PARTS_BITS = 20
 SETTLE_S = 5.0
-"""A pipe waits so long for each process that it ended, except the first: so the other pipes get to work, and those that
-ended fewer processes go first."""
+"""A pipe waits so long for each process that it ended, except the first. Meanwhile the other pipes of the process work, and those
+that ended fewer processes go first."""
 MAX_SETTLE_S = 60.0
 _POLL_S = 0.1
 
