@@ -4,7 +4,7 @@ import asyncio
 
 from services.core.broker.errors import BrokerError
 from services.core.broker.producer import Producer
-from services.core.broker.retry import RetryPolicy
+from services.core.broker.retry import AppendPolicy
 from tests.contract.harness import Harness
 from tests.contract.traffic import (
     DEADLINE,
@@ -19,7 +19,7 @@ from tests.contract.traffic import (
     until,
 )
 
-_PATIENT = RetryPolicy(deadline=45, append_timeout=5)
+_PATIENT = AppendPolicy(deadline=45, append_timeout=5)
 
 
 async def test_producer_goes_on_when_the_broker_is_killed(harness: Harness) -> None:

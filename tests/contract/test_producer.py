@@ -9,12 +9,12 @@ from services.core.broker.contract import Appended, Appender
 from services.core.broker.errors import BrokerClosed, OutcomeUnknown, Overloaded, RecordTooLarge, Throttled, Unavailable
 from services.core.broker.producer import TOPIC_SHARE, Producer
 from services.core.broker.record import Record
-from services.core.broker.retry import RetryPolicy
+from services.core.broker.retry import AppendPolicy
 from tests.contract.harness import Harness
 from tests.contract.traffic import BASE_TIME, DEADLINE, numbered, numbers_of, read_all, record, until
 
-_QUICK = RetryPolicy(deadline=5, append_timeout=5, base_wait=0.001, max_wait=0.01)
-_HASTY = RetryPolicy(deadline=0.05, append_timeout=5, base_wait=0.02, max_wait=0.05)
+_QUICK = AppendPolicy(deadline=5, append_timeout=5, base_wait=0.001, max_wait=0.01)
+_HASTY = AppendPolicy(deadline=0.05, append_timeout=5, base_wait=0.02, max_wait=0.05)
 
 
 class FaultyAppender:

@@ -31,7 +31,7 @@ from services.core.broker.kafka.appender import KafkaAppender, SequenceState
 from services.core.broker.kafka.record_batch import Packed
 from services.core.broker.producer import Producer
 from services.core.broker.record import Record
-from services.core.broker.retry import RetryPolicy
+from services.core.broker.retry import AppendPolicy
 from services.core.jvm.kafka import KafkaCluster, Node, free_ports, server_properties
 from tests.support.fault_table import HEAD, Row
 from tests.support.kafka import describe_partitions, make_topic
@@ -42,7 +42,7 @@ PARTITIONS = 6
 BATCH = 2
 """Records of every batch."""
 PAUSE_S = 0.02
-QUICK = RetryPolicy(deadline=3.0, append_timeout=4.0)
+QUICK = AppendPolicy(deadline=3.0, append_timeout=4.0)
 QUICK_TIMING = Timing(session=2.0, heartbeat=0.3, drain=10.0, request=3.0, metadata=1.0)
 FREEZE_S = (7.5, 14.0)
 """Longer than it takes the controller to miss a node (6 s), so that its leader has too few replicas in sync."""
@@ -315,7 +315,7 @@ class DoubtTrial:
 
 @asynccontextmanager
 async def open_doubt(
-    cluster: KafkaCluster, seed: int, timing: Timing, policy: RetryPolicy
+    cluster: KafkaCluster, seed: int, timing: Timing, policy: AppendPolicy
 ) -> AsyncIterator[DoubtTrial]:
     """Topics, writers and a producer on a running cluster; nobody writes yet."""
     keep = {"retention.ms": "-1", "min.insync.replicas": "2"}
@@ -375,7 +375,7 @@ async def soak(minutes: float, seed: int, folder: Path) -> int:
         cluster.quorum = {pair: link.port for pair, link in quorum.items()}
         stack.callback(cluster.stop, grace_s=0)
         await asyncio.to_thread(cluster.start)
-        trial = await stack.enter_async_context(open_doubt(cluster, seed, Timing(), RetryPolicy()))
+        trial = await stack.enter_async_context(open_doubt(cluster, seed, Timing(), AppendPolicy()))
         trial.links, trial.quorum = links, quorum
         async with trial.load():
             await trial.strike_until(time.monotonic() + 60 * minutes, random.Random(seed))

@@ -13,14 +13,14 @@ from typing import Any, NamedTuple, TypeVar
 
 import pytest
 
-from services.core.broker.background_error import end_tasks
 from services.core.broker.contract import Start
+from services.core.broker.lease_member import end_tasks
 from services.core.broker.log import LogBroker, clock
 from services.core.broker.log import membership as membership_module
 from services.core.broker.log.clock import WallClock
 from services.core.broker.log.consumer import LogConsumer
 from services.core.broker.log.data_folder import DataFolder
-from services.core.broker.log.membership import Membership, Timing
+from services.core.broker.log.membership import LogMembership, Timing
 from services.core.broker.log.topic_reader import TopicReader
 from services.core.broker.record import TopicPartition
 from tests.faults.log_disk import Crash, Disk
@@ -48,7 +48,7 @@ class Moment(NamedTuple):
 class Member:
     """One consumer. Its heart beats only when told."""
 
-    def __init__(self, group: str, membership: Membership, consumer: LogConsumer) -> None:
+    def __init__(self, group: str, membership: LogMembership, consumer: LogConsumer) -> None:
         self.group, self.membership, self.consumer = group, membership, consumer
         self.polled: dict[TopicPartition, int] = {}
 
@@ -92,9 +92,9 @@ class Host:
 
     def join(self, process: int, group: str, topics: list[str], start: Start) -> Member:
         """A new member."""
-        side = self.run(self.broker(process)._group_side())
-        membership = Membership(side, group, topics, start, _drain)
-        member = Member(group, membership, LogConsumer(side, membership, self.clock))
+        shared = self.run(self.broker(process)._shared_resources())
+        membership = LogMembership(shared, group, topics, start, _drain)
+        member = Member(group, membership, LogConsumer(shared, membership, self.clock))
         self.members.append(member)
         self.run(membership.join())
         return member
@@ -112,7 +112,7 @@ class Host:
         """It does nothing more, and the kernel lets go of its lock."""
         self.members.remove(member)
         self.run(end_tasks(member.membership._heartbeats))
-        member.membership._side.leases._alive.release(member.membership.member)
+        member.membership._shared.leases._alive.release(member.membership.member)
 
     def arm(self, moment: Moment | None) -> None:
         """Crash before the n-th change from now on."""
@@ -162,8 +162,8 @@ class Host:
                 self._brokers[number] = None
 
 
-async def _beat(membership: Membership) -> None:
-    await membership._send_heartbeat()
+async def _beat(membership: LogMembership) -> None:
+    await membership.heartbeat()
     if membership._drain is not None:
         await membership._drain
 

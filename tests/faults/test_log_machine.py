@@ -224,7 +224,7 @@ class Log(RuleBasedStateMachine):
             for source in member.owned:
                 assert now.setdefault((member.group, source), member) is member, f"{source} has two owners"
         for member in self.host.members:
-            for source, owned in member.membership.owned.items():
+            for source, owned in member.membership.held.items():
                 before = self.owners.get((member.group, source))
                 if before is None or owned.epoch > before[1]:
                     self.owners[member.group, source] = (member, owned.epoch)
@@ -241,7 +241,7 @@ class Log(RuleBasedStateMachine):
 
     def read(self, member: Member, count: int) -> None:
         """Poll once; what comes must be what was stored, in order, nothing twice, nothing left out."""
-        owned = member.membership.owned
+        owned = member.membership.held
         before = {source: one.position for source, one in owned.items()}
         batches: list[Batch] = []
         gone: OffsetOutOfRange | None = None

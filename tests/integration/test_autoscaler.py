@@ -23,7 +23,7 @@ from services.core.broker.kinesis import pace
 from services.core.broker.producer import Producer
 from services.core.broker.record import Record
 from services.core.broker.resharding import Resharding
-from services.core.broker.retry import RetryPolicy
+from services.core.broker.retry import AppendPolicy
 from services.fleet.cost import read_sample
 from tests.contract.harness_kinesis import KinesisHarness
 from tests.contract.traffic import DEADLINE, Ledger, Member, record, until, until_async
@@ -66,7 +66,7 @@ class _Load(PacedWriters):
     async def write(self, broker: Broker, due: AsyncIterator[list[int]]) -> None:
         waiting: list[deque[int]] = [deque() for _ in range(_PARTITIONS)]
         over = asyncio.Event()
-        policy = RetryPolicy(deadline=2.0, append_timeout=5.0)
+        policy = AppendPolicy(deadline=2.0, append_timeout=5.0)
         async with Producer(broker.appender, policy=policy) as producer, asyncio.TaskGroup() as lanes:
             for partition, lane in enumerate(waiting):
                 lanes.create_task(self._send(producer, partition, lane, over))

@@ -13,13 +13,13 @@ from services.core.broker.connect import parse_kinesis_url
 from services.core.broker.contract import Broker
 from services.core.broker.kinesis.aws import open_clients
 from services.core.broker.producer import Producer
-from services.core.broker.retry import RetryPolicy
+from services.core.broker.retry import AppendPolicy
 from tests.contract.harness_kinesis import KinesisHarness
 from tests.contract.traffic import DEADLINE, Ledger, Member, numbers_of, read_all, record, until, until_async
 from tests.support.kinesis_limits import PROVISIONED, Faults, KinesisLimits
 from tests.support.kinesis_resharding import Resharding
 
-_PATIENT = RetryPolicy(deadline=DEADLINE, patience=DEADLINE, append_timeout=5)
+_PATIENT = AppendPolicy(deadline=DEADLINE, patience=DEADLINE, append_timeout=5)
 _KEYS = 12
 _SLOWLY_SECONDS = 0.5
 """Between sends to who is pushed to. All that came between two looks is one event, and of an event of over 64 kB the emulator

@@ -13,7 +13,7 @@ from services.core.broker.contract import Broker
 from services.core.broker.kinesis import pace
 from services.core.broker.kinesis.aws import open_clients
 from services.core.broker.kinesis.streams import PARTITIONS_TAG
-from services.core.broker.retry import RetryPolicy
+from services.core.broker.retry import AppendPolicy
 from tests.contract.harness_kinesis import KinesisHarness
 from tests.contract.traffic import DEADLINE, Ledger, Member, record, until, until_async
 from tests.support.kinesis_limits import KinesisLimits
@@ -43,7 +43,7 @@ class _Load(PacedWriters):
         self.acked: list[int] = []
 
     async def write(self, broker: Broker, due: AsyncIterator[list[int]]) -> None:
-        patient = RetryPolicy(deadline=DEADLINE, patience=DEADLINE, append_timeout=10)
+        patient = AppendPolicy(deadline=DEADLINE, patience=DEADLINE, append_timeout=10)
         async with producer.Producer(broker.appender, policy=patient) as sending, asyncio.TaskGroup() as sends:
             async for numbers in due:
                 for partition in range(_PARTITIONS):

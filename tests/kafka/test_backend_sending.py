@@ -12,7 +12,7 @@ from services.core.broker.errors import BrokerError, OutcomeUnknown, RecordTooLa
 from services.core.broker.kafka import KafkaBroker, Timing
 from services.core.broker.producer import Producer
 from services.core.broker.record import Record
-from services.core.broker.retry import RetryPolicy
+from services.core.broker.retry import AppendPolicy
 from services.core.jvm.kafka import KafkaCluster
 from tests.contract.traffic import (
     BASE_TIME,
@@ -32,7 +32,7 @@ from tests.support.kafka import describe_partitions, make_topic, unique_name
 pytestmark = pytest.mark.kafka
 
 _TIMING = Timing(session=2.0, heartbeat=0.3, drain=10.0, request=4.0, metadata=1.0)
-_PATIENT = RetryPolicy(deadline=45, append_timeout=3)
+_PATIENT = AppendPolicy(deadline=45, append_timeout=3)
 
 
 async def _topic(broker: KafkaBroker, partitions: int = 1) -> str:

@@ -17,7 +17,7 @@ from services.core.broker import errors
 from services.core.broker.contract import MAX_APPEND_BYTES, Appended, Appender
 from services.core.broker.partitioner import choose_partition, split_by_key
 from services.core.broker.record import Record, estimate_size
-from services.core.broker.retry import RetryPolicy, append_with_retry
+from services.core.broker.retry import AppendPolicy, append_with_retry
 
 TOPIC_SHARE = 2
 """One topic may use half of the limit: others go on while one of its partitions has no leader."""
@@ -69,10 +69,10 @@ class Producer:
     """
 
     def __init__(
-        self, appender: Appender, *, max_pending_bytes: int = 64 << 20, policy: RetryPolicy | None = None
+        self, appender: Appender, *, max_pending_bytes: int = 64 << 20, policy: AppendPolicy | None = None
     ) -> None:
         self._appender = appender
-        self._policy = policy or RetryPolicy()
+        self._policy = policy or AppendPolicy()
         self._max_pending = max_pending_bytes
         self._pending = 0
         self._queues: dict[str, _TopicQueue] = {}

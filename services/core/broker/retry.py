@@ -19,7 +19,7 @@ from services.core.metrics import BROKER_RETRIES
 
 
 @dataclass(frozen=True, slots=True)
-class RetryPolicy:
+class AppendPolicy:
     """All in seconds. deadline: no attempt starts later than this after `send_to`. append_timeout: for each attempt.
 
     patience: when the broker's rate limits delay the waiting records for longer than this, new ones are refused at once.
@@ -43,7 +43,7 @@ async def append_with_retry(
     topic: str,
     partition: int,
     records: Sequence[Record],
-    policy: RetryPolicy,
+    policy: AppendPolicy,
     *,
     size: int,
     deadlines: Callable[[], Sequence[float]],
@@ -74,7 +74,7 @@ async def _append_chunk(
     partition: int,
     start: int,
     chunk: Sequence[Record],
-    policy: RetryPolicy,
+    policy: AppendPolicy,
     deadlines: Callable[[], Sequence[float]],
     settled: Callable[[int, Appended], None],
     outcome: "_Outcome",

@@ -13,10 +13,10 @@ from services.core.broker import errors
 from services.core.broker.contract import MAX_APPEND_BYTES, Appended
 from services.core.broker.producer import Producer, SendResult
 from services.core.broker.record import Record, estimate_size
-from services.core.broker.retry import RetryPolicy, append_with_retry
+from services.core.broker.retry import AppendPolicy, append_with_retry
 from tests.support.virtual_loop import run_virtually
 
-QUICK = RetryPolicy(deadline=2.0, append_timeout=1.0, base_wait=0.0001, max_wait=0.001)
+QUICK = AppendPolicy(deadline=2.0, append_timeout=1.0, base_wait=0.0001, max_wait=0.001)
 Fault = Callable[[Sequence[Record]], Sequence[tuple[int, Exception]]]
 
 
@@ -137,7 +137,7 @@ async def test_uncertainty_is_not_forgotten_by_a_later_refusal() -> None:
     def fault(_records: Sequence[Record]) -> Sequence[tuple[int, Exception]]:
         raise next(answers, errors.Unavailable("away"))
 
-    policy = RetryPolicy(deadline=0.01, append_timeout=1.0, base_wait=0.001, max_wait=0.002)
+    policy = AppendPolicy(deadline=0.01, append_timeout=1.0, base_wait=0.001, max_wait=0.002)
     async with Producer(FaultyAppender(fault), policy=policy) as producer:
         answer = await producer.send_to("t", {0: make_records(2)})
     assert [type(error) for _, error in answer.parts[0].failed] == [errors.OutcomeUnknown] * 2
@@ -162,7 +162,7 @@ async def test_no_refusal_settles_what_an_earlier_attempt_left_in_doubt(refusal:
         stored.extend(records if len(answers) == 101 else ())  # stored, and the answer is lost
         raise answers.pop(0)
 
-    policy = RetryPolicy(deadline=0.01, append_timeout=1.0, base_wait=0.0001, max_wait=0.001)
+    policy = AppendPolicy(deadline=0.01, append_timeout=1.0, base_wait=0.0001, max_wait=0.001)
     async with Producer(FaultyAppender(fault), policy=policy) as producer:
         answer = await producer.send_to("t", {0: make_records(2)})
     assert len(stored) == 2
@@ -227,7 +227,7 @@ async def test_waiting_counts_against_the_deadline() -> None:
     """Broken: behind slow appends a call is answered, and a close ends, much later than promised."""
     appender = FaultyAppender()
     appender.gate.clear()
-    async with Producer(appender, policy=RetryPolicy(deadline=0.05)) as producer:
+    async with Producer(appender, policy=AppendPolicy(deadline=0.05)) as producer:
         first = asyncio.create_task(producer.send_to("t", {0: make_records(1)}))
         while not appender.busy:
             await asyncio.sleep(0)
@@ -246,7 +246,7 @@ async def test_waiting_counts_against_the_deadline() -> None:
 async def test_what_a_full_partition_cannot_take_in_time_is_refused_at_once() -> None:
     """Broken: clients of a partition at its limit wait for their time-out, are told nothing, or hold up the other partitions."""
     appender = FaultyAppender(seconds_per_byte=0.001)
-    async with Producer(appender, policy=RetryPolicy(patience=1.0)) as producer:
+    async with Producer(appender, policy=AppendPolicy(patience=1.0)) as producer:
         (await producer.send_to("t", {0: make_records(1)})).raise_first()
         appender.gate.clear()
         waiting = asyncio.create_task(producer.send_to("t", {0: make_records(20, size=100)}))
@@ -274,7 +274,7 @@ async def test_a_small_append_that_was_refused_says_little_of_what_waits() -> No
         return [(index, errors.Throttled("full", retry_after=14.0)) for index in range(len(records))]
 
     appender = FaultyAppender(fault)
-    async with Producer(appender, policy=RetryPolicy(deadline=1.0)) as producer:
+    async with Producer(appender, policy=AppendPolicy(deadline=1.0)) as producer:
         await producer.send_to("t", {0: make_records(1, size=300)})
         appender.gate.clear()
         waiting = [asyncio.create_task(producer.send_to("t", {0: make_records(1, size=700_000)})) for _ in range(5)]
@@ -293,7 +293,7 @@ async def test_a_small_append_that_was_refused_says_little_of_what_waits() -> No
 async def test_nobody_is_told_to_stay_away_for_long() -> None:
     """If it fails, clients stay away for hours from a shard that is throttled for seconds."""
     appender = FaultyAppender(seconds_per_byte=1.0)
-    async with Producer(appender, policy=RetryPolicy(deadline=1.0)) as producer:
+    async with Producer(appender, policy=AppendPolicy(deadline=1.0)) as producer:
         (await producer.send_to("t", {0: make_records(1)})).raise_first()
         appender.gate.clear()
         waiting = asyncio.create_task(producer.send_to("t", {0: make_records(1, size=3_000)}))
@@ -332,7 +332,7 @@ def test_nobody_waits_for_others_of_its_batch_beyond_its_own_deadline() -> None:
         raise errors.Unavailable("leader away")
 
     async def run() -> None:
-        loop, policy = asyncio.get_running_loop(), RetryPolicy()
+        loop, policy = asyncio.get_running_loop(), AppendPolicy()
         appender = FaultyAppender(fault)
         appender.gate.clear()
         ended: list[float] = []
@@ -414,7 +414,7 @@ async def test_a_later_chunk_does_not_overtake_one_that_failed() -> None:
         return ()
 
     appender = FaultyAppender(fault)
-    policy = RetryPolicy(deadline=0.0, append_timeout=1.0, base_wait=0.001, max_wait=0.002)
+    policy = AppendPolicy(deadline=0.0, append_timeout=1.0, base_wait=0.001, max_wait=0.002)
     async with Producer(appender, policy=policy) as producer:
         records = make_records(3, size=MAX_APPEND_BYTES - 1000)
         answer = await producer.send_to("t", {0: records})

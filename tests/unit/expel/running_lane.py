@@ -9,7 +9,7 @@ from prometheus_client import REGISTRY
 
 from services.core.broker.producer import Producer
 from services.core.broker.record import Record, TopicPartition
-from services.core.broker.retry import RetryPolicy
+from services.core.broker.retry import AppendPolicy
 from services.core.pauses import Pause, Pauses, write_pause
 from services.core.pipes import CONTROL
 from services.expel.delivery import Delivery
@@ -25,7 +25,7 @@ from tests.unit.expel.receiver import wait_until
 
 P0, P1 = TopicPartition("s", 0), TopicPartition("s", 1)
 DEAD, PARKED = TopicPartition("late.dead", 0), TopicPartition("late.parked", 0)
-PATIENT = RetryPolicy(deadline=10.0, append_timeout=10.0)
+PATIENT = AppendPolicy(deadline=10.0, append_timeout=10.0)
 
 
 def names(numbers: Sequence[int]) -> list[str]:

@@ -14,7 +14,7 @@ from services.core.broker.contract import Lag
 from services.core.broker.errors import UnknownTopic
 from services.core.broker.producer import Producer
 from services.core.broker.record import Record, TopicPartition
-from services.core.broker.retry import RetryPolicy
+from services.core.broker.retry import AppendPolicy
 from services.core.ledger.report import TELEMETRY, Report, decode_report, unpack_numbers
 from services.core.pipes import RETRY_IN
 from services.core.retry_state import RetryState, wrap
@@ -30,7 +30,7 @@ from tests.unit.expel.fake_sender import BUSY, WRONG, FakeSender, make_shape
 from tests.unit.expel.receiver import wait_until
 
 P0 = TopicPartition("s", 0)
-QUICK = RetryPolicy(deadline=5.0, append_timeout=60.0)
+QUICK = AppendPolicy(deadline=5.0, append_timeout=60.0)
 
 
 def event(number: int) -> Record:

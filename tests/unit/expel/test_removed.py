@@ -16,7 +16,7 @@ from services.core.broker.contract import Broker
 from services.core.broker.errors import BrokerError, Unavailable
 from services.core.broker.producer import Producer
 from services.core.broker.record import Batch, Record, TopicPartition
-from services.core.broker.retry import RetryPolicy
+from services.core.broker.retry import AppendPolicy
 from services.core.pipes import AUDIT, PipeFile, Removed
 from services.core.provision import ensure_topics
 from services.core.retry_state import unwrap
@@ -37,7 +37,7 @@ PIPES = PipeFile.model_validate(
         "removed": {"late/old": {"deliver_to": "late/new"}, "gone/old": {"deliver_to": "late/new"}},
     }
 )
-PATIENT = RetryPolicy(deadline=10.0, append_timeout=10.0)
+PATIENT = AppendPolicy(deadline=10.0, append_timeout=10.0)
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from services.core.broker.contract import Appender, Broker
 from services.core.broker.log import LogBroker
 from services.core.broker.producer import Producer
 from services.core.broker.record import Record, TopicPartition
-from services.core.broker.retry import RetryPolicy
+from services.core.broker.retry import AppendPolicy
 from services.core.consuming import Membership
 from services.core.pipes import RETRIER_DEAD, RETRIER_GROUP, RETRY_IN, PipeFile, retry_topic
 from services.core.provision import ensure_topics
@@ -81,7 +81,7 @@ class River:
     async def running(self) -> AsyncIterator[RetrierProcessor]:
         """A retrier for the time of the context."""
         stopping = asyncio.Event()
-        quick = RetryPolicy(deadline=0.2, append_timeout=5.0)
+        quick = AppendPolicy(deadline=0.2, append_timeout=5.0)
         async with Producer(self.appender, policy=quick) as producer:
             metrics = RetrierMetrics()
             mover = Mover(producer, self.broker.admin, metrics, self.clock)

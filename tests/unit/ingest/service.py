@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from services.core.broker.producer import Producer
 from services.core.broker.record import Record
-from services.core.broker.retry import RetryPolicy
+from services.core.broker.retry import AppendPolicy
 from services.core.pipes import Stream
 from services.ingest.access import Access
 from services.ingest.app import FILE
@@ -23,7 +23,7 @@ STREAMS = {
     "orders": Stream(id="id", key="customer.id", time="at"),
 }
 LIMITS = Limits(events=100, event_bytes=2_000, body_bytes=50_000)
-FAST = RetryPolicy(deadline=0.2, append_timeout=0.2, base_wait=0.01, max_wait=0.02)
+FAST = AppendPolicy(deadline=0.2, append_timeout=0.2, base_wait=0.01, max_wait=0.02)
 _OPENAPI = FILE.read_bytes()
 
 

@@ -7,10 +7,10 @@ from typing import Any, cast
 import pytest
 
 from services.core.broker.errors import NotOwner
-from services.core.broker.kafka.aiokafka_internals import FetchBudget, membership_of
+from services.core.broker.kafka.aiokafka_internals import FetchBudget, generation_of
 from services.core.broker.kafka.assignment import Assignment
 from services.core.broker.kafka.cluster import Cluster
-from services.core.broker.kafka.consumer import FreezeDetector, KafkaConsumer, Shared
+from services.core.broker.kafka.consumer import FreezeDetector, KafkaConsumer, SharedResources
 from services.core.broker.kafka.positions import GroupStarts
 from services.core.broker.record import TopicPartition
 from tests.support.group_model import EPOCH, TOPIC, Client, GroupModel, OnRecord
@@ -27,8 +27,8 @@ class Reader:
         self.client = Client(self.group)
         self.client.epoch = EPOCH
         self.revoked: list[frozenset[TopicPartition]] = []
-        self.own = Assignment(self._on_revoke, 5.0, lambda: membership_of(self.client))
-        shared = Shared(cast(Cluster, self.group), cast(GroupStarts, OnRecord()), FetchBudget())
+        self.own = Assignment(self._on_revoke, 5.0, lambda: generation_of(self.client))
+        shared = SharedResources(cast(Cluster, self.group), cast(GroupStarts, OnRecord()), FetchBudget())
         self.consumer = KafkaConsumer(shared, cast(Any, self.client), self.own, "g", "earliest", FreezeDetector(600.0))
 
     async def _on_revoke(self, partitions: frozenset[TopicPartition]) -> None:

@@ -12,10 +12,10 @@ from aiokafka.structs import TopicPartition as KafkaPartition
 
 from services.core.broker.errors import DataDamaged, OffsetOutOfRange, PositionLost
 from services.core.broker.kafka import consumer as consumer_module
-from services.core.broker.kafka.aiokafka_internals import FetchBudget, Membership
+from services.core.broker.kafka.aiokafka_internals import FetchBudget, Generation
 from services.core.broker.kafka.assignment import Assignment
 from services.core.broker.kafka.cluster import Cluster, Timing
-from services.core.broker.kafka.consumer import FreezeDetector, KafkaConsumer, Shared
+from services.core.broker.kafka.consumer import FreezeDetector, KafkaConsumer, SharedResources
 from services.core.broker.kafka.offsets import CommitMetadata
 from services.core.broker.kafka.positions import GroupStarts, StartPositions
 from services.core.broker.kafka.reader import Damaged
@@ -25,7 +25,7 @@ _ONE, _TWO = TopicPartition("t", 1), TopicPartition("t", 2)
 
 
 _CLUSTER = Cluster("unused:1", "unit", Timing())
-_SHARED = Shared(_CLUSTER, GroupStarts(_CLUSTER, AsyncMock(), AsyncMock()), FetchBudget())
+_SHARED = SharedResources(_CLUSTER, GroupStarts(_CLUSTER, AsyncMock(), AsyncMock()), FetchBudget())
 
 
 _READER = SimpleNamespace(_fetcher=SimpleNamespace(epochs_between=lambda *_: []))
@@ -42,7 +42,7 @@ class Member:
         self.lost = False
         self.owned_while_draining: list[frozenset[TopicPartition]] = []
         self.hang = False
-        self.own = Assignment(self._on_revoke, drain, lambda: Membership(-1, "") if self.lost else Membership(1, "m"))
+        self.own = Assignment(self._on_revoke, drain, lambda: Generation(-1, "") if self.lost else Generation(1, "m"))
 
     async def _on_revoke(self, partitions: frozenset[TopicPartition]) -> None:
         self.owned_while_draining.append(self.own.owned)

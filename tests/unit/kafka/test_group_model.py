@@ -10,10 +10,10 @@ from structlog.testing import capture_logs
 
 from services.core.broker.errors import BrokerError, NotOwner
 from services.core.broker.kafka import aiokafka_internals
-from services.core.broker.kafka.aiokafka_internals import FetchBudget, membership_of
+from services.core.broker.kafka.aiokafka_internals import FetchBudget, generation_of
 from services.core.broker.kafka.assignment import Assignment
 from services.core.broker.kafka.cluster import Cluster
-from services.core.broker.kafka.consumer import FreezeDetector, KafkaConsumer, Shared
+from services.core.broker.kafka.consumer import FreezeDetector, KafkaConsumer, SharedResources
 from services.core.broker.kafka.positions import GroupStarts
 from services.core.broker.record import Batch, TopicPartition
 from tests.support.group_model import TOPIC, Client, GroupModel, OnRecord
@@ -38,8 +38,8 @@ class Member:
     def __init__(self, name: str, world: "World") -> None:
         self.name, self._world = name, world
         self.client = Client(world.group)
-        self.own = Assignment(self._on_revoke, 600.0, lambda: membership_of(self.client))
-        shared = Shared(cast(Cluster, world.group), cast(GroupStarts, world.on_record), FetchBudget())
+        self.own = Assignment(self._on_revoke, 600.0, lambda: generation_of(self.client))
+        shared = SharedResources(cast(Cluster, world.group), cast(GroupStarts, world.on_record), FetchBudget())
         self.consumer = KafkaConsumer(shared, cast(Any, self.client), self.own, "g", "earliest", FreezeDetector(600.0))
         self.own.on_assigned = self.consumer.position_early
         self.processed: dict[TopicPartition, int] = {}

@@ -27,7 +27,7 @@ from services.core.broker.kafka.error_codes import name_of
 from services.core.broker.kafka.topic_settings import TopicLimits
 from services.core.broker.producer import Producer, SendResult
 from services.core.broker.record import Record
-from services.core.broker.retry import RetryPolicy
+from services.core.broker.retry import AppendPolicy
 from tests.support.kafka_leader import NOT_ENOUGH_REPLICAS, OUT_OF_ORDER
 from tests.support.kafka_wire import LINKS, TOPIC, ModelCluster
 from tests.support.virtual_loop import VirtualLoop, virtual_clock
@@ -38,7 +38,7 @@ PARTS, EXAMPLES = 10, 500
 """5,000 histories. hypothesis remembers all that one run has tried: ten runs take less memory than one."""
 STEPS = 14
 PARTITIONS = 2
-POLICY = RetryPolicy()
+POLICY = AppendPolicy()
 LONGEST = POLICY.deadline + POLICY.append_timeout + 0.1
 """Seconds that one call may take."""
 _SETTLED = 45.0

@@ -10,7 +10,7 @@ from services.core.broker.errors import NotOwner, Unavailable
 from services.core.broker.kinesis.aws import Timing
 from services.core.broker.kinesis.incarnation import Stream
 from services.core.broker.kinesis.leases import HeldLease, Lease
-from services.core.broker.kinesis.membership import Membership
+from services.core.broker.kinesis.membership import KinesisMembership
 from services.core.broker.kinesis.prefetch import ReadBudget
 from services.core.broker.kinesis.record_format import StoredEntry
 from services.core.broker.kinesis.streams import Shard
@@ -133,7 +133,7 @@ class Actor:
         self.world = world
         self.on_take = on_take
         self.backend = MemberBackend(world)
-        self.membership = Membership(self.backend, "g", [TOPIC], start, self._on_revoke)
+        self.membership = KinesisMembership(self.backend, "g", [TOPIC], start, self._on_revoke)
         self.in_flight: dict[TopicPartition, int] = {}
         self.done: list[tuple[int, int]] = []
         self.revoked: list[frozenset[TopicPartition]] = []

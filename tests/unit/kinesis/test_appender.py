@@ -24,10 +24,10 @@ from services.core.broker.kinesis.record_format import read_entry
 from services.core.broker.kinesis.streams import HASH_KEYS, Shard, Streams, Topology
 from services.core.broker.producer import Producer
 from services.core.broker.record import Record
-from services.core.broker.retry import RetryPolicy
+from services.core.broker.retry import AppendPolicy
 
 PROVISIONED = "ProvisionedThroughputExceededException"
-_QUICK = RetryPolicy(deadline=30, append_timeout=5, base_wait=0.001, max_wait=0.01)
+_QUICK = AppendPolicy(deadline=30, append_timeout=5, base_wait=0.001, max_wait=0.01)
 
 
 class FakeService(Streams):

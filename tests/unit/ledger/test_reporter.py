@@ -11,7 +11,7 @@ from pyroaring import BitMap
 
 from services.core.broker.errors import Unavailable, UnknownTopic
 from services.core.broker.producer import Producer
-from services.core.broker.retry import RetryPolicy
+from services.core.broker.retry import AppendPolicy
 from services.core.lag import LagHistogram
 from services.core.ledger.accumulator import SetKey
 from services.core.ledger.report import (
@@ -29,7 +29,7 @@ from services.core.ledger.reporter import HEARTBEAT_S, LAGS_EVERY_S, Reporter, c
 from tests.support.memory_appender import MemoryAppender
 from tests.unit.ledger.test_accumulator import make_record
 
-QUICK = RetryPolicy(deadline=5.0, append_timeout=60.0)
+QUICK = AppendPolicy(deadline=5.0, append_timeout=60.0)
 KEY = SetKey("accepted", "a", 0, 7)
 
 

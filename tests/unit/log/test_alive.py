@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from services.core.broker.log.leases import Liveness
+from services.core.broker.log.leases import MemberLocks
 
 DEADLINE = 120.0
 
 CHILD = """
 import os, sys
-from services.core.broker.log.leases import Liveness
-alive = Liveness(sys.argv[1])
+from services.core.broker.log.leases import MemberLocks
+alive = MemberLocks(sys.argv[1])
 alive.acquire("m")
 if sys.argv[2] == "fork":
     if os.fork():
@@ -34,9 +34,9 @@ os.read(0, 1) if sys.argv[2] != "fork" else os.wait()
 
 
 @pytest.fixture
-def alive(tmp_path: Path) -> Iterator[Liveness]:
+def alive(tmp_path: Path) -> Iterator[MemberLocks]:
     """The file as another process sees it."""
-    with closing(Liveness(tmp_path / "alive")) as alive:
+    with closing(MemberLocks(tmp_path / "alive")) as alive:
         yield alive
 
 
@@ -52,7 +52,7 @@ def child(path: Path, how: str = "plain") -> Iterator["tuple[subprocess.Popen[by
             process.kill()
 
 
-def wait_until_dead(alive: Liveness) -> None:
+def wait_until_dead(alive: MemberLocks) -> None:
     """Until "m" is dead; a process may take a moment to end."""
     end = time.monotonic() + DEADLINE
     while alive.is_alive("m"):
@@ -60,13 +60,13 @@ def wait_until_dead(alive: Liveness) -> None:
         time.sleep(0.005)
 
 
-def test_a_member_lives_from_begin_to_end(alive: Liveness, tmp_path: Path) -> None:
+def test_a_member_lives_from_begin_to_end(alive: MemberLocks, tmp_path: Path) -> None:
     """If it fails, members of one process take each other for dead, and a partition has two owners."""
     assert not alive.is_alive("m")
     alive.acquire("m")
     alive.acquire("m")
     alive.acquire("n")
-    with closing(Liveness(tmp_path / "alive")) as other:
+    with closing(MemberLocks(tmp_path / "alive")) as other:
         for seen_by in (alive, other):
             assert seen_by.is_alive("m")
             assert seen_by.is_alive("n")
@@ -76,7 +76,7 @@ def test_a_member_lives_from_begin_to_end(alive: Liveness, tmp_path: Path) -> No
     assert alive.is_alive("n")
 
 
-def test_a_killed_process_is_dead_and_a_frozen_one_is_not(alive: Liveness, tmp_path: Path) -> None:
+def test_a_killed_process_is_dead_and_a_frozen_one_is_not(alive: MemberLocks, tmp_path: Path) -> None:
     """If it fails, partitions of a killed process wait for its lease, or a frozen one loses them while its lease holds."""
     with child(tmp_path / "alive") as (process, _):
         process.send_signal(signal.SIGSTOP)
@@ -86,7 +86,7 @@ def test_a_killed_process_is_dead_and_a_frozen_one_is_not(alive: Liveness, tmp_p
         wait_until_dead(alive)
 
 
-def test_a_forked_child_does_not_keep_its_dead_parent_alive(alive: Liveness, tmp_path: Path) -> None:
+def test_a_forked_child_does_not_keep_its_dead_parent_alive(alive: MemberLocks, tmp_path: Path) -> None:
     """If it fails, a worker that a killed process had forked holds all its partitions for a whole lease."""
     with child(tmp_path / "alive", "fork") as (process, forked):
         assert alive.is_alive("m"), "the fork ended its parent's membership"
@@ -98,12 +98,12 @@ def test_a_forked_child_does_not_keep_its_dead_parent_alive(alive: Liveness, tmp
 def test_a_started_program_does_not_keep_its_dead_parent_alive(tmp_path: Path) -> None:
     """If it fails, any program that a service starts does what a forked child must not do."""
     path = tmp_path / "alive"
-    alive = Liveness(path)
+    alive = MemberLocks(path)
     alive.acquire("m")
     with subprocess.Popen(["sleep", "60"], close_fds=False) as program:
         try:
             alive.close()
-            with closing(Liveness(path)) as other:
+            with closing(MemberLocks(path)) as other:
                 assert not other.is_alive("m")
         finally:
             program.kill()

@@ -17,7 +17,7 @@ LEASE_MS = 1000
 
 
 class Group:
-    """Members of one group over one file, with a clock of their own; each does what `Membership` does."""
+    """Members of one group over one file, with a clock of their own; each does what `LogMembership` does."""
 
     def __init__(self, path: Path, monkeypatch: pytest.MonkeyPatch, topics: dict[str, int]) -> None:
         self.folder = DataFolder.prepare(path)

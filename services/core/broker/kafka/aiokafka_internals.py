@@ -253,17 +253,17 @@ _MOVED = frozenset(
 _LOADING = kafka.GroupLoadInProgressError.errno
 
 
-class Membership(NamedTuple):
-    """Under what a member was given its partitions. member: "" when it belongs to no group."""
+class Generation(NamedTuple):
+    """The group's generation in which a member was given its partitions. member: its id; "" when it belongs to no group."""
 
-    generation: int
+    number: int
     member: str
 
 
-def membership_of(client: Any) -> Membership:
-    """aiokafka's own view of this moment."""
+def generation_of(client: Any) -> Generation:
+    """The member's generation now, as aiokafka knows it."""
     coordinator = client._coordinator
-    return Membership(coordinator.generation, coordinator.member_id)
+    return Generation(coordinator.generation, coordinator.member_id)
 
 
 async def send_heartbeat(client: Any) -> bool:
@@ -278,7 +278,7 @@ def epochs_between(client: Any, source: KafkaPartition, first: int, last: int) -
 
 
 async def send_commit(
-    client: Any, group: str, membership: Membership, rows: Mapping[TopicPartition, tuple[int, CommitMetadata]]
+    client: Any, group: str, generation: Generation, rows: Mapping[TopicPartition, tuple[int, CommitMetadata]]
 ) -> frozenset[TopicPartition]:
     """Commit (next offset to read, metadata) by partition. Returns the partitions that Kafka refuses because the group moved on.
 
@@ -288,10 +288,10 @@ async def send_commit(
     coordinator, left = client._coordinator, dict(rows)
     while left:
         await coordinator.ensure_coordinator_known()
-        if not membership.member or membership_of(client) != membership:
+        if not generation.member or generation_of(client) != generation:
             return frozenset(left)  # expelled, or in the next generation already
         offsets = by_topic((source, (position, str(note))) for source, (position, note) in left.items())
-        request = OffsetCommitRequest(group, membership.generation, membership.member, -1, offsets)
+        request = OffsetCommitRequest(group, generation.number, generation.member, -1, offsets)
         try:
             answer = await coordinator._send_req(request)
         except kafka.KafkaError as error:
@@ -301,7 +301,7 @@ async def send_commit(
             continue
         codes = {TopicPartition(topic, number): code for topic, rest in answer.topics for number, code in rest}
         if fenced := {code for code in codes.values() if code in _FENCED}:
-            _leave_generation(client, membership, fenced)
+            _leave_generation(client, generation, fenced)
             return frozenset(source for source in left if codes.get(source) in _FENCED)
         if not _MOVED.isdisjoint(codes.values()):
             coordinator.coordinator_dead()
@@ -314,9 +314,9 @@ async def send_commit(
     return frozenset()
 
 
-def _leave_generation(client: Any, membership: Membership, codes: set[int]) -> None:
+def _leave_generation(client: Any, generation: Generation, codes: set[int]) -> None:
     """Have aiokafka join anew, unless it did so while the answer was on its way."""
-    if membership_of(client) != membership:
+    if generation_of(client) != generation:
         return
     if codes == {_REJOIN}:
         client._coordinator.request_rejoin()

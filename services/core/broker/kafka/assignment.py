@@ -9,7 +9,7 @@ from aiokafka import ConsumerRebalanceListener
 
 from services.core.broker.contract import OnRevoke
 from services.core.broker.errors import BrokerError
-from services.core.broker.kafka.aiokafka_internals import Membership
+from services.core.broker.kafka.aiokafka_internals import Generation
 from services.core.broker.kafka.offsets import CommitMetadata, EpochHistory
 from services.core.broker.kafka.positions import StartPositions
 from services.core.broker.record import Batch, TopicPartition
@@ -26,13 +26,13 @@ class Assignment(ConsumerRebalanceListener):  # type: ignore[misc]
     - metadata: goes with each commit. epochs: the leader epochs that wrote the records that were read.
     - failed: partitions that cannot be read on, with the error to raise. replacements: batches in the place of damaged records
       that are next. damaged_ahead: offsets ahead at which a partition is damaged. paused: by the caller.
-    - epoch: counts assignments. membership: the generation and member id of this assignment.
+    - epoch: counts assignments. generation: of this assignment.
     """
 
-    def __init__(self, on_revoke: OnRevoke, drain: float, membership: Callable[[], Membership]) -> None:
-        """`drain`: seconds that on_revoke may take. `membership`: the group's view of this member now."""
-        self._on_revoke, self._drain, self._membership = on_revoke, drain, membership
-        self.membership = membership()
+    def __init__(self, on_revoke: OnRevoke, drain: float, generation: Callable[[], Generation]) -> None:
+        """`drain`: seconds that on_revoke may take. `generation`: returns the member's generation now."""
+        self._on_revoke, self._drain, self._generation = on_revoke, drain, generation
+        self.generation = generation()
         self.on_assigned: Callable[[], Awaitable[None]] | None = None
         self._releasing = asyncio.Lock()
         self._closing = False
@@ -66,7 +66,7 @@ class Assignment(ConsumerRebalanceListener):  # type: ignore[misc]
             return
         self._forget()
         self.epoch += 1
-        self.membership = self._membership()
+        self.generation = self._generation()
         self.owned = self.unpositioned = frozenset(TopicPartition(*source) for source in assigned)
         if self.on_assigned is not None:
             await self.on_assigned()
@@ -128,7 +128,7 @@ class Assignment(ConsumerRebalanceListener):  # type: ignore[misc]
             leaving = self.owned
             if not leaving:
                 return
-            if self._membership() != self.membership:
+            if self._generation() != self.generation:
                 self._forget()
             try:
                 await self._drain_off(leaving)

@@ -11,7 +11,7 @@ from services.core.broker.kafka.admin import KafkaAdmin
 from services.core.broker.kafka.aiokafka_internals import FetchBudget
 from services.core.broker.kafka.appender import KafkaAppender
 from services.core.broker.kafka.cluster import Cluster, Timing
-from services.core.broker.kafka.consumer import Shared, join
+from services.core.broker.kafka.consumer import SharedResources, join
 from services.core.broker.kafka.error_codes import bounded
 from services.core.broker.kafka.record_batch import MAX_RECORD_BYTES
 from services.core.broker.kafka.topic_settings import TopicLimits
@@ -34,7 +34,7 @@ class KafkaBroker:
         self._limits = TopicLimits(self._sending)
         self._appender = KafkaAppender(self._sending, self._limits)
         self._admin = KafkaAdmin(self._asking, self._append)
-        self._shared = Shared(self._asking, self._admin.begun, FetchBudget())
+        self._shared = SharedResources(self._asking, self._admin.begun, FetchBudget())
 
     @classmethod
     @asynccontextmanager

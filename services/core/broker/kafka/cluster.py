@@ -24,7 +24,7 @@ class Timing:
 
     session: without a heartbeat for this long, a member has lost its partitions. heartbeat: how often it says so, and
     how fast it hears of a rebalance. drain: what on_revoke may take; others wait for it during a rebalance.
-    request: how long one request may go unanswered; below `RetryPolicy.append_timeout`, so that a silent broker is
+    request: how long one request may go unanswered; below `AppendPolicy.append_timeout`, so that a silent broker is
     found out, and its connection closed, before the append gives up. metadata: how old leaders and partition counts get.
     """
 

@@ -18,7 +18,7 @@ from services.core.broker.kafka.aiokafka_internals import (
     connect,
     disconnect,
     epochs_between,
-    membership_of,
+    generation_of,
     send_commit,
     send_heartbeat,
 )
@@ -79,7 +79,7 @@ _GRACE = 0.05
 """Seconds beyond getmany's own time-out, which does not count while a rebalance runs."""
 
 
-class Shared(NamedTuple):
+class SharedResources(NamedTuple):
     """What the members of one process have in common."""
 
     cluster: Cluster
@@ -89,7 +89,7 @@ class Shared(NamedTuple):
 
 @asynccontextmanager
 async def join(
-    shared: Shared,
+    shared: SharedResources,
     bootstrap: str,
     group: str,
     topics: Collection[str],
@@ -101,7 +101,7 @@ async def join(
     await partitions_of(cluster, topics)
     await evict_dead(cluster, group)
     client = await connect(bootstrap, timing, group, shared.budget)
-    assigned = Assignment(on_revoke, timing.drain, lambda: membership_of(client))
+    assigned = Assignment(on_revoke, timing.drain, lambda: generation_of(client))
     freeze_detector = FreezeDetector(timing.session / 2)
     consumer = KafkaConsumer(shared, client, assigned, group, start, freeze_detector)
     assigned.on_assigned = consumer.position_early
@@ -122,7 +122,7 @@ class KafkaConsumer:
 
     def __init__(
         self,
-        shared: Shared,
+        shared: SharedResources,
         client: AIOKafkaConsumer,
         assigned: Assignment,
         group: str,
@@ -362,7 +362,7 @@ class KafkaConsumer:
     async def _commit(self, rows: Mapping[TopicPartition, tuple[int, CommitMetadata]]) -> frozenset[TopicPartition]:
         """Those that are refused because the group has moved on without this member."""
         async with bounded(f"commit of group {self._group}", self._cluster.timing.request):
-            return await send_commit(self._client, self._group, self._own.membership, rows)
+            return await send_commit(self._client, self._group, self._own.generation, rows)
 
     def pause(self, partitions: Collection[TopicPartition]) -> None:
         """As in the contract. Lasts until the partition is revoked."""

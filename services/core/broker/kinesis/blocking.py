@@ -17,10 +17,10 @@ from services.core.broker.kinesis.shard_lookup import retry_briefly
 from services.core.broker.partitioner import split_by_key
 from services.core.broker.producer import Producer
 from services.core.broker.record import Batch, Record, estimate_size
-from services.core.broker.retry import RetryPolicy
+from services.core.broker.retry import AppendPolicy
 
 T = TypeVar("T")
-_PATIENT = RetryPolicy(deadline=60.0, patience=60.0)
+_PATIENT = AppendPolicy(deadline=60.0, patience=60.0)
 """Nobody waits for an answer, and a failed batch is written again as a whole."""
 _READ_RECORDS = 5_000
 _SEND_BYTES = 512 << 10

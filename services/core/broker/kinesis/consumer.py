@@ -13,7 +13,7 @@ from services.core.broker.kinesis.dynamo_table import DynamoTable
 from services.core.broker.kinesis.fan_out import FanOut
 from services.core.broker.kinesis.incarnation import Incarnations, Stream
 from services.core.broker.kinesis.leases import HeldLease
-from services.core.broker.kinesis.membership import Membership
+from services.core.broker.kinesis.membership import KinesisMembership
 from services.core.broker.kinesis.pace import ReadPaces
 from services.core.broker.kinesis.prefetch import ReadBudget
 from services.core.broker.kinesis.shard_reader import ReaderContext, read_shard
@@ -113,7 +113,7 @@ async def join(
         shared.incarnations.forget(topic)  # it may be a new incarnation
         await backend.describe(topic)
     await backend.table.prepare()
-    membership = Membership(backend, group, topics, start, on_revoke)
+    membership = KinesisMembership(backend, group, topics, start, on_revoke)
     try:
         await membership.join()
         yield KinesisConsumer(backend, membership)
@@ -128,7 +128,7 @@ _PAUSE = 0.02
 class KinesisConsumer:
     """A partition is a shard. After its end it leaves the assignment, after on_revoke."""
 
-    def __init__(self, backend: KinesisMemberBackend, membership: Membership) -> None:
+    def __init__(self, backend: KinesisMemberBackend, membership: KinesisMembership) -> None:
         self._backend, self._membership = backend, membership
         self._turn = 0
 
@@ -188,7 +188,7 @@ class KinesisConsumer:
                 held.backlog.is_paused = paused
 
     def _raise_failure(self) -> None:
-        failure = self._membership.pop_failure() or self._backend.pop_failure()
+        failure = self._membership.next_error() or self._backend.pop_failure()
         if failure is not None:
             raise failure
         for held in self._membership.held.values():

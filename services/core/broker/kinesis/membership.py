@@ -1,7 +1,6 @@
 """One member of a group: renews its leases, acquires its share, drains before it releases. Independent of polling."""
 
 import asyncio
-import uuid
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from datetime import datetime
@@ -10,7 +9,6 @@ from typing import Protocol
 import structlog
 
 from services.core import metrics
-from services.core.broker.background_error import BackgroundError, end_tasks
 from services.core.broker.contract import OnRevoke, Start, start_in
 from services.core.broker.errors import BrokerError, NotOwner
 from services.core.broker.kinesis.aws import Timing
@@ -28,6 +26,7 @@ from services.core.broker.kinesis.leases import (
     plan_leases,
 )
 from services.core.broker.kinesis.prefetch import Backlog, PollActivity, ReadBudget
+from services.core.broker.lease_member import LeaseMember
 from services.core.broker.record import TopicPartition
 
 log = structlog.get_logger()
@@ -69,60 +68,31 @@ class MemberBackend(Protocol):
         """Poll should check again."""
 
 
-class Membership:
-    """`held`: leases to poll and commit. polls: whether the consumer polls."""
+class KinesisMembership(LeaseMember[HeldLease]):
+    """polls: whether the consumer polls."""
 
     def __init__(
         self, backend: MemberBackend, group: str, topics: Collection[str], start: Start, on_revoke: OnRevoke
     ) -> None:
-        self._backend, self._group, self._topics = backend, group, tuple(sorted(set(topics)))
-        self._start, self._on_revoke = start, on_revoke
-        self.member = uuid.uuid4().hex
-        self.held: dict[TopicPartition, HeldLease] = {}
+        super().__init__(group, topics, start, on_revoke, backend.timing.drain)
+        self._backend = backend
         self.polls = PollActivity()
         self._streams: dict[str, Stream] = {}
         self._described_ms: dict[str, int] = {}
         """When each of `_streams` was requested, ms."""
         self._expiry = LeaseExpiry(backend.timing.lease)
         self._synced = -backend.timing.sync
-        self._background = BackgroundError(group)
-        self._leaving = False
-        self._lost: frozenset[TopicPartition] = frozenset()
-        """Lost without a drain; on_revoke is not called yet."""
-        self._draining: frozenset[TopicPartition] = frozenset()
-        self._drain: asyncio.Task[None] | None = None
-        self._heartbeats: asyncio.Task[None] | None = None
         self._heartbeat_at = backend.clock()
 
-    async def join(self) -> None:
-        """Become a member and acquire free leases. Raises UnknownTopic, Unavailable."""
-        await self.heartbeat()
-        self._heartbeats = asyncio.create_task(self._run(), name=f"kinesis-group-{self._group}")
+    @property
+    def is_alive(self) -> bool:
+        return self._backend.clock() < self._heartbeat_at + self._backend.timing.lease
 
-    async def leave(self) -> None:
-        """Drain everything while keeping the leases; then release them."""
-        self._leaving = True
-        try:
-            if self._drain is not None:
-                await self._drain
-            leaving, self._lost = frozenset(self.held) | self._lost, frozenset()
-            if leaving:
-                await self._revoke(leaving)
-        finally:
-            await end_tasks(self._drain, self._heartbeats)
-            for held in self.held.values():
-                await held.stop_reading()
-            with suppress(BrokerError, TimeoutError):  # other members acquire unreleased leases after the lease time
-                async with asyncio.timeout(_LEAVE_SECONDS):
-                    await asyncio.gather(*(held.write(self._release_row) for held in self.held.values()))
-            for held in self.held.values():
-                held.close()
-            self.held.clear()
-        self._background.raise_fatal()
+    def _wake(self) -> None:
+        self._backend.wake()
 
-    def pop_failure(self) -> BaseException | None:
-        """The error to raise from poll, see `BackgroundError`."""
-        return self._background.next(is_alive=self._backend.clock() < self._heartbeat_at + self._backend.timing.lease)
+    async def _wait(self) -> None:
+        await asyncio.sleep(self._backend.timing.heartbeat)
 
     async def commit(self, processed: Mapping[TopicPartition, int]) -> None:
         held = {source: self.held[source] for source in processed if source in self.held}
@@ -139,20 +109,8 @@ class Membership:
         if refused:
             raise NotOwner(frozenset(refused))
 
-    async def _run(self) -> None:
-        """Send heartbeats until cancelled. Errors are kept for poll, and the heartbeat is repeated."""
-        while True:
-            await asyncio.sleep(self._backend.timing.heartbeat)
-            try:
-                await self.heartbeat()
-            except BrokerError as error:
-                self._background.record(error)
-            except Exception as error:
-                self._fail(error)
-                return
-
     async def heartbeat(self) -> None:
-        """Read all leases, then renew, acquire, request and release. One at a time."""
+        """Read all leases, then renew, acquire, request and release."""
         backend = self._backend
         if backend.clock() - self._synced >= backend.timing.sync:
             await self._describe_streams()
@@ -237,10 +195,10 @@ class Membership:
 
     def _report_recreated(self, topic: str, before: Collection[Lease]) -> None:
         last = [row for row in before if row.stream == max(row.stream for row in before)]
-        metrics.BROKER_MADE_ANEW.labels(self._group, topic).inc()
+        metrics.BROKER_MADE_ANEW.labels(self.group, topic).inc()
         log.warning(
             "stream_made_anew",
-            group=self._group,
+            group=self.group,
             stream=topic,
             shards_not_done=sorted(row.shard for row in last if not row.is_done),
             settled_ms=min((row.settled for row in last if not row.is_done), default=None),
@@ -255,7 +213,7 @@ class Membership:
                 await self._backend.table.remove(row)
             except BrokerError as error:
                 hint = "Try: dynamodb:DeleteItem among this service's rights"
-                log.warning("lease_row_not_removed", group=self._group, lease=row.key, error=str(error), hint=hint)
+                log.warning("lease_row_not_removed", group=self.group, lease=row.key, error=str(error), hint=hint)
                 return False
         return bool(rows)
 
@@ -328,51 +286,33 @@ class Membership:
         except Exception as error:
             self._fail(error)
 
-    def _start_drain(self, leaving: set[TopicPartition]) -> None:
-        """Call on_revoke for lost leases, drain those that leave. One drain at a time; later ones wait."""
-        if self._drain is not None and not self._drain.done():
-            return
-        leaving = {source for source in leaving if source in self.held} if not self._leaving else set()
-        if self._lost or leaving:
-            self._draining, self._lost = self._lost | leaving, frozenset()
-            self._drain = asyncio.create_task(self._drain_and_release(frozenset(leaving)), name="kinesis-drain")
+    async def _release(self, sources: frozenset[TopicPartition]) -> None:
+        for source in sources:
+            held = self.held[source]
+            await held.stop_reading()
+            finished = held.backlog.is_finished
+            try:
+                await held.write(_finish_row if finished else self._release_row)
+            finally:
+                held.until = 0.0
+                held.close()
+                self.held.pop(source, None)
+            if finished:
+                self._synced = -self._backend.timing.sync  # its children may start
 
-    async def _drain_and_release(self, leaving: frozenset[TopicPartition]) -> None:
-        try:
-            await self._revoke(self._draining)
-            for source in leaving:
-                await self._release(source)
-        except BrokerError as error:  # a later heartbeat reads the table again
-            self._background.record(error)
-        finally:
-            self._draining = frozenset()
-
-    async def _release(self, source: TopicPartition) -> None:
-        held = self.held[source]
-        await held.stop_reading()
-        finished = held.backlog.is_finished
-        try:
-            await held.write(self._finish_row if finished else self._release_row)
-        finally:
-            held.until = 0.0
+    async def _release_all(self) -> None:
+        for held in self.held.values():
+            await held.stop_reading()
+        with suppress(BrokerError, TimeoutError):
+            async with asyncio.timeout(_LEAVE_SECONDS):
+                await asyncio.gather(*(held.write(self._release_row) for held in self.held.values()))
+        for held in self.held.values():
             held.close()
-            self.held.pop(source, None)
-        if finished:
-            self._synced = -self._backend.timing.sync  # its children may start
+        self.held.clear()
 
     def _release_row(self, row: Lease) -> Lease:
         return row.released_by(self.member)
 
-    def _finish_row(self, row: Lease) -> Lease:
-        return row._replace(owner=None, draining=None, is_done=True)
 
-    async def _revoke(self, sources: frozenset[TopicPartition]) -> None:
-        for source in sources:
-            if source in self.held:
-                self.held[source].revoking = True
-        await self._background.revoke(self._on_revoke, sources, self._backend.timing.drain)
-        self._backend.wake()  # poll raises the error of on_revoke
-
-    def _fail(self, error: Exception) -> None:
-        self._background.record_fatal(error)
-        self._backend.wake()
+def _finish_row(row: Lease) -> Lease:
+    return row._replace(owner=None, draining=None, is_done=True)

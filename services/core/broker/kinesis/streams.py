@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 import structlog
 
 from services.core import metrics
-from services.core.broker.background_error import end_tasks
 from services.core.broker.errors import BrokerError, Throttled, Unavailable, UnknownTopic
 from services.core.broker.kinesis.aws import Timing, bounded
+from services.core.broker.lease_member import end_tasks
 
 _SHARD_PREFIX = "shardId-"
 

@@ -14,7 +14,7 @@ from services.core.broker.log.consumer import LogConsumer
 from services.core.broker.log.data_folder import DataFolder
 from services.core.broker.log.groups import CommittedOffsets
 from services.core.broker.log.leases import Leases
-from services.core.broker.log.membership import GroupSide, Membership, Timing, WakeupFile
+from services.core.broker.log.membership import LogMembership, SharedResources, Timing, WakeupFile
 from services.core.broker.log.retention import run_retention
 from services.core.broker.log.row_format import MAX_RECORD_BYTES
 from services.core.broker.log.topic_reader import Readers
@@ -36,7 +36,7 @@ class LogBroker:
         self._admin = LogAdmin(folder, self._readers, self._offsets, clock)
         self._lease_thread = ThreadPoolExecutor(1, thread_name_prefix="log-lease")
         self._timing = timing
-        self._side: GroupSide | None = None
+        self._shared: SharedResources | None = None
 
     @classmethod
     @asynccontextmanager
@@ -81,24 +81,26 @@ class LogBroker:
     async def consumer(
         self, group: str, topics: Collection[str], *, start: Start, on_revoke: OnRevoke
     ) -> AsyncIterator[LogConsumer]:
-        side = await self._group_side()
-        membership = Membership(side, group, topics, start, on_revoke)
+        shared = await self._shared_resources()
+        membership = LogMembership(shared, group, topics, start, on_revoke)
         try:
             await membership.join()
-            yield LogConsumer(side, membership, self._clock)
+            yield LogConsumer(shared, membership, self._clock)
         finally:
             await membership.leave()
 
     async def probe(self, topic: str, *, timeout: float) -> None:
         await self._appender.probe(topic, timeout)
 
-    async def _group_side(self) -> GroupSide:
-        if self._side is None:
+    async def _shared_resources(self) -> SharedResources:
+        if self._shared is None:
             await self._offsets.use(lambda file: None)  # makes groups.db
             leases = await self._on_lease_thread(Leases, self._folder, int(self._timing.lease * 1000))
             wakeup = await self._on_lease_thread(WakeupFile, self._folder.root / "groups.bell")
-            self._side = GroupSide(leases, self._offsets, wakeup, self._readers, self._on_lease_thread, self._timing)
-        return self._side
+            self._shared = SharedResources(
+                leases, self._offsets, wakeup, self._readers, self._on_lease_thread, self._timing
+            )
+        return self._shared
 
     async def _on_lease_thread(self, work: Any, *arguments: object) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._lease_thread, work, *arguments)
@@ -106,9 +108,9 @@ class LogBroker:
     async def _close(self) -> None:
         try:
             await self._appender.close(_CLOSE_SECONDS)
-            if self._side is not None:
-                await self._on_lease_thread(self._side.leases.close)
-                await self._on_lease_thread(self._side.wakeup.close)
+            if self._shared is not None:
+                await self._on_lease_thread(self._shared.leases.close)
+                await self._on_lease_thread(self._shared.wakeup.close)
             await self._offsets.close(_CLOSE_SECONDS)
             await self._readers.close()
         finally:

@@ -7,7 +7,7 @@ from services.core.broker.contract import Lag, PartitionRange
 from services.core.broker.errors import BrokerError, DataDamaged, NotOwner, OffsetOutOfRange
 from services.core.broker.log.clock import WallClock, boot_ms
 from services.core.broker.log.groups import CommitRequest
-from services.core.broker.log.membership import GroupSide, Membership, OwnedPartition
+from services.core.broker.log.membership import LogMembership, OwnedPartition, SharedResources
 from services.core.broker.log.topic_reader import ReadResult, TopicReader, lag_behind
 from services.core.broker.record import Batch, TopicPartition
 
@@ -23,15 +23,15 @@ _Answer = tuple[OwnedPartition, int, "ReadResult | BrokerError | None"]
 class LogConsumer:
     """`contract.Consumer` over the embedded log. skipped: the number of lost records that `repair` has noted, passed over."""
 
-    def __init__(self, side: GroupSide, membership: Membership, clock: WallClock) -> None:
-        self._side, self._membership, self._clock = side, membership, clock
+    def __init__(self, shared: SharedResources, membership: LogMembership, clock: WallClock) -> None:
+        self._shared, self._membership, self._clock = shared, membership, clock
         self._turn = 0
         self._look_at = 0
         self._errors: list[BrokerError] = []
         self.skipped = 0
 
     def assignment(self) -> frozenset[TopicPartition]:
-        return frozenset(self._membership.owned)
+        return frozenset(self._membership.held)
 
     def pause(self, partitions: Collection[TopicPartition]) -> None:
         self._set_paused(partitions, True)
@@ -57,7 +57,7 @@ class LogConsumer:
             idle = min(idle * 1.5, _IDLE_SECONDS[1])
 
     async def commit(self, processed: Mapping[TopicPartition, int]) -> None:
-        owned = self._membership.owned
+        owned = self._membership.held
         offsets = {
             TopicPartition(*source): (owned[source].epoch, offset)
             for source, offset in processed.items()
@@ -65,7 +65,7 @@ class LogConsumer:
         }
         refused = {TopicPartition(*source) for source in processed} - offsets.keys()
         if offsets:
-            refused |= await self._side.offsets.commit(
+            refused |= await self._shared.offsets.commit(
                 CommitRequest(self._membership.group, self._membership.member, offsets)
             )
         for source, (epoch, offset) in offsets.items():
@@ -76,17 +76,17 @@ class LogConsumer:
             raise NotOwner(frozenset((topic, partition) for topic, partition in refused))
 
     async def lag(self) -> dict[TopicPartition, Lag]:
-        nexts = {source: owned.processed_next for source, owned in self._membership.owned.items()}
+        nexts = {source: owned.processed_next for source, owned in self._membership.held.items()}
         found: dict[TopicPartition, Lag] = {}
         for topic in sorted({source.topic for source in nexts}):
             wanted = {source.partition: offset for source, offset in nexts.items() if source.topic == topic}
-            lags = await self._side.readers.use(topic, lambda r, w=wanted: lag_behind(r, w, self._clock.now_ms()))  # type: ignore[misc]
+            lags = await self._shared.readers.use(topic, lambda r, w=wanted: lag_behind(r, w, self._clock.now_ms()))  # type: ignore[misc]
             found.update({TopicPartition(topic, partition): lag for partition, lag in lags.items()})
         return found
 
     def _set_paused(self, partitions: Collection[TopicPartition], paused: bool) -> None:
         for source in partitions:
-            owned = self._membership.owned.get(source)
+            owned = self._membership.held.get(source)
             if owned is not None:
                 owned.paused = paused
 
@@ -125,7 +125,7 @@ class LogConsumer:
 
     async def _read_topic(self, topic: str, wants: list[_Want], share: int) -> list[_Answer]:
         try:
-            return await self._side.readers.use(topic, lambda reader: _read_all(reader, wants, share))
+            return await self._shared.readers.use(topic, lambda reader: _read_all(reader, wants, share))
         except BrokerError as error:  # one answer is enough: it concerns the whole topic
             for owned, _ in wants:
                 owned.retry_at = boot_ms() + _RETRY_MS
@@ -140,13 +140,13 @@ class LogConsumer:
         if look:
             self._look_at = now + _LOOK_MS
         ready = []
-        for owned in self._membership.owned.values():
+        for owned in self._membership.held.values():
             if not owned.is_readable or owned.retry_at > now:
                 continue
             topic, partition = owned.source
             if not owned.rest and not look:
                 if topic not in marks:
-                    marks[topic] = self._side.readers.peek(topic)
+                    marks[topic] = self._shared.readers.peek(topic)
                 mark = marks[topic]
                 if mark is not None and (partition >= len(mark) or mark[partition] <= owned.position):
                     continue
@@ -154,7 +154,7 @@ class LogConsumer:
         return ready
 
     def _is_owned(self, owned: OwnedPartition) -> bool:
-        return self._membership.owned.get(owned.source) is owned
+        return self._membership.held.get(owned.source) is owned
 
     def _keep(self, owned: OwnedPartition, offset: int, answer: ReadResult | BrokerError | None) -> None:
         """Keep the records that were read, unless the partition was lost meanwhile."""

@@ -20,7 +20,7 @@ from services.core.broker.log.clock import boot_id, boot_ms
 from services.core.broker.log.data_folder import DataFolder
 from services.core.broker.log.group_commit import Gatherer, Waiting
 from services.core.broker.log.high_water_marks import HighWaterMarks, require_no_loss
-from services.core.broker.log.leases import Liveness
+from services.core.broker.log.leases import MemberLocks
 from services.core.broker.log.sqlite_file import (
     FAULTS,
     FORMAT,
@@ -183,7 +183,7 @@ class GroupsFile(DurableFile):
 
     def live_members(self, group: str, topic: str) -> int:
         """The number of live members of the group that subscribe to the topic."""
-        with classified("groups"), closing(Liveness(self._alive)) as alive:
+        with classified("groups"), closing(MemberLocks(self._alive)) as alive:
             rows = fetch(
                 self.connection,
                 "SELECT member, topics FROM members WHERE grp=? AND boot=? AND deadline>=?",

@@ -2,7 +2,7 @@
 
 Each member acts for itself, in one transaction per heartbeat: it renews its leases, gives up those above its share, acquires
 free ones below its share. A share is partitions / members per topic, the remainder going to members chosen by a hash,
-so nothing moves while nobody comes or goes. The partitions of a dead member are free at once (`Liveness`), those of
+so nothing moves while nobody comes or goes. The partitions of a dead member are free at once (`MemberLocks`), those of
 a silent one when its lease ends. The next owner raises the epoch; commits under the old epoch are refused from then on.
 Times are milliseconds of CLOCK_BOOTTIME; a lease of another boot is void.
 """
@@ -26,7 +26,7 @@ from services.core.broker.log.sqlite_file import classified, fetch, opened
 from services.core.broker.record import TopicPartition
 
 
-class Heartbeat(NamedTuple):
+class HeartbeatResult(NamedTuple):
     """The result of one heartbeat. until: the end of the member's leases (boot milliseconds).
 
     acquired: new partitions by epoch. lost: now owned by others, or by nobody. surplus: to drain and release.
@@ -56,7 +56,7 @@ class Leases:
         self._boot = boot_id()
         with classified("groups"), opened(folder.groups, durable=False) as (self._lock, self._connection):
             self._connection.wal_autocheckpoint(256)
-            self._alive = Liveness(folder.alive)
+            self._alive = MemberLocks(folder.alive)
 
     def close(self) -> None:
         """Close the files. Members that have not left count as dead."""
@@ -71,7 +71,7 @@ class Leases:
         topics: Mapping[str, int],
         held: Mapping[TopicPartition, int],
         leaving: bool = False,
-    ) -> Heartbeat:
+    ) -> HeartbeatResult:
         """Renew this member and the leases that it holds (with epochs), decide what to acquire and release.
 
         topics: the partition count of each subscribed topic. leaving: acquire nothing more.
@@ -97,7 +97,7 @@ class Leases:
                     acquired[source] = (leases[source].epoch if source in leases else 0) + 1
                     lease = (group, *source, member, acquired[source], until, self._boot)
                     run("INSERT OR REPLACE INTO leases VALUES(?,?,?,?,?,?,?)", lease)
-        return Heartbeat(until, acquired, lost, frozenset(surplus), known is None)
+        return HeartbeatResult(until, acquired, lost, frozenset(surplus), known is None)
 
     def release(self, group: str, member: str, held: Mapping[TopicPartition, int], leave: bool = False) -> None:
         """Release these partitions; with `leave` also end the membership, even when groups.db cannot be written."""
@@ -188,7 +188,7 @@ _FLOCK = struct.Struct("@hhqqi4x")
 """struct flock of 64-bit Linux: type, whence, start, length, process."""
 
 
-class Liveness:
+class MemberLocks:
     """`groups.alive`, open. Calls do not wait; they raise OSError."""
 
     def __init__(self, path: Path) -> None:
@@ -224,7 +224,7 @@ def _byte(kind: int, member: str) -> bytes:
     return _FLOCK.pack(kind, os.SEEK_SET, start, 1, 0)
 
 
-_OPEN: "weakref.WeakSet[Liveness]" = weakref.WeakSet()
+_OPEN: "weakref.WeakSet[MemberLocks]" = weakref.WeakSet()
 
 
 def _close_in_child() -> None:
