@@ -52,7 +52,7 @@ class Process:
         self.found: dict[str, Any] = {}
         """Parts of the service that the simulation looks into."""
         self.ended = asyncio.Event()
-        self._held: list[asyncio.Handle] = []
+        self._held: list[_Handle] = []
         self._on_signal: tuple[Callable[..., Any], tuple[Any, ...]] | None = None
         self.tasks: list[asyncio.Task[Any]] = []
         self._main: asyncio.Task[int] | None = None
@@ -105,7 +105,7 @@ class Process:
         """What SIGTERM does."""
         self._on_signal = callback, args
 
-    def step(self, handle: asyncio.Handle) -> bool:
+    def step(self, handle: "_Handle") -> bool:
         """Whether this callback of ours may run."""
         if not self.alive:
             return False
@@ -118,6 +118,30 @@ class Process:
             self.kill()
             return False
         return True
+
+
+class _Handle:
+    """As asyncio's, without what it does for debugging: a history makes some thousands."""
+
+    __slots__ = ("_when", "args", "callback", "context", "is_cancelled")
+
+    def __init__(self, callback: Any, args: Any, context: contextvars.Context | None, when: float = 0.0) -> None:
+        self.callback, self.args, self._when = callback, args, when
+        self.context = contextvars.copy_context() if context is None else context
+        self.is_cancelled = False
+
+    def cancel(self) -> None:
+        """As there."""
+        self.is_cancelled = True
+        self.callback, self.args = None, ()
+
+    def cancelled(self) -> bool:
+        """As there."""
+        return self.is_cancelled
+
+    def when(self) -> float:
+        """As there, of a timer."""
+        return self._when
 
 
 class _Counted:
@@ -147,8 +171,8 @@ class Machine(VirtualLoop):
         self.rng, self.trace = rng, trace
         self.failures: list[str] = []
         self._numbers = 0
-        self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
-        self._ready: deque[asyncio.Handle]
+        self._timers: list[tuple[float, int, _Handle]] = []
+        self._ready: deque[_Handle]
         self._is_over = False
         self.turns = 0
         self._tasks: list[asyncio.Task[Any]] = []
@@ -170,53 +194,60 @@ class Machine(VirtualLoop):
         self._numbers += 1
         return self._numbers
 
-    def ready_again(self, handle: asyncio.Handle) -> None:
+    def ready_again(self, handle: "_Handle") -> None:
         """What a thawed process held back."""
         self._ready.append(handle)
 
     def _run_once(self) -> None:
         """As there, but that the process of each callback is asked whether it may run."""
         timers, ready = self._timers, self._ready
-        while timers and timers[0][2].cancelled():
+        while timers and timers[0][2].is_cancelled:
             heappop(timers)
         if not ready and not cast("Any", self)._stopping:
             if not timers:
                 raise Deadlock("nothing is ready and no timer is set")
             self._now = max(self._now, timers[0][0])
-        self._now += TURN_S
-        while timers and timers[0][0] <= self._now:
+        now = self._now = self._now + TURN_S
+        while timers and timers[0][0] <= now:
             ready.append(heappop(timers)[2])
         self.turns += 1
         if self.turns > MAX_TURNS:
             raise EndlessError("too many turns of the loop")
         for _ in range(len(ready)):
-            handle: Any = ready.popleft()
-            if not handle._cancelled and ((process := handle._context.get(_PROCESS)) is None or process.step(handle)):
-                handle._run()
+            handle = ready.popleft()
+            context = handle.context
+            if handle.is_cancelled or ((process := context.get(_PROCESS)) is not None and not process.step(handle)):
+                continue
+            try:
+                context.run(handle.callback, *handle.args)
+            except Exception as error:
+                self.call_exception_handler({"message": f"in {handle.callback}", "exception": error})
 
     def call_at(  # type: ignore[override]  # typeshed has *args of a TypeVarTuple here
         self, when: float, callback: Any, *args: Any, context: Any = None
-    ) -> asyncio.TimerHandle:
+    ) -> "_Handle":
         """As there; of those for one moment the first comes first."""
-        handle = asyncio.TimerHandle(when, callback, args, self, context)
+        handle = _Handle(callback, args, context, when)
         self._numbers += 1
         heappush(self._timers, (when, self._numbers, handle))
         return handle
 
     def call_later(  # type: ignore[override]  # as above
         self, delay: float, callback: Any, *args: Any, context: Any = None
-    ) -> asyncio.TimerHandle:
+    ) -> "_Handle":
         """As there."""
         return self.call_at(self._now + delay, callback, *args, context=context)
 
     def call_soon(  # type: ignore[override]  # typeshed has *args of a TypeVarTuple here
         self, callback: Any, *args: Any, context: Any = None
-    ) -> asyncio.Handle:
+    ) -> "_Handle":
         """As there; nothing once the history is over."""
-        handle = asyncio.Handle(callback, args, self, context)
+        handle = _Handle(callback, args, context)
         if not self._is_over:
             self._ready.append(handle)
         return handle
+
+    call_soon_threadsafe = call_soon  # type: ignore[assignment]  # there is one thread
 
     def add_signal_handler(  # type: ignore[override]  # as above
         self, sig: int, callback: Callable[..., Any], *args: Any
