@@ -1,4 +1,4 @@
-"""How the pipes are doing: metrics, readiness, batches without progress, and when the process gives up."""
+"""The health of the pipes: metrics, readiness, batches without progress, and whether the process must end."""
 
 import asyncio
 import time
@@ -20,10 +20,10 @@ from spark.brokers.contract import Backlog
 from spark.reports import NODE, BatchReport
 
 MAX_FAILURES = 5
-"""After so many failures without a stored batch between them the pipe counts as broken."""
+"""A pipe with this number of failures, and no stored batch between them, counts as broken."""
 OLD_JAVA_S = 1800.0
-"""When Spark itself failed one pipe again and again, the process gives up if its Java is older. It does not give up a younger
-one: the last fresh Java did not help either, and each fresh one costs the other pipes some seconds."""
+"""When Spark itself fails one pipe again and again, the process ends if its Java is older than this. A younger Java is kept: the
+last fresh one did not help, and each restart costs the other pipes seconds."""
 PART = 0.1
 """Share of the time limit of a batch, for one part of a batch and for one trial."""
 SLOW = 0.2
@@ -41,7 +41,7 @@ class Watchdog:
         self._begun: dict[str, tuple[str, float, float]] = {}
 
     def begin(self, query: str, work: str, share: float = 1.0) -> None:
-        """This query begins some work, and ends its work before. share: of the limit, for this work."""
+        """This query begins some work; its earlier work has ended. share: of the limit, for this work."""
         self._begun[query] = (work, self._clock(), share * self._limit)
 
     def end(self, query: str) -> None:
@@ -57,7 +57,7 @@ class Watchdog:
             self.end(query)
 
     def slow(self) -> str | None:
-        """Work that has taken too long to call the pipe ready."""
+        """The work that makes the pipe not ready."""
         return self._older(lambda _limit: SLOW * self._limit)
 
     def stuck(self) -> str | None:
@@ -74,7 +74,7 @@ class Watchdog:
 
 @dataclass(frozen=True, slots=True)
 class QueryState:
-    """How a pipe's query is doing.
+    """The state of a pipe's query.
 
     problem: None once it has completed a trigger since its start, else the reason, for a person. failures: in a row. of_spark:
     the last failure was neither the broker's nor the transform's nor the checkpoint's.
@@ -94,7 +94,7 @@ class QueryState:
 class PipesHealth:
     """Not thread-safe: jobs call it by `call_soon_threadsafe`.
 
-    `gave_up`: the process is to end, since no pipe's query can be kept running, or one of them cannot in this old Java.
+    `gave_up`: the process must end, because no pipe's query keeps running, or one of them does not in this old Java.
     """
 
     def __init__(self, pipes: Iterable[str], clock: Callable[[], float] = time.monotonic) -> None:

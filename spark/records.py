@@ -1,4 +1,4 @@
-"""A record in Spark: its columns as Spark DDL and as Arrow, its offset, and ranges of offsets.
+"""A record in Spark: its columns in Spark's DDL and in Arrow, its offset, and ranges of offsets.
 
 **Raw** is a record as it was read. **Out** is a record to be written. Both have the columns of Spark's Kafka connector, but the
 offset is a text. Between them is the **view**, the columns that a transform sees. Spark's Python workers import this file: keep
@@ -19,14 +19,13 @@ RAW = f"key BINARY, value BINARY, topic STRING, partition INT, offset STRING, ti
 RAW_NAMES = ("key", "value", "topic", "partition", "offset", "timestamp", "headers")
 OUT = f"key BINARY, value BINARY, timestamp TIMESTAMP, headers {HEADERS}"
 ORIGINS_READ = "_penstock_origin"
-"""One more column of raw records that are read with their origins: a text. Where our own code reads, the first row of some
-hundred has the origins of all, separated by spaces, behind `#` and their number, and the other rows have null. Otherwise each row
-has its own origin."""
+"""A further column of raw records, a text: their origins. Our own readers write the origins of a batch of records into its first
+row, `#<number of records> <origin> <origin> …`; the other rows have null. Spark's Kafka reader gives each row its own origin."""
 EVENT_TYPE = (
     "STRUCT<id: STRING, key: BINARY, time: TIMESTAMP, arrival: TIMESTAMP, type: STRING, source: STRING, "
     f"headers: {HEADERS}, topic: STRING, partition: INT, offset: STRING>"
 )
-"""The identity of an event, which a transform returns unchanged. topic, partition, offset: where it was read."""
+"""The identity of an event, which a transform returns unchanged. topic, partition, offset: of its record in the source."""
 READ = "read"
 STAMPED_EVENT_TYPE = f"{EVENT_TYPE[:-1]}, {READ}: BIGINT>"
 """In real-time mode: with the time when the event was read, in ms since the epoch."""
@@ -68,7 +67,7 @@ Offsets = dict[tuple[str, int], int]
 
 
 def cut_evenly(ranges: Sequence[OffsetRange], events: int) -> Iterator[list[OffsetRange]]:
-    """These ranges in parts of about so many events, where offsets count events."""
+    """These ranges in parts of about this number of events. Only where offsets count events."""
     waiting = [part for part in ranges if part.start < part.end]
     size = max(1, events // max(1, len(waiting)))
     while waiting:

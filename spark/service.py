@@ -45,7 +45,7 @@ class BatchStuckError(RuntimeError):
 
 
 class QueriesBrokenError(RuntimeError):
-    """No pipe's query can be kept running, or one cannot in this Java, and restarts have not helped. The log has the reasons."""
+    """Restarts do not help any pipe's query, or one of them in this Java. The log has the reasons."""
 
 
 async def start(settings: TransformSettings, supervision: Supervision) -> None:
@@ -87,7 +87,7 @@ def _make_job(
     loop = asyncio.get_running_loop()
 
     def call(record: Callable[[], None]) -> None:
-        """From a job's thread. After the loop's end nobody listens."""
+        """Called from a job's thread. Does nothing once the loop has ended."""
         if not loop.is_closed():
             loop.call_soon_threadsafe(record)
 
@@ -116,9 +116,9 @@ async def watch_java(java: Java, health: PipesHealth, supervision: Supervision) 
                 f"Spark's Java ended: {reason}. Try, if that happens again: more --memory, fewer max_events"
             )
         if (stuck := health.stuck()) is not None:
-            java.kill()  # it may be too busy to notice that this process is gone
+            java.kill()  # it may be too busy to notice the end of this process
             raise BatchStuckError(
-                f"{stuck}; the process ends and starts again. Try, if it was at work: a longer --batch-timeout"
+                f"{stuck}; the process ends and starts again. Try, if it needed the time: a longer --batch-timeout"
             )
 
 
@@ -174,7 +174,7 @@ async def run_blocking(work: Callable[[], T], name: str) -> T:
         try:
             loop.call_soon_threadsafe(finish, result, failure)
         except RuntimeError:
-            return  # the loop has ended: nobody waits any more
+            return  # the loop has ended
 
     threading.Thread(target=run, name=name, daemon=True).start()
     return await done

@@ -21,7 +21,7 @@ _SETTINGS = {
     "spark.ui.showConsoleProgress": "false",
     "spark.driver.host": "127.0.0.1",
     "spark.driver.bindAddress": "127.0.0.1",
-    "spark.scheduler.mode": "FAIR",  # a pipe with a backlog does not hold up the others
+    "spark.scheduler.mode": "FAIR",  # a pipe with a backlog does not delay the others
     "spark.locality.wait": "0",
     "spark.cleaner.periodicGC.interval": "5min",
     "spark.ui.retainedJobs": "20",  # kept in memory even without the UI
@@ -54,9 +54,9 @@ _SETTINGS = {
 _JAVA_OPTIONS = (
     "-Djdk.lang.Process.launchMechanism=VFORK",
     "-Xss16m",  # Spark matches long error texts with a recursive pattern; at 1 MB that overflows and hides the error
-    "-XX:+ExitOnOutOfMemoryError",  # without memory threads end one by one, and the rest does nothing for ever
+    "-XX:+ExitOnOutOfMemoryError",  # else threads end one by one, and the rest does nothing for ever
     "-XX:+UseSerialGC",  # two cores, a small heap
-    "-XX:TieredStopAtLevel=1",  # the full compiler takes a core for minutes, and a small driver hardly gains from it
+    "-XX:TieredStopAtLevel=1",  # the full compiler uses a core for minutes, with little gain for a small driver
     "-Duser.timezone=UTC",
     f"-Dlog4j2.configurationFile={_LOG4J.as_uri()}",
 )

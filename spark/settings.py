@@ -27,7 +27,7 @@ class TransformSettings(Settings):
 
     section: ClassVar[str] = "transform"
 
-    data: Path = Field(Path("/var/lib/penstock"), description="Data folder; checkpoints lie in it.")
+    data: Path = Field(Path("/var/lib/penstock"), description="Data folder. The checkpoints are in it.")
     checkpoints: str = Field(
         "",
         description="Folder or object-store URI (s3a://…) of the checkpoints; empty: checkpoints/ in the data folder.",
@@ -36,8 +36,8 @@ class TransformSettings(Settings):
     master: str = Field("local[2]", description="Spark master; local[N] runs N tasks at once.")
     batch_timeout: Duration = Field(
         300.0,
-        description="How long a batch may take, e.g. 5m. After that the process ends, to be started again. Each part of a batch "
-        "that is processed in parts may take a tenth of it.",
+        description="Time limit of a batch, e.g. 5m; a tenth of it for each part of a batch that is processed in parts. Beyond the "
+        "limit the process ends, and its supervisor starts it again.",
     )
     memory: Annotated[Size, AfterValidator(_enough)] = Field(
         1 << 30, description="Heap of Spark's driver, at least 450MiB, e.g. 1GiB."

@@ -25,7 +25,7 @@ from spark.sources.source import NAME
 
 
 class BatchName(NamedTuple):
-    """Names one write of one batch: a broker that can stores it once. writer: the query; epoch: the batch."""
+    """Names one write of one batch. writer: the query; epoch: the batch. The log stores each name once."""
 
     writer: str
     epoch: int
@@ -67,10 +67,10 @@ class Measurement(NamedTuple):
 
 
 class BacklogMeter(Protocol):
-    """Of one pipe's sources. It works beside the query, so that the backlog is known while the query is down."""
+    """Measures one pipe's sources, also while the query is down."""
 
     def measure(self, done: Offsets, reported: Offsets) -> Measurement:
-        """done, reported: how far query and reports are. Raises BrokerError kinds, Spark's errors. One thread at a time."""
+        """done, reported: of the query, of its reports. Raises BrokerError kinds, Spark's errors. One thread at a time."""
 
 
 class OffsetBacklogMeter:
@@ -122,7 +122,7 @@ class SparkBroker(ABC):
         return [part._replace(start=max(part.start, part.end - events)) for part in self.stored_ranges(session, topics)]
 
     def split_ranges(self, ranges: Sequence[OffsetRange], events: int) -> Iterator[list[OffsetRange]]:
-        """These ranges in parts of about so many events."""
+        """These ranges in parts of about this number of events."""
         return cut_evenly(ranges, events)
 
     def open_meter(self, session: SparkSession, topics: Sequence[str]) -> BacklogMeter:
@@ -138,12 +138,12 @@ class SparkBroker(ABC):
     ) -> DataFrame:
         """Raw records as a stream, from the topics' starts, at most about max_events a micro-batch (None: real-time).
 
-        origins: with the column ORIGINS_READ. The query stops when records that it wants to read are gone or damaged.
+        origins: with the column ORIGINS_READ. The query fails when the next records are missing or damaged.
         """
 
     @abstractmethod
     def read_ranges(self, session: SparkSession, ranges: Sequence[OffsetRange]) -> DataFrame:
-        """These raw records, those of one or two micro-batches, as a batch. This, or executing it, raises when some are gone."""
+        """These raw records as a batch; at most two micro-batches. This, or executing the frame, raises when some are missing."""
 
     @abstractmethod
     def write_stream(self, frame: DataFrame, topic: str, writer: str) -> DataStreamWriter:
@@ -218,7 +218,7 @@ def describe_records(records: Sequence[Record], origins: OriginFormat) -> Writte
 # and fails beyond MAX_ROWS; Spark adds up the bytes (`spark.driver.maxResultSize`). After either failure the batch is processed
 # in parts.
 MAX_ROWS = 500_000
-"""Of one task. Twenty-five rows out of each event of a batch of 20,000 that one task reads."""
+"""Of one task: 25 rows for each event of a batch of 20,000 that one task reads."""
 _TOO_MANY = f"more than {MAX_ROWS} rows come out of one task"
 _TOO_MUCH = (_TOO_MANY, "spark.driver.maxResultSize", "SparkOutOfMemoryError", "UNABLE_TO_ACQUIRE_MEMORY")
 

@@ -18,7 +18,7 @@ from spark.brokers.contract import BatchName, DataSourceBroker, Measurement
 from spark.records import RAW, RAW_SCHEMA, OffsetRange, Offsets, to_arrow
 
 _COUNTED = 100
-"""One measurement of the backlog reads and counts at most so many records of a shard."""
+"""The most records of a shard that one measurement of the backlog reads and counts."""
 
 
 class KinesisSparkBroker(DataSourceBroker):

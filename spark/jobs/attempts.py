@@ -1,4 +1,4 @@
-"""A batch that is too much for one go: computed in ever smaller parts, until the culprits are alone.
+"""A batch that is too much to be computed at once: it is computed in smaller and smaller parts, until the culprits are alone.
 
 A batch is too much when it ends the process (it takes all memory, or never ends), or when its output exceeds the bounds. Nothing
 can catch the end of the process. So before such a batch is begun again, a note beside the checkpoint (an **attempt**) says which
@@ -20,7 +20,7 @@ import structlog
 
 from spark.java import is_answer
 from spark.jobs.checkpoint import Checkpoint
-from spark.jobs.culprits import TransformBroken
+from spark.jobs.culprits import Part, TransformBroken, ranges_of
 from spark.records import RecordOffset
 
 log = structlog.get_logger()
@@ -46,19 +46,6 @@ class Stopping(Exception):
 
 class TooMuch(Exception):
     """The output is larger than a batch's may be. Nothing of it was written."""
-
-
-class PartRange(NamedTuple):
-    """Records of one partition, from the first to the last of these offsets (texts, as in `RecordOffset`)."""
-
-    topic: str
-    partition: int
-    first: str
-    last: str
-
-
-Part = tuple[PartRange, ...]
-"""In the order of reading. Empty: the whole batch."""
 
 
 class Attempt(msgspec.Struct, frozen=True):
@@ -165,7 +152,7 @@ class Attempts:
             self.save(msgspec.structs.replace(self.current, working=True))
 
     def record_done(self, batch: int) -> None:
-        """This batch is done. Its note is ignored from now on, since it names another batch than the one to come."""
+        """This batch is done. From now on its note is ignored, because it names a batch before the one to come."""
         if self.current is not None and batch >= self.current.batch:
             self.current = None
 
@@ -297,25 +284,10 @@ def _describe(record: RecordOffset) -> str:
     return f"{record.topic}[{record.partition}] at {int(record.offset)}"
 
 
-def ranges_of(records: Sequence[RecordOffset]) -> Part:
-    """Of records in order."""
-    found: dict[tuple[str, int], PartRange] = {}
-    for topic, partition, offset in records:
-        known = found.get((topic, partition))
-        found[topic, partition] = PartRange(topic, partition, known.first if known else offset, offset)
-    return tuple(found.values())
-
-
-def within(part: Part) -> str:
-    """A SQL condition on raw columns: the records of this part."""
-    texts = [f"(topic = '{t}' AND partition = {p} AND offset BETWEEN '{a}' AND '{b}')" for t, p, a, b in part]
-    return " OR ".join(texts) or "true"
-
-
 class SuspectLock:
     """Shared by all pipes of a process: one suspected pipe at a time retries a batch that ended processes.
 
-    So the cause of the next end of the process is known.
+    So the pipe that ends the next process is known.
     """
 
     def __init__(self, settle_s: float = SETTLE_S) -> None:
@@ -324,9 +296,9 @@ class SuspectLock:
 
     @contextmanager
     def acquire(self, ended: int, is_stopping: Callable[[], bool]) -> Iterator[Callable[[], None]]:
-        """Wait for the turn of a pipe that ended so many processes; yields how to release the lock early. Raises Stopping.
+        """Wait for the turn of a pipe that ended this number of processes. Yields a function that releases the lock early.
 
-        One end may have had any cause: then the pipe neither waits nor locks.
+        A single end may have had any cause: then the pipe neither waits nor locks. Raises Stopping.
         """
         held = False
 

@@ -5,8 +5,8 @@ broken, and no event is a culprit: the query stops.
 """
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any, NamedTuple
 
 from pyspark.sql import DataFrame
 
@@ -18,11 +18,11 @@ from spark.records import RecordOffset
 from spark.transforms.preparation import Prepared
 
 SAMPLE = 8
-"""So many events of a batch are tried alone first; a transform that fails on each of them is broken."""
+"""Events of a batch that are tried alone first. A transform that fails on each of them is broken."""
 MAX_CULPRITS = 100
 """More culprits in one batch mean that the transform is broken."""
 ALL_FAILED = 20
-"""So many culprits in a row, with no event between them that passed, mean that the transform is broken."""
+"""Culprits in a row, with no event between them that passed, that mean that the transform is broken."""
 STREAK_FILE = "failed_in_row.json"
 
 
@@ -37,7 +37,7 @@ Trial = Callable[[Sequence[RecordOffset]], str | None]
 def find_culprits(records: Sequence[RecordOffset], trial: Trial) -> dict[RecordOffset, str]:
     """The events of a failed batch on which the transform fails alone, and its errors.
 
-    records: in order, at least one. Empty when the failure does not come again. Takes about 2 * log2(n) trials a culprit.
+    records: in order, at least one. Empty when the failure does not repeat. Makes about 2 * log2(n) trials for a culprit.
     Raises TransformBroken; also when parts pass that fail together.
     """
     problem = trial(records)
@@ -106,22 +106,37 @@ def fingerprint(records: Iterable[RecordOffset]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def span(records: Sequence[RecordOffset]) -> str:
-    """A SQL condition on raw columns: from the first to the last of these records, in each partition."""
-    return _any_of(records, lambda offsets: f"offset BETWEEN '{min(offsets)}' AND '{max(offsets)}'")
+class PartRange(NamedTuple):
+    """Records of one partition, from the first to the last of these offsets (texts, as in `RecordOffset`)."""
+
+    topic: str
+    partition: int
+    first: str
+    last: str
 
 
-def exactly(records: Iterable[RecordOffset]) -> str:
+Part = tuple[PartRange, ...]
+"""In the order of reading. Empty: the whole batch."""
+
+
+def ranges_of(records: Sequence[RecordOffset]) -> Part:
+    """From the first to the last of these records, in each partition. records: in order."""
+    found: dict[tuple[str, int], PartRange] = {}
+    for topic, partition, offset in records:
+        known = found.get((topic, partition))
+        found[topic, partition] = PartRange(topic, partition, known.first if known else offset, offset)
+    return tuple(found.values())
+
+
+def within(part: Part) -> str:
+    """A SQL condition on raw columns that is true for the records of this part."""
+    texts = [f"(topic = '{t}' AND partition = {p} AND offset BETWEEN '{a}' AND '{b}')" for t, p, a, b in part]
+    return " OR ".join(texts) or "true"
+
+
+def exactly(records: Collection[RecordOffset]) -> str:
     """A SQL condition on raw columns that is true for these records alone."""
-    return _any_of(records, lambda offsets: f"offset IN ({', '.join(map(repr, offsets))})")
-
-
-def _any_of(records: Iterable[RecordOffset], condition: Callable[[list[str]], str]) -> str:
-    partitions: dict[tuple[str, int], list[str]] = {}
-    for record in records:
-        partitions.setdefault((record.topic, record.partition), []).append(record.offset)
-    found = [f"(topic = '{t}' AND partition = {p} AND {condition(part)})" for (t, p), part in partitions.items()]
-    return " OR ".join(found) or "false"
+    return f"(topic, partition, offset) IN ({', '.join(map(repr, map(tuple, records)))})" if records else "false"
 
 
 def list_events(prepared: Prepared, raw: DataFrame) -> list[RecordOffset]:
@@ -141,7 +156,7 @@ def try_transform(
     prepared: Prepared, broker: SparkBroker, raw: DataFrame, records: Sequence[RecordOffset]
 ) -> str | None:
     """A trial on a batch of raw records: does all that a write does, and stores nothing. Raises when Java is gone."""
-    frames = prepared.views_of(raw.where(span(records)))
+    frames = prepared.views_of(raw.where(within(ranges_of(records))))
     try:
         broker.try_write(prepared.apply(frames, raw.sparkSession))
     except Exception as error:  # any error of the operator's code

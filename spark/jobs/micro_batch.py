@@ -18,8 +18,17 @@ from spark.brokers.contract import BatchName, OriginFormat, is_too_much
 from spark.errors import is_of_broker, shorten
 from spark.health import PART
 from spark.java import is_answer
-from spark.jobs.attempts import PART_OF, Part, PartName, PartRunner, TooMuch, within
-from spark.jobs.culprits import FailureStreak, exactly, find_culprits, fingerprint, list_events, list_records
+from spark.jobs.attempts import PART_OF, PartName, PartRunner, TooMuch
+from spark.jobs.culprits import (
+    FailureStreak,
+    Part,
+    exactly,
+    find_culprits,
+    fingerprint,
+    list_events,
+    list_records,
+    within,
+)
 from spark.jobs.dead_letters import DEAD, TRANSFORM_ERROR, reject_as, reject_bad_records, write_dead_letters
 from spark.jobs.query import BatchHandler, MicroBatchQuery, Query
 from spark.records import ORIGINS_READ, RecordOffset

@@ -31,7 +31,7 @@ _IDLE = "Waiting for data to arrive"
 WARM_S = 1.0
 """A transform is warm when a run takes no longer."""
 WARM_UP_RUNS, WARM_UP_LIMIT_S = 5, 10.0
-"""After so many runs, or so many seconds, the query starts though its transform is not warm."""
+"""After this number of runs, or of seconds, the query starts though its transform is not warm."""
 _WARM_UP_EVENTS = 20
 
 
@@ -39,8 +39,8 @@ _WARM_UP_EVENTS = 20
 class Query:
     """One query of a pipe.
 
-    writer: names it to the broker. report: takes the report of each stored batch, and returns when that is durable. ledger:
-    whether reports hold sets of origins. stopping: set once the job is to stop.
+    writer: its name at the broker. report: reports a stored batch; returns when the report is durable. ledger: whether reports
+    have sets of origins. stopping: set once the job is to stop.
     """
 
     session: SparkSession

@@ -11,9 +11,18 @@ from pyspark.sql import DataFrame
 from pyspark.sql import functions as f
 
 from spark.brokers.contract import SparkBroker
-from spark.jobs.attempts import MAX_ENDED, Part, PartName, PartRunner, within
+from spark.jobs.attempts import MAX_ENDED, PartName, PartRunner
 from spark.jobs.checkpoint import Checkpoint
-from spark.jobs.culprits import FailureStreak, exactly, find_culprits, fingerprint, list_events, list_records
+from spark.jobs.culprits import (
+    FailureStreak,
+    Part,
+    exactly,
+    find_culprits,
+    fingerprint,
+    list_events,
+    list_records,
+    within,
+)
 from spark.jobs.dead_letters import LATE, TRANSFORM_ERROR, reject_as, write_dead_letters
 from spark.jobs.query import Query
 from spark.records import OffsetRange, Offsets, RecordOffset, offset_text
@@ -27,7 +36,7 @@ SKIPPED_FILE = "skipped.json"
 REPORTED_FILE = "told_up_to.json"
 LATE_FILE = "late_up_to.json"
 SEARCHED_EVENTS = 200_000
-"""A real-time query plans no batches: when it ended processes, the search covers about so many events after the last commit."""
+"""A real-time query plans no batches: when it ended processes, the search covers about this number of events after its commit."""
 
 
 def read_skipped(query: Query) -> list[RecordOffset]:
@@ -192,7 +201,7 @@ class ReportedBatches:
         self._last = batch
 
     def _recompute(self, ranges: list[OffsetRange]) -> BatchReport:
-        """The outcomes of these events: by the same transform, when it is row by row. Otherwise only that they were read."""
+        """The outcomes of these events, by the same transform if it is row by row. Otherwise each event counts as filtered."""
         query, prepared = self._query, self._query.prepared
         skipped = query.checkpoint.read_note(SKIPPED_FILE, list[RecordOffset]) or []
         raw = _read_unskipped(query, ranges, skipped)
@@ -222,9 +231,9 @@ def reported_offsets(prepared: Prepared, broker: SparkBroker, checkpoint: Checkp
 class LateEvents:
     """Writes the late events of a query's batches to the dead letters, one batch after the other.
 
-    Spark drops the events behind the watermark of a transform over several events. It reports their number in a batch, not which
-    they were. After such a batch its events are read again, and those behind the batch's watermark go to the dead letters. A note
-    beside the checkpoint has the last batch that is settled. The next start settles the batches that a crash left open.
+    Spark drops the events behind the watermark of a transform over several events, and reports only their number in a batch. So
+    the events of such a batch are read again, and those behind its watermark go to the dead letters. A note beside the checkpoint
+    has the last batch that is settled. The next start settles the batches that a crash left open.
     """
 
     def __init__(self, query: Query) -> None:

@@ -125,10 +125,10 @@ def adopt_checkpoint(checkpoint: Checkpoint, prepared: Prepared, topics: Mapping
 
 
 def record_ran(checkpoint: Checkpoint, identity: Identity) -> bool:
-    """Record that the pipe planned a batch, if it did, so that a checkpoint without any is damaged from now on.
+    """Record that the pipe has planned a batch; returns whether it has. From then on a checkpoint without batches is damaged.
 
-    Returns whether it did. The query of bad records may finish a batch before the other query plans its first one. When the other
-    query fails just then, nothing is damaged.
+    The query of bad records may finish a batch before the other query plans its first one. When the other query fails at that
+    moment, nothing is damaged.
     """
     if identity.ran:
         return True
@@ -163,7 +163,7 @@ def _digest(prepared: Prepared) -> str:
 def check_not_older(query: Query) -> None:
     """Raise CheckpointDamaged when a topic holds a batch that the pipe's checkpoints do not know.
 
-    Their next batches would get the numbers of stored ones, be taken for these, and vanish.
+    The next batches would get the numbers of stored ones. The broker would take them for stored, and they would be lost.
     """
     rejects, out, dead = query.beside(REJECTS), output_topic(query.pipe), dead_letter_topic(query.pipe)
     _compare(query, out, query.writer)

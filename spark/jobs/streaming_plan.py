@@ -60,12 +60,12 @@ REAL_TIME_BATCH = "15 seconds"
 
 Events wait during a commit, 0.2 to 0.6 s: with 5 seconds these were more than 5 % of them."""
 REJECT_EVERY_S = 5.0
-"""Nobody waits for dead letters, and each poll for them takes time from the events that are transformed."""
+"""Nobody waits for dead letters, and each poll for them delays the events that are transformed."""
 _OUT = "out"
 _TOOK = "took"
 _WRITTEN_AT = "_penstock_written"
 _PROGRESS_KEPT = 10
-"""Spark keeps the observed values of so many batches. We poll four times a second, and read the batches again that we missed."""
+"""The number of batches whose observed values Spark keeps. We poll four times a second, and read missed batches again."""
 
 
 class StreamingPlanQuery:
@@ -129,7 +129,7 @@ class StreamingPlanQuery:
         return has_completed_trigger(self._transforming) and self._rejects.has_completed_trigger()
 
     def stop(self, limit: float) -> None:
-        """Stops right after a batch of a real-time query: in the middle of one, the next run would repeat up to all of it."""
+        """Stops right after a batch of a real-time query: in the middle of one, the next run would repeat the batch."""
         deadline = time.monotonic() + limit
         before = self._last_batch
         self._query.watchdog.end(self._query.writer)
@@ -142,7 +142,7 @@ class StreamingPlanQuery:
         self._query.attempts.record_failure(Stopping())
         try:
             self._record_progress()
-        except Exception as error:  # whatever it is, the next start does it
+        except Exception as error:  # the next start does it
             log.warning("last_batch_not_reported", pipe=self._query.pipe, error=shorten(error))
         self._rejects.stop(max(0.0, deadline - time.monotonic()))
 

@@ -20,17 +20,17 @@ from spark.sources.shards import (
     ShardPosition,
     Shards,
     check_beginning,
-    meet_shards,
+    list_shards,
     pack_shards,
-    read_on,
+    read_shards,
     shards_of,
 )
 from spark.sources.writer import BatchWriter, write_arrow
 
 POLL_EVERY_S = 0.5
-"""An idle stream is polled no more often: a shard answers five reads a second, for all its readers together."""
+"""The interval of polls of an idle stream: a shard allows five reads a second, for all its readers together."""
 TASK_EVENTS = 5_000
-"""A task gets at least so many records, if there are any."""
+"""A task gets at least this number of records, if there are enough."""
 
 
 @cache
@@ -79,8 +79,9 @@ class KinesisStreamReader(DataSourceStreamReader):
     def initialOffset(self) -> Offset:  # noqa: N802 - pyspark's name
         """The beginning of every shard."""
         streams = {topic: connection(self._url).stream(topic) for topic in self._topics}
-        met = {topic: (found.name, meet_shards(topic, found, {}, _now_ms())) for topic, found in streams.items()}
-        return pack_shards(met)
+        return pack_shards(
+            {topic: (found.name, list_shards(topic, found, {}, _now_ms())) for topic, found in streams.items()}
+        )
 
     def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802 - pyspark's name
         return ReadMaxRows(self._max_events)
@@ -99,9 +100,9 @@ class KinesisStreamReader(DataSourceStreamReader):
             before = shards_of(start, topic)[1]
             share = -(-room // (len(self._topics) - number))
             kinesis = connection(self._url)
-            found = kinesis.wait(read_on(kinesis.broker.reader, topic, stream, before, share))
-            met = meet_shards(topic, stream, before, _now_ms())
-            topics[topic] = stream.name, met | {shard: one.position for shard, one in found.items()}
+            found = kinesis.wait(read_shards(kinesis.broker.reader, topic, stream, before, share))
+            listed = list_shards(topic, stream, before, _now_ms())
+            topics[topic] = stream.name, listed | {shard: one.position for shard, one in found.items()}
             planned |= {(topic, shard): one for shard, one in found.items() if one.batches}
             room -= sum(len(batch.records) for one in found.values() for batch in one.batches)
         if planned:

@@ -20,7 +20,7 @@ from spark.sources.offsets import UNBOUNDED, Offset, advance, check_stored, offs
 from spark.sources.writer import BatchWriter
 
 TASK_EVENTS = 5_000
-"""A task reads at least so many records, if there are any: starting one costs as much as reading hundreds."""
+"""A task reads at least this number of records, if there are enough: starting one costs as much as reading hundreds."""
 
 
 class LogTask(InputPartition):

@@ -1,5 +1,5 @@
-"""How far a query has read a stream's shards, and what it reads next: children after their parents, and records that retention
-took are an error.
+"""The position of a query in a stream's shards, and its next records: children come after their parents. Records that retention
+removed unread are an error.
 
 The end of a shard is only known by reading it. So the records of a micro-batch are read when it is planned.
 """
@@ -17,9 +17,9 @@ from services.core.broker.record import Batch, estimate_size
 from spark.sources.offsets import Offset
 
 BATCH_BYTES = 16 << 20
-"""A micro-batch holds about so many bytes of one stream."""
+"""The bytes of one stream in a micro-batch, about."""
 SETTLED_EVERY_MS = 3_600_000
-"""An idle stream makes an empty batch so often, and the checkpoint records until when nothing can have been missed."""
+"""The interval of an idle stream's empty batches. With each, the checkpoint records until when nothing was missed."""
 _READ_RECORDS = 5_000
 _FULL_BYTES = 500_000
 """A read returns about a megabyte at most: after half of one there may be more."""
@@ -90,24 +90,24 @@ def shards_of(offset: Offset, topic: str) -> tuple[str, Shards]:
     }
 
 
-def meet_shards(topic: str, stream: Stream, known: Shards, now_ms: int) -> Shards:
+def list_shards(topic: str, stream: Stream, known: Shards, now_ms: int) -> Shards:
     """The shards as they are now: new ones at their beginning, without those that expired.
 
-    A batch reads only shards that the batch before it had met: then its start records until when nothing of them can have been
-    missed. Raises OffsetOutOfRange when a shard expired that nobody read for a whole retention.
+    A batch reads only shards that the batch before it listed. So its start offset records until when nothing of them was missed.
+    Raises OffsetOutOfRange when a shard expired that was not read for a whole retention.
     """
     kept = {shard.number for shard in stream.shards}
     known = {number: position.with_retention(stream.retention_ms) for number, position in known.items()}
     for number, position in known.items():
         if number not in kept and not position.ended and is_overdue(stream, position, now_ms):
             raise OffsetOutOfRange(topic, number, position.next, position.next + 1, position.next + 1, contiguous=False)
-    met = dict[int, ShardPosition]()
+    listed = dict[int, ShardPosition]()
     for shard in stream.shards:
         parents = [known[number] for number in shard.parents if number in known]
         settled = min((parent.settled for parent in parents), default=now_ms)
         shortest = min((parent.retention for parent in parents), default=stream.retention_ms)
-        met[shard.number] = known.get(shard.number, ShardPosition(0, settled, retention=shortest))
-    return dict(sorted(met.items()))
+        listed[shard.number] = known.get(shard.number, ShardPosition(0, settled, retention=shortest))
+    return dict(sorted(listed.items()))
 
 
 def is_overdue(stream: Stream, position: ShardPosition, now_ms: int) -> bool:
@@ -127,7 +127,7 @@ def readable(stream: Stream, known: Shards) -> list[Shard]:
     return [shard for shard in stream.shards if shard.number in unfinished and unfinished.isdisjoint(shard.parents)]
 
 
-async def read_on(reader: Reader, topic: str, stream: Stream, known: Shards, room: int) -> dict[int, Planned]:
+async def read_shards(reader: Reader, topic: str, stream: Stream, known: Shards, room: int) -> dict[int, Planned]:
     """About `room` records and BATCH_BYTES at most, shared evenly by the readable shards.
 
     Raises OffsetOutOfRange, UnknownTopic, Unavailable.
@@ -158,12 +158,12 @@ async def _read_shard(
         except OffsetOutOfRange as error:
             if batches or overdue or error.start <= at:
                 raise
-            at = error.start  # only records that were read before are gone: the last read was in time
+            at = error.start  # only records that were read before have expired: the last read was in time
             continue
         if batch is None:
             if overdue and not batches:
-                await _expect_last(reader, topic, shard.number, at)
-            position = _behind(known, at, batches)._replace(ended=not shard.is_open)
+                await _check_last(reader, topic, shard.number, at)
+            position = _position_after(known, at, batches)._replace(ended=not shard.is_open)
             if batches or now - known.settled > SETTLED_EVERY_MS:
                 position = position._replace(settled=now, retention=stream.retention_ms)
             return Planned(known.next, position, batches)
@@ -172,14 +172,14 @@ async def _read_shard(
         room -= len(batch.records)
         size -= (given := estimate_size(batch.records))
         is_more = len(batch.records) == asked or given >= _FULL_BYTES
-    return Planned(known.next, _behind(known, at, batches), batches)
+    return Planned(known.next, _position_after(known, at, batches), batches)
 
 
-def _behind(known: ShardPosition, at: int, batches: list[Batch]) -> ShardPosition:
+def _position_after(known: ShardPosition, at: int, batches: list[Batch]) -> ShardPosition:
     return known._replace(next=at, begun=batches[0].offsets[0] if batches else known.begun)
 
 
-async def _expect_last(reader: Reader, topic: str, shard: int, at: int) -> None:
+async def _check_last(reader: Reader, topic: str, shard: int, at: int) -> None:
     """Raise OffsetOutOfRange unless the last read record is still there: then no later record expired."""
     if await reader.read(topic, shard, at - 1, max_records=1) is None:
         raise OffsetOutOfRange(topic, shard, at, at + 1, at + 1, contiguous=False)

@@ -4,10 +4,11 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
-from typing import Protocol
+from typing import NamedTuple
 
 from pyspark import cloudpickle
 from pyspark.sql import DataFrame, SparkSession
@@ -18,56 +19,22 @@ from spark.java import check_is_query
 from spark.transforms.output import BadTransform
 
 
-class Definition(Protocol):
-    """source: its text. A transform with another text may have other results."""
+class Definition(NamedTuple):
+    """source: the text. A transform with another text may have other results.
+
+    apply: the result over the source frames, by stream name in the pipe's order; the session must be the frames' own. Lazy:
+    nothing runs yet.
+    """
 
     source: str
-
-    def check(self, session: SparkSession) -> None:
-        """Raise on a mistake that shows before anything is applied."""
-
-    def apply(self, session: SparkSession, views: Mapping[str, DataFrame]) -> DataFrame:
-        """The result over these source frames, by stream name in the pipe's order. Lazy: nothing runs yet."""
+    apply: Callable[[SparkSession, Mapping[str, DataFrame]], DataFrame]
 
 
-class SqlDefinition:
-    """A SELECT in which each source stream is a view of its name."""
-
-    def __init__(self, sql: str) -> None:
-        self._sql = self.source = sql
-
-    def check(self, session: SparkSession) -> None:
-        """Raises ParseException unless it is a query."""
-        check_is_query(session, self._sql)
-
-    def apply(self, session: SparkSession, views: Mapping[str, DataFrame]) -> DataFrame:
-        """Replaces the views in this session, which must be the frames' own."""
-        for name, frame in views.items():
-            frame.createOrReplaceTempView(f"`{name}`")
-        return session.sql(self._sql)
-
-
-class PythonDefinition:
-    """A function that gets one frame per source stream and returns one."""
-
-    def __init__(self, function: Callable[..., DataFrame], source: str) -> None:
-        self._function, self.source = function, source
-
-    def check(self, session: SparkSession) -> None:
-        """Only the call shows mistakes."""
-
-    def apply(self, session: SparkSession, views: Mapping[str, DataFrame]) -> DataFrame:
-        """Calls the function. Raises BadTransform when it returns something else."""
-        result = self._function(*views.values())
-        if not isinstance(result, DataFrame):
-            raise BadTransform(f"returned {type(result).__name__}, not a DataFrame")
-        return result
-
-
-def load_definition(transform: Transform, folder: Path) -> Definition:
-    """The definition in the pipe file, which is in `folder`. Runs the Python module. Raises BadTransform."""
+def load_definition(session: SparkSession, transform: Transform, folder: Path) -> Definition:
+    """The definition in the pipe file, which is in `folder`. Runs the Python module. Raises BadTransform, ParseException."""
     if transform.sql is not None:
-        return SqlDefinition(transform.sql)
+        check_is_query(session, transform.sql)
+        return Definition(transform.sql, partial(_apply_sql, transform.sql))
     assert transform.python is not None
     place, _, name = transform.python.rpartition(":")
     if not place or not name:
@@ -81,7 +48,24 @@ def load_definition(transform: Transform, folder: Path) -> Definition:
         raise BadTransform(f"{place} has no function {name!r}")
     loader = getattr(module, "__loader__", None)
     source = loader.get_source(module.__name__) if isinstance(loader, SourceFileLoader) else None
-    return PythonDefinition(function, f"{transform.python}\n{source}")
+    return Definition(f"{transform.python}\n{source}", partial(_apply_function, function))
+
+
+def _apply_sql(sql: str, session: SparkSession, views: Mapping[str, DataFrame]) -> DataFrame:
+    """A SELECT in which each source stream is a view of its name. Replaces the session's views."""
+    for name, frame in views.items():
+        frame.createOrReplaceTempView(f"`{name}`")
+    return session.sql(sql)
+
+
+def _apply_function(
+    function: Callable[..., object], _session: SparkSession, views: Mapping[str, DataFrame]
+) -> DataFrame:
+    """A function that gets one frame per source stream. Raises BadTransform when it returns no frame."""
+    result = function(*views.values())
+    if not isinstance(result, DataFrame):
+        raise BadTransform(f"returned {type(result).__name__}, not a DataFrame")
+    return result
 
 
 class _SnapshotLoader(SourceFileLoader):

@@ -5,7 +5,7 @@ events that did not exist before, it returns `id` (the same again when a batch i
 and the payload.
 
 New events get origins: the same ones when a batch is computed again. A task numbers its rows. The distribution of rows over tasks
-follows from the batch's offsets and the session's settings, so each task has as many rows the second time, in whatever order.
+follows from the batch's offsets and the session's settings. So each task has as many rows again, maybe in another order.
 """
 
 from collections.abc import Iterable, Mapping

@@ -57,7 +57,7 @@ class Prepared:
 
     @property
     def deduplicates(self) -> bool:
-        """Whether events seen before are left out."""
+        """Whether repeated events are dropped."""
         return self.transform.deduplicate_within is not None
 
     def watermarked(self, frame: DataFrame) -> DataFrame:
@@ -106,8 +106,7 @@ def _prepare(session: SparkSession, document: Document, file: PipeFile, name: st
             raise BadConfiguration([document.problem(("streams", stream, "columns"), shorten(error))]) from error
     key = ("pipes", name, "transform", "sql" if pipe.transform.sql is not None else "python")
     try:
-        definition = load_definition(pipe.transform, document.path.parent)
-        definition.check(session)
+        definition = load_definition(session, pipe.transform, document.path.parent)
         empty = session.createDataFrame([], RAW).alias(SOURCE_ALIAS)
         result = definition.apply(session, {stream: view.good(view.check(empty)) for stream, view in views.items()})
         declared = [column for view in views.values() if view.columns is not None for column in view.columns.names]
@@ -127,7 +126,7 @@ def _prepare(session: SparkSession, document: Document, file: PipeFile, name: st
             raise BadTransform("is not a stateless query, which real-time mode needs. Try: mode: micro-batch")
     except (PySparkException, BadTransform) as error:
         raise BadConfiguration([document.problem(key, shorten(error))]) from error
-    except Exception as error:  # the operator's own code: whatever it raises is a mistake in that file
+    except Exception as error:  # the operator's own code: any error is a mistake in that file
         raise BadConfiguration([document.problem(key, f"{type(error).__name__}: {shorten(error)}")]) from error
     return Prepared(name, pipe.transform, views, definition, out, row_by_row, pipe_version(pipe))
 
@@ -141,7 +140,7 @@ def _parse_columns(ddl: str | None, *, timed: bool) -> StructType | None:
     for name in names:
         if name == EVENT or (timed and name == EVENT_TIME) or name.startswith("_penstock"):
             raise BadTransform(
-                f"the column name {name!r} is taken. Try: another name, read by a transform from `value`"
+                f"the column name {name!r} is reserved. Try: another name, read by a transform from `value`"
             )
         if names.count(name) > 1:
             raise BadTransform(f"the column {name!r} is declared twice (names are the same in upper and lower case)")

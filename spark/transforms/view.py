@@ -1,4 +1,4 @@
-"""From a raw record to the columns that a transform sees, or to the check that the record fails; and dropping duplicates.
+"""From a raw record to the columns of the view, or to the check that the record fails; and dropping duplicates.
 
 Expressions are built once and used for each batch: building one takes many calls into Java, using it takes one.
 Names that start with `_penstock` are ours.
@@ -14,7 +14,7 @@ from pyspark.sql.types import StringType, StructField, StructType
 from services.core import event as names
 from spark.records import EVENT, EVENT_TIME, HEADERS, RAW_NAMES, READ, VALUE
 
-FAILED_CHECK = "_penstock_verdict"
+FAILED_CHECK = "_penstock_failed_check"
 """Column: null for an event, else the number of the check that the record fails."""
 TIME = "_penstock_time"
 """Column: event time of a record."""
@@ -68,7 +68,7 @@ class SourceView:
         return raw.select(*self._checked, now.cast("long").alias(READ_AT), *keep)
 
     def good(self, checked: DataFrame) -> DataFrame:
-        """The events, as a transform sees them: `event`, `value` and the declared columns."""
+        """The view of the events: `event`, `value` and the declared columns."""
         return checked.where(self._is_good).select(*self._seen)
 
     def bad(self, checked: DataFrame) -> DataFrame:
@@ -157,7 +157,7 @@ _KEY = "_penstock_key"
 
 
 def drop_duplicates(raw: DataFrame, within: float) -> DataFrame:
-    """A raw stream without the records whose stream and id came within so many seconds. Records without id stay.
+    """A raw stream without records whose stream and id were read before, at most `within` seconds ago. Records without id stay.
 
     Time is the time of processing: that of each batch, never that of the events. So the watermark over it only makes Spark forget
     ids; it never drops a late event. (`Checkpoint.check_clock` handles the exception, a clock that is set back.)

@@ -13,14 +13,11 @@ from spark.jobs.attempts import (
     ATTEMPT_FILE,
     MAX_ENDED,
     Attempts,
-    Part,
     PartName,
-    PartRange,
     PartRunner,
     TooMuch,
-    within,
 )
-from spark.jobs.culprits import FailureStreak, TransformBroken
+from spark.jobs.culprits import FailureStreak, Part, PartRange, TransformBroken, within
 from spark.jobs.replay import reject_process_killers
 from spark.records import RecordOffset, offset_text
 

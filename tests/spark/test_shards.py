@@ -17,7 +17,15 @@ from services.core.broker.kinesis.streams import Shard
 from services.core.broker.record import Batch, Record, estimate_size
 from spark.sources import shards as planning
 from spark.sources.kinesis import ArrowTask, KinesisStreamReader
-from spark.sources.shards import SETTLED_EVERY_MS, ShardPosition, meet_shards, pack_shards, read_on, readable, shards_of
+from spark.sources.shards import (
+    SETTLED_EVERY_MS,
+    ShardPosition,
+    list_shards,
+    pack_shards,
+    read_shards,
+    readable,
+    shards_of,
+)
 from tests.unit.kinesis.fake_shard import FakeShard
 
 DAY_MS = 86_400_000
@@ -50,13 +58,13 @@ def shard(number: int, *parents: int, is_open: bool = True) -> Shard:
 
 
 async def plan(shelf: Shelf, found: Stream, known: dict[int, ShardPosition], room: int = 1000) -> dict[int, Any]:
-    return dict(await read_on(cast(Reader, shelf), "s", found, known, room))
+    return dict(await read_shards(cast(Reader, shelf), "s", found, known, room))
 
 
 async def test_children_wait_for_a_batch_after_their_parents_end() -> None:
     """If this fails, the events of a key come out of order around a split or a merge."""
     split = stream(shard(0, is_open=False), shard(1, is_open=False), shard(2, 0, 1))
-    known = meet_shards("s", split, {0: ShardPosition(0, NOW), 1: ShardPosition(0, NOW)}, NOW)
+    known = list_shards("s", split, {0: ShardPosition(0, NOW), 1: ShardPosition(0, NOW)}, NOW)
     shelf = Shelf([3, 1, 5])
     planned = await plan(shelf, split, known, room=4)
     assert {number: len(one.batches) for number, one in planned.items()} == {0: 1, 1: 1}
@@ -69,7 +77,7 @@ async def test_children_wait_for_a_batch_after_their_parents_end() -> None:
     known |= {number: one.position for number, one in (await plan(shelf, split, known)).items()}
     assert [one.number for one in readable(split, known)] == [2]
     assert [
-        one.number for one in readable(stream(shard(2, 0, 1)), meet_shards("s", stream(shard(2, 0, 1)), known, NOW))
+        one.number for one in readable(stream(shard(2, 0, 1)), list_shards("s", stream(shard(2, 0, 1)), known, NOW))
     ] == [2]
 
 
@@ -104,27 +112,27 @@ async def test_what_expired_unread_is_an_error() -> None:
     assert not (await plan(Shelf([3], gone=3), one, {0: ShardPosition(BIG + 21, looked)}))[0].batches
     assert not (await plan(Shelf([3]), one, {0: ShardPosition(BIG + 21, long_ago)}))[0].batches, "the last one is there"
     with pytest.raises(OffsetOutOfRange):
-        meet_shards("s", stream(shard(1)), {0: ShardPosition(BIG, long_ago)}, NOW)
+        list_shards("s", stream(shard(1)), {0: ShardPosition(BIG, long_ago)}, NOW)
 
 
 async def test_a_child_is_as_old_as_its_parents_last_look() -> None:
     """If this fails, a query that was down across a split takes what it finds of a child for all that there was."""
     split = stream(shard(0, is_open=False), shard(1, 0))
     parent = ShardPosition(BIG, NOW - 5000, retention=DAY_MS // 2)
-    assert meet_shards("s", split, {0: parent}, NOW)[1] == ShardPosition(0, NOW - 5000, retention=DAY_MS // 2)
-    assert meet_shards("s", split, {}, NOW)[1] == ShardPosition(0, NOW, retention=DAY_MS)
+    assert list_shards("s", split, {0: parent}, NOW)[1] == ShardPosition(0, NOW - 5000, retention=DAY_MS // 2)
+    assert list_shards("s", split, {}, NOW)[1] == ShardPosition(0, NOW, retention=DAY_MS)
 
 
 async def test_a_longer_retention_brings_nothing_back() -> None:
     """If this fails, who raises the retention of a stream that a query is behind on hides what expired before."""
     raised = Stream("account:s:1", (shard(0),), 7 * DAY_MS)
-    known = meet_shards("s", stream(shard(0)), {0: ShardPosition(BIG + 1, NOW - DAY_MS - 1000)}, NOW - DAY_MS)
-    known = meet_shards("s", raised, shards_of(pack_shards({"s": ("a", known)}), "s")[1], NOW)
+    known = list_shards("s", stream(shard(0)), {0: ShardPosition(BIG + 1, NOW - DAY_MS - 1000)}, NOW - DAY_MS)
+    known = list_shards("s", raised, shards_of(pack_shards({"s": ("a", known)}), "s")[1], NOW)
     for lost in (known, {0: known[0]._replace(next=0)}):
         with pytest.raises(OffsetOutOfRange):
             await plan(Shelf([3], gone=2), raised, lost)
     with pytest.raises(OffsetOutOfRange):
-        meet_shards("s", Stream("account:s:1", (shard(1),), 7 * DAY_MS), known, NOW)
+        list_shards("s", Stream("account:s:1", (shard(1),), 7 * DAY_MS), known, NOW)
     looked = (await plan(Shelf([1]), raised, {0: ShardPosition(BIG + 1, NOW - DAY_MS // 2, retention=DAY_MS)}))[0]
     assert looked.position.retention == 7 * DAY_MS, "nothing is left that the shorter one could have taken"
 
@@ -194,8 +202,8 @@ async def test_a_backlog_fills_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(60):
         backlog.put(range(300), size=300)
     reader, one, beginning = cast(Reader, Shard0(backlog)), stream(shard(0)), {0: ShardPosition(0, NOW)}
-    everything = (await read_on(reader, "s", one, beginning, 1 << 62))[0]
+    everything = (await read_shards(reader, "s", one, beginning, 1 << 62))[0]
     assert sum(len(batch.records) for batch in everything.batches) == 60 * 300
     monkeypatch.setattr(planning, "BATCH_BYTES", 3 << 20)
-    part = (await read_on(reader, "s", one, beginning, 1 << 62))[0]
+    part = (await read_shards(reader, "s", one, beginning, 1 << 62))[0]
     assert 3 << 20 < sum(estimate_size(batch.records) for batch in part.batches) < 5 << 20

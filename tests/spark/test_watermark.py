@@ -21,7 +21,7 @@ from services.core.yaml_source import BadConfiguration
 from spark.brokers.log import LogSparkBroker
 from spark.jobs.attempts import Attempts, Stopping
 from spark.jobs.checkpoint import CheckpointDamaged
-from spark.jobs.culprits import FailureStreak, span
+from spark.jobs.culprits import FailureStreak, ranges_of, within
 from spark.jobs.dead_letters import Rejected, write_dead_letters
 from spark.jobs.query import Query
 from spark.jobs.replay import SKIPPED_FILE, read_skipped, reject_culprits, reject_process_killers
@@ -180,7 +180,7 @@ def test_event_of_an_aggregate_that_ends_the_process(pipeline: LogPipeline, monk
     pipeline.states.clear()
 
     def end_process(_prepared: object, _endpoint: object, raw: DataFrame, places: Sequence[RecordOffset]) -> None:
-        if raw.where(span(places)).where("CAST(value AS STRING) LIKE '%:0}'").count():
+        if raw.where(within(ranges_of(places))).where("CAST(value AS STRING) LIKE '%:0}'").count():
             raise ConnectionResetError("the process is gone")
 
     monkeypatch.setattr("spark.jobs.query.try_transform", end_process)
