@@ -36,7 +36,7 @@ class TransformSettings(Settings):
     master: str = Field("local[2]", description="Spark master; local[N] runs N tasks at once.")
     batch_timeout: Duration = Field(
         300.0,
-        description="Time limit of a batch, e.g. 5m; a tenth of it for each part of a batch that is processed in parts. Beyond the "
+        description="Time limit of a batch, e.g. 5m; a tenth of it for each part of a batch that is done in parts. Beyond the "
         "limit the process ends, and its supervisor starts it again.",
     )
     memory: Annotated[Size, AfterValidator(_enough)] = Field(
