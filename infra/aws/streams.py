@@ -2,9 +2,9 @@
 
     python infra/aws/streams.py pipes.yaml > streams.json
 
-The streams are those that `penstock apply` would make. What people name has no dot and stands in the policies by its name; what
-Penstock makes for each pipe stands there as `*.dead` and the like. The services make DynamoDB's tables: a group's leases are in
-`penstock-<group>`.
+The streams are those that `penstock apply` would make. A stream of the pipe file has no dot, and is in the policies by its name.
+The streams that Penstock makes for each pipe are there as `*.dead` and the like. The services make DynamoDB's tables: the leases
+of a group are in `penstock-<group>`.
 """
 
 import json
@@ -25,9 +25,9 @@ Json = dict[str, Any]
 _SHARDS = ["kinesis:ListShards", "kinesis:ListTagsForStream"]
 _WRITE = ["kinesis:PutRecords", *_SHARDS]
 _READ = [*_SHARDS, "kinesis:DescribeStreamSummary", "kinesis:GetShardIterator", "kinesis:GetRecords"]
-_LOOK_AT_LEASES = ["dynamodb:DescribeTable", "dynamodb:Scan", "dynamodb:GetItem"]
+_READ_LEASES = ["dynamodb:DescribeTable", "dynamodb:Scan", "dynamodb:GetItem"]
 _HOLD_LEASES = [
-    *_LOOK_AT_LEASES,
+    *_READ_LEASES,
     "dynamodb:CreateTable",
     "dynamodb:PutItem",
     "dynamodb:UpdateItem",
@@ -69,7 +69,7 @@ def _stream(spec: TopicSpec) -> Json:
 def _rights(people: list[str]) -> dict[str, list[Json]]:
     """What each service may do. people: the streams that people name."""
     return {
-        # Before its first event ingest looks where its streams end, for the ledger.
+        # Before its first event, ingest finds the ends of its streams, for the ledger.
         "Ingest": [_on_streams(_WRITE, *people, TELEMETRY), _on_streams(_READ, *people)],
         "Expel": [
             _on_streams(_READ, *people, "*.out", "*.retry", "*.parked", "penstock.retry-in", "penstock.control"),
@@ -80,14 +80,14 @@ def _rights(people: list[str]) -> dict[str, list[Json]]:
             _on_streams(_READ, "penstock.retry-in", "penstock.delay-*", "*.retry"),
             _on_streams(_WRITE, "penstock.delay-*", "*.retry", "penstock.dead", TELEMETRY),
             _on_tables(_HOLD_LEASES, "penstock-penstock.retrier"),
-            # To know whether a pipe is gone it looks at every stream of the account; at its shards and tags alone.
+            # To find pipes that are gone, it lists every stream of the account, with its shards and tags only.
             _allow(["kinesis:ListStreams"], ["*"]),
             _on_streams(_SHARDS, "*"),
         ],
         "Observer": [
             _on_streams(_READ, *people, "*.out", "*.retry", "*.parked", "*.dead", "penstock.*"),
             _on_streams(_WRITE, SNAPSHOTS, TELEMETRY),
-            _on_tables(_LOOK_AT_LEASES, "penstock-*"),
+            _on_tables(_READ_LEASES, "penstock-*"),
         ],
         "Autoscaler": [
             _on_streams([*_SHARDS, "kinesis:DescribeStreamSummary", *_RESHARD], *people, "*.out"),

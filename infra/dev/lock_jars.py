@@ -15,14 +15,14 @@ SEPARATOR = "__"
 ROOTS = {
     SPARK_KAFKA: [
         ("org.apache.spark:spark-sql-kafka-0-10_2.13:4.2.0", False),
-        # That of 4.2.0 cannot be had everywhere; the connector calls the same few functions in this one.
+        # 4.2.0 is not available everywhere; the connector calls the same few functions in this one.
         ("org.apache.spark:spark-token-provider-kafka-0-10_2.13:4.0.0", False),
         ("org.apache.kafka:kafka-clients:3.9.2", False),
         ("org.apache.commons:commons-pool2:2.12.1", False),
     ],
     KAFKA_SERVER: [
         ("org.apache.kafka:kafka_2.13:4.1.2", True),
-        # Kafka logs through slf4j 1.7, and its own dependencies bring nothing that writes what it says.
+        # Kafka logs through slf4j 1.7, and its own dependencies have nothing that writes the lines.
         ("org.apache.logging.log4j:log4j-slf4j-impl:2.25.3", False),
     ],
 }

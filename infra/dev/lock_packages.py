@@ -4,7 +4,7 @@
 .venv/bin/python infra/dev/lock_packages.py --upgrade  # the newest that fit
 
 build.txt: what builds packages; services.txt: what services run on; java.txt: the Java for who has none; dev.txt: the rest of
-what checks and tests need. No package stands in two of them. They hold for every Python that the project supports.
+what checks and tests need. No package is in two of them. They are valid for every Python that the project supports.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "infra" / "lock"
-SETS = {  # the later ones leave out what stands in an earlier one
+SETS = {  # each leaves out the packages of the earlier ones
     "build": ["--group", "build"],
     "services": [],
     "java": ["--extra", "java"],

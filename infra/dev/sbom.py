@@ -1,4 +1,4 @@
-"""What Penstock consists of, from its lock files: dist/penstock.cdx.json, or the path that is given, as CycloneDX JSON 1.6.
+"""Writes the bill of materials from the lock files: dist/penstock.cdx.json, or the given path, as CycloneDX JSON 1.6.
 
 python3 infra/dev/sbom.py
 

@@ -1,4 +1,4 @@
-"""Takes the README's picture of the observer's page, of the demo of an outage while one destination is down.
+"""Takes the README's picture: the observer's page in the demo of an outage, while one destination is down.
 
 .venv/bin/python infra/dev/screenshot.py docs/images/observer.png [--broker kafka] [--scheme dark]
 
@@ -18,7 +18,7 @@ from playwright.async_api import async_playwright
 WIDTH, HEIGHT = 1100, 1180
 WITHIN_S = 300.0
 SHOWN_S = 6.0
-"""So long after the outage began: the breaker is open, and the first lags are told."""
+"""So long after the outage began: the breaker is open, and the first lags are reported."""
 
 
 async def main(file: Path, broker: str, scheme: str) -> None:

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Makes .venv with the packages of infra/lock, and sees to a Java. `make setup` calls it; safe to run again.
-# Nothing is installed, and nothing runs in a build, whose hash no lock names.
+# Makes .venv with the packages of infra/lock, and a Java if there is none. `make setup` calls it; safe to run again.
+# Installs, and builds with, only files whose hash is in a lock.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 python=${PYTHON:-python3}

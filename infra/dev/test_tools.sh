@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Sees to the programs that tests run beside Python and Java. `make test` calls it; safe to run again.
+# Installs the programs that tests run beside Python and Java. `make test` calls it; safe to run again.
 set -euo pipefail
 
 # strace: proves that an acknowledgement follows a sync, and makes syncs fail (tests/faults).
-# mount: a small disk that gets full (tests/faults). openssl: a certificate (tests/unit/expel). curl: the README as it stands.
+# mount: a small disk that gets full (tests/faults). openssl: a certificate (tests/unit/expel). curl: the README's commands.
 # chromium: the observer's page (tests/browser). promtool: the rules of infra/prometheus (tests/unit/infra).
 # Each is a Debian package of its own name, but promtool.
 declare -A package=([promtool]=prometheus)
@@ -24,7 +24,7 @@ if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
 fi
 if [ "${installed:-}" = yes ]; then
     if [[ " ${missing[*]} " = *" prometheus "* ]]; then
-        # Wanted for promtool alone; where the package starts its service, that has to go.
+        # Only promtool is needed; stop the service that the package may start.
         { service prometheus stop; update-rc.d prometheus disable; } >/dev/null 2>&1 || true
     fi
     exit 0
