@@ -2,10 +2,13 @@
 
 import asyncio
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
+from typing import Any, TypeVar
 
 from services.fleet.problem import CommandFailed
+
+Result = TypeVar("Result")
 
 
 class Stop:
@@ -26,9 +29,21 @@ class Stop:
         if self.asked.is_set():
             raise CommandFailed("stopped before everything was running", status=130)
 
+    async def interrupt(self, work: Coroutine[Any, Any, Result], what: str) -> Result:
+        """The result of `work`. If a stop is requested first, cancels `work` and raises CommandFailed(what), status 130."""
+        working, asked = asyncio.ensure_future(work), asyncio.ensure_future(self.asked.wait())
+        await asyncio.wait({working, asked}, return_when=asyncio.FIRST_COMPLETED)
+        asked.cancel()
+        if self.asked.is_set():
+            working.cancel()
+            await asyncio.wait({working})
+            if working.cancelled() or working.exception() is not None:
+                raise CommandFailed(what, status=130)
+        return working.result()
+
 
 @contextmanager
-def stop_on_signals(on_signal: Callable[[bool], None]) -> Iterator[Stop]:
+def stop_on_signals(on_signal: Callable[[bool], None] = lambda _insists: None) -> Iterator[Stop]:
     """Handle SIGINT, SIGTERM and SIGHUP. `on_signal` is called for each, with whether it requests a stop at once.
 
     Under nohup SIGHUP stays ignored.

@@ -103,6 +103,22 @@ class Tracker:
         """The number of events that have not arrived."""
         return len(self.flights) - len(self.delivered)
 
+    def counts(self, dead: int) -> dict[str, int]:
+        """For the demo's result. dead: the number of dead letters."""
+        return {
+            "delivered": len(self.delivered),
+            "duplicates": self.duplicates,
+            "lost": self.lost,
+            "wrong": self.wrong,
+            "foreign": self.foreign,
+            "unsigned": self.unsigned,
+            "dead": dead,
+        }
+
+    def is_good(self, dead: int) -> bool:
+        """Whether every event arrived unchanged, and no other event."""
+        return not (self.lost or self.wrong or self.foreign or self.unsigned or dead)
+
     def recent_lag(self) -> int | None:
         """The median of the last thousand lags, in ms; None before the first."""
         recent = sorted(self.lags_ms[-1000:])

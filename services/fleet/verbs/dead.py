@@ -179,7 +179,7 @@ async def _redrive(
     """Returns the outcome and the error, so that the summary is printed before the error."""
     done = Redriven()
     try:
-        with stop_on_signals(lambda _insists: None) as stop:
+        with stop_on_signals() as stop:
             async with opened(url) as broker, Producer(broker.appender) as producer:
                 auditor = Auditor(producer, who, where.as_json())
                 await auditor.require_topic()

@@ -6,11 +6,10 @@ from typing import Annotated
 
 import typer
 import uvloop
-from rich.console import RenderableType
 
 from services.fleet.console import ERR, OUT
-from services.fleet.demo.chaos import ChaosResult, render_chaos, run_chaos
-from services.fleet.demo.run import DemoResult, render_result, run_demo
+from services.fleet.demo.chaos import render_chaos, run_chaos
+from services.fleet.demo.run import render_result, run_demo
 from services.fleet.demo.stage import remove_settings
 from services.fleet.problem import CommandFailed
 from services.fleet.verbs.app import APP, example
@@ -43,16 +42,9 @@ def demo(
             f"the demo does not support --broker {broker!r}", "--broker log, kafka or kinesis", status=2
         )
     remove_settings(os.environ)
-    result: DemoResult | ChaosResult
-    shown: RenderableType
-    if chaos:
-        result = uvloop.run(run_chaos(broker))
-        shown = render_chaos(result)
-    else:
-        result = uvloop.run(run_demo(broker))
-        shown = render_result(result)
-    (ERR if as_json else OUT).print(shown)
+    result = uvloop.run((run_chaos if chaos else run_demo)(broker))
+    (ERR if as_json else OUT).print((render_chaos if chaos else render_result)(result))
     if as_json:
-        typer.echo(json.dumps(result.as_json()))
-    if not result.good:
+        typer.echo(json.dumps(result))
+    if not result["ok"]:
         raise typer.Exit(1)

@@ -58,7 +58,7 @@ def _keys(secret_file: Path | None) -> tuple[SigningKey, ...]:
 
 
 async def _run(receiver: Receiver, host: str, port: int) -> None:
-    with stop_on_signals(lambda _insists: None) as stop:
+    with stop_on_signals() as stop:
         async with serve_receiver(receiver, host, port) as bound:
             checked = "signatures are verified" if receiver.keys else "signatures are not verified (no --secret-file)"
             print_note(f"Listening on http://{host}:{bound}/ ; {checked}. Ctrl-C ends it.", "bold green")

@@ -65,7 +65,7 @@ def rate(
 
 
 async def _run(service: str, shape: LoadShape, course: Measurement) -> list[Step]:
-    with stop_on_signals(lambda _insists: None) as stop:
+    with stop_on_signals() as stop:
         return await run_rating(service, shape, course, stop, lambda step: print_note(step_line(step)))
 
 

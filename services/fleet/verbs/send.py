@@ -1,6 +1,5 @@
 """`penstock send`."""
 
-import asyncio
 import io
 import json
 import os
@@ -105,30 +104,23 @@ async def _run(raw: InputFile, target: Target, summary: SendSummary, name: str) 
     """Send until the end or Ctrl-C. Returns the error, so that the summary is printed first."""
     source = io.BufferedReader(raw)
     size = os.fstat(raw.fileno()).st_size if name != "-" else 0
-    with stop_on_signals(lambda _insists: None) as stop, _progress(size) as progress:
+    with stop_on_signals() as stop, _progress(size) as progress:
         bar = progress.add_task(f"sending to {target.stream}", total=size or None, accepted=0)
-
-        told = ""
+        trouble = ""
 
         def show() -> None:
-            nonlocal told
-            if summary.trouble and not told:
+            nonlocal trouble
+            if summary.trouble and not trouble:
                 print_note(f"{target.url}: {summary.trouble}; trying again for up to {GIVE_UP_AFTER_S:.0f} s", "yellow")
-            told = summary.trouble
+            trouble = summary.trouble
             progress.update(bar, completed=source.tell() if size else None, accepted=summary.accepted)
 
-        sending = asyncio.ensure_future(send_events(read_events(source), target, summary, show))
-        asked = asyncio.ensure_future(stop.asked.wait())
-        await asyncio.wait({sending, asked}, return_when=asyncio.FIRST_COMPLETED)
-        asked.cancel()
-        stopped = sending.cancel()
-        if stopped:
-            raw.stop()
-        await asyncio.wait({sending})
-        if stopped:
-            return CommandFailed("stopped; events in flight may have been stored", status=130)
         try:
-            sending.result()
+            sending = send_events(read_events(source), target, summary, show)
+            await stop.interrupt(sending, "stopped; events in flight may have been stored")
+        except CommandFailed as error:
+            raw.stop()  # ends the read of the thread, which would block the end of the event loop
+            return error
         except BadInput as error:
             return CommandFailed(f"{name}: {error}", "mending the input; the events before it were sent")
         except SendingFailed as error:

@@ -48,7 +48,7 @@ async def _run(data: Path, *, watch: bool, as_json: bool) -> None:
     state = await asyncio.to_thread(_find, data)
     pipes = await asyncio.to_thread(load_pipes, Path(state.pipes))
     previous = (await read_status(state, None)).sample
-    with stop_on_signals(lambda _insists: None) as stop, contextlib.ExitStack() as stack:
+    with stop_on_signals() as stop, contextlib.ExitStack() as stack:
         live = stack.enter_context(Live(console=OUT, auto_refresh=False)) if watch and not as_json else None
         while not await _wait(stop):
             current = await read_status(await asyncio.to_thread(_find, data), previous)
