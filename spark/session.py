@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pyspark.sql import SparkSession
 
-from services.core.jvm.jars import spark_kafka_jars
+from services.core.jvm.jars import SPARK_KAFKA, jar_set
 from services.core.jvm.java import java_env
 from spark.java import clear_active_session, set_active_session
 from spark.sources.source import BrokerSource
@@ -83,7 +83,7 @@ def open_session(*, master: str, memory: int, kafka: bool) -> SparkSession:
     builder = builder.config("spark.driver.extraJavaOptions", " ".join(_JAVA_OPTIONS))
     builder = builder.config("spark.sql.shuffle.partitions", str(max(1, slots(master) or 2)))
     if kafka:
-        builder = builder.config("spark.jars", ",".join(str(path) for path in spark_kafka_jars()))
+        builder = builder.config("spark.jars", ",".join(str(path) for path in jar_set(SPARK_KAFKA)))
     session = builder.getOrCreate()
     session.dataSource.register(BrokerSource)
     return session

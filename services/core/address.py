@@ -1,4 +1,4 @@
-"""Where a server listens, as people write it: host:port, IPv6 in brackets."""
+"""The address on which a server listens, as text: host:port, IPv6 in brackets."""
 
 import ipaddress
 import re
@@ -13,11 +13,11 @@ MAX_PORT = 65_535
 MAX_HOST = 255
 
 LOOPBACK_NAMES = "It answers to localhost and to loopback addresses. Try: http://127.0.0.1"
-"""What a client is told that used another name."""
+"""The refusal of a request that used another name."""
 
 
 def parse_address(text: str) -> tuple[str, int]:
-    """Host (without brackets) and port, 0 to 65535. Raises ValueError for a person."""
+    """Host (without brackets) and port, 0 to 65535. Raises ValueError, whose message is for a person."""
     match = _ADDRESS.fullmatch(text)
     if match is None or int(match["port"]) > MAX_PORT:
         raise ValueError("host:port is needed. Try: 127.0.0.1:8080, or [::1]:8080")
@@ -25,7 +25,7 @@ def parse_address(text: str) -> tuple[str, int]:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host, as text, can be reached from this machine only. Names other than localhost count as reachable."""
+    """Whether only this machine can reach the host. Of names only localhost counts as loopback."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -34,10 +34,10 @@ def is_loopback(host: str) -> bool:
 
 @lru_cache(maxsize=64)
 def is_loopback_authority(authority: str) -> bool:
-    """Whether a Host header (host, or host:port) names this machine in a way that only this machine can resolve.
+    """Whether a Host header (host, or host:port) is localhost or a loopback address.
 
-    A server that asks nobody who they are answers no other name: a page of somebody else whose name is made to mean 127.0.0.1
-    (DNS rebinding) would be of the same origin as the server's own pages.
+    A server without authentication refuses other names. Otherwise a foreign page whose name resolves to 127.0.0.1 (DNS
+    rebinding) would have the same origin as the server's own pages.
     """
     if len(authority) > MAX_HOST:
         return False
@@ -47,9 +47,8 @@ def is_loopback_authority(authority: str) -> bool:
 
 @lru_cache(maxsize=64)
 def is_named_authority(authority: str, names: frozenset[str]) -> bool:
-    """As `is_loopback_authority`, for a server that others reach: an IP address, localhost, or one of its names (lower case).
-
-    No page of somebody else has an address for a name.
+    """As `is_loopback_authority`, for a server that other machines reach: any IP address, localhost, or one of `names` (lower
+    case). No foreign page has an IP address as its name.
     """
     match = _AUTHORITY.fullmatch(authority) if len(authority) <= MAX_HOST else None
     if match is None:
@@ -68,4 +67,4 @@ def _checked(text: str) -> str:
 
 
 Address = Annotated[str, AfterValidator(_checked)]
-"""A field that `parse_address` can read."""
+"""A field with text that `parse_address` accepts."""

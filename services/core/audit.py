@@ -1,6 +1,6 @@
-"""What operators decided about events that were not delivered: entries of `penstock.audit`, one partition, kept for ever.
+"""Writes `penstock.audit`: operators' decisions about events that were not delivered. One partition, kept for ever.
 
-Written when what was decided is durable, by the command line, and by expel for what a pipe file drops.
+The command line writes an entry after its action is durable. Expel writes one for the events that a pipe file drops.
 """
 
 import hashlib
@@ -16,19 +16,19 @@ from services.core.broker.record import Record
 from services.core.pipes import AUDIT
 
 REDRIVE, DISCARD = "redrive", "discard"
-"""Of dead letters."""
+"""Actions on dead letters."""
 DROP = "drop"
-"""Of events that waited for a destination which the pipe file has removed: where they lie in the retry or parked topic."""
+"""The action on events that waited for a removed destination. The entry has their offsets in the retry or parked topic."""
 
 Range = tuple[int, int]
 DIGEST_BYTES = 6
 
 
 class Entry(msgspec.Struct, frozen=True):
-    """One batch of one action in one partition. at: ms. ranges: (first, last) offsets, ascending, each wholly acted upon.
+    """One batch of one action in one partition. at: ms. ranges: (first, last) offsets, ascending; all their records count.
 
-    digests: of the records acted upon, DIGEST_BYTES each, in the order of their offsets: a topic that was made anew has other
-    records there. Empty in entries of earlier versions, and where nobody asks.
+    digests: DIGEST_BYTES of each record, in the order of the offsets. They tell the records from those of a topic that was
+    created again. Empty in entries of earlier versions and of DROP.
     """
 
     action: str
@@ -43,7 +43,7 @@ class Entry(msgspec.Struct, frozen=True):
 
 
 class ActedUpon(NamedTuple):
-    """One record. digest: `digest_of` it, or empty."""
+    """One record. digest: from `digest_of`, or empty."""
 
     topic: str
     partition: int
@@ -52,7 +52,7 @@ class ActedUpon(NamedTuple):
 
 
 def digest_of(record: Record) -> bytes:
-    """What a record is known by, wherever it lies: of its key, value and headers."""
+    """Identifies a record by its key, value and headers, in any topic and at any offset."""
     found = hashlib.blake2b(digest_size=DIGEST_BYTES)
     for part in (
         record.key,
@@ -70,7 +70,7 @@ async def write_entries(
     filters: Mapping[str, str],
     records: Iterable[ActedUpon],
 ) -> None:
-    """Durably, one entry a partition. filters: what was asked for. Raises BrokerError kinds."""
+    """Write one entry per partition, durably. filters: the operator's selection. Raises BrokerError kinds."""
     places: defaultdict[tuple[str, int], dict[int, bytes]] = defaultdict(dict)
     for topic, partition, offset, digest in records:
         places[topic, partition][offset] = digest
@@ -85,12 +85,12 @@ async def write_entries(
 
 
 def _digests(found: Mapping[int, bytes]) -> bytes:
-    """In the order of the offsets; none when one of them has none."""
+    """The digests in the order of the offsets; empty when one of them is missing."""
     return b"".join(found[offset] for offset in sorted(found)) if all(found.values()) else b""
 
 
 def _join(offsets: Iterable[int]) -> list[Range]:
-    """Ascending, neighbours joined."""
+    """The offsets as ascending ranges."""
     merged: list[Range] = []
     for offset in sorted(offsets):
         if merged and offset == merged[-1][1] + 1:

@@ -1,6 +1,6 @@
-"""Kinesis and DynamoDB on this machine, in memory, for tests and the demo: kinesis-mock on Node, moto's server for leases.
+"""Emulators of Kinesis (kinesis-mock on Node) and DynamoDB (moto's server) on this machine, for tests and the demo.
 
-They hold nothing durably, do not throttle and take any credentials. `make setup` installs both.
+They store nothing durably, never throttle, and accept any credentials. `make setup` installs both.
 """
 
 import http.client
@@ -25,7 +25,7 @@ CREDENTIALS = {
     "AWS_SECRET_ACCESS_KEY": "emulator",
     "AWS_EC2_METADATA_DISABLED": "true",
 }
-"""What the environment of a process that uses the emulator must hold: the SDK signs with anything."""
+"""Variables that a process needs to use the emulator: the AWS SDK requires some credentials."""
 
 _READY_SECONDS = 300.0
 _ANSWER_SECONDS = 10.0
@@ -34,13 +34,13 @@ _SHARDS = 10_000
 
 
 class EmulatorNotReady(RuntimeError):
-    """An emulator is not installed, ended, or was not ready in time. The message says what to do, or quotes its log."""
+    """An emulator is not installed, ended, or was not ready in time. The message has a remedy, or quotes its log."""
 
 
 class AwsEmulator:
     """Both servers on free loopback ports, their logs in `folder`. Blocks; use asyncio.to_thread. A context manager.
 
-    The processes die with this one. What they hold is lost when they stop.
+    The processes die with this one. Their data is lost when they stop.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -52,18 +52,16 @@ class AwsEmulator:
 
     @property
     def url(self) -> str:
-        """For `connect.open_broker`."""
+        """The broker's URL for `connect.open_broker`."""
         return kinesis_url(self.endpoint, self.dynamodb)
 
     @property
     def is_running(self) -> bool:
-        """Whether both processes exist."""
-        return len(self._running) == len(self._commands) and all(
-            child.poll() is None for child in self._running.values()
-        )
+        """Whether both processes run."""
+        return len(self._running) == 2 and all(child.poll() is None for child in self._running.values())
 
     def start(self) -> None:
-        """Start both and wait until they answer. Raises EmulatorNotReady; what had started is stopped then."""
+        """Start both and wait until they answer. Raises EmulatorNotReady, after stopping both."""
         self._folder.mkdir(parents=True, exist_ok=True)
         try:
             for name, command in self._commands.items():
@@ -75,7 +73,7 @@ class AwsEmulator:
             raise
 
     def stop(self) -> None:
-        """Kill both: there is nothing to save. Idempotent."""
+        """Kill both. Idempotent."""
         for child in self._running.values():
             stop_child(child, grace_s=0)
         self._running.clear()
@@ -83,8 +81,8 @@ class AwsEmulator:
     def _wait(self, name: str, url: str, deadline: float) -> None:
         while not _answers(url):
             if self._running[name].poll() is not None or time.monotonic() > deadline:
-                said = self._log(name).read_text(errors="replace").splitlines()[-15:]
-                raise EmulatorNotReady(f"the {name} emulator does not answer. Its log:\n" + "\n".join(said))
+                end = self._log(name).read_text(errors="replace").splitlines()[-15:]
+                raise EmulatorNotReady(f"the {name} emulator does not answer. Its log:\n" + "\n".join(end))
             time.sleep(0.05)
 
     def _log(self, name: str) -> Path:
@@ -115,7 +113,7 @@ def _kinesis(plain: int, tls: int) -> Sequence[str]:
         "KINESIS_MOCK_TLS_PORT": tls,
         "SHARD_LIMIT": _SHARDS,
         "LOG_LEVEL": "WARN",
-        "CATS_EFFECT_CPU_STARVATION_CHECK_INTERVAL": "1h",  # else it complains of a busy machine
+        "CATS_EFFECT_CPU_STARVATION_CHECK_INTERVAL": "1h",  # fewer warnings on a busy machine
         **{f"{change}_DURATION": _SETTLING for change in changes},
     }
     return [env, *(f"{name}={value}" for name, value in settings.items()), node, str(package / "main.js")]
@@ -128,7 +126,7 @@ def _dynamodb(port: int) -> Sequence[str]:
 
 
 def _answers(url: str) -> bool:
-    """Whether anything speaks HTTP there; moto knows no health check and says so."""
+    """Whether an HTTP server answers there, with any status: moto has no health check."""
     parts = urlsplit(url)
     connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=_ANSWER_SECONDS)
     try:
@@ -142,5 +140,5 @@ def _answers(url: str) -> bool:
 
 
 def use_credentials() -> None:
-    """Let this process, and those that it starts, sign with made-up credentials."""
+    """Set CREDENTIALS for this process and those that it starts."""
     os.environ.update(CREDENTIALS)

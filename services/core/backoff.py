@@ -1,4 +1,4 @@
-"""The waits of a loop that tries the same thing again until it works."""
+"""The waits of a loop that repeats an action until it succeeds."""
 
 import asyncio
 
@@ -15,23 +15,23 @@ class Backoff:
     def __init__(self, base: float, limit: float) -> None:
         self._base, self._limit = base, limit
         self.failures = 0
-        """Since the last success."""
+        """Failures since the last success."""
 
     def fail(self) -> bool:
-        """Count a failure. True for the first of a series, which is the one to log."""
+        """Count a failure. Returns True for the first of a series: only that one is logged."""
         self.failures += 1
         return self.failures == 1
 
     def reset(self) -> None:
-        """It worked."""
+        """Count a success."""
         self.failures = 0
 
     def delay(self) -> float:
-        """Seconds until the next attempt; another random number at each call."""
+        """Seconds until the next attempt; random at each call."""
         return float(backoff.full_jitter(min(self._limit, self._base * 2 ** min(self.failures, 10))))
 
     async def wait(self, stopping: asyncio.Event | None = None) -> None:
-        """Until the next attempt, or `stopping`."""
+        """Wait until the next attempt, or until `stopping` is set."""
         wait = self.delay()
         if stopping is None:
             await asyncio.sleep(wait)

@@ -1,15 +1,15 @@
-"""Why letters died, grouped: their reason, and their detail without what differs from one event to the next."""
+"""Groups dead letters by cause: the reason, and the detail without the parts that differ between events."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import lru_cache
 
-from services.core.letter import DeadLetter, Position
+from services.core.dead_letter import DeadLetter, Position
 from services.core.masking import mask_text
 from services.core.times import format_time
 
 OTHER = "other"
-"""The reason of what is too rare to be named."""
+"""The reason of all causes that are too rare to be listed."""
 
 _QUOTED = re.compile(r"\"[^\"]*\"|'[^']*'|`[^`]*`")
 _VARYING = re.compile(r"\b(?=[\w.:+-]*\d)[\w.:+-]*\w")
@@ -19,13 +19,13 @@ _MAX_ID = 256
 
 @lru_cache(4096)
 def normalise(detail: str) -> str:
-    """The detail with quoted parts, and words with a digit (numbers, ids, times), replaced; no secret is left in it."""
+    """The detail with placeholders for quoted parts, words with a digit (numbers, ids, times), and secrets."""
     return " ".join(_VARYING.sub("#", _QUOTED.sub("'…'", mask_text(detail))).split())
 
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """One letter of a cause. event_id: None when it has none; it and detail are for a person, without secrets."""
+    """One dead letter of a cause. event_id and detail are for a person, without secrets."""
 
     position: Position
     event_id: str | None
@@ -33,7 +33,7 @@ class Example:
 
     @classmethod
     def of(cls, letter: DeadLetter) -> "Example":
-        """What is shown of this letter."""
+        """The shown part of this dead letter."""
         event_id = letter.event_id
         shown = None if event_id is None else mask_text(event_id[:_MAX_ID])
         return cls(letter.position, shown, mask_text(letter.detail))
@@ -41,7 +41,7 @@ class Example:
 
 @dataclass(slots=True)
 class Cause:
-    """first, last: ms, of the first failures. example: the newest letter's."""
+    """One cause. first, last: ms, of the first failures. example: the newest dead letter."""
 
     reason: str
     detail: str
@@ -52,7 +52,7 @@ class Cause:
 
     @property
     def status(self) -> int | None:
-        """The receiver's answer, when that was the reason."""
+        """The status of the receiver's answer, if that was the reason."""
         match = _STATUS.fullmatch(self.reason)
         return None if match is None else int(match[1])
 
@@ -65,15 +65,11 @@ class Cause:
             "count": self.count,
             "first_seen": format_time(self.first),
             "last_seen": format_time(self.last),
-            "example": {
-                "position": str(self.example.position),
-                "event_id": self.example.event_id,
-                "detail": self.example.detail,
-            },
+            "example": {**asdict(self.example), "position": str(self.example.position)},
         }
 
     def absorb(self, other: "Cause") -> None:
-        """Count what the other counted as this."""
+        """Add the other's counts."""
         self.count += other.count
         self.first = min(self.first, other.first)
         if other.last >= self.last:
@@ -81,9 +77,9 @@ class Cause:
 
 
 class Causes:
-    """The `limit` most frequent causes, by and by: at most twice as many are held, and the rarest are counted as OTHER.
+    """About the `limit` most frequent causes. At most twice as many are kept; then the rarest are counted as OTHER.
 
-    The sum of all counts is exact. A cause that was counted as OTHER and comes again begins at 1.
+    The sum of all counts is exact. A cause that was counted as OTHER and occurs again begins at 1.
     """
 
     def __init__(self, limit: int) -> None:
@@ -93,7 +89,7 @@ class Causes:
         self.letters = 0
 
     def add(self, letter: DeadLetter) -> None:
-        """Count one."""
+        """Count one dead letter."""
         self.letters += 1
         seen = letter.first_failure
         one = Cause(letter.reason, normalise(letter.detail), 1, seen, seen, Example.of(letter))
@@ -103,9 +99,9 @@ class Causes:
             return
         self._groups[one.reason, one.detail] = one
         if len(self._groups) > 2 * self._limit:
-            self._forget_the_rarest()
+            self._merge_rarest()
 
-    def _forget_the_rarest(self) -> None:
+    def _merge_rarest(self) -> None:
         ranked = sorted(self._groups.values(), key=_rank)
         self._groups = {(cause.reason, cause.detail): cause for cause in ranked[: self._limit]}
         for cause in ranked[self._limit :]:
@@ -120,5 +116,5 @@ class Causes:
 
 
 def _rank(cause: Cause) -> tuple[int, int]:
-    """The most frequent first; of equals the one seen last."""
+    """The most frequent first; of equals the latest."""
     return -cause.count, -cause.last

@@ -1,37 +1,40 @@
-"""Dead letters: what could not be handled, kept with its reason. One stream per pipe, written by expel and by Spark.
+"""Dead letters: events that could not be processed, with the reason. One topic per pipe, written by expel and Spark.
 
-The record keeps its key, value and headers; these headers are added in front (a redrive takes them off). Its timestamp is
-when the letter was written: Kafka's retention counts from it, and an event that waited long would be deleted at once. The
-event's own time is a header.
+The record keeps its key, value and headers. The headers of this module are added in front; a redrive removes them. The record's
+timestamp is the time at which the dead letter was written, because Kafka's retention counts from it: an event that waited long
+would be deleted at once. The event's time is a header.
 """
 
 import re
+from dataclasses import dataclass
+from typing import NamedTuple, Self
 
 from services.core import retry_state
 from services.core.broker.record import Record, TopicPartition
-from services.core.event import MAX_MILLIS_DIGITS
+from services.core.event import MAX_MILLIS_DIGITS, read_id
+from services.core.times import format_time
 
 PREFIX = "penstock_dead_"
 REASON = PREFIX + "reason"
 """A stable word, e.g. `http_404`, `window_over`, `bad_record`, `schema_mismatch`, `transform_error`.
 
-`damaged_batch`: the value is no event but what a broker has stored of several; it cannot be redriven."""
+`damaged_batch`: the value is the stored bytes of several damaged records; it cannot be redriven."""
 DETAIL = PREFIX + "detail"
-"""For a person; bounded to `MAX_DETAIL` bytes; never a secret."""
+"""For a person; at most `MAX_DETAIL` bytes; without secrets."""
 NODE = PREFIX + "node"
-"""Which node gave up: `transform` or `expel`."""
+"""The node that wrote it: `transform` or `expel`."""
 PIPE = PREFIX + "pipe"
 DESTINATION = PREFIX + "destination"
-"""Empty when the node is not one of a destination."""
+"""Empty in dead letters of a transform."""
 VERSION = PREFIX + "version"
-"""Which definition of the pipe was in force (`pipes.pipe_version`); missing where the node does not know it."""
+"""The definition of the pipe (`pipes.pipe_version`); missing where the node does not know it."""
 ATTEMPTS = PREFIX + "attempts"
 FIRST_FAILURE = PREFIX + "first_failure"
 """Milliseconds since the epoch of the first failed attempt."""
 SOURCE = PREFIX + "source"
-"""Where the original record lies: `topic:partition:offset`."""
+"""The original record: `topic:partition:offset`."""
 TIME = PREFIX + "time"
-"""The event's own time, ms. Letters of before lack it: their timestamp is that time."""
+"""The event's time, ms. Dead letters of earlier versions lack it: their timestamp is that time."""
 
 _MILLIS = re.compile(rb"-?[0-9]{1,%d}" % MAX_MILLIS_DIGITS)
 
@@ -53,10 +56,7 @@ def make_dead_letter(
     offset: int,
     now_ms: int,
 ) -> Record:
-    """The record as it goes to the pipe's dead letters at `now_ms`. first_failure in ms.
-
-    Headers of an earlier dead letter or retry are replaced.
-    """
+    """The record for the pipe's dead letters. first_failure, now_ms: ms. Replaces headers of an earlier dead letter or retry."""
     kept = tuple(header for header in record.headers if not header[0].startswith((PREFIX, retry_state.PREFIX)))
     added = (
         (REASON, reason.encode()),
@@ -74,12 +74,107 @@ def make_dead_letter(
 
 
 def event_time(record: Record) -> int:
-    """The time of the event in this letter, ms."""
+    """The time of the event in this dead letter, ms."""
     time = record.header(TIME)
     return int(time) if time is not None and _MILLIS.fullmatch(time) else record.timestamp
 
 
 def strip(record: Record) -> Record:
-    """The original record again, for a redrive."""
+    """The original record, for a redrive."""
     kept = tuple(header for header in record.headers if not header[0].startswith(PREFIX))
     return Record(record.key, record.value, event_time(record), kept)
+
+
+_POSITION = re.compile(r"([A-Za-z0-9._-]{1,249}):(\d{1,9}):(\d{1,64})")
+
+
+class Position(NamedTuple):
+    """The place of a record; as text `topic:partition:offset`."""
+
+    topic: str
+    partition: int
+    offset: int
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """From text. Raises ValueError."""
+        match = _POSITION.fullmatch(text)
+        if match is None:
+            raise ValueError(f"{text[:80]!r} is not a position. Try: one from penstock dead list, e.g. late.dead:0:17")
+        return cls(match[1], int(match[2]), int(match[3]))
+
+    def __str__(self) -> str:
+        return f"{self.topic}:{self.partition}:{self.offset}"
+
+
+@dataclass(frozen=True, slots=True)
+class DeadLetter:
+    """A dead letter with the values of its headers; "" and 0 for missing ones. first_failure: ms.
+
+    fate: `redriven`, `discarded`, or "" while it is open. digest: of the stored record (`audit.digest_of`), or empty.
+    """
+
+    position: Position
+    record: Record
+    pipe: str
+    destination: str
+    node: str
+    reason: str
+    detail: str
+    attempts: int
+    first_failure: int
+    source: str
+    fate: str = ""
+    version: str = ""
+    digest: bytes = b""
+
+    @classmethod
+    def of(cls, position: Position, record: Record, fate: str = "", digest: bytes = b"") -> Self:
+        """From the record. Never raises: other programs may have written to the topic."""
+        return cls(
+            position,
+            record,
+            _text(record, PIPE),
+            _text(record, DESTINATION),
+            _text(record, NODE),
+            _text(record, REASON),
+            _text(record, DETAIL),
+            _number(record, ATTEMPTS),
+            _number(record, FIRST_FAILURE),
+            _text(record, SOURCE),
+            fate,
+            _text(record, VERSION),
+            digest,
+        )
+
+    @property
+    def event_id(self) -> str | None:
+        """None when it is missing or not UTF-8."""
+        return read_id(self.record)
+
+    def as_json(self) -> dict[str, object]:
+        """Without the payload; times in RFC 3339."""
+        return {
+            "position": str(self.position),
+            "id": self.event_id,
+            "pipe": self.pipe,
+            "pipe_version": self.version,
+            "destination": self.destination,
+            "node": self.node,
+            "reason": self.reason,
+            "detail": self.detail,
+            "attempts": self.attempts,
+            "first_failure": format_time(self.first_failure),
+            "event_time": format_time(event_time(self.record)),
+            "source": self.source,
+            "fate": self.fate,
+        }
+
+
+def _text(record: Record, name: str) -> str:
+    return (record.header(name) or b"").decode(errors="replace")
+
+
+def _number(record: Record, name: str) -> int:
+    raw = record.header(name) or b""
+    return int(raw) if raw.isdigit() and len(raw) <= 15 else 0

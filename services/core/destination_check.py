@@ -1,6 +1,6 @@
-"""What a pipe file's destinations must satisfy beyond their shape: URLs that may be reached, headers that may be set.
+"""Checks a pipe file's destinations beyond their shape: allowed URLs, allowed headers, signing secrets.
 
-Used by expel when it starts and by the command line before anything starts; each mistake names file, line and key.
+Expel calls it when it starts, and the command line before anything starts. Each mistake names file, line and key.
 """
 
 import re
@@ -22,7 +22,7 @@ _OURS = frozenset(
         "content-encoding",
         "accept-encoding",
         "expect",
-        # hop-by-hop: they speak of the connection, not of the request
+        # hop-by-hop: they concern the connection, not the request
         "connection",
         "keep-alive",
         "proxy-connection",
@@ -36,7 +36,7 @@ _OUR_PREFIXES = ("webhook-", "proxy-")
 
 
 def check_header(name: str, value: str) -> str | None:
-    """Why a destination may not set this header, for a person; None when it may."""
+    """The reason why a destination may not set this header, for a person; None when it may."""
     if not _TOKEN.fullmatch(name):
         return "is not a valid header name"
     if name.lower() in _OURS or name.lower().startswith(_OUR_PREFIXES):
@@ -49,7 +49,7 @@ def check_header(name: str, value: str) -> str | None:
 def check_destinations(
     document: Document, pipes: PipeFile, policy: NetPolicy, environ: Mapping[str, str] | None = None
 ) -> list[Problem]:
-    """Every mistake in the webhooks of this file. With `environ`, signing secrets are looked for too. Blocking."""
+    """Every mistake in the webhooks of this file. environ: with it, signing secrets are checked, too. Blocking."""
     problems = []
     for name, pipe in pipes.pipes.items():
         for index, destination in enumerate(pipe.destinations):
@@ -70,7 +70,7 @@ def _check_webhook(
             problems.append(document.problem((*path, "headers", name), reason))
     lower = [name.lower() for name in webhook.headers]
     if len(set(lower)) != len(lower):
-        problems.append(document.problem((*path, "headers"), "a header stands twice"))
+        problems.append(document.problem((*path, "headers"), "a header occurs twice"))
     if environ is not None and webhook.secret is not None:
         try:
             read_signing_keys(webhook.secret, Path(document.path).parent, environ)

@@ -1,7 +1,7 @@
-"""How an event travels as a record: the header names, the origin, and who may be told what.
+"""An event as a record: the names of its headers, and its origin.
 
-Attributes of CloudEvents use the names of the CloudEvents Kafka binding (`ce_` + attribute), so any other Kafka
-consumer reads our streams. Our own headers start with `penstock_`.
+Attributes of CloudEvents have the names of the CloudEvents Kafka binding (`ce_` + attribute), so any Kafka consumer can read
+our streams. Our own headers start with `penstock_`.
 """
 
 import re
@@ -10,31 +10,32 @@ from typing import NamedTuple
 from services.core.broker.record import Headers, Record
 
 ID = "ce_id"
-"""Event id, UTF-8. On every record; stable over retries; what duplicates are recognised by."""
+"""Event id, UTF-8. On every record; the same over retries; receivers recognise duplicates by it."""
 ARRIVAL = "penstock_arrival"
-"""When ingest accepted the event: milliseconds since the epoch, ASCII decimal. On every record."""
+"""The time at which ingest accepted the event: milliseconds since the epoch, ASCII decimal. On every record."""
 ORIGIN = "penstock_origin"
-"""Where the event entered: `incarnation:partition:sequence`, see `Origin`. On every record."""
+"""The packed `Origin`: `incarnation:partition:sequence`. On every record."""
 TIME = "penstock_time"
-"""Event time: milliseconds since the epoch, ASCII decimal. Only where the record's timestamp cannot carry it: on what
-Spark wrote to Kafka, whose sink sets no timestamps. The last header; Kafka's consumer makes it the timestamp again."""
+"""Event time: milliseconds since the epoch, ASCII decimal. Only on records that Spark wrote to Kafka, because Spark's sink sets
+no timestamps. It is the last header. Our Kafka consumer makes it the timestamp again."""
 MAX_MILLIS_DIGITS = 15
-"""Longer ones are no time that anybody meant."""
+"""A longer number is not a time."""
 TRACEPARENT = "traceparent"
-"""W3C trace context, when the client sent one."""
+"""W3C trace context, if the client sent one."""
 CE_PREFIX = "ce_"
-"""Prefix of CloudEvents attributes, when the client gave them: ce_type, ce_source, ce_specversion, ce_subject, …"""
+"""Prefix of the client's CloudEvents attributes: ce_type, ce_source, ce_specversion, ce_subject, …"""
 CONTENT_TYPE = "content-type"
-"""Media type of the value, when it is not application/json (CloudEvents `datacontenttype`)."""
+"""Media type of the value, if it is not application/json (CloudEvents `datacontenttype`)."""
 
 
 _TRACEPARENT = re.compile(rb"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}(-[!-~]{0,200})?")
 
 
 class Origin(NamedTuple):
-    """The identity that the loss ledger counts by: dense per ingest process run and partition.
+    """The identity of an event in the ledger.
 
-    incarnation: one run of one ingest process ([a-z0-9]+). sequence: 0, 1, 2, … in the order of acceptance there.
+    incarnation: one run of one ingest process ([a-z0-9]+). sequence: 0, 1, 2, … without a gap, in the order of acceptance in
+    this run and partition.
     """
 
     incarnation: str
@@ -42,12 +43,12 @@ class Origin(NamedTuple):
     sequence: int
 
     def pack(self) -> bytes:
-        """As the header carries it."""
+        """The header's value."""
         return f"{self.incarnation}:{self.partition}:{self.sequence}".encode()
 
     @classmethod
     def unpack(cls, data: bytes) -> "Origin":
-        """Raises ValueError when this is no origin."""
+        """From the header's value. Raises ValueError."""
         incarnation, partition, sequence = data.decode("ascii").split(":")
         if not incarnation:
             raise ValueError("an origin without incarnation")
@@ -55,7 +56,7 @@ class Origin(NamedTuple):
 
 
 def read_id(record: Record) -> str | None:
-    """The event id, or None when the record has none (written by others) or it is not UTF-8."""
+    """The event id; None when the record has none (another program wrote it) or it is not UTF-8."""
     raw = record.header(ID)
     if raw is None:
         return None
@@ -66,26 +67,26 @@ def read_id(record: Record) -> str | None:
 
 
 def read_arrival(record: Record) -> int | None:
-    """Arrival time in ms, or None when missing or not a time."""
+    """Arrival time in ms; None when it is missing or not a time."""
     raw = record.header(ARRIVAL)
     return int(raw) if raw is not None and raw.isdigit() and len(raw) <= MAX_MILLIS_DIGITS else None
 
 
 def read_traceparent(record: Record) -> str | None:
-    """The trace context, fit for an HTTP header; None when missing or not well-formed, which W3C says to ignore."""
+    """The trace context, safe as an HTTP header; None when it is missing or malformed. W3C requires to ignore a malformed one."""
     raw = record.header(TRACEPARENT)
     return raw.decode() if raw is not None and _TRACEPARENT.fullmatch(raw) else None
 
 
 def restore_time(timestamp: int, headers: Headers) -> tuple[int, Headers]:
-    """The event time in ms and the headers without TIME, when that is the last and valid; else what was given."""
+    """The event time in ms and the headers without TIME. Without a valid TIME as the last header: both unchanged."""
     if headers and headers[-1][0] == TIME and headers[-1][1].isdigit() and len(headers[-1][1]) <= MAX_MILLIS_DIGITS:
         return int(headers[-1][1]), headers[:-1]
     return timestamp, headers
 
 
 def attributes(headers: Headers) -> dict[str, str]:
-    """The CloudEvents attributes among these headers, by attribute name; undecodable ones are left out."""
+    """The CloudEvents attributes among these headers, by attribute name, without those that are not UTF-8."""
     found: dict[str, str] = {}
     for name, value in headers:
         if name.startswith(CE_PREFIX):

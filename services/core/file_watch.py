@@ -1,13 +1,15 @@
-"""Keeps what is in use equal to a file that people change while we run: keys for senders, secrets that sign webhooks.
+"""Files of secrets: reads them, and loads them again when people change them while we run.
 
-The file's bytes are compared, not its times: nothing that changes a file escapes. A load that failed is tried again until one
-succeeds, whatever mended it, and until then the age of what is in use grows. It stays in use meanwhile: a typing mistake must
-not lock everybody out, or stop every delivery.
+The content is compared, not the file's times, so that no change is missed. A failed load is repeated until one succeeds. The old
+content stays in use meanwhile, and its age grows: a typing mistake must not lock everybody out, or stop every delivery.
 """
 
 import asyncio
+import os
+import stat
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Generic, TypeVar
 
 import structlog
@@ -19,18 +21,43 @@ log = structlog.get_logger()
 
 READ_EVERY_S = 1.0
 STALE_AFTER_S = 60.0
-"""Without a good load for so long, the service says so as an error, and again after each further such time."""
+"""After so long without a good load an error is logged, and again each time so long passes."""
+MAX_PRIVATE_BYTES = 10_000
+
+
+class UnusableFile(Exception):
+    """The file cannot be used. The message is for a person, without the file's name; it never shows the content."""
+
+
+def read_private(path: Path, remedy: str = "") -> str:
+    """The first MAX_PRIVATE_BYTES of a regular file that other users cannot access. Blocking. Raises UnusableFile.
+
+    remedy: for a person, if the file is missing.
+    """
+    try:
+        # without blocking: a named pipe is refused; opening it would wait for a writer
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+            mode = os.fstat(file.fileno()).st_mode
+            if not stat.S_ISREG(mode):
+                raise UnusableFile("is not a regular file")
+            if mode & stat.S_IRWXO:
+                raise UnusableFile(f"can be read or written by everybody on this machine. Try: chmod 600 {path}")
+            return file.read(MAX_PRIVATE_BYTES).decode("ascii", errors="replace")
+    except OSError as error:
+        hint = f". Try: {remedy}" if remedy and isinstance(error, FileNotFoundError) else ""
+        raise UnusableFile(f"cannot be read: {error.strerror}{hint}") from error
+
 
 Content = TypeVar("Content")
 Read = Callable[[bytes], tuple[bytes, Content] | None]
-"""Given the digest of what is in use: the file's digest and what is in it; None while the digest is the same. Blocking."""
+"""From the digest of the content in use: the file's digest and content; None while the digest is the same. Blocking."""
 
 
 class FileWatch(Generic[Content]):
-    """One file. what: for a person, e.g. `the keys file data/keys.yaml`. use: takes what is in it now, on the loop.
+    """One file. what: its name for a person, e.g. `the keys file data/keys.yaml`. use: called on the loop with new content.
 
-    expected: what `read` raises for a file that cannot be used; its text is for a person and holds no secret. failed: called
-    each time. stale: what an old content means, and what to try. age: shows `age` while `run` runs. clock: monotonic seconds.
+    expected: the error that `read` raises for an unusable file; its text is for a person, without secrets. failed: called for
+    each of them. stale: the consequence of old content, and a remedy. age: shows `age` while `run` runs. clock: monotonic s.
     """
 
     def __init__(
@@ -50,15 +77,15 @@ class FileWatch(Generic[Content]):
         self._age_gauge = age
         self._digest = b""
         self._problem: str | None = None
-        self._good = self._said = clock()
+        self._good = self._logged = clock()
 
     @property
     def age(self) -> float:
-        """Seconds since what is in use was last seen to be what the file says."""
+        """Seconds since the content in use was last equal to the file."""
         return self._clock() - self._good
 
     async def load(self) -> None:
-        """Read the file once, off the loop. Raises what is `expected`, and leaves what is in use as it was then."""
+        """Read the file once, in a thread. Raises the `expected` error; the old content then stays in use."""
         began = self._clock()
         found = await asyncio.to_thread(self._read, self._digest)
         if found is not None:
@@ -66,10 +93,10 @@ class FileWatch(Generic[Content]):
             self._use(content)
         if self._problem is not None:
             log.info("file_usable_again", what=self._what)
-        self._problem, self._good, self._said = None, began, began
+        self._problem, self._good, self._logged = None, began, began
 
     async def run(self, stopping: asyncio.Event) -> None:
-        """Load again and again until `stopping` is set. A file system that hangs holds one thread of ours."""
+        """Load every READ_EVERY_S until `stopping` is set. A file system that hangs blocks only one thread."""
         self._age_gauge.set_function(lambda: self.age)
         loading: asyncio.Task[None] | None = None
         try:
@@ -79,7 +106,7 @@ class FileWatch(Generic[Content]):
                 if loading.done():
                     await loading
                     loading = None
-                self._complain()
+                self._log_if_stale()
                 await wait_for_stop(stopping, READ_EVERY_S)
         finally:
             if loading is not None:
@@ -91,19 +118,12 @@ class FileWatch(Generic[Content]):
         except self._expected as error:
             self._failed()
             if str(error) != self._problem:
-                log.warning(
-                    "file_unusable", what=self._what, problems=str(error), hint="what is in use stays as it was"
-                )
+                log.warning("file_unusable", what=self._what, problems=str(error), hint="the old content stays in use")
             self._problem = str(error)
 
-    def _complain(self) -> None:
-        if self._clock() - self._said < STALE_AFTER_S:
+    def _log_if_stale(self) -> None:
+        if self._clock() - self._logged < STALE_AFTER_S:
             return
-        self._said = self._clock()
-        log.error(
-            "file_stale",
-            what=self._what,
-            seconds=round(self.age),
-            problems=self._problem or "reading it does not end",
-            hint=self._stale,
-        )
+        self._logged = self._clock()
+        problems = self._problem or "reading it does not end"
+        log.error("file_stale", what=self._what, seconds=round(self.age), problems=problems, hint=self._stale)

@@ -5,10 +5,7 @@ from pathlib import Path
 
 
 def make_folder(path: Path, *, mode: int = 0o777) -> None:
-    """Make the folder and every missing parent; each new name is synced into the folder that holds it.
-
-    `mode` is that of all folders that are made here, less the umask. A folder that exists is left as it is. Raises OSError.
-    """
+    """Create the folder and every missing parent, durably. mode: of each created folder, less the umask. Raises OSError."""
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
     for folder in reversed(missing):
         folder.mkdir(mode=mode, exist_ok=True)

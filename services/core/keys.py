@@ -1,8 +1,8 @@
-"""API keys: their form, how they are hashed and checked, and the file that keeps them.
+"""API keys: their form, their hash, and their file.
 
-A key is `psk_<id>_<secret>`. The id (8 characters) names it in files, logs and metrics. The secret is 160 random bits,
-shown once, when the key is made; only its SHA-256 is stored. A slow, salted hash defends passwords that people choose
-and that can be guessed; nobody guesses 160 random bits, and a slow hash on every request would be a way to overload us.
+A key is `psk_<id>_<secret>`. The id (8 characters) names it in files, logs and metrics. The secret is 160 random bits, printed
+once, when the key is created; only its SHA-256 is stored. A slow, salted hash would protect passwords that can be guessed. Nobody
+guesses 160 random bits, and a slow hash for every request would let clients overload ingest.
 """
 
 import fcntl
@@ -27,11 +27,11 @@ _ALPHABET = "abcdefghijklmnopqrstuvwxyz0123456789"
 _NO_KEY = hashlib.sha256(secrets.token_bytes(20)).digest()
 
 Scope = Literal["ingest", "manage"]
-"""What a key may do: `ingest` sends events; `manage` is for the management API."""
+"""The permissions of a key: `ingest` sends events; `manage` is for the management API."""
 
 
 class ApiKey(BaseModel):
-    """One key as it is kept: everything but its secret. `rate`: events a second at most, per ingest process; None: no quota."""
+    """The stored part of one key, without its secret. rate: events per second at most, per ingest process; None: no limit."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -45,12 +45,12 @@ class ApiKey(BaseModel):
     revoked: str | None = None
 
     def covers(self, stream: str) -> bool:
-        """Whether this stream is among the key's."""
+        """Whether the key may send to this stream."""
         return stream in self.streams or EVERY_STREAM in self.streams
 
 
 class KeyRing:
-    """The keys that are valid now, for look-ups on the hot path (1 to 2 us each)."""
+    """The valid keys, for look-ups on the hot path (1 to 2 us each)."""
 
     def __init__(self, keys: Sequence[ApiKey]) -> None:
         self._keys = {key.id: (key, bytes.fromhex(key.hash)) for key in keys if key.revoked is None}
@@ -59,7 +59,7 @@ class KeyRing:
         return len(self._keys)
 
     def find(self, token: str) -> ApiKey | None:
-        """The key of this token; None when it is malformed, unknown, wrong or revoked, all in the same time."""
+        """The key of this token; None when it is malformed, unknown, wrong or revoked. Takes the same time in each case."""
         prefix, _, rest = token.partition("_")
         key_id, _, secret = rest.partition("_")
         key, expected = self._keys.get(key_id, (None, _NO_KEY))
@@ -75,7 +75,7 @@ def make_key(
     rate: int | None = None,
     created: str,
 ) -> tuple[str, ApiKey]:
-    """A new key: (the token, to be shown once and never stored; the entry to keep).
+    """A new key: (the token, to print once and never to store; the entry to store).
 
     created: RFC 3339. Raises pydantic.ValidationError.
     """
@@ -113,7 +113,7 @@ class KeyFile(BaseModel):
 
 
 def load_keys(path: Path) -> list[ApiKey]:
-    """All keys, the revoked ones too. Raises BadConfiguration, also when others may read or write the file."""
+    """All keys, also the revoked ones. Raises BadConfiguration, also when other users may read or write the file."""
     try:
         mode = path.stat().st_mode
     except OSError as error:
@@ -122,18 +122,18 @@ def load_keys(path: Path) -> list[ApiKey]:
     if mode & (stat.S_IROTH | stat.S_IWOTH):
         raise BadConfiguration([Problem(str(path), "", f"others can read or write it. Try: chmod 600 {path}")])
     document = load_yaml(path)
-    if document.data is None:  # it is being written, or was cut off: not that every key was revoked
+    if document.data is None:  # being written, or cut off; it does not mean that every key is revoked
         raise BadConfiguration([Problem(str(path), "", "is empty. Try: keys: []")])
     return validate_document(document, KeyFile).keys
 
 
 def add_key(path: Path, entry: ApiKey) -> None:
-    """Append one key; makes the file (mode 600) when there is none. Raises BadConfiguration, OSError."""
+    """Append one key; creates a missing file with mode 600. Raises BadConfiguration, OSError."""
     _change(path, lambda keys: [*keys, entry])
 
 
 def revoke_key(path: Path, key_id: str, revoked: str) -> bool:
-    """Mark a key as revoked at this time (RFC 3339); False when there is none with this id. Raises BadConfiguration, OSError."""
+    """Revoke a key at this time (RFC 3339). Returns False when the id is unknown. Raises BadConfiguration, OSError."""
     found = False
 
     def mark(keys: Sequence[ApiKey]) -> list[ApiKey]:
@@ -146,7 +146,7 @@ def revoke_key(path: Path, key_id: str, revoked: str) -> bool:
 
 
 def _change(path: Path, change: Callable[[Sequence[ApiKey]], list[ApiKey]]) -> None:
-    """Read, change and replace the file under a lock beside it, so that two changes at once both count."""
+    """Read, change and replace the file under a lock in a second file, so that no concurrent change is lost."""
     lock = os.open(path.with_name(path.name + ".lock"), os.O_CREAT | os.O_RDWR, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -157,7 +157,7 @@ def _change(path: Path, change: Callable[[Sequence[ApiKey]], list[ApiKey]]) -> N
 
 
 def _replace(path: Path, content: KeyFile) -> None:
-    """Readers see the old file or the new one, never a part: written beside it, synced, renamed."""
+    """Replace the file atomically and durably."""
     text = yaml.safe_dump(content.model_dump(exclude_none=True), sort_keys=False)
     scratch = path.with_name(f".{path.name}.{os.getpid()}")
     descriptor = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)

@@ -1,7 +1,7 @@
-"""Lag in milliseconds as mergeable histograms with a stated relative error, filled a batch at a time.
+"""Histograms of lags in ms: they can be merged, and their quantiles have a relative error of at most 0.5 %.
 
-The buckets are DDSketch's (Masson, Rim, Lee: "DDSketch", VLDB 2019): value v > 0 falls into bucket ceil(log_g(v)) with
-g = (1 + a) / (1 - a); every quantile is then within a relative error of a = 0.5 %.
+The buckets are those of DDSketch (Masson, Rim, Lee, VLDB 2019): a value v > 0 is in bucket ceil(log_g(v)) with
+g = (1 + a) / (1 - a), where a is the relative error.
 """
 
 import math
@@ -21,7 +21,7 @@ _BOUNDS_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 
 
 
 class LagHistogram:
-    """Counts lags in ms. Negative ones (a client's clock ahead of ours) count as 0. Not thread-safe."""
+    """Counts lags in ms. Negative ones (the client's clock is ahead) count as 0. Not thread-safe."""
 
     def __init__(self) -> None:
         self._raw: Counter[int] = Counter()
@@ -30,7 +30,7 @@ class LagHistogram:
         self.total_ms = 0
 
     def observe(self, lags_ms: Sequence[int]) -> None:
-        """Count a batch; about 0.05 us a value (the counting loop is C)."""
+        """Count a batch; about 0.05 us per value."""
         self._raw.update(lags_ms)
         self.count += len(lags_ms)
         self.total_ms += sum(lags_ms)
@@ -38,7 +38,7 @@ class LagHistogram:
             self._fold()
 
     def observe_counts(self, events: Mapping[int, int]) -> None:
-        """Count so many events by lag."""
+        """Count events. events: their number by lag."""
         self._raw.update(events)
         self.count += sum(events.values())
         self.total_ms += sum(lag * count for lag, count in events.items())
@@ -51,26 +51,26 @@ class LagHistogram:
         self._raw.clear()
 
     def merge(self, other: "LagHistogram") -> None:
-        """Add another histogram's counts; exact, as both have the same buckets."""
+        """Add the counts of another histogram; exact, because both have the same buckets."""
         other._fold()
         self._buckets.update(other._buckets)
         self.count += other.count
         self.total_ms += other.total_ms
 
     def buckets(self) -> Counter[int]:
-        """A copy of the counts by bucket; what `services.core.ledger.report.LagSet` carries."""
+        """A copy of the counts by bucket, for `services.core.ledger.report.LagSet`."""
         self._fold()
         return self._buckets.copy()
 
     def dump(self) -> dict[str, Any]:
-        """As JSON that `load` reads: for merging over processes without loss."""
+        """As JSON for `load`, without loss of precision."""
         self._fold()
         buckets = {str(bucket): count for bucket, count in self._buckets.items()}
         return {"count": self.count, "total_ms": self.total_ms, "buckets": buckets}
 
     @classmethod
     def load(cls, data: Mapping[str, Any]) -> "LagHistogram":
-        """From `dump`. Raises KeyError, ValueError for anything else."""
+        """From the JSON of `dump`. Raises KeyError, ValueError."""
         histogram = cls()
         histogram._buckets.update({int(bucket): int(count) for bucket, count in data["buckets"].items()})
         histogram.count, histogram.total_ms = int(data["count"]), int(data["total_ms"])
@@ -91,7 +91,7 @@ class LagHistogram:
         return found
 
     def cumulative(self, bounds_ms: Sequence[float]) -> list[int]:
-        """How many lags are at or below each bound (each within the relative error)."""
+        """The number of lags at or below each bound, within the relative error."""
         self._fold()
         return [sum(count for bucket, count in self._buckets.items() if _value(bucket) <= bound) for bound in bounds_ms]
 
@@ -113,12 +113,8 @@ class LagFamily(Collector):
         self._children: dict[tuple[str, ...], LagHistogram] = {}
 
     def labels(self, *values: str) -> LagHistogram:
-        """The histogram of these label values; keep it, the look-up is not for every event."""
+        """The histogram of these label values. Keep it; do not look it up for every event."""
         return self._children.setdefault(values, LagHistogram())
-
-    def children(self) -> dict[tuple[str, ...], LagHistogram]:
-        """All histograms by label values."""
-        return dict(self._children)
 
     @property
     def name(self) -> str:

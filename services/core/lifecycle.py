@@ -1,8 +1,7 @@
-"""How a service runs and stops: one runner for all.
+"""Runs and stops a service, and sets up its logs.
 
-A service's `start` opens what it needs and hands its components to the runner's `Supervision`. SIGTERM or SIGINT sets
-`stopping` and gives the components the drain time; a second signal ends at once. Exit status: 0 drained, 1 failed,
-2 bad configuration.
+A service's `start` opens its resources and runs its components in a `Supervision`. SIGTERM or SIGINT sets `stopping` and gives
+the components the drain time; a second signal ends the process at once. Exit status: 0 drained, 1 failed, 2 bad configuration.
 """
 
 import asyncio
@@ -46,7 +45,7 @@ def _masked(key: object, value: Any) -> Any:
 
 
 def configure_logs(service: str, level: str) -> None:
-    """Set up structlog for this process, and hand the standard library's records to it. level: debug … error."""
+    """Set up structlog for this process, also for records of the standard library. level: debug … error."""
     number = getattr(logging, level.upper())
     structlog.configure(
         processors=[
@@ -63,7 +62,7 @@ def configure_logs(service: str, level: str) -> None:
     )
     structlog.contextvars.bind_contextvars(service=service)
     logging.basicConfig(handlers=[_Forward()], level=max(number, logging.WARNING), force=True)
-    # It logs an error for each failed reconnect of each client; our own errors say the same once.
+    # It logs an error for each failed reconnect of each client; our own code logs that once.
     logging.getLogger("aiokafka").setLevel(logging.CRITICAL)
 
 
@@ -81,7 +80,7 @@ Model = TypeVar("Model", bound=Settings)
 
 
 CLOSE_S = 2.0
-"""How long closing files and connections may take once the drain time is over."""
+"""The time limit for closing files and connections after the drain time."""
 
 
 class ComponentEndedError(RuntimeError):
@@ -89,7 +88,7 @@ class ComponentEndedError(RuntimeError):
 
 
 class Supervision:
-    """What a running service shares: the stop signal and its tasks. A component that ends before `stopping` is an error."""
+    """The stop signal and the tasks of a running service. A component that ends before `stopping` is an error."""
 
     def __init__(self, group: asyncio.TaskGroup) -> None:
         self._group = group
@@ -97,11 +96,11 @@ class Supervision:
         self.left: list[str] = []
 
     def run(self, component: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
-        """Run a component until it returns, which it does once `stopping` is set and it has drained."""
+        """Run a component in a task. It returns after `stopping` is set and it has drained."""
         return self._group.create_task(self._watch(component, name), name=name)
 
     def cut_short(self, what: str) -> None:
-        """`what`, for a person, was not finished in the drain time and is done again: the exit status says so."""
+        """Record work (described for a person) that was not finished in the drain time. The exit status is then 1."""
         self.left.append(what)
 
     async def _watch(self, component: Coroutine[Any, Any, None], name: str) -> None:
@@ -111,14 +110,14 @@ class Supervision:
 
 
 async def wait_for_stop(stopping: asyncio.Event, limit: float) -> None:
-    """Until `stopping`, at most `limit` seconds."""
+    """Wait until `stopping` is set, at most `limit` seconds."""
     with suppress(TimeoutError):
         async with asyncio.timeout(limit):
             await stopping.wait()
 
 
 async def supervise(start: Callable[[Supervision], Awaitable[None]], drain: float) -> int:
-    """Run `start` until it returns; on a signal it gets `drain` seconds to. Returns the exit status.
+    """Run `start` until it returns, at most `drain` seconds after a signal. Returns the exit status.
 
     Raises only BadConfiguration.
     """
@@ -139,7 +138,7 @@ async def supervise(start: Callable[[Supervision], Awaitable[None]], drain: floa
                 loop.add_signal_handler(number, stop, number.name)
             await start(supervision)
     except TimeoutError:
-        log.warning("not drained in time; what was in flight stays uncommitted and will be done again")
+        log.warning("not_drained_in_time", hint="events in flight were not committed and are processed again")
         return 1
     except BaseExceptionGroup as errors:
         if (bad := _find_bad_configuration(errors)) is not None:
@@ -149,7 +148,7 @@ async def supervise(start: Callable[[Supervision], Awaitable[None]], drain: floa
         return 1
     if supervision.left:
         log.warning(
-            "not_drained", left=supervision.left, hint="it stays uncommitted and is done again. Try: a longer --drain"
+            "not_drained", left=supervision.left, hint="it was not committed and is done again. Try: a longer --drain"
         )
         return 1
     log.info("drained")
@@ -157,8 +156,8 @@ async def supervise(start: Callable[[Supervision], Awaitable[None]], drain: floa
 
 
 def _exit_now() -> None:
-    """Closing hangs. Whatever is acknowledged is durable, and whatever is not committed is done again."""
-    log.error("not closed in time; ended", seconds=CLOSE_S)
+    """For a close that hangs. Acknowledged events are durable; events that were not committed are processed again."""
+    log.error("not_closed_in_time", seconds=CLOSE_S)
     os._exit(1)
 
 
@@ -193,7 +192,7 @@ def run_service(
 
 
 def report_bad_configuration(error: BadConfiguration) -> int:
-    """Tell a person all problems at once; status 2."""
+    """Print all problems on stderr. Returns the exit status 2."""
     for problem in error.problems:
         print(f"error: {problem}", file=sys.stderr)
     return 2

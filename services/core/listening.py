@@ -1,4 +1,4 @@
-"""Serving an aiohttp application at an address, for as long as a context lasts."""
+"""Serves an aiohttp application until a context is left."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -8,15 +8,12 @@ from aiohttp import web
 from services.core.address import parse_address
 
 CLOSE_WITHIN_S = 1.0
-"""What requests under way get when the context is left. These pages are asked again."""
+"""The time limit for open requests when the context is left. Their clients repeat them."""
 
 
 @asynccontextmanager
 async def serve_app(app: web.Application, address: str) -> AsyncIterator[str]:
-    """Listen until the context is left; yields the bound "host:port". `address` "host:0" takes any free port.
-
-    Raises OSError when the port is taken.
-    """
+    """Listen until the context is left; yields the bound "host:port". Port 0: any free port. Raises OSError."""
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=CLOSE_WITHIN_S)
     await runner.setup()
     host, port = parse_address(address)

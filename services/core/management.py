@@ -1,5 +1,7 @@
-"""The management port of every service: /healthz (alive), /readyz (should get work), /metrics (Prometheus), and /lags:
-the lag histograms in full, which `penstock status` merges over processes (Prometheus' few buckets are too coarse for a P99)."""
+"""The management port of every service: /healthz (alive), /readyz (ready for work), /metrics (Prometheus), /lags.
+
+/lags has the full lag histograms, which `penstock status` merges over processes: Prometheus' buckets are too coarse for a P99.
+"""
 
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -13,15 +15,12 @@ from services.core.listening import serve_app
 from services.core.metrics import LAG_FAMILIES
 
 Readiness = Callable[[], str | None]
-"""None when ready, else the reason why not, for a person."""
+"""Returns None when ready, else the reason, for a person."""
 
 
 @asynccontextmanager
 async def serve_management(address: str, ready: Readiness, more: Sequence[web.RouteDef] = ()) -> AsyncIterator[str]:
-    """Serve until the context is left; yields the bound "host:port". `address` "host:0" takes any free port.
-
-    more: routes of this service's own. Raises OSError when the port is taken.
-    """
+    """Serve until the context is left; yields the bound "host:port". Port 0: any free port. more: routes. Raises OSError."""
 
     async def healthz(_request: web.Request) -> web.Response:
         return web.Response(text="ok\n")

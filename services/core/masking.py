@@ -1,4 +1,4 @@
-"""What a secret looks like in text, so that no log line and no message shows one."""
+"""Masks secrets in text, for log lines and messages."""
 
 import re
 

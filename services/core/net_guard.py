@@ -1,8 +1,8 @@
-"""Where a webhook may go: to public addresses, and inside only where the operator allows it (server-side request forgery).
+"""Allows webhooks to public addresses, and to private ones only if the operator allows it (server-side request forgery).
 
-Two checks by the same rules: `check_destination_url` when a pipe file is loaded, and `refuse_address` for every socket at
-connect time, so that a name whose answers change (DNS rebinding) gains nothing. Sources of the ranges: the IANA special-purpose
-address registries (RFC 6890 and its successors).
+Two checks have the same rules: `check_destination_url` when a pipe file is loaded, and `refuse_address` for every socket at
+connect time, so that changed answers for a name (DNS rebinding) are checked, too. Sources of the ranges: the IANA
+special-purpose address registries (RFC 6890 and its successors).
 """
 
 import re
@@ -16,14 +16,14 @@ from services.core.address import parse_address
 Address = IPv4Address | IPv6Address
 Network = IPv4Network | IPv6Network
 
-_INSIDE_V4 = {
-    IPv4Network(text): word
-    for text, word in (
+_SPECIAL_V4 = {
+    IPv4Network(text): kind
+    for text, kind in (
         ("0.0.0.0/8", "this host"),
         ("10.0.0.0/8", "private"),
         ("100.64.0.0/10", "shared"),
         ("127.0.0.0/8", "loopback"),
-        ("168.63.129.16/32", "cloud metadata"),  # public by number, but every machine of that cloud has it inside
+        ("168.63.129.16/32", "cloud metadata"),  # a public number that is reachable only inside of that cloud
         ("169.254.0.0/16", "link-local or cloud metadata"),
         ("172.16.0.0/12", "private"),
         ("192.0.0.0/24", "special"),
@@ -38,7 +38,7 @@ _INSIDE_V4 = {
     )
 }
 _PUBLIC_V6 = IPv6Network("2000::/3")
-"""Global unicast. Everything beside it is inside or special: ::1, fc00::/7, fe80::/10, fec0::/10, NAT64, multicast …"""
+"""Global unicast. All other addresses are private or special: ::1, fc00::/7, fe80::/10, fec0::/10, NAT64, multicast …"""
 _SPECIAL_V6 = tuple(IPv6Network(text) for text in ("2001::/23", "2001:db8::/32", "2002::/16", "3fff::/20"))
 """Within 2000::/3: Teredo and other protocol assignments, documentation, 6to4."""
 _NAT64 = (IPv6Network("64:ff9b::/96"), IPv6Network("64:ff9b:1::/48"))
@@ -51,10 +51,10 @@ _NUMERIC_LABEL = re.compile(r"\d+|0[xX][0-9A-Fa-f]*")
 
 @dataclass(frozen=True, slots=True)
 class NetPolicy:
-    """What the operator allows. allow: networks that may be reached although they are inside.
+    """The operator's rules. allow: private networks that may be reached.
 
-    own: (host, port) of our own ingest, never a destination (a loop). A loopback or unspecified host there stands for
-    every loopback address.
+    own: (host, port) of our own ingest, which is never a destination: that would be a loop. A loopback or unspecified host
+    there means every loopback address.
     """
 
     allow: tuple[Network, ...] = ()
@@ -62,18 +62,18 @@ class NetPolicy:
 
 
 def parse_networks(text: str) -> tuple[Network, ...]:
-    """Comma-separated CIDRs; empty text is none. Raises ValueError for a person."""
+    """From comma-separated CIDRs, or "". Raises ValueError, whose message is for a person."""
     found: list[Network] = []
     for part in filter(None, (part.strip() for part in text.split(","))):
         try:
             found.append(ip_network(part))
         except ValueError:
-            raise ValueError(f"{part!r} is no network. Try: 127.0.0.0/8,10.1.0.0/16") from None
+            raise ValueError(f"{part!r} is not a network. Try: 127.0.0.0/8,10.1.0.0/16") from None
     return tuple(found)
 
 
 def parse_endpoints(text: str) -> tuple[tuple[str, int], ...]:
-    """Comma-separated host:port; empty text is none. Raises ValueError for a person."""
+    """From comma-separated host:port, or "". Raises ValueError, whose message is for a person."""
     found: list[tuple[str, int]] = []
     for part in filter(None, (part.strip() for part in text.split(","))):
         host, port = parse_address(part)
@@ -82,14 +82,14 @@ def parse_endpoints(text: str) -> tuple[tuple[str, int], ...]:
 
 
 def check_destination_url(url: str, policy: NetPolicy) -> str | None:
-    """Why this URL may not be a destination, for a person (it never repeats the URL); None when it may. Looks nothing up."""
+    """The reason why this URL may not be a destination, for a person, without the URL; None when it may. Resolves no name."""
     if not _PRINTABLE.fullmatch(url):
         return "only printable ASCII without spaces and backslashes. Try: percent-encode paths, xn--… for names"
     match = _URL.fullmatch(url)
     if match is None or match["scheme"].lower() not in ("http", "https"):
         return "a URL with http:// or https:// and without #fragment is needed. Try: https://example.com/hook"
     if "@" in match["authority"]:
-        return "user and password in a URL are refused. Try: a signing secret, which proves who sends"
+        return "user and password in a URL are refused. Try: a signing secret, which proves the sender"
     parts = _AUTHORITY.fullmatch(match["authority"])
     if parts is None:
         return "the host is not valid. Try: https://example.com/hook"
@@ -100,7 +100,7 @@ def check_destination_url(url: str, policy: NetPolicy) -> str | None:
 
 
 def _check_host(host: str, port: int, policy: NetPolicy) -> str | None:
-    """The host as it stands in the URL: an address is judged now, a name now by itself and at connect by its addresses."""
+    """Check the host of the URL. The addresses of a name are checked when it is connected to."""
     if host.startswith("["):
         try:
             return refuse_address(str(IPv6Address(host[1:-1])), port, policy)
@@ -123,31 +123,31 @@ def _check_host(host: str, port: int, policy: NetPolicy) -> str | None:
 
 
 def _is_name(host: str, labels: Sequence[str]) -> bool:
-    """Labels of 1 to 63 characters, and behind the last one at most one dot, the root's."""
+    """Whether it has labels of 1 to 63 characters, and at most one dot at its end (the root's)."""
     return not host.endswith("..") and len(host) <= 254 and all(1 <= len(label) <= 63 for label in labels)
 
 
 def refuse_address(address: str, port: int, policy: NetPolicy) -> str | None:
-    """Why no connection may go to this address, for a person; None when one may. `address` as getaddrinfo gives it."""
+    """The reason to refuse a connection to this address, for a person; None to allow it. address: as from getaddrinfo."""
     try:
         parsed: Address = ip_address(address.partition("%")[0])
     except ValueError:
-        return f"{address!r} is no address"
+        return f"{address!r} is not an address"
     if isinstance(parsed, IPv6Address) and parsed.ipv4_mapped is not None:
-        parsed = parsed.ipv4_mapped  # the kernel connects to exactly this
+        parsed = parsed.ipv4_mapped  # the kernel connects to this address
     if any(own_port == port and _is_same(parsed, host) for host, own_port in policy.own):
         return f"{address}:{port} is our own ingest: a loop"
-    word = _inside(parsed, policy)
-    return None if word is None else f"{address} is {word}. Try: allow_networks, if this destination is meant"
+    kind = _refused_kind(parsed, policy)
+    return None if kind is None else f"{address} is {kind}. Try: allow_networks, if this destination is meant"
 
 
-def _inside(address: Address, policy: NetPolicy) -> str | None:
-    """A word for what kind of inside address this is, None when it may be reached."""
+def _refused_kind(address: Address, policy: NetPolicy) -> str | None:
+    """The kind of a refused address; None when it is allowed."""
     if any(address.version == network.version and address in network for network in policy.allow):
         inner = _embedded(address)
-        return None if inner is None else _inside(inner, policy)
+        return None if inner is None else _refused_kind(inner, policy)
     if isinstance(address, IPv4Address):
-        return next((word for network, word in _INSIDE_V4.items() if address in network), None)
+        return next((kind for network, kind in _SPECIAL_V4.items() if address in network), None)
     if address.is_loopback:
         return "loopback"
     if address not in _PUBLIC_V6 or any(address in network for network in _SPECIAL_V6):
@@ -156,7 +156,7 @@ def _inside(address: Address, policy: NetPolicy) -> str | None:
 
 
 def _embedded(address: Address) -> IPv4Address | None:
-    """The IPv4 address that a translating IPv6 address stands for, which must be allowed itself."""
+    """The IPv4 address in a translating IPv6 address (NAT64, 6to4). It must be allowed, too."""
     if isinstance(address, IPv4Address):
         return None
     if any(address in network for network in _NAT64):
@@ -177,7 +177,7 @@ def _is_same(address: Address, own: str) -> bool:
 
 
 def _is_local(address: Address) -> bool:
-    """Whether it is one of this machine's: only to those can a socket be bound."""
+    """Whether it is an address of this machine: only to those can a socket be bound."""
     family = socket.AF_INET if address.version == 4 else socket.AF_INET6
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:
@@ -188,5 +188,5 @@ def _is_local(address: Address) -> bool:
 
 
 def _plain(host: str) -> str:
-    """Lower case, without brackets and the root's dots."""
+    """The host in lower case, without brackets and the root's dots."""
     return host.strip("[]").rstrip(".").lower()

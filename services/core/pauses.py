@@ -1,12 +1,11 @@
-"""Which destinations are paused: `penstock.control` has a record for each change, and the newest of a destination counts.
+"""The paused destinations. `penstock.control` has a record for each change; the newest one of a destination counts.
 
-A pause or resume is in force when its record is durable; who follows the topic knows within about `FOLLOW_S`. It is kept for
-ever and read without a group, from its beginning: a few records for each outage that an operator or a receiver ended.
+A pause or resume is in force when its record is durable. Followers of the topic read it within about `FOLLOW_S`. The topic is
+kept for ever and read from its beginning, without a group: it has a few records per outage.
 """
 
 import asyncio
 from collections.abc import Mapping
-from contextlib import suppress
 from typing import Literal
 
 import msgspec
@@ -16,22 +15,23 @@ from services.core.broker.contract import Reader
 from services.core.broker.errors import BrokerError, OffsetOutOfRange
 from services.core.broker.producer import Producer
 from services.core.broker.record import Batch, Record
+from services.core.lifecycle import wait_for_stop
 from services.core.pipes import CONTROL
 
 log = structlog.get_logger()
 
 FOLLOW_S = 1.0
-"""Seconds between two looks."""
+"""Seconds between two reads."""
 OPERATOR, GONE = "operator", "410"
 _PAGE = 500
 _KEY = "pause:"
 
 
 class Pause(msgspec.Struct, frozen=True):
-    """One change. state `paused`; `resumed`: parked events may go; `replayed`: where order counts, they went.
+    """One change. state: `paused`; `resumed`: parked events may be sent; `replayed`: of an ordered destination, they were sent.
 
-    reason: `operator` or `410`. detail: for a person. by: who. at: ms since the epoch. of: the offset of the resume that a
-    `replayed` ends: it says nothing about a later pause.
+    reason: `operator` or `410`. detail: for a person. by: a user, or expel. at: ms since the epoch. of: in `replayed`, the
+    offset of the resume to which it belongs. It does not end a later pause.
     """
 
     state: Literal["paused", "resumed", "replayed"]
@@ -43,7 +43,7 @@ class Pause(msgspec.Struct, frozen=True):
 
 
 class Pauses:
-    """What the control topic says, as far as `refresh` has read it. Not thread-safe."""
+    """The content of the control topic, as far as `refresh` has read it. Not thread-safe."""
 
     def __init__(self, reader: Reader) -> None:
         self._reader = reader
@@ -51,36 +51,36 @@ class Pauses:
         self._newest: dict[str, tuple[int, Pause]] = {}
         self._changed = asyncio.Event()
         self.unknown: str | None = "it was not read yet"
-        """Why it is not known what is paused; None once the topic was read to its end. Later failures leave what was read."""
+        """The reason why the pauses are not known; None from the first read to the end on, also when later reads fail."""
 
     def of(self, lane: str) -> tuple[int, Pause] | None:
-        """The change that is in force for `<pipe>/<destination>`, with its offset; None: it was never paused, or all is over."""
+        """The change in force for `<pipe>/<destination>`, with its offset; None: never paused, or replayed since."""
         return self._newest.get(lane)
 
     def paused(self) -> Mapping[str, Pause]:
-        """Every lane that is paused."""
+        """The paused lanes."""
         return {lane: pause for lane, (_, pause) in self._newest.items() if pause.state == "paused"}
 
     async def wait_for_change(self) -> None:
-        """Until any destination's state changes."""
+        """Wait until the state of any destination changes."""
         await self._changed.wait()
 
     async def refresh(self) -> None:
-        """Read on to the end of the topic. Raises BrokerError kinds."""
+        """Read new records to the end of the topic. Raises BrokerError kinds."""
         changed = False
         try:
             while (batch := await self._read()) is not None:
                 for offset, record in zip(batch.offsets, batch.records, strict=True):
-                    changed |= self._note(offset, record)
+                    changed |= self._apply(offset, record)
                 self._next = batch.offsets[-1] + 1
             self.unknown = None
-        finally:  # also when the next read fails: what was read is not read again
+        finally:  # also when a later read fails: the records before it are not read again
             if changed:
                 event, self._changed = self._changed, asyncio.Event()
                 event.set()
 
     async def follow(self, stopping: asyncio.Event) -> None:
-        """Look again every FOLLOW_S until `stopping`. What fails is told once and tried again."""
+        """Refresh every FOLLOW_S until `stopping`. A series of failures is logged once."""
         is_failing = False
         while not stopping.is_set():
             try:
@@ -92,20 +92,18 @@ class Pauses:
                 if not is_failing:
                     log.warning("control_unreadable", topic=CONTROL, error=str(error), hint="it is tried again")
                 is_failing = True
-            with suppress(TimeoutError):
-                async with asyncio.timeout(FOLLOW_S):
-                    await stopping.wait()
+            await wait_for_stop(stopping, FOLLOW_S)
 
     async def _read(self) -> Batch | None:
         try:
             return await self._reader.read(CONTROL, 0, self._next, max_records=_PAGE)
-        except OffsetOutOfRange as error:  # made anew, or cut at its beginning: what is there counts
+        except OffsetOutOfRange as error:  # created again, or its beginning is gone: the remaining records count
             log.warning("control_out_of_range", topic=CONTROL, wanted=self._next, start=error.start)
             self._next = error.start
             return await self._reader.read(CONTROL, 0, self._next, max_records=_PAGE)
 
-    def _note(self, offset: int, record: Record) -> bool:
-        """Whether it changed anything."""
+    def _apply(self, offset: int, record: Record) -> bool:
+        """Returns whether a state changed."""
         key = (record.key or b"").decode(errors="replace")
         if not key.startswith(_KEY):
             return False
@@ -126,6 +124,6 @@ class Pauses:
 
 
 async def write_pause(producer: Producer, lane: str, pause: Pause) -> None:
-    """Durably. lane: `<pipe>/<destination>`. Raises BrokerError kinds."""
+    """Write a change durably. lane: `<pipe>/<destination>`. Raises BrokerError kinds."""
     record = Record(f"{_KEY}{lane}".encode(), msgspec.json.encode(pause), pause.at)
     (await producer.send_to(CONTROL, {0: [record]})).raise_first()

@@ -1,22 +1,22 @@
-"""Pipe definitions: streams, pipes (sources -> transform -> destinations, many to many) and the names they imply.
+"""The pipe file: streams, pipes (sources -> transform -> destinations, many to many), and the names of their topics.
 
-The YAML file is validated by these models; `penstock schema` publishes their JSON Schema, which editors complete by.
+These models check the file. `penstock schema` prints their JSON Schema for editors.
 """
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
+from services.core.pipe_references import RESERVED, find_broken_references
 from services.core.units import Duration, Size
-from services.core.yaml_source import BadConfiguration, Document, KeyPath, Problem, load_yaml, validate_document
+from services.core.yaml_source import BadConfiguration, Document, Problem, load_yaml, validate_document
 
 NAME_PATTERN = r"^[a-z0-9][a-z0-9_-]{0,62}$"
 LANE_PATTERN = r"^[a-z0-9][a-z0-9_-]{0,62}/[a-z0-9][a-z0-9_-]{0,62}$"
 Name = Annotated[str, Field(pattern=NAME_PATTERN)]
-"""Lower-case letters, digits, - and _; at most 63. No dots: those separate the parts of topic names."""
+"""At most 63 lower-case letters, digits, - and _. No dots: they separate the parts of topic names."""
 
 LaneName = Annotated[str, Field(pattern=LANE_PATTERN)]
 """`pipe/destination`."""
@@ -28,7 +28,7 @@ class _Strict(BaseModel):
 
 def _pointer(value: str) -> str:
     if not value or any(not part for part in value.split(".")):
-        raise ValueError("a field name, nested ones joined by dots, is needed. Try: id or meta.id")
+        raise ValueError("a field name is needed; nested fields are joined by dots. Try: id or meta.id")
     return value
 
 
@@ -37,14 +37,14 @@ FieldPath = Annotated[str, AfterValidator(_pointer), Field(max_length=200)]
 
 
 class Stream(_Strict):
-    """A broker topic that people name; clients send events to it."""
+    """A topic that people name. Clients send events to it."""
 
     partitions: int = Field(4, ge=1, le=1024, description="Partitions of the topic.")
     shards: int | None = Field(
         None,
         ge=1,
-        description="On Kinesis: shards to begin with, fewer than partitions where an autoscaler is to split them; absent: as "
-        "many as partitions.",
+        description="On Kinesis: the number of shards at the beginning; fewer than partitions if an autoscaler will split them. "
+        "Absent: as many as partitions.",
     )
     retention: Duration = Field(7 * 86400.0, description="How long events are kept, e.g. 7d.")
     id: FieldPath | None = Field(
@@ -68,15 +68,12 @@ class Stream(_Strict):
     @model_validator(mode="after")
     def _not_more_shards(self) -> Self:
         if self.shards is not None and self.shards > self.partitions:
-            raise ValueError(f"shards: {self.shards} are more than the {self.partitions} partitions that they hold")
+            raise ValueError(f"{self.shards} shards are more than {self.partitions} partitions")
         return self
 
 
 class Transform(_Strict):
-    """What happens between source and destinations: one SQL query, or one Python function DataFrame -> DataFrame.
-
-    See `spark/` for the columns that a transform gets and must return.
-    """
+    """One SQL query, or one Python function DataFrame -> DataFrame. `spark/records.py` has its input and output columns."""
 
     sql: str | None = Field(
         None, max_length=100_000, description="A Spark SQL SELECT; each source stream is a view of its name."
@@ -88,17 +85,16 @@ class Transform(_Strict):
         "micro-batch", description="real-time: stateless SQL on Kafka only."
     )
     interval: Duration = Field(0.2, description="At most one micro-batch per interval, e.g. 200ms.")
-    max_events: int = Field(
-        20_000, ge=1, description="Events per micro-batch at most: a backlog never becomes one giant batch."
-    )
+    max_events: int = Field(20_000, ge=1, description="The most events per micro-batch, also when there is a backlog.")
     deduplicate_within: Duration | None = Field(
         None,
-        description="Drop events whose id was seen within this time (micro-batch only). Absent: receivers see the stable id.",
+        description="Drop events whose id occurred within this time before (micro-batch only). Absent: keep them; receivers can "
+        "recognise them by their id.",
     )
     watermark: Duration | None = Field(
         None,
-        description="For a transform over several events: how far an event's time may lie behind the newest one that its WHERE "
-        "lets pass. Gives the column event_time to group or join by; what comes later goes to the dead letters.",
+        description="For a transform over several events: how much older an event may be than the newest one that passed the "
+        "WHERE clause. Older events go to the dead letters. Adds the column event_time, to group or join by.",
     )
 
     @model_validator(mode="after")
@@ -107,23 +103,23 @@ class Transform(_Strict):
             raise ValueError("exactly one of sql and python is needed")
         stateful = self.deduplicate_within is not None or self.watermark is not None
         if self.mode == "real-time" and (self.python is not None or stateful):
-            raise ValueError("real-time mode takes a stateless sql transform only. Try: mode: micro-batch")
+            raise ValueError("real-time mode supports only stateless sql transforms. Try: mode: micro-batch")
         return self
 
 
 class Secret(_Strict):
-    """Where a signing secret is found; the secret itself never stands in a pipe file."""
+    """The place of a signing secret. The secret itself is never in a pipe file."""
 
     file: Path | None = Field(
         None, description="A file with one whsec_… per line (newest first); not readable by others."
     )
-    env: str | None = Field(None, pattern=r"^[A-Z][A-Z0-9_]*$", description="An environment variable that holds it.")
+    env: str | None = Field(None, pattern=r"^[A-Z][A-Z0-9_]*$", description="An environment variable with the secret.")
 
     @model_validator(mode="before")
     @classmethod
     def _not_itself(cls, value: Any) -> Any:
         if not isinstance(value, dict | Secret):
-            raise ValueError("the secret itself must not stand here. Try: secret: {file: webhook.secret}")  # noqa: TRY004
+            raise ValueError("the secret itself must not be here. Try: secret: {file: webhook.secret}")  # noqa: TRY004
         return value
 
     @model_validator(mode="after")
@@ -134,17 +130,17 @@ class Secret(_Strict):
 
 
 class Batching(_Strict):
-    """How events are put together for one request."""
+    """Limits of one request."""
 
     max_events: int = Field(100, ge=1, le=10_000)
     max_bytes: Size = 1_000_000
-    max_wait: Duration = Field(0.05, description="How long a request waits to fill up.")
+    max_wait: Duration = Field(0.05, description="How long a request waits for more events.")
 
 
 class LocalRetry(_Strict):
-    """Short retries inside expel, full-jitter exponential; beyond them an event goes to retry-in or dead letters."""
+    """Short retries inside expel, with exponential waits and full jitter. After them the schedule begins."""
 
-    attempts: int = Field(4, ge=1, le=20, description="Attempts in all, the first included.")
+    attempts: int = Field(4, ge=1, le=20, description="Number of attempts, including the first.")
     base: Duration = 0.2
     max_wait: Duration = 5.0
 
@@ -157,7 +153,7 @@ def _at_most_a_week(seconds: float) -> float:
 
 HOUR_S, DAY_S = 3600.0, 86400.0
 SCHEDULE = [5.0, 300.0, 0.5 * HOUR_S, 2 * HOUR_S, 5 * HOUR_S, 10 * HOUR_S, 14 * HOUR_S, 20 * HOUR_S, 24 * HOUR_S]
-"""Standard Webhooks' example: ten rounds of attempts over about 75 h. Seconds."""
+"""The example of Standard Webhooks: ten rounds of attempts over about 75 h. In seconds."""
 
 
 class Webhook(_Strict):
@@ -171,12 +167,12 @@ class Webhook(_Strict):
     schedule: list[Annotated[Duration, AfterValidator(_at_most_a_week)]] = Field(
         SCHEDULE,
         max_length=32,
-        description="When local retries are over: the waits before each further round of attempts, each within 20 % and never "
-        "less than the receiver asks for; after the last round dead letters. Empty: dead letters at once.",
+        description="The waits before each further round of attempts, after the local retries. Each varies by up to 20 %, and is "
+        "never shorter than the receiver requests. After the last round: dead letters. Empty: dead letters at once.",
     )
-    concurrency: int = Field(8, ge=1, le=256, description="Requests under way at once.")
-    rate: int | None = Field(None, ge=1, description="Events a second at most.")
-    timeout: Duration = Field(10.0, description="For one request, answer included.")
+    concurrency: int = Field(8, ge=1, le=256, description="The most requests in flight.")
+    rate: int | None = Field(None, ge=1, description="The most events per second.")
+    timeout: Duration = Field(10.0, description="Time limit of one request, including its answer.")
     order: Literal["none", "key"] = Field("none", description="key: events of one key are delivered in order.")
     headers: dict[str, str] = Field(
         default_factory=dict, max_length=20, description="Sent with each request; no secrets here."
@@ -184,12 +180,14 @@ class Webhook(_Strict):
 
 
 class Destination(_Strict):
-    """Where a pipe's events go: exactly one of webhook and stream."""
+    """A receiver of a pipe's events: exactly one of webhook and stream."""
 
     name: Name
     webhook: Webhook | None = None
     stream: Name | None = Field(None, description="Another stream of this file.")
-    start: Literal["earliest", "latest"] = Field("earliest", description="Where a new destination begins.")
+    start: Literal["earliest", "latest"] = Field(
+        "earliest", description="The position at which a new destination begins."
+    )
 
     @model_validator(mode="after")
     def _one_kind(self) -> Self:
@@ -207,16 +205,17 @@ class Pipe(_Strict):
 
 
 class Removed(_Strict):
-    """What becomes of the events that still wait for a destination which this file no longer has: exactly one of these."""
+    """The decision about events that wait for a destination which this file no longer has: exactly one of these."""
 
     deliver_to: LaneName | None = Field(
-        None, description="pipe/destination of this file that gets them, e.g. the same one under its new name."
+        None,
+        description="The pipe/destination of this file that gets them, e.g. the same destination under its new name.",
     )
     bury: str | None = Field(
-        None, min_length=1, max_length=500, description="They go to the pipe's dead letters; this text says why."
+        None, min_length=1, max_length=500, description="They go to the pipe's dead letters. This text is the reason."
     )
     drop: str | None = Field(
-        None, min_length=1, max_length=500, description="Nobody gets them; this text says why, in the audit."
+        None, min_length=1, max_length=500, description="Nobody gets them. This text is the reason, in the audit."
     )
 
     @model_validator(mode="after")
@@ -227,7 +226,7 @@ class Removed(_Strict):
 
 
 def pipe_version(pipe: Pipe) -> str:
-    """Twelve hex digits that stand for this definition: another one, however little it differs, has others."""
+    """Twelve hex digits that identify this definition."""
     return hashlib.sha256(pipe.model_dump_json().encode()).hexdigest()[:12]
 
 
@@ -239,156 +238,62 @@ class PipeFile(_Strict):
     pipes: dict[Name, Pipe] = Field(default_factory=dict)
     removed: dict[LaneName, Removed] = Field(
         default_factory=dict,
-        description="By pipe/destination: what becomes of events that still wait for destinations which are gone.",
+        description="By pipe/destination: the decision about events that wait for a destination which this file no longer has.",
     )
 
 
-def find_broken_references(data: object) -> list[tuple[KeyPath, str]]:
-    """(path of the key, message) for each name that fits nothing, stands twice or makes a loop.
-
-    `data` is a pipe file as plain data, or a dump of the model. What has the wrong shape is passed over: the model names it.
-    """
-    streams = _mapping(_mapping(data).get("streams"))
-    pipes = _mapping(_mapping(data).get("pipes"))
-    problems: list[tuple[KeyPath, str]] = [
-        ((section, RESERVED), f"{RESERVED!r} is reserved for our own topics. Try: another name")
-        for section, names in (("streams", streams), ("pipes", pipes))
-        if RESERVED in names
-    ]
-    feeds: dict[str, set[str]] = {}
-    for name, pipe in pipes.items():
-        sources = [source for source in _items(_mapping(pipe).get("sources")) if isinstance(source, str)]
-        destinations = [_mapping(destination) for destination in _items(_mapping(pipe).get("destinations"))]
-        problems += [(("pipes", name, *path), text) for path, text in _check_pipe(sources, destinations, streams)]
-        for index, destination in enumerate(destinations):
-            target = destination.get("stream")
-            if isinstance(target, str) and _reaches(feeds, target, set(sources)):
-                path = ("pipes", name, "destinations", index, "stream")
-                problems.append((path, f"{target!r} leads back to the pipe's own source: a loop"))
-                continue
-            for source in sources:
-                feeds.setdefault(source, set()).add(str(target))
-    return problems + _check_removed(_mapping(_mapping(data).get("removed")), pipes)
-
-
-def _check_removed(removed: Mapping[str, object], pipes: Mapping[str, object]) -> list[tuple[KeyPath, str]]:
-    lanes = {
-        f"{name}/{destination.get('name')}": "webhook" in destination
-        for name, pipe in pipes.items()
-        for destination in map(_mapping, _items(_mapping(pipe).get("destinations")))
-    }
-    problems: list[tuple[KeyPath, str]] = []
-    for lane, choice in removed.items():
-        target = _mapping(choice).get("deliver_to")
-        if lane in lanes:
-            problems.append((("removed", lane), "is a destination of this file, which gets what waits for it itself"))
-        if isinstance(target, str) and not lanes.get(target):
-            known = ", ".join(sorted(name for name, is_webhook in lanes.items() if is_webhook)) or "there is none"
-            problems.append((("removed", lane, "deliver_to"), f"{target!r} is no webhook of this file: {known}"))
-    return problems
-
-
-def _reaches(feeds: Mapping[str, set[str]], start: str, goals: set[str]) -> bool:
-    """Whether events in stream `start` come to one of the streams `goals` by the pipes seen so far."""
-    seen: set[str] = set()
-    waiting = [start]
-    while waiting:
-        stream = waiting.pop()
-        if stream in goals:
-            return True
-        if stream not in seen:
-            seen.add(stream)
-            waiting.extend(feeds.get(stream, ()))
-    return False
-
-
-def _check_pipe(
-    sources: Sequence[str], destinations: Sequence[Mapping[str, object]], streams: Mapping[str, object]
-) -> Iterator[tuple[KeyPath, str]]:
-    known = f"is not among streams: {', '.join(sorted(map(str, streams)))}"
-    for index, source in enumerate(sources):
-        if source not in streams:
-            yield ("sources", index), f"{source!r} {known}"
-        if source in sources[:index]:
-            yield ("sources", index), f"{source!r} stands twice"
-    names: set[object] = set()
-    for index, destination in enumerate(destinations):
-        name, stream = destination.get("name"), destination.get("stream")
-        if isinstance(name, str) and name in names:
-            yield ("destinations", index, "name"), f"{name!r} stands twice"
-        if isinstance(name, str):
-            names.add(name)
-        if isinstance(stream, str) and stream not in streams:
-            yield ("destinations", index, "stream"), f"{stream!r} {known}"
-
-
-def _mapping(data: object) -> Mapping[str, object]:
-    return data if isinstance(data, Mapping) else {}
-
-
-def _items(data: object) -> Sequence[object]:
-    return data if isinstance(data, list) else ()
-
-
-def _retention(pipe: Pipe, streams: Mapping[str, Stream]) -> float:
-    """Seconds for which the pipe's longest-keeping known source keeps events."""
-    return max((streams[source].retention for source in pipe.sources if source in streams), default=0.0)
-
-
 def output_topic(pipe: str) -> str:
-    """Where a pipe's transform writes."""
+    """The topic of the transform's output."""
     return f"{pipe}.out"
 
 
 def dead_letter_topic(pipe: str) -> str:
-    """Where a pipe's dead letters are."""
+    """The topic of the pipe's dead letters."""
     return f"{pipe}.dead"
 
 
 def retry_topic(pipe: str) -> str:
-    """Where the global retrier writes events of this pipe that are due again; its lanes in expel read it."""
+    """The topic to which the global retrier writes events that are due again. The pipe's lanes in expel read it."""
     return f"{pipe}.retry"
 
 
 def event_topics(pipes: "PipeFile") -> list[str]:
-    """Where events flow: streams and the outputs of transforms; not what Penstock keeps for itself."""
+    """The topics of events: the streams and the outputs of transforms."""
     outputs = [output_topic(name) for name, pipe in pipes.pipes.items() if pipe.transform is not None]
     return [*pipes.streams, *outputs]
 
 
 def parked_topic(pipe: str) -> str:
-    """Where the events of paused destinations of this pipe wait for ever; its lanes in expel write and read it."""
+    """The topic in which events of paused destinations wait. The pipe's lanes in expel write and read it."""
     return f"{pipe}.parked"
 
 
-RESERVED = "penstock"
-"""No pipe and no stream has this name: topics beginning with it are the fleet's own."""
 RETRY_IN = f"{RESERVED}.retry-in"
-"""Where expel hands events over to the global retrier (`retry_state`)."""
+"""The topic by which expel hands events over to the global retrier (`retry_state`)."""
 RETRIER_DEAD = f"{RESERVED}.dead"
-"""Dead letters of the global retrier: what is no retry record, or whose pipe is gone."""
+"""The global retrier's dead letters: records that are no retry records, or whose pipe is gone."""
 AUDIT = f"{RESERVED}.audit"
-"""What operators did with dead letters, for ever; one partition."""
+"""Operators' actions on dead letters (`audit`)."""
 CONTROL = f"{RESERVED}.control"
-"""What is paused (`pauses`), for ever; one partition."""
+"""Pauses and resumes of destinations (`pauses`)."""
 RETRIER_GROUP = f"{RESERVED}.retrier"
-"""The global retriers' consumer group."""
+"""The consumer group of the global retriers."""
 DELAYS_S = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536)
-"""How long the delay topics hold a record, ascending."""
+"""The waits of the delay topics, ascending."""
 
 
 def delay_topic(seconds: int) -> str:
-    """Where an event waits so long; seconds is one of DELAYS_S."""
+    """The topic in which an event waits so long. seconds: one of DELAYS_S."""
     return f"{RESERVED}.delay-{seconds}s"
 
 
 def is_of_retrier(topic: str) -> bool:
-    """Whether events wait there for the global retrier, or come back from it."""
+    """Whether events in this topic wait with the global retrier, or were written by it."""
     return topic == RETRY_IN or topic.startswith(f"{RESERVED}.delay-") or topic.endswith(".retry")
 
 
 def is_retried(destination: Destination) -> bool:
-    """Whether its events may be handed over to the global retrier. Never where keys are in order: those wait in their stream."""
+    """Whether its events may be handed over to the global retrier. Events of an ordered destination wait in their stream."""
     webhook = destination.webhook
     return webhook is not None and bool(webhook.schedule) and webhook.order != "key"
 
@@ -399,31 +304,31 @@ def needs_retrier(pipes: PipeFile) -> bool:
 
 
 def lane_name(pipe: str, destination: str) -> str:
-    """As `removed`, the control topic and the observer's API name a destination of a pipe."""
+    """The name of a lane in `removed`, in the control topic and in the observer's API."""
     return f"{pipe}/{destination}"
 
 
 def lanes_of(pipes: PipeFile) -> frozenset[str]:
-    """Every destination of the file, which delivers what waits for it, as `lane_name`."""
+    """The lanes of all destinations of the file."""
     return frozenset(
         lane_name(name, destination.name) for name, pipe in pipes.pipes.items() for destination in pipe.destinations
     )
 
 
 def delivery_topics(name: str, pipe: Pipe) -> list[str]:
-    """What expel reads for this pipe: the transform's output, or the sources themselves."""
+    """The topics that expel reads for this pipe: the transform's output, or the sources."""
     return [output_topic(name)] if pipe.transform is not None else list(pipe.sources)
 
 
 def delivery_group(pipe: str, destination: str) -> str:
-    """The consumer group of one destination: each has offsets, lag and pace of its own."""
+    """The consumer group of one destination."""
     return f"{pipe}.{destination}"
 
 
 def read_pipes(path: Path) -> tuple[Document, PipeFile, list[Problem]]:
-    """A pipe file of the right shape, and its references that are broken, for callers that go on checking. Blocking.
+    """A pipe file of the right shape and its broken references, for callers that check more. Blocking.
 
-    Raises BadConfiguration, with the broken references, too, when the shape is wrong.
+    Raises BadConfiguration when the shape is wrong; it includes the broken references.
     """
     try:
         document = load_yaml(path)
@@ -443,7 +348,7 @@ def read_pipes(path: Path) -> tuple[Document, PipeFile, list[Problem]]:
 
 
 def load_pipes(path: Path) -> PipeFile:
-    """Read and validate a pipe file. Blocking. Raises BadConfiguration naming file, line and key of every mistake."""
+    """Read and check a pipe file. Blocking. Raises BadConfiguration with file, line and key of every mistake."""
     _, file, problems = read_pipes(path)
     if problems:
         raise BadConfiguration(problems)

@@ -1,4 +1,4 @@
-"""Problem details (RFC 9457), as every HTTP API of ours answers when it says no."""
+"""Problem details (RFC 9457): the bodies of all refusals by our HTTP APIs."""
 
 from typing import NamedTuple
 
@@ -9,7 +9,7 @@ CONTENT_TYPE = "application/problem+json"
 
 
 class ProblemType(NamedTuple):
-    """One kind of problem. `name` is the stable end of its URI; `status` is what a whole request of this kind gets."""
+    """One kind of problem. name: the stable end of its URI. status: of a request that is refused as a whole."""
 
     name: str
     status: int

@@ -1,20 +1,20 @@
-"""The topics that a pipe file implies, and seeing to it that they exist. Idempotent; nothing is ever deleted.
+"""Creates the topics of a pipe file. Idempotent; no topic is deleted.
 
-A stream has the partitions and retention of its definition. `<pipe>.out` has as many partitions as the pipe's widest
-source and the longest of their retentions. `<pipe>.dead` has one partition and keeps for `DEAD_LETTER_RETENTION_S`
-more than that and than its longest schedule, so that what is found in a source is found in its dead letters.
+| topic | partitions | retention |
+|---|---|---|
+| a stream | of its definition | of its definition |
+| `<pipe>.out`, with a transform | the most of its sources | the longest of its sources |
+| `<pipe>.dead` | 1 | that, plus the longest schedule, plus DEAD_LETTER_RETENTION_S: longer than the event in its source |
+| `<pipe>.retry`, with webhooks | 1 | RETRY_RETENTION_S |
+| `<pipe>.parked`, with webhooks | 1 | for ever |
+| retry-in and the delay topics | 1 | the delay, plus RETRY_RETENTION_S for a retrier that is down |
+| `penstock.telemetry`, `penstock.observer` | 1 | TELEMETRY_RETENTION_S, twice that |
+| `penstock.audit`, `penstock.control` | 1 | for ever |
 
-Pipes with webhooks have `<pipe>.retry`, and `<pipe>.parked`, which keeps for ever; when any destination has a schedule, or
-once had one, the global retrier has its topics. What waits there outlives a retrier that is down by `RETRY_RETENTION_S`.
-Each has one partition: on Kinesis a partition costs money, elsewhere files, and it takes far more than the retries of a
-destination, which come paced; ten delay topics are shared among several retriers all the same.
+The retrier's topics exist when any destination has a schedule, or had one. One partition is enough for retries, because they
+are paced; it costs money on Kinesis, and files elsewhere. Several retriers share the ten topics.
 
-What waits for destinations that are `removed` is read where their pipe kept it: those topics are made, too, if they are gone.
-
-`penstock.telemetry` holds the nodes' reports of the last `TELEMETRY_RETENTION_S` (`services.core.ledger`), `penstock.observer`
-for twice as long what the observer made of them.
-
-`penstock.audit` says what operators did with dead letters, `penstock.control` what is paused. Both are kept for ever.
+A pipe with `removed` destinations also gets its `.dead`, `.retry` and `.parked` topics: events may wait there.
 """
 
 from collections.abc import Collection
@@ -46,20 +46,19 @@ TELEMETRY_RETENTION_S = 86400
 
 
 class PartitionsDiffer(Exception):
-    """Topics exist with other partition counts than the pipe file says. Nothing was changed.
+    """The partition counts of topics differ from the pipe file. Nothing was changed.
 
-    More partitions map keys elsewhere, so the order of a key is not kept across the change: a person decides.
+    More partitions map keys to other partitions. The order of a key is then not kept over the change, so a person decides.
     """
 
     def __init__(self, differences: list[tuple[str, int, int]]) -> None:
         lines = [_difference(topic, has, wanted) for topic, has, wanted in sorted(differences)]
         super().__init__("\n".join(lines))
-        self.differences = differences
 
 
 @dataclass(frozen=True, slots=True)
 class Provisioned:
-    """What `ensure_topics` did: topic names, each in exactly one of these."""
+    """The result of `ensure_topics`. Each topic's name is in exactly one of these."""
 
     created: tuple[str, ...]
     grown: tuple[str, ...]
@@ -67,12 +66,12 @@ class Provisioned:
 
     @property
     def has_retrier(self) -> bool:
-        """Whether a retrier must run: once its topics exist events may wait there, also those of an append that arrives late."""
+        """Whether a retrier must run. If its topics exist, events may wait there, also from an append that arrives late."""
         return RETRY_IN in self.created or RETRY_IN in self.kept
 
 
 def wanted_topics(pipes: PipeFile, *, has_retrier: bool = False) -> list[TopicSpec]:
-    """Every topic of the pipe file, streams first. has_retrier: with the retrier's topics although the file needs none."""
+    """Every topic of the pipe file, streams first. has_retrier: include the retrier's topics even if the file needs none."""
     specs = [
         TopicSpec(name, stream.partitions, retention_ms=_millis(stream.retention), shards=stream.shards)
         for name, stream in pipes.streams.items()
@@ -120,11 +119,10 @@ def _longest_schedule(pipe: Pipe) -> float:
 
 
 async def ensure_topics(admin: Admin, pipes: PipeFile, *, grow: bool = False) -> Provisioned:
-    """Create what is missing; with `grow`, add partitions where the pipe file wants more.
+    """Create missing topics; with `grow`, add partitions where the pipe file has more. Sets the retention of new topics only.
 
-    Raises PartitionsDiffer when counts differ (fewer wanted: always), and UnsafeTopic when a topic that exists can lose
-    acknowledged events: both before changing anything. Raises BrokerError kinds; after one of those, call again.
-    Retention is set when a topic is created and left alone afterwards.
+    Raises PartitionsDiffer when counts differ (always if the file has fewer), and UnsafeTopic when an existing topic can lose
+    acknowledged events; both before any change. Raises BrokerError kinds; after those, call again.
     """
     existing = await admin.topics()
     specs = wanted_topics(pipes, has_retrier=RETRY_IN in existing)
@@ -144,7 +142,7 @@ async def ensure_topics(admin: Admin, pipes: PipeFile, *, grow: bool = False) ->
         try:
             await admin.create_topic(spec)
             created.append(spec.name)
-        except TopicExists:  # somebody else applies the same file at the same time
+        except TopicExists:  # another process applies the same file
             kept.append(spec.name)
     for topic, _has, wanted in differing:
         await admin.add_partitions(topic, wanted)
@@ -153,10 +151,8 @@ async def ensure_topics(admin: Admin, pipes: PipeFile, *, grow: bool = False) ->
 
 
 async def require_safe_topics(admin: Admin, topics: Collection[str]) -> None:
-    """For a service that starts alone. Raises BadConfiguration naming topic and key, and BrokerError kinds.
-
-    Topics that do not exist yet are passed over.
-    """
+    """Check the durability of existing topics, for a service that starts alone. Raises BadConfiguration with topic and key, and
+    BrokerError kinds."""
     try:
         await admin.check_durability(topics)
     except UnsafeTopic as error:
@@ -169,7 +165,9 @@ def _millis(seconds: float) -> int:
 
 def _difference(topic: str, has: int, wanted: int) -> str:
     if wanted < has:
-        remedy = f"partitions are never taken away. Try: partitions: {has}"
+        remedy = f"partitions are never removed. Try: partitions: {has}"
     else:
-        remedy = "keys will map elsewhere, their order is not kept across the change. Try: penstock apply --grow"
-    return f"topic {topic} has {has} partitions, the pipe file wants {wanted}; {remedy}"
+        remedy = (
+            "keys will map to other partitions, and their order is not kept over the change. Try: penstock apply --grow"
+        )
+    return f"topic {topic} has {has} partitions, the pipe file has {wanted}; {remedy}"

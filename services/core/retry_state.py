@@ -1,8 +1,7 @@
-"""What is known of an event that waits for another round of attempts: headers in front of its own, which a crash cannot lose.
+"""The state of an event that waits for another round of attempts: headers in front of its own.
 
-Expel wraps an event that it hands over, the global retrier moves it from topic to topic, expel unwraps it again. The
-record's timestamp is when it was written to the topic that it lies in, because Kafka's retention counts from it; the event
-time is a header.
+Expel wraps an event that it hands over, the global retrier moves it from topic to topic, expel unwraps it. The record's
+timestamp is the time at which it was written to its topic, because Kafka's retention counts from it. The event time is a header.
 """
 
 import re
@@ -14,7 +13,7 @@ from services.core.pipes import NAME_PATTERN
 
 PREFIX = "penstock_retry_"
 MAX_REASON, MAX_DETAIL = 100, 1024
-"""Bytes; what is longer is cut when it is wrapped and refused when it is read."""
+"""Bytes. `wrap` cuts longer texts, `read_state` refuses them."""
 
 _NAME = re.compile(NAME_PATTERN)
 _COUNT = re.compile(r"\d{1,9}")
@@ -26,18 +25,18 @@ _SOURCE = re.compile(r"([A-Za-z0-9._-]{1,249}):(\d{1,9}):(\d{1,64})")
 _TEXTS = ("reason", "detail")
 _BEFORE_TEXTS = ("pipe", "destination", "attempts", "rounds", "first_failure", "due")
 _PARTS = tuple(PREFIX + part for part in (*_BEFORE_TEXTS, *_TEXTS, "source", "time"))
-"""In the order in which `wrap` writes them."""
+"""The headers' names, in the order of `wrap`."""
 _REASON, _DETAIL = (_PARTS.index(PREFIX + part) for part in _TEXTS)
 _STATE = re.compile(
     r"({name})\0({name})\0\d{{1,9}}\0\d{{1,9}}\0{ms}\0({ms})\0\0\0[A-Za-z0-9._-]{{1,249}}:\d{{1,9}}:\d{{1,64}}\0{ms}".format(
         name=NAME_PATTERN.strip("^$"), ms=_MS
     ).encode()
 )
-"""All parts but the two texts, which are empty here."""
+"""The values of all headers, joined by NUL, with the two texts left empty."""
 
 
 class BadRetryRecord(ValueError):
-    """This is no retry record: `header` is missing or wrong. Try: nothing but expel may write to penstock.retry-in."""
+    """A header of a retry record is missing or wrong. Try: nothing but expel may write to penstock.retry-in."""
 
     def __init__(self, header: str, problem: str) -> None:
         super().__init__(f"header {header} {problem}")
@@ -46,11 +45,11 @@ class BadRetryRecord(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class RetryState:
-    """pipe, destination: whom it is for. attempts: requests made so far, in all rounds. rounds: how often it was handed over.
+    """attempts: requests made so far, in all rounds. rounds: how often the event was handed over.
 
-    first_failure, due, time: ms since the epoch; due: not to be tried earlier; time: the event's own (the record's timestamp
-    before it was wrapped). reason: a stable word as in dead letters; detail: for a person. source: `topic:partition:offset`
-    of the original record.
+    first_failure, due, time: ms since the epoch; due: of the next attempt; time: of the event (the record's timestamp before
+    `wrap`). reason: a stable word as in dead letters; detail: for a person. source: `topic:partition:offset` of the original
+    record.
     """
 
     pipe: str
@@ -65,13 +64,13 @@ class RetryState:
     time: int
 
     def position(self) -> tuple[TopicPartition, int]:
-        """`source` in its parts: the partition and the offset."""
+        """The partition and the offset of `source`."""
         topic, partition, offset = self.source.rsplit(":", 2)
         return TopicPartition(topic, int(partition)), int(offset)
 
 
 def wrap(record: Record, state: RetryState, now_ms: int) -> Record:
-    """The record as it is handed over at `now_ms`: the state in front of its own headers, any earlier state replaced."""
+    """The record to hand over at `now_ms`: the state is in front of its own headers and replaces an earlier state."""
     added = (
         (PREFIX + "pipe", state.pipe.encode()),
         (PREFIX + "destination", state.destination.encode()),
@@ -88,7 +87,7 @@ def wrap(record: Record, state: RetryState, now_ms: int) -> Record:
 
 
 def read_state(record: Record) -> RetryState:
-    """The state of a wrapped record, each part checked. Raises BadRetryRecord."""
+    """The state of a wrapped record. Checks every header. Raises BadRetryRecord."""
     found = {name: value for name, value in reversed(record.headers) if name.startswith(PREFIX)}
     return RetryState(
         pipe=_match(found, "pipe", _NAME),
@@ -105,10 +104,7 @@ def read_state(record: Record) -> RetryState:
 
 
 def read_wait(record: Record) -> tuple[str, str, int]:
-    """(pipe, destination, due) of a wrapped record, every part of its state checked as `read_state` does, in a third of the time.
-
-    Raises BadRetryRecord.
-    """
+    """(pipe, destination, due) of a wrapped record. Checks as `read_state`, in a third of the time. Raises BadRetryRecord."""
     head = record.headers[: len(_PARTS)]
     values = [value for _, value in head]
     if tuple(name for name, _ in head) == _PARTS:
@@ -122,13 +118,13 @@ def read_wait(record: Record) -> tuple[str, str, int]:
 
 
 def unwrap(record: Record) -> tuple[Record, RetryState]:
-    """The record as it was before `wrap`, with its event time, and its state. Raises BadRetryRecord."""
+    """The record before `wrap`, with its event time, and its state. Raises BadRetryRecord."""
     state = read_state(record)
     return Record(record.key, record.value, state.time, own_headers(record)), state
 
 
 def state_of(record: Record) -> RetryState | None:
-    """The state, when the record was wrapped and all of it is valid."""
+    """The state of a wrapped record; None when it has none or an invalid one."""
     if not record.headers or not record.headers[0][0].startswith(PREFIX):
         return None
     try:
@@ -138,7 +134,7 @@ def state_of(record: Record) -> RetryState | None:
 
 
 def state_for(record: Record, pipe: str, destination: str) -> RetryState | None:
-    """As `state_of`, of this destination's only; a quick look at others'."""
+    """As `state_of`, for records of this destination. None for others, after a quick check."""
     if record.header(PREFIX + "destination") != destination.encode():
         return None
     state = state_of(record)
@@ -146,20 +142,20 @@ def state_for(record: Record, pipe: str, destination: str) -> RetryState | None:
 
 
 def own_headers(record: Record) -> Headers:
-    """Those that it had before it was wrapped."""
+    """The headers that the record had before `wrap`."""
     return tuple(header for header in record.headers if not header[0].startswith(PREFIX))
 
 
 def event_hash(record: Record) -> int:
-    """Of the event, wrapped or not; the same within one process only.
+    """A hash of the event, wrapped or not; the same within one process only.
 
-    A place (`RetryState.source`) alone does not name an event: a topic that was made anew has other events at the same offsets.
+    `RetryState.source` does not identify an event: a topic that was created again has other events at the same offsets.
     """
     return hash((record.key, record.value, own_headers(record)))
 
 
 def _cut(text: str, limit: int) -> bytes:
-    """At most `limit` bytes of UTF-8, whole characters; what cannot be encoded becomes a question mark."""
+    """At most `limit` bytes of UTF-8, with whole characters. Characters that cannot be encoded become question marks."""
     return text.encode(errors="replace")[:limit].decode(errors="ignore").encode()
 
 

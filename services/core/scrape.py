@@ -1,4 +1,4 @@
-"""What the processes of a fleet say about themselves on their management ports."""
+"""Reads the metrics of a fleet's processes from their management ports."""
 
 import asyncio
 import time
@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from services.core.lag import LagHistogram
 
 MAX_BODY = 32_000_000
-"""Bytes of one answer, at most."""
+"""The most bytes of one answer."""
 TIMEOUT = aiohttp.ClientTimeout(total=5.0)
 
 Labels = frozenset[tuple[str, str]]
@@ -20,7 +20,7 @@ Labels = frozenset[tuple[str, str]]
 
 @dataclass(slots=True)
 class Sample:
-    """Metrics added up over processes, at one moment (monotonic seconds). lags: merged without loss."""
+    """Metrics added up over processes. at: monotonic seconds. lags: merged without loss. unready: the reason, by address."""
 
     at: float
     values: dict[tuple[str, Labels], float] = field(default_factory=dict)
@@ -28,12 +28,12 @@ class Sample:
     unready: dict[str, str] = field(default_factory=dict)
 
     def total(self, metric: str, **labels: str) -> float:
-        """The sum of a metric over everything that has these labels; 0 when there is none."""
+        """The sum of a metric over all children with these labels; 0 when there is none."""
         wanted = set(labels.items())
         return sum(value for (name, found), value in self.values.items() if name == metric and wanted <= found)
 
     def lag(self, metric: str, **labels: str) -> LagHistogram:
-        """The merged histogram of everything that has these labels."""
+        """The merged histogram of all children with these labels."""
         merged, wanted = LagHistogram(), set(labels.items())
         for (name, found), histogram in self.lags.items():
             if name == metric and wanted <= found:
@@ -42,7 +42,7 @@ class Sample:
 
 
 async def scrape(addresses: Iterable[str]) -> Sample:
-    """Ask every management address, at once, up to 5 s. What does not answer stands in `unready`."""
+    """Read all management addresses at once. Takes up to 5 s."""
     sample = Sample(time.monotonic())
     async with aiohttp.ClientSession(timeout=TIMEOUT) as session:
         await asyncio.gather(*(_scrape_one(session, address, sample) for address in addresses))
@@ -64,7 +64,7 @@ async def _scrape_one(session: aiohttp.ClientSession, address: str, sample: Samp
 
 
 async def _get(session: aiohttp.ClientSession, url: str, wanted: tuple[int, ...]) -> bytes:
-    """The body. Follows nobody elsewhere. Raises aiohttp.ClientError, for another status and a body without an end too."""
+    """The body. Follows no redirect. Raises aiohttp.ClientError, also for another status and for a body over MAX_BODY."""
     async with session.get(url, allow_redirects=False) as response:
         if response.status not in wanted:
             raise aiohttp.ClientPayloadError(f"status {response.status}")

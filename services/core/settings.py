@@ -1,8 +1,7 @@
-"""Settings of a service: each is a flag, a `PENSTOCK_…` variable and a key in a file, in that order of precedence.
+"""Settings of a service. Each is a flag, a `PENSTOCK_…` variable and a key in a file, in that order of precedence.
 
-A service declares a frozen `Settings` subclass; `load_settings` fills it and fails with *all* problems at once.
-A field `max_body` of section `ingest` is `--max-body`, `PENSTOCK_INGEST_MAX_BODY` and `ingest: {max_body: …}`; fields
-of the shared section `fleet` are `--broker`, `PENSTOCK_BROKER` and `fleet: {broker: …}`.
+A field `max_body` of section `ingest` is `--max-body`, `PENSTOCK_INGEST_MAX_BODY` and `ingest: {max_body: …}`. Fields of the
+shared section `fleet` are `--broker`, `PENSTOCK_BROKER` and `fleet: {broker: …}`.
 """
 
 import argparse
@@ -18,11 +17,11 @@ from services.core.units import Duration, format_duration, format_size, parse_du
 from services.core.yaml_source import BadConfiguration, Document, Problem, describe, load_yaml
 
 SECTIONS = frozenset({"fleet", "up", "ingest", "transform", "expel", "retrier", "observer", "autoscaler"})
-"""The sections of a settings file: `fleet` is shared, each other belongs to one service (`up`: the supervisor)."""
+"""The sections of a settings file: `fleet` is shared, `up` belongs to the supervisor, each other one to a service."""
 
 
 class Settings(BaseModel):
-    """Base of every service's settings. `section` is the key in the file; `shared` names the fields of `fleet:`."""
+    """Base of every service's settings. section: the key in the file. shared: the fields of `fleet:`."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=False)
     section: ClassVar[str]
@@ -30,7 +29,7 @@ class Settings(BaseModel):
 
     @classmethod
     def program(cls) -> str:
-        """How the service is started, for its help."""
+        """The command that starts the service, for its help."""
         return f"python -m services.{cls.section}"
 
     broker: str = Field(
@@ -43,7 +42,7 @@ class Settings(BaseModel):
     )
     log_level: str = Field("info", pattern="^(debug|info|warning|error)$", description="debug, info, warning or error.")
     management: Address = Field(
-        "127.0.0.1:0", description="host:port of /healthz, /readyz and /metrics; port 0: any free one."
+        "127.0.0.1:0", description="host:port of /healthz, /readyz and /metrics; port 0: any free port."
     )
     drain: Duration = Field(25.0, description="Time to finish what is in flight after SIGTERM, e.g. 25s.")
 
@@ -58,11 +57,11 @@ def variable_name(model: type[Settings], field: str) -> str:
 
 
 def add_flags(parser: argparse.ArgumentParser, model: type[Settings]) -> None:
-    """One flag per field, whose help names its default and its variable; and --config for the file."""
+    """Add a flag per field, and --config for the file."""
     parser.add_argument("--config", metavar="FILE", help="settings file (YAML) [PENSTOCK_CONFIG]")
     for name in model.model_fields:
         text = flag_help(model, name).replace("%", "%%")
-        switch = model.model_fields[name].annotation is bool  # may be given alone
+        switch = model.model_fields[name].annotation is bool  # the flag alone means true
         nargs, const = ("?", "true") if switch else (None, None)
         parser.add_argument(
             f"--{name.replace('_', '-')}", dest=name, metavar="VALUE", help=text, nargs=nargs, const=const
@@ -70,13 +69,13 @@ def add_flags(parser: argparse.ArgumentParser, model: type[Settings]) -> None:
 
 
 def flag_help(model: type[Settings], name: str) -> str:
-    """What a field is for, its default and its variable."""
+    """A field's description, its default and its variable."""
     field = model.model_fields[name]
     return f"{field.description or ''} Default: {default_text(field)}. [{variable_name(model, name)}]"
 
 
 def default_text(field: FieldInfo) -> str:
-    """A field's default as one would write it in a flag or a file."""
+    """A field's default, as it is written in a flag or a file."""
     default = field.get_default(call_default_factory=True)
     for item in field.metadata:
         if isinstance(item, BeforeValidator) and item.func is parse_duration and isinstance(default, float):
@@ -91,9 +90,9 @@ def default_text(field: FieldInfo) -> str:
 
 
 def load_settings(model: type[Model], argv: Sequence[str], environ: Mapping[str, str]) -> Model:
-    """Flags over variables over the file over defaults. Blocking (reads the file).
+    """The settings from flags, variables, file and defaults. Blocking (reads the file).
 
-    Raises BadConfiguration with every problem; SystemExit for --help and unknown flags (argparse, status 2).
+    Raises BadConfiguration with all problems; SystemExit for --help and unknown flags (argparse, status 2).
     """
     parser = argparse.ArgumentParser(prog=model.program(), description=(model.__doc__ or "").split("\n")[0])
     add_flags(parser, model)
@@ -102,7 +101,7 @@ def load_settings(model: type[Model], argv: Sequence[str], environ: Mapping[str,
 
 
 def resolve_settings(model: type[Model], flags: Mapping[str, str], environ: Mapping[str, str]) -> Model:
-    """As `load_settings`, with the flags parsed already: by field name, and `config` for the file."""
+    """As `load_settings`, with parsed flags: by field name, and `config` for the file."""
     config = flags.get("config") or environ.get("PENSTOCK_CONFIG")
     problems = _unknown_variables(model, environ)
     values: dict[str, Any] = {}
@@ -135,7 +134,7 @@ def _read_file(
     sources: dict[str, Problem],
     problems: list[Problem],
 ) -> None:
-    """Fill in this service's values and where each stands. What other services' sections hold is theirs to check."""
+    """Fill in this service's values and their lines. Other services check their own sections."""
     data = document.data or {}
     if not isinstance(data, dict):
         problems.append(document.problem((), "sections are needed, e.g. ingest:"))
@@ -160,7 +159,7 @@ def _listed(names: Iterable[str]) -> str:
 
 
 def _unknown_variables(model: type[Settings], environ: Mapping[str, str]) -> list[Problem]:
-    """A misspelt PENSTOCK_INGEST_… would be ignored silently; name it instead."""
+    """Variables with this service's prefix that are no setting: most likely misspelt."""
     prefix = f"PENSTOCK_{model.section.upper()}_"
     known = {variable_name(model, name) for name in model.model_fields}
     return [

@@ -1,17 +1,15 @@
-"""Standard Webhooks signatures, and the secrets that make them.
+"""Standard Webhooks signatures, and their secrets.
 
-A receiver knows by the signature that a request is ours, and that it was not altered or replayed. Signed is
-`{webhook-id}.{webhook-timestamp}.{body}` with HMAC-SHA256. The header carries one `v1,<base64>` per key, so that keys can be
-rotated: add the new key, let receivers change, remove the old one. A secret comes from a file that others cannot read, or from
-an environment variable; the pipe file never holds it. The files are watched: a rotation takes effect without a restart.
+The signature proves to a receiver that a request is ours and was not altered or replayed. It is the HMAC-SHA256 of
+`{webhook-id}.{webhook-timestamp}.{body}`. The header has one `v1,<base64>` per key. To rotate a key, add the new one, change the
+receivers, remove the old one. A secret is in a file that other users cannot read, or in an environment variable, never in the
+pipe file. The files are watched: a rotation needs no restart.
 """
 
 import base64
 import binascii
 import hashlib
 import hmac
-import os
-import stat
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -19,7 +17,7 @@ from pathlib import Path
 import structlog
 
 from services.core import metrics
-from services.core.file_watch import FileWatch
+from services.core.file_watch import FileWatch, UnusableFile, read_private
 from services.core.pipes import Secret
 
 ID_HEADER = "webhook-id"
@@ -27,15 +25,15 @@ TIMESTAMP_HEADER = "webhook-timestamp"
 SIGNATURE_HEADER = "webhook-signature"
 PREFIX = "whsec_"
 TOLERANCE = 300.0
-"""Seconds that a request's timestamp may be off before `verify` takes it for a replay."""
+"""Seconds by which a request's timestamp may differ from our clock; beyond that `verify` refuses it as a replay."""
 _MIN_BYTES, _MAX_BYTES = 24, 64
 _BLOCK_BYTES = 64
-"""Of SHA-256; no secret is longer."""
+"""The block size of SHA-256. No secret is longer."""
 _MAX_SIGNATURES = 20
 
 
 class BadSecret(ValueError):
-    """Not a signing secret; the message never repeats it. Try: whsec_ + base64 of 24 to 64 random bytes."""
+    """Not a signing secret. The message never shows it. Try: whsec_ + base64 of 24 to 64 random bytes."""
 
 
 class BadSignature(Exception):
@@ -43,7 +41,7 @@ class BadSignature(Exception):
 
 
 class SigningKey:
-    """A secret in use. Its repr shows nothing."""
+    """A secret in use. Its repr does not show it."""
 
     __slots__ = ("_inner", "_outer")
 
@@ -56,7 +54,7 @@ class SigningKey:
 
     @classmethod
     def parse(cls, text: str) -> "SigningKey":
-        """From `whsec_…` or the base64 alone, with or without padding. Raises BadSecret."""
+        """From `whsec_…` or only the base64, with or without padding. Raises BadSecret."""
         encoded = text.strip().removeprefix(PREFIX).rstrip("=")
         try:
             return cls(base64.b64decode(encoded + "=" * (-len(encoded) % 4), validate=True))
@@ -66,7 +64,7 @@ class SigningKey:
             raise BadSecret("a signing secret is whsec_ followed by base64. Try: openssl rand -base64 32") from None
 
     def digest(self, *pieces: bytes) -> bytes:
-        """HMAC-SHA256 (RFC 2104) of the pieces joined. Its two hashes are copied, not begun anew: half the time of hmac's."""
+        """HMAC-SHA256 (RFC 2104) of the joined pieces. Copies of two prepared hashes take half the time of module hmac."""
         inner, outer = self._inner.copy(), self._outer.copy()
         for piece in pieces:
             inner.update(piece)
@@ -84,7 +82,7 @@ def sign(keys: Sequence[SigningKey], message_id: str, timestamp: int, body: byte
 
 
 def verify(keys: Sequence[SigningKey], headers: Mapping[str, str], body: bytes, *, now: float) -> str:
-    """The webhook-id of an authentic request. `headers` is case-insensitive or lower-case; `now` in seconds since the epoch.
+    """The webhook-id of an authentic request. headers: case-insensitive or lower-case. now: seconds since the epoch.
 
     Raises BadSignature. Compares in constant time.
     """
@@ -93,7 +91,7 @@ def verify(keys: Sequence[SigningKey], headers: Mapping[str, str], body: bytes, 
     if not message_id or not stamp or not given:
         raise BadSignature(f"{ID_HEADER}, {TIMESTAMP_HEADER} and {SIGNATURE_HEADER} are needed")
     if not stamp.isascii() or not stamp.isdigit() or len(stamp) > 12:
-        raise BadSignature(f"{TIMESTAMP_HEADER} is no number of seconds")
+        raise BadSignature(f"{TIMESTAMP_HEADER} is not a number of seconds")
     if abs(now - int(stamp)) > TOLERANCE:
         raise BadSignature(f"{TIMESTAMP_HEADER} is more than {TOLERANCE:.0f} s off")
     message = b"%b.%b.%b" % (message_id.encode(errors="surrogateescape"), stamp.encode(), body)
@@ -109,67 +107,53 @@ def verify(keys: Sequence[SigningKey], headers: Mapping[str, str], body: bytes, 
     raise BadSignature("no signature matches")
 
 
-_MAX_FILE_BYTES = 10_000
 _MAX_KEYS = 10
 
 
 def read_signing_keys(secret: Secret, folder: Path, environ: Mapping[str, str]) -> tuple[SigningKey, ...]:
-    """The keys, newest first, at least one. A relative file is looked for in `folder` (the pipe file's). Blocking.
+    """The keys, newest first, at least one. folder: of the pipe file, for a relative path. Blocking.
 
-    Raises BadSecret for a person; the message names the file or variable, never its content.
+    Raises BadSecret; the message is for a person and names the file or variable, never the content.
     """
     return parse_secret(*read_secret(secret, folder, environ))
 
 
 def read_secret(secret: Secret, folder: Path, environ: Mapping[str, str]) -> tuple[str, str]:
-    """What is in the file or variable, and its name for a person. Blocking. Raises BadSecret."""
+    """The text of the file or variable, and its name for a person. Blocking. Raises BadSecret."""
     if secret.env is not None:
         text, where = environ.get(secret.env), f"the variable {secret.env}"
         if text is None:
-            raise BadSecret(f"{where} is not set. Try: put a line into it that `penstock keys secret` made")
+            raise BadSecret(f"{where} is not set. Try: set it to a line that `penstock keys secret` wrote")
         return text, where
     assert secret.file is not None
     path = folder / secret.file
-    return _read_private(path), str(path)
+    try:
+        return read_private(path, f"penstock keys secret {path}"), str(path)
+    except UnusableFile as error:
+        raise BadSecret(f"{path} {error}") from None
 
 
 def parse_secret(text: str, where: str) -> tuple[SigningKey, ...]:
-    """The keys, newest first, at least one. Raises BadSecret, which names `where` and never the text."""
+    """The keys, newest first, at least one. Raises BadSecret, which names `where`, never the text."""
     lines = [line for line in text.split() if line]
     if not 1 <= len(lines) <= _MAX_KEYS:
-        raise BadSecret(f"{where} holds {len(lines)} secrets; 1 to {_MAX_KEYS} are needed, one a line")
+        raise BadSecret(f"{where} has {len(lines)} secrets; 1 to {_MAX_KEYS} are needed, one per line")
     try:
         return tuple(SigningKey.parse(line) for line in lines)
     except BadSecret as error:
         raise BadSecret(f"{where}: {error}") from None
 
 
-def _read_private(path: Path) -> str:
-    try:
-        # not blocking: a pipe in this place must be refused, not waited for
-        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
-            mode = os.fstat(file.fileno()).st_mode
-            if not stat.S_ISREG(mode):
-                raise BadSecret(f"{path} is no plain file")
-            if mode & stat.S_IRWXO:
-                raise BadSecret(f"{path} can be read by everybody on this machine. Try: chmod 600 {path}")
-            return file.read(_MAX_FILE_BYTES).decode("ascii", errors="replace")
-    except FileNotFoundError as error:
-        raise BadSecret(f"{path} cannot be read: {error.strerror}. Try: penstock keys secret {path}") from None
-    except OSError as error:
-        raise BadSecret(f"{path} cannot be read: {error.strerror}") from None
-
-
 log = structlog.get_logger()
 
 _STALE = (
-    "requests are signed with the keys that were there before: one that was taken away is still used here. "
-    "Try: mend the file, or restart the service"
+    "requests are signed with the old keys, also with a key that was removed since then. Try: mend the file, or restart the "
+    "service"
 )
 
 
 class SigningKeys:
-    """`current`: newest first; whoever signs looks at it each time. Empty: nothing is signed."""
+    """`current`: newest first, read for each request. Empty: requests are not signed."""
 
     def __init__(self, current: Sequence[SigningKey] = ()) -> None:
         self.current = tuple(current)
@@ -178,10 +162,7 @@ class SigningKeys:
 def watch_secret(
     name: str, secret: Secret, folder: Path, keys: SigningKeys, clock: Callable[[], float] = time.monotonic
 ) -> FileWatch[tuple[SigningKey, ...]]:
-    """Keeps `keys` like the file of a secret. `load` raises BadSecret.
-
-    name: `pipe/destination`, or whose keys they are. folder: as for `read_secret`.
-    """
+    """Keeps `keys` equal to the file of a secret. `load` raises BadSecret. name: of the keys, e.g. `pipe/destination`."""
 
     def use(current: tuple[SigningKey, ...]) -> None:
         keys.current = current

@@ -1,4 +1,4 @@
-"""How a service starts: its readiness, the broker, the limit on open files, the garbage collector."""
+"""The start of a service: its readiness, the broker, the limit on open files, the garbage collector."""
 
 import asyncio
 import gc
@@ -24,9 +24,9 @@ _OTHER_FILES = 200
 
 
 class Readiness:
-    """Whether a service is ready, for its management port. reason: why it is not, for a person; None when it is.
+    """Whether a service is ready, for its management port. reason: why it is not, for a person, or None.
 
-    check: asked when there is no reason; answers as `reason`.
+    check: called when reason is None; returns the same.
     """
 
     def __init__(self) -> None:
@@ -34,11 +34,11 @@ class Readiness:
         self.check: Callable[[], str | None] = lambda: None
 
     def set_reason(self, reason: str) -> None:
-        """Why it is not ready."""
+        """Make it not ready, for this reason."""
         self.reason = reason
 
     def why_not(self) -> str | None:
-        """None when it is ready."""
+        """The reason; None when it is ready."""
         return self.reason or self.check()
 
 
@@ -50,10 +50,10 @@ async def open_when_reachable(
     topics: Collection[str] = (),
     on_wait: Callable[[str], None] = lambda _reason: None,
 ) -> Broker | None:
-    """The broker, closed by `stack`, as soon as it can be reached; None when the stop comes first.
+    """The broker, as soon as it is reachable; `stack` closes it. None when `stopping` is set first.
 
-    topics: may not lose acknowledged events (`require_safe_topics`). on_wait: called with the reason for waiting.
-    Raises BadConfiguration and DataDamaged, which waiting does not help.
+    topics: for `require_safe_topics`. on_wait: called with the reason for waiting. Raises BadConfiguration and DataDamaged:
+    waiting does not help.
     """
     retry = Backoff(_BASE_WAIT, _MAX_WAIT)
     while not stopping.is_set():
@@ -78,7 +78,7 @@ async def open_when_reachable(
 
 
 def raise_file_limit(connections: int) -> int:
-    """Raise the limit on open files for so many connections, as far as the system allows. How many there is room for."""
+    """Raise the limit on open files for so many connections, if the system allows it. Returns how many are possible."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = connections + _OTHER_FILES
     if soft == resource.RLIM_INFINITY or soft >= wanted:
@@ -92,6 +92,6 @@ def raise_file_limit(connections: int) -> int:
 
 
 def tune_garbage_collector() -> None:
-    """A service makes many objects and no cycles; Python's default would search for cycles many times a second."""
+    """Make collections rare: a service creates many objects and no cycles."""
     gc.freeze()
     gc.set_threshold(_GC_YOUNG_OBJECTS, 20, 50)

@@ -1,4 +1,4 @@
-"""Times as people write and read them; inside they are milliseconds since the epoch."""
+"""Times as text for people, to and from milliseconds since the epoch."""
 
 import datetime
 
@@ -16,12 +16,12 @@ def parse_time(text: str, now: float) -> int:
     except ValueError:
         when = None
     if when is None or when.tzinfo is None:
-        raise ValueError(f"{text[:40]!r} is no time. Try: 2h (ago) or 2026-11-21T08:00:00Z")
+        raise ValueError(f"{text[:40]!r} is not a time. Try: 2h (ago) or 2026-11-21T08:00:00Z")
     return int(when.timestamp() * 1000)
 
 
 def format_time(millis: int) -> str:
-    """RFC 3339 in UTC; the number itself when it is no time that anybody meant."""
+    """RFC 3339 in UTC; the number itself when it is out of range."""
     try:
         when = datetime.datetime.fromtimestamp(millis / 1000, datetime.UTC)
     except (ValueError, OverflowError, OSError):

@@ -1,4 +1,4 @@
-"""Durations and sizes as people write them in files, flags and variables: always with a unit.
+"""Durations and sizes as text in files, flags and variables, always with a unit.
 
 `500ms`, `10s`, `5m`, `75h`, `7d` -> seconds; `512B`, `64KB`, `1MB`, `2GiB` -> bytes (KB = 1000, KiB = 1024).
 """
@@ -34,12 +34,12 @@ def parse_size(text: object) -> int:
 
 
 def format_duration(seconds: float) -> str:
-    """As a person would write it, in the largest unit that makes it a whole number: 90.0 -> 90s, 0.05 -> 50ms."""
+    """In the largest unit that gives a whole number: 90.0 -> 90s, 0.05 -> 50ms."""
     return _format(round(seconds * 1000), {"d": 86_400_000, "h": 3_600_000, "m": 60_000, "s": 1000, "ms": 1})
 
 
 def format_size(size: int) -> str:
-    """As a person would write it: 1000000 -> 1MB, 1024 -> 1KiB."""
+    """In the largest unit that gives a whole number: 1000000 -> 1MB, 1024 -> 1KiB."""
     return _format(size, {unit: _BYTES[unit] for unit in ("GB", "GiB", "MB", "MiB", "KB", "KiB", "B")})
 
 

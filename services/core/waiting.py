@@ -2,11 +2,11 @@
 
 A **lane** is `pipe/destination`. Its waiting events are with the global retrier (`penstock.retry-in` and the delay topics,
 behind the retrier's committed offsets), in `<pipe>.retry` or in `<pipe>.parked` (behind the offsets of the lane's own group).
-Nobody reads the events of a lane that the pipe file no longer has: they would end with the topics' retention.
+Nobody reads the events of a lane that the pipe file no longer has: retention would remove them.
 
-The retry and parked topics are read once. A `Bookmark` in `penstock.control` says how far they were read, and which lanes have
-events there. It saves time: without it, or when a topic was made anew, everything is read again. Only the bookmark knows the
-lanes of earlier pipe files: the unread events of such a lane in its streams count until somebody decides about them.
+The retry and parked topics are read once. A `Bookmark` in `penstock.control` records how far they were read, and the lanes with
+events there. Without it, or when a topic was created again, everything is read again. Only the bookmark has the lanes of earlier
+pipe files: the unread events of such a lane in its streams count until an operator decides about them.
 """
 
 import json
@@ -44,10 +44,10 @@ _PIPE, _DESTINATION = PREFIX + "pipe", PREFIX + "destination"
 
 @dataclass(frozen=True, slots=True)
 class Bookmark:
-    """read: the end of what was read of each partition. last: offset and digest of the last record there.
+    """read: the offset behind the last read record of each partition. last: offset and digest of that record.
 
-    lanes: those with events there, and those that were claimed. left: lanes about whose unread events somebody has decided,
-    with the lane that goes on in their place, or "".
+    lanes: those with events there, and those that were claimed. left: lanes about whose unread events an operator has decided,
+    with the lane that continues in their place, or "".
     """
 
     read: Mapping[TopicPartition, int] = field(default_factory=dict)
@@ -64,7 +64,7 @@ class Bookmark:
 
     @classmethod
     def decode(cls, value: bytes) -> "Bookmark":
-        """Raises ValueError, KeyError, AttributeError for anything else."""
+        """From the bytes of `encode`. Raises ValueError, KeyError, AttributeError, TypeError."""
         found = json.loads(value)
         read = {_parse_partition(name): int(offset) for name, offset in found["read"].items()}
         last = {_parse_partition(name): (int(at), str(digest)) for name, (at, digest) in found.get("last", {}).items()}
@@ -89,9 +89,9 @@ class Waiting:
 
 
 async def find_waiting(broker: Broker, claimed: Collection[str], bookmark: Bookmark) -> Waiting:
-    """Count the waiting events; a fleet may be at work meanwhile. claimed: lanes that somebody serves.
+    """Count the waiting events; a fleet may run meanwhile. claimed: the lanes of the pipe file.
 
-    Reads all events that wait with the retrier, and those that came to the other topics since the bookmark. Raises
+    Reads all events that wait with the retrier, and those that were written to the other topics since the bookmark. Raises
     BrokerError kinds, except for damage.
     """
     search = _Search(broker, claimed, bookmark)
@@ -114,7 +114,7 @@ class _Search:
         self._unread: dict[TopicPartition, str] = {}
 
     async def count_at_retrier(self, topics: Collection[str]) -> None:
-        """In the direction in which events move, from longer to shorter delays: an event that is moved meanwhile is counted."""
+        """Count in the direction in which events move, from longer to shorter delays, so that no moved event is missed."""
         for topic in (RETRY_IN, *map(delay_topic, reversed(DELAYS_S))):
             if topic not in topics:
                 continue
@@ -128,7 +128,7 @@ class _Search:
                         self._counts[lane][topic] += count
 
     async def find_lanes(self, topics: Collection[str]) -> None:
-        """The lanes with events in the retry and parked topics, read from the bookmark on."""
+        """Find the lanes with events in the retry and parked topics, from the bookmark on."""
         ends = (retry_topic(""), parked_topic(""))
         for topic in sorted(topic for topic in topics if topic.endswith(ends)):
             for partition, held in (await self._broker.reader.describe(topic)).items():
@@ -141,7 +141,7 @@ class _Search:
                     self._read[source] = held.end
 
     async def _is_same(self, source: TopicPartition, held: PartitionRange) -> bool:
-        """Whether the partition still holds the last record that was read of it. It does not when the topic was made anew."""
+        """Whether the partition still has the last record that was read. It does not when the topic was created again."""
         if source not in self._last or self._read[source] > held.end:
             return False
         offset, digest = self._last[source]
@@ -152,7 +152,7 @@ class _Search:
         return batch is not None and batch.offsets[0] == offset and digest_of(batch.records[0]).hex() == digest
 
     async def count_undelivered(self, topics: Collection[str]) -> None:
-        """The unread events of lanes that are gone, in each stream where the lane has committed an offset."""
+        """Count the unread events of removed lanes, in each stream where the lane has committed an offset."""
         streams = [topic for topic in topics if not topic.startswith(_INTERNAL) and not topic.endswith(_SIDE_TOPICS)]
         for lane in sorted(self._lanes - self._claimed - self._left.keys()):
             group = delivery_group(*lane.split("/", 1))
@@ -168,7 +168,7 @@ class _Search:
                 if topic in topics:
                     self._counts[lane][topic] += await self._count_lane(lane, delivery_group(pipe, destination), topic)
             if not (self._counts[lane].total() or self._undelivered[lane].total() or self._unread):
-                self._lanes.discard(lane)  # until new events for it are seen
+                self._lanes.discard(lane)  # until it has new events
 
     async def _count_lane(self, lane: str, group: str, topic: str) -> int:
         settled, count = await self._broker.admin.committed(group, topic), 0
@@ -178,7 +178,7 @@ class _Search:
         return count
 
     async def _count(self, source: TopicPartition, held: PartitionRange) -> Counter[str]:
-        """Records by lane; "" for those that are no retry records."""
+        """The number of records by lane; "" for those that are no retry records."""
         found: Counter[str] = Counter()
         try:
             async for batch in read_topic(self._broker.reader, source.topic, source.partition, held):
@@ -199,13 +199,13 @@ def _without_zeros(counts: Mapping[str, Counter[str]]) -> dict[str, dict[str, in
 
 
 async def hand_over_positions(admin: Admin, pipes: PipeFile, left: Mapping[str, str] | None = None) -> dict[str, str]:
-    """A destination that gets the waiting events of a removed one starts in its streams at the position of the removed one,
-    also where that one had settled nothing.
+    """Let a destination that gets the waiting events of a removed one start in its streams at the removed one's position, also
+    where that one had settled nothing. Returns the old lane by the new one.
 
-    Partitions that it has begun already are left alone, unless it had itself left them to the removed one (`Bookmark.left`):
-    then it goes on at the position of that one. Of several removed ones the first in the file counts. So the new name misses
-    nothing that the old one had not read, and the stream is not sent again. Gives the old lane by the new one. Call it before
-    the new one runs: it raises Unavailable while the new one runs and has not begun; then call it again.
+    The new one then misses no event that the old one had not read, and the stream is not sent again. Partitions that the new
+    one has begun already stay as they are, unless it had left them to the removed one (`Bookmark.left`): then it continues at
+    the position of that one. Of several removed ones the first in the file counts. Call it before the new one runs. It raises
+    Unavailable while the new one runs and has not begun; then call it again.
     """
     done: dict[str, str] = {}
     for old, choice in pipes.removed.items():

@@ -1,7 +1,7 @@
-"""YAML as configuration: plain data plus the line of every key, so that an error names `file:line: key`. Models check the data.
+"""YAML as configuration: plain data, and the line of every key, so that an error names `file:line: key`. Models check the data.
 
-Refused beyond YAML's own errors: duplicate keys (the last one would win silently), aliases (alias bombs), several
-documents, tags, files over 1 MB, nesting over 50 levels.
+Beyond YAML's own errors it refuses duplicate keys (the last one would silently count), aliases (alias bombs), several
+documents, tags, files over 1 MB, and nesting over 50 levels.
 """
 
 from collections.abc import Mapping, Sequence
@@ -33,15 +33,15 @@ class Problem:
 
     def __str__(self) -> str:
         text = f"{self.where}: {self.key}: {self.message}" if self.key else f"{self.where}: {self.message}"
-        return mask_text(text)  # a secret in the wrong place may have become a key or part of a message
+        return mask_text(text)  # a misplaced secret may be a key or part of a message
 
     def as_json(self) -> dict[str, str]:
-        """The same for a program."""
+        """With masked secrets."""
         return {"where": self.where, "key": mask_text(self.key), "message": mask_text(self.message)}
 
 
 class BadConfiguration(Exception):
-    """The configuration cannot be used; all problems at once. Programs exit with status 2."""
+    """The configuration cannot be used. It has all problems at once. Programs exit with status 2."""
 
     def __init__(self, problems: list[Problem]) -> None:
         super().__init__("\n".join(str(problem) for problem in problems))
@@ -57,14 +57,14 @@ class Document:
     lines: dict[KeyPath, int]
 
     def problem(self, path: KeyPath, message: str) -> Problem:
-        """A problem at this key, or at its nearest ancestor that stands in the file."""
+        """A problem at this key, or at its nearest ancestor in the file."""
         known = next((path[:n] for n in range(len(path), -1, -1) if path[:n] in self.lines), ())
         line = self.lines.get(known, 1)
         return Problem(f"{self.path}:{line}", ".".join(str(part) for part in path), message)
 
 
 def load_yaml(path: Path) -> Document:
-    """Read and parse one file (`snapshot.source_of`). Blocking. Raises BadConfiguration, for an unreadable file too."""
+    """Read and parse one file (`snapshot.source_of`). Blocking. Raises BadConfiguration, also for an unreadable file."""
     try:
         with source_of(path).open("rb") as file:
             raw = file.read(MAX_FILE_BYTES + 1)
@@ -80,7 +80,7 @@ def load_yaml(path: Path) -> Document:
 
 
 def parse_yaml(text: str, path: Path) -> Document:
-    """Parse YAML text; `path` is only for messages. An empty file is None. Raises BadConfiguration."""
+    """Parse YAML text. path: for messages. The data of an empty text is None. Raises BadConfiguration."""
     try:
         _refuse_bombs(text, path)
         node = yaml.compose(text, Loader=yaml.SafeLoader)
@@ -98,7 +98,7 @@ def parse_yaml(text: str, path: Path) -> Document:
 
 
 def _refuse_bombs(text: str, path: Path) -> None:
-    """Reads the events one by one, before anything is built: small files must not become large or slow."""
+    """Check the YAML events before data is built: a small file must not become large or slow."""
     depth = 0
     for event in yaml.parse(text, Loader=yaml.SafeLoader):
         where = f"{path}:{event.start_mark.line + 1 if event.start_mark else 1}"
@@ -144,7 +144,7 @@ class _Builder:
                 self._problem(key_node, path, "keys must be plain text")
                 continue
             if key in data:
-                self._problem(key_node, (*path, key), f"stands twice; first at line {self.lines[(*path, key)]}")
+                self._problem(key_node, (*path, key), f"occurs twice; first at line {self.lines[(*path, key)]}")
                 continue
             self.lines[(*path, key)] = key_node.start_mark.line + 1
             data[key] = self.build(value_node, (*path, key))
@@ -195,7 +195,7 @@ def validate_document(document: Document, model: type[Model]) -> Model:
 
 
 def known_path(data: object, loc: Sequence[int | str]) -> KeyPath:
-    """The part of a pydantic location that exists in the data (pydantic adds names of union branches)."""
+    """The part of a pydantic location that is in the data (pydantic adds names of union branches)."""
     path: list[str | int] = []
     for index, part in enumerate(loc):
         if isinstance(data, Mapping) and part in data:
@@ -209,6 +209,6 @@ def known_path(data: object, loc: Sequence[int | str]) -> KeyPath:
 
 
 def describe(error: ErrorDetails) -> str:
-    """A pydantic error in an operator's words; never the value, which may be a secret."""
+    """A pydantic error for an operator, without the value, which may be a secret."""
     words = _WORDS.get(error["type"])
     return words.format(**error.get("ctx", {})) if words else error["msg"].removeprefix("Value error, ")

@@ -20,7 +20,7 @@ from services.core.broker.contract import Reader
 from services.core.broker.errors import BrokerError, OffsetOutOfRange, UnknownTopic
 from services.core.broker.record import Batch
 from services.core.causes import Cause, Causes
-from services.core.letter import DeadLetter, Position
+from services.core.dead_letter import DeadLetter, Position
 from services.core.pipes import PipeFile, dead_letter_topic
 from services.core.times import format_time, parse_time
 from services.observer import problems

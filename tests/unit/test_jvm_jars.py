@@ -8,6 +8,7 @@ import pytest
 
 from services.core.jvm import jars
 from services.core.jvm.jars import Jar, JarsUnavailable, ivy_module, jar_set, read_lock, verify
+from services.core.jvm.java import JavaRuntime
 
 CONTENT = b"a jar"
 SHA256 = hashlib.sha256(CONTENT).hexdigest()
@@ -115,7 +116,7 @@ def test_ivy_that_fails_is_quoted(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     broken = tmp_path / "java"
     broken.write_text("#!/bin/sh\necho unresolved dependency: one >&2\nexit 1\n")
     broken.chmod(0o755)
-    monkeypatch.setattr(jars, "find_java", lambda: broken)
+    monkeypatch.setattr(jars, "find_java", lambda: JavaRuntime(broken, tmp_path, 17, has_vector_module=True))
     with pytest.raises(JarsUnavailable, match=r"(?s)status 1.*Try: .*unresolved dependency: one"):
         jars.run_ivy([])
 

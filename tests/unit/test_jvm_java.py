@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 
 from services.core.jvm import java
-from services.core.jvm.java import JavaNotFound, JavaRuntime, find_java, find_runtime, java_env, parse_probe
+from services.core.jvm.java import JavaNotFound, JavaRuntime, find_java, java_env, parse_probe
 
 
 @pytest.fixture(autouse=True)
 def _fresh_search() -> Iterator[None]:
-    find_runtime.cache_clear()
+    find_java.cache_clear()
     yield
-    find_runtime.cache_clear()
+    find_java.cache_clear()
 
 
 def fake_java(home: Path, version: str, modules: str = "java.base@1") -> Path:
@@ -34,8 +34,8 @@ def fake_java(home: Path, version: str, modules: str = "java.base@1") -> Path:
 
 def test_a_java_is_found_here() -> None:
     """If this fails, neither Spark nor Kafka can run on this machine."""
-    assert find_java().is_file()
-    assert find_runtime().version >= java.OLDEST_VERSION
+    assert find_java().executable.is_file()
+    assert find_java().version >= java.OLDEST_VERSION
 
 
 def test_probe_reads_version_home_and_modules() -> None:
@@ -69,7 +69,7 @@ def test_old_java_home_is_passed_over(tmp_path: Path, monkeypatch: pytest.Monkey
     good = fake_java(tmp_path / "good", "17")
     monkeypatch.setenv("JAVA_HOME", str(tmp_path / "old"))
     monkeypatch.setenv("PATH", str(good.parent))
-    assert find_java() == good
+    assert find_java().executable == good
 
 
 def test_no_java_says_what_was_looked_at_and_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

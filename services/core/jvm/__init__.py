@@ -1,4 +1,1 @@
-"""Java, the jars, and a real Kafka: what the tests, the demo and Spark need from the Java world.
-
-Everything here blocks; call it from a worker thread when an event loop runs.
-"""
+"""Java, jars, and a real Kafka, for Spark, the demo and the tests. Every function blocks; with an event loop, use a thread."""

@@ -1,9 +1,8 @@
 """Fetches the jars of Spark's Kafka connector and of a Kafka server, without Maven.
 
-`jars.lock` beside this file names every jar with its SHA-256 (infra/dev/lock_jars.py writes it), so nothing is resolved at run
-time. The Ivy inside pyspark's own jars downloads them, once, into $PENSTOCK_JARS or ~/.cache/penstock/jars. A set of jars appears
-there under its final name only when all of it is there and verified, so several processes may fetch at the same time. Each use
-of a set compares every jar with the lock again: 50 MB, a tenth of a second.
+`jars.lock` names every jar with its SHA-256 (infra/dev/lock_jars.py writes it), so nothing is resolved at run time. Pyspark's own
+Ivy downloads the jars once, into $PENSTOCK_JARS or ~/.cache/penstock/jars. A set gets its final name there when all its jars are
+verified, so several processes may fetch at the same time. Each use of a set verifies every jar again (50 MB in 0.1 s).
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ SPARK_KAFKA = "spark-kafka"
 KAFKA_SERVER = "kafka-server"
 FETCH_TIMEOUT_S = 300.0
 FETCH_ATTEMPTS = 3
-# Ivy's own default repository, asked for the jars alone: the lock has already resolved what their POMs say.
+# Maven Central, without POMs: the lock names the dependencies, too.
 _SETTINGS = """<ivysettings>
   <settings defaultResolver="locked"/>
   <resolvers><ibiblio name="locked" m2compatible="true" usepoms="false"/></resolvers>
@@ -34,26 +33,14 @@ _SETTINGS = """<ivysettings>
 
 
 class JarsUnavailable(RuntimeError):
-    """The jars could not be fetched, or differ from the lock. The message says why and what to try."""
-
-
-def spark_kafka_jars() -> list[Path]:
-    """The jars for Spark's `spark.jars` so that it can read and write Kafka. Blocks, minutes if they must be fetched.
-
-    Raises JarsUnavailable, JavaNotFound.
-    """
-    return jar_set(SPARK_KAFKA)
-
-
-def kafka_server_jars() -> list[Path]:
-    """The class path of a Kafka server. Blocks, minutes if they must be fetched. Raises JarsUnavailable, JavaNotFound."""
-    return jar_set(KAFKA_SERVER)
+    """The jars could not be fetched, or differ from the lock. The message has the reason and a remedy."""
 
 
 def jar_set(name: str, *, lock_file: Path = LOCK_FILE) -> list[Path]:
-    """The paths of all jars of one set of the lock, in its order. Fetches a set that is missing.
+    """The paths of all jars of a set of the lock (SPARK_KAFKA, KAFKA_SERVER), in its order. Fetches a missing set.
 
-    Blocks; safe in several processes. Raises JarsUnavailable, also when a file that was fetched before has changed.
+    Blocks, for minutes when it fetches; safe in several processes. Raises JavaNotFound, and JarsUnavailable, also when a
+    fetched file has changed.
     """
     jars = read_lock(lock_file)[name]
     digest = hashlib.sha256("\n".join(jar.sha256 for jar in jars).encode()).hexdigest()
@@ -66,7 +53,7 @@ def jar_set(name: str, *, lock_file: Path = LOCK_FILE) -> list[Path]:
 
 
 def cache_folder() -> Path:
-    """Where jars are kept: $PENSTOCK_JARS, or ~/.cache/penstock/jars."""
+    """The folder of all sets: $PENSTOCK_JARS, or ~/.cache/penstock/jars."""
     given = os.environ.get("PENSTOCK_JARS")
     return Path(given) if given else Path.home() / ".cache" / "penstock" / "jars"
 
@@ -74,14 +61,14 @@ def cache_folder() -> Path:
 def run_ivy(arguments: list[str]) -> None:
     """Run the Ivy of pyspark. Blocks up to 300 s. Raises JarsUnavailable with the end of Ivy's output."""
     with tempfile.TemporaryDirectory() as scratch:
-        command = [str(find_java()), *trust_options(Path(scratch)), "-jar", str(_ivy_jar()), *arguments]
+        command = [str(find_java().executable), *trust_options(Path(scratch)), "-jar", str(_ivy_jar()), *arguments]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=FETCH_TIMEOUT_S, check=False)  # noqa: S603
         except subprocess.TimeoutExpired as error:
             raise JarsUnavailable(f"Ivy did not finish within {FETCH_TIMEOUT_S:.0f} s. {_remedy()}") from error
     if done.returncode != 0:
-        said = [line for line in (done.stdout + done.stderr).splitlines() if line.strip(" .\t")]
-        raise JarsUnavailable(f"Ivy ended with status {done.returncode}. {_remedy()}\n" + "\n".join(said[-12:]))
+        lines = [line for line in (done.stdout + done.stderr).splitlines() if line.strip(" .\t")]
+        raise JarsUnavailable(f"Ivy ended with status {done.returncode}. {_remedy()}\n" + "\n".join(lines[-12:]))
 
 
 def _fetch(name: str, jars: list[Jar], folder: Path) -> None:
@@ -94,7 +81,7 @@ def _fetch(name: str, jars: list[Jar], folder: Path) -> None:
         try:
             fetched.rename(folder)
         except OSError:
-            if not folder.is_dir():  # another process was faster: its jars are as good
+            if not folder.is_dir():  # otherwise another process was faster, and its jars are verified, too
                 raise
 
 
@@ -116,7 +103,7 @@ def _download(jars: list[Jar], scratch: Path, target: Path) -> None:
 
 
 def ivy_module(jars: list[Jar]) -> str:
-    """An Ivy file that asks for exactly these jars."""
+    """An Ivy file with exactly these jars."""
     lines = [
         f"<dependency org={quoteattr(jar.group)} name={quoteattr(jar.artifact)} rev={quoteattr(jar.version)}"
         ' transitive="false"/>'
@@ -127,7 +114,7 @@ def ivy_module(jars: list[Jar]) -> str:
 
 
 def verify(jars: list[Jar], folder: Path, remedy: str) -> None:
-    """Compare each file with the lock. Raises JarsUnavailable naming the first jar that is missing or different."""
+    """Compare each file with the lock. Raises JarsUnavailable for the first jar that is missing or different."""
     for jar in jars:
         path = folder / jar.file_name
         if not path.is_file():
@@ -140,7 +127,7 @@ def verify(jars: list[Jar], folder: Path, remedy: str) -> None:
 
 
 def _ivy_jar() -> Path:
-    # Found without importing pyspark, which costs a second.
+    # The import of pyspark would take a second.
     spec = importlib.util.find_spec("pyspark")
     for folder in (spec.submodule_search_locations or []) if spec else []:
         for path in sorted(Path(folder, "jars").glob("ivy-*.jar")):
@@ -207,7 +194,7 @@ def _parse(text: str) -> Jar | None:
 
 
 def main() -> int:
-    """Fetch every set that is not here yet. `make jars` calls this."""
+    """Fetch every missing set. `make jars` calls this."""
     try:
         for name in read_lock():
             jar_set(name)

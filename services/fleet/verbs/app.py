@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from services.core.letter import Position
+from services.core.dead_letter import Position
 from services.core.times import parse_time
 from services.fleet.dead.found import Filter
 from services.fleet.problem import CommandFailed

@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from services.core.audit import DISCARD
 from services.core.broker.producer import Producer
-from services.core.letter import DeadLetter, Position
+from services.core.dead_letter import DeadLetter, Position
 from services.core.pipes import PipeFile, load_pipes
 from services.fleet.access import find_broker, find_pipes, opened
 from services.fleet.console import ERR, OUT, print_note

@@ -71,7 +71,7 @@ def test_drain_is_bounded() -> None:
         process.terminate()
         status, out, err = finish(process)
     assert (status, out) == (1, "draining\n")
-    assert "not drained in time" in err
+    assert "not_drained_in_time" in err
 
 
 def test_second_signal_ends_at_once() -> None:

@@ -91,10 +91,10 @@ def test_every_mistake_at_once(tmp_path: Path) -> None:
     ("old", "new", "expected"),
     [
         ("sources: [flights]", "sources: [fligths]", "fligths"),
-        ("sources: [flights]", "sources: [flights, flights]", "stands twice"),
+        ("sources: [flights]", "sources: [flights, flights]", "occurs twice"),
         ("stream: weather", "stream: flights", "a loop"),
         ("stream: weather", "stream: elsewhere", "elsewhere"),
-        ("name: copy", "name: ops", "'ops' stands twice"),
+        ("name: copy", "name: ops", "'ops' occurs twice"),
         ("sources: [flights]", "sources: []", "at least 1 entries"),
         ("retention: 7d", "retention: -7d", "a duration with a unit is needed"),
         ("retention: 7d", "retention: 7", "a duration with a unit is needed"),
@@ -126,7 +126,7 @@ def test_a_secret_is_never_shown(tmp_path: Path) -> None:
         found = mistakes(tmp_path, GOOD.replace("{env: OPS_SECRET}", wrong))
         assert len(found) == 1
         assert found[0].endswith(
-            "webhook.secret: the secret itself must not stand here. Try: secret: {file: webhook.secret}"
+            "webhook.secret: the secret itself must not be here. Try: secret: {file: webhook.secret}"
         )
     for wrong in ("{whsec_aHVudGVyMg: 1}", "{value: aHVudGVyMg}", "{file: [aHVudGVyMg]}", "{env: whsec_aHVudGVyMg}"):
         found = mistakes(tmp_path, GOOD.replace("{env: OPS_SECRET}", wrong))

@@ -79,7 +79,7 @@ async def test_partitions_never_change_silently(broker: Broker) -> None:
     await ensure_topics(broker.admin, PIPES)
     data = PIPES.model_dump(include={"streams": {"a": {"id"}, "b": {"id"}}})
     wider = PipeFile.model_validate({**data, "streams": {"a": {"partitions": 3}, "b": {"partitions": 6}, "c": {}}})
-    with pytest.raises(PartitionsDiffer, match="topic a has 2 partitions, the pipe file wants 3"):
+    with pytest.raises(PartitionsDiffer, match="topic a has 2 partitions, the pipe file has 3"):
         await ensure_topics(broker.admin, wider)
     assert "c" not in await broker.admin.topics()
     done = await ensure_topics(broker.admin, wider, grow=True)

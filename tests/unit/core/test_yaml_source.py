@@ -29,8 +29,8 @@ def test_lines_of_keys_and_items() -> None:
 def test_duplicate_keys_all_named() -> None:
     """Broken: of two `url:` the last wins silently, and events go to the wrong place."""
     assert mistakes("a: 1\nb:\n  c: 1\n  c: 2\na: 3\n") == [
-        "f.yaml:4: b.c: stands twice; first at line 3",
-        "f.yaml:5: a: stands twice; first at line 1",
+        "f.yaml:4: b.c: occurs twice; first at line 3",
+        "f.yaml:5: a: occurs twice; first at line 1",
     ]
 
 

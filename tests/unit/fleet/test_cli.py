@@ -88,8 +88,8 @@ def test_no_colours_outside_a_terminal(shell: Shell) -> None:
         ("up --drain 10", "--drain: a duration with a unit is needed (ms, s, m, h, d). Try: 10s"),
         ("up --listen 8080", "--listen: host:port is needed. Try: 127.0.0.1:8080"),
         ("up --ingest 0 --expel many", "--expel: a whole number is needed"),
-        ("up --allow-networks 10.0.0.0/33", "--allow-networks: '10.0.0.0/33' is no network. Try: 127.0.0.0/8"),
-        ("check --allow-networks x", "--allow-networks: 'x' is no network. Try: 127.0.0.0/8"),
+        ("up --allow-networks 10.0.0.0/33", "--allow-networks: '10.0.0.0/33' is not a network. Try: 127.0.0.0/8"),
+        ("check --allow-networks x", "--allow-networks: 'x' is not a network. Try: 127.0.0.0/8"),
         ("up --config nope.yaml", "nope.yaml: cannot be read"),
         ("demo --broker pulsar", "the demo does not support --broker 'pulsar'"),
         ("keys create --stream A.B", "streams: must match"),
@@ -98,8 +98,8 @@ def test_no_colours_outside_a_terminal(shell: Shell) -> None:
         ("listen --port 9000 --fail 2", "--fail"),
         ("log verify nowhere", "does not exist"),
         ("dead list", "no fleet runs on data, and it holds no log"),
-        ("dead list --since yesterday", "'yesterday' is no time. Try: 2h (ago)"),
-        ("dead show late.dead", "'late.dead' is no position"),
+        ("dead list --since yesterday", "'yesterday' is not a time. Try: 2h (ago)"),
+        ("dead show late.dead", "'late.dead' is not a position"),
         ("dead redrive", "either positions or filters are needed"),
         ("dead discard --pipe p p.dead:0:1", "either positions or filters are needed"),
     ],
@@ -154,7 +154,7 @@ def test_check_shows_every_mistake_and_no_secret(shell: Shell, tmp_path: Path) -
         "      - {name: y, webhook: {url: 'https://example.org', secret: whsec_c2VjcmV0c2VjcmV0}}\n"
     )
     assert shell.run("check") == 2
-    itself = "secret: the secret itself must not stand here. Try: secret: {file: webhook.secret}"
+    itself = "secret: the secret itself must not be here. Try: secret: {file: webhook.secret}"
     assert shell.err.splitlines() == [
         "error: pipes.yaml:1: streams.a.retention: a duration with a unit is needed (ms, s, m, h, d). Try: 10s",
         f"error: pipes.yaml:8: pipes.p.destinations.1.webhook.{itself}",
@@ -165,7 +165,7 @@ def test_check_shows_every_mistake_and_no_secret(shell: Shell, tmp_path: Path) -
         "    destinations:\n      - {name: x, webhook: {url: 'https://example.org', secret: {file: open.secret}}}\n"
     )
     assert shell.run("check") == 2
-    assert "open.secret can be read by everybody on this machine. Try: chmod 600" in shell.err
+    assert "open.secret can be read or written by everybody on this machine. Try: chmod 600" in shell.err
     assert "pipes.yaml:5: pipes.p.transform.python: there is no file nope.py" in shell.err
     assert "c2VjcmV0" not in shell.err
 
@@ -184,13 +184,13 @@ def test_apply_creates_keeps_and_never_grows_silently(shell: Shell, tmp_path: Pa
     assert json.loads(shell.out)["kept"] == topics
     file.write_text(text.replace("{a:", "{b: {}, a:").replace("partitions: 2", "partitions: 3"))
     assert shell.run("apply", "--broker", broker) == 1
-    assert "topic a has 2 partitions, the pipe file wants 3" in shell.err
+    assert "topic a has 2 partitions, the pipe file has 3" in shell.err
     assert "Try: penstock apply --grow" in shell.err
     assert shell.run("apply", "--broker", broker, "--grow", "--json") == 0
     assert json.loads(shell.out)["grown"] == ["a"]
     file.write_text(text.replace("{a:", "{b: {}, a:").replace("partitions: 2", "partitions: 1"))
     assert shell.run("apply", "--broker", broker, "--grow") == 1
-    assert "partitions are never taken away. Try: partitions: 3" in shell.err
+    assert "partitions are never removed. Try: partitions: 3" in shell.err
 
 
 @pytest.mark.parametrize("broker", ["kinesis://x", "log://relative", "kafka://", "kafka://user:pw@host:9092"])

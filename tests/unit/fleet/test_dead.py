@@ -16,8 +16,8 @@ from services.core.broker.errors import Unavailable
 from services.core.broker.producer import Producer, SendResult
 from services.core.broker.record import Batch, Record, TopicPartition
 from services.core.causes import Causes, normalise
+from services.core.dead_letter import DeadLetter, Position
 from services.core.ledger.report import TELEMETRY, decode_report, unpack_numbers
-from services.core.letter import DeadLetter, Position
 from services.core.pipes import AUDIT, PipeFile
 from services.core.provision import ensure_topics
 from services.core.retry_state import unwrap
@@ -380,7 +380,7 @@ def test_times() -> None:
     assert parse_time("2h", 10_000.0) == 2_800_000
     assert parse_time("2023-11-14T22:13:20Z", 0) == BASE
     for bad in ("yesterday", "2023-11-14T22:13:20", "2"):
-        with pytest.raises(ValueError, match="is no time"):
+        with pytest.raises(ValueError, match="is not a time"):
             parse_time(bad, 0)
 
 

@@ -8,8 +8,7 @@ import pytest
 
 from services.core.broker.connect import open_broker
 from services.core.broker.record import TopicPartition
-from services.core.dead_letter import make_dead_letter
-from services.core.letter import DeadLetter, Position
+from services.core.dead_letter import DeadLetter, Position, make_dead_letter
 from services.core.pipes import RETRIER_GROUP, delay_topic, load_pipes
 from services.core.provision import ensure_topics
 from services.core.retry_state import unwrap

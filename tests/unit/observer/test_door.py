@@ -147,7 +147,7 @@ def test_what_is_no_token_file_is_refused_and_not_shown(file: Path, text: str) -
     assert not text.strip() or text.strip() not in str(caught.value)
     file.unlink()
     os.mkfifo(file, 0o600)
-    with pytest.raises(BadConfiguration, match="no plain file"):
+    with pytest.raises(BadConfiguration, match="not a regular file"):
         read_tokens(file)
 
 

@@ -1,0 +1,95 @@
+"""Checks the names in a pipe file against each other: unknown streams, duplicates, loops, wrong entries of `removed`."""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from services.core.yaml_source import KeyPath
+
+RESERVED = "penstock"
+"""No pipe and no stream has this name: topics that begin with it belong to the fleet."""
+
+Found = tuple[KeyPath, str]
+"""The path of a key, and the mistake there, for a person."""
+
+
+def find_broken_references(data: object) -> list[Found]:
+    """Every mistake. data: a pipe file as plain data. Parts of the wrong shape are skipped: the model reports them."""
+    streams = _mapping(_mapping(data).get("streams"))
+    pipes = _mapping(_mapping(data).get("pipes"))
+    problems: list[Found] = [
+        ((section, RESERVED), f"{RESERVED!r} is reserved for our own topics. Try: another name")
+        for section, names in (("streams", streams), ("pipes", pipes))
+        if RESERVED in names
+    ]
+    feeds: dict[str, set[str]] = {}
+    for name, pipe in pipes.items():
+        sources = [source for source in _items(_mapping(pipe).get("sources")) if isinstance(source, str)]
+        destinations = [_mapping(destination) for destination in _items(_mapping(pipe).get("destinations"))]
+        problems += [(("pipes", name, *path), text) for path, text in _check_pipe(sources, destinations, streams)]
+        for index, destination in enumerate(destinations):
+            target = destination.get("stream")
+            if isinstance(target, str) and _reaches(feeds, target, set(sources)):
+                path = ("pipes", name, "destinations", index, "stream")
+                problems.append((path, f"{target!r} leads back to the pipe's own source: a loop"))
+                continue
+            for source in sources:
+                feeds.setdefault(source, set()).add(str(target))
+    return problems + _check_removed(_mapping(_mapping(data).get("removed")), pipes)
+
+
+def _check_pipe(
+    sources: Sequence[str], destinations: Sequence[Mapping[str, object]], streams: Mapping[str, object]
+) -> Iterator[Found]:
+    known = f"is not among streams: {', '.join(sorted(map(str, streams)))}"
+    for index, source in enumerate(sources):
+        if source not in streams:
+            yield ("sources", index), f"{source!r} {known}"
+        if source in sources[:index]:
+            yield ("sources", index), f"{source!r} occurs twice"
+    names: set[str] = set()
+    for index, destination in enumerate(destinations):
+        name, stream = destination.get("name"), destination.get("stream")
+        if isinstance(name, str):
+            if name in names:
+                yield ("destinations", index, "name"), f"{name!r} occurs twice"
+            names.add(name)
+        if isinstance(stream, str) and stream not in streams:
+            yield ("destinations", index, "stream"), f"{stream!r} {known}"
+
+
+def _reaches(feeds: Mapping[str, set[str]], start: str, goals: set[str]) -> bool:
+    """Whether events in stream `start` arrive in one of the streams `goals` by the pipes that `feeds` has."""
+    seen: set[str] = set()
+    waiting = [start]
+    while waiting:
+        stream = waiting.pop()
+        if stream in goals:
+            return True
+        if stream not in seen:
+            seen.add(stream)
+            waiting.extend(feeds.get(stream, ()))
+    return False
+
+
+def _check_removed(removed: Mapping[str, object], pipes: Mapping[str, object]) -> list[Found]:
+    lanes = {
+        f"{name}/{destination.get('name')}": "webhook" in destination
+        for name, pipe in pipes.items()
+        for destination in map(_mapping, _items(_mapping(pipe).get("destinations")))
+    }
+    problems: list[Found] = []
+    for lane, choice in removed.items():
+        target = _mapping(choice).get("deliver_to")
+        if lane in lanes:
+            problems.append((("removed", lane), "is a destination of this file, which gets its waiting events itself"))
+        if isinstance(target, str) and not lanes.get(target):
+            known = ", ".join(sorted(name for name, is_webhook in lanes.items() if is_webhook)) or "there is none"
+            problems.append((("removed", lane, "deliver_to"), f"{target!r} is no webhook of this file: {known}"))
+    return problems
+
+
+def _mapping(data: object) -> Mapping[str, object]:
+    return data if isinstance(data, Mapping) else {}
+
+
+def _items(data: object) -> Sequence[object]:
+    return data if isinstance(data, list) else ()
