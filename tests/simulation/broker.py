@@ -7,8 +7,11 @@ from typing import Any
 
 from services.core.broker.contract import Appended, Lag, OnRevoke, PartitionRange, Start, TopicSpec
 from services.core.broker.errors import OutcomeUnknown, RecordTooLarge, UnknownTopic
+from services.core.broker.kafka.appender import KafkaAppender
+from services.core.broker.kinesis.appender import KinesisAppender
 from services.core.broker.record import Batch, Record, TopicPartition, estimate_size
 from services.core.broker.resharding import Resharding
+from tests.simulation import kafka_nodes, kinesis_puts
 from tests.simulation.cluster import MAX_RECORD_BYTES, Cluster
 from tests.simulation.consumer import ModelConsumer, join_group
 from tests.simulation.machine import WORLD, Process
@@ -19,7 +22,11 @@ from tests.simulation.weather import refusal
 async def open_broker(cluster: Cluster, process: Process) -> AsyncIterator["ModelBroker"]:
     """As `connect.open_broker`."""
     await cluster.call(lambda: None, None)
-    yield ModelBroker(cluster, process)
+    broker = ModelBroker(cluster, process)
+    try:
+        yield broker
+    finally:
+        await broker.close()
 
 
 class ModelBroker:
@@ -29,7 +36,7 @@ class ModelBroker:
         self._cluster, self._process = cluster, process
         self.features = cluster.kind.features
         self.admin = self.reader = ModelAdmin(cluster)
-        self.appender = ModelAppender(cluster)
+        self.appender = make_appender(cluster)
         self.resharding: Resharding | None = None
 
     def consumer(
@@ -38,13 +45,27 @@ class ModelBroker:
         """As in the contract."""
         return join_group(self._cluster, self._process, group, tuple(topics), start, on_revoke)
 
+    async def close(self) -> None:
+        """Wait for what is under way."""
+        if not isinstance(self.appender, ModelAppender):
+            await self.appender.close()
+
     async def probe(self, topic: str, *, timeout: float) -> None:
         """As in the contract."""
         await self._cluster.call(lambda: self._cluster.store.topic(topic), topic, writes=True)
 
 
+def make_appender(cluster: Cluster) -> "KafkaAppender | KinesisAppender | ModelAppender":
+    """The real one over a model of Kafka's nodes or Kinesis' shards; a model of the log's."""
+    if cluster.kafka is not None:
+        return kafka_nodes.make_appender(cluster.kafka)
+    if cluster.kinesis is not None:
+        return kinesis_puts.make_appender(cluster.kinesis)
+    return ModelAppender(cluster)
+
+
 class ModelAppender:
-    """As `contract.Appender`."""
+    """The log's, as `contract.Appender`."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster

@@ -4,6 +4,7 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
+from tests.simulation import kafka_nodes, kinesis_puts
 from tests.simulation import receivers as receivers_module
 from tests.simulation import weather as weather_module
 from tests.simulation.cluster import KINDS, Kind
@@ -17,6 +18,8 @@ class Choice:
 
     kind: Kind
     broker_faults: tuple[str, ...]
+    node_faults: tuple[str, ...]
+    """Of Kafka's nodes, or of Kinesis' shards."""
     receiver_faults: tuple[str, ...]
     process_faults: tuple[str, ...]
     operators: tuple[str, ...]
@@ -35,12 +38,20 @@ class Choice:
     def words(self) -> frozenset[str]:
         """What it has that a fault may need."""
         destinations = self.pipes["pipes"]["p"]["destinations"]
-        words = {*self.operators, *self.process_faults, *self.broker_faults, *self.receiver_faults, self.kind.name}
+        words = {
+            *self.operators,
+            *self.process_faults,
+            *self.broker_faults,
+            *self.node_faults,
+            *self.receiver_faults,
+            self.kind.name,
+        }
         words |= {"observed"} if self.observed else set()
         words |= {"several"} if len(destinations) > 1 else set()
         return frozenset(words | {f"order: {one['webhook']['order']}" for one in destinations})
 
 
+_NODE_FAULTS = {"kafka": kafka_nodes.FAULTS, "kinesis": kinesis_puts.FAULTS}
 PROCESS_FAULTS = ("kill", "freeze", "expire", "terminate", "clock")
 OPERATORS = (
     "pause",
@@ -71,10 +82,19 @@ def choose(seed: int) -> Choice:
     broker_faults = some(weather_module.KINDS, 0.4) if rng.random() < 0.8 else ()
     receiver_faults = some(receivers_module.KINDS, 0.35) if rng.random() < 0.8 else ()
     process_faults, operators = some(PROCESS_FAULTS, 0.5), some(OPERATORS, 0.25)
-    kinds = [*["weather"] * bool(broker_faults), *["receiver"] * bool(receiver_faults), *process_faults, *operators]
+    kind = rng.choice(KINDS)
+    node_faults = some(_NODE_FAULTS.get(kind.name, ()), 0.4) if rng.random() < 0.8 else ()
+    kinds = [
+        *["nodes"] * bool(node_faults),
+        *["weather"] * bool(broker_faults),
+        *["receiver"] * bool(receiver_faults),
+        *process_faults,
+        *operators,
+    ]
     return Choice(
-        kind=rng.choice(KINDS),
+        kind=kind,
         broker_faults=broker_faults,
+        node_faults=node_faults,
         receiver_faults=receiver_faults,
         process_faults=process_faults,
         operators=operators,
@@ -89,7 +109,7 @@ def choose(seed: int) -> Choice:
         clients=(clients := rng.randint(1, 3)),
         pace=rng.choice((0.25, 0.5, 1.0)) * clients,
         batch=rng.choice((1, 4, 12)),
-        weights={kind: rng.choice((1, 2, 6)) for kind in kinds},
+        weights={each: rng.choice((1, 2, 6)) for each in kinds},
     )
 
 

@@ -13,6 +13,8 @@ from services.core.broker.contract import Features
 from services.core.broker.errors import Unavailable
 from services.core.broker.record import TopicPartition
 from tests.simulation.groups import SESSION_S, Coordinator
+from tests.simulation.kafka_nodes import KafkaNodes
+from tests.simulation.kinesis_puts import KinesisStreams
 from tests.simulation.machine import WORLD, Machine, Process
 from tests.simulation.store import Store
 from tests.simulation.weather import Weather
@@ -29,12 +31,11 @@ MAX_RECORD_BYTES = 1_000_000
 class Kind:
     """How a backend differs from others.
 
-    gaps: in its offsets, how likely behind a record. by_event_time: what retention counts from. refuses_unpolled: commits
-    beyond what was read.
+    gaps: in its offsets. by_event_time: what retention counts from. refuses_unpolled: commits beyond what was read.
     """
 
     name: str
-    gaps: float = 0.0
+    gaps: bool = False
     by_event_time: bool = False
     refuses_unpolled: bool = False
 
@@ -49,7 +50,7 @@ class Kind:
         )
 
 
-KINDS = (Kind("log", refuses_unpolled=True), Kind("kafka", by_event_time=True), Kind("kinesis", gaps=0.3))
+KINDS = (Kind("log", refuses_unpolled=True), Kind("kafka", by_event_time=True), Kind("kinesis", gaps=True))
 
 
 class Cluster:
@@ -57,10 +58,23 @@ class Cluster:
 
     def __init__(self, machine: Machine, rng: random.Random, kind: Kind, weather: Weather) -> None:
         self.machine, self.rng, self.kind, self.weather = machine, rng, kind, weather
-        self.store = Store(rng, lambda: int((EPOCH + machine.time()) * 1000), kind.gaps)
+        self.store = Store(lambda: int((EPOCH + machine.time()) * 1000), gaps=kind.gaps)
         self.coordinator = Coordinator(self.store, machine, rng, machine.trace)
         self.consumers: list[ModelConsumer] = []
+        self.kafka = KafkaNodes(self, rng) if kind.name == "kafka" else None
+        self.kinesis = KinesisStreams(self, rng) if kind.name == "kinesis" else None
         self.store.on_append.append(self._tell_news)
+
+    def strike(self, fault: str) -> None:
+        """Something happens to Kafka's nodes or Kinesis' shards."""
+        assert self.kafka is not None or self.kinesis is not None
+        (self.kafka or self.kinesis).strike(fault)  # type: ignore[union-attr]  # one of them is there
+
+    def calm(self) -> None:
+        """No fault from now on."""
+        self.weather.calm()
+        if self.kafka is not None:
+            self.kafka.calm()
 
     def _tell_news(self, source: TopicPartition) -> None:
         for consumer in self.consumers:

@@ -247,6 +247,8 @@ class History:
             route = rng.choice(sorted(self.receivers))
             self.trace(f"receiver {route}: {modes}")
             self.receivers[route].begin(rng.uniform(0.2, 5.0), modes)
+        elif kind == "nodes":
+            self.cluster.strike(rng.choice(self.choice.node_faults))
         elif kind in PROCESS_FAULTS:
             self._strike_process(kind)
         else:
@@ -280,7 +282,7 @@ class History:
 
     async def _calm(self) -> None:
         self.trace("calm")
-        self.weather.calm()
+        self.cluster.calm()
         for receiver in self.receivers.values():
             receiver.modes = ("ok",)
         for process in self.fleet.alive():

@@ -72,6 +72,30 @@ PATCHES = (
         quick=True,
     ),
     Patch(
+        "number-freed",
+        "on Kafka, a refused repeat frees the number of a batch in doubt, and the next batch is taken for it",
+        (
+            Change(
+                "services/core/broker/kafka/appender.py",
+                "        if was_in_doubt:\n            raise",
+                "        if was_in_doubt:\n            state.doubtful = ()\n            raise",
+            ),
+        ),
+        needs=frozenset({"kafka"}),
+    ),
+    Patch(
+        "failure-called-refusal",
+        "on Kinesis, an entry that failed inside of the service, and may be stored, is answered as not stored",
+        (
+            Change(
+                "services/core/broker/kinesis/aws.py",
+                "Throttled(text) if code in _THROTTLED else OutcomeUnknown(text)",
+                "Throttled(text) if code in _THROTTLED or code in _SERVICE_FAILED else OutcomeUnknown(text)",
+            ),
+        ),
+        needs=frozenset({"kinesis", "partial"}),
+    ),
+    Patch(
         "old-marks",
         "marks of a stream that was deleted are committed onto the one made anew",
         (

@@ -3,7 +3,6 @@
 A topic that is deleted and made again has another life. Every append is on record for the oracle, also of lives that are over.
 """
 
-import random
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -58,10 +57,10 @@ class Group:
 
 
 class Store:
-    """One broker's disks. gaps: how likely an append leaves a gap in the offsets behind it. wall_ms: the broker's clock."""
+    """One broker's disks. wall_ms: the broker's clock. gaps: whether offsets have gaps."""
 
-    def __init__(self, rng: random.Random, wall_ms: Callable[[], int], gaps: float) -> None:
-        self._rng, self.wall_ms, self.gaps = rng, wall_ms, gaps
+    def __init__(self, wall_ms: Callable[[], int], *, gaps: bool) -> None:
+        self.wall_ms, self.gaps = wall_ms, gaps
         self.topics: dict[str, Topic] = {}
         self.groups: dict[str, Group] = {}
         self.appends: list[Stored] = []
@@ -111,18 +110,18 @@ class Store:
         for told in self.on_create:
             told(name)
 
-    def append(self, name: str, number: int, records: Sequence[Record]) -> tuple[int, int]:
-        """Where they lie: (first, last). Raises UnknownTopic."""
+    def append(
+        self, name: str, number: int, records: Sequence[Record], offsets: Sequence[int] | None = None
+    ) -> tuple[int, int]:
+        """Where they lie: (first, last). offsets: where the broker puts them; None: behind the newest. Raises UnknownTopic."""
         partition = self.partition(name, number)
-        now, offsets = self.wall_ms(), []
-        for record in records:
-            offsets.append(partition.end)
-            partition.offsets.append(partition.end)
-            partition.records.append(record)
-            partition.times.append(now)
-            partition.end += 1
-            if self.gaps and self._rng.random() < self.gaps:
-                partition.end += self._rng.randint(1, 5)
+        if offsets is None:
+            offsets = range(partition.end, partition.end + len(records))
+        assert offsets[0] >= partition.end, f"{name}[{number}]: {offsets[0]} is before {partition.end}"
+        partition.offsets += offsets
+        partition.records += records
+        partition.times += [self.wall_ms()] * len(records)
+        partition.end = offsets[-1] + 1
         self.appends.append(Stored(name, self.topics[name].life, number, tuple(offsets), tuple(records)))
         for told in self.on_append:
             told(TopicPartition(name, number))

@@ -14,6 +14,7 @@ elected; what it lacks is cut off elsewhere.
 import asyncio
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 NONE, UNKNOWN_TOPIC, NOT_LEADER, REQUEST_TIMED_OUT, MESSAGE_TOO_LARGE = 0, 3, 6, 7, 10
 NOT_ENOUGH_REPLICAS, NOT_ENOUGH_REPLICAS_AFTER_APPEND, INVALID_TIMESTAMP = 19, 20, 32
@@ -24,12 +25,12 @@ _WRAP = 0x7FFFFFFF
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StoredBatch:
-    """One batch as producers send it, and where a leader put it. `values`: of its records."""
+    """One batch as producers send it, and where a leader put it. `values`: of its records; the simulation has records here."""
 
     producer_id: int
     epoch: int
     first: int
-    values: tuple[bytes, ...]
+    values: tuple[Any, ...]
     size: int
     offset: int = -1
 

@@ -160,5 +160,10 @@ def decode(data: bytes) -> StoredBatch:
     """A record batch as it was sent; its checksum must be right."""
     batch = MemoryRecords(bytes(data)).next_batch()
     assert batch.validate_crc()
+    return StoredBatch(*read_identity(data), tuple(record.value for record in batch), len(data))
+
+
+def read_identity(data: bytes) -> tuple[int, int, int]:
+    """Of a record batch: producer id, epoch and sequence number."""
     identity, epoch, first = _IDENTITY(data, _IDENTITY_AT)
-    return StoredBatch(identity, epoch, first, tuple(record.value for record in batch), len(data))
+    return identity, epoch, first
