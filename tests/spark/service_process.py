@@ -5,19 +5,96 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Self
+
+from services.core.broker.contract import TopicSpec
+from services.core.broker.log import blocking
+from services.core.broker.log.data_folder import DataFolder
+from services.core.broker.log.topics import create_topic
+from services.core.broker.partitioner import split_by_key
+from services.core.broker.record import Record
+from services.core.event import read_id
+from services.core.ledger.report import TELEMETRY, Report, decode_report
 
 
-def start_service(folder: Path, broker: str, output: Path, *arguments: str) -> subprocess.Popen[bytes]:
-    """Start it in a session of its own, with the folder's pipes.yaml; what it says is added to `output`."""
-    command = [sys.executable, "-m", "spark", "--broker", broker, "--data", str(folder)]
-    command += ["--pipes", str(folder / "pipes.yaml"), *arguments]
-    with output.open("ab") as file:
-        return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True)
+class ServiceProcess:
+    """Runs in `folder`, with its pipes.yaml. Ends with the block, Java and all. `output`: a file of all that it printed."""
+
+    def __init__(self, folder: Path, broker: str, *arguments: str) -> None:
+        """arguments: of every start."""
+        self.folder, self.output = folder, folder / "output.log"
+        self._command = [sys.executable, "-m", "spark", "--broker", broker, "--data", str(folder)]
+        self._command += ["--pipes", str(folder / "pipes.yaml"), *arguments]
+        self._process: subprocess.Popen[bytes] | None = None
+        self.starts = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
+    def start(self, *arguments: str) -> subprocess.Popen[bytes]:
+        """In a session of its own."""
+        self.starts += 1
+        with self.output.open("ab") as file:
+            self._process = subprocess.Popen(
+                [*self._command, *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=file,
+                start_new_session=True,
+            )
+        return self._process
+
+    def kill(self) -> None:
+        """SIGKILL the service, Java and all; waits until it is gone."""
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):  # ended by itself, and so did its children
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait(30)
+
+    @property
+    def is_running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def keep_running(self, most: int) -> None:
+        """Start it again when it has ended with status 1, as a supervisor does; at most so many times."""
+        if not self.is_running:
+            assert self.starts < most, self.output.read_text()[-3000:]
+            assert self._process is None or self._process.returncode == 1
+            self.kill()
+            self.start()
 
 
-def kill_service(process: subprocess.Popen[bytes]) -> None:
-    """SIGKILL it, Java and all; waits until it is gone."""
-    with contextlib.suppress(ProcessLookupError):  # ended by itself, and so did what it had started
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait(30)
+class LogService(ServiceProcess):
+    """On a log of its own, with the stream `s` and these pipes."""
+
+    def __init__(self, folder: Path, pipes: str, names: Iterable[str], *arguments: str) -> None:
+        self.log = folder / "log"
+        super().__init__(folder, f"log://{self.log}", *arguments)
+        for topic in ("s", *(f"{name}.{end}" for name in names for end in ("out", "dead"))):
+            create_topic(DataFolder.prepare(self.log), TopicSpec(topic, 2))
+        create_topic(DataFolder.prepare(self.log), TopicSpec(TELEMETRY, 1))
+        (folder / "pipes.yaml").write_text(pipes)
+
+    def send(self, records: list[Record]) -> None:
+        """Store events. Once for each first timestamp."""
+        assert blocking.append_once(self.log, "s", "test", records[0].timestamp, split_by_key(records, 2))
+
+    def records(self, topic: str) -> list[Record]:
+        """Everything in a topic."""
+        return [
+            record
+            for partition, held in blocking.ends(self.log, topic).items()
+            for batch in blocking.read_range(self.log, topic, partition, held.start, held.end)
+            for record in batch.records
+        ]
+
+    def ids(self, topic: str) -> list[str | None]:
+        return [read_id(record) for record in self.records(topic)]
+
+    def reports(self) -> list[Report]:
+        return [decode_report(record.value) for record in self.records(TELEMETRY)]

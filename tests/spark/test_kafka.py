@@ -18,7 +18,7 @@ from services.core.event import read_id
 from services.core.jvm.kafka import KafkaCluster
 from tests.spark.broker_pipeline import BrokerPipeline
 from tests.spark.log_pipeline import NOW, event, interrupt_queries, numbers, wait_for
-from tests.spark.service_process import kill_service, start_service
+from tests.spark.service_process import ServiceProcess
 from tests.spark.test_checkpoint import truncate
 
 pytestmark = pytest.mark.kafka
@@ -202,22 +202,17 @@ def test_killed_in_the_middle(make_pipeline: MakePipeline, tmp_path: Path) -> No
     total, batch = 3000, 200
     pipeline.send([flight(n) for n in range(total)])
     pipeline.chosen(columns=COLUMNS, sql="SELECT event, delay FROM {s}", max_events=batch, interval="50ms")
-    output = tmp_path / "output.log"
-    process = start_service(tmp_path, pipeline.url, output)
-    try:
+    with ServiceProcess(tmp_path, pipeline.url) as service:
+        service.start()
         assert len(pipeline.records("out", batch)) < total, "killed too late to mean anything"
-    finally:
-        kill_service(process)
-    process = start_service(tmp_path, pipeline.url, output)
-    try:
+        service.kill()
+        process = service.start()
         counts = Counter(read_id(r) for r in pipeline.records("out", total))
         while len(counts) < total:
             counts = Counter(read_id(r) for r in pipeline.records("out", counts.total() + 1))
         process.terminate()
         assert process.wait(60) == 0
         assert numbers(pipeline.reports(), "passed") == set(range(total))
-    finally:
-        kill_service(process)
     assert counts.keys() == {f"id-{n}" for n in range(total)}
     assert counts.total() - total <= batch
 
@@ -229,21 +224,14 @@ def test_real_time_event_that_takes_all_memory(make_pipeline: MakePipeline, tmp_
     pipeline.send([flight(n) for n in range(total)])
     sql = f"SELECT event, length(repeat('x', IF(delay = {poison}, 2000000000, 1))) AS n FROM {{s}}"
     pipeline.chosen(columns=COLUMNS, sql=sql, mode="real-time")
-    output, starts = tmp_path / "output.log", 0
-    process = start_service(tmp_path, pipeline.url, output, "--memory", "500MiB", "--master", "local[3]")
-    try:
+    with ServiceProcess(tmp_path, pipeline.url, "--memory", "500MiB", "--master", "local[3]") as service:
         while not (dead := asyncio.run(pipeline.read_now("dead"))):
-            if process.poll() is not None:
-                starts += 1
-                assert starts < 9, output.read_text()[-3000:]
-                process = start_service(tmp_path, pipeline.url, output, "--memory", "500MiB", "--master", "local[3]")
-            time.sleep(0.5)
+            service.keep_running(9)
+            time.sleep(0.2)
         assert reasons(dead) == {f"id-{poison}": "transform_error"}
         others = {f"id-{n}" for n in range(total) if n != poison}
         wait_for(lambda: {read_id(r) for r in asyncio.run(pipeline.read_now("out"))} == others, "all the others")
-        assert process.poll() is None
-    finally:
-        kill_service(process)
+        assert service.is_running
 
 
 async def _delete_before(pipeline: BrokerPipeline, offset: int) -> None:

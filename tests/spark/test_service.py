@@ -1,6 +1,5 @@
 """`python -m spark` as the supervisor runs it: killed, stopped, misconfigured."""
 
-import subprocess
 import time
 import urllib.error
 import urllib.request
@@ -11,16 +10,12 @@ from pathlib import Path
 import orjson
 import pytest
 
-from services.core.broker.contract import TopicSpec
 from services.core.broker.log import blocking
 from services.core.broker.log.data_folder import DataFolder
-from services.core.broker.log.topics import create_topic, delete_topic
-from services.core.broker.partitioner import split_by_key
+from services.core.broker.log.topics import delete_topic
 from services.core.broker.record import Record
-from services.core.event import read_id
-from services.core.ledger.report import TELEMETRY, decode_report
 from tests.spark.log_pipeline import event, numbers, wait_for
-from tests.spark.service_process import kill_service, start_service
+from tests.spark.service_process import LogService
 
 pytestmark = pytest.mark.spark
 PORT_FILE = "management_port_open"
@@ -39,96 +34,62 @@ pipes:
 """
 
 
-class Service:
-    """The transform service on a log in `folder`."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.log = folder, folder / "log"
-        for topic in ("s", "p.out", "p.dead"):
-            create_topic(DataFolder.prepare(self.log), TopicSpec(topic, 2))
-        create_topic(DataFolder.prepare(self.log), TopicSpec(TELEMETRY, 1))
-        (folder / "pipes.yaml").write_text(PIPES)
-        self.process: subprocess.Popen[bytes] | None = None
-        self.output = folder / "output.log"
-
-    def start(self, *arguments: str) -> subprocess.Popen[bytes]:
-        """Start it in a session of its own."""
-        self.process = start_service(self.folder, f"log://{self.log}", self.output, *arguments)
-        return self.process
-
-    def kill(self) -> None:
-        """SIGKILL the service, Java and all; waits until it is gone."""
-        if self.process is not None:
-            kill_service(self.process)
-
-    def send(self, numbers: range) -> None:
-        """Store events."""
-        records = [event(n, orjson.dumps({"delay": n})) for n in numbers]
-        assert blocking.append_once(self.log, "s", "test", numbers.start, split_by_key(records, 2))
-
-    def records(self, topic: str) -> list[Record]:
-        """Everything in a topic."""
-        return [
-            record
-            for partition, held in blocking.ends(self.log, topic).items()
-            for batch in blocking.read_range(self.log, topic, partition, held.start, held.end)
-            for record in batch.records
-        ]
-
-    def count(self) -> int:
-        """Records that came out."""
-        return sum(held.end for held in blocking.ends(self.log, "p.out").values())
-
-    def management(self) -> str:
-        """Its address, from its log; waits for it."""
-        wait_for(lambda: self._address() is not None, "the management port")
-        return self._address() or ""
-
-    def _address(self) -> str | None:
-        for line in self.output.read_text().splitlines():
-            if PORT_FILE in line:
-                return str(orjson.loads(line)["address"])
-        return None
-
-
 @pytest.fixture
-def service(tmp_path: Path) -> Iterator[Service]:
-    """A service that is gone at the end."""
-    service = Service(tmp_path)
-    yield service
-    service.kill()
+def service(tmp_path: Path) -> Iterator[LogService]:
+    with LogService(tmp_path, PIPES, ["p"]) as service:
+        yield service
 
 
-def test_killed_in_the_middle(service: Service) -> None:
+def flights(start: int, end: int) -> list[Record]:
+    return [event(n, orjson.dumps({"delay": n})) for n in range(start, end)]
+
+
+def count(service: LogService) -> int:
+    """The records that came out."""
+    return sum(held.end for held in blocking.ends(service.log, "p.out").values())
+
+
+def management(service: LogService) -> str:
+    """Its address, from its log; waits for it."""
+
+    def address() -> str | None:
+        lines = (line for line in service.output.read_text().splitlines() if PORT_FILE in line)
+        return next((str(orjson.loads(line)["address"]) for line in lines), None)
+
+    wait_for(lambda: address() is not None, "the management port")
+    return address() or ""
+
+
+def test_killed_in_the_middle(service: LogService) -> None:
     """If this fails, a killed transform loses events, writes some twice, or reports other events than it did."""
-    service.send(range(3000))
+    service.send(flights(0, 3000))
     driver = service.start()
-    wait_for(lambda: service.count() >= 250, "250 records")
+    wait_for(lambda: count(service) >= 250, "250 records")
     driver.kill()  # alone: what it started has to notice
     driver.wait(30)
-    assert service.count() < 1500, "killed too late to mean anything"
+    assert count(service) < 1500, "killed too late to mean anything"
     service.start()
-    wait_for(lambda: service.count() >= 750, "750 records")
+    wait_for(lambda: count(service) >= 750, "750 records")
     service.kill()
-    assert service.count() < 1500, "killed too late to mean anything"
+    assert count(service) < 1500, "killed too late to mean anything"
     service.start()
-    wait_for(lambda: service.count() >= 1500, "all records")
+    wait_for(lambda: count(service) >= 1500, "all records")
     time.sleep(1.0)
-    counts = Counter(read_id(r) for r in service.records("p.out"))
+    counts = Counter(service.ids("p.out"))
     assert counts == Counter(f"id-{n}" for n in range(0, 3000, 2))
     assert not service.records("p.dead")
-    reports = [decode_report(record.value) for record in service.records(TELEMETRY)]
+    reports = service.reports()
     assert len({report.instance for report in reports}) == 3
     assert numbers(reports, "passed") == set(range(0, 3000, 2))
     assert numbers(reports, "filtered") == set(range(1, 3000, 2))
     assert not numbers(reports, "dead")
 
 
-def test_ready_and_stopped(service: Service) -> None:
+def test_ready_and_stopped(service: LogService) -> None:
     """If this fails, the supervisor cannot tell when transforms run, or a stop loses or repeats a batch."""
-    service.send(range(1000))
+    service.send(flights(0, 1000))
     process = service.start("--management", "127.0.0.1:0")
-    address = service.management()
+    address = management(service)
 
     def get(path: str) -> tuple[int, str]:
         try:
@@ -157,10 +118,10 @@ def test_ready_and_stopped(service: Service) -> None:
     assert 'penstock_transform_query_up{pipe="p"} 0.0' in get("/metrics")[1]
     process.terminate()
     assert process.wait(60) == 0, service.output.read_text()
-    assert service.count() == 500
+    assert count(service) == 500
 
 
-def test_bad_transform_is_named(service: Service) -> None:
+def test_bad_transform_is_named(service: LogService) -> None:
     """If this fails, a mistake in SQL is found by the first event, not at the start, or without its place."""
     pipes = service.folder / "pipes.yaml"
     pipes.write_text(PIPES.replace("SELECT event, delay", "SELECT event, dely"))

@@ -1,7 +1,6 @@
 """What takes all memory or never ends: the process ends, the events that are to blame are found, the other pipes go on."""
 
 import asyncio
-import subprocess
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -11,20 +10,14 @@ import orjson
 import pytest
 
 from services.core import dead_letter
-from services.core.broker.contract import TopicSpec
-from services.core.broker.log import blocking
-from services.core.broker.log.data_folder import DataFolder
-from services.core.broker.log.topics import create_topic
-from services.core.broker.partitioner import split_by_key
 from services.core.broker.record import Record
 from services.core.event import read_id
-from services.core.ledger.report import TELEMETRY, decode_report
 from services.core.lifecycle import Supervision
 from spark.health import PipesHealth, QueryState, Watchdog
 from spark.jobs.attempts import SuspectLock
 from spark.service import BatchStuckError, JavaEndedError, watch_java
 from tests.spark.log_pipeline import LogPipeline, event, numbers, wait_for
-from tests.spark.service_process import kill_service, start_service
+from tests.spark.service_process import LogService
 
 POISON = 7
 MOST_STARTS = 7
@@ -82,72 +75,27 @@ pipes:
 """
 
 
-class Service:
-    """The transform service, started again whenever it ends, as a supervisor does."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.log, self.output = folder, folder / "log", folder / "output.log"
-        for topic in ("s", "p.out", "p.dead", "q.out", "q.dead"):
-            create_topic(DataFolder.prepare(self.log), TopicSpec(topic, 2))
-        create_topic(DataFolder.prepare(self.log), TopicSpec(TELEMETRY, 1))
-        (folder / "pipes.yaml").write_text(PIPES)
-        self.process: subprocess.Popen[bytes] | None = None
-        self.starts = 0
-
-    def send(self, *events: int) -> None:
-        parts = split_by_key(amounts(*events), 2)
-        assert blocking.append_once(self.log, "s", "test", events[0], parts)
-
-    @property
-    def is_running(self) -> bool:
-        return self.process is not None and self.process.poll() is None
-
-    def keep_running(self) -> None:
-        if not self.is_running:
-            assert self.starts < MOST_STARTS, self.output.read_text()[-3000:]
-            assert self.process is None or self.process.returncode == 1
-            self.kill()
-            self.starts += 1
-            self.process = start_service(self.folder, f"log://{self.log}", self.output, "--memory", "500MiB")
-
-    def kill(self) -> None:
-        if self.process is not None:
-            kill_service(self.process)
-
-    def ids(self, topic: str) -> list[str | None]:
-        return [read_id(record) for record in self.records(topic)]
-
-    def records(self, topic: str) -> list[Record]:
-        return [
-            record
-            for partition, held in blocking.ends(self.log, topic).items()
-            for batch in blocking.read_range(self.log, topic, partition, held.start, held.end)
-            for record in batch.records
-        ]
-
-
 @pytest.fixture
-def service(tmp_path: Path) -> Iterator[Service]:
-    service = Service(tmp_path)
-    yield service
-    service.kill()
+def service(tmp_path: Path) -> Iterator[LogService]:
+    with LogService(tmp_path, PIPES, ["p", "q"], "--memory", "500MiB") as service:
+        yield service
 
 
 @pytest.mark.spark
-def test_an_event_that_takes_all_memory(service: Service) -> None:
+def test_an_event_that_takes_all_memory(service: LogService) -> None:
     """If this fails, one event of one pipe keeps Java alive without memory, or ends the process again and again: nothing of any
     pipe comes through."""
     healthy = {0, 1, 2, 3}
-    service.send(0, 1)
-    service.keep_running()
+    service.send(amounts(0, 1))
+    service.keep_running(MOST_STARTS)
     wait_for(lambda: len(service.ids("p.out")) == len(service.ids("q.out")) == 2, "both pipes at work")
-    service.send(POISON, 2, 3)
+    service.send(amounts(POISON, 2, 3))
 
     def done() -> bool:
         return len(service.ids("p.dead")) >= 1 and {f"id-{n}" for n in healthy} <= set(service.ids("p.out"))
 
     while not done():
-        service.keep_running()
+        service.keep_running(MOST_STARTS)
         wait_for(
             lambda: done() or not service.is_running,
             "the culprit in the dead letters and the rest in the output, or the end",
@@ -159,13 +107,12 @@ def test_an_event_that_takes_all_memory(service: Service) -> None:
     assert (read_id(letter), letter.header(dead_letter.REASON)) == (f"id-{POISON}", b"transform_error")
     assert "it ended the process 2 times" in reason(letter)
     assert not service.ids("q.dead")
-    reports = [decode_report(record.value) for record in service.records(TELEMETRY)]
-    assert numbers([report for report in reports if report.pipe == "p"], "dead") == {POISON}
+    assert numbers([report for report in service.reports() if report.pipe == "p"], "dead") == {POISON}
     assert "it ran out of memory" in service.output.read_text()
 
 
 @pytest.mark.spark
-def test_a_transform_that_never_ends(service: Service) -> None:
+def test_a_transform_that_never_ends(service: LogService) -> None:
     """If this fails, a transform that hangs holds its pipe for good, and looks healthy."""
     (service.folder / "never.py").write_text(
         "import time\nfrom pyspark.sql.functions import udf\n"
@@ -175,11 +122,8 @@ def test_a_transform_that_never_ends(service: Service) -> None:
     pipes = service.folder / "pipes.yaml"
     transform = PIPES.split("transform: ")[1].split("\n")[0]
     pipes.write_text(PIPES.replace(transform, "{python: 'never.py:never'}"))
-    service.send(*range(3))
-    broker = f"log://{service.log}"
-    process = start_service(service.folder, broker, service.output, "--only", "p", "--batch-timeout", "5s")
-    service.process = process
-    assert process.wait(200) == 1
+    service.send(amounts(*range(3)))
+    assert service.start("--only", "p", "--batch-timeout", "5s").wait(200) == 1
     assert "has made no progress for" in service.output.read_text()
     assert "the process ends and starts again" in service.output.read_text()
 
