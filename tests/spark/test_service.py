@@ -1,19 +1,21 @@
-"""`python -m spark` as the supervisor runs it: killed, stopped, misconfigured."""
+"""`python -m spark` as the supervisor runs it: killed, stopped, misconfigured, without memory."""
 
 import time
 import urllib.error
 import urllib.request
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import orjson
 import pytest
 
+from services.core import dead_letter
 from services.core.broker.log import blocking
 from services.core.broker.log.data_folder import DataFolder
 from services.core.broker.log.topics import delete_topic
 from services.core.broker.record import Record
+from services.core.event import read_id
 from tests.spark.log_pipeline import event, numbers, wait_for
 from tests.spark.service_process import LogService
 
@@ -40,8 +42,8 @@ def service(tmp_path: Path) -> Iterator[LogService]:
         yield service
 
 
-def flights(start: int, end: int) -> list[Record]:
-    return [event(n, orjson.dumps({"delay": n})) for n in range(start, end)]
+def flights(numbers: Iterable[int]) -> list[Record]:
+    return [event(n, orjson.dumps({"delay": n})) for n in numbers]
 
 
 def count(service: LogService) -> int:
@@ -62,7 +64,7 @@ def management(service: LogService) -> str:
 
 def test_killed_in_the_middle(service: LogService) -> None:
     """If this fails, a killed transform loses events, writes some twice, or reports other events than it did."""
-    service.send(flights(0, 3000))
+    service.send(flights(range(3000)))
     driver = service.start()
     wait_for(lambda: count(service) >= 250, "250 records")
     driver.kill()  # alone: what it started has to notice
@@ -87,7 +89,7 @@ def test_killed_in_the_middle(service: LogService) -> None:
 
 def test_ready_and_stopped(service: LogService) -> None:
     """If this fails, the supervisor cannot tell when transforms run, or a stop loses or repeats a batch."""
-    service.send(flights(0, 1000))
+    service.send(flights(range(1000)))
     process = service.start("--management", "127.0.0.1:0")
     address = management(service)
 
@@ -132,3 +134,74 @@ def test_bad_transform_is_named(service: LogService) -> None:
     assert "Traceback" not in said
     assert service.start("--only", "q").wait(60) == 2
     assert "'q' is no pipe with a transform" in service.output.read_text()
+
+
+POISON = 7
+MOST_STARTS = 7
+
+
+@pytest.fixture
+def two_pipes(tmp_path: Path) -> Iterator[LogService]:
+    with LogService(tmp_path, TWO_PIPES, ["p", "q"], "--memory", "500MiB") as service:
+        yield service
+
+
+TWO_PIPES = f"""
+version: 1
+streams:
+  s: {{columns: "delay INT"}}
+pipes:
+  p:
+    sources: [s]
+    transform: {{sql: "SELECT event, length(repeat('x', IF(delay = {POISON}, 2000000000, 1))) AS n FROM s"}}
+    destinations: [{{name: d, webhook: {{url: "https://example.com/"}}}}]
+  q:
+    sources: [s]
+    transform: {{sql: "SELECT event, delay FROM s"}}
+    destinations: [{{name: d, webhook: {{url: "https://example.com/"}}}}]
+"""
+
+
+def test_an_event_that_takes_all_memory(two_pipes: LogService) -> None:
+    """If this fails, one event of one pipe keeps Java alive without memory, or ends the process again and again: nothing of any
+    pipe comes through."""
+    healthy = {0, 1, 2, 3}
+    two_pipes.send(flights([0, 1]))
+    two_pipes.keep_running(MOST_STARTS)
+    wait_for(lambda: len(two_pipes.ids("p.out")) == len(two_pipes.ids("q.out")) == 2, "both pipes at work")
+    two_pipes.send(flights([POISON, 2, 3]))
+
+    def done() -> bool:
+        return len(two_pipes.ids("p.dead")) >= 1 and {f"id-{n}" for n in healthy} <= set(two_pipes.ids("p.out"))
+
+    while not done():
+        two_pipes.keep_running(MOST_STARTS)
+        wait_for(
+            lambda: done() or not two_pipes.is_running,
+            "the culprit in the dead letters and the rest in the output, or the end",
+        )
+    wait_for(lambda: len(two_pipes.ids("q.out")) >= len(healthy) + 1, "all of the other pipe")
+    assert Counter(two_pipes.ids("p.out")) == Counter(f"id-{n}" for n in healthy)
+    assert Counter(two_pipes.ids("q.out")) == Counter(f"id-{n}" for n in [*healthy, POISON])
+    [letter] = two_pipes.records("p.dead")
+    assert (read_id(letter), letter.header(dead_letter.REASON)) == (f"id-{POISON}", b"transform_error")
+    assert b"it ended the process 2 times" in (letter.header(dead_letter.DETAIL) or b"")
+    assert not two_pipes.ids("q.dead")
+    assert numbers([report for report in two_pipes.reports() if report.pipe == "p"], "dead") == {POISON}
+    assert "it ran out of memory" in two_pipes.output.read_text()
+
+
+def test_a_transform_that_never_ends(two_pipes: LogService) -> None:
+    """If this fails, a transform that hangs holds its pipe for good, and looks healthy."""
+    (two_pipes.folder / "never.py").write_text(
+        "import time\nfrom pyspark.sql.functions import udf\n"
+        "@udf('long')\ndef wait(n):\n    while True:\n        time.sleep(1)\n"
+        "def never(frame):\n    return frame.select('event', wait('delay').alias('n'))\n"
+    )
+    pipes = two_pipes.folder / "pipes.yaml"
+    transform = TWO_PIPES.split("transform: ")[1].split("\n")[0]
+    pipes.write_text(TWO_PIPES.replace(transform, "{python: 'never.py:never'}"))
+    two_pipes.send(flights(range(3)))
+    assert two_pipes.start("--only", "p", "--batch-timeout", "5s").wait(200) == 1
+    assert "has made no progress for" in two_pipes.output.read_text()
+    assert "the process ends and starts again" in two_pipes.output.read_text()

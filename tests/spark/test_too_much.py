@@ -3,8 +3,6 @@
 import asyncio
 import threading
 from collections import Counter
-from collections.abc import Iterator
-from pathlib import Path
 
 import orjson
 import pytest
@@ -16,8 +14,7 @@ from services.core.lifecycle import Supervision
 from spark.health import PipesHealth, QueryState, Watchdog
 from spark.jobs.attempts import SuspectLock
 from spark.service import BatchStuckError, JavaEndedError, watch_java
-from tests.spark.log_pipeline import LogPipeline, event, numbers, wait_for
-from tests.spark.service_process import LogService
+from tests.spark.log_pipeline import LogPipeline, event
 
 POISON = 7
 MOST_STARTS = 7
@@ -57,75 +54,6 @@ def test_more_output_than_one_batch_may_have(pipeline: LogPipeline, monkeypatch:
     for record in pipeline.out:
         by_key.setdefault(record.key, []).append(record.timestamp)
     assert all(times == sorted(times) for times in by_key.values())
-
-
-PIPES = f"""
-version: 1
-streams:
-  s: {{columns: "delay INT"}}
-pipes:
-  p:
-    sources: [s]
-    transform: {{sql: "SELECT event, length(repeat('x', IF(delay = {POISON}, 2000000000, 1))) AS n FROM s"}}
-    destinations: [{{name: d, webhook: {{url: "https://example.com/"}}}}]
-  q:
-    sources: [s]
-    transform: {{sql: "SELECT event, delay FROM s"}}
-    destinations: [{{name: d, webhook: {{url: "https://example.com/"}}}}]
-"""
-
-
-@pytest.fixture
-def service(tmp_path: Path) -> Iterator[LogService]:
-    with LogService(tmp_path, PIPES, ["p", "q"], "--memory", "500MiB") as service:
-        yield service
-
-
-@pytest.mark.spark
-def test_an_event_that_takes_all_memory(service: LogService) -> None:
-    """If this fails, one event of one pipe keeps Java alive without memory, or ends the process again and again: nothing of any
-    pipe comes through."""
-    healthy = {0, 1, 2, 3}
-    service.send(amounts(0, 1))
-    service.keep_running(MOST_STARTS)
-    wait_for(lambda: len(service.ids("p.out")) == len(service.ids("q.out")) == 2, "both pipes at work")
-    service.send(amounts(POISON, 2, 3))
-
-    def done() -> bool:
-        return len(service.ids("p.dead")) >= 1 and {f"id-{n}" for n in healthy} <= set(service.ids("p.out"))
-
-    while not done():
-        service.keep_running(MOST_STARTS)
-        wait_for(
-            lambda: done() or not service.is_running,
-            "the culprit in the dead letters and the rest in the output, or the end",
-        )
-    wait_for(lambda: len(service.ids("q.out")) >= len(healthy) + 1, "all of the other pipe")
-    assert Counter(service.ids("p.out")) == Counter(f"id-{n}" for n in healthy)
-    assert Counter(service.ids("q.out")) == Counter(f"id-{n}" for n in [*healthy, POISON])
-    [letter] = service.records("p.dead")
-    assert (read_id(letter), letter.header(dead_letter.REASON)) == (f"id-{POISON}", b"transform_error")
-    assert "it ended the process 2 times" in reason(letter)
-    assert not service.ids("q.dead")
-    assert numbers([report for report in service.reports() if report.pipe == "p"], "dead") == {POISON}
-    assert "it ran out of memory" in service.output.read_text()
-
-
-@pytest.mark.spark
-def test_a_transform_that_never_ends(service: LogService) -> None:
-    """If this fails, a transform that hangs holds its pipe for good, and looks healthy."""
-    (service.folder / "never.py").write_text(
-        "import time\nfrom pyspark.sql.functions import udf\n"
-        "@udf('long')\ndef wait(n):\n    while True:\n        time.sleep(1)\n"
-        "def never(frame):\n    return frame.select('event', wait('delay').alias('n'))\n"
-    )
-    pipes = service.folder / "pipes.yaml"
-    transform = PIPES.split("transform: ")[1].split("\n")[0]
-    pipes.write_text(PIPES.replace(transform, "{python: 'never.py:never'}"))
-    service.send(amounts(*range(3)))
-    assert service.start("--only", "p", "--batch-timeout", "5s").wait(200) == 1
-    assert "has made no progress for" in service.output.read_text()
-    assert "the process ends and starts again" in service.output.read_text()
 
 
 class Java:

@@ -12,7 +12,9 @@ import pytest
 from xdist.scheduler import LoadScopeScheduling
 
 _SERVERS = ("kafka", "kinesis")
-_LONGEST_FIRST = ("tests/simulation/", "tests/integration/", "tests/faults/", "tests/")
+_OWN_SPARK = "tests/spark/test_service.py"
+"""Each of its tests starts Spark for itself."""
+_LONGEST_FIRST = (_OWN_SPARK, "tests/simulation/", "tests/integration/", "tests/faults/", "tests/")
 _LAST = "tests/unit/"
 
 
@@ -25,9 +27,9 @@ class SharedWorkers(LoadScopeScheduling):  # type: ignore[misc]  # xdist has no 
 
 def find_group(nodeid: str) -> str | None:
     """The group whose worker runs this test. None: any worker may."""
-    if nodeid.startswith("tests/spark/"):
+    if nodeid.startswith("tests/spark/") and not nodeid.startswith(_OWN_SPARK):
         return "spark"
-    if nodeid.startswith(_LAST):
+    if nodeid.startswith((_LAST, _OWN_SPARK)):
         return None
     return next((server for server in _SERVERS if server in nodeid), None)
 
