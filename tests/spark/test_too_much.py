@@ -1,4 +1,4 @@
-"""What takes all memory or never ends: the process ends, the events that are to blame are found, the other pipes go on."""
+"""A batch whose output is too large, a process without progress or without Java. test_service.py ends real processes."""
 
 import asyncio
 import threading
@@ -17,7 +17,6 @@ from spark.service import BatchStuckError, JavaEndedError, watch_java
 from tests.spark.log_pipeline import LogPipeline, event
 
 POISON = 7
-MOST_STARTS = 7
 
 
 def amounts(*events: int) -> list[Record]:
