@@ -13,14 +13,14 @@ from services.ingest.problems import Refused
 
 SCOPE = "ingest"
 QUOTA_BYTES = 10_000
-"""What an event may be large before it counts as several."""
+"""A larger event counts as several."""
 _URL_NAMES = frozenset(("key", "api_key", "apikey", "api-key", "token", "access_token", "authorization"))
 
 
 class Access:
-    """Checks keys. Without a `ring` everybody has access (loopback only, see settings). `ring` may be replaced at any time.
+    """Checks keys. Without a `ring` no key is needed (loopback only, see settings). `ring` may be replaced at any time.
 
-    quota_bytes: how many bytes of a body, unpacked, count as an event of a key's quota.
+    quota_bytes: so many bytes of an unpacked body count as one event of the key's quota.
     """
 
     def __init__(
@@ -32,17 +32,16 @@ class Access:
         self._buckets: dict[str, _Bucket] = {}
 
     def check_host(self, message: RawRequestMessage) -> None:
-        """Raises Refused where no keys are asked for and the request is to another name than this machine's own."""
+        """Raises Refused when no key is needed and the request names a host other than this machine."""
         if self.ring is not None:
             return
         named = message.headers.get("Host", "")
-        # That of an absolute target outweighs Host.
-        target = message.url.raw_authority if message.path[:1] != "/" else ""
+        target = message.url.raw_authority if message.path[:1] != "/" else ""  # of an absolute URL; it overrides Host
         if not is_loopback_authority(named) or (target and not is_loopback_authority(target)):
             raise Refused(problems.BAD_HOST, LOOPBACK_NAMES)
 
     def authenticate(self, message: RawRequestMessage) -> ApiKey | None:
-        """The key of a request; None when no keys are asked for. Raises Refused: the same for no, a wrong and a revoked key."""
+        """The key of a request; None when none is needed. Raises the same Refused for a missing, a wrong and a revoked key."""
         if self.ring is None:
             return None
         given = message.headers.getall("Authorization", [])
@@ -50,29 +49,30 @@ class Access:
             scheme, _, token = given[0].partition(" ")
             if scheme.lower() == "bearer" and (key := self.ring.find(token.strip())) is not None:
                 return key
-        raise Refused(problems.NO_VALID_KEY, "Send it as Authorization: Bearer.")
+        raise Refused(problems.NO_VALID_KEY, "Send the key in the header Authorization: Bearer <key>.")
 
     def authorise(self, key: ApiKey | None, stream: str) -> None:
-        """Raises Refused: 404 for a stream that is not this key's, as for one that does not exist; 403 without the scope."""
+        """Raises Refused: 404 for a stream that the key may not use, as for an unknown one; 403 without the scope; 429."""
         if key is None:
             return
         if not key.covers(stream):
             raise unknown_stream()
         if SCOPE not in key.scopes:
-            raise Refused(problems.SCOPE_MISSING, f"The scope {SCOPE} is needed.")
+            raise Refused(problems.SCOPE_MISSING, f"The key needs the scope {SCOPE}.")
         if key.rate is not None:
             wait = self._bucket(key.id, key.rate).wait(self._clock())
             if wait > 0:
-                raise Refused(problems.OVER_QUOTA, f"It is {key.rate} events a second.", retry_after=wait)
+                detail = f"The limit of this key is {key.rate} events per second."
+                raise Refused(problems.OVER_QUOTA, detail, retry_after=wait)
 
     def charge_bytes(self, key: ApiKey | None, size: int) -> int:
-        """Count a body of this size, before it is parsed, against the key's quota; as how many events."""
+        """Count a body of this size, before it is parsed, against the key's quota. Returns the number of events counted."""
         events = -(-size // self._quota_bytes)
         self.charge(key, events)
         return events
 
     def charge(self, key: ApiKey | None, events: int) -> None:
-        """Count events against the key's quota; none when it is not positive."""
+        """Count events against the key's quota. A negative number counts as 0."""
         if events > 0 and key is not None and key.rate is not None:
             self._bucket(key.id, key.rate).charge(events, self._clock())
 
@@ -84,14 +84,14 @@ class Access:
 
 
 class _Bucket:
-    """Tokens for a second's worth of events. A request may overdraw it; the next one waits until the debt is paid."""
+    """Tokens for the events of one second. A request may overdraw it; the next one waits until the debt is paid."""
 
     def __init__(self, rate: int, now: float) -> None:
         self.rate = rate
         self._tokens, self._at = float(rate), now
 
     def wait(self, now: float) -> float:
-        """Seconds until a request is let through; 0 now."""
+        """Seconds until the next request is accepted; 0 for now."""
         self._tokens = min(self.rate, self._tokens + (now - self._at) * self.rate)
         self._at = now
         return max(0.0, -self._tokens / self.rate)
@@ -102,14 +102,13 @@ class _Bucket:
 
 
 def check_query(query: str) -> None:
-    """Raises Refused when a key is in the URL, where every proxy logs it."""
+    """Raises Refused when a key is in the URL, because proxies log URLs."""
     for name, value in parse_qsl(query, keep_blank_values=True):
         if name.lower() in _URL_NAMES or value.startswith(f"{PREFIX}_"):
-            raise Refused(
-                problems.KEY_IN_URL, "URLs are logged on their way: revoke that key. Send Authorization: Bearer."
-            )
+            detail = "Proxies log URLs: revoke this key. Send keys in the header Authorization: Bearer <key>."
+            raise Refused(problems.KEY_IN_URL, detail)
 
 
 def unknown_stream() -> Refused:
-    """The same for a stream that does not exist and for one that is none of the key's business."""
-    return Refused(problems.STREAM_NOT_FOUND, "Streams are declared in the pipe file.")
+    """The same for a stream that does not exist and for one that the key may not use."""
+    return Refused(problems.STREAM_NOT_FOUND, "It is not in the pipe file, or this key may not use it.")

@@ -1,4 +1,4 @@
-"""The answer to a request: from the result of each record to status, headers and body, as bytes for the socket."""
+"""The answer to a request: from the results of its records to status, headers and body, as bytes for the socket."""
 
 from collections.abc import Mapping
 from email.utils import formatdate
@@ -27,7 +27,6 @@ from services.ingest.problems import SEND_AGAIN, Refusal, Refused
 
 JSON = b"application/json"
 PROBLEM = CONTENT_TYPE.encode()
-CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 _REASONS = {status.value: status.phrase.encode() for status in HTTPStatus}
 _NO_HEADERS: Mapping[bytes, bytes] = MappingProxyType({})
 
@@ -42,7 +41,7 @@ class Answer(msgspec.Struct, frozen=True):
     close: bool = False
 
     def render(self, *, close: bool, date: bytes, head_only: bool = False) -> bytes:
-        """The bytes for the socket. date: the current one, see `http_date`. head_only: for HEAD."""
+        """The bytes for the socket. date: of now, from `http_date`. head_only: for HEAD."""
         more = b"".join([b"%b: %b\r\n" % header for header in self.headers.items()]) if self.headers else b""
         if close:
             more += b"Connection: close\r\n"
@@ -58,12 +57,12 @@ class Answer(msgspec.Struct, frozen=True):
 
 
 def retry_later(seconds: float) -> dict[bytes, bytes]:
-    """The header that says when to try again."""
+    """The Retry-After header."""
     return {b"Retry-After": b"%d" % max(1, round(seconds + 0.5))}
 
 
 def refuse(refused: Refused, *, close: bool = False, **members: object) -> Answer:
-    """The problem+json answer to a request that is refused as a whole, which is counted here. members: as in RFC 9457."""
+    """The problem+json answer to a refused request, and its count. members: extension members of RFC 9457."""
     metrics.INGEST_REQUESTS_REFUSED.labels(refused.kind.name).inc()
     headers = {} if refused.retry_after is None else retry_later(refused.retry_after)
     if refused.allow is not None:
@@ -84,28 +83,30 @@ def http_date(seconds: float) -> bytes:
 log = structlog.get_logger()
 
 RETRY_AFTER_S = 2.0
+_NOT_STORED = "The event was not stored."
+_UNKNOWN = f"The event may or may not be stored. {SEND_AGAIN}"
 _KINDS: tuple[tuple[type[Exception], ProblemType, str], ...] = (
-    (RecordTooLarge, problems.EVENT_TOO_LARGE, "It is larger than the broker takes."),
-    (OutcomeUnknown, problems.OUTCOME_UNKNOWN, f"It may or may not be stored. {SEND_AGAIN}"),
-    (StorageFull, problems.STORAGE_FULL, "It was not stored."),
-    (Throttled, problems.STREAM_FULL, "It was not stored."),
+    (RecordTooLarge, problems.EVENT_TOO_LARGE, "The event is larger than the broker accepts."),
+    (OutcomeUnknown, problems.OUTCOME_UNKNOWN, _UNKNOWN),
+    (StorageFull, problems.STORAGE_FULL, _NOT_STORED),
+    (Throttled, problems.STREAM_FULL, _NOT_STORED),
     (UnknownTopic, problems.STREAM_NOT_READY, "The stream does not exist in the broker yet."),
-    (BrokerClosed, problems.BROKER_UNAVAILABLE, "This process is stopping; it was not stored."),
-    (BrokerError, problems.BROKER_UNAVAILABLE, "It was not stored."),
+    (BrokerClosed, problems.BROKER_UNAVAILABLE, f"This process is stopping. {_NOT_STORED}"),
+    (BrokerError, problems.BROKER_UNAVAILABLE, _NOT_STORED),
 )
 
 
 def explain(error: Exception) -> tuple[ProblemType, str]:
-    """What a failed record's error means to a client. Anything unexpected leaves the outcome unknown."""
+    """The problem type and detail of a failed record. After any other error the outcome is unknown."""
     for kind, problem, detail in _KINDS:
         if isinstance(error, kind):
             return problem, detail
-    log.error("a send failed unexpectedly", kind=type(error).__name__, exc_info=error)
-    return problems.OUTCOME_UNKNOWN, f"It may or may not be stored. {SEND_AGAIN}"
+    log.error("send_failed", kind=type(error).__name__, exc_info=error)
+    return problems.OUTCOME_UNKNOWN, _UNKNOWN
 
 
 def find_failures(result: SendResult, prepared: Prepared) -> tuple[set[int], list[Refusal], float]:
-    """Rows that are not certainly stored, their refusals, and the seconds after which a retry makes sense."""
+    """Rows that are not certainly stored, their refusals, and the seconds to wait before a retry."""
     failed: set[int] = set()
     refusals: list[Refusal] = []
     retry_after = RETRY_AFTER_S
@@ -123,10 +124,10 @@ def find_failures(result: SendResult, prepared: Prepared) -> tuple[set[int], lis
 
 
 def answer(stored: int, refused: list[Refusal], retry_after: float, ids: list[str] | None) -> Answer:
-    """200 if all were stored, 207 if some, 422 if none. If the broker stored none: 503, 507, or 429 for its limits.
+    """200 if all events were stored, 207 if some, 422 if none. If the broker stored none: 503, 507, or 429 for its limits.
 
-    retry_after: seconds, sent if the broker is the reason of any refusal.
-    `ids`: those of the stored events, in the request's order, for clients that asked for them.
+    retry_after: seconds, sent if the broker is the reason for any refusal.
+    ids: of the stored events, in the request's order, for clients that asked for them.
     """
     more = {} if ids is None else {"ids": ids}
     if not refused:
@@ -140,12 +141,12 @@ def answer(stored: int, refused: list[Refusal], retry_after: float, ids: list[st
         return Answer(207, orjson.dumps({"accepted": stored, "refused": listed, **more}), headers=later)
     if ours:
         return _unavailable(ours, retry_after)
-    detail = f"All {len(refused)} events were refused."
+    detail = f"Refused events: {len(refused)}."
     return Answer(422, problem_json(problems.NOTHING_ACCEPTED, detail, accepted=0, refused=listed), PROBLEM)
 
 
 def _unavailable(kinds: list[ProblemType], retry_after: float) -> Answer:
-    """None is certainly stored: one answer for the whole request. An unknown outcome outweighs the others."""
+    """No event is certainly stored: one answer for the whole request. An unknown outcome has priority."""
     kind = problems.OUTCOME_UNKNOWN if problems.OUTCOME_UNKNOWN in kinds else kinds[0]
     outcome = "unknown" if kind is problems.OUTCOME_UNKNOWN else "not stored"
     return refuse(Refused(kind, SEND_AGAIN, retry_after=retry_after), outcome=outcome)

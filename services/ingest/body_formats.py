@@ -1,8 +1,12 @@
-"""The formats of a body: which one a request has, and how its events are read, large bodies slice by slice.
+"""The formats of a body: its encoding, its media type, and how its events are read, large bodies slice by slice.
+
+A packed body must be complete, with a matching checksum and nothing behind its end. A gzip body may have several members
+(RFC 1952; parallel compressors make them), at most MAX_MEMBERS. A zstd body is one frame with a window of at most 8 MiB
+(RFC 8878 asks every decoder to support that size).
 
 No request may hold the event loop for long, so a body over SLICE_BYTES is read in slices. A slice is a few dozen kilobytes
-of whole events, or one event. Brackets suggest where an array may be cut, and parsing proves it: when `[` + piece + `]` is valid
-JSON, the piece is whole elements, because the text before the cut is the same either way. Where the suggestion is wrong (brackets
+of whole events, or one event. Brackets suggest a place to cut an array, and parsing proves it: when `[` + piece + `]` is valid
+JSON, the piece is whole elements, because the text before the cut is the same in both. Where the suggestion is wrong (brackets
 in strings, large events) a regular expression finds the cut.
 
 The number of containers in an event and in a body is bounded: three bytes of containers cost as much as a hundred other bytes.
@@ -10,22 +14,93 @@ The number of containers in an event and in a body is bounded: three bytes of co
 
 import enum
 import re
+import zlib
 from collections.abc import Callable, Iterator
 from email.message import Message
 from functools import lru_cache
 from typing import Any
 
 import orjson
+import zstandard
 from aiohttp import hdrs
 from aiohttp.http import RawRequestMessage
 
 from services.ingest import cloudevents, json_events, problems
 from services.ingest.json_events import MAX_DEPTH, WHITESPACE, Items, Limits, count_brackets
-from services.ingest.problems import Refused
+from services.ingest.problems import Refused, body_too_large
+
+MAX_WINDOW_BYTES = 8 << 20
+MAX_MEMBERS = 1000
+ENCODINGS = frozenset(("gzip", "x-gzip", "zstd"))
+_GZIP = 16 + zlib.MAX_WBITS
+_UNKNOWN_SIZE = zstandard.CONTENTSIZE_UNKNOWN
+_DAMAGED = "The body is cut off or altered, or bytes follow its end."
+
+
+def choose_encoding(values: list[str]) -> str | None:
+    """The encoding in a request's Content-Encoding headers, or None. Raises Refused for an unknown one and for several."""
+    if not values or values == ["identity"]:
+        return None
+    encoding = values[0].strip().lower()
+    if len(values) > 1 or encoding not in ENCODINGS:
+        raise Refused(problems.UNSUPPORTED_ENCODING, "Content-Encoding is gzip or zstd, once, or is left out.")
+    return encoding
+
+
+def unpack(body: bytes, encoding: str, limit: int) -> bytes:
+    """The unpacked body, at most `limit` bytes. Blocks: up to 20 ms for 5 MB. Raises Refused."""
+    return _unpack_zstd(body, limit) if encoding == "zstd" else _unpack_gzip(body, limit)
+
+
+def _unpack_gzip(body: bytes, limit: int) -> bytes:
+    parts: list[bytes] = []
+    size = 0
+    for _ in range(MAX_MEMBERS):
+        member = zlib.decompressobj(wbits=_GZIP)
+        try:
+            part = member.decompress(body, limit - size + 1)
+        except zlib.error:
+            raise Refused(problems.BAD_COMPRESSION, _DAMAGED) from None
+        parts.append(part)
+        size += len(part)
+        if size > limit:
+            raise body_too_large(limit)
+        if not member.eof:
+            raise Refused(problems.BAD_COMPRESSION, _DAMAGED)
+        body = member.unused_data
+        if not body:
+            return b"".join(parts)
+    raise Refused(problems.BAD_COMPRESSION, f"A gzip body has at most {MAX_MEMBERS} members.")
+
+
+def _unpack_zstd(body: bytes, limit: int) -> bytes:
+    try:
+        frame = zstandard.get_frame_parameters(body)
+        if frame.window_size > MAX_WINDOW_BYTES:
+            raise Refused(problems.BODY_TOO_LARGE, f"A zstd window has at most {MAX_WINDOW_BYTES} bytes.")
+        if frame.content_size != _UNKNOWN_SIZE and frame.content_size > limit:
+            raise body_too_large(limit)
+        if frame.content_size not in (0, _UNKNOWN_SIZE):  # with 0 in the head the library reads nothing
+            return zstandard.ZstdDecompressor().decompress(body, allow_extra_data=False)
+        return _unpack_zstd_stream(body, limit)
+    except zstandard.ZstdError:
+        raise Refused(problems.BAD_COMPRESSION, _DAMAGED) from None
+
+
+def _unpack_zstd_stream(body: bytes, limit: int) -> bytes:
+    """A frame of unknown size, or of size 0. The reader bounds the size; the object finds a missing end and bytes behind it."""
+    with zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW_BYTES).stream_reader(body) as reader:
+        if len(reader.read(limit + 1)) > limit:
+            raise body_too_large(limit)
+    whole = zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW_BYTES).decompressobj()
+    unpacked = whole.decompress(body)
+    if not whole.eof or whole.unused_data:
+        raise Refused(problems.BAD_COMPRESSION, _DAMAGED)
+    return unpacked
 
 
 class Format(enum.Enum):
-    """What a body is, as far as its Content-Type says."""
+    """The format of a body by its Content-Type."""
 
     JSON = enum.auto()
     LINES = enum.auto()
@@ -52,10 +127,9 @@ _READERS = {
 
 @lru_cache(maxsize=256)
 def find_format(content_type: str) -> Format | None:
-    """The format of a Content-Type; None when it is none of ours or not in UTF-8."""
-    if (
-        len(content_type) > MAX_MEDIA_TYPE or not content_type.isascii()
-    ):  # the parser takes quadratic time, and ASCII only
+    """The format of a Content-Type; None when it is not supported or not in UTF-8."""
+    # The parser needs quadratic time, and reads only ASCII.
+    if len(content_type) > MAX_MEDIA_TYPE or not content_type.isascii():
         return None
     header = Message()
     header["Content-Type"] = content_type
@@ -66,7 +140,7 @@ def find_format(content_type: str) -> Format | None:
 
 
 def check_format(message: RawRequestMessage) -> tuple[str, Format | None]:
-    """The Content-Type and its format; None for a CloudEvent in binary mode. Raises Refused for what is neither."""
+    """The Content-Type and its format; None for a CloudEvent in binary mode. Raises Refused for any other."""
     content_type = message.headers.get(hdrs.CONTENT_TYPE, "")
     chosen = find_format(content_type)
     if chosen in (Format.CLOUDEVENT, Format.CLOUDEVENTS_BATCH):
@@ -75,7 +149,10 @@ def check_format(message: RawRequestMessage) -> tuple[str, Format | None]:
         return content_type, None
     if chosen is None:
         known = ", ".join(MEDIA_TYPES)
-        raise Refused(problems.UNSUPPORTED_MEDIA_TYPE, f"One of {known}, in UTF-8, is supported; or ce- headers.")
+        raise Refused(
+            problems.UNSUPPORTED_MEDIA_TYPE,
+            f"Content-Type is one of {known}, in UTF-8. Or the event is in ce- headers.",
+        )
     return content_type, chosen
 
 
@@ -89,7 +166,7 @@ def read_items(
 
 
 SLICE_BYTES = 1 << 16
-"""A body up to here is read in one go."""
+"""A body of at most this size is read at once."""
 MAX_CONTAINERS = 100_000
 """Arrays and objects in one event."""
 MAX_IN_BODY = 400_000
@@ -104,7 +181,7 @@ _SPACE = rb"[ \t\r\n]*+"
 
 
 def _container(depth: int) -> bytes:
-    """A pattern for an array or object of at most so many levels, whose texts are closed. It never goes back."""
+    """A pattern for an array or object of at most so many levels, whose strings are closed. It never backtracks."""
     found = rb"[{\[]" + _FLAT + rb"[}\]]"
     for _ in range(depth - 1):
         found = rb"[{\[]" + _FLAT + rb"(?:" + found + _FLAT + rb")*+[}\]]"
@@ -118,13 +195,13 @@ _SOME = re.compile(rb"(?:" + _ELEMENT + rb",)++", re.DOTALL)
 _STRINGS = re.compile(_STRING, re.DOTALL)
 
 _Read = Callable[[bytes, list[Any], int, Limits], Items]
-"""Makes events of an array's text and its parsed elements, of which the first has this index in the body."""
+"""(text of an array, its parsed elements, index of the first one in the body, limits) to events."""
 
 
 def read_slices(
     body: bytes, content_type: str, chosen: Format | None, message: RawRequestMessage, limits: Limits
 ) -> Iterator[Items]:
-    """As `read_items`, a slice at a time. Raises Refused at any of them, for the body as a whole."""
+    """As `read_items`, one slice at a time. Raises Refused at any slice, for the whole body."""
     if chosen is Format.LINES:
         return _read_lines(body, limits)
     if chosen is Format.CLOUDEVENTS_BATCH:
@@ -159,7 +236,7 @@ def _read_lines(body: bytes, limits: Limits) -> Iterator[Items]:
         line += piece.count(b"\n") + 1
         at += len(piece) + 1
     if not found:
-        raise Refused(problems.EMPTY_BODY, "There is no event in it.")
+        raise Refused(problems.EMPTY_BODY, "The body has no event.")
 
 
 def _read_array(body: bytes, read: _Read, limits: Limits) -> Iterator[Items]:
@@ -171,10 +248,10 @@ def _read_array(body: bytes, read: _Read, limits: Limits) -> Iterator[Items]:
 
 
 def _cut(body: bytes, limits: Limits, containers: "_Containers") -> Iterator[tuple[bytes, list[Any]]]:
-    """Texts of arrays, and what they are parsed, which together have the elements of this one."""
+    """Texts of arrays and their parsed elements, which together are the elements of this array."""
     at = body.index(b"[") + 1 if body.lstrip(WHITESPACE)[:1] == b"[" else 0
     if not at:
-        raise Refused(problems.BAD_JSON, "An array is needed.")
+        raise Refused(problems.BAD_JSON, "The body must be an array.")
     if (empty := _EMPTY.match(body, at)) is not None:
         _check_end(body[empty.end() :])
         yield b"[]", []
@@ -187,11 +264,11 @@ def _cut(body: bytes, limits: Limits, containers: "_Containers") -> Iterator[tup
         else:
             found = _find_end(body, at, at + limits.event_bytes + SLICE_BYTES)
             if found is None:  # an event that is far too large, or no JSON
-                yield b"[]", []  # the search may have taken some time
+                yield b"[]", []  # other requests get their turn: the search may have been long
             end = _find_far_end(body, at) if found is None else found
             piece = body[at:end].strip(WHITESPACE)
             text = b"[" + piece + b"]"
-            # One element that is too large is refused for its size: it need not be parsed.
+            # An element that is too large is refused for its size, and is not parsed.
             too_large = len(piece) > max(limits.event_bytes, SLICE_BYTES)
             documents = [json_events.unparsed(piece)] if too_large else _parse(text, at, containers)
         yield text, documents
@@ -202,17 +279,17 @@ def _cut(body: bytes, limits: Limits, containers: "_Containers") -> Iterator[tup
     text = b"[" + body[at:]
     documents = _parse(text, at, containers)
     if not documents and body[at - 1 : at] == b",":
-        raise Refused(problems.BAD_JSON, "There is a comma before the end of the array.")
+        raise Refused(problems.BAD_JSON, "A comma is before the end of the array.")
     yield text, documents
 
 
 def _check_end(rest: bytes) -> None:
     if rest.strip(WHITESPACE):
-        raise Refused(problems.BAD_JSON, "Something follows the array.")
+        raise Refused(problems.BAD_JSON, "Bytes follow the end of the array.")
 
 
 def _guess(body: bytes, at: int) -> bytes | None:
-    """The text of an array of the elements up to the last `},` of a slice behind which all brackets seem to be closed."""
+    """The text of an array: the elements up to the last `},` of a slice at which all brackets seem to be closed."""
     cut = body.rfind(b"},", at, at + SLICE_BYTES)
     curly, square = _balance(body[at : cut + 1])
     for _ in range(_MAX_GUESSES):
@@ -232,7 +309,7 @@ def _balance(piece: bytes) -> tuple[int, int]:
 
 
 def _find_end(body: bytes, at: int, limit: int) -> int | None:
-    """The place of the comma or bracket behind some elements, at least one; None when none ends before `limit`."""
+    """The place of the comma or bracket behind at least one element; None when no element ends before `limit`."""
     some = _SOME.match(body, at, at + SLICE_BYTES)
     if some is not None:
         return some.end() - 1
@@ -246,12 +323,12 @@ def _find_far_end(body: bytes, at: int) -> int:
         raise _too_many()
     one = _ONE.match(body, at)
     if one is None:
-        raise Refused(problems.BAD_JSON, f"Not valid from byte {at} on, or nested deeper than {MAX_DEPTH} levels.")
+        raise Refused(problems.BAD_JSON, f"Not valid JSON from byte {at} on, or nested deeper than {MAX_DEPTH} levels.")
     return one.end()
 
 
 def _too_many() -> Refused:
-    detail = f"At most {MAX_CONTAINERS} arrays and objects are allowed in an event, {MAX_IN_BODY} in a request."
+    detail = f"An event has at most {MAX_CONTAINERS} arrays and objects, a request at most {MAX_IN_BODY}."
     return Refused(problems.TOO_MANY_CONTAINERS, detail)
 
 
@@ -269,18 +346,18 @@ def _try_parse(text: bytes, containers: "_Containers") -> list[Any] | None:
 def _parse(text: bytes, at: int, containers: "_Containers") -> list[Any]:
     found = _try_parse(text, containers)
     if found is None:
-        raise Refused(problems.BAD_JSON, f"Not valid within {len(text)} bytes from byte {at} on.")
+        raise Refused(problems.BAD_JSON, f"Not valid JSON within {len(text)} bytes from byte {at} on.")
     return found
 
 
 class _Containers:
-    """How many arrays and objects a body has, so far. Brackets in texts count only while there are few."""
+    """Counts the arrays and objects of a body. Brackets in strings are counted too, unless they decide whether it is refused."""
 
     def __init__(self) -> None:
         self.count = 0
 
     def add(self, text: bytes) -> None:
-        """Before a text is parsed. Raises Refused for too many."""
+        """Count those of a text before it is parsed. Raises Refused for too many."""
         brackets = count_brackets(text)
         if brackets > MAX_CONTAINERS or self.count + brackets > MAX_IN_BODY:
             brackets = count_brackets(_STRINGS.sub(b"", text))

@@ -1,7 +1,7 @@
 """CloudEvents 1.0 over HTTP: batch, structured (JSON) and binary mode.
 
-The payload of a record is the event's data: the bytes of `data` as the body has them, or the decoded `data_base64`, or `null`
-if there is none. A `data` string whose media type is not JSON is that text. The attributes are headers of the record.
+The payload of a record is the event's data: the bytes of `data` in the body, or the decoded `data_base64`, or `null` without
+data. A `data` string whose media type is not JSON is stored as its text. The attributes become headers of the record.
 """
 
 import base64
@@ -30,7 +30,7 @@ _NO_DATA = b"null"
 
 
 class _Data(msgspec.Struct):
-    """The two members of an event that are no attributes."""
+    """The member of an event that is not an attribute."""
 
     data: msgspec.Raw = msgspec.Raw(_NO_DATA)
 
@@ -39,14 +39,14 @@ _DATA = msgspec.json.Decoder(_Data)
 
 
 class _Fault(Exception):
-    """What makes one event no CloudEvent; the message is for a person."""
+    """The reason why an event is not a valid CloudEvent. The message is for a person."""
 
 
 def read_batch(body: bytes, limits: Limits) -> Items:
-    """An array of CloudEvents. Raises Refused when the text as a whole cannot be used."""
+    """An array of CloudEvents. Raises Refused for the whole body."""
     documents = parse(body)
     if type(documents) is not list:
-        raise Refused(problems.BAD_JSON, "An array of CloudEvents is needed.")
+        raise Refused(problems.BAD_JSON, "The body must be a JSON array of CloudEvents.")
     check_count(len(documents), limits)
     return read_elements(body, documents, 0, limits)
 
@@ -57,10 +57,10 @@ def read_elements(text: bytes, documents: list[Any], first: int, limits: Limits)
 
 
 def read_structured(body: bytes, limits: Limits) -> Items:
-    """One CloudEvent. Raises Refused when the text cannot be used."""
+    """One CloudEvent. Raises Refused."""
     document = parse(body)
     if type(document) is not dict:
-        raise Refused(problems.BAD_JSON, "One CloudEvent, a JSON object, is needed.")
+        raise Refused(problems.BAD_JSON, "The body must be one CloudEvent, a JSON object.")
     text = body.strip(WHITESPACE)
     check_single(text, document, limits)
     return _unwrap(Items([text], [document], range(1)))
@@ -91,24 +91,24 @@ def _from_headers(headers: Iterable[tuple[str, str]], content_type: str) -> dict
             continue
         name = name.removeprefix(HEADER_PREFIX)
         if name in members:
-            raise _Fault("a ce- header is repeated")
+            raise _Fault("A ce- header is repeated.")
         try:
             members[name] = unquote_to_bytes(value.encode(errors="surrogateescape")).decode()
         except UnicodeDecodeError:
-            raise _Fault("ce- headers are percent-encoded UTF-8") from None
+            raise _Fault("The values of ce- headers are percent-encoded UTF-8.") from None
     if content_type:
         members["datacontenttype"] = content_type
     return members
 
 
 def is_json(content_type: str) -> bool:
-    """Whether a media type says JSON; none at all does too."""
+    """Whether a media type is JSON. Without a media type the data is JSON."""
     media = content_type.partition(";")[0].strip().lower()
     return media in ("", JSON, "text/json") or media.endswith("+json")
 
 
 def _unwrap(chosen: Items) -> Items:
-    """From events as the body has them to their data and attributes."""
+    """From CloudEvents to their data and attributes."""
     items = Items([], [], [], [], chosen.refused)
     indexes: list[int] = []
     for text, members, index in zip(chosen.values, chosen.documents, chosen.indexes, strict=True):
@@ -131,11 +131,11 @@ def _value(text: bytes, members: dict[str, Any], content_type: str) -> bytes:
     encoded = members.get("data_base64")
     if encoded is not None:
         if type(encoded) is not str or members.get("data") is not None:
-            raise _Fault("data_base64 is a text, and data is not given beside it")
+            raise _Fault("data_base64 is a string, and an event does not have data too.")
         try:
             return base64.b64decode(encoded, validate=True)
         except (binascii.Error, ValueError):
-            raise _Fault("data_base64 is not valid Base64") from None
+            raise _Fault("data_base64 is not valid Base64.") from None
     data = members.get("data")
     if type(data) is str and not is_json(content_type):
         return data.encode()
@@ -143,29 +143,29 @@ def _value(text: bytes, members: dict[str, Any], content_type: str) -> bytes:
 
 
 def _attributes(members: dict[str, Any]) -> Attributes:
-    """All attributes as text. Raises _Fault for what the specification does not allow."""
+    """All attributes as strings. Raises _Fault when the specification does not allow one."""
     if members.get("specversion") != "1.0":
-        raise _Fault('specversion "1.0" is needed')
+        raise _Fault('The attribute specversion must be "1.0".')
     for name in _REQUIRED:
         if type(members.get(name)) is not str or not members[name]:
-            raise _Fault(f"the attribute {name}, a text that is not empty, is needed")
+            raise _Fault(f"The attribute {name} must be a string that is not empty.")
     if len(members) > MAX_ATTRIBUTES:
-        raise _Fault(f"at most {MAX_ATTRIBUTES} attributes are allowed")
+        raise _Fault(f"An event has at most {MAX_ATTRIBUTES} attributes.")
     attributes: Attributes = {}
     for name, value in members.items():
         if name in ("data", "data_base64") or value is None:
             continue
         if not _NAME.fullmatch(name):
-            raise _Fault("attribute names have lower-case letters and digits only, at most 64")
+            raise _Fault("The name of an attribute has 1 to 64 lower-case letters and digits.")
         attributes[name] = value if type(value) is str else _text(name, value)
         if name != "id" and CONTROL.search(attributes[name]):
-            raise _Fault("control characters are not allowed in attributes")
+            raise _Fault("Attributes have no control characters.")
     return attributes
 
 
 def _text(name: str, value: object) -> str:
     if name in _TEXTS:
-        raise _Fault(f"the attribute {name} is a text")
+        raise _Fault(f"The attribute {name} must be a string.")
     if type(value) is bool or type(value) is int:
         return orjson.dumps(value).decode()
-    raise _Fault("attributes are texts, integers or booleans")
+    raise _Fault("An attribute is a string, an integer or a boolean.")

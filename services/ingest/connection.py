@@ -1,15 +1,15 @@
-"""One HTTP/1.1 connection: aiohttp's parser (llhttp) below, one answer after the other above.
+"""One HTTP/1.1 connection over aiohttp's parser (llhttp). docs/adr/0004-ingest-hot-path.md says why this is not aiohttp's server.
 
-Why not aiohttp's own server: docs/adr/0004-ingest-hot-path.md. What must hold here:
+These rules hold:
 
 - Requests of one connection are handled one by one, in order. Bytes that arrive after the current request are kept unparsed, one
   read of the socket at most, until the client has received the answer. The rest stays in the kernel. A task exists only while
   there is a request to handle: an idle connection costs a socket and this object.
-- Every byte counts against the server's bound from its arrival until the client has the answer. So does a waiting answer.
+- Every byte counts against the server's bound from its arrival until the client has the answer. An unsent answer counts too.
 - Each phase has a deadline, which the server checks: nothing waits for a client for ever.
-- A request whose framing is unclear is answered 400 and ends the connection: what follows it cannot be trusted.
-- Where we end a connection while the client still sends, we first stop writing and read on a little, or the client's
-  kernel would throw our answer away.
+- A request whose framing is unclear gets 400 and ends the connection, because the bytes behind it cannot be trusted.
+- When the server ends a connection while the client still sends, it stops writing first and reads on for a little while.
+  Otherwise the client's kernel would drop the answer.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ from services.core import metrics
 from services.ingest import problems
 from services.ingest.answer import Answer, refuse
 from services.ingest.http_framing import MAX_HEAD_BYTES, HttpProtocol, Incoming, check_head_size, explain, switches
-from services.ingest.problems import Refused
+from services.ingest.problems import Refused, body_too_large
 
 if TYPE_CHECKING:
     from services.ingest.http_server import HttpServer
@@ -36,28 +36,29 @@ LINGER_S = 3.0
 LINGER_BYTES = 16_000_000
 ANSWER_S = 30.0
 UNSENT_BYTES = 1 << 15
-"""More unsent bytes than this stop the parsing of further requests until the client has received them."""
+"""With more unsent bytes, no further request is parsed until the client has received them."""
 SEND_BUFFER_BYTES = 1 << 16
-"""Bytes of answers that the kernel may keep for a connection (Linux doubles the figure). Its default would be up to 4 MB each,
-and all connections would wait when its memory is short."""
-FOREVER = float("inf")
+"""Bytes of answers that the kernel may keep for a connection (Linux doubles the figure). Its default is up to 4 MB each,
+and all connections wait when its memory is short."""
+_FOREVER = float("inf")
+_CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
 class Phase(enum.Enum):
-    """The event that a connection waits for, and the meaning of its deadline."""
+    """What a connection waits for, and what happens at its deadline."""
 
     IDLE = enum.auto()
-    """The next request: closed without a word."""
+    """For the next request. Then: closed without an answer."""
     HEAD = enum.auto()
-    """The rest of a request's head: 408."""
+    """For the rest of a request's head. Then: 408."""
     BODY = enum.auto()
-    """The rest of its body: 408."""
+    """For the rest of its body. Then: 408."""
     HANDLING = enum.auto()
-    """This process or the broker, which has time-outs of its own: no deadline."""
+    """For this process or the broker, which has time-outs of its own: no deadline."""
     ANSWERING = enum.auto()
-    """The client to receive its answers: aborted."""
+    """For the client to receive its answers. Then: aborted."""
     LINGER = enum.auto()
-    """The client to stop sending: aborted."""
+    """For the client to stop sending. Then: aborted."""
 
 
 class ClientGone(Exception):
@@ -65,10 +66,9 @@ class ClientGone(Exception):
 
 
 class Connection(HttpProtocol):
-    """The protocol object that the event loop talks to.
+    """The event loop's protocol object.
 
-    phase, deadline (loop time): see Phase. payload: the body of the request under way. held: bytes that it counts against the
-    server's bound.
+    phase, deadline (loop time): see Phase. held: bytes that it counts against the server's bound.
     """
 
     __slots__ = (
@@ -79,13 +79,13 @@ class Connection(HttpProtocol):
         "_head_bytes",
         "_last",
         "_lingered",
+        "_payload",
         "_tail",
         "_task",
         "_unpacked",
         "_unsent",
         "deadline",
         "held",
-        "payload",
         "phase",
         "server",
     )
@@ -97,14 +97,14 @@ class Connection(HttpProtocol):
         self._broken = self._last = self._eof = False
         self._head_bytes = self._lingered = self.held = 0
         self._ahead = b""
-        """Arrived behind the request under way, and not parsed."""
+        """Bytes behind the current request, not parsed."""
         self._arrived = self._tail = 0
-        """Bytes of the request under way and of what the parser keeps behind it; of the latter alone at most."""
+        """Bytes of the current request and of those that the parser keeps behind it; the most that the latter can be."""
         self._unpacked = self._unsent = 0
         self.server = server
-        self.payload: StreamReader = EMPTY_PAYLOAD
+        self._payload: StreamReader = EMPTY_PAYLOAD
         self.phase = Phase.IDLE
-        self.deadline = FOREVER
+        self.deadline = _FOREVER
 
     # What the event loop calls.
 
@@ -141,7 +141,7 @@ class Connection(HttpProtocol):
         if self.phase is Phase.LINGER or self._broken:
             self._discard(data)
             return
-        if self._task is not None and self.payload.is_eof():
+        if self._task is not None and self._payload.is_eof():
             self._keep(data)
             return
         if data and not self._admit(len(data)):  # without any, the parser goes on with what it has
@@ -160,22 +160,47 @@ class Connection(HttpProtocol):
 
     # What the server and the handler of a request call.
 
-    def wait(self, phase: Phase, seconds: float) -> None:
-        """Enter a phase that may last so long."""
-        self.phase, self.deadline = phase, self.loop.time() + seconds
+    async def read_body(self, message: RawRequestMessage, limit: int) -> bytes:
+        """The body of the current request, at most `limit` bytes.
+
+        Raises Refused: too large, too slow, incomplete, or this process holds too many bytes. Raises ClientGone.
+        """
+        if self._payload.is_eof():
+            body: bytes = self._payload.read_nowait()
+            if len(body) > limit:
+                raise body_too_large(limit)
+            self.server.check_room()
+            return body
+        if int(message.headers.get("Content-Length", "0")) > limit:
+            raise body_too_large(limit)
+        self.server.check_room()
+        self._expect(message.headers.get("Expect"))
+        self._wait(Phase.BODY, self.server.timeouts.body)
+        chunks: list[bytes] = []
+        size = 0
+        try:
+            while chunk := await self._payload.readany():
+                chunks.append(chunk)
+                size += len(chunk)
+                if size > limit:
+                    raise body_too_large(limit)
+                self.server.check_room()
+        finally:
+            self.phase, self.deadline = Phase.HANDLING, _FOREVER
+        return b"".join(chunks)
 
     def hold_unpacked(self, size: int) -> None:
-        """The body has become so many bytes more, until its answer. Raises Refused when that is too much for this process."""
+        """The unpacked body has so many bytes more, held until its answer. Raises Refused when this process holds too many."""
         self._unpacked += size
         self._count()
         self.server.check_room()
 
     def expire(self) -> None:
-        """The deadline passed."""
+        """The deadline has passed."""
         if self.phase is Phase.HEAD:
             self._finish(refuse(Refused(problems.TOO_SLOW, "The head of the request did not arrive in time.")))
         elif self.phase is Phase.BODY:
-            self.deadline = FOREVER
+            self.deadline = _FOREVER
             self._fail_body(Refused(problems.TOO_SLOW, "The body did not arrive in time."))
         elif self.phase is Phase.ANSWERING:
             self.cut_off()
@@ -183,7 +208,7 @@ class Connection(HttpProtocol):
             self.abort()
 
     def cut_off(self) -> None:
-        """Ends a connection whose client does not receive its answers. Its bytes are free at once."""
+        """End a connection whose client does not receive its answers. Its bytes are free at once."""
         metrics.INGEST_CUT_OFF.labels("answers_not_taken").inc()
         self.abort()
         self.phase = Phase.LINGER
@@ -191,33 +216,45 @@ class Connection(HttpProtocol):
         self._release()
 
     def drain(self) -> None:
-        """No new requests: ends now, or after the answer under way."""
+        """Accept no new request: end now, or after the current answer."""
         self._last = True
         if self._task is None and self.phase is not Phase.LINGER and self.transport is not None:
             self.transport.close()
 
     def abort(self) -> None:
-        """Ends now, whatever is under way."""
+        """End now."""
         if self._task is not None:
             self._task.cancel()
         if self.transport is not None:
             self.transport.abort()
 
-    # Our own.
+    # Private.
+
+    def _wait(self, phase: Phase, seconds: float) -> None:
+        self.phase, self.deadline = phase, self.loop.time() + seconds
+
+    def _expect(self, expectation: str | None) -> None:
+        """Ask a client for its body when it waits to be asked."""
+        if expectation is None:
+            return
+        if expectation.lower() != "100-continue":
+            raise Refused(problems.EXPECTATION_FAILED, "The only supported Expect header is 100-continue.")
+        if self.transport is not None:
+            self.transport.write(_CONTINUE)
 
     def _parse(self, data: bytes) -> Incoming | None:
-        """The next request, if its head is whole; at most one, for the parser stops behind each. Raises HttpProcessingError."""
+        """The next request, if its head is complete. The parser stops behind each request. Raises HttpProcessingError."""
         request = self.feed_parser(data)
         if request is None:
             return None
         if self._head_bytes + self._tail > MAX_HEAD_BYTES:
             check_head_size(request[0])
         self._head_bytes = 0
-        self.payload = request[1]
+        self._payload = request[1]
         return request
 
     def _admit(self, size: int) -> bool:
-        """Count bytes that came for the request under way or the next one; False when they are too many even to be refused."""
+        """Count bytes of the current request or the next one. False when too many are held even to parse and refuse them."""
         self._arrived += size
         self._tail = size
         self.held += size
@@ -228,12 +265,12 @@ class Connection(HttpProtocol):
         self._ahead += data
         self._count()
         self.hold_reading()
-        if not self.server.make_room():  # the client has its answer to come, and then 503
+        if not self.server.make_room():  # the client gets the current answer, and then 503
             self._ahead, self._broken = b"", True
             self._count()
 
     def _next(self) -> Incoming | None:
-        """The request behind the one that was answered, from what was read already. Raises HttpProcessingError."""
+        """The next request, from the bytes that were read already. Raises HttpProcessingError."""
         if self._broken:
             return None
         data, self._ahead = self._ahead, b""
@@ -241,7 +278,7 @@ class Connection(HttpProtocol):
         message = self._parse(data)
         self._unpacked = 0
         if message is None:
-            self._arrived = self._tail = 0  # all of it was parsed; what is left is a part of a head
+            self._arrived = self._tail = 0  # the parser keeps a part of a head at most
             self.server.hold(-self.held)
             self.held = 0
         else:
@@ -263,18 +300,20 @@ class Connection(HttpProtocol):
 
     def _await_head(self, size: int) -> None:
         if self.phase is not Phase.HEAD:
-            self.wait(Phase.HEAD, self.server.timeouts.head)
+            self._wait(Phase.HEAD, self.server.timeouts.head)
         self._head_bytes += size
         if self._head_bytes > MAX_HEAD_BYTES:
-            self._finish(refuse(Refused(problems.HEAD_TOO_LARGE, f"At most {MAX_HEAD_BYTES} bytes are allowed.")))
+            self._finish(
+                refuse(Refused(problems.HEAD_TOO_LARGE, f"The head of a request has at most {MAX_HEAD_BYTES} bytes."))
+            )
 
     def _fail_body(self, error: Exception) -> None:
-        """The body that is still arriving never will; whoever reads it gets the error."""
-        if not self.payload.is_eof():
-            self.payload.set_exception(error)
+        """A body that is still arriving is cut off: its reader gets the error."""
+        if not self._payload.is_eof():
+            self._payload.set_exception(error)
 
     def _break(self, refused: Refused) -> None:
-        """What came is not HTTP, or too much: a body under way never ends."""
+        """The bytes are not HTTP, or too many. The current body never ends."""
         self._broken = True
         if self._task is None:
             self._finish(refuse(refused))
@@ -282,7 +321,7 @@ class Connection(HttpProtocol):
             self._fail_body(refused)
 
     async def _serve(self, incoming: Incoming | None) -> None:
-        """Handle requests while they are there. Owned by this connection; ends when none is, or the connection ends."""
+        """Handle requests until none is left or the connection ends. The connection owns this task."""
         try:
             while incoming is not None:
                 await self._serve_one(*incoming)
@@ -291,11 +330,12 @@ class Connection(HttpProtocol):
                 incoming = self._next()
             self._close_if_ending()
         except HttpProcessingError as error:
-            self._break_off(explain(error))
+            self._broken = True
+            self._finish(refuse(explain(error)))
         except (ClientGone, ConnectionError):
-            pass  # nobody is left to answer
+            pass  # nobody receives an answer
         except Exception as error:
-            log.exception("a connection failed", kind=type(error).__name__, exc_info=error)
+            log.exception("connection_failed", kind=type(error).__name__, exc_info=error)
             if self.transport is not None:
                 self.transport.abort()
         finally:
@@ -305,10 +345,10 @@ class Connection(HttpProtocol):
                 self._release()
                 self.server.remove(self)
             elif self.phase is not Phase.LINGER:
-                self.wait(Phase.IDLE, self.server.timeouts.idle)
+                self._wait(Phase.IDLE, self.server.timeouts.idle)
 
     async def _serve_one(self, message: RawRequestMessage, payload: StreamReader) -> None:
-        self.phase, self.deadline = Phase.HANDLING, FOREVER
+        self.phase, self.deadline = Phase.HANDLING, _FOREVER
         answer = await self.server.respond(message, self)
         ends = answer.close or message.should_close or message.version is not HttpVersion11 or switches(message)
         if ends or self._last or not payload.is_eof():
@@ -321,26 +361,21 @@ class Connection(HttpProtocol):
             await self._drain_answers(self.transport)
 
     async def _drain_answers(self, transport: asyncio.Transport) -> None:
-        """Wait until the client has received most of its answers. Nothing is read meanwhile."""
+        """Wait until the client has received most of its answers. Read nothing until then."""
         self._arrived, self._unpacked, self._unsent = self._tail, 0, transport.get_write_buffer_size()
         self._count()
         self.hold_reading()
-        self.wait(Phase.ANSWERING, ANSWER_S)
+        self._wait(Phase.ANSWERING, ANSWER_S)
         self.server.make_room()
         await self.drain_writes()
         self._unsent = 0
 
     def _close_if_ending(self) -> None:
-        """Nothing is left to answer: whether the connection ends now."""
+        """Nothing is left to answer: end the connection if it has to end."""
         if self._broken:
-            self._break_off(self.server.overloaded())
+            self._finish(refuse(self.server.overloaded()))
         elif (self._eof or self._last) and self.transport is not None:
             self.transport.close()
-
-    def _break_off(self, refused: Refused) -> None:
-        """What came behind the last request is not answered otherwise."""
-        self._broken = True
-        self._finish(refuse(refused))
 
     def _finish(self, answer: Answer, *, head_only: bool = False) -> None:
         """The last answer of this connection."""
@@ -348,10 +383,10 @@ class Connection(HttpProtocol):
         if transport is None:
             return
         transport.write(answer.render(close=True, date=self.server.date, head_only=head_only))
-        self.wait(Phase.LINGER, LINGER_S)
+        self._wait(Phase.LINGER, LINGER_S)
         self._unsent = transport.get_write_buffer_size()
         self._release()
-        has_all = self._task is not None and self.payload.is_eof() and not self._broken
+        has_all = self._task is not None and self._payload.is_eof() and not self._broken
         if has_all or not transport.can_write_eof():
             transport.close()
             return

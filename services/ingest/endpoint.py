@@ -17,23 +17,20 @@ from services.core.keys import ApiKey
 from services.ingest import problems
 from services.ingest.access import Access, check_query, unknown_stream
 from services.ingest.answer import RETRY_AFTER_S, Answer, answer, find_failures, refuse
-from services.ingest.body_formats import SLICE_BYTES, check_format, read_items, read_slices
+from services.ingest.body_formats import SLICE_BYTES, check_format, choose_encoding, read_items, read_slices, unpack
 from services.ingest.connection import Connection
 from services.ingest.intake import Intake, Prepared
 from services.ingest.json_events import Limits
 from services.ingest.problems import Refused
-from services.ingest.request_body import choose_encoding, read_body, unpack
 
 _STREAM_PATH = re.compile(r"/v1/streams/[^/]+/events")
-_POINTER = orjson.dumps({"service": "penstock ingest", "openapi": "/openapi.json"})
-
-
-LARGE_AT_ONCE = 2
+_ROOT = orjson.dumps({"service": "penstock ingest", "openapi": "/openapi.json"})
+_LARGE_AT_ONCE = 2
 """Bodies larger than a slice that are parsed at the same time."""
 
 
 def events_path(stream: str) -> str:
-    """Where the events of a stream are sent."""
+    """The path to which clients send the events of a stream."""
     return f"/v1/streams/{stream}/events"
 
 
@@ -50,12 +47,12 @@ class Endpoint:
         executor: Executor,
     ) -> None:
         self._routes = {events_path(name): intake for name, intake in intakes.items()}
-        self._documents = {"/": _POINTER, "/openapi.json": openapi}
+        self._documents = {"/": _ROOT, "/openapi.json": openapi}
         self._producer, self._access, self._limits, self._executor = producer, access, limits, executor
-        self._large = asyncio.Semaphore(LARGE_AT_ONCE)
+        self._large = asyncio.Semaphore(_LARGE_AT_ONCE)
 
     async def handle(self, message: RawRequestMessage, connection: Connection) -> Answer:
-        """One request. Raises Refused where no stream is concerned, ClientGone, and programming errors."""
+        """Answer one request. Raises Refused for a path that is not a stream's, ClientGone, and programming errors."""
         self._access.check_host(message)
         intake = self._routes.get(message.path)
         if intake is None or message.method != "POST":
@@ -77,9 +74,9 @@ class Endpoint:
         content_type, body_format = check_format(message)
         encoding = choose_encoding(headers.getall(hdrs.CONTENT_ENCODING, []))
         if not intake.partitions:
-            detail = "The broker does not have it, or has not answered yet."
+            detail = "The broker does not have the stream, or has not answered yet."
             raise Refused(problems.STREAM_NOT_READY, detail, retry_after=RETRY_AFTER_S)
-        body = await read_body(connection, message, self._limits.body_bytes)
+        body = await connection.read_body(message, self._limits.body_bytes)
         if encoding is not None:
             body = await self._unpack(key, body, encoding, connection)
         paid = access.charge_bytes(key, len(body))
@@ -87,7 +84,7 @@ class Endpoint:
         if len(body) <= SLICE_BYTES:
             items = read_items(body, content_type, body_format, message, self._limits)
             prepared = intake.prepare(items, arrival, trace)
-            del items  # parsed payloads are most of a request's objects: none while the broker works
+            del items  # parsed payloads are most of a request's objects, and are not needed while the broker works
         else:
             async with self._large:
                 slices = read_slices(body, content_type, body_format, message, self._limits)
@@ -117,17 +114,17 @@ class Endpoint:
         return answer(len(stored), refused, retry_after, ids)
 
     async def _store(self, intake: Intake, prepared: Prepared, arrival: int) -> SendResult:
-        """What became of each part; the ledger knows it, too. Raises Refused when nothing was queued."""
+        """The result of each part, which the ledger gets too. Raises Refused when nothing was queued."""
         known: SendResult | BrokerError | None = None
         try:
             known = result = await self._producer.send_to(intake.name, prepared.parts)
         except Overloaded as error:
             known = error
-            detail = "The queue to the broker is full; nothing was stored."
+            detail = "The queue to the broker is full. Nothing was stored."
             raise Refused(problems.OVERLOADED, detail, retry_after=RETRY_AFTER_S) from None
         except BrokerClosed as error:
             known = error
-            detail = "This process is stopping; nothing was stored."
+            detail = "This process is stopping. Nothing was stored."
             raise Refused(problems.BROKER_UNAVAILABLE, detail, retry_after=RETRY_AFTER_S) from None
         finally:
             if intake.ledger is not None:
@@ -135,7 +132,7 @@ class Endpoint:
         return result
 
     async def _unpack(self, key: ApiKey | None, body: bytes, encoding: str, connection: Connection) -> bytes:
-        """On a thread: the codecs release the interpreter, and 5 MB take them 10 ms. Raises Refused; it counts as the largest."""
+        """Unpack on a thread, because 5 MB need 10 ms. Raises Refused; a body that cannot be unpacked counts as the largest."""
         loop, limit = asyncio.get_running_loop(), self._limits.body_bytes
         try:
             unpacked = await loop.run_in_executor(self._executor, unpack, body, encoding, limit)
@@ -146,7 +143,7 @@ class Endpoint:
         return unpacked
 
     def _route(self, message: RawRequestMessage) -> Intake | Answer:
-        """Everything but a plain POST to a known stream. Raises Refused."""
+        """Route any request but a plain POST to a known stream. Raises Refused."""
         check_query(message.url.raw_query_string)
         path = unquote(message.url.raw_path)
         document = self._documents.get(path)
@@ -154,12 +151,14 @@ class Endpoint:
             _check_method(message, "GET, HEAD")
             return Answer(200, document)
         if not path.startswith("/v1/"):
-            raise Refused(problems.NOT_FOUND, "See /openapi.json.")
+            raise Refused(problems.NOT_FOUND, "GET /openapi.json lists the paths.")
         key = self._access.authenticate(message)
         intake = self._routes.get(path)
         if intake is None:
             raise (
-                unknown_stream() if _STREAM_PATH.fullmatch(path) else Refused(problems.NOT_FOUND, "See /openapi.json.")
+                unknown_stream()
+                if _STREAM_PATH.fullmatch(path)
+                else Refused(problems.NOT_FOUND, "GET /openapi.json lists the paths.")
             )
         self._access.authorise(key, intake.name)
         _check_method(message, "POST")
@@ -175,10 +174,10 @@ def _count(intake: Intake, prepared: Prepared, stored: Sequence[int], arrival: i
 
 def _check_method(message: RawRequestMessage, allowed: str) -> None:
     if message.method not in allowed.split(", "):
-        raise Refused(problems.METHOD_NOT_ALLOWED, f"Allowed: {allowed}.", allow=allowed)
+        raise Refused(problems.METHOD_NOT_ALLOWED, f"This path allows: {allowed}.", allow=allowed)
 
 
 def _wants_ids(message: RawRequestMessage) -> bool:
-    """RFC 7240: the client wants to know what was made of its events."""
+    """RFC 7240: whether the client asks for the ids of its events."""
     preferences = ",".join(message.headers.getall("Prefer", [])).lower().split(",")
     return any(preference.partition(";")[0].strip() == "return=representation" for preference in preferences)

@@ -1,7 +1,7 @@
-"""From columns of raw field values to event ids, ordering keys and event times. A column is a list, a row is an event.
+"""From columns of raw field values to event ids, ordering keys and event times, and the ids and numbers that ingest makes.
 
-Each function has a fast path for a column that is uniform and valid, as nearly every column is: Python's C loops do the work. A
-second path goes row by row and finds each fault. An absent value and null mean the same: not given.
+A column is a list, a row is an event. Each function has a fast path for a column that is uniform and valid, as nearly every
+column is: loops in C do the work. A second path goes row by row and finds each fault. An absent value and null mean the same.
 """
 
 import binascii
@@ -10,21 +10,24 @@ import hashlib
 import itertools
 import os
 import re
+import secrets
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
+from services.core.ledger.report import MAX_NUMBER
 from services.core.problem_type import ProblemType
 from services.ingest import problems
 
 MAX_ID_BYTES = 256
 MAX_KEY_BYTES = 1024
+ID_CHARACTERS = "An id has no control characters."
 FUTURE_MS = 24 * 3_600_000
-"""An event time may be this far ahead of our clock: a day, so that no client's broken clock moves watermarks by years."""
+"""How far ahead of this machine's clock an event time may be. So no client's broken clock moves a watermark by years."""
 
 _SECONDS_BELOW = 10**11
-"""Numbers below are seconds (until the year 5138), from there on milliseconds (from 1973)."""
+"""Smaller numbers are seconds (until the year 5138), others milliseconds (from 1973)."""
 
 CONTROL = re.compile("[\x00-\x1f\x7f-\x9f]")
 """Characters that ids and attributes must not have, because they become HTTP headers."""
@@ -35,13 +38,13 @@ _MILLISECOND = datetime.timedelta(milliseconds=1)
 _Time = Annotated[datetime.datetime, msgspec.Meta(tz=True)]
 
 Faults = dict[int, tuple[ProblemType, str]]
-"""What is wrong, by row."""
+"""The faults by row."""
 Column = list[Any]
 Reader = Callable[[Sequence[dict[str, Any]]], Column]
 
 
 def field_reader(path: str) -> Reader:
-    """A function that takes the column of one payload field (nested names joined by dots) out of parsed payloads."""
+    """A function that returns the column of one payload field (nested names joined by dots) from parsed payloads."""
     first, *rest = path.split(".")
     if not rest:
         return lambda documents: [document.get(first) for document in documents]
@@ -55,15 +58,8 @@ def field_reader(path: str) -> Reader:
     return read
 
 
-def prefer(column: Column | None, other: Column | None) -> Column | None:
-    """The first column, its gaps filled from the other."""
-    if column is None or other is None:
-        return column if other is None else other
-    return [second if value is None else value for value, second in zip(column, other, strict=True)]
-
-
 def read_ids(column: Column) -> tuple[list[bytes | None], Faults]:
-    """Ids as UTF-8, None where absent. Text of 1 to 256 bytes without control characters, or an integer."""
+    """Ids as UTF-8, None where absent. A string of 1 to 256 bytes without control characters, or an integer."""
     if set(map(type, column)) == {str}:
         ids = [value.encode() for value in column]
         if "".join(column).isprintable() and all(ids) and max(map(len, ids)) <= MAX_ID_BYTES:
@@ -78,18 +74,18 @@ def _read_id(value: object, row: int, faults: Faults) -> bytes | None:
     if type(value) is int:
         return b"%d" % value
     if type(value) is not str:
-        faults[row] = (problems.BAD_ID, "an id is a text or an integer below 2^64")
+        faults[row] = (problems.BAD_ID, "An id is a string or an integer below 2^64.")
         return None
     encoded = value.encode()
     if CONTROL.search(value):
-        faults[row] = (problems.BAD_ID_CHARACTERS, "control characters are not allowed in an id")
+        faults[row] = (problems.BAD_ID_CHARACTERS, ID_CHARACTERS)
     elif not 1 <= len(encoded) <= MAX_ID_BYTES:
-        faults[row] = (problems.BAD_ID, f"an id has 1 to {MAX_ID_BYTES} bytes")
+        faults[row] = (problems.BAD_ID, f"An id has 1 to {MAX_ID_BYTES} bytes.")
     return encoded
 
 
 def read_keys(column: Column) -> tuple[list[bytes | None], Faults]:
-    """Ordering keys as UTF-8, None where absent. Text of at most 1024 bytes, or an integer."""
+    """Ordering keys as UTF-8, None where absent. A string of at most 1024 bytes, or an integer."""
     if set(map(type, column)) == {str}:
         keys = [value.encode() for value in column]
         if max(map(len, keys)) <= MAX_KEY_BYTES:
@@ -105,9 +101,9 @@ def _read_key(value: object, row: int, faults: Faults) -> bytes | None:
         key = value.encode()
         if len(key) <= MAX_KEY_BYTES:
             return key
-        faults[row] = (problems.BAD_KEY, f"a key has at most {MAX_KEY_BYTES} bytes")
+        faults[row] = (problems.BAD_KEY, f"A key has at most {MAX_KEY_BYTES} bytes.")
     elif value is not None:
-        faults[row] = (problems.BAD_KEY, "a key is a text or an integer below 2^64")
+        faults[row] = (problems.BAD_KEY, "A key is a string or an integer below 2^64.")
     return None
 
 
@@ -140,15 +136,24 @@ def _read_time(value: object, arrival: int, oldest: int, row: int, faults: Fault
         try:
             time = (msgspec.convert(value, _Time) - _EPOCH) // _MILLISECOND
         except msgspec.ValidationError:
-            faults[row] = (problems.BAD_TIME, "a text time is RFC 3339 with an offset. Try: 2026-01-02T03:04:05.678Z")
+            faults[row] = (
+                problems.BAD_TIME,
+                "A time that is a string is RFC 3339 with an offset. Try: 2026-01-02T03:04:05.678Z",
+            )
     elif type(value) is int or type(value) is float:
         time = round(value * 1000) if abs(value) < _SECONDS_BELOW else round(value)
     elif value is not None:
-        faults[row] = (problems.BAD_TIME, "a time is RFC 3339 text, or seconds or milliseconds since 1970")
+        faults[row] = (
+            problems.BAD_TIME,
+            "A time is an RFC 3339 string, or a number of seconds or milliseconds since 1970.",
+        )
     if not 0 <= time <= arrival + FUTURE_MS:
-        faults[row] = (problems.TIME_OUT_OF_RANGE, "a time is between 1970 and a day after its arrival")
+        faults[row] = (
+            problems.TIME_OUT_OF_RANGE,
+            "An event time is between 1970 and one day after the event's arrival.",
+        )
     elif time < oldest:
-        faults[row] = (problems.TOO_OLD, "the stream could drop it before it is delivered. Try: a longer retention")
+        faults[row] = (problems.TOO_OLD, "The stream could drop the event before its delivery. Try: a longer retention")
     return time
 
 
@@ -160,10 +165,9 @@ class IdMaker:
     """UUID version 7 (RFC 9562) for events without an id. One process only: not for use on both sides of a fork.
 
     Layout: 48 bits of milliseconds, 12 random bits of the request, 14 bits that count within the request (in order), 48 random
-    bits. Two ids are equal only if two requests of one millisecond draw the same 12 bits, and the same 48 bits at the same count.
+    bits. Two ids are equal only if two requests of one millisecond have the same 12 bits, and the same 48 bits at the same count.
 
-
-    The random bits are SHAKE-128 of a secret seed and a counter: as hard to guess as the system's. Asking the system for
+    The random bits are SHAKE-128 of a secret seed and a counter: as hard to guess as the system's. Reading the system's for
     each request would release the interpreter, which the log's threads then acquire: 30 us for 100 ids, against 5.
     """
 
@@ -182,3 +186,39 @@ class IdMaker:
             head + counted + digits[start : start + 12]
             for counted, start in zip(_COUNTED, range(4, 12 * count + 4, 12), strict=False)
         ]
+
+
+class Numbers(NamedTuple):
+    """Consecutive numbers in one partition, from `first` on. prefix: the beginning of the packed `event.Origin` of each."""
+
+    incarnation: str
+    first: int
+    prefix: bytes
+
+
+class Origins:
+    """Numbers the events that one process run sends into one stream: 0, 1, 2, … in each partition, without a gap.
+
+    Each stream has an incarnation of its own, so two streams never share an origin. A new incarnation begins before a number is
+    too large for the ledger's sets.
+    """
+
+    def __init__(self, limit: int = MAX_NUMBER) -> None:
+        self._limit = limit
+        self._begin()
+
+    def _begin(self) -> None:
+        self.incarnation = secrets.token_hex(8)
+        self._next: dict[int, int] = {}
+        self._prefixes: dict[int, bytes] = {}
+
+    def reserve(self, partition: int, count: int) -> Numbers:
+        """Reserve `count` numbers, at most `limit`."""
+        first = self._next.get(partition, 0)
+        if first + count > self._limit:
+            self._begin()
+            first = 0
+        if not first:
+            self._prefixes[partition] = f"{self.incarnation}:{partition}:".encode()
+        self._next[partition] = first + count
+        return Numbers(self.incarnation, first, self._prefixes[partition])

@@ -1,6 +1,6 @@
-"""What we ask of HTTP/1.1 framing beyond the parser's own checks, and how its complaints are answered.
+"""aiohttp's HTTP/1.1 parser, the checks that it does not make, and the answers to its errors.
 
-aiohttp's compiled parser (llhttp, strict) refuses by itself: Content-Length with Transfer-Encoding, twice, negative or not a
+The compiled parser (llhttp, strict) refuses by itself: Content-Length with Transfer-Encoding, twice, negative or not a
 number; two Hosts, and none in HTTP/1.1; bare CR or LF, spaces before colons, obsolete folding, bad chunk sizes.
 """
 
@@ -29,10 +29,10 @@ class HeadTooLarge(HttpProcessingError):
 
 
 class HttpProtocol(BaseProtocol):
-    """aiohttp's protocol object with its request parser (llhttp) and its flow control, under public names.
+    """aiohttp's protocol object with its request parser and its flow control, under public names.
 
-    All that ingest needs of aiohttp's private parts is in this class; `unit/ingest/test_http_framing.py` fails on an upgrade
-    until somebody has read them again. `transport` is None after the connection was lost.
+    This class holds every use of aiohttp's private parts. `unit/ingest/test_http_framing.py` fails on an upgrade until somebody
+    has read them again. `transport` is None after the connection was lost.
     """
 
     __slots__ = ()
@@ -48,7 +48,7 @@ class HttpProtocol(BaseProtocol):
         return self._parser is not None
 
     def open_parser(self) -> None:
-        """A parser that stops after each request. It never decompresses: aiohttp answers 200 to half a gzip body."""
+        """Open a parser that stops after each request. It does not decompress: aiohttp accepts half a gzip body."""
         self._parser = HttpRequestParser(
             self,
             self._loop,
@@ -61,7 +61,7 @@ class HttpProtocol(BaseProtocol):
         )
 
     def close_parser(self) -> None:
-        """Nothing is parsed any more."""
+        """Parse nothing more."""
         self._parser = None
 
     def feed_parser(self, data: bytes) -> Incoming | None:
@@ -70,7 +70,7 @@ class HttpProtocol(BaseProtocol):
         return requests[0] if requests else None
 
     def resume_reading(self, resume_parser: bool = True) -> None:
-        """The parser calls this at the end of every body; nearly always reading was not paused."""
+        """The parser calls this at the end of every body. Reading is rarely paused then."""
         if self._reading_paused:
             super().resume_reading(resume_parser)
 
@@ -80,16 +80,16 @@ class HttpProtocol(BaseProtocol):
             self._pause_reading_for_buffer()
 
     def release_reading(self) -> None:
-        """Ends `hold_reading`, if it is in force; the parser's own pause stays."""
+        """Undo `hold_reading`; the parser's own pause stays."""
         if self._buffer_paused:
             self._resume_reading_for_buffer()
 
     def read_on(self) -> None:
-        """Read from the socket whatever was paused."""
+        """Read from the socket again, whoever paused it."""
         self._resume_transport_reading()
 
     async def drain_writes(self) -> None:
-        """Return when the client has accepted most of what was written. Raises ConnectionError when it is gone."""
+        """Return when the client has received most of the written bytes. Raises ConnectionError when it is gone."""
         await self._drain_helper()
 
 
@@ -101,31 +101,33 @@ def check_head_size(message: RawRequestMessage) -> None:
 
 
 def switches(message: RawRequestMessage) -> bool:
-    """Whether the client asks for another protocol behind this request. We never do; the parser drops what came behind."""
+    """Whether the client asks for another protocol after this request. Ingest has none; the parser drops the bytes behind."""
     return bool(message.upgrade) or message.method == "CONNECT"
 
 
 def check_head(message: RawRequestMessage) -> None:
-    """Raises Refused for what is not HTTP/1.1, unless it is HTTP/1.0 with a Host, and for transfer codings beside chunked."""
+    """Raises Refused unless this is HTTP/1.1, or HTTP/1.0 with a Host; and for every transfer coding but chunked."""
     if hdrs.TRANSFER_ENCODING in message.headers:
         _check_coding(message)
     if message.version is HttpVersion11:
         return
     if message.version != HttpVersion10 or hdrs.HOST not in message.headers:
-        raise Refused(problems.BAD_REQUEST, "HTTP/1.1 is needed.")
+        raise Refused(problems.BAD_REQUEST, "The request must be HTTP/1.1.")
 
 
 def _check_coding(message: RawRequestMessage) -> None:
-    """The parser checks the last coding only. A body with another coding would be stored as it is.
+    """The parser checks only the last coding. A body with another coding would be stored as it is.
 
-    It accepts an empty header, after which a proxy may read a body where we read the next request.
+    It accepts an empty header, behind which a proxy may read a body where ingest reads the next request.
     """
     if not message.chunked:
-        raise Refused(problems.BAD_REQUEST, "Transfer-Encoding says nothing.", ends=True)
+        raise Refused(problems.BAD_REQUEST, "The header Transfer-Encoding names no coding.", ends=True)
     if message.version is not HttpVersion11:
         raise Refused(problems.BAD_REQUEST, "Transfer-Encoding needs HTTP/1.1.", ends=True)
     if message.headers[hdrs.TRANSFER_ENCODING].strip(" \t,").lower() != "chunked":
-        raise Refused(problems.UNSUPPORTED_CODING, "Only chunked is supported. Try: Content-Encoding: gzip", ends=True)
+        raise Refused(
+            problems.UNSUPPORTED_CODING, "Transfer-Encoding can only be chunked. Try: Content-Encoding: gzip", ends=True
+        )
 
 
 def explain(error: HttpProcessingError) -> Refused:
@@ -133,6 +135,6 @@ def explain(error: HttpProcessingError) -> Refused:
     if isinstance(error, LineTooLong | HeadTooLarge) or error.message == "Too many headers received":
         return Refused(
             problems.HEAD_TOO_LARGE,
-            f"At most {MAX_HEADERS} headers of {MAX_LINE_BYTES} bytes each, {MAX_HEAD_BYTES} in all, are allowed.",
+            f"A head has at most {MAX_HEADERS} headers of {MAX_LINE_BYTES} bytes each, and {MAX_HEAD_BYTES} bytes in all.",
         )
     return Refused(problems.BAD_REQUEST, "This is not a valid HTTP/1.1 request.")

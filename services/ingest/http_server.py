@@ -1,4 +1,4 @@
-"""The listening side: accepts connections, bounds them, sweeps their deadlines, and drains."""
+"""The listening server: accepts and bounds connections, checks their deadlines, and drains."""
 
 import asyncio
 import time
@@ -48,14 +48,14 @@ class HttpServer:
         self._in_flight = 0
         self.timeouts = timeouts
         self.active = 0
-        """Connections that handle a request now; they count themselves."""
+        """Connections that handle a request now. They count themselves."""
         self.date = http_date(time.time())
 
     @asynccontextmanager
     async def listen(self, host: str, port: int, *, reuse_port: bool) -> AsyncIterator[tuple[str, int]]:
-        """Accept until the context is left; yields the bound address. Leaving stops accepting and waits for what is under way.
+        """Accept until the context is left; yields the bound address. Then it accepts no more and waits for open requests.
 
-        Cancelling that wait ends every connection at once. Raises OSError when the address cannot be had.
+        Cancelling that wait ends every connection at once. Raises OSError when the address is not available.
         """
         loop = asyncio.get_running_loop()
         server = await loop.create_server(
@@ -82,7 +82,7 @@ class HttpServer:
             await self._empty.wait()
 
     async def _sweep(self) -> None:
-        """Twice a second: the date, the metrics, and whose deadline has passed."""
+        """Twice a second: set the date and the metrics, and end connections whose deadline has passed."""
         loop = asyncio.get_running_loop()
         while True:
             self.date = http_date(time.time())
@@ -94,7 +94,7 @@ class HttpServer:
             await asyncio.sleep(SWEEP_S)
 
     async def respond(self, message: RawRequestMessage, connection: Connection) -> Answer:
-        """The answer to a request, whatever happens. Raises ClientGone when nobody waits for it."""
+        """The answer to a request, also after an error of any kind. Raises ClientGone when nobody waits for it."""
         try:
             check_head(message)
             return await self._handle(message, connection)
@@ -103,35 +103,37 @@ class HttpServer:
         except (ClientGone, ConnectionError):
             raise
         except Exception as error:
-            log.exception("a request failed", method=message.method, kind=type(error).__name__, exc_info=error)
-            return refuse(Refused(problems.INTERNAL, f"This is a fault of ours. {SEND_AGAIN}"), close=True)
+            log.exception("request_failed", method=message.method, kind=type(error).__name__, exc_info=error)
+            return refuse(Refused(problems.INTERNAL, f"This is a fault of ingest. {SEND_AGAIN}"), close=True)
 
-    # What connections call.
+    # Called by connections.
 
     def add(self, connection: Connection) -> Answer | None:
-        """A new connection; an answer when it cannot stay."""
+        """Add a new connection. Returns an answer when it cannot stay."""
         self._connections.add(connection)
         if len(self._connections) > self._max_connections:
             if len(self._connections) > 2 * self._max_connections:
                 connection.abort()
-            return refuse(Refused(problems.OVERLOADED, "Too many connections.", retry_after=RETRY_AFTER_S))
+            return refuse(
+                Refused(problems.OVERLOADED, "This process has too many connections.", retry_after=RETRY_AFTER_S)
+            )
         if self._draining:
             connection.drain()
         return None
 
     def remove(self, connection: Connection) -> None:
-        """A connection is gone and has nothing under way."""
+        """Remove a closed connection without a request."""
         self._connections.discard(connection)
         if self._draining and not self._connections:
             self._empty.set()
 
     @property
     def is_flooded(self) -> bool:
-        """Whether what comes is dropped unread. Below that it is parsed, and refused on a connection that stays."""
+        """Whether new bytes are dropped unread. With fewer bytes, requests are parsed and refused, and connections stay."""
         return self._in_flight > FLOOD * self._max_in_flight
 
     def hold(self, size: int) -> bool:
-        """Count bytes as held from now on, or, when negative, no longer; whether there is room for all that are held."""
+        """Count bytes as held; a negative size counts them as released. Whether the held bytes are within the bound."""
         self._in_flight += size
         return self._in_flight <= self._max_in_flight
 
@@ -147,10 +149,12 @@ class HttpServer:
         return False
 
     def check_room(self) -> None:
-        """Raises Refused when more bytes are held than may be."""
+        """Raises Refused when the held bytes are over the bound."""
         if not self.make_room():
             raise self.overloaded()
 
     def overloaded(self) -> Refused:
-        """The answer while more bytes are held than allowed."""
-        return Refused(problems.OVERLOADED, "Too many bytes are under way.", retry_after=RETRY_AFTER_S)
+        """The refusal for held bytes over the bound."""
+        return Refused(
+            problems.OVERLOADED, "This process holds the bytes of too many requests.", retry_after=RETRY_AFTER_S
+        )

@@ -1,105 +1,73 @@
-"""One stream as this process feeds it: from the events of a request to records by partition, column by column, and its counts.
+"""From the events of a request to the records of one stream, by partition, column by column.
 
 Everything here is plain computation, done at once for a whole request or a slice of it.
 """
 
 import asyncio
-from collections import Counter
+import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import cast
 
 import msgspec
 
-from services.core import metrics
+from services.core import event
 from services.core.broker.partitioner import choose_partition
-from services.core.broker.record import Record
-from services.core.ledger.report import Node
+from services.core.broker.record import Headers, Record
 from services.core.pipes import Stream
 from services.core.problem_type import ProblemType
 from services.ingest import problems
+from services.ingest.cloudevents import JSON
 from services.ingest.event_fields import (
+    ID_CHARACTERS,
     Column,
     Faults,
     IdMaker,
+    Numbers,
+    Origins,
     Reader,
     field_reader,
-    prefer,
     read_ids,
     read_keys,
     read_times,
 )
-from services.ingest.json_events import Items
+from services.ingest.json_events import Attributes, Items
+from services.ingest.metrics import StreamLedger, Tally
 from services.ingest.problems import Refusal, Refused
-from services.ingest.records import Columns, Numbers, Origins, make_records, more_headers
-from services.ingest.stream_ledger import StreamLedger
 
-NODE: Node = "ingest"
-_FLUSH_AT = 20_000
-
-
-class Tally:
-    """Counts of one stream. Call `flush` at least once a second; it hands over by itself when much has gathered."""
-
-    def __init__(self, stream: str) -> None:
-        self._stream = stream
-        self._accepted = self._payload_bytes = 0
-        self._statuses: Counter[int] = Counter()
-        self._refused: Counter[str] = Counter()
-        self._lags_in: list[int] = []
-        self._lags_out: list[int] = []
-        self._durations: list[int] = []
-        self._accepted_total = metrics.INGEST_ACCEPTED.labels(stream)
-        self._bytes_total = metrics.INGEST_BYTES.labels(stream)
-        self._lag_in = metrics.LAG_IN.labels(stream, NODE)
-        self._lag_out = metrics.LAG_OUT.labels(stream, NODE)
-        self._ingest_time = metrics.INGEST_TIME.labels(stream)
-
-    def accepted(self, times: Sequence[int], payload_bytes: int, arrival: int, now: int) -> None:
-        """Events with these event times were stored. All times in ms."""
-        took = now - arrival
-        lags = [arrival - time for time in times]
-        self._accepted += len(lags)
-        self._payload_bytes += payload_bytes
-        self._lags_in += lags
-        self._lags_out += [lag + took for lag in lags]
-        self._durations.append(took)
-        if len(self._lags_in) > _FLUSH_AT:
-            self.flush()
-
-    def refused(self, reasons: Sequence[str]) -> None:
-        """Events were refused for these reasons."""
-        self._refused.update(reasons)
-
-    def answered(self, status: int) -> None:
-        """A request was answered."""
-        self._statuses[status] += 1
-
-    def flush(self) -> None:
-        """Hand everything over to the metrics."""
-        self._accepted_total.inc(self._accepted)
-        self._bytes_total.inc(self._payload_bytes)
-        for status, count in self._statuses.items():
-            metrics.INGEST_REQUESTS.labels(self._stream, str(status)).inc(count)
-        for reason, count in self._refused.items():
-            metrics.INGEST_REFUSED.labels(self._stream, reason).inc(count)
-        self._lag_in.observe(self._lags_in)
-        self._lag_out.observe(self._lags_out)
-        self._ingest_time.observe(self._durations)
-        self._accepted = self._payload_bytes = 0
-        for gathered in (self._statuses, self._refused, self._lags_in, self._lags_out, self._durations):
-            gathered.clear()
-
-
+_TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}(-.{0,200})?")
+_OWN_HEADER = frozenset(("id", "datacontenttype"))
+_NO_HEADERS: Headers = ()
 KEYLESS_MS = 25
-"""Longer than an append takes, so that few are under way at once; far shorter than anybody notices."""
+"""How long events without a key go to the same partition. It is longer than an append takes, so that few appends are open at
+once, and too short for anybody to notice."""
+
+
+class Columns(msgspec.Struct, frozen=True):
+    """The rows of a request. keys and more: None when no row has any. times in ms."""
+
+    values: list[bytes]
+    ids: list[bytes]
+    keys: list[bytes | None] | None
+    times: list[int]
+    more: list[Headers] | None
+
+    def join(self, other: "Columns") -> "Columns":
+        """The rows of both. A column that is None in one is None in the other, because both are of one request."""
+        return Columns(
+            self.values + other.values,
+            self.ids + other.ids,
+            None if self.keys is None else self.keys + (other.keys or []),
+            self.times + other.times,
+            None if self.more is None else self.more + (other.more or []),
+        )
 
 
 class Prepared(msgspec.Struct, frozen=True):
-    """Records by partition, ready to send, and what to answer for them.
+    """The records of a request by partition, and the data for its answer.
 
-    numbers: per partition, those of its records. rows: per partition, which row of the request's columns each record was.
-    all_rows: those of every part. indexes: where each row stood in the request. values, ids, times (ms): by row. refused: events
-    that will not be sent.
+    numbers: of each partition's records. rows: by partition, the row of each record in the request's columns. all_rows: those of
+    all partitions. indexes: the position of each row in the request. values, ids, times (ms): by row. refused: events that are
+    not sent.
     """
 
     parts: dict[int, list[Record]]
@@ -114,15 +82,15 @@ class Prepared(msgspec.Struct, frozen=True):
 
 
 def max_age_ms(stream: Stream) -> int:
-    """How old an accepted event may be where retention counts from the event time: half of it stays for the delivery."""
+    """The greatest age of an accepted event where retention counts from the event time. The other half is for the delivery."""
     return round(stream.retention * 500)
 
 
 class Intake:
-    """One stream as this process feeds it. `partitions` is 0 until the broker has answered (see `probe`).
+    """One stream in this process. `partitions` is 0 until the broker has answered (`probe.py`).
 
-    max_age_ms: events older than that are refused, because a broker that counts retention from the event time would drop
-    them soon after it acknowledged them.
+    max_age_ms: older events are refused, because a broker that counts retention from the event time would drop them soon
+    after it acknowledged them.
     """
 
     def __init__(
@@ -135,7 +103,7 @@ class Intake:
         self.ledger: StreamLedger | None = None
         """The reports of the numbers of `origins`; None when the ledger is off."""
         self.broker_failure: tuple[float, str] | None = None
-        """When (monotonic seconds) and why a request last stored nothing at all because of the broker; None since one did."""
+        """When (monotonic seconds) and why the broker last stored nothing of a request; None since it stored something."""
         self._ids = IdMaker()
         self._rotate = rotate
         self._max_age_ms = max_age_ms
@@ -145,12 +113,12 @@ class Intake:
         self._keyless, self._keyless_since = 0, -KEYLESS_MS
 
     def prepare(self, items: Items, arrival: int, traceparent: str | None) -> Prepared:
-        """Turn the events into records. `arrival` in ms. Raises Refused when a malformed id spoils the whole request."""
+        """The events as records. `arrival` in ms. Raises Refused: an id with control characters refuses the whole request."""
         columns, faults = self._columns(items, arrival, traceparent)
         return self._finish(items, columns, faults, arrival)
 
     async def prepare_slices(self, slices: Iterable[Items], arrival: int, traceparent: str | None) -> Prepared:
-        """As `prepare`, for a request that is read in slices: others get their turn behind each. Raises Refused, as they do."""
+        """As `prepare`, for a request that is read in slices; other requests get their turn between two of them."""
         whole, faults = Items([], [], []), dict[int, tuple[ProblemType, str]]()
         columns: Columns | None = None
         indexes: list[int] = []
@@ -169,7 +137,7 @@ class Intake:
         rows: Sequence[int] = range(count)
         if faults:
             if not items.by_line and any(kind is problems.BAD_ID_CHARACTERS for kind, _ in faults.values()):
-                raise Refused(problems.BAD_ID_CHARACTERS, "Control characters are not allowed in an id.")
+                raise Refused(problems.BAD_ID_CHARACTERS, ID_CHARACTERS)
             refused = refused + [Refusal(items.indexes[row], *fault) for row, fault in sorted(faults.items())]
             rows = [row for row in rows if row not in faults]
         split = self._split(rows, columns.keys, arrival) if rows else {}
@@ -180,7 +148,7 @@ class Intake:
         return Prepared(parts, numbers, split, rows, items.indexes, columns.values, columns.ids, columns.times, refused)
 
     def _columns(self, items: Items, arrival: int, traceparent: str | None) -> tuple[Columns, Faults]:
-        """Every row's id, key, time and further headers, and which rows have a fault."""
+        """The id, key, time and further headers of each row, and the faults by row."""
         count = len(items.values)
         faults: Faults = {}
         found: list[bytes | None] = []
@@ -199,13 +167,11 @@ class Intake:
         return Columns(items.values, self._fill(found, count, arrival), keys, times, more), faults
 
     def _fill(self, found: list[bytes | None], count: int, arrival: int) -> list[bytes]:
-        """The ids given, and new ones where there is none."""
-        if not found:
-            return self._ids.make(count, arrival)
-        if None not in found:
+        """The ids from the events, and new ones for the other rows."""
+        if found and None not in found:
             return cast("list[bytes]", found)
         made = self._ids.make(count, arrival)
-        return [one if one is not None else other for one, other in zip(found, made, strict=True)]
+        return [one or other for one, other in zip(found, made, strict=True)] if found else made
 
     def _split(self, rows: Sequence[int], keys: list[bytes | None] | None, arrival: int) -> dict[int, Sequence[int]]:
         """Rows by partition."""
@@ -225,7 +191,7 @@ class Intake:
         return dict(parts)
 
     def _keyless_partition(self, arrival: int) -> int:
-        """One partition for a while, then the next: what arrives while an append is under way becomes one batch, not one each."""
+        """One partition for KEYLESS_MS, then the next: events that arrive during an append become one batch."""
         if not 0 <= arrival - self._keyless_since < KEYLESS_MS:
             self._keyless, self._keyless_since = self._rotate(self.name, self.partitions), arrival
         return self._keyless
@@ -236,4 +202,58 @@ def _column(items: Items, field: Reader | None, name: str) -> Column | None:
     own = field(items.documents) if field is not None else None
     if items.attributes is None:
         return own
-    return prefer(own, [attributes.get(name) for attributes in items.attributes])
+    given: Column = [attributes.get(name) for attributes in items.attributes]
+    return given if own is None else [other if one is None else one for one, other in zip(own, given, strict=True)]
+
+
+def make_records(rows: Sequence[int], columns: Columns, arrival: int, numbers: Numbers) -> list[Record]:
+    """The records of these rows, numbered in order. arrival in ms. The one loop of ingest that runs for every event."""
+    values, ids, times, more = columns.values, columns.ids, columns.times, columns.more
+    prefix, first = numbers.prefix, numbers.first
+    id_name, origin_name = event.ID, event.ORIGIN
+    arrived = (event.ARRIVAL, b"%d" % arrival)
+    keys = columns.keys or [None] * len(values)
+    if more is None:
+        return [
+            Record(
+                keys[row],
+                values[row],
+                times[row],
+                ((id_name, ids[row]), arrived, (origin_name, b"%b%d" % (prefix, number))),
+            )
+            for number, row in enumerate(rows, first)
+        ]
+    return [
+        Record(
+            keys[row],
+            values[row],
+            times[row],
+            ((id_name, ids[row]), arrived, (origin_name, b"%b%d" % (prefix, number)), *more[row]),
+        )
+        for number, row in enumerate(rows, first)
+    ]
+
+
+def more_headers(attributes: Sequence[Attributes] | None, count: int, traceparent: str | None) -> list[Headers] | None:
+    """CloudEvents attributes and the request's trace context, per row; None when there are neither."""
+    trace = _trace(traceparent)
+    if attributes is None:
+        return [trace] * count if trace else None
+    return [_from_attributes(one, trace) for one in attributes]
+
+
+def _from_attributes(attributes: Attributes, trace: Headers) -> Headers:
+    headers = tuple(
+        (event.CE_PREFIX + name, value.encode()) for name, value in attributes.items() if name not in _OWN_HEADER
+    )
+    media = attributes.get("datacontenttype", JSON)
+    if media != JSON:
+        headers += ((event.CONTENT_TYPE, media.encode(errors="replace")),)
+    return headers + (_trace(attributes.get("traceparent")) or trace)
+
+
+def _trace(traceparent: str | None) -> Headers:
+    """The header for a well-formed trace context. Any other is ignored, as W3C requires."""
+    if traceparent is None or not _TRACEPARENT.fullmatch(traceparent):
+        return _NO_HEADERS
+    return ((event.TRACEPARENT, traceparent.encode(errors="replace")),)

@@ -1,7 +1,7 @@
 """Bodies of plain JSON: an array of events, one event, or one event per line (NDJSON). The events are columns, in `Items`.
 
-The text of a payload is checked once and kept byte for byte: orjson decides whether it is valid, and msgspec.Raw cuts an array
-into the bytes of its elements. orjson refuses everything that RFC 8259 or I-JSON forbids: text that is not UTF-8, a byte order
+The text of a payload is checked once and kept byte for byte. orjson checks it, and msgspec.Raw cuts an array into the bytes of
+its elements. orjson refuses everything that RFC 8259 or I-JSON forbids: text that is not UTF-8, a byte order
 mark, NaN and Infinity, numbers beyond a double such as 1e400, lone surrogates, control characters in strings, trailing commas,
 anything after the end. orjson reads integers beyond 64 bits as floats. That changes no payload, because payloads travel as bytes.
 Of duplicate keys the last one counts for the fields that ingest reads; the payload keeps both.
@@ -21,7 +21,7 @@ from services.ingest.problems import Refusal, Refused
 
 MAX_DEPTH = 128
 WHITESPACE = b" \t\r\n"
-TOO_DEEP_DETAIL = f"At most {MAX_DEPTH} levels are allowed."
+TOO_DEEP_DETAIL = f"An event has at most {MAX_DEPTH} levels of nesting."
 _CONTAINERS = frozenset((dict, list))
 _ELEMENTS = msgspec.json.Decoder(list[msgspec.Raw])
 
@@ -32,12 +32,12 @@ def parse(text: bytes) -> Any:
         return orjson.loads(text)
     except orjson.JSONDecodeError as error:
         if not text.strip(WHITESPACE):
-            raise Refused(problems.EMPTY_BODY, "There is no event in it.") from None
+            raise Refused(problems.EMPTY_BODY, "The body has no event.") from None
         raise Refused(problems.BAD_JSON, describe(error)) from None
 
 
 def describe(error: orjson.JSONDecodeError) -> str:
-    """What is wrong and where; orjson's messages are constant texts, they never repeat the input."""
+    """The fault and its place. orjson's messages are constant texts that never repeat the input."""
     return f"{error.msg}: line {error.lineno} column {error.colno}"
 
 
@@ -47,7 +47,7 @@ def split_array(text: bytes, values: list[Any]) -> list[bytes]:
         elements = [bytes(element) for element in _ELEMENTS.decode(text)]
     except RecursionError:
         raise Refused(problems.TOO_DEEP, TOO_DEEP_DETAIL) from None
-    # Each container among the elements has a bracket at least; the array has one. Too few are left over in nearly every text.
+    # The array and each container in it have a bracket. In nearly every text the other brackets are too few for a deep nesting.
     kinds = list(map(type, values))
     if count_brackets(text) > MAX_DEPTH + kinds.count(dict) + kinds.count(list):
         for element, value in zip(elements, values, strict=True):
@@ -57,7 +57,7 @@ def split_array(text: bytes, values: list[Any]) -> list[bytes]:
 
 
 def is_too_deep(text: bytes, value: Any) -> bool:
-    """Whether `value`, parsed from `text`, is nested deeper than MAX_DEPTH. Nearly no text has the brackets for that."""
+    """Whether `value`, parsed from `text`, is nested deeper than MAX_DEPTH. Nearly every text has too few brackets for that."""
     if len(text) <= 2 * MAX_DEPTH or count_brackets(text) <= MAX_DEPTH:
         return False
     level = [value]
@@ -74,9 +74,9 @@ def is_too_deep(text: bytes, value: Any) -> bool:
 
 
 def count_brackets(text: bytes) -> int:
-    """How many open, those in texts among them.
+    """The number of opening brackets, including those in strings.
 
-    Taking them out and comparing lengths is five times as fast as `bytes.count` (bench/ingest_parse.py).
+    To remove them and compare lengths is five times as fast as `bytes.count` (bench/ingest_parse.py).
     """
     return 2 * len(text) - len(text.replace(b"{", b"")) - len(text.replace(b"[", b""))
 
@@ -88,10 +88,9 @@ Attributes = dict[str, str]
 class Items(msgspec.Struct):
     """The well-formed events of a body as columns: one list per property, a row per event. Every body format ends here.
 
-    values: payloads, byte for byte as the client sent them. documents: the same parsed, {} where the payload is no JSON object.
-    indexes: the position of each in the request. attributes: per event, None unless the request is CloudEvents.
-    refused: events that are not among these columns because they are not well-formed. by_line: NDJSON, where a malformed event
-    is its line's fault alone.
+    values: payloads, byte for byte as the client sent them. documents: the parsed payloads, {} for one that is not a JSON object.
+    indexes: the position of each event in the request. attributes: by event; None unless the request is CloudEvents.
+    refused: malformed events, which are not in these columns. by_line: NDJSON, where a malformed event refuses only its line.
     """
 
     values: list[bytes]
@@ -115,14 +114,14 @@ _ONE = range(1)
 
 
 def read_json(body: bytes, limits: Limits) -> Items:
-    """An array of objects, or one object. Raises Refused when the text as a whole cannot be used."""
+    """An array of objects, or one object. Raises Refused for the whole body."""
     document = parse(body)
     if type(document) is dict:
         value = body.strip(WHITESPACE)
         check_single(value, document, limits)
         return Items([value], [document], _ONE)
     if type(document) is not list:
-        raise Refused(problems.BAD_JSON, "An array of objects, or one object, is needed.")
+        raise Refused(problems.BAD_JSON, "The body must be a JSON object, or an array of JSON objects.")
     check_count(len(document), limits)
     return read_elements(body, document, 0, limits)
 
@@ -133,23 +132,23 @@ def read_elements(text: bytes, documents: list[Any], first: int, limits: Limits)
 
 
 def read_lines(body: bytes, limits: Limits) -> Items:
-    """One object a line; empty lines are skipped but counted. A bad line is that event's fault alone."""
+    """One object per line. Empty lines are skipped and counted. A malformed line refuses only its event."""
     check_start(body, limits)
     items = read_piece(body, 0, limits)
     if not items.values and not items.refused:
-        raise Refused(problems.EMPTY_BODY, "There is no event in it.")
+        raise Refused(problems.EMPTY_BODY, "The body has no event.")
     return items
 
 
 def check_start(body: bytes, limits: Limits) -> None:
     """Raises Refused for a byte order mark, and for too many lines."""
     if body.startswith(codecs.BOM_UTF8):
-        raise Refused(problems.BAD_JSON, "A byte order mark is not allowed.")
+        raise Refused(problems.BAD_JSON, "The body begins with a byte order mark, which is not allowed.")
     check_count(body.count(b"\n"), limits)
 
 
 def read_piece(piece: bytes, first: int, limits: Limits) -> Items:
-    """Whole lines of a body, of which the first has this number; maybe none that is an event."""
+    """The events of some whole lines of a body, maybe none. first: the number of the first line."""
     lines = piece.split(b"\n")
     numbers = [number for number, line in enumerate(lines, first) if line.strip(WHITESPACE)]
     check_count(len(numbers), limits)
@@ -164,14 +163,14 @@ def read_piece(piece: bytes, first: int, limits: Limits) -> Items:
 
 
 def unparsed(text: bytes) -> Any:
-    """In place of an event that is too large to be parsed, and is refused: an object for one, None for what is none."""
+    """The document of an event that is too large to be parsed, and will be refused: {} for an object, else None."""
     return {} if text[:1] == b"{" else None
 
 
 def check_count(count: int, limits: Limits) -> None:
     """Raises Refused when these are too many events for one request."""
     if count > limits.events:
-        raise Refused(problems.TOO_MANY_EVENTS, f"At most {limits.events} events are allowed in one request.")
+        raise Refused(problems.TOO_MANY_EVENTS, f"A request has at most {limits.events} events.")
 
 
 def check_single(text: bytes, value: Any, limits: Limits) -> None:
@@ -188,7 +187,7 @@ def too_large(limits: Limits) -> str:
 
 
 def choose(texts: list[bytes], documents: list[Any], indexes: Any, limits: Limits, *, by_line: bool = False) -> Items:
-    """The elements that are objects of an allowed size; the others refused, one by one."""
+    """The elements that are objects within the limits. The others are in `refused`."""
     fine = set(map(type, documents)) <= {dict} and max(map(len, texts), default=0) <= limits.event_bytes
     if fine and not (by_line and any(map(is_too_deep, texts, documents))):
         return Items(texts, documents, indexes)
@@ -219,7 +218,7 @@ def _fault(text: bytes, document: Any, limits: Limits, *, by_line: bool) -> tupl
 
 
 class _BadLine:
-    """Takes the place of a line that is not JSON."""
+    """The document of a line that is not JSON."""
 
     def __init__(self, detail: str) -> None:
         self.detail = detail

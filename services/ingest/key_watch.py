@@ -1,4 +1,4 @@
-"""Keeps the keys that are in use equal to the keys file: a new or revoked key counts within seconds, without a restart."""
+"""Watches the keys file: a new or revoked key counts within seconds, without a restart."""
 
 import hashlib
 import time
@@ -15,11 +15,11 @@ from services.ingest.access import Access
 
 log = structlog.get_logger()
 
-_STALE = "a key that was revoked meanwhile is still valid here. Try: mend the file, or restart ingest"
+_STALE = "a key that was revoked since is still valid in this process. Try: correct the file, or restart ingest"
 
 
 def watch_keys(path: Path, access: Access, clock: Callable[[], float] = time.monotonic) -> FileWatch[KeyRing]:
-    """Keeps the ring of `access` like the file at `path`. `load` raises BadConfiguration."""
+    """Sets `access.ring` whenever the file at `path` changes. `load` raises BadConfiguration."""
 
     def use(ring: KeyRing) -> None:
         access.ring = ring
@@ -40,13 +40,13 @@ def watch_keys(path: Path, access: Access, clock: Callable[[], float] = time.mon
 def _read(path: Path, known: bytes) -> tuple[bytes, KeyRing] | None:
     """The digest of the file and its valid keys; None while its digest is the known one. Blocking. Raises BadConfiguration.
 
-    The digest is of what was read first: when the file changes before it is parsed, the next look parses it again.
+    The digest is of the bytes that were read first. When the file changes before it is parsed, the next check parses it again.
     """
     try:
         with path.open("rb") as file:
             digest = hashlib.sha256(file.read(MAX_FILE_BYTES + 1)).digest()
     except OSError:
-        digest = b""  # load_keys says what is wrong
+        digest = b""  # load_keys raises the error
     if digest == known != b"":
         return None
     return digest, KeyRing(load_keys(path))

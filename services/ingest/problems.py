@@ -1,6 +1,6 @@
-"""Every way in which ingest says no: RFC 9457 problem types, stable for clients, documented in docs/ingest.md.
+"""All reasons for which ingest refuses a request or an event: RFC 9457 problem types, stable for clients (docs/ingest.md).
 
-Details are constant texts or name limits and positions; they never repeat what the client sent.
+Details are constant texts, or name limits and positions. They never repeat bytes that the client sent.
 """
 
 from dataclasses import dataclass
@@ -15,9 +15,9 @@ TOO_DEEP = ProblemType("too-deep", 400, "JSON is nested too deeply")
 BAD_COMPRESSION = ProblemType("bad-compression", 400, "The compressed body is damaged or incomplete")
 BAD_ID_CHARACTERS = ProblemType("bad-id-characters", 400, "An event id has control characters")
 INCOMPLETE_BODY = ProblemType("incomplete-body", 400, "The body ended early")
-NO_VALID_KEY = ProblemType("no-valid-key", 401, "A valid API key is needed")
-KEY_IN_URL = ProblemType("key-in-url", 401, "An API key stood in the URL")
-SCOPE_MISSING = ProblemType("scope-missing", 403, "The API key lacks the scope for this")
+NO_VALID_KEY = ProblemType("no-valid-key", 401, "The request has no valid API key")
+KEY_IN_URL = ProblemType("key-in-url", 401, "The URL has an API key")
+SCOPE_MISSING = ProblemType("scope-missing", 403, "The API key lacks a scope")
 NOT_FOUND = ProblemType("not-found", 404, "There is no such resource")
 STREAM_NOT_FOUND = ProblemType("stream-not-found", 404, "There is no such stream")
 METHOD_NOT_ALLOWED = ProblemType("method-not-allowed", 405, "This method is not allowed here")
@@ -29,13 +29,13 @@ TOO_MANY_CONTAINERS = ProblemType("too-many-containers", 413, "The JSON has too 
 UNSUPPORTED_MEDIA_TYPE = ProblemType("unsupported-media-type", 415, "This Content-Type is not supported")
 UNSUPPORTED_ENCODING = ProblemType("unsupported-encoding", 415, "This Content-Encoding is not supported")
 EXPECTATION_FAILED = ProblemType("expectation-failed", 417, "This expectation is not supported")
-BAD_HOST = ProblemType("bad-host", 421, "Ingest has another name")
+BAD_HOST = ProblemType("bad-host", 421, "Ingest does not answer to this host name")
 NOTHING_ACCEPTED = ProblemType("nothing-accepted", 422, "No event was accepted")
 NOT_AN_OBJECT = ProblemType("not-an-object", 422, "An event is not a JSON object")
-BAD_ID = ProblemType("bad-id", 422, "An event id is not usable")
-BAD_KEY = ProblemType("bad-key", 422, "An ordering key is not usable")
-BAD_TIME = ProblemType("bad-time", 422, "An event time is not understood")
-TOO_OLD = ProblemType("too-old", 422, "An event time is more than half the stream's retention ago")
+BAD_ID = ProblemType("bad-id", 422, "An event id is not valid")
+BAD_KEY = ProblemType("bad-key", 422, "An ordering key is not valid")
+BAD_TIME = ProblemType("bad-time", 422, "An event time is not valid")
+TOO_OLD = ProblemType("too-old", 422, "An event is older than half the stream's retention")
 TIME_OUT_OF_RANGE = ProblemType("time-out-of-range", 422, "An event time is out of range")
 BAD_CLOUDEVENT = ProblemType("bad-cloudevent", 422, "Not a valid CloudEvent 1.0")
 OVER_QUOTA = ProblemType("over-quota", 429, "The API key's quota is used up")
@@ -43,7 +43,7 @@ STREAM_FULL = ProblemType("stream-full", 429, "The stream's capacity is used up;
 HEAD_TOO_LARGE = ProblemType("head-too-large", 431, "The request line or a header is too large")
 INTERNAL = ProblemType("internal", 500, "Ingest failed; the outcome is unknown")
 UNSUPPORTED_CODING = ProblemType("unsupported-transfer-coding", 501, "This Transfer-Encoding is not supported")
-OVERLOADED = ProblemType("overloaded", 503, "Too much is under way; nothing was stored")
+OVERLOADED = ProblemType("overloaded", 503, "Ingest is overloaded; nothing was stored")
 BROKER_UNAVAILABLE = ProblemType("broker-unavailable", 503, "The broker is not available; the event was not stored")
 OUTCOME_UNKNOWN = ProblemType("outcome-unknown", 503, "The broker did not answer in time; the outcome is unknown")
 STORAGE_FULL = ProblemType("storage-full", 507, "The broker's storage is full; the event was not stored")
@@ -56,7 +56,7 @@ SEND_AGAIN = "Send the same events with the same ids again."
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """One refused event: its index in the request (the line number from 0 in NDJSON), why, and more for a person."""
+    """One refused event. index: its position in the request, from 0; in NDJSON its line. detail: for a person."""
 
     index: int
     kind: ProblemType
@@ -76,7 +76,7 @@ class Refusal:
 class Refused(Exception):
     """The whole request is refused.
 
-    retry_after: seconds, for 429 and 503. allow: methods, for 405. ends: the connection, because its framing is in doubt.
+    retry_after: seconds, for 429 and 503. allow: methods, for 405. ends: the connection ends, because its framing is in doubt.
     """
 
     def __init__(
@@ -90,3 +90,8 @@ class Refused(Exception):
     ) -> None:
         super().__init__(detail)
         self.kind, self.detail, self.retry_after, self.allow, self.ends = kind, detail, retry_after, allow, ends
+
+
+def body_too_large(limit: int) -> Refused:
+    """limit: bytes."""
+    return Refused(BODY_TOO_LARGE, f"A body has at most {limit} bytes, also after unpacking.")

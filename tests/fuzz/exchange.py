@@ -7,13 +7,13 @@ from typing import Any, NamedTuple
 import orjson
 
 from services.ingest import problems
-from services.ingest.app import load_openapi
+from services.ingest.app import OPENAPI
 
 ANSWER_S = 60.0
 """Far more than an answer takes on a loaded machine; whoever waits so long waits for ever."""
 _STATUS = re.compile(rb"HTTP/1\.1 ([1-5]\d\d) [A-Za-z -]+")
 _HEADER = re.compile(rb"([A-Za-z-]+): ([ -~]+)")
-_EVENTS = orjson.loads(load_openapi())["paths"]["/v1/streams/{stream}/events"]["post"]
+_EVENTS = orjson.loads(OPENAPI.read_bytes())["paths"]["/v1/streams/{stream}/events"]["post"]
 ALLOWED = {int(status) for status in _EVENTS["responses"]} - {500}
 """The documented answers without the one that is a fault of ours."""
 _KINDS = {(kind.uri, kind.status) for kind in problems.ALL}

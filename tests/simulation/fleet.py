@@ -233,13 +233,7 @@ def replace_seams() -> None:
     for module in (expel_app, ingest_app, retrier_app, observer_app):
         _put(module, serve_management=_nothing)
     _put(startup, open_broker=_open_broker)
-    _put(
-        ingest_app,
-        open_broker=_open_broker,
-        load_pipes=_pipes,
-        load_openapi=lambda: b"{}",
-        raise_file_limit=lambda most: most,
-    )
+    _put(ingest_app, load_pipes=_pipes, raise_file_limit=lambda most: most)
     _put(retrier_app, load_pipes=_pipes)
     _put(observer_app, load_pipes=_pipes, load_files=dict, _listen=_nothing, _Parts=_Parts)
     _put(expel_app, raise_file_limit=lambda most: most, tune_garbage_collector=lambda: None)

@@ -10,7 +10,7 @@ from services.core.broker.record import Record
 from services.core.broker.retry import AppendPolicy
 from services.core.pipes import Stream
 from services.ingest.access import Access
-from services.ingest.app import FILE
+from services.ingest.app import OPENAPI
 from services.ingest.endpoint import Endpoint
 from services.ingest.http_server import HttpServer, Timeouts
 from services.ingest.intake import Intake
@@ -24,7 +24,7 @@ STREAMS = {
 }
 LIMITS = Limits(events=100, event_bytes=2_000, body_bytes=50_000)
 FAST = AppendPolicy(deadline=0.2, append_timeout=0.2, base_wait=0.01, max_wait=0.02)
-_OPENAPI = FILE.read_bytes()
+_OPENAPI = OPENAPI.read_bytes()
 
 
 @dataclass

@@ -14,7 +14,6 @@ from services.ingest import connection
 from services.ingest.answer import Answer
 from services.ingest.connection import Connection
 from services.ingest.http_server import HttpServer, Timeouts
-from services.ingest.request_body import read_body
 from tests.support.raw_http import Client, make_request
 
 LIMIT = 1_000_000
@@ -34,7 +33,7 @@ class Echo:
 
     async def handle(self, message: RawRequestMessage, peer: Connection) -> Answer:
         self.peers.append(peer)
-        body = await read_body(peer, message, LIMIT)
+        body = await peer.read_body(message, LIMIT)
         self.seen.append(body)
         if message.path == "/fault":
             raise ValueError("secret detail")

@@ -150,7 +150,7 @@ async def test_a_client_that_leaves_before_the_answer_changes_nothing(service: S
 async def test_failed_requests_make_unready_and_stored_ones_ready_again(service: Service) -> None:
     """A broker without a quorum may still call itself healthy; what it stores is what counts."""
     probe = Probe(cast("Broker", None), Producer(service.appender), service.intakes.values())
-    probe._said = None
+    probe._reason = None
     assert probe.reason is None
     await fail(service, Unavailable("away"))
     assert (await service.post(b"{}")).status == 503

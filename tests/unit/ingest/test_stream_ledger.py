@@ -23,8 +23,8 @@ from services.core.ledger.report import TELEMETRY, OriginSet, decode_report, unp
 from services.core.ledger.reporter import Reporter
 from services.ingest import problems
 from services.ingest.answer import explain
-from services.ingest.records import Numbers, Origins
-from services.ingest.stream_ledger import StreamLedger
+from services.ingest.event_fields import Numbers, Origins
+from services.ingest.metrics import StreamLedger
 from tests.support.memory_appender import MemoryAppender
 from tests.unit.ingest.service import running
 
