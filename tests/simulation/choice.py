@@ -64,6 +64,8 @@ OPERATORS = (
     "rewind",
     "repair",
     "retention",
+    "outrun",
+    "damage",
 )
 
 

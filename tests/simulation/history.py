@@ -332,20 +332,25 @@ class History:
     def take_away(self, topic: str) -> None:
         """Somebody deletes a topic and makes it anew: what lies in it and is not committed is lost by that."""
         store = self.cluster.store
-        if topic.endswith(".dead"):
-            store.delete(topic)  # what was buried has been with the dead letters
-            return
+        if not topic.endswith(".dead"):  # what was buried has been with the dead letters
+            self.excuse(topic, lambda _partition, _offset: True)
+        store.delete(topic)
+
+    def excuse(self, topic: str, is_lost: Callable[[int, int], bool]) -> None:
+        """What is lost of a topic, by partition and offset, and what its readers have not committed, need not arrive."""
+        store = self.cluster.store
         life = store.topics[topic].life
         for stored in store.appends:
             if (stored.topic, stored.life) != (topic, life):
                 continue
             source = TopicPartition(topic, stored.partition)
             for offset, record in zip(stored.offsets, stored.records, strict=True):
+                if not is_lost(stored.partition, offset):
+                    continue
                 for key in self._lanes_of(record):
                     group = store.groups.get(self._reader_of(topic, key))
                     if group is None or offset > group.committed.get(source, -1):
                         self.oracle.routes[key].excused.add(event_of(record.value))
-        store.delete(topic)
 
     def _reader_of(self, topic: str, lane: tuple[str, str]) -> str:
         """Which group must have read a record of a topic, for a destination."""

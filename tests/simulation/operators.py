@@ -2,7 +2,7 @@
 
 import asyncio
 import copy
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from services.core.broker.errors import BrokerError
@@ -21,6 +21,8 @@ from tests.simulation.machine import Process
 if TYPE_CHECKING:
     from tests.simulation.history import History
 
+_INNER = ("p.parked", "p.retry", "p.dead", "penstock.retry-in", "penstock.delay-1s", "penstock.delay-4s")
+
 
 class Operator:
     """One who never fails: commands are tried until they work."""
@@ -37,32 +39,30 @@ class Operator:
         lanes = [f"{pipe}/{name}" for pipe, name in sorted(history.oracle.routes)]
         lane = history.rng.choice(lanes)
         history.trace(f"operator: {kind} {lane}")
-        match kind:
-            case "pause":
-                await self._pause(lane, "paused")
-                history.machine.create_task(self._resume_later(lane))
-            case "redrive":
-                await self._redrive()
-            case "remake":
-                await self._remake(list(history.pipes.streams))
-            case "remake_inner":
-                await self._remake(
-                    ["p.parked", "p.retry", "p.dead", "penstock.retry-in", "penstock.delay-1s", "penstock.delay-4s"]
-                )
-            case "schedule_off" | "restart":
-                await self._restart(schedule=[] if kind == "schedule_off" else None)
-            case "rewind":
-                await self._rewind(lane)
-            case "repair":
-                await self._repair()
-            case "retention":
-                self._pass_retention()
-            case "remove":
-                await self._remove(lane)
+        actions: dict[str, Callable[[], Awaitable[None]]] = {
+            "pause": lambda: self._pause_for_a_while(lane),
+            "redrive": self._redrive,
+            "remake": lambda: self._remake(list(history.pipes.streams)),
+            "remake_inner": lambda: self._remake(_INNER),
+            "restart": lambda: self._restart(schedule=None),
+            "schedule_off": lambda: self._restart(schedule=[]),
+            "rewind": lambda: self._rewind(lane),
+            "repair": self._repair,
+            "retention": self._pass_retention,
+            "outrun": self._outrun,
+            "damage": self._damage,
+            "remove": lambda: self._remove(lane),
+        }
+        await actions[kind]()
+
+    async def _pause_for_a_while(self, lane: str) -> None:
+        await self._pause(lane, "paused")
+        self._history.machine.create_task(self._resume_later(lane))
 
     async def put_right(self) -> None:
         """Resume what is paused, by whomever."""
         self._is_right = True
+        await self._step_over()
         for pipe, name in sorted(self._history.oracle.routes):
             await self._resume_if_paused(f"{pipe}/{name}")
         self._history.machine.create_task(self._keep_resumed())
@@ -190,7 +190,7 @@ class Operator:
         store.forget_group(group)
         await history.fleet.up(history.pipes)
 
-    def _pass_retention(self) -> None:
+    async def _pass_retention(self) -> None:
         """What every group has settled goes, as far as the dice say."""
         history, store = self._history, self._history.cluster.store
         for topic in (*history.pipes.streams, "p.out", "p.retry", "p.parked", "penstock.retry-in", "penstock.delay-1s"):
@@ -198,6 +198,78 @@ class Operator:
                 groups = [group for group, known in store.groups.items() if topic in known.began]
                 settled = min((store.position(group, TopicPartition(topic, number)) for group in groups), default=0)
                 store.expire(topic, number, history.rng.choice((settled, history.rng.randint(0, settled))))
+
+    async def _outrun(self) -> None:
+        """Retention passes what groups have not read yet: that is lost, and they stop until somebody moves them on."""
+        history, store = self._history, self._history.cluster.store
+        name = history.rng.choice([name for name in (*history.pipes.streams, "p.out") if name in store.topics])
+        number = history.rng.randrange(len(store.topics[name].partitions))
+        held = store.partition(name, number)
+        if not held.offsets:
+            return
+        before = history.rng.choice((held.end, history.rng.choice(held.offsets)))
+        history.trace(f"retention passes {name}[{number}] up to {before}")
+        history.excuse(name, lambda partition, offset: partition == number and offset < before)
+        store.expire(name, number, before)
+        if history.rng.random() < 0.5:
+            await asyncio.sleep(history.rng.uniform(0.0, 4.0))
+            await self._step_over()
+
+    async def _damage(self) -> None:
+        """A page in the middle of a topic of the log, or its end, cannot be read any more."""
+        history, store = self._history, self._history.cluster.store
+        wanted = (*history.pipes.streams, "p.out", "p.retry", "p.parked", "penstock.retry-in", "penstock.delay-1s")
+        places = [
+            (name, number)
+            for name in wanted
+            if name in store.topics
+            for number, held in enumerate(store.topics[name].partitions)
+            if held.offsets and not held.damaged
+        ]
+        if history.choice.kind.name != "log" or not places:
+            return
+        name, number = history.rng.choice(places)
+        offsets = store.partition(name, number).offsets
+        at = max(0, len(offsets) - history.rng.randint(1, 4)) if history.rng.random() < 0.5 else 0
+        first = history.rng.choice(offsets[at:])
+        last = offsets[-1] if at else offsets[min(len(offsets) - 1, offsets.index(first) + history.rng.randint(0, 3))]
+        history.trace(f"{name}[{number}]: {first} to {last} are damaged")
+        history.excuse(name, lambda partition, offset: partition == number and first <= offset <= last)
+        store.damage(name, number, first, last)
+        if history.rng.random() < 0.5:
+            await asyncio.sleep(history.rng.uniform(0.0, 4.0))
+            await self._step_over()
+
+    async def _step_over(self) -> None:
+        """What docs/operating.md says under "When a partition stops": stop, repair or move the groups on, start."""
+        history, store = self._history, self._history.cluster.store
+        is_damaged = any(held.damaged for topic in store.topics.values() for held in topic.partitions)
+        if not is_damaged and not self._stopped_groups():
+            return
+        history.trace("operator: steps over what is missing")
+        await self._down()
+        store.repair()
+        while stopped := self._stopped_groups():
+            group, topic, marks = stopped[0]
+            try:
+                await self._broker.admin.set_committed(group, topic, marks)
+            except BrokerError:  # its members have not run out yet
+                await asyncio.sleep(0.5)
+        await history.fleet.up(history.pipes)
+
+    def _stopped_groups(self) -> list[tuple[str, str, dict[int, int]]]:
+        """Groups whose position retention has passed, by topic: the offsets behind which they go on."""
+        store, found = self._history.cluster.store, []
+        for group, known in sorted(store.groups.items()):
+            for topic in sorted({*known.began, *(source.topic for source in known.committed)} & store.topics.keys()):
+                marks = {
+                    number: held.start - 1
+                    for number, held in enumerate(store.topics[topic].partitions)
+                    if store.position(group, TopicPartition(topic, number)) < held.start
+                }
+                if marks:
+                    found.append((group, topic, marks))
+        return found
 
     async def _remove(self, lane: str) -> None:
         """A destination is taken out of the pipe file, what waits for it is buried, and later it is put back."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from services.core.broker.contract import MAX_POLL_BYTES, Lag, PartitionRange, Start, TopicSpec
-from services.core.broker.errors import OffsetOutOfRange, TopicExists, Unavailable, UnknownTopic
+from services.core.broker.errors import DataDamaged, OffsetOutOfRange, TopicExists, Unavailable, UnknownTopic
 from services.core.broker.record import Batch, Record, TopicPartition, estimate_size
 
 
@@ -32,6 +32,8 @@ class Partition:
     times: list[int] = field(default_factory=list)
     start: int = 0
     end: int = 0
+    damaged: list[tuple[int, int]] = field(default_factory=list)
+    """First and last offsets that cannot be read, until they are repaired: then they are passed over."""
 
     def index(self, offset: int) -> int:
         """Of the first record that is not before `offset`."""
@@ -134,7 +136,12 @@ class Store:
             raise OffsetOutOfRange(name, number, offset, partition.start, partition.end, contiguous=not self.gaps)
         first = partition.index(offset)
         last = size = first
-        while last < len(partition.offsets) and last - first < most:
+        end = len(partition.offsets)
+        if partition.damaged and first < end:
+            if hit := next((one for one in partition.damaged if one[0] <= partition.offsets[first] <= one[1]), None):
+                raise DataDamaged(name, ((number, *hit),), "checksum mismatch")
+            end = min([end, *(partition.index(one[0]) for one in partition.damaged if one[0] >= offset)])
+        while last < end and last - first < most:
             size += estimate_size((partition.records[last],))
             if last > first and size > MAX_POLL_BYTES:
                 break
@@ -194,6 +201,19 @@ class Store:
         first = partition.index(before)
         partition.start = max(partition.start, min(before, partition.end))
         del partition.offsets[:first], partition.records[:first], partition.times[:first]
+
+    def damage(self, name: str, number: int, first: int, last: int) -> None:
+        """These offsets cannot be read any more."""
+        self.partition(name, number).damaged.append((first, last))
+
+    def repair(self) -> None:
+        """As `penstock log repair`: what cannot be read is taken out, and readers pass over it."""
+        for topic in self.topics.values():
+            for partition in topic.partitions:
+                for first, last in partition.damaged:
+                    lost = slice(partition.index(first), partition.index(last + 1))
+                    del partition.offsets[lost], partition.records[lost], partition.times[lost]
+                partition.damaged = []
 
     def rewind(self, group: str, name: str, marks: Mapping[int, int], *, has_members: bool) -> None:
         """As `Admin.set_committed`."""
