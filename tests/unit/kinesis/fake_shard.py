@@ -66,7 +66,7 @@ class FakeShard:
 
     def source(self) -> ShardSource:
         """To be read from."""
-        return ShardSource(self, "t", 0, Hurried(), Timing(), self.closed)
+        return ShardSource(self, "t", 0, Hurried("t", 0), Timing(), self.closed)
 
     async def get_shard_iterator(self, **asked: Any) -> dict[str, Any]:
         if self.is_gone:

@@ -95,7 +95,7 @@ async def test_a_consumer_that_somebody_deregistered_is_registered_anew() -> Non
         service,
         "t",
         0,
-        Hurried(),
+        Hurried("t", 0),
         TIMING,
         False,
         _fan_out(service),

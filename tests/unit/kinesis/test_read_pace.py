@@ -8,7 +8,7 @@ from tests.unit.kinesis.test_pace import Clock
 def test_reads_of_all_groups_share_the_limit() -> None:
     """If it fails, two groups of one process throttle each other for ever."""
     clock = Clock()
-    pace = ReadPace(clock)
+    pace = ReadPace("t", 0, clock)
     waits = [round(pace.reserve(), 3) for _ in range(3)]
     assert waits == [0, 0.2, 0.4]
     paces = ReadPaces()
@@ -19,7 +19,7 @@ def test_reads_of_all_groups_share_the_limit() -> None:
 def test_large_answers_are_paid_for() -> None:
     """If it fails, a reader that catches up takes more than the shard gives, and is throttled all the time."""
     clock = Clock()
-    pace = ReadPace(clock)
+    pace = ReadPace("t", 0, clock)
     pace.read(1_000_000)
     assert round(pace.reserve(), 3) == 0.5
 
@@ -27,7 +27,7 @@ def test_large_answers_are_paid_for() -> None:
 def test_a_throttle_slows_down_and_time_without_one_speeds_up() -> None:
     """If it fails, processes that share a shard storm it with reads that are refused, or crawl for ever after one throttle."""
     clock = Clock()
-    pace = ReadPace(clock)
+    pace = ReadPace("t", 0, clock)
     for _ in range(20):
         pace.throttle()
     assert pace.rate == 0.2
@@ -40,7 +40,7 @@ def test_a_process_that_comes_later_gets_its_share() -> None:
     """If it fails, an operator's look at a busy shard, or a second group, waits for minutes."""
     clock = Clock()
     limit = Bucket(READS_PER_SECOND, clock)
-    paces = [ReadPace(clock), ReadPace(clock)]
+    paces = [ReadPace("t", number, clock) for number in range(2)]
     for _ in range(10):
         paces[1].throttle()  # at its slowest, beside one at full speed
     due = [clock.now + pace.reserve() for pace in paces]

@@ -12,35 +12,10 @@ from services.core import metrics
 from services.core.broker.contract import Appended
 from services.core.broker.errors import BrokerClosed, BrokerError, OutcomeUnknown, Throttled, Unavailable
 from services.core.broker.kinesis.aws import AWS_ERRORS, Put, Timing, classify_entry, classify_put
-from services.core.broker.kinesis.pace import MeteredWritePace
+from services.core.broker.kinesis.pace import WritePace
 from services.core.broker.kinesis.record_format import PutEntry, make_entries, offset_of
 from services.core.broker.kinesis.streams import Streams, Topology, hash_key_of, shard_of
 from services.core.broker.record import Record
-
-
-class PartitionMeters:
-    """Counts the stored bytes and entries of each partition. The autoscaler reads them to see where a shard can be
-    split."""
-
-    def __init__(self) -> None:
-        self._known: dict[tuple[str, int], _Meter] = {}
-
-    def count(self, topic: str, partition: int, size: int) -> None:
-        """An entry of this size was stored."""
-        meter = self._known.get((topic, partition))
-        if meter is None:
-            meter = self._known[topic, partition] = _Meter(topic, partition)
-        meter.bytes.inc(size)
-        meter.entries.inc()
-
-
-class _Meter:
-    __slots__ = ("bytes", "entries")
-
-    def __init__(self, topic: str, partition: int) -> None:
-        self.bytes = metrics.BROKER_PARTITION_BYTES.labels(topic, str(partition))
-        self.entries = metrics.BROKER_PARTITION_ENTRIES.labels(topic, str(partition))
-
 
 SendPuts = Callable[[str, Sequence[Put]], Awaitable[list[dict[str, Any]]]]
 """`PutRecords`, or its replacement in a test."""
@@ -160,8 +135,7 @@ class KinesisAppender:
     def __init__(self, send: SendPuts, streams: Streams, timing: Timing) -> None:
         self._send, self._streams, self._timing = send, streams, timing
         self._batchers: dict[str, PutBatcher] = {}
-        self._paces: dict[tuple[str, str], MeteredWritePace] = {}
-        self._meters = PartitionMeters()
+        self._paces: dict[tuple[str, str], WritePace] = {}
         self._closed = False
 
     async def partition_count(self, topic: str) -> int:
@@ -187,7 +161,7 @@ class KinesisAppender:
                     progress.sending(entry)
                     sequence = await self._put(_Target(topic, partition, hash_key, topology), entry, progress, leave_by)
                     progress.store(entry, sequence)
-                    self._meters.count(topic, partition, len(entry.data))
+                    _count(topic, str(partition), len(entry.data))
         except TimeoutError:
             message = f"append to {topic}[{partition}]: no answer within {timeout:g} s"
             progress.fail(OutcomeUnknown(message) if progress.sent else Unavailable(message))
@@ -209,7 +183,8 @@ class KinesisAppender:
         try:
             return await pending.answer
         except Throttled as error:
-            raise Throttled(str(error), retry_after=pace.throttle(len(entry.data))) from error
+            pace.throttle()
+            raise Throttled(str(error), retry_after=pace.reserve(len(entry.data), patience=-1)) from error
         finally:
             progress.sent = pending.sent
 
@@ -219,13 +194,13 @@ class KinesisAppender:
             batcher = self._batchers[topic] = PutBatcher(self._send, topic)
         return batcher
 
-    def _pace(self, topic: str, shard: str, topology: Topology) -> MeteredWritePace:
+    def _pace(self, topic: str, shard: str, topology: Topology) -> WritePace:
         pace = self._paces.get((topic, shard))
         if pace is None:
             closed = {str(one.number) for one in topology.shards if not one.is_open}
             for key in [key for key in self._paces if key[0] == topic and key[1] in closed]:
                 self._paces.pop(key).forget()
-            pace = self._paces[topic, shard] = MeteredWritePace(topic, shard)
+            pace = self._paces[topic, shard] = WritePace(topic, shard)
         return pace
 
     async def close(self) -> None:
@@ -234,6 +209,12 @@ class KinesisAppender:
         running = [task for batcher in self._batchers.values() for task in batcher.running]
         if running:
             await asyncio.wait(running, timeout=self._timing.request + 1)
+
+
+def _count(topic: str, partition: str, size: int) -> None:
+    """Count a stored entry. The autoscaler reads the counts of the partitions to see where a shard can be split."""
+    metrics.BROKER_PARTITION_BYTES.labels(topic, partition).inc(size)
+    metrics.BROKER_PARTITION_ENTRIES.labels(topic, partition).inc()
 
 
 class _Target(NamedTuple):

@@ -75,9 +75,7 @@ class KinesisBroker:
 
     async def stream(self, topic: str) -> Stream:
         """The incarnation and its shards, seconds old at most. Raises UnknownTopic, Unavailable."""
-        topology = await self._streams.find(topic)
-        incarnation = await self._shared.incarnations.find(topic)
-        return Stream(incarnation.name, topology.shards, incarnation.retention_ms, incarnation.made_ms)
+        return await self._shared.describe(topic)
 
     async def probe(self, topic: str, *, timeout: float) -> None:
         """The service answers now, and each partition has an open shard. Raises UnknownTopic, Unavailable."""

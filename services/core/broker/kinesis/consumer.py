@@ -36,6 +36,12 @@ class SharedResources:
     fan_out: FanOut | None = None
     budget: ReadBudget = field(default_factory=ReadBudget)
 
+    async def describe(self, topic: str, *, max_age: float | None = None) -> Stream:
+        """The incarnation and its shards; max_age as in `Streams.find`. Raises UnknownTopic, Unavailable."""
+        topology = await self.streams.find(topic, max_age=max_age)
+        incarnation = await self.incarnations.find(topic)
+        return Stream(incarnation.name, topology.shards, incarnation.retention_ms, incarnation.made_ms)
+
 
 class KinesisMemberBackend:
     """`MemberBackend` on AWS. changed: set when poll should check again."""
@@ -70,10 +76,9 @@ class KinesisMemberBackend:
         return await self._shared.incarnations.next_second(topic)
 
     async def describe(self, topic: str) -> Stream:
-        topology = await self._shared.streams.find(topic, max_age=0.0)
-        self._shared.paces.keep(topic, {shard.number for shard in topology.shards})
-        incarnation = await self._shared.incarnations.find(topic)
-        return Stream(incarnation.name, topology.shards, incarnation.retention_ms, incarnation.made_ms)
+        stream = await self._shared.describe(topic, max_age=0.0)
+        self._shared.paces.keep(topic, {shard.number for shard in stream.shards})
+        return stream
 
     async def read(self, held: HeldLease, stream: Stream) -> None:
         shared, (topic, shard) = self._shared, held.source

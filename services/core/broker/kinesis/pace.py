@@ -25,15 +25,38 @@ _QUIET_SECONDS = 0.2
 
 
 class WritePace:
-    """One shard's token bucket. share: the part of its capacity that this process uses, 1 without throttles."""
+    """One shard's token bucket, with metrics. share: the part of its capacity that this process uses, 1 without throttles."""
 
-    def __init__(self, clock: Callable[[], float] | None = None) -> None:
-        """clock: seconds, never set back; None: time.monotonic."""
-        self._clock = clock or time.monotonic
-        self._at = self._fell = self._clock()
+    def __init__(self, topic: str, shard: str, clock: Callable[[], float] = time.monotonic) -> None:
+        """clock: seconds, never set back."""
+        self._clock = clock
+        self._at = clock()
+        self._fell = self._at - _QUIET_SECONDS
         self._spare = 1.0  # seconds of capacity that may be used at once
         self.share = 1.0
-        self._fell -= _QUIET_SECONDS
+        self._waiting = 0
+        self._labels = (topic, shard)
+        self._throttles = metrics.BROKER_THROTTLES.labels(*self._labels)
+        self._waits = metrics.BROKER_PACE_WAIT.labels(*self._labels)
+        metrics.BROKER_CAPACITY_USED.labels(*self._labels).set_function(self.used)
+        metrics.BROKER_PACE.labels(*self._labels).set_function(lambda: self.share)
+
+    async def acquire(self, size: int, patience: float) -> float:
+        """Wait until an entry of this size may leave. Raises Throttled at once when that takes longer than `patience`.
+
+        Returns the seconds per byte at which more of its partition may follow, when all that wait now go on.
+        """
+        wait = self.reserve(size, patience)
+        if wait > patience:
+            raise Throttled(f"the shard has no room for {wait:.1f} s", retry_after=wait)
+        self._waiting += 1
+        try:
+            if wait > 0:
+                self._waits.inc(wait)
+                await asyncio.sleep(wait)
+            return self._waiting / (BYTES_PER_SECOND * self.share)
+        finally:
+            self._waiting -= 1
 
     def reserve(self, size: int, patience: float) -> float:
         """Seconds until an entry of this size may leave. Above `patience` nothing is reserved."""
@@ -44,12 +67,9 @@ class WritePace:
             self._spare -= cost
         return wait
 
-    def seconds_per_byte(self, lanes: int) -> float:
-        """The pace of each of this many partitions when all want more than the shard accepts."""
-        return lanes / (BYTES_PER_SECOND * self.share)
-
     def throttle(self) -> None:
         """The service refused an entry for this shard."""
+        self._throttles.inc()
         self._pass_time()
         if self._at - self._fell >= _QUIET_SECONDS:
             self._fell = self._at
@@ -66,43 +86,6 @@ class WritePace:
         passed, self._at = now - self._at, now
         self._spare = min(1.0, self._spare + passed * self.share)
         self.share = min(1.0, self.share + passed * _RECOVERY)
-
-
-class MeteredWritePace:
-    """A shard's write pace, with metrics."""
-
-    def __init__(self, topic: str, shard: str) -> None:
-        self._pace = WritePace()
-        self._waiting = 0
-        self._labels = (topic, shard)
-        self._throttles = metrics.BROKER_THROTTLES.labels(*self._labels)
-        self._waits = metrics.BROKER_PACE_WAIT.labels(*self._labels)
-        metrics.BROKER_CAPACITY_USED.labels(*self._labels).set_function(self._pace.used)
-        metrics.BROKER_PACE.labels(*self._labels).set_function(lambda: self._pace.share)
-
-    async def acquire(self, size: int, patience: float) -> float:
-        """Wait until an entry of this size may leave. Raises Throttled at once when that takes longer than
-        `patience`.
-
-        Returns the seconds per byte at which more of its partition may follow.
-        """
-        wait = self._pace.reserve(size, patience)
-        if wait > patience:
-            raise Throttled(f"the shard has no room for {wait:.1f} s", retry_after=wait)
-        self._waiting += 1
-        try:
-            if wait > 0:
-                self._waits.inc(wait)
-                await asyncio.sleep(wait)
-            return self._pace.seconds_per_byte(self._waiting)
-        finally:
-            self._waiting -= 1
-
-    def throttle(self, size: int) -> float:
-        """The service refused an entry of this size. Returns the seconds until it may leave again."""
-        self._throttles.inc()
-        self._pace.throttle()
-        return self._pace.reserve(size, patience=-1)
 
     def forget(self) -> None:
         """Remove the metrics of a closed shard."""
@@ -123,13 +106,17 @@ _READ_RECOVERY = 0.5
 
 
 class ReadPace:
-    """One shard's, for all groups of this process. rate: reads per second."""
+    """One shard's, for all groups of this process, with metrics. rate: reads per second."""
 
-    def __init__(self, clock: Callable[[], float] | None = None) -> None:
-        """clock: seconds, never set back; None: time.monotonic."""
-        self._clock = clock or time.monotonic
-        self._next = self._at = self._clock()
+    def __init__(self, topic: str, shard: int, clock: Callable[[], float] = time.monotonic) -> None:
+        """clock: seconds, never set back."""
+        self._clock = clock
+        self._next = self._at = clock()
         self.rate = READS_PER_SECOND
+        self._labels = (topic, str(shard))
+        self._throttles = metrics.BROKER_READ_THROTTLES.labels(*self._labels)
+        self._waits = metrics.BROKER_READ_WAIT.labels(*self._labels)
+        metrics.BROKER_READ_PACE.labels(*self._labels).set_function(lambda: self.rate)
 
     async def acquire(self) -> None:
         """Wait until the next read may be made. First come, first served."""
@@ -140,6 +127,7 @@ class ReadPace:
         now = self._pass_time()
         at = max(now, self._next)
         self._next = at + 1 / self.rate
+        self._waits.inc(at - now)
         return at - now
 
     def read(self, size: int) -> None:
@@ -148,6 +136,7 @@ class ReadPace:
 
     def throttle(self) -> None:
         """The service refused a read."""
+        self._throttles.inc()
         now = self._pass_time()
         self.rate = max(_LOWEST_READS, self.rate / 2)
         self._next = max(self._next, now + 1 / self.rate)
@@ -157,26 +146,6 @@ class ReadPace:
         self.rate = min(READS_PER_SECOND, self.rate + (now - self._at) * _READ_RECOVERY)
         self._at = now
         return now
-
-
-class MeteredReadPace(ReadPace):
-    """A shard's read pace, with metrics."""
-
-    def __init__(self, topic: str, shard: int) -> None:
-        super().__init__()
-        self._labels = (topic, str(shard))
-        self._throttles = metrics.BROKER_READ_THROTTLES.labels(*self._labels)
-        self._waits = metrics.BROKER_READ_WAIT.labels(*self._labels)
-        metrics.BROKER_READ_PACE.labels(*self._labels).set_function(lambda: self.rate)
-
-    def reserve(self) -> float:
-        wait = super().reserve()
-        self._waits.inc(wait)
-        return wait
-
-    def throttle(self) -> None:
-        self._throttles.inc()
-        super().throttle()
 
     def forget(self) -> None:
         """Remove the metrics of a shard that is gone."""
@@ -188,12 +157,12 @@ class ReadPaces:
     """The read pace of each shard."""
 
     def __init__(self) -> None:
-        self._paces: dict[tuple[str, int], MeteredReadPace] = {}
+        self._paces: dict[tuple[str, int], ReadPace] = {}
 
     def find(self, topic: str, shard: int) -> ReadPace:
         pace = self._paces.get((topic, shard))
         if pace is None:
-            pace = self._paces[topic, shard] = MeteredReadPace(topic, shard)
+            pace = self._paces[topic, shard] = ReadPace(topic, shard)
         return pace
 
     def keep(self, topic: str, shards: Collection[int]) -> None:
