@@ -18,7 +18,7 @@ from services.core.broker.log.clock import WallClock
 from services.core.broker.log.data_folder import DataFolder
 from services.core.broker.log.groups import CommitRequest, GroupsFile
 from services.core.broker.log.leases import Leases
-from services.core.broker.log.repair import gaps, repair, verify_topic
+from services.core.broker.log.repair import repair, verify_topic
 from services.core.broker.log.row_format import pack_all
 from services.core.broker.log.topic_reader import TopicReader
 from services.core.broker.log.topic_writer import Fence, TopicWriter
@@ -194,7 +194,8 @@ def check_repair(folder: DataFolder) -> None:
     named = {(p.partition, n) for p in report.partitions for first, last in p.lost for n in range(first, last + 1)}
     repair(folder.root)
     found, skipped, opened = read(folder)
-    noted = {(gap.partition, n) for gap in gaps(folder.root, TOPIC) for n in range(gap.first, gap.last + 1)}
+    after = verify_topic(folder, TOPIC)
+    noted = {(p.partition, n) for p in after.partitions for first, last in p.noted for n in range(first, last + 1)}
     assert opened
     assert skipped == noted == named
     assert found == {place: value for place, value in EVERYTHING.items() if place not in named}

@@ -73,6 +73,12 @@ class Batch(msgspec.Struct, frozen=True, gc=False):
         return Batch(self.topic, self.partition, [offset for offset, _ in kept], [record for _, record in kept])
 
 
+def content_bytes(record: Record) -> int:
+    """Key + value + headers, exactly: the size that a broker's largest record is measured by."""
+    size = len(record.key or b"") + len(record.value or b"")
+    return size + sum([len(name.encode()) + len(value) for name, value in record.headers])
+
+
 RECORD_OVERHEAD = 64
 """Bytes that are counted for a record's framing, beside its content."""
 

@@ -2,8 +2,8 @@
 
 from aiokafka.record.memory_records import MemoryRecords
 
-from services.core.broker.kafka.record_batch import BATCH_FRAMING, MAX_RECORD_BYTES, Identity, content_bytes, pack
-from services.core.broker.record import Record
+from services.core.broker.kafka.record_batch import BATCH_FRAMING, MAX_RECORD_BYTES, Identity, pack
+from services.core.broker.record import Record, content_bytes
 from tests.contract.traffic import numbered
 
 _WHO = Identity(77, 3)

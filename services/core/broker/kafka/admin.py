@@ -27,7 +27,7 @@ from services.core.broker.record import Batch, TopicPartition
 
 _REPLICAS = 3
 _MIN_IN_SYNC = {3: 2}
-"""With three replicas two must have a record. With fewer brokers (a demo) one has to do."""
+"""With three replicas, two must have a record. With fewer brokers (a demo), one must."""
 
 _FOR_EVER = -1
 _ANY_TIME = (1 << 63) - 1
@@ -54,7 +54,7 @@ class KafkaAdmin:
             "retention.ms": _FOR_EVER if spec.retention_ms is None else spec.retention_ms,
             "retention.bytes": _FOR_EVER if spec.retention_bytes is None else spec.retention_bytes,
             "cleanup.policy": "compact" if spec.compact else "delete",
-            # Event times are the clients'. Kafka would refuse a whole batch for one that is an hour ahead.
+            # Event times are by the clients' clocks. Kafka would refuse a whole batch if one is an hour ahead.
             "message.timestamp.after.max.ms": _ANY_TIME,
             "message.timestamp.type": "CreateTime",
         }
@@ -86,7 +86,7 @@ class KafkaAdmin:
         """As in the contract."""
         now = len(await partitions_of(self._cluster, [topic]))
         if partitions <= now:
-            raise ValueError(f"{topic} has {now} partitions; {partitions} is not more. Kafka cannot take any away")
+            raise ValueError(f"{topic} has {now} partitions; {partitions} is not more. Kafka cannot remove any")
         request = CreatePartitionsRequest([(topic, (partitions, None))], self._patience, validate_only=False)
         answer = await self._cluster.ask_any(request)
         for name, code, message in answer.topic_errors:
@@ -111,7 +111,7 @@ class KafkaAdmin:
         return {source.partition: found[source] for source in sources}
 
     async def committed(self, group: str, topic: str) -> dict[int, int]:
-        """As in the contract. A start position that a member fixed at offset 0 is no processed record, and absent."""
+        """As in the contract. A start position of 0 is no processed record, and absent."""
         found = await fetch_positions(self._cluster, group, topic)
         return {source.partition: position - 1 for source, position in found.items() if position}
 
@@ -121,7 +121,7 @@ class KafkaAdmin:
         await commit_without_member(self._cluster, group, topic, positions)
 
     async def copy_positions(self, group: str, to: str, topic: str) -> bool:
-        """As in the contract. When Kafka has expired the group's offsets, `to` stops as the group would have."""
+        """As in the contract. When Kafka has expired the group's offsets, `to` stops as the group would."""
         has_commits = await copy_positions(self._cluster, group, to, topic)
         return await self.begun.copy(group, to, await partitions_of(self._cluster, [topic])) or has_commits
 
@@ -146,9 +146,9 @@ class KafkaAdmin:
         return round(self._cluster.timing.request * 1000)
 
     async def _wait_for(self, topic: str, partitions: int) -> None:
-        """Until all nodes show the topic with so many partitions, each with a leader; 0: until none shows it."""
+        """Wait until every node lists the topic with this many partitions, each with a leader; 0: until none lists it."""
         async with bounded(f"topic {topic} with {partitions} partitions", self._cluster.timing.request):
-            while not await self._is_everywhere(topic, partitions):  # noqa: ASYNC110 - Kafka does not call us
+            while not await self._is_everywhere(topic, partitions):  # noqa: ASYNC110 - Kafka sends no notice
                 await asyncio.sleep(_PAUSE)
 
     async def _is_everywhere(self, topic: str, partitions: int) -> bool:

@@ -1,4 +1,4 @@
-"""All that uses private parts of aiokafka: of its consumer, fetcher and group coordinator, and how its client asks for metadata.
+"""Every use of private parts of aiokafka: of its consumer, fetcher, group coordinator, and of the client's metadata requests.
 
 `tests/unit/kafka/test_aiokafka_internals.py` fails when a new version of aiokafka changes one of these parts.
 """
@@ -18,7 +18,7 @@ from aiokafka.protocol.metadata import MetadataRequest
 from aiokafka.structs import TopicPartition as KafkaPartition
 
 from services.core.broker.kafka.cluster import Timing
-from services.core.broker.kafka.error_codes import bounded, raise_for
+from services.core.broker.kafka.error_codes import FENCED, bounded, raise_for
 from services.core.broker.kafka.eviction import client_id, name_process
 from services.core.broker.kafka.offsets import CommitMetadata, EpochHistory, by_topic
 from services.core.broker.kafka.record_batch import epochs_of
@@ -35,32 +35,32 @@ def _ask_without_creating(topics: Sequence[str] | None = None) -> MetadataReques
 
 aiokafka.client.MetadataRequest = _ask_without_creating
 
-# The fetcher: a bound on what it keeps, and the leader epochs of what it read.
+# The fetcher: a limit of its memory, and the leader epochs of the fetched records.
 #
-# aiokafka reads ahead for every partition that has nothing waiting, whether or not anybody polls, and Kafka sends a large
-# batch whole: a member with 48 partitions may keep 50 MB. Here a member reads ahead only while it has little waiting and all
-# members of the process together have less than their budget. A member with nothing waiting may always ask one node.
+# aiokafka reads ahead for every partition without unpolled records, whether or not anybody polls. Kafka sends a large batch
+# whole. So a member with 48 partitions may hold 50 MB. Here a member reads ahead only while it holds little, and while all
+# members of the process together hold less than their budget. A member that holds nothing may always ask one node.
 
 AHEAD_BYTES = 256 << 10
-"""A member with so much waiting asks for no more."""
+"""A member that holds this much fetches no more."""
 BUDGET_BYTES = 32 << 20
 POLL_BYTES = 512 << 10
-"""A poll takes what came first, until it has so much. The last of it may be a batch of a megabyte."""
+"""A poll returns the records that came first, about this many bytes. The last batch may be a megabyte."""
 
 
 class FetchBudget:
-    """What all members of a process keep together, unpolled, in bytes."""
+    """The bytes of unpolled records that all members of a process hold."""
 
     def __init__(self, limit: int = BUDGET_BYTES) -> None:
         self._limit = limit
         self._held: dict[object, int] = {}
 
     def hold(self, member: object, size: int) -> None:
-        """This member keeps so much now."""
+        """This member holds this much now."""
         self._held[member] = size
 
     def leave(self, member: object) -> None:
-        """This member keeps nothing any more."""
+        """This member holds nothing any more."""
         self._held.pop(member, None)
 
     @property
@@ -70,7 +70,7 @@ class FetchBudget:
 
 
 class BoundedFetcher(Fetcher):  # type: ignore[misc]  # aiokafka has no types
-    """Takes the place of aiokafka's own."""
+    """Replaces aiokafka's own."""
 
     def __init__(self, client: Any, subscriptions: Any, budget: FetchBudget, **settings: Any) -> None:
         self._budget, self._turn = budget, 0
@@ -78,25 +78,25 @@ class BoundedFetcher(Fetcher):  # type: ignore[misc]  # aiokafka has no types
         super().__init__(_ObservedClient(client, self._record_epochs), subscriptions, **settings)
 
     async def close(self) -> None:
-        """Also gives back what it held of the budget."""
+        """Also releases its part of the budget."""
         try:
             await super().close()
         finally:
             self._budget.leave(self)
 
     def epochs_between(self, source: KafkaPartition, first: int, last: int) -> list[tuple[int, int]]:
-        """(offset, epoch) where they begin, for fetched records from offset `first` to `last`."""
+        """As `EpochHistory.between`, for fetched records."""
         history = self._epochs.get(source)
         return [] if history is None else history.between(first, last)
 
     def waiting_bytes(self) -> int:
-        """As they were sent; a batch counts whole until its last record is polled."""
+        """The bytes that it holds, as received; a batch counts whole until its last record is polled."""
         return sum(map(_size_of, self._records.values()))
 
     async def fetched_records(
         self, partitions: Collection[KafkaPartition], timeout: float = 0, max_records: int | None = None
     ) -> Any:
-        """As aiokafka's, of those that came first, about POLL_BYTES at most."""
+        """As aiokafka's, but the first that came, about POLL_BYTES at most."""
         if not self._records and timeout:
             waiter = self._create_fetch_waiter()
             done, _ = await asyncio.wait([waiter], timeout=timeout)
@@ -116,7 +116,7 @@ class BoundedFetcher(Fetcher):  # type: ignore[misc]  # aiokafka has no types
         return chosen
 
     def _get_actions_per_node(self, assignment: Any) -> Any:
-        """What aiokafka would ask for, less what there is no room for."""
+        """aiokafka's requests, without those for which there is no room."""
         requests, *rest = super()._get_actions_per_node(assignment)
         waiting = self.waiting_bytes()
         self._budget.hold(self, waiting)
@@ -127,7 +127,7 @@ class BoundedFetcher(Fetcher):  # type: ignore[misc]  # aiokafka has no types
         return requests, *rest
 
     def _in_turn(self, requests: list[Any]) -> list[Any]:
-        """One of them, another node's than the last time: the first may have nothing to send for long."""
+        """One request, to another node than the last time: the first may have nothing to send for long."""
         self._turn += 1
         return [requests[self._turn % len(requests)]] if requests else []
 
@@ -162,21 +162,20 @@ class _ObservedClient:
         return answer
 
 
-# Connecting and disconnecting the AIOKafkaConsumer behind a member.
+# Connecting and disconnecting the AIOKafkaConsumer of a member.
 #
-# Heartbeats run in the background whatever the caller does, and `max_poll_interval_ms` is out of reach, so that a paused
-# member that nobody polls stays one. A worker that hangs with a living event loop is found by its lag, not by Kafka; one that
-# is frozen or dead misses its heartbeats.
+# Heartbeats run in the background, and `max_poll_interval_ms` is never reached: a paused member that nobody polls stays a member.
+# So Kafka does not notice a worker that hangs while its event loop runs; its lag shows it. A frozen or dead one sends none.
 
 _NEVER_MS = 2**31 - 1
 _FETCH_BYTES = 256 << 10
 _PARTITION_FETCH_BYTES = 64 << 10
-"""Of one answer. A larger batch comes all the same, alone (KIP-74); see `BoundedFetcher` for the bound in all."""
+"""Of one answer. A larger batch is sent alone (KIP-74); `BoundedFetcher` limits all of them."""
 _STOP_SECONDS = 10.0
 
 
 async def connect(bootstrap: str, timing: Timing, group: str, budget: FetchBudget) -> AIOKafkaConsumer:
-    """A started consumer without a subscription. What it keeps unpolled counts in `budget`. Raises Unavailable."""
+    """A started consumer without a subscription. Its unpolled records count in `budget`. Raises Unavailable."""
     client = AIOKafkaConsumer(
         bootstrap_servers=bootstrap,
         client_id=client_id(group, await asyncio.to_thread(name_process)),
@@ -205,7 +204,7 @@ async def connect(bootstrap: str, timing: Timing, group: str, budget: FetchBudge
 
 
 async def _bound(client: AIOKafkaConsumer, budget: FetchBudget) -> None:
-    """Put our fetcher in the place of aiokafka's, which has nothing to do yet."""
+    """Replace aiokafka's fetcher, which has nothing to do yet, by ours."""
     theirs = client._fetcher
     await theirs.close()
     client._fetcher = BoundedFetcher(
@@ -221,8 +220,8 @@ async def _bound(client: AIOKafkaConsumer, budget: FetchBudget) -> None:
 
 
 async def disconnect(client: AIOKafkaConsumer) -> None:
-    """Leave the group and close the connections, within seconds: a group that rebalances, or a broker that is away, is
-    left without a word then, and notices by the missing heartbeats."""
+    """Leave the group and close the connections, within seconds. When the group rebalances for longer, or the broker is away,
+    only the connections are closed; the group notices by the missing heartbeats."""
     try:
         async with asyncio.timeout(_STOP_SECONDS):
             await client.stop()
@@ -235,13 +234,12 @@ async def disconnect(client: AIOKafkaConsumer) -> None:
 
 # Commits of a member, each under the generation in which its partitions were assigned.
 #
-# aiokafka's own commit takes the generation of the moment at which it sends, and sends again after a failure. So a commit
-# that waited for a coordinator while the group rebalanced went out under the next generation: Kafka took it although its
-# partitions had another owner.
+# aiokafka's own commit uses the generation at the time of sending, and sends again after a failure. So a commit that waited for a
+# coordinator while the group rebalanced was sent under the next generation, and Kafka accepted it although its partitions had
+# another owner.
 
 _PAUSE = 0.1
 _REJOIN = kafka.RebalanceInProgressError.errno
-_FENCED = frozenset({kafka.IllegalGenerationError.errno, kafka.UnknownMemberIdError.errno, _REJOIN})
 _MOVED = frozenset(
     error.errno
     for error in (
@@ -280,16 +278,16 @@ def epochs_between(client: Any, source: KafkaPartition, first: int, last: int) -
 async def send_commit(
     client: Any, group: str, generation: Generation, rows: Mapping[TopicPartition, tuple[int, CommitMetadata]]
 ) -> frozenset[TopicPartition]:
-    """Commit (next offset to read, metadata) by partition. Returns the partitions that Kafka refuses because the group moved on.
+    """Commit (next offset to read, metadata) by partition. Returns the refused partitions: the group has a new generation.
 
-    Sends again while the coordinator moves: bound it. Raises KafkaError, BrokerError. When it raises or is cancelled some may
-    be committed.
+    Sends again while the coordinator moves; the caller limits the time. Raises KafkaError, BrokerError. When it raises or is
+    cancelled, some may be committed.
     """
     coordinator, left = client._coordinator, dict(rows)
     while left:
         await coordinator.ensure_coordinator_known()
         if not generation.member or generation_of(client) != generation:
-            return frozenset(left)  # expelled, or in the next generation already
+            return frozenset(left)  # removed from the group, or in the next generation already
         offsets = by_topic((source, (position, str(note))) for source, (position, note) in left.items())
         request = OffsetCommitRequest(group, generation.number, generation.member, -1, offsets)
         try:
@@ -300,9 +298,9 @@ async def send_commit(
             await asyncio.sleep(_PAUSE)
             continue
         codes = {TopicPartition(topic, number): code for topic, rest in answer.topics for number, code in rest}
-        if fenced := {code for code in codes.values() if code in _FENCED}:
+        if fenced := {code for code in codes.values() if code in FENCED}:
             _leave_generation(client, generation, fenced)
-            return frozenset(source for source in left if codes.get(source) in _FENCED)
+            return frozenset(source for source in left if codes.get(source) in FENCED)
         if not _MOVED.isdisjoint(codes.values()):
             coordinator.coordinator_dead()
         for source, code in codes.items():
@@ -315,7 +313,7 @@ async def send_commit(
 
 
 def _leave_generation(client: Any, generation: Generation, codes: set[int]) -> None:
-    """Have aiokafka join anew, unless it did so while the answer was on its way."""
+    """Make aiokafka join again, unless it has done so since the request."""
     if generation_of(client) != generation:
         return
     if codes == {_REJOIN}:

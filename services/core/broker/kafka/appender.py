@@ -1,14 +1,14 @@
 """The `Appender` of Kafka: acks=all, idempotent, uncompressed, without linger. It never retries.
 
-An append is one record batch, or a few where the topic takes smaller ones. A batch whose outcome is unknown goes out again under
-its old sequence number, and Kafka stores it once: for each producer id and partition Kafka keeps the numbers of the last five
-batches, also over a change of the leader, and answers a repeat with the offset of the first attempt.
+An append is one record batch, or a few where the topic accepts only smaller ones. A batch in doubt is sent again under its old
+sequence number, and Kafka stores it once: for each producer id and partition Kafka keeps the numbers of the last five batches,
+also over a change of the leader, and answers a repeat with the offset of the first attempt.
 
-The number of such a batch is never given to another batch: Kafka would take the other batch for the repeat, answer success, and
-store nothing. Nor does the batch get another number: Kafka may have it under the first. A refused repeat says nothing of the
-earlier attempt. Most checks (min ISR, size, rights, leadership) come before the check for repeats. A leader that does not know
-the number may have been replaced without hearing of it. So a batch in doubt stays in doubt until a repeat succeeds or the
-producer gives it up. Its outcome is then unknown for ever, and other records go out under a new producer id.
+No other batch gets that number: Kafka would take it for the repeat, answer success, and store nothing. Nor does the batch get
+another number: Kafka may have it under the first. A refused repeat says nothing about the earlier attempt: most checks (min ISR,
+size, rights, leadership) come before the check for repeats, and a leader that does not know the number may have been replaced
+without knowing it. So a batch in doubt stays in doubt until a repeat succeeds or the producer gives it up. Then its outcome
+stays unknown, and other records are sent under a new producer id.
 
 Kafka forgets the numbers `producer.id.expiration.ms` after the time of the newest record: docs/adr/0003.
 """
@@ -40,9 +40,9 @@ from services.core.broker.kafka.error_codes import (
     raise_for,
 )
 from services.core.broker.kafka.node_sender import NodeSender, PendingBatch
-from services.core.broker.kafka.record_batch import MAX_RECORD_BYTES, Identity, Packed, content_bytes, pack
+from services.core.broker.kafka.record_batch import MAX_RECORD_BYTES, Identity, Packed, pack
 from services.core.broker.kafka.topic_settings import TopicLimits
-from services.core.broker.record import Record
+from services.core.broker.record import Record, content_bytes
 
 _WRAP = 0x7FFFFFFF
 
@@ -51,8 +51,8 @@ _WRAP = 0x7FFFFFFF
 class SequenceState:
     """One partition's numbering under one identity. `next`: the number of the batch in doubt, or of the next new one.
 
-    doubtful: the records of the batch whose fate is unknown. given_up: Kafka refused a new batch for its number; the batch was
-    not stored, and nothing goes out under this identity any more.
+    doubtful: the records of the batch in doubt. given_up: Kafka refused a new batch because of its number; the batch was
+    not stored, and nothing more is sent under this identity.
     """
 
     identity: Identity
@@ -66,9 +66,9 @@ class SequenceState:
         return not self.doubtful and not self.given_up
 
     def repeated_from(self, records: Sequence[Record]) -> int | None:
-        """At which of the doubtful records `records` begin, when they hold all from there on; None when they do not.
+        """The index of the doubtful record with which `records` begin, if all doubtful ones from there on follow; else None.
 
-        Compared as objects: a retry passes them on. It leaves out the first ones when their deadline has passed.
+        Compared by identity: a retry passes the same objects. It leaves out the first ones when their deadline has passed.
         """
         for index, doubtful in enumerate(self.doubtful):
             if records and doubtful is records[0]:
@@ -77,12 +77,12 @@ class SequenceState:
         return None
 
     def in_doubt(self, records: Sequence[Record]) -> int:
-        """How many of `records`, from their first, are in the batch whose fate is unknown."""
+        """The number of `records`, from their first, that are in the batch in doubt."""
         index = self.repeated_from(records)
         return 0 if index is None else len(self.doubtful) - index
 
     def stored(self, count: int) -> None:
-        """The broker has the batch of the next number, of so many records."""
+        """The broker has stored the batch of the next number, with `count` records."""
         self.next = (self.next + count) & _WRAP
         self.doubtful = ()
 
@@ -90,8 +90,8 @@ class SequenceState:
 class Progress:
     """The outcome of one append's records so far, in order.
 
-    `done` records are settled. Of the others the first `in_doubt` may be stored: they were sent, now or in an earlier append, and
-    Kafka did not answer for them.
+    `done` records are settled. The first `in_doubt` of the others may be stored: they were sent, in this append or an earlier
+    one, and Kafka's answer is unknown.
     """
 
     def __init__(self, records: Sequence[Record], in_doubt: int = 0) -> None:
@@ -107,7 +107,7 @@ class Progress:
         return self.records[self.done : self.done + count]
 
     def store(self, stop: int, offset: int) -> None:
-        """Everything up to index `stop` is durable, the first of it at `offset` (-1: the broker did not say where)."""
+        """All records before index `stop` are durable, the next unsettled one at `offset` (-1: not known)."""
         if offset >= 0:
             self._first = offset if self._first < 0 else self._first
             self._last = offset + stop - self.done - 1
@@ -120,7 +120,7 @@ class Progress:
         self.done = index + 1
 
     def fail(self, error: BrokerError) -> None:
-        """Nothing more is stored. The fate of those in doubt is unknown, whatever the error; the others were not tried."""
+        """The append ends. The outcome of records in doubt is unknown, whatever the error; the others were not tried."""
         is_unknown = isinstance(error, OutcomeUnknown)
         unknown = error if is_unknown else OutcomeUnknown(f"sent before, without an answer; now: {error}")
         known = Unavailable(f"not tried: {error}") if is_unknown else error
@@ -130,11 +130,11 @@ class Progress:
         self.done = len(self.records)
 
     def time_out(self, text: str) -> None:
-        """As `fail`, with the error that is true: unknown for what was sent, unavailable for what was not."""
+        """As `fail`: OutcomeUnknown when records are in doubt, else Unavailable."""
         self.fail(OutcomeUnknown(text) if self.in_doubt else Unavailable(text))
 
     def appended(self) -> Appended:
-        """The answer. Raises the reason when all failed for the same kind of it."""
+        """The answer. Raises the error when all records failed with the same kind of it."""
         failed = self._failed
         if len(failed) == len(self.records) and failed and len({type(error) for _, error in failed}) == 1:
             raise failed[0][1]
@@ -147,7 +147,7 @@ _IGNORED_TIMEOUT_MS = 60_000  # only transactions use it
 
 @dataclass(slots=True)
 class _Target:
-    """One partition: its numbering, and the lock that keeps its appends in a row."""
+    """One partition: its numbering, and the lock by which its appends follow each other."""
 
     topic: str
     partition: int
@@ -160,7 +160,7 @@ class _Target:
 
 
 class _BadRecord(Exception):
-    """The broker refused a batch for one of its records without saying which."""
+    """The broker refused a batch because of one record, without naming it."""
 
     def __init__(self, error: BrokerError) -> None:
         super().__init__(str(error))
@@ -190,7 +190,7 @@ class KafkaAppender:
             return len(client.cluster.partitions_for_topic(topic) or ())
 
     async def append(self, topic: str, partition: int, records: Sequence[Record], *, timeout: float) -> Appended:
-        """As in the contract. Appends to one partition wait for each other, those of several travel together.
+        """As in the contract. Appends to one partition wait for each other; those to several partitions share requests.
 
         A batch that an earlier append left in doubt is repeated unchanged; until that succeeds its outcome is unknown.
         """
@@ -215,7 +215,7 @@ class KafkaAppender:
         return progress.appended()
 
     async def _repeat(self, target: _Target, progress: Progress, deadline: float) -> None:
-        """Settle the batch in doubt if these records are of it: it goes out once more, whole and unchanged."""
+        """Send the batch in doubt again, whole and unchanged, if these records are from it."""
         state = target.sequence
         begin = state.repeated_from(progress.records) if state is not None else None
         if state is None or begin is None:
@@ -226,7 +226,7 @@ class KafkaAppender:
         progress.store(len(batch) - begin, offset if offset < 0 else offset + begin)
 
     async def _append_all(self, target: _Target, limit: int, progress: Progress, deadline: float) -> None:
-        """Batch after batch, in order. One that is refused for a record in it is halved until that record is alone."""
+        """Send batch after batch, in order. A batch that is refused because of a record is halved until that record is alone."""
         total = len(progress.records)
         spans = [(progress.done, total)] if progress.done < total else []
         while spans:
@@ -255,13 +255,13 @@ class KafkaAppender:
                     spans += [(middle, stop), (start, middle)]
 
     async def _sequence(self, target: _Target) -> SequenceState:
-        """The numbering for a new batch; under a new identity when the fate of the last one stayed unknown."""
+        """The numbering for a new batch; under a new identity when the last batch is still in doubt."""
         if target.sequence is None or not target.sequence.is_free:
             target.sequence = SequenceState(await self._identify(other_than=target.sequence))
         return target.sequence
 
     async def _identify(self, other_than: SequenceState | None) -> Identity:
-        """The identity that partitions share, made anew when this partition used it up."""
+        """The identity that partitions share; a new one when this partition can no longer use it."""
         async with self._identifying:
             if self._identity is None or (other_than is not None and self._identity == other_than.identity):
                 answer = await self._cluster.ask_any(InitProducerIdRequest(None, _IGNORED_TIMEOUT_MS))
@@ -278,7 +278,7 @@ class KafkaAppender:
         progress: Progress,
         deadline: float,
     ) -> int:
-        """One batch to its leader; its base offset (-1 when the broker only knows that it has it)."""
+        """Send one batch to the partition's leader. Gives its base offset (-1 when the broker only knows that it is stored)."""
         sender = self._sender(await self._leader(target))
         pending = PendingBatch(target.topic, target.partition, packed.data)
         sender.add(pending, deadline - asyncio.get_running_loop().time())
@@ -296,7 +296,7 @@ class KafkaAppender:
             return -1 if code else offset
         error = classify_produce(code, target.name)
         if was_in_doubt:
-            raise OutcomeUnknown(f"{error}, when asked again for a batch that it may have stored")
+            raise OutcomeUnknown(f"{error}, when the batch was sent again; it may be stored")
         if code in PRODUCER_STATE_LOST:
             state.given_up = True
         elif isinstance(error, OutcomeUnknown):
@@ -304,7 +304,7 @@ class KafkaAppender:
         raise self._refusal(target, error, code)
 
     def _refusal(self, target: _Target, error: BrokerError, code: int) -> Exception:
-        """What to do about a batch that was refused at its first attempt."""
+        """The error to raise for a batch that was refused at its first attempt."""
         if code in TOO_LARGE:
             self._limits.forget(target.topic)
             return Unavailable(f"{error}: its limit became smaller")
@@ -331,7 +331,7 @@ class KafkaAppender:
         return sender
 
     async def close(self) -> None:
-        """Take nothing new and wait for what is under way; bounded by the request time-out."""
+        """Accept nothing new, and wait for requests under way, at most the request time-out."""
         self._closed = True
         running = [sender.task for sender in self._senders.values() if sender.task is not None]
         if running:
@@ -343,5 +343,5 @@ def _too_large(packed: Packed, record: Record, limit: int, where: str) -> Record
     if size > limit:
         return RecordTooLarge(f"{where}: a record takes {size} bytes; the topic's max.message.bytes is {limit}")
     if size > MAX_RECORD_BYTES and (content := content_bytes(record)) > MAX_RECORD_BYTES:
-        return RecordTooLarge(f"{where}: a record of {content} bytes; at most {MAX_RECORD_BYTES} are taken")
+        return RecordTooLarge(f"{where}: a record of {content} bytes; the limit is {MAX_RECORD_BYTES}")
     return None

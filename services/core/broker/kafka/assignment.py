@@ -1,4 +1,4 @@
-"""What a member owns, from assignment to revocation, and the drain in between."""
+"""A member's partitions, from their assignment to the drain before they are revoked."""
 
 import asyncio
 import math
@@ -18,14 +18,14 @@ log = structlog.get_logger()
 
 
 class Assignment(ConsumerRebalanceListener):  # type: ignore[misc]
-    """aiokafka reports rebalances to it. A rebalance revokes everything first (the eager protocol; kept partitions come back).
+    """aiokafka reports rebalances to it. A rebalance revokes everything first (the eager protocol); kept partitions come back.
 
     - owned: partitions that the member may commit. unpositioned: owned partitions whose position is not decided yet.
-    - next_read, next_commit: offsets of the others. begun: where reading began in this assignment; a commit below it belongs to
-      an earlier assignment. requested: the highest commit that was asked for, whether or not it succeeded.
-    - metadata: goes with each commit. epochs: the leader epochs that wrote the records that were read.
-    - failed: partitions that cannot be read on, with the error to raise. replacements: batches in the place of damaged records
-      that are next. damaged_ahead: offsets ahead at which a partition is damaged. paused: by the caller.
+    - next_read, next_commit: offsets of the others. begun: the first position in this assignment; a commit below it belongs to
+      an earlier assignment. requested: the highest commit that was requested, whether or not it succeeded.
+    - metadata: stored with each commit. epochs: the leader epochs that wrote the records that were read.
+    - failed: partitions that cannot be read further, with the error to raise. replacements: batches to return next, in place of
+      damaged records. damaged_ahead: the offset of damage that was found but is not reached yet. paused: by the caller.
     - epoch: counts assignments. generation: of this assignment.
     """
 
@@ -54,14 +54,14 @@ class Assignment(ConsumerRebalanceListener):  # type: ignore[misc]
         self.paused: set[TopicPartition] = set()
 
     async def on_partitions_revoked(self, revoked: Collection[tuple[str, int]]) -> None:
-        """aiokafka waits for this before it joins anew, with heartbeats going on. Nothing can be polled meanwhile."""
+        """aiokafka waits for this before it joins again; heartbeats go on. Nothing can be polled meanwhile."""
         try:
             await self.release()
-        except Exception:  # nobody is there to raise to; the partitions are let go, and come again uncommitted
+        except Exception:  # there is no caller to raise to; the next owner reads the uncommitted records again
             log.exception("kafka_drain_failed", partitions=sorted(revoked))
 
     async def on_partitions_assigned(self, assigned: Collection[tuple[str, int]]) -> None:
-        """The group is settled again. `on_assigned` is awaited; it must be quick, heartbeats wait for it."""
+        """The rebalance has ended. Awaits `on_assigned`, which must be quick: heartbeats wait for it."""
         if self._closing:
             return
         self._forget()
@@ -72,7 +72,7 @@ class Assignment(ConsumerRebalanceListener):  # type: ignore[misc]
             await self.on_assigned()
 
     def begin_at(self, positions: StartPositions) -> None:
-        """Reading of these begins here; of the lost ones nothing is read, and nothing committed."""
+        """Begin to read at these positions. Lost partitions are neither read nor committed."""
         for source, position in positions.position.items():
             metadata = positions.metadata[source]
             self.begun[source] = self.next_read[source] = self.next_commit[source] = position
@@ -82,23 +82,23 @@ class Assignment(ConsumerRebalanceListener):  # type: ignore[misc]
         self.unpositioned -= positions.position.keys()
 
     def last_read(self, source: TopicPartition) -> tuple[int, int] | None:
-        """(next offset to read, epoch of the record before it); None when nothing is known of that."""
+        """(next offset to read, epoch of the record before it); None when it is not known."""
         epochs, at = self.epochs.get(source), self.next_read.get(source)
         epoch = None if epochs is None or at is None else epochs.find(at - 1)
         return None if epoch is None or at is None else (at, epoch)
 
     def record_read(self, source: TopicPartition, last: int, epochs: Collection[tuple[int, int]]) -> None:
-        """Returned up to offset `last`; (first offset, epoch) of what was."""
+        """Records up to offset `last` were returned. epochs: theirs, as (first offset, epoch)."""
         self.next_read[source] = last + 1
         for first, epoch in epochs:
             self.epochs[source].record(first, epoch)
 
     def metadata_at(self, source: TopicPartition, position: int) -> CommitMetadata:
-        """What goes with a commit of this next offset to read."""
+        """The metadata of a commit of this next offset to read."""
         return self.metadata[source]._replace(epoch=self.epochs[source].find(position - 1))
 
     async def reassign(self, sources: Collection[TopicPartition]) -> None:
-        """Take these for lost and assigned anew: what was read of them is not what is stored any more."""
+        """Treat these as lost and assigned again: other records are stored now than those that were read."""
         async with self._releasing:
             epoch, mine = self.epoch, self.owned.intersection(sources)
             if not mine:
@@ -123,7 +123,7 @@ class Assignment(ConsumerRebalanceListener):  # type: ignore[misc]
                 self.unpositioned |= mine
 
     async def release(self) -> None:
-        """Drain what is owned, then own nothing. When it was lost already, in the other order: commits are refused."""
+        """Drain the owned partitions, then forget them. Lost ones are forgotten first: their commits are refused."""
         async with self._releasing:
             leaving = self.owned
             if not leaving:
@@ -143,12 +143,12 @@ class Assignment(ConsumerRebalanceListener):  # type: ignore[misc]
             log.warning("kafka_drain_timed_out", seconds=self._drain, partitions=sorted(leaving))
 
     async def close(self) -> None:
-        """Drain for good: nothing is taken any more."""
+        """Drain; later assignments are ignored."""
         self._closing = True
         await self.release()
 
     def is_damage_near(self) -> bool:
-        """Whether a partition that is read comes near to where it is damaged."""
+        """Whether known damage is ahead in a partition that is being read."""
         self.damaged_ahead = {
             source: first
             for source, first in self.damaged_ahead.items()
@@ -157,14 +157,14 @@ class Assignment(ConsumerRebalanceListener):  # type: ignore[misc]
         return not self.paused.issuperset(self.damaged_ahead)
 
     def pop_replacements(self) -> list[Batch]:
-        """What stands for damaged records, of those that are not paused; reading goes on behind them."""
+        """The replacements in partitions that are not paused. Reading goes on behind them."""
         due = [source for source in self.replacements if source not in self.paused]
         batches = [self.replacements.pop(source) for source in due]
         self.next_read.update({batch.source: batch.offsets[-1] + 1 for batch in batches})
         return batches
 
     def raise_failed(self) -> None:
-        """Raise for a partition that cannot be read on, unless the caller paused it to go on with the others."""
+        """Raise the error of a partition that cannot be read further and is not paused."""
         for source, error in self.failed.items():
             if source not in self.paused:
                 raise error()
@@ -172,8 +172,9 @@ class Assignment(ConsumerRebalanceListener):  # type: ignore[misc]
     def select_commits(
         self, processed: Mapping[TopicPartition, int]
     ) -> tuple[dict[TopicPartition, int], set[TopicPartition]]:
-        """(the next offsets that may be committed, what is refused). Refused: not owned, from an earlier assignment, not read in
-        this one. Never behind what was asked for before: that is processed, too.
+        """(next offsets to commit, refused partitions). Refused: not owned, from an earlier assignment, or not read in this one.
+
+        Never below an offset that was requested before: that one is processed, too.
         """
         mine = {
             source: max(offset + 1, self.requested.get(source, 0))

@@ -1,12 +1,11 @@
 """An open connection to a Kafka cluster."""
 
-import asyncio
 import time
 from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 
 from services.core.broker.contract import Admin, Appender, Consumer, Features, OnRevoke, Reader, Start
-from services.core.broker.errors import BrokerError, Unavailable, UnknownTopic
+from services.core.broker.errors import Unavailable, UnknownTopic
 from services.core.broker.kafka.admin import KafkaAdmin
 from services.core.broker.kafka.aiokafka_internals import FetchBudget
 from services.core.broker.kafka.appender import KafkaAppender
@@ -15,17 +14,17 @@ from services.core.broker.kafka.consumer import SharedResources, join
 from services.core.broker.kafka.error_codes import bounded
 from services.core.broker.kafka.record_batch import MAX_RECORD_BYTES
 from services.core.broker.kafka.topic_settings import TopicLimits
-from services.core.broker.record import Record
+from services.core.broker.record import Record, estimate_size
+from services.core.broker.retry import AppendPolicy, append_with_retry
 
 _FEATURES = Features(
     contiguous_offsets=True, compaction=True, retention_by_event_time=True, max_record_bytes=MAX_RECORD_BYTES
 )
 _PROBE_AGE = 300.0
-_PAUSE = 0.1
 
 
 class KafkaBroker:
-    """The contract's `Broker`. Sending has connections of its own: administration and lag never queue before it."""
+    """The contract's `Broker`. Appends have connections of their own: they never wait for administration or lag."""
 
     def __init__(self, bootstrap: str, timing: Timing) -> None:
         self._bootstrap, self._timing = bootstrap, timing
@@ -74,19 +73,14 @@ class KafkaBroker:
         return join(self._shared, self._bootstrap, group, topics, start, on_revoke)
 
     async def _append(self, topic: str, records: Sequence[Record]) -> None:
-        """As often as it takes within the time of a request: a topic that was just made has no leader everywhere."""
-        deadline = time.monotonic() + self._timing.request
-        while True:
-            try:
-                appended = await self._appender.append(topic, 0, records, timeout=self._timing.request)
-            except BrokerError as error:
-                if not error.retriable or time.monotonic() > deadline:
-                    raise
-                await asyncio.sleep(_PAUSE)
-            else:
-                if appended.failed:
-                    raise appended.failed[0][1]
-                return
+        """Store the records, or raise. Repeated within the time of a request: not every node knows a leader of a new topic."""
+        deadline, policy = time.monotonic() + self._timing.request, AppendPolicy(append_timeout=self._timing.request)
+        size, deadlines = estimate_size(records), [deadline] * len(records)
+        sent = await append_with_retry(
+            self._appender, topic, 0, records, policy, size=size, deadlines=lambda: deadlines
+        )
+        if sent.failed:
+            raise sent.failed[0][1]
 
     async def probe(self, topic: str, *, timeout: float) -> None:
         """Every partition has a leader and enough replicas in sync for acks=all. Raises UnknownTopic, Unavailable."""

@@ -1,4 +1,4 @@
-"""Requests to a Kafka cluster: who to ask, and fresh facts about topics. Never retries, never creates a topic."""
+"""Requests to a Kafka cluster: to a node, any node, or a group's coordinator. Never retries, never creates a topic."""
 
 import asyncio
 import random
@@ -20,12 +20,12 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """How long things may take, in seconds. Fixed for production; only tests shorten them.
+    """Time limits in seconds. Production uses these defaults; only tests shorten them.
 
-    session: without a heartbeat for this long, a member has lost its partitions. heartbeat: how often it says so, and
-    how fast it hears of a rebalance. drain: what on_revoke may take; others wait for it during a rebalance.
-    request: how long one request may go unanswered; below `AppendPolicy.append_timeout`, so that a silent broker is
-    found out, and its connection closed, before the append gives up. metadata: how old leaders and partition counts get.
+    session: a member without a heartbeat for this long loses its partitions. heartbeat: time between two heartbeats; a rebalance
+    is noticed by them. drain: limit of on_revoke; the group waits for it during a rebalance. request: limit of one request. It is
+    below `AppendPolicy.append_timeout`: the connection to a silent broker is closed before the append gives up. metadata: the age
+    at which leaders and partition counts are read again.
     """
 
     session: float = 10.0
@@ -36,7 +36,7 @@ class Timing:
 
     @property
     def rebalance(self) -> float:
-        """How long the group waits for a member that drains."""
+        """The time that the group waits for a member that drains."""
         return self.drain + 5.0
 
 
@@ -47,7 +47,7 @@ _SELDOM = 300.0
 
 @dataclass(frozen=True, slots=True)
 class PartitionState:
-    """leader: node id, -1 while there is none. in_sync: how many of the `replicas` have everything. epoch: the leader's."""
+    """leader: node id, -1 while there is none. in_sync: the number of `replicas` that are in sync. epoch: the leader's."""
 
     leader: int
     in_sync: int
@@ -57,7 +57,7 @@ class PartitionState:
 
 @dataclass(frozen=True, slots=True)
 class TopicState:
-    """What the cluster says about one topic now. id: another one when it was deleted and made anew."""
+    """A topic's metadata. id: a topic that is deleted and created again has another one."""
 
     partitions: dict[int, PartitionState]
     internal: bool
@@ -68,7 +68,7 @@ class Cluster:
     """One aiokafka client, connected when it is first used. Safe for concurrent use."""
 
     def __init__(self, bootstrap: str, name: str, timing: Timing, *, metadata_age: float = _SELDOM) -> None:
-        """`metadata_age`: how old the leaders of tracked topics get, in seconds."""
+        """`metadata_age`: the age in seconds at which the leaders of tracked topics are read again."""
         self._bootstrap, self._name, self.timing = bootstrap, name, timing
         self._metadata_age = metadata_age
         self._client: AIOKafkaClient | None = None
@@ -103,7 +103,7 @@ class Cluster:
         return client
 
     async def close(self) -> None:
-        """Close the connections; what waits for an answer fails. Bounded."""
+        """Close the connections, within seconds; requests that wait for an answer fail."""
         async with self._connecting:
             self._closed = True
             client, self._client = self._client, None
@@ -131,7 +131,7 @@ class Cluster:
         raise Unavailable(f"none of Kafka's nodes can be reached, {self._bootstrap}")
 
     async def ask_coordinator(self, group: str, request: Any) -> Any:
-        """One request to the node that keeps this group. Raises Unavailable."""
+        """One request to the group's coordinator. Raises Unavailable."""
         found = await self.ask_any(FindCoordinatorRequest(group, 0))
         raise_for(found.error_code, f"find the coordinator of group {group}")
         return await self.ask(found.coordinator_id, request)
@@ -139,7 +139,7 @@ class Cluster:
     async def describe(self, topics: Sequence[str] | None = None) -> dict[str, TopicState]:
         """Fresh metadata of these topics, or of all. Unknown ones are absent. Raises Unavailable.
 
-        A node hears of a new topic a moment after others do: one that it does not know is asked for elsewhere, too.
+        Nodes learn of a new topic one after the other. So other nodes are asked about a topic that a node does not know.
         """
         found: dict[str, TopicState] = {}
         async for states in self.describe_by_node(topics):
@@ -149,7 +149,7 @@ class Cluster:
         return found
 
     async def describe_by_node(self, topics: Sequence[str] | None) -> AsyncGenerator[dict[str, TopicState], None]:
-        """As `describe`, as one reachable node after the other sees it. Raises Unavailable when there is none."""
+        """As `describe`, with the answer of each node that can be reached. Raises Unavailable when there is none."""
         client = await self.client()
         nodes = [broker.nodeId for broker in client.cluster.brokers()]
         reached = False
@@ -164,14 +164,14 @@ class Cluster:
 
     @staticmethod
     async def _ask_if_ready(client: AIOKafkaClient, node: int, request: Any) -> Any:
-        """None when the node cannot be reached, or leaves while it is asked."""
+        """None when the node cannot be reached, or the connection breaks."""
         try:
             return await client.send(node, request) if await client.ready(node) else None
         except (kafka.KafkaConnectionError, kafka.NodeNotReadyError, kafka.RequestTimedOutError):
             return None
 
     async def track(self, topic: str) -> bool:
-        """Have the client keep this topic's leaders fresh. False when there is no such topic. Raises Unavailable."""
+        """Let the client refresh this topic's leaders from now on. False when there is no such topic. Raises Unavailable."""
         if topic not in await self.describe([topic]):
             self._tracked.discard(topic)
             return False
@@ -201,7 +201,7 @@ def _states(answer: Any) -> dict[str, TopicState]:
 
 
 def _missing(code: int, topic: str) -> bool:
-    """Whether the topic does not exist; other trouble (no leader yet, not authorised) is raised."""
+    """Whether the topic does not exist. Raises other errors (no leader yet, not authorised)."""
     if code in (UNKNOWN_TOPIC, kafka.InvalidTopicError.errno):
         return True
     raise_for(code, f"metadata of {topic}")

@@ -1,4 +1,4 @@
-"""The reading half: one group member on AIOKafkaConsumer, with auto-commit and automatic reset off."""
+"""One member of a group, on AIOKafkaConsumer with auto-commit and automatic reset off."""
 
 import asyncio
 import time
@@ -36,10 +36,10 @@ log = structlog.get_logger()
 
 
 class FreezeDetector:
-    """Notices that this process stood still (frozen, swapped out, a blocked loop) so long that its group may have gone on.
+    """Notices that this process was frozen (stopped, swapped out, a blocked loop) so long that it may have lost its partitions.
 
-    On waking, the records that the fetcher holds, and that the broker still sends to it, are read before the next heartbeat is
-    answered: thousands of records that another member may have had already. limit: seconds without a sign of life.
+    After the freeze, thousands of fetched records could be returned before the next heartbeat is answered, although another
+    member may have processed them. limit: seconds without a run of the loop.
     """
 
     def __init__(self, limit: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -54,7 +54,7 @@ class FreezeDetector:
             self._check()
 
     def has_frozen(self) -> bool:
-        """Whether it stood still since the membership was last certain."""
+        """Whether it was frozen since the membership was last certain."""
         self._check()
         return self._happened
 
@@ -63,7 +63,7 @@ class FreezeDetector:
         self._happened = self._is_reported = False
 
     def is_first_report(self) -> bool:
-        """Whether this is asked for the first time since it happened."""
+        """Whether this is the first call since the freeze."""
         is_reported, self._is_reported = self._is_reported, True
         return not is_reported
 
@@ -80,7 +80,7 @@ _GRACE = 0.05
 
 
 class SharedResources(NamedTuple):
-    """What the members of one process have in common."""
+    """Shared by all members of a process."""
 
     cluster: Cluster
     begun: GroupStarts
@@ -137,9 +137,9 @@ class KafkaConsumer:
         self._checked_at = asyncio.get_running_loop().time()
 
     async def poll(self, *, max_records: int, max_wait: float) -> list[Batch]:
-        """As in the contract. Placing new partitions, or finding out why a read failed, may take longer than `max_wait`.
+        """As in the contract. Finding new partitions' positions, or the cause of a failed read, may take longer than `max_wait`.
 
-        Cancelling is safe because nothing is taken from aiokafka's buffer before its last await.
+        Cancelling is safe: aiokafka removes nothing from its buffer before its last await.
         """
         clock = asyncio.get_running_loop().time
         deadline = clock() + max_wait
@@ -160,14 +160,14 @@ class KafkaConsumer:
                 return []
 
     async def _confirm_membership(self, epoch: int) -> bool:
-        """Ask the group after a freeze_detector. While that is not certain, what was fetched is left for whoever owns it now."""
+        """Ask the group after a freeze. While the answer is not certain, the fetched records are not returned."""
         certain = False
         try:
             async with bounded(f"heartbeat of group {self._group}", self._cluster.timing.request):
                 certain = await send_heartbeat(self._client) and epoch == self._own.epoch
         except BrokerError as error:
             log.info("kafka_membership_unknown", group=self._group, error=str(error))
-        finally:  # also when it is cancelled: nothing may be left out
+        finally:  # also when it is cancelled: no record may be skipped
             if not certain:
                 self._seek_back()
         if certain:
@@ -179,7 +179,7 @@ class KafkaConsumer:
         return certain
 
     async def _may_return(self, fetched: _Fetched, epoch: int) -> bool:
-        """Whether this member may have what was fetched, and it is what it takes it for. Else it is left, to be read again."""
+        """Whether the fetched records may be returned: this member owns them, in the same log. Else they are read again."""
         if fetched and self._freeze_detector.has_frozen() and not await self._confirm_membership(epoch):
             return False
         suspects = self._find_suspects(fetched)
@@ -197,13 +197,13 @@ class KafkaConsumer:
             log.info("kafka_log_unknown", group=self._group, error=str(error))
             await asyncio.sleep(_GRACE)
             certain = not suspects and epoch == self._own.epoch
-        finally:  # also when it is cancelled: nothing may be left out
+        finally:  # also when it is cancelled: no record may be skipped
             if not certain:
                 self._seek_back()
         return certain
 
     def _find_suspects(self, fetched: _Fetched) -> dict[TopicPartition, tuple[int, int]]:
-        """Where another leader wrote what was fetched than what was read before: (next offset, the epoch before)."""
+        """Partitions whose fetched records have another leader epoch than those before: (next offset, the epoch before)."""
         suspects = {}
         for kafka_source, rows in fetched.items():
             source = TopicPartition(*kafka_source)
@@ -214,7 +214,7 @@ class KafkaConsumer:
         return suspects
 
     async def _find_changed(self, suspects: Mapping[TopicPartition, tuple[int, int]]) -> set[TopicPartition]:
-        """What is owned of topics that were made anew, and those of the suspects whose log was cut off below what was read."""
+        """Owned partitions of topics that were created again, and suspects whose log was cut off below the next offset."""
         own = self._own
         ids = {source: own.metadata[source].topic for source in own.owned - own.unpositioned}
         topics = await self._cluster.describe(sorted({source.topic for source in ids})) if ids else {}
@@ -223,21 +223,21 @@ class KafkaConsumer:
         return anew | cuts.keys()
 
     def _seek_back(self) -> None:
-        """Read again from behind what was returned last."""
+        """Read again from behind the last returned record."""
         assigned = self._client.assignment()
         for source in self._own.owned - self._own.unpositioned:
             if KafkaPartition(*source) in assigned:
                 self._client.seek(KafkaPartition(*source), self._own.next_read[source])
 
     def _skip_damage(self) -> list[Batch]:
-        """What stands for damaged records that are next; aiokafka goes on behind them."""
+        """The batches in place of damaged records that are next; aiokafka goes on behind them."""
         batches = self._own.pop_replacements()
         for batch in batches:
             self._client.seek(KafkaPartition(*batch.source), batch.offsets[-1] + 1)
         return batches
 
     async def _fetch(self, max_records: int, wait: float) -> _Fetched:
-        """What aiokafka has, or gets within `wait` seconds. Marks partitions that cannot be read on as failed."""
+        """The records that aiokafka has, or fetches within `wait` seconds. Marks unreadable partitions as failed."""
         try:
             if self._own.is_damage_near():
                 max_records = 1
@@ -245,7 +245,7 @@ class KafkaConsumer:
                 fetched: _Fetched = await self._client.getmany(timeout_ms=int(wait * 1000), max_records=max_records)
                 return fetched
         except (TimeoutError, kafka.NoOffsetForPartitionError):
-            return {}  # a rebalance runs, or a partition was just assigned: placing it comes first
+            return {}  # a rebalance runs, or a partition was just assigned and has no position yet
         except kafka.OffsetOutOfRangeError as error:
             await self._find_gap({TopicPartition(*source): offset for source, offset in error.args[0].items()})
         except kafka.ConsumerStoppedError as error:
@@ -260,7 +260,7 @@ class KafkaConsumer:
         return {}
 
     async def _find_gap(self, wanted: Mapping[TopicPartition, int]) -> None:
-        """These are not stored: because the log is another one by now, or because retention has passed."""
+        """These offsets are not stored: the topic is another one now, the log was cut off, or retention removed them."""
         own, epoch = self._own, self._own.epoch
         read = {source: last for source in wanted if (last := own.last_read(source)) is not None}
         changed = await self._find_changed(read)
@@ -270,9 +270,9 @@ class KafkaConsumer:
             await own.reassign(changed)
 
     async def _examine(self, error: Exception) -> bool:
-        """Find what is damaged; what lies before it is delivered first, record by record, so that nothing is left out.
+        """Find the damage. The records before it are returned first, one by one, so that none is skipped.
 
-        aiokafka has moved on past records that it never returned: go back to what was returned.
+        aiokafka has moved past records that it never returned, so it is set back first. Gives whether there is damage.
         """
         own = self._own
         positions = {source: own.next_read[source] for source in own.owned - own.unpositioned - own.failed.keys()}
@@ -281,7 +281,7 @@ class KafkaConsumer:
         found = await find_damage(self._cluster, positions)
         for source, damaged in found.items():
             if own.next_read.get(source) != positions[source]:
-                continue  # revoked meanwhile: whoever owns it looks for itself
+                continue  # revoked meanwhile; its owner will find the damage
             if not damaged.is_next:
                 own.damaged_ahead[source] = damaged.first
             elif damaged.replacement is not None:
@@ -304,14 +304,14 @@ class KafkaConsumer:
         for (topic, partition), rows in fetched.items():
             source = TopicPartition(topic, partition)
             if source not in own.owned or source in own.unpositioned:
-                continue  # fetched before it was placed: placing goes back to where it belongs
+                continue  # fetched before its position was found; finding it seeks back
             epochs = epochs_between(self._client, KafkaPartition(*source), rows[0].offset, rows[-1].offset)
             own.record_read(source, rows[-1].offset, epochs)
             batches.append(make_batch(source, rows))
         return batches
 
     async def position_early(self) -> None:
-        """Place at once, so that "latest" is the moment of the assignment; when that fails, or is slow, poll does it."""
+        """Find positions at once, so that "latest" is the time of the assignment; when that fails or is slow, poll does it."""
         try:
             async with asyncio.timeout(self._cluster.timing.session / 2):
                 await self._position()
@@ -319,32 +319,32 @@ class KafkaConsumer:
             log.info("kafka_placement_postponed", group=self._group, error=str(error))
 
     async def _position(self) -> None:
-        """Decide where the newly assigned partitions are read from, make that durable, and go there."""
+        """Find the positions of newly assigned partitions, commit them, and seek there."""
         async with self._positioning:
             own = self._own
             sources, epoch = own.unpositioned, own.epoch
             if not sources:
                 return
-            placement = await find_positions(self._cluster, self._begun, self._group, sources, self._start)
+            found = await find_positions(self._cluster, self._begun, self._group, sources, self._start)
             if epoch != own.epoch:
                 return
-            fixed = {source: (placement.position[source], placement.metadata[source]) for source in placement.fresh}
-            async with self._committing:  # behind those of the assignment before
+            fixed = {source: (found.position[source], found.metadata[source]) for source in found.fresh}
+            async with self._committing:  # after the commits of the earlier assignment
                 if await self._commit(fixed):
                     return
-            await self._begun.record(self._group, placement.begun)
+            await self._begun.record(self._group, found.begun)
             if epoch != own.epoch or not own.unpositioned.issuperset(sources):
                 return
-            own.begin_at(placement)
-            for source, position in placement.position.items():
+            own.begin_at(found)
+            for source, position in found.position.items():
                 self._client.seek(KafkaPartition(*source), position)
-                if source in placement.lost:
+                if source in found.lost:
                     self._client.pause(KafkaPartition(*source))
 
     async def commit(self, processed: Mapping[TopicPartition, int]) -> None:
         """As in the contract. Unavailable when the group's coordinator cannot be reached; committing again is harmless.
 
-        Commits of one member go out one behind the other, under the generation in which its partitions were assigned.
+        Commits of one member are sent one after the other, under the generation in which its partitions were assigned.
         """
         epoch = self._own.epoch
         async with self._committing:
@@ -360,7 +360,7 @@ class KafkaConsumer:
             raise NotOwner(frozenset(refused))
 
     async def _commit(self, rows: Mapping[TopicPartition, tuple[int, CommitMetadata]]) -> frozenset[TopicPartition]:
-        """Those that are refused because the group has moved on without this member."""
+        """The partitions that are refused because the group has a new generation."""
         async with bounded(f"commit of group {self._group}", self._cluster.timing.request):
             return await send_commit(self._client, self._group, self._own.generation, rows)
 
@@ -378,7 +378,7 @@ class KafkaConsumer:
                 self._client.resume(KafkaPartition(*source))
 
     def assignment(self) -> frozenset[TopicPartition]:
-        """As in the contract; what is not placed yet is not shown."""
+        """As in the contract, without partitions whose position is not known yet."""
         return self._own.owned - self._own.unpositioned
 
     async def lag(self) -> dict[TopicPartition, Lag]:

@@ -1,4 +1,4 @@
-"""What a Kafka error means in the words of `errors`."""
+"""Kafka's errors as ours (`errors`)."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -31,11 +31,11 @@ PRODUCER_STATE_LOST = frozenset(
         kafka.DuplicateSequenceNumber,
     )
 )
-"""The node does not go on with our numbering. A batch that was sent for the first time is not stored, and needs a new producer
-id. Of a batch in doubt this says nothing: the node may have been replaced as leader without hearing of it."""
+"""The node refuses our sequence number. A batch that was sent for the first time is not stored, and needs a new producer id.
+About a batch in doubt this says nothing: the node may not know yet that another one leads the partition."""
 
 DUPLICATE_SEQUENCE = kafka.DuplicateSequenceNumber.errno
-"""The broker has had a batch of this number, too long ago to know its offset."""
+"""The broker has stored a batch of this number, too long ago to know its offset."""
 
 STALE_LEADER = frozenset(
     {
@@ -47,8 +47,17 @@ STALE_LEADER = frozenset(
 )
 """Another node may lead the partition."""
 
+FENCED = frozenset(
+    {
+        kafka.IllegalGenerationError.errno,
+        kafka.UnknownMemberIdError.errno,
+        kafka.RebalanceInProgressError.errno,
+    }
+)
+"""Answers to a commit of somebody who is not a member of the group's present generation."""
+
 BAD_RECORD = frozenset({kafka.InvalidTimestampError.errno, kafka.CorruptRecordException.errno, INVALID_RECORD})
-"""One record of the batch is the reason for refusing all of it, and the answer does not say which."""
+"""The whole batch was refused because of one record. The answer does not name it."""
 
 _NOT_STORED = frozenset(
     {
@@ -66,11 +75,10 @@ def name_of(code: int) -> str:
 
 
 def classify_produce(code: int, where: str) -> BrokerError:
-    """What a produce error code says about the batch.
+    """The outcome of one attempt to store a batch. It says nothing about earlier attempts.
 
-    Only what the broker checks before it writes is "not stored". NOT_LEADER, REQUEST_TIMED_OUT and
-    NOT_ENOUGH_REPLICAS_AFTER_APPEND also come when the leader had written already: unknown. This is about the attempt that
-    was answered; of earlier ones it says nothing.
+    Only errors that the broker checks before it writes mean "not stored". NOT_LEADER, REQUEST_TIMED_OUT and
+    NOT_ENOUGH_REPLICAS_AFTER_APPEND are also answered after the leader has written: then the outcome is unknown.
     """
     text = f"{where}: Kafka answered {name_of(code)}"
     if code in TOO_LARGE:
@@ -88,7 +96,7 @@ def classify_produce(code: int, where: str) -> BrokerError:
 
 
 def classify(error: kafka.KafkaError, what: str) -> BrokerError:
-    """For everything but produce: such requests can simply be made again."""
+    """The error of any request but produce. Such requests can be repeated."""
     text = f"{what}: {error}"
     if isinstance(error, kafka.UnknownTopicOrPartitionError):
         return UnknownTopic(text)
@@ -100,7 +108,7 @@ def classify(error: kafka.KafkaError, what: str) -> BrokerError:
 
 
 def raise_for(code: int, what: str) -> None:
-    """Raise what a response's error code stands for; 0 is none."""
+    """Raise the error of this code; 0 is none."""
     if code == THROTTLING_QUOTA_EXCEEDED:
         raise Throttled(f"{what}: Kafka's quota for such requests is used up")
     if code:
@@ -108,15 +116,15 @@ def raise_for(code: int, what: str) -> None:
 
 
 def raise_for_leader(code: int, what: str) -> None:
-    """As raise_for; a leader that does not know a partition that others know has only just become one."""
+    """As `raise_for`, for a partition that other nodes know: a leader that does not know it became leader just now."""
     if code == UNKNOWN_TOPIC:
-        raise Unavailable(f"{what}: its leader has not heard of it yet")
+        raise Unavailable(f"{what}: its leader does not know it yet")
     raise_for(code, what)
 
 
 @asynccontextmanager
 async def bounded(what: str, seconds: float) -> AsyncIterator[None]:
-    """Bound the block, and turn what aiokafka raises in it into our errors. Not for produce requests."""
+    """Limit the time of the block, and translate aiokafka's errors into ours. Not for produce requests."""
     try:
         async with asyncio.timeout(seconds):
             yield

@@ -1,8 +1,8 @@
 """Members that were killed on this machine leave their group at once, instead of after the session time-out.
 
-A killed process cannot leave its group, and Kafka waits for its heartbeats. Its successor knows better: a member's client
-id names its process, and this machine's kernel knows whether that still runs. A frozen one does, and stays; members of other
-machines, containers and boots are not judged. Fencing stays Kafka's: a member that leaves by mistake is refused and joins anew.
+A killed process cannot leave its group, so Kafka waits for its heartbeats. But a member's client id names its process, and
+this machine's kernel knows whether that process still runs. A frozen process still runs, so its member stays. So do members of
+other machines, containers and boots. If a living member is removed by mistake, Kafka refuses its commits, and it joins again.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ _SEPARATOR = "@"
 
 
 def name_process() -> str:
-    """`boot:namespace:pid:start` of this process, over all machines and boots; "" where the system does not tell. Blocking."""
+    """`boot:namespace:pid:start` of this process, unique over all machines and boots; "" when it is not known. Blocking."""
     try:
         pid = int((_PROC / "self").readlink().name)
         return f"{_name_scope()}:{pid}:{_start_of(pid)}"
@@ -31,7 +31,7 @@ def name_process() -> str:
 
 
 def client_id(group: str, process: str) -> str:
-    """What a member calls itself."""
+    """The client id of a member of this process."""
     return f"penstock-{group}{_SEPARATOR}{process}"
 
 
@@ -64,7 +64,7 @@ def _start_of(pid: int) -> str:
 
 
 async def evict_dead(cluster: Cluster, group: str) -> None:
-    """Have the dead leave. Never raises a BrokerError: joining works without it, and takes longer."""
+    """Remove dead members from the group. Raises no BrokerError: without it joining only takes longer."""
     try:
         answer = await cluster.ask_coordinator(group, DescribeGroupsRequest([group]))
         for _, _, _, _, _, members, *_ in answer.groups:

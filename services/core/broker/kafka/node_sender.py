@@ -1,7 +1,7 @@
 """Appends to the partitions that one node leads travel together: one produce request under way per node.
 
-Kafka works off one connection's produce requests one by one, each waiting for its replicas. A request per partition
-would wait for all before it; one request for all partitions waits once.
+Kafka handles the produce requests of a connection one after the other, and waits for the replicas each time. With a request
+per partition, each would wait for all before it. One request for all partitions waits once.
 """
 
 import asyncio
@@ -45,9 +45,9 @@ class NodeSender:
         self.task: asyncio.Task[None] | None = None
 
     def add(self, batch: PendingBatch, timeout: float) -> None:
-        """Queue it; the task starts on the loop's next turn, so what this turn adds leaves together.
+        """Queue it. The task starts on the loop's next turn: batches that this turn adds leave together.
 
-        Raises Throttled when the broker asked for silence for longer than `timeout` seconds.
+        Raises Throttled when the broker asked us to send nothing for `timeout` seconds or more.
         """
         muted = self._throttled_until - time.monotonic()
         if muted >= timeout:
@@ -66,7 +66,7 @@ class NodeSender:
             self.task = None
 
     async def _exchange(self) -> None:
-        """Connect, take what waits, send it, hand out the answers. Every batch taken is settled."""
+        """Connect, send the waiting batches, settle each with its answer."""
         batches: list[PendingBatch] = []
         try:
             client = await self._cluster.client()
@@ -93,7 +93,7 @@ class NodeSender:
                 client.force_metadata_update()
 
     def _next_request(self) -> list[PendingBatch]:
-        """What waits and still matters, up to a request's size, one batch per partition."""
+        """Remove the next batches from the queue: up to a request's size, one per partition, without the cancelled ones."""
         taken: dict[tuple[str, int], PendingBatch] = {}
         rest: list[PendingBatch] = []
         size = 0
@@ -117,7 +117,7 @@ class NodeSender:
         return Produce(list(topics.items()), patience)
 
     def _settle(self, batches: list[PendingBatch], answer: Any) -> set[int]:
-        """Hand out the answers. Their error codes."""
+        """Settle each batch with its answer. Gives the error codes."""
         codes = set[int]()
         waiting = {(batch.topic, batch.partition): batch for batch in batches}
         for topic, partitions in answer.topics:

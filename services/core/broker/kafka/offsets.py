@@ -1,7 +1,6 @@
 """Offsets: where partitions begin and end, the group's commits and their metadata, lag, and where a log was cut off.
 
-Kafka commits the next offset to read; the contract the last processed one. The difference stays in this file and in
-`consumer`.
+Kafka commits the next offset to read, the contract the last processed one. This file, `consumer` and `admin` convert them.
 """
 
 import asyncio
@@ -9,7 +8,7 @@ import re
 import time
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from datetime import datetime
 from typing import Any, NamedTuple, Self
 
@@ -21,7 +20,7 @@ from aiokafka.record.memory_records import MemoryRecords
 from services.core.broker.contract import Lag, Start
 from services.core.broker.errors import Unavailable, UnknownTopic
 from services.core.broker.kafka.cluster import Cluster
-from services.core.broker.kafka.error_codes import raise_for, raise_for_leader
+from services.core.broker.kafka.error_codes import FENCED, raise_for, raise_for_leader
 from services.core.broker.kafka.protocol import EpochEndRequest
 from services.core.broker.kafka.record_batch import drop_aborted, end_of
 from services.core.broker.record import TopicPartition
@@ -32,9 +31,9 @@ _PART = re.compile(r"(partitions|topic|epoch)=([0-9a-zA-Z-]{1,40})")
 class CommitMetadata(NamedTuple):
     """The metadata of every commit, for the next owner of the partition. None, "": not known (an administrator made the commit).
 
-    partitions: how many the topic had when the group began. topic: the id of the topic; its name can be given to another topic
-    later, for which a late commit says nothing. epoch: of the leader that wrote the last processed record; it tells whether the
-    log was cut off below the commit since (`find_cuts`).
+    partitions: the topic's number of partitions when the group began. topic: the topic's id; a commit for an earlier topic
+    of this name does not count. epoch: of the leader that wrote the last processed record; by it `find_cuts` finds whether
+    the log was cut off below the commit since.
     """
 
     partitions: int | None = None
@@ -43,7 +42,7 @@ class CommitMetadata(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Whatever is not understood is left out: others commit with metadata of their own."""
+        """Unknown parts are left out: other programs commit with metadata of their own."""
         found = {part[1]: part[2] for part in map(_PART.fullmatch, text.split(";")) if part}
         partitions, epoch = found.get("partitions", ""), found.get("epoch", "")
         return cls(
@@ -60,7 +59,7 @@ class CommitMetadata(NamedTuple):
 LATEST, EARLIEST = -1, -2
 _NONE = -1
 _READ_COMMITTED = 1
-"""Others may write in transactions: what they rolled back is no record, and the end is that of the settled ones."""
+"""Other producers may write in transactions. Rolled-back records do not count; the end is before the first open transaction."""
 _FIRST_WITH_REPLICA = 11
 """Fetch answers from this version on name a replica between the rolled-back transactions and the data."""
 _FETCH_WAIT_MS = 500
@@ -76,7 +75,7 @@ async def partitions_of(cluster: Cluster, topics: Collection[str]) -> list[Topic
 
 
 def by_topic(rows: Iterable[tuple[TopicPartition, Any]]) -> list[tuple[str, list[tuple[Any, ...]]]]:
-    """Rows as requests want them: [(topic, [(partition, *values), …]), …]."""
+    """Rows in the shape of requests: [(topic, [(partition, *values), …]), …]."""
     topics: defaultdict[str, list[tuple[Any, ...]]] = defaultdict(list)
     for source, values in rows:
         topics[source.topic].append((source.partition, *values))
@@ -97,14 +96,23 @@ async def leaders_of(cluster: Cluster, sources: Collection[TopicPartition]) -> d
     return leaders
 
 
+_Rows = list[tuple[str, list[tuple[Any, ...]]]]
+
+
+async def _ask_leaders(
+    cluster: Cluster, asked: Mapping[TopicPartition, int], make_request: Callable[[_Rows], Any]
+) -> list[Any]:
+    """Ask the leader of each partition about its number in `asked`, in one request for each node. Gives the answers."""
+    by_node: defaultdict[int, list[tuple[TopicPartition, tuple[int]]]] = defaultdict(list)
+    for source, node in (await leaders_of(cluster, asked)).items():
+        by_node[node].append((source, (asked[source],)))
+    return await asyncio.gather(*(cluster.ask(node, make_request(by_topic(rows))) for node, rows in by_node.items()))
+
+
 async def list_offsets(cluster: Cluster, when: Mapping[TopicPartition, int]) -> dict[TopicPartition, int]:
     """Offset by partition for LATEST, EARLIEST or a time in ms (the first record not older; absent when there is none)."""
-    by_node: defaultdict[int, list[tuple[TopicPartition, tuple[int]]]] = defaultdict(list)
-    for source, node in (await leaders_of(cluster, when)).items():
-        by_node[node].append((source, (when[source],)))
     found: dict[TopicPartition, int] = {}
-    requests = [cluster.ask(node, OffsetRequest(-1, _READ_COMMITTED, by_topic(rows))) for node, rows in by_node.items()]
-    for answer in await asyncio.gather(*requests):
+    for answer in await _ask_leaders(cluster, when, lambda rows: OffsetRequest(-1, _READ_COMMITTED, rows)):
         for topic, partitions in answer.topics:
             for partition, code, _, offset in partitions:
                 raise_for_leader(code, f"offsets of {topic}[{partition}]")
@@ -129,7 +137,7 @@ async def starts(cluster: Cluster, sources: Collection[TopicPartition], start: S
 
 
 class Committed(NamedTuple):
-    """What a group has stored for a partition. position: the next offset to read."""
+    """A group's commit in a partition. position: the next offset to read."""
 
     position: int
     metadata: CommitMetadata
@@ -138,7 +146,7 @@ class Committed(NamedTuple):
 async def fetch_committed(
     cluster: Cluster, group: str, sources: Collection[TopicPartition]
 ) -> dict[TopicPartition, Committed]:
-    """What the group has committed, for whichever topic had the name then; partitions without a commit are absent."""
+    """The group's commits, also those for an earlier topic of this name; partitions without a commit are absent."""
     topics = [(topic, [row[0] for row in rows]) for topic, rows in by_topic((source, ()) for source in sources)]
     answer = await cluster.ask_coordinator(group, OffsetFetchRequest(group, topics))
     raise_for(getattr(answer, "error_code", 0), f"committed offsets of group {group}")
@@ -178,7 +186,7 @@ async def commit_without_member(cluster: Cluster, group: str, topic: str, positi
 
 
 async def copy_positions(cluster: Cluster, group: str, to: str, topic: str) -> bool:
-    """Commit for group `to` what `group` has committed, with its metadata, where `to` has nothing; whether there was anything.
+    """Copy the commits of `group`, with their metadata, to group `to`, where that has none. Gives whether any was copied.
 
     Raises as `commit_without_member`.
     """
@@ -202,13 +210,9 @@ async def _commit_rows(cluster: Cluster, group: str, topic: str, rows: list[tupl
     answer = await cluster.ask_coordinator(group, OffsetCommitRequest(group, -1, "", -1, [(topic, rows)]))
     for _, partitions in answer.topics:
         for partition, code in partitions:
-            if code in _HAS_MEMBERS:
+            if code in FENCED:
                 raise Unavailable(f"group {group} has members. Try: stop them first")
             raise_for(code, f"commit of group {group} in {topic}[{partition}]")
-
-
-_HAS_MEMBERS = frozenset({22, 25, 27})
-"""ILLEGAL_GENERATION, UNKNOWN_MEMBER_ID, REBALANCE_IN_PROGRESS: what a commit from outside gets while there are members."""
 
 
 class Fetched(NamedTuple):
@@ -221,8 +225,7 @@ class Fetched(NamedTuple):
 async def fetch(
     cluster: Cluster, source: TopicPartition, node: int, offset: int, *, max_bytes: int = 1 << 20
 ) -> Fetched:
-    """The raw batches from the one with `offset` on, one at least and cut off at `max_bytes`; empty when there is nothing,
-    or nothing any more."""
+    """The raw batches from the one with `offset` on: at least one, cut off at `max_bytes`. Empty when there is none."""
     wanted = [(source.topic, [(source.partition, offset, max_bytes)])]
     answer = await cluster.ask(node, FetchRequest(_FETCH_WAIT_MS, 1, max_bytes, _READ_COMMITTED, wanted))
     for _, partitions in answer.topics:
@@ -234,7 +237,7 @@ async def fetch(
 
 
 async def time_of(cluster: Cluster, source: TopicPartition, node: int, offset: int) -> int | None:
-    """Timestamp (ms) of the first record at or behind `offset`; None when there is none, only marks of transactions."""
+    """Timestamp (ms) of the first record at or behind `offset`; None when there is none (only marks of transactions)."""
     while True:
         fetched = await fetch(cluster, source, node, offset)
         batches = MemoryRecords(drop_aborted(*fetched))
@@ -255,7 +258,7 @@ _NO_LAG = Lag(0, 0)
 
 
 class LagMeter:
-    """Measures lag. One small read per lagging partition finds its oldest record's time; kept until the position moves."""
+    """Measures lag. A small read finds the time of a partition's oldest record; it is kept until the position moves."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
@@ -273,7 +276,7 @@ class LagMeter:
         lags = dict.fromkeys(positions, _NO_LAG)
         for source, offset in behind.items():
             oldest = self._times[source][1]
-            if oldest is not None:  # else only marks of transactions lie there, or what was rolled back
+            if oldest is not None:  # else there are only marks of transactions and rolled-back records
                 lags[source] = Lag(end[source] - offset, max(0, now - oldest))
         return lags
 
@@ -282,7 +285,7 @@ class LagMeter:
         return at == offset and time_of_it is not None
 
     async def _find_times(self, positions: Mapping[TopicPartition, int]) -> None:
-        """The oldest record that is still stored counts when the position itself has expired."""
+        """If the position itself has expired, the oldest stored record counts."""
         leaders = await leaders_of(self._cluster, positions)
         kept = await list_offsets(self._cluster, dict.fromkeys(positions, EARLIEST))
         reads = [
@@ -294,21 +297,21 @@ class LagMeter:
 
 
 # Every batch carries the epoch of the leader that wrote it. A log that lost its end (an unclean election, a restored disk) goes
-# on at lower offsets under a higher epoch. The position alone does not show it: once there are enough new records the position
-# looks healthy, and the records between the cut and the position would be skipped. So a commit carries the epoch of its last
-# record, and whoever reads on asks the leader where that epoch ended (KIP-320).
+# on at lower offsets under a higher epoch. The position alone does not show this: once there are enough new records, the position
+# is valid again, and the records between the cut and the position would be skipped. So a commit carries the epoch of its last
+# record, and the next owner asks the leader where that epoch ended (KIP-320).
 
 _KEPT = 100
 
 
 class EpochHistory:
-    """From which offset on which epoch wrote, of one partition; in the order in which it was read."""
+    """The epochs that wrote one partition's records, each with its first offset, in the order of reading."""
 
     def __init__(self, starts: Iterable[tuple[int, int]] = ()) -> None:
         self._starts = list(starts)
 
     def record(self, first: int, epoch: int) -> None:
-        """Records from offset `first` on were written under `epoch`. What was known of them before is forgotten."""
+        """Records from offset `first` on were written under `epoch`. This replaces earlier entries about them."""
         while self._starts and self._starts[-1][0] >= first:
             self._starts.pop()
         if not self._starts or self._starts[-1][1] != epoch:
@@ -316,12 +319,12 @@ class EpochHistory:
             del self._starts[:-_KEPT]
 
     def find(self, offset: int) -> int | None:
-        """The epoch of the record there; None when it is not known."""
+        """The epoch of the record at this offset; None when it is not known."""
         index = bisect_right(self._starts, offset, key=lambda start: start[0])
         return self._starts[index - 1][1] if index else None
 
     def between(self, first: int, last: int) -> list[tuple[int, int]]:
-        """(offset, epoch) where they begin, for the records from `first` to `last`."""
+        """The epochs of the records from `first` to `last`, each as (first offset, epoch)."""
         epoch = self.find(first)
         known = [] if epoch is None else [(first, epoch)]
         return known + [start for start in self._starts if first < start[0] <= last]
@@ -330,18 +333,15 @@ class EpochHistory:
 async def find_cuts(
     cluster: Cluster, read: Mapping[TopicPartition, tuple[int, int]]
 ) -> dict[TopicPartition, int | None]:
-    """Of those read up to (next offset, epoch of the last record): where the log was cut off below that, if it was.
+    """The partitions whose log was cut off below `read` (next offset, epoch of the last record), with the offset of the cut.
 
-    None: it was, and the leader cannot tell where, because it knows no epoch that high. Raises Unavailable, UnknownTopic.
+    None: the offset is unknown, because the leader knows no epoch that high. Raises Unavailable, UnknownTopic.
     """
     if not read:
         return {}
-    by_node: defaultdict[int, list[tuple[TopicPartition, tuple[int]]]] = defaultdict(list)
-    for source, node in (await leaders_of(cluster, read)).items():
-        by_node[node].append((source, (read[source][1],)))
-    requests = [cluster.ask(node, EpochEndRequest(by_topic(rows))) for node, rows in by_node.items()]
+    epochs = {source: epoch for source, (_, epoch) in read.items()}
     cuts: dict[TopicPartition, int | None] = {}
-    for answer in await asyncio.gather(*requests):
+    for answer in await _ask_leaders(cluster, epochs, EpochEndRequest):
         for topic, partitions in answer.topics:
             for code, partition, _, end in partitions:
                 raise_for_leader(code, f"where a leader's epoch ended in {topic}[{partition}]")

@@ -1,13 +1,13 @@
-"""Where a member begins to read a partition that it was just assigned, and the record of which groups have begun where.
+"""The position at which a member begins to read an assigned partition, and the record of where each group has begun.
 
 A group goes on behind its commit. Without a commit it begins at `Start`, and that position is committed at once. Otherwise a
-group that began at "latest" would begin there again after every restart and skip the records in between, and retention could
-pass a group that never committed without anybody noticing.
+group that began at "latest" would begin there again after every restart, and skip the records in between. And retention could
+remove records that a group without a commit has not read, unnoticed.
 
-Three commits are not believed:
-- one that Kafka has expired: the group is on record as begun, so it stops instead of beginning anew;
-- one for an earlier topic of the same name: the group begins with the oldest record of the new topic;
-- one beyond the place where the log was cut off (`find_cuts`): the group goes on at the cut.
+Three cases in which the commit does not decide:
+- Kafka has expired it: the record says that the group has begun, so it stops instead of beginning again.
+- It is for an earlier topic of the same name: the group begins with the oldest record of the new topic.
+- It is beyond the offset at which the log was cut off (`find_cuts`): the group goes on at the cut.
 
 A partition that was added to the topic after the group began is read from its beginning, whatever `Start` says: its first
 records are new. The number of partitions when the group began is in the metadata of every commit.
@@ -41,10 +41,9 @@ from services.core.broker.record import Batch, Record, TopicPartition
 
 log = structlog.get_logger()
 
-# The record of which groups have begun where. Kafka drops the offsets of a group that has had no members for
-# `offsets.retention.minutes` (seven days by default). Without a record of our own, such a group would look like a new one: at
-# "latest" it would skip the records that waited for it, at "earliest" it would deliver everything again. The metadata of a
-# commit cannot tell, because it goes with the commit; nor can a group of ours. So `penstock.groups` keeps it: one partition,
+# Kafka drops the offsets of a group that has had no members for `offsets.retention.minutes` (seven days by default). Without a
+# record of our own, such a group would be taken for a new one. At "latest" it would skip the records that waited for it; at
+# "earliest" it would deliver everything again. So the topic `penstock.groups` keeps where each group has begun: one partition,
 # compacted, kept for ever, a small record per group and partition. The record is written after the first commit and before the
 # first record is read. A crash in between leaves a commit without a record; the next assignment writes it.
 
@@ -57,20 +56,20 @@ _REMEDY = (
     "Try: another leader for the partition, whose copy may be intact (kafka-reassign-partitions); or, when every group has "
     f"offsets (kafka-consumer-groups --describe), delete {GROUPS}: it is written anew from those"
 )
-_FOREIGN = "it is passed over. Try: let nobody but Penstock write to this topic"
+_FOREIGN = "it is skipped. Try: let nobody but Penstock write to this topic"
 
 Append = Callable[[str, Sequence[Record]], Awaitable[None]]
 
 
 class GroupStart(NamedTuple):
-    """topic: the id of the topic in which the group began. partitions: how many it had then."""
+    """topic: the id of the topic in which the group began. partitions: its number of partitions then."""
 
     topic: str
     partitions: int
 
 
 class GroupStarts:
-    """The content of the topic, read on from where the last read ended. Safe for concurrent use."""
+    """The content of `penstock.groups`; each call reads the records that were added since. Safe for concurrent use."""
 
     def __init__(self, cluster: Cluster, create: Callable[[TopicSpec], Awaitable[None]], append: Append) -> None:
         self._cluster, self._create, self._append = cluster, create, append
@@ -79,7 +78,7 @@ class GroupStarts:
         self._reading = asyncio.Lock()
 
     async def find(self, group: str, sources: Collection[TopicPartition]) -> dict[TopicPartition, GroupStart]:
-        """Those of the partitions in which the group has begun. Raises Unavailable, also when the topic is damaged."""
+        """The partitions in which the group has begun. Raises Unavailable, also when the topic is damaged."""
         async with self._reading:
             await self._read_on()
         keys = {source: _key(group, source) for source in sources}
@@ -91,14 +90,14 @@ class GroupStarts:
         if not new:
             return
         if not self._topic:
-            with suppress(TopicExists):  # another process begins at this moment
+            with suppress(TopicExists):  # another process creates it now
                 await self._create(SPEC)
         records = [Record(key.encode(), msgspec.json.encode(row), 0) for key, row in new.items()]
         await self._append(GROUPS, records)
         self._known |= new
 
     async def copy(self, group: str, to: str, sources: Collection[TopicPartition]) -> bool:
-        """Group `to` has begun where `group` has, unless it has begun there itself; whether there was anything."""
+        """Record that group `to` has begun where `group` has, if it has not yet. Gives whether there was anything to record."""
         theirs, own = await self.find(group, sources), await self.find(to, sources)
         rows = {source: row for source, row in theirs.items() if source not in own}
         await self.record(to, rows)
@@ -123,7 +122,7 @@ class GroupStarts:
             self._next = end if batch is None else batch.offsets[-1] + 1
 
     def _record_batch(self, batch: Batch) -> None:
-        """Raises Unavailable for a damaged one: a group that is not found here begins anew, and skips what waits for it."""
+        """Raises Unavailable for a damaged one: without its record, a group would begin again and skip waiting events."""
         if batch.damage is not None:
             first, last, detail = batch.damage
             raise Unavailable(f"{GROUPS}[0]: offsets {first} to {last} are damaged: {detail}. {_REMEDY}")
@@ -141,10 +140,10 @@ def _key(group: str, source: TopicPartition) -> str:
 
 @dataclass(frozen=True, slots=True)
 class StartPositions:
-    """position: the next offset to read, by partition. fresh: those of them to be committed at once.
+    """position: the next offset to read, by partition. fresh: the partitions to commit at once.
 
-    lost: partitions whose commit is gone, with the error to raise; their position is the oldest record's, and is not read from.
-    metadata: for the commits of this assignment. begun: for `GroupStarts`, once the fresh positions are committed.
+    lost: partitions whose commit is gone, with the error to raise; their position is the oldest record's, and nothing is read.
+    metadata: for the commits of this assignment. begun: to be recorded in `GroupStarts` after the fresh positions are committed.
     """
 
     position: dict[TopicPartition, int] = field(default_factory=dict)
@@ -205,7 +204,7 @@ def count_at_beginning(
     committed: Mapping[TopicPartition, Committed],
     begun: Mapping[TopicPartition, GroupStart],
 ) -> dict[str, int]:
-    """Per topic: the partitions when the group began, as its commits and the record say; those of now when neither does."""
+    """By topic: the number of partitions when the group began, from its commits and the record; else the present number."""
     counts: dict[str, int] = {}
     for source in everything:
         counts[source.topic] = counts.get(source.topic, 0) + 1
@@ -230,7 +229,7 @@ def _lost(group: str, source: TopicPartition, start: int, end: int) -> ErrorFact
 
 
 async def _go_to_cuts(cluster: Cluster, group: str, found: StartPositions) -> None:
-    """Where the log was cut off below the commit, go on at the cut: what is read there now was written since."""
+    """Where the log was cut off below the commit, go on at the cut: the records there were written since."""
     read = {
         source: (found.position[source], note.epoch)
         for source, note in found.metadata.items()

@@ -1,4 +1,4 @@
-"""Requests that aiokafka does not speak, or encodes slowly: the topics' ids, the ends of leaders' epochs, and produce."""
+"""Requests that aiokafka does not have, or encodes slowly: topics with their ids, the ends of leaders' epochs, and produce."""
 
 import struct
 from collections.abc import Sequence
@@ -31,16 +31,36 @@ class Uuid(AbstractType[UUID]):  # type: ignore[misc]  # aiokafka has no types
 
     @classmethod
     def encode(cls, value: UUID) -> bytes:
-        """As it travels."""
         return value.bytes
 
     @classmethod
     def decode(cls, data: BytesIO) -> UUID:
-        """From what travelled."""
         return UUID(bytes=data.read(16))
 
 
 _TEXT = CompactString("utf-8")
+_TAGS = ("tags", TaggedFields)
+_NODES = CompactArray(Int32)
+_BROKERS = CompactArray(("node_id", Int32), ("host", _TEXT), ("port", Int32), ("rack", _TEXT), _TAGS)
+_PARTITIONS = CompactArray(
+    ("error_code", Int16),
+    ("partition", Int32),
+    ("leader", Int32),
+    ("leader_epoch", Int32),
+    ("replicas", _NODES),
+    ("isr", _NODES),
+    ("offline_replicas", _NODES),
+    _TAGS,
+)
+_TOPICS = CompactArray(
+    ("error_code", Int16),
+    ("topic", _TEXT),
+    ("topic_id", Uuid),
+    ("is_internal", Boolean),
+    ("partitions", _PARTITIONS),
+    ("authorized_operations", Int32),
+    _TAGS,
+)
 
 
 class DescribeTopicsResponse(Response):  # type: ignore[misc]  # aiokafka has no types
@@ -50,37 +70,11 @@ class DescribeTopicsResponse(Response):  # type: ignore[misc]  # aiokafka has no
     API_VERSION = 12
     SCHEMA = Schema(
         ("throttle_time_ms", Int32),
-        (
-            "brokers",
-            CompactArray(("node_id", Int32), ("host", _TEXT), ("port", Int32), ("rack", _TEXT), ("tags", TaggedFields)),
-        ),
+        ("brokers", _BROKERS),
         ("cluster_id", _TEXT),
         ("controller_id", Int32),
-        (
-            "topics",
-            CompactArray(
-                ("error_code", Int16),
-                ("topic", _TEXT),
-                ("topic_id", Uuid),
-                ("is_internal", Boolean),
-                (
-                    "partitions",
-                    CompactArray(
-                        ("error_code", Int16),
-                        ("partition", Int32),
-                        ("leader", Int32),
-                        ("leader_epoch", Int32),
-                        ("replicas", CompactArray(Int32)),
-                        ("isr", CompactArray(Int32)),
-                        ("offline_replicas", CompactArray(Int32)),
-                        ("tags", TaggedFields),
-                    ),
-                ),
-                ("authorized_operations", Int32),
-                ("tags", TaggedFields),
-            ),
-        ),
-        ("tags", TaggedFields),
+        ("topics", _TOPICS),
+        _TAGS,
     )
 
 
@@ -92,10 +86,10 @@ class DescribeTopicsStruct(RequestStruct):  # type: ignore[misc]  # aiokafka has
     API_VERSION = 12
     RESPONSE_TYPE = DescribeTopicsResponse
     SCHEMA = Schema(
-        ("topics", CompactArray(("topic_id", Uuid), ("topic", _TEXT), ("tags", TaggedFields))),
+        ("topics", CompactArray(("topic_id", Uuid), ("topic", _TEXT), _TAGS)),
         ("allow_auto_topic_creation", Boolean),
         ("include_topic_authorized_operations", Boolean),
-        ("tags", TaggedFields),
+        _TAGS,
     )
 
 
@@ -108,11 +102,15 @@ class DescribeTopicsRequest(Request[DescribeTopicsStruct]):  # type: ignore[misc
         self._topics = topics
 
     def build(self, request_struct_class: type[DescribeTopicsStruct]) -> DescribeTopicsStruct:
-        """As aiokafka wants it."""
         rows: list[tuple[UUID, str, dict[int, bytes]]] | None = None
         if self._topics is not None:
             rows = [(UUID(int=0), topic, {}) for topic in self._topics]
         return request_struct_class(rows, False, False, {})
+
+
+_TOPIC = ("topic", String("utf-8"))
+_ENDS = Array(("error_code", Int16), ("partition", Int32), ("leader_epoch", Int32), ("end_offset", Int64))
+_EPOCHS = Array(("partition", Int32), ("current_leader_epoch", Int32), ("leader_epoch", Int32))
 
 
 class EpochEndResponse(Response):  # type: ignore[misc]  # aiokafka has no types
@@ -120,19 +118,7 @@ class EpochEndResponse(Response):  # type: ignore[misc]  # aiokafka has no types
 
     API_KEY = 23
     API_VERSION = 3
-    SCHEMA = Schema(
-        ("throttle_time_ms", Int32),
-        (
-            "topics",
-            Array(
-                ("topic", String("utf-8")),
-                (
-                    "partitions",
-                    Array(("error_code", Int16), ("partition", Int32), ("leader_epoch", Int32), ("end_offset", Int64)),
-                ),
-            ),
-        ),
-    )
+    SCHEMA = Schema(("throttle_time_ms", Int32), ("topics", Array(_TOPIC, ("partitions", _ENDS))))
 
 
 class EpochEndStruct(RequestStruct):  # type: ignore[misc]  # aiokafka has no types
@@ -141,20 +127,11 @@ class EpochEndStruct(RequestStruct):  # type: ignore[misc]  # aiokafka has no ty
     API_KEY = 23
     API_VERSION = 3
     RESPONSE_TYPE = EpochEndResponse
-    SCHEMA = Schema(
-        ("replica_id", Int32),
-        (
-            "topics",
-            Array(
-                ("topic", String("utf-8")),
-                ("partitions", Array(("partition", Int32), ("current_leader_epoch", Int32), ("leader_epoch", Int32))),
-            ),
-        ),
-    )
+    SCHEMA = Schema(("replica_id", Int32), ("topics", Array(_TOPIC, ("partitions", _EPOCHS))))
 
 
 class EpochEndRequest(Request[EpochEndStruct]):  # type: ignore[misc]  # aiokafka has no types
-    """Where, in the leader's log, the records of each of these epochs end. topics: [(topic, [(partition, epoch), …]), …]."""
+    """Where the records of each of these epochs end in the leader's log. topics: [(topic, [(partition, epoch), …]), …]."""
 
     API_KEY = 23
 
@@ -162,7 +139,6 @@ class EpochEndRequest(Request[EpochEndStruct]):  # type: ignore[misc]  # aiokafk
         self._topics = topics
 
     def build(self, request_struct_class: type[EpochEndStruct]) -> EpochEndStruct:
-        """As aiokafka wants it."""
         rows: list[tuple[str, list[tuple[int, int, int]]]] = [
             (topic, [(partition, _UNKNOWN, epoch) for partition, epoch in partitions])
             for topic, partitions in self._topics
@@ -204,5 +180,4 @@ class Produce(Request[_Produce7]):  # type: ignore[misc]  # aiokafka has no type
         self._topics, self._patience = topics, patience
 
     def build(self, version: type[_Produce7]) -> _Produce7:
-        """Called by aiokafka."""
         return version(None, _ALL_REPLICAS, self._patience, self._topics)

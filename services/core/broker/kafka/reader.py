@@ -28,13 +28,13 @@ ErrorFactory = Callable[[], BrokerError]
 _READ_BYTES = 2 * MAX_BATCH_BYTES
 """A damaged batch of ours, and the whole one behind it."""
 _MAX_RAW = MAX_RECORD_BYTES - BATCH_FRAMING
-"""Leaves room for what a dead letter says of them."""
+"""Leaves room for the other fields of a dead letter."""
 
 
 class Damaged(NamedTuple):
-    """first: the first offset that cannot be read. is_next: it is the very next to be read. fault: what to raise for it.
+    """first: the first offset that cannot be read. is_next: no readable record is before it. fault: makes the error to raise.
 
-    replacement: what stands for it when reading can go on behind it, else None.
+    replacement: the batch to return in its place, when reading can go on behind it; else None.
     """
 
     first: int
@@ -44,7 +44,7 @@ class Damaged(NamedTuple):
 
 
 async def find_gaps(cluster: Cluster, wanted: Mapping[TopicPartition, int]) -> dict[TopicPartition, ErrorFactory]:
-    """Those of the positions that lie outside of what is stored, with the error to raise for each."""
+    """The positions outside of the stored range, with the error to raise for each."""
     first = await list_offsets(cluster, dict.fromkeys(wanted, EARLIEST))
     end = await ends(cluster, wanted)
     return {
@@ -59,7 +59,7 @@ def _gap(source: TopicPartition, wanted: int, first: int, end: int) -> ErrorFact
 
 
 async def find_damage(cluster: Cluster, positions: Mapping[TopicPartition, int]) -> dict[TopicPartition, Damaged]:
-    """Read on at each position, two megabytes at most; those with a batch that cannot be read. Raises Unavailable."""
+    """Read two megabytes at each position. Gives the positions with an unreadable batch. Raises Unavailable."""
     found: dict[TopicPartition, Damaged] = {}
     leaders = await leaders_of(cluster, positions)
     for source, offset in positions.items():
@@ -76,7 +76,7 @@ async def find_damage(cluster: Cluster, positions: Mapping[TopicPartition, int])
 
 
 async def _confirm(cluster: Cluster, source: TopicPartition, leader: int, claimed_end: int | None) -> int | None:
-    """The claimed end, if that is the partition's end, or if an intact batch begins exactly there."""
+    """The claimed end, if the partition ends there or an intact batch begins there; else None."""
     if claimed_end is None:
         return None
     end = (await ends(cluster, [source]))[source]
@@ -115,7 +115,7 @@ async def read_at(cluster: Cluster, source: TopicPartition, offset: int, max_rec
     try:
         fetched = await fetch(cluster, source, leader, offset, max_bytes=MAX_POLL_BYTES)
     except BrokerError:
-        await _raise_gap(cluster, source, offset)  # retention may have passed meanwhile
+        await _raise_gap(cluster, source, offset)  # retention may have removed it meanwhile
         raise
     if rows := list(islice(readable_rows(drop_aborted(*fetched), offset), max_records)):
         return make_batch(source, rows)
@@ -126,7 +126,7 @@ async def read_at(cluster: Cluster, source: TopicPartition, offset: int, max_rec
         raise damaged.fault()
     if not fetched.data:
         raise Unavailable(f"{source.topic}[{source.partition}]: nothing could be read at {offset}, the end is {end}")
-    behind = end_of(fetched.data, offset)  # these were marks of transactions, and what was rolled back: no records
+    behind = end_of(fetched.data, offset)  # only marks of transactions, and rolled-back records
     return await read_at(cluster, source, behind, max_records) if offset < behind < end else None
 
 

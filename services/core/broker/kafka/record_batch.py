@@ -18,15 +18,15 @@ MAX_RECORD_BYTES = (1 << 20) + (64 << 10)
 """Key + value + headers of one record: a payload of 1 MiB with room for key and headers."""
 
 BATCH_FRAMING = 16 << 10
-"""Above any batch header, record header and header varints of one record."""
+"""More than the batch header, record header and header lengths of one record."""
 
 MAX_BATCH_BYTES = MAX_RECORD_BYTES + BATCH_FRAMING
-"""max.message.bytes of the topics that we create."""
+"""max.message.bytes of our topics."""
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Who sends: with it the broker recognises a batch that it has already. See `appender`."""
+    """The producer's identity: by it the broker recognises a batch that it has already. See `appender`."""
 
     producer_id: int
     epoch: int
@@ -41,7 +41,7 @@ class Packed:
 
 
 def pack(records: Sequence[Record], limit: int, identity: Identity, sequence: int) -> Packed:
-    """As many of the records (at least one) as a batch of `limit` bytes holds. A first record above it is packed alone."""
+    """Pack as many of the records as a batch of `limit` bytes holds, but at least one."""
     builder = DefaultRecordBatchBuilder(_MAGIC, _UNCOMPRESSED, 0, identity.producer_id, identity.epoch, sequence, limit)
     add = builder.append
     count = 0
@@ -50,12 +50,6 @@ def pack(records: Sequence[Record], limit: int, identity: Identity, sequence: in
             break
         count += 1
     return Packed(count, builder.build())
-
-
-def content_bytes(record: Record) -> int:
-    """Key + value + headers, exactly."""
-    size = len(record.key or b"") + len(record.value or b"")
-    return size + sum(len(name.encode()) + len(value) for name, value in record.headers)
 
 
 def make_batch(source: TopicPartition, rows: Sequence[Any]) -> Batch:
@@ -73,21 +67,21 @@ def make_batch(source: TopicPartition, rows: Sequence[Any]) -> Batch:
 
 
 def _with_event_time(record: Record) -> Record:
-    """What a writer that sets no timestamps (Spark) wrote, as ingest would have."""
+    """The record of a writer that sets no timestamps (Spark), as ingest would have written it."""
     timestamp, headers = restore_time(record.timestamp, record.headers)
     return Record(record.key, record.value, timestamp, headers)
 
 
 def _without_null(headers: Iterable[tuple[str, bytes | None]]) -> Headers:
-    """Kafka allows a header without a value; other people's records have some. For us it is empty."""
+    """Kafka allows headers without a value, and other producers write some. We read them as empty."""
     return tuple((name, value or b"") for name, value in headers)
 
 
 # Reading the raw batches of a fetch answer: which batch cannot be read, and where reading may go on behind it.
 #
-# A batch's checksum covers neither its offset nor its length, so neither is believed alone. Reading goes on where, by the
-# lengths, a batch begins whose own checksum holds. Where no batch follows (the end of a segment or of the partition), the
-# header must agree with itself and then with the broker: see `reader`.
+# A batch's checksum covers neither its offset nor its length, so neither is trusted alone. Reading goes on at the next batch, as
+# the lengths tell, whose own checksum is right. If no batch follows (the end of a segment or of the partition), two fields of the
+# header must agree with each other, and then with the broker: see `reader`.
 
 _FRAME = struct.Struct(">qi")
 _EPOCH = struct.Struct(">i")
@@ -109,11 +103,11 @@ class Row(NamedTuple):
 
 
 class Unreadable(NamedTuple):
-    """first: the first offset that cannot be read, not before the position. raw: as stored, of all that is passed over.
+    """first: the first offset that cannot be read, not before the position. raw: the stored bytes that are passed over.
 
-    is_next: no readable record lies between the position and it. resume: the first readable offset behind it; None when
-    that is not certain. claimed_end: one behind its last offset as its header says, if nothing lies behind it and
-    the header is in order. passable: False when it is not damaged, but we cannot decompress it.
+    is_next: no readable record is between the position and it. resume: the first readable offset behind it; None when
+    that is not certain. claimed_end: one behind the last offset by its header, if nothing follows and the header agrees
+    with itself. passable: False when it is not damaged, but compressed in a way that we cannot read.
     """
 
     first: int
@@ -126,9 +120,9 @@ class Unreadable(NamedTuple):
 
 
 def find_unreadable(data: bytes, position: int) -> Unreadable | None:
-    """The first batch at or behind `position` that cannot be read; None when all of `data` can.
+    """The first batch at or behind `position` that cannot be read; None when all can.
 
-    What the fetch cut off at its end is ignored, unless it stands first: Kafka sends at least one whole batch.
+    A batch that the fetch cut off is ignored, unless it is the first: Kafka sends at least one whole batch.
     """
     at, is_next = 0, True
     while piece := _cut(data, at):
@@ -157,7 +151,7 @@ def readable_rows(data: bytes, position: int) -> Iterator[Row]:
 
 
 def drop_aborted(data: bytes, aborted: Iterable[tuple[int, int]]) -> bytes:
-    """The batches without those of rolled-back transactions; what cannot be read stays.
+    """The batches without those of rolled-back transactions. Unreadable ones stay.
 
     aborted: (producer id, first offset) of each, as a fetch answer lists them.
     """
@@ -182,7 +176,7 @@ def drop_aborted(data: bytes, aborted: Iterable[tuple[int, int]]) -> bytes:
 
 
 def end_of(data: bytes, position: int) -> int:
-    """One behind the last whole batch; `position` when there is none, or all lies before it."""
+    """The offset behind the last whole batch, at least `position`."""
     at = 0
     while piece := _cut(data, at):
         at += len(piece)
@@ -203,7 +197,7 @@ def epochs_of(data: bytes) -> Iterator[tuple[int, int]]:
 
 
 def _claimed_last(piece: bytes) -> int:
-    """The batch's last offset as its header says; of old formats the base, which is their last record's."""
+    """The batch's last offset by its header; in old formats the base is the last offset."""
     if len(piece) < _HEADER.size or piece[_MAGIC_AT] != _MAGIC:
         return _base(piece)
     last_delta: int = _HEADER.unpack_from(piece)[6]
@@ -217,7 +211,7 @@ def first_offset(data: bytes) -> int | None:
 
 
 def _cut(data: bytes, at: int) -> bytes:
-    """The batch there, as long as it says; empty when it is not whole."""
+    """The batch at this position, by its own length; empty when it is not whole."""
     if len(data) - at < _FRAME.size:
         return b""
     length: int = _FRAME.unpack_from(data, at)[1]
@@ -231,7 +225,7 @@ def _base(piece: bytes) -> int:
 
 
 def _examine(piece: bytes, position: int) -> tuple[Exception | None, bool]:
-    """(why it cannot be read, whether it holds records from `position` on)."""
+    """(the error of reading it, whether it has records from `position` on)."""
     try:
         batch = MemoryRecords(piece).next_batch()
         if batch is None or not batch.validate_crc():
@@ -239,7 +233,7 @@ def _examine(piece: bytes, position: int) -> tuple[Exception | None, bool]:
         if batch.is_control_batch:
             return None, False
         return None, max((record.offset for record in batch), default=-1) >= position
-    except Exception as error:  # whatever altered bytes make of a decoder
+    except Exception as error:  # altered bytes make a decoder raise anything
         return error, False
 
 

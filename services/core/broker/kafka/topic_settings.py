@@ -26,17 +26,17 @@ class Limits:
 
 
 async def read_settings(cluster: Cluster, topic: str, names: Sequence[str]) -> dict[str, str]:
-    """The topic's settings as they are in force, the cluster's where it has none. Raises UnknownTopic, Unavailable."""
+    """The topic's effective settings: its own, else the cluster's. Raises UnknownTopic, Unavailable."""
     answer = await cluster.ask_any(DescribeConfigsRequest([(_TOPIC, topic, list(names))]))
     code, _, _, _, entries = answer.resources[0]
     if code == UNKNOWN_TOPIC and topic in await cluster.describe([topic]):
-        raise Unavailable(f"settings of {topic}: the node that was asked has not heard of it yet")
+        raise Unavailable(f"settings of {topic}: the node that was asked does not know it yet")
     raise_for(code, f"settings of {topic}")
     return {entry[0]: entry[1] for entry in entries}
 
 
 async def read_broker_setting(cluster: Cluster, name: str) -> str:
-    """As one of the nodes has it in force. Raises Unavailable."""
+    """The setting of one of the nodes. Raises Unavailable."""
     node = min(broker.nodeId for broker in (await cluster.client()).cluster.brokers())
     answer = await cluster.ask(node, DescribeConfigsRequest([(_BROKER, str(node), [name])]))
     code, _, _, _, entries = answer.resources[0]
@@ -115,7 +115,7 @@ def warn_of_short_offsets(minutes: int, kept: Mapping[str, int]) -> None:
 
 
 def find_problems(topic: str, state: TopicState, min_in_sync: str, unclean: str, brokers: int) -> Iterator[_Problem]:
-    """What is wrong: (topic, key, text). `brokers`: how many the cluster has; those of the moment are what it knows of."""
+    """The problems of a topic: (topic, key, text). `brokers`: the number of nodes that are up."""
     replicas = [partition.replicas for partition in state.partitions.values()]
     fewest, most, needed = min(replicas), max(replicas), int(min_in_sync)
     if fewest < needed:
@@ -123,7 +123,7 @@ def find_problems(topic: str, state: TopicState, min_in_sync: str, unclean: str,
         text += f"Try: kafka-reassign-partitions for more replicas, or kafka-configs to set {MIN_IN_SYNC} to {fewest}"
         yield topic, REPLICAS, text
     elif needed == 1 and max(brokers, most) >= _ENOUGH:
-        text = f"1 of {fewest} replicas: an acknowledged event may lie on one broker alone, and is lost with it. Try: "
+        text = f"1 of {fewest} replicas: an acknowledged event may be stored on one broker only, and is lost with it. Try: "
         text += "" if fewest > 1 else "kafka-reassign-partitions for three replicas, then "
         yield topic, MIN_IN_SYNC, text + f"kafka-configs to set {MIN_IN_SYNC} to 2"
     if unclean == "true" and most > 1:

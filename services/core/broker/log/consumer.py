@@ -21,14 +21,13 @@ _Answer = tuple[OwnedPartition, int, "ReadResult | BrokerError | None"]
 
 
 class LogConsumer:
-    """`contract.Consumer` over the embedded log. skipped: the number of lost records that `repair` has noted, passed over."""
+    """`contract.Consumer` over the embedded log."""
 
     def __init__(self, shared: SharedResources, membership: LogMembership, clock: WallClock) -> None:
         self._shared, self._membership, self._clock = shared, membership, clock
         self._turn = 0
         self._look_at = 0
         self._errors: list[BrokerError] = []
-        self.skipped = 0
 
     def assignment(self) -> frozenset[TopicPartition]:
         return frozenset(self._membership.held)
@@ -165,7 +164,6 @@ class LogConsumer:
             owned.retry_at = boot_ms() + _RETRY_MS
         elif answer is not None:
             owned.position, owned.rest = answer.offset, answer.records
-            self.skipped += answer.skipped
 
 
 def _pop_batch(owned: OwnedPartition, count: int) -> Batch:

@@ -276,20 +276,14 @@ def _create(folder: DataFolder) -> None:
         incarnation = uuid.uuid4().bytes
         HighWaterMarks.create(files.marks, incarnation, [0])
         draft = files.db.with_name(f".{uuid.uuid4().hex}.draft")
-        connection = connect(draft, create=True)
-        try:
-            with connection:
-                connection.execute(TABLES)
-                connection.execute("INSERT INTO state VALUES(1, 0)")
-                write_meta(connection, Meta(FORMAT, "groups", incarnation, 1, None, None, 0))
-        finally:
-            connection.close()
+        with closing(connect(draft, create=True)) as connection, connection:
+            connection.execute(TABLES)
+            connection.execute("INSERT INTO state VALUES(1, 0)")
+            write_meta(connection, Meta(FORMAT, "groups", incarnation, 1, None, None, 0))
         draft.rename(files.db)
-        connection = connect(files.db)  # makes the write-ahead log, so that its name is synced with the folder
-        try:
+        with closing(connect(files.db)) as connection:
+            # This makes the write-ahead log, so that its name is synced with the folder.
             connection.execute("UPDATE state SET commits=commits")
-        finally:
-            connection.close()
         folder.sync_names()
 
 

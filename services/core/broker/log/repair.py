@@ -1,4 +1,7 @@
-"""Checking a data folder: every record read and compared with its checksum. Blocking; may run beside a working fleet."""
+"""Checking a data folder, and accepting a loss. Blocking.
+
+`verify` reads every record and compares it with its checksum; it may run beside a working fleet.
+"""
 
 import fcntl
 import os
@@ -7,7 +10,6 @@ import uuid
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import NamedTuple
 
 from services.core.broker.errors import Unavailable, UnknownTopic
 from services.core.broker.log.clock import WallClock
@@ -22,11 +24,9 @@ from services.core.broker.log.sqlite_file import (
     Meta,
     checksum,
     connect,
-    fetch,
     shared_lock,
     write_meta,
 )
-from services.core.broker.log.topic_reader import TopicReader
 from services.core.broker.log.topic_store import COLUMNS
 from services.core.broker.log.topics import topic_names
 from services.core.folders import make_folder, sync_folder
@@ -69,28 +69,11 @@ def _verify_groups(folder: DataFolder) -> GroupScan:
         return scan_groups(folder)
 
 
-# Accepting a loss: readable records are copied to a fresh file, lost ranges are noted there, reading goes on behind them.
-#
-# Nothing is deleted: the damaged files stay in `damaged/<topic>-<time>/`. A topic is repaired while nobody has it
-# open; others go on. Readers pass over noted ranges and count them (`LogConsumer.skipped`); `gaps` lists them for ever.
+# Accepting a loss: readable records are copied to a new file, lost ranges are recorded in its table `gaps`, and reading goes on
+# behind them. Nothing is deleted: the damaged files stay in `damaged/<topic>-<time>/`. A topic is repaired while nobody has it
+# open; others go on.
 
 _LOCK_SECONDS = 5.0
-
-
-class Gap(NamedTuple):
-    """A range that was lost and accepted: offsets first to last. noted_ms: when `repair` noted it."""
-
-    partition: int
-    first: int
-    last: int
-    noted_ms: int
-    reason: str
-
-
-def gaps(path: str | Path, topic: str) -> list[Gap]:
-    """All ranges of a topic that `repair` noted as lost. Raises UnknownTopic, DataDamaged."""
-    with TopicReader(DataFolder.prepare(path), topic) as reader:
-        return [Gap(*row) for row in fetch(reader.store.connection, "SELECT * FROM gaps ORDER BY p, first")]
 
 
 def repair(path: str | Path, topic: str | None = None) -> FolderReport:
@@ -133,9 +116,8 @@ def _repair_topic(folder: DataFolder, files: TopicFiles) -> TopicReport:
 
 
 def _copy_topic(scan: TopicScan, meta: Meta, draft: Path) -> None:
-    connection = connect(draft, create=True)
     now = WallClock().now_ms()
-    try:
+    with closing(connect(draft, create=True)) as connection:
         with connection:
             connection.execute(TOPIC_TABLES)
             write_meta(connection, meta)
@@ -156,8 +138,6 @@ def _copy_topic(scan: TopicScan, meta: Meta, draft: Path) -> None:
                 )
                 lost = [(part.partition, first, last, now, "lost, accepted by repair") for first, last in part.lost]
                 connection.executemany("INSERT INTO gaps VALUES(?,?,?,?,?)", lost)
-    finally:
-        connection.close()
 
 
 def _repair_groups(folder: DataFolder) -> None:
@@ -168,18 +148,14 @@ def _repair_groups(folder: DataFolder) -> None:
         draft = files.db.with_name(f".{uuid.uuid4().hex}.draft")
         incarnation = uuid.uuid4().bytes
         kept = scan.progress | scan.lost
-        connection = connect(draft, create=True)
-        try:
-            with connection:
-                connection.execute(TABLES)
-                connection.execute("INSERT INTO state VALUES(1, ?)", (scan.commits,))
-                write_meta(connection, Meta(FORMAT, "groups", incarnation, 1, None, None, 0))
-                connection.executemany(
-                    "INSERT INTO offsets VALUES(?,?,?,?,?,?,?)",
-                    [(g, *s, *value, checksum(g, *s, *value)) for (g, s), value in kept.items()],
-                )
-        finally:
-            connection.close()
+        with closing(connect(draft, create=True)) as connection, connection:
+            connection.execute(TABLES)
+            connection.execute("INSERT INTO state VALUES(1, ?)", (scan.commits,))
+            write_meta(connection, Meta(FORMAT, "groups", incarnation, 1, None, None, 0))
+            connection.executemany(
+                "INSERT INTO offsets VALUES(?,?,?,?,?,?,?)",
+                [(g, *s, *value, checksum(g, *s, *value)) for (g, s), value in kept.items()],
+            )
         _replace(folder, files, draft, incarnation, [scan.commits])
 
 

@@ -12,7 +12,7 @@ from zlib import crc32
 import msgspec
 
 from services.core.broker.errors import RecordTooLarge
-from services.core.broker.record import RECORD_OVERHEAD, Record
+from services.core.broker.record import RECORD_OVERHEAD, Record, content_bytes
 
 OFFSET_BITS = 40
 MAX_OFFSET = (1 << OFFSET_BITS) - 1
@@ -82,7 +82,7 @@ def pack(records: Sequence[Record]) -> tuple[Packed | None, Failed]:
         failed = tuple(
             (index, RecordTooLarge(f"a record of {size:,} bytes; this broker takes at most {MAX_RECORD_BYTES:,}"))
             for index, record in enumerate(records)
-            if (size := record_bytes(record)) > MAX_RECORD_BYTES
+            if (size := content_bytes(record)) > MAX_RECORD_BYTES
         )
     if failed:
         bad = {index for index, _ in failed}
@@ -142,9 +142,3 @@ def read_row(row: Row) -> list[Record] | None:
     except (struct.error, TypeError, msgspec.MsgspecError):
         return None
     return records if len(records) == row.length else None
-
-
-def record_bytes(record: Record) -> int:
-    """Key + value + headers, as the limit counts them."""
-    size = len(record.key or b"") + len(record.value or b"")
-    return size + sum([len(name.encode()) + len(value) for name, value in record.headers])

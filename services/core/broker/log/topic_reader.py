@@ -2,7 +2,7 @@
 
 `TopicReader` blocks; one thread at a time. `Readers` is for the event loop. Missing or altered records are never passed over:
 `read` gives the intact records before them, and the next `read` from there raises DataDamaged with their exact range. Ranges that
-`repair` has noted as lost are passed over, and counted.
+`repair` has recorded as lost are passed over.
 
 No record above the high-water mark is returned: it may not be on the disk yet. A consumer that commits it would miss the record
 that gets its offset after a power cut. Records of a dead writer are synced and marked first (`TopicStore.sync_and_mark`).
@@ -31,11 +31,10 @@ _ROWS = 16
 
 
 class ReadResult(NamedTuple):
-    """Consecutive records of one partition. `offset`: of the first one. `skipped`: records lost before it (repaired)."""
+    """Consecutive records of one partition. `offset`: of the first one."""
 
     offset: int
     records: list[Record]
-    skipped: int = 0
 
 
 class TopicReader(OpenTopic):
@@ -188,9 +187,7 @@ class TopicReader(OpenTopic):
         run = self._read_rows(partition, after, max_records) or self._read_behind_gap(
             partition, after, max_records, mark
         )
-        if run is None:
-            return ReadResult(after, [], after - offset)
-        return run._replace(skipped=run.skipped + after - offset)
+        return run or ReadResult(after, [])
 
     def _raise_damage(self, partition: int, offset: int, end: int, detail: str) -> NoReturn:
         """Raises with the unreadable range at `offset`; without one when all acknowledged records are before it."""

@@ -102,18 +102,14 @@ def register_group(folder: DataFolder, topic: str, group: str) -> None:
 
 
 def _write_draft(path: Path, spec: TopicSpec, incarnation: bytes) -> None:
-    connection = connect(path, create=True)  # closing checkpoints and removes the write-ahead log: one whole file
-    try:
-        with connection:
-            connection.execute(TOPIC_TABLES)
-            kept = (spec.retention_ms, spec.retention_bytes, WallClock().now_ms())
-            meta = Meta(FORMAT, spec.name, incarnation, spec.partitions, *kept)
-            write_meta(connection, meta)
-            connection.executemany(
-                "INSERT INTO partitions VALUES(?,0,0,?)", [(p, checksum(p, 0, 0)) for p in range(spec.partitions)]
-            )
-    finally:
-        connection.close()
+    # Closing checkpoints, and removes the write-ahead log: one whole file.
+    with closing(connect(path, create=True)) as connection, connection:
+        connection.execute(TOPIC_TABLES)
+        kept = (spec.retention_ms, spec.retention_bytes, WallClock().now_ms())
+        write_meta(connection, Meta(FORMAT, spec.name, incarnation, spec.partitions, *kept))
+        connection.executemany(
+            "INSERT INTO partitions VALUES(?,0,0,?)", [(p, checksum(p, 0, 0)) for p in range(spec.partitions)]
+        )
 
 
 def _make_wal(folder: DataFolder, topic: str) -> None:
