@@ -10,6 +10,7 @@ import base64
 import binascii
 import hashlib
 import hmac
+import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -38,6 +39,11 @@ class BadSecret(ValueError):
 
 class BadSignature(Exception):
     """The request is not authentic, or too old or too new."""
+
+
+def make_secret() -> str:
+    """A new secret, `whsec_…`."""
+    return PREFIX + base64.b64encode(secrets.token_bytes(32)).decode()
 
 
 class SigningKey:

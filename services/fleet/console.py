@@ -1,8 +1,10 @@
 """Prints results to stdout and everything else to stderr. Colours only on a terminal."""
 
+from collections.abc import Collection
 from contextlib import suppress
 
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
 from services.core.masking import mask_text
@@ -20,6 +22,14 @@ def print_note(text: str, style: str = "") -> None:
             ERR.print(Text(mask_text(text), style=style))
         ERR.file.write(line.get())
         ERR.file.flush()
+
+
+def make_table(*columns: str, right: Collection[str] = (), title: str | None = None) -> Table:
+    """An empty table without lines. right: the columns that are aligned to the right."""
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
+    for column in columns:
+        table.add_column(column, no_wrap=True, justify="right" if column in right else "left")
+    return table
 
 
 def print_failure(error: CommandFailed) -> None:

@@ -28,23 +28,23 @@ class InputFile(io.FileIO):
 
     def __init__(self, file: Path | int) -> None:
         super().__init__(file, closefd=not isinstance(file, int))
-        self._told, self._tell = os.pipe()
-        os.set_blocking(self._tell, False)
+        self._stopped, self._stop = os.pipe()
+        os.set_blocking(self._stop, False)
 
     def readinto(self, buffer: Buffer, /) -> int | None:
         """Blocks until there are bytes, the file ends (0), or `stop` is called. After `stop` it returns 0."""
-        ready, _, _ = select.select([self.fileno(), self._told], [], [])
-        return 0 if self._told in ready else super().readinto(buffer)
+        ready, _, _ = select.select([self.fileno(), self._stopped], [], [])
+        return 0 if self._stopped in ready else super().readinto(buffer)
 
     def stop(self) -> None:
         """End the current read and all later ones."""
-        os.write(self._tell, b".")
+        os.write(self._stop, b".")
 
     def close(self) -> None:
         """Close it; a second call does nothing."""
         if not self.closed:
-            os.close(self._told)
-            os.close(self._tell)
+            os.close(self._stopped)
+            os.close(self._stop)
         super().close()
 
 

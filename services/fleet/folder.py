@@ -31,7 +31,7 @@ class ProcessState(msgspec.Struct, frozen=True):
 
 
 class FleetState(msgspec.Struct, frozen=True):
-    """Everything that `status` and `send` need to find a running fleet."""
+    """The state file of a running fleet."""
 
     pid: int
     management: str
@@ -84,22 +84,22 @@ def write_state(data: Path, state: FleetState) -> None:
 
 
 def write_token(data: Path, token: str) -> None:
-    """Write the token that allows to resize this fleet; only the owner can read the file. Blocking."""
-    new = data / f"{TOKEN_FILE}.new"
-    new.unlink(missing_ok=True)
-    with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
-        file.write(token)
-    new.replace(data / TOKEN_FILE)
+    """Write the token that allows to resize this fleet; only the owner can read the file. Blocking. Raises OSError."""
+    _replace_private(data / TOKEN_FILE, token)
 
 
 def keep_observer_token(data: Path) -> None:
     """Create the file with the observer's token if it is missing; only the owner can read it. Blocking. Raises OSError."""
-    new = data / f"{OBSERVER_TOKEN_FILE}.new"
     if not (data / OBSERVER_TOKEN_FILE).exists():
-        new.unlink(missing_ok=True)
-        with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
-            file.write(make_token() + "\n")
-        new.replace(data / OBSERVER_TOKEN_FILE)
+        _replace_private(data / OBSERVER_TOKEN_FILE, make_token() + "\n")
+
+
+def _replace_private(path: Path, text: str) -> None:
+    new = path.with_name(f"{path.name}.new")
+    new.unlink(missing_ok=True)
+    with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
+        file.write(text)
+    new.replace(path)
 
 
 def read_state(data: Path) -> FleetState | None:

@@ -1,4 +1,4 @@
-"""Which destinations are paused, and how many of their events are parked, for operators."""
+"""The state of destinations for operators: running, paused or replaying, and the number of parked events."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -10,9 +10,10 @@ from services.core.broker.contract import Broker, PartitionRange, Reader
 from services.core.broker.errors import UnknownTopic
 from services.core.broker.reading import read_topic
 from services.core.pauses import Pause, Pauses
-from services.core.pipes import Destination, PipeFile, delivery_group, parked_topic
+from services.core.pipes import Destination, PipeFile, delivery_group, lane_name, parked_topic
 from services.core.retry_state import PREFIX
 from services.core.times import format_time
+from services.fleet.console import make_table
 from services.fleet.dead.view import plain
 from services.fleet.problem import CommandFailed
 
@@ -31,15 +32,18 @@ class Target:
     @property
     def lane(self) -> str:
         """Its name in the control topic."""
-        return f"{self.pipe}/{self.destination}"
+        return lane_name(self.pipe, self.destination)
 
     def as_json(self) -> dict[str, Any]:
         """Times in RFC 3339."""
-        found: dict[str, Any] = {"pipe": self.pipe, "destination": self.destination, "state": self.state}
-        if self.state == "paused" and self.pause is not None:
-            since, because = format_time(self.pause.at), self.pause.detail or self.pause.reason
-            found |= {"since": since, "by": self.pause.by, "reason": self.pause.reason, "because": because}
-        return found
+        pause = pause_json(self.pause) if self.state == "paused" and self.pause is not None else {}
+        return {"pipe": self.pipe, "destination": self.destination, "state": self.state, **pause}
+
+
+def pause_json(pause: Pause) -> dict[str, str]:
+    """A pause for a person or a program."""
+    because = pause.detail or pause.reason
+    return {"since": format_time(pause.at), "by": pause.by, "reason": pause.reason, "because": because}
 
 
 def targets(pipes: PipeFile, pauses: Pauses) -> list[Target]:
@@ -53,7 +57,7 @@ def targets(pipes: PipeFile, pauses: Pauses) -> list[Target]:
 
 
 def _target(pipe: str, destination: Destination, pauses: Pauses) -> Target:
-    found = pauses.of(f"{pipe}/{destination.name}")
+    found = pauses.of(lane_name(pipe, destination.name))
     if found is None:
         return Target(pipe, destination.name, "running")
     is_keyed = destination.webhook is not None and destination.webhook.order == "key"
@@ -101,9 +105,7 @@ def describe(target: Target, parked: int) -> Text:
     words = Text(f"{target.lane} is ")
     words.append(target.state, style=_STYLES[target.state])
     if target.state == "paused" and target.pause is not None:
-        pause = target.pause
-        because = plain(pause.detail or pause.reason, 200)
-        words.append(f" since {format_time(pause.at)} by {plain(pause.by, 100)} because: {because}")
+        words.append(plain(" since {since} by {by} because: {because}".format_map(pause_json(target.pause)), 400))
     if target.state != "running" or parked:
         words.append(f", {parked} events parked")
     return words
@@ -111,12 +113,9 @@ def describe(target: Target, parked: int) -> Text:
 
 def target_table(found: list[tuple[Target, int]]) -> Table:
     """One row per destination."""
-    table = Table(box=None, pad_edge=False)
-    for column in ("destination", "state", "parked", "since", "by", "because"):
-        table.add_column(column, no_wrap=True, justify="right" if column == "parked" else "left")
+    table = make_table("destination", "state", "parked", "since", "by", "because", right=["parked"])
     for target, parked in found:
-        state = Text(target.state, style=_STYLES[target.state])
-        pause = target.pause if target.state == "paused" else None
-        told = ("", "", "") if pause is None else (format_time(pause.at), pause.by, pause.detail or pause.reason)
-        table.add_row(target.lane, state, str(parked), *[Text(plain(text, 80)) for text in told])
+        row = {"since": "", "by": "", "because": "", **target.as_json()}
+        texts = [Text(plain(row[name], 80)) for name in ("since", "by", "because")]
+        table.add_row(target.lane, Text(target.state, style=_STYLES[target.state]), str(parked), *texts)
     return table

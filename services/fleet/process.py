@@ -7,7 +7,6 @@ reaches only the supervisor, which stops the services in order.
 import asyncio
 import contextlib
 import os
-import random
 import signal
 import sys
 import time
@@ -15,16 +14,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from services.core.backoff import Backoff
 from services.core.jvm.child import bind_to_parent
+from services.core.lifecycle import wait_for_stop
 from services.core.metrics import FLEET_RESTARTS
 from services.fleet.output import Notify, Output
 from services.fleet.ports import free_port
 from services.fleet.problem import CommandFailed
 
-FIRST_WAIT_S = 0.2
-MAX_WAIT_S = 30.0
+BASE_WAIT_S, MAX_WAIT_S = 0.2, 30.0
 HEALTHY_AFTER_S = 60.0
-"""A process that ran for so long counts as healthy: its next restart comes quickly."""
+"""A process that ran for so long counts as healthy: its next restart follows quickly."""
 BAD_CONFIGURATION = 2
 
 
@@ -67,37 +67,35 @@ class ServiceProcess:
         return self._stopping.is_set()
 
     async def keep_running(self) -> None:
-        """Run it until `stop`. Restarts it when it dies, after an exponential, jittered wait of at most 30 s.
+        """Run it until `stop`. Restarts it when it dies, after the wait of a Backoff of at most 30 s.
 
         Bad configuration raises CommandFailed while the fleet starts, because a person waits for it. Later the process is
         restarted as after any other failure: bad configuration of one service must not end the others.
         """
-        failures = 0
+        backoff = Backoff(BASE_WAIT_S, MAX_WAIT_S)
         while not self._stopping.is_set():
             begun = time.monotonic()
             try:
                 status = await self._run_once()
                 end = self._describe_end(status)
-            except OSError as error:  # no memory, process or descriptor is left: the other services go on
+            except OSError as error:  # no memory, process or descriptor is left: the other services continue
                 status, end = 1, f"{self.spec.name} could not be started: {error.strerror}."
             if self._stopping.is_set():
                 return
-            level, remedy = "error", "repair what is named above"
+            level, remedy = "error", "correct the mistakes that are listed above"
             if status == BAD_CONFIGURATION:
                 if self._starting():
                     raise CommandFailed(end, remedy, status=2)
-                level, end = (
-                    "critical",
-                    f"{end}\n  Its configuration is wrong; the rest of the fleet goes on. Try: {remedy}.",
-                )
-            failures = 0 if time.monotonic() - begun > HEALTHY_AFTER_S else failures
-            wait = random.uniform(0.5, 1) * min(MAX_WAIT_S, FIRST_WAIT_S * 2**failures)  # noqa: S311
-            failures += 1
+                level = "critical"
+                end += f"\n  Its configuration is wrong; the rest of the fleet continues. Try: {remedy}."
+            if time.monotonic() - begun > HEALTHY_AFTER_S:
+                backoff.reset()
+            backoff.fail()
+            wait = backoff.delay()
             self.restarts += 1
             FLEET_RESTARTS.labels(self.spec.service).inc()
             self._notify(level, f"{end} Started again in {wait:.1f} s.")
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._stopping.wait(), wait)
+            await wait_for_stop(self._stopping, wait)
 
     async def _run_once(self) -> int:
         output = Output(self.spec.name, self.log, self._notify)
@@ -122,9 +120,8 @@ class ServiceProcess:
         return status
 
     async def _start(self, output: int) -> asyncio.subprocess.Process:
-        self.management = (
-            f"127.0.0.1:{free_port()}"  # if another process uses it meanwhile, the next start gets another port
-        )
+        # When another process uses the port meanwhile, the next start gets another one.
+        self.management = f"127.0.0.1:{free_port()}"
         command = [sys.executable, "-m", self.spec.module, *self.spec.arguments, "--management", self.management]
         return await asyncio.create_subprocess_exec(
             *bind_to_parent(command),

@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import random
 import time
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -13,6 +12,7 @@ import aiohttp
 import msgspec
 import orjson
 
+from services.core.backoff import Backoff
 from services.fleet.event_source import SourceEvent
 from services.fleet.pace import Pace
 
@@ -58,8 +58,8 @@ TIMEOUT_S = 40.0
 GIVE_UP_AFTER_S = 120.0
 SHOWN_REFUSALS = 10
 _LASTING_ATTEMPTS = 3
-"""After so many retries a person is told the reason."""
-_BASE_WAIT_S, _MAX_WAIT_S, _MAX_RETRY_AFTER_S = 0.2, 10.0, 60.0
+"""After so many retries the reason is shown."""
+_BASE_WAIT_S, _MAX_WAIT_S, _MAX_RETRY_AFTER_S = 0.1, 10.0, 60.0
 
 
 class SendingFailed(Exception):
@@ -121,9 +121,9 @@ async def send_events(
             aiohttp.ClientSession(connector=connector, timeout=timeout, trust_env=False) as session,
             asyncio.TaskGroup() as group,
         ):
-            lane = _Lane(session, target, summary, done)
+            sender = _Sender(session, target, summary, done)
             for _ in range(target.in_flight):
-                group.create_task(lane.work(queue))
+                group.create_task(sender.work(queue))
             pace = Pace(target.rate)
             async for batch in _batches(events, target, summary):
                 await pace.wait(len(batch))
@@ -140,28 +140,28 @@ async def _batches(
     """Batches of at most `target.batch` events and about MAX_BATCH_BYTES. Events that are not JSON are counted as refused."""
 
     def next_batch() -> tuple[list[SourceEvent], bool]:
-        taken: list[SourceEvent] = []
+        batch: list[SourceEvent] = []
         size = 0
         for event in events:
-            taken.append(event)
+            batch.append(event)
             size += len(event.payload)
-            if len(taken) >= target.batch or size >= MAX_BATCH_BYTES:
-                return taken, True
-        return taken, False
+            if len(batch) >= target.batch or size >= MAX_BATCH_BYTES:
+                return batch, True
+        return batch, False
 
     more = True
     while more:
-        taken, more = await asyncio.to_thread(next_batch)
-        for event in taken:
+        batch, more = await asyncio.to_thread(next_batch)
+        for event in batch:
             if event.fault:
                 summary.refuse(event.position, "bad-json", event.fault)
-        elements = [_Element(event.position, wrap(event.payload, target.stream)) for event in taken if not event.fault]
+        elements = [_Element(event.position, wrap(event.payload, target.stream)) for event in batch if not event.fault]
         if elements:
             yield elements
 
 
-class _Lane:
-    """Sends batches one after another. Retries each until every event of it is accepted or refused for good."""
+class _Sender:
+    """Sends batches. Retries each of them until every event is accepted or finally refused."""
 
     def __init__(
         self, session: aiohttp.ClientSession, target: Target, summary: SendSummary, done: Callable[[], None]
@@ -181,7 +181,7 @@ class _Lane:
     async def _send(self, batch: list[_Element]) -> list[list[_Element]]:
         """Send one batch until its outcome is final. Returns smaller batches when the whole was refused because of a part."""
         deadline = time.monotonic() + GIVE_UP_AFTER_S
-        attempt = 0
+        backoff = Backoff(_BASE_WAIT_S, _MAX_WAIT_S)
         while True:
             status, answer, asked = await self._post(batch)
             if status in (200, 207, 422):
@@ -194,14 +194,14 @@ class _Lane:
                 batch = []
             elif status not in (408, 429) and 300 <= status < 500:
                 raise SendingFailed(_explain(status, answer))
-            self._summary.trouble = _explain(status, answer) if batch and attempt >= _LASTING_ATTEMPTS else ""
+            self._summary.trouble = _explain(status, answer) if batch and backoff.failures >= _LASTING_ATTEMPTS else ""
             self._done()
             if not batch:
                 return []
-            wait = max(asked, random.uniform(0, min(_MAX_WAIT_S, _BASE_WAIT_S * 2**attempt)))  # noqa: S311
+            backoff.fail()
+            wait = max(asked, backoff.delay())
             if time.monotonic() + wait > deadline:
                 raise SendingFailed(f"ingest accepted nothing for {GIVE_UP_AFTER_S:.0f} s: {_explain(status, answer)}")
-            attempt += 1
             self._summary.retries += 1
             await asyncio.sleep(wait)
 

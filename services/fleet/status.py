@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,8 +26,8 @@ from services.core.pipes import (
     parked_topic,
 )
 from services.core.scrape import Sample, scrape
-from services.core.times import format_time
 from services.fleet.folder import FleetState
+from services.fleet.paused import pause_json
 
 SHARES = (0.5, 0.95, 0.99)
 BROKER_TIMEOUT_S = 10.0
@@ -81,19 +81,15 @@ async def summarise(reading: StatusReading, pipes: PipeFile) -> dict[str, Any]:
     }
 
 
-def _opened(url: str) -> contextlib.AbstractAsyncContextManager[Broker | None]:
+@contextlib.asynccontextmanager
+async def _opened(url: str) -> AsyncIterator[Broker | None]:
     """The broker, or None while it is unreachable: the rest of the status is still shown."""
-
-    @contextlib.asynccontextmanager
-    async def opened() -> Any:
-        async with contextlib.AsyncExitStack() as stack:
-            broker = None
-            with contextlib.suppress(BrokerError, TimeoutError):
-                async with asyncio.timeout(BROKER_TIMEOUT_S):
-                    broker = await stack.enter_async_context(open_broker(url))
-            yield broker
-
-    return opened()
+    async with contextlib.AsyncExitStack() as stack:
+        broker = None
+        with contextlib.suppress(BrokerError, TimeoutError):
+            async with asyncio.timeout(BROKER_TIMEOUT_S):
+                broker = await stack.enter_async_context(open_broker(url))
+        yield broker
 
 
 def _stream(reading: StatusReading, name: str) -> dict[str, Any]:
@@ -156,8 +152,7 @@ async def _destination(
 async def _paused(broker: Broker | None, pipe: str, destination: str, pause: Pause) -> dict[str, Any]:
     """parked: an upper bound. It includes later parked events of the pipe's other destinations: the records are not read."""
     parked, _ = await _group_lag(broker, delivery_group(pipe, destination), [parked_topic(pipe)])
-    since, because = format_time(pause.at), pause.detail or pause.reason
-    return {"since": since, "by": pause.by, "reason": pause.reason, "because": because, "parked": parked}
+    return {**pause_json(pause), "parked": parked}
 
 
 async def _read_pauses(broker: Broker | None) -> Mapping[str, Pause]:

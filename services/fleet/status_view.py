@@ -6,6 +6,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from services.fleet.console import make_table
 from services.fleet.dead.view import plain
 
 
@@ -25,10 +26,7 @@ def render_status(status: dict[str, Any]) -> RenderableType:
 
 
 def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
-    for index, column in enumerate(columns):
-        table.add_column(column, justify="left" if index == 0 else "right", no_wrap=True)
-    return table
+    return make_table(*columns, right=columns[1:], title=title)
 
 
 def _streams(rows: list[dict[str, Any]]) -> Table:
@@ -75,8 +73,8 @@ def _paused(row: dict[str, Any]) -> Text:
     paused = row["paused"]
     name = Text(f"{row['pipe']} → {row['destination']}", style="yellow")
     parked = "?" if paused["parked"] is None else f"up to {paused['parked']}"
-    told = f"{paused['since']} by {plain(paused['by'], 100)} because: {plain(paused['because'], 200)}"
-    return Text.assemble(name, " is paused since ", told, f", {parked} events parked")
+    words = f" is paused since {paused['since']} by {plain(paused['by'], 100)} because: {plain(paused['because'], 200)}"
+    return Text.assemble(name, words, f", {parked} events parked")
 
 
 def _retrier(row: dict[str, Any]) -> Table:

@@ -41,7 +41,7 @@ GRACE_S = 5.0
 """A service bounds its own drain. It is killed so many seconds later."""
 
 STATE_AGAIN_S = 5.0
-_STATE_HINT = "The services go on; penstock status and the autoscaler do not see changes. Try: freeing space there"
+_STATE_HINT = "The services continue; penstock status and the autoscaler do not see changes. Try: freeing space there"
 
 Progress = Callable[[str], None]
 """One line for a person, about starting and stopping."""
@@ -104,9 +104,15 @@ class Fleet:
         for _ in range(size - seen):
             self._add(dataclasses.replace(staying[0].spec, name=next(free)))
 
+    async def _drain(self, process: ServiceProcess) -> bool:
+        """Drain and stop it. Returns whether it drained in time."""
+        drained = await process.stop(self.plan.drain + GRACE_S, self._stop.insisted)
+        if not drained:
+            self._progress(f"{process.spec.name} did not drain; its events in flight will be processed again")
+        return drained
+
     async def _retire(self, process: ServiceProcess) -> None:
-        if not await process.stop(self.plan.drain + GRACE_S, self._stop.insisted):
-            self._progress(f"{process.spec.name} did not drain; what was in flight will be done again")
+        await self._drain(process)
         await asyncio.wait({self.running[process]})
         del self.running[process]
         self._state_due.set()
@@ -165,12 +171,7 @@ class Fleet:
             group = self.processes_of(service)
             if group and not self._stop.insisted.is_set():
                 self._progress(f"draining {service}")
-            limit = self.plan.drain + GRACE_S
-            ended = await asyncio.gather(*(process.stop(limit, self._stop.insisted) for process in group))
-            for process, in_time in zip(group, ended, strict=True):
-                if not in_time:
-                    self._progress(f"{process.spec.name} did not drain; what was in flight will be done again")
-            drained = drained and all(ended)
+            drained &= all(await asyncio.gather(*map(self._drain, group)))
         self.drained = drained
 
 

@@ -10,31 +10,31 @@ from services.core.snapshot import Contents, write_snapshot
 from services.fleet.console import print_note
 from services.fleet.folder import hold_folder, keep_observer_token
 from services.fleet.kafka import run_kafka
-from services.fleet.output import Notify
 from services.fleet.pipe_check import check_pipe_file, read_checked
 from services.fleet.plan import broker_url, make_plan
 from services.fleet.ports import check_port_free
 from services.fleet.problem import CommandFailed
 from services.fleet.settings import UpSettings
 from services.fleet.stop import Stop, stop_on_signals
-from services.fleet.supervisor import Fleet, Progress, run_fleet
+from services.fleet.supervisor import Fleet, run_fleet
 from services.fleet.topics import describe_removed, prepare
 
 _STYLES = {"warning": "yellow", "error": "red", "critical": "red"}
 
 
-def notify(level: str, text: str) -> None:
-    """Print a warning or an error of a service to the console."""
+def _notify(level: str, text: str) -> None:
     print_note(text, _STYLES.get(level, ""))
 
 
+def _progress(text: str) -> None:
+    print_note(text, "dim")
+
+
 @asynccontextmanager
-async def fleet_of(
-    settings: UpSettings, config: str | None, stop: Stop, notify: Notify, progress: Progress
-) -> AsyncIterator[Fleet]:
+async def fleet_of(settings: UpSettings, config: str | None, stop: Stop) -> AsyncIterator[Fleet]:
     """Check everything, lock the data folder, start broker and services. Drains and stops them when the context is left.
 
-    Raises BadConfiguration, CommandFailed.
+    Prints the progress on stderr. Raises BadConfiguration, CommandFailed.
     """
     check = partial(check_pipe_file, settings.pipes, listen=settings.listen, allow_networks=settings.allow_networks)
     pipes, contents = await asyncio.to_thread(read_checked, settings.pipes, config, check)
@@ -45,18 +45,18 @@ async def fleet_of(
         await asyncio.to_thread(stack.enter_context, hold_folder(settings.data.absolute()))
         kafka = None
         if settings.broker == "kafka":
-            progress("starting Kafka")
-            kafka = await stack.enter_async_context(run_kafka(settings.data.absolute() / "kafka", notify, stop))
+            _progress("starting Kafka")
+            kafka = await stack.enter_async_context(run_kafka(settings.data.absolute() / "kafka", _notify, stop))
         broker = broker_url(settings, kafka)
         topics, waiting, went_on = await prepare(broker, pipes, settings.pipes)
-        progress(f"topics: {len(topics.created)} created, {len(topics.kept)} there already")
+        _progress(f"topics: {len(topics.created)} created, {len(topics.kept)} there already")
         for line in describe_removed(waiting, pipes, went_on):
-            notify("warning", line)
+            _notify("warning", line)
         snapshot = settings.data.absolute() / "snapshot"
         await asyncio.to_thread(_keep, snapshot, contents)
         plan = make_plan(settings, pipes, broker, config, snapshot, has_retrier=topics.has_retrier)
         stop.check()
-        yield await stack.enter_async_context(run_fleet(plan, settings.management, notify, progress, stop))
+        yield await stack.enter_async_context(run_fleet(plan, settings.management, _notify, _progress, stop))
 
 
 def _keep(folder: Path, contents: Contents) -> None:
@@ -76,7 +76,7 @@ async def run_up(settings: UpSettings, config: str | None) -> int:
         print_note("stopping at once" if at_once else "draining; press Ctrl-C again to stop at once", "bold")
 
     with stop_on_signals(on_signal) as stop:
-        async with fleet_of(settings, config, stop, notify, lambda text: print_note(text, "dim")) as fleet:
+        async with fleet_of(settings, config, stop) as fleet:
             _print_running(fleet)
             await stop.asked.wait()
         print_note("stopped")

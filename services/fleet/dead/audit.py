@@ -24,7 +24,7 @@ FATES = {REDRIVE: "redriven", DISCARD: "discarded"}
 
 
 async def read_audit(reader: Reader) -> AsyncIterator[Entry]:
-    """All entries, oldest first; none when the topic does not exist yet. Records that are no entries are printed on stderr."""
+    """All entries, oldest first; none when the topic does not exist. Prints a note for each record that is no entry."""
     try:
         held = await reader.describe(AUDIT)
     except UnknownTopic:
@@ -34,7 +34,7 @@ async def read_audit(reader: Reader) -> AsyncIterator[Entry]:
             try:
                 yield msgspec.json.decode(record.value or b"", type=Entry)
             except msgspec.DecodeError as error:
-                print_note(f"{AUDIT}:0:{offset} is no audit entry and is ignored: {error}", "yellow")
+                print_note(f"{AUDIT}:0:{offset} is not an audit entry and is ignored: {error}", "yellow")
 
 
 class _Acts:
@@ -58,7 +58,7 @@ class _Acts:
 
 
 class AuditedActions:
-    """The fate of each dead letter. Memory: the ranges, and DIGEST_BYTES per letter."""
+    """The fate of each dead letter. Memory: the ranges, and DIGEST_BYTES per dead letter."""
 
     def __init__(self, entries: Sequence[Entry] = ()) -> None:
         found: defaultdict[tuple[str, str, int], list[tuple[int, int, bytes]]] = defaultdict(list)
@@ -72,7 +72,7 @@ class AuditedActions:
         return cls([entry async for entry in read_audit(reader)])
 
     def fate(self, position: Position, digest: bytes) -> str:
-        """`redriven`; `discarded` if never redriven; "" while nobody has acted. digest: of the letter at this position."""
+        """`redriven`; `discarded` if never redriven; "" without an action. digest: of the dead letter at this position."""
         for action, word in FATES.items():
             acts = self._acts.get((action, position.topic, position.partition))
             if acts is not None and acts.holds(position.offset, digest):

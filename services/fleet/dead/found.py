@@ -1,4 +1,4 @@
-"""Finds dead letters by filter or position. A search ignores letters that are written after it began."""
+"""Finds dead letters by filter or position. A search ignores those that are written after it began."""
 
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -32,7 +32,7 @@ class Filter:
         return any(value is not None for value in asdict(self).values())
 
     def matches(self, letter: DeadLetter) -> bool:
-        """Whether the filter selects this letter."""
+        """Whether the filter selects this dead letter."""
         return (
             self.pipe in (None, letter.pipe)
             and self.destination in (None, letter.destination)
@@ -49,7 +49,7 @@ class Filter:
 
 
 async def restore(reader: Reader, letter: DeadLetter) -> DeadLetter:
-    """The letter with the event from its source. Unchanged when it has its payload, or the event is gone from the source.
+    """The dead letter with the event from its source. Unchanged when it has a payload, or the source no longer has the event.
 
     Raises Unavailable.
     """
@@ -70,12 +70,12 @@ async def restore(reader: Reader, letter: DeadLetter) -> DeadLetter:
 
 
 def _is_same(letter: DeadLetter, found: Record) -> bool:
-    """Whether this is the letter's event. A topic that was created again has another event at this offset."""
+    """Whether this is the event of the dead letter. A topic that was created again has another event at this offset."""
     return event_time(letter.record) == found.timestamp and letter.event_id in (None, read_id(found))
 
 
 async def with_payloads(reader: Reader, pages: AsyncIterator[list[DeadLetter]]) -> AsyncIterator[list[DeadLetter]]:
-    """Each page with its letters restored where possible. A restored letter loses its detail, to stay within the record size."""
+    """Each page, restored where possible. A restored dead letter loses its detail, so that the record is not too large."""
     async for page in pages:
         whole = [await restore(reader, letter) for letter in page]
         yield [
@@ -90,24 +90,19 @@ Held = dict[tuple[str, int], PartitionRange]
 """The ranges that a search reads, by topic and partition."""
 
 
+@dataclass(frozen=True, slots=True)
 class DeadLetterSearch:
-    """The letters that `where` selects, in the order of the topics; or those at `positions`, whatever their fate.
+    """The dead letters that `where` selects, in the order of the topics; or those at `positions`, whatever their fate.
 
-    `pages` may be read several times. It gives the same letters, except for those that retention deletes.
+    `pages` may be read several times. It gives the same dead letters, except for those that retention deletes.
     """
 
-    def __init__(
-        self,
-        broker: Broker,
-        where: Filter,
-        positions: Sequence[Position],
-        fates: AuditedActions,
-        held: Held,
-        *,
-        settled: bool,
-    ) -> None:
-        self._broker, self._where, self._positions, self._fates = broker, where, positions, fates
-        self.held, self._settled = held, settled
+    broker: Broker
+    where: Filter
+    positions: Sequence[Position]
+    fates: AuditedActions
+    held: Held
+    settled: bool
 
     @classmethod
     async def open(
@@ -119,41 +114,38 @@ class DeadLetterSearch:
         settled: bool = False,
         held: Held | None = None,
     ) -> Self:
-        """settled: include letters that were redriven or discarded. held: the ranges of an earlier search, to find its letters.
+        """settled: include redriven and discarded ones. held: the ranges of an earlier search, to find the same dead letters.
 
         Raises CommandFailed for a pipe without dead letters.
         """
         if held is None:
             held = {} if positions else await _survey(broker, where.pipe)
-        return cls(
-            broker, where, sorted(set(positions)), await AuditedActions.read(broker.reader), held, settled=settled
-        )
+        fates = await AuditedActions.read(broker.reader)
+        return cls(broker, where, sorted(set(positions)), fates, held, settled)
 
     async def pages(self) -> AsyncIterator[list[DeadLetter]]:
-        """Pages of at most 500 letters; none is empty."""
-        for position in self._positions:
+        """Pages of at most 500 dead letters; none is empty."""
+        for position in self.positions:
             yield [await self._read_one(position)]
         for (topic, partition), held in self.held.items():
-            async for batch in read_topic(self._broker.reader, topic, partition, held):
+            async for batch in read_topic(self.broker.reader, topic, partition, held):
                 if page := self._pick(batch):
                     yield page
 
     async def count(self) -> int:
-        """The number of letters. Reads them all."""
+        """The number of dead letters. Reads them all."""
         return sum([len(page) async for page in self.pages()])
 
     def _pick(self, batch: Batch) -> list[DeadLetter]:
         if batch.damage is not None:
-            lost = (
-                f"{batch.topic}:{batch.partition}: letters {batch.damage.first} to {batch.damage.last} cannot be read"
-            )
-            print_note(f"{lost}: {batch.damage.detail}", "red")
+            damage, place = batch.damage, f"{batch.topic}:{batch.partition}"
+            print_note(f"{place}: offsets {damage.first} to {damage.last} cannot be read: {damage.detail}", "red")
             return []
         page = []
         for offset, record in zip(batch.offsets, batch.records, strict=True):
             position = Position(batch.topic, batch.partition, offset)
             letter = self._letter(position, record)
-            if (self._settled or not letter.fate) and self._where.matches(letter):
+            if (self.settled or not letter.fate) and self.where.matches(letter):
                 page.append(letter)
         return page
 
@@ -163,16 +155,16 @@ class DeadLetterSearch:
                 f"{position.topic} holds no dead letters", "a position from penstock dead list", status=2
             )
         try:
-            batch = await self._broker.reader.read(*position, max_records=1)
+            batch = await self.broker.reader.read(*position, max_records=1)
         except (OffsetOutOfRange, UnknownTopic) as error:
-            raise CommandFailed(f"there is no letter at {position}: {error}") from error
+            raise CommandFailed(f"there is no dead letter at {position}: {error}") from error
         if batch is None or batch.offsets[0] != position.offset or batch.damage is not None:
-            raise CommandFailed(f"there is no readable letter at {position}", "penstock dead list")
+            raise CommandFailed(f"there is no readable dead letter at {position}", "penstock dead list")
         return self._letter(position, batch.records[0])
 
     def _letter(self, position: Position, record: Record) -> DeadLetter:
         digest = digest_of(record)
-        return DeadLetter.of(position, record, self._fates.fate(position, digest), digest)
+        return DeadLetter.of(position, record, self.fates.fate(position, digest), digest)
 
 
 async def _survey(broker: Broker, pipe: str | None) -> Held:

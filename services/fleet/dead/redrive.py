@@ -46,7 +46,7 @@ class RedriveRecord(NamedTuple):
 
 
 class RedriveTargets:
-    """Finds the topic for each letter by the pipe file. to_stream: letters of transforms go to their source stream.
+    """Finds the topic for each dead letter by the pipe file. to_stream: those of transforms go to their source stream.
 
     by_event_time: whether the backend's retention counts from event times.
     """
@@ -124,7 +124,7 @@ class Redriven:
     examples: dict[str, Position] = field(default_factory=dict)
 
     def refuse(self, letter: DeadLetter, reason: str) -> None:
-        """Count a letter that is not redriven."""
+        """Count a dead letter that is not redriven."""
         self.refused[reason] += 1
         self.examples.setdefault(reason, letter.position)
 
@@ -152,7 +152,7 @@ class Redrive:
         self._instance, self._is_unreported = f"redrive-{new_instance()}", False
 
     async def run(self, pages: AsyncIterator[list[DeadLetter]]) -> None:
-        """Redrive all letters, or until a stop is requested. Raises BrokerError kinds; stored batches are then in the audit."""
+        """Redrive all of them, or until a stop is requested. Raises BrokerError kinds; stored batches are then in the audit."""
         async for page in pages:
             attempts: list[_Attempt] = []
             now = time.time_ns() // 1_000_000
@@ -191,9 +191,9 @@ class Redrive:
             raise failure
 
     async def _report(self, attempts: Sequence[_Attempt]) -> None:
-        """Report the letters to the ledger: an event that is lost from now on is missing. When the report fails, the events stay
-        dead in the ledger and are redriven all the same."""
-        if self._is_unreported:  # a topic that accepts nothing would delay each batch for so long
+        """Report the events to the ledger, so that a later loss shows. When a report fails, they are dead in the ledger, and
+        are redriven all the same."""
+        if self._is_unreported:  # another report would also fail, after a long wait
             return
         lanes: defaultdict[tuple[str, str, int], list[Record]] = defaultdict(list)
         for letter, resolved in attempts:
@@ -206,7 +206,7 @@ class Redrive:
                 await reporter.report(closed=True)
             except Unavailable as error:
                 print_note(
-                    f"the ledger gets no report of the letters redriven from now on; their loss would not show: {error}",
+                    f"the ledger gets no report of the events that are redriven now; their loss would not show: {error}",
                     "yellow",
                 )
                 self._is_unreported = True
@@ -214,7 +214,7 @@ class Redrive:
 
 
 def _cut(attempts: Sequence[_Attempt], count: int) -> Iterator[list[_Attempt]]:
-    """Batches of at most `count` letters and about BATCH_BYTES."""
+    """Batches of at most `count` dead letters and about BATCH_BYTES."""
     batch: list[_Attempt] = []
     size = 0
     for attempt in attempts:

@@ -12,6 +12,7 @@ from services.core.causes import Cause
 from services.core.dead_letter import DeadLetter
 from services.core.masking import mask_text
 from services.core.times import format_time
+from services.fleet.console import make_table
 
 SHOWN_DETAIL = 80
 SHOWN_PAYLOAD = 100_000
@@ -23,18 +24,10 @@ def plain(text: str, limit: int | None = None) -> str:
     return shown if limit is None or len(shown) <= limit else f"{shown[: limit - 1]}…"
 
 
-def _table(*columns: str) -> Table:
-    table = Table(box=None, pad_edge=False)
-    for column in columns:
-        table.add_column(column, no_wrap=True)
-    return table
-
-
 def letter_table(letters: Iterable[DeadLetter], *, settled: bool) -> Table:
-    """One row per letter. settled: with a column for the fate."""
-    table = _table("position", "pipe", "destination", "reason", "attempts", "first failure", "detail")
-    if settled:
-        table.add_column("fate", no_wrap=True)
+    """One row per dead letter. settled: with a column for the fate."""
+    columns = ("position", "pipe", "destination", "reason", "attempts", "first failure", "detail")
+    table = make_table(*columns, *(["fate"] if settled else []))
     for letter in letters:
         fate = [Text(letter.fate or "open", style="dim" if letter.fate else "yellow")] if settled else []
         named = [Text(plain(text, 40)) for text in (str(letter.position), letter.pipe, letter.destination)]
@@ -50,7 +43,7 @@ def letter_table(letters: Iterable[DeadLetter], *, settled: bool) -> Table:
 
 
 def letter_page(letter: DeadLetter, *, from_source: bool) -> RenderableType:
-    """Everything about one letter: penstock headers, other headers, payload. from_source: the payload is from its source."""
+    """Everything about one dead letter: penstock headers, other headers, payload. from_source: the payload is from its source."""
     lines = [Text.assemble((f"{name:<15}", "bold"), plain(str(value))) for name, value in letter.as_json().items()]
     lines.append(Text("headers", style="bold"))
     lines += [Text(f"  {plain(name)}: {plain(_text(value))}") for name, value in letter.record.headers]
@@ -62,7 +55,7 @@ def letter_page(letter: DeadLetter, *, from_source: bool) -> RenderableType:
 
 
 def letter_json(letter: DeadLetter, *, from_source: bool) -> dict[str, object]:
-    """Everything about one letter. Values that are not UTF-8 are in base64, under a name that says so.
+    """Everything about one dead letter. Values that are not UTF-8 are in base64, under a name that ends in `_base64`.
 
     payload_from: `letter`, `source`, or null when neither has it.
     """
@@ -73,7 +66,7 @@ def letter_json(letter: DeadLetter, *, from_source: bool) -> dict[str, object]:
 
 def cause_table(causes: Iterable[Cause]) -> Table:
     """One row per cause."""
-    table = _table("count", "reason", "detail", "first seen", "last seen", "example")
+    table = make_table("count", "reason", "detail", "first seen", "last seen", "example")
     for cause in causes:
         table.add_row(
             str(cause.count),

@@ -1,8 +1,6 @@
 """The parts of both demos: a temporary folder, a signing secret, a fleet, a progress display, the observer's loss table."""
 
 import asyncio
-import base64
-import secrets
 import shutil
 import tempfile
 import time
@@ -20,7 +18,7 @@ from rich.text import Text
 from services.core.aws_emulator import AwsEmulator, EmulatorNotReady, use_credentials
 from services.core.lag import LagHistogram
 from services.core.scrape import Sample, scrape
-from services.core.signing import PREFIX, SigningKey
+from services.core.signing import SigningKey, make_secret
 from services.fleet.console import ERR, print_note
 from services.fleet.demo.flights import EXAMPLES, STREAM, Flight, as_source
 from services.fleet.observer_client import Observer, get_json, loss_table
@@ -31,7 +29,7 @@ from services.fleet.settings import UpSettings
 from services.fleet.status import quantiles
 from services.fleet.stop import Stop, stop_on_signals
 from services.fleet.supervisor import Fleet
-from services.fleet.up import fleet_of, notify
+from services.fleet.up import fleet_of
 
 POLL_EVERY_S = 0.5
 PLAIN_EVERY_S = 2.0
@@ -74,7 +72,7 @@ class Stage:
                 "drain": "10s",
             }
         )
-        async with fleet_of(settings, None, self.stop, notify, lambda text: print_note(text, "dim")) as fleet:
+        async with fleet_of(settings, None, self.stop) as fleet:
             print_note(f"lag and loss, live: http://{fleet.plan.observer}/", "bold")
             yield fleet
 
@@ -102,7 +100,7 @@ async def perform(broker: str, run: Callable[[Stage], Awaitable[Result]]) -> Res
 
 
 async def _run(broker: str, run: Callable[[Stage], Awaitable[Result]], folder: Path, stop: Stop) -> Result:
-    secret = PREFIX + base64.b64encode(secrets.token_bytes(32)).decode()
+    secret = make_secret()
     path = folder / "webhook.secret"
     path.touch(mode=0o600)
     path.write_text(secret)

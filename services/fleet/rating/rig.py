@@ -81,9 +81,7 @@ async def run_step(rig: Rig, rate: float, seconds: float, stop: Stop) -> Step:
         await asyncio.sleep(TICK_S)
     rig.offer(int(seconds * rate) - offered)
     made = (rig.made() - made_before) / seconds
-    lag = (
-        await rig.behind() / rate
-    )  # before the count of done events: an event that ends in between counts twice, not never
+    lag = await rig.behind() / rate  # before `totals`: an event that ends in between counts twice, not never
     done, cpu = await rig.totals()
     took = time.monotonic() - began
     machine = await asyncio.to_thread(psutil.cpu_percent) / 100
@@ -297,25 +295,18 @@ RIGS: Mapping[str, Callable[[Path, LoadShape, Stop], AbstractAsyncContextManager
 WARM_UP_S = 2.0
 
 
-@dataclass(frozen=True, slots=True)
-class Measurement:
-    """first: the first rate, events per second. seconds: the length of each step."""
-
-    first: float
-    seconds: float
-
-
 async def run_rating(
-    service: str, shape: LoadShape, course: Measurement, stop: Stop, show: Callable[[Step], None]
+    service: str, shape: LoadShape, first: float, seconds: float, stop: Stop, show: Callable[[Step], None]
 ) -> list[Step]:
-    """Run all steps in order, calling `show` after each. Removes the temporary log (up to some GB). Raises CommandFailed."""
+    """Run all steps in order, calling `show` after each. Removes the temporary log (up to some GB). Raises CommandFailed.
+
+    first: the first rate, events per second. seconds: the length of each step.
+    """
     steps: list[Step] = []
     with tempfile.TemporaryDirectory(prefix="penstock-rate-") as folder:
         async with RIGS[service](Path(folder), shape, stop) as rig:
-            await run_step(
-                rig, course.first, WARM_UP_S, stop
-            )  # the first requests open connections and compile code: not measured
-            while (rate := next_rate(steps, course.first)) is not None:
-                steps.append(await run_step(rig, rate, course.seconds, stop))
+            await run_step(rig, first, WARM_UP_S, stop)  # not measured: it opens connections and compiles code
+            while (rate := next_rate(steps, first)) is not None:
+                steps.append(await run_step(rig, rate, seconds, stop))
                 show(steps[-1])
     return steps

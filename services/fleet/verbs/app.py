@@ -46,7 +46,7 @@ Until = Annotated[str | None, typer.Option("--until", help="Only first failures 
 AsJson = Annotated[bool, typer.Option("--json", help="JSON on stdout.")]
 Positions = Annotated[
     list[str] | None,
-    typer.Argument(help="Positions from `penstock dead list`; also letters that were redriven or discarded before."),
+    typer.Argument(help="Positions from `penstock dead list`, also of dead letters that were redriven or discarded."),
 ]
 
 

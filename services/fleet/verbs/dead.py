@@ -54,9 +54,9 @@ def list_letters(
     since: Since = None,
     until: Until = None,
     everything: Annotated[
-        bool, typer.Option("--all", help="Also redriven and discarded letters, with their fate.")
+        bool, typer.Option("--all", help="Also redriven and discarded dead letters, with their fate.")
     ] = False,
-    limit: Annotated[int, typer.Option("--limit", min=0, help="The most letters to show; 0: all.")] = 100,
+    limit: Annotated[int, typer.Option("--limit", min=0, help="The most dead letters to show; 0: all.")] = 100,
     broker: BrokerUrl = None,
     data: Data = Path("data"),
     as_json: AsJson = False,
@@ -141,7 +141,7 @@ def redrive(
         bool,
         typer.Option(
             "--to-stream",
-            help="Send letters of a transform to their stream again. All pipes of that stream process them again.",
+            help="Send dead letters of a transform to their stream again. All pipes of that stream process them again.",
         ),
     ] = False,
     pipes: Annotated[
@@ -153,7 +153,7 @@ def redrive(
 ) -> None:
     """Send dead letters again, each only to its own destination, with a fresh retry schedule.
 
-    Letters that cannot be sent stay dead letters; the reason is printed. Status 0 when all were redriven, 1 otherwise.
+    Those that cannot be sent stay dead letters; the reason is printed. Status 0 when all were redriven, 1 otherwise.
     """
     where, chosen = make_filter(pipe, destination, reason, since, until), read_positions(positions)
     require_choice(where, chosen)
@@ -198,7 +198,7 @@ async def _redrive(
                     await work.run(with_payloads(broker.reader, found.pages()))
             if stop.asked.is_set():
                 return done, CommandFailed(
-                    "stopped; the remaining letters were not redriven", "the same command again", status=130
+                    "stopped; the remaining dead letters were not redriven", "the same command again", status=130
                 )
     except CommandFailed as error:
         return done, error
@@ -231,7 +231,7 @@ def discard(
     url = find_broker(broker, data)
     held, count = uvloop.run(_count(url, where, chosen))
     if count and not yes:
-        typer.confirm(f"These {count} letters will no longer be listed. Discard them?", abort=True, err=True)
+        typer.confirm(f"These {count} dead letters will no longer be listed. Discard them?", abort=True, err=True)
     count = uvloop.run(_discard(url, where, chosen, held, whoami()))
     if as_json:
         typer.echo(json.dumps({"discarded": count}))
@@ -246,7 +246,7 @@ async def _count(url: str, where: Filter, positions: list[Position]) -> tuple[He
 
 
 async def _discard(url: str, where: Filter, positions: list[Position], held: Held, who: str) -> int:
-    """Discard the counted letters, not those written since."""
+    """Discard the counted dead letters, not those written since."""
     done = 0
     async with opened(url) as broker, Producer(broker.appender) as producer:
         auditor = Auditor(producer, who, where.as_json())

@@ -36,7 +36,7 @@ def show(
     pipe: PipeName = None,
     since: Since = None,
     until: Until = None,
-    everything: Annotated[bool, typer.Option("--all", help="Also redriven and discarded letters.")] = False,
+    everything: Annotated[bool, typer.Option("--all", help="Also redriven and discarded dead letters.")] = False,
     broker: BrokerUrl = None,
     data: Data = Path("data"),
     as_json: AsJson = False,
@@ -46,8 +46,8 @@ def show(
     causes, paused = uvloop.run(_read_state(find_broker(broker, data), where, name, pipe, settled=everything))
     found = causes.most_common()
     if as_json:
-        told = [{**target.as_json(), "parked": parked} for target, parked in paused]
-        result = {"destination": name, "pipe": pipe, "paused": told, "causes": [cause.as_json() for cause in found]}
+        states = [{**target.as_json(), "parked": parked} for target, parked in paused]
+        result = {"destination": name, "pipe": pipe, "paused": states, "causes": [cause.as_json() for cause in found]}
         typer.echo(json.dumps(result))
         return
     for target, parked in paused:

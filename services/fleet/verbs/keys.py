@@ -1,10 +1,8 @@
 """`penstock keys`: API keys for senders, signing secrets for receivers."""
 
-import base64
 import datetime
 import json
 import os
-import secrets
 from pathlib import Path
 from typing import Annotated
 
@@ -13,7 +11,7 @@ from pydantic import ValidationError
 from rich.table import Table
 
 from services.core.keys import add_key, load_keys, make_key, revoke_key
-from services.core.signing import PREFIX
+from services.core.signing import make_secret
 from services.core.yaml_source import describe
 from services.fleet.console import OUT, print_note
 from services.fleet.problem import CommandFailed
@@ -99,5 +97,5 @@ def secret(path: Annotated[Path, typer.Argument(help="The file to write.")]) -> 
     except OSError as error:
         raise CommandFailed(f"{path} cannot be written: {error.strerror}") from error
     with os.fdopen(descriptor, "w") as file:
-        file.write(f"{PREFIX}{base64.b64encode(secrets.token_bytes(32)).decode()}\n")
+        file.write(f"{make_secret()}\n")
     print_note(f"Wrote {path}. In the pipe file: secret: {{file: {path}}}", "green")

@@ -144,8 +144,8 @@ def check(
         "destinations": sum(len(pipe.destinations) for pipe in found.pipes.values()),
     }
     if as_json:
-        looked = {"unknown": waiting} if isinstance(waiting, str) else {"removed": _by_lane(waiting, found)}
-        typer.echo(json.dumps({**summary, "problems": [], "waiting": looked}))
+        known = {"unknown": waiting} if isinstance(waiting, str) else {"removed": _by_lane(waiting, found)}
+        typer.echo(json.dumps({**summary, "problems": [], "waiting": known}))
         return
     OUT.print(f"{pipes} is good: " + ", ".join(f"{count} {what}" for what, count in summary.items()), style="green")
     if isinstance(waiting, str):

@@ -11,7 +11,7 @@ import uvloop
 from services.core.units import parse_duration, parse_size
 from services.fleet.console import print_note
 from services.fleet.problem import CommandFailed
-from services.fleet.rating.rig import RIGS, LoadShape, Measurement, run_rating
+from services.fleet.rating.rig import RIGS, LoadShape, run_rating
 from services.fleet.rating.steps import HEAD, MIN_STEP_S, Rating, Step, rate_of, step_line, summary
 from services.fleet.settings_edit import check_key, set_key
 from services.fleet.stop import stop_on_signals
@@ -44,14 +44,14 @@ def rate(
     if service not in RIGS:
         raise CommandFailed(f"{service} cannot be rated", f"one of {', '.join(RIGS)}", status=2)
     try:
-        shape, course = LoadShape(parse_size(size), batch), Measurement(first, max(MIN_STEP_S, parse_duration(step)))
+        shape, seconds = LoadShape(parse_size(size), batch), max(MIN_STEP_S, parse_duration(step))
     except ValueError as error:
         raise CommandFailed(str(error), status=2) from error
     keys = ("autoscaler", "groups", group or service, "target_cpu")
     if config is not None:
         check_key(config, keys)
     print_note(HEAD, "bold")
-    steps = uvloop.run(_run(service, shape, course))
+    steps = uvloop.run(_run(service, shape, first, seconds))
     rating = rate_of(steps)
     for line in summary(service, rating):
         print_note(line)
@@ -64,9 +64,9 @@ def rate(
         raise typer.Exit(1)
 
 
-async def _run(service: str, shape: LoadShape, course: Measurement) -> list[Step]:
+async def _run(service: str, shape: LoadShape, first: float, seconds: float) -> list[Step]:
     with stop_on_signals() as stop:
-        return await run_rating(service, shape, course, stop, lambda step: print_note(step_line(step)))
+        return await run_rating(service, shape, first, seconds, stop, lambda step: print_note(step_line(step)))
 
 
 def _json(service: str, shape: LoadShape, rating: Rating, steps: list[Step]) -> str:

@@ -161,7 +161,9 @@ async def test_bad_configuration_after_a_ready_start(bench: Bench) -> None:
         mode.write_text("bad")
         assert expel.pid is not None
         os.kill(expel.pid, signal.SIGKILL)
-        await until(lambda: any("pipes.yaml:3" in line and "fleet goes on" in line for line in bench.said), "the line")
+        await until(
+            lambda: any("pipes.yaml:3" in line and "fleet continues" in line for line in bench.said), "the line"
+        )
         assert "critical" in bench.levels
         mode.unlink()
         await until(lambda: expel.pid is not None and expel.restarts >= 2, "a start after the repair")
@@ -254,7 +256,7 @@ async def test_a_stuck_service_is_killed(bench: Bench) -> None:
         asyncio.get_running_loop().call_later(1.0, bench.stop.insisted.set)
     assert pid is not None
     assert not is_alive(pid)
-    assert "ingest-1 did not drain; what was in flight will be done again" in bench.said
+    assert "ingest-1 did not drain; its events in flight will be processed again" in bench.said
 
 
 async def test_stop_while_starting(bench: Bench) -> None:
