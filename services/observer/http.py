@@ -69,7 +69,7 @@ async def answer(
         response = _problem(problems.NOT_FOUND, "GET /openapi.json says what there is.")
     except web.HTTPException as error:
         response = _problem(problems.BAD_REQUEST._replace(status=error.status), error.reason)
-    except Exception:
+    except Exception:  # the boundary: a fault of ours is logged once, counted, and answered as a problem
         log.exception("request_failed", path=request.path)
         response = _problem(problems.INTERNAL, "Its log says why.")
     metrics.OBSERVER_REQUESTS.labels(str(response.status)).inc()

@@ -21,5 +21,7 @@ def check_answer(method: str, path: str, status: int, body: object) -> None:
     bare = path.partition("?")[0]
     (template,) = [one for one in DOCUMENT["paths"] if re.fullmatch(re.sub(r"{\w+}", "[^/]+", one), bare)]
     answer = DOCUMENT["paths"][template][method.lower()]["responses"][str(status)]
+    if "$ref" in answer:
+        answer = DOCUMENT["components"]["responses"][answer["$ref"].rpartition("/")[2]]
     (media,) = answer["content"].values()
     Draft202012Validator({**media["schema"], "components": DOCUMENT["components"]}).validate(body)
