@@ -23,7 +23,7 @@ from services.observer.alarms import AlarmQueue, has_doubled
 from services.observer.lags import LagTable
 from services.observer.ledger.finality import Finding
 from services.observer.ledger.flow import Flow
-from services.observer.ledger.liveness import GAP_MS, TOLD_MS
+from services.observer.ledger.liveness import GAP_MS, STORED_WITHIN_MS
 from services.observer.ledger.table import Ages, Table, TickResult
 from services.observer.payload_fields import DriftKey, FieldTable
 from services.observer.planned import PlannedWindows, Window
@@ -242,7 +242,7 @@ class Follower:
     def _note_skew(self, report: Report, received_ms: int, now: int) -> None:
         """Tell once of each instance whose clock is wrong for sure: a report is made before it is stored, and not long before."""
         ahead_ms, late_ms = report.at_ms - now, received_ms - report.at_ms
-        if max(ahead_ms, late_ms - TOLD_MS) <= SKEW_MS or report.instance in self._skewed:
+        if max(ahead_ms, late_ms - STORED_WITHIN_MS) <= SKEW_MS or report.instance in self._skewed:
             return
         if len(self._skewed) >= _MOST_SKEWED:
             self._skewed.clear()

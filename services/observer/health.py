@@ -84,7 +84,7 @@ def _steps(table: Table, pipe: str, now: int) -> list[tuple[State, str]]:
     for step in table.flow.steps(pipe):
         name = f"{step.node} of {step.pipe}" if step.node == "ingest" else step.node
         name += f" to {step.destination}" if step.destination is not None else ""
-        if not table.liveness.is_alive(step, now):
+        if not table.liveness.alive(step, now):
             found.append(_why_silent(table, step, name))
         elif (behind := table.liveness.behind_ms(step, now)) is not None and behind > BEHIND_MS:
             found.append(("degraded", f"{name} is behind by {behind / 1000:.0f} s"))

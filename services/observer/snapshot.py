@@ -19,7 +19,7 @@ from services.core.broker.record import Record
 from services.core.ledger.report import SNAPSHOTS, Node, Outcome, PackedOffset, Span, pack_offset
 from services.observer.alarms import Alarm
 from services.observer.ledger.flow import Step
-from services.observer.ledger.liveness import Heartbeat
+from services.observer.ledger.liveness import InstanceHeartbeat
 from services.observer.ledger.origins import Origins, SequenceKey
 from services.observer.ledger.settlement import Row
 from services.observer.ledger.table import Table
@@ -51,11 +51,11 @@ class State(msgspec.Struct, array_like=True):
     gone: Packed
     kept: Packed
     folded: list[int]
-    heard: dict[str, int]
+    last_named: dict[str, int]
     first_named: dict[str, int]
     final: list[tuple[str, int, int]]
     base: list[Row]
-    words: list[tuple[Node, str, str | None, dict[str, Heartbeat]]]
+    words: list[tuple[Node, str, str | None, dict[str, InstanceHeartbeat]]]
     told_to: list[tuple[str, str, int, PackedOffset]]
     marks: dict[str, dict[int, dict[int, PackedOffset]]]
     runs: list[tuple[str, str, list[str]]]
@@ -100,9 +100,13 @@ def dump(table: Table, beside: FollowerState) -> bytes:
         _pack(origin_sets.gone),
         _pack(origin_sets.kept),
         sorted(origin_sets.folded),
-        origin_sets.heard,
+        origin_sets.last_named,
         origin_sets.first_named,
-        [(*key, sum(finality.then.get(key, {}).values())) for key, parts in finality.open.items() if not parts],
+        [
+            (*key, sum(finality.final_missing.get(key, {}).values()))
+            for key, parts in finality.open.items()
+            if not parts
+        ],
         list(table.base.values()),
         [(*step, words) for step, words in table.liveness.heartbeats().items()],
         [
@@ -117,14 +121,14 @@ def dump(table: Table, beside: FollowerState) -> bytes:
         [(*key, sorted(runs)) for key, runs in reaches.runs.items()],
         beside.planned.all(),
         [(*step, outcome, due, _pack(origins)) for outcome, step, due, origins in origin_sets.retries.spans()],
-        table.left_by,
-        [(*step, seen) for step, seen in table.seen_by.items()],
+        table.released_by,
+        [(*step, seen) for step, seen in table.returns.items()],
         [(alarm.id, msgspec.json.encode(alarm.body)) for alarm in beside.untold],
         beside.read_all_ms,
         [(*key, at) for key, at in table.found.items()],
         [(pipe, *step, field, what, at) for (pipe, step, field, what), at in beside.drifting.items()],
         [(*key, sorted(parts)) for key, parts in finality.open.items() if parts],
-        [(*key, part, missing) for key, then in finality.then.items() for part, missing in then.items()],
+        [(*key, part, missing) for key, then in finality.final_missing.items() for part, missing in then.items()],
         [(*key, part) for key, parts in finality.given_up.items() for part in parts],
         [(*step, _pack(origins)) for step, origins in origin_sets.retries.lost.items()],
         [(*step, _pack(origins)) for step, origins in origin_sets.retries.unread.items()],
@@ -148,7 +152,11 @@ def restore(data: bytes, table: Table) -> FollowerState:
     origin_sets.reported_sets = {
         (Step(n, p, d), outcome): _unpack(packed) for n, p, d, outcome, packed in state.reported
     }
-    origin_sets.heard, origin_sets.first_named, origin_sets.folded = state.heard, state.first_named, set(state.folded)
+    origin_sets.last_named, origin_sets.first_named, origin_sets.folded = (
+        state.last_named,
+        state.first_named,
+        set(state.folded),
+    )
     origin_sets.floors = {SequenceKey(incarnation, partition): floor for incarnation, partition, floor in state.floors}
     origin_sets.gone, origin_sets.kept = _unpack(state.gone), _unpack(state.kept)
     table.base = {(row.pipe, row.minute): row for row in state.base}
@@ -161,8 +169,8 @@ def restore(data: bytes, table: Table) -> FollowerState:
     rounds.lost = {Step(n, p, d): _unpack(packed) for n, p, d, packed in state.lost}
     rounds.unread = {Step(n, p, d): _unpack(packed) for n, p, d, packed in state.unread}
     rounds.held_at = {Step(n, p, d): (at, _unpack(packed)) for n, p, d, at, packed in state.held}
-    table.left_by = state.left_by
-    table.seen_by = {Step(n, p, d): seen for n, p, d, seen in state.seen_by}
+    table.released_by = state.left_by
+    table.returns = {Step(n, p, d): seen for n, p, d, seen in state.seen_by}
     reaches.marks = {
         stream: {one: {m: int(at) for m, at in marks.items()} for one, marks in partitions.items()}
         for stream, partitions in state.marks.items()
@@ -183,11 +191,13 @@ def _restore_finality(state: State, table: Table) -> None:
     for pipe, minute, part in state.given_up:
         finality.given_up.setdefault((pipe, minute), set()).add(part)
     for pipe, minute, part, missing in state.then:
-        finality.note((pipe, minute), {part: missing})
+        finality.record_missing((pipe, minute), {part: missing})
     for pipe, minute, missing in state.final:
-        if missing and (pipe, minute) not in finality.then and pipe in table.flow.pipes:
+        if missing and (pipe, minute) not in finality.final_missing and pipe in table.flow.pipes:
             now = table.row(pipe, minute, 0).missing_by_part()
-            finality.note((pipe, minute), {**now, None: now.get(None, 0) + max(0, missing - sum(now.values()))})
+            finality.record_missing(
+                (pipe, minute), {**now, None: now.get(None, 0) + max(0, missing - sum(now.values()))}
+            )
 
 
 def _pack(origins: Origins) -> Packed:

@@ -170,7 +170,7 @@ PATCHES = (
         (
             Change(
                 "services/observer/ledger/retry_tracker.py",
-                "            self.unread[step] = heard & still\n",
+                "            self.unread[step] = unnamed & still\n",
                 "            pass\n",
             ),
         ),

@@ -1,7 +1,8 @@
 """When a minute is final, for each destination by itself: a destination that is behind keeps no other one open.
 
-A part of a pipe's minute is a destination, or None: what comes before them all, from ingest to the transform. No destination is
-final before that is. A part that is still open when the minute is forgotten is given up: nobody knows what became of its events.
+A part of a pipe's minute is a destination, or None: everything before the destinations, from ingest to the transform. No
+destination is final before that part. A part that is open when the minute is forgotten is given up: the outcome of its events
+stays unknown.
 """
 
 from collections.abc import Callable, Iterable
@@ -9,13 +10,14 @@ from typing import NamedTuple
 
 from services.core.ledger.minute import BEHIND_MS, MINUTE_MS
 from services.observer.ledger.flow import Flow, Step
-from services.observer.ledger.liveness import Liveness
-from services.observer.ledger.settlement import Part, Row
+from services.observer.ledger.liveness import InstanceLiveness
+from services.observer.ledger.settlement import LATE_EVENTS, Part, Row
 
 STORED_MS = 30_000
-"""From an event's arrival to where it is stored at most: ingest gives up before. What steps are behind counts from there."""
+"""The limit from an event's arrival to its storage: ingest gives up before. The `behind_ms` of the steps count from the
+storage."""
 FOUND_FOR_MS = 15 * MINUTE_MS
-"""So long after a minute's loss was found it matters to who asks how the pipe is, however old the minute is."""
+"""For so long after a minute's loss was found, it counts for the health of the pipe, however old the minute is."""
 GIVEN_UP = "it was open for too long and was forgotten; nobody knows what became of the missing events"
 
 Key = tuple[str, int]
@@ -23,7 +25,7 @@ Key = tuple[str, int]
 
 
 class Finding(NamedTuple):
-    """A part of a row: it became final, or, with a `before`, more of it is missing now than in this row of before."""
+    """A part of a row became final; or, with `before`, more of a final part is missing than in that earlier row."""
 
     row: Row
     part: Part
@@ -33,16 +35,18 @@ class Finding(NamedTuple):
 class Finality:
     """Which parts of which minutes are final. Grows with the minutes that are kept, and their open and lossy parts."""
 
-    def __init__(self, flow: Flow, presence: Liveness, final_after: int, find: Callable[[str, int], Row]) -> None:
-        self._flow, self._liveness, self._final_after, self._find = flow, presence, final_after, find
+    def __init__(
+        self, flow: Flow, liveness: InstanceLiveness, final_after: int, find: Callable[[str, int], Row]
+    ) -> None:
+        self._flow, self._liveness, self._final_after, self._find = flow, liveness, final_after, find
         self.open: dict[Key, set[str]] = {}
-        """The open destinations of minutes whose first part is final. A destination that is new since is not among them."""
-        self.then: dict[Key, dict[Part, int]] = {}
-        """How many were missing of a part when it became final, or later, when more were lost while they waited. No zeros."""
+        """The open destinations of minutes whose first part is final. A destination that was added since is not among them."""
+        self.final_missing: dict[Key, dict[Part, int]] = {}
+        """The missing events of a part when it became final, or when more of the waiting ones were lost. No zeros."""
         self.given_up: dict[Key, set[Part]] = {}
 
     def is_final(self, key: Key, part: Part) -> bool:
-        """Whether what is missing of it is lost."""
+        """Whether the missing events of the part are lost."""
         open_ones = self.open.get(key)
         return open_ones is not None and part not in open_ones and part not in self.given_up.get(key, ())
 
@@ -54,18 +58,18 @@ class Finality:
         return not open_ones or not (open_ones & self._flow.pipes[key[0]].destinations.keys())
 
     def why_open(self, row: Row, now: int) -> dict[Part, str]:
-        """For what each part waits that is not final, the first part first."""
-        key = row.pipe, row.minute
+        """By part that is not final, the reason; the first part first."""
+        key, destinations = (row.pipe, row.minute), self._flow.pipes[row.pipe].destinations
         gone = self.given_up.get(key, ())
-        if None in gone:
-            return dict.fromkeys((None, *self._flow.pipes[row.pipe].destinations), GIVEN_UP)
-        if key not in self.open and (reason := self._why_first_open(row, now)) is not None:
-            return dict.fromkeys((None, *self._flow.pipes[row.pipe].destinations), reason)
+        first = GIVEN_UP if None in gone else None if key in self.open else self._why_first_open(row, now)
+        if first is not None:
+            return dict.fromkeys((None, *destinations), first)
         found: dict[Part, str] = dict.fromkeys(gone, GIVEN_UP)
-        open_ones = self.open.get(key, self._flow.pipes[row.pipe].destinations)
-        behind = [step.destination for step in row.steps if step.node == "expel" and step.missing]
-        for part in behind:
-            if part in open_ones and (reason := self._why_not_done(row, part, now)) is not None:
+        open_ones = self.open.get(key, destinations)
+        for step in row.steps:
+            part = step.destination
+            is_open = step.node == "expel" and step.missing and part in open_ones
+            if is_open and (reason := self._why_not_done(row, part, now)) is not None:
                 found[part] = reason
         return found
 
@@ -75,9 +79,8 @@ class Finality:
         return self._liveness.why_not_done(step, until, now)
 
     def _why_first_open(self, row: Row, now: int) -> str | None:
-        end = (row.minute + 1) * MINUTE_MS
-        if now < end + self._final_after:
-            return "late events may come"
+        if now < (row.minute + 1) * MINUTE_MS + self._final_after:
+            return LATE_EVENTS
         for source in self._flow.pipes[row.pipe].sources:
             if (reason := self._why_source_open(source, row.minute, now)) is not None:
                 return reason
@@ -97,7 +100,7 @@ class Finality:
                 return f"{step.pipe}, which feeds {source}, is not final"
         return None
 
-    def judge(self, row: Row, now: int) -> list[Part]:
+    def close_parts(self, row: Row, now: int) -> list[Part]:
         """The parts that are final from now on."""
         key = row.pipe, row.minute
         if self.is_closed(key):
@@ -105,46 +108,43 @@ class Finality:
         waiting = self.why_open(row, now)
         if None in waiting:
             return []
+        found: list[Part] = [] if key in self.open else [None]
         destinations = self._flow.pipes[row.pipe].destinations
-        first: list[Part] = [] if key in self.open else [None]
         open_ones = self.open.setdefault(key, set(destinations))
-        done = [part for part in destinations if part in open_ones and part not in waiting]
-        open_ones.difference_update(done)
-        found = [*first, *done]
+        found += [part for part in destinations if part in open_ones and part not in waiting]
+        open_ones.difference_update(found)
         missing = row.missing_by_part()
-        self.note(key, {part: missing.get(part, 0) for part in found})
+        self.record_missing(key, {part: missing.get(part, 0) for part in found})
         return found
 
-    def note(self, key: Key, missing: dict[Part, int]) -> None:
-        """So many are missing of these parts, which are final."""
+    def record_missing(self, key: Key, missing: dict[Part, int]) -> None:
+        """Keep the number of missing events of these final parts."""
         if lost := {part: count for part, count in missing.items() if count}:
-            self.then.setdefault(key, {}).update(lost)
+            self.final_missing.setdefault(key, {}).update(lost)
 
     def give_up(self, key: Key) -> list[Part]:
-        """Its time is over: the parts that were open; of a minute whose first part was, that one stands for all."""
+        """Give up the open parts, and return them; None stands for all of a minute whose first part was open."""
         if self.is_closed(key):
             return []
         open_ones = self.open.get(key)
         gone: set[Part] = {None}
         if open_ones is not None:
             gone = {part for part in self._flow.pipes[key[0]].destinations if part in open_ones}
-        self.given_up.setdefault(key, set()).update(gone)
-        if open_ones is not None:
             open_ones.clear()
+        self.given_up.setdefault(key, set()).update(gone)
         return sorted(gone, key=str)
 
     def late(self, row: Row) -> int:
-        """How many were settled after they had been final as missing, summed over the parts."""
+        """The events that were settled after they had been final as missing, summed over the parts."""
         missing = row.missing_by_part()
-        then = self.then.get((row.pipe, row.minute), {})
-        return sum(max(0, count - missing.get(part, 0)) for part, count in then.items())
+        final = self.final_missing.get((row.pipe, row.minute), {})
+        return sum(max(0, count - missing.get(part, 0)) for part, count in final.items())
 
     def forget(self, keys: Iterable[Key]) -> None:
-        """Nothing is known of these minutes any more."""
+        """Drop everything about these minutes."""
         for key in keys:
-            self.open.pop(key, None)
-            self.then.pop(key, None)
-            self.given_up.pop(key, None)
+            for known in (self.open, self.final_missing, self.given_up):
+                known.pop(key, None)
 
     def keys(self) -> set[Key]:
         """All minutes of which any part is final or given up."""

@@ -1,4 +1,4 @@
-"""What feeds what: the pipes as the ledger sees them."""
+"""The pipes as the ledger sees them: which steps events pass, and which destinations feed which streams."""
 
 from typing import NamedTuple
 
@@ -15,15 +15,20 @@ class Step(NamedTuple):
     pipe: str
     destination: str | None = None
 
+    @property
+    def label(self) -> str:
+        """For a person who knows the pipe."""
+        return self.node if self.destination is None else f"{self.node} to {self.destination}"
+
 
 RETRIER = Step("retrier", "")
-"""The retrier as a whole: how far behind it is, it says for all pipes at once."""
+"""The retrier as a whole: it reports for all pipes at once how far behind it is."""
 
 
 class PipeFlow(msgspec.Struct, frozen=True):
     """sources: streams. destinations: the stream that each feeds, None for a webhook.
 
-    retried: those that use the global retrier.
+    retried: the destinations that use the global retrier.
     """
 
     sources: tuple[str, ...]
@@ -38,17 +43,16 @@ class Flow(msgspec.Struct, frozen=True):
     pipes: dict[str, PipeFlow]
 
     def steps(self, pipe: str) -> list[Step]:
-        """In the order in which events pass them."""
+        """In the order in which events pass them; without the retrier's."""
         flow = self.pipes[pipe]
-        transform = [Step("transform", pipe)] if flow.transforms else []
         return [
             *(Step("ingest", source) for source in flow.sources),
-            *transform,
+            *([Step("transform", pipe)] if flow.transforms else []),
             *(Step("expel", pipe, destination) for destination in flow.destinations),
         ]
 
     def knows(self, step: Step) -> bool:
-        """Whether the step is of a pipe that there is; of ingest and the retrier: of one of its streams or destinations."""
+        """Whether the step belongs to a pipe, and its stream or destination exists."""
         if step.node == "ingest":
             return any(step.pipe in pipe.sources for pipe in self.pipes.values())
         if step == RETRIER:

@@ -1,7 +1,7 @@
-"""Which instances report for each step, how far behind they are, and which fell silent.
+"""Which instances report for each step, how far behind they are, and which are silent.
 
-All by the observer's clock. A report was stored after the last time at which the observer had read everything. A reporter's own
-clock is trusted within the time that a report takes to arrive.
+All times are in ms of the observer's wall clock. A report was stored after the last time at which the observer had read
+everything. The clock of a reporter is believed within the time that a report takes to be stored.
 """
 
 from typing import Literal
@@ -13,25 +13,28 @@ from services.observer.ledger.flow import Step
 
 SILENT_AFTER_MS = 30_000
 """Three heartbeats."""
-TOLD_MS = 30_000
-"""From when a report is made to when it is stored, mostly: who cannot tell for so long makes another one."""
+STORED_WITHIN_MS = 30_000
+"""The usual limit from when a report is made to when it is stored: a reporter that cannot store it makes another one."""
 COMPARED = 4
-"""So many reports of an instance are compared to know how late its clock is. One that was held up, by a process that stood still
-or a disk, is reported from a clock that was set back by those before and behind it."""
+"""The number of reports of an instance that show how late its clock is. A process or a disk that stood still delays one report.
+A clock that was set back shows in those before and after it."""
 GAP_MS = 15_000
-"""Who reads nothing for so long hears nobody: that is no silence of theirs."""
+"""An observer that reads nothing for longer than this receives nothing, so silence in that time does not count."""
 TAKEOVER_MS = 120_000
-"""Within this time somebody else owns what a silent instance did, and speaks of it."""
+"""Within this time another instance owns the work of a silent one, and reports for it."""
 FORGET_AFTER_MS = 86_400_000
 _WORST_FIRST: tuple[Breaker, ...] = ("open", "half-open", "closed")
 
+Backlog = Literal["sources", "returned", "held"]
+"""The records of the sources; those that the retrier gave back; all that come back, as in `Report`."""
 
-class Heartbeat(msgspec.Struct, frozen=True):
+
+class InstanceHeartbeat(msgspec.Struct, frozen=True):
     """The last report of one instance, as in `Report`.
 
-    at_ms: by the reporter's clock; the others are by ours. made_ms: when it was made, rather too early. received_ms: when it was
-    stored, rather too early; time in which nothing was read is added. late_ms: how much later than by its own clock this and the
-    COMPARED - 1 before it were stored, the oldest first.
+    at_ms: by the reporter's clock; the other times are by ours. received_ms: when it was stored, rather too early; time in
+    which the observer read nothing is added. made_ms: when it was made, rather too early. late_ms: of this report and the
+    COMPARED - 1 before it, oldest first: the time of storage minus the reporter's time.
     """
 
     at_ms: int
@@ -44,32 +47,26 @@ class Heartbeat(msgspec.Struct, frozen=True):
     late_ms: tuple[int, ...] = ()
     held_ms: int | None = None
 
-    def behind_with(self, backlog: "Backlog") -> int | None:
-        """How far, in ms."""
-        return {"sources": self.behind_ms, "returned": self.returned_ms, "held": self.held_ms}[backlog]
+    def follows(self, known: "InstanceHeartbeat") -> bool:
+        """Whether this report was stored after the other.
+
+        Two with one time are parts of one report, or the second was made on behalf of a silent instance: it proves no later
+        life, but may close the instance. An instance that was only slow has reported since, so it is not closed.
+        """
+        if self.at_ms == known.at_ms:
+            return self._end() > known._end()
+        if self.closed and self.at_ms < known.at_ms:
+            return False
+        return (self.received_ms, self.at_ms) > (known.received_ms, known.at_ms)
+
+    def _end(self) -> tuple[bool, int]:
+        return self.closed, -1 if self.behind_ms is None else self.behind_ms
 
 
-Backlog = Literal["sources", "returned", "held"]
-"""Of what: what comes first; what the retrier gave back; all that comes back, as in `Report`."""
+def _made(at_ms: int, received_ms: int, known: InstanceHeartbeat | None) -> tuple[int, tuple[int, ...]]:
+    """When a report was made, by our clock, and its `late_ms`.
 
-
-def _follows(heartbeat: Heartbeat, known: Heartbeat) -> bool:
-    """In the order in which they were stored.
-
-    Two of one time are parts of one report, or the second was made in the name of one that fell silent: it speaks no later for
-    that, but may have left. One that was only slow has not: it spoke again before that goodbye.
-    """
-    if heartbeat.at_ms == known.at_ms:
-        return _end(heartbeat) > _end(known)
-    if heartbeat.closed and heartbeat.at_ms < known.at_ms:
-        return False
-    return (heartbeat.received_ms, heartbeat.at_ms) > (known.received_ms, known.at_ms)
-
-
-def _made(at_ms: int, received_ms: int, known: Heartbeat | None) -> tuple[int, tuple[int, ...]]:
-    """When a report was made, by our clock, and `Heartbeat.late_ms`.
-
-    The first one of an instance is believed within TOLD_MS; of later ones it is known how late the clock is.
+    The first report of an instance is believed within STORED_WITHIN_MS; of later ones it is known how late the clock is.
     """
     before = () if known is None else known.late_ms
     if not received_ms:
@@ -78,31 +75,27 @@ def _made(at_ms: int, received_ms: int, known: Heartbeat | None) -> tuple[int, t
         return min(known.made_ms, received_ms), before
     late_ms = (*before, received_ms - at_ms)[-COMPARED:]
     if not before:
-        return min(max(at_ms, received_ms - TOLD_MS), received_ms), late_ms
+        return min(max(at_ms, received_ms - STORED_WITHIN_MS), received_ms), late_ms
     return at_ms + min(late_ms), late_ms
 
 
-def _end(heartbeat: Heartbeat) -> tuple[bool, int]:
-    return heartbeat.closed, -1 if heartbeat.behind_ms is None else heartbeat.behind_ms
+class InstanceLiveness:
+    """The last heartbeat of each instance of each step.
 
-
-class Liveness:
-    """The last heartbeat of each instance of each step. All times in ms of our wall clock.
-
-    stamped: what a reporter is behind by is the age of a stamp of another clock, which its own was compared with, as on Kinesis.
-    The retrier's always is: it says what was due.
+    stamped: `behind_ms` is the age of a time stamp of another clock with which the reporter's was compared, as on Kinesis. The
+    retrier's always is: it says which events were due.
     """
 
     def __init__(self, *, stamped: bool = False) -> None:
-        self._heartbeats: dict[Step, dict[str, Heartbeat]] = {}
+        self._heartbeats: dict[Step, dict[str, InstanceHeartbeat]] = {}
         self._stamped = stamped
 
     def record(self, report: Report, received_ms: int) -> None:
-        """Keep the last that was stored. received_ms: by our clock, a time before it was stored; 0: nobody knows."""
+        """Keep the report that was stored last. received_ms: a time before it was stored, by our clock; 0: unknown."""
         heartbeats = self._heartbeats.setdefault(Step(report.node, report.pipe, report.destination), {})
         known = heartbeats.get(report.instance)
         made_ms, late_ms = _made(report.at_ms, received_ms, known)
-        heartbeat = Heartbeat(
+        heartbeat = InstanceHeartbeat(
             report.at_ms,
             report.behind_ms,
             report.closed,
@@ -113,51 +106,42 @@ class Liveness:
             late_ms,
             report.held_ms,
         )
-        if known is None or _follows(heartbeat, known):
+        if known is None or heartbeat.follows(known):
             heartbeats[report.instance] = heartbeat
 
-    def load(self, heartbeats: dict[Step, dict[str, Heartbeat]]) -> None:
-        """Instead of what is known, those of a snapshot."""
+    def load(self, heartbeats: dict[Step, dict[str, InstanceHeartbeat]]) -> None:
+        """Replace what is known by the heartbeats of a snapshot."""
         self._heartbeats = heartbeats
 
     def listened(self, since: int, until: int) -> None:
-        """Everything that was stored before `since`, and then before `until`, was read.
+        """Everything stored before `since` had been read, and now everything stored before `until`.
 
-        After a longer while nobody is silent for that alone. It may be earlier: a clock that was set back.
+        When the time between was long, it counts as no silence. `until` may be earlier: the clock was set back.
         """
         if 0 <= until - since <= GAP_MS:
             return
         for heartbeats in self._heartbeats.values():
-            for name, heartbeat in heartbeats.items():
-                if heartbeat.received_ms > until:
-                    heartbeats[name] = msgspec.structs.replace(
-                        heartbeat, received_ms=until, made_ms=min(heartbeat.made_ms, until)
-                    )
-                elif since - SILENT_AFTER_MS <= heartbeat.received_ms <= since:
-                    heartbeats[name] = msgspec.structs.replace(
-                        heartbeat, received_ms=heartbeat.received_ms + until - since
-                    )
+            for name, one in heartbeats.items():
+                if one.received_ms > until:
+                    heartbeats[name] = msgspec.structs.replace(one, received_ms=until, made_ms=min(one.made_ms, until))
+                elif since - SILENT_AFTER_MS <= one.received_ms <= since:
+                    heartbeats[name] = msgspec.structs.replace(one, received_ms=one.received_ms + until - since)
 
-    def heartbeats(self) -> dict[Step, dict[str, Heartbeat]]:
+    def heartbeats(self) -> dict[Step, dict[str, InstanceHeartbeat]]:
         """All; not to be changed."""
         return self._heartbeats
 
     def alive(self, step: Step, now: int) -> list[str]:
         """The instances that report for this step."""
-        heartbeats = self._heartbeats.get(step, {})
         return [
             name
-            for name, heartbeat in heartbeats.items()
+            for name, heartbeat in self._heartbeats.get(step, {}).items()
             if not heartbeat.closed and now - heartbeat.received_ms <= SILENT_AFTER_MS
         ]
 
-    def is_alive(self, step: Step, now: int) -> bool:
-        """Whether any instance does."""
-        return bool(self.alive(step, now))
-
     def behind_ms(self, step: Step, now: int) -> int | None:
         """How far behind the slowest instance is; None when it is unknown."""
-        known = [heartbeat.behind_ms for heartbeat in self._speaking(step, now) if heartbeat.behind_ms is not None]
+        known = [heartbeat.behind_ms for heartbeat in self._counted(step, now) if heartbeat.behind_ms is not None]
         return max(known, default=None)
 
     def breaker(self, step: Step, now: int) -> Breaker | None:
@@ -168,48 +152,47 @@ class Liveness:
 
     def why_not_done(self, step: Step, until: int, now: int) -> str | None:
         """Why the step may not have processed everything older than `until`; None when it has."""
-        name = step.node if step.destination is None else f"{step.node} to {step.destination}"
-        if not self.is_alive(step, now):
-            return f"{name} is silent"
-        for heartbeat in self._speaking(step, now):
+        if not self.alive(step, now):
+            return f"{step.label} is silent"
+        for heartbeat in self._counted(step, now):
             if heartbeat.behind_ms is None:
-                return f"{name} does not know how far behind it is"
+                return f"{step.label} does not know how far behind it is"
             if self._done(step, heartbeat, heartbeat.behind_ms) < until:
                 if heartbeat.closed:
-                    return f"an instance of {name} stopped before it had processed everything"
+                    return f"an instance of {step.label} stopped before it had processed everything"
                 if now - heartbeat.received_ms > SILENT_AFTER_MS:
-                    return f"an instance of {name} fell silent"
+                    return f"an instance of {step.label} fell silent"
                 if heartbeat.received_ms - heartbeat.behind_ms >= until:
-                    return f"{name} has not reported since the minute ended"
-                return f"{name} is behind by {heartbeat.behind_ms / 1000:.0f} s"
+                    return f"{step.label} has not reported since the minute ended"
+                return f"{step.label} is behind by {heartbeat.behind_ms / 1000:.0f} s"
         return None
 
     def done_up_to(self, step: Step, now: int, backlog: Backlog = "sources") -> int | None:
-        """A time (ms) before which everything of this backlog is processed; None when nobody knows."""
-        if not self.is_alive(step, now):
+        """A time (ms) before which everything of this backlog is processed; None when it is unknown."""
+        if not self.alive(step, now):
             return None
         done = []
-        for heartbeat in self._speaking(step, now):
-            behind = heartbeat.behind_with(backlog)
+        for one in self._counted(step, now):
+            behind = {"sources": one.behind_ms, "returned": one.returned_ms, "held": one.held_ms}[backlog]
             if behind is None:
                 return None
-            done.append(self._done(step, heartbeat, behind))
+            done.append(self._done(step, one, behind))
         return min(done, default=None)
 
-    def _done(self, step: Step, heartbeat: Heartbeat, behind: int) -> int:
+    def _done(self, step: Step, heartbeat: InstanceHeartbeat, behind: int) -> int:
         if self._stamped or step.node == "retrier":
             return min(heartbeat.made_ms, heartbeat.at_ms - behind)
         return heartbeat.made_ms - behind
 
-    def _speaking(self, step: Step, now: int) -> list[Heartbeat]:
-        """Heartbeats of instances that are alive, or gone for so short a time that their work may have no new owner yet."""
+    def _counted(self, step: Step, now: int) -> list[InstanceHeartbeat]:
+        """Of live instances, and of those that are gone for so short a time that their work may have no new owner yet."""
         return [
             heartbeat
             for heartbeat in self._heartbeats.get(step, {}).values()
             if now - heartbeat.received_ms <= TAKEOVER_MS and (heartbeat.behind_ms or not heartbeat.closed)
         ]
 
-    def fallen_silent(self, step: Step, now: int) -> dict[str, Heartbeat]:
+    def fallen_silent(self, step: Step, now: int) -> dict[str, InstanceHeartbeat]:
         """Instances that do not report any more, and whose last report was not closed."""
         return {
             instance: heartbeat
@@ -224,10 +207,9 @@ class Liveness:
         )
 
     def forget(self, now: int) -> None:
-        """Drop the heartbeats of those that said goodbye, or nothing, a day ago."""
-        for heartbeats in self._heartbeats.values():
-            for instance in [
-                name for name, heartbeat in heartbeats.items() if now - heartbeat.received_ms > FORGET_AFTER_MS
-            ]:
-                del heartbeats[instance]
-        self._heartbeats = {step: heartbeats for step, heartbeats in self._heartbeats.items() if heartbeats}
+        """Drop the heartbeats that are older than a day."""
+        kept = {
+            step: {name: one for name, one in heartbeats.items() if now - one.received_ms <= FORGET_AFTER_MS}
+            for step, heartbeats in self._heartbeats.items()
+        }
+        self._heartbeats = {step: heartbeats for step, heartbeats in kept.items() if heartbeats}

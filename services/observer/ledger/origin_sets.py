@@ -1,8 +1,8 @@
 """The union of all reports: the events accepted in each minute, and the outcomes that each step reported.
 
 Only ingest reports minutes. The other steps' sets are one bitmap per incarnation and partition; the part of a minute is an
-intersection. Settled events are removed (`fold`), and later reports of them are ignored. So memory grows with unsettled and young
-origins, packed, and not with events.
+intersection. Settled events are removed (`fold`), and later reports of them are ignored. So memory grows with unsettled and
+young origins, packed, and not with events.
 """
 
 from collections.abc import Iterator, Mapping
@@ -23,28 +23,31 @@ Place = tuple[Node, str]
 _ENDS: tuple[Outcome, ...] = ("delivered", "dead", "parked")
 """Until a later outcome is reported."""
 _WAITING: tuple[Outcome, ...] = ("retrying", "parked")
+_NOTHING = Origins()
 
 
 class OriginSets:
-    """`apply` takes reports in any order and any number of times: the outcome is the same."""
+    """The order and the repetition of reports do not matter."""
 
     def __init__(self) -> None:
         self.held: dict[int, dict[Place, Origins]] = {}
+        """By minute and place, the accepted origins that are not folded."""
         self.reported_sets: dict[tuple[Step, Outcome], Origins] = {}
         self.retries = RetryTracker()
         self.floors: dict[SequenceKey, int] = {}
-        """Below it everything is folded but for what `kept` has."""
+        """Numbers below it are folded, except those in `kept`."""
         self.gone = Origins()
-        """What is folded above the floors: minutes overlap a little."""
+        """Folded origins at or above the floors: minutes overlap a little."""
         self.kept = Origins()
+        """Unsettled origins of folded minutes."""
         self.folded: set[int] = set()
         self._touched = Origins()
-        self.heard: dict[str, int] = {}
+        self.last_named: dict[str, int] = {}
         """When each incarnation was last named, in ms."""
         self.first_named: dict[str, int] = {}
 
     def apply(self, report: Report) -> None:
-        """Unite with what this report says. Sets that are no bitmaps are passed over and logged."""
+        """Unite with this report. Sets that are not bitmaps are logged and ignored."""
         step = Step(report.node, report.pipe, report.destination)
         for reported in report.sets:
             try:
@@ -53,49 +56,54 @@ class OriginSets:
                 log.warning("bad_set", node=report.node, instance=report.instance, error=str(error))
                 continue
             run = SequenceKey(reported.incarnation, reported.partition)
-            self.heard[run.incarnation] = max(self.heard.get(run.incarnation, 0), report.at_ms)
+            self.last_named[run.incarnation] = max(self.last_named.get(run.incarnation, 0), report.at_ms)
             self.first_named[run.incarnation] = min(self.first_named.get(run.incarnation, report.at_ms), report.at_ms)
             if (floor := self.floors.get(run)) is not None and numbers and numbers.min() < floor:
                 kept = numbers & self.kept.numbers(run)
                 numbers.remove_range(0, floor)
                 numbers |= kept
             numbers -= self.gone.numbers(run)
-            self._add(step, reported, run, numbers)
+            if reported.outcome != "accepted":
+                self._record_outcome(step, reported, run, numbers)
+            elif reported.minute is not None:
+                place = (step.node, step.pipe)
+                self.held.setdefault(reported.minute, {}).setdefault(place, Origins()).add(run, numbers)
+            self._touched.add(run, numbers)
 
-    def _add(self, step: Step, reported: OriginSet, run: SequenceKey, numbers: BitMap) -> None:
-        if reported.outcome != "accepted":
-            self._tell(step, reported, run, numbers)
-        elif reported.minute is not None:
-            place = (step.node, step.pipe)
-            self.held.setdefault(reported.minute, {}).setdefault(place, Origins()).add(run, numbers)
-        self._touched.add(run, numbers)
-
-    def _tell(self, step: Step, reported: OriginSet, run: SequenceKey, numbers: BitMap) -> None:
-        """Of parked and dead events only the latest counts, where a time is reported; everything else stays true."""
+    def _record_outcome(self, step: Step, reported: OriginSet, run: SequenceKey, numbers: BitMap) -> None:
+        """Of parked and dead events only the newest report with a time counts; every other outcome stays true."""
+        expel, retrier = owner(step), retrier_of(step)
         if reported.due is not None:
-            heard = self.retries.record(step, reported, run, self._not_at_its_end(owner(step), run, numbers))
-            for outcome, there in heard.no_more:
-                for one in (owner(step), retrier_of(step)):
-                    if outcome != "retrying" and (known := self.reported_sets.get((one, outcome))) is not None:
-                        known.discard(run, there)
+            ordered = self.retries.record(step, reported, run, self._not_ended(expel, run, numbers))
+            for outcome, there in ordered.no_more:
+                if outcome != "retrying":
+                    self._discard(expel, outcome, run, there)
+                    self._discard(retrier, outcome, run, there)
             if reported.outcome in ("parked", "dead", "redriven"):
-                numbers = heard.numbers
+                numbers = ordered.numbers
         if reported.outcome == "redriven":  # as if the retrier had given them back
-            self.reported_sets.setdefault((owner(step), "retrying"), Origins()).add(run, numbers)
-            self.reported_sets.setdefault((retrier_of(step), "released"), Origins()).add(run, numbers)
+            self._add(expel, "retrying", run, numbers)
+            self._add(retrier, "released", run, numbers)
         else:
-            self.reported_sets.setdefault((step, reported.outcome), Origins()).add(run, numbers)
+            self._add(step, reported.outcome, run, numbers)
+
+    def _add(self, step: Step, outcome: Outcome, run: SequenceKey, numbers: BitMap) -> None:
+        self.reported_sets.setdefault((step, outcome), Origins()).add(run, numbers)
+
+    def _discard(self, step: Step, outcome: Outcome, run: SequenceKey, numbers: BitMap) -> None:
+        if (known := self.reported_sets.get((step, outcome))) is not None:
+            known.discard(run, numbers)
 
     def reported(self, step: Step, outcome: Outcome) -> Origins:
-        """As in `Reported`; not to be changed."""
+        """Everything that this step reported with this outcome, of all minutes; not to be changed."""
         return self.reported_sets.get((step, outcome), _NOTHING)
 
     def ended(self, step: Step) -> list[Origins]:
         """The events that wait for no other attempt of this step of expel: they are delivered, dead or parked."""
         return [*(self.reported(step, outcome) for outcome in _ENDS), self.reported(retrier_of(step), "dead")]
 
-    def _not_at_its_end(self, step: Step, run: SequenceKey, numbers: BitMap) -> BitMap:
-        """Without what is delivered, and what is dead or parked of which nobody said since when."""
+    def _not_ended(self, step: Step, run: SequenceKey, numbers: BitMap) -> BitMap:
+        """Without delivered events, and without dead or parked ones for which no time was reported."""
         left = numbers - self.reported(step, "delivered").numbers(run)
         ends: tuple[tuple[Step, Outcome], ...] = ((step, "dead"), (retrier_of(step), "dead"), (step, "parked"))
         for one, outcome in ends:
@@ -105,35 +113,32 @@ class OriginSets:
         return left
 
     def end_waiting(self, step: Step, now: int) -> None:
-        """What waits for a destination that the pipe file no longer has counts as dead from now on (ms): the file had to say
-        what becomes of it, and nobody reports when it does. What its expel reports later counts as always."""
+        """Count the events that wait for a removed destination as dead from now on (ms).
+
+        The pipe file says what becomes of them, and no report says when. What its expel reports later counts as always.
+        """
         for run, numbers in self.retries.end_waiting(step, now):
-            self.reported_sets.setdefault((step, "dead"), Origins()).add(run, numbers)
+            self._add(step, "dead", run, numbers)
             for outcome in _WAITING:
-                if (known := self.reported_sets.get((step, outcome))) is not None:
-                    known.discard(run, numbers)
+                self._discard(step, outcome, run, numbers)
             self._touched.add(run, numbers)
 
     def lost(self, step: Step) -> Origins:
-        """As in `Reported`; not to be changed."""
+        """The events that this step of the retrier should have released, or this step of expel settled, long ago; not to be
+        changed."""
         return self.retries.lost.get(step, _NOTHING)
 
     def touch(self, origins: Origins) -> None:
         """Mark these as changed since the last `drain_touched`."""
-        for run, numbers in origins.runs():
-            self._touched.add(run, numbers)
+        self._touched.update(origins)
 
     def minutes(self) -> list[int]:
         """Those of which any origin is held, oldest first."""
         return sorted(self.held)
 
     def accepted(self, minute: int) -> Mapping[Place, Origins]:
-        """Those of a minute that are held; not to be changed."""
+        """The held origins of a minute; not to be changed."""
         return self.held.get(minute, {})
-
-    def is_folded(self, minute: int) -> bool:
-        """Whether `fold` was called for it."""
-        return minute in self.folded
 
     def drain_touched(self) -> Origins:
         """The origins that changed since the last call."""
@@ -141,9 +146,9 @@ class OriginSets:
         return touched
 
     def unknown_incarnations(self) -> dict[str, set[Step]]:
-        """Incarnations that steps have named and ingest has not, and these steps. Such a process died before its first report."""
-        known = {run.incarnation for places in self.held.values() for held in places.values() for run, _ in held.runs()}
-        known |= {run.incarnation for run in self.floors}
+        """The steps that named an incarnation, by incarnation that ingest did not name: its process died before its first
+        report."""
+        known = self._held_incarnations() | {run.incarnation for run in self.floors}
         found: dict[str, set[Step]] = {}
         for (step, _), origins in self.reported_sets.items():
             for run, _ in origins.runs():
@@ -152,11 +157,10 @@ class OriginSets:
         return found
 
     def has_unaccepted(self, incarnation: str) -> bool:
-        """Whether steps name origins of it that nobody accepted."""
+        """Whether steps name origins of it that no ingest has reported as accepted."""
         accepted, named = Origins(), Origins()
-        for origins in (origins for places in self.held.values() for origins in places.values()):
-            for run, numbers in origins.runs():
-                accepted.add(run, numbers)
+        for origins in self._held():
+            accepted.update(origins)
         for (step, _), origins in self.reported_sets.items():
             for run, numbers in origins.runs():
                 if run.incarnation == incarnation and step.node != "ingest":
@@ -164,16 +168,14 @@ class OriginSets:
         return bool(named - accepted)
 
     def fold(self, minute: int, settled: Origins) -> None:
-        """Forget these origins of the minute: they are counted elsewhere. What is left of it is kept until the next fold."""
+        """Remove these origins of the minute, which are counted elsewhere. The others are kept until the next fold."""
         self.folded.add(minute)
         places = self.held.get(minute, {})
         runs = {run for held in places.values() for run, _ in held.runs()}
-        for run, numbers in settled.runs():
-            self.gone.add(run, numbers)
+        self.gone.update(settled)
         for held in places.values():
             held.remove(settled)
-            for run, numbers in held.runs():
-                self.kept.add(run, numbers)
+            self.kept.update(held)
         self.kept.remove(settled)
         for origins in self._all_sets():
             origins.remove(settled)
@@ -189,8 +191,14 @@ class OriginSets:
         yield from self.reported_sets.values()
         yield from self.retries.every()
 
+    def _held(self) -> Iterator[Origins]:
+        return (held for places in self.held.values() for held in places.values())
+
+    def _held_incarnations(self) -> set[str]:
+        return {run.incarnation for held in self._held() for run, _ in held.runs()}
+
     def _raise_floor(self, run: SequenceKey) -> None:
-        """Up to the run's first number in a minute that is not folded; behind what was folded when there is none."""
+        """To the run's first number in a minute that is not folded; without one, above everything that was folded."""
         young = [
             numbers.min()
             for minute, places in self.held.items()
@@ -209,21 +217,14 @@ class OriginSets:
             origins.remove_below(run, floor, self.kept.numbers(run))
 
     def find_gone(self, before_ms: int) -> list[str]:
-        """Incarnations of which no minute is held and that nobody named since."""
-        old = [incarnation for incarnation, at_ms in self.heard.items() if at_ms < before_ms]
-        return sorted(set(old) - self._incarnations()) if old else []
-
-    def _incarnations(self) -> set[str]:
-        places = [held for places in self.held.values() for held in places.values()]
-        return {run.incarnation for held in places for run, _ in held.runs()}
+        """Incarnations of which no minute is held and that no report has named since."""
+        old = {incarnation for incarnation, at_ms in self.last_named.items() if at_ms < before_ms}
+        return sorted(old - self._held_incarnations()) if old else []
 
     def forget(self, incarnation: str) -> None:
-        """Drop what is known of an incarnation that has no minutes left and will not speak again."""
+        """Drop everything about an incarnation that has no minutes left and will not report again."""
         self.floors = {run: floor for run, floor in self.floors.items() if run.incarnation != incarnation}
-        self.heard.pop(incarnation, None)
+        self.last_named.pop(incarnation, None)
         self.first_named.pop(incarnation, None)
         for origins in (self.kept, self.gone, *self._all_sets()):
             origins.forget(incarnation)
-
-
-_NOTHING = Origins()

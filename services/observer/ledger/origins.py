@@ -11,7 +11,7 @@ from services.core.ledger.report import Span
 
 
 class SequenceKey(NamedTuple):
-    """What one incarnation put into one partition: its sequence numbers are dense."""
+    """An incarnation and a partition: its sequence numbers in the partition are dense."""
 
     incarnation: str
     partition: int
@@ -41,14 +41,10 @@ class Origins:
     def remove(self, other: "Origins") -> None:
         """Difference with the other set."""
         for run, numbers in other.runs():
-            held = self._by_run.get(run)
-            if held is not None:
-                held -= numbers
-                if not held:
-                    del self._by_run[run]
+            self.discard(run, numbers)
 
     def discard(self, run: SequenceKey, numbers: BitMap) -> None:
-        """Difference with these; fast where none of them is here."""
+        """Difference with these."""
         held = self._by_run.get(run)
         if held is not None and held.intersect(numbers):
             held -= numbers
@@ -56,7 +52,7 @@ class Origins:
                 del self._by_run[run]
 
     def remove_below(self, run: SequenceKey, number: int, but: BitMap) -> None:
-        """Forget this run's numbers below `number`, but for those in `but`."""
+        """Drop this run's numbers below `number`, except those in `but`."""
         held = self._by_run.get(run)
         if held is not None and held.min() < number:
             kept = held & but
@@ -66,7 +62,7 @@ class Origins:
                 del self._by_run[run]
 
     def forget(self, incarnation: str) -> None:
-        """Forget all of an incarnation."""
+        """Drop all numbers of an incarnation."""
         for run in [run for run in self._by_run if run.incarnation == incarnation]:
             del self._by_run[run]
 
@@ -79,14 +75,14 @@ class Origins:
         yield from self._by_run.items()
 
     def meets(self, other: "Origins") -> bool:
-        """Whether any is in both."""
+        """Whether any origin is in both."""
         small, large = (self, other) if len(self._by_run) < len(other._by_run) else (other, self)
         return any(
             run in large._by_run and numbers.intersect(large._by_run[run]) for run, numbers in small._by_run.items()
         )
 
     def first(self, limit: int) -> Iterator[Origin]:
-        """At most so many of them, ordered by run and number."""
+        """At most `limit` of them, ordered by run and number."""
         for run, numbers in sorted(self._by_run.items()):
             for number in numbers:
                 if limit <= 0:
@@ -95,10 +91,8 @@ class Origins:
                 yield Origin(run.incarnation, run.partition, number)
 
     def __or__(self, other: "Origins") -> "Origins":
-        small, large = (self, other) if len(self._by_run) < len(other._by_run) else (other, self)
-        union = large.copy()
-        for run, numbers in small._by_run.items():
-            union.add(run, numbers)
+        union = self.copy()
+        union.update(other)
         return union
 
     def __and__(self, other: "Origins") -> "Origins":
@@ -122,7 +116,7 @@ class Origins:
         return bool(self._by_run)
 
     def copy(self) -> "Origins":
-        """One that may be changed apart."""
+        """An independent copy."""
         return Origins((run, numbers.copy()) for run, numbers in self._by_run.items())
 
 
@@ -133,19 +127,22 @@ GRAIN_S = 1024
 
 
 class Spans:
-    """To put in what never was here costs the same however many spans there are; to find what is, the more the more are older,
-    unless it is looked for in the right place first."""
+    """Origins by the span in which they are due; each is in one span at most.
+
+    The cost of `put` does not grow with the number of spans when the origins are new. The cost of `find` grows with the number
+    of spans that are older than the right one, unless that is among `first`.
+    """
 
     def __init__(self) -> None:
         self._by_due: dict[Span, Origins] = {}
         self._any = Origins()
-        """All that stand here, and some that were taken since `prune`."""
+        """All of these origins, and some that were removed since the last `prune`."""
 
     def __len__(self) -> int:
         return len(self._by_due)
 
     def items(self) -> ItemsView[Span, Origins]:
-        """All, in the order in which they came; some may be empty. Only to be taken from."""
+        """All, in order of arrival; some may be empty. Origins may be removed from them, not added."""
         return self._by_due.items()
 
     def values(self) -> ValuesView[Origins]:
@@ -153,18 +150,18 @@ class Spans:
         return self._by_due.values()
 
     def put(self, due: Span, run: SequenceKey, numbers: BitMap) -> None:
-        """They are due then, but for those that stand in a later span."""
+        """Put these into this span, and remove them from earlier ones. Those in a later span stay there."""
         for span, there in self.find(run, numbers):
             if span > due:
                 numbers = numbers - there
             elif span < due:
-                self.take(span, run, there)
+                self.discard(span, run, there)
         if numbers:
             self._by_due.setdefault(due, Origins()).add(run, numbers)
             self._any.add(run, numbers)
 
     def find(self, run: SequenceKey, numbers: BitMap, first: Sequence[Span] = ()) -> list[tuple[Span, BitMap]]:
-        """The spans in which some of these stand, and which these are. first: where they may be."""
+        """By span that has any of these, those numbers. first: spans to search first."""
         found: list[tuple[Span, BitMap]] = []
         left = numbers & self._any.numbers(run)
         if not left:
@@ -179,20 +176,20 @@ class Spans:
                     break
         return found
 
-    def take(self, span: Span, run: SequenceKey, numbers: BitMap) -> None:
-        """Not these any more."""
+    def discard(self, span: Span, run: SequenceKey, numbers: BitMap) -> None:
+        """Remove these from the span."""
         origins = self._by_due[span]
         origins.discard(run, numbers)
         if not origins:
             del self._by_due[span]
 
     def all(self) -> Origins:
-        """All that stand here, in any span; not to be changed. It costs the more the more spans there are."""
+        """The origins of all spans; not to be changed. The cost grows with the number of spans."""
         self.prune()
         return self._any
 
     def coarsen(self, before: int) -> None:
-        """Put spans together that end before this (s), GRAIN_S wide at most: nothing that comes later tells them apart."""
+        """Join spans that end before this (s) into spans GRAIN_S wide: no later report distinguishes them."""
         old: dict[int, list[Span]] = {}
         for span in self._by_due:
             if span[1] <= before:
@@ -205,14 +202,14 @@ class Spans:
                 self._by_due[min(first for first, _ in spans), max(last for _, last in spans)] = parts[0]
 
     def remove(self, gone: Sequence[Origins]) -> None:
-        """None of these any more."""
+        """Remove these from all spans."""
         for origins in self._by_due.values():
             for one in gone:
                 origins.remove(one)
         self.prune()
 
     def prune(self) -> None:
-        """Forget what is empty."""
+        """Drop empty spans."""
         self._by_due = {due: origins for due, origins in self._by_due.items() if origins}
         self._any = Origins()
         for origins in self._by_due.values():

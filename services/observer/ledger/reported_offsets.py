@@ -1,4 +1,4 @@
-"""The offsets up to which ingest has reported: where to read when an incarnation died, and where a minute is stored."""
+"""The offsets up to which ingest has reported: where to read after an incarnation died, and where a minute is stored."""
 
 from services.core.ledger.minute import MINUTE_MS
 from services.core.ledger.report import Report
@@ -10,8 +10,9 @@ KEEP_MINUTES = 24 * 60
 class ReportedOffsets:
     """Offsets by stream and partition. Grows with partitions and minutes of a day. Order and repetition do not matter.
 
-    by_partition: what is written to a partition is read as that one. Else it may lie in any shard, and where to look is the
-    lowest offset that is known of any: along a shard and its children offsets rise, so that is never too far.
+    by_partition: each record is read from the partition to which it was written. Otherwise any shard may have it, and the
+    offset to begin at is the lowest known one of all shards: along a shard and its children offsets rise, so it is never too
+    high.
     """
 
     def __init__(self, *, by_partition: bool = True) -> None:
@@ -24,7 +25,7 @@ class ReportedOffsets:
         """By stream and ingest instance: its incarnations."""
 
     def record(self, report: Report) -> None:
-        """Take what a report of ingest says; others say nothing of it."""
+        """Keep the offsets of a report of ingest; other reports have none."""
         if report.node != "ingest":
             return
         reported = self.reported.setdefault(report.pipe, {})
@@ -32,18 +33,17 @@ class ReportedOffsets:
         minute = report.at_ms // MINUTE_MS
         mine = self.runs.setdefault((report.pipe, report.instance), set())
         mine.update(one.incarnation for one in report.sets)
+        mine.update(one.incarnation for one in report.reaches)
         for reach in report.reaches:
-            run = SequenceKey(reach.incarnation, reach.partition)
-            mine.add(reach.incarnation)
-            offset = int(reach.offset)
+            run, offset = SequenceKey(reach.incarnation, reach.partition), int(reach.offset)
             reported[run] = max(reported.get(run, -1), offset)
             by_minute = marks.setdefault(reach.partition, {})
             by_minute[minute] = max(by_minute.get(minute, -1), offset)
 
     def start(self, stream: str, run: SequenceKey, at_ms: int) -> int | None:
-        """The offset at which to look for what `run` put there after its last report, made at `at_ms`.
+        """The offset at which to look for records that `run` wrote there after its last report, made at `at_ms`.
 
-        None when nothing is known of the partition: then it is to be read from its beginning.
+        None: nothing is known of the partition, so read it from its beginning.
         """
         every = self.reported.get(stream, {})
         if self._by_partition:
@@ -55,7 +55,7 @@ class ReportedOffsets:
         return reported + 1 if reported is not None else self.before(stream, run.partition, at_ms // MINUTE_MS)
 
     def before(self, stream: str, partition: int, minute: int) -> int | None:
-        """An offset, the highest known, that existed before this minute of the wall clock; None when none is known."""
+        """The highest known offset that existed before this minute of the wall clock; None when none is known."""
         every = self.marks.get(stream, {})
         chosen = [every.get(partition, {})] if self._by_partition else list(every.values())
         found = [
@@ -64,9 +64,9 @@ class ReportedOffsets:
         return None if None in found else min((one for one in found if one is not None), default=None)
 
     def after(self, stream: str, partition: int, minute: int) -> int | None:
-        """The lowest known offset such that what was stored in this minute or before lies below it; None when none is known.
+        """The lowest known offset above everything that was stored in this minute or before; None when none is known.
 
-        None, too, where offsets of several shards would be compared.
+        None as well where it would compare offsets of several shards.
         """
         if not self._by_partition:
             return None
@@ -78,13 +78,12 @@ class ReportedOffsets:
         for reported in self.reported.values():
             for run in [run for run in reported if run.incarnation == incarnation]:
                 del reported[run]
-        for key in [key for key, runs in self.runs.items() if incarnation in runs]:
-            self.runs[key].discard(incarnation)
-            if not self.runs[key]:
-                del self.runs[key]
+        for runs in self.runs.values():
+            runs.discard(incarnation)
+        self.runs = {key: runs for key, runs in self.runs.items() if runs}
 
     def forget_marks(self, now: int) -> None:
-        """Drop marks older than a day, but for the newest of each partition."""
+        """Drop marks older than a day, except the newest of each partition."""
         oldest = now // MINUTE_MS - KEEP_MINUTES
         for partitions in self.marks.values():
             for partition, marks in partitions.items():

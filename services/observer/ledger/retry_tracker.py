@@ -1,7 +1,7 @@
 """The attempts of an event at one destination, ordered by their reported times, in any order of the reports.
 
-Until it is delivered, an event may be handed over to the global retrier and released, parked and read again after a resume, dead
-and redriven, each many times. Only the newest of these counts. The time in a report orders them.
+Until it is delivered, an event may be handed over to the global retrier and released, parked and read again after a resume,
+dead and redriven, each many times. Only the newest of these counts. The time in a report orders them.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,9 +25,9 @@ class Ordered(NamedTuple):
 
 
 class RetryTracker:
-    """By step of expel. handed_over: to the retrier. released: of that, as far as it came back. held: what lies where expel
-    itself reads it, parked or redriven. dead: among the dead letters. An event is in one of handed_over, held and dead. lost: of
-    expel and the retrier, what `judge` found last.
+    """By step of expel. handed_over: to the retrier. released: of these, the ones that the retrier gave back. held: parked or
+    redriven, in a topic that expel itself reads. dead: among the dead letters. An event is in one of handed_over, held and
+    dead. lost: by step of expel and of the retrier, the events that `judge` found last.
 
     Grows with origins that wait for another attempt or are dead, packed, and with the seconds in which they were due, or lately
     parked or dead.
@@ -40,34 +40,32 @@ class RetryTracker:
         self.dead: dict[Step, Spans] = {}
         self.lost: dict[Step, Origins] = {}
         self.held_at: dict[Step, tuple[int, Origins]] = {}
-        """The events that were held at a time (ms) and of which no report has come since."""
+        """The events that were held at a time (ms) and that no report has named since."""
         self.unread: dict[Step, Origins] = {}
         """Held events that should have been read long ago."""
 
     def record(self, step: Step, reported: OriginSet, run: SequenceKey, numbers: BitMap) -> Ordered:
-        """Take a set that says when. numbers: without those that are at their end for good."""
+        """Record a set that has a time. numbers: of the set, without events whose outcome is final."""
         mine, due = owner(step), reported.due
         if due is None or not numbers:
             return Ordered(numbers, [])
         if reported.outcome == "released":
-            self._record_released(mine, due, run, numbers)
+            self._release(mine, due, run, numbers)
             return Ordered(numbers, [])
         known = {"parked": self.held, "redriven": self.held, "dead": self.dead}.get(reported.outcome, self.handed_over)
-        numbers, no_more = self._order(mine, known, due, run, numbers)
+        ordered = self._order(mine, known, due, run, numbers)
         if known is self.handed_over:
-            self._hand_over(mine, due, run, numbers)
+            self._hand_over(mine, due, run, ordered.numbers)
         elif known is self.held:
-            self._hold(mine, due, run, numbers)
-        elif numbers:
-            self.dead.setdefault(mine, Spans()).put(due, run, numbers)
-        return Ordered(numbers, no_more)
+            self._hold(mine, due, run, ordered.numbers)
+        elif ordered.numbers:
+            self.dead.setdefault(mine, Spans()).put(due, run, ordered.numbers)
+        return ordered
 
-    def _order(
-        self, step: Step, known: dict[Step, Spans], due: Span, run: SequenceKey, numbers: BitMap
-    ) -> tuple[BitMap, list[tuple[Outcome, BitMap]]]:
-        """Those of which nothing later is known; what was earlier is forgotten.
+    def _order(self, step: Step, known: dict[Step, Spans], due: Span, run: SequenceKey, numbers: BitMap) -> Ordered:
+        """Keep the numbers without a later report, and remove their earlier ones.
 
-        Within one second an event is rather dead than held, and rather held than handed over.
+        Of one second, dead is later than held, and held later than handed over.
         """
         ranks: list[tuple[dict[Step, Spans], Outcome]] = [
             (self.handed_over, "retrying"),
@@ -84,20 +82,20 @@ class RetryTracker:
                 high, low = (span, due) if rank > mine else (due, span)
                 is_high = is_back(high, low) if min(rank, mine) == 0 else high[1] >= low[1]
                 if is_high == (mine > rank):
-                    spans.take(span, run, there)
+                    spans.discard(span, run, there)
                     no_more.append((outcome, there))
                 else:
                     numbers = numbers - there
-        return numbers, no_more
+        return Ordered(numbers, no_more)
 
     def _hand_over(self, step: Step, due: Span, run: SequenceKey, numbers: BitMap) -> None:
         self.handed_over.setdefault(step, Spans()).put(due, run, numbers)
         released = self.released.setdefault(step, Spans())
         for span, there in released.find(run, numbers):
             if not is_back(span, due):
-                released.take(span, run, there)
+                released.discard(span, run, there)
 
-    def _record_released(self, step: Step, due: Span, run: SequenceKey, numbers: BitMap) -> None:
+    def _release(self, step: Step, due: Span, run: SequenceKey, numbers: BitMap) -> None:
         for span, there in self.handed_over.setdefault(step, Spans()).find(run, numbers, spans_around(due[0])):
             if not is_back(due, span):
                 numbers = numbers - there
@@ -107,48 +105,49 @@ class RetryTracker:
         held = self.held.setdefault(step, Spans())
         for span, there in held.find(run, numbers):
             if span >= since or since[1] <= span[1]:
-                numbers = numbers - there  # that is known
+                numbers = numbers - there  # reported before
         held.put(since, run, numbers)
         for known in (self.held_at.get(step, (0, Origins()))[1], self.unread.get(step, Origins())):
             known.discard(run, numbers)
 
     def load(self, step: Step, outcome: Outcome, due: Span, origins: Origins) -> None:
-        """What a snapshot has of `spans`."""
-        known = dict(self._all())[outcome].setdefault(step, Spans())
+        """Restore one item of `spans`."""
+        known = self._by_outcome()[outcome].setdefault(step, Spans())
         for run, numbers in origins.runs():
             known.put(due, run, numbers)
 
     def spans(self) -> Iterator[tuple[Outcome, Step, Span, Origins]]:
-        """All that a snapshot needs."""
-        for outcome, known in self._all():
+        """Everything that a snapshot needs."""
+        for outcome, known in self._by_outcome().items():
             for step, spans in known.items():
                 for due, origins in spans.items():
                     yield outcome, step, due, origins
 
-    def _all(self) -> list[tuple[Outcome, dict[Step, Spans]]]:
-        return [("retrying", self.handed_over), ("released", self.released), ("parked", self.held), ("dead", self.dead)]
+    def _by_outcome(self) -> dict[Outcome, dict[Step, Spans]]:
+        return {"retrying": self.handed_over, "released": self.released, "parked": self.held, "dead": self.dead}
 
-    def judge(self, step: Step, left_by: int, seen_by: int, ended: Sequence[Origins]) -> dict[Step, Origins]:
+    def judge(self, step: Step, released_by: int, settled_by: int, ended: Sequence[Origins]) -> dict[Step, Origins]:
         """The events that are lost at this step of expel and at its step of the retrier, for `lost`. Forgets ended events.
 
-        left_by: a due time (s); all events due before it have left the retrier. seen_by: the same, and expel has processed those
-        that were released; no later than left_by. ended: events that wait for no other attempt.
+        released_by: a due time (s); all events due before it have left the retrier. settled_by: no later than that; expel has
+        settled the released events that were due before it. ended: events that wait for no other attempt.
         """
         handed_over, released = self.handed_over.get(step, Spans()), self.released.get(step, Spans())
         for known in (handed_over, released):
             known.remove(ended)
-        there, back = Origins(), self.unread.get(step, Origins()).copy()
+        at_retrier, at_expel = Origins(), self.unread.get(step, Origins()).copy()
         for due, waiting, came in _find_back(handed_over, released):
-            if due[1] <= left_by:
-                there.update(waiting - came)
-                if due[1] <= seen_by:
-                    back.update(came)
-        return {retrier_of(step): there, step: back}
+            if due[1] <= released_by:
+                at_retrier.update(waiting - came)
+                if due[1] <= settled_by:
+                    at_expel.update(came)
+        return {retrier_of(step): at_retrier, step: at_expel}
 
     def judge_held(self, step: Step, done: int | None, now: int, slack: int, delivered: Origins) -> None:
         """Find the held events that should have been read again, for the next `judge`. Times in ms.
 
-        done: expel has read and settled every event that was held before this time. It does not advance for a paused destination.
+        done: expel has read and settled every event that was held before this time. It does not advance for a paused
+        destination.
         """
         held, dead = self.held.get(step, Spans()), self.dead.get(step, Spans())
         for known in (held, dead):
@@ -157,15 +156,15 @@ class RetryTracker:
         still = held.all()
         if step in self.unread:
             self.unread[step] = self.unread[step] & still
-        at, heard = self.held_at.get(step, (now, Origins()))
+        at, unnamed = self.held_at.get(step, (now, Origins()))
         if step not in self.held_at or at > now:  # our clock may be set back
             self.held_at[step] = now, still.copy()
         elif done is not None and done >= at + slack:
-            self.unread[step] = heard & still
+            self.unread[step] = unnamed & still
             self.held_at[step] = now, still.copy()
 
     def end_waiting(self, step: Step, now: int) -> list[tuple[SequenceKey, BitMap]]:
-        """Everything that waits for this step of expel is dead since now (ms); returns it."""
+        """Count everything that waits for this step of expel as dead since now (ms), and return it."""
         waiting = [origins for known in (self.handed_over, self.held) for origins in known.pop(step, Spans()).values()]
         found = [(run, numbers) for origins in waiting for run, numbers in origins.runs()]
         for run, numbers in found:
@@ -178,7 +177,7 @@ class RetryTracker:
         return found
 
     def changed(self, lost: Mapping[Step, Origins]) -> Origins:
-        """Those of which `lost` would say something else."""
+        """The origins in which `lost` would differ."""
         found = Origins()
         for step, now in lost.items():
             before = self.lost.get(step, Origins())
@@ -186,46 +185,46 @@ class RetryTracker:
         return found
 
     def steps(self) -> list[Step]:
-        """Those of which anything waits, or is dead."""
+        """Those of expel with waiting or dead events."""
         return list({**self.handed_over, **self.held, **self.dead})
 
-    def buried(self) -> Origins:
-        """What may be redriven."""
+    def all_dead(self) -> Origins:
+        """The events that may be redriven."""
         found = Origins()
         for spans in self.dead.values():
             found.update(spans.all())
         return found
 
-    def is_held(self, step: Step) -> Origins:
-        """What lies where this step of expel reads it; not to be changed."""
+    def held_by(self, step: Step) -> Origins:
+        """The events that this step of expel will read again; not to be changed."""
         return self.held.get(step, Spans()).all()
 
     def timed(self, step: Step, outcome: Outcome, run: SequenceKey, numbers: BitMap) -> BitMap:
-        """Those of these parked or dead of which is known since when."""
+        """Of these parked or dead numbers, those for which a time was reported."""
         found = BitMap()
-        for _, there in dict(self._all())[outcome].get(owner(step), Spans()).find(run, numbers):
+        for _, there in self._by_outcome()[outcome].get(owner(step), Spans()).find(run, numbers):
             found |= there
         return found
 
     def every(self) -> Iterator[Origins]:
-        """All sets, to be taken from."""
-        for _, known in self._all():
+        """All sets. Origins may be removed from them, not added."""
+        for known in self._by_outcome().values():
             for spans in known.values():
                 yield from spans.values()
         yield from self.lost.values()
         yield from self.unread.values()
-        yield from (heard for _, heard in self.held_at.values())
+        yield from (unnamed for _, unnamed in self.held_at.values())
 
     def prune(self) -> None:
-        """Drop what is empty."""
-        for _, known in self._all():
+        """Drop empty sets."""
+        for known in self._by_outcome().values():
             for step in list(known):
                 known[step].prune()
                 if not known[step]:
                     del known[step]
         self.lost = {step: origins for step, origins in self.lost.items() if origins}
         self.unread = {step: origins for step, origins in self.unread.items() if origins}
-        self.held_at = {step: heard for step, heard in self.held_at.items() if step in self.held}
+        self.held_at = {step: known_at for step, known_at in self.held_at.items() if step in self.held}
 
 
 def owner(step: Step) -> Step:
@@ -239,10 +238,10 @@ def retrier_of(step: Step) -> Step:
 
 
 def _find_back(handed_over: Spans, released: Spans) -> Iterator[tuple[Span, Origins, Origins]]:
-    """By span of what was handed over: that, and what of it came back."""
+    """By span of what was handed over: its origins, and those of them that came back."""
     ending = sorted(released.items(), key=lambda item: item[0][1])
     back = Origins()
     for due, waiting in sorted(handed_over.items(), key=lambda item: item[0][0], reverse=True):
-        while ending and is_back(ending[-1][0], due):  # then so has each that was due later
+        while ending and is_back(ending[-1][0], due):  # true for every later due time as well
             back.update(ending.pop()[1])
         yield due, waiting, waiting & back

@@ -1,21 +1,22 @@
 """The outcomes of accepted events, step by step: set algebra on the origins of one minute.
 
-Every origin is judged by itself. So the settlement of a set is the sum of those of its parts, and parts that are settled
-for good can be kept as counts (`Ledger.fold`).
+Every origin is settled by itself. So the settlement of a set is the sum of those of its parts, and the parts whose outcome is
+final can be kept as counts (`Table`).
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import msgspec
 
 from services.core.ledger.report import Node, Outcome
 from services.observer.ledger.flow import Flow, Step
+from services.observer.ledger.origin_sets import OriginSets
 from services.observer.ledger.origins import Origins
 from services.observer.ledger.retry_tracker import retrier_of
 
 Accepted = Mapping[tuple[Node, str], Origins]
-"""By where they were accepted: ("ingest", stream), or ("transform", pipe) for events that a transform made anew."""
+"""By where they were accepted: ("ingest", stream), or ("transform", pipe) for events that a transform created."""
 
 OPEN_OUTCOMES: tuple[Outcome, ...] = ("retrying", "parked")
 """Neither lost nor final."""
@@ -25,18 +26,8 @@ _EXPEL: tuple[Outcome, ...] = ("delivered", "dead", "parked", "retrying")
 """The first reported outcome of an event counts, in this order: final outcomes before passing ones."""
 
 
-class Reported(Protocol):
-    """What the steps said."""
-
-    def reported(self, step: Step, outcome: Outcome) -> Origins:
-        """Everything that this step reported with this outcome, of all minutes."""
-
-    def lost(self, step: Step) -> Origins:
-        """The events that this step of the retrier should have released long ago, or this step of expel settled long ago."""
-
-
 class StepSets(NamedTuple):
-    """expected: what the step before passed on. outcomes and missing share it out: every origin is in exactly one."""
+    """expected: the origins that the step before passed on. Each of them is in exactly one of the outcomes, or missing."""
 
     step: Step
     expected: Origins
@@ -51,11 +42,11 @@ class Settlement(NamedTuple):
     steps: list[StepSets]
 
     def missing(self) -> Origins:
-        """Those that are missing anywhere."""
+        """The origins that are missing at any step."""
         return union(step.missing for step in self.steps)
 
     def waiting(self) -> Origins:
-        """Those that wait at any destination for another attempt."""
+        """The origins that wait at any destination for another attempt."""
         lost = {step.step.destination: step.missing for step in self.steps if step.step.node == "retrier"}
         return union(
             step.outcomes.get(outcome, Origins()) - lost.get(step.step.destination, Origins())
@@ -65,9 +56,9 @@ class Settlement(NamedTuple):
         )
 
 
-def settle(flow: Flow, pipe: str, accepted: Accepted, reported: Reported) -> Settlement:
+def settle(flow: Flow, pipe: str, accepted: Accepted, reported: OriginSets) -> Settlement:
     """The settlement of these accepted events in one pipe."""
-    entered = union(arrive(flow, source, accepted, reported) for source in flow.pipes[pipe].sources)
+    entered = union(_entered(flow, source, accepted, reported) for source in flow.pipes[pipe].sources)
     steps = []
     expected = entered
     if flow.pipes[pipe].transforms:
@@ -76,17 +67,16 @@ def settle(flow: Flow, pipe: str, accepted: Accepted, reported: Reported) -> Set
         expected = steps[0].outcomes["passed"] | made
     for destination in flow.pipes[pipe].destinations:
         step = Step("expel", pipe, destination)
-        said = _expelled(step, expected, reported)
+        outcomes = _expelled(step, expected, reported)
         lost = reported.lost(step)
-        open_ones = {outcome: said[outcome] - lost for outcome in OPEN_OUTCOMES}
-        steps.append(_share_out(step, expected, {**said, **open_ones}))
+        steps.append(_share_out(step, expected, outcomes | {one: outcomes[one] - lost for one in OPEN_OUTCOMES}))
         if destination in flow.pipes[pipe].retried:
-            steps.append(_retry(steps[-1], expected, reported))
+            steps.append(_retried(steps[-1], expected, reported))
     return Settlement(entered, steps)
 
 
-def arrive(flow: Flow, stream: str, accepted: Accepted, reported: Reported) -> Origins:
-    """Which of these came into the stream: those that ingest accepted there, and those that other pipes delivered to it."""
+def _entered(flow: Flow, stream: str, accepted: Accepted, reported: OriginSets) -> Origins:
+    """The origins that ingest accepted in the stream, or that other pipes delivered to it."""
     found = accepted.get(("ingest", stream), Origins())
     every = union(accepted.values())
     for step in flow.feeders(stream):
@@ -94,8 +84,8 @@ def arrive(flow: Flow, stream: str, accepted: Accepted, reported: Reported) -> O
     return found
 
 
-def _transformed(flow: Flow, pipe: str, entered: Origins, reported: Reported) -> dict[Outcome, Origins]:
-    """As the transform said; and what a destination knows has passed, whatever the transform has not said yet."""
+def _transformed(flow: Flow, pipe: str, entered: Origins, reported: OriginSets) -> dict[Outcome, Origins]:
+    """As the transform reported. An event that a destination reported has passed, too."""
     step = Step("transform", pipe)
     found: dict[Outcome, Origins] = {outcome: reported.reported(step, outcome) & entered for outcome in _TRANSFORM}
     for destination in flow.pipes[pipe].destinations:
@@ -104,26 +94,26 @@ def _transformed(flow: Flow, pipe: str, entered: Origins, reported: Reported) ->
     return found
 
 
-def _expelled(step: Step, expected: Origins, reported: Reported) -> dict[Outcome, Origins]:
+def _expelled(step: Step, expected: Origins, reported: OriginSets) -> dict[Outcome, Origins]:
     found: dict[Outcome, Origins] = {outcome: reported.reported(step, outcome) & expected for outcome in _EXPEL}
-    found["dead"] = found["dead"] | (reported.reported(Step("retrier", step.pipe, step.destination), "dead") & expected)
+    found["dead"] = found["dead"] | (reported.reported(retrier_of(step), "dead") & expected)
     return found
 
 
-def _retry(expel: StepSets, expected: Origins, reported: Reported) -> StepSets:
-    """What expel ever handed over: lost here, dead, given back at least once, or waiting for it."""
+def _retried(expel: StepSets, expected: Origins, reported: OriginSets) -> StepSets:
+    """Every event that expel ever handed over: lost at the retrier, dead, given back at least once, or still waiting."""
     step = retrier_of(expel.step)
     handed_over = reported.reported(expel.step, "retrying") & expected
     lost = reported.lost(step) & expel.outcomes["retrying"]
-    said: dict[Outcome, Origins] = {outcome: reported.reported(step, outcome) & handed_over for outcome in _RETRIER}
-    shared = _share_out(step, handed_over - lost, {**said, "retrying": handed_over})
+    outcomes: dict[Outcome, Origins] = {outcome: reported.reported(step, outcome) & handed_over for outcome in _RETRIER}
+    shared = _share_out(step, handed_over - lost, {**outcomes, "retrying": handed_over})
     return shared._replace(expected=handed_over, missing=lost)
 
 
-def _share_out(step: Step, expected: Origins, said: dict[Outcome, Origins]) -> StepSets:
-    """Give each origin the first outcome that was reported of it."""
+def _share_out(step: Step, expected: Origins, reported: dict[Outcome, Origins]) -> StepSets:
+    """Give each origin its first reported outcome."""
     left, outcomes = expected, {}
-    for outcome, origins in said.items():
+    for outcome, origins in reported.items():
         outcomes[outcome] = origins & left
         left = left - origins
     return StepSets(step, expected, outcomes, left)
@@ -133,20 +123,20 @@ def union(sets: Iterable[Origins]) -> Origins:
     """All of them in one new set."""
     found = Origins()
     for origins in sets:
-        for run, numbers in origins.runs():
-            found.add(run, numbers)
+        found.update(origins)
     return found
 
 
 Part = str | None
-"""A destination, or None: what comes before them all, from ingest to the transform."""
+"""A destination, or None: everything before the destinations, from ingest to the transform."""
 LATE_EVENTS = "late events may come"
 
 
 class StepRow(msgspec.Struct, frozen=True):
-    """expected: what the step before passed on. outcomes: how many of them settled how. missing: the rest.
+    """expected: the number of events that the step before passed on. outcomes: of these, the number by outcome. missing: the
+    rest.
 
-    why_open: None when the step's part of the minute is final, else for what it waits.
+    why_open: why the step's part of the minute is not final; None when it is.
     """
 
     node: Node
@@ -156,13 +146,22 @@ class StepRow(msgspec.Struct, frozen=True):
     missing: int
     why_open: str | None = LATE_EVENTS
 
+    def __add__(self, other: "StepRow") -> "StepRow":
+        outcomes = {
+            outcome: self.outcomes.get(outcome, 0) + other.outcomes.get(outcome, 0)
+            for outcome in self.outcomes | other.outcomes
+        }
+        return msgspec.structs.replace(
+            self, expected=self.expected + other.expected, outcomes=outcomes, missing=self.missing + other.missing
+        )
+
 
 class Row(msgspec.Struct, frozen=True):
-    """accepted: what came into the pipe. missing: of these, at any step. waiting: to be tried again.
+    """Of one pipe and minute (since the epoch), the number of events.
 
-    why_open: None when every part of the minute is final, else for what the first that is not waits. late: settled after they
-    were final as missing, summed over the parts. lost: of those that are missing, the ones at parts that are final. minute: since
-    the epoch.
+    accepted: that entered the pipe. missing: of these, at any step. waiting: for another attempt. why_open: why the first part
+    that is not final is not; None when all are. late: settled after they were final as missing, summed over the parts. lost:
+    missing at parts that are final.
     """
 
     pipe: str
@@ -182,55 +181,49 @@ class Row(msgspec.Struct, frozen=True):
 
     @property
     def final_loss(self) -> float:
-        """Share of the accepted events that is lost, 0..1, as far as that is final."""
+        """Share of the accepted events that is missing at final parts, 0..1."""
         return self.lost / self.accepted if self.accepted else 0.0
 
     def missing_by_part(self) -> dict[Part, int]:
-        """An event is missing once in a part at most."""
+        """An event is missing at most once in a part."""
         found: dict[Part, int] = {}
         for step in self.steps:
             found[step.destination] = found.get(step.destination, 0) + step.missing
         return found
 
     def missing_for(self, part: Part) -> int:
-        """On the whole way up to there: what did not pass the transform is missing at every destination."""
+        """On the whole way to the part: an event that did not pass the transform is missing at every destination."""
         return sum(step.missing for step in self.steps if step.destination in (None, part))
+
+    def __add__(self, other: "Row") -> "Row":
+        """Both parts of one minute's origins in one row; a step that only one of them has stays."""
+        theirs = {(step.node, step.destination): step for step in other.steps}
+        steps = []
+        for step in self.steps:
+            same = theirs.pop((step.node, step.destination), None)
+            steps.append(step if same is None else step + same)
+        return msgspec.structs.replace(
+            self,
+            accepted=self.accepted + other.accepted,
+            steps=(*steps, *theirs.values()),
+            missing=self.missing + other.missing,
+            waiting=self.waiting + other.waiting,
+            lost=self.lost + other.lost,
+        )
 
 
 def count(pipe: str, minute: int, settlement: Settlement, is_final: Callable[[Part], bool]) -> Row:
-    """The settlement's sizes."""
-    steps = tuple(map(_count_step, settlement.steps))
+    """The sizes of the settlement's sets."""
+    steps = tuple(
+        StepRow(
+            step.step.node,
+            step.step.destination,
+            len(step.expected),
+            {outcome: len(origins) for outcome, origins in step.outcomes.items()},
+            len(step.missing),
+        )
+        for step in settlement.steps
+    )
     accepted, missing, waiting = settlement.accepted, settlement.missing(), settlement.waiting()
     lost = union(step.missing for step in settlement.steps if is_final(step.step.destination))
     return Row(pipe, minute, len(accepted), steps, len(missing), len(waiting), lost=len(lost))
-
-
-def _count_step(step: StepSets) -> StepRow:
-    outcomes = {outcome: len(origins) for outcome, origins in step.outcomes.items()}
-    return StepRow(step.step.node, step.step.destination, len(step.expected), outcomes, len(step.missing))
-
-
-def add(row: Row, other: Row) -> Row:
-    """Both parts of one minute's origins in one row; steps that only one has stay."""
-    theirs = {(step.node, step.destination): step for step in other.steps}
-    steps = [_add_step(step, theirs.pop((step.node, step.destination), None)) for step in row.steps]
-    return msgspec.structs.replace(
-        row,
-        accepted=row.accepted + other.accepted,
-        steps=(*steps, *theirs.values()),
-        missing=row.missing + other.missing,
-        waiting=row.waiting + other.waiting,
-        lost=row.lost + other.lost,
-    )
-
-
-def _add_step(step: StepRow, other: StepRow | None) -> StepRow:
-    if other is None:
-        return step
-    outcomes = {
-        outcome: step.outcomes.get(outcome, 0) + other.outcomes.get(outcome, 0)
-        for outcome in (*step.outcomes, *(outcome for outcome in other.outcomes if outcome not in step.outcomes))
-    }
-    return msgspec.structs.replace(
-        step, expected=step.expected + other.expected, outcomes=outcomes, missing=step.missing + other.missing
-    )

@@ -1,6 +1,7 @@
 """The loss table: a row per pipe and minute. It becomes final, its sets become counts, and late events correct it."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator
+from functools import partial
 from typing import NamedTuple
 
 import msgspec
@@ -9,18 +10,19 @@ from services.core.ledger.minute import BEHIND_MS, MINUTE_MS
 from services.core.ledger.report import Report, Span
 from services.observer.ledger.finality import FOUND_FOR_MS, Finality, Finding, Key
 from services.observer.ledger.flow import RETRIER, Flow, Step
-from services.observer.ledger.liveness import SILENT_AFTER_MS, Liveness
+from services.observer.ledger.liveness import SILENT_AFTER_MS, InstanceLiveness
 from services.observer.ledger.origin_sets import OriginSets
 from services.observer.ledger.origins import Origins, SequenceKey, Spans
 from services.observer.ledger.reported_offsets import ReportedOffsets
-from services.observer.ledger.settlement import Accepted, Part, Row, Settlement, add, count, settle
+from services.observer.ledger.settlement import Part, Row, Settlement, count, settle, union
 
 
 class Ages(msgspec.Struct, frozen=True):
-    """After a minute's end, in ms. final: no earlier is it final. fold: its sets become counts, but for what is unsettled.
+    """The age of a minute, in ms since its end, at which something happens to it.
 
-    drop: its row is forgotten, and what is still missing in it; what is not final then is given up. redrive: its dead letters are
-    forgotten, so what is redriven later is not followed. waiting: what waits for another attempt is forgotten, too.
+    final: it may be final, at the earliest. fold: its sets become counts, except for unsettled events. drop: its row is
+    forgotten, with its missing events; parts that are not final are given up. redrive: its dead letters are forgotten, so a
+    later redrive is not followed. waiting: the events that wait for another attempt are forgotten.
     """
 
     final: int = 150_000
@@ -31,13 +33,13 @@ class Ages(msgspec.Struct, frozen=True):
 
 
 RETRY_SLACK_MS = 120_000
-"""How long after an event was due, and after the retrier and expel say that they are done with it, it is lost: partitions may be
-between two owners, and clocks may differ."""
+"""An event is lost for so long after the time at which the retrier and expel say that they are done with it: a partition may be
+between two owners, and clocks differ."""
 _JUDGE_EVERY_MS = 5_000
 
 
 class SilentIngest(NamedTuple):
-    """An ingest process that ended without a last report. at_ms: of its newest one. incarnations: those that it reported."""
+    """An ingest process that ended without a closing report. at_ms: of its newest report. incarnations: that it reported."""
 
     stream: str
     instance: str
@@ -46,7 +48,8 @@ class SilentIngest(NamedTuple):
 
 
 class UnknownIncarnation(NamedTuple):
-    """An ingest process that ended before its first report. streams: its events are in one of them. first_ms: first named."""
+    """An ingest process that ended before its first report. streams: one of them has its events. first_ms: when a step first
+    named it."""
 
     incarnation: str
     streams: list[str]
@@ -54,8 +57,9 @@ class UnknownIncarnation(NamedTuple):
 
 
 class TickResult(NamedTuple):
-    """What a tick brought. verdicts: parts that became final, and final ones of which more is missing than before, lost while it
-    waited for another attempt. final: rows of which the last part became so. given_up: parts that never will."""
+    """The results of a tick. verdicts: parts that became final, and final parts of which more is missing than before: events
+    that were lost while they waited for another attempt. final: rows whose last part became final. given_up: parts that
+    never will."""
 
     verdicts: list[Finding]
     final: list[Row]
@@ -73,28 +77,28 @@ class Table:
         self.flow = flow
         self.ages = ages or Ages()
         self.origin_sets = OriginSets()
-        self.liveness = Liveness(stamped=not by_partition)
+        self.liveness = InstanceLiveness(stamped=not by_partition)
         self.offsets = ReportedOffsets(by_partition=by_partition)
         self.finality = Finality(flow, self.liveness, self.ages.final, self._find)
         self.found: dict[Key, int] = {}
-        """When a minute's loss was found, in ms: as a part became final, or later, when more was. For FOUND_FOR_MS."""
+        """When a minute's loss was last found, in ms; kept for FOUND_FOR_MS."""
         self.base: dict[Key, Row] = {}
         """Counts of what is folded."""
-        self.left_by = 0
+        self.released_by = 0
         """Everything that was due before it (s) has left the retrier."""
-        self.seen_by: dict[Step, tuple[int, int, int]] = {}
+        self.returns: dict[Step, tuple[int, int, int]] = {}
         """Three times by step of expel. Every returned event that was due before the first (s) is settled. Those due before the
         second (s) will be, once expel has settled everything that was stored at the third (ms)."""
         self._judged_at = 0
         self._dropped: dict[int, int] = {}
-        """Minutes of which only what waits or is dead is held, and how many of the ages since `drop` are over."""
+        """By minute of which only waiting or dead events are held: the number of ages from `drop` on that it has passed."""
         self._rows: dict[Key, Row] = {}
-        """As long as nothing of theirs is touched."""
+        """Rows none of whose events was touched since."""
 
     def apply(self, report: Report, received_ms: int) -> None:
-        """Unite with a report: in any order, any number of times. One of a pipe that the flow does not know changes nothing.
+        """Unite with a report: in any order, any number of times. A report of an unknown pipe changes nothing.
 
-        received_ms: as in `Liveness.hear`.
+        received_ms: as in `InstanceLiveness.record`.
         """
         if not self.flow.knows(Step(report.node, report.pipe, report.destination)):
             if report.pipe in self.flow.pipes:
@@ -105,21 +109,21 @@ class Table:
         self.origin_sets.apply(report)
 
     def minutes(self, pipe: str) -> list[int]:
-        """Those that have a row, oldest first. A minute in which nothing came into the pipe has none."""
+        """The minutes with a row, oldest first. A minute in which no event entered the pipe has none."""
         folded = {minute for name, minute in self.base if name == pipe}
         return sorted(
             minute for minute in folded.union(self.origin_sets.minutes()) if self._find(pipe, minute).accepted
         )
 
     def row(self, pipe: str, minute: int, now: int) -> Row:
-        """The row as it stands. Raises KeyError for an unknown pipe."""
+        """The row as of now. Raises KeyError for an unknown pipe."""
         row, key = self._find(pipe, minute), (pipe, minute)
         waiting = self.finality.why_open(row, now)
         if any(
             n and part not in waiting and not self.finality.is_final(key, part)
             for part, n in row.missing_by_part().items()
         ):
-            row = self._sum_up(key, lambda part: part not in waiting)  # the next tick judges it
+            row = self._sum_up(key, lambda part: part not in waiting)  # final at the next tick
         steps = tuple(msgspec.structs.replace(step, why_open=waiting.get(step.destination)) for step in row.steps)
         why = next(iter(waiting.values()), None)
         return msgspec.structs.replace(row, steps=steps, why_open=why, late=self.finality.late(row))
@@ -129,11 +133,11 @@ class Table:
         return [self.row(name, minute, now) for name, minute in sorted(self.found) if name == pipe]
 
     def settlement(self, pipe: str, minute: int) -> Settlement:
-        """The sets behind the row, without what is folded (of which nothing is missing)."""
+        """The sets behind the row, without folded events (none of them is missing)."""
         return settle(self.flow, pipe, self.origin_sets.accepted(minute), self.origin_sets)
 
     def silent_ingests(self, now: int) -> list[SilentIngest]:
-        """Ingest processes that ended without a last report."""
+        """Ingest processes that ended without a closing report."""
         return [
             SilentIngest(stream, name, beat.at_ms, self.offsets.runs.get((stream, name), set()))
             for stream in sorted({source for pipe in self.flow.pipes.values() for source in pipe.sources})
@@ -156,38 +160,39 @@ class Table:
         return self.origin_sets.has_unaccepted(incarnation)
 
     def unreported_from(self, stream: str, partition: int, incarnations: Collection[str], since: int) -> int | None:
-        """The offset at which to read for events that these did not report since then (ms); None: from the beginning."""
+        """The offset at which to look for events that these have not reported since then (ms); None: the partition's
+        beginning."""
         starts = [self.offsets.start(stream, SequenceKey(one, partition), since) for one in incarnations]
         return None if None in starts else min(one for one in starts if one is not None)
 
     def stored_between(self, stream: str, partition: int, minute: int) -> tuple[int | None, int | None]:
-        """The offsets between which the events of a minute are stored; None where no bound is known."""
+        """The offsets between which the events of a minute are stored; None for an unknown bound."""
         last = minute + (BEHIND_MS + MINUTE_MS) // MINUTE_MS
         return self.offsets.before(stream, partition, minute - 1), self.offsets.after(stream, partition, last)
 
     def lost_on_return(self, step: Step) -> tuple[Origins, Origins]:
-        """What this step of expel lost of the events that came back to it, and those of them that were parked or redriven."""
+        """The returned events that this step of expel lost; and those of them that were parked or redriven."""
         lost = self.origin_sets.lost(step)
-        return lost, lost & self.origin_sets.retries.is_held(step)
+        return lost, lost & self.origin_sets.retries.held_by(step)
 
     def handed_over(self, step: Step) -> Iterable[tuple[Span, Origins]]:
-        """What waits at the retrier for this step of expel, by the span in which it is due."""
+        """The events that wait at the retrier for this step of expel, by the span in which they are due."""
         return self.origin_sets.retries.handed_over.get(step, Spans()).items()
 
     def _find(self, pipe: str, minute: int) -> Row:
         self._forget_touched()
         key = (pipe, minute)
         if (known := self._rows.get(key)) is None:
-            known = self._rows[key] = self._sum_up(key, lambda part: self.finality.is_final(key, part))
+            known = self._rows[key] = self._sum_up(key, partial(self.finality.is_final, key))
         return known
 
     def _sum_up(self, key: Key, is_final: Callable[[Part], bool]) -> Row:
         row = count(*key, self.settlement(*key), is_final)
         base = self.base.get(key)
-        return row if base is None else add(row, base)
+        return row if base is None else row + base
 
     def tick(self, now: int) -> TickResult:
-        """Let time pass. Costs the more the more minutes are open."""
+        """Let time pass. The cost grows with the number of open minutes."""
         self._forget_touched()
         verdicts = [] if 0 <= now - self._judged_at < _JUDGE_EVERY_MS else self._judge(now)  # our clock may be set back
         final: list[Row] = []
@@ -204,10 +209,11 @@ class Table:
             if over == 3 or over > self._dropped.get(minute, 0):
                 given_up += self._give_up(minute, now)
                 self._drop(minute, over)
-            elif age >= self.ages.fold and not self.origin_sets.is_folded(minute) and self._is_final(minute):
+            elif age >= self.ages.fold and minute not in self.origin_sets.folded and self._is_final(minute):
                 self._fold(minute)
         self._drop_rows(now)
-        self._note_found([verdict.row for verdict in verdicts], now)
+        self.found = {key: at for key, at in self.found.items() if now - at < FOUND_FOR_MS}
+        self.found |= {(verdict.row.pipe, verdict.row.minute): now for verdict in verdicts if verdict.row.lost}
         self.liveness.forget(now)
         self.offsets.forget_marks(now)
         for incarnation in self.origin_sets.find_gone(now - self.ages.drop):
@@ -215,69 +221,68 @@ class Table:
             self.offsets.forget(incarnation)
         return TickResult(verdicts, final, given_up)
 
-    def _note_found(self, rows: list[Row], now: int) -> None:
-        self.found = {key: at for key, at in self.found.items() if now - at < FOUND_FOR_MS}
-        self.found |= {(row.pipe, row.minute): now for row in rows if row.lost}
-
     def _judge(self, now: int) -> list[Finding]:
-        """Find the events that the retrier or expel lost. Returns the final parts that get worse by it."""
+        """Find the events that the retrier or expel lost. Returns the final parts of which more is missing by that."""
         self._judged_at = now
-        self.origin_sets.retries.prune()  # what settled meanwhile left empty spans, and every later set is held against each
+        retries = self.origin_sets.retries
+        retries.prune()  # every later set is compared with each span, also with an empty one
         done = self.liveness.done_up_to(RETRIER, now)
         if done is not None:
-            self.left_by = max(self.left_by, (done - RETRY_SLACK_MS) // 1000)
+            self.released_by = max(self.released_by, (done - RETRY_SLACK_MS) // 1000)
         lost: dict[Step, Origins] = {}
-        for step in self.origin_sets.retries.steps():
+        for step in retries.steps():
             if not self.flow.knows(step):
                 self.origin_sets.end_waiting(step, now)
                 continue
             ended = self.origin_sets.ended(step)
             held_up_to = self.liveness.done_up_to(step, now, "held")
-            self.origin_sets.retries.judge_held(
-                step, held_up_to, now, RETRY_SLACK_MS, self.origin_sets.reported(step, "delivered")
-            )
-            lost |= self.origin_sets.retries.judge(step, self.left_by, self._see(step, now), ended)
-        changed = self.origin_sets.retries.changed(lost)
+            delivered = self.origin_sets.reported(step, "delivered")
+            retries.judge_held(step, held_up_to, now, RETRY_SLACK_MS, delivered)
+            lost |= retries.judge(step, self.released_by, self._returns_settled_by(step, now), ended)
+        changed = retries.changed(lost)
         if not changed:
             return []
         before = {
             (pipe, minute): self._find(pipe, minute)
-            for minute in self.origin_sets.minutes()
-            if any(origins.meets(changed) for origins in self.origin_sets.accepted(minute).values())
+            for minute in self._minutes_of(changed)
             for pipe in self.flow.pipes
             if (pipe, minute) in self.finality.open
         }
-        self.origin_sets.retries.lost |= lost
+        retries.lost |= lost
         self.origin_sets.touch(changed)
-        return [verdict for key, row in before.items() for verdict in self._compare(key, row, now)]
+        return [finding for key, row in before.items() for finding in self._compare(key, row, now)]
 
     def _compare(self, key: Key, before: Row, now: int) -> Iterator[Finding]:
-        after, then = self.row(*key, now), self.finality.then.get(key, {})
-        worse = {part: n for part, n in after.missing_by_part().items() if n > then.get(part, 0)}
-        for part, missing in worse.items():
-            if self.finality.is_final(key, part):
-                self.finality.note(key, {part: missing})
+        after, final = self.row(*key, now), dict(self.finality.final_missing.get(key, {}))
+        for part, missing in after.missing_by_part().items():
+            if missing > final.get(part, 0) and self.finality.is_final(key, part):
+                self.finality.record_missing(key, {part: missing})
                 yield Finding(after, part, before)
 
-    def _see(self, step: Step, now: int) -> int:
-        """The due time (s) up to which this step of expel has processed the released events."""
-        seen, next_one, since = self.seen_by.get(step, (0, self.left_by, now))
+    def _returns_settled_by(self, step: Step, now: int) -> int:
+        """The due time (s) up to which this step of expel has settled the released events."""
+        settled_by, next_one, since = self.returns.get(step, (0, self.released_by, now))
         done = self.liveness.done_up_to(step, now, "returned")
         since = min(since, now)
         if done is not None and done >= since + RETRY_SLACK_MS:
-            seen, next_one, since = next_one, self.left_by, now
-        self.seen_by[step] = seen, next_one, since
-        return seen
+            settled_by, next_one, since = next_one, self.released_by, now
+        self.returns[step] = settled_by, next_one, since
+        return settled_by
+
+    def _minutes_of(self, origins: Origins) -> list[int]:
+        """The held minutes that have any of these."""
+        return [
+            minute
+            for minute in self.origin_sets.minutes()
+            if any(held.meets(origins) for held in self.origin_sets.accepted(minute).values())
+        ]
 
     def _forget_touched(self) -> None:
         touched = self.origin_sets.drain_touched()
-        if not touched:
-            return
-        for minute in self.origin_sets.minutes():
-            if any(origins.meets(touched) for origins in self.origin_sets.accepted(minute).values()):
-                self._dropped.pop(minute, None)
-                for pipe in self.flow.pipes:
-                    self._rows.pop((pipe, minute), None)
+        for minute in self._minutes_of(touched) if touched else ():
+            self._dropped.pop(minute, None)
+            for pipe in self.flow.pipes:
+                self._rows.pop((pipe, minute), None)
 
     def _finish(self, minute: int, now: int) -> list[Finding]:
         found: list[Finding] = []
@@ -285,16 +290,15 @@ class Table:
             key = pipe, minute
             if self.finality.is_closed(key) or not self._find(*key).accepted:
                 continue
-            if parts := self.finality.judge(self._find(*key), now):
-                self._rows.pop(key, None)  # more of what is missing is lost
+            if parts := self.finality.close_parts(self._find(*key), now):
+                self._rows.pop(key, None)  # more of its missing events are lost
                 row = self.row(*key, now)
                 found += [Finding(row, part) for part in parts]
         return found
 
     def _give_up(self, minute: int, now: int) -> list[Finding]:
-        keys = [(pipe, minute) for pipe in self.flow.pipes]
-        before = {key: self.row(*key, now) for key in keys if not self.finality.is_closed(key)}
-        rows = {key: row for key, row in before.items() if row.accepted}
+        keys = [key for pipe in self.flow.pipes if not self.finality.is_closed(key := (pipe, minute))]
+        rows = {key: row for key in keys if (row := self.row(*key, now)).accepted}  # before any of them is given up
         return [Finding(row, part) for key, row in rows.items() for part in self.finality.give_up(key)]
 
     def _is_final(self, minute: int) -> bool:
@@ -302,43 +306,38 @@ class Table:
         return all(self.finality.is_closed(key) or not self._find(*key).accepted for key in keys)
 
     def _fold(self, minute: int) -> None:
-        """Keep the sets of what is unsettled in any pipe, or dead and may be redriven; count the rest."""
-        unsettled = self.origin_sets.retries.buried()
+        """Keep the events that are unsettled in any pipe, or dead and may be redriven; count the others."""
+        unsettled = self.origin_sets.retries.all_dead()
         for pipe in self.flow.pipes:
             settlement = self.settlement(pipe, minute)
-            unsettled = unsettled | settlement.missing() | settlement.waiting()
-        self._count_off(minute, unsettled)
+            unsettled.update(settlement.missing())
+            unsettled.update(settlement.waiting())
+        self._count_except(unsettled, minute)
 
     def _drop(self, minute: int, over: int) -> None:
-        """Count off everything but what waits, which may wait for days, what was lost while it did, and what is dead."""
-        waiting = self.origin_sets.retries.buried() if over < 2 else Origins()
+        """Count all events except dead ones, those that wait, which may take days, and those that were lost while they
+        waited."""
+        kept = self.origin_sets.retries.all_dead() if over < 2 else Origins()
         if over < 3:
             for pipe in self.flow.pipes:
-                waiting = waiting | self.settlement(pipe, minute).waiting()
+                kept.update(self.settlement(pipe, minute).waiting())
             for lost in self.origin_sets.retries.lost.values():
-                waiting = waiting | lost
-        self._count_off(minute, waiting)
+                kept.update(lost)
+        self._count_except(kept, minute)
         self._dropped[minute] = over
 
-    def _count_off(self, minute: int, kept: Origins) -> None:
+    def _count_except(self, kept: Origins, minute: int) -> None:
         accepted = self.origin_sets.accepted(minute)
         gone = {place: origins - kept for place, origins in accepted.items()}
-        for pipe in self.flow.pipes:
-            part = self._count_part((pipe, minute), gone)
+        for key in [(pipe, minute) for pipe in self.flow.pipes]:
+            settlement = settle(self.flow, key[0], gone, self.origin_sets)
+            part = count(*key, settlement, partial(self.finality.is_final, key))
             if part.accepted:
-                base = self.base.get((pipe, minute))
-                self.base[pipe, minute] = part if base is None else add(base, part)
-        every = Origins()
-        for origins in gone.values():
-            every = every | origins
-        self.origin_sets.fold(minute, every)
-
-    def _count_part(self, key: Key, accepted: Accepted) -> Row:
-        settlement = settle(self.flow, key[0], accepted, self.origin_sets)
-        return count(*key, settlement, lambda part: self.finality.is_final(key, part))
+                self.base[key] = self.base[key] + part if key in self.base else part
+        self.origin_sets.fold(minute, union(gone.values()))
 
     def _drop_rows(self, now: int) -> None:
-        """Of minutes that are old and hold nothing any more."""
+        """Drop the rows of old minutes of which no event is held."""
         oldest = (now - self.ages.drop) // MINUTE_MS
         held = set(self.origin_sets.minutes())
         known = {*self.base, *self._rows, *self.finality.keys()}

@@ -185,7 +185,7 @@ def held(table: Table) -> int:
     sets = [origins for places in book.held.values() for origins in places.values()]
     sets += [*book.reported_sets.values(), book.kept]
     bitmaps = sum(len(numbers.serialize()) for origins in sets for _, numbers in origins.runs())
-    return bitmaps + 100 * (len(book.floors) + len(book.heard) + len(table.base) + len(table.finality.open))
+    return bitmaps + 100 * (len(book.floors) + len(book.last_named) + len(table.base) + len(table.finality.open))
 
 
 def run_for(table: Table, minutes: int, per_minute: int) -> None:

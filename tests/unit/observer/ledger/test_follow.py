@@ -203,5 +203,5 @@ async def test_a_snapshot_of_before_is_read(broker: Broker) -> None:
         async with observer.running():
             await observer.caught_up()
             assert (observer.row().missing, observer.row().accepted) == (2, 10)
-            assert observer.follower.table.liveness.is_alive(OPS, observer.now)
+            assert observer.follower.table.liveness.alive(OPS, observer.now)
             assert observer.final == []

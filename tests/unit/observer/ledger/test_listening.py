@@ -42,7 +42,7 @@ async def test_what_is_read_again_speaks_for_nobody(broker: Broker) -> None:
         async with first.running():
             await first.caught_up()
             await report(broker, *alive(START_MS))
-            await first.until(lambda: first.follower.table.liveness.is_alive(OPS, first.now))
+            await first.until(lambda: bool(first.follower.table.liveness.alive(OPS, first.now)))
         ahead = beat("expel", "late", "ops", at_ms=START_MS + hour)
         await report(broker, ahead, *alive(START_MS)[:2])
         second.now = START_MS + hour
@@ -50,7 +50,7 @@ async def test_what_is_read_again_speaks_for_nobody(broker: Broker) -> None:
             await second.caught_up()
             assert second.row().why_open == "ingest of flights has not reported since the minute ended"
             assert second.follower.table.liveness.done_up_to(OPS, second.now) == START_MS
-            assert second.follower.table.liveness.is_alive(OPS, second.now), "it may speak any moment"
+            assert second.follower.table.liveness.alive(OPS, second.now), "it may speak any moment"
             await report(broker, *alive(second.now)[:2])
             told = "expel to ops has not reported since the minute ended"
             await second.until(lambda: second.row().why_open == told)
@@ -79,7 +79,7 @@ async def test_a_topic_that_never_ends_is_followed(broker: Broker) -> None:
             while observer.now < until:
                 await asyncio.sleep(0.01)
                 assert not observer.follower.catching_up
-                assert observer.follower.table.liveness.is_alive(OPS, observer.now)
+                assert observer.follower.table.liveness.alive(OPS, observer.now)
 
 
 async def test_a_clock_that_is_wrong_is_told_once(broker: Broker) -> None:

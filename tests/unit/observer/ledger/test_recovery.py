@@ -96,7 +96,7 @@ async def test_what_a_killed_ingest_did_not_tell_is_read_from_the_stream(broker:
     )
     alive = Report(node="ingest", instance="one", pipe="flights", at_ms=LATER_MS)
     hear(table, alive)
-    assert table.liveness.is_alive(Step("ingest", "flights"), LATER_MS), "one that was only slow may speak again"
+    assert table.liveness.alive(Step("ingest", "flights"), LATER_MS), "one that was only slow may speak again"
 
 
 async def test_an_incarnation_that_never_reported_is_found(broker: Broker) -> None:
