@@ -75,7 +75,7 @@ class PipeReporter:
         now = self._clock()
         if closed or not 0 <= now - self._lags_at < LAGS_EVERY_S:
             self._lags_at = now
-            taken = [tap.take(int(now // 60)) for tap in self._taps]
+            taken = [tap.drain(int(now // 60)) for tap in self._taps]
             self._lags = join_lags([*self._lags, *(lag for lag in taken if lag is not None)])
         at_ms = int(now * 1000)
         report = Report(

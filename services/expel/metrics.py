@@ -16,7 +16,7 @@ from services.core.ledger.age import Age, Place
 from services.core.ledger.fields import FieldSample
 from services.core.ledger.report import Breaker, Node, Span
 from services.core.ledger.report import Outcome as ReportedOutcome
-from services.core.ledger.reporter import Reporter, say_goodbye
+from services.core.ledger.reporter import Reporter, close_reporters
 from services.core.pipes import delivery_group
 from services.expel.delivery import Delivery
 from services.expel.retry_policy import Failure, Outcome
@@ -261,11 +261,11 @@ class LaneLedger:
         lags = own if self._group is None else await self._group.complete(own)
         if lags is None:
             return
-        self._reporter.behind(self._sources.age(self._measured_at, lags))
+        self._reporter.record_behind(self._sources.age(self._measured_at, lags))
         if self._returned is not None:
-            self._reporter.returned_behind(self._returned.age(self._measured_at, lags))
+            self._reporter.record_behind(self._returned.age(self._measured_at, lags), "returned")
         if self._kept is not None:
-            self._reporter.held_behind(self._kept.age(self._measured_at, lags))
+            self._reporter.record_behind(self._kept.age(self._measured_at, lags), "held")
 
     async def report(self) -> None:
         """Returns when everything that was added is reported durably. Raises Unavailable."""
@@ -275,7 +275,7 @@ class LaneLedger:
     async def close(self) -> None:
         """Send the last report."""
         if self._reporter is not None:
-            await say_goodbye([self._reporter])
+            await close_reporters([self._reporter])
 
 
 class _Backlog:

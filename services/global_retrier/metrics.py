@@ -13,7 +13,7 @@ from services.core.broker.producer import Producer
 from services.core.broker.record import Batch, Record, TopicPartition
 from services.core.group_lag import GroupLag
 from services.core.ledger.report import Node, Outcome, Span, released_span, since_span
-from services.core.ledger.reporter import Reporter, new_instance, say_goodbye
+from services.core.ledger.reporter import Reporter, close_reporters, new_instance
 from services.core.pipes import PipeFile, lane_name, lanes_of
 from services.global_retrier.delay_queue import DELAY_BY_TOPIC, SHORTEST_MS, DelayQueue, Waiting
 
@@ -109,7 +109,7 @@ class RetrierLedger:
             return
         lags = own if self._group is None else await self._group.complete(own)
         if lags is not None:
-            self._own.behind(max((_find_overdue(source.topic, lag) for source, lag in lags.items()), default=0))
+            self._own.record_behind(max((_find_overdue(source.topic, lag) for source, lag in lags.items()), default=0))
 
     def add(self, outcome: Outcome, items: Sequence[Waiting]) -> None:
         """These are durable in their pipe's retry topic (released), or as dead letters (dead).
@@ -143,7 +143,7 @@ class RetrierLedger:
 
     async def close(self) -> None:
         """Send the last report."""
-        await say_goodbye(self._all())
+        await close_reporters(self._all())
 
     def _all(self) -> list[Reporter]:
         return [*self._reporters.values(), *([self._own] if self._own is not None else [])]

@@ -12,7 +12,7 @@ from pathlib import Path
 import structlog
 
 from services.core.broker.producer import Producer
-from services.core.ledger.reporter import Reporter, keep_reporting, new_instance, say_goodbye
+from services.core.ledger.reporter import Reporter, close_reporters, keep_reporting, new_instance
 from services.core.lifecycle import Supervision
 from services.core.management import serve_management
 from services.core.pipes import load_pipes
@@ -86,7 +86,7 @@ async def start(settings: IngestSettings, supervision: Supervision) -> None:
             readiness.check, readiness.reason = lambda: probe.reason, None
             await stopping.wait()
             readiness.reason = "stopping"
-        await say_goodbye(ledgers)
+        await close_reporters(ledgers)
 
 
 def _open_ledger(intake: Intake, producer: Producer, instance: str) -> StreamLedger:

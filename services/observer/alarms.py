@@ -1,7 +1,4 @@
-"""Alarms: a minute that is final with more loss than the threshold, one that never will be final, a field that has drifted.
-
-Each is reported once.
-"""
+"""Alarms, each sent once: a minute is final with more loss than the threshold, or never will be final; a field has drifted."""
 
 import asyncio
 import time
@@ -10,10 +7,10 @@ from typing import NamedTuple
 from zlib import crc32
 
 import aiohttp
-import backoff
 import msgspec
 import structlog
 
+from services.core.backoff import Backoff
 from services.core.ledger.minute import MINUTE_MS
 from services.core.signing import ID_HEADER, SIGNATURE_HEADER, TIMESTAMP_HEADER, SigningKeys, sign
 from services.observer.ledger.finality import FOUND_FOR_MS, Finding
@@ -27,14 +24,15 @@ ATTEMPTS = 6
 TIMEOUT_S = 10.0
 _MAX_WAIT_S = 30.0
 MAX_UNSENT = 100
-"""Alarms that wait to be reported; more are in the log and the metrics only."""
+"""The most alarms that wait to be sent; further ones are only in the log and the metrics."""
 
 
 def find_alarms(verdicts: Sequence[Finding], planned: PlannedWindows, threshold: float, now: int) -> list[Finding]:
-    """For which of a tick's verdicts an alarm is due, and nothing announced excuses it.
+    """The findings of a tick for which an alarm is due, except in a planned window that excuses them.
 
-    One for each destination that lost something of its own, when more than the threshold is missing on the whole way to it. When
-    none is, one for the minute (part None), as far as it is final: the transform lost it, or several destinations little each.
+    One for each destination that lost events itself, when more than the threshold is missing on the whole way to it. If there
+    is none, one for the final parts of the minute (part None): the transform lost them, or several destinations lost a few
+    each.
     """
     by_minute: dict[tuple[str, int], list[Finding]] = {}
     for verdict in verdicts:
@@ -46,7 +44,7 @@ def find_alarms(verdicts: Sequence[Finding], planned: PlannedWindows, threshold:
 
 
 def _span(verdict: Finding, now: int) -> tuple[int, int]:
-    """From when to when (ms) it was lost: in its minute, or while it waited, which nobody knows until it is found."""
+    """The time (ms) in which it was lost: its minute; or, if it was lost while it waited, the time before it was found."""
     minute = verdict.row.minute
     if verdict.before is not None:
         return now - FOUND_FOR_MS, now + 1
@@ -66,7 +64,7 @@ def _find_together(mine: Sequence[Finding], threshold: float) -> list[Finding]:
     if any(verdict.part is None for verdict in mine):
         is_due = _is_news(0, row.lost, row, threshold)
     elif any(row.missing_for(part) > threshold * row.accepted for part in final):
-        is_due = False  # that was an alarm of its own
+        is_due = False  # it has its own alarm
     elif before is not None:
         is_due = _is_news(before.lost, row.lost, row, threshold)
     else:
@@ -75,21 +73,21 @@ def _find_together(mine: Sequence[Finding], threshold: float) -> list[Finding]:
 
 
 def _is_news(before: int, now: int, row: Row, threshold: float) -> bool:
-    """Whether so much more is missing that it is reported: it is above the threshold, and was not, or has doubled."""
+    """Whether the loss is above the threshold, and was not before or has doubled."""
     is_above = now > threshold * row.accepted
     return is_above and (before <= threshold * row.accepted or has_doubled(before, now))
 
 
 class Alarm(NamedTuple):
-    """id: the same in every attempt and after a restart, so a receiver can pass over one that comes twice. body: as JSON."""
+    """id: the same in every attempt and after a restart, so a receiver can ignore a repeated one. body: as JSON."""
 
     id: str
     body: dict[str, object]
 
 
 def loss_alarm(verdict: Finding) -> Alarm:
-    """Of a destination's minute that became final, or of the whole minute. When its loss has doubled it is another alarm, and its
-    receiver takes it."""
+    """Of a destination's minute that became final, or of the whole minute. When its loss has doubled, the alarm has another
+    id."""
     row, part, _ = verdict
     missing = row.lost if part is None else row.missing_for(part)
     parts = {step.destination for step in row.steps} if part is None else {None, part}
@@ -103,86 +101,84 @@ def loss_alarm(verdict: Finding) -> Alarm:
         "destination": part,
     }
     name = "-".join(filter(None, ("loss", row.pipe, str(row.minute), part, str(missing.bit_length()))))
-    said = [{name: value for name, value in msgspec.to_builtins(step).items() if name != "why_open"} for step in steps]
-    return Alarm(name, {"type": "penstock.loss", **counts, "steps": said})
+    shown = [{name: value for name, value in msgspec.to_builtins(step).items() if name != "why_open"} for step in steps]
+    return Alarm(name, {"type": "penstock.loss", **counts, "steps": shown})
 
 
 def unjudged_alarm(verdict: Finding) -> Alarm:
-    """Of a part that was given up: one an hour has the same id."""
+    """Of a part that was given up. All of one hour have the same id."""
     row, part, _ = verdict
-    said = {"pipe": row.pipe, "minute": row.minute, "destination": part, "missing": row.missing_for(part)}
+    where = {"pipe": row.pipe, "minute": row.minute, "destination": part, "missing": row.missing_for(part)}
     name = "-".join(filter(None, ("unjudged", row.pipe, part, str(row.minute // 60))))
-    return Alarm(name, {"type": "penstock.unjudged", "accepted": row.accepted, **said})
+    return Alarm(name, {"type": "penstock.unjudged", "accepted": row.accepted, **where})
 
 
 def drift_alarm(pipe: str, drift: Drift, minute: int) -> Alarm:
-    """Of a field that is not as it was, first seen in this minute."""
+    """Of a field that has drifted since this minute."""
     step = drift.step
     name = "-".join(filter(None, ("drift", pipe, step.node, step.destination, drift.field, drift.what)))
-    said = {"pipe": pipe, "minute": minute, "node": step.node, "destination": step.destination}
-    number = crc32(name.encode())
+    where = {"pipe": pipe, "minute": minute, "node": step.node, "destination": step.destination}
     return Alarm(
-        f"drift-{pipe}-{number:08x}-{minute // 60}",
-        {"type": "penstock.drift", **said, "field": drift.field, "what": drift.what, "text": drift.text},
+        f"drift-{pipe}-{crc32(name.encode()):08x}-{minute // 60}",
+        {"type": "penstock.drift", **where, "field": drift.field, "what": drift.what, "text": drift.text},
     )
 
 
 def has_doubled(before: int, after: int) -> bool:
-    """Whether so much more is missing of what is final that it is reported again: once in each power of two."""
+    """Whether the loss passed a power of two: then it is reported again."""
     return after.bit_length() > before.bit_length()
 
 
 class AlarmQueue:
-    """Alarms that wait to be reported, oldest first; those of a snapshot, too, so that a restart forgets none."""
+    """Alarms that wait to be sent, oldest first. They are in the snapshots, so a restart forgets none."""
 
     def __init__(self) -> None:
         self._waiting: dict[str, Alarm] = {}
-        self._came = asyncio.Event()
+        self._added = asyncio.Event()
 
     def add(self, alarm: Alarm) -> bool:
-        """Whether there was room. One that waits already is replaced."""
+        """False: the queue is full. An alarm with the same id is replaced."""
         if len(self._waiting) >= MAX_UNSENT and alarm.id not in self._waiting:
             return False
         self._waiting[alarm.id] = alarm
-        self._came.set()
+        self._added.set()
         return True
 
     async def first(self) -> Alarm:
         """The oldest; waits for one."""
         while not self._waiting:
-            self._came.clear()
-            await self._came.wait()
+            self._added.clear()
+            await self._added.wait()
         return next(iter(self._waiting.values()))
 
     def remove(self, alarm: Alarm) -> None:
-        """It was reported."""
+        """It was sent."""
         if self._waiting.get(alarm.id) is alarm:
             del self._waiting[alarm.id]
 
     def put_last(self, alarm: Alarm) -> None:
-        """It was not taken; the others first, then again."""
+        """It was refused: send the others first."""
         if self._waiting.get(alarm.id) is alarm:
             self._waiting[alarm.id] = self._waiting.pop(alarm.id)
 
     def all(self) -> tuple[Alarm, ...]:
-        """In their order."""
+        """Oldest first."""
         return tuple(self._waiting.values())
 
 
 class AlarmWebhook:
-    """Tells alarms to one URL, signed as the events' webhooks are."""
+    """Sends alarms to one URL, signed as the events' webhooks are."""
 
     def __init__(self, url: str, keys: SigningKeys) -> None:
         self._url, self._keys = url, keys
 
     async def send(self, alarm: Alarm) -> bool:
-        """Whether the receiver took it. Up to `ATTEMPTS` requests with growing waits; who calls tries again later."""
-        body = msgspec.json.encode(alarm.body)
-        error = "none"
+        """Whether the receiver accepted it, in at most `ATTEMPTS` requests. If not, the caller tries again later."""
+        body, error, retry = msgspec.json.encode(alarm.body), "", Backoff(1.0, _MAX_WAIT_S)
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=TIMEOUT_S), trust_env=False) as session:
-            for attempt in range(ATTEMPTS):
-                if attempt:
-                    await asyncio.sleep(backoff.full_jitter(min(_MAX_WAIT_S, 2.0**attempt)))
+            while retry.failures < ATTEMPTS:
+                if retry.failures:
+                    await retry.wait()
                 try:
                     async with session.post(
                         self._url, data=body, headers=self._head(alarm.id, body), allow_redirects=False
@@ -192,7 +188,8 @@ class AlarmWebhook:
                         error = f"status {answer.status}"
                 except (aiohttp.ClientError, TimeoutError, OSError) as failure:
                     error = f"{type(failure).__name__}: {failure}"
-        log.error("alarm_not_told", alarm=alarm.id, error=error, hint="Try: is alarm_url right?")
+                retry.fail()
+        log.error("alarm_not_sent", alarm=alarm.id, error=error, hint="Try: is alarm_url right?")
         return False
 
     def _head(self, message_id: str, body: bytes) -> dict[str, str]:

@@ -19,20 +19,20 @@ from services.core.management import serve_management
 from services.core.pauses import Pauses
 from services.core.pipes import RETRIER_DEAD, PipeFile, Secret, dead_letter_topic, load_pipes
 from services.core.signing import BadSecret, SigningKeys, read_signing_keys, watch_secret
-from services.core.startup import open_when_reachable
+from services.core.startup import Readiness, open_when_reachable
 from services.core.yaml_source import BadConfiguration, Problem
-from services.observer import health
 from services.observer.alarms import AlarmWebhook
 from services.observer.backlogs import Backlogs
 from services.observer.dead_letters import OPENAPI, Api, DeadLetterReader, FailureTable
 from services.observer.follower import Follower
+from services.observer.health import Reason
 from services.observer.http import serve_api
 from services.observer.ledger.flow import Step, read_flow
 from services.observer.ledger.table import Ages
 from services.observer.ledger_api import LedgerApi
 from services.observer.page import add_page, load_files
 from services.observer.settings import ObserverSettings
-from services.observer.view import Cause, View, make_view
+from services.observer.view import CauseView, View, make_view
 from services.observer.watch import Watch
 
 log = structlog.get_logger()
@@ -41,20 +41,16 @@ _SHOWN_CAUSES = 5
 
 
 async def start(settings: ObserverSettings, supervision: Supervision) -> None:
-    """Run until the stop; nothing is in flight, so nothing is drained. Raises BadConfiguration, OSError.
-
-    Ready as soon as the API answers: it says itself whether it is catching up.
-    """
+    """Run until the stop; there is nothing to drain. Ready when the API answers. Raises BadConfiguration, OSError."""
     pipes = await asyncio.to_thread(load_pipes, settings.pipes)
     openapi, page = await asyncio.to_thread(OPENAPI.read_bytes), await asyncio.to_thread(load_files)
     keys = await asyncio.to_thread(_read_keys, settings.alarm_secret)
     tokens = await asyncio.to_thread(_read_tokens, settings)
-    reason: str | None = "the broker is not reachable yet"
-    stopping = supervision.stopping
+    readiness, stopping = Readiness(), supervision.stopping
     async with AsyncExitStack() as stack:
-        management = await stack.enter_async_context(serve_management(settings.management, lambda: reason))
+        management = await stack.enter_async_context(serve_management(settings.management, readiness.why_not))
         log.info("started", management=management)
-        broker = await open_when_reachable(stack, settings.broker, stopping)
+        broker = await open_when_reachable(stack, settings.broker, stopping, on_wait=readiness.set_reason)
         if broker is None:
             return
         producer = await stack.enter_async_context(Producer(broker.appender))
@@ -72,14 +68,14 @@ async def start(settings: ObserverSettings, supervision: Supervision) -> None:
             _listen(settings, routes, lambda app: add_page(app, page, parts.view), tokens)
         )
         log.info("listening", address=address)
-        reason = None
+        readiness.reason = None
         await stopping.wait()
-        reason = "stopping"
+        readiness.reason = "stopping"
         await asyncio.wait(running)
 
 
 class _Parts:
-    """What runs, and what the API and the page ask."""
+    """The components, and the figures that the API and the page show."""
 
     def __init__(
         self,
@@ -91,12 +87,12 @@ class _Parts:
     ) -> None:
         self.failures = FailureTable(pipes)
         self.reader = DeadLetterReader(
-            broker.reader, [*map(dead_letter_topic, pipes.pipes), RETRIER_DEAD], self.failures.note
+            broker.reader, [*map(dead_letter_topic, pipes.pipes), RETRIER_DEAD], self.failures.count
         )
         self._pauses = Pauses(broker.reader)
         self._backlogs = Backlogs(pipes, broker.admin)
         webhook = AlarmWebhook(settings.alarm_url, keys) if settings.alarm_url is not None else None
-        self.watch = Watch(settings.threshold, webhook, self._told_elsewhere)
+        self.watch = Watch(settings.threshold, webhook, self._pauses_as_reasons)
         ages = Ages(final=round(settings.final_after * 1000))
         self.follower = Follower(
             read_flow(pipes),
@@ -109,7 +105,7 @@ class _Parts:
         self.watch.follower = self.follower
 
     def work(self, stopping: asyncio.Event) -> Iterator[tuple[str, Coroutine[Any, Any, None]]]:
-        """What runs until the stop."""
+        """The tasks that run until the stop, by name."""
         yield "letter reader", self.reader.run(stopping)
         yield "pauses", self._pauses.follow(stopping)
         yield "backlogs", self._backlogs.follow(stopping)
@@ -117,24 +113,24 @@ class _Parts:
         yield "watch", self.watch.run(stopping)
 
     def state(self, lane: str) -> str | None:
-        """As `api.State`."""
+        """As `LaneState`."""
         if self._pauses.unknown is not None:
             return None
         return "paused" if lane in self._pauses.paused() else "active"
 
     def breaker(self, lane: str) -> str | None:
-        """As `api.State`."""
+        """As `LaneState`."""
         pipe, _, destination = lane.partition("/")
         step = Step("expel", pipe, destination)
         return self.follower.table.liveness.breaker(step, int(time.time() * 1000))
 
-    def _told_elsewhere(self, pipe: str) -> list[tuple[health.State, str]]:
+    def _pauses_as_reasons(self, pipe: str) -> list[Reason]:
         destinations = self.follower.table.flow.pipes[pipe].destinations
         paused = [name for name in destinations if self.state(f"{pipe}/{name}") == "paused"]
         return [("degraded", f"{name} is paused") for name in paused]
 
     def view(self) -> View:
-        """The page, as of now."""
+        """The content of the page now."""
         now = int(time.time() * 1000)
         threshold, judge = self.watch.threshold, self.watch.judge
         return make_view(self.follower, now, threshold, judge, self._state_of, self._causes_of, self._backlogs.of)
@@ -142,9 +138,9 @@ class _Parts:
     def _state_of(self, pipe: str, destination: str) -> str:
         return self.state(f"{pipe}/{destination}") or "unknown"
 
-    def _causes_of(self, pipe: str, destination: str) -> tuple[Cause, ...]:
+    def _causes_of(self, pipe: str, destination: str) -> tuple[CauseView, ...]:
         found = self.failures.all()[pipe, destination].causes.most_common()[:_SHOWN_CAUSES]
-        return tuple(Cause(cause.detail or cause.reason, cause.count, cause.last) for cause in found)
+        return tuple(CauseView(cause.detail or cause.reason, cause.count, cause.last) for cause in found)
 
 
 @asynccontextmanager
@@ -160,17 +156,17 @@ async def _listen(
             yield bound
     except OSError as error:
         raise OSError(
-            f"{settings.listen}: {error.strerror}. Try: another --listen, or end what listens there"
+            f"{settings.listen}: {error.strerror}. Try: another --listen, or end the process that listens there"
         ) from error
 
 
 def _read_tokens(settings: ObserverSettings) -> Tokens | None:
-    """Blocking. Raises BadConfiguration, also when others can reach the API and it has no tokens."""
+    """Blocking. Raises BadConfiguration, also when other machines can reach the API and it has no tokens."""
     if settings.token_file is not None:
         return Tokens(read_tokens(settings.token_file))
     if not is_loopback(parse_address(settings.listen)[0]):
-        said = f"{settings.listen} is reached from other machines, and nobody would be asked who they are. Try: --token-file"
-        raise BadConfiguration([Problem("observer", "token_file", said)])
+        message = f"other machines can reach {settings.listen}, so clients need tokens. Try: --token-file"
+        raise BadConfiguration([Problem("observer", "token_file", message)])
     return None
 
 

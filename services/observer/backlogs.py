@@ -1,4 +1,4 @@
-"""How far behind each destination's group is, by topic and partition: what the brokers say, also while nobody is a member."""
+"""The lag of each destination's group by topic, as the broker reports it, also while the group has no member."""
 
 import asyncio
 
@@ -17,7 +17,7 @@ WITHIN_S = 5.0
 
 
 class Backlogs:
-    """Of all groups of the pipe file. Memory: a line per pipe, destination and topic."""
+    """Of all groups of the pipe file."""
 
     def __init__(self, pipes: PipeFile, admin: Admin) -> None:
         self._admin = admin
@@ -31,11 +31,11 @@ class Backlogs:
         self._failing = False
 
     def of(self, pipe: str) -> tuple[ShardView, ...]:
-        """As last seen; without those that could not be asked."""
+        """As of the last request; without groups whose request failed."""
         return tuple(view for (name, _, _), view in self._found.items() if name == pipe)
 
     async def follow(self, stopping: asyncio.Event) -> None:
-        """Ask again every FOLLOW_S until `stopping`. What fails is reported once and tried again."""
+        """Ask every FOLLOW_S until `stopping`. The first of several failures is logged."""
         while not stopping.is_set():
             for asked in self._asked:
                 await self._ask(asked)

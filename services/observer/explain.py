@@ -1,4 +1,4 @@
-"""Names the missing events of a minute, one by one, and the place where each was last seen."""
+"""Names the missing events of a minute, and the place where each was last found."""
 
 import asyncio
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
@@ -26,7 +26,7 @@ Found = tuple[str | None, str, int, int]
 
 
 class Search:
-    """found: by key, what was found last. count: records that were read. complete: no stretch was left before its end."""
+    """found: by key, the last record. count: records that were read. complete: every range was read to its end."""
 
     def __init__(self, reader: Reader, most: int) -> None:
         self._reader, self._most = reader, most
@@ -44,43 +44,41 @@ class Search:
         key: Callable[[Record], Hashable],
         held: PartitionRange | None = None,
     ) -> None:
-        """Look in this stretch for records whose key is wanted, until all are found or `most` records were read.
-
-        The other arguments are those of `scan`, and so are the errors.
-        """
+        """Search this range for records whose key is wanted, until all are found or `most` records were read. Raises as
+        `scan`."""
         async for batch in scan(self._reader, topic, partition, start, end, held):
             if self.count >= self._most:
                 self.complete = False
                 return
             self.count += len(batch.records)
-            self._take(batch, wanted, key)
+            self._find(batch, wanted, key)
             if all(one in self.found and self.found[one][1] == topic for one in wanted):
                 return
             await asyncio.sleep(0)
 
-    def _take(self, batch: Batch, wanted: Collection[Hashable], key: Callable[[Record], Hashable]) -> None:
+    def _find(self, batch: Batch, wanted: Collection[Hashable], key: Callable[[Record], Hashable]) -> None:
         for offset, record in zip(batch.offsets, batch.records, strict=True):
             if (found := key(record)) in wanted:
                 self.found[found] = read_id(record), batch.topic, batch.partition, offset
 
 
 def read_origin(record: Record) -> bytes | None:
-    """The key of what lies in a stream."""
+    """The key of a record in a stream."""
     return record.header(ORIGIN)
 
 
 EARLY_S = 60
-"""Clocks differ."""
+"""The search begins earlier by this time: clocks differ."""
 
 Key = tuple[bytes, str | None]
 """An origin and the destination for which it waited."""
 
 
 async def search_retrier(search: Search, reader: Reader, table: Table, pipe: str, wanted: Sequence[Key]) -> None:
-    """Put into `search` where these are, by their newest reported attempt. Raises BrokerError kinds.
+    """Search the retrier's topics for these, by their newest reported attempt. Raises BrokerError kinds.
 
-    From the end of their way backwards: what was given back, the delays from the shortest on, what was handed over. The records'
-    time is when they were written there.
+    Against the direction of the events: first `.retry`, then the delays from the shortest on, then retry-in. The time of a
+    record in them is when it was written.
     """
     spans = _find_spans(table, pipe, wanted)
     if not spans:
@@ -118,7 +116,7 @@ def _topics(pipe: str, wait_s: int) -> Iterator[str]:
 
 
 def _find_spans(table: Table, pipe: str, wanted: Sequence[Key]) -> dict[Key, Span]:
-    """When each was due last."""
+    """The newest span in which each was due."""
     found: dict[Key, Span] = {}
     for destination in {destination for _, destination in wanted}:
         mine = Origins()
@@ -131,16 +129,16 @@ def _find_spans(table: Table, pipe: str, wanted: Sequence[Key]) -> dict[Key, Spa
 
 MAX_NAMED = 1_000
 SPAN_MINUTES = 15
-"""Of event time, from before the minute on: where its events lie in what a transform wrote."""
+"""Of event time, from before the minute on: the range in a transform's output that has the minute's events."""
 MAX_READ = 300_000
-"""Records that one answer reads at most."""
+"""The most records that are read for one answer."""
 
 
 class Missing(msgspec.Struct, frozen=True):
-    """One event. missing_at, destination: the step that did not settle it. seen_by: the last step that did.
+    """One event. missing_at, destination: the step that did not settle it. seen_by: the last step that settled it.
 
-    topic, partition, offset, event_id: the record as it was last seen, in the pipe's streams or, handed over to the retrier, in
-    its topics; None when it was not found. The offset is a text: not every reader of JSON takes numbers of so many digits.
+    topic, partition, offset, event_id: of its last record, in the pipe's streams or, handed over to the retrier, in its topics;
+    None when it was not found. The offset is a text: not every JSON parser keeps numbers of so many digits.
     """
 
     origin: str
@@ -154,7 +152,7 @@ class Missing(msgspec.Struct, frozen=True):
 
 
 class Explanation(msgspec.Struct, frozen=True):
-    """named: at most `MAX_NAMED` of all the missing ones. complete: the stretch in which they must lie was read to its end."""
+    """named: at most `MAX_NAMED` of the missing events. complete: every range that can have them was read to its end."""
 
     pipe: str
     minute: int
@@ -180,7 +178,8 @@ async def explain(table: Table, reader: Reader, pipe: str, minute: int) -> Expla
         if behind := {one.origin.encode() for one in named if passed and one.seen_by != "ingest"}:
             await _search_output(search, reader, output_topic(pipe), minute, behind)
     again = Search(reader, MAX_READ - search.count)
-    await search_retrier(again, reader, table, pipe, [_key(one) for one in named if _was_retried(one)])
+    retried = [_key(one) for one in named if "retrier" in (one.missing_at, one.seen_by)]
+    await search_retrier(again, reader, table, pipe, retried)
     return Explanation(
         pipe,
         minute,
@@ -189,10 +188,6 @@ async def explain(table: Table, reader: Reader, pipe: str, minute: int) -> Expla
         search.count + again.count,
         search.complete and again.complete,
     )
-
-
-def _was_retried(missing: Missing) -> bool:
-    return "retrier" in (missing.missing_at, missing.seen_by)
 
 
 def _key(missing: Missing) -> tuple[bytes, str | None]:
@@ -223,7 +218,7 @@ def _name(step: StepSets, table: Table, pipe: str) -> Iterable[Missing]:
 
 
 async def _search_output(search: Search, reader: Reader, topic: str, minute: int, wanted: set[bytes]) -> None:
-    """By the records' time: nobody reports offsets of what a transform wrote."""
+    """By the time of the records: no report has the offsets of a transform's output."""
     first = datetime.fromtimestamp((minute - 1) * 60, UTC)
     starts = await reader.offsets_at(topic, first)
     ends = await reader.offsets_at(topic, first + timedelta(minutes=SPAN_MINUTES))

@@ -1,7 +1,7 @@
-"""Follows the telemetry topic for ever, applies its reports to the table, and lets time pass.
+"""Follows the telemetry topic, applies its reports to the table, and lets time pass.
 
-One task reads a page, and about once a second ticks, raises alarms and stores a snapshot. Another task recovers the reports that
-an ingest process could not make: it reads streams, and may take minutes.
+One task reads pages; twice a second it ticks and raises alarms, and every five minutes it stores a snapshot. Another task
+recovers the missing reports of ingest processes that ended: it reads streams, which may take minutes.
 """
 
 import asyncio
@@ -19,6 +19,7 @@ from services.core.broker.errors import BrokerError, DataDamaged, OffsetOutOfRan
 from services.core.broker.producer import Producer
 from services.core.broker.record import Batch, Record
 from services.core.ledger.report import MAX_REPORT_BYTES, SNAPSHOTS, TELEMETRY, BadReport, Report, decode_report
+from services.core.lifecycle import wait_for_stop
 from services.observer.alarms import AlarmQueue, has_doubled
 from services.observer.lags import LagTable
 from services.observer.ledger.finality import Finding
@@ -37,18 +38,18 @@ TURN_S = 0.5
 RECOVER_EVERY_S = 10.0
 SNAPSHOT_EVERY_S = 300.0
 FIELDS_S = 0.02
-"""Spent on payload fields in a turn, about."""
+"""The approximate time for payload fields in a turn."""
 AHEAD_MS = 120_000
-"""By how much a reporter's clock may be ahead of ours: one that is further makes everything else that is reported look old."""
+"""The most that a reporter's clock may be ahead of ours: beyond it, everything that others report would look old."""
 SKEW_MS = 5_000
-"""By how much it may be wrong without a word in the log."""
+"""The error of a clock that is not logged."""
 ASK_AFTER_MS = 5_000
-"""A busy topic seems never to end: after so long it is asked where it does."""
+"""A follower of a busy topic may never reach its end: after so long it asks where the end is."""
 OURS = b"observer/"
-"""Begins the key of what we say in others' names."""
+"""The beginning of the key of reports that the observer makes on behalf of instances."""
 _MOST_SKEWED = 1_000
 _LAGS_BACK = timedelta(hours=1)
-"""Read again at a start, so that the last hour's lags are known: sets that come twice change nothing."""
+"""Read again at a start, so that the last hour's lags are known. Repeated sets change nothing."""
 
 OnFinal = Callable[[TickResult], None]
 
@@ -60,10 +61,11 @@ def _is_loss(verdict: Finding) -> bool:
 
 
 class Follower:
-    """The ledger of a fleet. `table`, `lags`, `fields` and `planned` may be read at any time between two turns of the event loop.
+    """The ledger of a fleet. `table`, `lags`, `fields` and `planned` may be read at any time between two turns of the event
+    loop.
 
-    by_partition: see `ReportedOffsets`. on_final: gets what became final, got worse or was given up, each once, but for the
-    minutes before a crash. now_ms: wall clock.
+    by_partition: see `ReportedOffsets`. on_final: called when parts became final, got worse or were given up; each once, except
+    in the minutes before a crash. now_ms: wall clock.
     """
 
     def __init__(
@@ -86,22 +88,22 @@ class Follower:
         """When each drift was last seen, in ms."""
         self.catching_up = True
         self.read_all_ms = 0
-        """Everything that was stored before this time was read, so what is read next was stored later."""
+        """Everything that was stored before this time has been read, so the next records were stored later."""
         self.problem: str | None = None
-        """Why the topic cannot be read now, for a person."""
+        """Why the topic cannot be read now."""
         self._reader, self._producer, self._on_final = reader, producer, on_final
         self.now_ms = now_ms
         self._next: int | None = None
         self._known_up_to = 0
-        """What lies before this offset is in the snapshot: it says nothing of who speaks."""
+        """Reports before this offset are in the snapshot: they are no sign of life."""
         self._end: tuple[int, int] | None = None
-        """Where the topic ended at a time (ms)."""
+        """The end of the topic, and when that was read (ms)."""
         self._skewed: set[str] = set()
         self._ticked_at = self._kept_at = 0.0
         self._caught_up = asyncio.Event()
 
     async def run(self, stopping: asyncio.Event) -> None:
-        """Until `stopping`; then keeps a snapshot. Raises nothing of the broker: it is asked again."""
+        """Until `stopping`; then stores a snapshot. Raises no BrokerError: requests are repeated."""
         async with asyncio.TaskGroup() as group:
             recovering = group.create_task(self._keep_recovering())
             await self._follow(stopping)
@@ -121,15 +123,13 @@ class Follower:
                     log.warning("telemetry_unreadable", error=str(error), hint="it is tried again")
                 self.problem, moved = str(error), False
             if not moved:
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(TURN_S):
-                        await stopping.wait()
+                await wait_for_stop(stopping, TURN_S)
         if started:
             with suppress(BrokerError):
                 await self.keep()
 
     async def announce(self, window: Window) -> None:
-        """Durable when this returns. Raises TooManyWindows, BrokerError kinds (it may hold until a restart then)."""
+        """Durable when this returns. Raises TooManyWindows, BrokerError kinds (then it may be valid until a restart)."""
         self.planned.announce(window, self.now_ms())
         await self.keep()
 
@@ -154,21 +154,16 @@ class Follower:
                     self.untold.add(alarm)
                 if restored.offset <= held.end:
                     self._known_up_to, self.read_all_ms = restored.offset, restored.read_all_ms
-                self._note_gone(restored.offset, begin)
-                begin = max(begin, min(restored.offset, await self._an_hour_back()))
+                self._count_gone(restored.offset, begin)
+                since = datetime.fromtimestamp(now / 1000, UTC) - _LAGS_BACK
+                begin = max(begin, min(restored.offset, (await self._reader.offsets_at(TELEMETRY, since))[0]))
             except ValueError as error:
-                log.warning(
-                    "snapshot_unreadable", error=str(error), hint="the table begins with the reports that are kept"
-                )
+                log.warning("snapshot_unreadable", error=str(error), hint="the table begins with the stored reports")
         self._next = begin
         self._kept_at = time.monotonic()
 
-    async def _an_hour_back(self) -> int:
-        now = datetime.fromtimestamp(self.now_ms() / 1000, UTC)
-        return (await self._reader.offsets_at(TELEMETRY, now - _LAGS_BACK))[0]
-
     async def _turn(self) -> bool:
-        """One page, or what is due at the end of the topic; whether there was a page."""
+        """Read one page, and let time pass at the end of the topic. False: there was no page."""
         assert self._next is not None
         now, at = self.now_ms(), self._next
         if self._end is None and not 0 <= now - self.read_all_ms < ASK_AFTER_MS:
@@ -177,17 +172,17 @@ class Follower:
         if batch is not None:
             self._next = batch.offsets[-1] + 1
             if batch.damage is None:
-                self._take(batch)
+                self._apply(batch)
         if batch is None and self._next == at:
-            self._note_read_all(now)
+            self._set_read_all(now)
         elif self._end is not None and self._next >= self._end[0]:
-            self._note_read_all(self._end[1])
+            self._set_read_all(self._end[1])
         self.catching_up = not self._caught_up.is_set() or self.now_ms() - self.read_all_ms > GAP_MS
         if not self.catching_up:
             await self._pass_time()
         return batch is not None
 
-    def _note_read_all(self, at_ms: int) -> None:
+    def _set_read_all(self, at_ms: int) -> None:
         self.table.liveness.listened(self.read_all_ms, at_ms)
         self.read_all_ms, self._end = at_ms, None
         self._caught_up.set()
@@ -196,25 +191,25 @@ class Follower:
         try:
             return await self._reader.read(TELEMETRY, 0, at, max_records=PAGE)
         except OffsetOutOfRange as error:
-            self._note_gone(at, error.start)
+            self._count_gone(at, error.start)
             self._next = error.start
-            if error.start < at:  # another topic of that name
+            if error.start < at:  # the topic was created again
                 self._known_up_to = 0
         except DataDamaged as error:
-            log.warning("reports_damaged", ranges=error.ranges, hint="their minutes may show loss that was none")
+            log.warning("reports_damaged", ranges=error.ranges, hint="their minutes may show a false loss")
             self._next = max(last for _, _, last in error.ranges) + 1
             metrics.LEDGER_REPORTS_GONE.inc(self._next - at)
-        except UnknownTopic:  # a fleet that was never provisioned with a ledger
+        except UnknownTopic:  # the fleet has no ledger
             self._next = self._known_up_to = 0
         return None
 
-    def _note_gone(self, wanted: int, start: int) -> None:
-        """Retention was faster than we were."""
+    def _count_gone(self, wanted: int, start: int) -> None:
+        """Retention deleted reports before we read them."""
         if start > wanted:
             metrics.LEDGER_REPORTS_GONE.inc(start - wanted)
-            log.warning("reports_gone", wanted=wanted, start=start, hint="their minutes may show loss that was none")
+            log.warning("reports_gone", wanted=wanted, start=start, hint="their minutes may show a false loss")
 
-    def _take(self, batch: Batch) -> None:
+    def _apply(self, batch: Batch) -> None:
         now = self.now_ms()
         for offset, record in zip(batch.offsets, batch.records, strict=True):
             try:
@@ -228,7 +223,7 @@ class Follower:
                 self._apply_ours(report, received_ms)
                 continue
             self.table.apply(report, received_ms)
-            self._note_skew(report, received_ms, now)
+            self._check_clock(report, received_ms, now)
             if report.at_ms > now + AHEAD_MS:
                 metrics.LEDGER_AHEAD.labels(report.node).inc()
                 continue
@@ -239,8 +234,8 @@ class Follower:
         """A report on behalf of a silent instance. The instance stays silent, until such a report is closed."""
         self.table.apply(report, received_ms if report.closed else min(received_ms, report.at_ms))
 
-    def _note_skew(self, report: Report, received_ms: int, now: int) -> None:
-        """Tell once of each instance whose clock is wrong for sure: a report is made before it is stored, and not long before."""
+    def _check_clock(self, report: Report, received_ms: int, now: int) -> None:
+        """Log each instance once whose clock is certainly wrong: a report is made before it is stored, and not long before."""
         ahead_ms, late_ms = report.at_ms - now, received_ms - report.at_ms
         if max(ahead_ms, late_ms - STORED_WITHIN_MS) <= SKEW_MS or report.instance in self._skewed:
             return
@@ -253,7 +248,7 @@ class Follower:
             instance=report.instance,
             pipe=report.pipe,
             seconds=round((ahead_ms if ahead_ms > 0 else -late_ms) / 1000),
-            hint="Try: chronyc tracking, there and here. Its lags are wrong, and of an ingest the minutes of its events",
+            hint="its lags are wrong, and the minutes of an ingest's events. Try: chronyc tracking, there and here",
         )
 
     async def _pass_time(self) -> None:
@@ -266,7 +261,7 @@ class Follower:
         if turn.verdicts or turn.given_up:
             self._on_final(turn)
         if any(_is_loss(verdict) for verdict in turn.verdicts):
-            await self.keep()  # so that a restart does not raise the same alarm
+            await self.keep()  # so that a restart does not raise the alarm again
         if now - self._kept_at >= SNAPSHOT_EVERY_S:
             await self.keep()
 
@@ -278,12 +273,12 @@ class Follower:
                     await asyncio.sleep(TURN_S)
                     continue
                 async for report in recover(self.table, self._reader, self.now_ms()):
-                    await self._speak(report)
+                    await self._report_for(report)
             except BrokerError as error:
                 log.warning("recovery_failed", error=str(error), hint="its minutes stay open; it is tried again")
             await asyncio.sleep(RECOVER_EVERY_S)
 
-    async def _speak(self, report: Report) -> None:
+    async def _report_for(self, report: Report) -> None:
         value = report.encode()
         if len(value) > MAX_REPORT_BYTES:
             log.error("report_too_large", bytes=len(value))

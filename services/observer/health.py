@@ -1,4 +1,4 @@
-"""The health of a pipe, from its loss table and its instances' reports, for people, the autoscaler and the deployer."""
+"""The health of a pipe, from its loss table and its instances' reports."""
 
 from collections.abc import Sequence
 from typing import Literal
@@ -11,28 +11,30 @@ from services.observer.ledger.settlement import Row
 from services.observer.ledger.table import Table
 from services.observer.planned import PlannedWindows, Window
 
-State = Literal["healthy", "degraded", "unstable"]
-STATES: tuple[State, ...] = ("healthy", "degraded", "unstable")
+HealthState = Literal["healthy", "degraded", "unstable"]
+STATES: tuple[HealthState, ...] = ("healthy", "degraded", "unstable")
 """The worst last."""
+Reason = tuple[HealthState, str]
+"""A state, and why."""
 WATCHED_MINUTES = 15
-"""Loss in a final minute makes a pipe unstable for so long after the minute's end, and after it was found."""
+"""Loss in a final minute makes a pipe unstable for so long after the minute's end, and after the loss was found."""
 BEHIND_MS = 30_000
 
 
 class Health(msgspec.Struct, frozen=True):
-    """The worst of its reasons; none when healthy. planned: the kind of an announced window that excuses them, or None."""
+    """state: the worst of its reasons; a healthy pipe has none. planned: the kind of a window that excuses them, or None."""
 
-    state: State
+    state: HealthState
     reasons: tuple[str, ...]
     planned: str | None
 
 
 def judge(
-    table: Table, planned: PlannedWindows, pipe: str, now: int, threshold: float, more: Sequence[tuple[State, str]] = ()
+    table: Table, planned: PlannedWindows, pipe: str, now: int, threshold: float, more: Sequence[Reason] = ()
 ) -> Health:
-    """The health of a pipe of the table. threshold: of the loss, 0..1. more: what is known from elsewhere (breakers, pauses).
+    """The health of a pipe of the table. threshold: of the loss, 0..1. more: reasons from elsewhere (drifts, pauses).
 
-    In a planned window nothing is worse than degraded, but for loss in a window that does not excuse it. Raises KeyError for an
+    In a planned window nothing is worse than degraded, except loss that the window does not excuse. Raises KeyError for an
     unknown pipe.
     """
     lossy, others = _lossy(table, pipe, now, threshold), [*_steps(table, pipe, now), *more]
@@ -42,8 +44,8 @@ def judge(
     return Health(state, tuple(reason for _, reason in (*lossy, *others)), window.kind if window is not None else None)
 
 
-def _worst(found: Sequence[tuple[State, str]], window: Window | None) -> int:
-    """In STATES."""
+def _worst(found: Sequence[Reason], window: Window | None) -> int:
+    """As an index of STATES."""
     worst = max((STATES.index(state) for state, _ in found), default=0)
     return worst if window is None else min(worst, STATES.index("degraded"))
 
@@ -54,36 +56,29 @@ def recent_rows(table: Table, pipe: str, now: int, minutes: int = WATCHED_MINUTE
     return [table.row(pipe, minute, now) for minute in table.minutes(pipe) if minute >= first]
 
 
-def _lossy(table: Table, pipe: str, now: int, threshold: float) -> list[tuple[State, str]]:
+def _lossy(table: Table, pipe: str, now: int, threshold: float) -> list[Reason]:
     rows = recent_rows(table, pipe, now)
     lossy = [
         row
         for row in {row.minute: row for row in (*rows, *table.found_lately(pipe, now))}.values()
         if row.final_loss > threshold
     ]
-    found: list[tuple[State, str]] = []
+    found: list[Reason] = []
     if lossy:
         missing, accepted = sum(row.lost for row in lossy), sum(row.accepted for row in lossy)
         found.append(("unstable", f"{missing} of {accepted} events are missing in {_count(len(lossy), 'minute')}"))
-    # The retrier's are among expel's.
     dead = sum(step.outcomes.get("dead", 0) for row in rows for step in row.steps if step.node != "retrier")
-    if dead:
-        found.append(
-            ("degraded", f"{_count(dead, 'event')} of the last {WATCHED_MINUTES} minutes went to the dead letters")
-        )
     waiting = sum(row.waiting for row in rows)
-    if waiting:
-        found.append(
-            ("degraded", f"{_count(waiting, 'event')} of the last {WATCHED_MINUTES} minutes wait for another attempt")
-        )
+    for number, text in ((dead, "went to the dead letters"), (waiting, "wait for another attempt")):
+        if number:
+            found.append(("degraded", f"{_count(number, 'event')} of the last {WATCHED_MINUTES} minutes {text}"))
     return found
 
 
-def _steps(table: Table, pipe: str, now: int) -> list[tuple[State, str]]:
-    found: list[tuple[State, str]] = []
+def _steps(table: Table, pipe: str, now: int) -> list[Reason]:
+    found: list[Reason] = []
     for step in table.flow.steps(pipe):
-        name = f"{step.node} of {step.pipe}" if step.node == "ingest" else step.node
-        name += f" to {step.destination}" if step.destination is not None else ""
+        name = step.full_label
         if not table.liveness.alive(step, now):
             found.append(_why_silent(table, step, name))
         elif (behind := table.liveness.behind_ms(step, now)) is not None and behind > BEHIND_MS:
@@ -93,7 +88,7 @@ def _steps(table: Table, pipe: str, now: int) -> list[tuple[State, str]]:
     return found
 
 
-def _why_silent(table: Table, step: Step, name: str) -> tuple[State, str]:
+def _why_silent(table: Table, step: Step, name: str) -> Reason:
     heartbeats = table.liveness.heartbeats().get(step, {}).values()
     if not heartbeats:
         return "degraded", f"{name} has not reported yet"

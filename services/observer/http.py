@@ -1,4 +1,4 @@
-"""How the observer's API reads a query and answers: JSON, or a problem (RFC 9457)."""
+"""The observer's API over HTTP: queries, answers in JSON, problems (RFC 9457), and who may ask."""
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -19,12 +19,12 @@ log = structlog.get_logger()
 
 _MAX_PARAMETER = 40
 _ASK = ('Basic realm="penstock"', 'Bearer realm="penstock"')
-"""Each in a line of its own: browsers find no other than the first of a list."""
+"""Each in its own line: browsers find only the first of a list."""
 _READING = ("GET", "HEAD")
 
 
 class Refused(Exception):
-    """The request gets this problem."""
+    """The answer to the request is this problem."""
 
     def __init__(self, kind: ProblemType, detail: str) -> None:
         super().__init__(detail)
@@ -32,7 +32,7 @@ class Refused(Exception):
 
 
 def read_query(request: web.Request, known: Mapping[str, Callable[[str], int]]) -> dict[str, int]:
-    """Each parameter at most once, and no other than the known ones. Raises Refused."""
+    """Only known parameters, each at most once. Raises Refused."""
     found: dict[str, int] = {}
     for name, text in request.query.items():
         if name not in known or name in found or len(text) > _MAX_PARAMETER:
@@ -43,7 +43,7 @@ def read_query(request: web.Request, known: Mapping[str, Callable[[str], int]]) 
 
 
 def json_answer(body: object, *, status: int = 200) -> web.Response:
-    """An answer."""
+    """Encode an answer."""
     return web.Response(status=status, body=orjson.dumps(body), content_type="application/json")
 
 
@@ -55,7 +55,7 @@ def _problem(kind: ProblemType, detail: str, headers: Mapping[str, str] | None =
 async def answer(
     request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
 ) -> web.StreamResponse:
-    """Counts each answer, and makes a problem of whatever is none."""
+    """Counts each answer, and turns every error into a problem."""
     try:
         response = await handler(request)
     except Refused as error:
@@ -66,12 +66,12 @@ async def answer(
         allowed = ", ".join(sorted(error.allowed_methods))
         response = _problem(problems.METHOD_NOT_ALLOWED, f"Allowed: {allowed}.", {"Allow": allowed})
     except web.HTTPNotFound:
-        response = _problem(problems.NOT_FOUND, "GET /openapi.json says what there is.")
+        response = _problem(problems.NOT_FOUND, "GET /openapi.json lists the resources.")
     except web.HTTPException as error:
         response = _problem(problems.BAD_REQUEST._replace(status=error.status), error.reason)
     except Exception:  # the boundary: a fault of ours is logged once, counted, and answered as a problem
         log.exception("request_failed", path=request.path)
-        response = _problem(problems.INTERNAL, "Its log says why.")
+        response = _problem(problems.INTERNAL, "The reason is in its log.")
     metrics.OBSERVER_REQUESTS.labels(str(response.status)).inc()
     return response
 
@@ -80,10 +80,10 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class AccessControl:
-    """Who is let in. On loopback everybody on this machine may read, and who has a token may announce; elsewhere nobody may do
-    anything without one. A request to a name that is not the observer's is refused in both cases (DNS rebinding).
+    """On loopback everybody on this machine may read, and clients with a token may announce. Elsewhere every request needs a
+    token. A request to a name that is not the observer's is refused in both cases (DNS rebinding).
 
-    names: by which clients beyond loopback know it, beside its addresses. tokens: None: nobody has one.
+    names: under which clients beyond loopback reach it, beside its addresses. tokens: None: no client has one.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class AccessControl:
         self._tokens, self._names, self._loopback = tokens, names, loopback
 
     def checks(self) -> list[Middleware]:
-        """What each request passes, in this order."""
+        """The middlewares, in the order in which a request passes them."""
         return [self._check_name, self._check_token]
 
     @web.middleware
@@ -111,7 +111,7 @@ class AccessControl:
         if self._loopback and reads:
             return await handler(request)
         if self._tokens is None:
-            raise Refused(problems.UNAUTHORIZED, "Nobody has one. Try: start the observer with --token-file")
+            raise Refused(problems.UNAUTHORIZED, "The observer has no tokens. Try: start it with --token-file")
         if not self._tokens.allows(request.headers.get("Authorization", "")):
             raise Refused(problems.UNAUTHORIZED, "Authorization: Bearer, and a token of the observer's --token-file.")
         return await handler(request)
@@ -126,14 +126,13 @@ async def serve_api(
     tokens: Tokens | None = None,
     names: frozenset[str] = frozenset(),
 ) -> AsyncIterator[str]:
-    """Listen until the context is left; yields the bound "host:port". more: adds what is no API.
-
-    tokens, names: as in `AccessControl`.
+    """Listen until the context is left; yields the bound "host:port". more: adds further routes. tokens, names: as in
+    `AccessControl`.
 
     Raises OSError when the port is taken.
     """
-    door = AccessControl(tokens, names, loopback=is_loopback(parse_address(address)[0]))
-    app = web.Application(client_max_size=1024, middlewares=[answer, *door.checks()])
+    access = AccessControl(tokens, names, loopback=is_loopback(parse_address(address)[0]))
+    app = web.Application(client_max_size=1024, middlewares=[answer, *access.checks()])
     app.add_routes(routes)
     more(app)
     async with serve_app(app, address) as bound:

@@ -10,11 +10,11 @@ from services.observer.ledger.flow import Step
 
 KEEP_MINUTES = 60
 _KNOWN_MS = 10 * 60_000
-"""A report that comes again comes within this time; sets may be united twice, counts may not."""
+"""A repeated report comes within this time. Sets may be united twice, counts must not be added twice."""
 
 
 class LagTable:
-    """`hear` every report; one that comes twice counts once. Grows with pipes, steps, kinds and minutes of an hour."""
+    """A report that comes twice counts once. Grows with pipes, steps, kinds and minutes of an hour."""
 
     def __init__(self) -> None:
         self._by_minute: dict[int, dict[tuple[Step, str], LagHistogram]] = {}
@@ -23,7 +23,7 @@ class LagTable:
         self._newest_ms = 0
 
     def record(self, report: Report) -> None:
-        """Add its lags. Those that were measured more than an hour before the newest report are passed over."""
+        """Add its lags. Those that were measured more than an hour before the newest report are ignored."""
         if not report.lags:
             return
         step = Step(report.node, report.pipe, report.destination)
@@ -45,11 +45,11 @@ class LagTable:
             del self._by_minute[minute]
 
     def minutes(self) -> list[int]:
-        """Minutes of the wall clock in which anything was measured, oldest first."""
+        """Minutes of the wall clock with a measurement, oldest first."""
         return sorted(self._by_minute)
 
     def find(self, step: Step, kind: str, minute: int) -> LagHistogram | None:
-        """What this step measured in the minute; not to be changed."""
+        """The lags that this step measured in the minute; not to be changed."""
         return self._by_minute.get(minute, {}).get((step, kind))
 
     def kinds(self, minute: int) -> dict[tuple[Step, str], LagHistogram]:

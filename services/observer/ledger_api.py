@@ -1,4 +1,4 @@
-"""The ledger on the observer's API: pipes, their health, loss and lag; what is missing, one by one; planned actions."""
+"""The ledger on the observer's API: the health, loss, lag and fields of pipes; missing events by name; planned actions."""
 
 import asyncio
 import time
@@ -24,7 +24,6 @@ from services.observer.planned import MAX_LENGTH_MS, Kind, TooManyWindows, Windo
 
 MAX_MINUTES = 24 * 60
 DEFAULT_MINUTES = 60
-_QUANTILES = (0.5, 0.95, 0.99)
 
 Judge = Callable[[str, int], Health]
 
@@ -46,7 +45,6 @@ class LedgerApi:
         self._explaining = asyncio.Lock()
 
     def routes(self) -> list[web.RouteDef]:
-        """What there is."""
         return [
             web.get("/v1/pipes", self.pipes),
             web.get("/v1/pipes/{pipe}/health", self.health),
@@ -59,13 +57,13 @@ class LedgerApi:
         ]
 
     async def pipes(self, request: web.Request) -> web.Response:
-        """All of them with their health."""
+        """Every pipe with its health."""
         read_query(request, {})
         names = self._follower.table.flow.pipes
         return json_answer({"pipes": [{"pipe": name, **self._health(name)} for name in names], **self._how_complete()})
 
     async def health(self, request: web.Request) -> web.Response:
-        """The health of one."""
+        """The health of one pipe."""
         read_query(request, {})
         pipe = self._pipe(request)
         return json_answer({"pipe": pipe, **self._health(pipe), **self._how_complete()})
@@ -98,18 +96,15 @@ class LedgerApi:
         return json_answer({"pipe": pipe, "lags": found, **self._how_complete()})
 
     async def fields(self, request: web.Request) -> web.Response:
-        """What the payloads of a sample of the last hour's events were like, per step and field; and what changed of late."""
+        """Statistics of sampled payloads of the last hour, per step and field; and the fields that have drifted."""
         read_query(request, {})
-        pipe, book = self._pipe(request), self._follower.fields
+        pipe, fields = self._pipe(request), self._follower.fields
         found, drifts = [], []
         for step in self._follower.table.flow.steps(pipe):
             where = {"node": step.node, "destination": step.destination}
-            found += [
-                {**where, "field": name, **msgspec.to_builtins(figures)} for name, figures in book.figures(step).items()
-            ]
-            drifts += [
-                {**where, "field": drift.field, "what": drift.what, "text": drift.text} for drift in book.drifts(step)
-            ]
+            for name, figures in fields.figures(step).items():
+                found.append({**where, "field": name, **msgspec.to_builtins(figures)})
+            drifts += [{**where, "field": one.field, "what": one.what, "text": one.text} for one in fields.drifts(step)]
         return json_answer({"pipe": pipe, "fields": found, "drifts": drifts, **self._how_complete()})
 
     async def explain(self, request: web.Request) -> web.Response:
@@ -123,18 +118,17 @@ class LedgerApi:
                 found = await explain(self._follower.table, self._reader, pipe, minute)
             except BrokerError as error:
                 raise Refused(problems.BROKER_AWAY, f"The streams cannot be read: {type(error).__name__}.") from error
-        said = msgspec.to_builtins(found)
-        return json_answer({**said, "minute": format_minute(minute), **self._how_complete()})
+        return json_answer({**msgspec.to_builtins(found), "minute": format_minute(minute), **self._how_complete()})
 
     async def planned(self, request: web.Request) -> web.Response:
-        """What was announced."""
+        """The announcements of the last day."""
         read_query(request, {})
         return json_answer({"planned": list(map(_window_json, self._follower.planned.all()))})
 
     async def announce(self, request: web.Request) -> web.Response:
-        """Announce a planned action, from now on."""
+        """Announce a planned action that begins now."""
         read_query(request, {})
-        if request.content_type != "application/json":  # which a page of another origin may not send unasked
+        if request.content_type != "application/json":  # a page of another origin cannot send it without a preflight
             raise Refused(problems.NOT_JSON, "Content-Type: application/json.")
         window = self._read_window(await request.read())
         try:
@@ -142,26 +136,30 @@ class LedgerApi:
         except TooManyWindows as error:
             raise Refused(problems.TOO_MANY_WINDOWS, f"{error}.") from error
         except BrokerError as error:
-            raise Refused(problems.BROKER_AWAY, "It was not stored. Try again: twice does no harm.") from error
+            raise Refused(
+                problems.BROKER_AWAY, "It was not stored. Try again: announcing it twice does no harm."
+            ) from error
         return json_answer(_window_json(window), status=201)
 
     def _read_window(self, body: bytes) -> Window:
         try:
-            said = _ANNOUNCEMENT.decode(body)
+            wanted = _ANNOUNCEMENT.decode(body)
         except msgspec.MsgspecError as error:
-            wanted = 'Wanted: {"kind": "deploy" | "scaling" | "pause", "seconds": 600, "pipe": null, "by": "ci"}.'
-            raise Refused(problems.BAD_BODY, wanted) from error
-        if said.pipe is not None and said.pipe not in self._follower.table.flow.pipes:
-            raise Refused(problems.PIPE_NOT_FOUND, "GET /v1/pipes lists those that there are.")
-        if not 1 <= said.seconds <= MAX_LENGTH_MS // 1000:
+            example = 'Wanted: {"kind": "deploy" | "scaling" | "pause", "seconds": 600, "pipe": null, "by": "ci"}.'
+            raise Refused(problems.BAD_BODY, example) from error
+        if wanted.pipe is not None:
+            self._check_pipe(wanted.pipe)
+        if not 1 <= wanted.seconds <= MAX_LENGTH_MS // 1000:
             raise Refused(problems.BAD_BODY, f"seconds: from 1 to {MAX_LENGTH_MS // 1000}.")
         now = _now()
-        return Window(said.kind, said.pipe, now, now + said.seconds * 1000, said.by[:100])
+        return Window(wanted.kind, wanted.pipe, now, now + wanted.seconds * 1000, wanted.by[:100])
 
     def _pipe(self, request: web.Request) -> str:
-        pipe = request.match_info["pipe"]
+        return self._check_pipe(request.match_info["pipe"])
+
+    def _check_pipe(self, pipe: str) -> str:
         if pipe not in self._follower.table.flow.pipes:
-            raise Refused(problems.PIPE_NOT_FOUND, "GET /v1/pipes lists those that there are.")
+            raise Refused(problems.PIPE_NOT_FOUND, "GET /v1/pipes lists the pipes.")
         return pipe
 
     def _how_complete(self) -> dict[str, object]:
@@ -170,12 +168,12 @@ class LedgerApi:
 
 def row_json(row: Row) -> dict[str, object]:
     """As the API shows a row."""
-    said: dict[str, Any] = msgspec.to_builtins(row)
-    del said["pipe"]
-    for step in said["steps"]:
+    fields: dict[str, Any] = msgspec.to_builtins(row)
+    del fields["pipe"]
+    for step in fields["steps"]:
         step["final"] = step["why_open"] is None
     return {
-        **said,
+        **fields,
         "minute": format_minute(row.minute),
         "final": row.why_open is None,
         "loss": row.loss,
@@ -185,9 +183,9 @@ def row_json(row: Row) -> dict[str, object]:
 
 def lag_json(minute: int, step: Step, kind: str, histogram: LagHistogram) -> dict[str, object]:
     """As the API shows a lag."""
-    quantiles = [round(value, 1) for value in histogram.quantiles(_QUANTILES)]
-    said = {"minute": format_minute(minute), "node": step.node, "destination": step.destination, "kind": kind}
-    return {**said, "count": histogram.count, **dict(zip(("p50", "p95", "p99"), quantiles, strict=True))}
+    p50, p95, p99 = (round(value, 1) for value in histogram.quantiles((0.5, 0.95, 0.99)))
+    where = {"minute": format_minute(minute), "node": step.node, "destination": step.destination, "kind": kind}
+    return {**where, "count": histogram.count, "p50": p50, "p95": p95, "p99": p99}
 
 
 def format_minute(minute: int) -> str:
@@ -213,8 +211,8 @@ def _read_span(request: web.Request) -> tuple[int, int]:
 
 
 def _window_json(window: Window) -> dict[str, object]:
-    said = {"kind": window.kind, "pipe": window.pipe, "by": window.by}
-    return {**said, "from": format_time(window.from_ms), "until": format_time(window.until_ms)}
+    times = {"from": format_time(window.from_ms), "until": format_time(window.until_ms)}
+    return {"kind": window.kind, "pipe": window.pipe, "by": window.by, **times}
 
 
 def _now() -> int:

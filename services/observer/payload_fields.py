@@ -1,4 +1,4 @@
-"""Statistics of payload fields by minute, at each step that reports them, and the fields that have drifted."""
+"""Statistics of payload fields by step and minute, and the fields that have drifted."""
 
 import math
 import time
@@ -13,22 +13,22 @@ from services.observer.ledger.flow import Step
 
 KEEP_MINUTES = 60
 MAX_NAMES = 100
-"""Of a step's fields over all minutes, where the minutes have different ones."""
+"""The most fields of a step over all minutes."""
 RECENT_MINUTES = 5
-"""What is compared with the minutes before."""
+"""The minutes that are compared with those before."""
 MIN_EVENTS = 200
-"""Fewer sampled events on either side show nothing."""
+"""The fewest sampled events for a comparison, on either side."""
 NULLS, MISSING = 0.1, 0.1
-"""Changes of these shares that matter."""
+"""A drift is a greater change of these shares."""
 SPREADS, ERRORS = 0.5, 6.0
-"""A mean has moved by more than half its usual standard deviation, and by six standard errors: chance does not do that."""
+"""A mean drifts when it moves by more than half its usual standard deviation, and by six standard errors: not by chance."""
 DISTINCT = 3.0
-"""Times as many different values among as many events, or as few."""
+"""The number of different values among as many events drifts when it is multiplied or divided by more than this."""
 
 
-class Figures(msgspec.Struct, frozen=True):
-    """A field at a step. events: sampled in all. present, nulls: share of these. distinct: different values, about. mean: of its
-    numbers, None without one."""
+class FieldFigures(msgspec.Struct, frozen=True):
+    """A field at a step. events: all sampled ones. present: the share of these that have it. nulls: the share of those with
+    null. distinct: different values, estimated. mean: of its numbers; None without one."""
 
     events: int
     present: float
@@ -38,7 +38,7 @@ class Figures(msgspec.Struct, frozen=True):
 
 
 class Drift(msgspec.Struct, frozen=True):
-    """A field that is not as it was. what: a stable word. text: for a person."""
+    """A change of a field. what: present, nulls, mean or distinct. text: for a person."""
 
     step: Step
     field: str
@@ -51,7 +51,7 @@ DriftKey = tuple[str, Step, str, str]
 
 
 class _Minute:
-    """The reports of all instances of a step for one minute, united."""
+    """The united reports of all instances of a step for one minute."""
 
     __slots__ = ("events", "fields", "reported")
 
@@ -59,10 +59,9 @@ class _Minute:
         self.events = 0
         self.fields: dict[str, PackedStats] = {}
         self.reported: set[str] = set()
-        """The instances: each tells a minute once, and what comes again is known."""
+        """The instances: each reports a minute once, so a second report is a repeated one."""
 
-    def take(self, instance: str, reported: FieldSet) -> None:
-        """Add what an instance reported."""
+    def add(self, instance: str, reported: FieldSet) -> None:
         if instance in self.reported:
             return
         self.reported.add(instance)
@@ -77,24 +76,22 @@ class _Minute:
 
 
 class FieldTable:
-    """The last hour, by step and minute. Grows with steps, minutes and `MAX_FIELDS`, neither with events nor with instances.
+    """The last hour, by step and minute. Grows with steps, minutes and fields (at most `MAX_FIELDS`), not with events or
+    instances.
 
-    `figures` and `drifts` are as `refresh` found them last: they are asked for far more often than they change.
+    `figures` and `drifts` return the results of the last `refresh`: they are called far more often than they change.
     """
 
     def __init__(self) -> None:
         self._by_step: dict[Step, dict[int, _Minute]] = {}
         self._newest = 0
-        self._figures: dict[Step, dict[str, Figures]] = {}
+        self._figures: dict[Step, dict[str, FieldFigures]] = {}
         self._drifts: dict[Step, tuple[Drift, ...]] = {}
         self._changed: dict[Step, None] = {}
-        """Steps to look at again, oldest first."""
+        """Steps to compute again, oldest first."""
 
     def record(self, report: Report) -> None:
-        """Take what a report says of payloads.
-
-        Reports that say nothing of them let time pass: what was reported an hour before them is forgotten.
-        """
+        """Add the report's statistics. Every report lets time pass: statistics that are an hour older are forgotten."""
         over = report.at_ms // MINUTE_MS - 1
         if over > self._newest:
             self._newest = over
@@ -103,9 +100,8 @@ class FieldTable:
         step = Step(report.node, report.pipe, report.destination)
         for reported in report.fields:
             if -1 <= self._newest - reported.minute < KEEP_MINUTES:
-                self._by_step.setdefault(step, {}).setdefault(reported.minute, _Minute()).take(
-                    report.instance, reported
-                )
+                minutes = self._by_step.setdefault(step, {})
+                minutes.setdefault(reported.minute, _Minute()).add(report.instance, reported)
                 self._changed[step] = None
 
     def _forget(self) -> None:
@@ -115,7 +111,7 @@ class FieldTable:
         self._by_step = {step: minutes for step, minutes in self._by_step.items() if minutes}
 
     def refresh(self, seconds: float = math.inf) -> None:
-        """Look again at steps that have changed, for about so long (some 20 ms a step); later calls do the others."""
+        """Compute the steps that have changed, for about so many seconds (some 20 ms a step); later calls do the others."""
         until = time.monotonic() + seconds
         while self._changed:
             step = next(iter(self._changed))
@@ -128,12 +124,12 @@ class FieldTable:
             if time.monotonic() > until:
                 return
 
-    def figures(self, step: Step) -> dict[str, Figures]:
+    def figures(self, step: Step) -> dict[str, FieldFigures]:
         """Each field over the last hour."""
         return self._figures.get(step, {})
 
     def _merge(self, step: Step, after: int, last: int) -> tuple[int, dict[str, FieldStats]]:
-        """All minutes in one. The names of fields are bounded, too: those that were seen first."""
+        """Unite these minutes: their events, and the first MAX_NAMES fields."""
         events, merged = 0, dict[str, FieldStats]()
         for minute, reported in self._by_step.get(step, {}).items():
             if after < minute <= last:
@@ -144,7 +140,8 @@ class FieldTable:
         return events, merged
 
     def drifts(self, step: Step) -> tuple[Drift, ...]:
-        """Fields whose last minutes differ from those before. What goes on changing, as a time or a counter does, is no drift."""
+        """Fields whose last minutes differ from those before. A field that always changes, as a time or a counter, has no
+        drift."""
         return self._drifts.get(step, ())
 
     def _find_drifts(self, step: Step) -> Iterator[Drift]:
@@ -162,9 +159,9 @@ class FieldTable:
                     yield Drift(step, name, what, f"{name}: {text}")
 
 
-def _figures(events: int, stats: FieldStats) -> Figures:
+def _figures(events: int, stats: FieldStats) -> FieldFigures:
     seen = max(1, stats.seen)
-    return Figures(events, stats.seen / events, stats.nulls / seen, round(stats.distinct()), _mean(stats))
+    return FieldFigures(events, stats.seen / events, stats.nulls / seen, round(stats.distinct()), _mean(stats))
 
 
 def _mean(stats: FieldStats) -> float | None:
@@ -199,7 +196,7 @@ def _has_moved(then: FieldStats, now: FieldStats) -> bool:
 
 
 def _has_another_variety(then: FieldStats, now: FieldStats) -> bool:
-    """The share of different values falls by itself from 1 on as events are added: what that can explain is no change."""
+    """As events are added, the share of different values falls from 1 by itself. A change that this can explain is no drift."""
     natural = then.seen / now.seen
     low, high = min(1.0, natural), max(1.0, natural)
     before = then.distinct() / then.seen

@@ -1,6 +1,6 @@
-"""Announced windows in which loss and silence are expected: a deploy, a change of scale, a pause. Alarms keep quiet.
+"""Announced windows in which loss and silence are expected and raise no alarm: a deploy, a change of scale, a pause.
 
-Penstock's autoscaler scales day and night and must lose nothing by it: its windows excuse silence and lag, not loss.
+The autoscaler's windows excuse silence and lag, but no loss: scaling must lose nothing.
 """
 
 from typing import Literal
@@ -11,11 +11,11 @@ Kind = Literal["deploy", "scaling", "pause"]
 MAX_WINDOWS = 200
 MAX_LENGTH_MS = 86_400_000
 AUTOSCALER = "autoscaler"
-"""How `by` begins in the autoscaler's announcements."""
+"""The beginning of `by` in the autoscaler's announcements."""
 
 
 class TooManyWindows(ValueError):
-    """More windows than anybody can mean."""
+    """More windows than are allowed."""
 
 
 class Window(msgspec.Struct, frozen=True):
@@ -29,16 +29,16 @@ class Window(msgspec.Struct, frozen=True):
 
     @property
     def excuses_loss(self) -> bool:
-        """Whether events may be missing because of it."""
+        """Whether it explains missing events."""
         return not self.by.startswith(AUTOSCALER)
 
     def replaces(self, other: "Window") -> bool:
-        """Of one group or stream only the autoscaler's last announcement is kept."""
+        """Only the autoscaler's last announcement is kept of each group or stream."""
         return not self.excuses_loss and self.pipe == other.pipe and _subject(self.by) == _subject(other.by)
 
 
 class PlannedWindows:
-    """Bounded; past windows are dropped after a day."""
+    """At most MAX_WINDOWS; past windows are dropped after a day."""
 
     def __init__(self, windows: tuple[Window, ...] = ()) -> None:
         self._windows = list(windows)
@@ -65,5 +65,5 @@ class PlannedWindows:
 
 
 def _subject(by: str) -> str:
-    """`autoscaler/groups/expel out 2 -> 3` is about autoscaler/groups/expel; others say all of it."""
+    """The group in `autoscaler/groups/expel out 2 -> 3`; the whole text of other announcements."""
     return by.partition(" ")[0] if by.startswith(f"{AUTOSCALER}/") else by

@@ -1,4 +1,4 @@
-"""The problem types of the observer's API. Their details name the mistake and never repeat the client's input."""
+"""The problem types of the observer's API. Details name the mistake and never repeat the client's input."""
 
 from services.core.problem_type import ProblemType
 

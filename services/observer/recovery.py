@@ -1,7 +1,7 @@
-"""Reports on behalf of an ingest process that ended without them, made from the events in its stream.
+"""The missing reports of ingest processes that ended, made from the events in their streams.
 
-The reports are appended to the telemetry topic like any other: a restart of the observer finds them there. They have no
-reaches: those say what existed at a report's time, and this was read later.
+They are appended to the telemetry topic as any other report, so a restart of the observer finds them there. They have no
+reaches, because a reach is an offset that existed at the report's time.
 """
 
 import asyncio
@@ -24,19 +24,20 @@ from services.observer.ledger.table import Table
 log = structlog.get_logger()
 
 _REPORT_NUMBERS = 100_000
-"""So many origins are put into one report: scattered ones take two bytes each."""
+"""The most origins in one report: scattered ones take two bytes each."""
 NEAR_MS = 10 * MINUTE_MS
 UNKNOWN_RECORDS = 3_000_000
-"""Read at most for an incarnation that never reported: most of a minute. What is not found by then is not in the table."""
+"""The most records that are read for an incarnation that never reported, in most of a minute. Events after them are not
+found."""
 UNKNOWN = "stranger-"
-"""Begins the instance's name in reports about incarnations that never reported."""
+"""The beginning of the instance's name in reports about incarnations that never reported."""
 
 
 async def recover(table: Table, reader: Reader, now: int) -> AsyncIterator[Report]:
-    """The missing reports, by instance; the last one of each instance is marked as closed.
+    """The missing reports, by instance; the last one of each instance is closed.
 
-    Append each and apply it to the table before the next is asked for. Raises BrokerError kinds; call again then. Reads from
-    the last report's reach, or from the last offset that is known to be older; a whole partition only when none is.
+    Append each report and apply it to the table before the next one is requested. Raises BrokerError kinds; then call it again.
+    Reads from the last report's reach, or else from the last known older offset, or else the whole partition.
     """
     for stream, instance, at_ms, incarnations in table.silent_ingests(now):
         head = Report(node="ingest", instance=instance, pipe=stream, at_ms=at_ms)
@@ -51,9 +52,10 @@ async def recover(table: Table, reader: Reader, now: int) -> AsyncIterator[Repor
 async def _find_unknown(
     table: Table, reader: Reader, incarnation: str, streams: list[str], first: int, now: int
 ) -> AsyncIterator[Report]:
-    """Near the time at which it was first named; else in all whose minutes are kept: a step may have been behind.
+    """Search near the time when a step first named it; then all events whose minutes are kept, because that step may have been
+    behind.
 
-    An event of an older minute came back long after it was counted: a letter that was redriven, a group that was rewound.
+    An event of an older minute came back long after it was counted: a redriven dead letter, or a group that was set back.
     """
     heads = [
         Report(node="ingest", instance=f"{UNKNOWN}{incarnation}", pipe=stream, at_ms=first)
@@ -68,7 +70,7 @@ async def _find_unknown(
                     yield report
     if heads and budget.is_spent:
         metrics.LEDGER_STRANGERS.inc()
-        log.warning("stranger_given_up", incarnation=incarnation, streams=streams, records=UNKNOWN_RECORDS)
+        log.warning("unknown_incarnation_given_up", incarnation=incarnation, streams=streams, records=UNKNOWN_RECORDS)
     for head in heads:
         yield msgspec.structs.replace(head, closed=True)
 
@@ -82,9 +84,9 @@ async def _read_out(
     oldest: int = 0,
     budget: "_Budget | None" = None,
 ) -> AsyncIterator[Report]:
-    """What these incarnations put into the stream of `head` since that time, as reports like it. Nothing for none.
+    """Reports like `head` of the events that these incarnations wrote to its stream since that time (ms).
 
-    oldest: ms; events of earlier minutes are left out. budget: None: it is read to its end.
+    oldest: ms; events of earlier minutes are ignored. budget: None: no limit.
     """
     found = 0
     every = await reader.describe(head.pipe) if incarnations else {}
@@ -95,7 +97,7 @@ async def _read_out(
             if budget is not None and not budget.spend(len(batch.records)):
                 break
             for record in batch.records:
-                gathered.take(record)
+                gathered.add(record)
             await asyncio.sleep(0)
             if gathered.count >= _REPORT_NUMBERS:
                 yield msgspec.structs.replace(head, sets=gathered.sets())
@@ -108,18 +110,18 @@ async def _read_out(
 
 
 class _Budget:
-    """So many records may be read."""
+    """A number of records that may be read."""
 
     def __init__(self, records: int) -> None:
         self._left = records
 
     @property
     def is_spent(self) -> bool:
-        """Whether more was asked for than there was."""
+        """Whether more was requested than was left."""
         return self._left < 0
 
     def spend(self, records: int) -> bool:
-        """Whether that may be read still."""
+        """Whether so many may still be read."""
         self._left -= records
         return self._left >= 0
 
@@ -132,7 +134,7 @@ class _GatheredOrigins:
         self._numbers: dict[tuple[str, int, int], BitMap] = {}
         self.count = 0
 
-    def take(self, record: Record) -> None:
+    def add(self, record: Record) -> None:
         raw, arrival = record.header(ORIGIN), read_arrival(record)
         if raw is None or arrival is None:
             return

@@ -1,4 +1,4 @@
-"""Settings of the observer: what every service has, and where its API listens."""
+"""Settings of the observer."""
 
 import re
 from pathlib import Path

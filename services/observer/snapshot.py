@@ -1,7 +1,7 @@
-"""The table's state as records, so that a restart knows what is older than the reports that are kept.
+"""The table's state as records: it survives the reports behind it.
 
-A snapshot is cut into parts, appended to one topic; the newest whose parts are all there counts. What came after it is in
-the telemetry topic.
+A snapshot is cut into parts, which are appended to one topic. The newest complete one counts. Later reports are in the
+telemetry topic.
 """
 
 import time
@@ -30,17 +30,18 @@ PART_BYTES = 512 * 1024
 MAX_BYTES = 256 << 20
 _RECENT = timedelta(minutes=30)
 _VERSION = 1
-"""Of what cannot be left out: fields that are added at the end have a default."""
+"""Of the required fields. Fields that are added at the end have a default and need no new version."""
 
 Packed = list[tuple[str, int, bytes]]
 """(incarnation, partition, bitmap)."""
 
 
-class State(msgspec.Struct, array_like=True):
-    """Everything that a Table, PlannedWindows and AlarmQueue hold; offset: of the telemetry topic, where to read on.
+class SnapshotState(msgspec.Struct, array_like=True):
+    """The content of a Table, PlannedWindows and AlarmQueue. offset: of the telemetry topic, where reading continues.
 
-    final: minutes of which every part is, and how many were missing of all parts; open: those of which some are. Snapshots of
-    before know no parts: without an entry in `then`, what is missing now was missing then.
+    final: minutes of which every part is final, and the missing events of all parts; open: minutes with final and open parts.
+    Old snapshots have no parts: without an entry in `final_missing`, the events that are missing now were missing when it
+    became final.
     """
 
     version: int
@@ -55,20 +56,20 @@ class State(msgspec.Struct, array_like=True):
     first_named: dict[str, int]
     final: list[tuple[str, int, int]]
     base: list[Row]
-    words: list[tuple[Node, str, str | None, dict[str, InstanceHeartbeat]]]
-    told_to: list[tuple[str, str, int, PackedOffset]]
+    heartbeats: list[tuple[Node, str, str | None, dict[str, InstanceHeartbeat]]]
+    reported_offsets: list[tuple[str, str, int, PackedOffset]]
     marks: dict[str, dict[int, dict[int, PackedOffset]]]
     runs: list[tuple[str, str, list[str]]]
     windows: tuple[Window, ...]
-    rounds: list[tuple[Node, str, str | None, Outcome, Span, Packed]] = []
-    left_by: int = 0
-    seen_by: list[tuple[Node, str, str | None, tuple[int, int, int]]] = []
+    retries: list[tuple[Node, str, str | None, Outcome, Span, Packed]] = []
+    released_by: int = 0
+    returns: list[tuple[Node, str, str | None, tuple[int, int, int]]] = []
     untold: list[tuple[str, bytes]] = []
     read_all_ms: int = 0
     found: list[tuple[str, int, int]] = []
     drifting: list[tuple[str, Node, str, str | None, str, str, int]] = []
     open: list[tuple[str, int, list[str]]] = []
-    then: list[tuple[str, int, str | None, int]] = []
+    final_missing: list[tuple[str, int, str | None, int]] = []
     given_up: list[tuple[str, int, str | None]] = []
     lost: list[tuple[Node, str, str | None, Packed]] = []
     unread: list[tuple[Node, str, str | None, Packed]] = []
@@ -76,7 +77,8 @@ class State(msgspec.Struct, array_like=True):
 
 
 class FollowerState(NamedTuple):
-    """What is kept beside the table. offset: to read telemetry from. read_all_ms: when everything before it had been read.
+    """The state beside the table. offset: where reading of telemetry continues. read_all_ms: when everything before it had been
+    read.
 
     drifting: when each drift was last seen, in ms.
     """
@@ -90,8 +92,9 @@ class FollowerState(NamedTuple):
 
 def dump(table: Table, beside: FollowerState) -> bytes:
     """The state, compressed."""
-    origin_sets, reaches, finality = table.origin_sets, table.offsets, table.finality
-    state = State(
+    origin_sets, offsets, finality = table.origin_sets, table.offsets, table.finality
+    retries = origin_sets.retries
+    state = SnapshotState(
         _VERSION,
         pack_offset(beside.offset),
         [(m, *place, _pack(held)) for m, places in origin_sets.held.items() for place, held in places.items()],
@@ -108,19 +111,19 @@ def dump(table: Table, beside: FollowerState) -> bytes:
             if not parts
         ],
         list(table.base.values()),
-        [(*step, words) for step, words in table.liveness.heartbeats().items()],
+        [(*step, heartbeats) for step, heartbeats in table.liveness.heartbeats().items()],
         [
             (stream, *run, pack_offset(at))
-            for stream, reported in reaches.reported.items()
+            for stream, reported in offsets.reported.items()
             for run, at in reported.items()
         ],
         {
             stream: {one: {m: pack_offset(at) for m, at in marks.items()} for one, marks in partitions.items()}
-            for stream, partitions in reaches.marks.items()
+            for stream, partitions in offsets.marks.items()
         },
-        [(*key, sorted(runs)) for key, runs in reaches.runs.items()],
+        [(*key, sorted(runs)) for key, runs in offsets.runs.items()],
         beside.planned.all(),
-        [(*step, outcome, due, _pack(origins)) for outcome, step, due, origins in origin_sets.retries.spans()],
+        [(*step, outcome, due, _pack(origins)) for outcome, step, due, origins in retries.spans()],
         table.released_by,
         [(*step, seen) for step, seen in table.returns.items()],
         [(alarm.id, msgspec.json.encode(alarm.body)) for alarm in beside.untold],
@@ -130,9 +133,9 @@ def dump(table: Table, beside: FollowerState) -> bytes:
         [(*key, sorted(parts)) for key, parts in finality.open.items() if parts],
         [(*key, part, missing) for key, then in finality.final_missing.items() for part, missing in then.items()],
         [(*key, part) for key, parts in finality.given_up.items() for part in parts],
-        [(*step, _pack(origins)) for step, origins in origin_sets.retries.lost.items()],
-        [(*step, _pack(origins)) for step, origins in origin_sets.retries.unread.items()],
-        [(*step, at, _pack(origins)) for step, (at, origins) in origin_sets.retries.held_at.items()],
+        [(*step, _pack(origins)) for step, origins in retries.lost.items()],
+        [(*step, _pack(origins)) for step, origins in retries.unread.items()],
+        [(*step, at, _pack(origins)) for step, (at, origins) in retries.held_at.items()],
     )
     return zstandard.ZstdCompressor(level=3).compress(msgspec.msgpack.encode(state))
 
@@ -141,12 +144,12 @@ def restore(data: bytes, table: Table) -> FollowerState:
     """Fill an empty table; returns the rest. Raises ValueError."""
     try:
         raw = zstandard.ZstdDecompressor().decompress(data, max_output_size=MAX_BYTES)
-        state = msgspec.msgpack.decode(raw, type=State)
+        state = msgspec.msgpack.decode(raw, type=SnapshotState)
     except (zstandard.ZstdError, msgspec.MsgspecError) as error:
         raise ValueError(f"no snapshot: {error}") from error
     if state.version != _VERSION:
         raise ValueError(f"snapshot of version {state.version}, not {_VERSION}")
-    origin_sets, reaches = table.origin_sets, table.offsets
+    origin_sets, offsets, retries = table.origin_sets, table.offsets, table.origin_sets.retries
     for minute, node, name, packed in state.accepted:
         origin_sets.held.setdefault(minute, {})[node, name] = _unpack(packed)
     origin_sets.reported_sets = {
@@ -160,22 +163,21 @@ def restore(data: bytes, table: Table) -> FollowerState:
     origin_sets.floors = {SequenceKey(incarnation, partition): floor for incarnation, partition, floor in state.floors}
     origin_sets.gone, origin_sets.kept = _unpack(state.gone), _unpack(state.kept)
     table.base = {(row.pipe, row.minute): row for row in state.base}
-    table.liveness.load({Step(n, p, d): words for n, p, d, words in state.words})
-    for stream, incarnation, partition, offset in state.told_to:
-        reaches.reported.setdefault(stream, {})[SequenceKey(incarnation, partition)] = int(offset)
-    for node, pipe, destination, outcome, due, packed in state.rounds:
-        origin_sets.retries.load(Step(node, pipe, destination), outcome, due, _unpack(packed))
-    rounds = origin_sets.retries
-    rounds.lost = {Step(n, p, d): _unpack(packed) for n, p, d, packed in state.lost}
-    rounds.unread = {Step(n, p, d): _unpack(packed) for n, p, d, packed in state.unread}
-    rounds.held_at = {Step(n, p, d): (at, _unpack(packed)) for n, p, d, at, packed in state.held}
-    table.released_by = state.left_by
-    table.returns = {Step(n, p, d): seen for n, p, d, seen in state.seen_by}
-    reaches.marks = {
+    table.liveness.load({Step(n, p, d): heartbeats for n, p, d, heartbeats in state.heartbeats})
+    for stream, incarnation, partition, offset in state.reported_offsets:
+        offsets.reported.setdefault(stream, {})[SequenceKey(incarnation, partition)] = int(offset)
+    for node, pipe, destination, outcome, due, packed in state.retries:
+        retries.load(Step(node, pipe, destination), outcome, due, _unpack(packed))
+    retries.lost = {Step(n, p, d): _unpack(packed) for n, p, d, packed in state.lost}
+    retries.unread = {Step(n, p, d): _unpack(packed) for n, p, d, packed in state.unread}
+    retries.held_at = {Step(n, p, d): (at, _unpack(packed)) for n, p, d, at, packed in state.held}
+    table.released_by = state.released_by
+    table.returns = {Step(n, p, d): seen for n, p, d, seen in state.returns}
+    offsets.marks = {
         stream: {one: {m: int(at) for m, at in marks.items()} for one, marks in partitions.items()}
         for stream, partitions in state.marks.items()
     }
-    reaches.runs = {(stream, instance): set(runs) for stream, instance, runs in state.runs}
+    offsets.runs = {(stream, instance): set(runs) for stream, instance, runs in state.runs}
     untold = tuple(Alarm(name, msgspec.json.decode(body, type=dict[str, object])) for name, body in state.untold)
     table.found = {(pipe, minute): at for pipe, minute, at in state.found}
     _restore_finality(state, table)
@@ -183,14 +185,14 @@ def restore(data: bytes, table: Table) -> FollowerState:
     return FollowerState(PlannedWindows(state.windows), int(state.offset), untold, state.read_all_ms, drifting)
 
 
-def _restore_finality(state: State, table: Table) -> None:
-    """What else the table knows is there already."""
+def _restore_finality(state: SnapshotState, table: Table) -> None:
+    """To be called last: it reads the rows."""
     finality = table.finality
     finality.open = {(pipe, minute): set(parts) for pipe, minute, parts in state.open}
     finality.open |= {(pipe, minute): set() for pipe, minute, _ in state.final}
     for pipe, minute, part in state.given_up:
         finality.given_up.setdefault((pipe, minute), set()).add(part)
-    for pipe, minute, part, missing in state.then:
+    for pipe, minute, part, missing in state.final_missing:
         finality.record_missing((pipe, minute), {part: missing})
     for pipe, minute, missing in state.final:
         if missing and (pipe, minute) not in finality.final_missing and pipe in table.flow.pipes:
@@ -209,7 +211,7 @@ def _unpack(packed: Packed) -> Origins:
 
 
 def cut(data: bytes, name: str) -> Iterator[Record]:
-    """The records of one snapshot; name: its own."""
+    """The records of one snapshot. name: of the snapshot."""
     parts = range(0, len(data), PART_BYTES)
     for number, start in enumerate(parts):
         head = (("snapshot", name.encode()), ("part", b"%d" % number), ("parts", b"%d" % len(parts)))
@@ -217,7 +219,7 @@ def cut(data: bytes, name: str) -> Iterator[Record]:
 
 
 def join(records: Sequence[Record]) -> bytes | None:
-    """The newest snapshot that is whole, from records in their order; None without one."""
+    """The newest complete snapshot in these records, which are in order; None without one."""
     parts: dict[bytes, dict[int, bytes]] = {}
     newest = None
     for record in records:
@@ -233,7 +235,7 @@ def join(records: Sequence[Record]) -> bytes | None:
 
 
 async def find_snapshot(reader: Reader) -> bytes | None:
-    """The newest whole snapshot. Raises BrokerError kinds."""
+    """The newest complete snapshot. Raises BrokerError kinds."""
     recent = (await reader.offsets_at(SNAPSHOTS, datetime.now(UTC) - _RECENT))[0]
     for start in (recent, None):
         records = [record async for batch in scan(reader, SNAPSHOTS, 0, start, None) for record in batch.records]

@@ -1,6 +1,6 @@
-"""What the page shows, made from the ledger: the last hour of each pipe."""
+"""The content of the page, from the ledger: the last hour of each pipe."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import msgspec
@@ -8,27 +8,26 @@ import msgspec
 from services.core.lag import LagHistogram
 from services.core.ledger.minute import MINUTE_MS
 from services.observer.follower import Follower
-from services.observer.health import Health, recent_rows
-from services.observer.health import State as HealthState
+from services.observer.health import Health, HealthState, recent_rows
 from services.observer.ledger.finality import GIVEN_UP
 from services.observer.ledger.flow import Step
 from services.observer.ledger.settlement import Row
 
 CellState = Literal["open", "behind", "final", "unknown"]
-"""open: late events may come. behind: its group has older records to process. final: what is missing is lost. unknown: it was
-forgotten before that was known."""
+"""open: late events may come. behind: its group has older records to process. final: missing events are lost. unknown: the
+minute was forgotten before it was final."""
 
 
 class LossCell(msgspec.Struct, frozen=True):
-    """A node's events of a minute. missing: passed on by the node before it, and not settled here."""
+    """missing: events of a minute that the node before it passed on and this node did not settle."""
 
     missing: int
     state: CellState
 
 
 class LossRow(msgspec.Struct, frozen=True):
-    """One minute. cells: as `PipeView.nodes`. loss: end to end, 0..1, at the destinations that are final. state: of the first
-    one that is not. late: settled after they were final."""
+    """One minute. cells: in the order of `PipeView.nodes`. loss: end to end, 0..1, at final destinations. state: of the first
+    destination that is not final. late: events that were settled after they had been final."""
 
     minute: int
     accepted: int
@@ -39,14 +38,14 @@ class LossRow(msgspec.Struct, frozen=True):
 
 
 class DurationRow(msgspec.Struct, frozen=True):
-    """Median of what each step took in a minute, as `PipeView.steps`."""
+    """The median duration of each step in a minute, in the order of `PipeView.steps`."""
 
     minute: int
     millis: tuple[float, ...]
 
 
 class LagRow(msgspec.Struct, frozen=True):
-    """End to end, arrival to the receiver's 2xx."""
+    """End to end, from arrival to the receiver's 2xx."""
 
     minute: int
     p50: float
@@ -54,8 +53,8 @@ class LagRow(msgspec.Struct, frozen=True):
     p99: float
 
 
-class Cause(msgspec.Struct, frozen=True):
-    """Why events could not be delivered: a normalised reason, how often, and when last."""
+class CauseView(msgspec.Struct, frozen=True):
+    """Why events could not be delivered. last_ms: when it was last seen."""
 
     reason: str
     count: int
@@ -63,7 +62,7 @@ class Cause(msgspec.Struct, frozen=True):
 
 
 class DestinationView(msgspec.Struct, frozen=True):
-    """state, for a person: active, paused, unknown. breaker: closed, half-open, open, or unknown."""
+    """state: active, paused or unknown. breaker: closed, half-open, open or unknown. The numbers are of the last hour."""
 
     name: str
     state: str
@@ -72,12 +71,12 @@ class DestinationView(msgspec.Struct, frozen=True):
     retrying: int
     parked: int
     dead: int
-    causes: tuple[Cause, ...] = ()
+    causes: tuple[CauseView, ...] = ()
 
 
 class ShardView(msgspec.Struct, frozen=True):
-    """How far one group is behind in one topic. furthest: the partition that is behind most, None when none is. millis: age of
-    the oldest record that is not processed."""
+    """The lag of one group in one topic. furthest: the partition with the greatest lag, None without lag. millis: age of the
+    oldest unprocessed record."""
 
     topic: str
     group: str
@@ -88,8 +87,8 @@ class ShardView(msgspec.Struct, frozen=True):
 
 
 class FieldView(msgspec.Struct, frozen=True):
-    """A field of a sample of the last hour's events at one step. present: share of the events that have it. nulls: share of
-    these. drift: how it differs from before, empty when it does not."""
+    """A field in a sample of the last hour's events at one step. present: share of the events that have it. nulls: share of
+    these. drift: how it has changed; empty when it has not."""
 
     step: str
     name: str
@@ -101,7 +100,7 @@ class FieldView(msgspec.Struct, frozen=True):
 
 
 class PipeView(msgspec.Struct, frozen=True):
-    """Rows are oldest first, one a minute, at most an hour of them."""
+    """Rows are oldest first, one per minute, at most an hour."""
 
     name: str
     health: HealthState
@@ -118,7 +117,7 @@ class PipeView(msgspec.Struct, frozen=True):
 
 
 class GroupView(msgspec.Struct, frozen=True):
-    """All instances of one service. behind_ms: of the slowest; None when nobody knows."""
+    """All instances of one service. behind_ms: of the slowest; None: unknown."""
 
     service: str
     instances: int
@@ -126,7 +125,7 @@ class GroupView(msgspec.Struct, frozen=True):
 
 
 class View(msgspec.Struct, frozen=True):
-    """Everything. threshold: loss above which an alarm is raised, 0..1. catching_up: the observer has not read all yet."""
+    """threshold: the loss above which an alarm is raised, 0..1. catching_up: after a start, reports are still being read."""
 
     at_ms: int
     threshold: float
@@ -147,7 +146,7 @@ one, is taken out of the transit from ingest to expel."""
 
 Judge = Callable[[str, int], Health]
 State = Callable[[str, str], str]
-Causes = Callable[[str, str], tuple[Cause, ...]]
+Causes = Callable[[str, str], tuple[CauseView, ...]]
 Shards = Callable[[str], tuple[ShardView, ...]]
 
 
@@ -172,7 +171,7 @@ def _pipe(
         health=health.state,
         reasons=health.reasons,
         per_second=last.accepted / 60 if last is not None and last.minute == now // MINUTE_MS - 1 else 0.0,
-        nodes=tuple(_name(step.node, step.destination) for step in rows[-1].steps) if rows else (),
+        nodes=tuple(Step(step.node, pipe, step.destination).label for step in rows[-1].steps) if rows else (),
         loss=tuple(map(_loss, rows)),
         steps=names,
         durations=lags.durations([(node, kind) for name, node, kind in _DURATIONS if name in names]),
@@ -192,10 +191,6 @@ def _pipe(
     )
 
 
-def _name(node: str, destination: str | None) -> str:
-    return node if destination is None else f"{node} to {destination}"
-
-
 def _loss(row: Row) -> LossRow:
     cells = tuple(LossCell(step.missing, _state(step.why_open) if step.missing else "final") for step in row.steps)
     return LossRow(row.minute, row.accepted, cells, row.final_loss, _state(row.why_open), row.late)
@@ -208,9 +203,9 @@ def _state(why_open: str | None) -> CellState:
 
 
 def _destination(
-    rows: Sequence[Row], name: str, state: str, breaker: str, causes: tuple[Cause, ...]
+    rows: Sequence[Row], name: str, state: str, breaker: str, causes: tuple[CauseView, ...]
 ) -> DestinationView:
-    """From expel's steps: the retrier's dead are among their dead, and what it lost is among their retrying."""
+    """From expel's steps: the retrier's dead events are among theirs, and its lost ones are among their retrying ones."""
     steps = [step for row in rows for step in row.steps if step.destination == name]
     delivered, retrying, parked, dead = (
         sum(step.outcomes.get(outcome, 0) for step in steps if step.node == "expel")
@@ -221,26 +216,22 @@ def _destination(
 
 
 def _fields(follower: Follower, pipe: str) -> tuple[FieldView, ...]:
-    """By name, arrival before departure."""
-    book, found = follower.fields, []
+    """By name; of one name, in the order of the steps."""
+    fields, found = follower.fields, []
     for step in follower.table.flow.steps(pipe):
-        drifts: dict[str, list[str]] = {}
-        for drift in book.drifts(step):
-            drifts.setdefault(drift.field, []).append(drift.text)
-        name = f"ingest of {step.pipe}" if step.node == "ingest" else _name(step.node, step.destination)
-        for field, one in book.figures(step).items():
-            changed = "; ".join(drifts.get(field, ()))
-            found.append(FieldView(name, field, one.present, one.nulls, one.distinct, one.mean, changed))
+        for field, one in fields.figures(step).items():
+            changed = "; ".join(drift.text for drift in fields.drifts(step) if drift.field == field)
+            found.append(FieldView(step.full_label, field, one.present, one.nulls, one.distinct, one.mean, changed))
     return tuple(sorted(found, key=lambda one: one.name))
 
 
 def _groups(follower: Follower, now: int) -> tuple[GroupView, ...]:
-    presence = follower.table.liveness
+    liveness = follower.table.liveness
     found = []
     for service in ("ingest", "transform", "expel", "retrier"):
-        steps = [step for step in presence.heartbeats() if step.node == service]
-        instances = {name for step in steps for name in presence.alive(step, now)}
-        behind = [one for step in steps if (one := presence.behind_ms(step, now)) is not None]
+        steps = [step for step in liveness.heartbeats() if step.node == service]
+        instances = {name for step in steps for name in liveness.alive(step, now)}
+        behind = [one for step in steps if (one := liveness.behind_ms(step, now)) is not None]
         if steps:
             found.append(GroupView(service, len(instances), max(behind, default=None)))
     return tuple(found)
@@ -250,26 +241,24 @@ class _Lags:
     """The lags of one pipe, over all its steps of a node."""
 
     def __init__(self, follower: Follower, pipe: str) -> None:
-        self._book = follower.lags
+        self._lags = follower.lags
         self._steps = follower.table.flow.steps(pipe)
 
     def has(self, node: str, kind: str) -> bool:
-        return any(self._merged(node, kind, minute).count for minute in self._book.minutes())
+        return any(self._merged(node, kind, minute).count for minute in self._lags.minutes())
 
     def _merged(self, node: str, kind: str, minute: int) -> LagHistogram:
         merged = LagHistogram()
-        for histogram in self._find(node, kind, minute):
-            merged.merge(histogram)
+        for step in self._steps:
+            if step.node == node and (histogram := self._lags.find(step, kind, minute)) is not None:
+                merged.merge(histogram)
         return merged
 
-    def _find(self, node: str, kind: str, minute: int) -> Iterable[LagHistogram]:
-        found = (self._book.find(Step(*step), kind, minute) for step in self._steps if step.node == node)
-        return (histogram for histogram in found if histogram is not None)
-
     def durations(self, wanted: Sequence[tuple[str, str]]) -> tuple[DurationRow, ...]:
-        return tuple(DurationRow(minute, self._share_out(wanted, minute)) for minute in self._book.minutes())
+        return tuple(DurationRow(minute, self._medians(wanted, minute)) for minute in self._lags.minutes())
 
-    def _share_out(self, wanted: Sequence[tuple[str, str]], minute: int) -> tuple[float, ...]:
+    def _medians(self, wanted: Sequence[tuple[str, str]], minute: int) -> tuple[float, ...]:
+        """The duration of the transform is part of the transit time, and is subtracted from it."""
         medians = {node_kind: self._merged(*node_kind, minute).quantiles([0.5])[0] for node_kind in wanted}
         transit, own = ("expel", "transit_time"), ("transform", "process_time")
         if transit in medians and own in medians:
@@ -278,5 +267,5 @@ class _Lags:
         return tuple(medians.values())
 
     def end_to_end(self) -> tuple[LagRow, ...]:
-        found = ((minute, self._merged("expel", "e2e", minute)) for minute in self._book.minutes())
+        found = ((minute, self._merged("expel", "e2e", minute)) for minute in self._lags.minutes())
         return tuple(LagRow(minute, *merged.quantiles([0.5, 0.95, 0.99])) for minute, merged in found if merged.count)

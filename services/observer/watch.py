@@ -1,4 +1,4 @@
-"""Metrics, alarms and health, made from the table."""
+"""Metrics, alarms and health from the loss table."""
 
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
@@ -11,7 +11,6 @@ from services.observer import health
 from services.observer.alarms import Alarm, AlarmWebhook, drift_alarm, find_alarms, loss_alarm, unjudged_alarm
 from services.observer.follower import Follower
 from services.observer.ledger.finality import Finding
-from services.observer.ledger.flow import Step
 from services.observer.ledger.settlement import Part, Row
 from services.observer.ledger.table import TickResult
 from services.observer.payload_fields import Drift
@@ -19,48 +18,49 @@ from services.observer.payload_fields import Drift
 log = structlog.get_logger()
 
 MEASURE_S = 5.0
-_TELL_AGAIN_S = 15.0
-"""After an alarm that its receiver did not take in any of its attempts."""
+_PAUSE_S = 15.0
+"""After an alarm that its receiver refused in all of its attempts."""
 _DRIFT_ENDS_MS = 3_600_000
-"""A drift that was not seen for so long is another one when it comes again."""
+"""A drift that was not seen for so long is a new one when it comes again."""
 
-OtherReasons = Callable[[str], Sequence[tuple[health.State, str]]]
-"""What is known of a pipe's health beside the ledger."""
+OtherReasons = Callable[[str], Sequence[health.Reason]]
+"""The reasons for a pipe's health that are not in the ledger."""
 
 
 class Watch:
-    """`on_final` is the follower's; `follower` is set before either is run."""
+    """`follower` is set before any method is called, and calls `on_final`."""
 
-    def __init__(self, threshold: float, webhook: AlarmWebhook | None, elsewhere: OtherReasons) -> None:
+    follower: Follower
+
+    def __init__(self, threshold: float, webhook: AlarmWebhook | None, other_reasons: OtherReasons) -> None:
         self.threshold = threshold
-        self.follower: Follower | None = None
-        self._webhook, self._elsewhere = webhook, elsewhere
+        self._webhook, self._other_reasons = webhook, other_reasons
         self._newest: dict[str, int] = {}
-        """By pipe, the newest minute of which any part is final."""
+        """The newest minute of each pipe of which any part is final."""
         self._unjudged: dict[tuple[str, Part], str] = {}
-        """The last alarm of each part that was given up."""
+        """The id of the last alarm of each part that was given up."""
 
     def judge(self, pipe: str, now: int) -> health.Health:
         """The health of a pipe."""
-        assert self.follower is not None
-        follower = self.follower
-        more = list(self._elsewhere(pipe))
-        more += [("degraded", f"{_name(drift.step)}: {drift.text}") for drift in self.find_drifts(pipe)]
-        return health.judge(follower.table, follower.planned, pipe, now, self.threshold, more)
+        more = list(self._other_reasons(pipe))
+        more += [("degraded", f"{drift.step.label}: {drift.text}") for drift in self.find_drifts(pipe)]
+        return health.judge(self.follower.table, self.follower.planned, pipe, now, self.threshold, more)
 
     def find_drifts(self, pipe: str) -> list[Drift]:
-        """Fields of the pipe's events that are not as they were."""
-        assert self.follower is not None
+        """Fields of the pipe's events that have drifted."""
         steps = self.follower.table.flow.steps(pipe)
         return [drift for step in steps for drift in self.follower.fields.drifts(step)]
 
     def on_final(self, turn: TickResult) -> None:
-        """Count what is lost, and raise the alarms that are due."""
-        assert self.follower is not None
+        """Count lost events, and raise the alarms that are due."""
         for row in turn.final:
             metrics.LEDGER_FINAL.labels(row.pipe).inc(row.accepted)
         for verdict in turn.verdicts:
-            self._note_loss(verdict)
+            row = verdict.row
+            _count_missing(verdict)
+            if row.minute >= self._newest.get(row.pipe, 0):
+                self._newest[row.pipe] = row.minute
+                metrics.LEDGER_LOSS.labels(row.pipe).set(row.final_loss)
         for verdict in find_alarms(turn.verdicts, self.follower.planned, self.threshold, self.follower.now_ms()):
             row, alarm = verdict.row, loss_alarm(verdict)
             metrics.LEDGER_ALARMS.labels(row.pipe).inc()
@@ -75,17 +75,11 @@ class Watch:
             )
             self._raise(alarm)
         for verdict in turn.given_up:
-            self._tell_unjudged(verdict)
+            self._report_unjudged(verdict)
 
-    def _note_loss(self, verdict: Finding) -> None:
-        row = verdict.row
-        _count_missing(verdict)
-        if row.minute >= self._newest.get(row.pipe, 0):
-            self._newest[row.pipe] = row.minute
-            metrics.LEDGER_LOSS.labels(row.pipe).set(row.final_loss)
-
-    def _tell_unjudged(self, verdict: Finding) -> None:
-        """Each is counted and in the log; the webhook gets one an hour and destination, as one that is behind leaves many."""
+    def _report_unjudged(self, verdict: Finding) -> None:
+        """Count and log each; the webhook gets one per hour and destination, because a destination that is behind leaves
+        many."""
         row, part, _ = verdict
         missing = row.missing_for(part)
         metrics.LEDGER_UNJUDGED.labels(row.pipe, part or "").inc()
@@ -97,8 +91,8 @@ class Watch:
             destination=part,
             missing=missing,
             accepted=row.accepted,
-            hint="It was open for too long and is forgotten: nobody knows whether these events are lost. "
-            f"Try: penstock status shows who is behind; GET /v1/pipes/{row.pipe}/health why",
+            hint="the minute was open for too long and was forgotten: nobody knows whether these events are lost. "
+            f"Try: penstock status, and GET /v1/pipes/{row.pipe}/health for the reason",
         )
         alarm = unjudged_alarm(verdict)
         if self._unjudged.get((row.pipe, part)) != alarm.id:
@@ -106,21 +100,19 @@ class Watch:
             self._raise(alarm)
 
     def _raise(self, alarm: Alarm) -> None:
-        assert self.follower is not None
         if self._webhook is not None and not self.follower.untold.add(alarm):
             metrics.LEDGER_ALARMS_UNTOLD.labels("queue_full").inc()
-            log.error("alarm_not_told", alarm=alarm.id, error="too many wait", hint="Try: is alarm_url right?")
+            log.error("alarm_not_sent", alarm=alarm.id, error="too many alarms wait", hint="Try: is alarm_url right?")
 
     def on_drifts(self, pipe: str, drifts: Iterable[Drift], now: int) -> None:
-        """Raise an alarm for each that was not there for an hour, unless something is planned."""
-        assert self.follower is not None
+        """Raise an alarm for each drift that was not seen for an hour, except in a planned window."""
         drifting = self.follower.drifting
         quiet = self.follower.planned.covers(pipe, now - health.WATCHED_MINUTES * MINUTE_MS, now + 1) is not None
         for drift in drifts:
             key = (pipe, drift.step, drift.field, drift.what)
             is_known = now - drifting.get(key, -_DRIFT_ENDS_MS) < _DRIFT_ENDS_MS
             if quiet and not is_known:
-                continue  # what a deploy has changed for good is reported when it is over
+                continue  # a lasting change by a deploy is reported when the window is over
             drifting[key] = now
             if not is_known:
                 metrics.LEDGER_DRIFTS.labels(pipe).inc()
@@ -132,17 +124,16 @@ class Watch:
             del drifting[key]
 
     async def run(self, stopping: asyncio.Event) -> None:
-        """Tell alarms and measure until `stopping`; what is not reported by then is in the follower's snapshot."""
+        """Send alarms and set metrics until `stopping`; alarms that were not sent by then are in the follower's snapshot."""
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(self._measure())]
             if self._webhook is not None:
-                tasks.append(group.create_task(self._tell(self._webhook)))
+                tasks.append(group.create_task(self._send(self._webhook)))
             await stopping.wait()
             for task in tasks:
                 task.cancel()
 
-    async def _tell(self, webhook: AlarmWebhook) -> None:
-        assert self.follower is not None
+    async def _send(self, webhook: AlarmWebhook) -> None:
         untold = self.follower.untold
         while True:
             alarm = await untold.first()
@@ -151,17 +142,15 @@ class Watch:
                 continue
             metrics.LEDGER_ALARMS_UNTOLD.labels("refused").inc()
             untold.put_last(alarm)
-            await asyncio.sleep(_TELL_AGAIN_S)
+            await asyncio.sleep(_PAUSE_S)
 
     async def _measure(self) -> None:
-        assert self.follower is not None
         while True:
             self.measure(self.follower.now_ms())
             await asyncio.sleep(MEASURE_S)
 
     def measure(self, now: int) -> None:
-        """Set the series that are about now, and look for drifts."""
-        assert self.follower is not None
+        """Set the gauges, and find drifts."""
         table = self.follower.table
         for pipe in table.flow.pipes:
             rows = health.recent_rows(table, pipe, now, health.WATCHED_MINUTES)
@@ -188,7 +177,3 @@ def _count_missing(verdict: Finding) -> None:
 def _count_open(rows: Sequence[Row], destination: str) -> int:
     steps = (step for row in rows for step in row.steps if step.node == "expel")
     return sum(step.why_open is not None for step in steps if step.destination == destination)
-
-
-def _name(step: Step) -> str:
-    return step.node if step.destination is None else f"{step.node} to {step.destination}"

@@ -3,7 +3,7 @@
 import math
 
 from services.observer.view import (
-    Cause,
+    CauseView,
     DestinationView,
     DurationRow,
     FieldView,
@@ -47,8 +47,8 @@ def make_lossy(per_second: float) -> PipeView:
         for minute in range(NOW_MIN - 40, NOW_MIN)
     )
     causes = (
-        Cause("503 Service Unavailable", 12_210, NOW_MIN * 60_000 - 4_000),
-        Cause("connection refused", 530, NOW_MIN * 60_000 - 61_000),
+        CauseView("503 Service Unavailable", 12_210, NOW_MIN * 60_000 - 4_000),
+        CauseView("connection refused", 530, NOW_MIN * 60_000 - 61_000),
     )
     destinations = (
         DestinationView("billing", "delivering", "closed", 2_400_000, 0, 0, 0),

@@ -15,7 +15,7 @@ from services.core.broker.errors import BrokerError, NotOwner
 from services.core.broker.offset_tracker import OffsetTracker
 from services.core.broker.producer import Producer, send_by_key
 from services.core.broker.record import Batch, Record, TopicPartition
-from services.core.ledger.reporter import Reporter, new_instance, say_goodbye
+from services.core.ledger.reporter import Reporter, close_reporters, new_instance
 from services.core.lifecycle import Supervision, wait_for_stop
 from services.core.pipes import Pipe, PipeFile, output_topic
 from services.core.settings import Settings
@@ -75,7 +75,7 @@ class _Job:
             with suppress(BrokerError):
                 await self._work(stopping)
             await wait_for_stop(stopping, 0.5)
-        await say_goodbye([self._reporter])
+        await close_reporters([self._reporter])
 
     async def _work(self, stopping: asyncio.Event) -> None:
         self._tracker = OffsetTracker()
@@ -121,7 +121,7 @@ class _Job:
         lags = await consumer.lag()
         waiting = [asked - lag.stored for lag in lags.values() if lag.stored is not None and lag.records]
         owned = {source for source in lags if source.topic in self._pipe.sources}
-        self._reporter.behind(max(waiting, default=0) if owned else None)
+        self._reporter.record_behind(max(waiting, default=0) if owned else None)
 
 
 def _transform(record: Record) -> Record:

@@ -1,1 +1,1 @@
-"""Which events each node settled, told so that a crash neither hides a loss nor invents one. See docs/adr/0009-ledger.md."""
+"""Reports of the events that each node settled: a crash neither hides a loss nor invents one. See docs/adr/0009-ledger.md."""

@@ -1,9 +1,9 @@
-"""From records to sets of origins: an append per event on the hot path, the reading of origins in bulk.
+"""From records to sets of origins. On the hot path an event costs one append; origins are parsed in bulk.
 
-The origins of a batch mostly come from one incarnation and partition, and are equally long. Then they are a table, of which the
-columns of the number are taken, each with one copy. Where they differ in length only, the prefix is searched for and cut out,
-at four times the cost; others are read one by one, at ten times. What waits to be read is one text a batch: to keep the headers
-themselves would keep the memory around them from being used again, which costs more than all else here.
+The origins of a batch mostly come from one incarnation and partition, and have one length. Then they are a table, and the
+columns of the number are copied, one copy each. If they differ in length only, the prefix is searched and cut out, which costs
+four times as much. Others are parsed one by one, at ten times the cost. Origins that wait to be parsed are one text per batch:
+to keep the headers would keep the memory around them in use, which costs more than everything else here.
 """
 
 import re
@@ -20,7 +20,7 @@ from services.core.ledger.report import MAX_NUMBER, Node, OriginSet, Outcome, Sp
 
 
 class SetKey(NamedTuple):
-    """What the origins of one set have in common, as in `OriginSet`."""
+    """The common fields of the origins of one set, as in `OriginSet`."""
 
     outcome: Outcome
     incarnation: str
@@ -30,7 +30,7 @@ class SetKey(NamedTuple):
 
 
 class Sets:
-    """Unions of origins. Dense runs take some bytes, however many events they stand for. Not thread-safe."""
+    """Unions of origins. A dense run takes a few bytes, however many events it has. Not thread-safe."""
 
     def __init__(self) -> None:
         self._found: dict[SetKey, BitMap] = {}
@@ -39,11 +39,8 @@ class Sets:
         return bool(self._found)
 
     def numbers(self, key: SetKey) -> BitMap:
-        """The set of this key, to be added to."""
-        found = self._found.get(key)
-        if found is None:
-            found = self._found[key] = BitMap()
-        return found
+        """The set of this key, which may be changed."""
+        return self._found.setdefault(key, BitMap())
 
     def add_range(self, key: SetKey, first: int, count: int) -> None:
         """`count` numbers from `first` on."""
@@ -54,7 +51,7 @@ class Sets:
         self.numbers(key).update(numbers)
 
     def merge(self, other: "Sets") -> None:
-        """Everything of `other`, which is not used afterwards."""
+        """Add everything of `other`, which must not be used afterwards."""
         for key, numbers in other._found.items():
             mine = self._found.setdefault(key, numbers)
             if mine is not numbers:
@@ -66,30 +63,30 @@ class Sets:
 
 
 _PLACE = 2
-"""Where ingest puts the origin among a record's headers; elsewhere it is searched for."""
+"""The index of the origin among the headers that ingest writes; in other records it is searched."""
 _FOLD_AT = 20_000
-"""Origins that wait to be read at most."""
+"""The most origins that wait to be parsed."""
 _ORIGIN = re.compile(rb"([a-z0-9]{1,64}):(\d{1,9}):(\d{1,10})")
 _DIGITS_AND_COMMAS = b"0123456789,"
-_Fate = tuple[Outcome, Span | None]
+_Settled = tuple[Outcome, Span | None]
 
 
 class Accumulator:
     """The events of one pipe that one node settled. Not thread-safe.
 
-    Records without an origin, or with one that cannot be read, were written by others: they are outside the ledger and
-    counted, nothing else.
+    Records without an origin, or with an invalid one, were written by other programs: they are outside the ledger, and are only
+    counted.
     """
 
     def __init__(self, node: Node, pipe: str) -> None:
-        self._waiting: dict[_Fate, list[bytes]] = {}
+        self._waiting: dict[_Settled, list[bytes]] = {}
         self._count = 0
         self._sets = Sets()
         self._missing = metrics.LEDGER_OUTSIDE.labels(node, pipe, "no_origin")
         self._malformed = metrics.LEDGER_OUTSIDE.labels(node, pipe, "bad_origin")
 
     def add(self, outcome: Outcome, records: Sequence[Record], due: Span | None = None) -> None:
-        """These records were settled so. due: as in `OriginSet`."""
+        """Add settled records. due: as in `OriginSet`."""
         try:
             found = [value for name, value in [record.headers[_PLACE] for record in records] if name == ORIGIN]
         except IndexError:
@@ -114,13 +111,13 @@ class Accumulator:
         return sets
 
     def _fold_all(self) -> None:
-        for fate, waiting in self._waiting.items():
-            self._fold(fate, waiting)
+        for settled, waiting in self._waiting.items():
+            self._fold(settled, waiting)
         self._waiting = {}
         self._count = 0
 
-    def _fold(self, fate: _Fate, waiting: list[bytes]) -> None:
-        """Batches that begin and end alike together: partitions alternate from batch to batch, seldom within one."""
+    def _fold(self, settled: _Settled, waiting: list[bytes]) -> None:
+        """Batches with equal ends together: partitions alternate from batch to batch, seldom within one."""
         alike: dict[tuple[bytes, int, bytes, int], list[bytes]] = {}
         for batch in waiting:
             first, last = batch.partition(b",")[0], batch.rpartition(b",")[2]
@@ -128,11 +125,11 @@ class Accumulator:
             alike.setdefault(ends, []).append(batch)
         for batches in alike.values():
             origins = b",".join(batches)
-            if not self._fold_uniform(fate, origins):
-                self._fold_each(fate, origins.split(b","))
+            if not self._fold_uniform(settled, origins):
+                self._fold_each(settled, origins.split(b","))
 
-    def _fold_uniform(self, fate: _Fate, origins: bytes) -> bool:
-        """Read all at once; False, with nothing done, when they differ in more than their numbers or something is odd."""
+    def _fold_uniform(self, settled: _Settled, origins: bytes) -> bool:
+        """Parse all at once. False, with nothing done, when they differ in more than their numbers, or one is invalid."""
         first = _ORIGIN.match(origins)
         if first is None:
             return False
@@ -146,11 +143,11 @@ class Accumulator:
             return False
         if numbers.count(b",") != origins.count(b",") or found.max() >= MAX_NUMBER:
             return False
-        known = self._sets.numbers(SetKey(fate[0], first[1].decode(), int(first[2]), due=fate[1]))
+        known = self._sets.numbers(SetKey(settled[0], first[1].decode(), int(first[2]), due=settled[1]))
         known |= found
         return True
 
-    def _fold_each(self, fate: _Fate, origins: list[bytes]) -> None:
+    def _fold_each(self, settled: _Settled, origins: list[bytes]) -> None:
         found: dict[tuple[bytes, bytes], list[int]] = {}
         malformed = 0
         for origin in origins:
@@ -161,11 +158,11 @@ class Accumulator:
                 found.setdefault((match[1], match[2]), []).append(number)
         self._malformed.inc(malformed)
         for (incarnation, partition), numbers in found.items():
-            self._sets.add(SetKey(fate[0], incarnation.decode(), int(partition), due=fate[1]), numbers)
+            self._sets.add(SetKey(settled[0], incarnation.decode(), int(partition), due=settled[1]), numbers)
 
 
 def _cut_columns(origins: bytes, start: int, length: int) -> bytes | None:
-    """What stands behind the first `start` bytes of each; None unless all are `length` long and begin alike."""
+    """The rest of each origin after `start` bytes; None unless all have this length and the same first bytes."""
     step = length + 1
     count, rest = divmod(len(origins) + 1, step)
     if rest or origins[length::step] != b"," * (count - 1):
@@ -180,7 +177,7 @@ def _cut_columns(origins: bytes, start: int, length: int) -> bytes | None:
 
 
 def _cut_prefixes(origins: bytes, prefix: bytes) -> bytes | None:
-    """What stands behind the prefix of each; None unless all have it."""
+    """The rest of each origin after the prefix; None unless all have it."""
     if (b"," + origins).count(b"," + prefix) <= origins.count(b","):
         return None
     return (b"," + origins).replace(b"," + prefix, b",")[1:]

@@ -1,7 +1,7 @@
-"""What the payloads are like: per top-level field of a JSON object how often it is null, how many different values, which mean.
+"""Statistics of payloads, per top-level field of a JSON object: the share of nulls, the number of different values, the mean.
 
-Of a sample: the first event of each batch, `PER_SECOND` a second at most. So it costs the same at any rate, and says nothing
-exact: it is there to show that something changed.
+Of a sample: the first event of each batch, at most `PER_SECOND` per second. So the cost is the same at any rate. The figures
+are not exact: they show that something changed.
 """
 
 import time
@@ -15,18 +15,19 @@ import orjson
 
 PER_SECOND = 10
 MAX_BYTES = 16_384
-"""Larger payloads are not looked at."""
+"""Larger payloads are ignored."""
 MAX_FIELDS = 40
-"""Further fields of a minute are left out."""
+"""Further fields of a minute are ignored."""
 MAX_NAME = 100
 KEPT_HASHES = 64
 _LARGEST = 1e150
-"""Larger numbers count as this one: their squares would be no numbers any more."""
+"""Larger numbers count as this one: their squares would be infinite."""
 
 
 class FieldStats(msgspec.Struct, array_like=True):
-    """One field. seen: events that have it. nulls: null in these. numbers, total, squares: of numeric values, their count, sum
-    and sum of squares. hashes: the smallest of its values' hashes (32 bits), by which the different ones are estimated."""
+    """One field. seen: events that have it. nulls: of these, with the value null. numbers, total, squares: of its numeric
+    values, the count, the sum and the sum of squares. hashes: the smallest 32-bit hashes of its values, for the estimate of
+    different ones."""
 
     seen: int = 0
     nulls: int = 0
@@ -36,7 +37,7 @@ class FieldStats(msgspec.Struct, array_like=True):
     hashes: set[int] = msgspec.field(default_factory=set)
 
     def add(self, value: object) -> None:
-        """One value, as JSON has it. One that is nested too deeply to be written again is passed over."""
+        """Add one parsed JSON value. A value that is nested too deeply to be encoded is ignored."""
         try:
             written = orjson.dumps(value)
         except orjson.JSONEncodeError:
@@ -55,7 +56,7 @@ class FieldStats(msgspec.Struct, array_like=True):
             self.trim()
 
     def merge(self, other: "FieldStats | PackedStats") -> None:
-        """Both as one."""
+        """Add the other's events."""
         self.seen += other.seen
         self.nulls += other.nulls
         self.numbers += other.numbers
@@ -66,11 +67,11 @@ class FieldStats(msgspec.Struct, array_like=True):
             self.trim()
 
     def trim(self) -> None:
-        """Keep no more hashes than count."""
+        """Drop hashes that do not count any more."""
         self.hashes = set(sorted(self.hashes)[:KEPT_HASHES])
 
     def distinct(self) -> float:
-        """About how many different values: exact below KEPT_HASHES, then mostly within 12 % (k minimum values, Bar-Yossef
+        """The number of different values: exact below KEPT_HASHES, then mostly within 12 % (k minimum values, Bar-Yossef
         2002)."""
         if len(self.hashes) < KEPT_HASHES:
             return float(len(self.hashes))
@@ -78,7 +79,7 @@ class FieldStats(msgspec.Struct, array_like=True):
 
 
 class PackedStats(NamedTuple):
-    """`FieldStats` at rest, in some hundred bytes."""
+    """`FieldStats` in some hundred bytes."""
 
     seen: int
     nulls: int
@@ -89,7 +90,7 @@ class PackedStats(NamedTuple):
 
     @classmethod
     def pack(cls, stats: FieldStats) -> "PackedStats":
-        """The same, with no more hashes than count."""
+        """With the hashes that count."""
         hashes = array("I", sorted(stats.hashes)[:KEPT_HASHES])
         return cls(stats.seen, stats.nulls, stats.numbers, stats.total, stats.squares, hashes)
 
@@ -113,7 +114,7 @@ class FieldSample:
         self._fields: dict[str, FieldStats] = {}
 
     def offer(self, value: bytes | None) -> None:
-        """The payload of one event of a batch. What is no JSON object is passed over."""
+        """Sample the payload of one event of a batch. Anything but a JSON object is ignored."""
         now = int(self._clock())
         if now != self._second:
             self._second, self._left = now, PER_SECOND
@@ -126,9 +127,9 @@ class FieldSample:
             return
         if isinstance(document, dict):
             self._minute = self._minute or now // 60
-            self._take(document)
+            self._add(document)
 
-    def _take(self, document: dict[str, object]) -> None:
+    def _add(self, document: dict[str, object]) -> None:
         self._events += 1
         for name, value in document.items():
             stats = self._fields.get(name)
@@ -139,7 +140,7 @@ class FieldSample:
             stats.add(value)
 
     def drain(self, *, last: bool = False) -> FieldSet | None:
-        """The minute that is over, or, as the last word, what there is; None for nothing."""
+        """The minute that is over; with `last`, the present one as well. None without events."""
         if not self._events or not (last or int(self._clock()) // 60 > self._minute):
             return None
         found = FieldSet(self._minute, self._events, self._fields)

@@ -2,13 +2,14 @@
 
 MINUTE_MS = 60_000
 BEHIND_MS, AHEAD_MS = MINUTE_MS, 1_000
-"""How long after its end an event may arrive for a minute, and how long before its beginning."""
+"""The time after its end, and before its beginning, in which an event may arrive for a minute."""
 
 
 def minute_of(time: int, arrival: int) -> int:
-    """Minutes since the epoch: of the event time, when the event arrived close enough to that minute, else of the arrival.
+    """In minutes since the epoch: of the event time, if the event arrived close enough to that minute, else of the arrival.
 
-    Both in ms. So no event arrives for a minute that ended more than `BEHIND_MS` ago, however wrong a client's clock is.
+    Both times are in ms. So no event counts in a minute that ended more than `BEHIND_MS` ago, however wrong a client's clock
+    is.
     """
     first, last = near_minutes(arrival)
     minute = time // MINUTE_MS
@@ -21,12 +22,12 @@ def near_minutes(arrival: int) -> tuple[int, int]:
 
 
 def common_minute(times: list[int], arrival: int) -> int | None:
-    """The minute of all these events; None when there are several, or when that takes a look at each."""
+    """The minute of all these events; None when there are several, or each event must be checked."""
     own = arrival // MINUTE_MS
     low = high = times[0] // MINUTE_MS
     if len(times) > 1:
         low, high = min(times) // MINUTE_MS, max(times) // MINUTE_MS
-    if low == high == own:  # nearly always, and ingest asks once a request
+    if low == high == own:  # nearly always, and ingest calls this once per request
         return own
     first, last = near_minutes(arrival)
     if low == high:
@@ -35,7 +36,7 @@ def common_minute(times: list[int], arrival: int) -> int | None:
 
 
 def group_by_minute(times: list[int], arrival: int) -> dict[int, list[int]]:
-    """Which of these events count in which minute: their indexes."""
+    """The indexes of these events by their minute."""
     own: dict[int, list[int]] = {}
     for index, minute in enumerate([time // MINUTE_MS for time in times]):
         own.setdefault(minute, []).append(index)

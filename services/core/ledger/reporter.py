@@ -1,7 +1,4 @@
-"""Reports to the telemetry topic the events of one pipe that one node settled, durably, and keeps them until they are stored.
-
-One `Reporter` per process, node, pipe and destination.
-"""
+"""Reports the events that a node settled to the telemetry topic, and keeps them until they are stored."""
 
 import asyncio
 import math
@@ -25,6 +22,7 @@ from services.core.ledger.fields import FieldSample, FieldSet
 from services.core.ledger.report import (
     MAX_REPORT_BYTES,
     TELEMETRY,
+    Backlog,
     Breaker,
     LagSet,
     Node,
@@ -35,30 +33,30 @@ from services.core.ledger.report import (
     pack_offset,
     unpack_numbers,
 )
+from services.core.lifecycle import wait_for_stop
 
 
 class LagTap:
-    """What comes into one histogram from now on."""
+    """The lags that are added to one histogram from now on."""
 
     def __init__(self, kind: str, histogram: LagHistogram) -> None:
-        self.kind = kind
-        self._histogram = histogram
-        self._seen: Mapping[int, int] = histogram.buckets()
+        self._kind, self._histogram = kind, histogram
+        self._buckets: Mapping[int, int] = histogram.buckets()
         self._count, self._total_ms = histogram.count, histogram.total_ms
 
-    def take(self, minute: int) -> LagSet | None:
-        """The lags since the last call, as measured in this minute; None for none."""
+    def drain(self, minute: int) -> LagSet | None:
+        """The lags since the last call, as measured in this minute; None without any."""
         count, total_ms = self._histogram.count - self._count, self._histogram.total_ms - self._total_ms
         if not count:
             return None
-        before, self._seen = self._seen, self._histogram.buckets()
+        before, self._buckets = self._buckets, self._histogram.buckets()
         self._count, self._total_ms = self._histogram.count, self._histogram.total_ms
-        added = {bucket: more for bucket, known in self._seen.items() if (more := known - before.get(bucket, 0))}
-        return LagSet(self.kind, minute, count, total_ms, added)
+        added = {bucket: more for bucket, known in self._buckets.items() if (more := known - before.get(bucket, 0))}
+        return LagSet(self._kind, minute, count, total_ms, added)
 
 
 def join_lags(lags: list[LagSet]) -> list[LagSet]:
-    """Those of one kind and minute in one."""
+    """One set per kind and minute."""
     joined: dict[tuple[str, int], LagSet] = {}
     for lag in lags:
         key = lag.kind, lag.minute
@@ -74,28 +72,29 @@ log = structlog.get_logger()
 HEARTBEAT_S = 10.0
 """A report is made at least this often, if `report` is called at least this often."""
 EVERY_S = 1.0
-GOODBYE_S = 3.0
+CLOSE_S = 3.0
 LAGS_EVERY_S = 5.0
 _MAX_LAGS = 100
-"""Lag sets kept while nothing can be told. Beyond them lags stay where they are counted, and are told as of a later minute."""
+"""Lag sets that are kept while no report can be stored. Further lags stay in the histograms, and count in a later minute."""
 _MAX_FIELD_SETS = 10
-"""Minutes of them that are kept while nothing can be told; older ones are forgotten."""
+"""Minutes of field statistics that are kept while no report can be stored; older ones are dropped."""
 _BEHIND_VALID_S = 30.0
 """An older measurement does not count."""
 _Measured = tuple[float, int] | None
-"""When, in seconds, and how many ms."""
+"""When a backlog was measured (s), and the age of its oldest record (ms)."""
 
 
 def new_instance() -> str:
-    """A name for this run of this process, as reports carry it."""
+    """The name of this run of this process in its reports."""
     return secrets.token_hex(8)
 
 
 class Reporter:
-    """`settled` and `sets` receive the origins to report.
+    """One per process, node, pipe and destination. `settled` and `sets` receive the origins to report.
 
-    lags: histograms by kind, reported as they fill. has_backlog: whether the node reads a stream and may be behind. `clock`:
-    seconds since the epoch. While the topic cannot be written memory does not grow with events: sets are united. Not thread-safe.
+    lags: histograms by kind; new lags in them are reported. has_backlog: whether the node reads a stream and may be behind.
+    clock: seconds since the epoch. Sets are united, so while no report can be stored, memory does not grow with events. Not
+    thread-safe.
     """
 
     def __init__(
@@ -119,46 +118,37 @@ class Reporter:
         self._taps = [LagTap(kind, histogram) for kind, histogram in (lags or {}).items()]
         self._lags: list[LagSet] = []
         self._lags_at = clock()
-        self._behind: _Measured = None if has_backlog else (math.inf, 0)
-        self._returned: _Measured = None
-        self._held: _Measured = None
-        self._told_at = 0.0
+        self._measured: dict[Backlog, _Measured] = {"sources": None if has_backlog else (math.inf, 0)}
+        self._reported_at = 0.0
         self._failing = False
-        self._telling = asyncio.Lock()
+        self._reporting = asyncio.Lock()
         self._fields: list[FieldSet] = []
         self.sample: FieldSample | None = None
-        """Fed by a node that sees payloads."""
+        """The statistics of payloads, where the node reads payloads."""
         self.breaker: Callable[[], Breaker] | None = None
-        """Asked for every report, where there is one."""
+        """The state of the circuit breaker, where there is one; called for every report."""
 
     def reached(self, incarnation: str, partition: int, offset: int) -> None:
-        """As in `Report.reaches`; to be called when everything up to there is in `sets`."""
+        """As in `Report.reaches`; call it when everything up to there is in `sets`."""
         self._reaches[incarnation, partition] = offset
 
-    def behind(self, millis: int | None) -> None:
-        """The age in ms of the oldest record that is not processed, as measured right now; 0: there is none; None: not known."""
-        self._behind = None if millis is None else (self._clock(), millis)
-
-    def returned_behind(self, millis: int | None) -> None:
-        """As `behind`, of what comes back from the retrier."""
-        self._returned = None if millis is None else (self._clock(), millis)
-
-    def held_behind(self, millis: int | None) -> None:
-        """As `behind`, of all that comes back."""
-        self._held = None if millis is None else (self._clock(), millis)
+    def record_behind(self, millis: int | None, backlog: Backlog = "sources") -> None:
+        """The age in ms of the oldest unprocessed record, measured just now; 0: there is none; None: unknown."""
+        self._measured[backlog] = None if millis is None else (self._clock(), millis)
 
     async def report(self, *, closed: bool = False) -> None:
-        """Returns when everything that was given before this call is durable. Does nothing when there is nothing to say.
+        """Report everything that was added before this call; returns when it is durable. Without news it does nothing, except
+        for a heartbeat every HEARTBEAT_S.
 
-        Raises Unavailable when it is not durable for sure; then it is all told with the next report. Several at a time wait
-        for each other. closed: nothing comes after this.
+        Raises Unavailable when it may not be durable; then the next report repeats it. Concurrent calls wait for each other.
+        closed: no report follows.
         """
-        async with self._telling:
+        async with self._reporting:
             now = self._clock()
-            sets = self._take(now, last=closed)
+            sets = self._drain(now, last=closed)
             if (
                 not (sets or self._reaches or self._lags or self._fields or closed)
-                and 0 <= now - self._told_at < HEARTBEAT_S  # a clock may be set back
+                and 0 <= now - self._reported_at < HEARTBEAT_S  # a clock may be set back
             ):
                 return
             reaches, self._reaches = self._reaches, {}
@@ -168,15 +158,15 @@ class Reporter:
             report = msgspec.structs.replace(
                 self._head,
                 at_ms=int(now * 1000),
-                behind_ms=_age_now(self._behind, now),
+                behind_ms=self._age("sources", now),
                 sets=tuple(one for one in packed if one.outcome != "unknown"),
                 lags=tuple(lags),
                 reaches=tuple(Reach(*key, pack_offset(offset)) for key, offset in reaches.items()),
                 closed=closed,
                 breaker=self.breaker() if self.breaker is not None else None,
                 fields=tuple(fields),
-                returned_ms=_age_now(self._returned, now),
-                held_ms=_age_now(self._held, now),
+                returned_ms=self._age("returned", now),
+                held_ms=self._age("held", now),
                 in_doubt=tuple(one for one in packed if one.outcome == "unknown"),
             )
             try:
@@ -187,22 +177,30 @@ class Reporter:
                 self._reaches = reaches | self._reaches
                 self._lags = lags + self._lags
                 self._fields = (fields + self._fields)[-_MAX_FIELD_SETS:]
-                self._note_failure(error)
+                self._record_failure(error)
                 if isinstance(error, BrokerError):
                     raise Unavailable(f"{TELEMETRY}: {error}") from error
                 raise
-            self._told_at, self._failing = now, False
+            self._reported_at, self._failing = now, False
 
-    def _take(self, now: float, *, last: bool) -> Sets:
+    def _drain(self, now: float, *, last: bool) -> Sets:
         sets, self.sets = self.sets, Sets()
         sets.merge(self.settled.drain())
         if (last or not 0 <= now - self._lags_at < LAGS_EVERY_S) and len(self._lags) < _MAX_LAGS:
             self._lags_at = now
-            taken = [tap.take(int(now // 60)) for tap in self._taps]
-            self._lags = join_lags([*self._lags, *(lag for lag in taken if lag is not None)])
-        if self.sample is not None and (drained := self.sample.drain(last=last)) is not None:
-            self._fields.append(drained)
+            drained = [tap.drain(int(now // 60)) for tap in self._taps]
+            self._lags = join_lags([*self._lags, *(lag for lag in drained if lag is not None)])
+        if self.sample is not None and (fields := self.sample.drain(last=last)) is not None:
+            self._fields.append(fields)
         return sets
+
+    def _age(self, backlog: Backlog, now: float) -> int | None:
+        """A backlog has grown older since it was measured. An empty one counts as empty for some seconds."""
+        measured = self._measured.get(backlog)
+        if measured is None or now - measured[0] > _BEHIND_VALID_S:
+            return None
+        at, millis = measured
+        return millis and millis + max(0, int((now - at) * 1000))
 
     async def _send(self, values: list[bytes], now_ms: int) -> None:
         records = [Record(self._key, value, now_ms) for value in values]
@@ -210,7 +208,7 @@ class Reporter:
         metrics.LEDGER_REPORTS.labels(self._head.node).inc(len(values))
         metrics.LEDGER_BYTES.labels(self._head.node).inc(sum(map(len, values)))
 
-    def _note_failure(self, error: BaseException) -> None:
+    def _record_failure(self, error: BaseException) -> None:
         metrics.LEDGER_FAILURES.labels(self._head.node, type(error).__name__).inc()
         if not self._failing and isinstance(error, BrokerError):
             log.warning(
@@ -218,58 +216,49 @@ class Reporter:
                 topic=TELEMETRY,
                 reporter=self._key.decode(),
                 error=str(error),
-                hint="it is kept and sent later; offsets wait for it. Try: penstock apply creates the topic",
+                hint="it is kept and sent later; no offset is committed until then. Try: penstock apply creates the topic",
             )
         self._failing = True
 
 
-def _age_now(measured: _Measured, now: float) -> int | None:
-    """What was behind has grown older since; nothing behind was true then, and is for some seconds."""
-    if measured is None or now - measured[0] > _BEHIND_VALID_S:
-        return None
-    at, millis = measured
-    return millis and millis + max(0, int((now - at) * 1000))
-
-
 class Reports(Protocol):
-    """A `Reporter`, or what puts something into one first."""
+    """A `Reporter`, or an object that adds to one before it reports."""
 
     async def report(self, *, closed: bool = False) -> None:
         """As `Reporter.report`."""
 
 
 async def keep_reporting(reporters: Collection[Reports], stopping: asyncio.Event) -> None:
-    """What these have to say, every second, until `stopping` is set. For nodes whose work does not wait for it."""
+    """Let these report every second until `stopping`. For nodes whose work does not wait for the reports."""
     while not stopping.is_set():
-        with suppress(TimeoutError):
-            async with asyncio.timeout(EVERY_S):
-                await stopping.wait()
+        await wait_for_stop(stopping, EVERY_S)
         await asyncio.gather(*(_try(reporter) for reporter in reporters))
 
 
-async def say_goodbye(reporters: Collection[Reports]) -> None:
-    """The last of these reporters' reports. Gives up after `GOODBYE_S`: the observer notices the silence, too."""
+async def close_reporters(reporters: Collection[Reports]) -> None:
+    """Send the last reports. Gives up after `CLOSE_S`: then the observer finds these reporters silent."""
     with suppress(TimeoutError):
-        async with asyncio.timeout(GOODBYE_S):
+        async with asyncio.timeout(CLOSE_S):
             await asyncio.gather(*(_try(reporter, closed=True) for reporter in reporters))
 
 
 async def _try(reporter: Reports, *, closed: bool = False) -> None:
-    with suppress(Unavailable):  # it is on record, and told with the next
+    with suppress(Unavailable):  # it is logged, and repeated with the next report
         await reporter.report(closed=closed)
 
 
 def cut(report: Report) -> Iterator[Report]:
-    """The report, or several that say the same, none longer than MAX_REPORT_BYTES. Reaches, fields and `closed` come last."""
+    """The report, or several with the same content, none longer than MAX_REPORT_BYTES. Reaches, fields and `closed` come
+    last."""
     sets, lags = (*report.sets, *report.in_doubt), report.lags
     if len(report.encode()) <= MAX_REPORT_BYTES or not (sets or lags):
         yield report
         return
     if len(sets) + len(lags) == 1:
         sets = sum(map(_cut_set, sets), ())
-    if len(sets) + len(lags) == 1:
-        yield report
-        return
+        if len(sets) != 2:
+            yield report
+            return
     items: list[OriginSet | LagSet] = [*sets, *lags]
     middle = len(items) // 2
     yield from cut(_with(msgspec.structs.replace(report, reaches=(), fields=(), closed=False), items[:middle]))
@@ -286,7 +275,7 @@ def _with(report: Report, items: list[OriginSet | LagSet]) -> Report:
 
 
 def _cut_set(one: OriginSet) -> tuple[OriginSet, ...]:
-    """Two halves of its numbers; itself when it holds one only."""
+    """Two sets with half of its numbers each; the set itself if it has one number."""
     numbers = unpack_numbers(one.numbers)
     if len(numbers) < 2:
         return (one,)

@@ -20,6 +20,11 @@ class Step(NamedTuple):
         """For a person who knows the pipe."""
         return self.node if self.destination is None else f"{self.node} to {self.destination}"
 
+    @property
+    def full_label(self) -> str:
+        """With the stream of an ingest."""
+        return f"ingest of {self.pipe}" if self.node == "ingest" else self.label
+
 
 RETRIER = Step("retrier", "")
 """The retrier as a whole: it reports for all pipes at once how far behind it is."""

@@ -4,11 +4,9 @@ All times are in ms of the observer's wall clock. A report was stored after the 
 everything. The clock of a reporter is believed within the time that a report takes to be stored.
 """
 
-from typing import Literal
-
 import msgspec
 
-from services.core.ledger.report import Breaker, Report
+from services.core.ledger.report import Backlog, Breaker, Report
 from services.observer.ledger.flow import Step
 
 SILENT_AFTER_MS = 30_000
@@ -24,9 +22,6 @@ TAKEOVER_MS = 120_000
 """Within this time another instance owns the work of a silent one, and reports for it."""
 FORGET_AFTER_MS = 86_400_000
 _WORST_FIRST: tuple[Breaker, ...] = ("open", "half-open", "closed")
-
-Backlog = Literal["sources", "returned", "held"]
-"""The records of the sources; those that the retrier gave back; all that come back, as in `Report`."""
 
 
 class InstanceHeartbeat(msgspec.Struct, frozen=True):

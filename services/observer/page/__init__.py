@@ -1,24 +1,24 @@
 """The page's routes: its files, from memory, and the stream of views (server-sent events, WHATWG HTML 9.2).
 
-Every message of the stream is the whole view, made and encoded once for all clients: who missed one has missed nothing,
-and a slow client costs its own connection only.
+Every message of the stream is the whole view, encoded once for all clients. A client that misses one misses nothing, and a slow
+client delays no other.
 """
 
 import asyncio
 import hashlib
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from importlib.resources import files
 
 import msgspec
 from aiohttp import hdrs, web
 
+from services.core.lifecycle import wait_for_stop
 from services.observer.view import View
 
 MAX_CLIENTS = 64
 INTERVAL_S = 2.0
 WRITE_WITHIN_S = 10.0
-"""A client that takes nothing for so long is let go; it connects again when it is back."""
+"""A client that reads nothing for so long is disconnected; it connects again by itself."""
 _TYPES = {"html": "text/html", "js": "text/javascript", "css": "text/css", "svg": "image/svg+xml"}
 _GUARDS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
@@ -39,8 +39,8 @@ def add_page(
 ) -> None:
     """Serve the page at /, its files beside it, and the views at /v1/stream, one every `interval` seconds.
 
-    page: `load_files`. view: must not block; called at most twice an interval, however many look. Ends with the
-    application's shutdown.
+    page: from `load_files`. view: must not block; called at most twice per interval, for all clients together. Streams end with
+    the application's shutdown.
     """
     for name, content in page.items():
         _add_file(app, name, content)
@@ -74,9 +74,9 @@ class ViewStream:
         self.clients = 0
 
     async def serve(self, request: web.Request) -> web.StreamResponse:
-        """One client, until it leaves or the service stops. 503 when MAX_CLIENTS are looking."""
+        """Serve one client until it leaves or the service stops. 503 when there are MAX_CLIENTS."""
         if self.clients >= MAX_CLIENTS:
-            raise web.HTTPServiceUnavailable(text=f"{MAX_CLIENTS} clients are looking already. Try: again later\n")
+            raise web.HTTPServiceUnavailable(text=f"there are {MAX_CLIENTS} clients already. Try: again later\n")
         response = web.StreamResponse(
             headers={**_GUARDS, "Content-Type": "text/event-stream", "Cache-Control": "no-store"}
         )
@@ -86,12 +86,10 @@ class ViewStream:
             while not self._closing.is_set():
                 async with asyncio.timeout(WRITE_WITHIN_S):
                     await response.write(self._current())
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(self._interval):
-                        await self._closing.wait()
+                await wait_for_stop(self._closing, self._interval)
         except (ConnectionError, TimeoutError):
             if request.transport is not None:
-                request.transport.abort()  # an orderly end would wait for what the client does not take
+                request.transport.abort()  # a graceful end would wait until the client reads
         finally:
             self.clients -= 1
         return response

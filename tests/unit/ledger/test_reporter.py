@@ -175,10 +175,10 @@ async def test_memory_stays_small_while_nothing_can_be_told() -> None:
 async def test_behind_grows_older_and_is_not_believed_for_ever() -> None:
     """Broken: a minute becomes final on the word of a node that last looked minutes ago."""
     async with open_desk() as desk:
-        desk.reporter.behind(5000)
+        desk.reporter.record_behind(5000)
         desk.wait(HEARTBEAT_S)
         await desk.reporter.report()
-        desk.reporter.behind(0)
+        desk.reporter.record_behind(0)
         desk.wait(HEARTBEAT_S)
         await desk.reporter.report()
         desk.wait(60)

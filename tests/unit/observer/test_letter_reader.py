@@ -38,7 +38,7 @@ async def read_all(reader: DeadLetterReader, topic: str = TOPIC) -> None:
 
 
 def read_by(book: FailureTable, broker: Broker, *topics: str) -> DeadLetterReader:
-    return DeadLetterReader(broker.reader, topics or (TOPIC,), book.note)
+    return DeadLetterReader(broker.reader, topics or (TOPIC,), book.count)
 
 
 async def test_everything_once_from_the_beginning_and_on(broker: Broker) -> None:
@@ -49,13 +49,13 @@ async def test_everything_once_from_the_beginning_and_on(broker: Broker) -> None
     at_first = reader.catching_up
     await read_all(reader)
     assert (at_first, reader.catching_up) == (True, False)
-    assert book.all()[BILLING].letters == 2 * PAGE + 1
+    assert book.all()[BILLING].causes.letters == 2 * PAGE + 1
     await bury(broker, [letter(5000)])
     await read_all(reader)
-    assert (book.all()[BILLING].letters, book.all()[BILLING].last) == (2 * PAGE + 2, BASE + 5_000_000)
+    assert (book.all()[BILLING].causes.letters, book.all()[BILLING].last) == (2 * PAGE + 2, BASE + 5_000_000)
     again = FailureTable(PIPES)
     await read_all(read_by(again, broker))
-    assert again.all()[BILLING].letters == 2 * PAGE + 2
+    assert again.all()[BILLING].causes.letters == 2 * PAGE + 2
 
 
 async def test_what_is_nobodys_is_passed_over(broker: Broker) -> None:
@@ -64,7 +64,10 @@ async def test_what_is_nobodys_is_passed_over(broker: Broker) -> None:
     await bury(broker, [*odd, letter(4)])
     book = FailureTable(PIPES)
     await read_all(read_by(book, broker))
-    assert {name: failures.letters for name, failures in book.all().items()} == {BILLING: 1, ("shop", "search"): 0}
+    assert {name: failures.causes.letters for name, failures in book.all().items()} == {
+        BILLING: 1,
+        ("shop", "search"): 0,
+    }
 
 
 async def test_a_topic_made_anew_is_read_from_its_beginning(broker: Broker) -> None:
@@ -78,7 +81,7 @@ async def test_a_topic_made_anew_is_read_from_its_beginning(broker: Broker) -> N
     await broker.admin.create_topic(TopicSpec(TOPIC, 1))
     await bury(broker, [letter(9)])
     await read_all(reader)
-    assert book.all()[BILLING].letters == 6
+    assert book.all()[BILLING].causes.letters == 6
 
 
 class Failing:
@@ -102,15 +105,15 @@ async def test_a_broken_topic_stops_no_other_and_is_read_when_it_is_back(broker:
     await bury(broker, [letter(1)])
     await bury(broker, [letter(2)], "penstock.dead")
     book, failing = FailureTable(PIPES), Failing(broker.reader)
-    reader = DeadLetterReader(failing, [TOPIC, "penstock.dead"], book.note)  # type: ignore[arg-type]
+    reader = DeadLetterReader(failing, [TOPIC, "penstock.dead"], book.count)  # type: ignore[arg-type]
     assert not await reader.advance(TOPIC)
     await read_all(reader, "penstock.dead")
     assert reader.problems == {TOPIC: "the disk is away"}
     assert reader.catching_up
-    assert book.all()[BILLING].letters == 1
+    assert book.all()[BILLING].causes.letters == 1
     failing.broken = False
     await read_all(reader)
-    assert (reader.problems, reader.catching_up, book.all()[BILLING].letters) == ({}, False, 2)
+    assert (reader.problems, reader.catching_up, book.all()[BILLING].causes.letters) == ({}, False, 2)
 
 
 async def test_a_million_different_details_take_bounded_memory(broker: Broker) -> None:

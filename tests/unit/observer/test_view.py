@@ -15,13 +15,13 @@ from services.observer.health import Health, judge
 from services.observer.ledger.flow import Flow, PipeFlow
 from services.observer.ledger.table import Table
 from services.observer.planned import PlannedWindows
-from services.observer.view import Cause, LossCell, ShardView, View, make_view
+from services.observer.view import CauseView, LossCell, ShardView, View, make_view
 from tests.support.memory_appender import MemoryAppender
 from tests.unit.observer.ledger.stories import MINUTE, MINUTE_MS, PLAIN, START_MS, accept, beat, hear, tell
 
 NOW = START_MS + MINUTE_MS + 10_000
 SHARD = ShardView("late.out", "late.ops", 4, None, 0, 0)
-CAUSE = Cause("status 503", 3, START_MS)
+CAUSE = CauseView("status 503", 3, START_MS)
 
 
 def view_of(*reports: Any, flow: Flow = PLAIN) -> View:
@@ -107,7 +107,7 @@ def test_the_transform_has_a_share_of_its_own() -> None:
         for kind, millis in medians.items():
             tap = LagTap(kind, histogram := LagHistogram())
             histogram.observe([millis] * 10)
-            taken.append(tap.take(MINUTE))
+            taken.append(tap.drain(MINUTE))
         return tuple(lag for lag in taken if lag is not None)
 
     ingest = msgspec.structs.replace(beat("ingest", "flights", at_ms=NOW), lags=lags(ingest_time=10))

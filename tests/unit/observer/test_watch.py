@@ -52,7 +52,6 @@ def test_a_drift_is_one_alarm(watch: Watch) -> None:
 
 def test_a_planned_action_keeps_it_quiet(watch: Watch) -> None:
     """Broken: a deploy that adds a field wakes somebody."""
-    assert watch.follower is not None
     watch.follower.planned = PlannedWindows((Window("deploy", "late", 0, HOUR // 6, "ci"),))
     before = raised()
     watch.on_drifts("late", [DRIFT], HOUR // 5)
@@ -84,7 +83,6 @@ def test_a_loss_found_later_is_excused_by_what_was_planned_then(watch: Watch) ->
 
 def test_what_was_found_lately_is_a_series(watch: Watch) -> None:
     """Broken: on a dashboard nothing is lost, for the minute that lost it is old."""
-    assert watch.follower is not None
     table = watch.follower.table
     hear(table, accept(range(10)))
     hear(table, tell("transform", "late", "passed", range(9)))

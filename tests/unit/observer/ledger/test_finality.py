@@ -55,7 +55,6 @@ def watching() -> tuple[Watch, Table]:
 
 
 def alarms(watch: Watch) -> list[Alarm]:
-    assert watch.follower is not None
     return list(watch.follower.untold.all())
 
 
@@ -257,4 +256,4 @@ def test_a_snapshot_that_knows_no_parts_is_read() -> None:
 
 def fields_before() -> int:
     """How many there were before parts."""
-    return [field.name for field in msgspec.structs.fields(snapshot.State)].index("open")
+    return [field.name for field in msgspec.structs.fields(snapshot.SnapshotState)].index("open")

@@ -28,7 +28,7 @@ def test_a_percentile_is_within_one_per_cent_of_the_exact_value(told: list[list[
         tap = LagTap("e2e", histogram := LagHistogram())
         for number, measured in enumerate(reports):
             histogram.observe(measured)
-            taken = tap.take(MINUTE)
+            taken = tap.drain(MINUTE)
             report = Report(
                 node="expel",
                 instance=f"i{instance}",

@@ -5,7 +5,7 @@ import pytest
 
 from services.core.ledger.report import Report
 from services.observer.ledger.flow import RETRIER, Step
-from services.observer.ledger.liveness import COMPARED, SILENT_AFTER_MS, TAKEOVER_MS, STORED_WITHIN_MS, InstanceLiveness
+from services.observer.ledger.liveness import COMPARED, SILENT_AFTER_MS, STORED_WITHIN_MS, TAKEOVER_MS, InstanceLiveness
 from services.observer.ledger.table import Ages, Table
 from tests.unit.observer.ledger.stories import MINUTE, MINUTE_MS, PLAIN, START_MS, accept, beat, hear, tell
 
