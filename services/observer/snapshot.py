@@ -19,7 +19,7 @@ from services.core.broker.record import Record
 from services.core.ledger.report import SNAPSHOTS, Node, Outcome, PackedOffset, Span, pack_offset
 from services.observer.alarms import Alarm
 from services.observer.ledger.flow import Step
-from services.observer.ledger.liveness import InstanceHeartbeat
+from services.observer.ledger.liveness import Heartbeat
 from services.observer.ledger.origins import Origins, SequenceKey
 from services.observer.ledger.settlement import Row
 from services.observer.ledger.table import Table
@@ -56,7 +56,7 @@ class SnapshotState(msgspec.Struct, array_like=True):
     first_named: dict[str, int]
     final: list[tuple[str, int, int]]
     base: list[Row]
-    heartbeats: list[tuple[Node, str, str | None, dict[str, InstanceHeartbeat]]]
+    heartbeats: list[tuple[Node, str, str | None, dict[str, Heartbeat]]]
     reported_offsets: list[tuple[str, str, int, PackedOffset]]
     marks: dict[str, dict[int, dict[int, PackedOffset]]]
     runs: list[tuple[str, str, list[str]]]

@@ -15,21 +15,21 @@ from services.core.lifecycle import run_service
 from services.observer import app
 from services.observer.follower import Follower
 from services.observer.ledger import liveness
-from services.observer.ledger.liveness import InstanceLiveness
+from services.observer.ledger.liveness import Liveness
 from services.observer.settings import ObserverSettings
 
 AHEAD_MS = 10 * 60_000
 
 
 def _hear_later() -> None:
-    hear = InstanceLiveness.record
+    hear = Liveness.record
 
-    def later(self: InstanceLiveness, report: Report, received_ms: int) -> None:
+    def later(self: Liveness, report: Report, received_ms: int) -> None:
         at_ms = report.at_ms + AHEAD_MS
         del received_ms
         hear(self, msgspec.structs.replace(report, at_ms=at_ms), at_ms)
 
-    InstanceLiveness.record = later  # type: ignore[method-assign]
+    Liveness.record = later  # type: ignore[method-assign]
     liveness.TAKEOVER_MS = 5_000  # what was killed is replaced already
     early = partial(Follower, now_ms=lambda: int(time.time() * 1000) + AHEAD_MS)
     app.Follower = early  # type: ignore[attr-defined,assignment]

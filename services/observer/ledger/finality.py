@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from services.core.ledger.minute import BEHIND_MS, MINUTE_MS
 from services.observer.ledger.flow import Flow, Step
-from services.observer.ledger.liveness import InstanceLiveness
+from services.observer.ledger.liveness import Liveness
 from services.observer.ledger.settlement import LATE_EVENTS, Part, Row
 
 STORED_MS = 30_000
@@ -35,9 +35,7 @@ class Finding(NamedTuple):
 class Finality:
     """Which parts of which minutes are final. Grows with the minutes that are kept, and their open and lossy parts."""
 
-    def __init__(
-        self, flow: Flow, liveness: InstanceLiveness, final_after: int, find: Callable[[str, int], Row]
-    ) -> None:
+    def __init__(self, flow: Flow, liveness: Liveness, final_after: int, find: Callable[[str, int], Row]) -> None:
         self._flow, self._liveness, self._final_after, self._find = flow, liveness, final_after, find
         self.open: dict[Key, set[str]] = {}
         """The open destinations of minutes whose first part is final. A destination that was added since is not among them."""

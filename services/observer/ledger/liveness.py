@@ -24,7 +24,7 @@ FORGET_AFTER_MS = 86_400_000
 _WORST_FIRST: tuple[Breaker, ...] = ("open", "half-open", "closed")
 
 
-class InstanceHeartbeat(msgspec.Struct, frozen=True):
+class Heartbeat(msgspec.Struct, frozen=True):
     """The last report of one instance, as in `Report`.
 
     at_ms: by the reporter's clock; the other times are by ours. received_ms: when it was stored, rather too early; time in
@@ -42,7 +42,7 @@ class InstanceHeartbeat(msgspec.Struct, frozen=True):
     late_ms: tuple[int, ...] = ()
     held_ms: int | None = None
 
-    def follows(self, known: "InstanceHeartbeat") -> bool:
+    def follows(self, known: "Heartbeat") -> bool:
         """Whether this report was stored after the other.
 
         Two with one time are parts of one report, or the second was made on behalf of a silent instance: it proves no later
@@ -58,7 +58,7 @@ class InstanceHeartbeat(msgspec.Struct, frozen=True):
         return self.closed, -1 if self.behind_ms is None else self.behind_ms
 
 
-def _made(at_ms: int, received_ms: int, known: InstanceHeartbeat | None) -> tuple[int, tuple[int, ...]]:
+def _made(at_ms: int, received_ms: int, known: Heartbeat | None) -> tuple[int, tuple[int, ...]]:
     """When a report was made, by our clock, and its `late_ms`.
 
     The first report of an instance is believed within STORED_WITHIN_MS; of later ones it is known how late the clock is.
@@ -74,7 +74,7 @@ def _made(at_ms: int, received_ms: int, known: InstanceHeartbeat | None) -> tupl
     return at_ms + min(late_ms), late_ms
 
 
-class InstanceLiveness:
+class Liveness:
     """The last heartbeat of each instance of each step.
 
     stamped: `behind_ms` is the age of a time stamp of another clock with which the reporter's was compared, as on Kinesis. The
@@ -82,7 +82,7 @@ class InstanceLiveness:
     """
 
     def __init__(self, *, stamped: bool = False) -> None:
-        self._heartbeats: dict[Step, dict[str, InstanceHeartbeat]] = {}
+        self._heartbeats: dict[Step, dict[str, Heartbeat]] = {}
         self._stamped = stamped
 
     def record(self, report: Report, received_ms: int) -> None:
@@ -90,7 +90,7 @@ class InstanceLiveness:
         heartbeats = self._heartbeats.setdefault(Step(report.node, report.pipe, report.destination), {})
         known = heartbeats.get(report.instance)
         made_ms, late_ms = _made(report.at_ms, received_ms, known)
-        heartbeat = InstanceHeartbeat(
+        heartbeat = Heartbeat(
             report.at_ms,
             report.behind_ms,
             report.closed,
@@ -104,7 +104,7 @@ class InstanceLiveness:
         if known is None or heartbeat.follows(known):
             heartbeats[report.instance] = heartbeat
 
-    def load(self, heartbeats: dict[Step, dict[str, InstanceHeartbeat]]) -> None:
+    def load(self, heartbeats: dict[Step, dict[str, Heartbeat]]) -> None:
         """Replace what is known by the heartbeats of a snapshot."""
         self._heartbeats = heartbeats
 
@@ -122,7 +122,7 @@ class InstanceLiveness:
                 elif since - SILENT_AFTER_MS <= one.received_ms <= since:
                     heartbeats[name] = msgspec.structs.replace(one, received_ms=one.received_ms + until - since)
 
-    def heartbeats(self) -> dict[Step, dict[str, InstanceHeartbeat]]:
+    def heartbeats(self) -> dict[Step, dict[str, Heartbeat]]:
         """All; not to be changed."""
         return self._heartbeats
 
@@ -174,12 +174,12 @@ class InstanceLiveness:
             done.append(self._done(step, one, behind))
         return min(done, default=None)
 
-    def _done(self, step: Step, heartbeat: InstanceHeartbeat, behind: int) -> int:
+    def _done(self, step: Step, heartbeat: Heartbeat, behind: int) -> int:
         if self._stamped or step.node == "retrier":
             return min(heartbeat.made_ms, heartbeat.at_ms - behind)
         return heartbeat.made_ms - behind
 
-    def _counted(self, step: Step, now: int) -> list[InstanceHeartbeat]:
+    def _counted(self, step: Step, now: int) -> list[Heartbeat]:
         """Of live instances, and of those that are gone for so short a time that their work may have no new owner yet."""
         return [
             heartbeat
@@ -187,7 +187,7 @@ class InstanceLiveness:
             if now - heartbeat.received_ms <= TAKEOVER_MS and (heartbeat.behind_ms or not heartbeat.closed)
         ]
 
-    def fallen_silent(self, step: Step, now: int) -> dict[str, InstanceHeartbeat]:
+    def fallen_silent(self, step: Step, now: int) -> dict[str, Heartbeat]:
         """Instances that do not report any more, and whose last report was not closed."""
         return {
             instance: heartbeat

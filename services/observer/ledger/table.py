@@ -10,7 +10,7 @@ from services.core.ledger.minute import BEHIND_MS, MINUTE_MS
 from services.core.ledger.report import Report, Span
 from services.observer.ledger.finality import FOUND_FOR_MS, Finality, Finding, Key
 from services.observer.ledger.flow import RETRIER, Flow, Step
-from services.observer.ledger.liveness import SILENT_AFTER_MS, InstanceLiveness
+from services.observer.ledger.liveness import SILENT_AFTER_MS, Liveness
 from services.observer.ledger.origin_sets import OriginSets
 from services.observer.ledger.origins import Origins, SequenceKey, Spans
 from services.observer.ledger.reported_offsets import ReportedOffsets
@@ -77,7 +77,7 @@ class Table:
         self.flow = flow
         self.ages = ages or Ages()
         self.origin_sets = OriginSets()
-        self.liveness = InstanceLiveness(stamped=not by_partition)
+        self.liveness = Liveness(stamped=not by_partition)
         self.offsets = ReportedOffsets(by_partition=by_partition)
         self.finality = Finality(flow, self.liveness, self.ages.final, self._find)
         self.found: dict[Key, int] = {}
@@ -98,7 +98,7 @@ class Table:
     def apply(self, report: Report, received_ms: int) -> None:
         """Unite with a report: in any order, any number of times. A report of an unknown pipe changes nothing.
 
-        received_ms: as in `InstanceLiveness.record`.
+        received_ms: as in `Liveness.record`.
         """
         if not self.flow.knows(Step(report.node, report.pipe, report.destination)):
             if report.pipe in self.flow.pipes:

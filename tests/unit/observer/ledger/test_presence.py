@@ -5,7 +5,7 @@ import pytest
 
 from services.core.ledger.report import Report
 from services.observer.ledger.flow import RETRIER, Step
-from services.observer.ledger.liveness import COMPARED, SILENT_AFTER_MS, STORED_WITHIN_MS, TAKEOVER_MS, InstanceLiveness
+from services.observer.ledger.liveness import COMPARED, SILENT_AFTER_MS, STORED_WITHIN_MS, TAKEOVER_MS, Liveness
 from services.observer.ledger.table import Ages, Table
 from tests.unit.observer.ledger.stories import MINUTE, MINUTE_MS, PLAIN, START_MS, accept, beat, hear, tell
 
@@ -53,7 +53,7 @@ def test_a_clock_that_is_ahead_finishes_no_minute_early() -> None:
 
 def test_what_was_said_is_as_old_as_it_says() -> None:
     """Broken: a report that could not be stored for twenty seconds is taken for one about now."""
-    presence = InstanceLiveness()
+    presence = Liveness()
     presence.record(expel(START_MS - 20_000), START_MS)
     assert presence.done_up_to(OPS, START_MS) == START_MS - 20_000
     presence.load({})
@@ -64,7 +64,7 @@ def test_what_was_said_is_as_old_as_it_says() -> None:
 @pytest.mark.parametrize("skew", [-HOUR, -2_000, 0, HOUR])
 def test_a_report_that_was_held_up_is_as_old_as_it_is(skew: int) -> None:
     """Broken: an expel stands still for two minutes with a report on its way, and what came meanwhile is called lost."""
-    presence, frozen = InstanceLiveness(), START_MS + 60_000
+    presence, frozen = Liveness(), START_MS + 60_000
     for at in range(START_MS, frozen, 10_000):
         presence.record(expel(at + skew), at)
     thawed = frozen + 120_000
@@ -84,7 +84,7 @@ def test_a_minute_waits_for_who_stood_still_with_a_report_on_its_way() -> None:
 
 def test_a_clock_that_was_set_back_is_believed_again_soon() -> None:
     """Broken: minutes stay open for as long as a clock was set back."""
-    presence = InstanceLiveness()
+    presence = Liveness()
     for at in range(START_MS, START_MS + 50_000, 10_000):
         presence.record(expel(at), at)
     for at in range(START_MS + 50_000, START_MS + 50_000 + COMPARED * 10_000, 10_000):
@@ -94,7 +94,7 @@ def test_a_clock_that_was_set_back_is_believed_again_soon() -> None:
 
 def test_a_clock_that_is_set_back_silences_nobody() -> None:
     """Broken: after a clock was set back by an hour, its reporter's words are passed over for an hour."""
-    presence = InstanceLiveness()
+    presence = Liveness()
     presence.record(expel(START_MS), START_MS)
     presence.record(expel(START_MS - HOUR, behind_ms=7_000), START_MS + 60_000)
     assert presence.alive(OPS, START_MS + 60_000) == ["one"]
@@ -103,7 +103,7 @@ def test_a_clock_that_is_set_back_silences_nobody() -> None:
 
 def test_ours_may_be_set_back() -> None:
     """Broken: after the observer's own clock was set back, who dies counts as alive for as long."""
-    presence = InstanceLiveness()
+    presence = Liveness()
     presence.record(expel(START_MS), START_MS)
     presence.listened(START_MS, START_MS - HOUR)
     assert presence.alive(OPS, START_MS - HOUR) == ["one"]
@@ -113,7 +113,7 @@ def test_ours_may_be_set_back() -> None:
 
 def test_the_retrier_says_what_was_due_by_its_own_clock() -> None:
     """Broken: a retrier whose clock is late holds events longer, and they are called lost meanwhile."""
-    presence = InstanceLiveness()
+    presence = Liveness()
     for skew, behind, done in ((-HOUR, 0, -HOUR), (-HOUR, 1_000, -HOUR - 1_000), (HOUR, 0, 0), (HOUR, HOUR + 5, -5)):
         presence.record(beat("retrier", "", at_ms=START_MS + skew, behind_ms=behind), START_MS)
         assert presence.done_up_to(RETRIER, START_MS) == START_MS + done
@@ -122,7 +122,7 @@ def test_the_retrier_says_what_was_due_by_its_own_clock() -> None:
 
 def test_an_age_by_the_brokers_clock_is_never_too_little() -> None:
     """Broken: on Kinesis, who is minutes behind by a clock that is late calls a backlog done."""
-    presence = InstanceLiveness(stamped=True)
+    presence = Liveness(stamped=True)
     stored = START_MS - 240_000
     for skew in (-300_000, 0, 300_000):
         clock = START_MS + skew
@@ -135,7 +135,7 @@ def test_an_age_by_the_brokers_clock_is_never_too_little() -> None:
 
 def test_a_goodbye_in_the_name_of_one_that_was_only_slow_does_not_count() -> None:
     """Broken: an ingest that stood still for half a minute speaks again, is taken for gone, and dies unnoticed."""
-    presence = InstanceLiveness()
+    presence = Liveness()
     presence.record(expel(START_MS), START_MS)
     presence.record(expel(START_MS + 40_000), START_MS + 40_000)
     presence.record(expel(START_MS, closed=True), START_MS + 41_000)
@@ -146,7 +146,7 @@ def test_a_goodbye_in_the_name_of_one_that_was_only_slow_does_not_count() -> Non
 
 def test_nobody_is_silent_for_that_we_did_not_listen() -> None:
     """Broken: after the observer was away for an hour everybody is silent, and it reads up on each ingest that lives."""
-    presence, back = InstanceLiveness(), START_MS + HOUR
+    presence, back = Liveness(), START_MS + HOUR
     presence.record(expel(START_MS - SILENT_AFTER_MS - 1, instance="dead"), START_MS - SILENT_AFTER_MS - 1)
     presence.record(expel(START_MS - 10_000), START_MS - 10_000)
     presence.listened(START_MS, back)
@@ -158,7 +158,7 @@ def test_nobody_is_silent_for_that_we_did_not_listen() -> None:
 
 def test_who_is_read_up_on_has_not_spoken() -> None:
     """Broken: while the observer reads what a dead ingest did not tell, the first part of it says that it told all."""
-    presence, step, now = InstanceLiveness(), Step("ingest", "flights"), START_MS + 60_000
+    presence, step, now = Liveness(), Step("ingest", "flights"), START_MS + 60_000
     presence.record(beat("ingest", "flights", at_ms=START_MS), START_MS)
     presence.record(beat("ingest", "flights", at_ms=START_MS, behind_ms=None), now)
     assert [*presence.fallen_silent(step, now)] == ["one"]
