@@ -24,6 +24,8 @@ class Choice:
     process_faults: tuple[str, ...]
     operators: tuple[str, ...]
     observed: bool
+    has_keys: bool
+    """Whether ingest's clients need a key."""
     counts: dict[str, int]
     pipes: dict[str, Any]
     chunk_bytes: int
@@ -47,6 +49,8 @@ class Choice:
             self.kind.name,
         }
         words |= {"observed"} if self.observed else set()
+        words |= {"keys"} if self.has_keys else set()
+        words |= {"signed"} if any("secret" in one["webhook"] for one in destinations) else set()
         words |= {"several"} if len(destinations) > 1 else set()
         return frozenset(words | {f"order: {one['webhook']['order']}" for one in destinations})
 
@@ -66,6 +70,8 @@ OPERATORS = (
     "retention",
     "outrun",
     "damage",
+    "rotate_keys",
+    "rotate_secret",
 )
 
 
@@ -101,6 +107,7 @@ def choose(seed: int) -> Choice:
         process_faults=process_faults,
         operators=operators,
         observed=observed,
+        has_keys=rng.random() < 0.3,
         counts={"ingest": rng.randint(1, 2), "expel": rng.choice((1, 1, 2))},
         pipes={
             "streams": {STREAM: {"partitions": rng.randint(1, 3), "id": "id", "key": "key"}},
@@ -128,4 +135,6 @@ def _destination(rng: random.Random, name: str, *, in_order: bool) -> dict[str, 
     }
     if in_order and rng.random() < 0.7:
         webhook["schedule"] = ["200s"]
+    if rng.random() < 0.3:
+        webhook["secret"] = {"file": f"{name}.secret"}
     return {"name": name, "webhook": webhook, "start": rng.choice(("earliest", "latest"))}

@@ -14,6 +14,7 @@ from typing import Any
 import structlog
 
 import services.core.lifecycle as lifecycle
+import services.core.signing as signing
 import services.core.startup as startup
 import services.expel.app as expel_app
 import services.expel.plan as expel_plan
@@ -22,11 +23,12 @@ import services.fleet.plan as fleet_plan
 import services.fleet.topics as fleet_topics
 import services.global_retrier.app as retrier_app
 import services.ingest.app as ingest_app
+import services.ingest.key_watch as key_watch
 import services.observer.app as observer_app
 from services.core.broker.contract import Broker
 from services.core.lifecycle import supervise
 from services.core.pipes import PipeFile
-from services.core.yaml_source import BadConfiguration
+from services.core.yaml_source import BadConfiguration, Problem
 from services.expel.settings import ExpelSettings
 from services.fleet.plan import START_ORDER, make_plan
 from services.fleet.problem import CommandFailed
@@ -40,6 +42,7 @@ from tests.simulation.broker import open_broker
 from tests.simulation.cluster import Cluster
 from tests.simulation.machine import Machine, Process, current_process
 from tests.simulation.receivers import ModelClient, Receiver
+from tests.simulation.rotation import Rotation, read_keys, read_private
 from tests.simulation.transform import TransformSettings
 
 DRAIN_S = 6.0
@@ -58,9 +61,10 @@ class Fleet:
         receiver: Callable[[tuple[str, str]], Receiver],
         counts: dict[str, int],
         settings: dict[str, Any],
+        rotation: Rotation,
     ) -> None:
         self._machine, self._rng, self._cluster, self._receiver = machine, rng, cluster, receiver
-        self._counts, self._settings = counts, settings
+        self._counts, self._settings, self._rotation = counts, settings, rotation
         self.pipes: PipeFile | None = None
         self.processes: list[Process] = []
         """All that ever ran."""
@@ -111,7 +115,7 @@ class Fleet:
             begun = self._machine.time()
             await process.ended.wait()
             self._machine.trace(f"{name} ended: {process.status}")
-            if process.status == _BAD_CONFIGURATION:
+            if process.status == _BAD_CONFIGURATION and not self._rotation.was_broken:
                 self._machine.failures.append(f"{name}: bad configuration")
             failures = 0 if self._machine.time() - begun > 20 else failures
             wait = self._rng.uniform(0.5, 1) * min(10.0, 0.2 * 2**failures)
@@ -126,6 +130,7 @@ class Fleet:
             "pipes": self.pipes,
             "receiver": self._receiver,
             "machine": self._machine,
+            "rotation": self._rotation,
         }
         process.skew = self.skews.get(name, 0.0)
         self._cluster.attach(process)
@@ -192,6 +197,13 @@ def _pipes(_path: Path) -> PipeFile:
     return pipes
 
 
+def _problems() -> list[Problem]:
+    process = current_process()
+    assert process is not None
+    rotation: Rotation = process.found["rotation"]
+    return rotation.problems()
+
+
 @asynccontextmanager
 async def _nothing(*_: Any, **__: Any) -> AsyncIterator[str]:
     yield "127.0.0.1:0"
@@ -240,9 +252,11 @@ def replace_seams() -> None:
     _put(
         expel_plan,
         read_pipes=lambda path: (None, _pipes(path), []),
-        check_destinations=lambda *_: [],
+        check_destinations=lambda *_: _problems(),
         HttpClient=ModelClient,
     )
+    _put(key_watch, _read=read_keys)
+    _put(signing, read_private=read_private)
     _put(fleet_topics, open_broker=_open_broker)
     _put(fleet_plan, copy_in=lambda _snapshot, file: file)
     _put(redrive_module, print_note=lambda *_: None)

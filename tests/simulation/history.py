@@ -31,6 +31,7 @@ from tests.simulation.machine import EndlessError, Machine
 from tests.simulation.operators import Operator
 from tests.simulation.oracle import Oracle, Route
 from tests.simulation.receivers import Receiver
+from tests.simulation.rotation import KEYS_FILE, Rotation
 from tests.simulation.senders import Senders
 from tests.simulation.transform import transform_group
 from tests.simulation.truth import FINAL_AFTER, is_final_for, judge_ledger
@@ -65,16 +66,23 @@ class History:
         self.cluster = Cluster(self.machine, self.rng, self.choice.kind, self.weather)
         self.oracle = Oracle()
         self.receivers: dict[tuple[str, str], Receiver] = {}
+        self.deaf_until = 0.0
+        """Until when some process may not follow what is paused, and which files have changed."""
+        self.rotation = Rotation(self)
         self.fleet = Fleet(
             self.machine,
             self.rng,
             self.cluster,
             self.receiver,
             self.choice.counts,
-            {"observed": self.choice.observed, "observer": {"final_after": FINAL_AFTER}},
+            {
+                "observed": self.choice.observed,
+                "observer": {"final_after": FINAL_AFTER},
+                "ingest": {"keys": KEYS_FILE if self.choice.has_keys else None},
+            },
+            self.rotation,
         )
-        self.senders = Senders(self.machine, self.rng, self.oracle, self.fleet.listening, [STREAM])
-        self._deaf_until = 0.0
+        self.senders = Senders(self.machine, self.rng, self.oracle, self.fleet.listening, self.rotation, [STREAM])
         self.operator = Operator(self)
         self.document = self.choice.pipes
         self.pipes = PipeFile.model_validate(self.document)
@@ -90,18 +98,20 @@ class History:
     def receiver(self, route: tuple[str, str]) -> Receiver:
         """The one behind a destination."""
         if route not in self.receivers:
-            self.receivers[route] = Receiver(self.machine, self.rng, self.oracle, route, self._disturbed_until)
+            self.receivers[route] = Receiver(
+                self.machine, self.rng, self.oracle, route, self._disturbed_until, self.rotation.judge_request
+            )
         return self.receivers[route]
 
     def _disturbed_until(self) -> float:
         """Until when somebody may not have heard of a pause."""
         late = 6.0  # an answer that takes as long as one may, and the next look
         hidden = max(self.weather.hidden_until.get(topic, 0.0) for topic in ("", CONTROL))
-        return max(hidden + late, self._deaf_until)
+        return max(hidden + late, self.deaf_until)
 
     def note_deaf(self, seconds: float) -> None:
         """Some process does not follow what is paused for so long."""
-        self._deaf_until = max(self._deaf_until, self.machine.time() + seconds)
+        self.deaf_until = max(self.deaf_until, self.machine.time() + seconds)
 
     def route_all(self) -> None:
         """Tell the oracle of the destinations that the pipe file has."""
@@ -283,6 +293,7 @@ class History:
     async def _calm(self) -> None:
         self.trace("calm")
         self.cluster.calm()
+        self.rotation.calm()
         for receiver in self.receivers.values():
             receiver.modes = ("ok",)
         for process in self.fleet.alive():

@@ -51,6 +51,8 @@ class Operator:
             "retention": self._pass_retention,
             "outrun": self._outrun,
             "damage": self._damage,
+            "rotate_keys": history.rotation.rotate_keys,
+            "rotate_secret": history.rotation.rotate_secret,
             "remove": lambda: self._remove(lane),
         }
         await actions[kind]()

@@ -1,8 +1,8 @@
 """The oracle of the simulation: it is never faulted, and knows of every event what must become of it at every destination.
 
-A 2xx obliges; a 4xx, or an answer that nothing was stored, forbids until the event is sent again; anything else leaves it
-open. Order counts between two events of one key when the client sent the second knowing that the first was stored, or both in
-one request.
+A 2xx obliges; a 4xx forbids for good; a refused key, or an answer that nothing was stored, until the event is sent again;
+anything else leaves it open. Order counts between two events of one key when the client sent the second knowing that the first
+was stored, or both in one request.
 """
 
 import hashlib
@@ -99,10 +99,10 @@ class Oracle:
             refused = {item["index"]: item for item in orjson.loads(body)["refused"]}
             for index, (event, before) in enumerate(zip(events, fates, strict=True)):
                 _note_item(event, before, refused.get(index))
-        elif 400 <= status < 500 and status not in (408, 429):
+        elif 400 <= status < 500 and status not in (401, 408, 429):
             for event, before in zip(events, fates, strict=True):
                 _deny(event, before, Fate.FORBIDDEN)
-        elif status == 429 or (status in (503, 507) and says_not_stored(body)):
+        elif status in (401, 429) or (status in (503, 507) and says_not_stored(body)):
             for event, before in zip(events, fates, strict=True):
                 _deny(event, before, Fate.DENIED)
 

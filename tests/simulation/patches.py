@@ -189,6 +189,19 @@ PATCHES = (
         needs=frozenset({"redrive", "remake_inner", "400"}),
     ),
     Patch(
+        "unusable-for-ever",
+        "a file of keys that was unusable once is never read again: a revoked key stays valid",
+        (
+            Change(
+                "services/core/file_watch.py",
+                "        try:\n            await self.load()\n        except self._expected",
+                "        if self._problem is not None:\n            return\n        try:\n            await self.load()\n"
+                "        except self._expected",
+            ),
+        ),
+        needs=frozenset({"keys", "rotate_keys"}),
+    ),
+    Patch(
         "change-untold",
         "a resume that was read just before the broker failed is never acted upon",
         (

@@ -2,7 +2,7 @@
 
 import asyncio
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import orjson
@@ -25,9 +25,10 @@ class Receiver:
         oracle: Oracle,
         route: tuple[str, str],
         disturbed_until: Callable[[], float],
+        check: Callable[[str, Mapping[str, str], bytes], None],
     ) -> None:
         self._machine, self._rng, self._oracle, self.route = machine, rng, oracle, route
-        self._disturbed_until = disturbed_until
+        self._disturbed_until, self._check = disturbed_until, check
         self.modes: tuple[str, ...] = ("ok",)
         self.requests = self.failures = 0
 
@@ -40,10 +41,12 @@ class Receiver:
         if self.modes is modes:
             self.modes = ("ok",)
 
-    def handle(self, body: bytes) -> tuple[Response | Exception | None, float]:
+    def handle(self, headers: bytes, body: bytes) -> tuple[Response | Exception | None, float]:
         """(the answer; an error on the way; None: nothing ever comes; after how many seconds)."""
         self.requests += 1
         self._oracle.asked(self._oracle.routes[self.route], self._machine.time(), self._disturbed_until())
+        fields = (line.partition(": ") for line in headers.decode().splitlines())
+        self._check(self.route[1], {name: value for name, _, value in fields}, body)
         mode = self._rng.choice(self.modes)
         items = orjson.loads(body)
         wait = self._rng.choice((0.001, self._rng.uniform(0.001, 0.3)))
@@ -113,7 +116,7 @@ class ModelClient:
                 answer.set_exception(found)
 
         def arrive() -> None:
-            found, wait = self._receiver.handle(body)
+            found, wait = self._receiver.handle(headers, body)
             machine.call_later(wait, give, found, context=WORLD)
 
         machine.call_later(machine.rng.choice((0.0, 0.001)), arrive, context=WORLD)

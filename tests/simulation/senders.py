@@ -9,6 +9,7 @@ from typing import Any
 from services.expel.webhook.response import BadResponse, ResponseReader
 from tests.simulation.machine import Machine, Process
 from tests.simulation.oracle import Event, Oracle, payload
+from tests.simulation.rotation import Rotation
 from tests.support.oracle import Fate
 
 CLIENT_TIMEOUT_S = 30.0
@@ -107,7 +108,7 @@ class _Client(asyncio.Protocol):
 
 
 async def post(
-    machine: Machine, process: Process, path: str, body: bytes, delay: Callable[[], float]
+    machine: Machine, process: Process, path: str, body: bytes, token: str, delay: Callable[[], float]
 ) -> tuple[int, bytes]:
     """(status, body). Raises OSError when there is no answer; the process may have done what it was asked all the same."""
     client = _Client(machine)
@@ -123,7 +124,8 @@ async def post(
             machine.call_later(delay(), client.connection_lost, None)
 
     process.on_death.append(reset)
-    fields = ("Host: 127.0.0.1:8080", "Content-Type: application/json", f"Content-Length: {len(body)}")
+    fields = ["Host: 127.0.0.1:8080", "Content-Type: application/json", f"Content-Length: {len(body)}"]
+    fields += [f"Authorization: Bearer {token}"] if token else []
     out.write("\r\n".join((f"POST {path} HTTP/1.1", *fields, "", "")).encode() + body)
     try:
         async with asyncio.timeout(CLIENT_TIMEOUT_S):
@@ -145,10 +147,11 @@ class Senders:
         rng: random.Random,
         oracle: Oracle,
         listening: Callable[[], Sequence[Process]],
+        rotation: Rotation,
         streams: Sequence[str],
     ) -> None:
         self._machine, self._rng, self._oracle, self._listening = machine, rng, oracle, listening
-        self._streams = streams
+        self._rotation, self._streams = rotation, streams
         self.requests = 0
 
     async def run(self, client: int, until: float, pace: float, batch: int) -> None:
@@ -185,11 +188,14 @@ class Senders:
         self._oracle.sending(events, self._machine.time())
         body = b"[" + b",".join(map(payload, events)) + b"]"
         process = self._rng.choice(listening)
+        token, sent_at = self._rotation.token, self._machine.time()
         path = f"/v1/streams/{events[0].stream}/events"
         try:
-            status, text = await post(self._machine, process, path, body, lambda: self._rng.choice((0.0, 0.001)))
+            delay = lambda: self._rng.choice((0.0, 0.001))  # noqa: E731 - a parameter of one call
+            status, text = await post(self._machine, process, path, body, token, delay)
         except OSError:
             self._machine.trace(f"{events[0].id}+{len(events)} -> {process.name}: no answer")
             return
         self._machine.trace(f"{events[0].id}+{len(events)} -> {process.name}: {status}")
+        self._rotation.judge_answer(token, sent_at, status)
         self._oracle.answered(events, before, status, text)
