@@ -9,21 +9,8 @@ from services.fleet.problem import CommandFailed
 from services.fleet.verbs import cost, dead, demo, destination, keys, listen, log, loss, pipes, rate, send, status, up
 from services.fleet.verbs.app import APP
 
-VERBS = (
-    demo,
-    up,
-    rate,
-    send,
-    listen,
-    status,
-    dead,
-    destination,
-    loss,
-    pipes,
-    keys,
-    cost,
-    log,
-)
+VERBS = (cost, dead, demo, destination, keys, listen, log, loss, pipes, rate, send, status, up)
+"""The import of a verb's module adds the verb to APP."""
 
 
 def main() -> None:

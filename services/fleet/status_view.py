@@ -32,9 +32,8 @@ def _table(title: str, *columns: str) -> Table:
 def _streams(rows: list[dict[str, Any]]) -> Table:
     table = _table("streams", "stream", "events/s", "accepted", "refused", "ingest time P50 P95 P99")
     for row in rows:
-        table.add_row(
-            row["stream"], _rate(row["rate"]), str(row["accepted"]), str(row["refused"]), spread(row["ingest_time_ms"])
-        )
+        counts = (_rate(row["rate"]), str(row["accepted"]), str(row["refused"]))
+        table.add_row(row["stream"], *counts, spread(row["ingest_time_ms"]))
     return table
 
 

@@ -35,6 +35,9 @@ BrokerUrl = Annotated[
         help="log:///path, kafka://host:port or kinesis://region; absent: the fleet on --data, or the log in that folder.",
     ),
 ]
+Pipes = Annotated[
+    Path | None, typer.Option("--pipes", "-f", envvar="PENSTOCK_PIPES", help="The pipe file; absent: the fleet's.")
+]
 Data = Annotated[Path, typer.Option("--data", envvar="PENSTOCK_UP_DATA", help="The data folder of the fleet.")]
 PipeName = Annotated[str | None, typer.Option("--pipe", help="Only dead letters of this pipe.")]
 DestinationName = Annotated[str | None, typer.Option("--destination", help="Only dead letters for this destination.")]

@@ -40,7 +40,7 @@ def cost(
     ] = _DEFAULT.million_units,
     as_json: AsJson = False,
 ) -> None:
-    """Estimate what the streams cost on Kinesis, now and in other layouts, and which event types cost most."""
+    """Estimate the costs of the streams on Kinesis, as they are and in other layouts, and list the largest event types."""
     file = load_pipes(find_pipes(pipes, data))
     prices = Prices(shard_hour, million_units)
     samples, shards = uvloop.run(_read_samples(find_broker(broker, data), file, minutes))
@@ -59,16 +59,14 @@ def cost(
         )
 
 
-async def _read_samples(url: str, file: PipeFile, minutes: float) -> tuple[list[tuple[str, Sample]], dict[str, int]]:
-    samples: list[tuple[str, Sample]] = []
+async def _read_samples(url: str, file: PipeFile, minutes: float) -> tuple[list[Sample], dict[str, int]]:
+    samples: list[Sample] = []
     shards: dict[str, int] = {}
     async with opened(url) as broker:
         resharding = broker.resharding
         for topic in event_topics(file):
             try:
-                samples.append(
-                    (topic, await read_sample(broker.reader, topic, minutes, aggregated=resharding is not None))
-                )
+                samples.append(await read_sample(broker.reader, topic, minutes, aggregated=resharding is not None))
                 if resharding is not None:
                     shards[topic] = len((await resharding.shards(topic)).numbers)
             except UnknownTopic:

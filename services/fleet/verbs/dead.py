@@ -28,6 +28,7 @@ from services.fleet.verbs.app import (
     Data,
     DestinationName,
     PipeName,
+    Pipes,
     Positions,
     Reason,
     Since,
@@ -144,9 +145,7 @@ def redrive(
             help="Send dead letters of a transform to their stream again. All pipes of that stream process them again.",
         ),
     ] = False,
-    pipes: Annotated[
-        Path | None, typer.Option("--pipes", "-f", envvar="PENSTOCK_PIPES", help="The pipe file; absent: the fleet's.")
-    ] = None,
+    pipes: Pipes = None,
     broker: BrokerUrl = None,
     data: Data = Path("data"),
     as_json: AsJson = False,

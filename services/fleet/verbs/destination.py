@@ -3,7 +3,7 @@
 import json
 import time
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 import uvloop
@@ -20,19 +20,21 @@ from services.fleet.dead.audit import whoami
 from services.fleet.dead.found import DeadLetterSearch, Filter
 from services.fleet.dead.view import cause_table
 from services.fleet.paused import Target, choose, count_parked, describe, read_pauses, target_table, targets
-from services.fleet.verbs.app import APP, AsJson, BrokerUrl, Data, PipeName, Since, Until, example, make_filter
+from services.fleet.verbs.app import APP, AsJson, BrokerUrl, Data, PipeName, Pipes, Since, Until, example, make_filter
 
 DESTINATION = typer.Typer(help="Show, pause and resume destinations.", no_args_is_help=True)
 APP.add_typer(DESTINATION, name="destination")
 
 SHOWN, LIMIT = 20, 1000
 
+Name = Annotated[str, typer.Argument(help="The destination's name.")]
+
 
 @DESTINATION.command(
     epilog=example("penstock destination show billing\npenstock destination show billing --since 7d --json")
 )
 def show(
-    name: Annotated[str, typer.Argument(help="The destination's name.")],
+    name: Name,
     pipe: PipeName = None,
     since: Since = None,
     until: Until = None,
@@ -76,18 +78,15 @@ async def _find_paused(broker: Broker, name: str, pipe: str | None) -> list[tupl
         await pauses.refresh()
     except UnknownTopic:
         return []
-    lanes = [(*lane.partition("/"), pause) for lane, pause in pauses.paused().items()]
-    found = [Target(of_pipe, destination, "paused", pause) for of_pipe, _, destination, pause in lanes]
-    chosen = [target for target in found if target.destination == name and pipe in (None, target.pipe)]
-    return [(target, await count_parked(broker, target.pipe, target.destination)) for target in chosen]
+    found = []
+    for lane, pause in pauses.paused().items():
+        of_pipe, _, destination = lane.partition("/")
+        if destination == name and pipe in (None, of_pipe):
+            found.append((Target(of_pipe, name, "paused", pause), await count_parked(broker, of_pipe, name)))
+    return found
 
 
-Name = Annotated[str, typer.Argument(help="The destination's name.")]
 OfPipe = Annotated[str | None, typer.Option("--pipe", help="Only in this pipe; absent: in every pipe that has it.")]
-Pipes = Annotated[
-    Path | None, typer.Option("--pipes", "-f", envvar="PENSTOCK_PIPES", help="The pipe file; absent: the fleet's.")
-]
-
 MAX_REASON = 500
 
 
@@ -127,11 +126,10 @@ def resume(
 
 async def _change(url: str, file: PipeFile, name: str, pipe: str | None, new: Pause, *, as_json: bool) -> None:
     """Pause or resume. A destination that is already in that state stays unchanged. Raises CommandFailed."""
-    wanted: Literal["paused", "running"] = "paused" if new.state == "paused" else "running"
     async with opened(url) as broker, Producer(broker.appender) as producer:
         pauses = await read_pauses(broker.reader)
         for target in choose(targets(file, pauses), name, pipe):
-            if (target.state == "paused") != (wanted == "paused"):
+            if (target.state == "paused") != (new.state == "paused"):
                 await write_pause(producer, target.lane, new)
         await pauses.refresh()
         for target in choose(targets(file, pauses), name, pipe):

@@ -15,7 +15,7 @@ from services.core.signing import make_secret
 from services.core.yaml_source import describe
 from services.fleet.console import OUT, print_note
 from services.fleet.problem import CommandFailed
-from services.fleet.verbs.app import APP, example
+from services.fleet.verbs.app import APP, AsJson, example
 
 KEYS = typer.Typer(help="API keys for senders, signing secrets for receivers.", no_args_is_help=True)
 APP.add_typer(KEYS, name="keys")
@@ -23,7 +23,6 @@ APP.add_typer(KEYS, name="keys")
 KeysPath = Annotated[
     Path, typer.Option("--keys", envvar="PENSTOCK_INGEST_KEYS", help="The keys file that ingest reads.")
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="JSON on stdout.")]
 
 
 def _now() -> str:
@@ -93,7 +92,7 @@ def secret(path: Annotated[Path, typer.Argument(help="The file to write.")]) -> 
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except FileExistsError as error:
-        raise CommandFailed(f"{path} exists already and was left alone", "another name") from error
+        raise CommandFailed(f"{path} exists already and was not changed", "another name") from error
     except OSError as error:
         raise CommandFailed(f"{path} cannot be written: {error.strerror}") from error
     with os.fdopen(descriptor, "w") as file:

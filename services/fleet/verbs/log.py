@@ -13,7 +13,7 @@ from services.core.broker.log.repair import verify as verify_folder
 from services.core.broker.log.scan import FolderReport, TopicReport
 from services.fleet.console import OUT
 from services.fleet.problem import CommandFailed
-from services.fleet.verbs.app import APP, example
+from services.fleet.verbs.app import APP, AsJson, example
 
 LOG = typer.Typer(help="Check and repair the embedded log.", no_args_is_help=True)
 APP.add_typer(LOG, name="log")
@@ -22,7 +22,6 @@ Folder = Annotated[
     Path, typer.Argument(help="The log's folder: `log` in the data folder.", exists=True, file_okay=False)
 ]
 Topic = Annotated[str | None, typer.Option("--topic", help="Only this topic.")]
-AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
 
 
 @LOG.command(epilog=example("penstock log verify data/log"))

@@ -16,7 +16,7 @@ from services.fleet.console import OUT, print_note
 from services.fleet.pipe_check import check_pipe_file
 from services.fleet.problem import CommandFailed
 from services.fleet.topics import check_waiting, describe_removed, name_unclaimed, prepare
-from services.fleet.verbs.app import APP, BrokerUrl, Data, example
+from services.fleet.verbs.app import APP, AsJson, BrokerUrl, Data, example
 
 STARTER = """\
 # yaml-language-server: $schema=./pipes.schema.json
@@ -63,7 +63,7 @@ def pipe_schema() -> str:
 
 
 def _as_written(node: Any) -> Any:
-    """Write defaults as in the file: `7d`, not 604800.0. Omits defaults that are whole objects."""
+    """The schema with defaults as in the file: `7d`, not 604800.0. Omits defaults that are objects."""
     if isinstance(node, list):
         return [_as_written(item) for item in node]
     if not isinstance(node, dict):
@@ -75,7 +75,7 @@ def _as_written(node: Any) -> Any:
         and not (key == "title" and isinstance(value, str))
     }
     if "patternProperties" in kept:
-        kept["additionalProperties"] = False  # a key that does not match the name pattern is a mistake
+        kept["additionalProperties"] = False  # every key must match the name pattern
     default, pattern = kept.get("default"), kept.get("pattern")
     if pattern == DURATION_PATTERN and isinstance(default, int | float):
         kept["default"] = format_duration(default)
@@ -100,12 +100,12 @@ Allowed = Annotated[
 def init(
     path: Annotated[Path, typer.Argument(help="The file to write.")] = Path("pipes.yaml"),
 ) -> None:
-    """Write a commented pipe file to start from. An existing file is left alone."""
+    """Write a commented pipe file to start from. An existing file is not changed."""
     try:
         with path.open("x", encoding="utf-8") as file:
             file.write(STARTER)
     except FileExistsError as error:
-        raise CommandFailed(f"{path} exists already and was left alone", f"penstock init other-{path.name}") from error
+        raise CommandFailed(f"{path} exists already and was not changed", f"penstock init other-{path.name}") from error
     except OSError as error:
         raise CommandFailed(f"{path} cannot be written: {error.strerror}", "another folder") from error
     print_note(f"Wrote {path}. Try: penstock check -f {path}")
@@ -121,12 +121,11 @@ def check(
     allow_networks: Allowed = "",
     broker: BrokerUrl = None,
     data: Data = Path("data"),
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Check a pipe file. Prints every mistake with file, line and key. Status 2 when there is one.
 
-    With a broker, also find events that wait for destinations which the file no longer has. Without one, check only the file
-    and say so.
+    With a broker, also find events that wait for destinations which the file no longer has.
     """
     try:
         found = check_pipe_file(pipes, allow_networks=allow_networks)
@@ -187,7 +186,7 @@ def apply(
         bool,
         typer.Option("--grow", help="Add partitions where the pipe file has more. Keys then map to other partitions."),
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Create the topics of a pipe file, and nothing else. Safe to run again.
 

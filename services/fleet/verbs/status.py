@@ -18,16 +18,14 @@ from services.fleet.problem import CommandFailed
 from services.fleet.status import read_status, summarise
 from services.fleet.status_view import render_status
 from services.fleet.stop import Stop, stop_on_signals
-from services.fleet.verbs.app import APP, example
+from services.fleet.verbs.app import APP, Data, example
 
 REFRESH_EVERY_S = 1.0
 
 
 @APP.command(epilog=example("penstock status\npenstock status --watch\npenstock status --json | jq .destinations"))
 def status(
-    data: Annotated[
-        Path, typer.Option("--data", envvar="PENSTOCK_UP_DATA", help="The data folder of the fleet.")
-    ] = Path("data"),
+    data: Data = Path("data"),
     watch: Annotated[bool, typer.Option("--watch", help="Refresh every second until Ctrl-C.")] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="One JSON object on stdout; with --watch one line per second.")

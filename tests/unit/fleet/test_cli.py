@@ -121,7 +121,7 @@ def test_init_check_and_schema(shell: Shell) -> None:
     """Broken: what we write for a newcomer does not pass our own check."""
     assert shell.run("init") == 0
     assert shell.run("init") == 1
-    assert "pipes.yaml exists already and was left alone" in shell.err
+    assert "pipes.yaml exists already and was not changed" in shell.err
     assert shell.run("check") == 2
     assert shell.err.count("error: pipes.yaml:") == 2
     assert "127.0.0.1 is loopback" in shell.err

@@ -13,7 +13,6 @@ from services.fleet.cost import (
     Load,
     Prices,
     Sample,
-    TypeCount,
     layouts,
     namespace_of,
     pareto,
@@ -28,11 +27,11 @@ _PRICES = Prices(shard_hour=0.015, million_units=0.014)
 
 def test_the_price_of_a_load() -> None:
     """Broken: an operator pays what nobody told. AWS' own arithmetic: a 5 KB record is one unit, one of 45 KB is two."""
-    small = Load("s", events=100.0, bytes=100 * 5_120.0, per_entry=1.0)
+    small = Load("s", events=100.0, bytes=100 * 5_120.0, entries=100.0)
     assert (small.shards, small.units) == (1, 100.0)
-    assert Load("s", 100.0, 100 * 45 * 1024.0, 1.0).units == 200.0
-    assert Load("s", 1_000.0, 1_000 * 300.0, 100.0).units == 20.0
-    assert Load("s", 3_000.0, 300_000.0, 1.0).shards == 4
+    assert Load("s", 100.0, 100 * 45 * 1024.0, 100.0).units == 200.0
+    assert Load("s", 1_000.0, 1_000 * 300.0, 10.0).units == 20.0
+    assert Load("s", 3_000.0, 300_000.0, 3_000.0).shards == 4
     hours, units = small.per_month(_PRICES)
     assert hours == pytest.approx(HOURS_PER_MONTH * 0.015)
     assert units == pytest.approx(100 * 3600 * HOURS_PER_MONTH / 1e6 * 0.014)
@@ -40,17 +39,17 @@ def test_the_price_of_a_load() -> None:
 
 
 def _sample() -> Sample:
-    sorts = {
-        "com.shop.order.paid": TypeCount(6_000, 3_000_000),
-        "com.shop.order.sent": TypeCount(3_000, 900_000),
-        "com.shop.user": TypeCount(1_000, 100_000),
-    }
-    return Sample(10.0, sorts, entries=500)
+    loads = (
+        Load("com.shop.order.paid", 600.0, 300_000.0),
+        Load("com.shop.order.sent", 300.0, 90_000.0),
+        Load("com.shop.user", 100.0, 10_000.0),
+    )
+    return Sample("orders", {load.name: load for load in loads}, entries=50.0)
 
 
 def test_other_layouts_fill_their_entries_less() -> None:
     """Broken: a stream per type looks cheaper than it would be, because it is taken to aggregate as well."""
-    found = layouts([("orders", _sample())])
+    found = layouts([_sample()])
     assert [load.name for load in found["a stream per namespace"]] == ["com.shop.order", "com.shop"]
     assert len(found["a stream per type"]) == 3
     whole = found["as it is"][0]
@@ -64,9 +63,9 @@ def test_other_layouts_fill_their_entries_less() -> None:
 
 def test_the_largest_types_come_first() -> None:
     """Broken: the list hides what costs most."""
-    rows = pareto([("orders", _sample())])
-    assert [row[0] for row in rows] == ["com.shop.order.paid", "com.shop.order.sent", "com.shop.user"]
-    assert [round(row[3], 3) for row in rows] == [0.75, 0.975, 1.0]
+    rows = pareto([_sample()])
+    assert [row["type"] for row in rows] == ["com.shop.order.paid", "com.shop.order.sent", "com.shop.user"]
+    assert [round(row["cumulative_share"], 3) for row in rows] == [0.75, 0.975, 1.0]
 
 
 async def test_a_sample_of_what_is_stored(tmp_path: Path) -> None:
@@ -79,9 +78,10 @@ async def test_a_sample_of_what_is_stored(tmp_path: Path) -> None:
             paid = Record(b"k", b"x" * 100, now - 30_000, (("ce_type", b"order.paid"),))
             await append(broker, "t", [paid] * 7 + [Record(None, b"y", now - 30_000)], partition)
         sample = await read_sample(broker.reader, "t", 1.0, aggregated=False)
-    assert (sample.sorts["order.paid"].events, sample.sorts["(none)"].events) == (14, 2)
-    assert sample.events_per_entry == 1.0
-    found = summarise_cost([("t", sample)], {"t": 3}, _PRICES)
+    per_minute = {name: 60 * load.events for name, load in sample.types.items()}
+    assert per_minute == pytest.approx({"order.paid": 14, "(none)": 2}, rel=0.05)
+    assert sample.load.per_entry == pytest.approx(1.0)
+    found = summarise_cost([sample], {"t": 3}, _PRICES)
     assert found["streams"][0]["shards_needed"] == 1
     assert found["streams"][0]["shard_hours_month"] == pytest.approx(3 * HOURS_PER_MONTH * 0.015)
     assert [row["layout"] for row in found["layouts"]] == ["as it is", "a stream per namespace", "a stream per type"]
