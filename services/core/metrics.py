@@ -97,6 +97,11 @@ BROKER_READ_AGAIN = Counter(
     "Records that were read ahead for a consumer that does not poll, and dropped to free memory. They are read again.",
     ["topic"],
 )
+BROKER_COPIES = Counter(
+    "penstock_broker_copies_skipped_records",
+    "Records that a Kinesis member skipped: the second copies of puts that were repeated because their outcome was unknown.",
+    ["topic"],
+)
 BROKER_READ_THROTTLES = Counter(
     "penstock_broker_shard_read_throttles",
     "Reads that Kinesis refused because of a shard's limits.",

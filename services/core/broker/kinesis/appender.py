@@ -4,7 +4,8 @@ Entries of one stream for several shards travel in one PutRecords request.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+import secrets
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -13,7 +14,14 @@ from services.core.broker.contract import Appended
 from services.core.broker.errors import BrokerClosed, BrokerError, OutcomeUnknown, Throttled, Unavailable
 from services.core.broker.kinesis.aws import AWS_ERRORS, Put, Timing, classify_entry, classify_put
 from services.core.broker.kinesis.pace import WritePace
-from services.core.broker.kinesis.record_format import PutEntry, make_entries, offset_of
+from services.core.broker.kinesis.record_format import (
+    EntryNames,
+    PutEntry,
+    digest_bodies,
+    digest_records,
+    make_entries,
+    offset_of,
+)
 from services.core.broker.kinesis.streams import Streams, Topology, hash_key_of, shard_of
 from services.core.broker.record import Record
 
@@ -118,6 +126,36 @@ def _settle(pending: PendingPut, sequence: str = "", error: Exception | None = N
         pending.answer.set_exception(error)
 
 
+class AppendNames:
+    """Names each entry that is put; a repeat of an entry that was not confirmed gets the same name.
+
+    Kinesis has no idempotent put. By its name a reader knows the second copy of an entry. The producer repeats an append
+    before it sends anything else to the partition, so one unconfirmed entry per partition is remembered. The records of a
+    repeat may be fewer: then it is another entry.
+    """
+
+    def __init__(self) -> None:
+        self._process, self._count = secrets.token_hex(8), 0
+        self._unconfirmed: dict[tuple[str, int], tuple[bytes, bytes]] = {}
+        """(digest of the records, name) of the entry that was not confirmed, by topic and partition."""
+
+    def of(self, topic: str, partition: int) -> EntryNames:
+        """For the entries of one append, in order."""
+
+        def name(bodies: Sequence[bytes]) -> bytes:
+            digest, known = self._unconfirmed.pop((topic, partition), (b"", b""))
+            if digest and digest == digest_bodies(bodies):
+                return known
+            self._count += 1
+            return f"{self._process}{self._count:016x}".encode()
+
+        return name
+
+    def keep(self, topic: str, partition: int, records: Iterable[Record], name: bytes) -> None:
+        """The put of this entry failed, or its outcome is unknown."""
+        self._unconfirmed[topic, partition] = digest_records(records), name
+
+
 _ANSWER_SHARE = 0.5
 """The share of an append's time that is kept for the answer. The pace and a free request are waited for in the rest."""
 
@@ -136,6 +174,7 @@ class KinesisAppender:
         self._send, self._streams, self._timing = send, streams, timing
         self._batchers: dict[str, PutBatcher] = {}
         self._paces: dict[tuple[str, str], WritePace] = {}
+        self._names = AppendNames()
         self._closed = False
 
     async def partition_count(self, topic: str) -> int:
@@ -155,7 +194,8 @@ class KinesisAppender:
                 if not 0 <= partition < topology.partitions:
                     raise Unavailable(f"{topic}[{partition}]: the topic has {topology.partitions} partitions")
                 hash_key = hash_key_of(partition, topology.partitions)
-                entries, refused = make_entries(records, str(partition), hash_key)
+                names = self._names.of(topic, partition)
+                entries, refused = make_entries(records, str(partition), hash_key, names)
                 progress.failed.update(refused)
                 for entry in entries:
                     progress.sending(entry)
@@ -167,6 +207,9 @@ class KinesisAppender:
             progress.fail(OutcomeUnknown(message) if progress.sent else Unavailable(message))
         except BrokerError as error:
             progress.fail(error)
+        if progress.unconfirmed is not None:
+            entry = progress.unconfirmed
+            self._names.keep(topic, partition, [records[index] for index in entry.indexes], entry.name)
         return progress.appended()
 
     async def _put(self, target: "_Target", entry: PutEntry, progress: "_Progress", leave_by: float) -> str:
@@ -232,15 +275,18 @@ class _Progress:
         self._first = self._last = -1
         self._stored: set[int] = set()
         self._under_way: Sequence[int] = ()
+        self.unconfirmed: PutEntry | None = None
+        """The entry under way when the append failed."""
         self.sent = False
         self.seconds_per_byte = 0.0
         self.failed: dict[int, Exception] = {}
 
     def sending(self, entry: PutEntry) -> None:
-        self._under_way, self.sent = entry.indexes, False
+        self._under_way, self.unconfirmed, self.sent = entry.indexes, entry, False
 
     def store(self, entry: PutEntry, sequence: str) -> None:
         self._stored.update(entry.indexes)
+        self.unconfirmed = None
         if self._first < 0:
             self._first = offset_of(sequence)
         self._last = offset_of(sequence, len(entry.indexes) - 1)

@@ -299,7 +299,9 @@ class HeldLease:
         return True
 
     def _progressed(self, row: Lease) -> Lease:
-        return row.progressed(self.backlog.settled, self.retention, self.open_ms)
+        row = row.progressed(self.backlog.settled, self.retention, self.open_ms)
+        copy = self.backlog.passed_copy()  # nobody commits what is not returned
+        return row if copy is None or copy[0] <= (row.committed or 0) else _committed(row, *copy)
 
     def close(self) -> None:
         """The lease is lost or released."""

@@ -157,6 +157,36 @@ class ReadBudget:
             max(idle, key=lambda prefetcher: prefetcher.size).give_up()
 
 
+_MOST_KNOWN = 1_000
+
+
+class KnownEntries:
+    """The entries that a reader passed on last, to know the second copy of a put that was repeated.
+
+    A copy has the same bytes, and the name of its append is in them. So no record is dropped that is not a copy. One
+    reader of one shard: the copy in a child of a shard, or behind MOST_KNOWN other entries, is not known.
+    """
+
+    def __init__(self) -> None:
+        self._first: dict[bytes, int] = {}
+        """The sequence number of each identity. The oldest comes first."""
+
+    def is_copy(self, entry: StoredEntry) -> bool:
+        """Whether an entry with a lower sequence number, which was passed on before, has the same records.
+
+        Every entry is passed on unless this is True; so a reader that goes back gets the first of the copies again.
+        """
+        if not entry.identity:
+            return False
+        sequence = int(entry.sequence)
+        first = self._first.setdefault(entry.identity, sequence)
+        if sequence < first:
+            self._first[entry.identity] = sequence
+        elif len(self._first) > _MOST_KNOWN:
+            del self._first[next(iter(self._first))]
+        return first < sequence
+
+
 _POLL_BYTES = 1_000_000
 
 
@@ -198,6 +228,8 @@ class Backlog:
         self._entries: deque[StoredEntry] = deque()
         self._returned: deque[_Returned] = deque()
         self._returned_of_first = 0
+        self._copies: deque[tuple[int, int]] = deque()
+        self._passed_copy: tuple[int, int] | None = None
         self._settled = 0
         self._asked_ms = 0
         self._room = asyncio.Event()
@@ -310,6 +342,26 @@ class Backlog:
         if millis_behind == 0:
             self._asked_ms = now_ms
         self._update_settled()
+
+    def drop_copy(self, entry: StoredEntry) -> None:
+        """This entry is a second copy: it is not returned, and counts as processed once everything before it is."""
+        metrics.BROKER_COPIES.labels(self._source.topic).inc(len(entry.records))
+        if not self._copies or self._copies[-1][0] < entry.next - 1:
+            self._copies.append((entry.next - 1, entry.arrived))
+
+    def passed_copy(self) -> tuple[int, int] | None:
+        """The last copy before which everything is processed: (its last offset, arrival time)."""
+        first = self._first_unprocessed()
+        while self._copies and (first is None or self._copies[0][0] < first):
+            self._passed_copy = self._copies.popleft()
+        return self._passed_copy
+
+    def _first_unprocessed(self) -> int | None:
+        if self._returned:
+            return self._returned[0].offsets[0]
+        if self._entries:
+            return self._entries[0].offsets[self._returned_of_first]
+        return None if self._given_up is None else self._given_up.offset
 
     @property
     def is_processed(self) -> bool:

@@ -6,10 +6,15 @@ protobuf message, and the MD5 of that message:
     AggregatedRecord  1: repeated string partition_key_table  2: repeated string explicit_hash_key_table  3: repeated Record
     Record            1: uint64 partition_key_index  2: optional uint64 explicit_hash_key_index  3: bytes data  4: tags
 
+    Tag               1: string key  2: optional string value
+
 All user records of an entry belong to one partition, so they share one partition key and one hash key. The data of
 each is a frame: `FRAME_MAGIC` and msgpack of [key, value, timestamp, headers]. 0xc1 starts neither msgpack nor text.
 A record of another producer has no frame: its data is the value, its partition key the key, its arrival time the
 timestamp.
+
+The first user record has a tag, `penstock`: the name of the append. A repeat of an append has the name of the first
+attempt. Readers that do not know names, and the KCL, pass tags over.
 
 An offset is sequence number << 20 | index within the entry, the KCL's sub-sequence number. An entry has at most 1
 MiB, so fewer than 2^20 records. Offsets are ordered within a shard, and from a shard to its children.
@@ -17,10 +22,10 @@ MiB, so fewer than 2^20 records. Offsets are ordered within a shard, and from a 
 Source: "KPL Aggregated Record Format", github.com/awslabs/amazon-kinesis-producer.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from hashlib import md5
+from hashlib import blake2b, md5
 from typing import Any, NamedTuple
 
 import msgspec
@@ -38,6 +43,8 @@ _VARINT, _BYTES = 0, 2
 _MAX_VARINT_BYTES = 10
 _KEYS, _HASH_KEYS, _RECORDS = 1, 2, 3
 _KEY_INDEX, _HASH_INDEX, _DATA, _TAGS = 1, 2, 3, 4
+_TAG_KEY, _TAG_VALUE = 1, 2
+_NAME_TAG = b"penstock"
 
 
 class BadAggregate(ValueError):
@@ -45,11 +52,12 @@ class BadAggregate(ValueError):
 
 
 class UserRecord(NamedTuple):
-    """One record of an aggregate. hash_key: the explicit one, if there is one."""
+    """One record of an aggregate. hash_key: the explicit one, if there is one. name: of the append; empty: none."""
 
     partition_key: str
     hash_key: str | None
     data: bytes
+    name: bytes = b""
 
 
 class Packer:
@@ -59,16 +67,20 @@ class Packer:
         self._tables = _field(_KEYS, partition_key.encode()) + _field(_HASH_KEYS, str(hash_key).encode())
         self._prefix = prefix
 
-    def overhead(self) -> int:
-        """Bytes of an aggregate beside its user records."""
-        return len(AGGREGATE_MAGIC) + len(self._tables) + _DIGEST_BYTES
+    def overhead(self, name: bytes = b"") -> int:
+        """Bytes of an aggregate beside its user records, at most."""
+        return len(AGGREGATE_MAGIC) + len(self._tables) + _DIGEST_BYTES + (len(_name_tag(name)) + 2 if name else 0)
 
-    def pack(self, payloads: Sequence[bytes]) -> bytes:
-        """One aggregate of all payloads, in order. Its size is `overhead` and the `packed_size` of each payload with
-        its prefix."""
+    def pack(self, payloads: Sequence[bytes], name: bytes = b"") -> bytes:
+        """One aggregate of all payloads, in order. name: of the append, ASCII; empty: none.
+
+        Its size is `overhead` and the `packed_size` of each payload with its prefix, or a little less with a name.
+        """
         prefix = self._prefix
         parts = [b""] * (2 * len(payloads))
         parts[::2] = [_record_head(len(payload), prefix) for payload in payloads]
+        if name and payloads:
+            parts[0] = _make_head(len(payloads[0]), prefix, _name_tag(name))
         parts[1::2] = payloads
         message = b"".join((self._tables, *parts))
         return b"".join((AGGREGATE_MAGIC, message, md5(message, usedforsecurity=False).digest()))
@@ -109,6 +121,7 @@ def _read(message: bytes) -> list[UserRecord]:
 
 def _read_record(body: bytes, keys: list[str], hash_keys: list[str]) -> UserRecord:
     key_index = hash_index = data = None
+    name = b""
     for number, value in _fields(body):
         if number == _DATA and isinstance(value, bytes):
             data = value
@@ -116,11 +129,23 @@ def _read_record(body: bytes, keys: list[str], hash_keys: list[str]) -> UserReco
             key_index = value
         elif number == _HASH_INDEX and isinstance(value, int):
             hash_index = value
+        elif number == _TAGS and isinstance(value, bytes):
+            name = _read_name(value) or name
         elif number != _TAGS:
             raise BadAggregate(f"a record of the aggregate has an unknown field {number}")
     if data is None or key_index is None:
         raise BadAggregate("a record of the aggregate has no data or no partition key")
-    return UserRecord(keys[key_index], None if hash_index is None else hash_keys[hash_index], data)
+    return UserRecord(keys[key_index], None if hash_index is None else hash_keys[hash_index], data, name)
+
+
+def _read_name(tag: bytes) -> bytes:
+    """The append's name, when this tag has it. Others' tags may hold anything."""
+    try:
+        found = dict(_fields(tag))
+    except (BadAggregate, IndexError):
+        return b""
+    name = found.get(_TAG_VALUE)
+    return name if found.get(_TAG_KEY) == _NAME_TAG and isinstance(name, bytes) else b""
 
 
 def _fields(message: bytes) -> Iterator[tuple[int, bytes | int]]:
@@ -168,11 +193,19 @@ def _field(number: int, value: bytes) -> bytes:
     return _to_varint(number << 3 | _BYTES) + _to_varint(len(value)) + value
 
 
+def _name_tag(name: bytes) -> bytes:
+    return _field(_TAGS, _field(_TAG_KEY, _NAME_TAG) + _field(_TAG_VALUE, name))
+
+
 @lru_cache(maxsize=4096)
 def _record_head(length: int, prefix: bytes = b"") -> bytes:
     """The bytes before the payload of a user record, with the prefix of its data."""
+    return _make_head(length, prefix, b"")
+
+
+def _make_head(length: int, prefix: bytes, tag: bytes) -> bytes:
     length += len(prefix)
-    inner = bytes((_KEY_INDEX << 3, 0, _HASH_INDEX << 3, 0, _DATA << 3 | _BYTES)) + _to_varint(length)
+    inner = bytes((_KEY_INDEX << 3, 0, _HASH_INDEX << 3, 0)) + tag + bytes((_DATA << 3 | _BYTES,)) + _to_varint(length)
     return bytes((_RECORDS << 3 | _BYTES,)) + _to_varint(len(inner) + length) + inner + prefix
 
 
@@ -210,21 +243,39 @@ class BadEntry(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class PutEntry:
-    """Some records of an append, in order, as one entry. indexes: theirs in the append."""
+    """Some records of an append, in order, as one entry. indexes: theirs in the append. name: see `EntryNames`."""
 
     indexes: Sequence[int]
     data: bytes
+    name: bytes = b""
+
+
+EntryNames = Callable[[Sequence[bytes]], bytes]
+"""Names an entry by the encoded records in it: a new name, of NAME_BYTES, or that of the entry that this one repeats."""
+
+NAME_BYTES = 32
+
+
+def no_name(_bodies: Sequence[bytes]) -> bytes:
+    """`EntryNames` of entries that are never repeated."""
+    return b""
 
 
 def make_entries(
-    records: Sequence[Record], partition_key: str, hash_key: int
+    records: Sequence[Record], partition_key: str, hash_key: int, names: EntryNames = no_name
 ) -> tuple[list[PutEntry], dict[int, RecordTooLarge]]:
     """The records in as few entries as the size limit allows, and by index those that fit none."""
     packer = Packer(partition_key, hash_key, FRAME_MAGIC)
-    room = MAX_ENTRY_BYTES - len(partition_key) - packer.overhead()
+    room = MAX_ENTRY_BYTES - len(partition_key) - packer.overhead(bytes(NAME_BYTES))
     bodies = [_ENCODE(record) for record in records]
+
+    def pack(indexes: Sequence[int]) -> PutEntry:
+        some = bodies if len(indexes) == len(bodies) else [bodies[index] for index in indexes]
+        name = names(some)
+        return PutEntry(indexes, packer.pack(some, name), name)
+
     if sum(map(len, bodies)) + _MAX_OVERHEAD * len(bodies) <= min(room, MAX_RECORD_BYTES):
-        return [PutEntry(range(len(bodies)), packer.pack(bodies))], {}
+        return [pack(range(len(bodies)))], {}
     refused = {
         index: RecordTooLarge(f"a record of {size:,} bytes; this broker takes at most {MAX_RECORD_BYTES:,}")
         for index, (record, body) in enumerate(zip(records, bodies, strict=True))
@@ -232,21 +283,36 @@ def make_entries(
     }
     kept = [index for index in range(len(bodies)) if index not in refused]
     sizes = [packed_size(len(FRAME_MAGIC) + len(bodies[index])) for index in kept]
-    return [
-        PutEntry(kept[start:end], packer.pack([bodies[index] for index in kept[start:end]]))
-        for start, end in _spans(sizes, room)
-    ], refused
+    return [pack(kept[start:end]) for start, end in _spans(sizes, room)], refused
+
+
+def digest_records(records: Iterable[Record]) -> bytes:
+    """Of their encoded forms, as `EntryNames` gets them: equal for equal records only."""
+    return digest_bodies(map(_ENCODE, records))
+
+
+def digest_bodies(bodies: Iterable[bytes]) -> bytes:
+    """As `digest_records`. msgpack says itself where each body ends."""
+    return blake2b(b"".join(bodies), digest_size=16).digest()
 
 
 def read_entry(data: bytes, partition_key: str, arrival: int) -> list[Record]:
     """The records of an entry, in order; may be none. arrival: when it was stored, ms. Raises BadEntry."""
+    return _read_entry(data, partition_key, arrival)[0]
+
+
+def _read_entry(data: bytes, partition_key: str, arrival: int) -> tuple[list[Record], bytes]:
+    """The records, and `StoredEntry.identity`."""
     try:
         parts = unpack(data)
     except BadAggregate as error:
         raise BadEntry(str(error)) from error
     if parts is None:
-        return [_read_frame(data, partition_key, arrival)]
-    return [_read_frame(part.data, part.partition_key, arrival) for part in parts]
+        return [_read_frame(data, partition_key, arrival)], b""
+    name = parts[0].name if parts else b""
+    return [_read_frame(part.data, part.partition_key, arrival) for part in parts], name and name + data[
+        -_DIGEST_BYTES:
+    ]
 
 
 def content_bytes(record: Record) -> int:
@@ -288,6 +354,9 @@ class StoredEntry(NamedTuple):
     bytes of its decoded records.
 
     damage: it cannot be parsed. Its only record holds its bytes, and takes one offset.
+
+    identity: the name of its append, and the checksum of its bytes; empty for an entry without a name. Entries of one
+    identity hold the same records, from one append that was repeated.
     """
 
     sequence: str
@@ -297,6 +366,7 @@ class StoredEntry(NamedTuple):
     size: int
     memory: int
     damage: Damage | None = None
+    identity: bytes = b""
 
     @property
     def next(self) -> int:
@@ -317,16 +387,15 @@ def parse_entry(entry: RawRecord) -> StoredEntry:
     data, arrived, sequence = entry["Data"], arrival_of(entry), entry["SequenceNumber"]
     first = offset_of(sequence)
     try:
-        records = read_entry(data, entry["PartitionKey"], arrived)
+        records, identity = _read_entry(data, entry["PartitionKey"], arrived)
     except BadEntry as error:
         buried = Record(None, data[:MAX_APPEND_BYTES], arrived)
         damage = Damage(first, first, str(error))
         return StoredEntry(
             sequence, range(first, first + 1), [buried], arrived, len(data), len(data) + _RECORD_MEMORY, damage
         )
-    return StoredEntry(
-        sequence, range(first, first + len(records)), records, arrived, len(data), _memory(len(data), records)
-    )
+    offsets, memory = range(first, first + len(records)), _memory(len(data), records)
+    return StoredEntry(sequence, offsets, records, arrived, len(data), memory, identity=identity)
 
 
 def _memory(size: int, records: Sequence[Record]) -> int:

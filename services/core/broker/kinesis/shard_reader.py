@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from services.core.broker.errors import BrokerError, OffsetOutOfRange, Throttled, UnknownTopic
 from services.core.broker.kinesis.leases import HeldLease, StartPosition
+from services.core.broker.kinesis.prefetch import KnownEntries
 from services.core.broker.kinesis.record_format import StoredEntry, parse_entry, split_offset
 from services.core.broker.kinesis.shard_lookup import stored_range
 from services.core.broker.kinesis.shard_source import (
@@ -79,6 +80,7 @@ class _Reader:
         self._date: int | None = None
         self._not_before = 0
         self._limit, self._entry_memory = FIRST_ENTRIES, _LARGEST_ENTRY
+        self._known = KnownEntries()
 
     @property
     def _retention(self) -> int:
@@ -171,8 +173,18 @@ class _Reader:
         if answer.millis_behind == 0:
             self._settled, self._shortest = requested_ms, self._held.retention
         self._held.is_placed = self._date is None
-        self._held.backlog.add(kept, answer.millis_behind, requested_ms)
+        self._held.backlog.add(self._drop_copies(kept), answer.millis_behind, requested_ms)
         self._context.wake()
+
+    def _drop_copies(self, entries: Sequence[StoredEntry]) -> list[StoredEntry]:
+        """The entries that are no copies. Only entries that are for the group, or processed by it, may be given here."""
+        passed: list[StoredEntry] = []
+        for entry in entries:
+            if self._known.is_copy(entry):
+                self._held.backlog.drop_copy(entry)
+            else:
+                passed.append(entry)
+        return passed
 
     async def _check_expected(self, entries: list[StoredEntry]) -> None:
         """Drop the processed records of the first entry. Raises OffsetOutOfRange when the expected entry is missing.
