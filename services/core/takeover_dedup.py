@@ -15,6 +15,8 @@ log = structlog.get_logger()
 TAIL_EVENTS = 5000
 """Records that are read at the end of a topic at most."""
 _MAX_READ_S = 3.0
+_MAX_PACED_READ_S = 10.0
+"""Of Kinesis: a shard may be read five times a second, and the tail takes some seven reads. Polled batches wait meanwhile."""
 
 
 class TakeoverDedup:
@@ -53,14 +55,21 @@ class TakeoverDedup:
         return min(max(left, 0), records)
 
     async def read(self, since_ms: Mapping[str, int], visit: Callable[[str, Batch], None]) -> None:
-        """Call `visit` with the newest records of these topics, from the given times on. Takes 3 s at most."""
+        """Call `visit` with the newest records of these topics, from the given times on.
+
+        Takes 3 s at most; 10 s where offsets are not contiguous.
+        """
         self._removed.clear()
+        limit = _MAX_READ_S if self._broker.features.contiguous_offsets else _MAX_PACED_READ_S
         try:
-            async with asyncio.timeout(_MAX_READ_S):
+            async with asyncio.timeout(limit):
                 for topic, since in since_ms.items():
                     async for batch in read_tail(self._broker, topic, since, TAIL_EVENTS):
                         visit(topic, batch)
         except (BrokerError, TimeoutError) as error:
             log.warning(
-                "tail_unknown", topics=list(since_ms), error=str(error), hint="some events may be written twice"
+                "tail_unknown",
+                topics=list(since_ms),
+                error=str(error) or f"it took more than {limit:g} s",
+                hint="some events may be written twice",
             )

@@ -7,6 +7,7 @@ import pytest
 
 from services.core.broker.contract import MAX_POLL_BYTES, Lag, Start, TopicSpec
 from services.core.broker.errors import OffsetOutOfRange, Unavailable
+from services.core.broker.reading import read_tail
 from services.core.broker.record import Record, TopicPartition
 from tests.contract.harness import Harness
 from tests.contract.traffic import (
@@ -57,6 +58,25 @@ async def test_start(harness: Harness, start: Start, expected: list[int]) -> Non
             assert (await consumer.lag())[TopicPartition(topic, 0)].records == len(expected) - 1
             await append(broker, topic, [record(10)])
             assert numbers_of(await read(consumer, len(expected))) == expected
+
+
+async def test_the_tail_since_a_time_is_read_to_the_end(harness: Harness) -> None:
+    """If it fails, an owner that takes a partition over writes again what its predecessor has written to another topic."""
+    async with harness.open() as broker:
+        topic = await harness.create_topic(broker)
+
+        async def tail(since: int, most: int = 100) -> list[int]:
+            batches = [batch async for batch in read_tail(broker, topic, BASE_TIME + since, most)]
+            return numbers_of(batches)
+
+        assert await tail(0) == []
+        for chunk in (range(4), range(4, 10)):
+            await append(broker, topic, numbered(chunk))
+        assert await tail(-1000) == list(range(10))
+        assert await tail(7) == [7, 8, 9]
+        assert await tail(5000) == []
+        assert len(await tail(-1000, most=3)) in (3, 4)
+        assert [batch async for batch in read_tail(broker, harness.fresh_name("none"), BASE_TIME, 10)] == []
 
 
 async def test_start_applies_only_without_a_commit(harness: Harness) -> None:

@@ -71,24 +71,29 @@ _PAGE_EVENTS = 1000
 async def read_tail(broker: Broker, topic: str, since_ms: int, most: int) -> AsyncIterator[Batch]:
     """The records written since then, by their timestamps; about `most` of a partition.
 
-    When there are more: the newest, but the oldest where offsets are not contiguous. Reads to the end at the time of the call.
-    An unknown topic gives nothing. Raises BrokerError kinds.
+    When there are more: the newest, but the oldest where offsets are not contiguous. Reads to the end at the time of the call;
+    where offsets are not contiguous, to an end that it finds by reading. An unknown topic gives nothing. Raises BrokerError
+    kinds.
     """
     try:
         starts = await broker.reader.offsets_at(topic, datetime.fromtimestamp(since_ms / 1000, UTC))
-        held = await broker.reader.describe(topic)
+        # On Kinesis the end is found by reading, in several requests, and each waits for the shard's pace.
+        held = await broker.reader.describe(topic) if broker.features.contiguous_offsets else {}
     except UnknownTopic:
         return
     for partition, start in starts.items():
-        found = held[partition]
-        newest = max(start, found.start, found.end - most if broker.features.contiguous_offsets else 0)
-        async for batch in _read_to(broker, TopicPartition(topic, partition), newest, found.end, most):
+        found = held.get(partition)
+        first = start if found is None else max(start, found.start, found.end - most)
+        end = None if found is None else found.end
+        async for batch in _read_to(broker, TopicPartition(topic, partition), first, end, most):
             yield batch
 
 
-async def _read_to(broker: Broker, source: TopicPartition, offset: int, end: int, most: int) -> AsyncIterator[Batch]:
-    """The batches of `offset` to before `end`, about `most` records."""
-    while offset < end and most > 0:
+async def _read_to(
+    broker: Broker, source: TopicPartition, offset: int, end: int | None, most: int
+) -> AsyncIterator[Batch]:
+    """The batches of `offset` to before `end` (None: the present end), about `most` records."""
+    while (end is None or offset < end) and most > 0:
         batch = await broker.reader.read(*source, offset, max_records=min(most, _PAGE_EVENTS))
         if batch is None:
             return
