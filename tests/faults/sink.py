@@ -35,6 +35,7 @@ class Sink:
     """slow: seconds before each answer. fail: the share of requests answered with 503 (nothing of them counts).
 
     firsts: (number, worker) in the order of first arrival; `worker` is what the request's x-worker header says.
+    traces: unless None, (monotonic seconds, worker) of each delivery of each event.
     hold: while it is cleared, nothing is answered. dooms: events (by number) that are refused with 503 however often they come;
     tries: for each of these, when it came (monotonic seconds).
     """
@@ -49,6 +50,7 @@ class Sink:
     requests: int = 0
     url: str = ""
     firsts: list[tuple[int, str]] = field(default_factory=list)
+    traces: dict[int, list[tuple[float, str]]] | None = None
     dooms: Callable[[int], bool] = lambda _number: False
     tries: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
     hold: asyncio.Event = field(default_factory=asyncio.Event)
@@ -74,6 +76,8 @@ class Sink:
             number = self.ledger.arrive(item.id, self._payload(item))
             if number is not None and self.keeps_order:
                 self.firsts.append((number, worker))
+            if self.traces is not None:
+                self.traces.setdefault(number_of(item.id), []).append((time.monotonic(), worker))
         if doomed:
             return web.json_response({"failed": [{"id": event_id, "status": 503} for event_id in doomed]}, status=207)
         return web.Response(status=204)

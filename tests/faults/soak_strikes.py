@@ -17,9 +17,14 @@ from collections import Counter
 from collections.abc import Coroutine
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 
+import backoff
+
 from services.core.aws_emulator import CREDENTIALS, AwsEmulator, kinesis_url
+from services.core.broker.contract import Broker
+from services.core.broker.errors import BrokerError
 from services.core.broker.reading import read_topic
 from services.core.event import read_id
 from services.core.jvm.kafka import KafkaCluster
@@ -44,6 +49,8 @@ RETRY: object = {"attempts": 3, "base": "50ms", "max_wait": "500ms"}
 SCHEDULE: object = ["1s", "2s", "5s", "5s", "5s", "10s", "10s", "10s", "30s", "30s"]
 _COMMIT_INTERVAL = "20ms"
 _FAILS = 0.01
+ANSWER_S = 1.5
+"""An answer takes so long at most, also of a process that is frozen for up to a second."""
 SETTLE_S = 300.0
 """For what waits with the global retrier at the end."""
 _TELL_S = 30.0
@@ -51,13 +58,17 @@ _TELL_S = 30.0
 
 @dataclass
 class Strikes:
-    """One run. links: by name. count: strikes that are over, by kind. spared: names of those that are struck now."""
+    """One run. links: by name. count: strikes that are over, by kind. spared: names of those that are struck now.
+
+    struck: (begin in monotonic seconds, whose, kind) of each strike.
+    """
 
     trial: Trial
     cluster: KafkaCluster | None
     links: dict[str, TcpProxy]
     count: Counter[str] = field(default_factory=Counter)
     spared: set[str] = field(default_factory=set)
+    struck: list[tuple[float, str, str]] = field(default_factory=list)
 
     async def run(self, wanted: int) -> None:
         """So many strikes; returns when all are over and every process is ready."""
@@ -94,9 +105,11 @@ class Strikes:
         self.spared.add(name)
 
         async def strike() -> None:
+            begun = time.monotonic()
             kind = await work
             self.spared.discard(name)
             self.count[kind] += 1
+            self.struck.append((begun, name, kind))
 
         group.create_task(strike())
 
@@ -135,6 +148,14 @@ class Strikes:
         os.kill(broker.pid, signal.SIGCONT)
         return "freeze broker"
 
+    def cause(self, first: float, worker: str, again: float, other: str) -> str:
+        """Why an event came from `worker` at `first`, and at `again` from `other`, although it was stored once."""
+        if any(first <= at <= again and name == worker and kind.startswith("kill") for at, name, kind in self.struck):
+            return "killed before the commit"
+        if any(first - 0.1 <= at <= first + ANSWER_S and name == "link receiver" for at, name, _ in self.struck):
+            return "answer lost"
+        return "moved" if worker != other else "other"
+
     def text(self) -> str:
         """How it goes, on one line."""
         ledger = self.trial.ledger
@@ -160,7 +181,7 @@ async def _run(broker: str, wanted: int, rate: float, seed: int, folder: Path) -
         name = f"{wanted} strikes"
         opening = open_trial(name, url, folder, seed=seed, rate=rate, retry=RETRY, schedule=SCHEDULE, timeout="5s")
         trial = await stack.enter_async_context(opening)
-        trial.sink.fail, trial.sink.keeps_order = _FAILS, False
+        trial.sink.fail, trial.sink.keeps_order, trial.sink.traces = _FAILS, False, {}
         links["receiver"] = await stack.enter_async_context(open_proxy("127.0.0.1", _port_of(trial.sink.url)))
         trial.webhook["url"] = f"http://127.0.0.1:{links['receiver'].port}/hook"
         starting = [trial.start_ingest(f"ingest-{number}") for number in (1, 2)]
@@ -175,24 +196,47 @@ async def _run(broker: str, wanted: int, rate: float, seed: int, folder: Path) -
         await trial.settle()
         with suppress(AssertionError):  # the judge says what is missing then
             await wait_until(lambda: not trial.ledger.lost(), SETTLE_S)
-        print("of those that came twice:", await _stored_twice(trial))
+        causes, copies = await find_causes(run)
+        print(f"of those that came twice: {causes}; {copies} second copies in the topics")
         return _judge(run, took)
 
 
-async def _stored_twice(trial: Trial) -> str:
-    """How many extra copies the topics hold of events that the client sent once: puts whose outcome was unknown, repeated.
+async def find_causes(run: Strikes) -> tuple[dict[str, int], int]:
+    """(the deliveries beyond the first, by cause; the second copies that the topics hold), of events that the client sent once.
 
-    The other duplicates were delivered, and not committed when a strike came.
+    stored twice: the topics hold so many more copies: puts whose outcome was unknown, repeated. The others were delivered by a
+    process that was killed before it committed; or the receiver's link was cut within ANSWER_S, so that the answer was lost; or
+    their partition moved to another process. other: none of these.
     """
-    ledger, found = trial.ledger, []
+    trial = run.trial
+    copies: dict[str, Counter[str | None]] = {}
     for topic in (trial.stream, retry_topic(trial.pipe)):
-        copies: Counter[str | None] = Counter()
-        for partition, held in (await trial.broker.reader.describe(topic)).items():
-            async for batch in read_topic(trial.broker.reader, topic, partition, held):
-                copies.update(map(read_id, batch.records))
-        once = [name for name in copies if name and ledger.sends[int(name.rpartition("-")[2])] == 1]
-        found.append(f"{sum(copies[name] - 1 for name in once)} extra copies in {topic}")
-    return ", ".join(found)
+        copies[topic] = await _count_copies(trial.broker, topic)
+    causes: Counter[str] = Counter()
+    extra = 0
+    assert trial.sink.traces is not None
+    for number, came in trial.sink.traces.items():
+        if trial.ledger.sends[number] > 1:
+            continue
+        stored = sum(max(0, found[trial.ledger.event_id(number)] - 1) for found in copies.values())
+        extra += stored
+        for (first, worker), (again, other) in pairwise(came):
+            if stored > 0:
+                stored -= 1
+                causes["stored twice"] += 1
+            else:
+                causes[run.cause(first, worker, again, other)] += 1
+    return dict(causes), extra
+
+
+@backoff.on_exception(backoff.expo, BrokerError, max_value=5, max_time=SETTLE_S)
+async def _count_copies(broker: Broker, topic: str) -> Counter[str | None]:
+    """How often the topic holds each event, by id."""
+    copies: Counter[str | None] = Counter()
+    for partition, held in (await broker.reader.describe(topic)).items():
+        async for batch in read_topic(broker.reader, topic, partition, held):
+            copies.update(map(read_id, batch.records))
+    return copies
 
 
 def _judge(run: Strikes, took: float) -> int:
