@@ -72,45 +72,40 @@ class Provisioned:
 
 def wanted_topics(pipes: PipeFile, *, has_retrier: bool = False) -> list[TopicSpec]:
     """Every topic of the pipe file, streams first. has_retrier: include the retrier's topics even if the file needs none."""
-    specs = [
-        TopicSpec(name, stream.partitions, retention_ms=_millis(stream.retention), shards=stream.shards)
-        for name, stream in pipes.streams.items()
-    ]
+    specs: dict[str, TopicSpec] = {}
+
+    def add(topic: str, retention_s: float | None, partitions: int = 1, shards: int | None = None) -> None:
+        retention_ms = None if retention_s is None else int(retention_s * 1000)
+        specs.setdefault(topic, TopicSpec(topic, partitions, retention_ms=retention_ms, shards=shards))
+
+    for name, stream in pipes.streams.items():
+        add(name, stream.retention, stream.partitions, stream.shards)
     for name, pipe in pipes.pipes.items():
         sources = [pipes.streams[source] for source in pipe.sources]
         retention = max(source.retention for source in sources)
         if pipe.transform is not None:
-            partitions = max(source.partitions for source in sources)
-            shards = max((source.shards or source.partitions for source in sources), default=None)
-            specs.append(TopicSpec(output_topic(name), partitions, retention_ms=_millis(retention), shards=shards))
-        dead_for = retention + _longest_schedule(pipe) + DEAD_LETTER_RETENTION_S
-        specs.append(TopicSpec(dead_letter_topic(name), 1, retention_ms=_millis(dead_for)))
+            shards = max(source.shards or source.partitions for source in sources)
+            add(output_topic(name), retention, max(source.partitions for source in sources), shards)
+        add(dead_letter_topic(name), retention + _longest_schedule(pipe) + DEAD_LETTER_RETENTION_S)
         if any(destination.webhook is not None for destination in pipe.destinations):
-            specs.append(TopicSpec(retry_topic(name), 1, retention_ms=_millis(RETRY_RETENTION_S)))
-            specs.append(TopicSpec(parked_topic(name), 1))
+            add(retry_topic(name), RETRY_RETENTION_S)
+            add(parked_topic(name), None)
     for name in sorted({lane.partition("/")[0] for lane in pipes.removed}):
-        known = {spec.name for spec in specs}
-        kept = (
-            (dead_letter_topic(name), _millis(DEAD_LETTER_RETENTION_S)),
-            (retry_topic(name), _millis(RETRY_RETENTION_S)),
-        )
-        gone = [TopicSpec(topic, 1, retention_ms=retention) for topic, retention in (*kept, (parked_topic(name), None))]
-        specs += [spec for spec in gone if spec.name not in known]
+        add(dead_letter_topic(name), DEAD_LETTER_RETENTION_S)
+        add(retry_topic(name), RETRY_RETENTION_S)
+        add(parked_topic(name), None)
     if has_retrier or needs_retrier(pipes):
-        specs += _retrier_topics(
-            max((spec.retention_ms or 0 for spec in specs), default=_millis(DEAD_LETTER_RETENTION_S))
-        )
-    specs.append(TopicSpec(TELEMETRY, 1, retention_ms=_millis(TELEMETRY_RETENTION_S)))
-    specs.append(TopicSpec(SNAPSHOTS, 1, retention_ms=_millis(2 * TELEMETRY_RETENTION_S)))
+        longest_ms = max(spec.retention_ms or 0 for spec in specs.values())
+        add(RETRY_IN, RETRY_RETENTION_S)
+        for seconds in DELAYS_S:
+            add(delay_topic(seconds), seconds + RETRY_RETENTION_S)
+        add(RETRIER_DEAD, longest_ms / 1000)
+    add(TELEMETRY, TELEMETRY_RETENTION_S)
+    add(SNAPSHOTS, 2 * TELEMETRY_RETENTION_S)
     if pipes.pipes:
-        specs += [TopicSpec(AUDIT, 1), TopicSpec(CONTROL, 1)]
-    return specs
-
-
-def _retrier_topics(dead_letters_ms: int) -> list[TopicSpec]:
-    waits = {RETRY_IN: 0} | {delay_topic(seconds): seconds for seconds in DELAYS_S}
-    specs = [TopicSpec(topic, 1, retention_ms=_millis(wait + RETRY_RETENTION_S)) for topic, wait in waits.items()]
-    return [*specs, TopicSpec(RETRIER_DEAD, 1, retention_ms=dead_letters_ms)]
+        add(AUDIT, None)
+        add(CONTROL, None)
+    return list(specs.values())
 
 
 def _longest_schedule(pipe: Pipe) -> float:
@@ -157,10 +152,6 @@ async def require_safe_topics(admin: Admin, topics: Collection[str]) -> None:
         await admin.check_durability(topics)
     except UnsafeTopic as error:
         raise BadConfiguration([Problem(f"topic {topic}", key, text) for topic, key, text in error.problems]) from error
-
-
-def _millis(seconds: float) -> int:
-    return int(seconds * 1000)
 
 
 def _difference(topic: str, has: int, wanted: int) -> str:

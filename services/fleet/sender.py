@@ -37,11 +37,6 @@ def wrap(payload: bytes, stream: str) -> bytes:
     return head.encode() + payload + b"}"
 
 
-def join(elements: Sequence[bytes]) -> bytes:
-    """The body of the request."""
-    return b"[" + b",".join(elements) + b"]"
-
-
 def make_id() -> str:
     """A new UUID version 7 (RFC 9562)."""
     millis = time.time_ns() // 1_000_000
@@ -99,12 +94,6 @@ class SendSummary:
             self.examples.append((position, reason, detail))
 
 
-@dataclass(frozen=True, slots=True)
-class _Element:
-    position: int
-    body: bytes
-
-
 async def send_events(
     events: Iterator[SourceEvent], target: Target, summary: SendSummary, done: Callable[[], None] = lambda: None
 ) -> None:
@@ -113,7 +102,7 @@ async def send_events(
     `events` is read from a thread. Raises SendingFailed, and the errors of `events`. Cancelling stops at once; events in
     flight may or may not have been stored.
     """
-    queue: asyncio.Queue[list[_Element] | None] = asyncio.Queue(maxsize=target.in_flight)
+    queue: asyncio.Queue[list[SourceEvent] | None] = asyncio.Queue(maxsize=target.in_flight)
     connector = aiohttp.TCPConnector(limit=target.in_flight)
     timeout = aiohttp.ClientTimeout(total=TIMEOUT_S, sock_connect=5.0)
     try:
@@ -136,7 +125,7 @@ async def send_events(
 
 async def _batches(
     events: Iterator[SourceEvent], target: Target, summary: SendSummary
-) -> AsyncIterator[list[_Element]]:
+) -> AsyncIterator[list[SourceEvent]]:
     """Batches of at most `target.batch` events and about MAX_BATCH_BYTES. Events that are not JSON are counted as refused."""
 
     def next_batch() -> tuple[list[SourceEvent], bool]:
@@ -155,9 +144,9 @@ async def _batches(
         for event in batch:
             if event.fault:
                 summary.refuse(event.position, "bad-json", event.fault)
-        elements = [_Element(event.position, wrap(event.payload, target.stream)) for event in batch if not event.fault]
-        if elements:
-            yield elements
+        good = [event._replace(payload=wrap(event.payload, target.stream)) for event in batch if not event.fault]
+        if good:
+            yield good
 
 
 class _Sender:
@@ -172,13 +161,13 @@ class _Sender:
         if target.key is not None:
             self._headers["Authorization"] = f"Bearer {target.key}"
 
-    async def work(self, queue: asyncio.Queue[list[_Element] | None]) -> None:
+    async def work(self, queue: asyncio.Queue[list[SourceEvent] | None]) -> None:
         while (batch := await queue.get()) is not None:
             waiting = deque([batch])
             while waiting:
                 waiting.extend(await self._send(waiting.popleft()))
 
-    async def _send(self, batch: list[_Element]) -> list[list[_Element]]:
+    async def _send(self, batch: list[SourceEvent]) -> list[list[SourceEvent]]:
         """Send one batch until its outcome is final. Returns smaller batches when the whole was refused because of a part."""
         deadline = time.monotonic() + GIVE_UP_AFTER_S
         backoff = Backoff(_BASE_WAIT_S, _MAX_WAIT_S)
@@ -205,10 +194,10 @@ class _Sender:
             self._summary.retries += 1
             await asyncio.sleep(wait)
 
-    async def _post(self, batch: Sequence[_Element]) -> tuple[int, dict[str, Any], float]:
+    async def _post(self, batch: Sequence[SourceEvent]) -> tuple[int, dict[str, Any], float]:
         """(status, the JSON of the answer, its Retry-After in seconds). Status 0: no answer, the outcome is unknown."""
         self._summary.requests += 1
-        body = join([element.body for element in batch])
+        body = b"[" + b",".join([event.payload for event in batch]) + b"]"
         try:
             async with self._session.post(
                 self._url, data=body, headers=self._headers, allow_redirects=False
@@ -224,16 +213,16 @@ class _Sender:
         wait = min(float(asked), _MAX_RETRY_AFTER_S) if asked.isdigit() else 0.0
         return response.status, answer if isinstance(answer, dict) else {}, wait
 
-    def _settle(self, batch: list[_Element], answer: dict[str, Any], status: int) -> list[_Element]:
+    def _settle(self, batch: list[SourceEvent], answer: dict[str, Any], status: int) -> list[SourceEvent]:
         """Count the settled events. Returns those that may be accepted later."""
         refused = answer.get("refused", []) if status != 200 else []
-        again: list[_Element] = []
+        again: list[SourceEvent] = []
         for item in refused:
-            element = batch[item["index"]]
+            event = batch[item["index"]]
             if item.get("retry"):
-                again.append(element)
+                again.append(event)
             else:
-                self._summary.refuse(element.position, _reason(item, status), str(item.get("detail", "")))
+                self._summary.refuse(event.position, _reason(item, status), str(item.get("detail", "")))
         self._summary.accepted += len(batch) - len(refused)
         return again
 

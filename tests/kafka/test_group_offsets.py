@@ -197,7 +197,7 @@ async def test_a_log_that_was_cut_off_is_read_on_at_the_cut(kafka_cluster: Kafka
             await consumer.commit(marks_of(await read(consumer, 100)))
         (partition,) = await describe_partitions(kafka_cluster.bootstrap, topic)
         node = partition["leader"]
-        await asyncio.to_thread(kafka_cluster.stop_broker, node)
+        await asyncio.to_thread(kafka_cluster.brokers[node].stop)
         await asyncio.to_thread(_cut_off, kafka_cluster.brokers[node].data / f"{topic}-0", 9)
         await asyncio.to_thread(kafka_cluster.restart, node)
         placed = await append(broker, topic, numbered(range(200, 220)))

@@ -83,10 +83,6 @@ class KafkaCluster:
         """Send SIGKILL to one broker. Blocks until its end."""
         self.brokers[node_id].stop(grace_s=0)
 
-    def stop_broker(self, node_id: int, *, grace_s: float = STOP_GRACE_S) -> None:
-        """Stop one broker in good order: first it gives its partitions away. SIGKILL after `grace_s` seconds."""
-        self.brokers[node_id].stop(grace_s=grace_s)
-
     def restart(self, *node_ids: int, timeout_s: float = READY_TIMEOUT_S) -> None:
         """Start these brokers (all, if none is named) on their old ports and data, and wait until they are ready.
 
@@ -190,8 +186,11 @@ class KafkaBroker:
                 raise KafkaNotReady(f"Kafka broker {self.node.node_id} was not ready in time. {self._log_end()}")
             time.sleep(0.05)
 
-    def stop(self, *, grace_s: float) -> None:
-        """Send SIGTERM, then SIGKILL after `grace_s` seconds; with 0 SIGKILL at once. Blocks until its end."""
+    def stop(self, *, grace_s: float = STOP_GRACE_S) -> None:
+        """Send SIGTERM, so that it first gives its partitions away, then SIGKILL after `grace_s` seconds (0: at once).
+
+        Blocks until its end.
+        """
         if self._process is not None:
             stop_child(self._process, grace_s=grace_s)
             self._process = None

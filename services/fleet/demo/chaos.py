@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from services.core.scrape import Sample
-from services.fleet.console import print_note
+from services.fleet.console import make_table, print_note
 from services.fleet.demo.flights import CHAOS_PIPE, SHAKY, STEADY, Flight, Tracker, load_flights
 from services.fleet.demo.stage import (
     DUPLICATES_FOR_S,
@@ -182,9 +182,8 @@ def render_chaos(result: Result) -> RenderableType:
     words = f"{result['broker']}, {result['seconds']} s: {SHAKY} was down for {result['outage_s']} s, "
     end = "nothing lost" if result["ok"] else f"{result['lost']} lost"
     title = Text(words + end, style="bold green" if result["ok"] else "bold red")
-    counts = Table(box=None, pad_edge=False)
-    for column in ("", "accepted", "delivered", "duplicates", "lost", "dead", "altered", "handed over"):
-        counts.add_column(column, justify="left" if not column else "right", no_wrap=True)
+    columns = ("accepted", "delivered", "duplicates", "lost", "dead", "altered", "handed over")
+    counts = make_table("", *columns, right=columns)
     for name, found in result["destinations"].items():
         bad = (found["lost"], found["dead"], found["wrong"] + found["foreign"] + found["unsigned"])
         counts.add_row(

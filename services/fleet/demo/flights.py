@@ -2,14 +2,12 @@
 
 import datetime
 import gzip
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import orjson
 
-from services.fleet.event_source import SourceEvent
 from services.fleet.receiver import Received
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
@@ -57,12 +55,6 @@ def _status(delay: int | None) -> str:
     if delay >= 60:
         return "very late"
     return "late" if delay >= 15 else "on time"
-
-
-def as_source(flights: dict[str, Flight]) -> Iterator[SourceEvent]:
-    """The events as input of the sender."""
-    for position, flight in enumerate(flights.values(), start=1):
-        yield SourceEvent(position, flight.payload, "")
 
 
 @dataclass(slots=True)

@@ -20,7 +20,8 @@ from services.core.lag import LagHistogram
 from services.core.scrape import Sample, scrape
 from services.core.signing import SigningKey, make_secret
 from services.fleet.console import ERR, print_note
-from services.fleet.demo.flights import EXAMPLES, STREAM, Flight, as_source
+from services.fleet.demo.flights import EXAMPLES, STREAM, Flight
+from services.fleet.event_source import SourceEvent
 from services.fleet.observer_client import Observer, get_json, loss_table
 from services.fleet.ports import free_port
 from services.fleet.problem import CommandFailed
@@ -100,12 +101,16 @@ async def perform(broker: str, run: Callable[[Stage], Awaitable[Result]]) -> Res
 
 
 async def _run(broker: str, run: Callable[[Stage], Awaitable[Result]], folder: Path, stop: Stop) -> Result:
+    key = await asyncio.to_thread(_write_secret, folder / "webhook.secret")
+    async with _address_of(broker, folder) as address:
+        return await run(Stage(folder, broker, address, key, stop))
+
+
+def _write_secret(path: Path) -> SigningKey:
     secret = make_secret()
-    path = folder / "webhook.secret"
     path.touch(mode=0o600)
     path.write_text(secret)
-    async with _address_of(broker, folder) as address:
-        return await run(Stage(folder, broker, address, SigningKey.parse(secret), stop))
+    return SigningKey.parse(secret)
 
 
 @asynccontextmanager
@@ -129,10 +134,10 @@ async def _address_of(broker: str, folder: Path) -> AsyncIterator[str]:
 
 async def send_flights(fleet: Fleet, sent: SendSummary, flights: dict[str, Flight], batch: int, rate: float) -> None:
     """Send all events to the fleet's ingest; `sent` is always up to date. Raises CommandFailed."""
+    events = (SourceEvent(number, flight.payload, "") for number, flight in enumerate(flights.values(), start=1))
+    target = Target(f"http://{fleet.plan.listen}", STREAM, batch=batch, rate=rate)
     try:
-        await send_events(
-            as_source(flights), Target(f"http://{fleet.plan.listen}", STREAM, batch=batch, rate=rate), sent
-        )
+        await send_events(events, target, sent)
     except SendingFailed as error:
         raise CommandFailed(f"sending: {error}") from error
 
