@@ -7,7 +7,7 @@ cannot be worked off waits, and is worked off later; an event that had to wait c
 from bench.simulator.others import OTHERS, TARGET
 from bench.simulator.result import Result
 from bench.simulator.traces import STEP_S, Trace
-from services.autoscaler.groups.policy import Figures, GroupRules, Instance, State, decide
+from services.autoscaler.groups.policy import GroupFigures, GroupMemory, GroupRules, Instance, decide
 
 EVENTS_PER_INSTANCE = 1_000.0
 _START_S = 60.0
@@ -45,7 +45,7 @@ class Group:
         self.result.actions.append((at, size - count))
         self.ordered = self.ordered[:size] if size < count else [*self.ordered, *[at] * (size - count)]
 
-    def figures(self, at: float) -> Figures:
+    def figures(self, at: float) -> GroupFigures:
         """As our scaler measures: an instance that starts does not say its CPU yet."""
         instances = tuple(
             Instance(f"i{number}", True, at - ordered, self.used)
@@ -55,12 +55,12 @@ class Group:
         )
         done = self.used * self.working(at)
         lag = self.waiting / done if done > 0 else 0.0
-        return Figures(len(self.ordered), instances, lag, max(1.0, self.asked / done) if done > 0 else 1.0)
+        return GroupFigures(len(self.ordered), instances, lag, max(1.0, self.asked / done) if done > 0 else 1.0)
 
 
 def run_ours(trace: Trace) -> Result:
     """Our group policy on a trace, with its defaults and the others' target."""
-    rules, state = GroupRules(max=_MOST, target_cpu=TARGET), State()
+    rules, state = GroupRules(max=_MOST, target_cpu=TARGET), GroupMemory()
     steps = trace.steps()
     group = Group(float(steps[0][1].sum()), "Penstock")
     for at, slots in steps:

@@ -1,6 +1,6 @@
 """How large a group should be: a pure function of its rules, its figures and earlier decisions.
 
-Target tracking. The load is the CPU of all warm instances together. The instances that it needs at the target are
+Target tracking. The load is the CPU of all warm instances together. The number of instances that it needs at the target is
 compared with the size that was *ordered*, so instances that are starting count, and are not ordered twice.
 """
 
@@ -62,7 +62,7 @@ class Instance:
 
 
 @dataclass(frozen=True, slots=True)
-class Figures:
+class GroupFigures:
     """A group at one moment.
 
     size: the ordered number of instances. lag: age in seconds of the oldest event that waits although its receiver
@@ -98,7 +98,7 @@ _ROUNDING = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
-class State:
+class GroupMemory:
     """What the policy remembers. Times are of the caller's clock, in seconds.
 
     last, acted_at: the last action. since: figures are complete from then on. needs: (time, instances needed),
@@ -112,7 +112,7 @@ class State:
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
+class GroupDecision:
     """The size to order, the present one for `hold`; the reason, and the reason in words with figures."""
 
     action: Action
@@ -121,129 +121,113 @@ class Decision:
     words: str
 
 
-Outcome = tuple[Decision, State]
+Outcome = tuple[GroupDecision, GroupMemory]
 
 
-def decide(rules: GroupRules, figures: Figures, state: State, now: float) -> Outcome:
-    """The decision and the new state, which assumes that the decision is carried out.
+def decide(rules: GroupRules, figures: GroupFigures, memory: GroupMemory, now: float) -> Outcome:
+    """The decision and the new memory, which assumes that the decision is carried out.
 
     The size stays in [floor, max]. A group shrinks by one. Opposite actions are two cool-downs apart, except that a
     size below the floor, which somebody else must have set, is raised at once.
     """
-    warm = _warm(rules, figures)
-    figures = _without_idle_pressure(rules, figures, warm)
-    state = _remember(rules, state, figures, warm, now)
-    size = figures.size
-    if size < rules.floor:
-        return _act(state, "out", rules.floor, "below_min", f"{size} are fewer than {rules.floor}", now)
-    if size > rules.max:
-        return _shrink(rules, state, figures, "above_max", f"{size} are more than {rules.max}", now)
-    if (wanted := _wanted_out(rules, figures, warm)) is not None:
-        return _grow(rules, state, figures, *wanted, now)
-    return _consider_in(rules, state, figures, warm, now)
+    return _Policy(rules, figures, memory, now).decide()
 
 
-def _warm(rules: GroupRules, figures: Figures) -> list[float]:
-    """The CPU of each warm instance."""
-    return [one.cpu for one in figures.instances if one.cpu is not None and _is_warm(rules, one)]
+class _Policy:
+    def __init__(self, rules: GroupRules, figures: GroupFigures, memory: GroupMemory, now: float) -> None:
+        self._rules, self._figures, self._now = rules, figures, now
+        self._warm = [one.cpu for one in figures.instances if one.cpu is not None and self._is_warm(one)]
+        """The CPU of each warm instance."""
+        self._cpu = sum(self._warm)
+        # Where CPU is not short, pressure says nothing about CPU; then the limit of lag decides.
+        is_short = bool(self._warm) and self._cpu / len(self._warm) > rules.target_cpu
+        self._load = self._cpu * figures.pressure if is_short else self._cpu
+        self._has_lag = figures.lag is not None and figures.lag > rules.max_lag
+        self._memory = self._remember(memory)
 
+    def decide(self) -> Outcome:
+        rules, size = self._rules, self._figures.size
+        if size < rules.floor:
+            return self._act("out", rules.floor, "below_min", f"{size} are fewer than {rules.floor}")
+        if size > rules.max:
+            return self._shrink("above_max", f"{size} are more than {rules.max}")
+        if self._load / size > rules.target_cpu * (1 + rules.tolerance):
+            words = f"CPU {self._load / size:.2f} an instance is above {rules.target_cpu:.2f}"
+            return self._grow(max(size + 1, self._needed()), "cpu", words)
+        if self._has_lag:
+            words = f"lag {self._figures.lag:.0f} s is above {rules.max_lag:.0f} s"
+            return self._grow(size + 1 + size // 4, "lag", words)
+        return self._consider_in()
 
-def _without_idle_pressure(rules: GroupRules, figures: Figures, warm: list[float]) -> Figures:
-    """Where CPU is not short, pressure says nothing about CPU; then the limit of lag decides."""
-    short = bool(warm) and sum(warm) / len(warm) > rules.target_cpu
-    return figures if short else replace(figures, pressure=1.0)
+    def _is_warm(self, one: Instance) -> bool:
+        is_known = one.ready and not one.leaving and one.cpu is not None
+        return is_known and one.age is not None and one.age >= self._rules.warm_up
 
+    def _needed(self) -> int:
+        return math.ceil(self._load / self._rules.target_cpu - _ROUNDING)
 
-def _is_warm(rules: GroupRules, one: Instance) -> bool:
-    return one.ready and not one.leaving and one.cpu is not None and one.age is not None and one.age >= rules.warm_up
+    def _remember(self, memory: GroupMemory) -> GroupMemory:
+        """With the present need. Without complete figures the window starts again."""
+        if not self._warm or len(self._warm) < sum(not one.leaving for one in self._figures.instances):
+            return replace(memory, since=None, needs=())
+        need, now = self._needed(), self._now
+        kept = [(at, old) for at, old in memory.needs if at > now - self._rules.calm and old > need]
+        return replace(memory, since=now if memory.since is None else memory.since, needs=(*kept, (now, need)))
 
+    def _grow(self, wanted: int, reason: Reason, words: str) -> Outcome:
+        if self._figures.size >= self._rules.max:
+            return self._hold("at_max", f"{words}, but {self._rules.max} are the most")
+        if (wait := self._wait("out")) > 0:
+            return self._hold("cool_down", f"{words}; cooling down for {wait:.0f} s more")
+        if reason == "lag" and (starting := self._unsettled()):
+            return self._hold("warming", f"{words}; {starting} is not at work yet")
+        return self._act("out", min(wanted, self._rules.max), reason, words)
 
-def _needed(load: float, cpu: float) -> int:
-    return math.ceil(load / cpu - _ROUNDING)
+    def _consider_in(self) -> Outcome:
+        rules, size, since = self._rules, self._figures.size, self._memory.since
+        if not self._warm:
+            return self._hold("no_figures", "no instance has reported its CPU over a warm period yet")
+        words = f"CPU {self._cpu / len(self._warm):.2f} an instance"
+        most = max((need for _, need in self._memory.needs), default=size)
+        if most >= size:
+            return self._hold("cpu", f"{words}, target {rules.target_cpu:.2f}")
+        if size == rules.floor:
+            return self._hold("at_min", f"{words}; {rules.floor} are the fewest")
+        if since is None or self._now - since < rules.calm:
+            return self._hold("not_calm", f"{words}, but not known to be calm for {rules.calm:.0f} s")
+        return self._shrink("calm", f"{words}; {most} were enough for {rules.calm:.0f} s")
 
+    def _shrink(self, reason: Reason, words: str) -> Outcome:
+        """One fewer, unless something is unsettled."""
+        figures = self._figures
+        if figures.under_way is not None:
+            return self._hold("under_way", f"{words}; not while {figures.under_way}")
+        if unsettled := self._unsettled():
+            return self._hold("warming", f"{words}; {unsettled} is not settled")
+        if self._has_lag:
+            return self._hold("lag", f"{words}, but lag {figures.lag:.0f} s is above {self._rules.max_lag:.0f} s")
+        if (wait := self._wait("in")) > 0:
+            return self._hold("cool_down", f"{words}; cooling down for {wait:.0f} s more")
+        return self._act("in", figures.size - 1, reason, words)
 
-def _remember(rules: GroupRules, state: State, figures: Figures, warm: list[float], now: float) -> State:
-    """With the present need. Without complete figures the window starts again."""
-    if not warm or len(warm) < sum(not one.leaving for one in figures.instances):
-        return replace(state, since=None, needs=())
-    need = _needed(sum(warm) * figures.pressure, rules.target_cpu)
-    kept = [(at, old) for at, old in state.needs if at > now - rules.calm and old > need]
-    return replace(state, since=now if state.since is None else state.since, needs=(*kept, (now, need)))
+    def _unsettled(self) -> str | None:
+        """An instance that starts, is silent or drains; or one that was ordered and is missing."""
+        figures = self._figures
+        found = next((one.name for one in figures.instances if not self._is_warm(one)), None)
+        if found is None and len(figures.instances) != figures.size:
+            return f"a group of {figures.size} with {len(figures.instances)} instances"
+        return found
 
+    def _wait(self, action: Action) -> float:
+        """Seconds until the action is allowed."""
+        if self._memory.last is None:
+            return 0.0
+        cool_downs = 1 if self._memory.last == action else 2
+        return self._memory.acted_at + self._rules.cool_down * cool_downs - self._now
 
-def _wanted_out(rules: GroupRules, figures: Figures, warm: list[float]) -> tuple[int, Reason, str] | None:
-    """(size, reason, words) when more instances are needed than ordered."""
-    load = sum(warm) * figures.pressure
-    if load / figures.size > rules.target_cpu * (1 + rules.tolerance):
-        wanted = max(figures.size + 1, _needed(load, rules.target_cpu))
-        return wanted, "cpu", f"CPU {load / figures.size:.2f} an instance is above {rules.target_cpu:.2f}"
-    if _lags(rules, figures):
-        return figures.size + 1 + figures.size // 4, "lag", f"lag {figures.lag:.0f} s is above {rules.max_lag:.0f} s"
-    return None
+    def _act(self, action: Literal["out", "in"], size: int, reason: Reason, words: str) -> Outcome:
+        memory = replace(self._memory, last=action, acted_at=self._now)
+        return GroupDecision(action, size, reason, words), memory
 
-
-def _lags(rules: GroupRules, figures: Figures) -> bool:
-    return figures.lag is not None and figures.lag > rules.max_lag
-
-
-def _grow(
-    rules: GroupRules, state: State, figures: Figures, wanted: int, reason: Reason, words: str, now: float
-) -> Outcome:
-    if figures.size >= rules.max:
-        return _hold(state, figures, "at_max", f"{words}, but {rules.max} are the most")
-    if (wait := _wait(rules, state, "out", now)) > 0:
-        return _hold(state, figures, "cool_down", f"{words}; cooling down for {wait:.0f} s more")
-    if reason == "lag" and (starting := _unsettled(rules, figures)):
-        return _hold(state, figures, "warming", f"{words}; {starting} is not at work yet")
-    return _act(state, "out", min(wanted, rules.max), reason, words, now)
-
-
-def _consider_in(rules: GroupRules, state: State, figures: Figures, warm: list[float], now: float) -> Outcome:
-    if not warm:
-        return _hold(state, figures, "no_figures", "no instance has told its CPU over a warm period yet")
-    average = sum(warm) / len(warm)
-    words = f"CPU {average:.2f} an instance"
-    most = max((need for _, need in state.needs), default=figures.size)
-    if most >= figures.size:
-        return _hold(state, figures, "cpu", f"{words}, target {rules.target_cpu:.2f}")
-    if figures.size == rules.floor:
-        return _hold(state, figures, "at_min", f"{words}; {rules.floor} are the fewest")
-    if state.since is None or now - state.since < rules.calm:
-        return _hold(state, figures, "not_calm", f"{words}, but not known to be calm for {rules.calm:.0f} s")
-    return _shrink(rules, state, figures, "calm", f"{words}; {most} were enough for {rules.calm:.0f} s", now)
-
-
-def _shrink(rules: GroupRules, state: State, figures: Figures, reason: Reason, words: str, now: float) -> Outcome:
-    """One fewer, unless something is unsettled."""
-    if figures.under_way is not None:
-        return _hold(state, figures, "under_way", f"{words}; not while {figures.under_way}")
-    if unsettled := _unsettled(rules, figures):
-        return _hold(state, figures, "warming", f"{words}; {unsettled} is not settled")
-    if _lags(rules, figures):
-        return _hold(state, figures, "lag", f"{words}, but lag {figures.lag:.0f} s is above {rules.max_lag:.0f} s")
-    if (wait := _wait(rules, state, "in", now)) > 0:
-        return _hold(state, figures, "cool_down", f"{words}; cooling down for {wait:.0f} s more")
-    return _act(state, "in", figures.size - 1, reason, words, now)
-
-
-def _unsettled(rules: GroupRules, figures: Figures) -> str | None:
-    """An instance that starts, is silent or drains; or one that was ordered and is missing."""
-    found = next((one.name for one in figures.instances if not _is_warm(rules, one)), None)
-    if found is None and len(figures.instances) != figures.size:
-        return f"a group of {figures.size} with {len(figures.instances)} instances"
-    return found
-
-
-def _wait(rules: GroupRules, state: State, action: Action, now: float) -> float:
-    """Seconds until the action is allowed."""
-    if state.last is None:
-        return 0.0
-    return state.acted_at + rules.cool_down * (1 if state.last == action else 2) - now
-
-
-def _act(state: State, action: Literal["out", "in"], size: int, reason: Reason, words: str, now: float) -> Outcome:
-    return Decision(action, size, reason, words), replace(state, last=action, acted_at=now)
-
-
-def _hold(state: State, figures: Figures, reason: Reason, words: str) -> Outcome:
-    return Decision("hold", figures.size, reason, words), state
+    def _hold(self, reason: Reason, words: str) -> Outcome:
+        return GroupDecision("hold", self._figures.size, reason, words), self._memory

@@ -17,7 +17,7 @@ from services.autoscaler.groups.observer import (
     PlannedChange,
     action_of,
 )
-from services.autoscaler.groups.policy import Decision, Figures, GroupRules, Instance, State, decide
+from services.autoscaler.groups.policy import GroupDecision, GroupFigures, GroupMemory, GroupRules, Instance, decide
 from services.core import metrics
 from services.core.pipes import RETRIER_GROUP
 from services.core.scrape import Sample, scrape
@@ -39,7 +39,7 @@ class Meter:
         self._known_since: dict[str, tuple[float, float]] = {}
         """By instance: start of its process by its wall clock, and when we first saw that, by our monotonic clock."""
 
-    async def measure(self, group: Group, failing: frozenset[Lane] | None, under_way: str | None) -> Figures:
+    async def measure(self, group: Group, failing: frozenset[Lane] | None, under_way: str | None) -> GroupFigures:
         """Ask every instance at once, for 15 s at most. failing: None when unknown; then lag is unknown."""
         addressed = [member for member in group.members if member.address is not None]
         found = await asyncio.gather(*(scrape([str(member.address)]) for member in addressed))
@@ -53,12 +53,12 @@ class Meter:
             for one in group.members
         )
         if failing is None:
-            return Figures(group.size, instances, under_way=under_way)
+            return GroupFigures(group.size, instances, under_way=under_way)
         pairs = [(sample, before[name]) for name, sample in samples.items() if name in before]
         bad = failing | failing_lanes(pairs)
         lag = oldest_lag(samples.values(), bad)
         pressed = pressure(pairs, bad) if lag is not None and lag >= PRESSED_S else 1.0
-        return Figures(group.size, instances, lag, pressed, under_way)
+        return GroupFigures(group.size, instances, lag, pressed, under_way)
 
 
 def _update_known_since(sample: Sample, known_since: tuple[float, float] | None) -> tuple[float, float]:
@@ -152,7 +152,7 @@ class GroupScaler:
         self._driver, self._observer, self._dry_run = driver, observer, dry_run
         self._rules = dict(rules)
         self._meters = {name: Meter() for name in rules}
-        self._states: dict[str, State] = {}
+        self._states: dict[str, GroupMemory] = {}
         self._known: dict[str, PlannedChange] = {}
 
     async def run(self, stopping: asyncio.Event, every: float) -> None:
@@ -197,13 +197,13 @@ class GroupScaler:
         if decision.action != "hold" and not self._dry_run and not await self._resize(name, decision, figures.size):
             self._states[name] = replace(self._states[name], last=state.last, acted_at=state.acted_at)
 
-    def _restore_last_action(self, name: str, observed: Observed | None, now: float) -> State:
+    def _restore_last_action(self, name: str, observed: Observed | None, now: float) -> GroupMemory:
         """The state, with the last action of any autoscaler since.
 
         Each announcement is placed on our clock once, so a wall clock that is set back does not delay actions again
         and again.
         """
-        state = self._states.get(name, State())
+        state = self._states.get(name, GroupMemory())
         window = observed.last_change(name) if observed is not None else None
         if window is None or window == self._known.get(name):
             return state
@@ -213,7 +213,7 @@ class GroupScaler:
             return state
         return replace(state, last=action_of(window), acted_at=acted_at)
 
-    async def _resize(self, name: str, decision: Decision, seen: int) -> bool:
+    async def _resize(self, name: str, decision: GroupDecision, seen: int) -> bool:
         """Whether the platform accepted the order, or may have: a lost answer says nothing about the order."""
         try:
             await self._driver.resize(name, seen, decision.size)
@@ -234,7 +234,7 @@ class GroupScaler:
         metrics.AUTOSCALER_GROUP_FAILURES.labels(name, what, type(error).__name__).inc()
         log.warning("group_not_reached", group=name, what=what, kind=type(error).__name__, error=str(error))
 
-    def _report(self, name: str, decision: Decision, figures: Figures) -> None:
+    def _report(self, name: str, decision: GroupDecision, figures: GroupFigures) -> None:
         known = [one.cpu for one in figures.instances if one.cpu is not None and not one.leaving]
         cpu = sum(known) / len(known) if known else None
         metrics.AUTOSCALER_GROUP_DECISIONS.labels(name, decision.action, decision.reason).inc()

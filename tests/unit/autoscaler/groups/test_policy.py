@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from services.autoscaler.groups.policy import Figures, GroupRules, Instance, State, decide
+from services.autoscaler.groups.policy import GroupFigures, GroupMemory, GroupRules, Instance, decide
 from tests.unit.autoscaler.groups.world import World
 
 
@@ -17,9 +17,9 @@ def warm(*cpu: float) -> tuple[Instance, ...]:
     return tuple(Instance(f"i{number}", True, 1e6, value) for number, value in enumerate(cpu))
 
 
-def calm(size: int) -> State:
+def calm(size: int) -> GroupMemory:
     """As after a long time in which one instance was enough."""
-    return State(since=-1e6, needs=((0.0, 1),))
+    return GroupMemory(since=-1e6, needs=((0.0, 1),))
 
 
 LOADS = st.lists(st.tuples(st.floats(0, 12), st.integers(1, 60), st.floats(0, 1)), min_size=1, max_size=12)
@@ -85,36 +85,36 @@ def test_load_times_three_and_back() -> None:
 
 def test_a_flash_crowd_is_met_in_one_step_where_pressure_is_known() -> None:
     """Broken: a saturated CPU hides the load, and the group creeps after a crowd of ten times as many."""
-    decision, _ = decide(rules(max=40), Figures(2, warm(1.0, 1.0), pressure=6.0), State(), 0.0)
+    decision, _ = decide(rules(max=40), GroupFigures(2, warm(1.0, 1.0), pressure=6.0), GroupMemory(), 0.0)
     assert (decision.action, decision.size, decision.reason) == ("out", 20, "cpu")
 
 
 def test_what_is_starting_is_not_ordered_twice() -> None:
     """Broken: each look during a slow start orders the same instances again."""
     starting = (Instance("new", False, None, None), Instance("young", True, 5.0, 0.9))
-    decision, _ = decide(rules(), Figures(4, (*warm(1.0, 1.0), *starting)), State(), 1000.0)
+    decision, _ = decide(rules(), GroupFigures(4, (*warm(1.0, 1.0), *starting)), GroupMemory(), 1000.0)
     assert decision.action == "hold"
 
 
 def test_the_cpu_of_a_new_instance_does_not_count() -> None:
     """Broken: the work of starting looks like load, and a start causes the next."""
     young = Instance("young", True, 59.0, 1.0)
-    assert decide(rules(), Figures(2, (*warm(0.5), young)), State(), 0.0)[0].action == "hold"
+    assert decide(rules(), GroupFigures(2, (*warm(0.5), young)), GroupMemory(), 0.0)[0].action == "hold"
     old = Instance("old", True, 60.0, 1.0)
-    assert decide(rules(), Figures(2, (*warm(0.5), old)), State(), 0.0)[0].action == "out"
+    assert decide(rules(), GroupFigures(2, (*warm(0.5), old)), GroupMemory(), 0.0)[0].action == "out"
 
 
 @pytest.mark.parametrize(("cpu", "action"), [(0.65, "hold"), (0.67, "out"), (0.55, "hold")])
 def test_tolerance(cpu: float, action: str) -> None:
     """Broken: noise around the target moves the group."""
-    assert decide(rules(), Figures(3, warm(cpu, cpu, cpu)), State(), 0.0)[0].action == action
+    assert decide(rules(), GroupFigures(3, warm(cpu, cpu, cpu)), GroupMemory(), 0.0)[0].action == action
 
 
 def test_lag_makes_it_grow_although_cpu_is_low() -> None:
     """Broken: a group that waits for its receivers most of the time is never enlarged, however late its events are."""
-    decision, _ = decide(rules(), Figures(4, warm(0.1, 0.1, 0.1, 0.1), lag=61.0), State(), 0.0)
+    decision, _ = decide(rules(), GroupFigures(4, warm(0.1, 0.1, 0.1, 0.1), lag=61.0), GroupMemory(), 0.0)
     assert (decision.action, decision.size, decision.reason) == ("out", 6, "lag")
-    assert decide(rules(), Figures(1, warm(0.1), lag=60.0), State(), 0.0)[0].action == "hold"
+    assert decide(rules(), GroupFigures(1, warm(0.1), lag=60.0), GroupMemory(), 0.0)[0].action == "hold"
 
 
 def test_failing_receivers_do_not_make_it_grow() -> None:
@@ -127,10 +127,10 @@ def test_failing_receivers_do_not_make_it_grow() -> None:
 
 def test_no_shrinking_during_a_deploy_or_a_rebalance() -> None:
     """Broken: an instance is taken away while others are being replaced, or partitions move twice."""
-    figures = Figures(3, warm(0.1, 0.1, 0.1), under_way="a deploy is announced")
+    figures = GroupFigures(3, warm(0.1, 0.1, 0.1), under_way="a deploy is announced")
     decision, _ = decide(rules(), figures, calm(3), 1000.0)
     assert (decision.action, decision.reason) == ("hold", "under_way")
-    assert decide(rules(), Figures(3, warm(0.1, 0.1, 0.1)), calm(3), 1000.0)[0].action == "in"
+    assert decide(rules(), GroupFigures(3, warm(0.1, 0.1, 0.1)), calm(3), 1000.0)[0].action == "in"
 
 
 @pytest.mark.parametrize(
@@ -143,13 +143,13 @@ def test_no_shrinking_during_a_deploy_or_a_rebalance() -> None:
 )
 def test_no_shrinking_while_an_instance_is_not_settled(unsettled: Instance) -> None:
     """Broken: two drain at once, or one leaves before its successor works."""
-    figures = Figures(3, (*warm(0.1, 0.1, 0.1), unsettled))
+    figures = GroupFigures(3, (*warm(0.1, 0.1, 0.1), unsettled))
     assert decide(rules(), figures, calm(3), 1000.0)[0].action == "hold"
 
 
 def test_an_instance_that_was_ordered_and_is_not_there_is_waited_for() -> None:
     """Broken: a platform that is slow to start instances loses those that it has."""
-    assert decide(rules(), Figures(3, warm(0.1, 0.1)), calm(3), 1000.0)[0].action == "hold"
+    assert decide(rules(), GroupFigures(3, warm(0.1, 0.1)), calm(3), 1000.0)[0].action == "hold"
 
 
 def test_a_new_autoscaler_does_not_shrink_before_it_saw_a_whole_window() -> None:
@@ -167,15 +167,15 @@ def test_silent_instances_begin_the_window_anew() -> None:
     world = World(rules(), 3)
     for _ in range(15):
         world.tick(0.1)
-    silent = Figures(3, (*warm(0.1, 0.1), Instance("x", False, None, None)))
+    silent = GroupFigures(3, (*warm(0.1, 0.1), Instance("x", False, None, None)))
     assert decide(world.rules, silent, world.state, 155.0)[1].since is None
 
 
 def test_bounds_that_somebody_else_left_are_restored() -> None:
     """Broken: a size set by hand below the fault tolerance stays, or one above the maximum is cut at once."""
-    low, _ = decide(rules(fault_tolerance=3), Figures(1, warm(0.1)), State("in", 999.0), 1000.0)
+    low, _ = decide(rules(fault_tolerance=3), GroupFigures(1, warm(0.1)), GroupMemory("in", 999.0), 1000.0)
     assert (low.action, low.size, low.reason) == ("out", 3, "below_min")
-    high, _ = decide(rules(max=2), Figures(5, warm(*[0.6] * 5)), State(), 1000.0)
+    high, _ = decide(rules(max=2), GroupFigures(5, warm(*[0.6] * 5)), GroupMemory(), 1000.0)
     assert (high.action, high.size, high.reason) == ("in", 4, "above_max")
 
 

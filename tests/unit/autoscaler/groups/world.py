@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from services.autoscaler.groups.policy import Decision, Figures, GroupRules, Instance, State, decide
+from services.autoscaler.groups.policy import GroupDecision, GroupFigures, GroupMemory, GroupRules, Instance, decide
 
 EVERY = 10.0
 CAPACITY = 1.0
@@ -18,16 +18,16 @@ class World:
     drains: float = 15.0
     now: float = 0.0
     backlog: float = 0.0
-    state: State = field(default_factory=State)
+    state: GroupMemory = field(default_factory=GroupMemory)
     born: list[float] = field(default_factory=list)
     leaving: list[float] = field(default_factory=list)
-    taken: list[tuple[float, Decision]] = field(default_factory=list)
+    taken: list[tuple[float, GroupDecision]] = field(default_factory=list)
     most_leaving: int = 0
 
     def __post_init__(self) -> None:
         self.born = [-1e6] * self.size
 
-    def tick(self, demand: float, under_way: str | None = None, failing: float = 0.0) -> Decision:
+    def tick(self, demand: float, under_way: str | None = None, failing: float = 0.0) -> GroupDecision:
         """One look and what follows from it. failing: part of the demand that no receiver takes."""
         self.now += EVERY
         self.leaving = [at for at in self.leaving if self.now - at < self.drains]
@@ -41,12 +41,12 @@ class World:
         instances += [Instance(f"l{at}", True, 1e6, 0.1, leaving=True) for at in self.leaving]
         lag = self.backlog / max(done, 0.01)
         pressure = max(1.0, demand * (1 - failing) / done) if done else 1.0
-        figures = Figures(self.size, tuple(instances), lag, pressure, under_way)
+        figures = GroupFigures(self.size, tuple(instances), lag, pressure, under_way)
         decision, self.state = decide(self.rules, figures, self.state, self.now)
         self._resize(decision)
         return decision
 
-    def _resize(self, decision: Decision) -> None:
+    def _resize(self, decision: GroupDecision) -> None:
         if decision.action == "hold":
             return
         self.taken.append((self.now, decision))
