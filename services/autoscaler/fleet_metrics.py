@@ -1,4 +1,4 @@
-"""Finds the fleet's processes, and reads how their counters changed."""
+"""Finds the fleet's processes, and reads the changes of their counters."""
 
 import asyncio
 import socket
@@ -8,9 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import orjson
+import structlog
 
 from services.core.address import parse_address
 from services.core.scrape import Labels, Sample, scrape
+
+log = structlog.get_logger()
 
 _DNS = "dns://"
 _RESOLVE_S = 5.0
@@ -107,3 +110,25 @@ class Counters:
                 moved[key] = moved.get(key, 0.0) + (passed if passed >= 0 else value)
         silent = tuple(address for address in asked if address not in answered or address not in before)
         return Window(min(newer.at - older.at for older, newer in both), moved, silent)
+
+
+class FleetCounters:
+    """The counters of all targets. hint: of the log line about missing targets; logged once per error."""
+
+    def __init__(self, targets: str, hint: str) -> None:
+        self._targets, self._hint = targets, hint
+        self._counters = Counters()
+        self.problem: str | None = None
+        """Why there are no targets."""
+
+    async def read(self) -> Window | None:
+        """As `Counters.read`. None as well without targets."""
+        try:
+            addresses = await find_targets(self._targets)
+        except NoTargets as error:
+            if self.problem != str(error):
+                log.warning("no_targets", error=str(error), hint=self._hint)
+            self.problem = str(error)
+            return None
+        self.problem = None
+        return await self._counters.read(addresses)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import structlog
 
-from services.autoscaler.fleet_metrics import Counters, NoTargets, Window, find_targets
+from services.autoscaler.fleet_metrics import FleetCounters, Window
 from services.core.broker.contract import Broker, Reader
 from services.core.broker.errors import BrokerError
 from services.core.lifecycle import wait_for_stop
@@ -75,7 +75,8 @@ def decide(figures: TopicFigures, memory: TopicMemory, now: float) -> tuple[Topi
 log = structlog.get_logger()
 
 EVERY_S = 60.0
-_LOOKED_AT = 100
+_CHECKED = 100
+"""Records per partition that are checked for keys."""
 _BYTES = "penstock_ingest_payload_bytes_total"
 
 
@@ -83,24 +84,22 @@ class PartitionScaler:
     """Decides once a minute, for streams only: the topics of transforms are left to a person."""
 
     def __init__(self, pipes: PipeFile, broker: Broker, targets: str, capacity: float, *, dry_run: bool) -> None:
-        self._pipes, self._broker, self._targets = pipes, broker, targets
-        self._capacity, self._dry_run = capacity, dry_run
-        self._counters = Counters()
+        self._pipes, self._broker, self._capacity, self._dry_run = pipes, broker, capacity, dry_run
+        self._counters = FleetCounters(targets, "without them no stream gets partitions")
         self._memories: dict[str, TopicMemory] = {}
-        self._said: dict[str, str] = {}
+        self._logged: dict[str, str] = {}
         self._warned = ""
 
     async def run(self, stopping: asyncio.Event) -> None:
         """Until the stop."""
         while not stopping.is_set():
             try:
-                window = await self._counters.read(await find_targets(self._targets))
-                if window is not None:
+                if (window := await self._counters.read()) is not None:
                     await self._consider(window)
-            except NoTargets as error:
-                self._warn("no_targets", str(error), "without them no stream gets partitions")
             except BrokerError as error:
-                self._warn("partitions_unknown", str(error), "it is tried again")
+                if self._warned != str(error):
+                    log.warning("partitions_unknown", error=str(error), hint="it is tried again")
+                self._warned = str(error)
             await wait_for_stop(stopping, EVERY_S)
 
     async def _consider(self, window: Window) -> None:
@@ -124,16 +123,10 @@ class PartitionScaler:
                 await self._broker.admin.add_partitions(name, decision.partitions)
                 self._memories[name] = after
 
-    def _warn(self, event: str, error: str, hint: str) -> None:
-        """Once per error."""
-        if self._warned != error:
-            self._warned = error
-            log.warning(event, error=error, hint=hint)
-
     def _report(self, name: str, decision: TopicDecision) -> None:
         kind = decision.reason.partition(":")[0]
-        if decision.partitions is not None or self._said.get(name) != kind:
-            self._said[name] = kind
+        if decision.partitions is not None or self._logged.get(name) != kind:
+            self._logged[name] = kind
             log.info(
                 "partitions_decided",
                 stream=name,
@@ -146,8 +139,8 @@ class PartitionScaler:
 async def has_keys(reader: Reader, topic: str) -> bool:
     """Whether a recent record has a key: clients may set one without a key field in the pipe file."""
     for partition, stored in (await reader.describe(topic)).items():
-        first = max(stored.start, stored.end - _LOOKED_AT)
-        batch = await reader.read(topic, partition, first, max_records=_LOOKED_AT) if first < stored.end else None
+        first = max(stored.start, stored.end - _CHECKED)
+        batch = await reader.read(topic, partition, first, max_records=_CHECKED) if first < stored.end else None
         if batch is not None and any(record.key is not None for record in batch.records):
             return True
     return False

@@ -1,8 +1,8 @@
-"""The observer's API: its view of health, which limits scaling, and the announcements of ours."""
+"""The observer's API: the health of pipes, which limits scaling, and the autoscaler's announcements."""
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -120,7 +120,12 @@ class ObserverClient:
         planned = await self._ask("GET", "/v1/planned", _Planned)
         pipes = await self._ask("GET", "/v1/pipes", _Pipes)
         unstable = tuple(pipe for pipe in pipes.pipes if pipe.health == "unstable")
-        return Observed(frozenset(_failing(destinations.destinations)), tuple(planned.planned), unstable)
+        failing = frozenset(
+            (one.pipe, one.destination)
+            for one in destinations.destinations
+            if one.state == "paused" or one.breaker not in (None, "closed")
+        )
+        return Observed(failing, tuple(planned.planned), unstable)
 
     async def announce(self, group: str, action: str, words: str, seconds: float) -> PlannedChange:
         """Announce a change of scale: its disturbance raises no alarm, and other autoscalers know of it. Returns the
@@ -139,12 +144,12 @@ class ObserverClient:
         url, head = f"http://{self._address}{path}", await self._head()
         try:
             async with self._session.request(method, url, json=body, headers=head, allow_redirects=False) as answer:
-                said = await answer.read()
+                text = await answer.read()
             if answer.status not in (200, 201):
                 raise ObserverUnavailable(
                     f"the observer at {self._address} answers {method} {path} with {answer.status}"
                 )
-            return msgspec.json.decode(said, type=kind)
+            return msgspec.json.decode(text, type=kind)
         except (aiohttp.ClientError, TimeoutError, msgspec.MsgspecError) as error:
             raise ObserverUnavailable(f"the observer at {self._address} does not answer: {error!r}") from error
 
@@ -156,13 +161,6 @@ class ObserverClient:
         except BadConfiguration as error:
             raise ObserverUnavailable(f"no token for the observer: {error}") from error
         return {"Authorization": f"Bearer {tokens[0]}"}
-
-
-def _failing(destinations: Iterable[Destination]) -> Iterable[Lane]:
-    """Paused, or with a breaker that is not closed."""
-    for one in destinations:
-        if one.state == "paused" or one.breaker not in (None, "closed"):
-            yield one.pipe, one.destination
 
 
 @asynccontextmanager

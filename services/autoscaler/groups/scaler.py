@@ -28,7 +28,7 @@ FEWEST_ATTEMPTS = 5
 PRESSED_S = 5.0
 """Events that wait for less are a batch under way."""
 MOST_PRESSURE = 10.0
-_TAKEN = ("delivered", "partial")
+_ACCEPTED = ("delivered", "partial")
 
 
 class Meter:
@@ -91,10 +91,9 @@ def failing_lanes(pairs: Iterable[tuple[Sample, Sample]]) -> frozenset[Lane]:
         for (name, labels), value in new.values.items():
             if name != "penstock_expel_attempts_total":
                 continue
-            told = dict(labels)
-            lane, count = (told["pipe"], told["destination"]), value - old.values.get((name, labels), 0.0)
+            lane, count = _lane(dict(labels)), value - old.values.get((name, labels), 0.0)
             requests[lane] += count
-            failed[lane] += count if told["outcome"] not in _TAKEN else 0.0
+            failed[lane] += count if dict(labels)["outcome"] not in _ACCEPTED else 0.0
     return frozenset(
         lane for lane, all_ in requests.items() if all_ >= FEWEST_ATTEMPTS and failed[lane] >= FAILING_SHARE * all_
     )
@@ -158,9 +157,9 @@ class GroupScaler:
     async def run(self, stopping: asyncio.Event, every: float) -> None:
         """Until the stop, which does not wait for the platform: an order was given by then, or was not."""
         async with asyncio.TaskGroup() as group:
-            looking = group.create_task(self._run_forever(every), name="looks")
+            scaling = group.create_task(self._run_forever(every))
             await stopping.wait()
-            looking.cancel()
+            scaling.cancel()
 
     async def _run_forever(self, every: float) -> None:
         while True:

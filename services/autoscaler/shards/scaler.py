@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import structlog
 
-from services.autoscaler.fleet_metrics import Counters, NoTargets, Window, find_targets
+from services.autoscaler.fleet_metrics import FleetCounters, Window
 from services.autoscaler.shards.figures import RULES, Rules, StreamDecision, StreamFigures, StreamMemory, Update
 from services.autoscaler.shards.layout import shard_loads
 from services.autoscaler.shards.memory import UpdateHistory, with_updates
@@ -22,7 +22,7 @@ from services.core.lifecycle import wait_for_stop
 
 log = structlog.get_logger()
 
-_SAY_AGAIN_S = 300.0
+_LOG_AGAIN_S = 300.0
 """How often an unchanged reason is logged again."""
 
 _FIGURES = re.compile(r"[\d.,]+")
@@ -34,7 +34,7 @@ class DecisionReporter:
 
     def __init__(self, topic: str, *, dry_run: bool) -> None:
         self._topic, self._dry_run = topic, dry_run
-        self._said, self._said_at = "", 0.0
+        self._logged, self._logged_at = "", 0.0
 
     def report(self, figures: StreamFigures, decision: StreamDecision, memory: StreamMemory) -> None:
         """memory: after the decision."""
@@ -46,9 +46,9 @@ class DecisionReporter:
         metrics.AUTOSCALER_LOAD.labels(self._topic).set(max(loads, default=0.0))
         metrics.AUTOSCALER_UPDATES.labels(self._topic).set(len(memory.updates))
         kind, now = _FIGURES.sub("", decision.reason.partition(":")[0]), time.monotonic()
-        if wanted is None and kind == self._said and now - self._said_at < _SAY_AGAIN_S:
+        if wanted is None and kind == self._logged and now - self._logged_at < _LOG_AGAIN_S:
             return
-        self._said, self._said_at = kind, now
+        self._logged, self._logged_at = kind, now
         log.info(
             "shards_decided",
             stream=self._topic,
@@ -164,16 +164,10 @@ class StreamScaler:
 
     async def run(self, stopping: asyncio.Event) -> None:
         """Until the stop. A change under way is left to the service."""
-        stop = asyncio.create_task(stopping.wait())
-        following = asyncio.create_task(self._follow())
-        try:
-            await asyncio.wait({stop, following}, return_when=asyncio.FIRST_COMPLETED)
-            if following.done():
-                following.result()
-        finally:
-            for task in (stop, following):
-                task.cancel()
-            await asyncio.gather(stop, following, return_exceptions=True)
+        async with asyncio.TaskGroup() as group:
+            following = group.create_task(self._follow())
+            await stopping.wait()
+            following.cancel()
 
     async def _follow(self) -> None:
         while True:
@@ -215,7 +209,7 @@ class StreamScaler:
             return
         if found := await self._history.find_unknown(memory, now, figures.ahead):
             self._memory = with_updates(replace(after, updates=memory.recent(now)), found)
-            hint = "another autoscaler looks after the same stream. Try: one of them"
+            hint = "another autoscaler scales the same stream. Try: one of them"
             log.warning("updates_of_another", stream=self._topic, updates=len(found), hint=hint)
             return  # they may change the decision
         # Before the change: a crash in between costs one of ten updates, and never the count.
@@ -272,11 +266,10 @@ class ShardScaler:
         every: float,
         announce: Announce = to_nobody,
     ) -> None:
-        self._targets, self._every = targets, every
-        self._counters = Counters()
+        self._every = every
+        self._counters = FleetCounters(targets, "without them no stream gets other shards")
         self._streams = [StreamScaler(topic, resharding, rules, dry_run=dry_run, announce=announce) for topic in topics]
         self._silent: tuple[str, ...] = ()
-        self._warned = ""
         self.waits_for: str | None = "no figures yet"
 
     async def run(self, stopping: asyncio.Event) -> None:
@@ -288,18 +281,11 @@ class ShardScaler:
                 await wait_for_stop(stopping, self._every)
 
     async def _read_metrics(self) -> None:
-        try:
-            addresses = await find_targets(self._targets)
-        except NoTargets as error:
-            if self._warned != str(error):
-                log.warning("no_targets", error=str(error), hint="without them no stream gets other shards")
-            # With groups only, there may be no targets.
-            self._warned, self.waits_for = str(error), None
-            return
-        self._warned = ""
-        window = await self._counters.read(addresses)
+        window = await self._counters.read()
         if window is None:
-            self.waits_for = "no process of the targets has answered twice"
+            # With groups only, there may be no targets.
+            is_waiting = self._counters.problem is None
+            self.waits_for = "no process of the targets has answered twice" if is_waiting else None
             return
         if window.silent and window.silent != self._silent:
             log.warning("targets_silent", addresses=window.silent, hint="no shards are taken away meanwhile")

@@ -29,15 +29,9 @@ class _State(msgspec.Struct):
     management: str
 
 
-class _Instance(msgspec.Struct):
-    name: str
-    address: str | None
-    leaving: bool
-
-
 class _Answer(msgspec.Struct):
     size: int
-    instances: list[_Instance]
+    instances: tuple[Member, ...]
 
 
 class FleetDriver:
@@ -50,8 +44,8 @@ class FleetDriver:
         try:
             found = msgspec.json.decode(await self._ask("GET", group), type=_Answer)
         except msgspec.MsgspecError as error:
-            raise Away(f"the supervisor on {self._data} answers strangely: {error}") from error
-        return Group(found.size, tuple(Member(one.name, one.address, one.leaving) for one in found.instances))
+            raise Away(f"the supervisor on {self._data} gave an unexpected answer: {error}") from error
+        return Group(found.size, found.instances)
 
     async def resize(self, group: str, seen: int, size: int) -> None:
         check_step(seen, size)
@@ -64,10 +58,10 @@ class FleetDriver:
             async with self._session.request(
                 method, url, data=body, headers={"Authorization": f"Bearer {token}"}
             ) as answer:
-                said = await answer.read()
+                text = await answer.read()
         except (aiohttp.ClientError, TimeoutError) as error:
             raise Away(f"the supervisor on {self._data} does not answer: {error!r}. Try: penstock status") from error
-        words = f"the fleet on {self._data}: {said[:300].decode(errors='replace')}"
+        words = f"the fleet on {self._data}: {text[:300].decode(errors='replace')}"
         if answer.status == 404:
             raise GroupNotFound(f"{words}, not {group}")
         if answer.status == 409:
@@ -76,7 +70,7 @@ class FleetDriver:
             raise Away(words)
         if answer.status >= 300:
             raise Refused(words)
-        return said
+        return text
 
     def _read_files(self) -> tuple[str, str]:
         """Blocking."""

@@ -92,7 +92,7 @@ class KubernetesDriver:
 
     async def _pods(self, selector: str) -> tuple[Member, ...]:
         if not selector:
-            raise Refused("the Deployment says no selector, so its pods cannot be told apart")
+            raise Refused("the Deployment has no selector, so its pods are unknown")
         raw = await self._ask("GET", f"/api/v1/namespaces/{self._namespace}/pods", {"labelSelector": selector})
         return tuple(
             Member(
@@ -118,12 +118,12 @@ class KubernetesDriver:
             async with self._session.request(
                 method, self._endpoint + path, params=query, data=body, headers=headers, allow_redirects=False
             ) as answer:
-                said = await answer.read()
+                text = await answer.read()
         except (aiohttp.ClientError, TimeoutError) as error:
             raise Away(f"the Kubernetes API at {self._endpoint} does not answer: {error!r}") from error
         if answer.status >= 300:
-            _raise(answer.status, f"{method} {path}: {_message(said)}")
-        return said
+            _raise(answer.status, f"{method} {path}: {_message(text)}")
+        return text
 
     def _read_token(self) -> str:
         """Blocking."""
@@ -150,14 +150,14 @@ def _decode(raw: bytes, kind: type[Any]) -> Any:
     try:
         return msgspec.json.decode(raw, type=kind)
     except msgspec.MsgspecError as error:
-        raise Away(f"the Kubernetes API answers strangely: {error}") from error
+        raise Away(f"the Kubernetes API gave an unexpected answer: {error}") from error
 
 
-def _message(said: bytes) -> str:
+def _message(text: bytes) -> str:
     try:
-        return str(orjson.loads(said)["message"])
+        return str(orjson.loads(text)["message"])
     except (orjson.JSONDecodeError, KeyError, TypeError):
-        return said[:300].decode(errors="replace")
+        return text[:300].decode(errors="replace")
 
 
 def _host(address: str) -> str:
