@@ -91,7 +91,6 @@ class PartitionScaler:
         self._warned = ""
 
     async def run(self, stopping: asyncio.Event) -> None:
-        """Until the stop."""
         while not stopping.is_set():
             try:
                 if (window := await self._counters.read()) is not None:

@@ -1,4 +1,4 @@
-"""How far a whole group is behind, as one of its members tells it: its own partitions are only a part of that."""
+"""The lag of a whole group, as one of its members reports it. Its own partitions are only a part of the group's."""
 
 import asyncio
 import time
@@ -11,32 +11,31 @@ from services.core.broker.record import TopicPartition
 
 ASK_EVERY_S = 10.0
 LEARN_EVERY_S = 60.0
-"""Partitions that are added are known of after so long."""
+"""Added partitions are found after so long."""
 SETTLING_S = 60.0
 """A new member has its share of the leases by then."""
 _WITHIN_S = 5.0
 
 
 class GroupLag(Protocol):
-    """Of one group. A member that owns nothing, as each does during a rebalance, is not "behind by 0"."""
+    """Of one group. A member without partitions, as during a rebalance, does not know that the lag is 0."""
 
     async def complete(self, own: Mapping[TopicPartition, Lag]) -> Mapping[TopicPartition, Lag] | None:
-        """What can be said of the group by whoever just measured `own`; None: nothing. Raises BrokerError kinds."""
+        """The lag that a member reports which has just measured `own`; None: unknown. Raises BrokerError kinds."""
 
 
 class OwnLag:
-    """Where a question for other members' lag reads what they have not read: each speaks for its own, once it has a share."""
+    """For brokers that must read the unprocessed records to know the lag: each member reports its own, once it has a share."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock, self._begun = clock, clock()
 
     async def complete(self, own: Mapping[TopicPartition, Lag]) -> Mapping[TopicPartition, Lag] | None:
-        """As in `GroupLag`."""
         return own if own or self._clock() - self._begun >= SETTLING_S else None
 
 
 class WholeLag:
-    """Of one group in these topics, all members together."""
+    """For the other brokers: the lag of all members together, in these topics."""
 
     def __init__(
         self, admin: Admin, group: str, topics: Collection[str], clock: Callable[[], float] = time.monotonic
@@ -46,9 +45,9 @@ class WholeLag:
         self._learned = self._asked = float("-inf")
 
     async def complete(self, own: Mapping[TopicPartition, Lag]) -> dict[TopicPartition, Lag] | None:
-        """`own`, and of the other partitions what the broker knows.
+        """`own`, and the other members' lag from the broker.
 
-        None: somebody else's are missing, and the broker was asked less than ASK_EVERY_S ago. Raises BrokerError kinds.
+        None: theirs is needed, and the broker was asked less than ASK_EVERY_S ago. Raises BrokerError kinds.
         """
         now = self._clock()
         if now - self._learned >= LEARN_EVERY_S:
@@ -63,7 +62,9 @@ class WholeLag:
             async with asyncio.timeout(_WITHIN_S):
                 found = {topic: await self._admin.group_lag(self._group, topic) for topic in missing}
         except TimeoutError as error:
-            raise Unavailable(f"group {self._group}: its lag was not told within {_WITHIN_S:g} s") from error
+            raise Unavailable(
+                f"group {self._group}: the broker did not report its lag within {_WITHIN_S:g} s"
+            ) from error
         if not self._partitions:
             self._learned = now
         self._partitions |= {topic: frozenset(lags) for topic, lags in found.items()}
@@ -76,5 +77,5 @@ class WholeLag:
 
 
 def follow_group(admin: Admin, group: str, topics: Collection[str], *, reads: bool) -> GroupLag:
-    """reads: whether the broker has to read what is not processed to know how much it is, as Kinesis."""
+    """reads: whether the broker must read the unprocessed records to know the lag, as Kinesis."""
     return OwnLag() if reads else WholeLag(admin, group, topics)

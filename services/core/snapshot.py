@@ -1,7 +1,7 @@
-"""The configuration files of a fleet as they were when it started: what its services read however often they are restarted.
+"""The configuration files of a fleet as they were when it started. Its services read these, also after a restart.
 
-`penstock up` copies the files into a folder and names that folder to its services in PENSTOCK_SNAPSHOT. A service still is given
-the original paths: messages name those, and what is not copied (secrets, API keys) lies beside them and is read as it is now.
+`penstock up` copies the files into a folder and passes the folder in PENSTOCK_SNAPSHOT. The services get the original paths as
+well: messages name them, and files that are not copied (secrets, API keys) are read there as they are now.
 """
 
 import os
@@ -37,16 +37,17 @@ def write_snapshot(folder: Path, contents: Contents) -> None:
 
 
 def copy_in(folder: Path, file: Path) -> Path:
-    """Where the snapshot in `folder` has this file; the file itself when it is not in there. Blocking. Raises OSError."""
+    """The file's copy in the snapshot; the file itself when it has none. Blocking. Raises OSError."""
     names: dict[str, str] = msgspec.json.decode((folder / _INDEX).read_bytes())
     name = names.get(str(file.absolute()))
     return file if name is None else folder / name
 
 
 def source_of(file: Path) -> Path:
-    """Where this process reads a configuration file: in its snapshot, else (no fleet, or not copied) the file itself.
+    """Where this process reads a configuration file: in its snapshot; the file itself without a snapshot, or when it was not
+    copied.
 
-    Blocking. Raises OSError when there should be a snapshot and it cannot be read.
+    Blocking. Raises OSError when the snapshot cannot be read.
     """
     folder = os.environ.get(SNAPSHOT_VARIABLE)
     return copy_in(Path(folder), file) if folder else file

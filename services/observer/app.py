@@ -113,13 +113,11 @@ class _Parts:
         yield "watch", self.watch.run(stopping)
 
     def state(self, lane: str) -> str | None:
-        """As `LaneState`."""
         if self._pauses.unknown is not None:
             return None
         return "paused" if lane in self._pauses.paused() else "active"
 
     def breaker(self, lane: str) -> str | None:
-        """As `LaneState`."""
         pipe, _, destination = lane.partition("/")
         step = Step("expel", pipe, destination)
         return self.follower.table.liveness.breaker(step, int(time.time() * 1000))
@@ -130,7 +128,6 @@ class _Parts:
         return [("degraded", f"{name} is paused") for name in paused]
 
     def view(self) -> View:
-        """The content of the page now."""
         now = int(time.time() * 1000)
         threshold, judge = self.watch.threshold, self.watch.judge
         return make_view(self.follower, now, threshold, judge, self._state_of, self._causes_of, self._backlogs.of)

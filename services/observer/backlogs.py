@@ -17,8 +17,6 @@ WITHIN_S = 5.0
 
 
 class Backlogs:
-    """Of all groups of the pipe file."""
-
     def __init__(self, pipes: PipeFile, admin: Admin) -> None:
         self._admin = admin
         self._asked = [

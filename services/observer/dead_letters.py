@@ -188,13 +188,11 @@ class Api:
         ]
 
     async def destinations(self, request: web.Request) -> web.Response:
-        """Every destination."""
         read_query(request, {})
         found = [self._summary(pipe, name, failures) for (pipe, name), failures in self._failures.all().items()]
         return json_answer({"destinations": found, **self._how_complete()})
 
     async def failures(self, request: web.Request) -> web.Response:
-        """The causes of one destination's failures."""
         query = read_query(request, {"since": _since, "limit": _limit})
         pipe, name = request.match_info["pipe"], request.match_info["name"]
         failures = self._failures.all().get((pipe, name))
@@ -208,7 +206,6 @@ class Api:
         )
 
     async def openapi(self, _request: web.Request) -> web.Response:
-        """The description of this API."""
         return web.Response(body=self._openapi, content_type="application/json")
 
     def _summary(self, pipe: str, name: str, failures: Failures) -> dict[str, object]:

@@ -43,7 +43,6 @@ def read_query(request: web.Request, known: Mapping[str, Callable[[str], int]]) 
 
 
 def json_answer(body: object, *, status: int = 200) -> web.Response:
-    """Encode an answer."""
     return web.Response(status=status, body=orjson.dumps(body), content_type="application/json")
 
 

@@ -45,7 +45,6 @@ class LagTable:
             del self._by_minute[minute]
 
     def minutes(self) -> list[int]:
-        """Minutes of the wall clock with a measurement, oldest first."""
         return sorted(self._by_minute)
 
     def find(self, step: Step, kind: str, minute: int) -> LagHistogram | None:

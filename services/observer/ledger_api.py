@@ -29,8 +29,6 @@ Judge = Callable[[str, int], Health]
 
 
 class Announcement(msgspec.Struct, forbid_unknown_fields=True):
-    """The body of POST /v1/planned."""
-
     kind: Kind
     seconds: int = 600
     pipe: str | None = None
@@ -57,13 +55,11 @@ class LedgerApi:
         ]
 
     async def pipes(self, request: web.Request) -> web.Response:
-        """Every pipe with its health."""
         read_query(request, {})
         names = self._follower.table.flow.pipes
         return json_answer({"pipes": [{"pipe": name, **self._health(name)} for name in names], **self._how_complete()})
 
     async def health(self, request: web.Request) -> web.Response:
-        """The health of one pipe."""
         read_query(request, {})
         pipe = self._pipe(request)
         return json_answer({"pipe": pipe, **self._health(pipe), **self._how_complete()})
@@ -73,7 +69,6 @@ class LedgerApi:
         return {"health": found.state, "reasons": list(found.reasons), "planned": found.planned}
 
     async def loss(self, request: web.Request) -> web.Response:
-        """The loss table, oldest minute first."""
         first, last = _read_span(request)
         pipe, table, now = self._pipe(request), self._follower.table, _now()
         rows = [table.row(pipe, minute, now) for minute in table.minutes(pipe) if first <= minute <= last]
@@ -108,7 +103,6 @@ class LedgerApi:
         return json_answer({"pipe": pipe, "fields": found, "drifts": drifts, **self._how_complete()})
 
     async def explain(self, request: web.Request) -> web.Response:
-        """The missing events of a minute, named."""
         read_query(request, {})
         pipe, minute = self._pipe(request), read_minute(request.match_info["minute"])
         if self._explaining.locked():
@@ -121,7 +115,6 @@ class LedgerApi:
         return json_answer({**msgspec.to_builtins(found), "minute": format_minute(minute), **self._how_complete()})
 
     async def planned(self, request: web.Request) -> web.Response:
-        """The announcements of the last day."""
         read_query(request, {})
         return json_answer({"planned": list(map(_window_json, self._follower.planned.all()))})
 
@@ -167,7 +160,6 @@ class LedgerApi:
 
 
 def row_json(row: Row) -> dict[str, object]:
-    """As the API shows a row."""
     fields: dict[str, Any] = msgspec.to_builtins(row)
     del fields["pipe"]
     for step in fields["steps"]:
@@ -182,7 +174,6 @@ def row_json(row: Row) -> dict[str, object]:
 
 
 def lag_json(minute: int, step: Step, kind: str, histogram: LagHistogram) -> dict[str, object]:
-    """As the API shows a lag."""
     p50, p95, p99 = (round(value, 1) for value in histogram.quantiles((0.5, 0.95, 0.99)))
     where = {"minute": format_minute(minute), "node": step.node, "destination": step.destination, "kind": kind}
     return {**where, "count": histogram.count, "p50": p50, "p95": p95, "p99": p99}

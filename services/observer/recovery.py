@@ -64,7 +64,7 @@ async def _find_unknown(
     ]
     budget = _Budget(UNKNOWN_RECORDS)
     for since in (first - NEAR_MS, now - table.ages.drop):
-        if table.has_unaccepted(incarnation):
+        if table.origin_sets.has_unaccepted(incarnation):
             for head in heads:
                 async for report in _read_out(table, reader, head, since, {incarnation}, now - table.ages.drop, budget):
                     yield report
@@ -127,8 +127,6 @@ class _Budget:
 
 
 class _GatheredOrigins:
-    """Origins of some incarnations."""
-
     def __init__(self, incarnations: Collection[str], oldest: int) -> None:
         self._incarnations, self._oldest = incarnations, oldest // MINUTE_MS
         self._numbers: dict[tuple[str, int, int], BitMap] = {}

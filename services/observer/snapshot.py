@@ -91,7 +91,6 @@ class FollowerState(NamedTuple):
 
 
 def dump(table: Table, beside: FollowerState) -> bytes:
-    """The state, compressed."""
     origin_sets, offsets, finality = table.origin_sets, table.offsets, table.finality
     retries = origin_sets.retries
     state = SnapshotState(

@@ -238,8 +238,6 @@ def _groups(follower: Follower, now: int) -> tuple[GroupView, ...]:
 
 
 class _Lags:
-    """The lags of one pipe, over all its steps of a node."""
-
     def __init__(self, follower: Follower, pipe: str) -> None:
         self._lags = follower.lags
         self._steps = follower.table.flow.steps(pipe)

@@ -41,13 +41,11 @@ class Watch:
         """The id of the last alarm of each part that was given up."""
 
     def judge(self, pipe: str, now: int) -> health.Health:
-        """The health of a pipe."""
         more = list(self._other_reasons(pipe))
         more += [("degraded", f"{drift.step.label}: {drift.text}") for drift in self.find_drifts(pipe)]
         return health.judge(self.follower.table, self.follower.planned, pipe, now, self.threshold, more)
 
     def find_drifts(self, pipe: str) -> list[Drift]:
-        """Fields of the pipe's events that have drifted."""
         steps = self.follower.table.flow.steps(pipe)
         return [drift for step in steps for drift in self.follower.fields.drifts(step)]
 

@@ -44,7 +44,6 @@ class GroupRules(BaseModel):
 
     @property
     def floor(self) -> int:
-        """The fewest instances."""
         return max(self.min, self.fault_tolerance)
 
 

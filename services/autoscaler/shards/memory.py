@@ -99,14 +99,12 @@ class UpdateHistory:
         return tuple(one for one in found if all(abs(one.at - old.at) > _SAME_S for old in memory.updates))
 
     async def write_updates(self, memory: StreamMemory, ahead: float) -> None:
-        """Replaces the updates in the tag."""
         texts = write_updates(memory, ahead)
         self._known.update(texts[UPDATES].split())  # before the request: without an answer its outcome is unknown
         await self._tags.write(self._topic, texts)
         self._known = set(texts[UPDATES].split())
 
     async def write_day(self, memory: StreamMemory) -> None:
-        """Replaces the pattern in the tags."""
         await self._tags.write(self._topic, write_day(memory))
 
 

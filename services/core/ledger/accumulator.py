@@ -43,7 +43,6 @@ class Sets:
         return self._found.setdefault(key, BitMap())
 
     def add_range(self, key: SetKey, first: int, count: int) -> None:
-        """`count` numbers from `first` on."""
         self.numbers(key).add_range(first, first + count)
 
     def add(self, key: SetKey, numbers: Iterable[int]) -> None:
@@ -58,7 +57,6 @@ class Sets:
                 mine |= numbers
 
     def pack(self) -> tuple[OriginSet, ...]:
-        """As a report carries them."""
         return tuple(OriginSet(*key[:4], pack_numbers(numbers), key.due) for key, numbers in self._found.items())
 
 

@@ -56,7 +56,6 @@ class FieldStats(msgspec.Struct, array_like=True):
             self.trim()
 
     def merge(self, other: "FieldStats | PackedStats") -> None:
-        """Add the other's events."""
         self.seen += other.seen
         self.nulls += other.nulls
         self.numbers += other.numbers

@@ -169,7 +169,6 @@ class Report(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     in_doubt: tuple[OriginSet, ...] = ()
 
     def encode(self) -> bytes:
-        """As the value of a record."""
         return _ENCODER.encode(self)
 
 

@@ -139,7 +139,6 @@ class Finality:
         return sum(max(0, count - missing.get(part, 0)) for part, count in final.items())
 
     def forget(self, keys: Iterable[Key]) -> None:
-        """Drop everything about these minutes."""
         for key in keys:
             for known in (self.open, self.final_missing, self.given_up):
                 known.pop(key, None)

@@ -76,7 +76,6 @@ class Flow(msgspec.Struct, frozen=True):
 
 
 def read_flow(file: PipeFile) -> Flow:
-    """From a pipe file."""
     return Flow(
         {
             name: PipeFlow(

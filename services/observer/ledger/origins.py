@@ -34,17 +34,14 @@ class Origins:
             self._by_run[run] = numbers.copy()
 
     def update(self, other: "Origins") -> None:
-        """Union with the other set."""
         for run, numbers in other.runs():
             self.add(run, numbers)
 
     def remove(self, other: "Origins") -> None:
-        """Difference with the other set."""
         for run, numbers in other.runs():
             self.discard(run, numbers)
 
     def discard(self, run: SequenceKey, numbers: BitMap) -> None:
-        """Difference with these."""
         held = self._by_run.get(run)
         if held is not None and held.intersect(numbers):
             held -= numbers
@@ -116,7 +113,6 @@ class Origins:
         return bool(self._by_run)
 
     def copy(self) -> "Origins":
-        """An independent copy."""
         return Origins((run, numbers.copy()) for run, numbers in self._by_run.items())
 
 
@@ -177,7 +173,6 @@ class Spans:
         return found
 
     def discard(self, span: Span, run: SequenceKey, numbers: BitMap) -> None:
-        """Remove these from the span."""
         origins = self._by_due[span]
         origins.discard(run, numbers)
         if not origins:
@@ -202,14 +197,12 @@ class Spans:
                 self._by_due[min(first for first, _ in spans), max(last for _, last in spans)] = parts[0]
 
     def remove(self, gone: Sequence[Origins]) -> None:
-        """Remove these from all spans."""
         for origins in self._by_due.values():
             for one in gone:
                 origins.remove(one)
         self.prune()
 
     def prune(self) -> None:
-        """Drop empty spans."""
         self._by_due = {due: origins for due, origins in self._by_due.items() if origins}
         self._any = Origins()
         for origins in self._by_due.values():

@@ -74,7 +74,6 @@ class ReportedOffsets:
         return min((offset + 1 for known, offset in marks.items() if known > minute), default=None)
 
     def forget(self, incarnation: str) -> None:
-        """Drop an incarnation that is gone."""
         for reported in self.reported.values():
             for run in [run for run in reported if run.incarnation == incarnation]:
                 del reported[run]

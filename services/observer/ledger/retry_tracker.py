@@ -216,7 +216,6 @@ class RetryTracker:
         yield from (unnamed for _, unnamed in self.held_at.values())
 
     def prune(self) -> None:
-        """Drop empty sets."""
         for known in self._by_outcome().values():
             for step in list(known):
                 known[step].prune()

@@ -42,7 +42,6 @@ class Settlement(NamedTuple):
     steps: list[StepSets]
 
     def missing(self) -> Origins:
-        """The origins that are missing at any step."""
         return union(step.missing for step in self.steps)
 
     def waiting(self) -> Origins:
@@ -57,7 +56,6 @@ class Settlement(NamedTuple):
 
 
 def settle(flow: Flow, pipe: str, accepted: Accepted, reported: OriginSets) -> Settlement:
-    """The settlement of these accepted events in one pipe."""
     entered = union(_entered(flow, source, accepted, reported) for source in flow.pipes[pipe].sources)
     steps = []
     expected = entered
@@ -213,7 +211,6 @@ class Row(msgspec.Struct, frozen=True):
 
 
 def count(pipe: str, minute: int, settlement: Settlement, is_final: Callable[[Part], bool]) -> Row:
-    """The sizes of the settlement's sets."""
     steps = tuple(
         StepRow(
             step.step.node,

@@ -137,7 +137,6 @@ class Table:
         return settle(self.flow, pipe, self.origin_sets.accepted(minute), self.origin_sets)
 
     def silent_ingests(self, now: int) -> list[SilentIngest]:
-        """Ingest processes that ended without a closing report."""
         return [
             SilentIngest(stream, name, beat.at_ms, self.offsets.runs.get((stream, name), set()))
             for stream in sorted({source for pipe in self.flow.pipes.values() for source in pipe.sources})
@@ -154,10 +153,6 @@ class Table:
             if now - first >= SILENT_AFTER_MS:
                 found.append(UnknownIncarnation(incarnation, streams, first))
         return found
-
-    def has_unaccepted(self, incarnation: str) -> bool:
-        """Whether steps name origins of it that no ingest has reported as accepted."""
-        return self.origin_sets.has_unaccepted(incarnation)
 
     def unreported_from(self, stream: str, partition: int, incarnations: Collection[str], since: int) -> int | None:
         """The offset at which to look for events that these have not reported since then (ms); None: the partition's

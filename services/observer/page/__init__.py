@@ -95,7 +95,6 @@ class ViewStream:
         return response
 
     async def close(self, _app: web.Application) -> None:
-        """End all clients' streams."""
         self._closing.set()
 
     def _current(self) -> bytes:

@@ -1,4 +1,4 @@
-// The page: takes each whole view from the stream and draws the chosen pipe. What a person chose stays theirs.
+// The page: receives each whole view from the stream and draws the chosen pipe. A person's choices stay.
 
 import { drawDurations, drawLag, drawShares } from "./charts.js";
 import { element, find } from "./dom.js";
@@ -6,14 +6,14 @@ import { clock, count, duration, instant, seconds, share } from "./format.js";
 import { drawDestinations, drawFields, drawGroups, drawLoss, drawMissing, drawShards } from "./tables.js";
 
 const STALE_MS = 20_000;
-const opened = new Map(); // of each pipe: the destinations whose causes are unfolded
+const opened = new Map(); // by pipe: the destinations whose causes are unfolded
 let view = null, lastMessage = 0, drawn = null, asked = 0, tabs = "";
 
 function wanted() {
   try {
     return decodeURIComponent(location.hash.slice(1));
   } catch {
-    return null; // a person may write anything there
+    return null; // a person can write any hash
   }
 }
 
@@ -27,7 +27,7 @@ function choose(name, focus) {
 
 function drawTabs() {
   const current = chosen(), looks = JSON.stringify([current?.name, view.pipes.map((pipe) => [pipe.name, pipe.health])]);
-  if (tabs === looks) return; // a tab that is replaced while it is pressed takes no click
+  if (tabs === looks) return; // a tab that is replaced while it is pressed receives no click
   tabs = looks;
   const focused = find("pipes").contains(document.activeElement);
   const buttons = view.pipes.map((pipe) => element("button", {
@@ -84,7 +84,7 @@ function draw() {
   find("content").hidden = !pipe;
   drawTabs();
   if (!pipe) return;
-  if (drawn !== null && drawn !== pipe.name) getSelection().removeAllRanges(); // what is selected is not drawn anew
+  if (drawn !== null && drawn !== pipe.name) getSelection().removeAllRanges(); // selected tables are not drawn again
   drawn = pipe.name;
   if (!opened.has(pipe.name)) opened.set(pipe.name, new Set());
   document.title = `${pipe.name} · ${pipe.health} · Penstock`;

@@ -1,11 +1,11 @@
-// Three charts as SVG: lines over time, areas on each other over time, a ring of shares.
+// Three charts as SVG: lines over time, stacked areas over time, a ring of shares.
 
 import { element, shape } from "./dom.js";
 import { clock, duration, share } from "./format.js";
 
 const HEIGHT = 190, LEFT = 52, RIGHT = 8, TOP = 8, BOTTOM = 20;
 
-// Round numbers, 3 to 5 of them, from 0 to at least `most`.
+// 3 to 5 round numbers from 0 to at least `most`.
 function ticks(most) {
   const rough = Math.max(most, 1e-9) / 4;
   const power = 10 ** Math.floor(Math.log10(rough));

@@ -1,4 +1,4 @@
-// Elements by hand. Text only ever becomes a text node: names come from users.
+// Makes elements. Text becomes a text node and nothing else: names come from users.
 
 export function element(tag, attributes = {}, ...children) {
   return fill(document.createElement(tag), attributes, children);

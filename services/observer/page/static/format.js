@@ -1,4 +1,4 @@
-// From numbers to what a person reads. Times are UTC.
+// Formats numbers and times for people. Times are UTC.
 
 const two = (number) => String(number).padStart(2, "0");
 
@@ -7,7 +7,7 @@ export function clock(minute) {
   return `${two(date.getUTCHours())}:${two(date.getUTCMinutes())}`;
 }
 
-// As the API and the command line take it.
+// As the API and the command line accept it.
 export const instant = (minute) => `${new Date(minute * 60_000).toISOString().slice(0, 16)}Z`;
 
 export function seconds(atMs) {

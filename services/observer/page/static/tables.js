@@ -5,7 +5,7 @@ import { clock, count, duration, seconds, share } from "./format.js";
 
 const BREAKERS = { closed: "good", "half-open": "warn", open: "bad" };
 
-// What has the focus in a table, to be focused again when its rows are others.
+// Returns a function that restores the focus after the rows of the table were replaced.
 function holdFocus(table) {
   const active = document.activeElement, row = table.contains(active) ? active.closest("tbody tr") : null;
   if (!row) return () => {};
@@ -19,7 +19,7 @@ function isBeingCopied(table) {
   return !selection.isCollapsed && table.contains(selection.anchorNode);
 }
 
-// texts: which columns hold words; the others hold numbers and stand on the right.
+// texts: the columns with words, aligned left; the others have numbers, aligned right.
 function fill(table, caption, heads, rows, texts = []) {
   if (isBeingCopied(table)) return;
   const focus = holdFocus(table);
@@ -33,7 +33,7 @@ function lossCell(cell, accepted, threshold, explain) {
   const part = accepted ? cell.missing / accepted : 0;
   const text = cell.missing ? `${count(cell.missing)} (${share(part)})` : "0";
   if (cell.state === "open") return element("td", { class: "open" }, cell.missing ? `${count(cell.missing)} open` : "0");
-  if (cell.state === "unknown") return element("td", { class: "behind", title: "forgotten before it was known what became of them" }, `${count(cell.missing)} unknown`);
+  if (cell.state === "unknown") return element("td", { class: "behind", title: "the minute was forgotten before their outcome was known" }, `${count(cell.missing)} unknown`);
   if (cell.state === "behind") return element("td", { class: "behind", title: "the node has older events to process" }, `${count(cell.missing)} behind`);
   if (!cell.missing) return element("td", { class: "none" }, "0");
   const button = element("button", { type: "button", title: "Which ones?", onclick: explain }, text);
