@@ -195,7 +195,7 @@ def check_repair(folder: DataFolder) -> None:
     repair(folder.root)
     found, skipped, opened = read(folder)
     after = verify_topic(folder, TOPIC)
-    noted = {(p.partition, n) for p in after.partitions for first, last in p.noted for n in range(first, last + 1)}
+    noted = {(p.partition, n) for p in after.partitions for first, last in p.accepted for n in range(first, last + 1)}
     assert opened
     assert skipped == noted == named
     assert found == {place: value for place, value in EVERYTHING.items() if place not in named}

@@ -33,7 +33,7 @@ TOTAL = END * PARTITIONS
 
 def count_noted(report: FolderReport) -> int:
     """The records of the topic whose loss was accepted by a repair."""
-    return sum(last - first + 1 for part in report.topics[0].partitions for first, last in part.noted)
+    return sum(last - first + 1 for part in report.topics[0].partitions for first, last in part.accepted)
 
 
 @pytest.fixture(scope="module")

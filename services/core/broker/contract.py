@@ -1,4 +1,4 @@
-"""The contract of a broker: what every backend promises, and the words for it.
+"""The contract of a broker: what every backend promises, and its terms.
 
 - A **topic** has numbered **partitions**; a partition is a sequence of **records** with increasing int **offsets**
   (not contiguous everywhere: a Kinesis sequence number is one).
@@ -84,7 +84,7 @@ class Appended:
 class Lag:
     """records: not processed yet. millis: age of the oldest of them by its record timestamp, 0 when there is none.
 
-    stored: when the oldest of them was stored, ms; None when the broker does not say, or there is none.
+    stored: when the oldest of them was stored, ms; None when it is not known, or there is none.
     """
 
     records: int
@@ -175,15 +175,16 @@ class Consumer(Protocol):
 
 
 class Reader(Protocol):
-    """Reading a topic without a group: for those who follow one, or look something up in it."""
+    """Reading a topic without a group: to follow it, or to find something in it."""
 
     async def describe(self, topic: str) -> dict[int, PartitionRange]:
         """The stored range of each partition. Raises UnknownTopic."""
 
     async def next_at_least(self, topic: str) -> dict[int, int]:
-        """For each partition that takes records, an offset that no record stored later is below. Raises UnknownTopic.
+        """For each partition that can be written to, an offset such that all later records have it or a higher one.
 
-        It is the end, or an offset shortly before it when the end takes long to find. This takes a second or two at most.
+        It is the end, or an offset shortly before it when the end takes long to find. Raises UnknownTopic. Takes two seconds at
+        most.
         """
 
     async def offsets_at(self, topic: str, start: Start) -> dict[int, int]:

@@ -31,7 +31,7 @@ class BrokerError(Exception):
 
 
 class Unavailable(BrokerError):
-    """The broker could not take the request and stored nothing of it."""
+    """The broker could not handle the request and stored nothing of it."""
 
     retriable: ClassVar[bool] = True
 
@@ -55,7 +55,7 @@ class OutcomeUnknown(BrokerError):
 
 
 class RecordTooLarge(BrokerError):
-    """One record is larger than this broker ever takes."""
+    """One record is larger than the broker's limit."""
 
 
 class UnknownTopic(BrokerError):
@@ -99,7 +99,7 @@ class OffsetOutOfRange(BrokerError):
 
 
 class PositionLost(OffsetOutOfRange):
-    """The group has read this partition before, and the broker has lost its offset. Beginning anew would skip events or
+    """The group has read this partition before, and the broker has lost its offset. Beginning again would skip events or
     deliver all of them again. `poll` raises it until an operator sets the group's offset. missing is 0: no record is lost."""
 
     def __init__(self, group: str, topic: str, partition: int, start: int, end: int) -> None:

@@ -63,7 +63,7 @@ class Producer:
     """Sends batches durably; an async context manager that drains on exit.
 
     `max_pending_bytes` limits all records that wait or are under way; a topic may use half of it. Above the limit sends raise
-    Overloaded at once. `policy` says how long records are tried, counted from their `send_to`: each call ends by its deadline
+    Overloaded at once. `policy` limits the time, counted from `send_to`: each call ends by its deadline
     plus one append time-out. Records that the broker's rate limits would delay for longer than the policy's patience are
     Throttled at once, with the seconds after which there is room.
     """
@@ -313,13 +313,13 @@ class _PartitionQueue:
 
     def _next_pieces(self) -> list[_Piece]:
         """As many whole pieces as fit into one append; a larger piece goes alone (and is cut in `append_with_retry`)."""
-        size = taken = 0
+        size = count = 0
         for piece in self._waiting:
             size += piece.size
-            if taken and size > MAX_APPEND_BYTES:
+            if count and size > MAX_APPEND_BYTES:
                 break
-            taken += 1
-        pieces, self._waiting = self._waiting[:taken], self._waiting[taken:]
+            count += 1
+        pieces, self._waiting = self._waiting[:count], self._waiting[count:]
         return pieces
 
     async def _append(self, batch: "_Batch") -> Appended:

@@ -42,8 +42,7 @@ async def set_committed(
     """Move the group. Raises Unavailable while it has members, UnknownTopic for a shard that is in neither stream nor
     group.
 
-    A shard that only the group knows has aged out, and is done. A row of a dead holder is waited for, as long as a
-    lease lasts.
+    A shard that is only in the group has aged out, and is done. The row of a dead holder is free after the lease time.
     """
     shards = {shard.number: shard for shard in stream.shards}
     known = shards.keys() | {row.shard for row in by_stream(await table.rows(), stream.name)}
@@ -89,7 +88,7 @@ async def copy_positions(table: LeaseTable, to: LeaseTable, stream: str, timing:
 
 
 async def has_members(table: LeaseTable, timing: Timing) -> bool:
-    """Whether somebody writes the leases. Takes up to the lease time when the rows name holders."""
+    """Whether the group has living members. When rows have holders, this takes up to the lease time."""
     expiry = LeaseExpiry(timing.lease)
     loop = asyncio.get_running_loop()
     seen: dict[str, int] = {}

@@ -31,7 +31,7 @@ from services.core.broker.kinesis.shard_source import IteratorExpired, ReadResul
 from services.core.broker.kinesis.streams import Streams, shard_id
 
 SUBSCRIBED = "pushed"
-"""Stands in for an iterator."""
+"""The iterator of an open subscription."""
 
 _SILENCE_SECONDS = 30.0
 """The service pushes an event every few seconds, also without records."""
@@ -217,7 +217,7 @@ class FanOut:
 
 @dataclass(frozen=True, slots=True)
 class SubscribedSource(ShardSource):
-    """A shard whose entries are pushed. An open subscription stands in for an iterator, its next event for a read.
+    """A shard whose entries are pushed. `iterator` opens a subscription, `read` waits for its next event.
 
     The rest of a closed shard is polled: it has an end, and gets no new records.
     """
@@ -241,7 +241,9 @@ class SubscribedSource(ShardSource):
                 await self.subscription.open(consumer, where)
             except UnknownTopic as error:  # the shard exists, so the consumer is gone
                 self.fan_out.forget(self.stream, self.group)
-                raise Unavailable(f"{self.group} was deregistered from {self.topic}, and is registered anew") from error
+                raise Unavailable(
+                    f"{self.group} was deregistered from {self.topic}, and is registered again"
+                ) from error
         return SUBSCRIBED
 
     def is_polled(self, iterator: str) -> bool:

@@ -1,4 +1,4 @@
-"""Who reads which shard of a group: the rows of the lease table, and the plan of a member.
+"""The owners of a group's shards: the rows of the lease table, and the plan of a member.
 
 A **lease** is one row: one shard of one stream, for one group. Its **owner** reads the shard. A member that wants a
 lease of another writes itself as owner and the other as **draining**; the other finishes its work in flight and
@@ -68,7 +68,7 @@ class Lease(NamedTuple):
         return self.draining or self.owner
 
     def progressed(self, settled: int, retention: int, open_ms: int) -> "Lease":
-        """The row with the holder's news; see the fields."""
+        """The row with the holder's progress."""
         least = retention if settled > self.settled else min(self.retention or retention, retention)
         return self._replace(settled=max(self.settled, settled), retention=least, open=max(self.open, open_ms))
 
@@ -88,7 +88,7 @@ class Lease(NamedTuple):
 
 
 class LeaseExpiry:
-    """How long each counter has not changed, as seen by one member. In seconds, by the clock that `find_free` is given."""
+    """The time since each counter changed, as one member observes it. Seconds, by the clock of `find_free`."""
 
     def __init__(self, lease: float) -> None:
         self._lease = lease

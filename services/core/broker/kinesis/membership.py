@@ -177,7 +177,7 @@ class KinesisMembership(LeaseMember[HeldLease]):
     async def _begin_group(self, topic: str, stream: Stream, rows: Mapping[str, Lease]) -> tuple[StartPosition, int]:
         """Where a group starts in a stream without rows, and from when (ms) it misses nothing.
 
-        It starts as requested; in a stream that was created anew it starts at the beginning, since records that came
+        It starts as requested; in a stream that was created again it starts at the beginning, since records that came
         before anybody noticed are for the group too.
         """
         family = stream.name.rpartition(":")[0]

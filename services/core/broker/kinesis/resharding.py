@@ -101,7 +101,7 @@ class KinesisResharding:
         self._room = None
 
     async def _tag(self, topic: str) -> None:
-        """Write the tag before the first change: without it the shards tell the number of partitions. Raises
+        """Write the tag before the first change: without it the number of shards is the number of partitions. Raises
         BrokerError when the shards may have been changed before."""
         self._streams.invalidate(topic)
         topology = await self._streams.find(topic, max_age=0.0)
@@ -109,8 +109,8 @@ class KinesisResharding:
             return
         if not topology.is_certain:
             raise BrokerError(
-                f"{topic} has no tag {PARTITIONS_TAG} and was split or merged before: nobody knows over how many partitions its "
-                f"keys are spread, so its shards are left alone. Try: aws kinesis add-tags-to-stream --stream-name {topic} "
+                f"{topic} has no tag {PARTITIONS_TAG} and was split or merged before: the number of partitions of its "
+                f"keys is not known, so its shards are not changed. Try: aws kinesis add-tags-to-stream --stream-name {topic} "
                 f"--tags {PARTITIONS_TAG}=<partitions>"
             )
         await self.tags.write(topic, {PARTITIONS_TAG.removeprefix(_TAG_PREFIX): str(topology.partitions)})

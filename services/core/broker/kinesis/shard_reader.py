@@ -76,7 +76,7 @@ class _Reader:
         self._next = None if row.committed is None else row.committed + 1
         self._arrived, self._settled = row.arrived, row.settled
         self._expected: int | None = None
-        """The offset at which the next entry must begin, or that must lie in it."""
+        """The next entry must begin at this offset or contain it."""
         self._date: int | None = None
         self._not_before = 0
         self._limit, self._entry_memory = FIRST_ENTRIES, _LARGEST_ENTRY

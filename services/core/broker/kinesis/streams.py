@@ -1,4 +1,4 @@
-"""A stream's shards, its partitions, and where each partition lies.
+"""A stream's shards, its partitions, and the shard of each partition.
 
 Readers see shards: a `TopicPartition` read from Kinesis has the number of its shard, 7 for `shardId-000000000007`. A
 split or merge closes shards and opens others with higher numbers, so the numbers of open shards need not start at 0.
@@ -81,7 +81,7 @@ def shard_of(hash_key: int, shards: Sequence[Shard]) -> Shard | None:
 def next_split(shards: Sequence[Shard], partitions: int) -> tuple[Shard, int] | None:
     """The next split towards one shard per slot: (shard, first hash key of its second half). None: there are enough.
 
-    Each split halves a shard's slots, so a doubling takes one split per shard.
+    Each split halves a shard's slots, so a doubling needs one split per shard.
     """
     for shard in sorted((one for one in shards if one.is_open), key=lambda one: one.first_key):
         inside = [p for p in range(partitions) if shard.first_key <= hash_key_of(p, partitions) <= shard.last_key]
@@ -147,8 +147,8 @@ class Topology:
     """shards: all that the service lists, closed ones too. partitions: how many there are to write to. is_tagged: the
     tag has this number now.
 
-    is_certain: the number comes from the tag, now or earlier, or from shards that were never resharded as far as
-    their listing tells.
+    is_certain: the number comes from the tag, now or earlier, or from shards that, by their listing, were never
+    resharded.
     """
 
     shards: tuple[Shard, ...]

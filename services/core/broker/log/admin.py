@@ -97,7 +97,7 @@ class LogAdmin:
         return await self._readers.use(topic, lambda reader: lag_behind(reader, nexts, self._clock.now_ms()))
 
     async def read(self, topic: str, partition: int, offset: int, *, max_records: int) -> Batch | None:
-        """As in the contract. Ranges that `repair` has noted as lost are passed over."""
+        """As in the contract. Ranges that `repair` has recorded as lost are passed over."""
 
         def read_rows(reader: TopicReader) -> ReadResult | None:
             count = reader.refresh()

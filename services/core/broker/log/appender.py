@@ -1,4 +1,4 @@
-"""The writing half: appends from the event loop, gathered per topic into transactions, with a thread for each topic.
+"""The `Appender` of the log: appends are gathered into transactions, on a thread for each topic.
 
 So topics do not wait for each other's syncs. Threads that serve all topics in turn find cold caches: they used 70 us more CPU per
 append as soon as a second topic was written at times.

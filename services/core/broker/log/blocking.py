@@ -32,7 +32,7 @@ def read_range(
     """The records `start <= offset < end` of one partition, in order, in batches of at most max_records.
 
     Raises OffsetOutOfRange when some are gone or do not exist yet, DataDamaged naming exactly what is lost. Ranges that
-    `repair` noted as lost are passed over: offsets jump. Holds the file open until exhausted or closed.
+    `repair` recorded as lost are passed over: offsets jump. Holds the file open until exhausted or closed.
     """
     with TopicReader(DataFolder.prepare(path), topic) as reader:
         while start < end:

@@ -1,7 +1,7 @@
 """Time for the log: one clock for records, another for leases.
 
-Leases use CLOCK_BOOTTIME: all processes of a host share it, nobody can set it, and it goes on during suspend. It says
-nothing after a reboot, so a lease also names the boot it was made in.
+Leases use CLOCK_BOOTTIME: all processes of a host share it, nobody can set it, and it goes on during suspend. It begins again
+after a reboot, so a lease also names its boot.
 """
 
 import time

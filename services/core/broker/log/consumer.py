@@ -1,4 +1,4 @@
-"""The reading half of a member: fair reads over its partitions. Returns nothing of a partition that it may have lost."""
+"""The consumer of a member: it reads its partitions evenly, and returns nothing of a partition that it may have lost."""
 
 import asyncio
 from collections.abc import Collection, Mapping
@@ -12,7 +12,7 @@ from services.core.broker.log.topic_reader import ReadResult, TopicReader, lag_b
 from services.core.broker.record import Batch, TopicPartition
 
 _IDLE_SECONDS = (0.002, 0.025)
-_LOOK_MS = 500
+_READ_ALL_MS = 500
 """Read the file this often even if no high-water mark moved: a writer may have died between commit and mark."""
 _RETRY_MS = 500
 
@@ -26,7 +26,7 @@ class LogConsumer:
     def __init__(self, shared: SharedResources, membership: LogMembership, clock: WallClock) -> None:
         self._shared, self._membership, self._clock = shared, membership, clock
         self._turn = 0
-        self._look_at = 0
+        self._read_all_at = 0
         self._errors: list[BrokerError] = []
 
     def assignment(self) -> frozenset[TopicPartition]:
@@ -135,15 +135,15 @@ class LogConsumer:
         now = boot_ms()
         if now >= self._membership.until:
             return []
-        look, marks = now >= self._look_at, dict[str, list[int] | None]()
-        if look:
-            self._look_at = now + _LOOK_MS
+        reads_all, marks = now >= self._read_all_at, dict[str, list[int] | None]()
+        if reads_all:
+            self._read_all_at = now + _READ_ALL_MS
         ready = []
         for owned in self._membership.held.values():
             if not owned.is_readable or owned.retry_at > now:
                 continue
             topic, partition = owned.source
-            if not owned.rest and not look:
+            if not owned.rest and not reads_all:
                 if topic not in marks:
                     marks[topic] = self._shared.readers.peek(topic)
                 mark = marks[topic]

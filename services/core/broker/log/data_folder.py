@@ -129,7 +129,7 @@ class DataFolder:
 
 
 def refuse_network(root: Path, mounts: str | None = None) -> None:
-    """Raise BadDataFolder when the folder lies on a network file system: SQLite's locks and shared memory fail there.
+    """Raise BadDataFolder when the folder is on a network file system: SQLite's locks and shared memory fail there.
 
     mounts: the text of /proc/self/mounts; read when None.
     """

@@ -120,8 +120,7 @@ class GroupsFile(DurableFile):
 
         starts: by the group's `start`, for a group that is new in the topic. has_begun: the group is registered in the topic,
         so missing offsets were lost. Such partitions, and partitions that were added later, start at their beginning: their
-        records belong to the group. So does a topic that was made anew: nobody knows since when it has had records. Gives the
-        positions in all partitions.
+        records belong to the group. So do those of a topic that was created again. Gives the positions in all partitions.
         """
         known = TopicPartition(topic, ALL)
 
@@ -160,7 +159,7 @@ class GroupsFile(DurableFile):
         """Remove all groups' offsets of a topic, durably, and free its leases.
 
         The epochs stay: a topic of the same name goes on counting them, so a late commit for the old one is refused. The names of
-        its groups stay, too (`ALL`): they read a topic that is made anew from its beginning.
+        its groups stay, too (`ALL`): if the topic is created again, they read it from its beginning.
         """
 
         def work() -> tuple[None, int]:
@@ -288,7 +287,7 @@ def _create(folder: DataFolder) -> None:
 
 
 TIMEOUT = 30.0
-"""Seconds that a commit may take before it is answered as OutcomeUnknown."""
+"""The time limit of a commit, in seconds."""
 
 
 class _Request(Waiting[object]):

@@ -1,7 +1,7 @@
 """High-water marks: the next offset of each partition that was acknowledged, kept outside of SQLite.
 
 One flipped bit in a write-ahead log makes SQLite drop every later commit at recovery, and its integrity check stays
-green. So after each commit and before its answer the writer notes the partition's next offset here; a database that
+green. So after each commit and before its answer the writer records the partition's next offset here; a database that
 later ends before its mark has lost exactly the records between. No sync: after a crash of processes the page cache still
 has the mark, and after a power cut an older mark is only less strict. The mark never runs ahead of what is durable.
 
@@ -138,7 +138,7 @@ class LooseMarks(NamedTuple):
 
 
 def read_loose(path: Path) -> LooseMarks:
-    """Read a mark file, also a damaged one; `wrong` names the damage. For `verify`, and to tell a lost database from none."""
+    """Read a mark file, also a damaged one; `wrong` names the damage. For `verify`, and to find a lost database."""
     try:
         data = path.read_bytes()
     except OSError as error:
@@ -158,7 +158,7 @@ def read_loose(path: Path) -> LooseMarks:
 
 
 def require_no_loss(files: TopicFiles) -> None:
-    """For a missing database. Raises DataDamaged with its records when the marks say that it existed."""
+    """For a missing database. Raises DataDamaged, with its records, when there are marks of them."""
     if files.marks.exists():
         marks = read_loose(files.marks).marks
         lost = tuple((partition, 0, mark - 1) for partition, mark in enumerate(marks) if mark)

@@ -1,8 +1,8 @@
-"""Who owns which partition of a group: members, heartbeats, leases with fencing epochs. Blocking, not synced.
+"""The owners of a group's partitions: members, heartbeats, leases with fencing epochs. Blocking, not synced.
 
 Each member acts for itself, in one transaction per heartbeat: it renews its leases, gives up those above its share, acquires
 free ones below its share. A share is partitions / members per topic, the remainder going to members chosen by a hash,
-so nothing moves while nobody comes or goes. The partitions of a dead member are free at once (`MemberLocks`), those of
+so nothing moves while no member joins or leaves. The partitions of a dead member are free at once (`MemberLocks`), those of
 a silent one when its lease ends. The next owner raises the epoch; commits under the old epoch are refused from then on.
 Times are milliseconds of CLOCK_BOOTTIME; a lease of another boot is void.
 """
@@ -91,9 +91,9 @@ class Leases:
             acquired: dict[TopicPartition, int] = {}
             surplus: set[TopicPartition] = set()
             for topic, subscribers in self._subscribers(group, topics).items():
-                take, give = _balance(topic, topics[topic], subscribers, member, leases)
-                surplus.update(give)
-                for source in () if leaving else take:
+                free, above = _balance(topic, topics[topic], subscribers, member, leases)
+                surplus.update(above)
+                for source in () if leaving else free:
                     acquired[source] = (leases[source].epoch if source in leases else 0) + 1
                     lease = (group, *source, member, acquired[source], until, self._boot)
                     run("INSERT OR REPLACE INTO leases VALUES(?,?,?,?,?,?,?)", lease)
@@ -213,8 +213,8 @@ class MemberLocks:
 
     def close(self) -> None:
         """Release the locks of all members of this file."""
-        held, seen, self._held, self._checked = self._held, self._checked, -1, -1
-        for fd in (held, seen):
+        fds, self._held, self._checked = (self._held, self._checked), -1, -1
+        for fd in fds:
             if fd >= 0:
                 os.close(fd)
 

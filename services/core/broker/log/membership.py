@@ -28,7 +28,7 @@ _LEAVE_SECONDS = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Seconds. lease: how long a silent member keeps its partitions. drain: how long on_revoke may take."""
+    """Seconds. lease: a silent member keeps its partitions for this long. drain: limit of on_revoke."""
 
     lease: float = 10.0
     drain: float = 30.0
@@ -201,7 +201,7 @@ class WakeupFile:
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
     def notify(self) -> None:
-        """Change the bytes. When that fails, because the disk is full say, members still look at every heartbeat."""
+        """Change the bytes. If that fails, on a full disk for example, members notice at their next heartbeat."""
         with suppress(OSError):
             os.pwrite(self._fd, os.urandom(8), 0)
 

@@ -10,7 +10,7 @@ shrink: SQLite reuses freed pages, so the file stays at its largest size.
 The time that judges ages cannot run away with a wrong clock: a clock that is days ahead would delete days of records early. It
 follows the system's clock, but runs at most twice as fast as CLOCK_BOOTTIME while the log is in use. Its state is in
 `retention.clock`. Without that file it begins at most a day after the newest stored record. After a reboot, or on another
-machine, it advances by at most a day at once: nothing says how long the log was not in use. So it is late after the machine was
+machine, it advances by at most a day at once: the time without the log in use is not known. So it is late after the machine was
 off, which keeps records for longer, and catches up. No other source of time is asked: it could be wrong in the same way.
 """
 

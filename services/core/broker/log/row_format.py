@@ -74,13 +74,13 @@ def row_position(partition: int, offset: int) -> int:
 def pack(records: Sequence[Record]) -> tuple[Packed | None, Failed]:
     """Encode records as one block, without those above MAX_RECORD_BYTES, which are named by (index, RecordTooLarge).
 
-    None when nothing is left. Looks at single records only when all together are larger than one may be.
+    None when nothing is left. Single records are measured only when all together exceed the limit of one.
     """
     data = _ENCODE(records)
     failed: Failed = ()
     if len(data) > MAX_RECORD_BYTES:
         failed = tuple(
-            (index, RecordTooLarge(f"a record of {size:,} bytes; this broker takes at most {MAX_RECORD_BYTES:,}"))
+            (index, RecordTooLarge(f"a record of {size:,} bytes; the limit is {MAX_RECORD_BYTES:,}"))
             for index, record in enumerate(records)
             if (size := content_bytes(record)) > MAX_RECORD_BYTES
         )

@@ -23,19 +23,22 @@ Range = tuple[int, int]
 
 @dataclass(slots=True)
 class PartitionReport:
-    """One partition: offsets `start <= offset < end`. records: the readable ones. noted: lost earlier, noted by `repair`."""
+    """One partition: offsets `start <= offset < end`. records: the number of readable ones.
+
+    accepted: lost earlier, recorded by `repair`.
+    """
 
     partition: int
     start: int
     end: int
     records: int = 0
     lost: list[Range] = field(default_factory=list)
-    noted: list[Range] = field(default_factory=list)
+    accepted: list[Range] = field(default_factory=list)
 
 
 @dataclass(slots=True)
 class TopicReport:
-    """One topic (or the groups, by the name "groups"). problems: other damage than lost records, in words."""
+    """One topic (or the groups, by the name "groups"). problems: other damage than lost records."""
 
     topic: str
     partitions: list[PartitionReport] = field(default_factory=list)
@@ -43,7 +46,7 @@ class TopicReport:
 
     @property
     def lost_records(self) -> int:
-        """The number of unreadable records that were not noted before."""
+        """The number of unreadable records that no repair has accepted."""
         return sum(last - first + 1 for part in self.partitions for first, last in part.lost)
 
     @property
@@ -82,7 +85,7 @@ class TopicScan:
             self.meta = self._query("its description", lambda c: read_meta(c, files.topic), None)
             self._check_structure()
             self.gaps: list[Any] = self._query(
-                "its noted gaps", lambda c: fetch(c, "SELECT * FROM gaps ORDER BY p, first"), []
+                "its accepted gaps", lambda c: fetch(c, "SELECT * FROM gaps ORDER BY p, first"), []
             )
             self._find_partitions()
         except BaseException:
@@ -180,7 +183,7 @@ class TopicScan:
             if partition >= len(marks):
                 self.report.problems.append(f"the mark of partition {partition} is missing")
             gaps = [gap[1:3] for gap in self.gaps if gap[0] == partition]
-            self.report.partitions.append(PartitionReport(partition, start, max(start, floor, mark), noted=gaps))
+            self.report.partitions.append(PartitionReport(partition, start, max(start, floor, mark), accepted=gaps))
 
     def _described(self) -> dict[int, tuple[int, int]]:
         rows = self._query("its partitions", lambda c: fetch(c, "SELECT p, start, floor, crc FROM partitions"), [])
@@ -200,8 +203,8 @@ class TopicScan:
 
 
 def _add_lost(part: PartitionReport, first: int, last: int) -> None:
-    """Add a lost range, without the parts that were noted before."""
-    for gap_first, gap_last in part.noted:
+    """Add a lost range, without the parts that a repair has accepted."""
+    for gap_first, gap_last in part.accepted:
         if gap_last < first or gap_first > last:
             continue
         if gap_first > first:
@@ -212,7 +215,7 @@ def _add_lost(part: PartitionReport, first: int, last: int) -> None:
 
 
 def _try_to_write(connection: apsw.Connection) -> None:
-    """Raises when SQLite takes the file for read-only, because its head is altered. Changes nothing."""
+    """Raises when the file is read-only for SQLite, because its head is altered. Changes nothing."""
     try:
         connection.execute("BEGIN IMMEDIATE")
         connection.execute("ROLLBACK")
@@ -224,8 +227,8 @@ def _try_to_write(connection: apsw.Connection) -> None:
 class GroupScan:
     """progress: intact rows by group and partition. commits: the count.
 
-    lost: where groups begin whose rows are altered or missing: at the earliest record, whatever their `start` is. Nobody
-    knows what they had read.
+    lost: the positions of groups whose rows are altered or missing: the earliest record, whatever their `start` is, because
+    their offset is not known.
     """
 
     report: TopicReport = field(default_factory=lambda: TopicReport("groups"))
@@ -244,8 +247,8 @@ class _Begun(NamedTuple):
 
 
 def scan_groups(folder: DataFolder) -> GroupScan:
-    """Check committed offsets against their checksums and the number of commits against its mark, and every group that a
-    topic knows against its offsets there. A damaged topic, which has a report of its own, is asked nothing."""
+    """Check committed offsets against their checksums, the number of commits against its mark, and the groups that are registered
+    in each topic against their offsets there. Damaged topics, which have their own reports, are skipped."""
     found = GroupScan()
     files = folder.groups
     begun = _begun_groups(folder)  # first: a group that begins meanwhile is not called lost
@@ -309,7 +312,7 @@ def _begun_groups(folder: DataFolder) -> list[_Begun]:
 
 
 def _find_lost(topic: _Begun, found: GroupScan) -> None:
-    """Note every partition of the topic in which a group had begun and has no intact offset, and where it begins."""
+    """Record every partition of the topic in which a group had begun and has no intact offset, and where it begins."""
     for group, source in [key for key in found.lost if key[1].topic == topic.topic]:
         if source.partition < len(topic.starts):
             found.lost[group, source] = GroupPosition(topic.incarnation, topic.starts[source.partition], None)
@@ -321,6 +324,6 @@ def _find_lost(topic: _Begun, found: GroupScan) -> None:
             found.lost[group, whole] = GroupPosition(topic.incarnation, len(topic.starts), None)
         for partition, start in enumerate(topic.starts):
             source = TopicPartition(topic.topic, partition)
-            is_later = last is not None and is_known and partition >= last.begin  # added since the group last looked
+            is_later = last is not None and is_known and partition >= last.begin  # added since the group last joined
             if (group, source) not in found.progress and not is_later:
                 found.lost[group, source] = GroupPosition(topic.incarnation, start, None)

@@ -71,7 +71,7 @@ def connect(path: Path, *, create: bool = False, durable: bool = True) -> apsw.C
         else:
             _keep_wal(connection)
             if connection.pragma("journal_mode") != "wal":  # one altered bit would make SQLite overlook the log
-                raise DataDamaged(path.stem, (), "its head is altered: it does not say that there is a write-ahead log")
+                raise DataDamaged(path.stem, (), "its head is altered: the journal mode is not WAL")
         connection.execute(
             f"PRAGMA synchronous={'FULL' if durable else 'NORMAL'}; PRAGMA mmap_size=0; PRAGMA cache_size=-2048;"
             "PRAGMA wal_autocheckpoint=0; PRAGMA cell_size_check=ON; PRAGMA trusted_schema=OFF"
@@ -170,7 +170,7 @@ def classified(topic: str) -> Iterator[None]:
 
 
 def is_damage(error: Exception) -> bool:
-    """Whether SQLite found its own structure damaged: malformed, tables missing, or shorter than it says.
+    """Whether SQLite found its own structure damaged: malformed, without its tables, or too short.
 
     Our statements are fixed and right, so an SQL error means an altered schema.
     """
@@ -248,7 +248,7 @@ class DurableFile:
             os.close(self._lock)
 
     def rewrite_wal(self) -> None:
-        """Write the write-ahead log again as it is, and sync it: what readers can see is on the disk from now on.
+        """Write the write-ahead log again as it is, and sync it: all that readers can see is on the disk from now on.
 
         A process before this one may have died after a sync failed, leaving frames in the page cache only. Under the
         write lock. Raises Unavailable when the disk still fails.

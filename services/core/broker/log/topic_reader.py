@@ -170,7 +170,7 @@ class TopicReader(OpenTopic):
         return ReadResult(offset, found) if found else None
 
     def _read_behind_gap(self, partition: int, offset: int, max_records: int, mark: int) -> ReadResult | None:
-        """When no row can be read at `offset`: None at the end, the records behind a range noted as lost, or an error."""
+        """When no row can be read at `offset`: None at the end, the records behind a range recorded as lost, or an error."""
         topic = self._store.topic
         head = self._store.heads()[partition]
         end = max(head.next, mark)
@@ -221,7 +221,7 @@ class _Slot:
 
 
 class Readers:
-    """Topics open for reading in this process. A reader that failed is closed; the next use opens the topic anew."""
+    """Topics open for reading in this process. A reader that failed is closed; the next use opens the topic again."""
 
     def __init__(self, folder: DataFolder) -> None:
         self._folder = folder
@@ -300,7 +300,7 @@ LookUp = Callable[[str], "asyncio.Future[int]"]
 class PartitionCounts:
     """The number of partitions of each topic, at most a second old plus the time of one look-up.
 
-    A send asks for the count before it is queued. So waiting callers go on in the order in which they came.
+    An append needs the count before it is queued. So waiting callers go on in the order in which they came.
     """
 
     def __init__(self, look_up: LookUp) -> None:

@@ -101,7 +101,7 @@ class TopicStore(DurableFile):
         return set(names)
 
     def register_group(self, group: str) -> None:
-        """Store, durably, that the group has begun to read this topic: it must not begin anew when groups.db is lost."""
+        """Store, durably, that the group has begun to read this topic: it must not begin again when groups.db is lost."""
         if (group, checksum(group)) in self._group_rows():
             return
 
@@ -165,7 +165,7 @@ class TopicStore(DurableFile):
 
     @contextmanager
     def snapshot(self) -> Iterator[None]:
-        """Several reads that see the same moment."""
+        """Several reads of the same state."""
         self.connection.execute("BEGIN")
         try:
             yield
@@ -247,7 +247,7 @@ def row_behind(connection: apsw.Connection, partition: int, offset: int) -> Row 
         (row_position(partition, offset), row_position(partition, MAX_OFFSET)),
     ).fetchone()
     if row is not None and not row_position(partition, offset) < row[0] <= row_position(partition, MAX_OFFSET):
-        raise apsw.CorruptError("a row lies where it does not belong")
+        raise apsw.CorruptError("a row is out of order")
     return None if row is None else Row(*row)
 
 

@@ -1,7 +1,7 @@
 """Appending to one topic: all waiting appends are one transaction with one sync.
 
 Blocking; one thread at a time. Several processes may append to a topic: SQLite's write lock orders them, and a change of
-`data_version` tells that another one wrote, so that ends are read again only then.
+`data_version` shows that another one wrote; only then the ends are read again.
 """
 
 import os

@@ -132,8 +132,8 @@ def _unlink(folder: DataFolder, files: TopicFiles) -> None:
     one), nor a database without its own write-ahead log."""
     files.marks.unlink(missing_ok=True)
     sync_folder(folder.topics)
-    grave = files.db.with_name(f".{uuid.uuid4().hex}.deleted")
-    files.db.rename(grave)
-    for path in (files.wal, files.shm, grave):
+    unlinked = files.db.with_name(f".{uuid.uuid4().hex}.deleted")
+    files.db.rename(unlinked)
+    for path in (files.wal, files.shm, unlinked):
         path.unlink(missing_ok=True)
     sync_folder(folder.topics)
