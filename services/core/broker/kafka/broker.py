@@ -4,7 +4,7 @@ import time
 from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 
-from services.core.broker.contract import Admin, Appender, Consumer, Features, OnRevoke, Reader, Start
+from services.core.broker.contract import Consumer, Features, OnRevoke, Start
 from services.core.broker.errors import Unavailable, UnknownTopic
 from services.core.broker.kafka.admin import KafkaAdmin
 from services.core.broker.kafka.aiokafka_internals import FetchBudget
@@ -31,9 +31,11 @@ class KafkaBroker:
         self._sending = Cluster(bootstrap, "penstock-send", timing, metadata_age=timing.metadata)
         self._asking = Cluster(bootstrap, "penstock-admin", timing)
         self._limits = TopicLimits(self._sending)
-        self._appender = KafkaAppender(self._sending, self._limits)
-        self._admin = KafkaAdmin(self._asking, self._append)
-        self._shared = SharedResources(self._asking, self._admin.begun, FetchBudget())
+        self.features = _FEATURES
+        self.appender = KafkaAppender(self._sending, self._limits)
+        self.admin = self.reader = KafkaAdmin(self._asking, self._append)
+        self.resharding = None
+        self._shared = SharedResources(self._asking, self.admin.begun, FetchBudget())
 
     @classmethod
     @asynccontextmanager
@@ -41,30 +43,10 @@ class KafkaBroker:
         """`bootstrap`: host:port[,host:port…]. Entering raises Unavailable when no node answers. Leaving drains."""
         broker = cls(bootstrap, timing or Timing())
         async with AsyncExitStack() as closing:
-            for close in (broker._asking.close, broker._sending.close, broker._appender.close):
+            for close in (broker._asking.close, broker._sending.close, broker.appender.close):
                 closing.push_async_callback(close)
             await broker._sending.client()
             yield broker
-
-    @property
-    def features(self) -> Features:
-        return _FEATURES
-
-    @property
-    def admin(self) -> Admin:
-        return self._admin
-
-    @property
-    def reader(self) -> Reader:
-        return self._admin
-
-    @property
-    def resharding(self) -> None:
-        """As in the contract."""
-
-    @property
-    def appender(self) -> Appender:
-        return self._appender
 
     def consumer(
         self, group: str, topics: Collection[str], *, start: Start, on_revoke: OnRevoke
@@ -76,9 +58,7 @@ class KafkaBroker:
         """Store the records, or raise. Repeated within the time of a request: not every node knows a leader of a new topic."""
         deadline, policy = time.monotonic() + self._timing.request, AppendPolicy(append_timeout=self._timing.request)
         size, deadlines = estimate_size(records), [deadline] * len(records)
-        sent = await append_with_retry(
-            self._appender, topic, 0, records, policy, size=size, deadlines=lambda: deadlines
-        )
+        sent = await append_with_retry(self.appender, topic, 0, records, policy, size=size, deadlines=lambda: deadlines)
         if sent.failed:
             raise sent.failed[0][1]
 

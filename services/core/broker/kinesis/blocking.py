@@ -31,7 +31,7 @@ class BlockingKinesis:
     """An open connection, with an event loop on a daemon thread. Every wait is limited as the broker's are."""
 
     def __init__(self, url: str) -> None:
-        """`url`: see `kinesis_url`. Raises ValueError, Unavailable."""
+        """`url`: see `parse_kinesis_url`. Raises ValueError, Unavailable."""
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="kinesis", daemon=True)
         self._thread.start()

@@ -5,7 +5,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 from services.core import metrics
 from services.core.broker.connect import parse_kinesis_url
-from services.core.broker.contract import Admin, Appender, Consumer, Features, OnRevoke, Reader, Start
+from services.core.broker.contract import Consumer, Features, OnRevoke, Start
 from services.core.broker.errors import Unavailable
 from services.core.broker.kinesis.admin import KinesisAdmin
 from services.core.broker.kinesis.appender import KinesisAppender
@@ -17,7 +17,6 @@ from services.core.broker.kinesis.pace import ReadPaces
 from services.core.broker.kinesis.record_format import MAX_RECORD_BYTES
 from services.core.broker.kinesis.resharding import KinesisResharding
 from services.core.broker.kinesis.streams import Streams, hash_key_of, shard_of
-from services.core.broker.resharding import Resharding
 
 _FEATURES = Features(
     contiguous_offsets=False, compaction=False, retention_by_event_time=False, max_record_bytes=MAX_RECORD_BYTES
@@ -31,42 +30,23 @@ class KinesisBroker:
             clients, self._streams, Incarnations(clients.kinesis, timing), ReadPaces(), timing, FanOut.of(clients)
         )
         metrics.BROKER_PREFETCHED.set_function(lambda: self._shared.budget.used)
-        self._appender = KinesisAppender(clients.put_records, self._streams, timing)
-        self._admin = KinesisAdmin(self._shared)
-        self._resharding = KinesisResharding(clients, self._streams, timing)
+        self.features = _FEATURES
+        self.appender = KinesisAppender(clients.put_records, self._streams, timing)
+        self.admin = self.reader = KinesisAdmin(self._shared)
+        self.resharding = KinesisResharding(clients, self._streams, timing)
 
     @classmethod
     @asynccontextmanager
     async def open(cls, url: str, *, timing: Timing | None = None) -> "AsyncIterator[KinesisBroker]":
-        """`url`: see `kinesis_url`. Raises ValueError for an invalid one, Unavailable without credentials."""
+        """`url`: see `parse_kinesis_url`. Raises ValueError for an invalid one, Unavailable without credentials."""
         timing = timing or Timing()
         async with open_clients(parse_kinesis_url(url), timing.request) as clients:
             broker = cls(clients, timing)
             try:
                 yield broker
             finally:
-                await broker._appender.close()
+                await broker.appender.close()
                 await broker._streams.close()
-
-    @property
-    def features(self) -> Features:
-        return _FEATURES
-
-    @property
-    def admin(self) -> Admin:
-        return self._admin
-
-    @property
-    def reader(self) -> Reader:
-        return self._admin
-
-    @property
-    def resharding(self) -> Resharding:
-        return self._resharding
-
-    @property
-    def appender(self) -> Appender:
-        return self._appender
 
     def consumer(
         self, group: str, topics: Collection[str], *, start: Start, on_revoke: OnRevoke

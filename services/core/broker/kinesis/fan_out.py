@@ -255,12 +255,3 @@ class SubscribedSource(ShardSource):
             return await ShardSource.read(self, iterator, limit)
         async with self._throttled():
             return await self.subscription.next()
-
-    @asynccontextmanager
-    async def _throttled(self) -> AsyncIterator[None]:
-        """A refusal slows down the next attempt."""
-        try:
-            yield
-        except Throttled:
-            self.pace.throttle()
-            raise

@@ -1,6 +1,7 @@
 """GetShardIterator and GetRecords of one shard, paced, with our errors."""
 
 from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
@@ -74,19 +75,15 @@ class ShardSource:
 
     async def iterator(self, where: Mapping[str, Any]) -> str:
         """Raises UnknownSequence, UnknownTopic (of a shard too), Unavailable."""
-        try:
-            async with bounded(f"iterator for {self.topic}[{self.shard}]", self.timing.request):
-                try:
-                    answer = await self.kinesis.get_shard_iterator(
-                        StreamName=self.topic, ShardId=shard_id(self.shard), **where
-                    )
-                except ClientError as error:
-                    if code_of(error) == "InvalidArgumentException":
-                        raise UnknownSequence(str(error)) from error
-                    raise
-        except Throttled:
-            self.pace.throttle()
-            raise
+        async with self._throttled(), bounded(f"iterator for {self.topic}[{self.shard}]", self.timing.request):
+            try:
+                answer = await self.kinesis.get_shard_iterator(
+                    StreamName=self.topic, ShardId=shard_id(self.shard), **where
+                )
+            except ClientError as error:
+                if code_of(error) == "InvalidArgumentException":
+                    raise UnknownSequence(str(error)) from error
+                raise
         return str(answer["ShardIterator"])
 
     def is_polled(self, iterator: str) -> bool:
@@ -100,22 +97,27 @@ class ShardSource:
 
     async def read(self, iterator: str, limit: int) -> ReadResult:
         """The next entries, at most `limit` (and 10 MB). Raises IteratorExpired, Throttled, UnknownTopic, Unavailable."""
-        try:
-            async with bounded(f"read {self.topic}[{self.shard}]", self.timing.request):
-                try:
-                    answer = await self.kinesis.get_records(ShardIterator=iterator, Limit=limit)
-                except ClientError as error:
-                    if code_of(error) == "ExpiredIteratorException":
-                        raise IteratorExpired(str(error)) from error
-                    raise
-        except Throttled:
-            self.pace.throttle()
-            raise
+        async with self._throttled(), bounded(f"read {self.topic}[{self.shard}]", self.timing.request):
+            try:
+                answer = await self.kinesis.get_records(ShardIterator=iterator, Limit=limit)
+            except ClientError as error:
+                if code_of(error) == "ExpiredIteratorException":
+                    raise IteratorExpired(str(error)) from error
+                raise
         entries = answer["Records"]
         self.pace.read(sum(len(entry["Data"]) for entry in entries))
         behind = int(answer.get("MillisBehindLatest") or 0)
         # Milliseconds are coarse: after a full answer there may be more entries of the same one.
         return ReadResult(entries, behind or int(len(entries) >= limit), answer.get("NextShardIterator"))
+
+    @asynccontextmanager
+    async def _throttled(self) -> AsyncIterator[None]:
+        """A throttle slows down the next request."""
+        try:
+            yield
+        except Throttled:
+            self.pace.throttle()
+            raise
 
     async def read_to_end(self, where: Mapping[str, Any], limit: int) -> AsyncIterator[ReadResult]:
         """The answers, of at most `limit` entries and about a megabyte each, up to the end at the time of the first

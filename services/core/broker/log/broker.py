@@ -32,8 +32,10 @@ class LogBroker:
         self._folder, self._clock = folder, clock
         self._readers = Readers(folder)
         self._offsets = CommittedOffsets(folder)
-        self._appender = LogAppender(folder, clock, self._readers.partition_count)
-        self._admin = LogAdmin(folder, self._readers, self._offsets, clock)
+        self.features = FEATURES
+        self.appender = LogAppender(folder, clock, self._readers.partition_count)
+        self.admin = self.reader = LogAdmin(folder, self._readers, self._offsets, clock)
+        self.resharding = None
         self._lease_thread = ThreadPoolExecutor(1, thread_name_prefix="log-lease")
         self._timing = timing
         self._shared: SharedResources | None = None
@@ -57,26 +59,6 @@ class LogBroker:
             await asyncio.wait((keeper,))
             await broker._close()
 
-    @property
-    def features(self) -> Features:
-        return FEATURES
-
-    @property
-    def admin(self) -> LogAdmin:
-        return self._admin
-
-    @property
-    def reader(self) -> LogAdmin:
-        return self._admin
-
-    @property
-    def resharding(self) -> None:
-        """As in the contract."""
-
-    @property
-    def appender(self) -> LogAppender:
-        return self._appender
-
     @asynccontextmanager
     async def consumer(
         self, group: str, topics: Collection[str], *, start: Start, on_revoke: OnRevoke
@@ -90,7 +72,7 @@ class LogBroker:
             await membership.leave()
 
     async def probe(self, topic: str, *, timeout: float) -> None:
-        await self._appender.probe(topic, timeout)
+        await self.appender.probe(topic, timeout)
 
     async def _shared_resources(self) -> SharedResources:
         if self._shared is None:
@@ -107,7 +89,7 @@ class LogBroker:
 
     async def _close(self) -> None:
         try:
-            await self._appender.close(_CLOSE_SECONDS)
+            await self.appender.close(_CLOSE_SECONDS)
             if self._shared is not None:
                 await self._on_lease_thread(self._shared.leases.close)
                 await self._on_lease_thread(self._shared.wakeup.close)
