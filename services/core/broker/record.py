@@ -1,6 +1,6 @@
 """A record of a topic: one immutable value type for both directions and every backend."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -94,3 +94,16 @@ def estimate_size(records: Sequence[Record]) -> int:
         for name, value in record.headers:
             size += len(name) + len(value)
     return size
+
+
+def split_by_size(records: Sequence[Record], limit: int) -> Iterator[tuple[int, Sequence[Record]]]:
+    """(index of the first, records): slices in order, each of at most `limit` bytes by `estimate_size`; a larger record alone."""
+    start = size = 0
+    for index, record in enumerate(records):
+        one = estimate_size((record,))
+        if index > start and size + one > limit:
+            yield start, records[start:index]
+            start, size = index, 0
+        size += one
+    if start < len(records):
+        yield start, records[start:]

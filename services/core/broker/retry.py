@@ -14,7 +14,7 @@ import backoff
 
 from services.core.broker.contract import MAX_APPEND_BYTES, Appended, Appender
 from services.core.broker.errors import BrokerError, OutcomeUnknown, RecordTooLarge, Throttled, Unavailable
-from services.core.broker.record import Record, estimate_size
+from services.core.broker.record import Record, split_by_size
 from services.core.metrics import BROKER_RETRIES
 
 
@@ -58,7 +58,7 @@ async def append_with_retry(
     (bugs) are raised.
     """
     outcome = _Outcome()
-    for start, chunk in _chunks(records, size):
+    for start, chunk in [(0, records)] if size <= MAX_APPEND_BYTES else split_by_size(records, MAX_APPEND_BYTES):
         # A later chunk must not overtake what the caller will send again.
         if start and (outcome.is_interrupted or deadlines()[start] < time.monotonic()):
             untried = Unavailable("not tried: the records before it were not stored in time")
@@ -115,21 +115,6 @@ async def _append_chunk(
 
 def _is_retriable(error: Exception) -> bool:
     return isinstance(error, BrokerError) and error.retriable
-
-
-def _chunks(records: Sequence[Record], size: int) -> Iterator[tuple[int, Sequence[Record]]]:
-    """(index of the first, records) of at most MAX_APPEND_BYTES each; a single larger record travels alone."""
-    if size <= MAX_APPEND_BYTES:
-        yield 0, records
-        return
-    start = size = 0
-    for index, record in enumerate(records):
-        one = estimate_size((record,))
-        if index > start and size + one > MAX_APPEND_BYTES:
-            yield start, records[start:index]
-            start, size = index, 0
-        size += one
-    yield start, records[start:]
 
 
 class _Outcome:

@@ -16,7 +16,7 @@ from services.core.broker.kinesis.incarnation import Stream
 from services.core.broker.kinesis.shard_lookup import retry_briefly
 from services.core.broker.partitioner import split_by_key
 from services.core.broker.producer import Producer
-from services.core.broker.record import Batch, Record, estimate_size
+from services.core.broker.record import Batch, Record, split_by_size
 from services.core.broker.retry import AppendPolicy
 
 T = TypeVar("T")
@@ -88,17 +88,6 @@ class BlockingKinesis:
         At least once: Kinesis has no idempotent put. Raises BrokerError kinds; then some may be stored.
         """
         count = self.wait(self._producer.partition_count(topic))
-        for some in _in_pieces(records):
+        for _, some in split_by_size(records, _SEND_BYTES):
             parts = split_by_key(some, count, keyless=turn % count)
             self.wait(self._producer.send_to(topic, parts)).raise_first()
-
-
-def _in_pieces(records: Sequence[Record]) -> Iterator[Sequence[Record]]:
-    first = size = 0
-    for index, record in enumerate(records):
-        size += estimate_size([record])
-        if size >= _SEND_BYTES:
-            yield records[first : index + 1]
-            first, size = index + 1, 0
-    if first < len(records):
-        yield records[first:]

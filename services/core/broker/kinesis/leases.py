@@ -288,10 +288,8 @@ class HeldLease:
         """Commit the offset. False: this member does not hold the lease, or this ownership never returned the offset.
         Then the offset is of an earlier ownership, perhaps of another incarnation. Never goes back."""
         if self.row.committed is None or offset > self.row.committed:
-            if not self.backlog.has_returned(offset):
-                return False
             arrived = self.backlog.arrived(offset)
-            if not await self.write(lambda row: self._progressed(_committed(row, offset, arrived))):
+            if arrived is None or not await self.write(lambda row: self._progressed(_committed(row, offset, arrived))):
                 return False
         elif not await self.renew():  # nothing new to write, but only the table can confirm the lease
             return False

@@ -212,14 +212,14 @@ class Backlog:
 
     size: approximate bytes of the records not returned. millis_behind: how far reading is behind the shard's end;
     None until it is known. ended: the shard has no more. error: why reading stopped. settled: when nothing
-    unprocessed was left behind (wall clock, ms; 0 if never).
+    unprocessed was left behind (wall clock, ms; 0 if never). reads: the number of the last read; one runs at a time.
     """
 
     def __init__(
         self, source: TopicPartition, budget: ReadBudget | None = None, polls: PollActivity | None = None
     ) -> None:
         """budget: shared with other readers; None: its own. polls: of its consumer."""
-        self._source = self.source = source
+        self.source = source
         self._budget, self._polls = budget or ReadBudget(), polls or PollActivity()
         self._budget.join(self)
         self._given_up: _GivenUp | None = None
@@ -230,11 +230,11 @@ class Backlog:
         self._returned_of_first = 0
         self._copies: deque[tuple[int, int]] = deque()
         self._passed_copy: tuple[int, int] | None = None
-        self._settled = 0
         self._asked_ms = 0
         self._room = asyncio.Event()
-        self._reads = 0
         self._answered = 0
+        self.reads = 0
+        self.settled = 0
         self.size = 0
         self.is_full = False
         self.millis_behind: int | None = None
@@ -284,7 +284,7 @@ class Backlog:
             first, start = self._entries[0], self._returned_of_first
             count = sum(len(entry.records) for entry in self._entries) - start
             self._given_up = _GivenUp(first.offsets[start], first.records[start].timestamp, first.arrived, count)
-            metrics.BROKER_READ_AGAIN.labels(self._source.topic).inc(count)
+            metrics.BROKER_READ_AGAIN.labels(self.source.topic).inc(count)
         self._is_rewound = self.ended = False
         self.millis_behind = self.millis_behind or 1
         self._drop()
@@ -312,16 +312,6 @@ class Backlog:
         self._drop()
         self._budget.leave(self)
 
-    def start_read(self) -> int:
-        """A read begins; one at a time. Returns its number."""
-        self._reads += 1
-        return self._reads
-
-    @property
-    def reads(self) -> int:
-        """The number of the last read."""
-        return self._reads
-
     def is_newer_than(self, number: int) -> bool:
         """Whether a read that began after this number was answered, or none will be."""
         return self._answered > number or self.is_full or self.ended or self.error is not None
@@ -337,7 +327,7 @@ class Backlog:
         more = sum(entry.memory for entry in kept)
         self.size += more
         self._budget.change(more)
-        self._answered = self._reads
+        self._answered = self.reads
         self.millis_behind = millis_behind
         if millis_behind == 0:
             self._asked_ms = now_ms
@@ -345,7 +335,7 @@ class Backlog:
 
     def drop_copy(self, entry: StoredEntry) -> None:
         """This entry is a second copy: it is not returned, and counts as processed once everything before it is."""
-        metrics.BROKER_COPIES.labels(self._source.topic).inc(len(entry.records))
+        metrics.BROKER_COPIES.labels(self.source.topic).inc(len(entry.records))
         if not self._copies or self._copies[-1][0] < entry.next - 1:
             self._copies.append((entry.next - 1, entry.arrived))
 
@@ -373,10 +363,6 @@ class Backlog:
         """Whether the shard has ended and is processed."""
         return self.ended and self.is_processed
 
-    @property
-    def settled(self) -> int:
-        return self._settled
-
     def has_records(self) -> bool:
         """Whether `poll` would return something."""
         return bool(self._entries)
@@ -391,7 +377,7 @@ class Backlog:
             entry = self._entries[0]
             if entry.damage is not None:
                 if not records:
-                    batches.append(Batch(*self._source, entry.offsets, entry.records, entry.damage))
+                    batches.append(Batch(*self.source, entry.offsets, entry.records, entry.damage))
                     self._pass(entry, len(entry.records))
                 break
             start = self._returned_of_first
@@ -401,7 +387,7 @@ class Backlog:
             size += min(entry.size, MAX_APPEND_BYTES)
             self._pass(entry, stop)
         if records:
-            batches.append(Batch(*self._source, offsets, records))
+            batches.append(Batch(*self.source, offsets, records))
         return batches
 
     def _pass(self, entry: StoredEntry, stop: int) -> None:
@@ -419,15 +405,11 @@ class Backlog:
         else:
             self._returned_of_first = stop
 
-    def arrived(self, offset: int) -> int:
-        """Arrival time (ms) of a returned record; 0 when it is not known any more."""
+    def arrived(self, offset: int) -> int | None:
+        """Arrival time (ms) of a record that was returned and is not processed; None when there is none of this offset."""
         at = bisect_left(self._returned, offset, key=lambda entry: entry.offsets[-1])
-        return self._returned[at].arrived if at < len(self._returned) else 0
-
-    def has_returned(self, offset: int) -> bool:
-        """Whether a record of this offset was returned and is not processed."""
-        at = bisect_left(self._returned, offset, key=lambda entry: entry.offsets[-1])
-        return at < len(self._returned) and offset in self._returned[at].offsets
+        is_there = at < len(self._returned) and offset in self._returned[at].offsets
+        return self._returned[at].arrived if is_there else None
 
     def processed(self, offset: int) -> None:
         """All records returned up to this offset are processed."""
@@ -441,7 +423,7 @@ class Backlog:
 
     def _update_settled(self) -> None:
         if self.is_processed and self.millis_behind == 0:
-            self._settled = max(self._settled, self._asked_ms)
+            self.settled = max(self.settled, self._asked_ms)
 
     def lag(self, now_ms: int) -> Lag:
         """The lag of unprocessed records. Exact when reading is at the shard's end; else it counts the records that

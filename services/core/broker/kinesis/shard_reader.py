@@ -111,7 +111,7 @@ class _Reader:
                     iterator = await self._begin()
                     continue
                 requested_ms = self._context.now_ms()
-                backlog.start_read()
+                backlog.reads += 1
                 try:
                     answer = await self._source.read(iterator, self._limit)
                 except IteratorExpired:

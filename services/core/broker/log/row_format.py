@@ -12,7 +12,7 @@ from zlib import crc32
 import msgspec
 
 from services.core.broker.errors import RecordTooLarge
-from services.core.broker.record import RECORD_OVERHEAD, Record, content_bytes
+from services.core.broker.record import Record, content_bytes, split_by_size
 
 OFFSET_BITS = 40
 MAX_OFFSET = (1 << OFFSET_BITS) - 1
@@ -95,16 +95,13 @@ def pack(records: Sequence[Record]) -> tuple[Packed | None, Failed]:
 
 def pack_all(records: Sequence[Record]) -> list[Packed]:
     """Encode any number of records as blocks of about BLOCK_BYTES. Raises RecordTooLarge for the first one that is."""
-    blocks, start, size = [], 0, 0
-    for index, record in enumerate(records, 1):
-        size += RECORD_OVERHEAD + len(record.value or b"")
-        if size >= BLOCK_BYTES or index == len(records):
-            packed, failed = pack(records[start:index])
-            if failed:
-                raise failed[0][1]
-            assert packed is not None
-            blocks.append(packed)
-            start, size = index, 0
+    blocks = []
+    for _, some in split_by_size(records, BLOCK_BYTES):
+        packed, failed = pack(some)
+        if failed:
+            raise failed[0][1]
+        assert packed is not None
+        blocks.append(packed)
     return blocks
 
 
