@@ -1,6 +1,7 @@
 """Reading partitions without a group: from beginning to end, or the newest records."""
 
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from datetime import UTC, datetime
 
 from services.core.broker.contract import Broker, PartitionRange, Reader
@@ -10,15 +11,23 @@ from services.core.broker.record import Batch, TopicPartition
 PAGE = 500
 
 
-async def read_topic(reader: Reader, topic: str, partition: int, held: PartitionRange) -> AsyncIterator[Batch]:
-    """The batches of `held.start <= offset < held.end`, at most PAGE records each, batches of damage among them.
+async def read_topic(
+    reader: Reader, topic: str, partition: int, held: PartitionRange, *, page: int = PAGE, skips_damage: bool = False
+) -> AsyncIterator[Batch]:
+    """The batches of `held.start <= offset < held.end`, at most `page` records each, batches of damage among them.
 
-    Records that retention removes meanwhile are skipped. Raises DataDamaged, Unavailable.
+    Records that retention removes meanwhile are skipped. skips_damage: so are damaged records, when their range is known.
+    Raises DataDamaged, OffsetOutOfRange, Unavailable.
     """
     offset = held.start
     while offset < held.end:
         try:
-            batch = await reader.read(topic, partition, offset, max_records=PAGE)
+            batch = await reader.read(topic, partition, offset, max_records=page)
+        except DataDamaged as error:
+            if not (skips_damage and error.ranges):
+                raise
+            offset = max(offset, *(last for _, _, last in error.ranges)) + 1
+            continue
         except OffsetOutOfRange as error:
             if error.start <= offset:
                 raise
@@ -27,7 +36,7 @@ async def read_topic(reader: Reader, topic: str, partition: int, held: Partition
         if batch is None:
             return
         count = sum(1 for found in batch.offsets if found < held.end)
-        if count:
+        if count and not (skips_damage and batch.damage):
             yield Batch(topic, partition, batch.offsets[:count], batch.records[:count], batch.damage)
         offset = batch.offsets[-1] + 1
 
@@ -46,23 +55,10 @@ async def scan(
     held = held or (await reader.describe(topic)).get(partition)
     if held is None:
         return
-    at, stop = max(held.start, start or 0), held.end if end is None else min(held.end, end)
-    while at < stop:
-        try:
-            batch = await reader.read(topic, partition, at, max_records=READ_RECORDS)
-        except DataDamaged as error:
-            at = max(at, *(last for _, _, last in error.ranges)) + 1
-            continue
-        except OffsetOutOfRange as error:
-            if error.start <= at:
-                return
-            at = error.start
-            continue
-        if batch is None:
-            return
-        if batch.damage is None:
+    wanted = PartitionRange(max(held.start, start or 0), held.end if end is None else min(held.end, end))
+    with suppress(OffsetOutOfRange):  # the partition has lost its end meanwhile
+        async for batch in read_topic(reader, topic, partition, wanted, page=READ_RECORDS, skips_damage=True):
             yield batch
-        at = batch.offsets[-1] + 1
 
 
 _PAGE_EVENTS = 1000
