@@ -31,13 +31,15 @@ MAX_RECORD_BYTES = 1_000_000
 class Kind:
     """How a backend differs from others.
 
-    gaps: in its offsets. by_event_time: what retention counts from. refuses_unpolled: commits beyond what was read.
+    gaps: in its offsets. is_eager: its groups' rebalances take everything from all members. by_event_time: what retention
+    counts from. refuses_unpolled: commits beyond what was read.
     """
 
     name: str
     gaps: bool = False
     by_event_time: bool = False
     refuses_unpolled: bool = False
+    is_eager: bool = False
 
     @property
     def features(self) -> Features:
@@ -50,7 +52,11 @@ class Kind:
         )
 
 
-KINDS = (Kind("log", refuses_unpolled=True), Kind("kafka", by_event_time=True), Kind("kinesis", gaps=True))
+KINDS = (
+    Kind("log", refuses_unpolled=True),
+    Kind("kafka", by_event_time=True, is_eager=True),
+    Kind("kinesis", gaps=True),
+)
 
 
 class Cluster:
@@ -59,7 +65,7 @@ class Cluster:
     def __init__(self, machine: Machine, rng: random.Random, kind: Kind, weather: Weather) -> None:
         self.machine, self.rng, self.kind, self.weather = machine, rng, kind, weather
         self.store = Store(lambda: int((EPOCH + machine.time()) * 1000), gaps=kind.gaps)
-        self.coordinator = Coordinator(self.store, machine, rng, machine.trace)
+        self.coordinator = Coordinator(self.store, machine, machine.trace, is_eager=kind.is_eager)
         self.consumers: list[ModelConsumer] = []
         self.kafka = KafkaNodes(self, rng) if kind.name == "kafka" else None
         self.kinesis = KinesisStreams(self, rng) if kind.name == "kinesis" else None

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from services.core.broker.contract import Lag, OnRevoke, Start
-from services.core.broker.errors import NotOwner, OffsetOutOfRange, Unavailable, UnknownTopic
+from services.core.broker.errors import DataDamaged, NotOwner, OffsetOutOfRange, Unavailable, UnknownTopic
 from services.core.broker.record import Batch, TopicPartition
 from tests.simulation.cluster import Cluster
 from tests.simulation.groups import REBALANCE_S
@@ -63,6 +63,7 @@ class ModelConsumer:
         """Raises UnknownTopic, Unavailable."""
 
         def enter() -> None:
+            self._cluster.coordinator.check()
             for topic in self._topics:
                 self._cluster.store.topic(topic)
             self._cluster.store.begin(self.group, self._topics, self._start)
@@ -146,7 +147,12 @@ class ModelConsumer:
                 self._turn += 1
                 first = self._turn % len(ready)
                 chosen = [*ready[first:], *ready[:first]]
-                batches = await self._cluster.call(partial(self._fetch, chosen, max_records), None)
+                try:
+                    batches = await self._cluster.call(partial(self._fetch, chosen, max_records), None)
+                except (OffsetOutOfRange, DataDamaged) as error:
+                    if self._is_of_now(error, epochs):
+                        raise
+                    continue
                 if taken := self._take(batches, epochs):
                     return taken
                 continue
@@ -156,6 +162,13 @@ class ModelConsumer:
             with suppress(TimeoutError):
                 async with asyncio.timeout(left):
                     await self.news.wait()
+
+    def _is_of_now(self, error: OffsetOutOfRange | DataDamaged, epochs: Mapping[TopicPartition, int]) -> bool:
+        """Whether the partition that cannot be read is owned as it was when it was asked for."""
+        partition = error.partition if isinstance(error, OffsetOutOfRange) else error.ranges[0][0]
+        source = TopicPartition(error.topic, partition)
+        owned = self.owned.get(source)
+        return owned is not None and owned.epoch == epochs[source]
 
     def _may_read(self, source: TopicPartition) -> bool:
         return not self.owned[source].leaving and source not in self._paused
@@ -202,6 +215,7 @@ class ModelConsumer:
         owned = {source: self.owned[source] for source in asked if source in self.owned}
 
         def store() -> frozenset[tuple[str, int]]:
+            self._cluster.coordinator.check()
             refused = set()
             for source, mark in asked.items():
                 if self._may_commit(source, mark, owned.get(source)):

@@ -5,11 +5,11 @@ cut off, after SESSION_S, without a word.
 """
 
 import asyncio
-import random
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from services.core.broker.errors import Unavailable
 from services.core.broker.record import TopicPartition
 from tests.simulation.store import Store
 
@@ -47,13 +47,26 @@ class Coordinator:
     """All groups. Runs in the world, not in a process; every call is what a request does when it arrives."""
 
     def __init__(
-        self, store: Store, loop: asyncio.AbstractEventLoop, rng: random.Random, trace: Callable[[str], None]
+        self, store: Store, loop: asyncio.AbstractEventLoop, trace: Callable[[str], None], *, is_eager: bool
     ) -> None:
-        self._store, self._loop, self._rng, self._trace = store, loop, rng, trace
+        """is_eager: as on Kafka, each change of the members takes everything from all of them, and then deals it out."""
+        self._store, self._loop, self._trace, self._is_eager = store, loop, trace, is_eager
+        self._moving_until = 0.0
+        self._dealing: set[str] = set()
+        """Groups that wait until their members have given up everything."""
         self._groups: dict[str, dict[int, _Joined]] = {}
         self._numbers = self._epochs = 0
         store.on_delete.append(self._deleted)
         store.on_create.append(self._created)
+
+    def move(self, seconds: float) -> None:
+        """Another node takes over the groups, with all that is stored; for so long it answers nobody."""
+        self._moving_until = self._loop.time() + seconds
+
+    def check(self) -> None:
+        """Raises Unavailable while it moves."""
+        if self._loop.time() < self._moving_until:
+            raise Unavailable("the coordinator of the group moves")
 
     def join(self, group: str, member: Member, topics: Collection[str]) -> int:
         """The member's number."""
@@ -97,7 +110,10 @@ class Coordinator:
         if joined is not None:
             joined.owns -= set(sources)
             joined.leaving -= set(sources)
-            self._balance(group)
+            if self._is_eager:
+                self._deal(group)
+            else:
+                self._balance(group)
 
     def expire(self, group: str, number: int) -> None:
         """It is not heard of any more: its partitions are free, and it hears that late."""
@@ -120,6 +136,9 @@ class Coordinator:
         members = self._groups.get(group, {})
         if not members:
             return
+        if self._is_eager:
+            self._deal_anew(group, members)
+            return
         topics: set[str] = set()
         for joined in members.values():
             topics |= joined.topics
@@ -133,9 +152,34 @@ class Coordinator:
             elif owner != wanted and source not in members[owner].leaving:
                 self._ask_back(group, owner, source)
 
+    def _deal_anew(self, group: str, members: dict[int, _Joined]) -> None:
+        """Ask everything back, and wait for it; a change that comes meanwhile is a part of the same deal."""
+        self._dealing.add(group)
+        for number, joined in members.items():
+            if asked := frozenset(joined.owns - joined.leaving):
+                joined.leaving |= asked
+                joined.member.hear_revoke(asked, lost=False)
+                self._loop.call_later(REBALANCE_S, self._expire_if_leaving, group, number, asked)
+        self._deal(group)
+
+    def _deal(self, group: str) -> None:
+        members = self._groups.get(group, {})
+        if group not in self._dealing or not members or any(joined.owns for joined in members.values()):
+            return
+        self._dealing.discard(group)
+        order = sorted(members)
+        topics = {topic for joined in members.values() for topic in joined.topics}
+        for index, source in enumerate(self._sources(topics)):
+            self._assign(group, order[(index + len(group)) % len(order)], source)
+
+    def _expire_if_leaving(self, group: str, number: int, asked: frozenset[TopicPartition]) -> None:
+        joined = self._groups.get(group, {}).get(number)
+        if joined is not None and asked & joined.leaving:
+            self.expire(group, number)
+
     def _assign(self, group: str, number: int, source: TopicPartition) -> None:
         joined = self._groups[group][number]
-        position = self._store.position(group, source)
+        position = self._store.begin_at(group, source)
         joined.owns.add(source)
         self._epochs += 1
         joined.floors[source], joined.epochs[source] = position - 1, self._epochs
@@ -162,6 +206,8 @@ class Coordinator:
                     joined.owns -= gone
                     joined.leaving -= gone
                     joined.member.hear_revoke(gone, lost=True)
+        for group in sorted(self._dealing):
+            self._deal(group)
 
     def _created(self, _topic: str) -> None:
         for group in list(self._groups):

@@ -26,10 +26,11 @@ from tests.support.kafka_wire import read_identity
 if TYPE_CHECKING:
     from tests.simulation.cluster import Cluster
 
-FAULTS = ("freeze_node", "isolate", "cut", "elect", "unreachable", "forget_producers")
+FAULTS = ("freeze_node", "isolate", "cut", "elect", "unreachable", "forget_producers", "move_coordinator")
 """freeze_node: a node stands still, and may be counted out. isolate: it does not hear the controller, and may go on as a leader
 that has been replaced. cut: two nodes, or a leader and all others, lose each other. elect: leaders change. unreachable: no
-client can connect to a node. forget_producers: the numbers of all batches have expired."""
+client can connect to a node. forget_producers: the numbers of all batches have expired. move_coordinator: another node keeps
+the groups, and answers nobody until it has read them."""
 
 Row = tuple[str, int, bytes]
 """Topic, partition, record batch."""
@@ -170,6 +171,8 @@ class KafkaNodes:
             case "unreachable":
                 self.unreachable.add(node)
                 machine.call_later(seconds, self.unreachable.discard, node, context=WORLD)
+            case "move_coordinator":
+                self.cluster.coordinator.move(min(seconds, 5.0))
             case "forget_producers":
                 for partition in self._partitions.values():
                     partition.forget_producers()

@@ -174,6 +174,12 @@ class Store:
             return committed + 1
         return known.began.get(source.topic, {}).get(source.partition, partition.start)
 
+    def begin_at(self, group: str, source: TopicPartition) -> int:
+        """As `position`, for a member that begins to read there: without a commit it is on record from now on."""
+        position = self.position(group, source)
+        self.groups[group].began.setdefault(source.topic, {}).setdefault(source.partition, position)
+        return position
+
     def commit(self, group: str, marks: Mapping[TopicPartition, int]) -> None:
         """For the group, whoever says it."""
         self.groups.setdefault(group, Group()).committed.update(marks)
