@@ -14,19 +14,21 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from services.core.listening import serve_app
 from services.core.metrics import LAG_FAMILIES
 
-Readiness = Callable[[], str | None]
+WhyNotReady = Callable[[], str | None]
 """Returns None when ready, else the reason, for a person."""
 
 
 @asynccontextmanager
-async def serve_management(address: str, ready: Readiness, more: Sequence[web.RouteDef] = ()) -> AsyncIterator[str]:
+async def serve_management(
+    address: str, why_not_ready: WhyNotReady, more: Sequence[web.RouteDef] = ()
+) -> AsyncIterator[str]:
     """Serve until the context is left; yields the bound "host:port". Port 0: any free port. more: routes. Raises OSError."""
 
     async def healthz(_request: web.Request) -> web.Response:
         return web.Response(text="ok\n")
 
     async def readyz(_request: web.Request) -> web.Response:
-        reason = ready()
+        reason = why_not_ready()
         body = orjson.dumps({"ready": reason is None, "reason": reason})
         return web.Response(status=200 if reason is None else 503, body=body, content_type="application/json")
 

@@ -13,7 +13,7 @@ from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_add
 
 from services.core.address import parse_address
 
-Address = IPv4Address | IPv6Address
+IpAddress = IPv4Address | IPv6Address
 Network = IPv4Network | IPv6Network
 
 _SPECIAL_V4 = {
@@ -130,7 +130,7 @@ def _is_name(host: str, labels: Sequence[str]) -> bool:
 def refuse_address(address: str, port: int, policy: NetPolicy) -> str | None:
     """The reason to refuse a connection to this address, for a person; None to allow it. address: as from getaddrinfo."""
     try:
-        parsed: Address = ip_address(address.partition("%")[0])
+        parsed: IpAddress = ip_address(address.partition("%")[0])
     except ValueError:
         return f"{address!r} is not an address"
     if isinstance(parsed, IPv6Address) and parsed.ipv4_mapped is not None:
@@ -141,7 +141,7 @@ def refuse_address(address: str, port: int, policy: NetPolicy) -> str | None:
     return None if kind is None else f"{address} is {kind}. Try: allow_networks, if this destination is meant"
 
 
-def _refused_kind(address: Address, policy: NetPolicy) -> str | None:
+def _refused_kind(address: IpAddress, policy: NetPolicy) -> str | None:
     """The kind of a refused address; None when it is allowed."""
     if any(address.version == network.version and address in network for network in policy.allow):
         inner = _embedded(address)
@@ -155,7 +155,7 @@ def _refused_kind(address: Address, policy: NetPolicy) -> str | None:
     return None
 
 
-def _embedded(address: Address) -> IPv4Address | None:
+def _embedded(address: IpAddress) -> IPv4Address | None:
     """The IPv4 address in a translating IPv6 address (NAT64, 6to4). It must be allowed, too."""
     if isinstance(address, IPv4Address):
         return None
@@ -164,9 +164,9 @@ def _embedded(address: Address) -> IPv4Address | None:
     return address.sixtofour
 
 
-def _is_same(address: Address, own: str) -> bool:
+def _is_same(address: IpAddress, own: str) -> bool:
     try:
-        host: Address = ip_address("127.0.0.1" if own == "localhost" else own)
+        host: IpAddress = ip_address("127.0.0.1" if own == "localhost" else own)
     except ValueError:
         return False
     if host.is_unspecified:  # listens on every address of this machine
@@ -176,7 +176,7 @@ def _is_same(address: Address, own: str) -> bool:
     return address == host
 
 
-def _is_local(address: Address) -> bool:
+def _is_local(address: IpAddress) -> bool:
     """Whether it is an address of this machine: only to those can a socket be bound."""
     family = socket.AF_INET if address.version == 4 else socket.AF_INET6
     with socket.socket(family, socket.SOCK_DGRAM) as probe:

@@ -68,7 +68,7 @@ class Load:
 
 
 @dataclass(slots=True)
-class Sample:
+class StreamSample:
     """The loads of one stream by type, whose entries are not known, and the entries of the stream (0: not known)."""
 
     name: str
@@ -82,13 +82,13 @@ class Sample:
         return Load(self.name, events, size, min(self.entries or events, events))
 
 
-async def read_sample(reader: Reader, topic: str, minutes: float, *, aggregated: bool) -> Sample:
+async def read_sample(reader: Reader, topic: str, minutes: float, *, aggregated: bool) -> StreamSample:
     """Sample the events of the last minutes: at most about RECORDS_PER_PARTITION per partition, scaled up to the whole time.
 
     aggregated: the offsets are those of Kinesis, which show the events that share an entry. Raises BrokerError kinds.
     """
     begin = time.time() - 60 * minutes
-    sample = Sample(topic)
+    sample = StreamSample(topic)
     for partition, start in (await reader.offsets_at(topic, datetime.fromtimestamp(begin, UTC))).items():
         records: list[Record] = []
         entries: set[int] = set()
@@ -119,7 +119,7 @@ def _size(record: Record) -> int:
     return _FRAME_BYTES + len(record.key or b"") + len(record.value or b"") + headers
 
 
-def divided(samples: Iterable[Sample], by: Callable[[str], str]) -> list[Load]:
+def divided(samples: Iterable[StreamSample], by: Callable[[str], str]) -> list[Load]:
     """The loads if each name that `by` gives to a type had its own stream.
 
     An entry then has fewer events: in proportion to the type's share of the stream's events.
@@ -140,7 +140,7 @@ def namespace_of(kind: str) -> str:
     return kind.rpartition(".")[0] or kind
 
 
-def layouts(samples: list[Sample]) -> dict[str, list[Load]]:
+def layouts(samples: list[StreamSample]) -> dict[str, list[Load]]:
     """The streams of each layout, by its name."""
     return {
         "as it is": [sample.load for sample in samples],
@@ -149,7 +149,7 @@ def layouts(samples: list[Sample]) -> dict[str, list[Load]]:
     }
 
 
-def summarise_cost(samples: list[Sample], shards: Mapping[str, int], prices: Prices) -> dict[str, Any]:
+def summarise_cost(samples: list[StreamSample], shards: Mapping[str, int], prices: Prices) -> dict[str, Any]:
     """`streams`, `layouts`, `pareto`, `prices`; dollars per month, loads per second. shards: the existing ones, on Kinesis."""
     return {
         "prices": {"shard_hour": prices.shard_hour, "million_put_units": prices.million_units},
@@ -159,7 +159,7 @@ def summarise_cost(samples: list[Sample], shards: Mapping[str, int], prices: Pri
     }
 
 
-def pareto(samples: Iterable[Sample]) -> list[dict[str, Any]]:
+def pareto(samples: Iterable[StreamSample]) -> list[dict[str, Any]]:
     """The types, the largest first, with the cumulative share of all bytes."""
     loads = sorted(divided(samples, lambda kind: kind), key=lambda load: -load.bytes)
     total, so_far, rows = sum(load.bytes for load in loads), 0.0, []

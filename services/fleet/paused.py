@@ -1,6 +1,6 @@
 """The state of destinations for operators: running, paused or replaying, and the number of parked events."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rich.table import Table
@@ -21,13 +21,14 @@ _STYLES = {"running": "green", "paused": "red", "replaying": "yellow"}
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
-    """One destination and its state: running, paused, or replaying (ordered destinations: parked events are sent first)."""
+class DestinationState:
+    """state: running, paused, or replaying (an ordered destination sends its parked events first). pause: while it is paused."""
 
     pipe: str
     destination: str
     state: str
     pause: Pause | None = None
+    parked: int = 0
 
     @property
     def lane(self) -> str:
@@ -36,8 +37,14 @@ class Target:
 
     def as_json(self) -> dict[str, Any]:
         """Times in RFC 3339."""
-        pause = pause_json(self.pause) if self.state == "paused" and self.pause is not None else {}
-        return {"pipe": self.pipe, "destination": self.destination, "state": self.state, **pause}
+        pause = {} if self.pause is None else pause_json(self.pause)
+        return {
+            "pipe": self.pipe,
+            "destination": self.destination,
+            "state": self.state,
+            **pause,
+            "parked": self.parked,
+        }
 
 
 def pause_json(pause: Pause) -> dict[str, str]:
@@ -46,31 +53,30 @@ def pause_json(pause: Pause) -> dict[str, str]:
     return {"since": format_time(pause.at), "by": pause.by, "reason": pause.reason, "because": because}
 
 
-def targets(pipes: PipeFile, pauses: Pauses) -> list[Target]:
-    """Every webhook destination of the file. A stream destination cannot be paused."""
+def list_destinations(pipes: PipeFile, pauses: Pauses) -> list[DestinationState]:
+    """Every webhook destination of the file, without the number of parked events. A stream destination cannot be paused."""
     return [
-        _target(name, destination, pauses)
+        _state_of(name, destination, pauses)
         for name, pipe in pipes.pipes.items()
         for destination in pipe.destinations
         if destination.webhook is not None
     ]
 
 
-def _target(pipe: str, destination: Destination, pauses: Pauses) -> Target:
+def _state_of(pipe: str, destination: Destination, pauses: Pauses) -> DestinationState:
     found = pauses.of(lane_name(pipe, destination.name))
-    if found is None:
-        return Target(pipe, destination.name, "running")
+    if found is not None and found[1].state == "paused":
+        return DestinationState(pipe, destination.name, "paused", found[1])
     is_keyed = destination.webhook is not None and destination.webhook.order == "key"
-    state = "paused" if found[1].state == "paused" else "replaying" if is_keyed else "running"
-    return Target(pipe, destination.name, state, found[1])
+    return DestinationState(pipe, destination.name, "replaying" if found is not None and is_keyed else "running")
 
 
-def choose(known: list[Target], name: str, pipe: str | None) -> list[Target]:
+def choose(known: list[DestinationState], name: str, pipe: str | None) -> list[DestinationState]:
     """The destinations of this name, in every pipe or in one. Raises CommandFailed when there is none."""
-    chosen = [target for target in known if target.destination == name and pipe in (None, target.pipe)]
+    chosen = [one for one in known if one.destination == name and pipe in (None, one.pipe)]
     if not chosen:
         where = "" if pipe is None else f" in the pipe {pipe}"
-        names = ", ".join(target.lane for target in known) or "the pipe file has none"
+        names = ", ".join(one.lane for one in known) or "the pipe file has none"
         raise CommandFailed(f"no webhook destination {name}{where}", f"one of: {names}", status=2)
     return chosen
 
@@ -85,8 +91,12 @@ async def read_pauses(reader: Reader) -> Pauses:
     return pauses
 
 
-async def count_parked(broker: Broker, pipe: str, destination: str) -> int:
-    """The number of parked events of this destination. Reads all events that the pipe parked since the last replay."""
+async def count_parked(broker: Broker, found: list[DestinationState]) -> list[DestinationState]:
+    """Add the number of parked events. Reads all events that the pipe parked since the last replay."""
+    return [replace(one, parked=await _count_parked(broker, one.pipe, one.destination)) for one in found]
+
+
+async def _count_parked(broker: Broker, pipe: str, destination: str) -> int:
     topic, count = parked_topic(pipe), 0
     try:
         kept = await broker.reader.describe(topic)
@@ -100,22 +110,22 @@ async def count_parked(broker: Broker, pipe: str, destination: str) -> int:
     return count
 
 
-def describe(target: Target, parked: int) -> Text:
+def describe(found: DestinationState) -> Text:
     """One line for a person."""
-    words = Text(f"{target.lane} is ")
-    words.append(target.state, style=_STYLES[target.state])
-    if target.state == "paused" and target.pause is not None:
-        words.append(plain(" since {since} by {by} because: {because}".format_map(pause_json(target.pause)), 400))
-    if target.state != "running" or parked:
-        words.append(f", {parked} events parked")
+    words = Text(f"{found.lane} is ")
+    words.append(found.state, style=_STYLES[found.state])
+    if found.pause is not None:
+        words.append(plain(" since {since} by {by} because: {because}".format_map(pause_json(found.pause)), 400))
+    if found.state != "running" or found.parked:
+        words.append(f", {found.parked} events parked")
     return words
 
 
-def target_table(found: list[tuple[Target, int]]) -> Table:
+def destination_table(found: list[DestinationState]) -> Table:
     """One row per destination."""
     table = make_table("destination", "state", "parked", "since", "by", "because", right=["parked"])
-    for target, parked in found:
-        row = {"since": "", "by": "", "because": "", **target.as_json()}
-        texts = [Text(plain(row[name], 80)) for name in ("since", "by", "because")]
-        table.add_row(target.lane, Text(target.state, style=_STYLES[target.state]), str(parked), *texts)
+    for one in found:
+        row = one.as_json()
+        texts = [Text(plain(row.get(name, ""), 80)) for name in ("since", "by", "because")]
+        table.add_row(one.lane, Text(one.state, style=_STYLES[one.state]), str(one.parked), *texts)
     return table

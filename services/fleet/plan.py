@@ -60,10 +60,8 @@ def make_plan(
     services = [_spec("observer", 1, "services.observer", [*shared, "--listen", observer, "--token-file", token])]
     if has_retrier:
         services.append(_spec("retrier", 1, "services.global_retrier", shared))
-    services += [
-        _spec("expel", number, "services.expel", [*shared, *_expel_arguments(settings)])
-        for number in range(1, settings.expel + 1)
-    ]
+    reach = ["--own-addresses", settings.listen, "--allow-networks", settings.allow_networks]
+    services += [_spec("expel", number, "services.expel", [*shared, *reach]) for number in range(1, settings.expel + 1)]
     if any(pipe.transform is not None for pipe in pipes.pipes.values()):
         services.append(_spec("transform", 1, "spark", [*shared, "--data", str(data)]))
     shares_port = ["--reuse-port", "true"] if settings.ingest > 1 or settings.autoscale else []
@@ -93,13 +91,6 @@ def make_plan(
         settings.ready_within,
         settings.drain,
     )
-
-
-def _expel_arguments(settings: UpSettings) -> list[str]:
-    arguments = ["--own-addresses", settings.listen]
-    if settings.allow_networks:
-        arguments += ["--allow-networks", settings.allow_networks]
-    return arguments
 
 
 def _spec(service: str, number: int, module: str, arguments: list[str]) -> ServiceSpec:

@@ -12,7 +12,7 @@ from services.core.scrape import Sample
 from services.fleet.demo.chaos import Outage, render_chaos
 from services.fleet.demo.flights import CHAOS_PIPE, EXAMPLES, SHAKY, STEADY, Tracker, load_flights
 from services.fleet.demo.run import make_result, render_result
-from services.fleet.demo.stage import Result, remove_settings
+from services.fleet.demo.stage import DemoResult, remove_settings
 from services.fleet.receiver import Received
 from tests.integration.fleet_process import Command, Desk, family, living, until
 
@@ -116,7 +116,7 @@ def test_events_are_real_shifted_and_expected_independently() -> None:
     assert (EXAMPLES / "pipes.yaml").exists()
 
 
-def result_of(**changes: Any) -> Result:
+def result_of(**changes: Any) -> DemoResult:
     """A demo of two flights; `changes`: what arrived, overriding a perfect run."""
     flights = dict(list(load_flights(NEWEST).items())[:2])
     good = [{"id": key, "penstockarrival": "1000", "data": flight.expected} for key, flight in flights.items()]
@@ -184,7 +184,7 @@ def test_an_outage_that_loses_something_fails(name: str, value: Any) -> None:
     assert render_chaos(bad)
 
 
-def chaos_of(events: Any = None, signed: bool = True, dead: float = 0.0) -> Result:
+def chaos_of(events: Any = None, signed: bool = True, dead: float = 0.0) -> DemoResult:
     """An outage with two events; what came to the destination that was down, overriding a perfect run."""
     flights = dict(list(load_flights(NEWEST).items())[:2])
     right = [{"id": key, "penstockarrival": "1000", "data": flight.expected} for key, flight in flights.items()]

@@ -20,9 +20,9 @@ from services.fleet.console import make_table, print_note
 from services.fleet.demo.flights import CHAOS_PIPE, SHAKY, STEADY, Flight, Tracker, load_flights
 from services.fleet.demo.stage import (
     DUPLICATES_FOR_S,
+    DemoResult,
     Display,
     Loss,
-    Result,
     Stage,
     perform,
     poll_until,
@@ -51,12 +51,12 @@ SCHEDULE = ["1s"] + ["2s"] * 31
 """Rounds for about a minute: far longer than the outage."""
 
 
-async def run_chaos(broker: str) -> Result:
+async def run_chaos(broker: str) -> DemoResult:
     """Run the demo as `perform` describes. For the result see `Outage.result`."""
     return await perform(broker, _run)
 
 
-async def _run(stage: Stage) -> Result:
+async def _run(stage: Stage) -> DemoResult:
     flights = await asyncio.to_thread(_load)
     outage = Outage({STEADY: Tracker(flights), SHAKY: Tracker(flights)})
     steady, shaky = (Receiver((stage.key,), on_request=tracker.add) for tracker in outage.trackers.values())
@@ -145,7 +145,7 @@ class Outage:
         ]
         return ", ".join(parts if name != STEADY or lag is None else [*parts, f"E2E lag P50 {lag} ms"])
 
-    def result(self, broker: str, events: int, loss: Loss) -> Result:
+    def result(self, broker: str, events: int, loss: Loss) -> DemoResult:
         """The counts per destination, times in s, and the lag of the steady destination in each of PHASES, in ms.
 
         handed_over: how often an event was written to the global retrier. recovery_s: from the return until all was delivered.
@@ -177,7 +177,7 @@ class Outage:
         }
 
 
-def render_chaos(result: Result) -> RenderableType:
+def render_chaos(result: DemoResult) -> RenderableType:
     """The tables at the end of the demo."""
     words = f"{result['broker']}, {result['seconds']} s: {SHAKY} was down for {result['outage_s']} s, "
     end = "nothing lost" if result["ok"] else f"{result['lost']} lost"

@@ -13,9 +13,9 @@ from services.fleet.console import print_note
 from services.fleet.demo.flights import DESTINATION, EXAMPLES, PIPE, STREAM, Flight, Tracker, load_flights
 from services.fleet.demo.stage import (
     DUPLICATES_FOR_S,
+    DemoResult,
     Display,
     Loss,
-    Result,
     Stage,
     perform,
     poll_until,
@@ -39,12 +39,12 @@ NO_PROGRESS_S = 60.0
 RECEIVER_IN_EXAMPLE = "http://127.0.0.1:9000"
 
 
-async def run_demo(broker: str) -> Result:
+async def run_demo(broker: str) -> DemoResult:
     """Run the demo as `perform` describes. For the result see `make_result`."""
     return await perform(broker, _run)
 
 
-async def _run(stage: Stage) -> Result:
+async def _run(stage: Stage) -> DemoResult:
     tracker = Tracker({})
     async with serve_receiver(Receiver((stage.key,), on_request=tracker.add), "127.0.0.1", 0) as port:
         pipes = await asyncio.to_thread((EXAMPLES / "pipes.yaml").read_text, encoding="utf-8")
@@ -54,7 +54,7 @@ async def _run(stage: Stage) -> Result:
             return await _send_all(stage, fleet, tracker)
 
 
-async def _send_all(stage: Stage, fleet: Fleet, tracker: Tracker) -> Result:
+async def _send_all(stage: Stage, fleet: Fleet, tracker: Tracker) -> DemoResult:
     """Send the first events and wait for them, because Spark compiles its query for its first batch; then the rest, paced."""
     sent = SendSummary()
     begun = time.monotonic()
@@ -98,7 +98,7 @@ def _counts(sent: SendSummary, sample: Sample, tracker: Tracker) -> dict[str, in
 
 def make_result(
     broker: str, sent: int, accepted: int, tracker: Tracker, sample: Sample, seconds: float, loss: Loss
-) -> Result:
+) -> DemoResult:
     """Counts of events; times in ms as P50, P95, P99; seconds: from the first event sent to the last one delivered."""
     to = {"pipe": PIPE, "destination": DESTINATION}
     dead = sample.total("penstock_transform_events_dead_total") + sample.total("penstock_expel_events_dead_total")
@@ -121,7 +121,7 @@ def make_result(
     }
 
 
-def render_result(result: Result) -> RenderableType:
+def render_result(result: DemoResult) -> RenderableType:
     """The tables at the end of the demo."""
     wrongs = {
         "not accepted": result["sent"] - result["accepted"],

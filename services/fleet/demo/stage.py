@@ -38,7 +38,7 @@ LOSS_WITHIN_S = 60.0
 DUPLICATES_FOR_S = 1.0
 """Seconds after the last delivery in which duplicates may still arrive."""
 
-Result = dict[str, Any]
+DemoResult = dict[str, Any]
 """The result of a demo, as --json prints it. `ok`: whether nothing is lost, altered or added. `ledger`: a Loss."""
 
 Loss = dict[str, Any]
@@ -78,7 +78,7 @@ class Stage:
             yield fleet
 
 
-async def perform(broker: str, run: Callable[[Stage], Awaitable[Result]]) -> Result:
+async def perform(broker: str, run: Callable[[Stage], Awaitable[DemoResult]]) -> DemoResult:
     """Run a demo. Raises CommandFailed, with status 130 when a signal stops it. Leaves no files but the logs of a failure."""
     if not (EXAMPLES / "pipes.yaml").is_file():
         raise CommandFailed("the examples folder is missing", "make demo, in a clone of the repository", status=2)
@@ -100,7 +100,7 @@ async def perform(broker: str, run: Callable[[Stage], Awaitable[Result]]) -> Res
             shutil.rmtree(folder, ignore_errors=True)
 
 
-async def _run(broker: str, run: Callable[[Stage], Awaitable[Result]], folder: Path, stop: Stop) -> Result:
+async def _run(broker: str, run: Callable[[Stage], Awaitable[DemoResult]], folder: Path, stop: Stop) -> DemoResult:
     key = await asyncio.to_thread(_write_secret, folder / "webhook.secret")
     async with _address_of(broker, folder) as address:
         return await run(Stage(folder, broker, address, key, stop))

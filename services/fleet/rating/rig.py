@@ -142,7 +142,7 @@ _MARK = b'"filler":'
 @asynccontextmanager
 async def expel_rig(folder: Path, shape: LoadShape, stop: Stop) -> AsyncIterator[Rig]:
     """As `Rig`, until the context is left."""
-    port, receiver = free_port(), _Receiver()
+    port, receiver = free_port(), _CountingReceiver()
     async with (
         receiver.listen(port),
         one_instance("expel", "services.expel", folder, port, shape, ("--allow-networks", "127.0.0.0/8"), stop) as (
@@ -208,7 +208,7 @@ def _headers(number: int, arrival: bytes) -> tuple[tuple[str, bytes], ...]:
     return (ID, f"e{number}".encode()), (ARRIVAL, arrival), (ORIGIN, Origin("rate", 0, number).pack())
 
 
-class _Receiver:
+class _CountingReceiver:
     """Answers at once and counts events. Expel's own counter is up to a second late."""
 
     def __init__(self) -> None:

@@ -11,7 +11,7 @@ from services.core.broker.errors import UnknownTopic
 from services.core.pipes import PipeFile, event_topics, load_pipes
 from services.fleet.access import find_broker, find_pipes, opened
 from services.fleet.console import OUT, print_note
-from services.fleet.cost import Prices, Sample, read_sample, render_cost, summarise_cost
+from services.fleet.cost import Prices, StreamSample, read_sample, render_cost, summarise_cost
 from services.fleet.verbs.app import APP, AsJson, BrokerUrl, Data, example
 
 _DEFAULT = Prices()
@@ -59,8 +59,8 @@ def cost(
         )
 
 
-async def _read_samples(url: str, file: PipeFile, minutes: float) -> tuple[list[Sample], dict[str, int]]:
-    samples: list[Sample] = []
+async def _read_samples(url: str, file: PipeFile, minutes: float) -> tuple[list[StreamSample], dict[str, int]]:
+    samples: list[StreamSample] = []
     shards: dict[str, int] = {}
     async with opened(url) as broker:
         resharding = broker.resharding

@@ -62,7 +62,7 @@ def list_letters(
     data: Data = Path("data"),
     as_json: AsJson = False,
 ) -> None:
-    """List dead letters, oldest first in each pipe. --json prints one object a line."""
+    """List dead letters, oldest first in each pipe. --json prints one object per line."""
     where = make_filter(pipe, destination, reason, since, until)
     uvloop.run(_list(find_broker(broker, data), where, limit, settled=everything, as_json=as_json))
 
@@ -112,7 +112,7 @@ async def _show(url: str, positions: list[Position], *, as_json: bool) -> None:
 
 @DEAD.command(epilog=example("penstock dead audit\npenstock dead audit --json | jq .who"))
 def audit(broker: BrokerUrl = None, data: Data = Path("data"), as_json: AsJson = False) -> None:
-    """Print the redrives and discards with their operators, oldest first. --json prints one object a line."""
+    """Print the redrives and discards with their operators, oldest first. --json prints one object per line."""
     uvloop.run(_audit(find_broker(broker, data), as_json=as_json))
 
 

@@ -2,13 +2,13 @@
 
 import json
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
 import typer
 import uvloop
 
-from services.core.broker.contract import Broker
 from services.core.broker.errors import UnknownTopic
 from services.core.broker.producer import Producer
 from services.core.causes import Causes
@@ -19,7 +19,15 @@ from services.fleet.console import ERR, OUT, print_note
 from services.fleet.dead.audit import whoami
 from services.fleet.dead.found import DeadLetterSearch, Filter
 from services.fleet.dead.view import cause_table
-from services.fleet.paused import Target, choose, count_parked, describe, read_pauses, target_table, targets
+from services.fleet.paused import (
+    DestinationState,
+    choose,
+    count_parked,
+    describe,
+    destination_table,
+    list_destinations,
+    read_pauses,
+)
 from services.fleet.verbs.app import APP, AsJson, BrokerUrl, Data, PipeName, Pipes, Since, Until, example, make_filter
 
 DESTINATION = typer.Typer(help="Show, pause and resume destinations.", no_args_is_help=True)
@@ -48,12 +56,11 @@ def show(
     causes, paused = uvloop.run(_read_state(find_broker(broker, data), where, name, pipe, settled=everything))
     found = causes.most_common()
     if as_json:
-        states = [{**target.as_json(), "parked": parked} for target, parked in paused]
-        result = {"destination": name, "pipe": pipe, "paused": states, "causes": [cause.as_json() for cause in found]}
-        typer.echo(json.dumps(result))
+        lists = {"paused": [one.as_json() for one in paused], "causes": [cause.as_json() for cause in found]}
+        typer.echo(json.dumps({"destination": name, "pipe": pipe, **lists}))
         return
-    for target, parked in paused:
-        OUT.print(describe(target, parked))
+    for one in paused:
+        OUT.print(describe(one))
     if found:
         OUT.print(cause_table(found[:SHOWN]))
     rest = f", {len(found) - SHOWN} of them not shown. Try: --json" if len(found) > SHOWN else ""
@@ -62,28 +69,22 @@ def show(
 
 async def _read_state(
     url: str, where: Filter, name: str, pipe: str | None, *, settled: bool
-) -> tuple[Causes, list[tuple[Target, int]]]:
+) -> tuple[Causes, list[DestinationState]]:
     causes = Causes(LIMIT)
     async with opened(url) as broker:
         async for page in (await DeadLetterSearch.open(broker, where, settled=settled)).pages():
             for letter in page:
                 causes.add(letter)
-        return causes, await _find_paused(broker, name, pipe)
-
-
-async def _find_paused(broker: Broker, name: str, pipe: str | None) -> list[tuple[Target, int]]:
-    """The paused destinations of this name, each with the number of its parked events."""
-    pauses = Pauses(broker.reader)
-    try:
-        await pauses.refresh()
-    except UnknownTopic:
-        return []
-    found = []
-    for lane, pause in pauses.paused().items():
-        of_pipe, _, destination = lane.partition("/")
-        if destination == name and pipe in (None, of_pipe):
-            found.append((Target(of_pipe, name, "paused", pause), await count_parked(broker, of_pipe, name)))
-    return found
+        pauses = Pauses(broker.reader)
+        with suppress(UnknownTopic):
+            await pauses.refresh()
+        paused = [(lane.partition("/"), pause) for lane, pause in pauses.paused().items()]
+        chosen = [
+            DestinationState(of_pipe, name, "paused", pause)
+            for (of_pipe, _, destination), pause in paused
+            if destination == name and pipe in (None, of_pipe)
+        ]
+        return causes, await count_parked(broker, chosen)
 
 
 OfPipe = Annotated[str | None, typer.Option("--pipe", help="Only in this pipe; absent: in every pipe that has it.")]
@@ -128,33 +129,29 @@ async def _change(url: str, file: PipeFile, name: str, pipe: str | None, new: Pa
     """Pause or resume. A destination that is already in that state stays unchanged. Raises CommandFailed."""
     async with opened(url) as broker, Producer(broker.appender) as producer:
         pauses = await read_pauses(broker.reader)
-        for target in choose(targets(file, pauses), name, pipe):
-            if (target.state == "paused") != (new.state == "paused"):
-                await write_pause(producer, target.lane, new)
+        for one in choose(list_destinations(file, pauses), name, pipe):
+            if (one.state == "paused") != (new.state == "paused"):
+                await write_pause(producer, one.lane, new)
         await pauses.refresh()
-        for target in choose(targets(file, pauses), name, pipe):
-            parked = await count_parked(broker, target.pipe, target.destination)
+        for one in await count_parked(broker, choose(list_destinations(file, pauses), name, pipe)):
             if as_json:
-                typer.echo(json.dumps({**target.as_json(), "parked": parked}))
+                typer.echo(json.dumps(one.as_json()))
             else:
-                ERR.print(describe(target, parked))
+                ERR.print(describe(one))
 
 
 @DESTINATION.command("list", epilog=example("penstock destination list\npenstock destination list --json | jq .state"))
-def list_destinations(
-    pipes: Pipes = None, broker: BrokerUrl = None, data: Data = Path("data"), as_json: AsJson = False
-) -> None:
-    """List the webhook destinations and which of them are paused; --json prints one object a line."""
+def list_all(pipes: Pipes = None, broker: BrokerUrl = None, data: Data = Path("data"), as_json: AsJson = False) -> None:
+    """List the webhook destinations and which of them are paused; --json prints one object per line."""
     file = load_pipes(find_pipes(pipes, data))
-    found = uvloop.run(_list_targets(find_broker(broker, data), file))
+    found = uvloop.run(_list(find_broker(broker, data), file))
     if as_json:
-        for target, parked in found:
-            typer.echo(json.dumps({**target.as_json(), "parked": parked}))
+        for one in found:
+            typer.echo(json.dumps(one.as_json()))
     else:
-        OUT.print(target_table(found))
+        OUT.print(destination_table(found))
 
 
-async def _list_targets(url: str, file: PipeFile) -> list[tuple[Target, int]]:
+async def _list(url: str, file: PipeFile) -> list[DestinationState]:
     async with opened(url) as broker:
-        known = targets(file, await read_pauses(broker.reader))
-        return [(target, await count_parked(broker, target.pipe, target.destination)) for target in known]
+        return await count_parked(broker, list_destinations(file, await read_pauses(broker.reader)))

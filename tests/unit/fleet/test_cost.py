@@ -12,7 +12,7 @@ from services.fleet.cost import (
     HOURS_PER_MONTH,
     Load,
     Prices,
-    Sample,
+    StreamSample,
     layouts,
     namespace_of,
     pareto,
@@ -38,13 +38,13 @@ def test_the_price_of_a_load() -> None:
     assert small.per_month(_PRICES, shards=4)[0] == 4 * hours
 
 
-def _sample() -> Sample:
+def _sample() -> StreamSample:
     loads = (
         Load("com.shop.order.paid", 600.0, 300_000.0),
         Load("com.shop.order.sent", 300.0, 90_000.0),
         Load("com.shop.user", 100.0, 10_000.0),
     )
-    return Sample("orders", {load.name: load for load in loads}, entries=50.0)
+    return StreamSample("orders", {load.name: load for load in loads}, entries=50.0)
 
 
 def test_other_layouts_fill_their_entries_less() -> None:
