@@ -10,7 +10,7 @@ WORKERS ?= 4
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup jars emulator check unit test demo bench soak simulate clean
+.PHONY: help setup jars classes emulator check unit test demo bench soak simulate clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -23,6 +23,10 @@ $(STAMP): pyproject.toml $(wildcard infra/lock/*.txt) infra/dev/setup.sh
 
 jars: $(STAMP)
 	@$(PY) -m services.core.jvm.jars
+
+# Half a minute once, for tests that start Spark: each start then takes half as long.
+classes: setup
+	@$(PY) -m spark.session
 
 emulator: $(STAMP)
 	@infra/dev/emulator.sh
@@ -38,7 +42,7 @@ unit: $(STAMP)  ## most unit tests, in about a minute
 	@$(PY) -m pytest -q -n $(WORKERS) -m "not long" $(or $(ARGS),tests/unit)
 
 # Tests that need Kafka share one cluster and run in one worker, those that need Spark in another (tests/support/workers.py).
-test: setup check  ## every check and every test there is, real Kafka among them
+test: setup check classes  ## every check and every test there is, real Kafka among them
 	@infra/dev/test_tools.sh
 	@$(PY) -m pytest -n $(WORKERS)
 

@@ -13,6 +13,7 @@ from pyspark.sql import functions as f
 import spark as package
 from spark import java
 from spark.java import HadoopFolder
+from spark.session import CLASS_ARCHIVE
 
 PRIVATE = re.compile(r"\b_(jvm|jdf|jsparkSession|jo|jsq|jsc|gateway|origin)\b|\bjava_exception\b|\bpy4j\.protocol\b")
 
@@ -39,6 +40,13 @@ def test_session(spark: SparkSession) -> None:
     java.set_active_session(other)
     java.clear_active_session(spark)
     java.set_active_session(spark)
+
+
+def test_class_archive(spark: SparkSession) -> None:
+    """If this fails, each start of Spark takes twice as long."""
+    if not CLASS_ARCHIVE.exists():
+        pytest.skip("`make test` writes the archive")
+    assert str(CLASS_ARCHIVE) in Path(f"/proc/{java.java_process(spark).pid}/maps").read_text()
 
 
 def test_plans(spark: SparkSession) -> None:
