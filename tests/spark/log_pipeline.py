@@ -51,6 +51,16 @@ def wait_for(condition: Callable[[], bool], what: str) -> None:
         time.sleep(0.05)
 
 
+def read_topic(log: Path, topic: str) -> list[Record]:
+    """Everything in a topic, partition by partition."""
+    return [
+        record
+        for partition, held in blocking.ends(log, topic).items()
+        for batch in blocking.read_range(log, topic, partition, held.start, held.end)
+        for record in batch.records
+    ]
+
+
 def numbers(reports: Iterable[Report], outcome: Outcome) -> set[int]:
     """The numbers of all events with this outcome, in whatever incarnation and partition."""
     sets = (reported for report in reports for reported in report.sets if reported.outcome == outcome)
@@ -188,13 +198,7 @@ class LogPipeline(RunningJobs):
         return sum(report.read for report in self.batches)
 
     def records(self, topic: str) -> list[Record]:
-        """Everything in a topic, partition by partition."""
-        return [
-            record
-            for partition, held in blocking.ends(self.log, topic).items()
-            for batch in blocking.read_range(self.log, topic, partition, held.start, held.end)
-            for record in batch.records
-        ]
+        return read_topic(self.log, topic)
 
     @property
     def out(self) -> list[Record]:

@@ -17,6 +17,7 @@ from services.core.broker.partitioner import split_by_key
 from services.core.broker.record import Record
 from services.core.event import read_id
 from services.core.ledger.report import TELEMETRY, Report, decode_report
+from tests.spark.log_pipeline import read_topic
 
 
 class ServiceProcess:
@@ -85,13 +86,7 @@ class LogService(ServiceProcess):
         assert blocking.append_once(self.log, "s", "test", records[0].timestamp, split_by_key(records, 2))
 
     def records(self, topic: str) -> list[Record]:
-        """Everything in a topic."""
-        return [
-            record
-            for partition, held in blocking.ends(self.log, topic).items()
-            for batch in blocking.read_range(self.log, topic, partition, held.start, held.end)
-            for record in batch.records
-        ]
+        return read_topic(self.log, topic)
 
     def ids(self, topic: str) -> list[str | None]:
         return [read_id(record) for record in self.records(topic)]

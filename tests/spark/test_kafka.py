@@ -51,21 +51,21 @@ def reasons(records: list[Record]) -> dict[str | None, str]:
 def test_micro_batches(make_pipeline: MakePipeline) -> None:
     """If this fails, events on Kafka lose identity, time or order in a transform, or foreign records stop the pipe."""
     pipeline = make_pipeline(2)
-    sent = [flight(n) for n in range(100)]
+    sent = [flight(n) for n in range(30)]
     foreign = [
         Record(None, None, NOW, ()),
         Record(b"k", b"{}", NOW, ()),
         Record(b"k", None, NOW, (("ce_id", b"gone"),)),
     ]
-    pipeline.send([*sent[:50], *foreign], 0)
-    pipeline.send([*sent[50:], flight(500, delay=0), flight(501, delay="late")], 1)
+    pipeline.send([*sent[:15], *foreign], 0)
+    pipeline.send([*sent[15:], flight(500, delay=0), flight(501, delay="late")], 1)
     pipeline.start(
         pipeline.chosen(
             columns=COLUMNS, sql="SELECT event, carrier, 100 / (delay - 0) AS share FROM {s} WHERE delay <> 7"
         )
     )
     dead = pipeline.records("dead", 5)
-    out = pipeline.records("out", 98)
+    out = pipeline.records("out", 28)
     pipeline.stop()
     assert pipeline.problem is None
     expected = {read_id(r): r for r in sent if r.timestamp not in (NOW, NOW + 7)}
@@ -88,8 +88,9 @@ def test_micro_batches(make_pipeline: MakePipeline) -> None:
     assert len(dead) == 6
 
 
-def test_real_time(make_pipeline: MakePipeline) -> None:
+def test_real_time(make_pipeline: MakePipeline, monkeypatch: pytest.MonkeyPatch) -> None:
     """If this fails, real-time mode does not run our SQL, or a bad record, or an event that raises, stops it or vanishes."""
+    monkeypatch.setattr("spark.jobs.streaming_plan.REAL_TIME_BATCH", "5 seconds")
     pipeline = make_pipeline(1)
     chosen = pipeline.chosen(
         columns=COLUMNS, sql="SELECT event, 100 / delay AS share FROM {s} WHERE delay < 90", mode="real-time"
