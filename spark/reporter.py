@@ -12,7 +12,6 @@ from services.core.broker.record import Record
 from services.core.lag import LagHistogram
 from services.core.ledger.report import TELEMETRY, LagSet, OriginSet, Report
 from services.core.ledger.reporter import HEARTBEAT_S, LAGS_EVERY_S, LagTap, cut, join_lags, new_instance
-from spark.brokers.contract import Appender
 from spark.reports import NODE, BatchReport
 
 log = structlog.get_logger()
@@ -21,8 +20,11 @@ log = structlog.get_logger()
 class PipeReporter:
     """One run of one pipe. Thread-safe: its queries and the thread of its backlog share it. `clock`: seconds since the epoch."""
 
-    def __init__(self, pipe: str, appender: Appender, clock: Callable[[], float] = time.time) -> None:
-        self._pipe, self._appender, self._clock = pipe, appender, clock
+    def __init__(
+        self, pipe: str, append: Callable[[list[Record]], None], clock: Callable[[], float] = time.time
+    ) -> None:
+        """append: stores records in the telemetry topic, durably. Raises BrokerError kinds."""
+        self._pipe, self._append, self._clock = pipe, append, clock
         self._instance = new_instance()
         self._key = f"{NODE}/{pipe}/{self._instance}".encode()
         self._lock = threading.Lock()
@@ -45,7 +47,7 @@ class PipeReporter:
                 self._histograms["lag_out"].observe_counts(done.lag_out)
                 self._histograms["process_time"].observe_counts(done.took)
             if sets := done.sets.pack():
-                self._append(sets)
+                self._write(sets)
 
     def record_settled_up_to(self, millis: int | None) -> None:
         """Every record that was stored before this time (ms) is reported. None: not known."""
@@ -58,7 +60,7 @@ class PipeReporter:
             if 0 <= self._clock() - self._reported_at < HEARTBEAT_S:  # a clock may be set back
                 return
             try:
-                self._append(())
+                self._write(())
             except BrokerError as error:
                 log.warning("heartbeat_not_stored", topic=TELEMETRY, pipe=self._pipe, error=str(error))
 
@@ -66,12 +68,11 @@ class PipeReporter:
         """Report the end of this run. Blocking."""
         with self._lock:
             try:
-                self._append((), closed=True)
+                self._write((), closed=True)
             except BrokerError as error:
                 log.warning("end_not_reported", topic=TELEMETRY, pipe=self._pipe, error=str(error))
-            self._appender.close()
 
-    def _append(self, sets: Sequence[OriginSet], *, closed: bool = False) -> None:
+    def _write(self, sets: Sequence[OriginSet], *, closed: bool = False) -> None:
         now = self._clock()
         if closed or not 0 <= now - self._lags_at < LAGS_EVERY_S:
             self._lags_at = now
@@ -90,7 +91,7 @@ class PipeReporter:
         )
         values = [part.encode() for part in cut(report)]
         try:
-            self._appender.append([Record(self._key, value, at_ms) for value in values])
+            self._append([Record(self._key, value, at_ms) for value in values])
         except BrokerError as error:
             metrics.LEDGER_FAILURES.labels(NODE, type(error).__name__).inc()
             raise

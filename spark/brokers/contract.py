@@ -46,15 +46,6 @@ class Written(NamedTuple):
     origins: str
 
 
-class Appender(Protocol):
-    """Writes small records to partition 0 of one topic, without a Spark job. One thread at a time."""
-
-    def append(self, records: Sequence[Record]) -> None:
-        """Store these records durably. Raises BrokerError kinds; then some may be stored. Blocking."""
-
-    def close(self) -> None: ...
-
-
 Backlog = dict[tuple[str, int], int]
 """Records by topic and partition."""
 
@@ -165,7 +156,11 @@ class SparkBroker(ABC):
         """Store these records durably."""
 
     @abstractmethod
-    def open_appender(self, session: SparkSession, topic: str) -> Appender: ...
+    def append(self, session: SparkSession, topic: str, records: Sequence[Record]) -> None:
+        """Store small records in partition 0 of a topic, durably, without a Spark job. After BrokerError kinds some may be stored.
+
+        Several threads may call it at once.
+        """
 
     def last_epoch(self, topic: str, writer: str) -> int | None:
         """The newest batch that this writer stored; None without one, or where the broker does not know."""

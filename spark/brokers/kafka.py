@@ -3,6 +3,7 @@ events again, with the same ids.
 """
 
 import json
+import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -51,7 +52,7 @@ _SOURCE = {
     "kafka.request.timeout.ms": str(REQUEST_MS),
     "kafka.default.api.timeout.ms": str(REQUEST_MS),
 }
-_APPENDER = {
+_PRODUCER = {
     "acks": "all",
     "enable.idempotence": "true",
     "linger.ms": "0",
@@ -74,6 +75,9 @@ class KafkaSparkBroker(SparkBroker):
 
     def __init__(self, servers: str) -> None:
         self._servers = servers
+        self._opening = threading.Lock()
+        self._producer: Any = None
+        self._close_within: Any = None
 
     def identify(self, session: SparkSession, topics: Sequence[str]) -> dict[str, str]:
         """The topics' ids. Raises UnknownTopic, Unavailable."""
@@ -134,8 +138,35 @@ class KafkaSparkBroker(SparkBroker):
             table = pa.Table.from_batches([to_arrow(Batch(topic, 0, range(len(records)), records), OUT_SCHEMA)])
             self._save(session.createDataFrame(table, OUT), topic)
 
-    def open_appender(self, session: SparkSession, topic: str) -> "KafkaAppender":
-        return KafkaAppender(session, self._servers, topic)
+    def append(self, session: SparkSession, topic: str, records: Sequence[Record]) -> None:
+        """By Kafka's own producer, in Spark's Java."""
+        classes = jvm(session)
+        make = classes.org.apache.kafka.clients.producer.ProducerRecord
+        try:
+            producer = self._open_producer(classes)
+            sent = [producer.send(make(topic, 0, record.timestamp, record.key, record.value)) for record in records]
+            for each in sent:
+                each.get()
+        except JAVA_ERRORS as error:
+            self.close()  # a producer that failed may never work again
+            raise Unavailable(f"Kafka at {self._servers} did not store {topic}: {shorten(error)}") from error
+
+    def _open_producer(self, classes: Any) -> Any:
+        with self._opening:
+            if self._producer is None:
+                properties = _properties(classes, {"bootstrap.servers": self._servers} | _PRODUCER)
+                serializer = classes.org.apache.kafka.common.serialization.ByteArraySerializer
+                open_producer = classes.org.apache.kafka.clients.producer.KafkaProducer
+                self._producer = open_producer(properties, serializer(), serializer())
+                self._close_within = classes.java.time.Duration.ofSeconds(5)
+            return self._producer
+
+    def close(self) -> None:
+        with self._opening:
+            producer, self._producer = self._producer, None
+        if producer is not None:
+            with suppress(*JAVA_ERRORS):  # all its records are stored, or known not to be
+                producer.close(self._close_within)
 
     def _save(self, frame: DataFrame, topic: str) -> None:
         options = self._with_servers(_SINK | {"topic": topic})
@@ -198,40 +229,6 @@ class _Admin:
         options = admin.ListOffsetsOptions(common.IsolationLevel.READ_COMMITTED)
         found = self._client.listOffsets(wanted, options).all().get()
         return [found.get(common.TopicPartition(topic, partition)).offset() for topic, partition in partitions]
-
-
-class KafkaAppender:
-    """Kafka's own producer, in Spark's Java."""
-
-    def __init__(self, session: SparkSession, servers: str, topic: str) -> None:
-        self._classes = jvm(session)
-        self._servers, self._topic = servers, topic
-        self._producer: Any = None
-
-    def _open(self) -> Any:
-        properties = _properties(self._classes, {"bootstrap.servers": self._servers} | _APPENDER)
-        serializer = self._classes.org.apache.kafka.common.serialization.ByteArraySerializer
-        return self._classes.org.apache.kafka.clients.producer.KafkaProducer(properties, serializer(), serializer())
-
-    def append(self, records: Sequence[Record]) -> None:
-        make = self._classes.org.apache.kafka.clients.producer.ProducerRecord
-        try:
-            self._producer = self._producer or self._open()
-            sent = [
-                self._producer.send(make(self._topic, 0, record.timestamp, record.key, record.value))
-                for record in records
-            ]
-            for each in sent:
-                each.get()
-        except JAVA_ERRORS as error:
-            self.close()  # a producer that failed may never work again
-            raise Unavailable(f"Kafka at {self._servers} did not store {self._topic}: {shorten(error)}") from error
-
-    def close(self) -> None:
-        producer, self._producer = self._producer, None
-        if producer is not None:
-            with suppress(*JAVA_ERRORS):  # all its records are stored, or known not to be
-                producer.close(self._classes.java.time.Duration.ofSeconds(5))
 
 
 def _properties(classes: Any, settings: Mapping[str, str]) -> Any:

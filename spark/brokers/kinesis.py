@@ -86,27 +86,14 @@ class KinesisSparkBroker(DataSourceBroker):
         if records:
             self._kinesis.send(topic, records, batch.epoch)
 
-    def open_appender(self, session: SparkSession, topic: str) -> "KinesisAppender":
-        return KinesisAppender(self._kinesis, topic)
+    def append(self, session: SparkSession, topic: str, records: Sequence[Record]) -> None:
+        self._kinesis.send(topic, records)
 
     def close(self) -> None:
         with self._opening:
             opened, self._opened = self._opened, None
         if opened is not None:
             opened.close()
-
-
-class KinesisAppender:
-    """To a stream of one partition."""
-
-    def __init__(self, kinesis: BlockingKinesis, topic: str) -> None:
-        self._kinesis, self._topic = kinesis, topic
-
-    def append(self, records: Sequence[Record]) -> None:
-        self._kinesis.send(self._topic, records)
-
-    def close(self) -> None:
-        """The connection is the broker's."""
 
 
 class KinesisBacklogMeter:

@@ -47,19 +47,8 @@ class LogSparkBroker(DataSourceBroker):
         if records:
             store_batch(self._path, topic, batch.writer, records, batch.epoch)
 
-    def open_appender(self, session: SparkSession, topic: str) -> "LogAppender":
-        return LogAppender(self._path, topic)
+    def append(self, session: SparkSession, topic: str, records: Sequence[Record]) -> None:
+        blocking.append(self._path, topic, {0: records})
 
     def last_epoch(self, topic: str, writer: str) -> int | None:
         return blocking.last_epoch(self._path, topic, writer)
-
-
-class LogAppender:
-    def __init__(self, path: str, topic: str) -> None:
-        self._path, self._topic = path, topic
-
-    def append(self, records: Sequence[Record]) -> None:
-        blocking.append(self._path, self._topic, {0: records})
-
-    def close(self) -> None:
-        """Nothing is open."""

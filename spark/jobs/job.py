@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import structlog
 from pyspark.sql import SparkSession
@@ -80,7 +81,7 @@ class Job:
         session = own_session(session)
         session.sparkContext.setLocalProperty("spark.scheduler.pool", self.pipe)
         if self._ledger:
-            self._reporter = PipeReporter(self.pipe, self._broker.open_appender(session, TELEMETRY))
+            self._reporter = PipeReporter(self.pipe, partial(self._broker.append, session, TELEMETRY))
         measuring = threading.Thread(
             target=self._measure_backlog, args=[session], name=f"backlog-{self.pipe}", daemon=True
         )

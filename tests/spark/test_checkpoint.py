@@ -239,7 +239,7 @@ def test_second_query_on_a_checkpoint_is_refused(pipeline: LogPipeline) -> None:
     assert ids(pipeline) == sorted(f"id-{n}" for n in range(60))
 
 
-def test_dead_query_is_told_and_started_again(pipeline: LogPipeline) -> None:
+def test_dead_query_is_reported_and_started_again(pipeline: LogPipeline) -> None:
     """If this fails, a query that ended in a process that lives stays dead, and nobody knows."""
     chosen, _ = run_first(pipeline)
     pipeline.start(chosen)

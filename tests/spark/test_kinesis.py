@@ -110,7 +110,7 @@ def test_an_aggregate_keeps_what_it_leaves_out(pipeline: BrokerPipeline) -> None
     assert reasons(pipeline, 2) == {("id-3", b"transform_error"), ("id-5", b"late")}
 
 
-def test_a_batch_that_was_not_noted_is_the_same_again(
+def test_a_batch_without_its_commit_is_the_same_again(
     pipeline: BrokerPipeline, spark: SparkSession, tmp_path: Path
 ) -> None:
     """If this fails, what a crash interrupts is lost, or comes again as other events."""

@@ -58,7 +58,9 @@ def test_sets_add_up(pipeline: LogPipeline) -> None:
     assert {kind for kind, _ in lags} == {"lag_in", "lag_out", "process_time"}
 
 
-def test_what_is_lost_before_the_transform_is_not_told(pipeline: LogPipeline, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_lost_before_the_transform_is_not_reported(
+    pipeline: LogPipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """If this fails, an event that vanishes between reading and transforming counts as filtered: nobody misses it."""
     read = LogSparkBroker.read_stream
 
@@ -74,7 +76,7 @@ def test_what_is_lost_before_the_transform_is_not_told(pipeline: LogPipeline, mo
     assert pipeline.reported("passed") == {n for n in kept if n % 3}
 
 
-def test_batch_that_could_not_be_told_is_told_again_and_not_written_again(
+def test_batch_that_could_not_be_reported_is_reported_again_and_not_written_again(
     pipeline: LogPipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If this fails, a report that was not stored, or not known to be, is lost; or a batch is written at each try, which on Kafka
@@ -113,7 +115,7 @@ def test_batch_that_could_not_be_told_is_told_again_and_not_written_again(
     assert len(pipeline.out) == 50
 
 
-def test_duplicates_are_told(pipeline: LogPipeline) -> None:
+def test_duplicates_are_reported(pipeline: LogPipeline) -> None:
     """If this fails, each duplicate that a pipe leaves out counts as lost."""
     again = [msgspec.structs.replace(flight(n), headers=((ID, b"id-1"), (ORIGIN, b"run:0:%d" % n))) for n in (50, 51)]
     pipeline.send([flight(1), again[0], flight(2)])
@@ -158,7 +160,7 @@ def test_new_events_have_origins(pipeline: LogPipeline) -> None:
     assert len(pipeline.out) == 60
 
 
-def test_aggregate_tells_what_it_read(pipeline: LogPipeline, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_aggregate_reports_what_it_read(pipeline: LogPipeline, monkeypatch: pytest.MonkeyPatch) -> None:
     """If this fails, what a transform over several events took in counts as lost, after a crash at the latest."""
     append_report = PipeReporter.report
     failed: list[BatchReport] = []
