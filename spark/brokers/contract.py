@@ -157,7 +157,7 @@ class SparkBroker(ABC):
 
     @abstractmethod
     def append(self, session: SparkSession, topic: str, records: Sequence[Record]) -> None:
-        """Store small records in partition 0 of a topic, durably, without a Spark job. After BrokerError kinds some may be stored.
+        """Store small records in partition 0 of a topic, durably, without a Spark job. After BrokerErrors some may be stored.
 
         Several threads may call it at once.
         """
