@@ -1,61 +1,58 @@
 """The core of a lane: renders polled batches, cuts requests from them, sends a bounded number at once and settles the outcomes.
 
-Nothing is done per event but slicing lists; per request there is one turn of a worker.
+For each event only lists are sliced. For each request a worker runs once.
 """
 
 import asyncio
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import backoff
 
+from services.core import metrics
+from services.core.broker.contract import Broker
 from services.core.broker.offset_tracker import OffsetTracker
 from services.core.broker.producer import Producer
 from services.core.broker.record import Batch, TopicPartition
+from services.core.consuming import Membership
 from services.core.ledger.report import Span
 from services.core.pipes import parked_topic, retry_topic
-from services.expel.dedup import RetryTopicFilter
+from services.expel.dedup import RetryTakeover, RetryTopicFilter
 from services.expel.delivery import Delivery, Rendered, Unreadable
 from services.expel.metrics import LaneMetrics
+from services.expel.pause import PauseFollower, PauseState
 from services.expel.retry_policy import Failure, Outcome, RetryLimits, RetryPolicy, RetrySchedule
-from services.expel.send_queue import RequestLimits, SendQueue
+from services.expel.send_queue import WINDOW, InFlightLimit, RequestLimits, SendQueue
 from services.expel.side_topics import SideRecord, SideTopicWriter
 from services.expel.throttle import SendThrottle
 from services.expel.webhook.body import render_damaged
 
-_NO_OFFSETS: Mapping[int, Span] = {}
 _BREAKER_OPEN = "breaker_open"
 _NOT_TRIED = "not tried: the destination's last requests failed"
-_WINDOW = 10
-"""Records held above the committable offset, as a multiple of the lane's events: how many may be sent again after a crash."""
-_EVENT_BYTES = 700
-"""About what the objects of one event take beside their bytes: a record, its headers, its entries in lists."""
-_FIRST_SIZE = 4000.0
-"""Bytes that an event is assumed to have before any was polled."""
 
 
 class Sender(Protocol):
-    """One destination. Never retries: one attempt, and its outcome."""
+    """Sends to one destination. Never retries."""
 
     def render(self, batch: Batch) -> Rendered:
-        """Prepare polled records; those that cannot be delivered are unreadable. Does not wait."""
+        """Prepare polled records. Those that cannot be delivered are unreadable. Does not wait."""
 
     async def send(self, delivery: Delivery) -> Outcome:
-        """One attempt, bounded in time. Raises nothing but CancelledError (the outcome is then unknown)."""
+        """One attempt, bounded in time. Raises only CancelledError (the outcome is then unknown)."""
 
 
 @dataclass(frozen=True, slots=True)
 class LaneConfig:
-    """How a lane runs. max_events, max_bytes bound what is in flight.
+    """The configuration of a lane. max_events, max_bytes: bounds of the events in flight.
 
-    Bytes are those of a record's key, value and headers and of its part of a body. concurrency: requests under way at once.
-    max_wait: seconds that an event waits for its request to fill up. rate: events per second. keyed: later events of a key wait
-    for earlier ones. schedule: seconds before each round of the retry topic; empty: no rounds. serial: one request at a time, its
-    retries included. version: of the pipe's definition. siblings: the pipe's destinations, this one too, for which events
-    may be in its retry and parked topics; None: another lane counts events for unknown ones.
+    The bytes of an event are those of its record's key, value and headers and of its part of a body. concurrency: requests at
+    once. max_wait: seconds that an event waits for its request to fill up. rate: events per second. keyed: later events of a
+    key wait for earlier ones. schedule: seconds before each round of the retry topic; empty: no rounds. serial: one request at
+    a time, including its retries. version: of the pipe's definition. siblings: the pipe's destinations, including this one;
+    the lane counts events of other destinations in its retry and parked topics. None: another lane counts them.
     """
 
     pipe: str
@@ -75,57 +72,31 @@ class LaneConfig:
 
     @property
     def reach(self) -> int:
-        """How many records of a partition may be in the retry topic above the committed offset."""
-        return self.max_events * _WINDOW if self.retry.uses_retry_topic else 0
-
-
-class InFlightLimit:
-    """Counts the events in flight, and how many more may be polled."""
-
-    def __init__(self, max_events: int, max_bytes: int) -> None:
-        self._max_events, self._max_bytes = max_events, max_bytes
-        self.events = 0
-        self._bytes = 0.0
-        self._usual_size = _FIRST_SIZE
-
-    def add(self, events: int, weight: float) -> None:
-        """Events of so many bytes in all were polled; later ones are expected to be about as large."""
-        self.events += events
-        self._bytes += weight
-        self._usual_size = max(weight / events, 0.5 * self._usual_size)
-
-    def release(self, events: int, weight: float) -> None:
-        """They are settled, or another member's."""
-        self.events -= events
-        self._bytes -= weight
-
-    def room(self, held: int) -> int:
-        """How many more events may be polled; 0 until a fair part is free. held: records above the committable offsets."""
-        free = self._max_events - self.events
-        if free < self._max_events // 8 or held > self._max_events * _WINDOW:
-            return 0
-        left = self._max_bytes - self._bytes - self.events * _EVENT_BYTES
-        return 0 if left <= 0 else min(free, 1 + int(left / (self._usual_size + _EVENT_BYTES)))
+        """How many records of a partition can be in the retry topic and not committed."""
+        return self.max_events * WINDOW if self.retry.uses_retry_topic else 0
 
 
 class Dispatcher:
-    """Lives as long as one membership of the lane's group. Its tasks belong to the group given to `open`. Not thread-safe.
+    """`consuming.Processor` of a lane: lives as long as one membership of the lane's group. Not thread-safe.
 
-    `gone` is set when the receiver answered 410: no request is started any more, the refused events are kept for `park`.
+    pause: of a destination that can be paused. `gone` is set when the receiver answered 410: no request is started any more,
+    and the refused events are kept for `park`.
     """
 
     def __init__(
         self,
         config: LaneConfig,
         sender: Sender,
+        broker: Broker,
         producer: Producer,
-        metrics: LaneMetrics,
+        lane_metrics: LaneMetrics,
         throttle: SendThrottle,
+        pause: PauseState | None = None,
         clock: Callable[[], float] = time.monotonic,
         jitter: Callable[[float], float] = backoff.full_jitter,
     ) -> None:
-        self._config, self._sender, self._metrics, self._throttle = config, sender, metrics, throttle
-        self._clock, self._jitter = clock, jitter
+        self._config, self._sender, self._metrics, self._throttle = config, sender, lane_metrics, throttle
+        self._pause, self._clock, self._jitter = pause, clock, jitter
         self._policy = RetryPolicy(config.retry, config.keyed, jitter)
         self._queue = SendQueue(
             config.request,
@@ -140,11 +111,12 @@ class Dispatcher:
         self._filters = {
             topic: RetryTopicFilter(pipe, destination, config.siblings) for topic in (retry_topic(pipe), self._parked)
         }
+        self._takeover = RetryTakeover(broker, pipe, destination, config.reach)
         schedule = RetrySchedule(config.schedule)
         self._side_topics = SideTopicWriter(
-            producer, pipe, destination, config.version, schedule, metrics, self._settle_side_records
+            producer, pipe, destination, config.version, schedule, lane_metrics, self._settle_side_records
         )
-        self.tracker = OffsetTracker()
+        self.tracker, self.ledger = OffsetTracker(), lane_metrics.ledger
         self.gone = asyncio.Event()
         self._group: asyncio.TaskGroup | None = None
         self._workers: set[asyncio.Task[None]] = set()
@@ -155,15 +127,15 @@ class Dispatcher:
         self._hold_until = 0.0
         self._progress = asyncio.Event()
 
-    def open(self, group: asyncio.TaskGroup) -> None:
-        """Tasks run in this group from now on."""
-        self._group = group
-        self._side_topics.open(group)
+    def open(self, membership: Membership, tasks: asyncio.TaskGroup) -> Iterable[Coroutine[Any, Any, None]]:
+        self._group = tasks
+        self._side_topics.open(tasks)
+        return () if self._pause is None else PauseFollower(self._pause, self, membership, self._metrics).start()
 
     def park(self, reason: str) -> None:
-        """The destination is paused: from now on all events go to the parked topic, also those in flight.
+        """The destination is paused: from now on all events go to the parked topic, including those in flight.
 
-        That topic is not read any more: its events that were polled and not sent are polled again after the resume.
+        That topic is not read any more. Its polled events that were not sent are polled again after the resume.
         """
         parked = frozenset(source for source in self.tracker.sources() if source.topic == self._parked)
         self._drop(parked)
@@ -176,7 +148,7 @@ class Dispatcher:
         self._replaying = True
 
     def hold(self) -> None:
-        """Start nothing more in this membership, not even a retry. What was not sent stays uncommitted and is polled again."""
+        """Start no request in this membership, not even a retry. Events that were not sent are polled again."""
         self._held = True
 
     def start_slowly(self) -> None:
@@ -184,15 +156,10 @@ class Dispatcher:
         self._throttle.start_slowly()
 
     def reads(self, topic: str) -> bool:
-        """Whether batches of this topic are accepted. A topic that is not read now is not read again in this membership."""
+        """A topic that is not read now is not read again in this membership."""
         if self._park_reason is not None:
             return topic != self._parked
         return topic == self._parked or not self._replaying
-
-    @property
-    def reach(self) -> int:
-        """As in LaneConfig."""
-        return self._config.reach
 
     @property
     def in_flight(self) -> int:
@@ -200,26 +167,25 @@ class Dispatcher:
         return self._limit.events
 
     def update_metrics(self) -> None:
-        """Set the lane's gauges."""
-        self._metrics.set_in_flight(self._limit.events)
+        self._metrics.in_flight.set(self._limit.events)
         self._throttle.update_gauge()
+        self._metrics.flush()
 
     def room(self) -> int:
         """How many more events may be accepted now; 0 until a fair part of the lane is free."""
         return self._limit.room(self.tracker.held())
 
     async def wait_for_room(self) -> int:
-        """`room`, as soon as there is some."""
         while not (room := self.room()):
             self._progress.clear()
             await self._progress.wait()
         return room
 
-    def accept(self, batch: Batch, taken_over: Mapping[int, Span] = _NO_OFFSETS) -> None:
-        """A polled batch is in flight from now on. Does not wait.
+    async def prepare(self, polled: Collection[TopicPartition], assigned: Collection[TopicPartition]) -> None:
+        await self._takeover.prepare(polled, assigned)
 
-        taken_over: events that the previous owner wrote to the retry topic, by offset, and when they are due: settled, not sent.
-        """
+    def accept(self, batch: Batch) -> None:
+        taken_over = self._takeover.find(batch)
         rest = self._settle_taken_over(batch, taken_over) if taken_over else batch
         if rest is None:
             self._progress.set()
@@ -233,28 +199,29 @@ class Dispatcher:
         self._pump()
 
     def _settle_taken_over(self, batch: Batch, taken_over: Mapping[int, Span]) -> Batch | None:
-        self._metrics.count_taken_over(len(taken_over))
+        """Settle events that the previous owner wrote to the retry topic (by offset: when they are due). Returns the others."""
+        self._metrics.count(metrics.EXPEL_INHERITED, len(taken_over))
         # The previous owner may have died before it reported them.
         for offset, record in zip(batch.offsets, batch.records, strict=True):
             if (due := taken_over.get(offset)) is not None:
-                self._metrics.ledger.add("retrying", [record], due)
+                self.ledger.add("retrying", [record], due)
         self.tracker.settle(batch.source, list(taken_over))
         return batch.without(list(taken_over))
 
     def _accept_returned(self, batch: Batch) -> None:
-        """A batch of the retry or parked topic, which holds events of other destinations too."""
+        """A batch of the retry or parked topic, which has events of other destinations too."""
         found = self._filters[batch.topic].sort(batch)
         self.tracker.settle(batch.source, [*found.others, *found.duplicates])
-        self._metrics.count_duplicates(len(found.duplicates))
+        self._metrics.count(metrics.EXPEL_TWINS, len(found.duplicates))
         self._metrics.count_unclaimed(found.unclaimed, batch.topic)
         if batch.topic == self._parked:
-            self._metrics.count_replayed(sum(len(mine.records) for mine in found.mine))
+            self._metrics.replayed.inc(sum(len(mine.records) for mine in found.mine))
         for mine in found.mine:
             self._add(batch.source, mine, self._sender.render(mine))
         self._write_unreadable(batch.source, found.unreadable)
 
     def _add(self, source: TopicPartition, batch: Batch, rendered: Rendered) -> None:
-        """Rendered events wait for their request from now on. source: the polled partition."""
+        """Queue rendered events for their request. source: the polled partition."""
         now_ms, delivery = self._metrics.now_ms(), rendered.delivery
         self._metrics.record_polled(batch.records, delivery.arrivals, now_ms)
         if delivery.parts:
@@ -271,7 +238,7 @@ class Dispatcher:
         """Start workers while a slot is free and a request is due."""
         assert self._group is not None
         if self._park_reason is not None and not self._stopped:
-            self._park_queued(self._park_reason)  # also while all slots are taken by requests that hang
+            self._park_queued(self._park_reason)  # also while hanging requests use all slots
         while len(self._workers) < self._config.concurrency and (delivery := self._next()) is not None:
             self._workers.add(self._group.create_task(self._work(delivery)))
 
@@ -287,7 +254,7 @@ class Dispatcher:
                 if following is not None and len(self._workers) < self._config.concurrency:
                     self._pump()
         finally:
-            self._workers.discard(worker)  # in the same turn as `_next`, or the timer it set would find the slot taken
+            self._workers.discard(worker)  # in the same turn as `_next`: the timer that it set needs the slot
 
     async def _send(self, delivery: Delivery) -> None:
         try:
@@ -325,19 +292,19 @@ class Dispatcher:
                 continue
             delivery = self._queue.pop(now)
             self._throttle.begin(delivery)
-            self._sending.add(delivery)  # from now on, not from the worker's first turn: a revoke may come in between
+            self._sending.add(delivery)  # not in the worker's first turn: a revoke may come before it
             return delivery
         return None
 
     def _park_queued(self, reason: str) -> None:
-        """Everything that is queued and not being sent."""
+        """Park everything that is queued and not being sent."""
         for delivery in self._queue.pop_all():
             self._side_topics.write_parked(delivery, reason)
 
     def _shed(self, now: float) -> None:
-        """The breaker is open: some due events go to the retry topic without an attempt.
+        """While the breaker is open, move some due events to the retry topic without an attempt.
 
-        They are not due before the breaker may close: that would only cost a round.
+        They are due there when the breaker may have closed, and not before: that would only use up a round.
         """
         shedder, blocked_for, was_full = self._throttle.shedder, self._throttle.blocked_for(), not self.room()
         limit = left = shedder.limit()
@@ -354,7 +321,7 @@ class Dispatcher:
         return due is not None and due <= now
 
     def _conclude(self, delivery: Delivery, outcome: Outcome) -> None:
-        """An attempt ended: settle what was delivered; the retry policy decides about the rest."""
+        """An attempt ended: settle the delivered events. The retry policy decides about the others."""
         self._metrics.count_attempt(outcome)
         if outcome is None:
             self._settle(delivery)
@@ -381,18 +348,18 @@ class Dispatcher:
             is_whole = len(decision.retry) == len(delivery)
             kept = self._keep(delivery if is_whole else delivery.subset(decision.retry))
             if kept is not None:
-                self._metrics.count_retried(len(kept), decision.reason)
+                self._metrics.count(metrics.EXPEL_RETRIED, len(kept), decision.reason)
                 self._queue.retry(kept, decision.wait)
 
     def _keep(self, delivery: Delivery) -> Delivery | None:
-        """The events that this process may still try; the others are forgotten."""
+        """The events that this process may try again. The others are removed."""
         kept, lapsed = delivery.split(delivery.lapsed)
         if lapsed is not None:
             self._forget(lapsed)
         return kept
 
     def _settle(self, delivery: Delivery) -> None:
-        """The destination has these."""
+        """The destination received these."""
         self._metrics.record_delivered(delivery)
         for source, offsets, _ in delivery.runs:
             if source not in delivery.disowned:
@@ -410,12 +377,11 @@ class Dispatcher:
         self._pump()
 
     def _forget(self, delivery: Delivery) -> None:
-        """These are no longer in flight here: settled, or another member's."""
+        """These are no longer in flight here: settled, or of another member."""
         self._queue.finish(delivery.records)
         self._limit.release(len(delivery.parts), delivery.weight)
 
     async def drain_partitions(self, sources: frozenset[TopicPartition], limit: float) -> None:
-        """As in Processor: forget what was not sent, wait at most `limit` seconds for what is being sent or written."""
         self._drop(sources)
 
         def is_sent() -> bool:
@@ -425,7 +391,7 @@ class Dispatcher:
         await self._wait_until(is_sent, limit)
 
     def _drop(self, sources: frozenset[TopicPartition]) -> None:
-        """Forget the events of these that are not being sent, and do not retry those that are."""
+        """Forget the events of these that are not being sent, and do not retry the others."""
         waiting, retries = self._queue.drop(sources)
         self._limit.release(*waiting)
         for delivery in retries:
@@ -434,23 +400,20 @@ class Dispatcher:
             delivery.lapsed |= sources
 
     def disown(self, sources: Collection[TopicPartition]) -> None:
-        """As in Processor."""
+        self._takeover.remove(sources)
         for delivery in self._sending:
             delivery.disowned |= frozenset(sources)
         self._side_topics.disown(sources)
         self._continue()
 
     def _continue(self) -> None:
-        """Room, slots or keys became free by something else than a settled event."""
+        """Room, slots or keys became free, and not by a settled event."""
         self._progress.set()
         if self._group is not None and not self._stopped:
             self._pump()
 
     async def drain(self, limit: float) -> bool:
-        """Start nothing new; finish within `limit` seconds what was begun, with retries and side topics; then end all work.
-
-        Returns whether the time was enough.
-        """
+        """Start no new request; finish the started ones, with retries and side topics; then end all work."""
         self._queue.closing = True
 
         def is_drained() -> bool:
@@ -465,12 +428,11 @@ class Dispatcher:
         return in_time
 
     def stop(self) -> None:
-        """End all work now. What is not settled stays so."""
         self._stopped = True
         self._queue.stop()
         for worker in self._workers:
             worker.cancel()
-        for delivery in self._sending:  # a worker that never began does not abandon its probe
+        for delivery in self._sending:  # a worker that never ran does not abandon its probe
             self._throttle.abandon(delivery)
         self._side_topics.stop()
 

@@ -1,10 +1,11 @@
-"""What a lane counts (Prometheus) and what it reports of its events to the observer (the ledger)."""
+"""The metrics of a lane (Prometheus), and its reports to the observer (the ledger)."""
 
 import time
-from collections import Counter
+from collections import Counter as Tally
 from collections.abc import Callable, Mapping, Sequence
 
 import structlog
+from prometheus_client import Counter
 
 from services.core import metrics
 from services.core.broker.contract import Broker, Lag, PartitionRange, Reader
@@ -14,7 +15,7 @@ from services.core.group_lag import GroupLag, follow_group
 from services.core.lag import LagHistogram
 from services.core.ledger.age import Age, Place
 from services.core.ledger.fields import FieldSample
-from services.core.ledger.report import Breaker, Node, Span
+from services.core.ledger.report import Backlog, Breaker, Node, Span
 from services.core.ledger.report import Outcome as ReportedOutcome
 from services.core.ledger.reporter import Reporter, close_reporters
 from services.core.pipes import delivery_group
@@ -26,13 +27,12 @@ log = structlog.get_logger()
 NODE: Node = "expel"
 _FLUSH_AT = 5000
 _MAX_LOGGED = 100
-"""Unknown destinations that are logged by name."""
+"""The most unknown destinations that are logged by name."""
 
 
 class LaneMetrics:
-    """The metrics of one destination. Values are gathered in lists and observed together, which is an append per event.
-
-    Call `flush` now and then. `ledger`: its reports to the observer. `wall_clock` in seconds since the epoch.
+    """The metrics of one destination. Values are gathered in lists and observed by `flush`, because one event may only cost an
+    append. ledger: its reports to the observer. wall_clock: seconds since the epoch.
     """
 
     def __init__(
@@ -53,16 +53,16 @@ class LaneMetrics:
         self._event_lag = metrics.EVENT_LAG.labels(pipe, destination)
         self._delivered = metrics.EXPEL_DELIVERED.labels(pipe, destination)
         self._succeeded = metrics.EXPEL_ATTEMPTS.labels(pipe, destination, "delivered")
-        self._in_flight = metrics.EXPEL_LANE_EVENTS.labels(pipe, destination)
-        self._replayed = metrics.EXPEL_REPLAYED.labels(pipe, destination)
-        self._paused = metrics.EXPEL_PAUSED.labels(pipe, destination)
-        self._up = metrics.EXPEL_LANE_UP.labels(pipe, destination)
+        self.in_flight = metrics.EXPEL_LANE_EVENTS.labels(pipe, destination)
+        self.replayed = metrics.EXPEL_REPLAYED.labels(pipe, destination)
+        self.paused = metrics.EXPEL_PAUSED.labels(pipe, destination)
+        self.up = metrics.EXPEL_LANE_UP.labels(pipe, destination)
         self._event_lags_in: list[int] = []
         self._transits: list[int] = []
         self._event_lags: list[int] = []
         self._e2es: list[int] = []
-        self._expel_times: Counter[int] = Counter()
-        self._counts = [0, 0]
+        self._expel_times: Tally[int] = Tally()
+        self._delivered_events = self._delivered_requests = 0
         self._logged_unclaimed: set[str] = set()
 
     def now_ms(self) -> int:
@@ -70,7 +70,7 @@ class LaneMetrics:
         return int(self._wall_clock() * 1000)
 
     def record_polled(self, records: Sequence[Record], arrivals: Sequence[int], now_ms: int) -> None:
-        """A polled batch arrived here."""
+        """A polled batch is in flight."""
         self._event_lags_in += [now_ms - record.timestamp for record in records]
         self._transits += [now_ms - arrival for arrival in arrivals if arrival]
         if len(self._event_lags_in) > _FLUSH_AT:
@@ -83,41 +83,25 @@ class LaneMetrics:
         self._e2es += [now_ms - arrival for arrival in delivery.arrivals if arrival]
         for _, offsets, polled_ms in delivery.runs:
             self._expel_times[now_ms - polled_ms] += len(offsets)
-        self._counts[0] += len(delivery.parts)
+        self._delivered_events += len(delivery.parts)
         self.ledger.add("delivered", delivery.records)
         if len(self._event_lags) > _FLUSH_AT:
             self.flush()
 
     def count_attempt(self, outcome: Outcome) -> None:
-        """One attempt ended."""
+        """Count an attempt that ended."""
         if outcome is None:
-            self._counts[1] += 1
+            self._delivered_requests += 1
         else:
             word = outcome.reason if isinstance(outcome, Failure) else "partial"
             metrics.EXPEL_ATTEMPTS.labels(*self._names, word).inc()
 
-    def count_retried(self, events: int, reason: str) -> None:
-        """These events will be tried again here."""
-        metrics.EXPEL_RETRIED.labels(*self._names, reason).inc(events)
-
-    def count_dead(self, reason: str, events: int = 1) -> None:
-        """These events are durable as dead letters."""
-        metrics.EXPEL_DEAD.labels(*self._names, reason).inc(events)
-
-    def count_retry_topic(self, reason: str) -> None:
-        """One event is durable in retry-in."""
-        metrics.EXPEL_HANDED_OVER.labels(*self._names, reason).inc()
-
-    def count_duplicates(self, events: int) -> None:
-        """These events were twice in the retry or parked topic."""
-        metrics.EXPEL_TWINS.labels(*self._names).inc(events)
-
-    def count_taken_over(self, events: int) -> None:
-        """The previous owner of the partition wrote these events to retry-in."""
-        metrics.EXPEL_INHERITED.labels(*self._names).inc(events)
+    def count(self, counter: Counter, events: int, *labels: str) -> None:
+        """Add events to a counter with the labels pipe, destination and these."""
+        counter.labels(*self._names, *labels).inc(events)
 
     def count_unclaimed(self, events: Mapping[str, int], topic: str) -> None:
-        """These events (by destination) were skipped, and no lane will deliver them."""
+        """Count skipped events (by destination) that no lane will deliver."""
         for destination, count in events.items():
             metrics.EXPEL_UNCLAIMED.labels(self._names[0], "unknown_destination").inc(count)
             if destination not in self._logged_unclaimed and len(self._logged_unclaimed) < _MAX_LOGGED:
@@ -130,29 +114,9 @@ class LaneMetrics:
                     hint="they stay where they are until the topic's retention ends. Try: penstock check",
                 )
 
-    def count_parked(self, reason: str, events: int) -> None:
-        """These events are durable in the parked topic."""
-        metrics.EXPEL_PARKED.labels(*self._names, reason).inc(events)
-
-    def count_replayed(self, events: int) -> None:
-        """These parked events were polled again."""
-        self._replayed.inc(events)
-
-    def set_paused(self, is_paused: bool) -> None:
-        """Whether events are parked instead of being sent."""
-        self._paused.set(1 if is_paused else 0)
-
-    def set_in_flight(self, events: int) -> None:
-        """How many events are polled and not settled."""
-        self._in_flight.set(events)
-
-    def set_up(self, is_up: bool) -> None:
-        """Whether the lane delivers."""
-        self._up.set(1 if is_up else 0)
-
     def flush(self) -> None:
-        """Observe everything gathered."""
-        lags_in, lags_out = Counter(self._event_lags_in), Counter(self._event_lags)
+        """Observe all gathered values."""
+        lags_in, lags_out = Tally(self._event_lags_in), Tally(self._event_lags)
         self._lag_in.observe_counts(lags_in)
         self.ledger.record_arrived(lags_in)
         self._transit.observe(self._transits)
@@ -162,37 +126,27 @@ class LaneMetrics:
         self._expel_time.observe_counts(self._expel_times)
         for values in (self._event_lags_in, self._transits, self._event_lags, self._e2es, self._expel_times):
             values.clear()
-        delivered, succeeded = self._counts
-        self._delivered.inc(delivered)
-        self._succeeded.inc(succeeded)
-        self._counts = [0, 0]
+        self._delivered.inc(self._delivered_events)
+        self._succeeded.inc(self._delivered_requests)
+        self._delivered_events = self._delivered_requests = 0
 
 
 class LaneLedger:
-    """What one destination reports of its events, over all its memberships. Without a reporter it reports nothing.
+    """The reports of one destination's events, over all its memberships. Without a reporter it reports nothing.
 
-    sources: the topics where events come from first. Events from the retry topic (`returned`) or from any topic in `kept` were
-    reported as retrying, parked or dead: they are outstanding, and no minute waits for them. timed: the broker's lag says when
-    the oldest record was stored.
+    backlogs: by their name in the report.
     """
 
     def __init__(
         self,
         reporter: Reporter | None = None,
-        sources: Sequence[str] = (),
-        returned: str | None = None,
-        kept: Sequence[str] = (),
         lag_in: LagHistogram | None = None,
         reader: Reader | None = None,
         group: GroupLag | None = None,
-        *,
-        timed: bool = False,
+        backlogs: "Mapping[Backlog, _Backlog | _TimedBacklog] | None" = None,
     ) -> None:
         self._reporter, self._lag_in, self._reader, self._group = reporter, lag_in, reader, group
-        backlog = _TimedBacklog if timed else _Backlog
-        self._sources = backlog(sources)
-        self._returned = None if returned is None else backlog([returned])
-        self._kept = backlog(kept) if kept else None
+        self._backlogs = backlogs or {}
         self._measured_at = 0
         self._sample = FieldSample()
         if reporter is not None:
@@ -212,7 +166,12 @@ class LaneLedger:
         *,
         timed: bool = False,
     ) -> "LaneLedger":
-        """One with a reporter."""
+        """One with a reporter.
+
+        sources: the topics from which events come first. Events from the retry topic (`returned`) or from the topics in `kept`
+        were reported as retrying, parked or dead: they are outstanding, and no minute waits for them. timed: the broker's lag
+        says when the oldest record was stored.
+        """
         lag_in = LagHistogram()
         lags = {
             "lag_in": lag_in,
@@ -222,19 +181,27 @@ class LaneLedger:
             "expel_time": metrics.EXPEL_TIME.labels(pipe, destination),
         }
         reporter = Reporter(producer, instance, NODE, pipe, destination, lags=lags)
-        topics = {*sources, *kept, *([returned] if returned is not None else [])}
-        group = follow_group(broker.admin, delivery_group(pipe, destination), topics, reads=timed)
-        return cls(reporter, sources, returned, kept, lag_in, broker.reader, group, timed=timed)
+        topics_by_name: dict[Backlog, Sequence[str]] = {
+            "sources": sources,
+            "returned": () if returned is None else (returned,),
+            "held": kept,
+        }
+        make = _TimedBacklog if timed else _Backlog
+        backlogs = {name: make(topics) for name, topics in topics_by_name.items() if topics}
+        group = follow_group(
+            broker.admin, delivery_group(pipe, destination), set().union(*topics_by_name.values()), reads=timed
+        )
+        return cls(reporter, lag_in, broker.reader, group, backlogs)
 
     def add(self, outcome: ReportedOutcome, records: Sequence[Record], due: Span | None = None) -> None:
-        """These are with the destination, or durable in a side topic. due: as in `OriginSet`."""
+        """The destination received these, or they are durable in a side topic. due: as in `OriginSet`."""
         if self._reporter is not None:
             self._reporter.settled.add(outcome, records, due)
             if outcome == "delivered":
                 self._sample.offer(records[0].value)
 
     def set_breaker(self, breaker: Callable[[], Breaker]) -> None:
-        """Report the state of the destination's circuit breaker too."""
+        """Report the state of the destination's circuit breaker as well."""
         if self._reporter is not None:
             self._reporter.breaker = breaker
 
@@ -244,12 +211,11 @@ class LaneLedger:
             self._lag_in.observe_counts(events)
 
     async def measure_ends(self) -> None:
-        """Read where the topics end. To be called before the lag is measured. Raises BrokerError kinds."""
+        """Read the ends of the topics, before the lag is measured. Raises BrokerError kinds."""
         if self._reporter is not None and self._reader is not None:
             self._measured_at = int(time.time() * 1000)
-            for backlog in (self._sources, self._returned, self._kept):
-                if backlog is not None:
-                    await backlog.measure(self._reader)
+            for backlog in self._backlogs.values():
+                await backlog.measure(self._reader)
 
     async def set_lags(self, own: Mapping[TopicPartition, Lag]) -> None:
         """The lag of the group's own partitions, measured just after `measure_ends`; the broker is asked for the others.
@@ -259,13 +225,9 @@ class LaneLedger:
         if self._reporter is None:
             return
         lags = own if self._group is None else await self._group.complete(own)
-        if lags is None:
-            return
-        self._reporter.record_behind(self._sources.age(self._measured_at, lags))
-        if self._returned is not None:
-            self._reporter.record_behind(self._returned.age(self._measured_at, lags), "returned")
-        if self._kept is not None:
-            self._reporter.record_behind(self._kept.age(self._measured_at, lags), "held")
+        if lags is not None:
+            for name, backlog in self._backlogs.items():
+                self._reporter.record_behind(backlog.age(self._measured_at, lags), name)
 
     async def report(self) -> None:
         """Returns when everything that was added is reported durably. Raises Unavailable."""
@@ -279,7 +241,7 @@ class LaneLedger:
 
 
 class _Backlog:
-    """How old the unprocessed records of some topics are."""
+    """The age of the unprocessed records of some topics."""
 
     def __init__(self, topics: Sequence[str]) -> None:
         self._topics = topics
@@ -287,7 +249,7 @@ class _Backlog:
         self._ranges: dict[Place, PartitionRange] = {}
 
     async def measure(self, reader: Reader) -> None:
-        """Read where the topics end."""
+        """Read the ends of the topics."""
         found = {topic: await reader.describe(topic) for topic in self._topics}
         self._ranges = {(topic, partition): one for topic, parts in found.items() for partition, one in parts.items()}
 
@@ -303,13 +265,13 @@ class _Backlog:
 
 
 class _TimedBacklog:
-    """As `_Backlog`, where the lag says when the oldest record was stored: no end needs to be known."""
+    """As `_Backlog`, on a broker whose lag says when the oldest record was stored."""
 
     def __init__(self, topics: Sequence[str]) -> None:
         self._topics = topics
 
     async def measure(self, reader: Reader) -> None:
-        """Nothing has to be read."""
+        """Nothing is read."""
 
     def age(self, measured_at: int, lags: Mapping[TopicPartition, Lag]) -> int | None:
         waiting = [lag.stored for source, lag in lags.items() if source.topic in self._topics and lag.records]

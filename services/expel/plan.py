@@ -176,7 +176,7 @@ class LaneBuilder:
         metrics.ledger.set_breaker(lambda: throttle.state)
 
         def make_dispatcher() -> Dispatcher:
-            return Dispatcher(config, sender, self._producer, metrics, throttle)
+            return Dispatcher(config, sender, self._broker, self._producer, metrics, throttle, pause)
 
         return Lane(
             self._broker,

@@ -1,4 +1,4 @@
-"""What a lane has to send, in which order, and when the next of it may be sent."""
+"""The events that a lane has to send: their order, when the next request is due, and how many are in flight."""
 
 import asyncio
 import heapq
@@ -355,3 +355,40 @@ def _collect(entries: Sequence[_Entry]) -> Delivery:
         sum(polled.weight / len(polled) for polled, _ in entries),
         entries[0][0].polled_at if entries else 0.0,
     )
+
+
+WINDOW = 10
+"""Records held above the committable offset, as a multiple of the lane's events. So many may be sent again after a crash."""
+_EVENT_BYTES = 700
+"""Approximate memory of an event's objects beside its bytes: a record, its headers, its entries in lists."""
+_FIRST_SIZE = 4000.0
+"""The assumed size of an event (bytes) before any was polled."""
+
+
+class InFlightLimit:
+    """Counts the events in flight, and how many more may be polled."""
+
+    def __init__(self, max_events: int, max_bytes: int) -> None:
+        self._max_events, self._max_bytes = max_events, max_bytes
+        self.events = 0
+        self._bytes = 0.0
+        self._usual_size = _FIRST_SIZE
+
+    def add(self, events: int, weight: float) -> None:
+        """So many events of so many bytes were polled. Later ones are expected to have about the same size."""
+        self.events += events
+        self._bytes += weight
+        self._usual_size = max(weight / events, 0.5 * self._usual_size)
+
+    def release(self, events: int, weight: float) -> None:
+        """They are settled, or belong to another member."""
+        self.events -= events
+        self._bytes -= weight
+
+    def room(self, held: int) -> int:
+        """How many more events may be polled; 0 until an eighth is free. held: records above the committable offsets."""
+        free = self._max_events - self.events
+        if free < self._max_events // 8 or held > self._max_events * WINDOW:
+            return 0
+        left = self._max_bytes - self._bytes - self.events * _EVENT_BYTES
+        return 0 if left <= 0 else min(free, 1 + int(left / (self._usual_size + _EVENT_BYTES)))

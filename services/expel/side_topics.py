@@ -1,17 +1,17 @@
-"""Where a lane writes events that the destination did not take: the retry topic, the pipe's dead letters or its parked topic.
+"""Writes events that were not delivered to side topics: the retry topic, the pipe's dead letters, its parked topic.
 
-An event is settled when its record there is durable. While a side topic cannot be written, nothing is dropped and nothing is
-settled: writing is tried until it works.
+An event is settled when its record there is durable. A write is repeated until it succeeds; until then the event is neither
+dropped nor settled.
 """
 
 import asyncio
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import structlog
 
-from services.core import dead_letter
+from services.core import dead_letter, metrics
 from services.core.backoff import Backoff
 from services.core.broker.errors import RecordTooLarge
 from services.core.broker.producer import Producer, send_by_key
@@ -30,11 +30,11 @@ _BATCH = 500
 
 
 class SideRecord(NamedTuple):
-    """A record for a side topic, and the event that it settles once it is durable.
+    """A record for a side topic, and the event that is settled once the record is durable.
 
-    weight: bytes that the event counts in its lane. events: how many events are lost to the destination with it; several for a
-    damaged batch. attempted: it was in a request, and later events of its key wait for it. disowned: its partition was revoked
-    meanwhile, so nothing is settled by it. due: when it comes back, if it does.
+    weight: bytes that the event counts in its lane. events: how many events the record stands for; several for a damaged
+    batch. attempted: the event was in a request, and later events of its key wait for it. disowned: the event's partition was
+    revoked since, so the record settles nothing. due: when the event comes back, if it does.
     """
 
     record: Record
@@ -50,10 +50,7 @@ class SideRecord(NamedTuple):
 
 
 class SideTopicWriter:
-    """One lane's, during one membership. Its methods do not wait. `stored` is called with the records that are durable.
-
-    The tasks run in the group given to `open`.
-    """
+    """One lane's writer during one membership. Its methods do not wait. `stored` is called with the durable records."""
 
     def __init__(
         self,
@@ -62,10 +59,10 @@ class SideTopicWriter:
         destination: str,
         version: str,
         schedule: RetrySchedule,
-        metrics: LaneMetrics,
+        lane_metrics: LaneMetrics,
         stored: Callable[[Sequence[SideRecord]], None],
     ) -> None:
-        self._metrics, self._stored = metrics, stored
+        self._metrics, self._stored = lane_metrics, stored
         self._dead_letters = DeadLetterWriter(pipe, destination, version)
         self._retries = RetryWriter(pipe, destination, schedule)
         self._dead = Outbox(producer, dead_letter_topic(pipe), self._settle_dead, shorten)
@@ -75,29 +72,29 @@ class SideTopicWriter:
         self._group: asyncio.TaskGroup | None = None
 
     def __len__(self) -> int:
-        """How many records are not durable yet."""
+        """The number of records that are not durable yet."""
         return sum(map(len, self._all))
 
     def open(self, group: asyncio.TaskGroup) -> None:
-        """Tasks run in this group from now on."""
+        """From now on tasks run in this group."""
         self._group = group
 
     def write_retries(self, delivery: Delivery, failures: Mapping[int, Failure]) -> None:
-        """These events (by index) to the retry topic, those whose window is over to the dead letters."""
+        """Write these events (by index) to the retry topic, or to the dead letters when their window is over."""
         records, over = self._retries.make(delivery, failures, self._metrics.now_ms())
         self._add(self._retry_in, records)
         self.write_dead_letters(delivery, over)
 
     def write_parked(self, delivery: Delivery, reason: str) -> None:
-        """All events to the parked topic. reason: why the destination is paused."""
+        """Write all events to the parked topic. reason: of the pause."""
         self._add(self._parked, self._retries.make_parked(delivery, reason, self._metrics.now_ms()))
 
     def write_dead_letters(self, delivery: Delivery, failures: Mapping[int, Failure]) -> None:
-        """These events (by index) to the dead letters."""
+        """Write these events (by index) to the dead letters."""
         self._add(self._dead, self._dead_letters.from_failures(delivery, failures, self._metrics.now_ms()))
 
     def write_unreadable(self, source: TopicPartition, unreadable: Sequence[Unreadable]) -> float:
-        """These records to the dead letters; returns their weight in the lane."""
+        """Write these records to the dead letters. Returns their weight in the lane."""
         records = self._dead_letters.from_unreadable(source, unreadable, self._metrics.now_ms())
         self._add(self._dead, records)
         return sum(record.weight for record in records)
@@ -121,26 +118,25 @@ class SideTopicWriter:
         outbox.add(records, self._group)
 
     def _write_too_large(self, record: SideRecord) -> None:
-        """With its retry state the record is too large: it becomes a dead letter."""
-        detail = "the record with its retry state is larger than the broker takes"
-        self._add(
-            self._dead, [self._dead_letters.from_side_record(record, "too_large", detail, self._metrics.now_ms())]
-        )
+        """The record with its retry state is too large: write a dead letter instead."""
+        detail = "the record with its retry state is larger than the broker accepts"
+        dead = self._dead_letters.from_side_record(record, "too_large", detail, self._metrics.now_ms())
+        self._add(self._dead, [dead])
 
     def _settle_dead(self, records: Sequence[SideRecord]) -> None:
         self._report("dead", records)
         for record in records:
-            self._metrics.count_dead(record.reason, record.events)
+            self._metrics.count(metrics.EXPEL_DEAD, record.events, record.reason)
         self._stored(records)
 
     def _settle_parked(self, records: Sequence[SideRecord]) -> None:
-        for reason in {record.reason for record in records}:
-            self._metrics.count_parked(reason, sum(record.reason == reason for record in records))
+        for record in records:
+            self._metrics.count(metrics.EXPEL_PARKED, 1, record.reason)
         self._report("parked", records)
         self._stored(records)
 
     def _report(self, outcome: Outcome, records: Sequence[SideRecord]) -> None:
-        """Since now, but not before they were due, which is by the clock of whoever wrote or redrove them."""
+        """From now on, but not before they are due: another process, with another clock, wrote that time."""
         now, since = self._metrics.now_ms(), dict[Span, list[Record]]()
         for record in records:
             state = state_of(record.original)
@@ -151,7 +147,7 @@ class SideTopicWriter:
     def _settle_retries(self, records: Sequence[SideRecord]) -> None:
         by_due: dict[Span | None, list[Record]] = {}
         for record in records:
-            self._metrics.count_retry_topic(record.reason)
+            self._metrics.count(metrics.EXPEL_HANDED_OVER, 1, record.reason)
             by_due.setdefault(record.due, []).append(record.original)
         for due, originals in by_due.items():
             self._metrics.ledger.add("retrying", originals, due)
@@ -159,10 +155,10 @@ class SideTopicWriter:
 
 
 class Outbox:
-    """One lane's way to one side topic. Bounded by the lane, which polls nothing while too much is unsettled.
+    """The records that one lane writes to one side topic. The lane bounds their number: it polls nothing while it is full.
 
-    `stored` is called with records that are durable. `too_large` gets a record that the broker never takes, and returns the one
-    to store in its place, or None when the event is written elsewhere. The task belongs to `group` and ends when idle.
+    `stored` is called with durable records. `too_large` gets a record that the broker does not accept. It returns a record to
+    store instead, or None when the event is written to another topic. The task belongs to `group` and ends when idle.
     """
 
     def __init__(
@@ -180,7 +176,7 @@ class Outbox:
         return len(self._waiting)
 
     def add(self, records: Sequence[SideRecord], group: asyncio.TaskGroup) -> None:
-        """Queue records for writing."""
+        """Queue records."""
         self._waiting += records
         if self._task is None and self._waiting:
             self._task = group.create_task(self._run(), name=f"outbox {self._topic}")
@@ -219,14 +215,14 @@ class Outbox:
                         topic=self._topic,
                         waiting=len(self._waiting),
                         error=str(error),
-                        hint="nothing is lost; these events stay uncommitted. Try: check the broker and the topic",
+                        hint="nothing is lost: these events stay uncommitted. Try: check the broker and the topic",
                     )
                 await retry.wait()
         finally:
             self._task = None
 
     def _settle(self, count: int, failed: dict[int, Exception]) -> None:
-        """Of the first `count` records, settle those that were stored; the others stay in front."""
+        """Settle the stored ones of the first `count` records. The others stay in front."""
         batch = self._waiting[:count]
         again = [
             self._too_large(record) if isinstance(failed[index], RecordTooLarge) else record
@@ -243,9 +239,8 @@ class Outbox:
 class RetryWriter:
     """Makes the records of one destination for the retry topic and the parked topic: the event and the state of its attempts.
 
-    The state of a parked event is kept as it was, so that it continues there when it is replayed. Its `due` stays unchanged, 0
-    for an event that never was in the retry topic: a crash between write and commit then makes duplicates that
-    `RetryTopicFilter` knows.
+    A parked event keeps its state, and continues with it after the replay. `due` is 0 for an event that was never in the retry
+    topic. So a crash between write and commit makes duplicates that `RetryTopicFilter` finds.
     """
 
     pipe: str
@@ -262,48 +257,52 @@ class RetryWriter:
         for index, failure in failures.items():
             source, offset, _ = positions[index]
             event = delivery.records[index]
-            earlier = state_of(event)
-            rounds = 0 if earlier is None else earlier.rounds
-            wait = self.schedule.next_wait(rounds, failure)
+            state = self._add_attempts(delivery, event, source, offset)
+            wait = self.schedule.next_wait(state.rounds, failure)
             if wait is None:
                 over[index] = Failure(WINDOW_OVER, f"{failure.reason}: {failure.detail}", recoverable=False)
                 continue
             due = now_ms + int(1000 * wait)
-            state = RetryState(
-                pipe=self.pipe,
-                destination=self.destination,
-                attempts=delivery.attempts + (0 if earlier is None else earlier.attempts),
-                rounds=rounds + 1,
-                first_failure=(0 if earlier is None else earlier.first_failure) or delivery.first_failure or now_ms,
+            state = replace(
+                state,
+                rounds=state.rounds + 1,
+                first_failure=state.first_failure or now_ms,
                 due=due,
                 reason=failure.reason,
                 detail=failure.detail,
-                source=f"{source.topic}:{source.partition}:{offset}" if earlier is None else earlier.source,
-                time=event.timestamp,
             )
             record = _wrap(delivery, event, state, source, offset, failure.reason, now_ms)
             records.append(record._replace(due=due_span(due, due - now_ms)))
         return records, over
 
     def make_parked(self, delivery: Delivery, reason: str, now_ms: int) -> list[SideRecord]:
-        """Records for the parked topic. reason: why the destination is paused."""
+        """Records for the parked topic. reason: of the pause."""
         records = []
         for (source, offset, _), event in zip(delivery.positions(), delivery.records, strict=True):
-            earlier = state_of(event)
-            state = RetryState(
-                pipe=self.pipe,
-                destination=self.destination,
-                attempts=delivery.attempts + (0 if earlier is None else earlier.attempts),
-                rounds=0 if earlier is None else earlier.rounds,
-                first_failure=(0 if earlier is None else earlier.first_failure) or delivery.first_failure,
-                due=0 if earlier is None else earlier.due,
-                reason="paused" if earlier is None else earlier.reason,
-                detail=reason if earlier is None else earlier.detail,
-                source=f"{source.topic}:{source.partition}:{offset}" if earlier is None else earlier.source,
-                time=event.timestamp,
-            )
+            state = self._add_attempts(delivery, event, source, offset, "paused", reason)
             records.append(_wrap(delivery, event, state, source, offset, reason, now_ms))
         return records
+
+    def _add_attempts(
+        self,
+        delivery: Delivery,
+        event: Record,
+        source: TopicPartition,
+        offset: int,
+        reason: str = "",
+        detail: str = "",
+    ) -> RetryState:
+        """The event's state with the delivery's attempts; a new state for an event without one."""
+        place = f"{source.topic}:{source.partition}:{offset}"
+        earlier = state_of(event) or RetryState("", "", 0, 0, 0, 0, reason, detail, place, 0)
+        return replace(
+            earlier,
+            pipe=self.pipe,
+            destination=self.destination,
+            attempts=earlier.attempts + delivery.attempts,
+            first_failure=earlier.first_failure or delivery.first_failure,
+            time=event.timestamp,
+        )
 
 
 def _wrap(
@@ -315,9 +314,8 @@ def _wrap(
     reason: str,
     now_ms: int,
 ) -> SideRecord:
-    weight = delivery.weight / len(delivery)
-    record = SideRecord(wrap(event, state, now_ms), event, source, offset, weight, reason, attempted=True)
-    return record._replace(disowned=source in delivery.disowned)
+    weight, disowned = delivery.weight / len(delivery), source in delivery.disowned
+    return SideRecord(wrap(event, state, now_ms), event, source, offset, weight, reason, True, disowned=disowned)
 
 
 @dataclass(frozen=True, slots=True)
@@ -329,7 +327,7 @@ class DeadLetterWriter:
     version: str = ""
 
     def from_failures(self, delivery: Delivery, failures: Mapping[int, Failure], now_ms: int) -> list[SideRecord]:
-        """Of events (by index) that were given up after the delivery's attempts."""
+        """Of events (by index) that were not delivered after the delivery's attempts."""
         positions = delivery.positions()
         weight = delivery.weight / len(delivery)
         records = []
@@ -378,11 +376,11 @@ class DeadLetterWriter:
 
 
 def shorten(record: SideRecord) -> SideRecord:
-    """The dead letter without its value, then also without the event's headers. Ours say where the whole record is stored."""
+    """The dead letter without its value; the second time also without the event's headers. Its own name the stored record."""
     has_value = record.record.value is not None
     headers = tuple(header for header in record.record.headers if has_value or header[0].startswith(dead_letter.PREFIX))
     log.error(
-        "dead_letter_without_value", source=record.source, offset=record.offset, reason="larger than the broker takes"
+        "dead_letter_without_value", source=record.source, offset=record.offset, reason="larger than the broker accepts"
     )
     key = record.record.key if has_value else None
     return record._replace(record=Record(key, None, record.record.timestamp, headers))

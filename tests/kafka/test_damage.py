@@ -207,7 +207,7 @@ async def test_a_lane_buries_damage_and_delivers_the_rest(kafka_cluster: KafkaCl
                 [topic],
                 "earliest",
                 meter,
-                lambda: Dispatcher(shape, sender, producer, meter, SendThrottle(pipe, "hook")),
+                lambda: Dispatcher(shape, sender, broker, producer, meter, SendThrottle(pipe, "hook")),
                 0.1,
             )
             running = asyncio.create_task(lane.run(stopping, 10.0))

@@ -2,9 +2,13 @@
 
 It does what a webhook needs: POST to one URL over HTTP/1.1 on kept connections. It has no redirects, proxies, cookies, netrc
 or decompression, so no environment variable and no response can switch them on.
+
+The parser (RFC 9112) is strict about the end of a response and lenient elsewhere. When the end is in doubt, the connection is
+not used again.
 """
 
 import asyncio
+import re
 import socket
 import ssl
 import time
@@ -12,20 +16,172 @@ from collections import deque
 from collections.abc import Mapping
 from functools import cache
 from types import TracebackType
-from typing import Self, cast
+from typing import NamedTuple, Self, cast
 
 from aiohappyeyeballs import AddrInfoType, start_connection
 from yarl import URL
 
 from services.core.net_guard import NetPolicy, refuse_address
 from services.expel.webhook.resolver import RefusedAddress, Resolver, find_addresses
-from services.expel.webhook.response import BadResponse, Response, ResponseReader
 
 _KEEP_ALIVE = 4.0
-"""Seconds. Many servers close an idle connection after 5 s; a request must not meet that close."""
+"""Seconds. Many servers close an idle connection after 5 s; no request must be sent at that moment."""
 _DNS_TTL = 30.0
 _NEXT_ADDRESS = 0.25
 """Seconds until the next address of a name is tried in parallel (RFC 8305)."""
+MAX_HEAD = 16_384
+MAX_RESPONSE = 4096
+_MAX_INTERIM = 8
+"""1xx responses before the final one."""
+_MAX_CHUNK_LINE = 1024
+
+_HEAD_END = re.compile(rb"\r?\n\r?\n")
+_STATUS = re.compile(rb"HTTP/1\.([01]) ([1-9]\d\d)(?: [^\r\n]*)?")
+_CHUNK = re.compile(rb"([0-9A-Fa-f]{1,15})[ \t]*(?:;[^\r\n]*)?\r?\n")
+_TRAILER = re.compile(rb"(?:[^\r\n]+\r?\n)*\r?\n")
+_EOL = re.compile(rb"\r?\n")
+_WANTED = frozenset({b"connection", b"content-length", b"retry-after", b"transfer-encoding"})
+
+
+class BadResponse(ValueError):
+    """These bytes are not an HTTP response. The message has the reason, and none of the bytes."""
+
+
+class Response(NamedTuple):
+    """body: at most MAX_RESPONSE bytes as received, not decompressed. whole: the body is complete."""
+
+    status: int
+    retry_after: str | None = None
+    body: bytes = b""
+    whole: bool = True
+
+
+class ResponseReader:
+    """Parses one response as it arrives. Holds at most MAX_HEAD bytes and the bytes of one `feed`.
+
+    response: None before the head is complete, without its body before `feed` returned True.
+    reusable: once the response is complete, whether another request may follow on the same connection.
+    """
+
+    def __init__(self) -> None:
+        self.response: Response | None = None
+        self.reusable = False
+        self._buffer = bytearray()
+        self._interim = 0
+        self._is_chunked = False
+        self._length: int | None = None
+        """Of a body that is not chunked. None: the body ends with the connection."""
+        self._chunks = bytearray()
+
+    def feed(self, data: bytes) -> bool:
+        """Whether the response is complete, or as much of it as is ever read. Raises BadResponse."""
+        self._buffer += data
+        while self.response is None:
+            end = _HEAD_END.search(self._buffer)
+            if (len(self._buffer) if end is None else end.start()) > MAX_HEAD:
+                raise BadResponse(f"its head has more than {MAX_HEAD} bytes")
+            if end is None:
+                return False
+            head = bytes(self._buffer[: end.start()])
+            del self._buffer[: end.end()]
+            self._read_head(head)
+        return self._read_chunks() if self._is_chunked else self._read_plain()
+
+    def feed_eof(self) -> bool:
+        """The connection was closed. Whether that completes the response."""
+        is_end = self.response is not None and self._length is None and not self._is_chunked
+        return is_end and self._end(self._buffer, whole=True)
+
+    def _read_head(self, head: bytes) -> None:
+        first, *lines = head.split(b"\n")
+        status_line = _STATUS.fullmatch(first.rstrip(b"\r"))
+        if status_line is None:
+            raise BadResponse("it has no status line of HTTP/1")
+        status = int(status_line[2])
+        if status < 200:
+            self._interim += 1
+            if status == 101 or self._interim > _MAX_INTERIM:
+                raise BadResponse(f"a {status} answers no POST")
+            return
+        fields = _read_fields(lines)
+        connection = fields.get(b"connection", b"").lower()
+        self.reusable = b"close" not in connection and (status_line[1] == b"1" or b"keep-alive" in connection)
+        self._find_end(status, fields)
+        retry_after = fields.get(b"retry-after")
+        self.response = Response(status, None if retry_after is None else retry_after.decode("latin-1"), whole=False)
+
+    def _find_end(self, status: int, fields: dict[bytes, bytes]) -> None:
+        """RFC 9112, 6.3."""
+        coding, length = fields.get(b"transfer-encoding"), fields.get(b"content-length")
+        if status in (204, 304):
+            self._length = 0
+        elif coding is not None:
+            self._is_chunked = coding.lower() == b"chunked"
+            self.reusable &= length is None
+        elif length is not None:
+            if not length.isdigit():
+                raise BadResponse("its Content-Length is not a number")
+            self._length = int(length[:19])
+
+    def _read_plain(self) -> bool:
+        if self._length is not None and len(self._buffer) >= self._length <= MAX_RESPONSE:
+            body = self._buffer[: self._length]
+            del self._buffer[: self._length]
+            return self._end(body, whole=True)
+        return len(self._buffer) > MAX_RESPONSE and self._end(self._buffer, whole=False)
+
+    def _read_chunks(self) -> bool:
+        buffer, body = self._buffer, self._chunks
+        while (line := _CHUNK.match(buffer)) is not None:
+            size, start = int(line[1], 16), line.end()
+            if not size:
+                return self._read_trailer(start)
+            piece = buffer[start : start + size]
+            if len(body) + len(piece) > MAX_RESPONSE:
+                return self._end(body + piece, whole=False)
+            end = _EOL.match(buffer, start + size)
+            if end is None:
+                if len(buffer) > start + size + 1:
+                    raise BadResponse("a chunk is longer than it says")
+                return False
+            body += piece
+            del buffer[: end.end()]
+        if b"\n" in buffer or len(buffer) > _MAX_CHUNK_LINE:
+            raise BadResponse("a chunk has no size")
+        return False
+
+    def _read_trailer(self, start: int) -> bool:
+        end = _TRAILER.match(self._buffer, start)
+        if end is None:
+            if len(self._buffer) > MAX_HEAD:
+                raise BadResponse(f"its trailer has more than {MAX_HEAD} bytes")
+            return False
+        del self._buffer[: end.end()]
+        return self._end(self._chunks, whole=True)
+
+    def _end(self, body: bytearray, *, whole: bool) -> bool:
+        assert self.response is not None
+        has_end = self._is_chunked or self._length is not None
+        self.reusable &= whole and has_end and not self._buffer
+        self.response = self.response._replace(
+            body=bytes(body[:MAX_RESPONSE]), whole=whole and len(body) <= MAX_RESPONSE
+        )
+        return True
+
+
+def _read_fields(lines: list[bytes]) -> dict[bytes, bytes]:
+    """The headers that are used. Two different values of a length header leave the end of the response in doubt: BadResponse."""
+    fields: dict[bytes, bytes] = {}
+    for line in lines:
+        name, colon, value = line.partition(b":")
+        if not colon or name != name.strip():
+            raise BadResponse("a line of its head is not a header")
+        name = name.lower()
+        if name in _WANTED:
+            value = value.strip()
+            if fields.setdefault(name, value) != value and name in (b"content-length", b"transfer-encoding"):
+                raise BadResponse(f"it has several {name.decode()}")
+    return fields
 
 
 class Connection(asyncio.Protocol):

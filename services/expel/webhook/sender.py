@@ -1,4 +1,10 @@
-"""Sends events to a webhook: one attempt is one signed POST (Standard Webhooks)."""
+"""Sends events to a webhook: one attempt is one signed POST (Standard Webhooks). The response says which events were refused.
+
+A receiver that refuses some of the events answers 200 or 207 with JSON `{"failed": [item, …]}`, at most MAX_RESPONSE bytes, not
+compressed. An item names an event by `"id"` (its CloudEvents id) or by `"index"` (its 0-based place in the body). It may add
+`"status"` (as if that event had been answered alone), `"retry"` (true or false, instead of deciding by the status) and
+`"reason"` (text for the dead letter). Events that are not named are delivered. docs/delivery.md documents this for receivers.
+"""
 
 import errno
 import hashlib
@@ -6,18 +12,23 @@ import ssl
 import time
 from collections.abc import Callable, Sequence
 
+import msgspec
+
 from services.core.broker.record import Batch, Record
 from services.core.event import TRACEPARENT, read_traceparent
 from services.core.signing import ID_HEADER, SIGNATURE_HEADER, TIMESTAMP_HEADER, SigningKeys, sign
 from services.expel.delivery import Delivery, Rendered
-from services.expel.retry_policy import Failure, Outcome, fail_by_status, parse_retry_after
+from services.expel.retry_policy import Failure, Outcome, fail_by_status, is_recoverable, parse_retry_after
 from services.expel.webhook.body import BodyFormat, Renderer, render
-from services.expel.webhook.client import HttpClient
+from services.expel.webhook.client import MAX_RESPONSE, BadResponse, HttpClient
 from services.expel.webhook.resolver import NameNotFound, RefusedAddress
-from services.expel.webhook.response import BadResponse, excerpt, read_outcome
 
 _FRAME_BYTES = 2
-"""Bytes of a body beside its parts and one byte per part."""
+"""Bytes of a body without its parts and one byte per part."""
+_MAX_EXCERPT = 200
+_MAX_REASON = 500
+BAD_RESPONSE = "bad_answer"
+ITEM_FAILED = "item_failed"
 _ID_CHARS = bytes(code for code in range(0x21, 0x7F) if code != ord("."))
 _MAX_ID = 200
 _OUR_SHORTAGE = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL})
@@ -82,8 +93,8 @@ def make_message_id(pipe: str, ids: Sequence[bytes]) -> str:
     """`<pipe>:<event id>` for one event. `<pipe>/<hash of the ids in order>` for several, or for an id that no header may have.
 
     The pipe is a part of the id because one event may go through several pipes to one receiver, as different messages. The
-    separators differ so that an event whose id looks like a hash does not get the id of a batch; the hash covers the lengths
-    so that one odd id does not get the hash of several.
+    separators differ, so an event whose id looks like a hash does not get the id of a batch. The hash covers the lengths, so
+    one odd id does not get the hash of several.
     """
     if len(ids) == 1 and len(ids[0]) <= _MAX_ID and not ids[0].translate(None, _ID_CHARS):
         return f"{pipe}:{ids[0].decode()}"
@@ -92,12 +103,12 @@ def make_message_id(pipe: str, ids: Sequence[bytes]) -> str:
 
 
 def classify(error: OSError | BadResponse) -> Failure:
-    """The failure that an error on the way means. All are recoverable: the receiver did not refuse the events."""
+    """The failure for an error of the connection. All are recoverable: the receiver did not refuse the events."""
     match error:
         case TimeoutError():
             return Failure("timeout", "no complete response in time", recoverable=True)
         case BadResponse():
-            return Failure("bad_answer", f"the response is not HTTP: {error}", recoverable=True)
+            return Failure(BAD_RESPONSE, f"the response is not HTTP: {error}", recoverable=True)
         case RefusedAddress():
             return Failure("address_refused", str(error), recoverable=True)
         case NameNotFound():
@@ -109,3 +120,84 @@ def classify(error: OSError | BadResponse) -> Failure:
             return Failure("own_limits", f"no connection could be opened here: {short}", recoverable=True, ours=True)
         case _:
             return Failure("connection", f"the connection failed: {type(error).__name__}", recoverable=True)
+
+
+class FailedItem(msgspec.Struct):
+    """One event that the receiver refused."""
+
+    id: str | None = None
+    index: int | None = None
+    status: int | None = None
+    retry: bool | None = None
+    reason: str | None = None
+
+
+class PartialResponse(msgspec.Struct):
+    """The response's body; other members are ignored."""
+
+    failed: list[FailedItem]
+
+
+_decode = msgspec.json.Decoder(PartialResponse).decode
+
+
+def read_outcome(status: int, body: bytes, whole: bool, delivery: Delivery) -> Outcome:
+    """The outcome of a 2xx with this body.
+
+    When the body may name failed events but cannot be parsed, no event counts as delivered: better twice than never.
+    """
+    if status != 207 and b'"failed"' not in body:
+        return None
+    if not whole:
+        return _bad(f"a response that names failed events has at most {MAX_RESPONSE} bytes")
+    try:
+        items = _decode(body).failed
+    except (msgspec.DecodeError, RecursionError):
+        return _bad('a 207 needs JSON like {"failed": [{"id": "…"}]}') if status == 207 else _read_odd_body(body)
+    return _by_index(items, delivery)
+
+
+def _read_odd_body(body: bytes) -> Outcome:
+    """A 200 whose body has "failed" in another form: `{"failed": 0}` refuses nothing, a list that cannot be parsed does."""
+    try:
+        value = msgspec.json.decode(body)
+    except (msgspec.DecodeError, RecursionError):
+        return None  # not JSON: a page or a text with this word
+    named = value.get("failed") if isinstance(value, dict) else None
+    return _bad("the list of failed events is not valid") if isinstance(named, list) else None
+
+
+def _by_index(items: list[FailedItem], delivery: Delivery) -> Outcome:
+    places: dict[bytes, list[int]] = {}
+    for index, event_id in enumerate(delivery.ids):
+        places.setdefault(event_id, []).append(index)
+    failures: dict[int, Failure] = {}
+    for item in items:
+        if item.index is not None:
+            found = [item.index] if 0 <= item.index < len(delivery) else []
+        else:
+            found = places.get((item.id or "").encode(errors="replace"), [])
+        if not found:
+            return _bad("the response names an event that was not in the request")
+        failures.update(dict.fromkeys(found, _fail_item(item)))
+    return failures or None
+
+
+def _fail_item(item: FailedItem) -> Failure:
+    recoverable = item.retry if item.retry is not None else item.status is None or is_recoverable(item.status)
+    reason = ITEM_FAILED if item.status is None or not 100 <= item.status <= 599 else f"http_{item.status}"
+    detail = "the receiver refused this event" + (f": {_printable(item.reason[:_MAX_REASON])}" if item.reason else "")
+    return Failure(reason, detail, recoverable)
+
+
+def _bad(detail: str) -> Failure:
+    return Failure(BAD_RESPONSE, detail, recoverable=True)
+
+
+def excerpt(body: bytes) -> str:
+    """The beginning of a response, printable, on one line."""
+    return _printable(body[:_MAX_EXCERPT].decode(errors="replace"))
+
+
+def _printable(text: str) -> str:
+    return "".join(char if char.isprintable() else " " for char in text).strip()

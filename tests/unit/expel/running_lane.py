@@ -101,7 +101,7 @@ async def run_lane(
         pause = PauseState(pauses, broker, producer, "late", "hook", keyed=made.keyed)  # type: ignore[arg-type]
 
         def make_dispatcher() -> Dispatcher:
-            dispatchers.append(Dispatcher(made, sender, producer, meter, throttle))
+            dispatchers.append(Dispatcher(made, sender, broker, producer, meter, throttle, pause))  # type: ignore[arg-type]
             return dispatchers[-1]
 
         lane = Lane(broker, "late", "hook", list(topics), "earliest", meter, make_dispatcher, commit_interval, pause)  # type: ignore[arg-type]

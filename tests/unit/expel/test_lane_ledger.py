@@ -93,7 +93,7 @@ async def run_lane(
         dispatchers = list[Dispatcher]()
 
         def make_dispatcher() -> Dispatcher:
-            dispatchers.append(Dispatcher(shape, FakeSender(decide), producer, meter, throttle))
+            dispatchers.append(Dispatcher(shape, FakeSender(decide), broker, producer, meter, throttle))  # type: ignore[arg-type]
             return dispatchers[-1]
 
         lane = Lane(broker, "late", "hook", ["s"], "earliest", meter, make_dispatcher, 0.01)  # type: ignore[arg-type]

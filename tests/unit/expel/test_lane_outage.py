@@ -131,7 +131,7 @@ async def test_a_missing_topic_is_waited_for() -> None:
             ["s"],
             "earliest",
             meter,
-            lambda: Dispatcher(make_shape(), sender, producer, meter, SendThrottle("late", "hook")),
+            lambda: Dispatcher(make_shape(), sender, broker, producer, meter, SendThrottle("late", "hook")),  # type: ignore[arg-type]
             0.01,
         )
         stopping = asyncio.Event()

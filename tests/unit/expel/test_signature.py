@@ -108,8 +108,8 @@ def test_unusable_secret_sources_are_named(tmp_path: Path) -> None:
     for secret, word in (
         (Secret(env="HOOK"), "HOOK"),
         (Secret(file=Path("none")), "none"),
-        (Secret(file=tmp_path), "plain file|directory"),
-        (Secret(file=Path("fifo")), "plain file"),
+        (Secret(file=tmp_path), "regular file|directory"),
+        (Secret(file=Path("fifo")), "regular file"),
     ):
         with pytest.raises(BadSecret, match=word):
             read_signing_keys(secret, tmp_path, {})

@@ -18,9 +18,8 @@ from services.expel.delivery import Delivery
 from services.expel.retry_policy import Action, Failure, Outcome, RetryLimits, RetryPolicy
 from services.expel.webhook import resolver
 from services.expel.webhook.body import make_format
-from services.expel.webhook.client import HttpClient
+from services.expel.webhook.client import MAX_RESPONSE, HttpClient
 from services.expel.webhook.resolver import Resolver
-from services.expel.webhook.response import MAX_RESPONSE
 from services.expel.webhook.sender import WebhookSender, make_message_id
 from tests.unit.expel import receiver as bad
 from tests.unit.expel.receiver import Received, open_receiver, open_socket_server
