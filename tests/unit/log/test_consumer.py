@@ -180,6 +180,24 @@ async def test_a_topic_made_anew_is_read_in_order_from_its_beginning(
     assert await broker.admin.committed("g", "visits") == {0: 29}
 
 
+async def test_an_error_of_an_earlier_ownership_is_not_raised(broker: LogBroker, tmp_path: Path) -> None:
+    """If it fails, a topic that was created again stays paused for an error of the old one, and its events wait for ever."""
+    for topic, partition in (("orders", 0), ("orders", 1), ("visits", 0)):
+        await fill(broker, topic, partition, 1)
+    await asyncio.to_thread(damage_row, tmp_path, "orders", 1, 0)
+    async with member(broker, "orders", "visits") as consumer, asyncio.timeout(DEADLINE):
+        while len(consumer.assignment()) < 3:
+            await asyncio.sleep(0.01)
+        assert await consumer.poll(max_records=100, max_wait=DEADLINE)  # the error of orders[1] waits for the next poll
+        await broker.admin.delete_topic("orders")
+        while len(consumer.assignment()) > 1:
+            await asyncio.sleep(0.01)
+        await broker.admin.create_topic(TopicSpec("orders", partitions=2))
+        await fill(broker, "orders", 1, 1)
+        errors = await read_until(consumer, {("orders", 1, n) for n in range(10)}, fails=False)
+    assert not [error for error in errors if isinstance(error, DataDamaged)]
+
+
 async def test_a_failing_on_revoke_is_raised_and_frees_the_partitions(broker: LogBroker) -> None:
     """If it fails, a fault in a service's drain is swallowed, or blocks its partitions for ever."""
 

@@ -27,7 +27,7 @@ class LogConsumer:
         self._shared, self._membership, self._clock = shared, membership, clock
         self._turn = 0
         self._read_all_at = 0
-        self._errors: list[BrokerError] = []
+        self._errors: list[tuple[OwnedPartition, BrokerError]] = []
 
     def assignment(self) -> frozenset[TopicPartition]:
         return frozenset(self._membership.held)
@@ -90,8 +90,10 @@ class LogConsumer:
                 owned.paused = paused
 
     def _raise_failure(self) -> None:
-        if self._errors:
-            raise self._errors.pop(0)
+        while self._errors:
+            owned, error = self._errors.pop(0)
+            if self._is_owned(owned):  # else it is of an earlier ownership, perhaps of a topic that is gone
+                raise error
         failure = self._membership.next_error()
         if failure is not None:
             raise failure
@@ -160,7 +162,7 @@ class LogConsumer:
         if not self._is_owned(owned) or owned.position != offset or owned.rest:
             return
         if isinstance(answer, BrokerError):
-            self._errors.append(answer)
+            self._errors.append((owned, answer))
             owned.retry_at = boot_ms() + _RETRY_MS
         elif answer is not None:
             owned.position, owned.rest = answer.offset, answer.records
