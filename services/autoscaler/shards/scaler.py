@@ -29,39 +29,6 @@ _FIGURES = re.compile(r"[\d.,]+")
 """Numbers, in which two texts of one reason may differ."""
 
 
-class DecisionReporter:
-    """Reports decisions as metrics and log lines: a line per change, and per new or repeated reason not to change."""
-
-    def __init__(self, topic: str, *, dry_run: bool) -> None:
-        self._topic, self._dry_run = topic, dry_run
-        self._logged, self._logged_at = "", 0.0
-
-    def report(self, figures: StreamFigures, decision: StreamDecision, memory: StreamMemory) -> None:
-        """memory: after the decision."""
-        loads = shard_loads(figures.layout, figures.slots)
-        wanted = decision.layout
-        verdict = "hold" if wanted is None else ("up" if len(wanted) > len(loads) else "down")
-        metrics.AUTOSCALER_DECISIONS.labels(self._topic, verdict).inc()
-        metrics.AUTOSCALER_SHARDS.labels(self._topic).set(len(loads))
-        metrics.AUTOSCALER_LOAD.labels(self._topic).set(max(loads, default=0.0))
-        metrics.AUTOSCALER_UPDATES.labels(self._topic).set(len(memory.updates))
-        kind, now = _FIGURES.sub("", decision.reason.partition(":")[0]), time.monotonic()
-        if wanted is None and kind == self._logged and now - self._logged_at < _LOG_AGAIN_S:
-            return
-        self._logged, self._logged_at = kind, now
-        log.info(
-            "shards_decided",
-            stream=self._topic,
-            decision=verdict,
-            reason=decision.reason,
-            loads=[round(load, 3) for load in loads],
-            full=sorted(figures.full),
-            layout=wanted,
-            at_once=decision.at_once,
-            dry_run=self._dry_run,
-        )
-
-
 _BYTES, _ENTRIES = "penstock_broker_partition_bytes_total", "penstock_broker_partition_entries_total"
 _THROTTLES, _WAITS = "penstock_broker_shard_throttles_total", "penstock_broker_shard_wait_seconds_total"
 
@@ -156,7 +123,7 @@ class StreamScaler:
         self._shards: StreamShards | None = None
         self._since = time.monotonic()
         self._refusals, self._not_before = 0, 0.0
-        self._reporter = DecisionReporter(topic, dry_run=dry_run)
+        self._logged, self._logged_at = "", 0.0
 
     def offer(self, window: Window) -> None:
         if self._news.empty():
@@ -201,7 +168,7 @@ class StreamScaler:
         if decision.layout is not None and now < self._not_before:
             wait = f"the service refused it; the next attempt is in {self._not_before - now:.0f} s"
             decision = StreamDecision(None, f"{wait}: {decision.reason}")
-        self._reporter.report(figures, decision, after)
+        self._report(figures, decision, after)
         if decision.layout is None or self._dry_run:
             # Samples are remembered; an update that was only proposed is not.
             self._memory = replace(after, updates=memory.recent(now))
@@ -222,6 +189,31 @@ class StreamScaler:
             raise
         await self._finish(figures.ahead)
         log.info("shards_changed", stream=self._topic, seconds=round(time.monotonic() - now, 1))
+
+    def _report(self, figures: StreamFigures, decision: StreamDecision, memory: StreamMemory) -> None:
+        """A log line per change, and per new or repeated reason not to change. memory: after the decision."""
+        loads = shard_loads(figures.layout, figures.slots)
+        wanted = decision.layout
+        verdict = "hold" if wanted is None else ("up" if len(wanted) > len(loads) else "down")
+        metrics.AUTOSCALER_DECISIONS.labels(self._topic, verdict).inc()
+        metrics.AUTOSCALER_SHARDS.labels(self._topic).set(len(loads))
+        metrics.AUTOSCALER_LOAD.labels(self._topic).set(max(loads, default=0.0))
+        metrics.AUTOSCALER_UPDATES.labels(self._topic).set(len(memory.updates))
+        kind, now = _FIGURES.sub("", decision.reason.partition(":")[0]), time.monotonic()
+        if wanted is None and kind == self._logged and now - self._logged_at < _LOG_AGAIN_S:
+            return
+        self._logged, self._logged_at = kind, now
+        log.info(
+            "shards_decided",
+            stream=self._topic,
+            decision=verdict,
+            reason=decision.reason,
+            loads=[round(load, 3) for load in loads],
+            full=sorted(figures.full),
+            layout=wanted,
+            at_once=decision.at_once,
+            dry_run=self._dry_run,
+        )
 
     async def _accepted(self) -> None:
         self._refusals = 0

@@ -7,8 +7,8 @@ TerminateInstanceInAutoScalingGroup and ec2:DescribeInstances. Credentials come 
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from functools import cache
 from typing import Any
 
@@ -31,14 +31,14 @@ from services.autoscaler.groups.drivers.contract import (
 
 _SERVICES = ("autoscaling", "ec2")
 _LATER = frozenset(
-    {
+    [
         "Throttling",
         "ThrottlingException",
         "RequestLimitExceeded",
         "ServiceUnavailable",
         "InternalFailure",
         "Unavailable",
-    }
+    ]
 )
 _BUSY = frozenset({"ScalingActivityInProgress", "ResourceContention", "ResourceInUse"})
 _GONE = ("Terminated", "Detached")
@@ -51,23 +51,20 @@ class AwsDriver:
     def __init__(self, autoscaling: Any, ec2: Any, port: int) -> None:
         self._autoscaling, self._ec2, self._port = autoscaling, ec2, port
 
+    @one_attempt("AWS")
     async def describe(self, group: str) -> Group:
-        async with one_attempt("AWS"):
-            found = await self._describe(group)
-            members = [one for one in found["Instances"] if one["LifecycleState"] not in _GONE]
-            known = await self._instances([one["InstanceId"] for one in members])
+        found = await self._describe(group)
+        members = [one for one in found["Instances"] if one["LifecycleState"] not in _GONE]
+        known = await self._instances([one["InstanceId"] for one in members])
         return Group(
             found["DesiredCapacity"],
             tuple(self._member(one, known.get(one["InstanceId"], {})) for one in members),
         )
 
+    @one_attempt("AWS")
     async def resize(self, group: str, seen: int, size: int) -> None:
         """As `GroupDriver.resize`; the youngest leaves."""
         check_step(seen, size)
-        async with one_attempt("AWS"):
-            await self._resize(group, seen, size)
-
-    async def _resize(self, group: str, seen: int, size: int) -> None:
         found = await self._describe(group)
         if found["DesiredCapacity"] != seen:
             raise SizeChanged(f"Auto Scaling group {group} has size {found['DesiredCapacity']}, not {seen}")
@@ -76,19 +73,19 @@ class AwsDriver:
             raise Refused(
                 f"Auto Scaling group {group} has from {low} to {high} instances. Try: within these, or others there"
             )
-        if size > seen:
-            with _classified():
-                await self._autoscaling.set_desired_capacity(
-                    AutoScalingGroupName=group, DesiredCapacity=size, HonorCooldown=False
-                )
+        if size < seen:
+            await self._terminate_one(group, found["Instances"])
             return
-        await self._terminate_one(group, found["Instances"])
+        await _call(
+            self._autoscaling.set_desired_capacity(
+                AutoScalingGroupName=group, DesiredCapacity=size, HonorCooldown=False
+            )
+        )
 
     async def _terminate_one(self, group: str, instances: Sequence[dict[str, Any]]) -> None:
         if any(_leaves(one) for one in instances):
             raise SizeChanged(f"an instance of Auto Scaling group {group} is leaving already")
-        with _classified():
-            hooks = (await self._autoscaling.describe_lifecycle_hooks(AutoScalingGroupName=group))["LifecycleHooks"]
+        hooks = (await _call(self._autoscaling.describe_lifecycle_hooks(AutoScalingGroupName=group)))["LifecycleHooks"]
         if not any(hook["LifecycleTransition"] == "autoscaling:EC2_INSTANCE_TERMINATING" for hook in hooks):
             raise Refused(
                 f"Auto Scaling group {group} would end an instance without its drain. "
@@ -99,14 +96,14 @@ class AwsDriver:
             raise SizeChanged(f"Auto Scaling group {group} has no instances yet")
         known = await self._instances(staying)
         youngest = max(staying, key=lambda name: (str(known.get(name, {}).get("LaunchTime", "")), name))
-        with _classified():
-            await self._autoscaling.terminate_instance_in_auto_scaling_group(
+        await _call(
+            self._autoscaling.terminate_instance_in_auto_scaling_group(
                 InstanceId=youngest, ShouldDecrementDesiredCapacity=True
             )
+        )
 
     async def _describe(self, group: str) -> dict[str, Any]:
-        with _classified():
-            answer = await self._autoscaling.describe_auto_scaling_groups(AutoScalingGroupNames=[group])
+        answer = await _call(self._autoscaling.describe_auto_scaling_groups(AutoScalingGroupNames=[group]))
         if not answer["AutoScalingGroups"]:
             raise GroupNotFound(f"there is no Auto Scaling group {group} in this region")
         found: dict[str, Any] = answer["AutoScalingGroups"][0]
@@ -115,10 +112,8 @@ class AwsDriver:
     async def _instances(self, names: Sequence[str]) -> dict[str, dict[str, Any]]:
         known: dict[str, dict[str, Any]] = {}
         for start in range(0, len(names), _PAGE):
-            with _classified():
-                answer = await self._ec2.describe_instances(
-                    Filters=[{"Name": "instance-id", "Values": list(names[start : start + _PAGE])}]
-                )
+            wanted = {"Name": "instance-id", "Values": list(names[start : start + _PAGE])}
+            answer = await _call(self._ec2.describe_instances(Filters=[wanted]))
             for reservation in answer["Reservations"]:
                 known |= {one["InstanceId"]: one for one in reservation["Instances"]}
         return known
@@ -132,11 +127,10 @@ def _leaves(one: dict[str, Any]) -> bool:
     return str(one["LifecycleState"]).startswith("Terminating")
 
 
-@contextmanager
-def _classified() -> Iterator[None]:
-    """The SDK's errors as ours."""
+async def _call(request: Awaitable[Any]) -> Any:
+    """The answer. Raises the SDK's errors as ours."""
     try:
-        yield
+        return await request
     except ClientError as error:
         code = error.response.get("Error", {}).get("Code", "")
         status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 400)

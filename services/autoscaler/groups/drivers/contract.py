@@ -70,7 +70,7 @@ class GroupDriver(Protocol):
 
 @asynccontextmanager
 async def one_attempt(platform: str) -> AsyncIterator[None]:
-    """All requests of one call within `TIMEOUT_S`. Raises Away."""
+    """A decorator: all requests of one call within `TIMEOUT_S`. Raises Away."""
     try:
         async with asyncio.timeout(TIMEOUT_S):
             yield

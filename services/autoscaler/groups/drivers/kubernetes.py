@@ -68,18 +68,14 @@ class KubernetesDriver:
         self._namespace, self._port, self._endpoint = namespace, port, endpoint.rstrip("/")
         self._account, self._session = account, session
 
+    @one_attempt("the Kubernetes API")
     async def describe(self, group: str) -> Group:
-        async with one_attempt("the Kubernetes API"):
-            scale = _decode(await self._ask("GET", self._scale(group)), _Scale)
-            pods = await self._pods(scale.status.selector)
-        return Group(scale.spec.replicas, pods)
+        scale = _decode(await self._ask("GET", self._scale(group)), _Scale)
+        return Group(scale.spec.replicas, await self._pods(scale.status.selector))
 
+    @one_attempt("the Kubernetes API")
     async def resize(self, group: str, seen: int, size: int) -> None:
         check_step(seen, size)
-        async with one_attempt("the Kubernetes API"):
-            await self._resize(group, seen, size)
-
-    async def _resize(self, group: str, seen: int, size: int) -> None:
         raw = await self._ask("GET", self._scale(group))
         scale = _decode(raw, _Scale)
         if scale.spec.replicas != seen:
