@@ -9,15 +9,15 @@ from collections.abc import AsyncIterator, Collection
 
 import msgspec
 import structlog
-from pyroaring import BitMap
 
 from services.core import metrics
 from services.core.broker.contract import Reader
 from services.core.broker.reading import scan
 from services.core.broker.record import Record
 from services.core.event import ORIGIN, Origin, read_arrival
+from services.core.ledger.accumulator import SetKey, Sets
 from services.core.ledger.minute import MINUTE_MS, minute_of
-from services.core.ledger.report import OriginSet, Report, pack_numbers
+from services.core.ledger.report import Report
 from services.observer.ledger.flow import Step
 from services.observer.ledger.table import Table
 
@@ -88,25 +88,38 @@ async def _read_out(
 
     oldest: ms; events of earlier minutes are ignored. budget: None: no limit.
     """
-    found = 0
+    found = count = 0
     every = await reader.describe(head.pipe) if incarnations else {}
     for partition, held in every.items():
         start = table.unreported_from(head.pipe, partition, incarnations, since)
-        gathered = _GatheredOrigins(incarnations, oldest)
+        sets = Sets()
         async for batch in scan(reader, head.pipe, partition, start, None, held):
             if budget is not None and not budget.spend(len(batch.records)):
                 break
             for record in batch.records:
-                gathered.add(record)
+                arrival = read_arrival(record)
+                if arrival is None or (origin := _read_origin(record, incarnations)) is None:
+                    continue
+                if (minute := minute_of(record.timestamp, arrival)) >= oldest // MINUTE_MS:
+                    sets.numbers(SetKey("accepted", origin.incarnation, origin.partition, minute)).add(origin.sequence)
+                    count += 1
             await asyncio.sleep(0)
-            if gathered.count >= _REPORT_NUMBERS:
-                yield msgspec.structs.replace(head, sets=gathered.sets())
-                found += gathered.count
-                gathered = _GatheredOrigins(incarnations, oldest)
-        if gathered.count:
-            yield msgspec.structs.replace(head, sets=gathered.sets())
-        found += gathered.count
+            if count >= _REPORT_NUMBERS:
+                yield msgspec.structs.replace(head, sets=sets.pack())
+                sets, found, count = Sets(), found + count, 0
+        if sets:
+            yield msgspec.structs.replace(head, sets=sets.pack())
+        found, count = found + count, 0
     log.info("ingest_recovered", stream=head.pipe, instance=head.instance, events=found)
+
+
+def _read_origin(record: Record, incarnations: Collection[str]) -> Origin | None:
+    """The record's origin, if it is of these incarnations."""
+    try:
+        origin = Origin.unpack(record.header(ORIGIN) or b"")
+    except ValueError:
+        return None
+    return origin if origin.incarnation in incarnations and 0 <= origin.sequence < 1 << 32 else None
 
 
 class _Budget:
@@ -124,32 +137,3 @@ class _Budget:
         """Whether so many may still be read."""
         self._left -= records
         return self._left >= 0
-
-
-class _GatheredOrigins:
-    def __init__(self, incarnations: Collection[str], oldest: int) -> None:
-        self._incarnations, self._oldest = incarnations, oldest // MINUTE_MS
-        self._numbers: dict[tuple[str, int, int], BitMap] = {}
-        self.count = 0
-
-    def add(self, record: Record) -> None:
-        raw, arrival = record.header(ORIGIN), read_arrival(record)
-        if raw is None or arrival is None:
-            return
-        try:
-            origin = Origin.unpack(raw)
-        except ValueError:
-            return
-        if origin.incarnation not in self._incarnations or not 0 <= origin.sequence < 1 << 32:
-            return
-        key = (origin.incarnation, origin.partition, minute_of(record.timestamp, arrival))
-        if key[2] < self._oldest:
-            return
-        self._numbers.setdefault(key, BitMap()).add(origin.sequence)
-        self.count += 1
-
-    def sets(self) -> tuple[OriginSet, ...]:
-        return tuple(
-            OriginSet("accepted", incarnation, partition, minute, pack_numbers(numbers))
-            for (incarnation, partition, minute), numbers in self._numbers.items()
-        )
