@@ -116,6 +116,15 @@ async def wait_for_stop(stopping: asyncio.Event, limit: float) -> None:
             await stopping.wait()
 
 
+async def run_until(stopping: asyncio.Event, *work: Coroutine[Any, Any, None]) -> None:
+    """Run these until `stopping`, then cancel them. An error of one ends the others, and is raised in a group."""
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(one) for one in work]
+        await stopping.wait()
+        for task in tasks:
+            task.cancel()
+
+
 async def supervise(start: Callable[[Supervision], Awaitable[None]], drain: float) -> int:
     """Run `start` until it returns, at most `drain` seconds after a signal. Returns the exit status.
 

@@ -106,7 +106,7 @@ class _Parts:
 
     def work(self, stopping: asyncio.Event) -> Iterator[tuple[str, Coroutine[Any, Any, None]]]:
         """The tasks that run until the stop, by name."""
-        yield "letter reader", self.reader.run(stopping)
+        yield "dead letters", self.reader.run(stopping)
         yield "pauses", self._pauses.follow(stopping)
         yield "backlogs", self._backlogs.follow(stopping)
         yield "follower", self.follower.run(stopping)

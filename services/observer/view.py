@@ -141,8 +141,8 @@ _DURATIONS = (
     ("transform", "transform", "process_time"),
     ("expel", "expel", "expel_time"),
 )
-"""What the chart calls it, which node measures it, and as which kind of lag. They add up: the transform's share, where it tells
-one, is taken out of the transit from ingest to expel."""
+"""Name in the chart, node, and kind of lag. They add up: the transform's own duration is subtracted from the transit time
+between ingest and expel, if it is known."""
 
 Judge = Callable[[str, int], Health]
 State = Callable[[str, str], str]

@@ -7,6 +7,7 @@ import structlog
 
 from services.core import metrics
 from services.core.ledger.minute import MINUTE_MS
+from services.core.lifecycle import run_until
 from services.observer import health
 from services.observer.alarms import Alarm, AlarmWebhook, drift_alarm, find_alarms, loss_alarm, unjudged_alarm
 from services.observer.follower import Follower
@@ -123,13 +124,8 @@ class Watch:
 
     async def run(self, stopping: asyncio.Event) -> None:
         """Send alarms and set metrics until `stopping`; alarms that were not sent by then are in the follower's snapshot."""
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(self._measure())]
-            if self._webhook is not None:
-                tasks.append(group.create_task(self._send(self._webhook)))
-            await stopping.wait()
-            for task in tasks:
-                task.cancel()
+        sending = [self._send(self._webhook)] if self._webhook is not None else []
+        await run_until(stopping, self._measure(), *sending)
 
     async def _send(self, webhook: AlarmWebhook) -> None:
         untold = self.follower.untold

@@ -19,6 +19,7 @@ from services.autoscaler.groups.observer import (
 )
 from services.autoscaler.groups.policy import GroupDecision, GroupFigures, GroupMemory, GroupRules, Instance, decide
 from services.core import metrics
+from services.core.lifecycle import run_until
 from services.core.pipes import RETRIER_GROUP
 from services.core.scrape import Sample, scrape
 
@@ -156,10 +157,7 @@ class GroupScaler:
 
     async def run(self, stopping: asyncio.Event, every: float) -> None:
         """Until the stop, which does not wait for the platform: an order was given by then, or was not."""
-        async with asyncio.TaskGroup() as group:
-            scaling = group.create_task(self._run_forever(every))
-            await stopping.wait()
-            scaling.cancel()
+        await run_until(stopping, self._run_forever(every))
 
     async def _run_forever(self, every: float) -> None:
         while True:

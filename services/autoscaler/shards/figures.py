@@ -163,7 +163,7 @@ class StreamMemory:
         day = self.day.observe(sum(slots), now + figures.ahead)
         if figures.full:
             return StreamMemory(self.recent(now), (), day)
-        samples = tuple(look for look in self.samples if look[0] > now - window and len(look[1]) == len(slots))
+        samples = tuple(one for one in self.samples if one[0] > now - window and len(one[1]) == len(slots))
         if not samples or now - samples[-1][0] >= SAMPLE_S:
             samples = (*samples, (now, slots))
         return StreamMemory(self.recent(now), samples, day)

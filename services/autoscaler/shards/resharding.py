@@ -22,7 +22,7 @@ _TRIES = 5
 
 
 async def nothing() -> None:
-    """For a caller that does not need to know."""
+    """For a caller that does not wait for the acceptance."""
 
 
 async def apply_layout(
@@ -88,7 +88,7 @@ class _Todo:
         self.merges = {cut: int(cut in wanted) for cut in before if before.count(cut) > (cut in wanted)}
 
     def remove_done(self, layout: Layout) -> None:
-        """A step that was seen done is done for good: later changes of it are somebody else's."""
+        """A finished step is not repeated: if the layout differs from it later, another program changed it."""
         self.splits = [cut for cut in self.splits if cut not in layout]
         self.merges = {cut: kept for cut, kept in self.merges.items() if layout.count(cut) > kept}
 

@@ -18,7 +18,7 @@ from services.autoscaler.shards.resharding import apply_layout
 from services.core import metrics
 from services.core.broker.errors import BrokerError
 from services.core.broker.resharding import Resharding, ShardCapacity, StreamShards
-from services.core.lifecycle import wait_for_stop
+from services.core.lifecycle import run_until, wait_for_stop
 
 log = structlog.get_logger()
 
@@ -49,11 +49,11 @@ def measure(
     """
     seconds = sum(window.seconds for window in windows)
     newest = windows[-1]
-    taken = _per_slot(topic, _BYTES, shards.partitions, windows)
+    sizes = _per_slot(topic, _BYTES, shards.partitions, windows)
     entries = _per_slot(topic, _ENTRIES, shards.partitions, windows)
     slots = tuple(
         max(size / capacity.bytes, count / capacity.entries) / seconds
-        for size, count in zip(taken, entries, strict=True)
+        for size, count in zip(sizes, entries, strict=True)
     )
     held_up = [_held_up(topic, window) for window in windows]
     again = held_up[-1].intersection(*held_up[-2:-1]) if len(windows) > 1 else frozenset()
@@ -131,10 +131,7 @@ class StreamScaler:
 
     async def run(self, stopping: asyncio.Event) -> None:
         """Until the stop. A change under way is left to the service."""
-        async with asyncio.TaskGroup() as group:
-            following = group.create_task(self._follow())
-            await stopping.wait()
-            following.cancel()
+        await run_until(stopping, self._follow())
 
     async def _follow(self) -> None:
         while True:
@@ -280,7 +277,7 @@ class ShardScaler:
             self.waits_for = "no process of the targets has answered twice" if is_waiting else None
             return
         if window.silent and window.silent != self._silent:
-            log.warning("targets_silent", addresses=window.silent, hint="no shards are taken away meanwhile")
+            log.warning("targets_silent", addresses=window.silent, hint="no shards are merged meanwhile")
         self._silent, self.waits_for = window.silent, None
         for stream in self._streams:
             stream.offer(window)
