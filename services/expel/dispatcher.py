@@ -150,6 +150,7 @@ class Dispatcher:
     def hold(self) -> None:
         """Start no request in this membership, not even a retry. Events that were not sent are polled again."""
         self._held = True
+        self._progress.set()
 
     def start_slowly(self) -> None:
         """The destination was resumed: its backlog is sent at a rate that rises step by step."""

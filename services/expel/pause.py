@@ -174,15 +174,18 @@ class PauseFollower:
 
     async def _follow_operator(self) -> None:
         """A running lane is paused without leaving its group: its partitions could go to members that have not read the pause
-        yet. Every other change of mode is a new membership.
+        yet. Every other change of mode is a new membership. While the old one drains, its retries end with the next pause: they
+        would go to a destination that must not get any event.
         """
         while (mode := self._pause.mode) is self._mode or (self._mode, mode) == (LaneMode.RUNNING, LaneMode.PAUSED):
             if mode is not self._mode:
                 self._park()
             await self._pause.wait_for_change()
-        if mode is LaneMode.PAUSED:  # a replay's retries would go to a destination that must not get any event
-            self._dispatcher.hold()
         self._membership.end()
+        while True:
+            if self._pause.mode is LaneMode.PAUSED:
+                self._dispatcher.hold()
+            await self._pause.wait_for_change()
 
     async def _follow_receiver(self) -> None:
         """The pause is durable before anything is parked: else a crash would send later events of a key before parked ones."""

@@ -267,6 +267,35 @@ async def test_a_pause_in_a_replay_ends_its_retries(broker: FakeBroker) -> None:
     assert running.sender.taken == ["e0"]
 
 
+async def test_a_pause_while_the_lane_drains_ends_its_retries(
+    broker: FakeBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Broken: a pause and its resume come between two reads, the lane drains for a new membership, and the next pause is not
+    followed: the receiver is called until the time for draining is over.
+    """
+    monkeypatch.setattr(throttle, "MIN_ATTEMPTS", 100_000)
+    is_up = False
+    options = {"keyed": True, "retry": RetryLimits(None, 0.001, 0.002), "drain": 3.0}
+    async with run_lane([], lambda _d: None if is_up else BUSY, broker=broker, topics=ALL, **options) as running:  # type: ignore[arg-type]
+        broker.stored[P0].append(make_record(0, key=b"k"))
+        await wait_until(lambda: len(running.sender.sent) > 3)
+        await running.decide("resumed")
+        sent = len(running.sender.sent)
+        await wait_until(lambda: len(running.sender.sent) > sent)  # the old membership drains
+        deciding = asyncio.create_task(running.decide("paused"))
+        await wait_until(lambda: len(broker.stored[CONTROLLED]) == 2)
+        await asyncio.sleep(0)
+        sent = len(running.sender.sent)
+        await deciding
+        await wait_until(lambda: running.committed() == 0)
+        assert len(running.sender.sent) <= sent + 2  # what was under way, and what left before the pause was read
+        assert parked(broker) == ["e0"]
+        is_up = True
+        await running.decide("resumed")
+        await wait_until(lambda: running.committed(PARKED) == 0)
+    assert running.sender.taken == ["e0"]
+
+
 async def test_a_replay_is_over_once(broker: FakeBroker) -> None:
     """Broken: an ordered destination replays for ever, and its stream is never read again."""
     retry = RetryLimits(None, 0.001, 0.01)
