@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NoReturn, Protocol
 
 import structlog
@@ -77,8 +78,11 @@ class Processor(Protocol):
     def stop(self) -> None:
         """End all work now. What is not settled stays so."""
 
+    def committed(self) -> None:
+        """What was settled is reported and committed, as far as it was committable when the commit began."""
+
     def update_metrics(self) -> None:
-        """Called at every commit interval."""
+        """Called at every commit interval, and after `Membership.commit_soon`."""
 
 
 class Membership:
@@ -111,6 +115,7 @@ class Membership:
         self._commit_interval = commit_interval
         self._consumer: Consumer | None = None
         self._committing = asyncio.Lock()
+        self._soon = asyncio.Event()
         self._over = asyncio.Event()
         self._is_failing_to_commit = False
         self._stuck: set[TopicPartition] = set()
@@ -119,6 +124,10 @@ class Membership:
         """Since the last poll returned."""
         self._shown: set[TopicPartition] = set()
         """Partitions whose lag is a metric."""
+
+    def commit_soon(self) -> None:
+        """Report and commit now instead of at the next interval, unless the last commit failed. Does not wait."""
+        self._soon.set()
 
     def end(self) -> None:
         """Drain and leave the group; its member then joins again."""
@@ -246,7 +255,13 @@ class Membership:
 
     async def _keep_committing(self) -> NoReturn:
         while True:
-            await asyncio.sleep(self._commit_interval)
+            if self._is_failing_to_commit:
+                await asyncio.sleep(self._commit_interval)
+            else:
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(self._commit_interval):
+                        await self._soon.wait()
+            self._soon.clear()
             await self._try_commit()
             self._processor.update_metrics()
 
@@ -281,6 +296,7 @@ class Membership:
                 # Partitions that are owned again by now are tracked anew; the refused offsets are not theirs.
                 self._disown(refused - self._consumer.assignment())
             tracker.record_commit(marks, refused=refused)
+            self._processor.committed()
 
     async def _keep_measuring(self, consumer: Consumer) -> NoReturn:
         while True:

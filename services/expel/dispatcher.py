@@ -25,7 +25,7 @@ from services.expel.delivery import Delivery, Rendered, Unreadable
 from services.expel.metrics import LaneMetrics
 from services.expel.pause import PauseFollower, PauseState
 from services.expel.retry_policy import Failure, Outcome, RetryLimits, RetryPolicy, RetrySchedule
-from services.expel.send_queue import WINDOW, InFlightLimit, RequestLimits, SendQueue
+from services.expel.send_queue import COMMIT_PARTS, WINDOW, InFlightLimit, RequestLimits, SendQueue
 from services.expel.side_topics import SideRecord, SideTopicWriter
 from services.expel.throttle import SendThrottle
 from services.expel.webhook.body import render_damaged
@@ -119,6 +119,7 @@ class Dispatcher:
         self.tracker, self.ledger = OffsetTracker(), lane_metrics.ledger
         self.gone = asyncio.Event()
         self._group: asyncio.TaskGroup | None = None
+        self._commit_soon: Callable[[], None] = lambda: None
         self._workers: set[asyncio.Task[None]] = set()
         self._sending: set[Delivery] = set()
         self._limit = InFlightLimit(config.max_events, config.max_bytes)
@@ -128,7 +129,7 @@ class Dispatcher:
         self._progress = asyncio.Event()
 
     def open(self, membership: Membership, tasks: asyncio.TaskGroup) -> Iterable[Coroutine[Any, Any, None]]:
-        self._group = tasks
+        self._group, self._commit_soon = tasks, membership.commit_soon
         self._side_topics.open(tasks)
         return () if self._pause is None else PauseFollower(self._pause, self, membership, self._metrics).start()
 
@@ -167,6 +168,9 @@ class Dispatcher:
         """Events accepted and neither delivered nor durable in a side topic."""
         return self._limit.events
 
+    def committed(self) -> None:
+        self._progress.set()
+
     def update_metrics(self) -> None:
         self._metrics.in_flight.set(self._limit.events)
         self._throttle.update_gauge()
@@ -174,7 +178,7 @@ class Dispatcher:
 
     def room(self) -> int:
         """How many more events may be accepted now; 0 until a fair part of the lane is free."""
-        return self._limit.room(self.tracker.held())
+        return self._limit.room(self.tracker.held(), self.tracker.uncommitted())
 
     async def wait_for_room(self) -> int:
         while not (room := self.room()):
@@ -366,6 +370,11 @@ class Dispatcher:
             if source not in delivery.disowned:
                 self.tracker.settle(source, offsets)
         self._forget(delivery)
+        self._check_uncommitted()
+
+    def _check_uncommitted(self) -> None:
+        if self.tracker.uncommitted() >= self._config.max_events // COMMIT_PARTS:
+            self._commit_soon()
 
     def _settle_side_records(self, records: Sequence[SideRecord]) -> None:
         """These are durable in a side topic."""
@@ -374,6 +383,7 @@ class Dispatcher:
                 self.tracker.settle(record.source, (record.offset,))
         self._queue.finish([record.original for record in records if record.attempted])
         self._limit.release(len(records), sum(record.weight for record in records))
+        self._check_uncommitted()
         self._progress.set()
         self._pump()
 

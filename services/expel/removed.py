@@ -114,6 +114,9 @@ class RemovedProcessor:
     def stop(self) -> None:
         """The worker ends with the membership."""
 
+    def committed(self) -> None:
+        """The worker commits each batch itself."""
+
     def update_metrics(self) -> None:
         """Its metrics are counters."""
 

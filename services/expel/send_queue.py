@@ -357,6 +357,8 @@ def _collect(entries: Sequence[_Entry]) -> Delivery:
     )
 
 
+COMMIT_PARTS = 4
+"""A commit does not wait for its interval once such a part of the lane's events is settled and not committed."""
 WINDOW = 10
 """Records held above the committable offset, as a multiple of the lane's events. So many may be sent again after a crash."""
 _EVENT_BYTES = 700
@@ -385,9 +387,13 @@ class InFlightLimit:
         self.events -= events
         self._bytes -= weight
 
-    def room(self, held: int) -> int:
-        """How many more events may be polled; 0 until an eighth is free. held: records above the committable offsets."""
-        free = self._max_events - self.events
+    def room(self, held: int, uncommitted: int) -> int:
+        """How many more events may be polled; 0 until an eighth is free.
+
+        held: records above the committable offsets. uncommitted: settled ones at or below these. They are sent again after a
+        crash, like those in flight.
+        """
+        free = self._max_events - self.events - uncommitted
         if free < self._max_events // 8 or held > self._max_events * WINDOW:
             return 0
         left = self._max_bytes - self._bytes - self.events * _EVENT_BYTES

@@ -1,6 +1,7 @@
 """The offset that may be committed: the highest one with nothing unsettled at or below it."""
 
 from bisect import bisect_left, bisect_right
+from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from services.core.broker.record import Batch, TopicPartition
@@ -44,6 +45,10 @@ class _Span:
     def _holds(self, offset: int) -> bool:
         return self._contiguous or self.offsets[bisect_left(self.offsets, offset)] == offset
 
+    def front(self, committed: int) -> int:
+        """The length of the settled front, without the records up to this offset."""
+        return self._front - (bisect_right(self.offsets, committed) if committed >= self.first else 0)
+
     def low_water(self) -> int | None:
         """Offset of the last record of the settled front; None when its first record is open."""
         return self.offsets[self._front - 1] if self._front else None
@@ -71,6 +76,11 @@ class OffsetTracker:
         self._marks: dict[TopicPartition, int] = {}
         self._committed: dict[TopicPartition, int] = {}
         self._held = 0
+        self._whole: dict[TopicPartition, deque[tuple[_Span, int]]] = {}
+        """The batches that are settled whole and not committed whole, and how many records of each are not committed."""
+        self._fronts: dict[TopicPartition, int] = {}
+        """Settled and not committed records at the beginning of the first batch that is not settled whole."""
+        self._uncommitted = 0
         self._stopped: set[TopicPartition] = set()
         self._removals = 0
         self._removed: dict[TopicPartition, int] = {}
@@ -105,10 +115,20 @@ class OffsetTracker:
             self._marks[source] = spans[whole].last
             if source not in self._stopped:
                 self._held -= len(spans[whole].offsets)
+            count = spans[whole].front(self._committed.get(source, -1))
+            self._whole.setdefault(source, deque()).append((spans[whole], count))
+            self._uncommitted += count
             whole += 1
         del spans[:whole]
         if spans and (mark := spans[0].low_water()) is not None:
             self._marks[source] = mark
+        self._count_front(source)
+
+    def _count_front(self, source: TopicPartition) -> None:
+        spans = self._spans.get(source)
+        front = spans[0].front(self._committed.get(source, -1)) if spans else 0
+        self._uncommitted += front - self._fronts.get(source, 0)
+        self._fronts[source] = front
 
     def committable(self) -> CommittableOffsets:
         """Offsets that differ from those last passed to `record_commit`; empty when there is nothing new to commit."""
@@ -122,8 +142,18 @@ class OffsetTracker:
 
     def record_commit(self, marks: CommittableOffsets, *, refused: Collection[TopicPartition] = ()) -> None:
         """These offsets are durable now, except the refused ones."""
-        durable = self.still_owned(marks)
-        self._committed.update({source: mark for source, mark in durable.items() if source not in refused})
+        durable = {source: mark for source, mark in self.still_owned(marks).items() if source not in refused}
+        self._committed.update(durable)
+        for source, mark in durable.items():
+            whole = self._whole.get(source)
+            while whole and whole[0][0].first <= mark:
+                span, count = whole.popleft()
+                self._uncommitted -= count
+                if (rest := span.front(mark)) > 0:
+                    whole.appendleft((span, rest))
+                    self._uncommitted += rest
+                    break
+            self._count_front(source)
 
     def stop(self, sources: Iterable[TopicPartition]) -> None:
         """No more is added of these until they are removed: their open records no longer count as held. Their settled records
@@ -141,6 +171,8 @@ class OffsetTracker:
             self.stop((source,))
             self._stopped.discard(source)
             self._spans.pop(source, None)
+            self._uncommitted -= self._fronts.pop(source, 0)
+            self._uncommitted -= sum(count for _, count in self._whole.pop(source, ()))
             self._marks.pop(source, None)
             self._committed.pop(source, None)
 
@@ -156,6 +188,10 @@ class OffsetTracker:
     def held(self) -> int:
         """Records of batches that are not settled whole, without stopped partitions: about as many come again after a crash."""
         return self._held
+
+    def uncommitted(self) -> int:
+        """Settled records that may be committed and are not: as many come again after a crash, too."""
+        return self._uncommitted
 
 
 def _last(span: _Span) -> int:

@@ -1,5 +1,7 @@
 """The low-water mark: a wrong one either loses events (too high) or sends thousands again (too low)."""
 
+from random import Random
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -88,3 +90,28 @@ def test_refused_marks_are_not_committed() -> None:
     tracker.settle(SOURCE, [1, 2])
     tracker.record_commit(tracker.committable(), refused={SOURCE})
     assert tracker.committable() == {SOURCE: 2}
+
+
+@given(batches_and_settling(), st.randoms(use_true_random=False))
+def test_settled_records_count_until_their_commit(case: tuple[list[list[int]], list[int]], chance: Random) -> None:
+    """Broken: a lane does not know how many delivered events a crash would send again, and delivers without end."""
+    batches, settled = case
+    tracker, other = OffsetTracker(), TopicPartition("s", 1)
+    everything = [offset for offsets in batches for offset in offsets]
+    for offsets in batches:
+        tracker.add(make_batch(offsets))
+    tracker.add(Batch("s", 1, [7, 8], [Record(None, b"", 0)] * 2))
+    tracker.settle(other, [7])
+    committed = -1
+    for offset in settled:
+        marks = tracker.committable()
+        tracker.settle(SOURCE, [offset])
+        if chance.random() < 0.5:
+            tracker.record_commit(marks, refused=[other])
+            committed = marks.get(SOURCE, committed)
+        mark = tracker.committable().get(SOURCE, committed)
+        assert tracker.uncommitted() == 1 + sum(committed < one <= mark for one in everything)
+    tracker.remove([SOURCE])
+    assert tracker.uncommitted() == 1
+    tracker.remove([other])
+    assert tracker.uncommitted() == 0

@@ -52,6 +52,27 @@ async def test_a_lane_is_bounded_and_stops_polling() -> None:
         await wait_until(lambda: running.committed() == 4999)
 
 
+async def test_no_more_is_delivered_than_may_come_again() -> None:
+    """Broken: while commits hang, a lane that catches up delivers thousands of events, and a crash delivers all of them again."""
+    records = [make_record(n) for n in range(3000)]
+    async with run_lane(max_events=400) as running:
+        await wait_until(lambda: running.broker.consumers != [])
+        running.broker.commit_error = Unavailable("no coordinator")
+        running.broker.stored[P0] += records
+        await wait_until(lambda: running.dispatchers[0].tracker.uncommitted() > 300)
+        await asyncio.sleep(0.1)
+        assert len(running.sender.taken) <= 400
+        running.broker.commit_error = None
+        await wait_until(lambda: running.committed() == 2999)
+
+
+async def test_a_commit_does_not_wait_while_events_do() -> None:
+    """Broken: a lane that catches up waits for its commit interval, again and again."""
+    records = [make_record(n) for n in range(3000)]
+    async with run_lane(records, max_events=400, commit_interval=60.0) as running:
+        await wait_until(lambda: running.committed() > 2000)
+
+
 async def test_a_lane_is_bounded_in_bytes() -> None:
     """Broken: large events fill memory although they are few."""
     released = asyncio.Event()
