@@ -39,8 +39,9 @@ REMEDIES = {
 
 
 class RedriveRecord(NamedTuple):
-    """The record to write, and its topic."""
+    """The record to write for a dead letter, and its topic."""
 
+    letter: DeadLetter
     topic: str
     record: Record
 
@@ -94,7 +95,7 @@ class RedriveTargets:
             read_state(record)
         except BadRetryRecord:
             return "bad_source"
-        return RedriveRecord(retry_topic(pipe_name), record)
+        return RedriveRecord(letter, retry_topic(pipe_name), record)
 
     def _to_source(self, letter: DeadLetter, now_ms: int) -> RedriveRecord | str:
         if not self._to_stream:
@@ -108,7 +109,7 @@ class RedriveTargets:
             return "unknown_stream"
         if self._by_event_time and event_time(letter.record) < now_ms - self._pipes.streams[topic].retention * 1000:
             return "too_old"
-        return RedriveRecord(topic, strip(letter.record))
+        return RedriveRecord(letter, topic, strip(letter.record))
 
 
 BATCH = 100
@@ -127,9 +128,6 @@ class Redriven:
         """Count a dead letter that is not redriven."""
         self.refused[reason] += 1
         self.examples.setdefault(reason, letter.position)
-
-
-_Attempt = tuple[DeadLetter, RedriveRecord]
 
 
 class Redrive:
@@ -154,51 +152,51 @@ class Redrive:
     async def run(self, pages: AsyncIterator[list[DeadLetter]]) -> None:
         """Redrive all of them, or until a stop is requested. Raises BrokerError kinds; stored batches are then in the audit."""
         async for page in pages:
-            attempts: list[_Attempt] = []
+            records: list[RedriveRecord] = []
             now = time.time_ns() // 1_000_000
             for letter in page:
                 resolved = self._targets.resolve(letter, now)
                 if isinstance(resolved, str):
                     self.so_far.refuse(letter, resolved)
                 else:
-                    attempts.append((letter, resolved))
-            for batch in _cut(attempts, self._batch):
+                    records.append(resolved)
+            for batch in _cut(records, self._batch):
                 if self._asked_to_stop():
                     return
                 await self._pace.wait(len(batch))
                 await self._write(batch)
             self._show(self.so_far)
 
-    async def _write(self, batch: Sequence[_Attempt]) -> None:
-        by_topic: defaultdict[str, list[_Attempt]] = defaultdict(list)
-        for attempt in batch:
-            by_topic[attempt[1].topic].append(attempt)
-        stored: list[_Attempt] = []
+    async def _write(self, batch: Sequence[RedriveRecord]) -> None:
+        by_topic: defaultdict[str, list[RedriveRecord]] = defaultdict(list)
+        for one in batch:
+            by_topic[one.topic].append(one)
+        stored: list[RedriveRecord] = []
         failure: Exception | None = None
-        for topic, attempts in by_topic.items():
-            failed = await send_by_key(self._producer, topic, [resolved.record for _, resolved in attempts])
-            stored += [attempt for index, attempt in enumerate(attempts) if index not in failed]
+        for topic, of_topic in by_topic.items():
+            failed = await send_by_key(self._producer, topic, [one.record for one in of_topic])
+            stored += [one for index, one in enumerate(of_topic) if index not in failed]
             for index, error in failed.items():
                 if isinstance(error, RecordTooLarge):
-                    self.so_far.refuse(attempts[index][0], "too_large")
+                    self.so_far.refuse(of_topic[index].letter, "too_large")
                 else:
                     failure = error
         await self._report(stored)
-        await self._auditor.write(REDRIVE, [letter for letter, _ in stored])
+        await self._auditor.write(REDRIVE, [one.letter for one in stored])
         self.so_far.done += len(stored)
         self._show(self.so_far)
         if failure is not None:
             raise failure
 
-    async def _report(self, attempts: Sequence[_Attempt]) -> None:
+    async def _report(self, stored: Sequence[RedriveRecord]) -> None:
         """Report the events to the ledger, so that a later loss shows. When a report fails, they are dead in the ledger, and
         are redriven all the same."""
         if self._is_unreported:  # another report would also fail, after a long wait
             return
         lanes: defaultdict[tuple[str, str, int], list[Record]] = defaultdict(list)
-        for letter, resolved in attempts:
+        for letter, _topic, record in stored:
             if letter.destination:
-                lanes[letter.pipe, letter.destination, read_wait(resolved.record)[2]].append(resolved.record)
+                lanes[letter.pipe, letter.destination, read_wait(record)[2]].append(record)
         for (pipe, destination, at_ms), records in lanes.items():
             reporter = Reporter(self._producer, self._instance, "retrier", pipe, destination, has_backlog=False)
             reporter.settled.add("redriven", records, since_span(at_ms))
@@ -213,16 +211,16 @@ class Redrive:
                 return
 
 
-def _cut(attempts: Sequence[_Attempt], count: int) -> Iterator[list[_Attempt]]:
+def _cut(records: Sequence[RedriveRecord], count: int) -> Iterator[list[RedriveRecord]]:
     """Batches of at most `count` dead letters and about BATCH_BYTES."""
-    batch: list[_Attempt] = []
+    batch: list[RedriveRecord] = []
     size = 0
-    for attempt in attempts:
-        weight = estimate_size((attempt[1].record,))
+    for one in records:
+        weight = estimate_size((one.record,))
         if batch and (len(batch) >= count or size + weight > BATCH_BYTES):
             yield batch
             batch, size = [], 0
-        batch.append(attempt)
+        batch.append(one)
         size += weight
     if batch:
         yield batch
