@@ -44,7 +44,7 @@ class Settings(BaseModel):
     management: Address = Field(
         "127.0.0.1:0", description="host:port of /healthz, /readyz and /metrics; port 0: any free port."
     )
-    drain: Duration = Field(25.0, description="Time to finish what is in flight after SIGTERM, e.g. 25s.")
+    drain: Duration = Field(25.0, description="Time after SIGTERM to finish the work in flight, e.g. 25s.")
 
 
 Model = TypeVar("Model", bound=Settings)

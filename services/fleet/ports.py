@@ -29,5 +29,5 @@ def check_port_free(address: str, who: str, flag: str) -> None:
         except OSError as error:
             remedy = f"{flag} with an address of this machine"
             if error.errno == errno.EADDRINUSE:
-                remedy = f"end what listens there, or {flag} {address.removesuffix(str(port))}{port + 1}"
+                remedy = f"stop the program that listens there, or {flag} {address.removesuffix(str(port))}{port + 1}"
             raise CommandFailed(f"{who} cannot listen on {address}: {error.strerror}", remedy) from error

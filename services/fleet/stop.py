@@ -29,8 +29,8 @@ class Stop:
         if self.asked.is_set():
             raise CommandFailed("stopped before everything was running", status=130)
 
-    async def interrupt(self, work: Coroutine[Any, Any, Result], what: str) -> Result:
-        """The result of `work`. If a stop is requested first, cancels `work` and raises CommandFailed(what), status 130."""
+    async def interrupt(self, work: Coroutine[Any, Any, Result], message: str) -> Result:
+        """The result of `work`. If a stop is requested first, cancels it and raises CommandFailed with status 130."""
         working, asked = asyncio.ensure_future(work), asyncio.ensure_future(self.asked.wait())
         await asyncio.wait({working, asked}, return_when=asyncio.FIRST_COMPLETED)
         asked.cancel()
@@ -38,7 +38,7 @@ class Stop:
             working.cancel()
             await asyncio.wait({working})
             if working.cancelled() or working.exception() is not None:
-                raise CommandFailed(what, status=130)
+                raise CommandFailed(message, status=130)
         return working.result()
 
 

@@ -1,7 +1,7 @@
 """Provisions the topics of a pipe file. Waits for a broker that is starting.
 
 First it finds events that wait for destinations which the pipe file no longer has. It changes nothing unless the file says
-under `removed` what becomes of them.
+under `removed` how to continue.
 """
 
 import asyncio
@@ -82,7 +82,7 @@ def name_unclaimed(waiting: Waiting, pipes: PipeFile, path: Path) -> list[Proble
             str(path),
             f"removed.{lane}",
             f"{_describe(waiting, lane)}, which this file no longer has; they would never be delivered. Try: put it back, or "
-            f"say what becomes of them: removed: {{{lane}: {{deliver_to: PIPE/DESTINATION}}}}, or {{bury: WHY}} (dead letters), "
+            f"decide about them: removed: {{{lane}: {{deliver_to: PIPE/DESTINATION}}}}, or {{bury: WHY}} (dead letters), "
             "or {drop: WHY}; with the last two, its unread events stay in their stream",
         )
         for lane in sorted(waiting.unclaimed.keys() | waiting.undelivered.keys())

@@ -182,7 +182,7 @@ async def test_port_in_use(desk: Desk) -> None:
         command = await desk.run("up", "--listen", f"127.0.0.1:{desk.ingest_port}", "--allow-networks", "127.0.0.0/8")
     assert command.process.returncode == 1
     assert f"error: ingest cannot listen on 127.0.0.1:{desk.ingest_port}: Address already in use" in command.err
-    assert "Try: end what listens there, or --listen" in command.err
+    assert "Try: stop the program that listens there, or --listen" in command.err
 
 
 async def test_second_fleet_on_one_folder(desk: Desk) -> None:

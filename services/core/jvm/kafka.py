@@ -287,7 +287,9 @@ def free_ports(count: int) -> list[int]:
         if _is_free(port):
             found.append(port)
     if len(found) < count:
-        raise OSError(f"No {count} free ports between {PORTS.start} and {PORTS.stop}. Try: end what listens there.")
+        raise OSError(
+            f"No {count} free ports between {PORTS.start} and {PORTS.stop}. Try: stop the program that listens there."
+        )
     return found
 
 

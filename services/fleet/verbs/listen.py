@@ -43,7 +43,7 @@ def listen(
     try:
         uvloop.run(_run(receiver, host, port))
     except OSError as error:
-        remedy = f"--port {port + 1}, or end what listens there"
+        remedy = f"--port {port + 1}, or stop the program that listens there"
         raise CommandFailed(f"cannot listen on {host}:{port}: {os.strerror(error.errno or 0)}", remedy) from error
 
 

@@ -38,7 +38,7 @@ pipes:
   large-orders:
     sources: [orders]
     transform:
-      # `event` is who the event is; what else is selected becomes the new payload
+      # `event` identifies the event; the other columns become the new payload
       sql: SELECT event, id, time, customer, amount, round(amount * 0.19, 2) AS vat FROM orders WHERE amount >= 100
     destinations:
       - name: billing
