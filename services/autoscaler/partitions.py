@@ -33,8 +33,7 @@ class TopicFigures:
 
 @dataclass(frozen=True, slots=True)
 class TopicMemory:
-    """samples: (time, bytes per second) of the last minutes. acted: when partitions were last added, or may have
-    been; None: never."""
+    """samples: (time, bytes per second) of the last minutes. acted: when partitions may have been added last."""
 
     samples: tuple[tuple[float, float], ...] = ()
     acted: float | None = None

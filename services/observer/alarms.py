@@ -31,8 +31,7 @@ def find_alarms(verdicts: Sequence[Finding], planned: PlannedWindows, threshold:
     """The findings of a tick for which an alarm is due, except in a planned window that excuses them.
 
     One for each destination that lost events itself, when more than the threshold is missing on the whole way to it. If there
-    is none, one for the final parts of the minute (part None): the transform lost them, or several destinations lost a few
-    each.
+    is none, one for the final parts of the minute (part None): the transform lost them, or several destinations did.
     """
     by_minute: dict[tuple[str, int], list[Finding]] = {}
     for verdict in verdicts:
@@ -86,8 +85,7 @@ class Alarm(NamedTuple):
 
 
 def loss_alarm(verdict: Finding) -> Alarm:
-    """Of a destination's minute that became final, or of the whole minute. When its loss has doubled, the alarm has another
-    id."""
+    """Of a destination's minute that became final, or of the whole minute. A doubled loss gives another id."""
     row, part, _ = verdict
     missing = row.lost if part is None else row.missing_for(part)
     parts = {step.destination for step in row.steps} if part is None else {None, part}

@@ -18,7 +18,7 @@ from services.core import metrics
 from services.core.broker.contract import Reader
 from services.core.broker.errors import BrokerError, OffsetOutOfRange, UnknownTopic
 from services.core.broker.record import Batch
-from services.core.causes import Cause, Causes
+from services.core.causes import Causes
 from services.core.dead_letter import DeadLetter, Position
 from services.core.lifecycle import wait_for_stop
 from services.core.pipes import PipeFile, dead_letter_topic
@@ -39,11 +39,6 @@ class Failures:
 
     causes: Causes = field(default_factory=lambda: Causes(CAUSES))
     last: int | None = None
-
-    def since(self, when: int) -> list[Cause]:
-        """The causes that were seen at or after `when` (ms), the most frequent first. Their counts include earlier dead
-        letters."""
-        return [cause for cause in self.causes.most_common() if cause.last >= when]
 
 
 class FailureTable:
@@ -198,7 +193,8 @@ class Api:
         failures = self._failures.all().get((pipe, name))
         if failures is None:
             raise Refused(problems.DESTINATION_NOT_FOUND, "GET /v1/destinations lists the destinations.")
-        causes = failures.since(query.get("since", -(2**63)))
+        since = query.get("since", -(2**63))
+        causes = [cause for cause in failures.causes.most_common() if cause.last >= since]
         shown = [cause.as_json() for cause in causes[: query.get("limit", LIMIT)]]
         more = len(causes) - len(shown)
         return json_answer(

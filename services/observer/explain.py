@@ -44,8 +44,7 @@ class Search:
         key: Callable[[Record], Hashable],
         held: PartitionRange | None = None,
     ) -> None:
-        """Search this range for records whose key is wanted, until all are found or `most` records were read. Raises as
-        `scan`."""
+        """Search this range for wanted records, until all are found or `most` were read. Raises as `scan`."""
         async for batch in scan(self._reader, topic, partition, start, end, held):
             if self.count >= self._most:
                 self.complete = False

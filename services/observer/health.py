@@ -34,8 +34,7 @@ def judge(
 ) -> Health:
     """The health of a pipe of the table. threshold: of the loss, 0..1. more: reasons from elsewhere (drifts, pauses).
 
-    In a planned window nothing is worse than degraded, except loss that the window does not excuse. Raises KeyError for an
-    unknown pipe.
+    In a planned window nothing is worse than degraded, except loss that the window does not excuse. Raises KeyError.
     """
     lossy, others = _lossy(table, pipe, now, threshold), [*_steps(table, pipe, now), *more]
     for_loss = planned.covers(pipe, now, now + 1, loss=True)

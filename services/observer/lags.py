@@ -47,10 +47,6 @@ class LagTable:
     def minutes(self) -> list[int]:
         return sorted(self._by_minute)
 
-    def find(self, step: Step, kind: str, minute: int) -> LagHistogram | None:
-        """The lags that this step measured in the minute; not to be changed."""
-        return self._by_minute.get(minute, {}).get((step, kind))
-
     def kinds(self, minute: int) -> dict[tuple[Step, str], LagHistogram]:
         """All of a minute; not to be changed."""
         return self._by_minute.get(minute, {})

@@ -140,8 +140,7 @@ class FieldTable:
         return events, merged
 
     def drifts(self, step: Step) -> tuple[Drift, ...]:
-        """Fields whose last minutes differ from those before. A field that always changes, as a time or a counter, has no
-        drift."""
+        """Fields whose last minutes differ from those before. A field that always changes, as a counter, has no drift."""
         return self._drifts.get(step, ())
 
     def _find_drifts(self, step: Step) -> Iterator[Drift]:

@@ -27,8 +27,7 @@ _REPORT_NUMBERS = 100_000
 """The most origins in one report: scattered ones take two bytes each."""
 NEAR_MS = 10 * MINUTE_MS
 UNKNOWN_RECORDS = 3_000_000
-"""The most records that are read for an incarnation that never reported, in most of a minute. Events after them are not
-found."""
+"""The most records that are read for an incarnation that never reported. Events after them are not found."""
 UNKNOWN = "stranger-"
 """The beginning of the instance's name in reports about incarnations that never reported."""
 

@@ -1,7 +1,6 @@
 """The table's state as records: it survives the reports behind it.
 
-A snapshot is cut into parts, which are appended to one topic. The newest complete one counts. Later reports are in the
-telemetry topic.
+A snapshot is cut into parts, which are appended to one topic. The newest complete one counts.
 """
 
 import time

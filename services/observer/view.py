@@ -75,8 +75,8 @@ class DestinationView(msgspec.Struct, frozen=True):
 
 
 class ShardView(msgspec.Struct, frozen=True):
-    """The lag of one group in one topic. furthest: the partition with the greatest lag, None without lag. millis: age of the
-    oldest unprocessed record."""
+    """The lag of one group in one topic. furthest: the partition with the greatest lag. millis: age of the oldest
+    unprocessed record."""
 
     topic: str
     group: str
@@ -248,7 +248,7 @@ class _Lags:
     def _merged(self, node: str, kind: str, minute: int) -> LagHistogram:
         merged = LagHistogram()
         for step in self._steps:
-            if step.node == node and (histogram := self._lags.find(step, kind, minute)) is not None:
+            if step.node == node and (histogram := self._lags.kinds(minute).get((step, kind))) is not None:
                 merged.merge(histogram)
         return merged
 

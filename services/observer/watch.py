@@ -77,8 +77,7 @@ class Watch:
             self._report_unjudged(verdict)
 
     def _report_unjudged(self, verdict: Finding) -> None:
-        """Count and log each; the webhook gets one per hour and destination, because a destination that is behind leaves
-        many."""
+        """Count and log each. The webhook gets one per hour and destination: one that is behind leaves many."""
         row, part, _ = verdict
         missing = row.missing_for(part)
         metrics.LEDGER_UNJUDGED.labels(row.pipe, part or "").inc()

@@ -80,8 +80,7 @@ class Observed:
     unstable: tuple[Pipe, ...]
 
     def under_way(self, now: float) -> str | None:
-        """An unstable pipe, a deploy, or a scaling that is not one of our groups', at `now` (s since 1970). None:
-        nothing."""
+        """An unstable pipe, a deploy, or a scaling that is not one of our groups', at `now` (s since 1970)."""
         for pipe in self.unstable:
             return f"pipe {pipe.pipe} is unstable: {'; '.join(pipe.reasons)}"
         for one in self.planned:

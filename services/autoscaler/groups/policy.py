@@ -49,8 +49,7 @@ class GroupRules(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Instance:
-    """age: seconds since its process began. cpu: cores used on average since the last measurement. Both are None
-    while unknown."""
+    """age: seconds since its process began. cpu: cores used on average since the last measurement. None: unknown."""
 
     name: str
     ready: bool

@@ -197,8 +197,7 @@ class GroupScaler:
     def _restore_last_action(self, name: str, observed: Observed | None, now: float) -> GroupMemory:
         """The state, with the last action of any autoscaler since.
 
-        Each announcement is placed on our clock once, so a wall clock that is set back does not delay actions again
-        and again.
+        Each announcement is placed on our clock once, so a wall clock that is set back delays actions once.
         """
         state = self._states.get(name, GroupMemory())
         window = observed.last_change(name) if observed is not None else None

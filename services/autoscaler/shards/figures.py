@@ -1,5 +1,4 @@
-"""The input, the memory and the output of the shard policy. Times in seconds, loads in shards: 1 is the limit of one
-shard."""
+"""The input, memory and output of the shard policy. Times in seconds, loads in shards: 1 is the limit of a shard."""
 
 from dataclasses import dataclass, field, replace
 from typing import Literal

@@ -113,8 +113,7 @@ def choose_up(
 def choose_down(
     layout: Layout, slots: tuple[float, ...], low: float, fewest: int, room: int, lead: float
 ) -> Choice | None:
-    """The fewest shards of which none is above `low`, except for a single slot; then as `choose_up`. None: there are
-    no fewer."""
+    """The fewest shards of which none is above `low`, except for a single slot; then as `choose_up`. None: not fewer."""
     found = [_by_splits(layout, coarsen(layout, slots, low, fewest), slots)]
     found += [
         _by_update(layout, count, slots)
@@ -126,8 +125,7 @@ def choose_down(
 
 
 def excess(layout: Layout, slots: tuple[float, ...], bound: float) -> float:
-    """The load above `bound` that splits could move away. A slot above it by itself does not count, the others of its
-    shard do."""
+    """The load above `bound` that splits could move away. A slot above it does not count, the others of its shard do."""
     over = 0.0
     for (first, last), load in zip(pairwise((*layout, len(slots))), shard_loads(layout, slots), strict=True):
         if load > bound:

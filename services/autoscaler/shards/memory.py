@@ -26,14 +26,14 @@ def write_updates(memory: StreamMemory, ahead: float = 0.0) -> dict[str, str]:
 def write_day(memory: StreamMemory) -> dict[str, str]:
     """192 characters a day."""
     day = memory.day
-    return {NEWEST: _write(day.newest), BEFORE: _write(day.before), QUARTER: str(day.quarter)}
+    newest, before = ("".join(map(_write_one, loads)) for loads in (day.newest, day.before))
+    return {NEWEST: newest, BEFORE: before, QUARTER: str(day.quarter)}
 
 
 def read_memory(texts: Mapping[str, str], now: float = math.inf, ahead: float = 0.0) -> StreamMemory:
     """The memory from its texts. Invalid parts are ignored, but every update counts.
 
-    now: by the clock of decisions; ahead: wall clock minus that clock. An update in the future counts as made now: a
-    clock was wrong.
+    now: by the clock of decisions; ahead: wall clock minus that clock. An update in the future counts as made now.
     """
     words = [word for word in texts.get(UPDATES, "none").split() if word[1:].isdecimal()]
     updates = [Update(min(now, float(word[1:]) - ahead), "up" if word[0] == "u" else "down") for word in words]
@@ -44,14 +44,10 @@ def read_memory(texts: Mapping[str, str], now: float = math.inf, ahead: float = 
     return StreamMemory(tuple(updates), (), DayPattern(newest, before, int(quarter)))
 
 
-def _write(loads: tuple[float, ...]) -> str:
-    return "".join(_write_one(load) for load in loads)
-
-
 def _write_one(load: float) -> str:
     if load == UNKNOWN:
         return _NOTHING
-    steps = min(len(_DIGITS) ** 2 - 1, max(0, round(_log(max(load, _LEAST) / _LEAST))))
+    steps = min(len(_DIGITS) ** 2 - 1, max(0, round(math.log(max(load, _LEAST) / _LEAST, _STEP))))
     return _DIGITS[steps // len(_DIGITS)] + _DIGITS[steps % len(_DIGITS)]
 
 
@@ -64,10 +60,6 @@ def _read(text: str) -> tuple[float, ...] | None:
 
 def _read_one(word: str) -> float:
     return float(_LEAST * _STEP ** (_DIGITS.index(word[0]) * len(_DIGITS) + _DIGITS.index(word[1])))
-
-
-def _log(value: float) -> float:
-    return math.log(value) / math.log(_STEP)
 
 
 _SAME_S = 5.0

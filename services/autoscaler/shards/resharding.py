@@ -36,8 +36,7 @@ async def apply_layout(
 
     Splits come first, so capacity never falls below the present one. accepted: called once, when the service accepted
     the first change; later passing errors are retried. Raises BrokerError kinds; Unavailable, with nothing done, when
-    the stream's layout is no longer `before`. After an error the finished steps stay, and the next decision goes on
-    from there.
+    the stream's layout is no longer `before`. After an error the finished steps stay.
     """
     wanted = decision.layout
     if wanted is None:

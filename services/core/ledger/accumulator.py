@@ -72,8 +72,7 @@ _Settled = tuple[Outcome, Span | None]
 class Accumulator:
     """The events of one pipe that one node settled. Not thread-safe.
 
-    Records without an origin, or with an invalid one, were written by other programs: they are outside the ledger, and are only
-    counted.
+    Records without a valid origin were written by other programs: they are outside the ledger, and are only counted.
     """
 
     def __init__(self, node: Node, pipe: str) -> None:

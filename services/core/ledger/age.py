@@ -23,8 +23,7 @@ class Age:
     ) -> int | None:
         """A time (ms) before which every stored record is done; None when no measurement is that old.
 
-        at_ms: when the measurement of `starts` and `ends` began; it rises from call to call. done: the next offset to be done;
-        absent: none is.
+        at_ms: when the measurement of `starts` and `ends` began; it rises. done: the next offset to be done, 0 where absent.
         """
         self._measured.append((at_ms, ends))
         reached = [

@@ -25,9 +25,8 @@ _LARGEST = 1e150
 
 
 class FieldStats(msgspec.Struct, array_like=True):
-    """One field. seen: events that have it. nulls: of these, with the value null. numbers, total, squares: of its numeric
-    values, the count, the sum and the sum of squares. hashes: the smallest 32-bit hashes of its values, for the estimate of
-    different ones."""
+    """One field. seen: events that have it. nulls: of these, with the value null. numbers, total, squares: of its numbers,
+    the count, the sum, the sum of squares. hashes: the smallest of its values' hashes."""
 
     seen: int = 0
     nulls: int = 0
@@ -70,8 +69,7 @@ class FieldStats(msgspec.Struct, array_like=True):
         self.hashes = set(sorted(self.hashes)[:KEPT_HASHES])
 
     def distinct(self) -> float:
-        """The number of different values: exact below KEPT_HASHES, then mostly within 12 % (k minimum values, Bar-Yossef
-        2002)."""
+        """The number of different values: exact below KEPT_HASHES, else mostly within 12 % (k minimum values)."""
         if len(self.hashes) < KEPT_HASHES:
             return float(len(self.hashes))
         return (KEPT_HASHES - 1) * 2.0**32 / (sorted(self.hashes)[KEPT_HASHES - 1] + 1)

@@ -8,8 +8,7 @@ BEHIND_MS, AHEAD_MS = MINUTE_MS, 1_000
 def minute_of(time: int, arrival: int) -> int:
     """In minutes since the epoch: of the event time, if the event arrived close enough to that minute, else of the arrival.
 
-    Both times are in ms. So no event counts in a minute that ended more than `BEHIND_MS` ago, however wrong a client's clock
-    is.
+    Both times are in ms. So no event counts in a minute that ended more than `BEHIND_MS` ago.
     """
     first, last = near_minutes(arrival)
     minute = time // MINUTE_MS

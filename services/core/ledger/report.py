@@ -67,14 +67,13 @@ Outcome = Literal[
 """The outcome of an event at a node.
 
 ingest: accepted | refused (not stored) | unknown (may be stored; only in `Report.in_doubt`). transform: passed | filtered |
-dead. expel: delivered | retrying | parked | dead. retrier: released | dead | redriven (an operator gave a dead letter back to
-expel).
+dead. expel: delivered | retrying | parked | dead. retrier: released | dead | redriven (by an operator).
 """
 
 Breaker = Literal["closed", "half-open", "open"]
 Backlog = Literal["sources", "returned", "held"]
-"""The unprocessed records of a node: of its sources; those that the retrier gave back; all that come back, parked and
-redriven ones included."""
+"""The unprocessed records of a node: of its sources; those that the retrier gave back; all that come back, also after a
+pause."""
 
 MAX_NUMBER = 1 << 31
 """An incarnation ends before its numbers exceed this: the bitmaps hold 32 bits."""

@@ -93,8 +93,7 @@ class Reporter:
     """One per process, node, pipe and destination. `settled` and `sets` receive the origins to report.
 
     lags: histograms by kind; new lags in them are reported. has_backlog: whether the node reads a stream and may be behind.
-    clock: seconds since the epoch. Sets are united, so while no report can be stored, memory does not grow with events. Not
-    thread-safe.
+    clock: seconds since the epoch. Memory does not grow with the events that wait for a report. Not thread-safe.
     """
 
     def __init__(
@@ -248,8 +247,7 @@ async def _try(reporter: Reports, *, closed: bool = False) -> None:
 
 
 def cut(report: Report) -> Iterator[Report]:
-    """The report, or several with the same content, none longer than MAX_REPORT_BYTES. Reaches, fields and `closed` come
-    last."""
+    """Reports with the same content, none longer than MAX_REPORT_BYTES. Reaches, fields and `closed` come last."""
     sets, lags = (*report.sets, *report.in_doubt), report.lags
     if len(report.encode()) <= MAX_REPORT_BYTES or not (sets or lags):
         yield report

@@ -1,8 +1,7 @@
 """When a minute is final, for each destination by itself: a destination that is behind keeps no other one open.
 
 A part of a pipe's minute is a destination, or None: everything before the destinations, from ingest to the transform. No
-destination is final before that part. A part that is open when the minute is forgotten is given up: the outcome of its events
-stays unknown.
+destination is final before that part. A part that is open when the minute is forgotten is given up.
 """
 
 from collections.abc import Callable, Iterable
@@ -14,8 +13,7 @@ from services.observer.ledger.liveness import Liveness
 from services.observer.ledger.settlement import LATE_EVENTS, Part, Row
 
 STORED_MS = 30_000
-"""The limit from an event's arrival to its storage: ingest gives up before. The `behind_ms` of the steps count from the
-storage."""
+"""The limit from an event's arrival to its storage: ingest gives up before. A `behind_ms` counts from storage."""
 FOUND_FOR_MS = 15 * MINUTE_MS
 """For so long after a minute's loss was found, it counts for the health of the pipe, however old the minute is."""
 GIVEN_UP = "it was open for too long and was forgotten; nobody knows what became of the missing events"

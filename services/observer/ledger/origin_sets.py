@@ -124,8 +124,7 @@ class OriginSets:
             self._touched.add(run, numbers)
 
     def lost(self, step: Step) -> Origins:
-        """The events that this step of the retrier should have released, or this step of expel settled, long ago; not to be
-        changed."""
+        """The events that this step of the retrier or of expel lost; not to be changed."""
         return self.retries.lost.get(step, _NOTHING)
 
     def touch(self, origins: Origins) -> None:
@@ -146,8 +145,7 @@ class OriginSets:
         return touched
 
     def unknown_incarnations(self) -> dict[str, set[Step]]:
-        """The steps that named an incarnation, by incarnation that ingest did not name: its process died before its first
-        report."""
+        """By incarnation that ingest did not report, because it died before: the steps that named it."""
         known = self._held_incarnations() | {run.incarnation for run in self.floors}
         found: dict[str, set[Step]] = {}
         for (step, _), origins in self.reported_sets.items():

@@ -11,8 +11,7 @@ class ReportedOffsets:
     """Offsets by stream and partition. Grows with partitions and minutes of a day. Order and repetition do not matter.
 
     by_partition: each record is read from the partition to which it was written. Otherwise any shard may have it, and the
-    offset to begin at is the lowest known one of all shards: along a shard and its children offsets rise, so it is never too
-    high.
+    offset to begin at is the lowest known one of all shards: offsets rise along a shard and its children.
     """
 
     def __init__(self, *, by_partition: bool = True) -> None:

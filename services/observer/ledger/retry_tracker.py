@@ -29,8 +29,7 @@ class RetryTracker:
     redriven, in a topic that expel itself reads. dead: among the dead letters. An event is in one of handed_over, held and
     dead. lost: by step of expel and of the retrier, the events that `judge` found last.
 
-    Grows with origins that wait for another attempt or are dead, packed, and with the seconds in which they were due, or lately
-    parked or dead.
+    Grows with origins that wait for another attempt or are dead, packed, and with the seconds in which they were due.
     """
 
     def __init__(self) -> None:
@@ -146,8 +145,7 @@ class RetryTracker:
     def judge_held(self, step: Step, done: int | None, now: int, slack: int, delivered: Origins) -> None:
         """Find the held events that should have been read again, for the next `judge`. Times in ms.
 
-        done: expel has read and settled every event that was held before this time. It does not advance for a paused
-        destination.
+        done: expel has read and settled every event that was held before this time. It stays while the destination is paused.
         """
         held, dead = self.held.get(step, Spans()), self.dead.get(step, Spans())
         for known in (held, dead):

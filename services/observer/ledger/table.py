@@ -48,8 +48,8 @@ class SilentIngest(NamedTuple):
 
 
 class UnknownIncarnation(NamedTuple):
-    """An ingest process that ended before its first report. streams: one of them has its events. first_ms: when a step first
-    named it."""
+    """An ingest process that ended before its first report. streams: one of them has its events. first_ms: when a step named
+    it."""
 
     incarnation: str
     streams: list[str]
@@ -57,9 +57,8 @@ class UnknownIncarnation(NamedTuple):
 
 
 class TickResult(NamedTuple):
-    """The results of a tick. verdicts: parts that became final, and final parts of which more is missing than before: events
-    that were lost while they waited for another attempt. final: rows whose last part became final. given_up: parts that
-    never will."""
+    """The results of a tick. verdicts: parts that became final, and final parts of which more is missing than before. final:
+    rows whose last part became final. given_up: parts that never will."""
 
     verdicts: list[Finding]
     final: list[Row]
@@ -155,8 +154,7 @@ class Table:
         return found
 
     def unreported_from(self, stream: str, partition: int, incarnations: Collection[str], since: int) -> int | None:
-        """The offset at which to look for events that these have not reported since then (ms); None: the partition's
-        beginning."""
+        """Where to look for events that these have not reported since then (ms); None: at the partition's beginning."""
         starts = [self.offsets.start(stream, SequenceKey(one, partition), since) for one in incarnations]
         return None if None in starts else min(one for one in starts if one is not None)
 
@@ -310,8 +308,7 @@ class Table:
         self._count_except(unsettled, minute)
 
     def _drop(self, minute: int, over: int) -> None:
-        """Count all events except dead ones, those that wait, which may take days, and those that were lost while they
-        waited."""
+        """Count all events except those that are dead, wait, or were lost while they waited."""
         kept = self.origin_sets.retries.all_dead() if over < 2 else Origins()
         if over < 3:
             for pipe in self.flow.pipes:

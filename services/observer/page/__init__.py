@@ -39,8 +39,7 @@ def add_page(
 ) -> None:
     """Serve the page at /, its files beside it, and the views at /v1/stream, one every `interval` seconds.
 
-    page: from `load_files`. view: must not block; called at most twice per interval, for all clients together. Streams end with
-    the application's shutdown.
+    page: from `load_files`. view: must not block; called at most twice per interval, for all clients together.
     """
     for name, content in page.items():
         _add_file(app, name, content)

@@ -59,12 +59,10 @@ class GroupDriver(Protocol):
         """The group now. Raises Away, GroupNotFound, Refused."""
 
     async def resize(self, group: str, seen: int, size: int) -> None:
-        """Order another size than the `seen` one: more, or one fewer. Returns when it is ordered, not when it is
-        reached.
+        """Order another size than the `seen` one: more, or one fewer. Does not wait until it is reached.
 
         A leaving instance gets SIGTERM and its whole drain time. Raises SizeChanged when the size is not `seen`, or
-        an instance is leaving and `size` is smaller; Away, GroupNotFound, Refused; ValueError when size < 1 or size <
-        seen - 1.
+        an instance is leaving and `size` is smaller; Away, GroupNotFound, Refused; ValueError for another step.
         """
 
 
