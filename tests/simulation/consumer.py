@@ -67,6 +67,8 @@ class ModelConsumer:
             for topic in self._topics:
                 self._cluster.store.topic(topic)
             self._cluster.store.begin(self.group, self._topics, self._start)
+            while not self._inbox.empty():  # of a membership that is over
+                self._inbox.get_nowait()
             self._cluster.coordinator.leave(self.group, self.number)  # an earlier request, whose answer was lost
             self.number = self._cluster.coordinator.join(self.group, self, self._topics)
 
@@ -86,6 +88,9 @@ class ModelConsumer:
             await self._give_up(what, lost=word == "lost")
 
     async def _give_up(self, sources: frozenset[TopicPartition], *, lost: bool) -> None:
+        is_member = self._cluster.coordinator.is_member(self.group, self.number)
+        if not is_member:
+            sources, lost = frozenset(self.owned), True
         mine = sources & self.owned.keys()
         self._paused -= mine
         for source in mine:
@@ -101,14 +106,17 @@ class ModelConsumer:
             self.owned.pop(source, None)
         if not lost:
             await self._tell(lambda: self._cluster.coordinator.release(self.group, self.number, mine))
-        elif not self._cluster.coordinator.is_member(self.group, self.number):
-            while True:
-                try:
-                    await self.join()
-                except (Unavailable, UnknownTopic):
-                    await asyncio.sleep(0.5)
-                else:
-                    return
+        if not is_member:
+            await self._join_again()
+
+    async def _join_again(self) -> None:
+        while True:
+            try:
+                await self.join()
+            except (Unavailable, UnknownTopic):
+                await asyncio.sleep(0.5)
+            else:
+                return
 
     async def _tell(self, operation: Callable[[], None]) -> None:
         for _ in range(3):
@@ -218,6 +226,8 @@ class ModelConsumer:
             self._cluster.coordinator.check()
             refused = set()
             for source, mark in asked.items():
+                if self._cluster.kinesis is not None and self._cluster.weather.draw(source.topic, writes=True) != "ok":
+                    raise Unavailable("one of the writes to the table of leases failed")  # those before it are done
                 if self._may_commit(source, mark, owned.get(source)):
                     self._cluster.store.commit(self.group, {source: mark})
                 else:
