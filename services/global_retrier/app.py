@@ -22,11 +22,11 @@ from services.global_retrier.settings import RetrierSettings
 log = structlog.get_logger()
 
 _DRAIN_SHARE = 0.6
-"""Share of the drain time for moves under way; the rest is for leaving the group and closing."""
+"""Share of the drain time for open moves. The rest is for leaving the group and closing."""
 
 
 async def start(settings: RetrierSettings, supervision: Supervision) -> None:
-    """Run until the stop, then drain. Raises BadConfiguration; everything else is waited out or ends the process."""
+    """Run until the stop, then drain. Raises BadConfiguration."""
     readiness, stopping = Readiness(), supervision.stopping
     pipes = await asyncio.to_thread(_read_pipes, settings.pipes)
     async with AsyncExitStack() as stack:
@@ -55,7 +55,7 @@ async def start(settings: RetrierSettings, supervision: Supervision) -> None:
 
 
 def _read_pipes(path: Path) -> PipeFile | None:
-    """None when it cannot be read: waiting events are moved all the same. Blocking."""
+    """None when it cannot be read; waiting events are moved even then. Blocking."""
     try:
         return load_pipes(path)
     except BadConfiguration as error:

@@ -1,4 +1,4 @@
-"""How events wait: the delay topics, the clock, and the few records read ahead of each partition."""
+"""The waiting events: the delay topics, the clock, and the records read ahead of each partition."""
 
 import asyncio
 import time
@@ -17,20 +17,20 @@ SHORTEST_MS = DELAYS_S[0] * 1000
 MAX_EVENTS, MAX_BYTES = 500, 1_000_000
 """Read ahead of one partition; one poll may exceed it once."""
 MOVE_EVENTS = 200
-"""Moved at once at most: about as many are moved again when the process dies before the commit."""
+"""The most records in one move. About as many are moved again when the process dies before the commit."""
 GATHER_MS = 200
-"""After a move that left no ready record: events that become due meanwhile are moved together, unless the queue is full."""
+"""The wait after a move that left no ready record. Events that become due in it are moved together, unless the queue is full."""
 _LONGEST_SLEEP_S = 30.0
-"""The event loop's timers stop while the machine sleeps; waking this often bounds the delay that this causes."""
+"""The event loop's timers stop while the machine is suspended. Checking this often bounds the delay."""
 _DELAYS = [seconds * 1000 for seconds in DELAYS_S]
 _TOPICS = [delay_topic(seconds) for seconds in DELAYS_S]
 _BOOT = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 
 
 def choose_delay(left: int) -> str | None:
-    """The topic with the longest delay that fits into the time left (ms); None when no time is left.
+    """The topic with the longest delay within the time left (ms); None when no time is left.
 
-    An event with less time than the shortest delay goes there too: it leaves that topic when it is due (`find_wake`).
+    An event with less time than the shortest delay goes to that topic too, and leaves it when it is due (`find_wake`).
     """
     if left <= 0:
         return None
@@ -38,21 +38,21 @@ def choose_delay(left: int) -> str | None:
 
 
 def choose_delays(least: int, most: int) -> list[str | None]:
-    """Every answer of `choose_delay` for a time left between these two (ms), ascending by delay."""
+    """Every result of `choose_delay` for a time left between these two (ms), ascending by delay."""
     first, last = (bisect_right(_DELAYS, max(left, _DELAYS[0])) - 1 if left > 0 else -1 for left in (least, most))
     return [_TOPICS[at] if at >= 0 else None for at in range(first, last + 1)]
 
 
 def find_wake(delay: int, written: int, due: int, now: int) -> int:
-    """When a record leaves its topic (ms): after the topic's delay, and no later than it is due.
+    """When a record leaves its topic (ms): after the topic's delay, but not later than it is due.
 
-    written: when it was written to the topic, by its writer's clock; at most `now`, when it is read, is believed.
+    written: when it was written to the topic, by its writer's clock. A time after `now` counts as `now`.
     """
     return min(min(written, now) + delay, due)
 
 
 class Clock(Protocol):
-    """Milliseconds since the epoch that never go backwards and never jump. Tests have a clock of their own."""
+    """Milliseconds since the epoch that never go backwards and never jump."""
 
     def now_ms(self) -> int:
         """Now."""
@@ -62,7 +62,7 @@ class Clock(Protocol):
 
 
 class SteadyClock:
-    """The wall clock at the start, plus the time since then by a clock that cannot be set: a jump releases nothing early."""
+    """The wall clock at the start, plus the time since then by a clock that cannot be set. So a jump releases nothing early."""
 
     def __init__(self) -> None:
         self._offset = time.time_ns() - _boot_ns()
@@ -76,15 +76,15 @@ class SteadyClock:
 
 
 def _boot_ns() -> int:
-    """Time since the machine started, including its sleep where the system counts it."""
+    """Time since the machine started, including suspension where the system counts it."""
     return time.clock_gettime_ns(_BOOT)
 
 
 class Waiting(NamedTuple):
     """A record read ahead. wake: when it leaves its topic; due: when the event is due (ms).
 
-    pipe, destination: the lane that it is for. problem: why it becomes a dead letter (a stable word), else empty; detail: the
-    same for a person. without_value: the dead letter has no value, because it was too large.
+    pipe, destination: its lane. problem: why it becomes a dead letter (a stable word), else empty; detail: the same for a
+    person. without_value: the dead letter has no value, because it was too large.
     """
 
     offset: int
@@ -103,7 +103,7 @@ class DelayQueue:
     """The records read ahead of one partition of retry-in or of a delay topic: first in, first out. Not thread-safe.
 
     All records of a delay topic wait equally long, so the first one read is the first to leave, and the others can stay in the
-    topic. Settling in order bounds what a crash repeats to the move under way. `busy` while popped records are being moved.
+    topic. Records are settled in order, so a crash repeats only the current move. busy: popped records are being moved.
     """
 
     def __init__(self, source: TopicPartition) -> None:
@@ -154,7 +154,7 @@ class DelayQueue:
         return min((item.due for item in self._waiting if not item.problem), default=None)
 
     async def wait_until_ready(self, clock: Clock) -> None:
-        """Until the first record may leave. Later records cannot leave before it."""
+        """Wait until the first record may leave. Later records cannot leave before it."""
         while not self._waiting:
             self._arrived.clear()
             await self._arrived.wait()
@@ -162,7 +162,7 @@ class DelayQueue:
         await clock.sleep_until(self._waiting[0].wake)
 
     async def _gather(self, clock: Clock) -> None:
-        """Until the next move may begin, or the queue is full."""
+        """Wait until the next move may begin or the queue is full."""
         if self._next_move <= clock.now_ms() or self.is_full:
             return
         self._filled.clear()

@@ -1,4 +1,4 @@
-"""What the retrier counts, per batch (Prometheus), and what it reports of the events that left it (the ledger)."""
+"""The metrics of the retrier that need more than a call (Prometheus), and its reports of events that left it (the ledger)."""
 
 import asyncio
 import time
@@ -10,7 +10,7 @@ import structlog
 from services.core import metrics
 from services.core.broker.contract import Lag
 from services.core.broker.producer import Producer
-from services.core.broker.record import Batch, Record, TopicPartition
+from services.core.broker.record import Record, TopicPartition
 from services.core.group_lag import GroupLag
 from services.core.ledger.report import Node, Outcome, Span, released_span, since_span
 from services.core.ledger.reporter import Reporter, close_reporters, new_instance
@@ -21,31 +21,19 @@ log = structlog.get_logger()
 
 NODE: Node = "retrier"
 _MAX_LOGGED = 100
-"""Unknown destinations that are logged by name."""
+"""The most unknown destinations that are logged by name."""
 
 
 class RetrierMetrics:
-    """The labels are few: the retrier's topics, and the pipes. pipes: the pipe file, which says which lanes exist."""
+    """pipes: the pipe file, which says which lanes exist. None: events that no lane will deliver are not counted."""
 
     def __init__(self, pipes: PipeFile | None = None) -> None:
         self._pipes = None if pipes is None else frozenset(pipes.pipes)
         self._lanes = frozenset[str]() if pipes is None else lanes_of(pipes) | pipes.removed.keys()
         self._logged: set[str] = set()
 
-    def count_polled(self, batch: Batch) -> None:
-        """A polled batch arrived."""
-        metrics.RETRIER_TAKEN.labels(batch.topic).inc(len(batch.records))
-
-    def count_moved(self, topic: str, count: int) -> None:
-        """So many are durable in this delay topic."""
-        metrics.RETRIER_MOVED.labels(topic).inc(count)
-
-    def count_already_moved(self, topic: str, count: int) -> None:
-        """So many records of this topic were in their next topic already."""
-        metrics.RETRIER_ALREADY_MOVED.labels(topic).inc(count)
-
     def count_released(self, items: Sequence[Waiting], now: int) -> None:
-        """These are durable in their pipe's retry topic; `now`: when they were appended, ms."""
+        """Count events that are durable in their pipe's retry topic. now: when they were appended, ms."""
         if self._pipes is not None:
             self._count_unclaimed(Counter(lane_name(item.pipe, item.destination) for item in items), self._pipes)
         by_pipe: dict[str, list[int]] = {}
@@ -69,30 +57,17 @@ class RetrierMetrics:
                     hint="they stay in the pipe's retry topic until its retention ends. Try: penstock check",
                 )
 
-    def count_dead(self, items: Sequence[Waiting]) -> None:
-        """These are durable as dead letters."""
-        for problem, count in Counter(item.problem for item in items).items():
-            metrics.RETRIER_DEAD.labels(problem).inc(count)
-
-    def count_failed(self, topic: str, error: Exception, count: int) -> None:
-        """So many could not be appended there and are tried again."""
-        metrics.RETRIER_MOVE_FAILURES.labels(topic, type(error).__name__).inc(count)
-
     def set_next_due(self, queues: Iterable[DelayQueue]) -> None:
-        """Of the records read ahead."""
+        """Show when the next of the records read ahead is due."""
         dues = [due for queue in queues if (due := queue.first_due()) is not None]
         metrics.RETRIER_NEXT_DUE.set(min(dues) / 1000 if dues else 0)
-
-    def set_up(self, is_up: bool) -> None:
-        """Whether the retrier is a member of its group and reads."""
-        metrics.RETRIER_UP.set(1 if is_up else 0)
 
 
 class RetrierLedger:
     """Reports the events that left the retrier, by pipe and destination: released to expel, or dead.
 
-    Expel reported waiting events as `retrying`, so no minute waits for the retrier. How far the process is behind is reported
-    once, for all pipes. One process's; does nothing without a producer.
+    Expel reported waiting events as `retrying`, so no minute waits for the retrier. The backlog of the process is reported once,
+    for all pipes. Without a producer it reports nothing.
     """
 
     def __init__(self, producer: Producer | None, group: GroupLag | None = None) -> None:
@@ -101,10 +76,10 @@ class RetrierLedger:
         self._reporters: dict[tuple[str, str], Reporter] = {}
 
     async def measure_ends(self) -> None:
-        """Records wait on purpose: where their topics end says nothing."""
+        """Nothing is measured: records wait on purpose."""
 
     async def set_lags(self, own: Mapping[TopicPartition, Lag]) -> None:
-        """The lag of the group's own partitions, just measured; `group` knows the others'. Raises BrokerError kinds."""
+        """The lag of the group's own partitions, measured just now; `group` completes it. Raises BrokerError kinds."""
         if self._own is None:
             return
         lags = own if self._group is None else await self._group.complete(own)
@@ -135,7 +110,7 @@ class RetrierLedger:
         return found
 
     async def report(self) -> None:
-        """Returns when every event that left is reported durably. Raises Unavailable. All reports are one append."""
+        """Returns when every event that left is reported durably. All reports are one append. Raises Unavailable."""
         done = await asyncio.gather(*(reporter.report() for reporter in self._all()), return_exceptions=True)
         for error in done:
             if error is not None:

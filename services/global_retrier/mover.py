@@ -1,10 +1,11 @@
-"""Moves records to their next topic, by the time that each has left: a delay topic, its retry topic or the dead letters."""
+"""Moves records to their next topic, by the time left until each is due: a delay topic, its retry topic or the dead letters."""
 
 import asyncio
 from collections.abc import Sequence
 
 import structlog
 
+from services.core import metrics
 from services.core.backoff import Backoff
 from services.core.broker.contract import Admin
 from services.core.broker.errors import BrokerError, RecordTooLarge, UnknownTopic
@@ -28,18 +29,18 @@ class Mover:
         self,
         producer: Producer,
         admin: Admin,
-        metrics: RetrierMetrics,
+        retrier_metrics: RetrierMetrics,
         clock: Clock,
         ledger: RetrierLedger | None = None,
     ) -> None:
-        self._producer, self._admin, self._metrics, self._clock = producer, admin, metrics, clock
+        self._producer, self._admin, self._metrics, self._clock = producer, admin, retrier_metrics, clock
         self.ledger = ledger or RetrierLedger(None)
 
     async def move(self, source: TopicPartition, items: Sequence[Waiting]) -> None:
         """Returns when all are durable in their next topic.
 
-        While the broker is away it tries until it works; the topic is chosen anew each time. A crash or a cancellation may
-        leave records that are moved again.
+        Repeated until it succeeds; the topic is chosen anew each time. After a crash or a cancellation some records may be moved
+        again.
         """
         retry = Backoff(_BASE_WAIT, _MAX_WAIT)
         while items:
@@ -60,7 +61,7 @@ class Mover:
             log.info("moved_again", source=source.topic, tries=retry.failures + 1)
 
     def record_moved(self, items: Sequence[Waiting]) -> None:
-        """The previous owner moved these, and may have died before it reported those that were due."""
+        """Report records that the previous owner moved: it may have died before it reported those that were due."""
         now = self._clock.now_ms()
         self.ledger.add("released", [item for item in items if item.due <= now])
 
@@ -75,7 +76,7 @@ class Mover:
         error = next(iter(failed.values()))
         if not isinstance(error, BrokerError):
             raise error
-        self._metrics.count_failed(topic, error, len(failed))
+        metrics.RETRIER_MOVE_FAILURES.labels(topic, type(error).__name__).inc(len(failed))
         if isinstance(error, UnknownTopic) and await self._is_gone(topic):
             log.error(
                 "unknown_pipe", topic=topic, events=len(failed), hint="Try: penstock up with its pipe, then redrive"
@@ -89,12 +90,12 @@ class Mover:
                 topic=topic,
                 events=len(failed),
                 error=str(error),
-                hint="nothing is lost, it is tried again. Try: check the broker and the topic",
+                hint="nothing is lost: the move is repeated. Try: check the broker and the topic",
             )
         return [_change(items[index], topic, reason) for index, reason in failed.items()]
 
     async def _is_gone(self, topic: str) -> bool:
-        """Whether a pipe's topic certainly does not exist. The retrier's own topics are waited for."""
+        """Whether a pipe's topic certainly does not exist. The retrier waits for its own topics."""
         if topic in DELAY_BY_TOPIC or topic == RETRIER_DEAD:
             return False
         try:
@@ -106,9 +107,10 @@ class Mover:
         if not items:
             return
         if topic in DELAY_BY_TOPIC:
-            self._metrics.count_moved(topic, len(items))
+            metrics.RETRIER_MOVED.labels(topic).inc(len(items))
         elif topic == RETRIER_DEAD:
-            self._metrics.count_dead(items)
+            for item in items:
+                metrics.RETRIER_DEAD.labels(item.problem).inc()
             self.ledger.add("dead", items)
         else:
             self._metrics.count_released(items, now)
@@ -133,7 +135,7 @@ def _make_record(source: TopicPartition, topic: str, item: Waiting, now: int) ->
 
 
 def _make_dead_letter(source: TopicPartition, item: Waiting, now: int) -> Record:
-    """Of the event as it was before its retry state was added; of a record that is not a retry record as it is."""
+    """Of the event without its retry state; of the record itself when it is not a retry record."""
     if not item.pipe:
         return make_dead_letter(
             item.record,

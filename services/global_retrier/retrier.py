@@ -1,9 +1,10 @@
-"""The global retrier in its group: polls a little ahead, moves each record at its time, commits right after each move."""
+"""The global retrier as a member of its group: it polls ahead, moves each record at its time, and commits after each move."""
 
 import asyncio
 from collections.abc import Collection, Coroutine, Iterable, Sequence
 from typing import Any
 
+from services.core import metrics
 from services.core.broker.contract import Broker
 from services.core.broker.offset_tracker import OffsetTracker
 from services.core.broker.producer import Producer
@@ -23,12 +24,9 @@ _COMMIT_INTERVAL_S = 2.0
 def make_retrier(
     broker: Broker, producer: Producer, clock: Clock, ledger: RetrierLedger, pipes: PipeFile | None = None
 ) -> GroupMember:
-    """Reads retry-in and all delay topics in one group; several retriers share the topics.
-
-    pipes: by which events that no lane will deliver are counted; they are moved like any other.
-    """
-    metrics = RetrierMetrics(pipes)
-    mover = Mover(producer, broker.admin, metrics, clock, ledger)
+    """Reads retry-in and all delay topics in one group; several retriers share the topics. pipes: as in RetrierMetrics."""
+    retrier_metrics = RetrierMetrics(pipes)
+    mover = Mover(producer, broker.admin, retrier_metrics, clock, ledger)
 
     async def find_topics() -> Sequence[str]:
         return list(DELAY_BY_TOPIC)
@@ -36,20 +34,20 @@ def make_retrier(
     return GroupMember(
         broker,
         RETRIER_GROUP,
-        lambda: RetrierProcessor(broker, mover, metrics, clock),
+        lambda: RetrierProcessor(broker, mover, retrier_metrics, clock),
         find_topics,
         commit_interval=_COMMIT_INTERVAL_S,
-        set_up=metrics.set_up,
+        set_up=metrics.RETRIER_UP.set,
     )
 
 
 class RetrierProcessor:
-    """`consuming.Processor`: each owned partition has a queue and a task of its own, so an event that waits for a day holds up
-    no other partition.
+    """`consuming.Processor`: each owned partition has its own queue and task, so an event that waits for a day delays no other
+    partition.
     """
 
-    def __init__(self, broker: Broker, mover: Mover, metrics: RetrierMetrics, clock: Clock) -> None:
-        self._broker, self._mover, self._metrics, self._clock = broker, mover, metrics, clock
+    def __init__(self, broker: Broker, mover: Mover, retrier_metrics: RetrierMetrics, clock: Clock) -> None:
+        self._broker, self._mover, self._metrics, self._clock = broker, mover, retrier_metrics, clock
         self.tracker, self.ledger = OffsetTracker(), mover.ledger
         self.queues: dict[TopicPartition, DelayQueue] = {}
         self._tasks: dict[TopicPartition, asyncio.Task[None]] = {}
@@ -68,7 +66,7 @@ class RetrierProcessor:
         return True
 
     async def prepare(self, polled: Collection[TopicPartition], assigned: Collection[TopicPartition]) -> None:
-        """Each queue looks for records that were moved before."""
+        """Each queue finds the records that were moved before."""
 
     def accept(self, batch: Batch) -> None:
         assert self._membership is not None
@@ -79,7 +77,7 @@ class RetrierProcessor:
             queue = self.queues[source] = DelayQueue(source)
             self._tasks[source] = self._group.create_task(self._serve(queue, self._membership), name=str(source))
         queue.add(batch, self._clock.now_ms())
-        self._metrics.count_polled(batch)
+        metrics.RETRIER_TAKEN.labels(batch.topic).inc(len(batch.records))
         if queue.is_full:
             self._membership.pause(source)
 
@@ -91,7 +89,7 @@ class RetrierProcessor:
             queue.busy = True
             items = queue.pop_ready(self._clock.now_ms())
             moved = await takeover.find_moved(items)
-            self._metrics.count_already_moved(queue.source.topic, len(moved))
+            metrics.RETRIER_ALREADY_MOVED.labels(queue.source.topic).inc(len(moved))
             self._mover.record_moved([item for item in items if item.offset in moved])
             await self._mover.move(queue.source, [item for item in items if item.offset not in moved])
             self.tracker.settle(queue.source, [item.offset for item in items])
@@ -104,13 +102,13 @@ class RetrierProcessor:
         await self._close_queues(partitions, limit)
 
     def disown(self, partitions: Collection[TopicPartition]) -> None:
-        """Their queues are closed; a move under way settles nothing that the tracker still knows."""
+        """Their queues are closed. A move that has not ended settles nothing that the tracker still has."""
 
     async def drain(self, limit: float) -> bool:
         return await self._close_queues(frozenset(self.queues), limit)
 
     async def _close_queues(self, partitions: frozenset[TopicPartition], limit: float) -> bool:
-        """Start no more moves of these; wait up to `limit` seconds for those under way and their commit. Whether all ended."""
+        """Start no more moves of these; wait at most `limit` seconds for the current ones and their commit. Whether all ended."""
         tasks = []
         for source in partitions:
             queue, task = self.queues.pop(source, None), self._tasks.pop(source, None)
@@ -122,7 +120,7 @@ class RetrierProcessor:
             return True
         try:
             _, late = await asyncio.wait(tasks, timeout=limit)
-        finally:  # also when the backend cuts this off: a move of before must not settle records of a topic made anew
+        finally:  # also when the backend cancels this: an old move must not settle records of a topic that was created anew
             for task in tasks:
                 task.cancel()
         if late:

@@ -86,7 +86,7 @@ class River:
             metrics = RetrierMetrics()
             mover = Mover(producer, self.broker.admin, metrics, self.clock)
             self.processor = RetrierProcessor(self.broker, mover, metrics, self.clock)
-            membership = Membership(RETRIER_GROUP, self.processor, 0.1, metrics.set_up)
+            membership = Membership(RETRIER_GROUP, self.processor, 0.1, lambda _is_up: None)
             joining = self.broker.consumer(
                 RETRIER_GROUP, list(DELAY_BY_TOPIC), start="earliest", on_revoke=membership.revoke
             )

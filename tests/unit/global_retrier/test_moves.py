@@ -266,7 +266,7 @@ async def test_a_commit_that_waited_for_its_report_is_not_made_on_a_topic_made_a
         clock, meter = FakeClock(), RetrierMetrics()
         mover = Mover(producer, broker.admin, meter, clock, ledger)  # type: ignore[arg-type]
         processor = RetrierProcessor(broker, mover, meter, clock)  # type: ignore[arg-type]
-        membership, tracker = Membership(RETRIER_GROUP, processor, 600.0, meter.set_up), processor.tracker
+        membership, tracker = Membership(RETRIER_GROUP, processor, 600.0, lambda _is_up: None), processor.tracker
         async with broker.consumer(
             RETRIER_GROUP, [kept.topic, anew.topic], start="earliest", on_revoke=ignore
         ) as member:
@@ -292,7 +292,7 @@ async def test_a_report_that_hangs_does_not_hold_up_the_stop(monkeypatch: pytest
             clock, meter = FakeClock(), RetrierMetrics()
             mover = Mover(producer, broker.admin, meter, clock, ledger)  # type: ignore[arg-type]
             processor = RetrierProcessor(broker, mover, meter, clock)  # type: ignore[arg-type]
-            membership = Membership(RETRIER_GROUP, processor, 600.0, meter.set_up)
+            membership = Membership(RETRIER_GROUP, processor, 600.0, lambda _is_up: None)
             stopping.set()
             async with broker.consumer(
                 RETRIER_GROUP, [source.topic], start="earliest", on_revoke=membership.revoke
@@ -314,7 +314,7 @@ async def test_a_move_whose_revocation_was_cut_off_settles_nothing() -> None:
     async with Producer(appender) as producer:
         mover = Mover(producer, broker.admin, meter, clock)  # type: ignore[arg-type]
         processor = RetrierProcessor(broker, mover, meter, clock)  # type: ignore[arg-type]
-        membership, stopping = Membership(RETRIER_GROUP, processor, 600.0, meter.set_up), asyncio.Event()
+        membership, stopping = Membership(RETRIER_GROUP, processor, 600.0, lambda _is_up: None), asyncio.Event()
         async with broker.consumer(RETRIER_GROUP, [source.topic], start="earliest", on_revoke=ignore) as member:
             running = asyncio.create_task(membership.run(member, stopping, 0.05))
             while processor._group is None:
