@@ -1,15 +1,15 @@
-"""What becomes of the waiting events of a destination that the pipe file no longer has, as the file says (`Removed`).
+"""Handles the waiting events of a destination that the pipe file no longer has, as the file says (`Removed`).
 
-The removed destination's group goes on reading `<pipe>.retry` and `<pipe>.parked`. Each event is written to another destination's
-retry topic, to the dead letters or, when dropped, into the audit, and then committed. A crash in between writes it again. The
-events that the global retrier still holds come to `<pipe>.retry` when they are due.
+The removed destination's group continues to read `<pipe>.retry` and `<pipe>.parked`. Each event is written to another
+destination's retry topic, to the dead letters or, when dropped, into the audit, and then committed. After a crash in between it
+is written again. Events that the global retrier still holds come to `<pipe>.retry` when they are due.
 """
 
 import asyncio
 import socket
 import time
 from collections import deque
-from collections.abc import Collection, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Collection, Coroutine, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -19,7 +19,7 @@ import structlog
 from services.core import metrics
 from services.core.audit import DROP, ActedUpon, write_entries
 from services.core.backoff import Backoff
-from services.core.broker.contract import Broker, Lag
+from services.core.broker.contract import Broker
 from services.core.broker.errors import BrokerError, RecordTooLarge
 from services.core.broker.offset_tracker import OffsetTracker
 from services.core.broker.producer import Producer, send_by_key
@@ -29,7 +29,8 @@ from services.core.pipes import Removed, dead_letter_topic, delivery_group, park
 from services.core.retry_state import unwrap, wrap
 from services.expel.dedup import RetryTopicFilter
 from services.expel.delivery import Unreadable
-from services.expel.side_topics import DeadLetterWriter, SideRecord, shorten
+from services.expel.metrics import LaneLedger
+from services.expel.side_topics import DeadLetterWriter, shorten
 from services.expel.webhook.body import render_damaged
 
 log = structlog.get_logger()
@@ -41,7 +42,7 @@ _BASE_WAIT, _MAX_WAIT = 0.25, 10.0
 
 
 class RemovedLane:
-    """One removed destination's, in one process; several share its topics. lane: `pipe/destination`."""
+    """The lane of one removed destination in one process; several processes share its topics. lane: `pipe/destination`."""
 
     def __init__(self, broker: Broker, producer: Producer, lane: str, choice: Removed) -> None:
         self.name = lane
@@ -58,7 +59,7 @@ class RemovedLane:
         )
 
     async def run(self, stopping: asyncio.Event, drain: float) -> None:
-        """Until `stopping`; then finishes what was polled, within `drain` seconds. Broker failures are waited out."""
+        """Until `stopping`; then finish polled records within `drain` seconds. Broker failures are waited out."""
         await self._member.run(stopping, drain)
 
     async def _find_topics(self) -> list[str]:
@@ -67,7 +68,7 @@ class RemovedLane:
 
 
 class RemovedProcessor:
-    """`consuming.Processor`: writes batch after batch, each as a whole."""
+    """`consuming.Processor`: writes one batch after the other."""
 
     def __init__(self, producer: Producer, pipe: str, destination: str, choice: Removed) -> None:
         self._producer, self._choice = producer, choice
@@ -78,7 +79,7 @@ class RemovedProcessor:
         }
         self._queue: deque[Batch] = deque()
         self._changed = asyncio.Event()
-        self.tracker, self.ledger = OffsetTracker(), NoLedger()
+        self.tracker, self.ledger = OffsetTracker(), LaneLedger()  # these events were reported when they began to wait
 
     def open(self, membership: Membership, _tasks: asyncio.TaskGroup) -> Iterable[Coroutine[Any, Any, None]]:
         return [self._work(membership)]
@@ -100,7 +101,7 @@ class RemovedProcessor:
         self._changed.set()
 
     async def drain_partitions(self, partitions: frozenset[TopicPartition], limit: float) -> None:
-        """The next owner writes what is being written of these again."""
+        """The next owner repeats the current write."""
 
     def disown(self, partitions: Collection[TopicPartition]) -> None:
         self._queue = deque(batch for batch in self._queue if batch.source not in partitions)
@@ -127,7 +128,7 @@ class RemovedProcessor:
                 await self._changed.wait()
             batch = self._queue[0]
             await self._write(batch)
-            if self._queue and self._queue[0] is batch:  # it was not revoked meanwhile
+            if self._queue and self._queue[0] is batch:  # it was not revoked since
                 self.tracker.settle(batch.source, batch.offsets)
                 await membership.commit()
             if self._queue and self._queue[0] is batch:
@@ -135,7 +136,7 @@ class RemovedProcessor:
             self._changed.set()
 
     async def _write(self, batch: Batch) -> None:
-        """Returns when every event of this destination is durable where the choice sends it."""
+        """Returns when every event of this destination is durable in the topic of the choice."""
         now = time.time_ns() // 1_000_000
         if batch.damage is not None:
             await self._write_dead_letters(batch, render_damaged(batch, batch.damage).unreadable, now)
@@ -158,47 +159,45 @@ class RemovedProcessor:
     async def _deliver(self, batch: Batch, mine: Sequence[tuple[int, Record]], lane: str, now: int) -> None:
         """To the retry topic of the other destination, with the state of their attempts."""
         pipe, _, destination = lane.partition("/")
-        topic, waiting = retry_topic(pipe), list(mine)
-        retry = Backoff(_BASE_WAIT, _MAX_WAIT)
-        while waiting:
-            records = [_readdress(record, pipe, destination, now) for _, record in waiting]
-            failed = await send_by_key(self._producer, topic, records)
-            self._count("delivered_elsewhere", len(waiting) - len(failed))
-            bad = [
-                Unreadable(*waiting[index], "too_large", "the record is larger than the broker takes")
-                for index, error in failed.items()
-                if isinstance(error, RecordTooLarge)
-            ]
-            await self._write_dead_letters(batch, bad, now)
-            again = {index: error for index, error in failed.items() if not isinstance(error, RecordTooLarge)}
-            waiting = [waiting[index] for index in again]
-            if waiting:
-                await self._wait(retry, topic, next(iter(again.values())))
+        records = [_readdress(record, pipe, destination, now) for _, record in mine]
+        too_large = await self._append(retry_topic(pipe), records)
+        self._count("delivered_elsewhere", len(mine) - len(too_large))
+        detail = "the record is larger than the broker accepts"
+        await self._write_dead_letters(
+            batch, [Unreadable(*mine[index], "too_large", detail) for index in too_large], now
+        )
 
     async def _write_dead_letters(self, batch: Batch, bad: Sequence[Unreadable], now: int) -> None:
-        records: Sequence[SideRecord] = self._dead_letters.from_unreadable(batch.source, bad, now)
-        topic, waiting = dead_letter_topic(self._pipe), records
-        retry = Backoff(_BASE_WAIT, _MAX_WAIT)
+        letters = waiting = self._dead_letters.from_unreadable(batch.source, bad, now)
         while waiting:
-            failed = await send_by_key(self._producer, topic, [record.record for record in waiting])
-            for index, record in enumerate(waiting):
-                if index not in failed:
-                    metrics.EXPEL_DEAD.labels(self._pipe, self._destination, record.reason).inc(record.events)
-            waiting = [
-                shorten(waiting[index]) if isinstance(error, RecordTooLarge) else waiting[index]
-                for index, error in failed.items()
-            ]
-            if waiting:
-                await self._wait(retry, topic, next(iter(failed.values())))
-        self._count("buried", sum(record.reason == REASON for record in records))
+            too_large = await self._append(dead_letter_topic(self._pipe), [letter.record for letter in waiting])
+            for index, letter in enumerate(waiting):
+                if index not in too_large:
+                    metrics.EXPEL_DEAD.labels(self._pipe, self._destination, letter.reason).inc(letter.events)
+            waiting = [shorten(waiting[index]) for index in too_large]
+        self._count("buried", sum(letter.reason == REASON for letter in letters))
+
+    async def _append(self, topic: str, records: Sequence[Record]) -> list[int]:
+        """Append records by key, repeated until all are durable. Returns the indexes of those that are too large."""
+        too_large: list[int] = []
+        left = list(range(len(records)))
+        retry = Backoff(_BASE_WAIT, _MAX_WAIT)
+        while left:
+            failed = await send_by_key(self._producer, topic, [records[index] for index in left])
+            errors = {left[at]: error for at, error in failed.items()}
+            left = [index for index, error in errors.items() if not isinstance(error, RecordTooLarge)]
+            too_large += errors.keys() - set(left)
+            if left:
+                await self._wait(retry, topic, errors[left[0]])
+        return sorted(too_large)
 
     async def _drop(self, positions: Sequence[ActedUpon]) -> None:
-        """The audit has the events' positions before they are skipped."""
-        said = {"destination": self._lane, "because": self._choice.drop or ""}
+        """Write the events' positions to the audit before they are skipped."""
+        choice = {"destination": self._lane, "because": self._choice.drop or ""}
         retry = Backoff(_BASE_WAIT, _MAX_WAIT)
         while True:
             try:
-                await write_entries(self._producer, DROP, f"expel@{socket.gethostname()}", said, positions)
+                await write_entries(self._producer, DROP, f"expel@{socket.gethostname()}", choice, positions)
             except BrokerError as error:
                 await self._wait(retry, "the audit", error)
             else:
@@ -207,7 +206,7 @@ class RemovedProcessor:
         log.warning("events_dropped", lane=self._lane, events=len(positions), reason=self._choice.drop)
 
     async def _wait(self, retry: Backoff, topic: str, error: Exception) -> None:
-        """Before the next try. Raises what is not a broker's error."""
+        """Wait before the next try. Raises an error that is not the broker's."""
         if not isinstance(error, BrokerError):
             raise error
         if retry.fail():
@@ -216,19 +215,6 @@ class RemovedProcessor:
 
     def _count(self, action: str, events: int) -> None:
         metrics.EXPEL_REMOVED.labels(self._pipe, self._destination, action).inc(events)
-
-
-class NoLedger:
-    """These events were reported as retrying, parked or dead; nothing more is reported of them."""
-
-    async def measure_ends(self) -> None:
-        """Nothing is measured."""
-
-    async def set_lags(self, own: Mapping[TopicPartition, Lag]) -> None:
-        """Nothing is measured."""
-
-    async def report(self) -> None:
-        """Nothing is reported."""
 
 
 def _readdress(record: Record, pipe: str, destination: str, now: int) -> Record:
