@@ -1,6 +1,7 @@
 """The loop of every service that reads topics through a consumer group: join, poll, commit, drain, join again."""
 
 import asyncio
+from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NoReturn, Protocol
@@ -18,7 +19,7 @@ from services.core.lifecycle import wait_for_stop
 log = structlog.get_logger()
 
 REVOKE_WAIT_S = 5.0
-"""How long a revoked partition waits for its records: a healthy receiver's response, not a hanging one's time-out."""
+"""How long a revoked partition waits for its records: long enough for a healthy receiver, shorter than a request's time-out."""
 _POLL_WAIT_S = 1.0
 _MAX_POLL_RECORDS = 1000
 _POLL_ERROR_WAIT_S = 0.5
@@ -42,41 +43,41 @@ class Ledger(Protocol):
 
 
 class Processor(Protocol):
-    """What a service does with the records of one membership. Only the `async` methods wait."""
+    """Processes the records of one membership. Only the `async` methods wait."""
 
     @property
     def tracker(self) -> OffsetTracker:
-        """The membership adds each batch that it gives to `accept`; the processor settles its records."""
+        """The membership adds each batch before `accept`; the processor settles its records."""
 
     @property
     def ledger(self) -> Ledger: ...
 
     def open(self, membership: "Membership", tasks: asyncio.TaskGroup) -> Iterable[Coroutine[Any, Any, None]]:
-        """The group is joined: tasks belong to `tasks` from now on. Returns work that runs until all is drained."""
+        """The group is joined: from now on tasks belong to `tasks`. Returns work that runs until the processor is drained."""
 
     async def wait_for_room(self) -> int:
-        """How many records may be polled; waits while that is none."""
+        """How many records may be polled, at least one. Waits until then."""
 
     def reads(self, topic: str) -> bool:
-        """Whether batches of this topic are accepted. The others are not polled."""
+        """Whether batches of this topic are accepted. Other topics are not polled."""
 
     async def prepare(self, polled: Collection[TopicPartition], assigned: Collection[TopicPartition]) -> None:
-        """Before batches of `polled` are accepted. Those of a partition that is revoked meanwhile are dropped."""
+        """Called before batches of `polled` are accepted. If a partition is revoked meanwhile, its batches are dropped."""
 
     def accept(self, batch: Batch) -> None:
         """These records are in flight from now on."""
 
     async def drain_partitions(self, partitions: frozenset[TopicPartition], limit: float) -> None:
-        """Start nothing more of these, finish what is under way within `limit` seconds, and forget the rest."""
+        """Start no more work on these, finish the started work within `limit` seconds, and forget the other records."""
 
     def disown(self, partitions: Collection[TopicPartition]) -> None:
-        """These belong to another member. What is still under way of them must not settle anything."""
+        """These belong to another member. Their unfinished work must not settle anything."""
 
     async def drain(self, limit: float) -> bool:
-        """As `drain_partitions`, for all partitions, before the membership ends. Whether `limit` was enough."""
+        """As `drain_partitions`, for all partitions, before the membership ends. Returns whether `limit` was enough."""
 
     def stop(self) -> None:
-        """End all work now. What is not settled stays so."""
+        """End all work now. Unsettled records stay unsettled."""
 
     def committed(self) -> None:
         """What was settled is reported and committed, as far as it was committable when the commit began."""
@@ -95,17 +96,17 @@ class Membership:
 
     Reported before committed: the ledger's report of the settled events is durable before their offsets are committed.
 
-    When a partition is revoked: (1) no more of its records are started, and the processor has REVOKE_WAIT_S seconds to finish
-    those under way; (2) what is settled is reported and committed, within as many seconds again; (3) the tracker forgets the
-    partition and the processor disowns it. What was in flight and not settled is polled again by the next owner. So events
-    may be delivered twice, and none is lost.
+    When a partition is revoked: (1) no work on its other records is started, and the processor has REVOKE_WAIT_S seconds to
+    finish the started work; (2) the settled records are reported and committed, within as many seconds again; (3) the tracker
+    forgets the partition and the processor disowns it. The next owner polls the unsettled records again. So events may be
+    delivered twice, and none is lost.
 
-    An offset is only good for the ownership in which it was polled: the same partition may come back as a topic that was
-    deleted and created anew, with other events at the same offsets. So an offset is committed only if its partition was
-    not revoked since (`still_owned`), also while the report was written, and whoever was revoked settles nothing.
+    An offset is only valid for the ownership in which it was polled: the same partition may come back as a topic that was
+    deleted and created anew, with other events at the same offsets. So an offset is committed only if its partition was not
+    revoked since (`still_owned`), not even while the report was written. Work on a revoked partition settles nothing.
 
-    Records that are missing or damaged stop their partition, are counted and logged; the others go on. Nothing is reset or
-    skipped. Made before joining, because a revocation may come from the first moment on.
+    Missing or damaged records stop their partition, and are counted and logged. Other partitions continue. Nothing is reset
+    or skipped. A membership is made before the join, because a revocation may come at once.
     """
 
     def __init__(
@@ -121,7 +122,7 @@ class Membership:
         self._stuck: set[TopicPartition] = set()
         """Partitions in which records are missing."""
         self._revoked: set[TopicPartition] = set()
-        """Since the last poll returned."""
+        """Partitions revoked since the last poll returned."""
         self._shown: set[TopicPartition] = set()
         """Partitions whose lag is a metric."""
 
@@ -130,7 +131,7 @@ class Membership:
         self._soon.set()
 
     def end(self) -> None:
-        """Drain and leave the group; its member then joins again."""
+        """Drain and leave the group. The GroupMember then joins again."""
         self._over.set()
 
     def pause(self, source: TopicPartition) -> None:
@@ -144,10 +145,8 @@ class Membership:
             self._consumer.resume([source])
 
     async def run(self, consumer: Consumer, stopping: asyncio.Event, drain: float) -> bool:
-        """Until `stopping` or `end`; then drain within `drain` seconds, and commit within REVOKE_WAIT_S more. Returns whether the
-        drain time was enough.
-
-        Raises an ExceptionGroup when the membership cannot go on.
+        """Until `stopping` or `end`. Then drain within `drain` seconds, and commit within REVOKE_WAIT_S more. Returns whether the
+        drain time was enough. Raises an ExceptionGroup when the membership cannot continue.
         """
         self._consumer = consumer
         async with asyncio.TaskGroup() as group:
@@ -165,9 +164,8 @@ class Membership:
                 self._processor.stop()
             for work in beside:
                 work.cancel()
-            await self._try_commit(
-                REVOKE_WAIT_S
-            )  # a report that hangs must not keep the partitions from the next owner
+            # A report that hangs must not keep the partitions from the next owner.
+            await self._try_commit(REVOKE_WAIT_S)
         self._processor.update_metrics()
         return is_drained
 
@@ -178,7 +176,7 @@ class Membership:
             await self._processor.drain_partitions(partitions, REVOKE_WAIT_S)
             if self._consumer is not None:
                 await self._try_commit(REVOKE_WAIT_S)
-        finally:  # also when the backend cuts this off: what stays would block the partitions when they come back
+        finally:  # also when the backend cancels this: the rest would block the partitions when they come back
             self._disown(partitions)
             self._stuck -= partitions
             self._hide_lags(partitions)
@@ -227,18 +225,17 @@ class Membership:
                 partition=source.partition,
                 missing=missing[source],
                 error=str(error),
-                hint="this partition waits, the others go on. Try: stop the service, repair or move the group on, start it",
+                hint="this partition waits; the others continue. Try: stop the service, repair or move the group, start it",
             )
         if missing.keys() <= self._stuck:
-            raise error  # nothing to pause, or pausing did not help: leave, and join again later
+            raise error  # nothing can be paused, or a pause did not help: leave, and join again later
         self._stuck |= missing.keys()
         self._set_up(False)
         consumer.pause(set(missing))
 
     async def commit(self) -> None:
-        """Report, then commit what is committable. Tries until it works: for a processor that waits for its commit.
-
-        Raises BrokerError kinds that are not retriable.
+        """Report, then commit the committable offsets. Repeated until it succeeds. Raises BrokerError kinds that are not
+        retriable.
         """
         retry = Backoff(_COMMIT_WAIT_S, _MAX_COMMIT_WAIT_S)
         while True:
@@ -266,14 +263,14 @@ class Membership:
             self._processor.update_metrics()
 
     async def _try_commit(self, limit: float | None = None) -> None:
-        """Within `limit` seconds. What fails is tried again at the next interval; committing twice is harmless."""
+        """One try within `limit` seconds. A failed one is repeated at the next interval; to commit twice is harmless."""
         try:
             async with asyncio.timeout(limit):
                 await self._commit_once()
         except (BrokerError, TimeoutError) as error:
             if not self._is_failing_to_commit:
                 reason = f"it took more than {limit:g} s" if limit is not None and not str(error) else str(error)
-                log.warning("commit_failed", group=self._group, error=reason, hint="it is tried again every turn")
+                log.warning("commit_failed", group=self._group, error=reason, hint="it is repeated at every interval")
             self._is_failing_to_commit = True
         else:
             self._is_failing_to_commit = False
@@ -293,7 +290,7 @@ class Membership:
             except NotOwner as error:
                 refused = {TopicPartition(*source) for source in error.partitions}
                 metrics.BROKER_COMMITS_REFUSED.labels(self._group).inc(len(refused))
-                # Partitions that are owned again by now are tracked anew; the refused offsets are not theirs.
+                # Partitions that this member owns again are tracked anew; the refused offsets are of the earlier ownership.
                 self._disown(refused - self._consumer.assignment())
             tracker.record_commit(marks, refused=refused)
             self._processor.committed()
@@ -317,7 +314,7 @@ class Membership:
         self._shown |= lags.keys()
 
     def _hide_lags(self, partitions: Collection[TopicPartition]) -> None:
-        """The next owner shows these."""
+        """The next owner shows the lag of these."""
         for source in self._shown.intersection(partitions):
             labels = (self._group, source.topic, str(source.partition))
             metrics.BROKER_LAG_RECORDS.remove(*labels)
@@ -326,9 +323,9 @@ class Membership:
 
 
 class GroupMember:
-    """A member of a consumer group over all its memberships: joins, and joins again when a membership ends.
+    """A member of a consumer group over all its memberships: it joins, and joins again when a membership ends.
 
-    make_processor: called for each membership. find_topics: the topics to read; while there are none it does not join.
+    make_processor: called for each membership. find_topics: the topics to read; without any it does not join.
     set_up: called with whether the member is in its group and reads.
     """
 
@@ -348,19 +345,19 @@ class GroupMember:
         self._commit_interval, self._set_up = commit_interval, set_up
         self._retry = Backoff(_REJOIN_WAIT_S, _MAX_REJOIN_WAIT_S)
         self.waits_for: str | None = "has not joined its group yet"
-        """Why it is no member, for a person; None while it is one."""
+        """Why it is not in its group, for a person; None while it is."""
         self.is_drained = True
-        """Whether everything under way was settled when the last membership ended."""
+        """Whether all records in flight were settled when the last membership ended."""
 
     async def run(self, stopping: asyncio.Event, drain: float) -> None:
-        """Until `stopping`; then drains within about `drain` seconds. Raises nothing: broker failures are waited out.
+        """Until `stopping`; then drain within about `drain` seconds. Raises nothing: broker failures are waited out.
 
-        The waits grow while joining fails, and start anew with each membership that was reached.
+        The waits grow while joins fail, and begin anew after each successful join.
         """
         while not stopping.is_set():
             try:
                 await self._join(stopping, drain)
-            except* Exception as errors:  # also a fault of ours: what is not committed is polled again
+            except* Exception as errors:  # any error: uncommitted records are polled again
                 self.waits_for = str(self._count_failure(errors))
                 self._set_up(False)
             if not stopping.is_set():
@@ -382,7 +379,7 @@ class GroupMember:
             self.is_drained = await membership.run(consumer, stopping, drain)
 
     def _count_failure(self, errors: BaseExceptionGroup[Exception]) -> BaseException:
-        """Returns the first cause. Logs failure 1, 2, 4, 8 and so on of a series: a long one is neither silent nor a flood."""
+        """Returns the first cause. Logs failures 1, 2, 4, 8 and so on of a series."""
         first: BaseException = errors
         while isinstance(first, BaseExceptionGroup):
             first = first.exceptions[0]
@@ -396,14 +393,13 @@ class GroupMember:
                 error=str(first),
                 kind=reason,
                 failures=self._retry.failures,
-                hint="it joins again by itself; nothing is lost. Try: penstock up creates missing topics",
+                hint="it joins again by itself; nothing is lost. If topics are missing, try: penstock up",
                 exc_info=None if isinstance(first, BrokerError) else first,
             )
         return first
 
 
 def _log_damage(group: str, batch: Batch, damage: Damage) -> None:
-    """Records that cannot be read although those behind them can."""
     metrics.BROKER_DAMAGED_RECORDS.labels(group, batch.topic).inc(damage.last - damage.first + 1)
     log.error(
         "records_damaged",
@@ -413,15 +409,14 @@ def _log_damage(group: str, batch: Batch, damage: Damage) -> None:
         first=damage.first,
         last=damage.last,
         error=damage.detail,
-        hint="their stored bytes go to the dead letters, the rest goes on. Try: check the disks of the brokers",
+        hint="their stored bytes go to the dead letters; the partition continues. Try: check the disks of the brokers",
     )
 
 
 def _count_missing(error: OffsetOutOfRange | DataDamaged) -> dict[TopicPartition, int]:
     if isinstance(error, OffsetOutOfRange):
         return {TopicPartition(error.topic, error.partition): error.missing}
-    missing: dict[TopicPartition, int] = {}
+    missing = Counter[TopicPartition]()
     for partition, first, last in error.ranges:
-        source = TopicPartition(error.topic, partition)
-        missing[source] = missing.get(source, 0) + last - first + 1
+        missing[TopicPartition(error.topic, partition)] += last - first + 1
     return missing

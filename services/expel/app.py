@@ -18,11 +18,11 @@ from services.expel.settings import ExpelSettings
 log = structlog.get_logger()
 
 _DRAIN_SHARE = 0.6
-"""Share of the drain time for requests under way; the rest is for committing, leaving the groups and closing."""
+"""Share of the drain time for open requests. The rest is for commits, leaving the groups and closing."""
 
 
 async def start(settings: ExpelSettings, supervision: Supervision) -> None:
-    """Run until the stop, then drain. Raises BadConfiguration; everything else is waited out or ends the process."""
+    """Run until the stop, then drain. Raises BadConfiguration."""
     plan = await asyncio.to_thread(read_plan, settings, dict(os.environ))
     plans = plan.lanes
     raise_file_limit(
@@ -57,4 +57,4 @@ async def start(settings: ExpelSettings, supervision: Supervision) -> None:
         if running:
             await asyncio.wait(running)
         if cut_short := [lane.name for lane in lanes if not lane.is_drained]:
-            supervision.cut_short(f"requests under way: {', '.join(cut_short)}")
+            supervision.cut_short(f"open requests: {', '.join(cut_short)}")

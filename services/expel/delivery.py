@@ -1,6 +1,6 @@
-"""Events on their way to one destination, as a few parallel lists.
+"""Events for one destination, as a few parallel lists.
 
-The lists are sliced and never walked on the way, because a Python object per event would cost more than everything else.
+The lists are sliced and not iterated, because a Python object per event would cost more than everything else.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -14,7 +14,7 @@ Position = tuple[TopicPartition, int, int]
 
 
 class OffsetRun(NamedTuple):
-    """Consecutive events of a delivery that came from one polled batch. polled_ms: when it was polled, ms since the epoch."""
+    """Consecutive events of a delivery from one polled batch. polled_ms: when it was polled, ms since the epoch."""
 
     source: TopicPartition
     offsets: Sequence[int]
@@ -22,7 +22,7 @@ class OffsetRun(NamedTuple):
 
 
 class Unreadable(NamedTuple):
-    """A record that cannot be delivered to any destination: a dead letter at once. events: how many events it stands for."""
+    """A record that cannot be delivered, and becomes a dead letter at once. events: how many events it stands for."""
 
     offset: int
     record: Record
@@ -59,14 +59,14 @@ class Delivery:
     lapsed: frozenset[TopicPartition] = frozenset()
     """Partitions that are being revoked: this process does not try their events again."""
     disowned: frozenset[TopicPartition] = frozenset()
-    """Partitions that were revoked while this was under way. Its outcome settles none of their offsets: when such a partition
-    comes back, its topic may have been deleted and created anew, and the same offsets are other events."""
+    """Partitions that were revoked while this was sent. Its outcome settles none of their offsets: when such a partition comes
+    back, its topic may have been deleted and created anew, and the same offsets are other events."""
 
     def __len__(self) -> int:
         return len(self.parts)
 
     def set_polled(self, source: TopicPartition, polled_ms: int, polled_at: float) -> None:
-        """Complete a rendered batch. source: the partition that was polled, where the offsets of the only run count."""
+        """Complete a rendered batch. source: the polled partition, to which the offsets belong."""
         ((_, offsets, _),) = self.runs
         self.runs, self.polled_at = [OffsetRun(source, offsets, polled_ms)], polled_at
         self.size = sum(map(len, self.parts))
@@ -87,7 +87,7 @@ class Delivery:
         )
 
     def join(self, other: "Delivery") -> "Delivery":
-        """These events and behind them the other's, as a new request."""
+        """These events and then the other's, as a new request."""
         return Delivery(
             [*self.parts, *other.parts],
             [*self.ids, *other.ids],
@@ -100,7 +100,7 @@ class Delivery:
         )
 
     def positions(self) -> list[Position]:
-        """Of each event. Walks all events: only for failures."""
+        """The position of each event. It iterates over all events: only for failures."""
         return [(run.source, offset, run.polled_ms) for run in self.runs for offset in run.offsets]
 
     def subset(self, indexes: Sequence[int]) -> "Delivery":
@@ -133,7 +133,7 @@ class Delivery:
 
 
 class Rendered(NamedTuple):
-    """A batch as a sender has rendered it: the events to deliver, in one run, and the records that cannot be delivered."""
+    """A batch rendered by a sender: the events to deliver, in one run, and the records that cannot be delivered."""
 
     delivery: Delivery
     unreadable: Sequence[Unreadable] = ()

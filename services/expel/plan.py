@@ -1,4 +1,4 @@
-"""From the checked pipe file to the lanes of this instance: the sender, limits and retry policy of each."""
+"""From the checked pipe file to the lanes of this instance, each with its sender, limits and retry policy."""
 
 from collections.abc import Iterable, Mapping
 from contextlib import AsyncExitStack
@@ -256,14 +256,14 @@ class LaneBuilder:
 
 
 def _find_siblings(plan: LanePlan) -> frozenset[str] | None:
-    """Every destination of the pipe, for the first of them: one lane counts the events that none of them will deliver."""
+    """Every destination of the pipe, for the first one only: one lane counts the events that no lane will deliver."""
     if plan.pipe.destinations[0].name != plan.destination.name:
         return None
     return frozenset(destination.name for destination in plan.pipe.destinations) | plan.removed
 
 
 def _limit_retries(destination: Destination, webhook: Webhook) -> RetryLimits:
-    """A few attempts here, then the retry topic. With `order: key` events are tried here until the window is over."""
+    """A few attempts in the lane, then the retry topic. With `order: key` the lane repeats events until the window is over."""
     retry = webhook.retry
     if webhook.order == "key" and webhook.schedule:
         return RetryLimits(None, retry.base, retry.max_wait, window=sum(webhook.schedule))

@@ -1,9 +1,9 @@
-"""What happens to an event after an attempt: the one place that decides.
+"""Decides what happens to an event after an attempt.
 
-On a 503, from top to bottom: `fail_by_status` makes a recoverable Failure of the status. `RetryPolicy.decide` sends the event
-again from here while attempts (or the window) are left, then through the retry topic, or to the dead letters where the
-destination has no schedule. `RetrySchedule` says when an event of the retry topic is due again, and when its window is over:
-then it is a dead letter too. A 410 pauses the destination.
+After a 503: `fail_by_status` makes a recoverable Failure. `RetryPolicy.decide` repeats the attempt in this lane while attempts
+(or the window) are left. Then the event goes to the retry topic, or to the dead letters when the destination has no schedule.
+`RetrySchedule` says when an event of the retry topic is due again. When its window is over, it becomes a dead letter. A 410
+pauses the destination.
 """
 
 import random
@@ -22,7 +22,7 @@ GONE = 410
 MAX_RETRY_AFTER = 86_400.0
 """Seconds; a longer Retry-After counts as this."""
 MAX_HOLD = 60.0
-"""Seconds of a receiver's Retry-After that are waited out here, uncommitted. The global retrier waits for the rest."""
+"""Seconds of a receiver's Retry-After that the lane waits, uncommitted. The global retrier waits for the rest."""
 WINDOW_OVER = "window_over"
 JITTER = 0.2
 
@@ -32,10 +32,9 @@ class Failure:
     """Why events were not delivered.
 
     reason: a stable word for metrics and dead letters, e.g. `http_503`, `timeout`. detail: for a person, no secrets.
-    recoverable: the same attempt may succeed later. retry_after: seconds without an attempt: the receiver asked for them
-    (clamped), or its circuit breaker is open.
-    gone: the receiver wants no more events (410). ours: this process or our broker failed, not the receiver; no attempt is
-    used up.
+    recoverable: the same attempt may succeed later. retry_after: seconds without an attempt, because the receiver asked for them
+    (clamped) or its circuit breaker is open. gone: the receiver wants no more events (410). ours: this process or the broker
+    failed, not the receiver; it does not count as an attempt.
     """
 
     reason: str
@@ -47,7 +46,7 @@ class Failure:
 
 
 Outcome = None | Failure | Mapping[int, Failure]
-"""Of one attempt. None: all events were delivered. A Failure: none was. A mapping: these (by index) were not."""
+"""The outcome of an attempt. None: all events were delivered. A Failure: none. A mapping: these (by index) were not."""
 
 
 def is_recoverable(status: int) -> bool:
@@ -80,11 +79,11 @@ def parse_retry_after(text: str | None, *, now: float) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class RetryLimits:
-    """attempts: in all, the first included; None: no limit (our own broker, and `order: key`).
+    """attempts: including the first one; None: no limit (our own broker, and `order: key`).
 
     base, max_wait in seconds: the wait after attempt n is uniformly random up to min(max_wait, base * 2^(n-1)).
-    window: seconds after its first failure in which an event is tried again here; with `attempts`, the first to end counts.
-    uses_retry_topic: afterwards recoverable events go to the global retrier, else to the dead letters.
+    window: seconds after its first failure in which the lane repeats an event. With `attempts`, the limit that is reached first
+    counts. uses_retry_topic: then recoverable events go to the global retrier, else to the dead letters.
     """
 
     attempts: int | None
@@ -110,10 +109,10 @@ class Action(Enum):
 
 @dataclass(frozen=True, slots=True)
 class RetryDecision:
-    """For a whole request. The indexes of each event are in exactly one of the first four, unless `pause` is set.
+    """The decision for a request. The index of each event is in exactly one of the first four, unless `pause` is set.
 
-    wait: seconds until the next attempt of `retry`. hold: seconds in which the receiver wants no request at all (Retry-After).
-    pause: the destination accepted nothing, and is paused.
+    wait: seconds until the next attempt of `retry`. hold: seconds in which the receiver wants no request (Retry-After).
+    pause: the destination accepted no event, and is paused.
     """
 
     delivered: Sequence[int] = ()
@@ -128,10 +127,10 @@ class RetryDecision:
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
-    """One destination's.
+    """The policy of one destination.
 
-    keyed: when an event is retried, later events of its key are sent again with it although they were taken, so that a
-    receiver that keeps the newest state ends with the newest.
+    keyed: when an event is retried, later events of its key are sent again with it, even if the receiver accepted them. So a
+    receiver that keeps the last state ends with the newest.
     """
 
     limits: RetryLimits
@@ -139,7 +138,7 @@ class RetryPolicy:
     jitter: Callable[[float], float] = backoff.full_jitter
 
     def decide(self, delivery: Delivery, failures: Mapping[int, Failure], now_ms: int) -> RetryDecision:
-        """For an attempt that failed, which `delivery.attempts` counts already."""
+        """The decision after a failed attempt, which `delivery.attempts` already counts."""
         age = (now_ms - delivery.first_failure) / 1000
         actions = {
             failure: self.choose(failure, delivery.attempts, age) for failure in dict.fromkeys(failures.values())
@@ -165,7 +164,7 @@ class RetryPolicy:
         )
 
     def choose(self, failure: Failure, attempts: int, age: float = 0.0) -> Action:
-        """attempts: how many the event has had here, this one included. age: seconds since the first of them failed."""
+        """attempts: of the event in this lane, including this one. age: seconds since the first of them failed."""
         if failure.gone:
             return Action.PAUSE
         if not failure.recoverable:
@@ -199,7 +198,7 @@ def _find_followers(delivery: Delivery, retry: set[int], dead: Mapping[int, Fail
 
 @dataclass(frozen=True, slots=True)
 class RetrySchedule:
-    """When the events of the retry topic are due. waits: seconds before each round, each within ±20 %, so that events that
+    """When the events of the retry topic are due. waits: seconds before each round. Each is varied by ±20 %, so events that
     failed together do not come back together.
     """
 
@@ -207,7 +206,7 @@ class RetrySchedule:
     jitter: Callable[[float, float], float] = random.uniform
 
     def next_wait(self, rounds: int, failure: Failure) -> float | None:
-        """Seconds until an event is due that has had so many rounds; Retry-After is the least wait. None: its window is over."""
+        """Seconds until an event with so many rounds is due; at least its Retry-After. None: its window is over."""
         if rounds >= len(self.waits):
             return None
         return max(self.waits[rounds] * self.jitter(1 - JITTER, 1 + JITTER), failure.retry_after or 0.0)

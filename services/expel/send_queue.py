@@ -24,10 +24,10 @@ class RequestLimits:
 class SendQueue:
     """Events that wait for their first request, and requests that wait for their next attempt; retries are sent first.
 
-    Times are those of `clock`, monotonic seconds. Nothing here waits or fails. Not thread-safe.
+    Times are monotonic seconds of `clock`. No method waits or fails. Not thread-safe.
 
-    serial: one request at a time, its retries included. max_wait: seconds that an event waits for its request to fill up.
-    on_due: called at the time given to `wake_at`. `closing`: only retries are sent any more.
+    serial: one request at a time, including its retries. max_wait: seconds that an event waits for its request to fill up.
+    on_due: called at the time given to `wake_at`. `closing`: only retries are sent.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class SendQueue:
 
     @property
     def retries(self) -> int:
-        """Requests that wait for their next attempt."""
+        """The number of requests that wait for their next attempt."""
         return len(self._retries)
 
     def add(self, polled: Delivery) -> None:
@@ -65,11 +65,11 @@ class SendQueue:
         heapq.heappush(self._retries, (self._clock() + wait, self._sequence, request))
 
     def finish(self, records: Sequence[Record]) -> None:
-        """These are settled, or another member's: later events of their keys may be sent."""
+        """These are settled, or belong to another member: later events of their keys may be sent."""
         self._new.finish(records)
 
     def next_due(self, now: float, *, is_sending: bool) -> float | None:
-        """When the next request may be sent (not after now: at once). None: not before something else happens."""
+        """When the next request may be sent; at or before `now` means at once. None: when another event arrives or is settled."""
         retry = self._retries[0][0] if self._retries else None
         is_busy = self._serial and (is_sending or self._retries)
         if self.closing or is_busy or (retry is not None and retry <= now):
@@ -81,20 +81,20 @@ class SendQueue:
         return full if retry is None else min(retry, full)
 
     def pop(self, now: float) -> Delivery:
-        """The next request. Only when `next_due` says that one is due."""
+        """The next request. Call it only when one is due by `next_due`."""
         if self._retries and self._retries[0][0] <= now:
             return heapq.heappop(self._retries)[2]
         return self._new.cut()
 
     def pop_all(self) -> Iterator[Delivery]:
-        """Everything that is queued, due or not, retries first. A key that is under way follows when it is finished."""
+        """All queued events, due or not, retries first. Later events of a key follow when its current ones are finished."""
         while self._retries:
             yield heapq.heappop(self._retries)[2]
         while self._new.oldest() is not None:
             yield self._new.cut()
 
     def drop(self, sources: Collection[TopicPartition]) -> tuple[tuple[int, float], list[Delivery]]:
-        """Forget these partitions: (how many events were never in a request, and their weight), their retries."""
+        """Forget these partitions. Returns ((number of events that were never in a request, their weight), their retries)."""
         dropped, waiting = [], []
         for due, sequence, request in self._retries:
             kept, gone = request.split(sources)
@@ -107,7 +107,7 @@ class SendQueue:
         return self._new.drop(sources), dropped
 
     def wake_at(self, at: float) -> None:
-        """Call `on_due` then, unless an earlier time is set."""
+        """Call `on_due` at this time, unless an earlier time is set."""
         if self._timer is not None:
             if self._timer_at <= at:
                 return
@@ -126,25 +126,25 @@ class SendQueue:
 
 
 class NewEvents(Protocol):
-    """Events that wait for their first request, from which requests are cut."""
+    """Events that wait for their first request. Requests are cut from them."""
 
     def add(self, polled: Delivery) -> None:
         """Queue the events of a polled batch."""
 
     def oldest(self) -> float | None:
-        """When the longest waiting event that may be sent now was polled; None when none may."""
+        """When the oldest event that may be sent now was polled; None when no event may be sent."""
 
     def has_full(self) -> bool:
         """Whether the events that may be sent now fill a request."""
 
     def cut(self) -> Delivery:
-        """The next request, filled as far as possible. Only when `oldest` is not None."""
+        """The next request, as full as possible. Call it only when `oldest` is not None."""
 
     def finish(self, records: Sequence[Record]) -> None:
         """These are settled: later events of their keys may be sent."""
 
     def drop(self, sources: Collection[TopicPartition]) -> tuple[int, float]:
-        """Forget the events of these partitions; how many they were, and their weight."""
+        """Forget the events of these partitions. Returns their number and weight."""
 
 
 class UnorderedEvents:
@@ -170,7 +170,7 @@ class UnorderedEvents:
         return self._events >= limits.max_events or self._size + self._events * limits.overhead >= limits.max_bytes
 
     def cut(self) -> Delivery:
-        """Usually one slice of one batch. What the end of a batch leaves free is filled from the next one."""
+        """Usually one slice of one batch. The end of a batch is filled up from the next one."""
         limits = self._limits
         request, room = self._cut_slice(limits.max_events, limits.max_bytes)
         count = len(request.parts)
@@ -236,8 +236,8 @@ class _KeyQueue:
 
 
 class KeyedEvents:
-    """Keeps the order of each key: while an event of a key is under way (or waits for its retry, or to be stored as a dead
-    letter), later events of that key wait. Other keys go on.
+    """Keeps the order of each key: while an event of a key is being sent, waits for its retry, or is being stored as a dead
+    letter, later events of that key wait. Other keys continue.
 
     A request may carry several events of one key, in order. Events without a key have no order.
     """
@@ -246,7 +246,7 @@ class KeyedEvents:
         self._limits = limits
         self._queues: dict[bytes | None, _KeyQueue] = {}
         self._ready: deque[bytes | None] = deque()
-        """Keys that have waiting events and none under way; the longest waiting first."""
+        """Keys with waiting events and no unsettled request; the oldest first."""
         self._busy: dict[bytes, int] = {}
         """Unsettled events per key that have left their queue."""
         self._ready_events = self._ready_size = 0

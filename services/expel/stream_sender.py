@@ -17,7 +17,7 @@ _NO_LIMIT = 1 << 62
 
 
 class StreamSender:
-    """Failures of our own broker are always recoverable. Only a record that is too large is given up."""
+    """Every failure of the broker is recoverable, except for a record that is too large."""
 
     def __init__(self, producer: Producer, topic: str) -> None:
         self._producer, self._topic = producer, topic
@@ -61,4 +61,4 @@ def _explain(error: Exception) -> Failure:
         return Failure("too_large", str(error), recoverable=False)
     if not isinstance(error, BrokerError):
         raise error
-    return Failure("broker", f"the stream could not take it: {type(error).__name__}", recoverable=True, ours=True)
+    return Failure("broker", f"the stream could not store it: {type(error).__name__}", recoverable=True, ours=True)

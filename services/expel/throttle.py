@@ -1,5 +1,5 @@
-"""Whether a request may be sent to a destination now: its rate limit, its circuit breaker, its slow start after an outage, and
-how fast a lane with an open breaker sheds its events.
+"""Decides whether a request may be sent now: rate limit, circuit breaker, slow start after an outage, and the load shedder, which
+limits how fast a lane with an open breaker moves its events to the retry topic.
 """
 
 import math
@@ -23,7 +23,7 @@ _MIN_BLOCKED_WAIT_S = 1.0
 
 
 class SendThrottle:
-    """One destination's, in one process; outlives memberships. `clock` is monotonic seconds. Not thread-safe.
+    """The throttle of one destination in one process; it outlives memberships. `clock` is monotonic seconds. Not thread-safe.
 
     sheds: while the breaker is open, events go to the retry topic without an attempt (`shedder`).
     """
@@ -45,7 +45,7 @@ class SendThrottle:
 
     @property
     def is_blocked(self) -> bool:
-        """Whether no request may be sent because the last ones failed. Due events are then shed (`shedder`)."""
+        """Whether no request may be sent because the last ones failed."""
         return self._breaker.is_blocked
 
     @property
@@ -54,7 +54,7 @@ class SendThrottle:
         return self._breaker.state
 
     def blocked_for(self) -> float:
-        """Seconds until the next probe at the earliest; 0 when one may be sent or is under way."""
+        """The least seconds until the next probe; 0 when one may be sent or is open."""
         return max(0.0, self._breaker.open_until - self._clock())
 
     def wait(self) -> float:
@@ -67,18 +67,18 @@ class SendThrottle:
         return wait if self._bucket is None else max(wait, self._bucket.wait())
 
     def begin(self, request: Delivery) -> None:
-        """It is sent now. Not while `is_blocked`; `end` or `abandon` must follow."""
+        """This request is sent now. Not while `is_blocked`. `end` or `abandon` must follow."""
         self._breaker.begin(request)
         self._slow_start.spend(len(request.parts))
         if self._bucket is not None:
             self._bucket.spend(len(request.parts))
 
     def abandon(self, request: Delivery) -> None:
-        """The request ended here, without a response."""
+        """The request was cancelled in this process."""
         self._breaker.abandon(request)
 
     def end(self, request: Delivery, outcome: Outcome) -> None:
-        """The outcome of a request. A receiver that refuses events for good is healthy; so is one that answers 429."""
+        """The outcome of a request. A receiver that refuses events finally, or answers 429, is healthy."""
         if isinstance(outcome, Failure) and (outcome.ours or outcome.reason == _TOO_MANY):
             self._breaker.abandon(request)
         elif isinstance(outcome, Failure) and outcome.recoverable:
@@ -115,14 +115,14 @@ class CircuitBreaker:
     requests (Standard Webhooks leaves it open).
 
     Called once per request, not per event: `begin(request)` unless `is_blocked`, then exactly one of `succeed`, `fail`, `abandon`
-    with the same request. So late responses to requests from before the outage are not mistaken for the probe's.
+    with the same request. So a late response to an earlier request is not mistaken for the probe's.
     `clock` is monotonic seconds. Not thread-safe.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._buckets: deque[list[float]] = deque()
-        """[begin, attempts, failures] of short intervals of the window."""
+        """[begin, attempts, failures] of each short interval of the window."""
         self._opened = 0
         """How often it opened since it was closed."""
         self._open_until = 0.0
@@ -151,7 +151,7 @@ class CircuitBreaker:
             self._probe = request
 
     def succeed(self, request: object) -> bool:
-        """The receiver is up: it took the events, or refused them for good. True when that closed the breaker."""
+        """The receiver answered: it accepted the events, or refused them finally. True when that closed the breaker."""
         was_probe = self._end(request)
         if not self._opened:
             self._count(failed=False)
@@ -162,7 +162,7 @@ class CircuitBreaker:
         return was_probe
 
     def fail(self, request: object) -> bool:
-        """The receiver is in trouble. True when that opened a closed breaker."""
+        """The request failed. True when that opened a closed breaker."""
         was_probe = self._end(request)
         if self._opened:
             if was_probe:
@@ -176,7 +176,7 @@ class CircuitBreaker:
         return True
 
     def abandon(self, request: object) -> None:
-        """The request says nothing about the receiver: it was given up here, or the receiver asked to slow down (429)."""
+        """The request says nothing about the receiver: it was cancelled, or the receiver asked to slow down (429)."""
         self._end(request)
 
     def _end(self, request: object) -> bool:
@@ -202,7 +202,7 @@ class CircuitBreaker:
 
 
 FIRST_RATE = 10.0
-"""Events per second right after recovery, when nothing else is known."""
+"""Events per second right after the recovery, when the usual rate is unknown."""
 _FIRST_SHARE = 0.1
 _MAX_FACTOR = 2.0
 _STEP_S = 5.0
@@ -219,9 +219,9 @@ class SlowStart:
     """Limits the rate after an outage: it rises step by step, to at most twice the usual rate of before.
 
     The usual rate is an average over some minutes of healthy delivery. While it is unknown (the process started during the
-    outage) the rate doubles without limit. The usual rate may be below today's: where a destination still has a backlog after
-    minutes at its limit, the limit doubles, or its lag would grow until its events expire. The slow start is over when the
-    destination stayed below its limit for a while, so the backlog is gone.
+    outage) the rate doubles without limit. The usual rate may be too low for the events that arrive now: when a destination
+    still has a backlog after minutes at its limit, the limit doubles. Otherwise its lag would grow until its events expire. The
+    slow start is over when the destination stayed below its limit for a while, because then the backlog is gone.
     `clock` is monotonic seconds. Not thread-safe.
     """
 
@@ -235,7 +235,7 @@ class SlowStart:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing is limited."""
+        """Whether the rate is not limited."""
         return self._bucket is None
 
     @property
@@ -286,7 +286,7 @@ class SlowStart:
     def _raise(self, now: float) -> None:
         limit = math.inf if self._usual is None else max(FIRST_RATE, _MAX_FACTOR * self._usual)
         if self._rate >= limit:
-            self._usual = limit  # more arrives now than usual
+            self._usual = limit  # more events arrive now than usual
             limit *= _MAX_FACTOR
         self._rate = min(limit, 2 * self._rate)
         is_at_limit = self._usual is not None and self._rate >= limit
@@ -303,15 +303,15 @@ MIN_SHED_RATE = 500.0
 """Events per second, when fewer are usual or the usual rate is unknown."""
 _SHED_FACTOR = 1.25
 _DOUBLE_S = 30.0
-"""After this time with more events than may be shed, the rate doubles: what arrives for days must not expire in its stream."""
+"""After this time with more events than may be shed, the rate doubles: events must not expire in their stream."""
 
 
 class LoadShedder:
     """How fast a lane with an open breaker moves its events to the retry topic: in turns, slightly faster than they arrive.
 
-    Other events wait in their stream, which costs nothing. Moving a backlog as fast as possible would take the machine from the
-    other destinations: the retrier, the broker and the other lanes would work for the dead one. A turn gathers the events
-    since the last one, so that they become few large appends. `clock` is monotonic seconds. Not thread-safe.
+    Other events wait in their stream, which costs nothing. If a lane moved its backlog as fast as possible, the retrier and the
+    broker would work for the failed destination and slow down the others. A turn moves the events since the last one in few
+    large appends. `clock` is monotonic seconds. Not thread-safe.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -329,7 +329,7 @@ class LoadShedder:
         return max(0.0, self._next_turn - self._clock())
 
     def limit(self) -> int:
-        """How many events a turn may shed, its last request aside."""
+        """How many events a turn may shed. Its last request may exceed it."""
         return int(self._rate * TURN_S)
 
     def end_turn(self, shed: int, *, is_more: bool) -> None:
@@ -349,9 +349,9 @@ _ROUNDING = 1e-6
 
 
 class TokenBucket:
-    """At most `rate` events per second in the long run; at once at most a tenth of a second's worth, or one request.
+    """At most `rate` events per second on average; at once at most the events of a tenth of a second, or one request.
 
-    It may go into debt, so that no request is split to fit. `clock` is monotonic seconds. Not thread-safe.
+    It may go into debt, so no request is split. `clock` is monotonic seconds. Not thread-safe.
     """
 
     def __init__(self, rate: float, clock: Callable[[], float] = time.monotonic) -> None:

@@ -1,6 +1,6 @@
-"""Request bodies, joined from bytes: a payload is checked to be one JSON value and then spliced, never parsed into objects.
+"""Request bodies, joined from bytes: a payload is checked to be one JSON value and inserted, never parsed into objects.
 
-A format renders each record to its `part` when the record is polled, and joins parts when a request is sent.
+A format renders each record to its part when the record is polled, and joins parts when a request is sent.
 """
 
 import base64
@@ -31,7 +31,7 @@ class Renderer(Protocol):
     """Renders the records of one topic for one destination."""
 
     def part(self, record: Record, headers: dict[str, bytes], event_id: bytes) -> bytes:
-        """Any record. Raises BadRecord."""
+        """The part of any record. Raises BadRecord."""
 
     def usual_parts(
         self, records: Sequence[Record], ids: Sequence[bytes], arrivals: Sequence[bytes]
@@ -72,14 +72,14 @@ def render(batch: Batch, renderer: Renderer, max_part: int) -> Rendered:
 
 
 def render_damaged(batch: Batch, damage: Damage) -> Rendered:
-    """For a batch that stands for damaged records: nothing is delivered, the stored bytes go to the dead letters."""
+    """For a batch of damaged records: nothing is delivered, and the stored bytes go to the dead letters."""
     detail = f"offsets {damage.first} to {damage.last} cannot be read: {damage.detail}"
     bad = Unreadable(batch.offsets[0], batch.records[0], DAMAGED_BATCH, detail, damage.last - damage.first + 1)
     return Rendered(_make_delivery(batch, (), (), (), (), ()), [bad])
 
 
 def _render_usual(batch: Batch, renderer: Renderer, max_part: int) -> Rendered | None:
-    """All at once when all records have the form that ingest writes, which halves the cost. Otherwise None."""
+    """Render all records at once when all have the headers that ingest writes, which halves the cost. Else None."""
     records = batch.records
     try:
         pairs = [
@@ -106,7 +106,7 @@ def _render_usual(batch: Batch, renderer: Renderer, max_part: int) -> Rendered |
 
 
 def _render_each(batch: Batch, renderer: Renderer, max_part: int) -> Rendered:
-    """One by one; records that cannot be delivered get a reason."""
+    """Render each record alone; records that cannot be delivered get a reason."""
     kept: list[int] = []
     parts: list[bytes] = []
     ids: list[bytes] = []
@@ -146,7 +146,7 @@ def _make_delivery(
 
 
 def checked(value: bytes | None) -> bytes:
-    """The value if it is JSON. Raises BadRecord."""
+    """The value, if it is JSON. Raises BadRecord."""
     if value is None:
         raise BadRecord("the value is null")
     if not is_json(value):
@@ -163,7 +163,7 @@ def is_json_type(content_type: bytes | None) -> bool:
 
 
 class PlainRenderer:
-    """Renders the payload itself. on_lines: without line breaks."""
+    """Renders the payload only. on_lines: without line breaks."""
 
     def __init__(self, *, on_lines: bool) -> None:
         self._on_lines = on_lines
@@ -195,7 +195,7 @@ _NOT_FROM_HEADERS = frozenset({"data", "data_base64", "datacontenttype"})
 
 
 class CloudEventRenderer:
-    """Renders CloudEvents 1.0 around the untouched payload. Default source and type: the event's pipe and stream."""
+    """Renders CloudEvents 1.0 around the unchanged payload. Default source and type: the event's pipe and stream."""
 
     def __init__(self, pipe: str, topic: str) -> None:
         self._source, self._type = f"penstock/{pipe}", f"penstock.{topic}"

@@ -1,6 +1,6 @@
-"""Resolves host names on threads of its own: a name server that does not answer delays its own host only.
+"""Resolves host names on its own threads: a name server that does not answer delays only its own hosts.
 
-The event loop's resolver shares four threads among all hosts; a few slow names would stop every lookup.
+The event loop's resolver shares a few threads among all hosts, so some slow names would stop every lookup.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ from services.core.net_guard import NetPolicy, refuse_address
 
 MAX_THREADS = 64
 LOOKUP_TIMEOUT = 5.0
-"""Seconds. A thread cannot be stopped and may wait longer; meanwhile it is the only thread of its host."""
+"""Seconds. A thread cannot be stopped and may wait longer. Until it ends, its host gets no other thread."""
 
 AddressInfo = tuple[Any, Any, int, str, Any]
 Lookup = Callable[..., list[AddressInfo]]
@@ -31,7 +31,7 @@ class NameNotFound(OSError):
 
 
 class Resolver:
-    """`getaddrinfo` for all destinations: at most one thread per host and MAX_THREADS in all. No thread delays the exit."""
+    """`getaddrinfo` for all destinations: at most one thread per host and MAX_THREADS together. No thread delays the exit."""
 
     def __init__(self, lookup: Lookup = socket.getaddrinfo) -> None:
         self._lookup = lookup
@@ -50,7 +50,7 @@ class Resolver:
 
     def _start(self, host: str) -> "asyncio.Future[list[AddressInfo]]":
         if len(self._running) >= MAX_THREADS:
-            raise OSError(errno.ENOBUFS, f"{MAX_THREADS} names are being looked up already and none is answered")
+            raise OSError(errno.ENOBUFS, f"{MAX_THREADS} lookups of names have no answer yet")
         found: asyncio.Future[list[AddressInfo]] = asyncio.get_running_loop().create_future()
         found.add_done_callback(_retrieve_error)
         try:
@@ -69,7 +69,7 @@ class Resolver:
             result = NameNotFound(f"the name cannot be looked up: {error}")
         except OSError as error:
             result = error
-        with suppress(RuntimeError):  # the loop is closed, nothing waits for the result
+        with suppress(RuntimeError):  # the loop is closed: nothing waits for the result
             found.get_loop().call_soon_threadsafe(self._finish, host, found, result)
 
     def _finish(
@@ -104,7 +104,7 @@ async def find_addresses(resolver: Resolver, host: str, port: int, policy: NetPo
         found = await resolver.resolve(host)
     for *_, address in found:
         if (reason := refuse_address(address[0], port, policy)) is not None:
-            raise RefusedAddress(f"the host leads inside: {reason}")
+            raise RefusedAddress(f"the host has a refused address: {reason}")
     return [
         (family, kind, proto, name, (address[0], port, *address[2:])) for family, kind, proto, name, address in found
     ]
