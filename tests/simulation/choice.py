@@ -1,4 +1,8 @@
-"""What a seed chooses: the fleet, its traffic, and which kinds of faults and operators its history has."""
+"""What a seed chooses: the fleet, its traffic, and which kinds of faults and operators its history has.
+
+Half of the histories are wide: each kind has the same chance. The others have a theme: a few kinds, often, and everything else
+seldom.
+"""
 
 import random
 from dataclasses import dataclass
@@ -75,23 +79,64 @@ OPERATORS = (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class Theme:
+    """Kinds that a history has in any case, often. observed, in_order: whether it must be so; else the dice say.
+
+    share: of the themes. longer: by how many seconds more clients send.
+    """
+
+    share: int = 1
+    operators: tuple[str, ...] = ()
+    receiver_faults: tuple[str, ...] = ()
+    observed: bool = False
+    in_order: bool = False
+    longer: float = 0.0
+
+
+NO_THEME = Theme()
+THEMES = (
+    Theme(4, ("pause",), ("500", "503", "hang", "reset"), in_order=True, longer=4.0),
+    Theme(1, ("pause", "remake_inner"), ("500",), observed=True),
+    Theme(2, ("redrive", "remake_inner"), ("400",)),
+    Theme(2, ("remake", "pause")),
+)
+"""Kinds that act on the same events. Faults were found where they meet, and seldom in a history that has many other kinds."""
+WIDE, PAIR = 0.5, 0.2
+"""Shares of the histories without a theme, and of those whose theme is any two kinds of operators."""
+
+
+def _choose_theme(rng: random.Random) -> Theme:
+    drawn = rng.random()
+    if drawn < WIDE:
+        return NO_THEME
+    if drawn < WIDE + PAIR:
+        return Theme(operators=tuple(rng.sample(OPERATORS, 2)))
+    return rng.choices(THEMES, [theme.share for theme in THEMES])[0]
+
+
 def choose(seed: int) -> Choice:
     """The same for the same seed."""
     rng = random.Random(seed)
+    theme = _choose_theme(rng)
+    is_wide = theme is NO_THEME
 
-    def some(names: tuple[str, ...], chance: float) -> tuple[str, ...]:
-        return tuple(name for name in names if rng.random() < chance)
+    def some(names: tuple[str, ...], chance: float, sure: tuple[str, ...] = ()) -> tuple[str, ...]:
+        """Of a family of kinds: those that are sure, and in some histories others."""
+        chance *= rng.random() < (0.8 if is_wide else 0.4)
+        return tuple(name for name in names if rng.random() < chance or name in sure)
 
-    observed = rng.random() < 0.06
-    keyed = rng.random() < (0.6 if observed else 0.4)
+    observed = rng.random() < 0.05 or theme.observed
+    keyed = rng.random() < (0.6 if observed else 0.4) or theme.in_order
     names = ("a", "b")[: 2 if observed else rng.randint(1, 2)]
     destinations = [_destination(rng, name, in_order=keyed and name == "a") for name in names]
     transform = {"transform": {"sql": "SELECT * FROM orders"}} if rng.random() < 0.25 else {}
-    broker_faults = some(weather_module.KINDS, 0.4) if rng.random() < 0.8 else ()
-    receiver_faults = some(receivers_module.KINDS, 0.35) if rng.random() < 0.8 else ()
-    process_faults, operators = some(PROCESS_FAULTS, 0.5), some(OPERATORS, 0.25)
+    broker_faults = some(weather_module.KINDS, 0.4)
+    receiver_faults = some(receivers_module.KINDS, 0.35, theme.receiver_faults)
+    process_faults = some(PROCESS_FAULTS, 0.5)
+    operators = some(OPERATORS, 0.3 if is_wide else 0.1, theme.operators)
     kind = rng.choice(KINDS)
-    node_faults = some(_NODE_FAULTS.get(kind.name, ()), 0.4) if rng.random() < 0.8 else ()
+    node_faults = some(_NODE_FAULTS.get(kind.name, ()), 0.4)
     kinds = [
         *["nodes"] * bool(node_faults),
         *["weather"] * bool(broker_faults),
@@ -99,6 +144,8 @@ def choose(seed: int) -> Choice:
         *process_faults,
         *operators,
     ]
+    often = {*theme.operators, *["receiver"] * bool(theme.receiver_faults)}
+    weights = {each: 6 if each in often else rng.choice((1, 2, 6) if is_wide else (1, 2)) for each in kinds}
     return Choice(
         kind=kind,
         broker_faults=broker_faults,
@@ -114,11 +161,11 @@ def choose(seed: int) -> Choice:
             "pipes": {"p": {"sources": [STREAM], "destinations": destinations} | transform},
         },
         chunk_bytes=rng.choice((400, 900_000)),
-        seconds=rng.uniform(3, 9),
+        seconds=rng.uniform(3, 9) + theme.longer,
         clients=(clients := rng.randint(1, 3)),
         pace=rng.choice((0.25, 0.5, 1.0)) * clients,
         batch=rng.choice((1, 4, 12)),
-        weights={each: rng.choice((1, 2, 6)) for each in kinds},
+        weights=weights,
     )
 
 
