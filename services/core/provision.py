@@ -95,11 +95,11 @@ def wanted_topics(pipes: PipeFile, *, has_retrier: bool = False) -> list[TopicSp
         add(retry_topic(name), RETRY_RETENTION_S)
         add(parked_topic(name), None)
     if has_retrier or needs_retrier(pipes):
-        longest_ms = max(spec.retention_ms or 0 for spec in specs.values())
+        longest = max(spec.retention_ms or 0 for spec in specs.values())
         add(RETRY_IN, RETRY_RETENTION_S)
         for seconds in DELAYS_S:
             add(delay_topic(seconds), seconds + RETRY_RETENTION_S)
-        add(RETRIER_DEAD, longest_ms / 1000)
+        specs[RETRIER_DEAD] = TopicSpec(RETRIER_DEAD, 1, retention_ms=longest)
     add(TELEMETRY, TELEMETRY_RETENTION_S)
     add(SNAPSHOTS, 2 * TELEMETRY_RETENTION_S)
     if pipes.pipes:

@@ -22,7 +22,7 @@ from services.fleet.output import Notify, Output
 from services.fleet.ports import free_port
 from services.fleet.problem import CommandFailed
 
-BASE_WAIT_S, MAX_WAIT_S = 0.2, 30.0
+BASE_WAIT_S, MAX_WAIT_S = 0.1, 30.0
 HEALTHY_AFTER_S = 60.0
 """A process that ran for so long counts as healthy: its next restart follows quickly."""
 BAD_CONFIGURATION = 2

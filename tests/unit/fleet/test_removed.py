@@ -53,7 +53,7 @@ def test_refused_until_it_is_told(shell: Shell, tmp_path: Path, url: str) -> Non
         assert shell.run(*verb) == 2
         words = "removed.late/old: 2 events wait (1 in penstock.delay-64s, 1 in late.parked) for late/old, which this file no"
         assert words in shell.err.replace("\n", " ")
-        assert "Try: put it back, or say" in shell.err.replace("\n", " ")
+        assert "Try: put it back, or decide" in shell.err.replace("\n", " ")
     assert shell.run("check", "--json") == 2
     (problem,) = json.loads(shell.out)["problems"]
     assert (problem["key"], problem["where"]) == ("removed.late/old", "pipes.yaml")
