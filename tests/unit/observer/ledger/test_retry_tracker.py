@@ -184,7 +184,7 @@ def test_who_never_says_when_something_is_due_loses_nothing() -> None:
     assert (row.missing, row.waiting) == (0, 1)
 
 
-def test_spans_order_the_rounds() -> None:
+def test_spans_order_the_retries() -> None:
     """Broken: the retrier's word about one round is taken for that about the next one."""
     seed = random.randrange(1 << 32)
     print(f"seed {seed}")
@@ -255,8 +255,8 @@ def test_spans_do_not_pile_up() -> None:
             table.tick(due)
     for told in reports:
         hear(table, told)
-    rounds = table.origin_sets.retries
-    spans = sum(len(known[step]) for known in (rounds.handed_over, rounds.released) for step in known)
+    retries = table.origin_sets.retries
+    spans = sum(len(known[step]) for known in (retries.handed_over, retries.released) for step in known)
     assert spans <= seconds // 512 + 4 * 10 + 4
 
 

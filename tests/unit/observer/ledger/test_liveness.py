@@ -53,25 +53,25 @@ def test_a_clock_that_is_ahead_finishes_no_minute_early() -> None:
 
 def test_what_was_said_is_as_old_as_it_says() -> None:
     """Broken: a report that could not be stored for twenty seconds is taken for one about now."""
-    presence = Liveness()
-    presence.record(expel(START_MS - 20_000), START_MS)
-    assert presence.done_up_to(OPS, START_MS) == START_MS - 20_000
-    presence.load({})
-    presence.record(expel(START_MS - HOUR), START_MS)
-    assert presence.done_up_to(OPS, START_MS) == START_MS - STORED_WITHIN_MS, "but no older than it mostly can be"
+    liveness = Liveness()
+    liveness.record(expel(START_MS - 20_000), START_MS)
+    assert liveness.done_up_to(OPS, START_MS) == START_MS - 20_000
+    liveness.load({})
+    liveness.record(expel(START_MS - HOUR), START_MS)
+    assert liveness.done_up_to(OPS, START_MS) == START_MS - STORED_WITHIN_MS, "but no older than it mostly can be"
 
 
 @pytest.mark.parametrize("skew", [-HOUR, -2_000, 0, HOUR])
 def test_a_report_that_was_held_up_is_as_old_as_it_is(skew: int) -> None:
     """Broken: an expel stands still for two minutes with a report on its way, and what came meanwhile is called lost."""
-    presence, frozen = Liveness(), START_MS + 60_000
+    liveness, frozen = Liveness(), START_MS + 60_000
     for at in range(START_MS, frozen, 10_000):
-        presence.record(expel(at + skew), at)
+        liveness.record(expel(at + skew), at)
     thawed = frozen + 120_000
-    presence.record(expel(frozen + skew), thawed)
-    assert presence.done_up_to(OPS, thawed) == frozen
-    presence.record(expel(thawed + skew, behind_ms=120_000), thawed + 500)
-    assert presence.done_up_to(OPS, thawed + 500) == thawed - 120_000
+    liveness.record(expel(frozen + skew), thawed)
+    assert liveness.done_up_to(OPS, thawed) == frozen
+    liveness.record(expel(thawed + skew, behind_ms=120_000), thawed + 500)
+    assert liveness.done_up_to(OPS, thawed + 500) == thawed - 120_000
 
 
 def test_a_minute_waits_for_who_stood_still_with_a_report_on_its_way() -> None:
@@ -84,85 +84,85 @@ def test_a_minute_waits_for_who_stood_still_with_a_report_on_its_way() -> None:
 
 def test_a_clock_that_was_set_back_is_believed_again_soon() -> None:
     """Broken: minutes stay open for as long as a clock was set back."""
-    presence = Liveness()
+    liveness = Liveness()
     for at in range(START_MS, START_MS + 50_000, 10_000):
-        presence.record(expel(at), at)
+        liveness.record(expel(at), at)
     for at in range(START_MS + 50_000, START_MS + 50_000 + COMPARED * 10_000, 10_000):
-        presence.record(expel(at - HOUR), at)
-    assert presence.done_up_to(OPS, at) == at
+        liveness.record(expel(at - HOUR), at)
+    assert liveness.done_up_to(OPS, at) == at
 
 
 def test_a_clock_that_is_set_back_silences_nobody() -> None:
     """Broken: after a clock was set back by an hour, its reporter's words are passed over for an hour."""
-    presence = Liveness()
-    presence.record(expel(START_MS), START_MS)
-    presence.record(expel(START_MS - HOUR, behind_ms=7_000), START_MS + 60_000)
-    assert presence.alive(OPS, START_MS + 60_000) == ["one"]
-    assert presence.behind_ms(OPS, START_MS + 60_000) == 7_000
+    liveness = Liveness()
+    liveness.record(expel(START_MS), START_MS)
+    liveness.record(expel(START_MS - HOUR, behind_ms=7_000), START_MS + 60_000)
+    assert liveness.alive(OPS, START_MS + 60_000) == ["one"]
+    assert liveness.behind_ms(OPS, START_MS + 60_000) == 7_000
 
 
 def test_ours_may_be_set_back() -> None:
     """Broken: after the observer's own clock was set back, who dies counts as alive for as long."""
-    presence = Liveness()
-    presence.record(expel(START_MS), START_MS)
-    presence.listened(START_MS, START_MS - HOUR)
-    assert presence.alive(OPS, START_MS - HOUR) == ["one"]
-    assert presence.alive(OPS, START_MS - HOUR + SILENT_AFTER_MS + 1) == []
-    assert presence.done_up_to(OPS, START_MS - HOUR) == START_MS - HOUR
+    liveness = Liveness()
+    liveness.record(expel(START_MS), START_MS)
+    liveness.listened(START_MS, START_MS - HOUR)
+    assert liveness.alive(OPS, START_MS - HOUR) == ["one"]
+    assert liveness.alive(OPS, START_MS - HOUR + SILENT_AFTER_MS + 1) == []
+    assert liveness.done_up_to(OPS, START_MS - HOUR) == START_MS - HOUR
 
 
 def test_the_retrier_says_what_was_due_by_its_own_clock() -> None:
     """Broken: a retrier whose clock is late holds events longer, and they are called lost meanwhile."""
-    presence = Liveness()
+    liveness = Liveness()
     for skew, behind, done in ((-HOUR, 0, -HOUR), (-HOUR, 1_000, -HOUR - 1_000), (HOUR, 0, 0), (HOUR, HOUR + 5, -5)):
-        presence.record(beat("retrier", "", at_ms=START_MS + skew, behind_ms=behind), START_MS)
-        assert presence.done_up_to(RETRIER, START_MS) == START_MS + done
-        presence.load({})
+        liveness.record(beat("retrier", "", at_ms=START_MS + skew, behind_ms=behind), START_MS)
+        assert liveness.done_up_to(RETRIER, START_MS) == START_MS + done
+        liveness.load({})
 
 
 def test_an_age_by_the_brokers_clock_is_never_too_little() -> None:
     """Broken: on Kinesis, who is minutes behind by a clock that is late calls a backlog done."""
-    presence = Liveness(stamped=True)
+    liveness = Liveness(stamped=True)
     stored = START_MS - 240_000
     for skew in (-300_000, 0, 300_000):
         clock = START_MS + skew
-        presence.record(expel(clock, behind_ms=max(0, clock - stored)), START_MS)
-        done = presence.done_up_to(OPS, START_MS)
+        liveness.record(expel(clock, behind_ms=max(0, clock - stored)), START_MS)
+        done = liveness.done_up_to(OPS, START_MS)
         assert done is not None
         assert done <= stored
-        presence.load({})
+        liveness.load({})
 
 
 def test_a_goodbye_in_the_name_of_one_that_was_only_slow_does_not_count() -> None:
     """Broken: an ingest that stood still for half a minute speaks again, is taken for gone, and dies unnoticed."""
-    presence = Liveness()
-    presence.record(expel(START_MS), START_MS)
-    presence.record(expel(START_MS + 40_000), START_MS + 40_000)
-    presence.record(expel(START_MS, closed=True), START_MS + 41_000)
-    assert presence.alive(OPS, START_MS + 41_000) == ["one"]
-    presence.record(expel(START_MS + 42_000, closed=True), START_MS + 42_000)
-    assert presence.alive(OPS, START_MS + 42_000) == []
+    liveness = Liveness()
+    liveness.record(expel(START_MS), START_MS)
+    liveness.record(expel(START_MS + 40_000), START_MS + 40_000)
+    liveness.record(expel(START_MS, closed=True), START_MS + 41_000)
+    assert liveness.alive(OPS, START_MS + 41_000) == ["one"]
+    liveness.record(expel(START_MS + 42_000, closed=True), START_MS + 42_000)
+    assert liveness.alive(OPS, START_MS + 42_000) == []
 
 
 def test_nobody_is_silent_for_that_we_did_not_listen() -> None:
     """Broken: after the observer was away for an hour everybody is silent, and it reads up on each ingest that lives."""
-    presence, back = Liveness(), START_MS + HOUR
-    presence.record(expel(START_MS - SILENT_AFTER_MS - 1, instance="dead"), START_MS - SILENT_AFTER_MS - 1)
-    presence.record(expel(START_MS - 10_000), START_MS - 10_000)
-    presence.listened(START_MS, back)
-    assert presence.alive(OPS, back) == ["one"]
-    assert [*presence.fallen_silent(OPS, back + 20_001)] == ["dead", "one"], "after thirty seconds of listening in all"
-    assert presence.done_up_to(OPS, back) == START_MS - 10_000, "what it did meanwhile, nobody knows"
-    assert presence.done_up_to(OPS, back + TAKEOVER_MS) is None
+    liveness, back = Liveness(), START_MS + HOUR
+    liveness.record(expel(START_MS - SILENT_AFTER_MS - 1, instance="dead"), START_MS - SILENT_AFTER_MS - 1)
+    liveness.record(expel(START_MS - 10_000), START_MS - 10_000)
+    liveness.listened(START_MS, back)
+    assert liveness.alive(OPS, back) == ["one"]
+    assert [*liveness.fallen_silent(OPS, back + 20_001)] == ["dead", "one"], "after thirty seconds of listening in all"
+    assert liveness.done_up_to(OPS, back) == START_MS - 10_000, "what it did meanwhile, nobody knows"
+    assert liveness.done_up_to(OPS, back + TAKEOVER_MS) is None
 
 
 def test_who_is_read_up_on_has_not_spoken() -> None:
     """Broken: while the observer reads what a dead ingest did not tell, the first part of it says that it told all."""
-    presence, step, now = Liveness(), Step("ingest", "flights"), START_MS + 60_000
-    presence.record(beat("ingest", "flights", at_ms=START_MS), START_MS)
-    presence.record(beat("ingest", "flights", at_ms=START_MS, behind_ms=None), now)
-    assert [*presence.fallen_silent(step, now)] == ["one"]
-    assert not presence.has_reported(step, START_MS + 1)
-    presence.record(msgspec.structs.replace(beat("ingest", "flights", at_ms=START_MS), closed=True), now)
-    assert presence.has_reported(step, START_MS + 1)
-    assert presence.fallen_silent(step, now) == {}
+    liveness, step, now = Liveness(), Step("ingest", "flights"), START_MS + 60_000
+    liveness.record(beat("ingest", "flights", at_ms=START_MS), START_MS)
+    liveness.record(beat("ingest", "flights", at_ms=START_MS, behind_ms=None), now)
+    assert [*liveness.fallen_silent(step, now)] == ["one"]
+    assert not liveness.has_reported(step, START_MS + 1)
+    liveness.record(msgspec.structs.replace(beat("ingest", "flights", at_ms=START_MS), closed=True), now)
+    assert liveness.has_reported(step, START_MS + 1)
+    assert liveness.fallen_silent(step, now) == {}

@@ -16,15 +16,15 @@ BIG = 1 << 205
 
 def test_what_was_written_to_a_partition_may_lie_in_any_shard() -> None:
     """Broken: after a split of a Kinesis shard, what a dead ingest did not tell is looked for behind it, or never."""
-    reaches = ReportedOffsets(by_partition=False)
-    reaches.record(reach("flights", {0: BIG, 1: BIG + 500}))
-    reaches.record(reach("flights", {1: BIG + 900}, at_ms=START_MS + MINUTE_MS))
-    reaches.record(reach("flights", {0: 7}, incarnation="b"))
+    offsets = ReportedOffsets(by_partition=False)
+    offsets.record(reach("flights", {0: BIG, 1: BIG + 500}))
+    offsets.record(reach("flights", {1: BIG + 900}, at_ms=START_MS + MINUTE_MS))
+    offsets.record(reach("flights", {0: 7}, incarnation="b"))
     child = SequenceKey("a", 3)
-    assert reaches.start("flights", child, START_MS) == BIG + 1
-    assert reaches.start("flights", SequenceKey("c", 3), START_MS + 2 * MINUTE_MS) == BIG + 1
-    assert reaches.before("flights", 3, MINUTE) is None
-    assert reaches.after("flights", 1, MINUTE) is None, "another shard's offsets say nothing of an end"
+    assert offsets.start("flights", child, START_MS) == BIG + 1
+    assert offsets.start("flights", SequenceKey("c", 3), START_MS + 2 * MINUTE_MS) == BIG + 1
+    assert offsets.before("flights", 3, MINUTE) is None
+    assert offsets.after("flights", 1, MINUTE) is None, "another shard's offsets say nothing of an end"
     of_each = ReportedOffsets()
     of_each.record(reach("flights", {0: BIG, 1: BIG + 500}))
     assert of_each.start("flights", SequenceKey("a", 1), START_MS) == BIG + 501
