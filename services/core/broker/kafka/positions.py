@@ -17,6 +17,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 import msgspec
@@ -221,11 +222,7 @@ async def _stop_lost(cluster: Cluster, group: str, found: StartPositions, lost: 
         return
     end = await ends(cluster, lost)
     for source in lost:
-        found.lost[source] = _lost(group, source, found.position[source], end[source])
-
-
-def _lost(group: str, source: TopicPartition, start: int, end: int) -> ErrorFactory:
-    return lambda: PositionLost(group, *source, start, end)
+        found.lost[source] = partial(PositionLost, group, *source, found.position[source], end[source])
 
 
 async def _go_to_cuts(cluster: Cluster, group: str, found: StartPositions) -> None:

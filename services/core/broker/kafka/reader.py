@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from itertools import islice
 from typing import NamedTuple
 
@@ -48,14 +49,10 @@ async def find_gaps(cluster: Cluster, wanted: Mapping[TopicPartition, int]) -> d
     first = await list_offsets(cluster, dict.fromkeys(wanted, EARLIEST))
     end = await ends(cluster, wanted)
     return {
-        source: _gap(source, offset, first[source], end[source])
+        source: partial(OffsetOutOfRange, *source, offset, first[source], end[source])
         for source, offset in wanted.items()
         if not first[source] <= offset <= end[source]
     }
-
-
-def _gap(source: TopicPartition, wanted: int, first: int, end: int) -> ErrorFactory:
-    return lambda: OffsetOutOfRange(source.topic, source.partition, wanted, first, end)
 
 
 async def find_damage(cluster: Cluster, positions: Mapping[TopicPartition, int]) -> dict[TopicPartition, Damaged]:
@@ -100,7 +97,7 @@ def _fault(source: TopicPartition, unreadable: Unreadable) -> ErrorFactory:
     last = max(unreadable.first, (unreadable.resume or unreadable.claimed_end or 0) - 1)
     ranges = ((source.partition, unreadable.first, last),)
     remedy = "Try: another leader for the partition, whose copy may be intact (kafka-reassign-partitions)"
-    return lambda: DataDamaged(source.topic, ranges, f"{unreadable.detail}. {remedy}")
+    return partial(DataDamaged, source.topic, ranges, f"{unreadable.detail}. {remedy}")
 
 
 async def read_at(cluster: Cluster, source: TopicPartition, offset: int, max_records: int) -> Batch | None:

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from services.core import metrics
 from services.core.broker.contract import MAX_APPEND_BYTES, Lag
@@ -46,24 +46,9 @@ class PollActivity:
             self._is_in_poll, self._left = False, self._clock()
 
 
-class Prefetcher(Protocol):
-    """A reader ahead of poll."""
-
-    @property
-    def is_idle(self) -> bool:
-        """Nobody polls it now."""
-
-    @property
-    def size(self) -> int:
-        """Bytes that it could give up."""
-
-    def give_up(self) -> None:
-        """Drop the prefetched records, to be read again later. Updates the budget."""
-
-
 @dataclass(eq=False, slots=True)
 class _Waiter:
-    prefetcher: Prefetcher
+    backlog: "Backlog"
     size: int
     granted: "asyncio.Future[None]" = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
@@ -82,18 +67,18 @@ class ReadBudget:
     def __init__(self, limit: int = LIMIT_BYTES) -> None:
         self._limit = limit
         self._waiting: deque[_Waiter] = deque()
-        self._prefetchers: set[Prefetcher] = set()
+        self._backlogs: set[Backlog] = set()
         self._is_waking = False
         self._again: asyncio.TimerHandle | None = None
         self.used = 0
 
-    def join(self, prefetcher: Prefetcher) -> None:
+    def join(self, backlog: "Backlog") -> None:
         """The budget may ask it to give up its records."""
-        self._prefetchers.add(prefetcher)
+        self._backlogs.add(backlog)
 
-    def leave(self, prefetcher: Prefetcher) -> None:
+    def leave(self, backlog: "Backlog") -> None:
         """It holds nothing any more."""
-        self._prefetchers.discard(prefetcher)
+        self._backlogs.discard(backlog)
 
     def change(self, size: int) -> None:
         """Add or release bytes."""
@@ -102,9 +87,9 @@ class ReadBudget:
             self.wake()
 
     @asynccontextmanager
-    async def reading(self, prefetcher: Prefetcher, size: int) -> AsyncIterator[None]:
+    async def reading(self, backlog: "Backlog", size: int) -> AsyncIterator[None]:
         """Wait for room for a read of this expected size. The room stays reserved during the block."""
-        waiter = _Waiter(prefetcher, size)
+        waiter = _Waiter(backlog, size)
         self._waiting.append(waiter)
         self.wake()
         try:
@@ -135,7 +120,7 @@ class ReadBudget:
 
     def _grant(self) -> None:
         for waiter in list(self._waiting):
-            is_idle = waiter.prefetcher.is_idle
+            is_idle = waiter.backlog.is_idle
             if not is_idle:
                 self._make_room(waiter.size)
             if self._has_room(waiter.size, self._limit // 2 if is_idle else self._limit):
@@ -151,10 +136,10 @@ class ReadBudget:
 
     def _make_room(self, size: int) -> None:
         while not self._has_room(size, self._limit):
-            idle = [prefetcher for prefetcher in self._prefetchers if prefetcher.size and prefetcher.is_idle]
+            idle = [backlog for backlog in self._backlogs if backlog.size and backlog.is_idle]
             if not idle:
                 return
-            max(idle, key=lambda prefetcher: prefetcher.size).give_up()
+            max(idle, key=lambda backlog: backlog.size).give_up()
 
 
 _MOST_KNOWN = 1_000
@@ -253,7 +238,7 @@ class Backlog:
 
     @property
     def is_idle(self) -> bool:
-        """See `Prefetcher`."""
+        """Nobody polls it now."""
         return self._is_paused or self._polls.is_idle
 
     async def make_room(self, limit: int) -> None:

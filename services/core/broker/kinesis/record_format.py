@@ -32,7 +32,7 @@ import msgspec
 
 from services.core.broker.contract import MAX_APPEND_BYTES
 from services.core.broker.errors import RecordTooLarge
-from services.core.broker.record import Damage, Record
+from services.core.broker.record import Damage, Record, content_bytes
 
 AGGREGATE_MAGIC = b"\xf3\x89\x9a\xc2"
 MAX_HEAD_BYTES = 16
@@ -277,7 +277,7 @@ def make_entries(
     if sum(map(len, bodies)) + _MAX_OVERHEAD * len(bodies) <= min(room, MAX_RECORD_BYTES):
         return [pack(range(len(bodies)))], {}
     refused = {
-        index: RecordTooLarge(f"a record of {size:,} bytes; this broker takes at most {MAX_RECORD_BYTES:,}")
+        index: RecordTooLarge(f"a record of {size:,} bytes; the limit is {MAX_RECORD_BYTES:,}")
         for index, (record, body) in enumerate(zip(records, bodies, strict=True))
         if (size := content_bytes(record)) > MAX_RECORD_BYTES or packed_size(len(FRAME_MAGIC) + len(body)) > room
     }
@@ -313,12 +313,6 @@ def _read_entry(data: bytes, partition_key: str, arrival: int) -> tuple[list[Rec
     return [_read_frame(part.data, part.partition_key, arrival) for part in parts], name and name + data[
         -_DIGEST_BYTES:
     ]
-
-
-def content_bytes(record: Record) -> int:
-    """Key, value and headers, as the limit counts them."""
-    size = len(record.key or b"") + len(record.value or b"")
-    return size + sum([len(name.encode()) + len(value) for name, value in record.headers])
 
 
 def _read_frame(data: bytes, partition_key: str, arrival: int) -> Record:
@@ -389,10 +383,10 @@ def parse_entry(entry: RawRecord) -> StoredEntry:
     try:
         records, identity = _read_entry(data, entry["PartitionKey"], arrived)
     except BadEntry as error:
-        buried = Record(None, data[:MAX_APPEND_BYTES], arrived)
+        raw = Record(None, data[:MAX_APPEND_BYTES], arrived)
         damage = Damage(first, first, str(error))
         return StoredEntry(
-            sequence, range(first, first + 1), [buried], arrived, len(data), len(data) + _RECORD_MEMORY, damage
+            sequence, range(first, first + 1), [raw], arrived, len(data), len(data) + _RECORD_MEMORY, damage
         )
     offsets, memory = range(first, first + len(records)), _memory(len(data), records)
     return StoredEntry(sequence, offsets, records, arrived, len(data), memory, identity=identity)

@@ -24,8 +24,8 @@ from services.core.broker.kinesis.shard_source import (
 )
 from services.core.broker.record import Batch, TopicPartition
 
-_LOOK_BACK_MS = (10_000, 600_000, 6 * 3_600_000)
-_GLANCE_BACK_MS = (10_000, 60_000, 600_000, 3_600_000, 6 * 3_600_000)
+_LAST_BACK_MS = (10_000, 600_000, 6 * 3_600_000)
+_NEXT_BACK_MS = (10_000, 60_000, 600_000, 3_600_000, 6 * 3_600_000)
 _MOST_ENTRIES = 10_000
 
 
@@ -49,7 +49,7 @@ async def next_at_least(source: ShardSource) -> int:
     Raises as `stored_range`.
     """
     now = int(time.time() * 1000)
-    for where in (*(at_time(now - back) for back in _GLANCE_BACK_MS), OLDEST):
+    for where in (*(at_time(now - back) for back in _NEXT_BACK_MS), OLDEST):
         first = await _first(source, where)
         if first is not None:
             return parse_entry(first).next
@@ -66,7 +66,7 @@ async def _first(source: ShardSource, where: Mapping[str, Any] = OLDEST) -> RawR
 
 async def _last(source: ShardSource) -> RawRecord | None:
     now = int(time.time() * 1000)
-    for where in (*(at_time(now - back) for back in _LOOK_BACK_MS), OLDEST):
+    for where in (*(at_time(now - back) for back in _LAST_BACK_MS), OLDEST):
         last: RawRecord | None = None
         with suppress(UnknownSequence):
             async for answer in source.read_to_end(where, _MOST_ENTRIES):

@@ -83,7 +83,7 @@ def next_split(shards: Sequence[Shard], partitions: int) -> tuple[Shard, int] | 
 
     Each split halves a shard's slots, so a doubling needs one split per shard.
     """
-    for shard in sorted((one for one in shards if one.is_open), key=lambda one: one.first_key):
+    for shard in open_shards(shards):
         inside = [p for p in range(partitions) if shard.first_key <= hash_key_of(p, partitions) <= shard.last_key]
         if len(inside) > 1:
             return shard, inside[len(inside) // 2] * HASH_KEYS // partitions

@@ -11,7 +11,8 @@ import fcntl
 import os
 import struct
 import weakref
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from hashlib import blake2b
 from pathlib import Path
 from typing import NamedTuple
@@ -78,7 +79,7 @@ class Leases:
         """
         now = boot_ms()
         until = now + self._lease_ms
-        with classified("groups"), _Immediate(self._connection):
+        with classified("groups"), _transaction(self._connection):
             run = self._connection.execute
             self._alive.acquire(member)
             known = run("SELECT 1 FROM members WHERE grp=? AND member=?", (group, member)).fetchone()
@@ -102,7 +103,7 @@ class Leases:
     def release(self, group: str, member: str, held: Mapping[TopicPartition, int], leave: bool = False) -> None:
         """Release these partitions; with `leave` also end the membership, even when groups.db cannot be written."""
         try:
-            with classified("groups"), _Immediate(self._connection):
+            with classified("groups"), _transaction(self._connection):
                 self._connection.executemany(
                     "UPDATE leases SET owner=NULL WHERE grp=? AND topic=? AND partition=? AND owner=? AND epoch=?",
                     [(group, *source, member, epoch) for source, epoch in held.items()],
@@ -163,20 +164,17 @@ def _balance(
     return free[: max(0, share - len(mine))], mine[share:]
 
 
-class _Immediate:
+@contextmanager
+def _transaction(connection: apsw.Connection) -> Iterator[None]:
     """One write transaction: committed at the end, rolled back on any error."""
-
-    def __init__(self, connection: apsw.Connection) -> None:
-        self._connection = connection
-
-    def __enter__(self) -> None:
-        self._connection.execute("BEGIN IMMEDIATE")
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
-            self._connection.execute("COMMIT")
-        elif self._connection.in_transaction:
-            self._connection.execute("ROLLBACK")
+    connection.execute("BEGIN IMMEDIATE")
+    try:
+        yield
+        connection.execute("COMMIT")
+    except BaseException:
+        if connection.in_transaction:
+            connection.execute("ROLLBACK")
+        raise
 
 
 # Whether a member is alive: it locks one byte of `groups.alive`. The kernel releases the lock when the last process that has the
