@@ -45,7 +45,7 @@ def start_in(topic: str, start: Start) -> Start:
 
 OnRevoke = Callable[[frozenset[TopicPartition]], Awaitable[None]]
 """Awaited when partitions are about to leave this member (rebalance, close), *before* another may own them: finish
-what is in flight and commit. The backend bounds it (its rebalance time-out). It may commit, and must not poll.
+records in flight and commit. The backend limits its time (the rebalance time-out). It may commit, and must not poll.
 When partitions were lost without a chance to drain (frozen, cut off), it is called afterwards; commits then raise NotOwner.
 It ends a pause, even for a partition that comes back."""
 
@@ -148,7 +148,7 @@ class Consumer(Protocol):
 
         Each partition gives at most `MAX_POLL_BYTES`, as stored (others may send compressed records to Kafka).
         The position advances by the returned records. Cancelling loses nothing: records that were not returned come again.
-        The membership stays alive by itself, however long nobody polls.
+        The membership stays alive by itself, also without polls.
         Raises OffsetOutOfRange (also PositionLost), DataDamaged, Unavailable; the caller may poll again. A gap or damage is
         raised at every poll while its partition is not paused; the other partitions go on. Damage that is known to end at a
         readable record may come as a `Batch` with `damage` instead: store it in another topic, then commit it like any other.
@@ -234,7 +234,7 @@ class Admin(Protocol):
         """
 
     async def group_lag(self, group: str, topic: str) -> dict[int, Lag]:
-        """The group's lag per partition, also while nobody is a member."""
+        """The group's lag per partition, also without members."""
 
 
 class Broker(Protocol):

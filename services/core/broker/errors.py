@@ -6,7 +6,7 @@
     │   └── StorageFull      … because the disk is full; heals by itself when there is room again
     ├── OutcomeUnknown       it may have been stored: a time-out after the request left (`retriable`: ids make it safe)
     ├── RecordTooLarge       this record can never be stored
-    ├── UnknownTopic         no such topic; nobody creates topics by accident
+    ├── UnknownTopic         no such topic; topics are never created by accident
     ├── TopicExists
     ├── Overloaded           our own bounded queue is full; nothing was sent
     ├── NotOwner             a commit for a partition that this member no longer owns: refused
@@ -17,7 +17,7 @@
     ├── BadDataFolder        the log's folder cannot keep the promise (network file system, a newer version's)
     └── BrokerClosed         used after close, or closed while waiting
 
-Backends classify errors and never retry; `producer.Producer` alone retries, and only what is `retriable`.
+Backends classify errors and never retry; `producer.Producer` alone retries, and only errors that are `retriable`.
 """
 
 from collections.abc import Sequence

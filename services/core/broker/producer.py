@@ -170,7 +170,7 @@ async def send_by_key(producer: Producer, topic: str, records: Sequence[Record])
     """Durably, in order per key; answers when all are settled. Gives {index: error} of those that are not known to be stored:
     after OutcomeUnknown they may be, and sending them again may double them.
 
-    Raises nothing but CancelledError; when nothing could even be queued, everything failed with that error.
+    Raises nothing but CancelledError; when nothing could be queued, all records failed with that error.
     """
     places: dict[int, list[int]] = {}
     try:
@@ -272,7 +272,7 @@ class _PartitionQueue:
             self.task = asyncio.create_task(self._run(), name=self._name)
 
     async def _run(self) -> None:
-        """The task starts on the loop's next turn: everything that this turn added is the first batch."""
+        """The task starts on the loop's next turn: all records that this turn added are the first batch."""
         try:
             while self._waiting:
                 self._expire()

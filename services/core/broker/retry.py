@@ -59,7 +59,7 @@ async def append_with_retry(
     """
     outcome = _Outcome()
     for start, chunk in [(0, records)] if size <= MAX_APPEND_BYTES else split_by_size(records, MAX_APPEND_BYTES):
-        # A later chunk must not overtake what the caller will send again.
+        # A later chunk must not overtake records that the caller will send again.
         if start and (outcome.is_interrupted or deadlines()[start] < time.monotonic()):
             untried = Unavailable("not tried: the records before it were not stored in time")
             outcome.failed.extend((start + index, untried) for index in range(len(chunk)))
@@ -79,7 +79,7 @@ async def _append_chunk(
     settled: Callable[[int, Appended], None],
     outcome: "_Outcome",
 ) -> None:
-    """One append and the repeats of what failed of it. Indexes in `outcome` count from the call's first record."""
+    """One append, and the repeats for its failed records. Indexes in `outcome` count from the call's first record."""
     pending: Sequence[int] = range(start, start + len(chunk))
     in_doubt: dict[int, OutcomeUnknown] = {}
     waits = policy.waits()

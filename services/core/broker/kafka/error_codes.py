@@ -54,7 +54,7 @@ FENCED = frozenset(
         kafka.RebalanceInProgressError.errno,
     }
 )
-"""Answers to a commit of somebody who is not a member of the group's present generation."""
+"""A commit was refused: it is not from a member of the group's present generation."""
 
 BAD_RECORD = frozenset({kafka.InvalidTimestampError.errno, kafka.CorruptRecordException.errno, INVALID_RECORD})
 """The whole batch was refused because of one record. The answer does not name it."""

@@ -197,7 +197,7 @@ async def find_positions(
     return found
 
 
-_MADE_ANEW = "it is read from its oldest record; what the group had not read of the old topic is gone"
+_MADE_ANEW = "it is read from its oldest record; records of the old topic that the group had not read are gone"
 
 
 def count_at_beginning(

@@ -45,7 +45,7 @@ async def read_broker_setting(cluster: Cluster, name: str) -> str:
 
 
 class TopicLimits:
-    """A cache over DescribeConfigs. Sending never waits for it twice: a node that is frozen must not hold up the others."""
+    """A cache over DescribeConfigs. An append waits for it once per topic: a frozen node must not delay the others."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
@@ -62,20 +62,20 @@ class TopicLimits:
         return limits
 
     def forget(self, topic: str) -> None:
-        """Read it anew next time: the broker just proved it outdated."""
+        """Read it again next time: an answer of the broker shows that it has changed."""
         self._known.pop(topic, None)
 
 
-# acks=all promises that an acknowledged record survives the loss of a broker. A topic that others made may not keep that promise.
-# A cluster may also drop the offsets of a group sooner than the topic's records. A group that comes back then stops (see
-# `positions`). That is a warning and no refusal: nothing is lost, and the setting is the whole cluster's.
+# acks=all promises that an acknowledged record survives the loss of a broker. The settings of a topic that others created may
+# break that promise. A cluster may also drop a group's offsets sooner than the topic's records. A group that comes back then
+# stops (see `positions`). That is only a warning: nothing is lost, and the setting is for the whole cluster.
 
 MIN_IN_SYNC = "min.insync.replicas"
 UNCLEAN = "unclean.leader.election.enable"
 REPLICAS = "replication.factor"
 
 _ENOUGH = 3
-"""From so many brokers on, two can have every record while one is away."""
+"""With this many brokers, two can have every record while one is away."""
 
 OFFSETS = "offsets.retention.minutes"
 RETENTION = "retention.ms"

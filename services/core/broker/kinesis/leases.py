@@ -157,7 +157,7 @@ def new_rows(
     if roots:
         start = min((row.start for row in roots if row.start.kind != "offset"), default=start, key=lambda b: b.value)
     elif rows:
-        start = OLDEST  # the group's start is unknown: it must not skip what it has not read
+        start = OLDEST  # the group's start is unknown: it must not skip unread records
     added = []
     for shard in shards:
         parents = tuple(number for number in shard.parents if number in listed or number in known)

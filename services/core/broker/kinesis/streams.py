@@ -185,7 +185,7 @@ class Streams:
         """The topology, at most `max_age` seconds old. Raises UnknownTopic, Unavailable.
 
         Without `max_age` it is at most twice `Timing.sync` old, and older while the service does not answer: then
-        nobody waits.
+        no caller waits.
         """
         known = self._streams.setdefault(topic, _CachedStream())
         wanted = time.monotonic() - (self._timing.sync if max_age is None else max_age)

@@ -1,6 +1,6 @@
 """The embedded log: a broker in a folder, for the processes of one host.
 
-SQLite files (WAL, synchronous=FULL), one per topic; a row holds a batch; what arrives together is one transaction.
+SQLite files (WAL, synchronous=FULL), one per topic; a row holds a batch; appends that arrive together are one transaction.
 Start at `broker.LogBroker`. `blocking` has the same data for code without an event loop (Spark workers);
 `verify` and `repair` are for damaged folders. The decisions behind it: docs/adr/0002-embedded-log.md.
 """

@@ -126,7 +126,7 @@ class LogAppender:
         await self._queue(topic).gatherer.put(Append(0, ()), timeout)
 
     async def close(self, timeout: float) -> None:
-        """Finish what is under way, at most `timeout` seconds, and close every topic."""
+        """Finish appends under way, within `timeout` seconds, and close every topic."""
         self._closed = True
         await asyncio.gather(*(queue.close(timeout) for queue in self._queues.values()))
 

@@ -1,5 +1,5 @@
-"""The log for code without an event loop, such as Spark workers and drivers. Every function blocks and opens what it
-needs for itself, so it may be called from any process of the host, also from a forked one.
+"""The log for code without an event loop, such as Spark workers and drivers. Every function blocks and opens its own
+files, so it may be called from any process of the host, also from a forked one.
 
 Reading: `ends`, `read_range`. Writing: `append`; a whole batch once: `append_once`.
 """
@@ -31,7 +31,7 @@ def read_range(
 ) -> Iterator[Batch]:
     """The records `start <= offset < end` of one partition, in order, in batches of at most max_records.
 
-    Raises OffsetOutOfRange when some are gone or do not exist yet, DataDamaged naming exactly what is lost. Ranges that
+    Raises OffsetOutOfRange when some are gone or do not exist yet, DataDamaged with the exact offsets that are lost. Ranges that
     `repair` recorded as lost are passed over: offsets jump. Holds the file open until exhausted or closed.
     """
     with TopicReader(DataFolder.prepare(path), topic) as reader:

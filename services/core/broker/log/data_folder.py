@@ -71,7 +71,7 @@ class DataFolder:
 
     @classmethod
     def prepare(cls, path: str | Path) -> "DataFolder":
-        """Check the folder, make what is missing, durably (mode 0700). Raises BadDataFolder."""
+        """Check the folder and durably make its missing parts (mode 0700). Raises BadDataFolder."""
         root = Path(path).absolute()
         try:
             for folder in (root, root / "topics"):
@@ -115,7 +115,7 @@ class DataFolder:
             os.close(fd)
 
     def sync_names(self) -> None:
-        """Make the names of new files durable, and of the folders that hold them, whoever made these.
+        """Make the names of new files durable, and of the folders that hold them.
 
         A process may be killed between making a folder and syncing its name: the next one syncs it.
         """

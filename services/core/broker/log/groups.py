@@ -250,8 +250,8 @@ class GroupsFile(DurableFile):
 def first_unread(folder: DataFolder, topic: str, meta: Meta, groups: Collection[str]) -> list[int | None]:
     """The first offset of each partition that any group has still to read; None without a group.
 
-    groups: those that are registered in the topic. A group without an offset in a partition has all of it to read. When the
-    file cannot be read, or is being repaired, everything counts as unread (0).
+    groups: those that are registered in the topic. A group without an offset in a partition has not read it. When the
+    file cannot be read, or is being repaired, all records count as unread (0).
     """
     files = folder.groups
     nexts: dict[str, dict[int, int]] = {group: {} for group in groups}
@@ -320,7 +320,7 @@ class CommittedOffsets:
         return done
 
     async def close(self, timeout: float) -> None:
-        """Finish what is under way and close the file."""
+        """Finish requests under way, and close the file."""
         if await self._gatherer.close(timeout) and self._file is not None:
             await self._gatherer.run(self._file.close)
         self._threads.shutdown(wait=False)

@@ -3,7 +3,7 @@
 One flipped bit in a write-ahead log makes SQLite drop every later commit at recovery, and its integrity check stays
 green. So after each commit and before its answer the writer records the partition's next offset here; a database that
 later ends before its mark has lost exactly the records between. No sync: after a crash of processes the page cache still
-has the mark, and after a power cut an older mark is only less strict. The mark never runs ahead of what is durable.
+has the mark, and after a power cut an older mark is only less strict. The mark is never above a durable offset.
 
 Layout: header (magic, incarnation, checksum), then 16 bytes per partition (next, checksum over partition and next).
 """
@@ -103,7 +103,7 @@ class HighWaterMarks:
                 fcntl.flock(self._fd, fcntl.LOCK_UN)
 
     def extend(self, before: int, partitions: int) -> None:
-        """Add partitions, marked 0, durably; before they exist in the database. Keeps what is already there."""
+        """Add partitions, marked 0, durably; before they exist in the database. Existing marks stay."""
         present = (os.fstat(self._fd).st_size - _HEADER.size) // _SLOT.size
         first = max(before, present)
         os.pwrite(

@@ -158,7 +158,7 @@ def _balance(
             free.append(source)
         elif lease.owner == member:
             mine.append(source)
-    # who gets the remainder: by a hash of topic and member, so that small topics spread, and few move with a newcomer
+    # The remainder goes by a hash of topic and member: small topics spread, and few partitions move when a member joins.
     order = sorted(subscribers, key=lambda name: crc32(f"{topic}/{name}".encode()))
     share = partitions // len(order) + (order.index(member) < partitions % len(order))
     return free[: max(0, share - len(mine))], mine[share:]

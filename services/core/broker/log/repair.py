@@ -35,7 +35,7 @@ from services.core.folders import make_folder, sync_folder
 def verify(path: str | Path, topic: str | None = None) -> FolderReport:
     """Scan one topic, or all, and the consumer groups; names every lost offset. Raises UnknownTopic, BadDataFolder.
 
-    Damage is in the report, never raised. Marks are read before rows: what is appended meanwhile is not called lost.
+    Damage is in the report, never raised. Marks are read before rows, so what is appended meanwhile does not count as lost.
     """
     folder = DataFolder.prepare(path)
     names = topic_names(folder) if topic is None else [topic]

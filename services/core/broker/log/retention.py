@@ -1,11 +1,11 @@
 """Removing old records: when, which, and by which time. Safe while others read and write.
 
-Every minute one of the processes that have the folder open applies retention to all topics. Age counts from when the log stored
-a record, not from the event's time: a replay of last year's events must not vanish at once. Records that a group has still to
-read are kept for twice as long, not for ever: nobody who is away may hold a disk. A transform keeps its position in Spark's
-checkpoint and has no group, so records that only a transform has still to read go after the plain retention. Bytes count per
-partition, as Kafka's retention.bytes does, whoever has read them. The newest row of a partition always stays. The file does not
-shrink: SQLite reuses freed pages, so the file stays at its largest size.
+Every minute one of the processes that have the folder open applies retention to all topics. Age counts from the time at which
+the log stored a record, not from the event's time: a replay of last year's events must not vanish at once. Unread records of a
+group are kept for twice as long, not for ever: a group that is away must not fill the disk. A transform has no group, because its
+position is in Spark's checkpoint, so its unread records get no more than the plain retention. Bytes count per partition, read or
+not, as Kafka's retention.bytes does. The newest row of a partition always stays. The file does not shrink: SQLite reuses freed
+pages.
 
 The time that judges ages cannot run away with a wrong clock: a clock that is days ahead would delete days of records early. It
 follows the system's clock, but runs at most twice as fast as CLOCK_BOOTTIME while the log is in use. Its state is in

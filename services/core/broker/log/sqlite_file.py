@@ -278,7 +278,7 @@ class DurableFile:
         """Run `work` in one write transaction, durable and marked when this returns.
 
         `marks` gives from its result the new high-water marks, of `slots` in all. Raises Unavailable, StorageFull
-        (nothing was stored), OutcomeUnknown (`broken` is set), or what `work` raised (nothing was stored).
+        (nothing was stored), OutcomeUnknown (`broken` is set), or the error of `work` (nothing was stored).
         """
         name = self.files.topic
         try:

@@ -88,7 +88,9 @@ class TopicReader(OpenTopic):
     def _read(self, partition: int, offset: int, max_records: int) -> tuple[ReadResult | None, int]:
         """The records stored from `offset` on, and the partition's mark."""
         topic = self._store.topic
-        marks = self._store.marks.read(self._store.meta.partitions)  # before the snapshot, which then holds all of it
+        marks = self._store.marks.read(
+            self._store.meta.partitions
+        )  # before the snapshot, which then has all records below them
         if partition >= len(marks):
             raise UnknownTopic(f"{topic} has {len(marks)} partitions, none numbered {partition}")
         try:
@@ -308,9 +310,11 @@ class PartitionCounts:
         self._known: dict[str, _Count] = {}
 
     async def get(self, topic: str) -> int:
-        """The count. Raises what the look-up raised: UnknownTopic, DataDamaged, Unavailable."""
+        """The count. Raises the look-up's error: UnknownTopic, DataDamaged, Unavailable."""
         known, now = self._known.get(topic), boot_ms()
-        if known is None or (known.count is not None and now > known.look_again + _FRESH_MS):  # nobody asked for long
+        if known is None or (
+            known.count is not None and now > known.look_again + _FRESH_MS
+        ):  # it was not used for long
             known = self._known[topic] = _Count()
             self._start(topic, known)
         if known.count is None:

@@ -135,7 +135,7 @@ class TopicStore(DurableFile):
         """The heads, after making sure that nothing acknowledged is missing at the end of any partition.
 
         Raises DataDamaged naming exactly the missing offsets: those between the end of the file and the mark, and the
-        last row of a partition if it is not what was stored.
+        last row of a partition if it is altered.
         """
         marks = self.marks.read(self.meta.partitions)
         heads = self.heads()
