@@ -343,7 +343,7 @@ class FreesNumbers(KafkaAppender):
         try:
             return await super()._send(target, state, *rest)
         except OutcomeUnknown as error:
-            if f"{name_of(NOT_ENOUGH_REPLICAS)}, when asked again" in str(error):
+            if f"{name_of(NOT_ENOUGH_REPLICAS)}, when the batch was sent again" in str(error):
                 state.doubtful = ()
             raise
 
@@ -355,7 +355,7 @@ class ChangesNumbers(KafkaAppender):
         try:
             return await super()._send(target, state, *rest)
         except OutcomeUnknown as error:
-            if f"{name_of(OUT_OF_ORDER)}, when asked again" in str(error):
+            if f"{name_of(OUT_OF_ORDER)}, when the batch was sent again" in str(error):
                 state.doubtful, state.given_up = (), True
             raise
 
