@@ -269,7 +269,7 @@ class Membership:
                 await self._commit_once()
         except (BrokerError, TimeoutError) as error:
             if not self._is_failing_to_commit:
-                reason = f"it took more than {limit:g} s" if limit is not None and not str(error) else str(error)
+                reason = f"no result within {limit:g} s" if limit is not None and not str(error) else str(error)
                 log.warning("commit_failed", group=self._group, error=reason, hint="it is repeated at every interval")
             self._is_failing_to_commit = True
         else:

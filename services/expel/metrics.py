@@ -206,7 +206,7 @@ class LaneLedger:
             self._reporter.breaker = breaker
 
     def record_arrived(self, events: Mapping[int, int]) -> None:
-        """How many events arrived here, by their lag in ms from event time."""
+        """How many events arrived, by their lag in ms from event time."""
         if self._lag_in is not None:
             self._lag_in.observe_counts(events)
 

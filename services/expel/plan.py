@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from services.core.broker.connect import BadBrokerUrl, open_broker
@@ -151,27 +152,20 @@ class LaneBuilder:
 
     def build(self, plan: LanePlan) -> Lane:
         """A lane that does not run yet."""
-        destination = plan.destination
+        destination, config = plan.destination, self._configure(plan)
         metrics = LaneMetrics(plan.pipe_name, destination.name, ledger=self._open_ledger(plan))
         topics = delivery_topics(plan.pipe_name, plan.pipe)
         sender: Sender
         pause = None
         if destination.webhook is not None:
             sender = self._open_webhook(plan, destination.webhook)
-            config = self._configure_webhook(plan, destination.webhook)
             topics += [retry_topic(plan.pipe_name), parked_topic(plan.pipe_name)]
             pause = PauseState(
-                self._pauses,
-                self._broker,
-                self._producer,
-                plan.pipe_name,
-                destination.name,
-                keyed=config.keyed,
+                self._pauses, self._broker, self._producer, plan.pipe_name, destination.name, keyed=config.keyed
             )
         else:
             assert destination.stream is not None
             sender = StreamSender(self._producer, destination.stream)
-            config = self._configure_stream(plan)
         throttle = SendThrottle(plan.pipe_name, destination.name, config.rate, sheds=config.retry.uses_retry_topic)
         metrics.ledger.set_breaker(lambda: throttle.state)
 
@@ -203,37 +197,36 @@ class LaneBuilder:
         self._stack.enter_context(client)
         return WebhookSender(client, plan.pipe_name, body, plan.keys, webhook.batch.max_bytes)
 
-    def _configure_webhook(self, plan: LanePlan, webhook: Webhook) -> LaneConfig:
-        batch = webhook.batch
-        return LaneConfig(
+    def _configure(self, plan: LanePlan) -> LaneConfig:
+        destination, webhook, settings = plan.destination, plan.destination.webhook, self._settings
+        make = partial(
+            LaneConfig,
             plan.pipe_name,
-            plan.destination.name,
-            RequestLimits(min(batch.max_events, webhook.rate or batch.max_events), batch.max_bytes),
-            _limit_retries(plan.destination, webhook),
-            webhook.concurrency,
-            batch.max_wait,
-            max(self._settings.lane_events, batch.max_events),
-            max(self._lane_bytes, batch.max_bytes),
-            webhook.rate,
-            keyed=webhook.order == "key",
-            schedule=tuple(webhook.schedule) if is_retried(plan.destination) else (),
+            destination.name,
             siblings=_find_siblings(plan),
             version=pipe_version(plan.pipe),
         )
-
-    def _configure_stream(self, plan: LanePlan) -> LaneConfig:
-        return LaneConfig(
-            plan.pipe_name,
-            plan.destination.name,
-            RequestLimits(MAX_EVENTS, MAX_BYTES),
-            _STREAM_RETRY,
-            concurrency=1,
-            max_wait=_STREAM_WAIT,
-            max_events=max(self._settings.lane_events, MAX_EVENTS),
-            max_bytes=max(self._lane_bytes, MAX_BYTES),
-            serial=True,
-            version=pipe_version(plan.pipe),
-            siblings=_find_siblings(plan),
+        if webhook is None:
+            return make(
+                RequestLimits(MAX_EVENTS, MAX_BYTES),
+                _STREAM_RETRY,
+                concurrency=1,
+                max_wait=_STREAM_WAIT,
+                max_events=max(settings.lane_events, MAX_EVENTS),
+                max_bytes=max(self._lane_bytes, MAX_BYTES),
+                serial=True,
+            )
+        batch = webhook.batch
+        return make(
+            RequestLimits(min(batch.max_events, webhook.rate or batch.max_events), batch.max_bytes),
+            _limit_retries(destination, webhook),
+            webhook.concurrency,
+            batch.max_wait,
+            max(settings.lane_events, batch.max_events),
+            max(self._lane_bytes, batch.max_bytes),
+            webhook.rate,
+            keyed=webhook.order == "key",
+            schedule=tuple(webhook.schedule) if is_retried(destination) else (),
         )
 
     def _open_ledger(self, plan: LanePlan) -> LaneLedger:

@@ -99,7 +99,7 @@ class RetryLimits:
 
 
 class Action(Enum):
-    """What to do with a failed event. RETRY: send it again from here. PAUSE: pause the destination, park its events."""
+    """What to do with a failed event. RETRY: the lane sends it again. PAUSE: pause the destination, park its events."""
 
     RETRY = "retry"
     RETRY_TOPIC = "retry topic"

@@ -148,7 +148,7 @@ class NewEvents(Protocol):
 
 
 class UnorderedEvents:
-    """No order is promised: requests are cut in the order of arrival, as slices, and all may be under way at once."""
+    """No order is promised: requests are cut in the order of arrival, as slices, and all may be sent at once."""
 
     def __init__(self, limits: RequestLimits) -> None:
         self._limits = limits

@@ -27,7 +27,7 @@ class StreamSender:
         return render(batch, _ValueRenderer(), max_part=_NO_LIMIT)
 
     async def send(self, delivery: Delivery) -> Outcome:
-        """Retries within the producer's deadline. Keys stay in order while one delivery is under way.
+        """Append within the producer's deadline. Keys stay in order when only one delivery is sent at a time.
 
         An event from a time when the destination was a webhook is appended without its retry state.
         """

@@ -142,7 +142,7 @@ class CircuitBreaker:
 
     @property
     def is_blocked(self) -> bool:
-        """Whether no request may be sent now: it is open, or its probe is under way."""
+        """Whether no request may be sent now: it is open, or waits for its probe."""
         return bool(self._opened) and (self._probe is not None or self._clock() < self._open_until)
 
     def begin(self, request: object) -> None:

@@ -9,16 +9,16 @@ from services.core.takeover_dedup import TakeoverDedup
 from services.global_retrier.delay_queue import DELAY_BY_TOPIC, MOVE_EVENTS, Clock, Waiting, choose_delays
 
 _SKEW_MS = 500
-"""By how much the previous owner's clock may have been ahead of ours."""
+"""How far the previous owner's clock may have been ahead of this one."""
 
 _Copied = tuple[Headers, bytes | None, bytes | None]
 
 
 class MoveTakeover:
-    """Of one delay queue; made before anything is moved.
+    """For one delay queue; made before the first move.
 
     A queue commits right after each move. So a process that dies leaves at most one move of each partition uncommitted, among the
-    first MOVE_EVENTS records behind the commit. Their due times say to which topics they can have been moved.
+    first MOVE_EVENTS records behind the commit. Their due times decide to which topics they can have been moved.
     """
 
     def __init__(self, source: TopicPartition, broker: Broker, clock: Clock) -> None:
@@ -27,7 +27,7 @@ class MoveTakeover:
         self._dedup.start([source])
 
     async def find_moved(self, items: Sequence[Waiting]) -> frozenset[int]:
-        """Offsets of the next items that are certainly in their next topic already. Reads from the broker only at first."""
+        """Offsets of the next items that are certainly in their next topic already. Only the first calls read from the broker."""
         count = self._dedup.spend(self._source, len(items))
         suspects = [item for item in items[:count] if item.wake <= self._began + _SKEW_MS and not item.problem]
         if not suspects:
@@ -43,7 +43,7 @@ class MoveTakeover:
         def compare(topic: str, batch: Batch) -> None:
             for at, record in zip(batch.offsets, batch.records, strict=True):
                 own = wanted[topic].get(_copied(record), ())
-                # In its own topic a record is its own copy.
+                # In its own topic a record equals itself.
                 moved.update(offset for offset in own if batch.source != self._source or offset < at)
 
         await self._dedup.read(since, compare)
@@ -52,7 +52,7 @@ class MoveTakeover:
     def _group_by_topic(self, suspects: Sequence[Waiting]) -> dict[str, list[Waiting]]:
         """By each topic that the previous owner may have chosen, between the record's wake and the start of this queue.
 
-        Only topics further on: a record found there cannot itself be skipped because of the record here.
+        Only later topics: a record there is never skipped because of the record in this one.
         """
         by_topic: dict[str, list[Waiting]] = {}
         delay = DELAY_BY_TOPIC[self._source.topic]

@@ -144,7 +144,7 @@ class Connection(HttpProtocol):
         if self._task is not None and self._payload.is_eof():
             self._keep(data)
             return
-        if data and not self._admit(len(data)):  # without any, the parser goes on with what it has
+        if data and not self._admit(len(data)):  # without any, the parser continues with its own bytes
             self._break(self.server.overloaded())
             return
         try:

@@ -1,6 +1,6 @@
 """From the events of a request to the records of one stream, by partition, column by column.
 
-Everything here is plain computation, done at once for a whole request or a slice of it.
+All of it is plain computation, done at once for a whole request or a slice of it.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ _TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}(-.
 _OWN_HEADER = frozenset(("id", "datacontenttype"))
 _NO_HEADERS: Headers = ()
 KEYLESS_MS = 25
-"""How long events without a key go to the same partition. It is longer than an append takes, so that few appends are open at
+"""How long events without a key go to the same partition. It is longer than an append, so that few appends are open at
 once, and too short for anybody to notice."""
 
 

@@ -20,7 +20,7 @@ from services.ingest.event_fields import Numbers
 NODE: Node = "ingest"
 _FLUSH_AT = 20_000
 _JOIN_AT = 4_000
-"""The most events of settled requests that wait to be joined. Joining so many takes some milliseconds."""
+"""The most events of settled requests that wait to be joined. To join so many costs some milliseconds."""
 _NOT_KNOWN = OutcomeUnknown("not known to be stored")
 
 
