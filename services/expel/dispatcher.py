@@ -92,19 +92,12 @@ class Dispatcher:
         lane_metrics: LaneMetrics,
         throttle: SendThrottle,
         pause: PauseState | None = None,
-        clock: Callable[[], float] = time.monotonic,
-        jitter: Callable[[float], float] = backoff.full_jitter,
     ) -> None:
         self._config, self._sender, self._metrics, self._throttle = config, sender, lane_metrics, throttle
-        self._pause, self._clock, self._jitter = pause, clock, jitter
-        self._policy = RetryPolicy(config.retry, config.keyed, jitter)
+        self._pause = pause
+        self._policy = RetryPolicy(config.retry, config.keyed)
         self._queue = SendQueue(
-            config.request,
-            self._pump,
-            clock,
-            keyed=config.keyed,
-            serial=config.serial,
-            max_wait=config.max_wait,
+            config.request, self._pump, keyed=config.keyed, serial=config.serial, max_wait=config.max_wait
         )
         pipe, destination = config.pipe, config.destination
         self._parked = parked_topic(pipe)
@@ -230,7 +223,7 @@ class Dispatcher:
         now_ms, delivery = self._metrics.now_ms(), rendered.delivery
         self._metrics.record_polled(batch.records, delivery.arrivals, now_ms)
         if delivery.parts:
-            delivery.set_polled(source, now_ms, self._clock())
+            delivery.set_polled(source, now_ms, time.monotonic())
             self._limit.add(len(delivery.parts), delivery.weight)
             self._queue.add(delivery)
         self._write_unreadable(source, rendered.unreadable)
@@ -281,7 +274,7 @@ class Dispatcher:
                 return None
             if self._held or self.gone.is_set():
                 return None
-            now = self._clock()
+            now = time.monotonic()
             due = self._queue.next_due(now, is_sending=bool(self._sending))
             if due is None:
                 return None
@@ -315,7 +308,7 @@ class Dispatcher:
         limit = left = shedder.limit()
         while left > 0 and self._is_due(now):
             delivery = self._queue.pop(now)
-            least = blocked_for + self._jitter(blocked_for / 2)
+            least = blocked_for + backoff.full_jitter(blocked_for / 2)
             failure = Failure(_BREAKER_OPEN, _NOT_TRIED, recoverable=True, retry_after=least)
             self._side_topics.write_retries(delivery, dict.fromkeys(range(len(delivery)), failure))
             left -= len(delivery)
@@ -342,7 +335,7 @@ class Dispatcher:
                 self._queue.retry(kept)
             self.gone.set()
             return
-        self._hold_until = max(self._hold_until, self._clock() + decision.hold)
+        self._hold_until = max(self._hold_until, time.monotonic() + decision.hold)
         if decision.delivered:
             self._settle(delivery.subset(decision.delivered))
         if decision.retry_topic:

@@ -32,19 +32,12 @@ _MAX_LOGGED = 100
 
 class LaneMetrics:
     """The metrics of one destination. Values are gathered in lists and observed by `flush`, because one event may only cost an
-    append. ledger: its reports to the observer. wall_clock: seconds since the epoch.
+    append. ledger: its reports to the observer.
     """
 
-    def __init__(
-        self,
-        pipe: str,
-        destination: str,
-        wall_clock: Callable[[], float] = time.time,
-        ledger: "LaneLedger | None" = None,
-    ) -> None:
+    def __init__(self, pipe: str, destination: str, ledger: "LaneLedger | None" = None) -> None:
         self._names = (pipe, destination)
         self.ledger = ledger or LaneLedger()
-        self._wall_clock = wall_clock
         self._lag_in = metrics.LAG_IN.labels(pipe, NODE)
         self._lag_out = metrics.LAG_OUT.labels(pipe, NODE)
         self._transit = metrics.TRANSIT_TIME.labels(pipe, destination)
@@ -67,7 +60,7 @@ class LaneMetrics:
 
     def now_ms(self) -> int:
         """Wall clock, ms since the epoch."""
-        return int(self._wall_clock() * 1000)
+        return int(time.time() * 1000)
 
     def record_polled(self, records: Sequence[Record], arrivals: Sequence[int], now_ms: int) -> None:
         """A polled batch is in flight."""

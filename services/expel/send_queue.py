@@ -11,14 +11,20 @@ from typing import Protocol
 from services.core.broker.record import Record, TopicPartition
 from services.expel.delivery import Delivery, group_runs
 
+SEPARATOR = 1
+"""Bytes of a body between two parts."""
+
 
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
-    """How large one request may be. overhead: bytes of the body per event beside its part."""
+    """The limits of one request. max_bytes: of its body: the parts, each with SEPARATOR bytes."""
 
     max_events: int
     max_bytes: int
-    overhead: int = 1
+
+    def are_reached(self, events: int, size: int) -> bool:
+        """Whether so many events, with so many bytes of parts, fill a request."""
+        return events >= self.max_events or size + events * SEPARATOR >= self.max_bytes
 
 
 class SendQueue:
@@ -166,8 +172,7 @@ class UnorderedEvents:
         return self._polled[0].polled_at if self._polled else None
 
     def has_full(self) -> bool:
-        limits = self._limits
-        return self._events >= limits.max_events or self._size + self._events * limits.overhead >= limits.max_bytes
+        return self._limits.are_reached(self._events, self._size)
 
     def cut(self) -> Delivery:
         """Usually one slice of one batch. The end of a batch is filled up from the next one."""
@@ -194,12 +199,12 @@ class UnorderedEvents:
             self._start = 0
         self._events -= stop - start
         self._size -= size
-        return request, room - size - (stop - start) * self._limits.overhead
+        return request, room - size - (stop - start) * SEPARATOR
 
     def _fit(self, polled: Delivery, start: int, stop: int, room: int, *, first: bool) -> tuple[int, int]:
         """Where the slice ends, and the bytes of its parts. A request's first event always fits."""
         size = sum(map(len, polled.parts[start:stop]))
-        while stop > start and size + (stop - start) * self._limits.overhead > room:
+        while stop > start and size + (stop - start) * SEPARATOR > room:
             if first and stop == start + 1:
                 break
             stop -= 1
@@ -270,8 +275,7 @@ class KeyedEvents:
         return self._queues[self._ready[0]].entries[0][0].polled_at if self._ready else None
 
     def has_full(self) -> bool:
-        events, limits = self._ready_events, self._limits
-        return events >= limits.max_events or self._ready_size + events * limits.overhead >= limits.max_bytes
+        return self._limits.are_reached(self._ready_events, self._ready_size)
 
     def cut(self) -> Delivery:
         entries: list[_Entry] = []
@@ -285,7 +289,7 @@ class KeyedEvents:
             while queue.entries:
                 polled, index = queue.entries[0]
                 size = len(polled.parts[index])
-                room -= size + self._limits.overhead
+                room -= size + SEPARATOR
                 is_full = len(entries) >= self._limits.max_events or (room < 0 and bool(entries))
                 if is_full:
                     break

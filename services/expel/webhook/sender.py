@@ -10,7 +10,7 @@ import errno
 import hashlib
 import ssl
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import msgspec
 
@@ -36,21 +36,12 @@ _OUR_SHORTAGE = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOM
 
 
 class WebhookSender:
-    """`client` belongs to this destination. `max_bytes` bounds a body. `wall_clock` is in seconds since the epoch."""
+    """`client` belongs to this destination. `max_bytes` bounds a body."""
 
-    def __init__(
-        self,
-        client: HttpClient,
-        pipe: str,
-        body: BodyFormat,
-        keys: SigningKeys,
-        max_bytes: int,
-        wall_clock: Callable[[], float] = time.time,
-    ) -> None:
+    def __init__(self, client: HttpClient, pipe: str, body: BodyFormat, keys: SigningKeys, max_bytes: int) -> None:
         self._client = client
         self._pipe, self._body, self._keys = pipe, body, keys
         self._max_part = max_bytes - _FRAME_BYTES - 1
-        self._wall_clock = wall_clock
         self._renderers: dict[str, Renderer] = {}
 
     def render(self, batch: Batch) -> Rendered:
@@ -69,10 +60,10 @@ class WebhookSender:
             return classify(error)
         if 200 <= status < 300:
             return read_outcome(status, text, whole, delivery) if text or status == 207 else None
-        return fail_by_status(status, excerpt(text), parse_retry_after(wish, now=self._wall_clock()))
+        return fail_by_status(status, excerpt(text), parse_retry_after(wish, now=time.time()))
 
     def _headers(self, delivery: Delivery, body: bytes) -> bytes:
-        now, message_id = int(self._wall_clock()), delivery.message_id
+        now, message_id = int(time.time()), delivery.message_id
         lines = f"{ID_HEADER}: {message_id}\r\n{TIMESTAMP_HEADER}: {now}\r\n"
         if keys := self._keys.current:
             lines += f"{SIGNATURE_HEADER}: {sign(keys, message_id, now, body)}\r\n"

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from services.core.broker.record import Record, TopicPartition
 from services.expel.delivery import Delivery, OffsetRun
-from services.expel.send_queue import KeyedEvents, NewEvents, RequestLimits, UnorderedEvents
+from services.expel.send_queue import SEPARATOR, KeyedEvents, NewEvents, RequestLimits, UnorderedEvents
 
 KEYS = st.sampled_from([None, b"a", b"b", b"c"])
 EVENTS = st.lists(st.tuples(KEYS, st.integers(1, 30)), min_size=1, max_size=40)
@@ -38,7 +38,7 @@ def check(delivery: Delivery, limits: RequestLimits) -> None:
     assert 1 <= len(delivery) <= limits.max_events
     assert [offset for _, offset, _ in delivery.positions()] == numbers(delivery)
     assert delivery.size == sum(map(len, delivery.parts))
-    assert len(delivery) == 1 or delivery.size + len(delivery) * limits.overhead <= limits.max_bytes
+    assert len(delivery) == 1 or delivery.size + len(delivery) * SEPARATOR <= limits.max_bytes
 
 
 @given(chunks=st.lists(EVENTS, min_size=1, max_size=5), max_events=st.integers(1, 20), max_bytes=st.integers(5, 200))
