@@ -1,7 +1,6 @@
 """The observer as a service: the ledger, a reader of dead letters, an API with a page, a management port."""
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -112,28 +111,23 @@ class _Parts:
         yield "follower", self.follower.run(stopping)
         yield "watch", self.watch.run(stopping)
 
-    def state(self, lane: str) -> str | None:
+    def state(self, pipe: str, destination: str) -> str | None:
         if self._pauses.unknown is not None:
             return None
-        return "paused" if lane in self._pauses.paused() else "active"
+        return "paused" if f"{pipe}/{destination}" in self._pauses.paused() else "active"
 
-    def breaker(self, lane: str) -> str | None:
-        pipe, _, destination = lane.partition("/")
-        step = Step("expel", pipe, destination)
-        return self.follower.table.liveness.breaker(step, int(time.time() * 1000))
+    def breaker(self, pipe: str, destination: str) -> str | None:
+        return self.follower.table.liveness.breaker(Step("expel", pipe, destination), self.follower.now_ms())
 
     def _pauses_as_reasons(self, pipe: str) -> list[Reason]:
         destinations = self.follower.table.flow.pipes[pipe].destinations
-        paused = [name for name in destinations if self.state(f"{pipe}/{name}") == "paused"]
+        paused = [name for name in destinations if self.state(pipe, name) == "paused"]
         return [("degraded", f"{name} is paused") for name in paused]
 
     def view(self) -> View:
-        now = int(time.time() * 1000)
+        now = self.follower.now_ms()
         threshold, judge = self.watch.threshold, self.watch.judge
-        return make_view(self.follower, now, threshold, judge, self._state_of, self._causes_of, self._backlogs.of)
-
-    def _state_of(self, pipe: str, destination: str) -> str:
-        return self.state(f"{pipe}/{destination}") or "unknown"
+        return make_view(self.follower, now, threshold, judge, self.state, self._causes_of, self._backlogs.of)
 
     def _causes_of(self, pipe: str, destination: str) -> tuple[CauseView, ...]:
         found = self.failures.all()[pipe, destination].causes.most_common()[:_SHOWN_CAUSES]

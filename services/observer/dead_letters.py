@@ -157,8 +157,8 @@ class DeadLetterReader:
 OPENAPI = Path(__file__).with_name("openapi.json")
 LIMIT, MOST = 20, 100
 
-LaneState = Callable[[str], str | None]
-"""Of `<pipe>/<destination>`: active or paused, or the state of its circuit breaker. None: unknown."""
+LaneState = Callable[[str, str], str | None]
+"""By pipe and destination: active or paused, or the state of the circuit breaker. None: unknown."""
 
 
 class Api:
@@ -170,7 +170,7 @@ class Api:
         reader: DeadLetterReader,
         state: LaneState,
         openapi: bytes,
-        breaker: LaneState = lambda _lane: None,
+        breaker: LaneState = lambda _pipe, _destination: None,
     ) -> None:
         self._failures, self._reader, self._openapi = failures, reader, openapi
         self._state, self._breaker = state, breaker
@@ -208,8 +208,8 @@ class Api:
         return {
             "pipe": pipe,
             "destination": name,
-            "state": self._state(f"{pipe}/{name}"),
-            "breaker": self._breaker(f"{pipe}/{name}"),
+            "state": self._state(pipe, name),
+            "breaker": self._breaker(pipe, name),
             "letters": failures.causes.letters,
             "last_failure": None if failures.last is None else format_time(failures.last),
         }

@@ -1,6 +1,6 @@
 """The health of a pipe, from its loss table and its instances' reports."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import msgspec
@@ -27,6 +27,10 @@ class Health(msgspec.Struct, frozen=True):
     state: HealthState
     reasons: tuple[str, ...]
     planned: str | None
+
+
+Judge = Callable[[str, int], Health]
+"""The health of a pipe at a time (ms)."""
 
 
 def judge(

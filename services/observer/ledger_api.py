@@ -2,7 +2,6 @@
 
 import asyncio
 import time
-from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -16,7 +15,7 @@ from services.core.times import format_time, parse_time
 from services.observer import problems
 from services.observer.explain import explain
 from services.observer.follower import Follower
-from services.observer.health import Health
+from services.observer.health import Judge
 from services.observer.http import Refused, json_answer, read_query
 from services.observer.ledger.flow import Step
 from services.observer.ledger.settlement import Row
@@ -24,8 +23,6 @@ from services.observer.planned import MAX_LENGTH_MS, Kind, TooManyWindows, Windo
 
 MAX_MINUTES = 24 * 60
 DEFAULT_MINUTES = 60
-
-Judge = Callable[[str, int], Health]
 
 
 class Announcement(msgspec.Struct, forbid_unknown_fields=True):

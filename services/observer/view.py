@@ -7,8 +7,9 @@ import msgspec
 
 from services.core.lag import LagHistogram
 from services.core.ledger.minute import MINUTE_MS
+from services.observer.dead_letters import LaneState
 from services.observer.follower import Follower
-from services.observer.health import Health, HealthState, recent_rows
+from services.observer.health import HealthState, Judge, recent_rows
 from services.observer.ledger.finality import GIVEN_UP
 from services.observer.ledger.flow import Step
 from services.observer.ledger.settlement import Row
@@ -144,14 +145,12 @@ _DURATIONS = (
 """Name in the chart, node, and kind of lag. They add up: the transform's own duration is subtracted from the transit time
 between ingest and expel, if it is known."""
 
-Judge = Callable[[str, int], Health]
-State = Callable[[str, str], str]
 Causes = Callable[[str, str], tuple[CauseView, ...]]
 Shards = Callable[[str], tuple[ShardView, ...]]
 
 
 def make_view(
-    follower: Follower, now: int, threshold: float, judge: Judge, state: State, causes: Causes, shards: Shards
+    follower: Follower, now: int, threshold: float, judge: Judge, state: LaneState, causes: Causes, shards: Shards
 ) -> View:
     """The whole page. judge: health by pipe and time. state, causes: by pipe and destination. shards: by pipe."""
     pipes = tuple(_pipe(follower, pipe, now, judge, state, causes, shards) for pipe in follower.table.flow.pipes)
@@ -159,7 +158,7 @@ def make_view(
 
 
 def _pipe(
-    follower: Follower, pipe: str, now: int, judge: Judge, state: State, causes: Causes, shards: Shards
+    follower: Follower, pipe: str, now: int, judge: Judge, state: LaneState, causes: Causes, shards: Shards
 ) -> PipeView:
     rows = recent_rows(follower.table, pipe, now, MINUTES)
     health = judge(pipe, now)
@@ -180,7 +179,7 @@ def _pipe(
             _destination(
                 rows,
                 name,
-                state(pipe, name),
+                state(pipe, name) or "unknown",
                 follower.table.liveness.breaker(Step("expel", pipe, name), now) or "unknown",
                 causes(pipe, name),
             )

@@ -55,8 +55,10 @@ class Client:
 async def client() -> AsyncIterator[Client]:
     table = FailureTable(PIPES)
     reader = DeadLetterReader(no_admin(), ["shop.dead"], table.count)
-    states = {"shop/billing": "paused", "shop/search": "active"}
-    async with serve_api("127.0.0.1:0", Api(table, reader, states.get, OPENAPI.read_bytes()).routes()) as address:
+    states = {("shop", "billing"): "paused", ("shop", "search"): "active"}
+    async with serve_api(
+        "127.0.0.1:0", Api(table, reader, lambda *lane: states.get(lane), OPENAPI.read_bytes()).routes()
+    ) as address:
         yield Client(address, table)
 
 
@@ -135,7 +137,7 @@ async def test_the_description_is_served_and_names_every_route(client: Client) -
     """Broken: what a client is generated from is not what is served."""
     status, body, _ = await client.get("/openapi.json")
     assert (status, body) == (200, DOCUMENT)
-    api = Api(client.table, DeadLetterReader(no_admin(), [], client.table.count), lambda _lane: None, b"")
+    api = Api(client.table, DeadLetterReader(no_admin(), [], client.table.count), lambda _pipe, _name: None, b"")
     ledger = LedgerApi(Follower(PLAIN, no_admin(), Producer(MemoryAppender()), print), no_admin(), no_judge, 0.01)
     served = {(route.path, route.method.lower()) for route in (*api.routes(), *ledger.routes())}
     assert served == {(path, method) for path, methods in DOCUMENT["paths"].items() for method in methods}
@@ -145,8 +147,8 @@ async def test_the_description_is_served_and_names_every_route(client: Client) -
 
 async def test_another_name_for_this_machine_is_refused() -> None:
     """Broken: a page on the web whose name was made to mean this machine reads what failed, and announces deploys."""
-    table, states = FailureTable(PIPES), dict[str, str]()
-    api = Api(table, DeadLetterReader(no_admin(), [], table.count), states.get, OPENAPI.read_bytes())
+    table = FailureTable(PIPES)
+    api = Api(table, DeadLetterReader(no_admin(), [], table.count), lambda _pipe, _name: None, OPENAPI.read_bytes())
     async with serve_api("127.0.0.1:0", api.routes()) as address, aiohttp.ClientSession() as session:
         for name, status in (("evil.example", 421), ("localhost", 200), ("127.0.0.1:1", 200), ("[::1]", 200)):
             async with session.get(f"http://{address}/openapi.json", headers={"Host": name}) as answer:
