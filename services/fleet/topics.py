@@ -27,7 +27,7 @@ CHECK_WITHIN_S = 60.0
 Result = TypeVar("Result")
 
 
-class Prepared(NamedTuple):
+class PreparedTopics(NamedTuple):
     """The topics exist. waiting: the events that waited before. went_on: the lanes that took over a position, by the old lane."""
 
     topics: Provisioned
@@ -40,13 +40,13 @@ async def provision(broker: str, pipes: PipeFile, *, grow: bool = False) -> Prov
     return await _patiently(broker, lambda opened: ensure_topics(opened.admin, pipes, grow=grow))
 
 
-async def prepare(broker: str, pipes: PipeFile, path: Path, *, grow: bool = False) -> Prepared:
+async def prepare(broker: str, pipes: PipeFile, path: Path, *, grow: bool = False) -> PreparedTopics:
     """As `provision`, after checking that no event waits for a destination without an owner. path: of the pipe file.
 
     Raises BadConfiguration when the check fails (nothing is changed then), and CommandFailed.
     """
 
-    async def work(opened: Broker) -> Prepared:
+    async def work(opened: Broker) -> PreparedTopics:
         before = await read_bookmark(opened.reader)
         waiting = await find_waiting(opened, lanes_of(pipes), before)
         if problems := name_unclaimed(waiting, pipes, path):
@@ -59,7 +59,7 @@ async def prepare(broker: str, pipes: PipeFile, path: Path, *, grow: bool = Fals
         if bookmark != before and CONTROL in await opened.admin.topics():
             async with Producer(opened.appender) as producer:
                 await write_bookmark(producer, bookmark, time.time_ns() // 1_000_000)
-        return Prepared(topics, waiting, went_on)
+        return PreparedTopics(topics, waiting, went_on)
 
     return await _patiently(broker, work)
 

@@ -33,7 +33,7 @@ from services.expel.settings import ExpelSettings
 from services.fleet.plan import START_ORDER, make_plan
 from services.fleet.problem import CommandFailed
 from services.fleet.settings import UpSettings
-from services.fleet.topics import Prepared, prepare
+from services.fleet.topics import PreparedTopics, prepare
 from services.global_retrier.settings import RetrierSettings
 from services.ingest.settings import IngestSettings
 from services.observer.settings import ObserverSettings
@@ -96,7 +96,7 @@ class Fleet:
         names = [(spec.name, spec.service) for spec in plan.services if self._runs(spec.service)]
         self._keepers = [asyncio.create_task(self._keep(name, service)) for name, service in names]
 
-    async def _prepare(self, pipes: PipeFile) -> Prepared:
+    async def _prepare(self, pipes: PipeFile) -> PreparedTopics:
         operator = Process(self._machine, "operator")
         operator.found["cluster"] = self._cluster
         while True:

@@ -54,7 +54,7 @@ class KafkaCluster:
         self.settings = dict(settings or {})
         nodes = choose_nodes(brokers)
         options = [f"-Xmx{heap_mb}m", *java_options]
-        self.brokers = {node.node_id: KafkaBroker(node, self.folder, options) for node in nodes}
+        self.brokers = {node.node_id: KafkaProcess(node, self.folder, options) for node in nodes}
 
     @property
     def bootstrap(self) -> str:
@@ -129,7 +129,7 @@ class KafkaNotReady(RuntimeError):
     """A Kafka process ended, or was not ready in time. The message names its log and quotes its last lines."""
 
 
-class KafkaBroker:
+class KafkaProcess:
     """One node: its files, and its process while it runs. Methods as in KafkaCluster.
 
     `data` survives any stop. `log` has the output of all runs of the process.

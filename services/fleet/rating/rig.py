@@ -25,7 +25,7 @@ from services.fleet.plan import FleetPlan
 from services.fleet.ports import free_port
 from services.fleet.problem import CommandFailed
 from services.fleet.process import ServiceSpec
-from services.fleet.rating.steps import Step, next_rate
+from services.fleet.rating.steps import RatingStep, next_rate
 from services.fleet.stop import Stop
 from services.fleet.supervisor import run_fleet
 from services.fleet.topics import provision
@@ -67,7 +67,7 @@ class Rig:
     behind: Callable[[], Awaitable[int]]
 
 
-async def run_step(rig: Rig, rate: float, seconds: float, stop: Stop) -> Step:
+async def run_step(rig: Rig, rate: float, seconds: float, stop: Stop) -> RatingStep:
     """Offer `rate` events per second for `seconds`, then wait for the backlog. Raises CommandFailed when a stop is requested."""
     began, own = time.monotonic(), time.process_time()
     await asyncio.to_thread(psutil.cpu_percent)  # the next call measures the time since this one
@@ -87,7 +87,7 @@ async def run_step(rig: Rig, rate: float, seconds: float, stop: Stop) -> Step:
     machine = await asyncio.to_thread(psutil.cpu_percent) / 100
     own = (time.process_time() - own) / took
     await _settle(rig, stop)
-    return Step(rate, seconds, made, (done - done_before) / seconds, lag, (cpu - cpu_before) / took, own, machine)
+    return RatingStep(rate, seconds, made, (done - done_before) / seconds, lag, (cpu - cpu_before) / took, own, machine)
 
 
 async def _settle(rig: Rig, stop: Stop) -> None:
@@ -296,13 +296,13 @@ WARM_UP_S = 2.0
 
 
 async def run_rating(
-    service: str, shape: LoadShape, first: float, seconds: float, stop: Stop, show: Callable[[Step], None]
-) -> list[Step]:
+    service: str, shape: LoadShape, first: float, seconds: float, stop: Stop, show: Callable[[RatingStep], None]
+) -> list[RatingStep]:
     """Run all steps in order, calling `show` after each. Removes the temporary log (up to some GB). Raises CommandFailed.
 
     first: the first rate, events per second. seconds: the length of each step.
     """
-    steps: list[Step] = []
+    steps: list[RatingStep] = []
     with tempfile.TemporaryDirectory(prefix="penstock-rate-") as folder:
         async with RIGS[service](Path(folder), shape, stop) as rig:
             await run_step(rig, first, WARM_UP_S, stop)  # not measured: it opens connections and compiles code

@@ -24,7 +24,7 @@ HEADROOM = 0.75
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class RatingStep:
     """One step of so many seconds. rate, made, done: events per second that were offered, reached the input, were processed.
 
     lag: the backlog at the end, in s. cpu: cores that the instance used. source_cpu: cores that making the load used.
@@ -62,7 +62,7 @@ class Rating:
     limit: Limit
 
 
-def next_rate(steps: Sequence[Step], first: float) -> float | None:
+def next_rate(steps: Sequence[RatingStep], first: float) -> float | None:
     """The next rate to offer; None when the rating is known."""
     if not steps:
         return first
@@ -79,14 +79,14 @@ def next_rate(steps: Sequence[Step], first: float) -> float | None:
     return (most + min(lost)) / 2 if lost else most * GROWTH
 
 
-def rate_of(steps: Sequence[Step]) -> Rating:
+def rate_of(steps: Sequence[RatingStep]) -> Rating:
     """The rating that follows from the steps."""
     plateau = max((step.cpu for step in steps), default=0.0)
     rate = max((step.rate for step in steps if step.kept), default=0.0)
     return Rating(rate, plateau, round(max(0.01, plateau * HEADROOM), 2), _limit(steps, plateau))
 
 
-def _limit(steps: Sequence[Step], plateau: float) -> Limit:
+def _limit(steps: Sequence[RatingStep], plateau: float) -> Limit:
     kept = {step.rate for step in steps if step.kept}
     lost = [step for step in steps if step.rate not in kept]  # a rate that was kept at the second try is no limit
     if not lost:
@@ -106,7 +106,7 @@ def bar(share: float) -> str:
     return "█" * (eighths // 8) + (_PARTS[eighths % 8] if eighths % 8 else "")
 
 
-def step_line(step: Step) -> str:
+def step_line(step: RatingStep) -> str:
     """The line of one step. The bar is full at one core."""
     mark = "" if step.kept else "  not kept"
     return f"{step.rate:>10,.0f} {step.done:>10,.0f} {step.lag:>6.1f} s  {step.cpu:4.2f} {bar(step.cpu):<{WIDTH}}{mark}"

@@ -12,7 +12,7 @@ from services.core.units import parse_duration, parse_size
 from services.fleet.console import print_note
 from services.fleet.problem import CommandFailed
 from services.fleet.rating.rig import RIGS, LoadShape, run_rating
-from services.fleet.rating.steps import HEAD, MIN_STEP_S, Rating, Step, rate_of, step_line, summary
+from services.fleet.rating.steps import HEAD, MIN_STEP_S, Rating, RatingStep, rate_of, step_line, summary
 from services.fleet.settings_edit import check_key, set_key
 from services.fleet.stop import stop_on_signals
 from services.fleet.verbs.app import APP, AsJson, example
@@ -64,11 +64,11 @@ def rate(
         raise typer.Exit(1)
 
 
-async def _run(service: str, shape: LoadShape, first: float, seconds: float) -> list[Step]:
+async def _run(service: str, shape: LoadShape, first: float, seconds: float) -> list[RatingStep]:
     with stop_on_signals() as stop:
         return await run_rating(service, shape, first, seconds, stop, lambda step: print_note(step_line(step)))
 
 
-def _json(service: str, shape: LoadShape, rating: Rating, steps: list[Step]) -> str:
+def _json(service: str, shape: LoadShape, rating: Rating, steps: list[RatingStep]) -> str:
     rows = [{**dataclasses.asdict(step), "kept": step.kept} for step in steps]
     return json.dumps({"service": service, **dataclasses.asdict(shape), **dataclasses.asdict(rating), "steps": rows})

@@ -17,7 +17,7 @@ from services.core.yaml_source import BadConfiguration
 from services.fleet.dead.redrive import RedriveRecord, RedriveTargets
 from services.fleet.plan import make_plan
 from services.fleet.settings import UpSettings
-from services.fleet.topics import Prepared, prepare
+from services.fleet.topics import PreparedTopics, prepare
 from tests.support.waiting_events import store, stored, waiting_event
 from tests.unit.fleet.test_cli import Shell, shell
 
@@ -193,7 +193,7 @@ async def fill(url: str) -> None:
         await store(broker, "s", [waiting_event("late/any", number) for number in range(10)])
 
 
-def prepared(url: str, path: Path) -> Prepared:
+def prepared(url: str, path: Path) -> PreparedTopics:
     return asyncio.run(prepare(url, load_pipes(path), path))
 
 

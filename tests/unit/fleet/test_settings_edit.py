@@ -12,7 +12,7 @@ from services.autoscaler.settings import AutoscalerSettings
 from services.core.settings import load_settings
 from services.fleet.cli import main
 from services.fleet.problem import CommandFailed
-from services.fleet.rating.steps import Step
+from services.fleet.rating.steps import RatingStep
 from services.fleet.settings_edit import check_key, edit, set_key
 from services.fleet.verbs import rate
 
@@ -115,7 +115,7 @@ def test_a_rating_checks_the_file_before_it_loads_the_machine(
 ) -> None:
     """Broken: a slip in --config is found out after a minute of load, and the rating is lost."""
 
-    async def run(*_: object) -> list[Step]:
+    async def run(*_: object) -> list[RatingStep]:
         raise AssertionError("it was loaded")
 
     monkeypatch.setattr(rate, "_run", run)

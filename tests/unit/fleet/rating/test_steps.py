@@ -4,17 +4,17 @@ import dataclasses
 
 import pytest
 
-from services.fleet.rating.steps import MOST_RATES, Step, next_rate, rate_of, step_line, summary
+from services.fleet.rating.steps import MOST_RATES, RatingStep, next_rate, rate_of, step_line, summary
 
 
-def instance(rate: float, capacity: float, full: float = 1.0, source: float = 0.2, machine: float = 0.5) -> Step:
+def instance(rate: float, capacity: float, full: float = 1.0, source: float = 0.2, machine: float = 0.5) -> RatingStep:
     """One core at `capacity` events a second; beyond, it falls behind."""
     done = min(rate, capacity)
-    return Step(rate, 5.0, rate, done, 5.0 * (1 - done / rate), full * done / capacity, source, machine)
+    return RatingStep(rate, 5.0, rate, done, 5.0 * (1 - done / rate), full * done / capacity, source, machine)
 
 
-def run(capacity: float, first: float = 500.0, **how: float) -> list[Step]:
-    steps: list[Step] = []
+def run(capacity: float, first: float = 500.0, **how: float) -> list[RatingStep]:
+    steps: list[RatingStep] = []
     while (rate := next_rate(steps, first)) is not None:
         steps.append(instance(rate, capacity, **how))
     return steps
@@ -58,7 +58,7 @@ def test_says_when_the_load_was_the_limit_or_nothing_was() -> None:
 
 def test_one_stall_is_not_the_end() -> None:
     """Broken: a disk that stands still for a moment makes a tenth of the rating."""
-    steps: list[Step] = []
+    steps: list[RatingStep] = []
     while (rate := next_rate(steps, 500.0)) is not None:
         stalls = len(steps) == 1
         steps.append(instance(rate, 100.0 if stalls else 9000.0))
