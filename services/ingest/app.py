@@ -46,6 +46,7 @@ async def start(settings: IngestSettings, supervision: Supervision) -> None:
     async with AsyncExitStack() as stack:
         management = await stack.enter_async_context(serve_management(settings.management, readiness.why_not))
         log.info("started", management=management)
+        readiness.set_reason("the broker is not reachable yet")
         broker = await open_when_reachable(stack, settings.broker, stopping, on_wait=readiness.set_reason)
         if broker is None:
             return
