@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import orjson
@@ -29,15 +30,9 @@ MakePipeline = Callable[[int], BrokerPipeline]
 @pytest.fixture
 def make_pipeline(spark: SparkSession, kafka_cluster: KafkaCluster, tmp_path: Path) -> Iterator[MakePipeline]:
     """Makes a pipeline with so many partitions; its jobs are stopped at the end."""
-    pipelines: list[BrokerPipeline] = []
-
-    def make(partitions: int) -> BrokerPipeline:
-        pipelines.append(BrokerPipeline(spark, f"kafka://{kafka_cluster.bootstrap}", tmp_path, partitions=partitions))
-        return pipelines[-1]
-
-    yield make
-    for pipeline in pipelines:
-        pipeline.stop()
+    url = f"kafka://{kafka_cluster.bootstrap}"
+    with ExitStack() as stack:
+        yield lambda partitions: stack.enter_context(BrokerPipeline(spark, url, tmp_path, partitions=partitions))
 
 
 def flight(number: int, delay: int | str | None = None) -> Record:
