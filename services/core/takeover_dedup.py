@@ -15,7 +15,7 @@ log = structlog.get_logger()
 TAIL_EVENTS = 5000
 """Records that are read at the end of a topic at most."""
 _MAX_READ_S = 3.0
-_MAX_PACED_READ_S = 10.0
+_MAX_PACED_READ_S = 6.0
 """Of Kinesis: a shard may be read five times a second, and the tail takes some seven reads. Polled batches wait meanwhile."""
 
 
@@ -57,7 +57,7 @@ class TakeoverDedup:
     async def read(self, since_ms: Mapping[str, int], visit: Callable[[str, Batch], None]) -> None:
         """Call `visit` with the newest records of these topics, from the given times on.
 
-        Takes 3 s at most; 10 s where offsets are not contiguous.
+        Takes 3 s at most; 6 s where offsets are not contiguous.
         """
         self._removed.clear()
         limit = _MAX_READ_S if self._broker.features.contiguous_offsets else _MAX_PACED_READ_S

@@ -29,6 +29,7 @@ from services.core.broker.reading import read_topic
 from services.core.event import read_id
 from services.core.jvm.kafka import KafkaCluster
 from services.core.pipes import retry_topic
+from services.core.retry_state import PREFIX
 from tests.faults.fleet import Service, wait_until
 from tests.faults.trial import Trial, open_trial
 from tests.support.fault_table import HEAD
@@ -209,16 +210,16 @@ async def find_causes(run: Strikes) -> tuple[dict[str, int], int]:
     their partition moved to another process. other: none of these.
     """
     trial = run.trial
-    copies: dict[str, Counter[str | None]] = {}
+    copies: Counter[str] = Counter()
     for topic in (trial.stream, retry_topic(trial.pipe)):
-        copies[topic] = await _count_copies(trial.broker, topic)
+        copies += await _count_copies(trial.broker, topic)
     causes: Counter[str] = Counter()
     extra = 0
     assert trial.sink.traces is not None
     for number, came in trial.sink.traces.items():
         if trial.ledger.sends[number] > 1:
             continue
-        stored = sum(max(0, found[trial.ledger.event_id(number)] - 1) for found in copies.values())
+        stored = copies[trial.ledger.event_id(number)]
         extra += stored
         for (first, worker), (again, other) in pairwise(came):
             if stored > 0:
@@ -230,13 +231,16 @@ async def find_causes(run: Strikes) -> tuple[dict[str, int], int]:
 
 
 @backoff.on_exception(backoff.expo, BrokerError, max_value=5, max_time=SETTLE_S)
-async def _count_copies(broker: Broker, topic: str) -> Counter[str | None]:
-    """How often the topic holds each event, by id."""
-    copies: Counter[str | None] = Counter()
+async def _count_copies(broker: Broker, topic: str) -> Counter[str]:
+    """How many copies the topic holds beside the first, by id. Each round of retries is a record of its own."""
+    copies: Counter[tuple[str, bytes | None]] = Counter()
     for partition, held in (await broker.reader.describe(topic)).items():
         async for batch in read_topic(broker.reader, topic, partition, held):
-            copies.update(map(read_id, batch.records))
-    return copies
+            copies.update((read_id(record) or "", record.header(PREFIX + "rounds")) for record in batch.records)
+    found: Counter[str] = Counter()
+    for (name, _), count in copies.items():
+        found[name] += count - 1
+    return +found
 
 
 def _judge(run: Strikes, took: float) -> int:
