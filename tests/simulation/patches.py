@@ -102,8 +102,8 @@ PATCHES = (
             Change("services/core/consuming.py", "            marks = tracker.still_owned(marks)\n", ""),
             Change(
                 "services/core/broker/offset_tracker.py",
-                "        durable = self.still_owned(marks)\n",
-                "        durable = marks\n",
+                "in self.still_owned(marks).items() if source not in refused",
+                "in marks.items() if source not in refused",
             ),
         ),
         needs=frozenset({"remake"}),
@@ -142,7 +142,6 @@ PATCHES = (
                 "specs = wanted_topics(pipes)",
             ),
         ),
-        quick=True,
         needs=frozenset({"schedule_off"}),
     ),
     Patch(
