@@ -21,14 +21,15 @@ DROP = "drop"
 """The action on events that waited for a removed destination. The entry has their offsets in the retry or parked topic."""
 
 Range = tuple[int, int]
-DIGEST_BYTES = 6
+_CONTENT_BYTES, _TIME_BYTES = 6, 6
+DIGEST_BYTES = _CONTENT_BYTES + _TIME_BYTES
 
 
 class Entry(msgspec.Struct, frozen=True):
     """One batch of one action in one partition. at: ms. ranges: (first, last) offsets, ascending; all their records count.
 
     digests: DIGEST_BYTES of each record, in the order of the offsets. They tell the records from those of a topic that was
-    created again. Empty in entries of earlier versions and of DROP.
+    created again. Entries of earlier versions have the first 6 bytes of each, or none. Empty in entries of DROP.
     """
 
     action: str
@@ -52,15 +53,15 @@ class ActedUpon(NamedTuple):
 
 
 def digest_of(record: Record) -> bytes:
-    """Identifies a record by its key, value and headers, in any topic and at any offset."""
-    found = hashlib.blake2b(digest_size=DIGEST_BYTES)
+    """A hash of the record's key, value and headers, then its time: the same event may be the same dead letter again, later."""
+    found = hashlib.blake2b(digest_size=_CONTENT_BYTES)
     for part in (
         record.key,
         record.value,
         *(part for name, value in record.headers for part in (name.encode(), value)),
     ):
         found.update(b"-" if part is None else b"%d:%b" % (len(part), part))
-    return found.digest()
+    return found.digest() + (record.timestamp % (1 << 8 * _TIME_BYTES)).to_bytes(_TIME_BYTES)
 
 
 async def write_entries(

@@ -181,7 +181,7 @@ PATCHES = (
         (
             Change(
                 "services/fleet/dead/audit.py",
-                " and (not digests or digests[at : at + DIGEST_BYTES] == digest)",
+                " and digest.startswith(digests[at : at + size])",
                 "",
             ),
         ),

@@ -10,7 +10,7 @@ from itertools import accumulate
 
 import msgspec
 
-from services.core.audit import DIGEST_BYTES, DISCARD, REDRIVE, ActedUpon, Entry, write_entries
+from services.core.audit import DISCARD, REDRIVE, ActedUpon, Entry, write_entries
 from services.core.broker.contract import Reader
 from services.core.broker.errors import UnknownTopic
 from services.core.broker.producer import Producer
@@ -46,19 +46,20 @@ class _Acts:
         """The last offset of all ranges up to this one: bounds the search where ranges overlap."""
 
     def holds(self, offset: int, digest: bytes) -> bool:
-        """Whether this record was acted upon. A range without digests, of an earlier version, holds all at its offsets."""
+        """Whether this record was acted upon. Digests of an earlier version are shorter, or missing: then all at the offsets."""
         index = bisect_right(self._ranges, offset, key=lambda found: found[0]) - 1
         while index >= 0 and self._reach[index] >= offset:
             first, last, digests = self._ranges[index]
-            at = (offset - first) * DIGEST_BYTES
-            if offset <= last and (not digests or digests[at : at + DIGEST_BYTES] == digest):
+            size = len(digests) // (last - first + 1)
+            at = (offset - first) * size
+            if offset <= last and digest.startswith(digests[at : at + size]):
                 return True
             index -= 1
         return False
 
 
 class AuditedActions:
-    """The fate of each dead letter. Memory: the ranges, and DIGEST_BYTES per dead letter."""
+    """The fate of each dead letter. Memory: the ranges, and a digest per dead letter."""
 
     def __init__(self, entries: Sequence[Entry] = ()) -> None:
         found: defaultdict[tuple[str, str, int], list[tuple[int, int, bytes]]] = defaultdict(list)
@@ -81,9 +82,9 @@ class AuditedActions:
 
 
 def _with_digests(entry: Entry) -> Iterator[tuple[int, int, bytes]]:
-    begin = 0
+    size, begin = len(entry.digests) // max(1, sum(last - first + 1 for first, last in entry.ranges)), 0
     for first, last in entry.ranges:
-        end = begin + (last - first + 1) * DIGEST_BYTES
+        end = begin + (last - first + 1) * size
         yield first, last, entry.digests[begin:end]
         begin = end
 

@@ -7,9 +7,10 @@ from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
 from services.core import dead_letter
-from services.core.audit import DISCARD, REDRIVE, Entry, digest_of
+from services.core.audit import DISCARD, REDRIVE, ActedUpon, Entry, digest_of, write_entries
 from services.core.broker.connect import open_broker
 from services.core.broker.contract import Broker, TopicSpec
 from services.core.broker.errors import Unavailable
@@ -304,10 +305,23 @@ async def test_a_fate_is_of_a_letter_and_not_of_its_place(broker: Broker) -> Non
     assert await numbers(broker) == [3]
     await broker.admin.delete_topic("late.dead")
     await broker.admin.create_topic(TopicSpec("late.dead", 1))
-    await bury(broker, [letter(10), letter(1), letter(12), letter(13), letter(14)])
+    again = structs.replace(letter(2), timestamp=letter(2).timestamp + 1)  # the same event failed again in the same way
+    await bury(broker, [letter(10), letter(1), again, letter(13), letter(14)])
     assert await numbers(broker) == [0, 2, 3, 4]  # the one at offset 1 is the same letter, written again
     assert await redriven_positions(broker, [0, 2])
     assert await numbers(broker) == [3, 4]
+
+
+async def test_fates_in_entries_of_earlier_versions(broker: Broker) -> None:
+    """Broken: after an upgrade, letters that were redriven before are open again, and a redrive sends them twice."""
+    await bury(broker, [letter(n) for n in range(3)])
+    actions = [
+        ActedUpon("late.dead", 0, 0, digest_of(letter(0))[:6]),
+        ActedUpon("late.dead", 0, 1, digest_of(letter(9))[:6]),
+    ]
+    async with Producer(broker.appender) as producer:
+        await write_entries(producer, DISCARD, "me@here", {}, actions)
+    assert await numbers(broker) == [1, 2]
 
 
 async def redriven_positions(broker: Broker, offsets: Sequence[int]) -> bool:
