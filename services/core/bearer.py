@@ -23,7 +23,7 @@ from services.core.yaml_source import BadConfiguration, Problem
 log = structlog.get_logger()
 
 MAX_TOKENS = 10
-_STALE = "a token that was removed since then is still accepted. Try: mend the file, or restart the service"
+_STALE = "a token that was revoked since is still accepted. Try: correct the file, or restart the service"
 _TOKEN = re.compile(r"[A-Za-z0-9._~+/=-]{20,200}")
 
 

@@ -157,7 +157,9 @@ async def supervise(start: Callable[[Supervision], Awaitable[None]], drain: floa
         return 1
     if supervision.left:
         log.warning(
-            "not_drained", left=supervision.left, hint="it was not committed and is done again. Try: a longer --drain"
+            "not_drained",
+            left=supervision.left,
+            hint="this work was not committed and is repeated. Try: a longer --drain",
         )
         return 1
     log.info("drained")

@@ -327,7 +327,7 @@ OBSERVER_TOPIC_UP = Gauge("penstock_observer_topic_up", "1 while these dead lett
 OBSERVER_REQUESTS = Counter("penstock_observer_requests", "Requests to the API, by status.", ["status"])
 OBSERVER_TOKENS_AGE = Gauge(
     "penstock_observer_tokens_age_seconds",
-    "Time since the tokens in use last matched the token file. A token that was removed since then is still valid.",
+    "Time since the tokens in use last matched the token file. A token that was revoked since is still valid.",
 )
 OBSERVER_TOKENS_FAILURES = Counter(
     "penstock_observer_tokens_load_failures", "Failed loads of the token file. The log has the reason."

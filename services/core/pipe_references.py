@@ -80,7 +80,9 @@ def _check_removed(removed: Mapping[str, object], pipes: Mapping[str, object]) -
     for lane, choice in removed.items():
         target = _mapping(choice).get("deliver_to")
         if lane in lanes:
-            problems.append((("removed", lane), "is a destination of this file, which gets its waiting events itself"))
+            problems.append(
+                (("removed", lane), "is still in this file, so it gets its waiting events. Try: remove this entry")
+            )
         if isinstance(target, str) and not lanes.get(target):
             known = ", ".join(sorted(name for name, is_webhook in lanes.items() if is_webhook)) or "there is none"
             problems.append((("removed", lane, "deliver_to"), f"{target!r} is no webhook of this file: {known}"))

@@ -153,7 +153,7 @@ def parse_secret(text: str, where: str) -> tuple[SigningKey, ...]:
 log = structlog.get_logger()
 
 _STALE = (
-    "requests are signed with the old keys, also with a key that was removed since then. Try: mend the file, or restart the "
+    "requests are signed with the old keys, also with a key that was revoked since. Try: correct the file, or restart the "
     "service"
 )
 

@@ -112,7 +112,7 @@ class Dispatcher:
         self.tracker, self.ledger = OffsetTracker(), lane_metrics.ledger
         self.gone = asyncio.Event()
         self._group: asyncio.TaskGroup | None = None
-        self._commit_soon: Callable[[], None] = lambda: None
+        self._commit_soon: Callable[[], None]
         self._workers: set[asyncio.Task[None]] = set()
         self._sending: set[Delivery] = set()
         self._limit = InFlightLimit(config.max_events, config.max_bytes)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from services.core.broker.contract import Broker, Start
 from services.core.consuming import GroupMember
 from services.core.lifecycle import wait_for_stop
-from services.core.pipes import delivery_group
+from services.core.pipes import delivery_group, lane_name
 from services.expel.dispatcher import Dispatcher
 from services.expel.metrics import LaneMetrics
 from services.expel.pause import PauseState
@@ -36,7 +36,7 @@ class Lane:
         optional_topics: Sequence[str] = (),
     ) -> None:
         self._broker, self._topics, self._optional_topics = broker, topics, optional_topics
-        self.name = f"{pipe}/{destination}"
+        self.name = lane_name(pipe, destination)
         self._pause, self._ledger = pause, metrics.ledger
         self._is_paused_known = pause is None
         self._member = GroupMember(

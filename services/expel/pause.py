@@ -15,7 +15,7 @@ from services.core.broker.errors import BrokerError
 from services.core.broker.producer import Producer
 from services.core.consuming import Membership
 from services.core.pauses import GONE, Pause, Pauses, write_pause
-from services.core.pipes import delivery_group, parked_topic
+from services.core.pipes import delivery_group, lane_name, parked_topic
 from services.expel.metrics import LaneMetrics
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class PauseState:
     ) -> None:
         self._pauses, self._broker, self._producer = pauses, broker, producer
         self._pipe, self._destination, self._keyed = pipe, destination, keyed
-        self._lane, self.group = f"{pipe}/{destination}", delivery_group(pipe, destination)
+        self._lane, self.group = lane_name(pipe, destination), delivery_group(pipe, destination)
         self.was_parked = False
         """Whether this process parked its events and has not resumed since."""
 

@@ -25,7 +25,7 @@ from services.core.broker.offset_tracker import OffsetTracker
 from services.core.broker.producer import Producer, send_by_key
 from services.core.broker.record import Batch, Record, TopicPartition
 from services.core.consuming import GroupMember, Membership
-from services.core.pipes import Removed, dead_letter_topic, delivery_group, parked_topic, retry_topic
+from services.core.pipes import Removed, dead_letter_topic, delivery_group, lane_name, parked_topic, retry_topic
 from services.core.retry_state import unwrap, wrap
 from services.expel.dedup import RetryTopicFilter
 from services.expel.delivery import Unreadable
@@ -72,7 +72,7 @@ class RemovedProcessor:
 
     def __init__(self, producer: Producer, pipe: str, destination: str, choice: Removed) -> None:
         self._producer, self._choice = producer, choice
-        self._pipe, self._destination, self._lane = pipe, destination, f"{pipe}/{destination}"
+        self._pipe, self._destination, self._lane = pipe, destination, lane_name(pipe, destination)
         self._dead_letters = DeadLetterWriter(pipe, destination)
         self._filters = {
             topic: RetryTopicFilter(pipe, destination) for topic in (retry_topic(pipe), parked_topic(pipe))

@@ -45,10 +45,13 @@ class ExpelSettings(Settings):
         10_000,
         ge=100,
         le=1_000_000,
-        description="The most events in flight per destination. So many may be delivered twice after a crash; behind a slow one, "
-        "ten times as many.",
+        description="The most events per destination that are in flight, or delivered and not committed. So many may be "
+        "delivered twice after a crash; behind a slow one, ten times as many.",
     )
-    commit_interval: Duration = Field(0.5, description="How often settled offsets are committed.")
+    commit_interval: Duration = Field(
+        0.5,
+        description="The longest time between two commits; a lane with many uncommitted events commits earlier.",
+    )
 
     @property
     def policy(self) -> NetPolicy:

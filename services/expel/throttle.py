@@ -11,6 +11,7 @@ from typing import Literal
 import structlog
 
 from services.core import metrics
+from services.core.pipes import lane_name
 from services.expel.delivery import Delivery
 from services.expel.retry_policy import Failure, Outcome
 
@@ -38,7 +39,7 @@ class SendThrottle:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._bucket = TokenBucket(rate, clock) if rate else None
-        self._lane = f"{pipe}/{destination}"
+        self._lane = lane_name(pipe, destination)
         self._breaker, self._slow_start, self.shedder = CircuitBreaker(clock), SlowStart(clock), LoadShedder(clock)
         self._sheds, self._clock = sheds, clock
         self._gauge = metrics.EXPEL_BREAKER.labels(pipe, destination)

@@ -22,6 +22,7 @@ from services.core.pipes import (
     delay_topic,
     delivery_group,
     delivery_topics,
+    lane_name,
     needs_retrier,
     parked_topic,
 )
@@ -134,7 +135,7 @@ async def _destination(
     labels = {"pipe": pipe, "destination": destination}
     sample = reading.sample
     records, millis = await _group_lag(broker, delivery_group(pipe, destination), topics)
-    pause = pauses.get(f"{pipe}/{destination}")
+    pause = pauses.get(lane_name(pipe, destination))
     return {
         **labels,
         "up": bool(sample.total("penstock_expel_lane_up", **labels)),

@@ -43,7 +43,7 @@ def choose_encoding(values: list[str]) -> str | None:
         return None
     encoding = values[0].strip().lower()
     if len(values) > 1 or encoding not in ENCODINGS:
-        raise Refused(problems.UNSUPPORTED_ENCODING, "Content-Encoding is gzip or zstd, once, or is left out.")
+        raise Refused(problems.UNSUPPORTED_ENCODING, "Content-Encoding must be gzip or zstd, at most once.")
     return encoding
 
 
@@ -70,14 +70,14 @@ def _unpack_gzip(body: bytes, limit: int) -> bytes:
         body = member.unused_data
         if not body:
             return b"".join(parts)
-    raise Refused(problems.BAD_COMPRESSION, f"A gzip body has at most {MAX_MEMBERS} members.")
+    raise Refused(problems.BAD_COMPRESSION, f"A gzip body must not have more than {MAX_MEMBERS} members.")
 
 
 def _unpack_zstd(body: bytes, limit: int) -> bytes:
     try:
         frame = zstandard.get_frame_parameters(body)
         if frame.window_size > MAX_WINDOW_BYTES:
-            raise Refused(problems.BODY_TOO_LARGE, f"A zstd window has at most {MAX_WINDOW_BYTES} bytes.")
+            raise Refused(problems.BODY_TOO_LARGE, f"A zstd window must not have more than {MAX_WINDOW_BYTES} bytes.")
         if frame.content_size != _UNKNOWN_SIZE and frame.content_size > limit:
             raise body_too_large(limit)
         if frame.content_size not in (0, _UNKNOWN_SIZE):  # with 0 in the head the library reads nothing
@@ -151,7 +151,7 @@ def check_format(message: RawRequestMessage) -> tuple[str, Format | None]:
         known = ", ".join(MEDIA_TYPES)
         raise Refused(
             problems.UNSUPPORTED_MEDIA_TYPE,
-            f"Content-Type is one of {known}, in UTF-8. Or the event is in ce- headers.",
+            f"Content-Type must be one of {known}, in UTF-8, unless the event is in ce- headers.",
         )
     return content_type, chosen
 
@@ -279,7 +279,7 @@ def _cut(body: bytes, limits: Limits, containers: "_Containers") -> Iterator[tup
     text = b"[" + body[at:]
     documents = _parse(text, at, containers)
     if not documents and body[at - 1 : at] == b",":
-        raise Refused(problems.BAD_JSON, "A comma is before the end of the array.")
+        raise Refused(problems.BAD_JSON, "The array ends with a comma.")
     yield text, documents
 
 
@@ -328,7 +328,9 @@ def _find_far_end(body: bytes, at: int) -> int:
 
 
 def _too_many() -> Refused:
-    detail = f"An event has at most {MAX_CONTAINERS} arrays and objects, a request at most {MAX_IN_BODY}."
+    detail = (
+        f"An event must not have more than {MAX_CONTAINERS} arrays and objects, a request not more than {MAX_IN_BODY}."
+    )
     return Refused(problems.TOO_MANY_CONTAINERS, detail)
 
 

@@ -70,7 +70,7 @@ def read_binary(body: bytes, headers: Iterable[tuple[str, str]], content_type: s
     """One CloudEvent whose attributes are `ce-…` headers and whose data is the body, of any media type."""
     document: dict[str, Any] = {}
     if len(body) > limits.event_bytes:
-        raise Refused(problems.EVENT_TOO_LARGE, f"An event has at most {limits.event_bytes} bytes.")
+        raise Refused(problems.EVENT_TOO_LARGE, f"An event must not have more than {limits.event_bytes} bytes.")
     if is_json(content_type) and body:
         parsed = parse(body)
         check_single(body, parsed, limits)
@@ -150,7 +150,7 @@ def _attributes(members: dict[str, Any]) -> Attributes:
         if type(members.get(name)) is not str or not members[name]:
             raise _Fault(f"The attribute {name} must be a string that is not empty.")
     if len(members) > MAX_ATTRIBUTES:
-        raise _Fault(f"An event has at most {MAX_ATTRIBUTES} attributes.")
+        raise _Fault(f"An event must not have more than {MAX_ATTRIBUTES} attributes.")
     attributes: Attributes = {}
     for name, value in members.items():
         if name in ("data", "data_base64") or value is None:
@@ -159,7 +159,7 @@ def _attributes(members: dict[str, Any]) -> Attributes:
             raise _Fault("The name of an attribute has 1 to 64 lower-case letters and digits.")
         attributes[name] = value if type(value) is str else _text(name, value)
         if name != "id" and CONTROL.search(attributes[name]):
-            raise _Fault("Attributes have no control characters.")
+            raise _Fault("Attributes must not have control characters.")
     return attributes
 
 

@@ -304,7 +304,12 @@ class Connection(HttpProtocol):
         self._head_bytes += size
         if self._head_bytes > MAX_HEAD_BYTES:
             self._finish(
-                refuse(Refused(problems.HEAD_TOO_LARGE, f"The head of a request has at most {MAX_HEAD_BYTES} bytes."))
+                refuse(
+                    Refused(
+                        problems.HEAD_TOO_LARGE,
+                        f"The head of a request must not have more than {MAX_HEAD_BYTES} bytes.",
+                    )
+                )
             )
 
     def _fail_body(self, error: Exception) -> None:

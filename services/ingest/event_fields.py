@@ -22,7 +22,7 @@ from services.ingest import problems
 
 MAX_ID_BYTES = 256
 MAX_KEY_BYTES = 1024
-ID_CHARACTERS = "An id has no control characters."
+ID_CHARACTERS = "An id must not have control characters."
 FUTURE_MS = 24 * 3_600_000
 """How far ahead of this machine's clock an event time may be. So no client's broken clock moves a watermark by years."""
 
@@ -101,7 +101,7 @@ def _read_key(value: object, row: int, faults: Faults) -> bytes | None:
         key = value.encode()
         if len(key) <= MAX_KEY_BYTES:
             return key
-        faults[row] = (problems.BAD_KEY, f"A key has at most {MAX_KEY_BYTES} bytes.")
+        faults[row] = (problems.BAD_KEY, f"A key must not have more than {MAX_KEY_BYTES} bytes.")
     elif value is not None:
         faults[row] = (problems.BAD_KEY, "A key is a string or an integer below 2^64.")
     return None

@@ -135,6 +135,7 @@ def explain(error: HttpProcessingError) -> Refused:
     if isinstance(error, LineTooLong | HeadTooLarge) or error.message == "Too many headers received":
         return Refused(
             problems.HEAD_TOO_LARGE,
-            f"A head has at most {MAX_HEADERS} headers of {MAX_LINE_BYTES} bytes each, and {MAX_HEAD_BYTES} bytes in all.",
+            f"A head must not have more than {MAX_HEADERS} headers, {MAX_LINE_BYTES} bytes in a header, or {MAX_HEAD_BYTES} "
+            "bytes in all.",
         )
     return Refused(problems.BAD_REQUEST, "This is not a valid HTTP/1.1 request.")

@@ -94,4 +94,4 @@ class Refused(Exception):
 
 def body_too_large(limit: int) -> Refused:
     """limit: bytes."""
-    return Refused(BODY_TOO_LARGE, f"A body has at most {limit} bytes, also after unpacking.")
+    return Refused(BODY_TOO_LARGE, f"A body must not have more than {limit} bytes, also after unpacking.")

@@ -16,7 +16,7 @@ from services.core.broker.producer import Producer
 from services.core.lifecycle import Supervision
 from services.core.management import serve_management
 from services.core.pauses import Pauses
-from services.core.pipes import RETRIER_DEAD, PipeFile, Secret, dead_letter_topic, load_pipes
+from services.core.pipes import RETRIER_DEAD, PipeFile, Secret, dead_letter_topic, lane_name, load_pipes
 from services.core.signing import BadSecret, SigningKeys, read_signing_keys, watch_secret
 from services.core.startup import Readiness, open_when_reachable
 from services.core.yaml_source import BadConfiguration, Problem
@@ -114,7 +114,7 @@ class _Parts:
     def state(self, pipe: str, destination: str) -> str | None:
         if self._pauses.unknown is not None:
             return None
-        return "paused" if f"{pipe}/{destination}" in self._pauses.paused() else "active"
+        return "paused" if lane_name(pipe, destination) in self._pauses.paused() else "active"
 
     def breaker(self, pipe: str, destination: str) -> str | None:
         return self.follower.table.liveness.breaker(Step("expel", pipe, destination), self.follower.now_ms())

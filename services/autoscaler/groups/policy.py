@@ -184,7 +184,7 @@ class _Policy:
     def _consider_in(self) -> Outcome:
         rules, size, since = self._rules, self._figures.size, self._memory.since
         if not self._warm:
-            return self._hold("no_figures", "no instance has reported its CPU over a warm period yet")
+            return self._hold("no_figures", "no instance has reported its CPU since it warmed up")
         words = f"CPU {self._cpu / len(self._warm):.2f} an instance"
         most = max((need for _, need in self._memory.needs), default=size)
         if most >= size:

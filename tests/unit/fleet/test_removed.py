@@ -87,7 +87,7 @@ def test_an_entry_that_is_done_can_go(shell: Shell, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("removed", "words"),
     [
-        ("{late/new: {drop: why}}", "is a destination of this file"),
+        ("{late/new: {drop: why}}", "is still in this file"),
         ("{late/old: {deliver_to: late/nobody}}", "is no webhook of this file: late/new"),
         ("{late/old: {deliver_to: late/old}}", "is no webhook of this file"),
         ("{late/old: {bury: why, drop: why}}", "exactly one of deliver_to, bury and drop"),

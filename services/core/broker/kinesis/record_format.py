@@ -310,9 +310,8 @@ def _read_entry(data: bytes, partition_key: str, arrival: int) -> tuple[list[Rec
     if parts is None:
         return [_read_frame(data, partition_key, arrival)], b""
     name = parts[0].name if parts else b""
-    return [_read_frame(part.data, part.partition_key, arrival) for part in parts], name and name + data[
-        -_DIGEST_BYTES:
-    ]
+    identity = name + data[-_DIGEST_BYTES:] if name else b""
+    return [_read_frame(part.data, part.partition_key, arrival) for part in parts], identity
 
 
 def _read_frame(data: bytes, partition_key: str, arrival: int) -> Record:
