@@ -129,9 +129,13 @@ def write_class_archive() -> None:
     session.range(10).selectExpr("to_json(struct(id)) AS value").toArrow()
     session.stop()
     java = java_process(session)
-    java.stdin.close()  # Java ends, and writes
-    java.wait(300)
-    written.replace(CLASS_ARCHIVE)
+    try:
+        java.stdin.close()  # Java ends, and writes
+        java.wait(300)
+        written.replace(CLASS_ARCHIVE)
+    finally:
+        java.kill()
+        written.unlink(missing_ok=True)
 
 
 if __name__ == "__main__" and not CLASS_ARCHIVE.exists():

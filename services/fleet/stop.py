@@ -32,13 +32,15 @@ class Stop:
     async def interrupt(self, work: Coroutine[Any, Any, Result], message: str) -> Result:
         """The result of `work`. If a stop is requested first, cancels it and raises CommandFailed with status 130."""
         working, asked = asyncio.ensure_future(work), asyncio.ensure_future(self.asked.wait())
-        await asyncio.wait({working, asked}, return_when=asyncio.FIRST_COMPLETED)
-        asked.cancel()
-        if self.asked.is_set():
-            working.cancel()
-            await asyncio.wait({working})
-            if working.cancelled() or working.exception() is not None:
-                raise CommandFailed(message, status=130)
+        try:
+            await asyncio.wait({working, asked}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            asked.cancel()
+            if not working.done():
+                working.cancel()
+                await asyncio.wait({working})
+        if self.asked.is_set() and (working.cancelled() or working.exception() is not None):
+            raise CommandFailed(message, status=130)
         return working.result()
 
 

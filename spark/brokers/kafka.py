@@ -142,13 +142,14 @@ class KafkaSparkBroker(SparkBroker):
         """By Kafka's own producer, in Spark's Java."""
         classes = jvm(session)
         make = classes.org.apache.kafka.clients.producer.ProducerRecord
+        producer = None
         try:
             producer = self._open_producer(classes)
             sent = [producer.send(make(topic, 0, record.timestamp, record.key, record.value)) for record in records]
             for each in sent:
                 each.get()
         except JAVA_ERRORS as error:
-            self.close()  # a producer that failed may never work again
+            self._discard(producer)  # a producer that failed may never work again
             raise Unavailable(f"Kafka at {self._servers} did not store {topic}: {shorten(error)}") from error
 
     def _open_producer(self, classes: Any) -> Any:
@@ -162,10 +163,15 @@ class KafkaSparkBroker(SparkBroker):
             return self._producer
 
     def close(self) -> None:
+        self._discard(self._producer)
+
+    def _discard(self, producer: Any) -> None:
+        """Close it. Pipes that still wait for its answers get an error then, and append again with the next one."""
         with self._opening:
-            producer, self._producer = self._producer, None
+            if self._producer is producer:
+                self._producer = None
         if producer is not None:
-            with suppress(*JAVA_ERRORS):  # all its records are stored, or known not to be
+            with suppress(*JAVA_ERRORS):
                 producer.close(self._close_within)
 
     def _save(self, frame: DataFrame, topic: str) -> None:

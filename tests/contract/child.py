@@ -111,7 +111,7 @@ async def _member(spec: str, group: str, topic: str) -> None:
             batches = await poll(consumer, max_records=5)
             if not batches:
                 continue
-            _say(polled=numbers_of(batches))
+            _say(polled=numbers_of(batches), mark=max(marks_of(batches).values()))
             try:
                 await consumer.commit(marks_of(batches))
             except NotOwner as error:

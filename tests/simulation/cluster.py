@@ -46,7 +46,6 @@ class Kind:
         """As in the contract."""
         return Features(
             contiguous_offsets=not self.gaps,
-            compaction=False,
             retention_by_event_time=self.by_event_time,
             max_record_bytes=MAX_RECORD_BYTES,
         )

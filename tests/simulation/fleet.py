@@ -167,11 +167,6 @@ class Fleet:
             keeper.cancel()
         await asyncio.gather(*self._keepers, return_exceptions=True)
 
-    def kill_all(self) -> None:
-        """The machine's power goes."""
-        for process in self.alive():
-            process.kill()
-
 
 _BAD_CONFIGURATION = 2
 _STARTS: dict[str, tuple[Any, Any]] = {

@@ -64,7 +64,7 @@ def test_bad_columns(pipeline: LogPipeline) -> None:
     assert mistakes(pipeline, columns="delay NUMBER", sql="SELECT event, value FROM s").startswith(
         "streams.s.columns: "
     )
-    assert "'event' is taken" in mistakes(pipeline, columns="Event STRING", sql="SELECT event, value FROM s")
+    assert "'event' is reserved" in mistakes(pipeline, columns="Event STRING", sql="SELECT event, value FROM s")
     assert "is declared twice" in mistakes(pipeline, columns="a STRING, A INT", sql="SELECT event, value FROM s")
 
 

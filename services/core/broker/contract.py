@@ -58,7 +58,6 @@ class Features:
     """Whether offsets count records, in 64 bits, and a partition is read as the partition that it was written to. On Kinesis
     a partition is read as one or several shards, and offsets increase along them.
     """
-    compaction: bool
     retention_by_event_time: bool
     """Whether a topic's retention counts from the record's timestamp (Kafka) or from when it was stored (the log)."""
     max_record_bytes: int

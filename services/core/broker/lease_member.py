@@ -168,6 +168,8 @@ class LeaseMember(ABC, Generic[Held]):
                 await self._release(leaving)
         except BrokerError as error:
             self._background.record(error)
+        except Exception as error:
+            self._fail(error)
         finally:
             self._draining = frozenset()
 

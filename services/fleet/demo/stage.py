@@ -83,7 +83,7 @@ async def perform(broker: str, run: Callable[[Stage], Awaitable[DemoResult]]) ->
     if not (EXAMPLES / "pipes.yaml").is_file():
         raise CommandFailed("the examples folder is missing", "make demo, in a clone of the repository", status=2)
     folder = Path(tempfile.mkdtemp(prefix="penstock-demo-"))
-    has_failed = False
+    has_failed = True
     try:
         with stop_on_signals(lambda _insists: print_note("stopping")) as stop:
             result = await stop.interrupt(_run(broker, run, folder, stop), "stopped; nothing is left running")

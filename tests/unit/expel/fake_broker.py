@@ -22,7 +22,7 @@ class FakeBroker:
         self.commit_error: BrokerError | None = None
         self.consumers: list[FakeConsumer] = []
         self.admin = self.reader = FakeAdmin(self)
-        self.features = Features(True, False, False, 1 << 20)
+        self.features = Features(True, False, 1 << 20)
         self.appender = self
 
     async def partition_count(self, topic: str) -> int:

@@ -69,14 +69,6 @@ async def read_until(consumer: LogConsumer, wanted: set[tuple[str, int, int]], *
     return errors
 
 
-async def poll_until_it_fails(consumer: LogConsumer) -> None:
-    """Poll until it raises; that the topic is not there for a moment does not count."""
-    async with asyncio.timeout(DEADLINE):
-        while True:
-            with suppress(UnknownTopic):
-                await consumer.poll(max_records=5, max_wait=1)
-
-
 def damage_row(path: Path, topic: str, partition: int, offset: int) -> None:
     """Alter one row's data, as a disk would."""
     store = TopicStore.open(DataFolder(path), topic)

@@ -320,9 +320,9 @@ class Backlog:
 
     def drop_copy(self, entry: StoredEntry) -> None:
         """This entry is a second copy: it is not returned, and counts as processed once everything before it is."""
-        metrics.BROKER_COPIES.labels(self.source.topic).inc(len(entry.records))
-        if not self._copies or self._copies[-1][0] < entry.next - 1:
+        if not self._copies or self._copies[-1][0] < entry.next - 1:  # else it is read once more
             self._copies.append((entry.next - 1, entry.arrived))
+            metrics.BROKER_COPIES.labels(self.source.topic).inc(len(entry.records))
 
     def passed_copy(self) -> tuple[int, int] | None:
         """The last copy before which everything is processed: (its last offset, arrival time)."""
