@@ -187,13 +187,13 @@ class Dispatcher:
         rest = self._settle_taken_over(batch, taken_over) if taken_over else batch
         if rest is None:
             self._progress.set()
-            return
-        if rest.damage is not None:
+        elif rest.damage is not None:
             self._add(rest.source, rest, render_damaged(rest, rest.damage))
         elif rest.topic in self._filters:
             self._accept_returned(rest)
         else:
             self._add(rest.source, rest, self._sender.render(rest))
+        self._check_uncommitted()  # events of others and copies are settled at once, and fill the lane too
         self._pump()
 
     def _settle_taken_over(self, batch: Batch, taken_over: Mapping[int, Span]) -> Batch | None:

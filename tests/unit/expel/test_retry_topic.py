@@ -220,3 +220,11 @@ async def test_a_key_gives_up_after_its_window(broker: FakeBroker, monkeypatch: 
     async with run_lane(records, lambda _d: BUSY, broker=broker, retry=limits, keyed=True):
         await wait_until(lambda: settled(broker, P0) == 1)
     assert len(broker.stored[DEAD]) == 2
+
+
+async def test_events_of_another_destination_hold_nobody_up(broker: FakeBroker) -> None:
+    """If it fails, the retries of one destination fill the lanes of the others until their next commit."""
+    broker.stored[BACK] += [returned(number, "other") for number in range(1_000)]
+    own = [make_record(number) for number in range(3)]
+    async with run_lane(own, broker=broker, commit_interval=600, max_events=100, **WITH_RETRY_TOPIC) as running:
+        await wait_until(lambda: len(running.sender.taken) == 3 and broker.consumers[0].positions[BACK] == 1_000)

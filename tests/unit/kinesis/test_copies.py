@@ -318,3 +318,31 @@ async def test_the_committed_entry_is_known_to_the_next_owner() -> None:
             returned += [record.timestamp for batch in held.backlog.poll(7) for record in batch.records]
             await asyncio.sleep(0)
     assert returned == [3]
+
+
+async def test_a_renewal_behind_the_release_commits_no_copy() -> None:
+    """If it fails, a heartbeat that waits while its lease is released commits records that nobody was given."""
+    shard, table = FakeShard(), MemoryTable()
+    table.stored[ROW.key] = ROW
+    repeated = _named(b"n" * 32, 1)
+    for data in (repeated, _named(b"x" * 32, 2), repeated):
+        shard.put([0], data)
+    async with _owning(shard, table, ReadBudget()) as held:
+        async with asyncio.timeout(30):
+            while not (held.backlog._copies and held.backlog._entries):
+                await asyncio.sleep(0)
+        (batch,) = held.backlog.poll(1)
+        assert await held.commit(batch.offsets[-1])
+        held.close()
+        await held.renew()
+    assert table.stored[ROW.key].committed == batch.offsets[-1]
+
+
+async def test_a_released_lease_is_not_written() -> None:
+    """If it fails, a late heartbeat writes the row of the next owner."""
+    table = MemoryTable()
+    table.stored[ROW.key] = ROW
+    async with _owning(FakeShard(), table, ReadBudget()) as held:
+        assert await held.write(lambda row: row._replace(owner="another"))
+        assert not await held.renew()
+    assert table.stored[ROW.key].counter == ROW.counter + 1

@@ -268,6 +268,9 @@ class HeldLease:
         """
         async with self._writing:
             for _ in range(_TRIES):
+                if self.row.holder != self._member:  # a write before this one released it
+                    self.until = 0.0
+                    return False
                 sent = self._clock()
                 new = change(self.row)
                 if await self._table.replace(self.row, new):

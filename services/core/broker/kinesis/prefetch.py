@@ -294,6 +294,8 @@ class Backlog:
 
     def close(self) -> None:
         """Another member reads it now."""
+        self._copies.clear()  # a write of the lease may still follow; the records before a copy are dropped, not processed
+        self._passed_copy = None
         self._drop()
         self._budget.leave(self)
 
