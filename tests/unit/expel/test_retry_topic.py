@@ -226,5 +226,6 @@ async def test_events_of_another_destination_hold_nobody_up(broker: FakeBroker) 
     """If it fails, the retries of one destination fill the lanes of the others until their next commit."""
     broker.stored[BACK] += [returned(number, "other") for number in range(1_000)]
     own = [make_record(number) for number in range(3)]
-    async with run_lane(own, broker=broker, commit_interval=600, max_events=100, **WITH_RETRY_TOPIC) as running:
+    shape = {**WITH_RETRY_TOPIC, "commit_interval": 600, "max_events": 100}
+    async with run_lane(own, broker=broker, **shape) as running:  # type: ignore[arg-type]
         await wait_until(lambda: len(running.sender.taken) == 3 and broker.consumers[0].positions[BACK] == 1_000)
