@@ -1,5 +1,6 @@
 """The private parts of pyspark and py4j that the project uses: they are where they were, and in one file."""
 
+import os
 import re
 from importlib.metadata import version
 from pathlib import Path
@@ -44,7 +45,7 @@ def test_session(spark: SparkSession) -> None:
 
 def test_class_archive(spark: SparkSession) -> None:
     """If this fails, each start of Spark takes twice as long."""
-    if not CLASS_ARCHIVE.exists():
+    if not CLASS_ARCHIVE.exists() and "CI" not in os.environ:
         pytest.skip("`make test` writes the archive")
     assert str(CLASS_ARCHIVE) in Path(f"/proc/{java.java_process(spark).pid}/maps").read_text()
 
