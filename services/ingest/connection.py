@@ -136,7 +136,7 @@ class Connection(HttpProtocol):
         return self._task is not None and self.phase is not Phase.LINGER
 
     def data_received(self, data: bytes) -> None:
-        if not self.has_parser:
+        if self.transport is None:  # the parser may go on after the connection was lost
             return
         if self.phase is Phase.LINGER or self._broken:
             self._discard(data)

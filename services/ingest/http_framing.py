@@ -35,17 +35,11 @@ class HttpProtocol(BaseProtocol):
     has read them again. `transport` is None after the connection was lost.
     """
 
-    __slots__ = ()
+    __slots__ = ("loop",)
 
-    @property
-    def loop(self) -> asyncio.AbstractEventLoop:
-        """The event loop of this connection."""
-        return self._loop
-
-    @property
-    def has_parser(self) -> bool:
-        """Whether the parser is open."""
-        return self._parser is not None
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__(loop)
+        self.loop = loop  # no property: it would cost each request two calls
 
     def open_parser(self) -> None:
         """Open a parser that stops after each request. It does not decompress: aiohttp accepts half a gzip body."""
