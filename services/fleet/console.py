@@ -1,10 +1,15 @@
-"""Prints results to stdout and everything else to stderr. Colours only on a terminal."""
+"""Prints results to stdout and everything else to stderr. Colours only on a terminal.
 
-from collections.abc import Collection
+A table fits the width of the terminal and cuts off nothing: the next command may need any cell.
+"""
+
+import os
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 
-from rich.console import Console
-from rich.table import Table
+from rich.console import Console, ConsoleOptions, JustifyMethod, RenderResult
+from rich.measure import Measurement
+from rich.table import Column, Table
 from rich.text import Text
 
 from services.core.masking import mask_text
@@ -24,11 +29,120 @@ def print_note(text: str, style: str = "") -> None:
         ERR.file.flush()
 
 
-def make_table(*columns: str, right: Collection[str] = (), title: str | None = None) -> Table:
-    """An empty table without lines. right: the columns that are aligned to the right."""
-    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
+_UNLIMITED = 1_000_000
+_LEAST_TEXT = 20
+_GAP, _INDENT = 2, 2
+
+
+class FittedTable(Table):
+    """A table without lines. `make_table` makes it.
+
+    Free text wraps where the row is too long. If a row is still too long, the columns that do not fit follow below each row,
+    each value behind its heading. A file or a pipe gets one line per row, unless COLUMNS is set.
+    """
+
+    below_first: Sequence[str] = ()
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Choose the layout for this width."""
+        width = options.max_width if console.is_terminal or "COLUMNS" in os.environ else _UNLIMITED
+        measured = [self._measure(console, options, column) for column in self.columns]
+        natural = [size.maximum for size in measured]
+        least = [
+            size.maximum if column.no_wrap else min(size.maximum, max(size.minimum, _LEAST_TEXT))
+            for size, column in zip(measured, self.columns, strict=True)
+        ]
+        if _total(least) <= width:
+            yield from super().__rich_console__(console, options.update(max_width=min(width, _total(natural))))
+        else:
+            if self.title:
+                yield Text(str(self.title), style="bold")
+            yield from self._lines(console, width, self._choose(natural, width), natural)
+
+    @staticmethod
+    def _measure(console: Console, options: ConsoleOptions, column: Column) -> Measurement:
+        """minimum: the longest word. maximum: the longest cell."""
+        unlimited = options.update(max_width=_UNLIMITED)
+        cells = [Measurement.get(console, unlimited, cell) for cell in (column.header, *column.cells)]
+        return Measurement(max(cell.minimum for cell in cells), max(cell.maximum for cell in cells))
+
+    def _choose(self, natural: Sequence[int], width: int) -> list[int]:
+        """The columns that fit in one line, in their order; at least the first one."""
+        shown = [index for index, column in enumerate(self.columns) if column.header not in self.below_first]
+        texts = [index for index in shown if not self.columns[index].no_wrap]
+        for index in dict.fromkeys([*texts, *reversed(shown)]):
+            if _total([natural[one] for one in shown]) > width and index:
+                shown.remove(index)
+        return shown
+
+    def _lines(self, console: Console, width: int, shown: Sequence[int], natural: Sequence[int]) -> Iterator[Text]:
+        columns = [[_text(console, cell) for cell in column.cells] for column in self.columns]
+        headings = [_text(console, column.header) for column in self.columns]
+
+        def join(cells: Sequence[Text], style: str = "") -> Text:
+            padded = [cell.copy() for cell in cells]
+            for index, cell in zip(shown, padded, strict=True):
+                cell.align("right" if self.columns[index].justify == "right" else "left", natural[index])
+            line = Text(" " * _GAP, style=style).join(padded)
+            line.rstrip()
+            return line
+
+        below = [index for index in range(len(natural)) if index not in shown]
+        below.sort(key=lambda index: not self.columns[index].no_wrap)
+        yield join([headings[index] for index in shown], "bold")
+        for row in range(self.row_count):
+            yield join([columns[index][row] for index in shown])
+            rest = [(headings[index], columns[index][row]) for index in below]
+            yield from _wrapped(
+                [Text.assemble((name.plain, "dim"), " ", cell) for name, cell in rest if cell.plain], width
+            )
+
+
+def _total(widths: Sequence[int]) -> int:
+    return sum(widths) + _GAP * (len(widths) - 1)
+
+
+def _text(console: Console, cell: object) -> Text:
+    return cell if isinstance(cell, Text) else console.render_str(str(cell))
+
+
+def _wrapped(items: Sequence[Text], width: int) -> Iterator[Text]:
+    """Indented lines of whole items. Only an item that is longer than a line is broken, between words."""
+    line = Text(" " * _INDENT)
+    for item in items:
+        gap, parts = " " * _GAP, [item]
+        if _INDENT + item.cell_len > width:
+            gap, parts = " ", list(item.split(" "))
+            if line.plain.strip():
+                yield line
+                line = Text(" " * _INDENT)
+        for part in parts:
+            if line.plain.strip() and line.cell_len + len(gap) + part.cell_len > width:
+                yield line
+                line = Text(" " * _INDENT)
+            if line.plain.strip():
+                line.append(gap)
+            line.append_text(part)
+    if line.plain.strip():
+        yield line
+
+
+def make_table(
+    *columns: str,
+    right: Collection[str] = (),
+    text: Collection[str] = (),
+    below: Sequence[str] = (),
+    title: str | None = None,
+) -> FittedTable:
+    """An empty table. right: the columns that are aligned to the right. text: the columns that may wrap.
+
+    below: the columns that leave a row first when it is too long, all at once; then those of `text`, then the last one.
+    """
+    table = FittedTable(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
+    table.below_first = below
     for column in columns:
-        table.add_column(column, no_wrap=True, justify="right" if column in right else "left")
+        justify: JustifyMethod = "right" if column in right else "left"
+        table.add_column(column, no_wrap=column not in text, overflow="fold", justify=justify)
     return table
 
 

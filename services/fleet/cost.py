@@ -16,6 +16,7 @@ from rich.text import Text
 
 from services.core.broker.contract import Reader
 from services.core.broker.record import Record
+from services.fleet.console import make_table
 
 RECORDS_PER_PARTITION = 5_000
 _PAGE = 500
@@ -223,9 +224,8 @@ def render_cost(found: dict[str, Any]) -> RenderableType:
 
 
 def _table(title: str, rows: list[dict[str, Any]]) -> Table:
-    table = Table(title=title, title_justify="left")
-    for index, key in enumerate(rows[0] if rows else ()):
-        table.add_column(_HEADINGS.get(key, key), justify="right" if index else "left")
+    columns = [_HEADINGS.get(key, key) for key in (rows[0] if rows else ())]
+    table = make_table(*columns, right=columns[1:], title=title)
     for row in rows:
         table.add_row(*(Text(_cell(key, value)) for key, value in row.items()))
     return table

@@ -12,6 +12,7 @@ from rich.text import Text
 
 from services.core.bearer import read_tokens
 from services.core.yaml_source import BadConfiguration
+from services.fleet.console import make_table
 from services.fleet.folder import OBSERVER_TOKEN_FILE, read_state
 from services.fleet.problem import CommandFailed
 
@@ -64,13 +65,10 @@ async def get_json(observer: Observer, path: str, query: dict[str, str]) -> dict
 
 def loss_table(body: dict[str, Any]) -> Table:
     """body: the answer to GET /v1/pipes/{pipe}/loss, with at least one minute."""
-    table = Table(box=None, header_style="bold", pad_edge=False)
     rows = body["minutes"]
     steps = [step["node"] + (f" to {step['destination']}" if step["destination"] else "") for step in rows[-1]["steps"]]
-    table.add_column("minute", no_wrap=True, min_width=17)
-    for name in ("accepted", *steps, "waiting", "loss"):
-        table.add_column(name, justify="right")
-    table.add_column("state")
+    columns = ("minute", "accepted", *steps, "waiting", "loss", "state")
+    table = make_table(*columns, right=columns[1:-1], text=["state"], below=steps)
     for row in rows:
         style = _style(row["final_loss"], row, body["threshold"])
         state = "final" if row["final"] else row["why_open"]

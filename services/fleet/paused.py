@@ -123,9 +123,10 @@ def describe(found: DestinationState) -> Text:
 
 def destination_table(found: list[DestinationState]) -> Table:
     """One row per destination."""
-    table = make_table("destination", "state", "parked", "since", "by", "because", right=["parked"])
+    columns = ("destination", "state", "parked", "since", "by", "because")
+    table = make_table(*columns, right=["parked"], text=["because"])
     for one in found:
         row = one.as_json()
-        texts = [Text(plain(row.get(name, ""), 80)) for name in ("since", "by", "because")]
+        texts = [Text(plain(row.get(name, ""), 200)) for name in ("since", "by", "because")]
         table.add_row(one.lane, Text(one.state, style=_STYLES[one.state]), str(one.parked), *texts)
     return table

@@ -1,5 +1,6 @@
 """Renders the status as tables."""
 
+from collections.abc import Collection
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -25,8 +26,9 @@ def render_status(status: dict[str, Any]) -> RenderableType:
     return Group(*parts, _processes(status["processes"]))
 
 
-def _table(title: str, *columns: str) -> Table:
-    return make_table(*columns, right=columns[1:], title=title)
+def _table(title: str, *columns: str, text: Collection[str] = ()) -> Table:
+    right = [column for column in columns[1:] if column not in text]
+    return make_table(*columns, right=right, text=text, title=title)
 
 
 def _streams(rows: list[dict[str, Any]]) -> Table:
@@ -53,7 +55,16 @@ def _transforms(rows: list[dict[str, Any]]) -> Table:
 
 
 def _destinations(rows: list[dict[str, Any]]) -> Table:
-    table = _table("destinations", "", "events/s", "delivered", "retried", "dead", "behind", "E2E lag P50 P95 P99")
+    table = _table(
+        "destinations",
+        "pipe → destination",
+        "events/s",
+        "delivered",
+        "retried",
+        "dead",
+        "behind",
+        "E2E lag P50 P95 P99",
+    )
     for row in rows:
         table.add_row(
             _named(f"{row['pipe']} → {row['destination']}", up=row["up"]),
@@ -98,7 +109,7 @@ def _behind(records: int | None, lag_ms: int | None) -> str:
 
 
 def _processes(rows: list[dict[str, Any]]) -> Table:
-    table = _table("processes", "process", "pid", "state", "restarts", "CPU", "memory")
+    table = _table("processes", "process", "pid", "state", "restarts", "CPU", "memory", text=["state"])
     for row in rows:
         table.add_row(
             _named(row["name"], up=row["state"] == "ready"),

@@ -27,10 +27,10 @@ def plain(text: str, limit: int | None = None) -> str:
 def letter_table(letters: Iterable[DeadLetter], *, settled: bool) -> Table:
     """One row per dead letter. settled: with a column for the fate."""
     columns = ("position", "pipe", "destination", "reason", "attempts", "first failure", "detail")
-    table = make_table(*columns, *(["fate"] if settled else []))
+    table = make_table(*columns, *(["fate"] if settled else []), right=["attempts"], text=["detail"])
     for letter in letters:
         fate = [Text(letter.fate or "open", style="dim" if letter.fate else "yellow")] if settled else []
-        named = [Text(plain(text, 40)) for text in (str(letter.position), letter.pipe, letter.destination)]
+        named = [Text(plain(text)) for text in (str(letter.position), letter.pipe, letter.destination)]
         table.add_row(
             *named,
             Text(plain(letter.reason, 40), style="red"),
@@ -66,15 +66,16 @@ def letter_json(letter: DeadLetter, *, from_source: bool) -> dict[str, object]:
 
 def cause_table(causes: Iterable[Cause]) -> Table:
     """One row per cause."""
-    table = make_table("count", "reason", "detail", "first seen", "last seen", "example")
+    columns = ("count", "reason", "example", "detail", "first seen", "last seen")
+    table = make_table(*columns, right=["count"], text=["detail"])
     for cause in causes:
         table.add_row(
             str(cause.count),
             Text(plain(cause.reason, 40), style="red"),
+            Text(plain(str(cause.example.position))),
             Text(plain(cause.detail, SHOWN_DETAIL)),
             format_time(cause.first),
             format_time(cause.last),
-            str(cause.example.position),
         )
     return table
 

@@ -140,9 +140,9 @@ def render_result(result: DemoResult) -> RenderableType:
     table.add_column(justify="right", no_wrap=True)
     table.add_column(style="dim")
     for name, meaning in (
-        ("accepted", "stored durably and acknowledged"),
+        ("accepted", "stored durably, acknowledged"),
         ("transformed", "classified by PySpark"),
-        ("delivered", "distinct, signed, each checked"),
+        ("delivered", "distinct, signed, checked"),
         ("duplicates", "delivered again"),
         ("lost", "accepted, not delivered"),
     ):

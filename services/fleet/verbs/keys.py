@@ -3,17 +3,20 @@
 import datetime
 import json
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from pydantic import ValidationError
 from rich.table import Table
+from rich.text import Text
 
-from services.core.keys import add_key, load_keys, make_key, revoke_key
+from services.core.keys import ApiKey, add_key, load_keys, make_key, revoke_key
 from services.core.signing import make_secret
 from services.core.yaml_source import describe
-from services.fleet.console import OUT, print_note
+from services.fleet.console import OUT, make_table, print_note
+from services.fleet.dead.view import plain
 from services.fleet.problem import CommandFailed
 from services.fleet.verbs.app import APP, AsJson, example
 
@@ -66,11 +69,17 @@ def list_keys(keys: KeysPath = Path("keys.yaml"), as_json: AsJson = False) -> No
     if as_json:
         typer.echo(json.dumps([key.model_dump(exclude={"hash"}) for key in found]))
         return
-    table = Table("id", "name", "streams", "rate", "created", "revoked", box=None)
-    for key in found:
+    OUT.print(key_table(found))
+
+
+def key_table(keys: Iterable[ApiKey]) -> Table:
+    """One row per key."""
+    table = make_table("id", "name", "rate", "created", "revoked", "streams", right=["rate"], text=["name", "streams"])
+    for key in keys:
         rate = "" if key.rate is None else str(key.rate)
-        table.add_row(key.id, key.name, ", ".join(key.streams), rate, key.created, key.revoked or "")
-    OUT.print(table)
+        name, streams = Text(plain(key.name)), Text(", ".join(key.streams))
+        table.add_row(key.id, name, rate, key.created, key.revoked or "", streams)
+    return table
 
 
 @KEYS.command(epilog=example("penstock keys revoke k3v9x0qa"))

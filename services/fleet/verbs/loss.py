@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from services.core.pipes import is_of_retrier
-from services.fleet.console import OUT, print_note
+from services.fleet.console import OUT, make_table, print_note
 from services.fleet.observer_client import find_observer, get_json, loss_table
 from services.fleet.verbs.app import APP, AsJson, Data, example
 
@@ -77,7 +77,7 @@ def explain(
         return
     named = body["named"]
     if named:
-        OUT.print(_missing_table(named[:SHOWN]))
+        OUT.print(missing_table(named[:SHOWN]))
     _print_gaps(body)
     if not body["complete"]:
         print_note(f"Only {body['records_read']} records were read; some positions may be unknown.", "yellow")
@@ -90,16 +90,14 @@ def explain(
     print_note(f"{body['missing']} events of {body['minute']} are missing in {pipe}{more}")
 
 
-def _missing_table(named: list[dict[str, Any]]) -> Table:
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    for name in ("event", "origin", "missing at", "last seen by", "where (topic:partition:offset)"):
-        table.add_column(name)
+def missing_table(named: list[dict[str, Any]]) -> Table:
+    """One row per missing event of the answer to `/explain`."""
+    table = make_table("event", "missing at", "last seen by", "where (topic:partition:offset)", "origin")
     for one in named:
         step = one["missing_at"] + (f" to {one['destination']}" if one["destination"] else "")
         where = "not found" if one["topic"] is None else f"{one['topic']}:{one['partition']}:{one['offset']}"
-        table.add_row(
-            Text(ascii(one["event_id"] or "")[1:-1]), one["origin"], Text(step, style="red"), one["seen_by"], where
-        )
+        event = Text(ascii(one["event_id"] or "")[1:-1])
+        table.add_row(event, Text(step, style="red"), one["seen_by"], where, one["origin"])
     return table
 
 

@@ -1,0 +1,235 @@
+"""Every table on a narrow and on a wide terminal, with short names and with the longest ones."""
+
+import io
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+from rich.console import Console, RenderableType
+
+from services.core.broker.record import Record
+from services.core.causes import Cause, Example
+from services.core.dead_letter import DeadLetter, Position
+from services.core.keys import ApiKey
+from services.core.pauses import Pause
+from services.fleet.console import make_table
+from services.fleet.cost import Load, Prices, StreamSample, render_cost, summarise_cost
+from services.fleet.dead.view import cause_table, letter_table
+from services.fleet.demo.chaos import render_chaos
+from services.fleet.demo.run import render_result
+from services.fleet.observer_client import loss_table
+from services.fleet.paused import DestinationState, destination_table
+from services.fleet.status_view import render_status
+from services.fleet.verbs.keys import key_table
+from services.fleet.verbs.loss import missing_table
+
+
+class Names(NamedTuple):
+    """Names of the pipe file."""
+
+    stream: str
+    pipe: str
+    destination: str
+
+
+class Shown(NamedTuple):
+    """Something to print, and the texts that must be in it uncut."""
+
+    table: RenderableType
+    kept: list[str]
+
+
+SHORT = Names("orders", "large-orders", "billing")
+LONG = Names("s" * 63, "p" * 63, "d" * 63)
+LAGS = {"p50": 12_345.0, "p95": 98_765.0, "p99": 119_000.0}
+WORDS = "the transform of the pipe waits for its checkpoint folder, which another process of this machine still holds"
+
+
+def dead_letters(names: Names) -> Shown:
+    position = Position(f"{names.pipe}.dead", 1023, 123_456_789)
+    letter = DeadLetter(
+        position,
+        Record(None, b"{}", 0, ()),
+        names.pipe,
+        names.destination,
+        "expel",
+        "http_503",
+        WORDS[:79],
+        40,
+        10**12,
+        "",
+    )
+    return Shown(letter_table([letter] * 3, settled=True), [str(position), names.pipe, names.destination, "http_503"])
+
+
+def causes(names: Names) -> Shown:
+    position = Position(f"{names.pipe}.dead", 1023, 123_456_789)
+    cause = Cause("item_failed", WORDS[:79], 123_456, 10**12, 10**12, Example(position, "o-1", WORDS))
+    return Shown(cause_table([cause, cause]), [str(position), "item_failed", "123456"])
+
+
+def destinations(names: Names) -> Shown:
+    paused = Pause("paused", "operator", "somebody@a-long-host-name", 10**12, WORDS)
+    found = DestinationState(names.pipe, names.destination, "paused", paused, 12_345_678)
+    return Shown(destination_table([found, found]), [f"{names.pipe}/{names.destination}", "12345678"])
+
+
+def loss(names: Names) -> Shown:
+    steps = [
+        {"node": node, "destination": to, "missing": 4711, "final": False}
+        for node, to in (("ingest", None), ("transform", None), ("expel", names.destination), ("expel", "archive"))
+    ]
+    minute = "2026-11-21T08:05Z"
+    row = {"minute": minute, "accepted": 1_234_567, "waiting": 12_345, "loss": 0.0, "final_loss": 0.0037}
+    rows = [{**row, "late": 12, "steps": steps, "final": final, "why_open": WORDS} for final in (True, False)]
+    headings = ["ingest", "transform", f"expel to {names.destination}", "expel to archive", "accepted"]
+    return Shown(loss_table({"minutes": rows, "threshold": 0.01}), [minute, "4711", "0.37%", *headings])
+
+
+def missing(names: Names) -> Shown:
+    event, origin = "018f2d3c-7a5b-7c3d-9e4f-123456789abc", "0123456789abcdef:1023:123456789"
+    topic = f"{names.pipe}.retry"
+    one: dict[str, Any] = {"event_id": event, "origin": origin, "missing_at": "expel", "destination": names.destination}
+    one |= {"seen_by": "transform", "topic": topic, "partition": 1023, "offset": 123_456_789}
+    return Shown(missing_table([one, one]), [event, origin, f"{topic}:1023:123456789", names.destination])
+
+
+def keys(names: Names) -> Shown:
+    key = ApiKey(
+        id="k3v9x0qa", hash="0" * 64, name=WORDS, streams=[names.stream, "orders"], scopes=["ingest"], rate=5000
+    )
+    return Shown(key_table([key]), ["k3v9x0qa", names.stream])
+
+
+def cost(names: Names) -> Shown:
+    kind = f"com.shop.{names.pipe}.paid"
+    sample = StreamSample(names.stream, {kind: Load(kind, 123_456.0, 98_765_432.0)}, entries=50.0)
+    found = summarise_cost([sample], {names.stream: 12}, Prices())
+    return Shown(render_cost(found), [names.stream, kind, "a stream per namespace", "events per entry", "$/month"])
+
+
+def status(names: Names) -> Shown:
+    stream = {
+        "stream": names.stream,
+        "rate": 12_345.0,
+        "accepted": 123_456_789,
+        "refused": 12_345,
+        "ingest_time_ms": LAGS,
+    }
+    transform = {
+        "pipe": names.pipe,
+        "up": True,
+        "rate": 12_345.0,
+        "read": 123_456_789,
+        "written": 123_456_789,
+        "dead": 9,
+    }
+    transform |= {"lag_records": 123_456, "lag_out_ms": LAGS}
+    paused = {"since": "2026-11-21T08:00:00Z", "by": "ann", "because": "they move", "parked": 12}
+    destination = {
+        "pipe": names.pipe,
+        "destination": names.destination,
+        "up": True,
+        "rate": 12_345.0,
+        "retried": 12_345,
+    }
+    destination |= {"delivered": 123_456_789, "dead": 405, "lag_records": 123_456, "lag_ms": 1_200_000}
+    destination |= {"e2e_lag_ms": LAGS, "paused": paused}
+    retrier = {"up": True, "rate": 12_345.0, "waiting": 123_456, "next_due_ms": 123, "released": 123_456_789, "dead": 1}
+    process = {"pid": 4_194_303, "state": WORDS, "restarts": 12, "cpu_percent": 199.0, "rss_bytes": 12_345_678_901}
+    found = {
+        "listen": "127.0.0.1:8080",
+        "observer": "127.0.0.1:41234",
+        "broker": "log:///data/log",
+        "streams": [stream],
+        "transforms": [transform],
+        "destinations": [destination],
+        "retrier": {**retrier, "late_ms": LAGS},
+        "processes": [{**process, "name": name} for name in ("transform-1", "observer-1")],
+    }
+    lane = f"{names.pipe} → {names.destination}"
+    return Shown(render_status(found), [names.stream, lane, "transform-1", "observer-1", "4194303", *WORDS.split()])
+
+
+def _ledger(destination: str) -> dict[str, Any]:
+    steps = [
+        {"node": node, "destination": to, "missing": 0, "final": False}
+        for node, to in (("ingest", None), ("transform", None), ("expel", destination))
+    ]
+    row = {"minute": "2026-11-21T08:05Z", "accepted": 10_000, "waiting": 0, "loss": 0.0, "final_loss": 0.0, "late": 0}
+    minute = {**row, "steps": steps, "final": False, "why_open": "late events may come"}
+    return {"minutes": [minute, minute], "accepted": 20_000, "missing": 0, "threshold": 0.01}
+
+
+def demo(_names: Names) -> Shown:
+    counts = dict.fromkeys(("accepted", "transformed", "delivered", "duplicates", "sent"), 10_000)
+    wrong = dict.fromkeys(("lost", "wrong", "foreign", "unsigned", "dead"), 0)
+    lags = dict.fromkeys(("ingest_time_ms", "transit_time_ms", "expel_time_ms", "e2e_lag_ms"), LAGS)
+    result = {
+        "ok": True,
+        "broker": "kinesis",
+        "seconds": 123.4,
+        "ledger": _ledger("dashboard"),
+        **counts,
+        **wrong,
+        **lags,
+    }
+    return Shown(render_result(result), ["accepted  ", "minute  ", "expel to dashboard", "2026-11-21T08:05Z"])
+
+
+def chaos(_names: Names) -> Shown:
+    names = ("delivered", "duplicates", "lost", "dead", "wrong", "foreign", "unsigned", "handed_over")
+    counts = dict.fromkeys(names, 10_000)
+    result = {"ok": True, "lost": 0, "broker": "kinesis", "accepted": 10_000, "most_waiting": 10_000, "seconds": 123.4}
+    result |= {"outage_s": 12.3, "recovery_s": 45.6, "ledger": _ledger("partner")}
+    result["destinations"] = {"operations": counts, "partner": counts}
+    result["steady_lag_ms"] = dict.fromkeys(("before", "during", "after"), LAGS)
+    return Shown(render_chaos(result), ["operations", "partner", "handed over", "E2E lag P50 P95 P99"])
+
+
+TABLES = (dead_letters, causes, destinations, loss, missing, keys, cost, status, demo, chaos)
+
+
+def render(table: RenderableType, width: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The lines, without trailing spaces."""
+    monkeypatch.setenv("COLUMNS", str(width))
+    out = io.StringIO()
+    Console(file=out, width=width, soft_wrap=True, highlight=False).print(table)
+    return [line.rstrip() for line in out.getvalue().splitlines()]
+
+
+@pytest.mark.parametrize("names", [SHORT, LONG], ids=["short", "long"])
+@pytest.mark.parametrize("width", [80, 200])
+@pytest.mark.parametrize("make", TABLES)
+def test_it_fits_and_nothing_is_cut(
+    make: Callable[[Names], Shown], width: int, names: Names, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Broken: the position for the next command is cut off, a name is `pro…`, or the terminal breaks the rows."""
+    table, kept = make(names)
+    lines = render(table, width, monkeypatch)
+    text = "\n".join(lines)
+    assert "…" not in text
+    assert [one for one in kept if one not in text] == []
+    # A sentence outside of the tables is broken by the terminal, and so is the line with the addresses.
+    for line in (line for line in lines if "  " in line and "http://" not in line):
+        longest = max(map(len, line.split()), default=0)  # one name or position alone may be longer than a line
+        assert len(line) <= width or len(line) - longest <= 30, line
+
+
+@pytest.mark.parametrize("make", TABLES)
+def test_no_heading_is_broken(make: Callable[[Names], Shown], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Broken: with ordinary names the headings take several lines, and nobody sees which figure is which."""
+    wide, narrow = (render(make(SHORT).table, width, monkeypatch) for width in (400, 80))
+    heading = next(line for line in wide if "  " in line)
+    words = [word for word in heading.split("  ") if word]
+    assert [word for word in words if word.strip() not in "\n".join(narrow)] == []
+
+
+def test_a_pipe_gets_one_line_per_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Broken: `penstock dead list | grep` finds half a row."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+    table = make_table("name", "detail", text=["detail"])
+    table.add_row("n" * 100, WORDS)
+    out = io.StringIO()
+    Console(file=out, soft_wrap=True).print(table)
+    assert [line.rstrip() for line in out.getvalue().splitlines()][1] == f"{'n' * 100}  {WORDS}"
