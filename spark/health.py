@@ -12,6 +12,7 @@ from services.core.metrics import (
     LAG_OUT,
     TRANSFORM_DEAD,
     TRANSFORM_FAILURES,
+    TRANSFORM_PAUSED,
     TRANSFORM_READ,
     TRANSFORM_UP,
     TRANSFORM_WRITTEN,
@@ -37,12 +38,12 @@ class Watchdog:
     """
 
     def __init__(self, limit: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self._limit, self._clock = limit, clock
+        self.limit, self._clock = limit, clock
         self._begun: dict[str, tuple[str, float, float]] = {}
 
     def begin(self, query: str, work: str, share: float = 1.0) -> None:
         """This query begins some work; its earlier work has ended. share: of the limit, for this work."""
-        self._begun[query] = (work, self._clock(), share * self._limit)
+        self._begun[query] = (work, self._clock(), share * self.limit)
 
     def end(self, query: str) -> None:
         """The query is idle."""
@@ -58,7 +59,7 @@ class Watchdog:
 
     def slow(self) -> str | None:
         """The work that makes the pipe not ready."""
-        return self._older(lambda _limit: SLOW * self._limit)
+        return self._older(lambda _limit: SLOW * self.limit)
 
     def stuck(self) -> str | None:
         """Work beyond its limit."""
@@ -77,13 +78,15 @@ class QueryState:
     """The state of a pipe's query.
 
     problem: None once it has completed a trigger since its start, else the reason, for a person. failures: in a row. of_spark:
-    the last failure was neither the broker's nor the transform's nor the checkpoint's.
+    the last failure was neither the broker's nor the transform's nor the checkpoint's. paused: who paused the pipe and why, for a
+    person; empty when it is not paused.
     """
 
     pipe: str
     problem: str | None
     failures: int
     of_spark: bool = False
+    paused: str = ""
 
     @property
     def broken(self) -> bool:
@@ -104,15 +107,25 @@ class PipesHealth:
         self.gave_up = asyncio.Event()
         for pipe in self._states:
             TRANSFORM_UP.labels(pipe).set(0)
+            TRANSFORM_PAUSED.labels(pipe).set(0)
 
     def ready(self) -> str | None:
         """None once every query has completed a trigger since it was (re)started and no batch takes long; else the reasons.
 
         A trigger is a batch, or a poll that found nothing new. A query that keeps failing on its first batch is never ready.
+        A paused pipe needs no query.
         """
         down = {pipe: state.problem for pipe, state in self._states.items() if state.problem}
         slow = {pipe: text for pipe, watchdog in self._watchdogs.items() if (text := watchdog.slow()) is not None}
         return "; ".join(f"{pipe}: {text}" for pipe, text in (slow | down).items()) or None
+
+    def paused(self) -> str | None:
+        """The paused pipes, by whom and why; None when there are none."""
+        return "; ".join(f"{state.pipe}: {state.paused}" for state in self._states.values() if state.paused) or None
+
+    def record_waiting(self, reason: str) -> None:
+        """No query can start yet, for this reason."""
+        self._states = {pipe: QueryState(pipe, reason, 0) for pipe in self._states}
 
     def add_watchdog(self, pipe: str, watchdog: Watchdog) -> None:
         self._watchdogs[pipe] = watchdog
@@ -124,11 +137,13 @@ class PipesHealth:
 
     def record_state(self, state: QueryState) -> None:
         self._states[state.pipe] = state
-        TRANSFORM_UP.labels(state.pipe).set(0 if state.problem else 1)
-        if state.problem:
+        TRANSFORM_UP.labels(state.pipe).set(0 if state.problem or state.paused else 1)
+        TRANSFORM_PAUSED.labels(state.pipe).set(1 if state.paused else 0)
+        if state.failures:
             TRANSFORM_FAILURES.labels(state.pipe).inc()
         needs_java = state.broken and state.of_spark and self._clock() - self._begun > OLD_JAVA_S
-        if needs_java or all(each.broken for each in self._states.values()):
+        wanted = [each for each in self._states.values() if not each.paused]
+        if needs_java or (wanted and all(each.broken for each in wanted)):
             self.gave_up.set()
 
     def record_batch(self, report: BatchReport) -> None:

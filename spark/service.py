@@ -2,7 +2,8 @@
 
 import asyncio
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import AsyncExitStack
 from typing import Any, Protocol, TypeVar
 
 import structlog
@@ -10,6 +11,8 @@ from pyspark.sql import SparkSession
 
 from services.core.lifecycle import Supervision, wait_for_stop
 from services.core.management import serve_management
+from services.core.pauses import Pauses
+from services.core.startup import open_when_reachable
 from spark.brokers.contract import SparkBroker, open_spark_broker
 from spark.health import PipesHealth, Watchdog
 from spark.java import java_process
@@ -24,6 +27,8 @@ T = TypeVar("T")
 log = structlog.get_logger()
 
 WATCH_EVERY_S = 0.5
+APPLY_EVERY_S = 0.1
+"""Seconds between two looks at the pauses that are known. `Pauses.follow` reads new ones."""
 _OUT_OF_MEMORY = 3
 """Exit status of a Java that ran out of memory."""
 
@@ -52,7 +57,7 @@ async def start(settings: TransformSettings, supervision: Supervision) -> None:
     """Run the selected pipes until the stop. Raises BadConfiguration for every mistake that shows before an event is read."""
     selected = await run_blocking(lambda: load_pipes(settings), "pipes")
     health = PipesHealth(selected.names)
-    async with serve_management(settings.management, health.ready) as address:
+    async with serve_management(settings.management, health.ready, note=health.paused) as address:
         log.info("management_port_open", address=address)
         if not selected.names:
             log.warning("no_pipe_has_a_transform", pipes=str(settings.pipes))
@@ -66,7 +71,12 @@ async def start(settings: TransformSettings, supervision: Supervision) -> None:
         suspects = SuspectLock(0.0 if len(prepared) == 1 else SETTLE_S)
         jobs = [_make_job(settings, broker, health, suspects, each) for each in prepared]
         watching = supervision.run(watch_java(java_process(session), health, supervision), "watch over Java")
-        await _run_jobs(settings, supervision, health, session, jobs)
+        async with AsyncExitStack() as stack:
+            pauses = await _open_pauses(stack, settings, supervision, health)
+            if pauses is not None:
+                _set_pauses(pauses, jobs)
+                supervision.run(_follow_pauses(pauses, jobs, supervision.stopping), "pauses of jobs")
+                await _run_jobs(settings, supervision, health, session, jobs)
         await watching
         await run_blocking(session.stop, "spark-stop")
         await run_blocking(broker.close, "broker-close")
@@ -104,6 +114,38 @@ def _make_job(
         on_state=lambda state: call(lambda: health.record_state(state)),
         on_backlog=lambda backlog: call(lambda: health.record_backlog(prepared.pipe, backlog)),
     )
+
+
+async def _open_pauses(
+    stack: AsyncExitStack, settings: TransformSettings, supervision: Supervision, health: PipesHealth
+) -> Pauses | None:
+    """The pauses, followed until the stop, once they are known: a paused pipe must not start. None when the stop comes first.
+
+    Raises BadConfiguration and DataDamaged.
+    """
+    stopping = supervision.stopping
+    opened = await open_when_reachable(stack, settings.broker, stopping, on_wait=health.record_waiting)
+    if opened is None:
+        return None
+    pauses = Pauses(opened.reader)
+    supervision.run(pauses.follow(stopping), "pauses")
+    while pauses.unknown is not None and not stopping.is_set():
+        health.record_waiting(f"it is not known whether it is paused: {pauses.unknown}")
+        await wait_for_stop(stopping, APPLY_EVERY_S)
+    return None if stopping.is_set() else pauses
+
+
+async def _follow_pauses(pauses: Pauses, jobs: Sequence[Job], stopping: asyncio.Event) -> None:
+    """Pause and resume jobs until the stop."""
+    while not stopping.is_set():
+        await wait_for_stop(stopping, APPLY_EVERY_S)
+        _set_pauses(pauses, jobs)
+
+
+def _set_pauses(pauses: Pauses, jobs: Sequence[Job]) -> None:
+    paused = pauses.paused()
+    for job in jobs:
+        job.set_pause(paused.get(job.pipe))
 
 
 async def watch_java(java: Java, health: PipesHealth, supervision: Supervision) -> None:

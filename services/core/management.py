@@ -16,20 +16,26 @@ from services.core.metrics import LAG_FAMILIES
 
 WhyNotReady = Callable[[], str | None]
 """Returns None when ready, else the reason, for a person."""
+Note = Callable[[], str | None]
+"""Returns what else a person should know, e.g. what is paused; None: nothing."""
 
 
 @asynccontextmanager
 async def serve_management(
-    address: str, why_not_ready: WhyNotReady, more: Sequence[web.RouteDef] = ()
+    address: str, why_not_ready: WhyNotReady, more: Sequence[web.RouteDef] = (), *, note: Note = lambda: None
 ) -> AsyncIterator[str]:
-    """Serve until the context is left; yields the bound "host:port". Port 0: any free port. more: routes. Raises OSError."""
+    """Serve until the context is left; yields the bound "host:port". Port 0: any free port. more: routes. Raises OSError.
+
+    note: for /readyz, where it changes no status.
+    """
 
     async def healthz(_request: web.Request) -> web.Response:
         return web.Response(text="ok\n")
 
     async def readyz(_request: web.Request) -> web.Response:
         reason = why_not_ready()
-        body = orjson.dumps({"ready": reason is None, "reason": reason})
+        found = note()
+        body = orjson.dumps({"ready": reason is None, "reason": reason, **({} if found is None else {"note": found})})
         return web.Response(status=200 if reason is None else 503, body=body, content_type="application/json")
 
     async def metrics(_request: web.Request) -> web.Response:

@@ -241,7 +241,12 @@ TRANSFORM_DEAD = Counter(
     "penstock_transform_events_dead", "Events written to dead letters, by reason.", ["pipe", "reason"]
 )
 TRANSFORM_FAILURES = Counter("penstock_transform_query_failures", "Failures of the pipe's query.", ["pipe"])
-TRANSFORM_UP = Gauge("penstock_transform_query_up", "1 while the pipe's query runs.", ["pipe"])
+TRANSFORM_UP = Gauge(
+    "penstock_transform_query_up", "1 while the pipe's query runs. 0 also while it is paused.", ["pipe"]
+)
+TRANSFORM_PAUSED = Gauge(
+    "penstock_transform_paused", "1 while an operator pauses the pipe. Its events wait in its sources.", ["pipe"]
+)
 
 LEDGER_REPORTS = Counter("penstock_ledger_reports", "Records written to the telemetry topic.", ["node"])
 LEDGER_BYTES = Counter("penstock_ledger_report_bytes", "Bytes written to the telemetry topic.", ["node"])

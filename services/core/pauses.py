@@ -1,4 +1,7 @@
-"""The paused destinations. `penstock.control` has a record for each change; the newest one of a destination counts.
+"""The paused destinations and transforms. `penstock.control` has a record for each change; the newest one of a name counts.
+
+The name of a destination is that of its lane, `<pipe>/<destination>`. The name of a transform is that of its pipe, which has no
+slash. So neither service takes a change for its own that is meant for the other.
 
 A pause or resume is in force when its record is durable. Followers of the topic read it within about `FOLLOW_S`. The topic is
 kept for ever and read from its beginning, without a group: it has a few records per outage.
@@ -31,7 +34,7 @@ class Pause(msgspec.Struct, frozen=True):
     """One change. state: `paused`; `resumed`: parked events may be sent; `replayed`: of an ordered destination, they were sent.
 
     reason: `operator` or `410`. detail: for a person. by: a user, or expel. at: ms since the epoch. of: in `replayed`, the
-    offset of the resume to which it belongs. It does not end a later pause.
+    offset of the resume to which it belongs. It does not end a later pause. A transform has no `replayed`.
     """
 
     state: Literal["paused", "resumed", "replayed"]
@@ -40,6 +43,16 @@ class Pause(msgspec.Struct, frozen=True):
     at: int
     detail: str = ""
     of: int = -1
+
+    @property
+    def because(self) -> str:
+        """The reason, for a person."""
+        return self.detail or self.reason
+
+    @property
+    def text(self) -> str:
+        """Who paused it and why, for a person."""
+        return f"paused by {self.by}: {self.because}"
 
 
 class Pauses:
@@ -53,16 +66,16 @@ class Pauses:
         self.unknown: str | None = "it was not read yet"
         """The reason why the pauses are not known; None from the first read to the end on, also when later reads fail."""
 
-    def of(self, lane: str) -> tuple[int, Pause] | None:
-        """The change in force for `<pipe>/<destination>`, with its offset; None: never paused, or replayed since."""
-        return self._newest.get(lane)
+    def of(self, name: str) -> tuple[int, Pause] | None:
+        """The change in force for `<pipe>/<destination>` or `<pipe>`, with its offset; None: never paused, or replayed since."""
+        return self._newest.get(name)
 
     def paused(self) -> Mapping[str, Pause]:
-        """The paused lanes."""
-        return {lane: pause for lane, (_, pause) in self._newest.items() if pause.state == "paused"}
+        """The paused lanes and transforms."""
+        return {name: pause for name, (_, pause) in self._newest.items() if pause.state == "paused"}
 
     async def wait_for_change(self) -> None:
-        """Wait until the state of any destination changes."""
+        """Wait until the state of any of them changes."""
         await self._changed.wait()
 
     async def refresh(self) -> None:
@@ -112,18 +125,18 @@ class Pauses:
         except msgspec.DecodeError as error:
             log.warning("control_record_unreadable", topic=CONTROL, offset=offset, error=str(error))
             return False
-        lane = key.removeprefix(_KEY)
+        name = key.removeprefix(_KEY)
         if pause.state != "replayed":
-            self._newest[lane] = (offset, pause)
+            self._newest[name] = (offset, pause)
             return True
-        known = self._newest.get(lane)
+        known = self._newest.get(name)
         if known is None or known[0] != pause.of:
             return False
-        del self._newest[lane]
+        del self._newest[name]
         return True
 
 
-async def write_pause(producer: Producer, lane: str, pause: Pause) -> None:
-    """Write a change durably. lane: `<pipe>/<destination>`. Raises BrokerError kinds."""
-    record = Record(f"{_KEY}{lane}".encode(), msgspec.json.encode(pause), pause.at)
+async def write_pause(producer: Producer, name: str, pause: Pause) -> None:
+    """Write a change durably. name: `<pipe>/<destination>`, or `<pipe>` for its transform. Raises BrokerError kinds."""
+    record = Record(f"{_KEY}{name}".encode(), msgspec.json.encode(pause), pause.at)
     (await producer.send_to(CONTROL, {0: [record]})).raise_first()

@@ -275,7 +275,7 @@ RETRIER_DEAD = f"{RESERVED}.dead"
 AUDIT = f"{RESERVED}.audit"
 """Operators' actions on dead letters (`audit`)."""
 CONTROL = f"{RESERVED}.control"
-"""Pauses and resumes of destinations (`pauses`)."""
+"""Pauses and resumes of destinations and transforms (`pauses`)."""
 RETRIER_GROUP = f"{RESERVED}.retrier"
 """The consumer group of the global retriers."""
 DELAYS_S = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536)

@@ -6,10 +6,25 @@ import sys
 from services.core.yaml_source import BadConfiguration
 from services.fleet.console import print_failure, print_problems
 from services.fleet.problem import CommandFailed
-from services.fleet.verbs import cost, dead, demo, destination, keys, listen, log, loss, pipes, rate, send, status, up
+from services.fleet.verbs import (
+    cost,
+    dead,
+    demo,
+    destination,
+    keys,
+    listen,
+    log,
+    loss,
+    pause,
+    pipes,
+    rate,
+    send,
+    status,
+    up,
+)
 from services.fleet.verbs.app import APP
 
-VERBS = (cost, dead, demo, destination, keys, listen, log, loss, pipes, rate, send, status, up)
+VERBS = (cost, dead, demo, destination, keys, listen, log, loss, pause, pipes, rate, send, status, up)
 """The import of a verb's module adds the verb to APP."""
 
 

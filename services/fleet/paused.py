@@ -49,8 +49,7 @@ class DestinationState:
 
 def pause_json(pause: Pause) -> dict[str, str]:
     """A pause for a person or a program."""
-    because = pause.detail or pause.reason
-    return {"since": format_time(pause.at), "by": pause.by, "reason": pause.reason, "because": because}
+    return {"since": format_time(pause.at), "by": pause.by, "reason": pause.reason, "because": pause.because}
 
 
 def list_destinations(pipes: PipeFile, pauses: Pauses) -> list[DestinationState]:

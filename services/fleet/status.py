@@ -75,7 +75,9 @@ async def summarise(reading: StatusReading, pipes: PipeFile) -> dict[str, Any]:
         "listen": reading.state.listen,
         "observer": reading.state.observer,
         "streams": [_stream(reading, name) for name in pipes.streams],
-        "transforms": [_transform(reading, name) for name, pipe in pipes.pipes.items() if pipe.transform is not None],
+        "transforms": [
+            _transform(reading, name, pauses) for name, pipe in pipes.pipes.items() if pipe.transform is not None
+        ],
         "destinations": destinations,
         "retrier": retrier,
         "processes": await asyncio.to_thread(_processes, reading),
@@ -104,8 +106,8 @@ def _stream(reading: StatusReading, name: str) -> dict[str, Any]:
     }
 
 
-def _transform(reading: StatusReading, pipe: str) -> dict[str, Any]:
-    sample = reading.sample
+def _transform(reading: StatusReading, pipe: str, pauses: Mapping[str, Pause]) -> dict[str, Any]:
+    sample, pause = reading.sample, pauses.get(pipe)
     return {
         "pipe": pipe,
         "up": bool(sample.total("penstock_transform_query_up", pipe=pipe)),
@@ -113,6 +115,7 @@ def _transform(reading: StatusReading, pipe: str) -> dict[str, Any]:
         "written": int(sample.total("penstock_transform_events_written_total", pipe=pipe)),
         "dead": int(sample.total("penstock_transform_events_dead_total", pipe=pipe)),
         "rate": reading.rate("penstock_transform_events_read_total", pipe=pipe),
+        "paused": None if pause is None else pause_json(pause),
         "lag_records": _transform_lag(sample, pipe),
         "lag_out_ms": quantiles(sample.lag("penstock_lag_out_seconds", pipe=pipe, node="transform")),
     }
@@ -157,7 +160,7 @@ async def _paused(broker: Broker | None, pipe: str, destination: str, pause: Pau
 
 
 async def _read_pauses(broker: Broker | None) -> Mapping[str, Pause]:
-    """By `<pipe>/<destination>`; empty while the broker does not answer."""
+    """By `<pipe>/<destination>`, and by pipe for transforms; empty while the broker does not answer."""
     if broker is None:
         return {}
     pauses = Pauses(broker.reader)

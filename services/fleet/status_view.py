@@ -18,6 +18,7 @@ def render_status(status: dict[str, Any]) -> RenderableType:
     parts: list[RenderableType] = [head, _streams(status["streams"])]
     if status["transforms"]:
         parts.append(_transforms(status["transforms"]))
+        parts += [_paused_transform(row) for row in status["transforms"] if row["paused"] is not None]
     if status["destinations"]:
         parts.append(_destinations(status["destinations"]))
         parts += [_paused(row) for row in status["destinations"] if row["paused"] is not None]
@@ -83,8 +84,17 @@ def _paused(row: dict[str, Any]) -> Text:
     paused = row["paused"]
     name = Text(f"{row['pipe']} → {row['destination']}", style="yellow")
     parked = "?" if paused["parked"] is None else f"up to {paused['parked']}"
-    words = f" is paused since {paused['since']} by {plain(paused['by'], 100)} because: {plain(paused['because'], 200)}"
-    return Text.assemble(name, words, f", {parked} events parked")
+    return Text.assemble(name, _since(paused), f", {parked} events parked")
+
+
+def _paused_transform(row: dict[str, Any]) -> Text:
+    """A line for a paused transform: since when, by whom and why."""
+    name = Text(row["pipe"], style="yellow")
+    return Text.assemble("the transform of ", name, _since(row["paused"]), "; its events wait in its streams")
+
+
+def _since(paused: dict[str, Any]) -> str:
+    return f" is paused since {paused['since']} by {plain(paused['by'], 100)} because: {plain(paused['because'], 200)}"
 
 
 def _retrier(row: dict[str, Any]) -> Table:

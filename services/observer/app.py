@@ -122,7 +122,10 @@ class _Parts:
     def _pauses_as_reasons(self, pipe: str) -> list[Reason]:
         destinations = self.follower.table.flow.pipes[pipe].destinations
         paused = [name for name in destinations if self.state(pipe, name) == "paused"]
-        return [("degraded", f"{name} is paused") for name in paused]
+        reasons: list[Reason] = [("degraded", f"{name} is paused") for name in paused]
+        if self._pauses.unknown is None and (of_transform := self._pauses.paused().get(pipe)) is not None:
+            reasons.append(("degraded", f"the transform is {of_transform.text}"))
+        return reasons
 
     def view(self) -> View:
         now = self.follower.now_ms()

@@ -1,4 +1,4 @@
-"""One pipe's query: started, watched, restarted when it dies, stopped in order."""
+"""One pipe's query: started, watched, restarted when it dies, stopped in order, and stopped while an operator pauses the pipe."""
 
 import threading
 from collections.abc import Callable, Mapping
@@ -10,6 +10,7 @@ from pyspark.sql import SparkSession
 from services.core.backoff import Backoff
 from services.core.broker.errors import BrokerError
 from services.core.ledger.report import TELEMETRY
+from services.core.pauses import Pause
 from spark.brokers.contract import Backlog, BacklogMeter, SparkBroker
 from spark.errors import is_of_broker, java_causes, shorten
 from spark.health import QueryState, Watchdog
@@ -24,7 +25,7 @@ from spark.jobs.checkpoint import (
 )
 from spark.jobs.culprits import TransformBroken
 from spark.jobs.micro_batch import start_micro_batches
-from spark.jobs.query import Query, RunningQuery, warm_up
+from spark.jobs.query import POLL_S, Query, RunningQuery, warm_up
 from spark.jobs.replay import reported_offsets
 from spark.jobs.start_checks import adopt_checkpoint, check_not_older, record_ran
 from spark.jobs.streaming_plan import StreamingPlanQuery
@@ -67,14 +68,32 @@ class Job:
         self._reporter: PipeReporter | None = None
         self._on_batch, self._on_state, self._on_backlog = on_batch, on_state, on_backlog
         self._stop = threading.Event()
+        self._halt = threading.Event()
+        """Set while the query must not run: by a stop for good, by a pause until the resume."""
+        self._changing = threading.Lock()
+        self._pause: Pause | None = None
         self._drain = 0.0
         self._backoff = Backoff(FIRST_WAIT_S, MAX_WAIT_S)
         self._worked = False
 
     def stop(self, drain: float) -> None:
         """Make `run` finish the current batch, for at most `drain` seconds, and return. Does not block."""
-        self._drain = drain
-        self._stop.set()
+        with self._changing:
+            self._drain = drain
+            self._stop.set()
+            self._halt.set()
+
+    def set_pause(self, pause: Pause | None) -> None:
+        """Stop the query after its current batch, until the next call with None. Does not block. Thread-safe.
+
+        Its checkpoint stays, and its backlog is still measured and reported.
+        """
+        with self._changing:
+            self._pause = pause
+            if pause is not None:
+                self._halt.set()
+            elif not self._stop.is_set():
+                self._halt.clear()
 
     def run(self, session: SparkSession) -> None:
         """Keep the query running until `stop`. Blocking. Passes failures to `on_state`, and retries for ever."""
@@ -87,15 +106,32 @@ class Job:
         )
         measuring.start()
         while not self._stop.is_set():
+            if (pause := self._pause) is not None:
+                self._wait_for_resume(pause)
+                continue
             try:
                 self._run_once(session)
             except Stopping:
-                break
+                continue
             except Exception as error:
                 self._record_failure(error)
         measuring.join()
         if self._reporter is not None:
             self._reporter.close()
+
+    def _wait_for_resume(self, pause: Pause) -> None:
+        """Until the resume or the stop. Failures from before the pause count no longer."""
+        log.warning(
+            "pipe_paused", pipe=self.pipe, by=pause.by, reason=pause.because, hint="its events wait in its sources"
+        )
+        self._backoff.reset()
+        self._worked = False
+        self._on_state(QueryState(self.pipe, None, 0, paused=pause.text))
+        while self._pause is not None and not self._stop.wait(POLL_S):
+            pass
+        if not self._stop.is_set():
+            log.info("pipe_resumed", pipe=self.pipe)
+            self._on_state(QueryState(self.pipe, "starting", 0))
 
     def _run_once(self, session: SparkSession) -> None:
         topics = self._broker.identify(session, list(self._prepared.views))
@@ -103,17 +139,23 @@ class Job:
             query = self._open_query(session, checkpoint, topics)
             self._attempts.open(checkpoint)
             self._attempts.check()
-            with self._suspects.acquire(self._attempts.ended, self._stop.is_set) as release:
+            with self._suspects.acquire(self._attempts.ended, self._halt.is_set) as release:
                 running = self._start(query)
                 try:
-                    while not self._stop.is_set() and not running.has_completed_trigger():
+                    while not self._halt.is_set() and not running.has_completed_trigger():
                         running.wait()
                     self._record_success()
                     release()
-                    while not self._stop.is_set():
+                    while not self._halt.is_set():
                         running.wait()
                 finally:
-                    running.stop(self._drain)
+                    running.stop(self._time_to_finish())
+
+    def _time_to_finish(self) -> float:
+        """The seconds that the current batch gets. A pause waits for its end: nobody wants that batch computed again."""
+        if self._stop.is_set():
+            return self._drain
+        return self._watchdog.limit if self._pause is not None else 0.0
 
     def _start(self, query: Query) -> RunningQuery:
         if not self._prepared.per_batch:
@@ -145,7 +187,7 @@ class Job:
             writer=f"{self.pipe}:{identity.id}",
             report=report,
             ledger=self._ledger,
-            stopping=self._stop,
+            stopping=self._halt,
             attempts=self._attempts,
             watchdog=self._watchdog,
         )
@@ -161,7 +203,7 @@ class Job:
             except BrokerError as error:
                 failed = True
                 self._record_failure(error, "batch_not_reported")
-                if self._stop.is_set():
+                if self._halt.is_set():
                     raise Stopping from error
             else:
                 if failed:
@@ -184,11 +226,11 @@ class Job:
         )
         of_spark = not isinstance(error, _NOT_OF_SPARK) and not is_of_broker(error)
         self._on_state(QueryState(self.pipe, problem, self._backoff.failures, of_spark))
-        self._stop.wait(wait)
+        self._halt.wait(wait)
 
     def _record_success(self) -> None:
         """A trigger was completed, or a batch stored."""
-        if not self._stop.is_set() and (self._backoff.failures or not self._worked):
+        if not self._halt.is_set() and (self._backoff.failures or not self._worked):
             self._backoff.reset()
             self._worked = True
             self._on_state(QueryState(self.pipe, None, 0))

@@ -14,6 +14,7 @@ from services.core.broker.contract import Broker, TopicSpec
 from services.core.broker.errors import TopicExists, Unavailable
 from services.core.broker.record import Record
 from services.core.ledger.report import TELEMETRY, Report, decode_report
+from services.core.pipes import CONTROL
 from spark.brokers.contract import open_spark_broker
 from spark.jobs.job import Job
 from spark.settings import SelectedPipes, TransformSettings, load_pipes
@@ -31,8 +32,9 @@ class BrokerPipeline(RunningJobs):
         run = uuid4().hex[:8]
         self.stream, self.pipe = f"s{run}", f"p{run}"
         asyncio.run(self.create([self.stream, f"{self.pipe}.out", f"{self.pipe}.dead"], partitions))
-        with suppress(TopicExists):
-            asyncio.run(self.create([TELEMETRY], 1))
+        for topic in (TELEMETRY, CONTROL):
+            with suppress(TopicExists):
+                asyncio.run(self.create([topic], 1))
 
     def __exit__(self, *_: object) -> None:
         super().__exit__()

@@ -17,6 +17,7 @@ from services.core.broker.partitioner import split_by_key
 from services.core.broker.record import Record
 from services.core.event import read_id
 from services.core.ledger.report import TELEMETRY, Report, decode_report
+from services.core.pipes import CONTROL
 from tests.spark.log_pipeline import read_topic
 
 _MAIN = "import runpy, spark.service; spark.service.SETTLE_S = 0.5; runpy.run_module('spark', run_name='__main__')"
@@ -81,7 +82,8 @@ class LogService(ServiceProcess):
         super().__init__(folder, f"log://{self.log}", *arguments)
         for topic in ("s", *(f"{name}.{end}" for name in names for end in ("out", "dead"))):
             create_topic(DataFolder.prepare(self.log), TopicSpec(topic, 2))
-        create_topic(DataFolder.prepare(self.log), TopicSpec(TELEMETRY, 1))
+        for topic in (TELEMETRY, CONTROL):
+            create_topic(DataFolder.prepare(self.log), TopicSpec(topic, 1))
         (folder / "pipes.yaml").write_text(pipes)
 
     def send(self, records: list[Record]) -> None:

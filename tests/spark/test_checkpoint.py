@@ -16,9 +16,10 @@ from services.core.broker.log.data_folder import DataFolder
 from services.core.broker.log.topics import create_topic, delete_topic
 from services.core.broker.record import Record
 from services.core.event import read_id
+from services.core.pauses import Pause
 from spark.brokers.contract import measure_backlog
 from spark.brokers.log import LogSparkBroker
-from spark.health import Watchdog
+from spark.health import QueryState, Watchdog
 from spark.jobs.attempts import Attempts
 from spark.jobs.checkpoint import CheckpointDamaged, CheckpointInUse, open_checkpoint
 from spark.jobs.culprits import ALL_FAILED, FailureStreak
@@ -52,6 +53,31 @@ def test_goes_on_where_it_stopped(pipeline: LogPipeline) -> None:
     pipeline.send(flights(30, 60))
     pipeline.run(chosen, 60)
     assert ids(pipeline) == sorted(f"id-{n}" for n in range(60))
+
+
+@pytest.mark.parametrize("watermark", [None, "1h"])
+def test_paused_until_resumed(pipeline: LogPipeline, watermark: str | None) -> None:
+    """If this fails, a pause does not stop a query, hides its backlog, or repeats or leaves out events."""
+    sql = "SELECT event, delay FROM s"
+    if watermark is not None:  # a part of the streaming plan, with a checkpoint for each of its two queries
+        sql = "SELECT s.event, s.delay FROM s JOIN u ON s.event.id = u.event.id AND s.event_time = u.event_time"
+    pipeline.send(flights(0, 30))
+    pipeline.send(flights(0, 60), "u")
+    sources = ["s"] if watermark is None else ["s", "u"]
+    chosen = pipeline.pipe(columns=COLUMNS, sources=sources, sql=sql, watermark=watermark, max_events=20)
+    job = pipeline.start(chosen)
+    wait_for(lambda: len(pipeline.out) == 30, "the events before the pause")
+    job.set_pause(Pause("paused", "operator", "ann", 0, "wrong VAT"))
+    wait_for(lambda: bool(pipeline.states[-1].paused), "the pause")
+    assert pipeline.states[-1] == QueryState("p", None, 0, paused="paused by ann: wrong VAT")
+    pipeline.send(flights(30, 60))
+    wait_for(lambda: sum(pipeline.backlogs[-1].values()) == 30, "the backlog of a paused pipe")
+    assert len(pipeline.out) == 30
+    job.set_pause(None)
+    wait_for(lambda: len(pipeline.out) >= 60, "the events that waited")
+    pipeline.stop()
+    assert ids(pipeline) == sorted(f"id-{n}" for n in range(60))
+    assert pipeline.problem == "starting"  # after the resume; the query never failed
 
 
 def test_transform_may_change(pipeline: LogPipeline) -> None:

@@ -54,3 +54,21 @@ def test_backlog_is_shown_by_partition() -> None:
         return REGISTRY.get_sample_value("penstock_broker_lag_records", labels)
 
     assert (value("0"), value("1")) == (5.0, 0.0)
+
+
+def test_a_paused_pipe_is_healthy() -> None:
+    """If this fails, a pause of a pipe makes the service unready or counts as a failure, or hides that the others are broken."""
+    health = PipesHealth(["a", "held"])
+    health.record_state(QueryState("a", None, 0))
+    health.record_state(QueryState("held", None, 0, paused="paused by ann: wrong VAT"))
+    assert health.ready() is None
+    assert health.paused() == "held: paused by ann: wrong VAT"
+
+    def value(name: str) -> float | None:
+        return REGISTRY.get_sample_value(f"penstock_transform_{name}", {"pipe": "held"})
+
+    assert (value("query_up"), value("paused"), value("query_failures_total")) == (0.0, 1.0, None)
+    health.record_state(QueryState("a", "broken", MAX_FAILURES))
+    assert health.gave_up.is_set()
+    health.record_state(QueryState("held", "starting", 0))
+    assert (health.paused(), value("paused"), value("query_failures_total")) == (None, 0.0, None)

@@ -6,7 +6,9 @@ import urllib.request
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Literal
 
+import msgspec
 import orjson
 import pytest
 
@@ -16,6 +18,8 @@ from services.core.broker.log.data_folder import DataFolder
 from services.core.broker.log.topics import delete_topic
 from services.core.broker.record import Record
 from services.core.event import read_id
+from services.core.pauses import Pause
+from services.core.pipes import CONTROL
 from tests.spark.log_pipeline import event, numbers, wait_for
 from tests.spark.service_process import LogService
 
@@ -87,9 +91,17 @@ def test_killed_in_the_middle(service: LogService) -> None:
     assert not numbers(reports, "dead")
 
 
+def change_pause(service: LogService, state: Literal["paused", "resumed"]) -> None:
+    """As `penstock pause p` and `penstock resume p` do."""
+    pause = Pause(state, "operator", "ann", 0, "wrong VAT")
+    blocking.append(service.log, CONTROL, {0: [Record(b"pause:p", orjson.dumps(msgspec.to_builtins(pause)), 0)]})
+
+
 def test_ready_and_stopped(service: LogService) -> None:
-    """If this fails, the supervisor cannot tell when transforms run, or a stop loses or repeats a batch."""
+    """If this fails, the supervisor cannot tell when transforms run, or a stop loses or repeats a batch; or a paused pipe starts,
+    and looks broken."""
     service.send(flights(range(1000)))
+    change_pause(service, "paused")
     process = service.start("--management", "127.0.0.1:0")
     address = management(service)
 
@@ -103,9 +115,15 @@ def test_ready_and_stopped(service: LogService) -> None:
 
     assert get("/healthz")[0] == 200
     wait_for(lambda: get("/readyz")[0] == 200, "readiness")
+    assert orjson.loads(get("/readyz")[1])["note"] == "p: paused by ann: wrong VAT"
+    wait_for(lambda: 'penstock_broker_lag_records{group="p"' in get("/metrics")[1], "the lag of a paused pipe")
+    assert 'penstock_transform_paused{pipe="p"} 1.0' in get("/metrics")[1]
+    assert count(service) == 0
+    change_pause(service, "resumed")
     wait_for(lambda: 'penstock_transform_events_read_total{pipe="p"} 1000.0' in get("/metrics")[1], "1000 events read")
     lag = 'penstock_broker_lag_records{group="p",partition="%d",topic="s"} 0.0'
     wait_for(lambda: all(lag % partition in get("/metrics")[1] for partition in (0, 1)), "no event waits")
+    assert orjson.loads(get("/readyz")[1]) == {"ready": True, "reason": None}
     metrics = get("/metrics")[1]
     assert 'penstock_transform_query_up{pipe="p"} 1.0' in metrics
     assert 'penstock_transform_events_written_total{pipe="p"} 500.0' in metrics

@@ -88,6 +88,7 @@ async def _read_state(
 
 
 OfPipe = Annotated[str | None, typer.Option("--pipe", help="Only in this pipe; absent: in every pipe that has it.")]
+ReasonText = Annotated[str, typer.Option("--reason", help="The reason, shown to other operators.")]
 MAX_REASON = 500
 
 
@@ -95,7 +96,7 @@ MAX_REASON = 500
 def pause(
     name: Name,
     pipe: OfPipe = None,
-    reason: Annotated[str, typer.Option("--reason", help="The reason, shown to other operators.")] = "",
+    reason: ReasonText = "",
     pipes: Pipes = None,
     broker: BrokerUrl = None,
     data: Data = Path("data"),

@@ -1,4 +1,4 @@
-"""`penstock destination pause`, `resume` and `list`, on a log without a fleet."""
+"""`penstock destination pause`, `resume` and `list`, `penstock pause` and `resume`, on a log without a fleet."""
 
 import asyncio
 import json
@@ -21,6 +21,7 @@ streams: {{s: {{}}, copy: {{}}}}
 pipes:
   a: {{sources: [s], destinations: [{{name: billing, {HOOK}}}, {{name: copied, stream: copy}}]}}
   b: {{sources: [s], destinations: [{{name: billing, {HOOK}}}, {{name: other, {HOOK}}}]}}
+  t: {{sources: [s], transform: {{sql: 'SELECT event, value FROM s'}}, destinations: [{{name: copied, stream: copy}}]}}
 """
 
 
@@ -73,3 +74,28 @@ def test_an_unknown_name_lists_the_known_ones(shell: Shell) -> None:
         assert shell.run("destination", "pause", name) == 2
         assert f"no webhook destination {name}" in shell.err
         assert "Try: one of: a/billing, b/billing, b/other" in shell.err
+
+
+def test_a_transform_is_paused_until_resumed(shell: Shell, folder: Path) -> None:
+    """Broken: an operator cannot pause a transform or explain the pause, or the pause of a transform stops a destination."""
+    for reason in ("wrong VAT", "again"):  # the second one changes nothing
+        assert shell.run("pause", "t", "--reason", reason) == 0
+        assert "the transform of t is paused since 20" in shell.err
+        assert "because: wrong VAT. Its events wait in its streams for at most 7d" in shell.err
+    assert set(listed(shell).values()) == {"running"}
+    assert shell.run("pause", "t", "--json") == 0
+    paused = json.loads(shell.out)
+    assert (paused["pipe"], paused["state"], paused["because"]) == ("t", "paused", "wrong VAT")
+    for _ in range(2):
+        assert shell.run("resume", "t", "--json") == 0
+        assert json.loads(shell.out) == {"pipe": "t", "state": "running"}
+
+
+def test_a_pipe_without_a_transform_is_not_paused(shell: Shell) -> None:
+    """Broken: an operator thinks that a pipe is paused, and its events are still delivered."""
+    assert shell.run("pause", "a") == 2
+    assert "the pipe a has no transform" in shell.err
+    assert "Try: penstock destination pause billing --pipe a" in shell.err
+    assert shell.run("resume", "z") == 2
+    assert "has no pipe z" in shell.err
+    assert "Try: one of: t" in shell.err
