@@ -24,7 +24,7 @@ from services.observer.alarms import AlarmWebhook
 from services.observer.backlogs import Backlogs
 from services.observer.dead_letters import OPENAPI, Api, DeadLetterReader, FailureTable
 from services.observer.follower import Follower
-from services.observer.health import Reason
+from services.observer.health import Reason, list_pauses
 from services.observer.http import serve_api
 from services.observer.ledger.flow import Step, read_flow
 from services.observer.ledger.table import Ages
@@ -120,12 +120,8 @@ class _Parts:
         return self.follower.table.liveness.breaker(Step("expel", pipe, destination), self.follower.now_ms())
 
     def _pauses_as_reasons(self, pipe: str) -> list[Reason]:
-        destinations = self.follower.table.flow.pipes[pipe].destinations
-        paused = [name for name in destinations if self.state(pipe, name) == "paused"]
-        reasons: list[Reason] = [("degraded", f"{name} is paused") for name in paused]
-        if self._pauses.unknown is None and (of_transform := self._pauses.paused().get(pipe)) is not None:
-            reasons.append(("degraded", f"the transform is {of_transform.text}"))
-        return reasons
+        paused = {} if self._pauses.unknown is not None else self._pauses.paused()
+        return list_pauses(paused, pipe, self.follower.table.flow.pipes[pipe].destinations)
 
     def view(self) -> View:
         now = self.follower.now_ms()

@@ -1,11 +1,13 @@
 """The health of a pipe, from its loss table and its instances' reports."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal
 
 import msgspec
 
 from services.core.ledger.minute import MINUTE_MS
+from services.core.pauses import Pause
+from services.core.pipes import lane_name
 from services.observer.ledger.flow import Step
 from services.observer.ledger.settlement import Row
 from services.observer.ledger.table import Table
@@ -45,6 +47,16 @@ def judge(
     window = for_loss or planned.covers(pipe, now, now + 1)
     state = STATES[max(_worst(lossy, for_loss), _worst(others, window))]
     return Health(state, tuple(reason for _, reason in (*lossy, *others)), window.kind if window is not None else None)
+
+
+def list_pauses(paused: Mapping[str, Pause], pipe: str, destinations: Iterable[str]) -> list[Reason]:
+    """The pauses of the pipe's transform and of its destinations, as reasons. paused: as of `Pauses.paused`."""
+    reasons: list[Reason] = [
+        ("degraded", f"{name} is paused") for name in destinations if lane_name(pipe, name) in paused
+    ]
+    if pipe in paused:
+        reasons.append(("degraded", f"the transform is {paused[pipe].text}"))
+    return reasons
 
 
 def _worst(found: Sequence[Reason], window: Window | None) -> int:

@@ -10,8 +10,9 @@ from services.core.lag import LagHistogram
 from services.core.ledger.fields import FieldSample
 from services.core.ledger.report import LagSet
 from services.core.ledger.reporter import LagTap
+from services.core.pauses import Pause
 from services.observer.follower import Follower
-from services.observer.health import Health, judge
+from services.observer.health import Health, judge, list_pauses
 from services.observer.ledger.flow import Flow, PipeFlow
 from services.observer.ledger.table import Table
 from services.observer.planned import PlannedWindows
@@ -119,3 +120,13 @@ def test_the_transform_has_a_share_of_its_own() -> None:
     assert pipe.steps == ("ingest", "transit", "transform", "expel")
     ((*millis,),) = [row.millis for row in pipe.durations]
     assert millis == pytest.approx([10, 200, 300, 20], rel=0.02)
+
+
+def test_pauses_are_reasons() -> None:
+    """Broken: a paused pipe looks healthy, or another pipe's pause is shown."""
+    pause = Pause("paused", "operator", "ann", START_MS, "wrong VAT")
+    paused = {"late": pause, "late/ops": pause, "other": pause, "other/crm": pause}
+    assert list_pauses(paused, "late", ["ops", "crm"]) == [
+        ("degraded", "ops is paused"),
+        ("degraded", "the transform is paused by ann: wrong VAT"),
+    ]
