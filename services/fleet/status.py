@@ -59,7 +59,8 @@ async def read_status(state: FleetState, previous: Sample | None) -> StatusReadi
 async def summarise(reading: StatusReading, pipes: PipeFile) -> dict[str, Any]:
     """The status as JSON: `streams`, `transforms`, `destinations`, `processes`, and `retrier` or null.
 
-    Lags in ms; rates in events per second.
+    Lags in ms; rates in events per second. `lag_out_ms` and `event_lag_ms` count from the event's own time, `e2e_lag_ms` from
+    its arrival at ingest. Old events that are sent now have a large age and a small E2E lag.
     """
     async with _opened(reading.state.broker) as broker:
         pauses = await _read_pauses(broker)
@@ -150,6 +151,7 @@ async def _destination(
         "lag_records": records,
         "lag_ms": millis,
         "e2e_lag_ms": quantiles(sample.lag("penstock_e2e_lag_seconds", **labels)),
+        "event_lag_ms": quantiles(sample.lag("penstock_event_lag_seconds", **labels)),
     }
 
 

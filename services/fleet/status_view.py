@@ -10,6 +10,8 @@ from rich.text import Text
 from services.fleet.console import make_table
 from services.fleet.dead.view import plain
 
+_CLOCKS = "event age: from the event's own time; E2E lag: from its arrival at ingest"
+
 
 def render_status(status: dict[str, Any]) -> RenderableType:
     """Tables of streams, transforms, destinations and processes."""
@@ -17,7 +19,7 @@ def render_status(status: dict[str, Any]) -> RenderableType:
     head = Text(f"{addresses}   broker {status['broker']}", style="dim")
     parts: list[RenderableType] = [head, _streams(status["streams"])]
     if status["transforms"]:
-        parts.append(_transforms(status["transforms"]))
+        parts += [_transforms(status["transforms"]), Text(_CLOCKS, style="dim")]
         parts += [_paused_transform(row) for row in status["transforms"] if row["paused"] is not None]
     if status["destinations"]:
         parts.append(_destinations(status["destinations"]))
@@ -41,7 +43,7 @@ def _streams(rows: list[dict[str, Any]]) -> Table:
 
 
 def _transforms(rows: list[dict[str, Any]]) -> Table:
-    table = _table("transforms", "pipe", "events/s", "read", "written", "dead", "behind", "lag P50 P95 P99")
+    table = _table("transforms", "pipe", "events/s", "read", "written", "dead", "behind", "event age P50 P95 P99")
     for row in rows:
         table.add_row(
             _named(row["pipe"], up=row["up"]),

@@ -1,0 +1,47 @@
+"""The status of a fleet, from metrics."""
+
+from pathlib import Path
+
+from rich.console import Console
+
+from services.core.lag import LagHistogram
+from services.core.pipes import PipeFile
+from services.core.scrape import Sample
+from services.fleet.folder import FleetState
+from services.fleet.status import StatusReading, summarise
+from services.fleet.status_view import render_status
+
+_HOUR_MS = 3_600_000
+
+
+def _histogram(lag_ms: int) -> LagHistogram:
+    histogram = LagHistogram()
+    histogram.observe([lag_ms])
+    return histogram
+
+
+async def test_the_clock_of_each_lag_is_named(tmp_path: Path) -> None:
+    """Broken: old events are sent, a transform has a lag of an hour beside an E2E lag of seconds, and nothing says why."""
+    to = frozenset({("pipe", "p"), ("destination", "d")})
+    lags = {
+        ("penstock_lag_out_seconds", frozenset({("pipe", "p"), ("node", "transform")})): _histogram(_HOUR_MS),
+        ("penstock_e2e_lag_seconds", to): _histogram(3_000),
+        ("penstock_event_lag_seconds", to): _histogram(_HOUR_MS + 3_000),
+    }
+    pipe = {
+        "sources": ["s"],
+        "transform": {"sql": "SELECT * FROM s"},
+        "destinations": [{"name": "d", "webhook": {"url": "https://example.com/"}}],
+    }
+    pipes = PipeFile.model_validate({"streams": {"s": {}}, "pipes": {"p": pipe}})
+    state = FleetState(1, "", f"log:{tmp_path}", "pipes.yaml", "127.0.0.1:1", "127.0.0.1:2", [])
+    status = await summarise(StatusReading(state, Sample(0.0, {}, lags), None), pipes)
+    [transform], [destination] = status["transforms"], status["destinations"]
+    assert transform["lag_out_ms"]["p50"] > 0.99 * _HOUR_MS
+    assert destination["event_lag_ms"]["p50"] > 0.99 * _HOUR_MS
+    assert destination["e2e_lag_ms"]["p50"] < 3_100
+    console = Console(width=200, record=True)
+    console.print(render_status(status))
+    text = console.export_text()
+    assert "event age P50 P95 P99" in text
+    assert "event age: from the event's own time; E2E lag: from its arrival at ingest" in text
