@@ -31,7 +31,7 @@ class ProcessState(msgspec.Struct, frozen=True):
 
 
 class FleetState(msgspec.Struct, frozen=True):
-    """The state file of a running fleet."""
+    """The state file of a running fleet. keys: the API keys that ingest reads, an absolute path; None: senders need no key."""
 
     pid: int
     management: str
@@ -40,6 +40,7 @@ class FleetState(msgspec.Struct, frozen=True):
     listen: str
     observer: str
     processes: list[ProcessState]
+    keys: str | None = None
 
 
 @contextmanager
@@ -103,7 +104,10 @@ def _replace_private(path: Path, text: str) -> None:
 
 
 def read_state(data: Path) -> FleetState | None:
-    """The state of the fleet on this folder; None when none runs or the file is not readable. Blocking."""
+    """The last state of the fleet on this folder; None when it stopped in good order or the file is not readable. Blocking.
+
+    A fleet that was killed leaves its file behind: `services/fleet/access.py` finds a fleet that runs.
+    """
     try:
         return msgspec.json.decode((data / STATE_FILE).read_bytes(), type=FleetState)
     except (OSError, msgspec.DecodeError):

@@ -12,8 +12,9 @@ from rich.text import Text
 
 from services.core.bearer import read_tokens
 from services.core.yaml_source import BadConfiguration
+from services.fleet.access import require_fleet
 from services.fleet.console import make_table
-from services.fleet.folder import OBSERVER_TOKEN_FILE, read_state
+from services.fleet.folder import OBSERVER_TOKEN_FILE
 from services.fleet.problem import CommandFailed
 
 TIMEOUT = aiohttp.ClientTimeout(total=60.0)
@@ -31,9 +32,7 @@ def find_observer(address: str | None, data: Path, token_file: Path | None = Non
     """The observer as given, or that of the fleet on the data folder, with its token. Blocking. Raises CommandFailed."""
     if address is not None:
         return Observer(address, None if token_file is None else _read_token(token_file))
-    state = read_state(data)
-    if state is None:
-        raise CommandFailed(f"no fleet runs on the data folder {data}", "--observer host:port, or --data")
+    state = require_fleet(data, "--observer host:port")
     own = data / OBSERVER_TOKEN_FILE
     found = token_file if token_file is not None else own if os.access(own, os.R_OK) else None
     return Observer(state.observer, None if found is None else _read_token(found))
@@ -59,7 +58,7 @@ async def get_json(observer: Observer, path: str, query: dict[str, str]) -> dict
     except (aiohttp.ClientError, TimeoutError, orjson.JSONDecodeError) as error:
         raise CommandFailed(f"the observer at {address} does not answer: {error}", "penstock status") from error
     if answer.status != 200:
-        raise CommandFailed(f"{body.get('title')}", str(body.get("detail")))
+        raise CommandFailed(". ".join(str(body[key]) for key in ("title", "detail") if body.get(key)))
     return body
 
 

@@ -22,6 +22,7 @@ autoscaler ends first, so that it does not resize a stopping fleet."""
 @dataclass(frozen=True, slots=True)
 class FleetPlan:
     """The processes of one fleet. data: absolute. broker: a URL. listen, observer: the addresses of ingest and the observer.
+    keys: the API keys that ingest reads, an absolute path, or None.
 
     pipes: the pipe file, or its copy in the fleet's snapshot.
     """
@@ -34,6 +35,7 @@ class FleetPlan:
     services: tuple[ServiceSpec, ...]
     ready_within: float
     drain: float
+    keys: str | None = None
 
 
 def broker_url(settings: UpSettings, kafka: str | None) -> str:
@@ -44,7 +46,14 @@ def broker_url(settings: UpSettings, kafka: str | None) -> str:
 
 
 def make_plan(
-    settings: UpSettings, pipes: PipeFile, broker: str, config: str | None, snapshot: Path, *, has_retrier: bool
+    settings: UpSettings,
+    pipes: PipeFile,
+    broker: str,
+    config: str | None,
+    snapshot: Path,
+    *,
+    has_retrier: bool,
+    keys: str | None = None,
 ) -> FleetPlan:
     """The processes with their arguments. snapshot: the folder of the configuration files that they read (`core.snapshot`).
 
@@ -90,6 +99,7 @@ def make_plan(
         tuple(services),
         settings.ready_within,
         settings.drain,
+        keys,
     )
 
 

@@ -2,11 +2,13 @@
 
 import asyncio
 import os
+import socket
 import time
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 import msgspec
@@ -53,12 +55,16 @@ TIMEOUT_S = 40.0
 GIVE_UP_AFTER_S = 120.0
 SHOWN_REFUSALS = 10
 _LASTING_ATTEMPTS = 3
-"""After so many retries the reason is shown."""
+"""After so many retries the reason is shown; at once when there was no answer."""
 _BASE_WAIT_S, _MAX_WAIT_S, _MAX_RETRY_AFTER_S = 0.1, 10.0, 60.0
 
 
 class SendingFailed(Exception):
-    """Nothing more can be sent; the message is for a person. Accepted events stay accepted."""
+    """Nothing more can be sent; the message is for a person. Accepted events stay accepted. status: the last answer; 0: none."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +83,7 @@ class Target:
 class SendSummary:
     """The outcome so far. refused: counts by reason; examples: (position in the input, reason, detail) of the first few.
 
-    trouble: why a request has been retried several times; "" once one is answered.
+    trouble: why a request is retried; "" once one is answered. A refusal counts only after several retries.
     """
 
     accepted: int = 0
@@ -149,6 +155,29 @@ async def _batches(
             yield good
 
 
+PROBE_S = 5.0
+
+
+async def probe(url: str) -> str:
+    """Why nothing can be connected to at the URL, for a person; "" when something listens there. Takes up to PROBE_S."""
+    parts = urlsplit(url)
+    try:
+        async with asyncio.timeout(PROBE_S):
+            _, writer = await asyncio.open_connection(
+                parts.hostname, parts.port or (443 if parts.scheme == "https" else 80)
+            )
+    except TimeoutError:
+        return f"no connection within {PROBE_S:.0f} s"
+    except socket.gaierror:
+        return f"there is no host {parts.hostname}"
+    except ConnectionRefusedError:
+        return "nothing listens there"
+    except OSError as error:
+        return error.strerror or type(error).__name__
+    writer.close()
+    return ""
+
+
 class _Sender:
     """Sends batches. Retries each of them until every event is accepted or finally refused."""
 
@@ -182,15 +211,17 @@ class _Sender:
                 self._summary.refuse(batch[0].position, _reason(answer, status), str(answer.get("detail", "")))
                 batch = []
             elif status not in (408, 429) and 300 <= status < 500:
-                raise SendingFailed(_explain(status, answer))
-            self._summary.trouble = _explain(status, answer) if batch and backoff.failures >= _LASTING_ATTEMPTS else ""
+                raise SendingFailed(_explain(status, answer), status)
+            lasts = not status or backoff.failures >= _LASTING_ATTEMPTS
+            self._summary.trouble = _explain(status, answer) if batch and lasts else ""
             self._done()
             if not batch:
                 return []
             backoff.fail()
             wait = max(asked, backoff.delay())
             if time.monotonic() + wait > deadline:
-                raise SendingFailed(f"ingest accepted nothing for {GIVE_UP_AFTER_S:.0f} s: {_explain(status, answer)}")
+                waited = f"ingest accepted nothing for {GIVE_UP_AFTER_S:.0f} s"
+                raise SendingFailed(f"{waited}: {_explain(status, answer)}", status)
             self._summary.retries += 1
             await asyncio.sleep(wait)
 
@@ -233,5 +264,5 @@ def _reason(answer: dict[str, Any], status: int) -> str:
 
 
 def _explain(status: int, answer: dict[str, Any]) -> str:
-    what = " ".join(str(answer.get(key, "")) for key in ("title", "detail")).strip()
+    what = ". ".join(str(answer[key]).removesuffix(".") for key in ("title", "detail") if answer.get(key))
     return f"status {status}: {what}".removesuffix(": ") if status else what

@@ -1,5 +1,6 @@
 """The settings of `penstock up`."""
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, ClassVar
@@ -81,3 +82,11 @@ def refuse_overruled(config: str | None, environ: Mapping[str, str]) -> None:
             problems.append(document.problem((section, key), message))
     if problems:
         raise BadConfiguration(problems)
+
+
+def keys_of_ingest(config: Path | None, environ: Mapping[str, str] = os.environ) -> str | None:
+    """The absolute path of the keys file that ingest gets by variable or settings file; None without one. Blocking."""
+    data = load_yaml(config).data if config is not None else None
+    section = data.get("ingest") if isinstance(data, dict) else None
+    named = environ.get("PENSTOCK_INGEST_KEYS") or (section.get("keys") if isinstance(section, dict) else None)
+    return str(Path(named).absolute()) if isinstance(named, str) else None

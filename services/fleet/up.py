@@ -6,7 +6,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
 
-from services.core.snapshot import Contents, write_snapshot
+from services.core.snapshot import Contents, copy_in, write_snapshot
 from services.fleet.console import print_note
 from services.fleet.folder import hold_folder, keep_observer_token
 from services.fleet.kafka import run_kafka
@@ -14,7 +14,7 @@ from services.fleet.pipe_check import check_pipe_file, read_checked
 from services.fleet.plan import broker_url, make_plan
 from services.fleet.ports import check_port_free
 from services.fleet.problem import CommandFailed
-from services.fleet.settings import UpSettings
+from services.fleet.settings import UpSettings, keys_of_ingest
 from services.fleet.stop import Stop, stop_on_signals
 from services.fleet.supervisor import Fleet, run_fleet
 from services.fleet.topics import describe_removed, prepare
@@ -54,7 +54,8 @@ async def fleet_of(settings: UpSettings, config: str | None, stop: Stop) -> Asyn
             _notify("warning", line)
         snapshot = settings.data.absolute() / "snapshot"
         await asyncio.to_thread(_keep, snapshot, contents)
-        plan = make_plan(settings, pipes, broker, config, snapshot, has_retrier=topics.has_retrier)
+        keys = await asyncio.to_thread(keys_of_ingest, None if config is None else copy_in(snapshot, Path(config)))
+        plan = make_plan(settings, pipes, broker, config, snapshot, has_retrier=topics.has_retrier, keys=keys)
         stop.check()
         yield await stack.enter_async_context(run_fleet(plan, settings.management, _notify, _progress, stop))
 

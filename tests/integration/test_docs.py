@@ -48,7 +48,6 @@ class Page:
             **kept,
             "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
             "PENSTOCK_UP_LISTEN": f"127.0.0.1:{self._ingest}",
-            "PENSTOCK_URL": f"http://127.0.0.1:{self._ingest}",
             "COLUMNS": "200",
         }
 

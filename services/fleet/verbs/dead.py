@@ -64,27 +64,29 @@ def list_letters(
 ) -> None:
     """List dead letters, oldest first in each pipe. --json prints one object per line."""
     where = make_filter(pipe, destination, reason, since, until)
-    uvloop.run(_list(find_broker(broker, data), where, limit, settled=everything, as_json=as_json))
+    uvloop.run(list_found(find_broker(broker, data), where, limit, settled=everything, as_json=as_json))
 
 
-async def _list(url: str, where: Filter, limit: int, *, settled: bool, as_json: bool) -> None:
+async def list_found(url: str, where: Filter, limit: int, *, settled: bool, as_json: bool) -> None:
+    """Print at most `limit` dead letters (0: all), and on stderr how many there are more."""
     shown: list[DeadLetter] = []
-    count = 0
+    found = listed = 0
     async with opened(url) as broker:
         async for page in (await DeadLetterSearch.open(broker, where, settled=settled)).pages():
-            chosen = page if not limit else page[: max(0, limit - count)]
-            count += len(page)
+            chosen = page if not limit else page[: max(0, limit - found)]
+            found += len(page)
+            listed += len(chosen)
             if as_json:
                 for letter in chosen:
                     typer.echo(json.dumps(letter.as_json()))
             else:
                 shown += chosen
-    if as_json:
-        return
     if shown:
         OUT.print(letter_table(shown, settled=settled))
-    more = count - len(shown)
-    print_note(f"{count} dead letters" + (f", {more} of them not shown. Try: --limit 0" if more else ""))
+    if listed < found:
+        print_note(f"{found} dead letters, {found - listed} of them not shown. Try: --limit 0", "yellow")
+    elif not as_json:
+        print_note(f"{found} dead letters")
 
 
 @DEAD.command(epilog=example("penstock dead show orders.dead:0:17"))

@@ -15,16 +15,22 @@ from rich.text import Text
 from services.core.keys import ApiKey, add_key, load_keys, make_key, revoke_key
 from services.core.signing import make_secret
 from services.core.yaml_source import describe
+from services.fleet.access import find_fleet, find_keys
 from services.fleet.console import OUT, make_table, print_note
 from services.fleet.dead.view import plain
 from services.fleet.problem import CommandFailed
-from services.fleet.verbs.app import APP, AsJson, example
+from services.fleet.verbs.app import APP, AsJson, Data, example
 
 KEYS = typer.Typer(help="API keys for senders, signing secrets for receivers.", no_args_is_help=True)
 APP.add_typer(KEYS, name="keys")
 
 KeysPath = Annotated[
-    Path, typer.Option("--keys", envvar="PENSTOCK_INGEST_KEYS", help="The keys file that ingest reads.")
+    Path | None,
+    typer.Option(
+        "--keys",
+        envvar="PENSTOCK_INGEST_KEYS",
+        help="The keys file that ingest reads; absent: that of the fleet on --data, else keys.yaml.",
+    ),
 ]
 
 
@@ -41,7 +47,8 @@ def create(
     rate: Annotated[
         int | None, typer.Option("--rate", min=1, help="The most events per second, per ingest process.")
     ] = None,
-    keys: KeysPath = Path("keys.yaml"),
+    keys: KeysPath = None,
+    data: Data = Path("data"),
 ) -> None:
     """Create an API key. It is printed once, on stdout; only its hash is stored."""
     try:
@@ -51,21 +58,25 @@ def create(
         field = problem["loc"][0]
         remedy = "a stream's name, or '*'" if field == "streams" else ""
         raise CommandFailed(f"{field}: {describe(problem)}", remedy, status=2) from None
+    path = find_keys(keys, data)
     try:
-        add_key(keys, entry)
+        add_key(path, entry)
     except OSError as error:
-        raise CommandFailed(f"{keys} cannot be written: {error.strerror}") from error
+        raise CommandFailed(f"{path} cannot be written: {error.strerror}") from error
     typer.echo(token)
-    print_note(
-        f"Key {entry.id} is in {keys}. The line above is not shown again. Ingest accepts the key within seconds.",
-        "green",
-    )
+    print_note(f"Key {entry.id} is in {path}. The line above is not shown again.", "green")
+    fleet = find_fleet(data)
+    if fleet is None or fleet.keys == str(path.absolute()):
+        print_note("Ingest accepts the key within seconds.", "green")
+    else:
+        other = "needs no key" if fleet.keys is None else f"reads {fleet.keys}"
+        print_note(f"The fleet on {data} {other}. Try: PENSTOCK_INGEST_KEYS={path} penstock up", "yellow")
 
 
 @KEYS.command("list", epilog=example("penstock keys list"))
-def list_keys(keys: KeysPath = Path("keys.yaml"), as_json: AsJson = False) -> None:
+def list_keys(keys: KeysPath = None, data: Data = Path("data"), as_json: AsJson = False) -> None:
     """List the keys; never their secrets."""
-    found = load_keys(keys)
+    found = load_keys(find_keys(keys, data))
     if as_json:
         typer.echo(json.dumps([key.model_dump(exclude={"hash"}) for key in found]))
         return
@@ -85,13 +96,15 @@ def key_table(keys: Iterable[ApiKey]) -> Table:
 @KEYS.command(epilog=example("penstock keys revoke k3v9x0qa"))
 def revoke(
     key_id: Annotated[str, typer.Argument(help="The key's id from `penstock keys list`.")],
-    keys: KeysPath = Path("keys.yaml"),
+    keys: KeysPath = None,
+    data: Data = Path("data"),
 ) -> None:
     """Revoke a key. Ingest refuses it within seconds."""
-    if not keys.exists():
-        raise CommandFailed(f"there is no {keys}", "--keys with the file that ingest reads", status=2)
-    if not revoke_key(keys, key_id, _now()):
-        raise CommandFailed(f"{keys} has no key {key_id[:40]!r}", "penstock keys list")
+    path = find_keys(keys, data)
+    if not path.exists():
+        raise CommandFailed(f"there is no {path}", "--keys with the file that ingest reads", status=2)
+    if not revoke_key(path, key_id, _now()):
+        raise CommandFailed(f"{path} has no key {key_id[:40]!r}", "penstock keys list")
     print_note(f"Key {key_id} is revoked.", "green")
 
 

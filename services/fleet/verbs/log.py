@@ -11,24 +11,26 @@ from services.core.broker.errors import BrokerError
 from services.core.broker.log.repair import repair as repair_folder
 from services.core.broker.log.repair import verify as verify_folder
 from services.core.broker.log.scan import FolderReport, TopicReport
+from services.fleet.access import find_log
 from services.fleet.console import OUT
 from services.fleet.problem import CommandFailed
-from services.fleet.verbs.app import APP, AsJson, example
+from services.fleet.verbs.app import APP, AsJson, Data, example
 
 LOG = typer.Typer(help="Check and repair the embedded log.", no_args_is_help=True)
 APP.add_typer(LOG, name="log")
 
 Folder = Annotated[
-    Path, typer.Argument(help="The log's folder: `log` in the data folder.", exists=True, file_okay=False)
+    Path | None,
+    typer.Argument(help="The log's folder; absent: `log` in the folder of --data.", exists=True, file_okay=False),
 ]
 Topic = Annotated[str | None, typer.Option("--topic", help="Only this topic.")]
 
 
-@LOG.command(epilog=example("penstock log verify data/log"))
-def verify(folder: Folder, topic: Topic = None, as_json: AsJson = False) -> None:
+@LOG.command(epilog=example("penstock log verify\npenstock log verify /srv/penstock/log --json"))
+def verify(folder: Folder = None, topic: Topic = None, data: Data = Path("data"), as_json: AsJson = False) -> None:
     """Read every record and compare it with its checksum. The fleet may run meanwhile. Status 1 when anything is lost."""
     try:
-        report = verify_folder(folder, topic)
+        report = verify_folder(find_log(folder, data), topic)
     except BrokerError as error:
         raise CommandFailed(str(error)) from error
     _print(report, as_json=as_json)
@@ -38,20 +40,22 @@ def verify(folder: Folder, topic: Topic = None, as_json: AsJson = False) -> None
         )
 
 
-@LOG.command(epilog=example("penstock log repair data/log --yes"))
+@LOG.command(epilog=example("penstock log repair --yes"))
 def repair(
-    folder: Folder,
+    folder: Folder = None,
     topic: Topic = None,
+    data: Data = Path("data"),
     as_json: AsJson = False,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
 ) -> None:
     """Accept the loss: keep the readable records, record the rest as gaps. The damaged files are kept in another place."""
+    path = find_log(folder, data)
     if not yes:
         typer.confirm(
             "Unreadable records are given up for good. Is the fleet stopped? Repair the log?", abort=True, err=True
         )
     try:
-        report = repair_folder(folder, topic)
+        report = repair_folder(path, topic)
     except BrokerError as error:
         raise CommandFailed(str(error)) from error
     _print(report, as_json=as_json)

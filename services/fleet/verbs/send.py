@@ -1,5 +1,6 @@
 """`penstock send`."""
 
+import asyncio
 import io
 import json
 import os
@@ -15,13 +16,15 @@ import typer
 import uvloop
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-from services.core.pipes import NAME_PATTERN
+from services.core.pipes import NAME_PATTERN, load_pipes
+from services.fleet.access import ingest_url, require_fleet
 from services.fleet.console import ERR, print_note
 from services.fleet.event_source import STDIN, BadInput, InputFile, read_events
+from services.fleet.folder import FleetState
 from services.fleet.problem import CommandFailed
-from services.fleet.sender import GIVE_UP_AFTER_S, SendingFailed, SendSummary, Target, send_events
-from services.fleet.stop import stop_on_signals
-from services.fleet.verbs.app import APP, example
+from services.fleet.sender import GIVE_UP_AFTER_S, SendingFailed, SendSummary, Target, probe, send_events
+from services.fleet.stop import Stop, stop_on_signals
+from services.fleet.verbs.app import APP, Data, example
 
 MAX_BYTES = 10_000
 
@@ -59,8 +62,11 @@ def send(
     stream: Annotated[str, typer.Argument(help="The stream to send to.")],
     file: Annotated[str, typer.Argument(help="A JSON array, NDJSON, or either gzipped; -: standard input.")] = "-",
     url: Annotated[
-        str, typer.Option("--url", envvar="PENSTOCK_URL", help="The address of ingest.")
-    ] = "http://127.0.0.1:8080",
+        str | None,
+        typer.Option(
+            "--url", envvar="PENSTOCK_URL", help="The address of ingest; absent: that of the fleet on --data."
+        ),
+    ] = None,
     key_file: Annotated[
         Path | None, typer.Option("--key-file", help="A file with the API key; or set PENSTOCK_KEY.")
     ] = None,
@@ -70,23 +76,30 @@ def send(
         typer.Option("--in-flight", min=1, max=64, help="Requests in flight at once; 1 keeps the order of the file."),
     ] = 4,
     rate: Annotated[float, typer.Option("--rate", min=0, help="The most events per second; 0: no limit.")] = 0,
+    data: Data = Path("data"),
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object with the summary on stdout.")] = False,
 ) -> None:
     """Send events from a file or pipe to a stream. Retries events that ingest did not accept, with the same event ids.
+
+    Without --url they go to the fleet that runs on --data.
 
     Status 0 when every event was accepted, 1 otherwise.
     """
     if not re.fullmatch(NAME_PATTERN, stream):
         raise CommandFailed(f"{stream!r} is not a stream's name", "a name under streams: in the pipe file", status=2)
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname or parts.username or parts.query:
+    if url is not None and not _is_address(url):
         raise CommandFailed("--url needs the address of ingest", "--url http://127.0.0.1:8080", status=2)
-    target = Target(url, stream, read_api_key(key_file, os.environ), batch, in_flight, rate)
+    key, fleet = read_api_key(key_file, os.environ), None
     summary = SendSummary()
     begun = time.monotonic()
     with _open(file) as raw:
-        failure = uvloop.run(_run(raw, target, summary, file))
-    _print_summary(summary, time.monotonic() - begun, as_json=as_json)
+        if url is None:
+            fleet = require_fleet(data, "--url with the address of ingest")
+            url = ingest_url(fleet.listen)
+        target = Target(url, stream, key, batch, in_flight, rate)
+        failure = uvloop.run(_run(raw, target, summary, file, data, fleet))
+    if failure is None or summary.requests or as_json:
+        _print_summary(summary, time.monotonic() - begun, as_json=as_json)
     if failure is not None:
         raise failure
     if summary.refused:
@@ -100,13 +113,45 @@ def _open(file: str) -> InputFile:
         raise CommandFailed(f"{file} cannot be read: {error.strerror}", status=2) from error
 
 
-async def _run(raw: InputFile, target: Target, summary: SendSummary, name: str) -> CommandFailed | None:
-    """Send until the end or Ctrl-C. Returns the error, so that the summary is printed first."""
+def _is_address(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        whole = parts.hostname and parts.port != 0 and not parts.username and not parts.query
+    except ValueError:  # not a port
+        return False
+    return parts.scheme in ("http", "https") and bool(whole)
+
+
+async def _run(
+    raw: InputFile, target: Target, summary: SendSummary, name: str, data: Path, fleet: FleetState | None
+) -> CommandFailed | None:
+    """Send until the end or Ctrl-C. Returns the error, so that the summary is printed first.
+
+    fleet: the fleet on `data` if the events go to its ingest. Its supervisor starts ingest again, so that is waited for.
+    """
+    with stop_on_signals() as stop:
+        try:
+            trouble = await stop.interrupt(probe(target.url), "stopped; nothing was sent")
+        except CommandFailed as error:
+            return error
+        if trouble and fleet is None:
+            return CommandFailed(
+                f"nothing was sent to {target.url}: {trouble}", "--url, or --data with the folder of a fleet"
+            )
+        if trouble:
+            whose = f"ingest of the fleet on {data} is to listen on {target.url}"
+            print_note(f"{whose}: {trouble}; trying again for up to {GIVE_UP_AFTER_S:.0f} s", "yellow")
+        return await _send(raw, target, summary, name, fleet, stop, trouble)
+
+
+async def _send(
+    raw: InputFile, target: Target, summary: SendSummary, name: str, fleet: FleetState | None, stop: Stop, trouble: str
+) -> CommandFailed | None:
+    """As `_run`. trouble: the printed reason why nothing can be sent now, or ""."""
     source = io.BufferedReader(raw)
     size = os.fstat(raw.fileno()).st_size if name != "-" else 0
-    with stop_on_signals() as stop, _progress(size) as progress:
+    with _progress(size) as progress:
         bar = progress.add_task(f"sending to {target.stream}", total=size or None, accepted=0)
-        trouble = ""
 
         def show() -> None:
             nonlocal trouble
@@ -124,10 +169,24 @@ async def _run(raw: InputFile, target: Target, summary: SendSummary, name: str) 
         except BadInput as error:
             return CommandFailed(f"{name}: {error}", "mending the input; the events before it were sent")
         except SendingFailed as error:
-            return CommandFailed(f"{target.url}: {error}", "penstock status; the remaining events were not sent")
+            remedy = await asyncio.to_thread(_remedy, error.status, fleet)
+            return CommandFailed(f"{target.url}: {error}; the remaining events were not sent", remedy)
         except OSError as error:
             return CommandFailed(f"{name} cannot be read: {error.strerror}")
         return None
+
+
+def _remedy(status: int, fleet: FleetState | None) -> str:
+    """A thing to try after this answer. Blocking."""
+    if status in (401, 403):
+        return "--key-file or PENSTOCK_KEY with a key for this stream; penstock keys create makes one"
+    if status == 404:
+        streams = ", ".join(load_pipes(Path(fleet.pipes)).streams) if fleet is not None else ""
+        known = f"one of the fleet's streams: {streams}" if streams else "a stream of its pipe file"
+        return f"{known}; with an API key, a stream for which the key was made"
+    if 300 <= status < 500 and status not in (408, 429):
+        return "--url with the address of ingest"
+    return "penstock status"
 
 
 def _progress(size: int) -> Progress:

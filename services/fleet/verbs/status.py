@@ -6,15 +6,13 @@ import json
 from pathlib import Path
 from typing import Annotated
 
-import psutil
 import typer
 import uvloop
 from rich.live import Live
 
 from services.core.pipes import load_pipes
+from services.fleet.access import require_fleet
 from services.fleet.console import OUT
-from services.fleet.folder import FleetState, read_state
-from services.fleet.problem import CommandFailed
 from services.fleet.status import read_status, summarise
 from services.fleet.status_view import render_status
 from services.fleet.stop import Stop, stop_on_signals
@@ -40,21 +38,14 @@ def status(
     uvloop.run(_run(data, watch=watch, as_json=as_json))
 
 
-def _find(data: Path) -> FleetState:
-    state = read_state(data)
-    if state is None or not psutil.pid_exists(state.pid):
-        raise CommandFailed(f"no fleet runs on the data folder {data}", "penstock up, or --data with its folder")
-    return state
-
-
 async def _run(data: Path, *, watch: bool, as_json: bool) -> None:
-    state = await asyncio.to_thread(_find, data)
+    state = await asyncio.to_thread(require_fleet, data)
     pipes = await asyncio.to_thread(load_pipes, Path(state.pipes))
     previous = (await read_status(state, None)).sample
     with stop_on_signals() as stop, contextlib.ExitStack() as stack:
         live = stack.enter_context(Live(console=OUT, auto_refresh=False)) if watch and not as_json else None
         while not await _wait(stop):
-            current = await read_status(await asyncio.to_thread(_find, data), previous)
+            current = await read_status(await asyncio.to_thread(require_fleet, data), previous)
             previous = current.sample
             found = await summarise(current, pipes)
             if as_json:

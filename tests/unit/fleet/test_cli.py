@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 import re
 import signal
 import socket
@@ -15,6 +16,7 @@ import pytest
 from services.core.settings import variable_name
 from services.fleet import sender
 from services.fleet.cli import main
+from services.fleet.folder import FleetState, write_state
 from services.fleet.ports import free_port
 from services.fleet.settings import UpSettings
 
@@ -97,7 +99,7 @@ def test_no_colours_outside_a_terminal(shell: Shell) -> None:
         ("listen --port 9000 --secret-file nope", "nope cannot be read"),
         ("listen --port 9000 --fail 2", "--fail"),
         ("log verify nowhere", "does not exist"),
-        ("dead list", "no fleet runs on data, and it holds no log"),
+        ("dead list", "no fleet runs on the data folder data, and it holds no log"),
         ("dead list --since yesterday", "'yesterday' is not a time. Try: 2h (ago)"),
         ("dead show late.dead", "'late.dead' is not a position"),
         ("dead redrive", "either positions or filters are needed"),
@@ -250,7 +252,8 @@ def test_send_of_a_damaged_file(shell: Shell, tmp_path: Path) -> None:
     """Broken: a cut-off file counts as sent."""
     file = tmp_path / "e.json.gz"
     file.write_bytes(gzip.compress(b"[]" + b" " * 99_999)[:-5])
-    assert shell.run("send", "orders", file) == 1
+    with socket.create_server(("127.0.0.1", 0)) as ingest:
+        assert shell.run("send", "orders", file, "--url", f"http://127.0.0.1:{ingest.getsockname()[1]}") == 1
     assert "the gzip data is damaged or incomplete" in shell.err
 
 
@@ -274,33 +277,96 @@ def test_a_taken_port_is_named(shell: Shell, tmp_path: Path, command: str, messa
     assert f"{port + 1}" in remedy
 
 
-def test_send_says_why_it_waits(shell: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Broken: with the fleet not started, or at another address, a person looks at nothing for two minutes."""
-    monkeypatch.setattr(sender, "GIVE_UP_AFTER_S", 1.0)
-    monkeypatch.setattr(sender, "_BASE_WAIT_S", 0.01)
+def test_send_to_a_place_where_nothing_listens(shell: Shell, tmp_path: Path) -> None:
+    """Broken: with a wrong address a person looks at nothing for two minutes."""
     (tmp_path / "e.json").write_text('[{"a": 1}]')
     url = f"http://127.0.0.1:{free_port()}"
     assert shell.run("send", "orders", "e.json", "--url", url) == 1
+    assert shell.err == (
+        f"error: nothing was sent to {url}: nothing listens there\n  Try: --url, or --data with the folder of a fleet\n"
+    )
+
+
+def write_fleet(data: Path, *, keys: str | None = None, pid: int = os.getpid()) -> FleetState:
+    """The state of a fleet on this folder whose processes are all down."""
+    data.mkdir(exist_ok=True)
+    (data / "pipes.yaml").write_text("streams: {orders: {}, flights: {}}\n")
+    places = (f"log://{data}/log", str(data / "pipes.yaml"), f"0.0.0.0:{free_port()}", f"127.0.0.1:{free_port()}")
+    state = FleetState(pid, "127.0.0.1:1", *places, [], keys)
+    write_state(data, state)
+    return state
+
+
+def test_send_waits_for_the_ingest_of_its_own_fleet(
+    shell: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Broken: send does not find the fleet, gives up while ingest is started again, or does not say at once why it waits."""
+    monkeypatch.setattr(sender, "GIVE_UP_AFTER_S", 0.5)
+    monkeypatch.setattr(sender, "_BASE_WAIT_S", 0.01)
+    (tmp_path / "e.json").write_text('[{"a": 1}]')
+    url = write_fleet(tmp_path / "data").listen.replace("0.0.0.0", "http://127.0.0.1")
+    assert shell.run("send", "orders", "e.json") == 1
     first, *_, last, remedy = shell.err.splitlines()
-    assert first.startswith(f"{url}: Cannot connect to host")
-    assert "; trying again" in first
+    assert first == (
+        f"ingest of the fleet on data is to listen on {url}: nothing listens there; trying again for up to 120 s"
+    )
     assert shell.err.count("trying again") == 1
-    assert "ingest accepted nothing for 1 s" in last
+    assert "ingest accepted nothing for 0 s" in last
+    assert "the remaining events were not sent" in last
     assert "penstock status" in remedy
 
 
-def test_ctrl_c_ends_send_although_its_input_goes_on() -> None:
+NEED_A_FLEET: dict[str, str] = {
+    "send orders pipes.yaml": "--url with the address of ingest",
+    "status": "",
+    "loss show p": "--observer host:port",
+    "dead list": "--broker",
+    "destination list -f pipes.yaml": "--broker",
+    "log verify": "the log's folder as argument",
+}
+
+
+@pytest.mark.parametrize(
+    ("verb", "killed"),
+    [(verb, False) for verb in NEED_A_FLEET]
+    + [
+        (verb, True) for verb in ("send orders pipes.yaml", "status", "loss show p", "log verify")
+    ],  # the others read its log
+)
+def test_without_a_fleet_every_verb_says_the_same(shell: Shell, tmp_path: Path, verb: str, killed: bool) -> None:
+    """Broken: a verb takes a fleet that was killed for a running one, or its error names no way out."""
+    (tmp_path / "pipes.yaml").write_text("streams: {orders: {}}\n")
+    with subprocess.Popen(["true"]) as gone:
+        gone.wait()
+    if killed:
+        write_fleet(tmp_path / "data", pid=gone.pid)
+    assert shell.run(*verb.split()) in (1, 2)
+    error, remedy = shell.err.splitlines()
+    assert error.startswith("error: no fleet runs on the data folder data")
+    assert remedy.startswith("  Try: penstock up")
+    assert "--data with its folder" in remedy
+    assert remedy.endswith(NEED_A_FLEET[verb])
+
+
+def test_keys_of_the_running_fleet(shell: Shell, tmp_path: Path) -> None:
+    """Broken: a new key goes to a file that ingest does not read, and nobody is told."""
+    there = tmp_path / "elsewhere.yaml"
+    write_fleet(tmp_path / "data", keys=str(there))
+    assert shell.run("keys", "create", "--stream", "orders") == 0
+    assert f"is in {there}. The line above is not shown again.\nIngest accepts the key within seconds." in shell.err
+    assert shell.run("keys", "list") == 0
+    assert "orders" in shell.out
+    assert shell.run("keys", "create", "--stream", "orders", "--keys", "other.yaml") == 0
+    assert f"The fleet on data reads {there}. Try: PENSTOCK_INGEST_KEYS=other.yaml penstock up" in shell.err
+    write_fleet(tmp_path / "data")
+    assert shell.run("keys", "create", "--stream", "orders") == 0
+    assert "The fleet on data needs no key. Try: PENSTOCK_INGEST_KEYS=keys.yaml penstock up" in shell.err
+
+
+def test_ctrl_c_ends_send_although_its_input_goes_on(tmp_path: Path) -> None:
     """Broken: `my-export | penstock send` cannot be stopped before the export gives something or ends."""
-    command = [
-        sys.executable,
-        "-m",
-        "services.fleet",
-        "send",
-        "orders",
-        "-",
-        "--url",
-        f"http://127.0.0.1:{free_port()}",
-    ]
+    write_fleet(tmp_path)
+    command = [sys.executable, "-m", "services.fleet", "send", "orders", "-", "--data", str(tmp_path)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True, bufsize=1) as process:
         assert process.stdin is not None
         assert process.stderr is not None

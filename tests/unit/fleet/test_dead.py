@@ -29,6 +29,7 @@ from services.fleet.dead.found import DeadLetterSearch, Filter, restore, with_pa
 from services.fleet.dead.redrive import Redrive, RedriveTargets
 from services.fleet.dead.view import letter_json
 from services.fleet.problem import CommandFailed
+from services.fleet.verbs.dead import list_found
 from tests.support.dead_letters import BASE
 from tests.support.dead_letters import dead_letter as refused_letter
 
@@ -118,6 +119,23 @@ async def test_filters(broker: Broker) -> None:
     assert await numbers(broker, Filter(reason="timeout")) == [2]
     assert await numbers(broker, Filter(since=BASE + 1000, until=BASE + 3000)) == [1, 2]
     assert await numbers(broker, Filter(destination="nobody")) == []
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+async def test_a_list_that_is_cut_short_says_so(
+    broker: Broker, tmp_path: Path, capsys: pytest.CaptureFixture[str], as_json: bool
+) -> None:
+    """Broken: a script counts the lines of the list, finds 100, and its operator never sees the others."""
+    await bury(broker, [letter(number) for number in range(5)])
+    url = f"log://{tmp_path}/data/log"
+    await list_found(url, ANY, 3, settled=False, as_json=as_json)
+    out, err = capsys.readouterr()
+    assert out.count("late.dead:0:") == 3
+    assert err == "5 dead letters, 2 of them not shown. Try: --limit 0\n"
+    await list_found(url, ANY, 0, settled=False, as_json=as_json)
+    out, err = capsys.readouterr()
+    assert out.count("late.dead:0:") == 5
+    assert err == ("" if as_json else "5 dead letters\n")
 
 
 async def test_the_observer_is_told_of_what_is_redriven(broker: Broker, capsys: pytest.CaptureFixture[str]) -> None:

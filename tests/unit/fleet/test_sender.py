@@ -161,7 +161,7 @@ async def test_what_no_repetition_repairs_ends_at_once(status: int) -> None:
     async def script(_events: list[Event]) -> web.Response | None:
         return web.json_response({"title": "No", "detail": "because"}, status=status, headers={"Location": "/x"})
 
-    with pytest.raises(SendingFailed, match=f"status {status}: No because"):
+    with pytest.raises(SendingFailed, match=rf"status {status}: No\. because"):
         await send(script, numbered(1000))
 
 
