@@ -1,13 +1,14 @@
-"""Checks a pipe file's destinations beyond their shape: allowed URLs, allowed headers, signing secrets.
+"""Checks a pipe file's destinations beyond their shape: allowed URLs, allowed headers, signing secrets, credentials.
 
 Expel calls it when it starts, and the command line before anything starts. Each mistake names file, line and key.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from services.core.net_guard import NetPolicy, check_destination_url
+from services.core.credentials import read_credentials
+from services.core.net_guard import NetPolicy, check_destination_url, is_loopback_url
 from services.core.pipes import PipeFile, Webhook
 from services.core.signing import BadSecret, read_signing_keys
 from services.core.yaml_source import Document, KeyPath, Problem
@@ -33,6 +34,11 @@ _OURS = frozenset(
     }
 )
 _OUR_PREFIXES = ("webhook-", "proxy-")
+_USUAL = frozenset({"accept", "user-agent", "traceparent"})
+_SET_ELSEWHERE = "this header is set by Penstock or the connection and cannot be chosen"
+_SECRET_NAME = re.compile(
+    r"authorization|authentication|cookie|token|secret|password|(?:api|access|auth)[-_]?key", re.IGNORECASE
+)
 
 
 def check_header(name: str, value: str) -> str | None:
@@ -40,7 +46,7 @@ def check_header(name: str, value: str) -> str | None:
     if not _TOKEN.fullmatch(name):
         return "is not a valid header name"
     if name.lower() in _OURS or name.lower().startswith(_OUR_PREFIXES):
-        return "this header is set by Penstock or the connection and cannot be chosen"
+        return _SET_ELSEWHERE
     if not _VALUE.fullmatch(value):
         return "a header value is at most 2000 printable ASCII characters on one line"
     return None
@@ -49,7 +55,7 @@ def check_header(name: str, value: str) -> str | None:
 def check_destinations(
     document: Document, pipes: PipeFile, policy: NetPolicy, environ: Mapping[str, str] | None = None
 ) -> list[Problem]:
-    """Every mistake in the webhooks of this file. environ: with it, signing secrets are checked, too. Blocking."""
+    """Every mistake in the webhooks of this file. environ: with it, secrets and certificates are checked, too. Blocking."""
     problems = []
     for name, pipe in pipes.pipes.items():
         for index, destination in enumerate(pipe.destinations):
@@ -71,9 +77,72 @@ def _check_webhook(
     lower = [name.lower() for name in webhook.headers]
     if len(set(lower)) != len(lower):
         problems.append(document.problem((*path, "headers"), "a header occurs twice"))
+    problems += [document.problem((*path, *key), reason) for key, reason in _check_auth(webhook, policy)]
     if environ is not None and webhook.secret is not None:
         try:
             read_signing_keys(webhook.secret, Path(document.path).parent, environ)
         except BadSecret as error:
             problems.append(document.problem((*path, "secret"), str(error)))
+    if environ is not None:
+        _, mistakes = read_credentials(webhook, Path(document.path).parent, environ)
+        problems += [document.problem((*path, *key), reason) for key, reason in mistakes]
     return problems
+
+
+def _check_auth(webhook: Webhook, policy: NetPolicy) -> Iterator[tuple[KeyPath, str]]:
+    if webhook.tls is not None and not _is_https(webhook.url):
+        yield ("tls",), "needs a url with https://"
+    auth = webhook.auth
+    if auth is None:
+        return
+    name = "authorization"
+    if auth.header is not None:
+        name = auth.header.name.lower()
+        reason = _SET_ELSEWHERE if name in _USUAL else check_header(name, "")
+        if reason is not None:
+            yield ("auth", "header", "name"), reason
+    if any(given.lower() == name for given in webhook.headers):
+        yield ("auth",), "sets a header that is also in headers. Try: remove it there"
+    if auth.oauth is not None:
+        if (reason := check_destination_url(auth.oauth.token_url, policy)) is not None:
+            yield ("auth", "oauth", "token_url"), reason
+        if auth.oauth.tls is not None and not _is_https(auth.oauth.token_url):
+            yield ("auth", "oauth", "tls"), "needs a token_url with https://"
+
+
+def _is_https(url: str) -> bool:
+    return url.lower().startswith("https:")
+
+
+def find_exposed_secrets(document: Document, pipes: PipeFile) -> list[Problem]:
+    """Secrets that others may read: in `headers`, or on their way over plain http. Nothing is refused because of them."""
+    found = []
+    for name, pipe in pipes.pipes.items():
+        for index, destination in enumerate(pipe.destinations):
+            if destination.webhook is not None:
+                path: KeyPath = ("pipes", name, "destinations", index, "webhook")
+                found += [document.problem((*path, *key), text) for key, text in _find_exposed(destination.webhook)]
+    return found
+
+
+def _find_exposed(webhook: Webhook) -> Iterator[tuple[KeyPath, str]]:
+    for name in webhook.headers:
+        if _SECRET_NAME.search(name):
+            yield (
+                ("headers", name),
+                f"looks like a secret, and everybody who may read this file can read it. Try: auth: {_suggest(name)}",
+            )
+    if webhook.auth is None:
+        return
+    urls: dict[KeyPath, str] = {("url",): webhook.url}
+    if webhook.auth.oauth is not None:
+        urls["auth", "oauth", "token_url"] = webhook.auth.oauth.token_url
+    for key, url in urls.items():
+        if not _is_https(url) and not is_loopback_url(url):
+            yield key, "the secret of auth goes over plain http, which others on the way can read. Try: https://"
+
+
+def _suggest(name: str) -> str:
+    if name.lower() == "authorization":
+        return "{bearer: {file: receiver.token}}"
+    return f"{{header: {{name: {name}, value: {{file: receiver.key}}}}}}"

@@ -34,15 +34,20 @@ def read_private(path: Path, remedy: str = "") -> str:
 
     remedy: for a person, if the file is missing.
     """
+    return read_regular(path, MAX_PRIVATE_BYTES, remedy=remedy).decode("ascii", errors="replace")
+
+
+def read_regular(path: Path, limit: int, *, private: bool = True, remedy: str = "") -> bytes:
+    """The first `limit` bytes of a regular file. private: other users must not have access. As `read_private` otherwise."""
     try:
         # without blocking: a named pipe is refused; opening it would wait for a writer
         with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
             mode = os.fstat(file.fileno()).st_mode
             if not stat.S_ISREG(mode):
                 raise UnusableFile("is not a regular file")
-            if mode & stat.S_IRWXO:
+            if private and mode & stat.S_IRWXO:
                 raise UnusableFile(f"can be read or written by everybody on this machine. Try: chmod 600 {path}")
-            return file.read(MAX_PRIVATE_BYTES).decode("ascii", errors="replace")
+            return file.read(limit)
     except OSError as error:
         hint = f". Try: {remedy}" if remedy and isinstance(error, FileNotFoundError) else ""
         raise UnusableFile(f"cannot be read: {error.strerror}{hint}") from error

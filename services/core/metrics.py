@@ -44,6 +44,17 @@ SIGNING_KEYS_FAILURES = Counter(
     ["name"],
 )
 
+CREDENTIALS_AGE = Gauge(
+    "penstock_credentials_age_seconds",
+    "Time since what authenticates us at a receiver last matched its files, by pipe/destination and key of the pipe file.",
+    ["name", "key"],
+)
+CREDENTIALS_FAILURES = Counter(
+    "penstock_credentials_load_failures",
+    "Failed loads of a credential's files. The old content stays in use; the log has the reason.",
+    ["name", "key"],
+)
+
 BROKER_RETRIES = Counter(
     "penstock_broker_append_retries", "Appends that were retried, by reason.", ["topic", "partition", "reason"]
 )
@@ -144,6 +155,11 @@ BROKER_DAMAGED_RECORDS = Counter(
 
 EXPEL_ATTEMPTS = Counter(
     "penstock_expel_attempts", "Requests to a destination, by outcome.", ["pipe", "destination", "outcome"]
+)
+EXPEL_TOKEN_REQUESTS = Counter(
+    "penstock_expel_token_requests",
+    "Requests to the OAuth token server of a destination, by outcome: `ok`, or the reason of the failure.",
+    ["pipe", "destination", "outcome"],
 )
 EXPEL_DELIVERED = Counter(
     "penstock_expel_events_delivered", "Events acknowledged by the destination.", ["pipe", "destination"]

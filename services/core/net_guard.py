@@ -99,6 +99,19 @@ def check_destination_url(url: str, policy: NetPolicy) -> str | None:
     return _check_host(parts["host"], port, policy)
 
 
+def is_loopback_url(url: str) -> bool:
+    """Whether requests to this URL stay on this machine. Resolves no name."""
+    match = _URL.fullmatch(url)
+    parts = _AUTHORITY.fullmatch(match["authority"]) if match else None
+    if parts is None:
+        return False
+    host = _plain(parts["host"])
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host.split(".")[-1] == "localhost"
+
+
 def _check_host(host: str, port: int, policy: NetPolicy) -> str | None:
     """Check the host of the URL. The addresses of a name are checked when it is connected to."""
     if host.startswith("["):

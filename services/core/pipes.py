@@ -108,10 +108,12 @@ class Transform(_Strict):
 
 
 class Secret(_Strict):
-    """The place of a signing secret. The secret itself is never in a pipe file."""
+    """The place of a secret. The secret itself is never in a pipe file."""
 
     file: Path | None = Field(
-        None, description="A file with one whsec_… per line (newest first); not readable by others."
+        None,
+        description="A file that other users cannot read. It is read again when it changes. A signing secret's file has one "
+        "whsec_… per line (newest first), any other file one line.",
     )
     env: str | None = Field(None, pattern=r"^[A-Z][A-Z0-9_]*$", description="An environment variable with the secret.")
 
@@ -119,13 +121,73 @@ class Secret(_Strict):
     @classmethod
     def _not_itself(cls, value: Any) -> Any:
         if not isinstance(value, dict | Secret):
-            raise ValueError("the secret itself must not be here. Try: secret: {file: webhook.secret}")  # noqa: TRY004
+            raise ValueError(  # noqa: TRY004
+                "the secret itself must not be here, only its place. Try: {file: webhook.secret} or {env: WEBHOOK_SECRET}"
+            )
         return value
 
     @model_validator(mode="after")
     def _one_kind(self) -> Self:
         if (self.file is None) == (self.env is None):
-            raise ValueError("exactly one of file and env is needed. Try: secret: {file: webhook.secret}")
+            raise ValueError("exactly one of file and env is needed. Try: {file: webhook.secret}")
+        return self
+
+
+class Tls(_Strict):
+    """The authorities that we trust, and the certificate that we show (mTLS). PEM files; they are read again when they change."""
+
+    ca: Path | None = Field(
+        None,
+        description="The certificates of the authorities that are trusted, in place of the system's. E.g. a company's own CA.",
+    )
+    certificate: Path | None = Field(
+        None, description="Our client certificate, with the intermediate certificates behind it."
+    )
+    key: Path | None = Field(
+        None,
+        description="The private key of our certificate, without a password; not readable by others. "
+        "Absent: it is in the certificate's file.",
+    )
+
+    @model_validator(mode="after")
+    def _complete(self) -> Self:
+        if self.certificate is None and self.key is not None:
+            raise ValueError("a key needs its certificate. Try: certificate: expel.pem")
+        if self.certificate is None and self.ca is None:
+            raise ValueError("ca, or certificate and key, are needed. Try: {ca: company-ca.pem}")
+        return self
+
+
+class SecretHeader(_Strict):
+    """A header whose value is secret."""
+
+    name: str = Field(max_length=100, description="E.g. X-Api-Key.")
+    value: Secret = Field(description="The place of the whole value, e.g. of Basic and the base64 of user:password.")
+
+
+class OAuth(_Strict):
+    """OAuth 2.0 client credentials (RFC 6749, 4.4): requests carry a token from the token server."""
+
+    token_url: str = Field(max_length=2000, description="The token server's URL: https://… or http://…")
+    client_id: str = Field(min_length=1, max_length=500)
+    client_secret: Secret = Field(description="The place of the client's secret.")
+    scope: str | None = Field(None, max_length=2000, description="The requested scopes, separated by spaces.")
+    audience: str | None = Field(None, max_length=2000, description="The receiver's name, for servers that ask for it.")
+    resource: str | None = Field(None, max_length=2000, description="The receiver's URI (RFC 8707).")
+    tls: Tls | None = Field(None, description="For the token server, as `tls` is for the receiver.")
+
+
+class Auth(_Strict):
+    """The proof of our identity in each request: exactly one of bearer, header and oauth."""
+
+    bearer: Secret | None = Field(None, description="The place of a token, sent as Authorization: Bearer.")
+    header: SecretHeader | None = None
+    oauth: OAuth | None = None
+
+    @model_validator(mode="after")
+    def _one_kind(self) -> Self:
+        if sum(kind is not None for kind in (self.bearer, self.header, self.oauth)) != 1:
+            raise ValueError("exactly one of bearer, header and oauth is needed. Try: {bearer: {file: receiver.token}}")
         return self
 
 
@@ -160,7 +222,9 @@ class Webhook(_Strict):
     """An HTTP endpoint that receives signed batches (Standard Webhooks)."""
 
     url: str = Field(max_length=2000, description="https://… or http://…")
-    secret: Secret | None = None
+    secret: Secret | None = Field(None, description="The place of the secret that signs requests.")
+    auth: Auth | None = Field(None, description="The proof of our identity for receivers that ask for one.")
+    tls: Tls | None = Field(None, description="For receivers with an own CA, or that ask for a client certificate.")
     body: Literal["cloudevents", "json", "ndjson"] = "cloudevents"
     batch: Batching = Batching()
     retry: LocalRetry = LocalRetry()
@@ -175,7 +239,7 @@ class Webhook(_Strict):
     timeout: Duration = Field(10.0, description="Time limit of one request, including its answer.")
     order: Literal["none", "key"] = Field("none", description="key: events of one key are delivered in order.")
     headers: dict[str, str] = Field(
-        default_factory=dict, max_length=20, description="Sent with each request; no secrets here."
+        default_factory=dict, max_length=20, description="Sent with each request; no secrets here: they belong in auth."
     )
 
 

@@ -46,7 +46,7 @@ async def start(settings: ExpelSettings, supervision: Supervision) -> None:
         lanes = [builder.build(plan) for plan in plans]
         readiness.check = lambda: next((lane.waits_for for lane in lanes if lane.waits_for), None)
         for watch in watch_secrets(plans, settings.pipes.parent):
-            supervision.run(watch.run(stopping), "signing secret")
+            supervision.run(watch.run(stopping), "secret")
         removed = [RemovedLane(broker, producer, lane, choice) for lane, choice in plan.removed.items()]
         readiness.reason = None
         drain = settings.drain * _DRAIN_SHARE

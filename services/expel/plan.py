@@ -1,14 +1,19 @@
 """From the checked pipe file to the lanes of this instance, each with its sender, limits and retry policy."""
 
+import os
+import ssl
 from collections.abc import Iterable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+from services.core import metrics
 from services.core.broker.connect import BadBrokerUrl, open_broker
 from services.core.broker.contract import Broker
 from services.core.broker.producer import Producer
+from services.core.credentials import Credentials, Held, find_secret, read_credentials, read_value, watch_credentials
 from services.core.destination_check import check_destinations
 from services.core.file_watch import FileWatch
 from services.core.ledger.report import TELEMETRY
@@ -30,7 +35,7 @@ from services.core.pipes import (
     read_pipes,
     retry_topic,
 )
-from services.core.signing import SigningKey, SigningKeys, read_signing_keys, watch_secret
+from services.core.signing import SigningKeys, read_signing_keys, watch_secret
 from services.core.yaml_source import BadConfiguration, Problem
 from services.expel.dispatcher import Dispatcher, LaneConfig, Sender
 from services.expel.lane import Lane
@@ -41,8 +46,10 @@ from services.expel.send_queue import RequestLimits
 from services.expel.settings import ExpelSettings
 from services.expel.stream_sender import MAX_BYTES, MAX_EVENTS, StreamSender
 from services.expel.throttle import SendThrottle
+from services.expel.webhook.authorization import Authorization, Credential, NoAuthorization, SecretHeader
 from services.expel.webhook.body import make_format
-from services.expel.webhook.client import HttpClient
+from services.expel.webhook.client import MAX_RESPONSE, HttpClient
+from services.expel.webhook.oauth import MAX_TOKEN_RESPONSE, OAuthClient
 from services.expel.webhook.resolver import Resolver
 from services.expel.webhook.sender import WebhookSender
 
@@ -53,12 +60,16 @@ _STREAM_WAIT = 0.02
 
 @dataclass(frozen=True, slots=True)
 class LanePlan:
-    """One destination of one pipe, with its signing keys. removed: names of destinations that the pipe no longer has."""
+    """One destination of one pipe, with its signing keys and credentials.
+
+    removed: names of destinations that the pipe no longer has.
+    """
 
     pipe_name: str
     pipe: Pipe
     destination: Destination
     keys: SigningKeys
+    credentials: Credentials
     removed: frozenset[str] = frozenset()
 
 
@@ -92,6 +103,7 @@ def read_plan(settings: ExpelSettings, environ: Mapping[str, str]) -> ExpelPlan:
             pipe,
             destination,
             _read_keys(destination.webhook, folder, environ),
+            _read_credentials(destination.webhook, folder, environ),
             frozenset(lane.partition("/")[2] for lane in pipes.removed if lane.startswith(f"{name}/")),
         )
         for name, pipe in pipes.pipes.items()
@@ -107,15 +119,26 @@ def _read_keys(webhook: Webhook | None, folder: Path, environ: Mapping[str, str]
     return SigningKeys(read_signing_keys(webhook.secret, folder, environ))
 
 
-def watch_secrets(plans: Iterable[LanePlan], folder: Path) -> list[FileWatch[tuple[SigningKey, ...]]]:
-    """One for each webhook whose secret is a file. A secret in an environment variable cannot change."""
-    return [
-        watch_secret(lane_name(plan.pipe_name, plan.destination.name), webhook.secret, folder, plan.keys)
-        for plan in plans
-        if (webhook := plan.destination.webhook) is not None
-        and webhook.secret is not None
-        and webhook.secret.file is not None
-    ]
+def _read_credentials(webhook: Webhook | None, folder: Path, environ: Mapping[str, str]) -> Credentials:
+    if webhook is None:
+        return Credentials()
+    credentials, mistakes = read_credentials(webhook, folder, environ)
+    if mistakes:  # a file changed after its check
+        raise BadConfiguration([Problem(str(folder), ".".join(map(str, key)), reason) for key, reason in mistakes])
+    return credentials
+
+
+def watch_secrets(plans: Iterable[LanePlan], folder: Path) -> list[FileWatch[Any]]:
+    """One for each signing secret and each credential in files. A secret in an environment variable cannot change."""
+    watches: list[FileWatch[Any]] = []
+    for plan in plans:
+        webhook, name = plan.destination.webhook, lane_name(plan.pipe_name, plan.destination.name)
+        if webhook is None:
+            continue
+        if webhook.secret is not None and webhook.secret.file is not None:
+            watches.append(watch_secret(name, webhook.secret, folder, plan.keys))
+        watches += watch_credentials(name, webhook, folder, plan.credentials)
+    return watches
 
 
 def touched_topics(plans: Iterable[LanePlan]) -> set[str]:
@@ -187,15 +210,49 @@ class LaneBuilder:
 
     def _open_webhook(self, plan: LanePlan, webhook: Webhook) -> WebhookSender:
         body = make_format(webhook.body, plan.pipe_name)
+        headers = {**webhook.headers, "Content-Type": body.content_type}
+        client = self._open_client(webhook.url, webhook.timeout, headers, plan.credentials.tls)
+        authorization = self._authorize(plan, webhook)
+        return WebhookSender(client, plan.pipe_name, body, plan.keys, webhook.batch.max_bytes, authorization)
+
+    def _open_client(
+        self,
+        url: str,
+        timeout: float,
+        headers: Mapping[str, str],
+        tls: Held[ssl.SSLContext] | None,
+        max_body: int = MAX_RESPONSE,
+    ) -> HttpClient:
         client = HttpClient(
-            webhook.url,
+            url,
             policy=self._settings.policy,
             resolver=self._resolver,
-            timeout=webhook.timeout,
-            headers={**webhook.headers, "Content-Type": body.content_type},
+            timeout=timeout,
+            headers=headers,
+            tls=None if tls is None else lambda: tls.current,
+            max_body=max_body,
         )
-        self._stack.enter_context(client)
-        return WebhookSender(client, plan.pipe_name, body, plan.keys, webhook.batch.max_bytes)
+        return self._stack.enter_context(client)
+
+    def _authorize(self, plan: LanePlan, webhook: Webhook) -> Authorization:
+        auth, value = webhook.auth, plan.credentials.value
+        if auth is None:
+            return NoAuthorization()
+        assert value is not None
+        if auth.oauth is not None:
+            headers = {"Accept": "application/json", "Content-Type": "application/x-www-form-urlencoded"}
+            tls = plan.credentials.token_tls
+            client = self._open_client(auth.oauth.token_url, webhook.timeout, headers, tls, MAX_TOKEN_RESPONSE)
+            names = (plan.pipe_name, plan.destination.name)
+            return OAuthClient(
+                auth.oauth, value, client, lambda word: metrics.EXPEL_TOKEN_REQUESTS.labels(*names, word).inc()
+            )
+        found = find_secret(webhook)
+        assert found is not None
+        _, secret, token = found
+        make = Credential.bearer if auth.header is None else partial(_make_header, auth.header.name)
+        folder, environ = self._settings.pipes.parent, dict(os.environ)
+        return SecretHeader(value, make, lambda: read_value(secret, folder, environ, token=token))
 
     def _configure(self, plan: LanePlan) -> LaneConfig:
         destination, webhook, settings = plan.destination, plan.destination.webhook, self._settings
@@ -246,6 +303,10 @@ class LaneBuilder:
             kept,
             timed=not self._broker.features.contiguous_offsets,
         )
+
+
+def _make_header(name: str, value: str) -> Credential:
+    return Credential(f"{name}: {value}\r\n".encode(), value)
 
 
 def _find_siblings(plan: LanePlan) -> frozenset[str] | None:

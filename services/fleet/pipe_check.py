@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from services.core.destination_check import check_destinations
+from services.core.destination_check import check_destinations, find_exposed_secrets
 from services.core.net_guard import NetPolicy, parse_endpoints, parse_networks
 from services.core.pipes import PipeFile, read_pipes
 from services.core.snapshot import Contents, read_contents
@@ -17,7 +17,7 @@ _READINGS = 5
 def check_pipe_file(path: Path, *, listen: str = "", allow_networks: str = "", secrets: bool = True) -> PipeFile:
     """The checked pipe file. Raises BadConfiguration with every mistake in shape, references, destinations, secrets and files.
 
-    listen: our own ingest, which is refused as a destination. secrets: whether to check signing secrets, too. Blocking.
+    listen: our own ingest, which is refused as a destination. secrets: whether to read secrets and certificates, too. Blocking.
     """
     try:
         allowed = parse_networks(allow_networks)
@@ -30,6 +30,12 @@ def check_pipe_file(path: Path, *, listen: str = "", allow_networks: str = "", s
     if problems:
         raise BadConfiguration(problems)
     return pipes
+
+
+def find_warnings(path: Path) -> list[Problem]:
+    """What is allowed in this pipe file and should be changed. Blocking. Raises BadConfiguration."""
+    document, pipes, _ = read_pipes(path)
+    return find_exposed_secrets(document, pipes)
 
 
 def _missing_files(document: Document, pipes: PipeFile) -> list[Problem]:

@@ -10,7 +10,7 @@ from services.core.snapshot import Contents, copy_in, write_snapshot
 from services.fleet.console import print_note
 from services.fleet.folder import hold_folder, keep_observer_token
 from services.fleet.kafka import run_kafka
-from services.fleet.pipe_check import check_pipe_file, read_checked
+from services.fleet.pipe_check import check_pipe_file, find_warnings, read_checked
 from services.fleet.plan import broker_url, make_plan
 from services.fleet.ports import check_port_free
 from services.fleet.problem import CommandFailed
@@ -50,6 +50,8 @@ async def fleet_of(settings: UpSettings, config: str | None, stop: Stop) -> Asyn
         broker = broker_url(settings, kafka)
         topics, waiting, went_on = await prepare(broker, pipes, settings.pipes)
         _progress(f"topics: {len(topics.created)} created, {len(topics.kept)} there already")
+        for problem in await asyncio.to_thread(find_warnings, settings.pipes):
+            _notify("warning", f"warning: {problem}")
         for line in describe_removed(waiting, pipes, went_on):
             _notify("warning", line)
         snapshot = settings.data.absolute() / "snapshot"

@@ -13,7 +13,7 @@ import socket
 import ssl
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from types import TracebackType
 from typing import NamedTuple, Self, cast
@@ -48,7 +48,7 @@ class BadResponse(ValueError):
 
 
 class Response(NamedTuple):
-    """body: at most MAX_RESPONSE bytes as received, not decompressed. whole: the body is complete."""
+    """body: its first bytes as received, not decompressed. whole: the body is complete."""
 
     status: int
     retry_after: str | None = None
@@ -60,10 +60,12 @@ class ResponseReader:
     """Parses one response as it arrives. Holds at most MAX_HEAD bytes and the bytes of one `feed`.
 
     response: None before the head is complete, without its body before `feed` returned True.
-    reusable: once the response is complete, whether another request may follow on the same connection.
+    reusable: once the response is complete, whether another request may follow on the same connection. max_body: the most bytes
+    of the body that are kept.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, max_body: int = MAX_RESPONSE) -> None:
+        self._max_body = max_body
         self.response: Response | None = None
         self.reusable = False
         self._buffer = bytearray()
@@ -124,11 +126,11 @@ class ResponseReader:
             self._length = int(length[:19])
 
     def _read_plain(self) -> bool:
-        if self._length is not None and len(self._buffer) >= self._length <= MAX_RESPONSE:
+        if self._length is not None and len(self._buffer) >= self._length <= self._max_body:
             body = self._buffer[: self._length]
             del self._buffer[: self._length]
             return self._end(body, whole=True)
-        return len(self._buffer) > MAX_RESPONSE and self._end(self._buffer, whole=False)
+        return len(self._buffer) > self._max_body and self._end(self._buffer, whole=False)
 
     def _read_chunks(self) -> bool:
         buffer, body = self._buffer, self._chunks
@@ -137,7 +139,7 @@ class ResponseReader:
             if not size:
                 return self._read_trailer(start)
             piece = buffer[start : start + size]
-            if len(body) + len(piece) > MAX_RESPONSE:
+            if len(body) + len(piece) > self._max_body:
                 return self._end(body + piece, whole=False)
             end = _EOL.match(buffer, start + size)
             if end is None:
@@ -164,7 +166,7 @@ class ResponseReader:
         has_end = self._is_chunked or self._length is not None
         self.reusable &= whole and has_end and not self._buffer
         self.response = self.response._replace(
-            body=bytes(body[:MAX_RESPONSE]), whole=whole and len(body) <= MAX_RESPONSE
+            body=bytes(body[: self._max_body]), whole=whole and len(body) <= self._max_body
         )
         return True
 
@@ -185,9 +187,13 @@ def _read_fields(lines: list[bytes]) -> dict[bytes, bytes]:
 
 
 class Connection(asyncio.Protocol):
-    """One connection: one request at a time. `is_open`: another request may be sent. Unexpected bytes close it."""
+    """One connection: one request at a time. `is_open`: another request may be sent. Unexpected bytes close it.
 
-    def __init__(self) -> None:
+    tls: the context with which it was opened. max_body: the most bytes of a response's body that are kept.
+    """
+
+    def __init__(self, tls: ssl.SSLContext | None = None, max_body: int = MAX_RESPONSE) -> None:
+        self.tls, self._max_body = tls, max_body
         self._loop = asyncio.get_running_loop()
         self._reader: ResponseReader | None = None
         self._responded: asyncio.Future[Response] | None = None
@@ -205,7 +211,7 @@ class Connection(asyncio.Protocol):
         Raises TimeoutError, OSError, BadResponse. When the status of a failure arrived before the error, the response is
         returned without the rest of its body. Every error closes the connection.
         """
-        reader = self._reader = ResponseReader()
+        reader = self._reader = ResponseReader(self._max_body)
         responded: asyncio.Future[Response] = self._loop.create_future()
         self._responded = responded
         timer = self._loop.call_at(deadline, self._fail, TimeoutError())
@@ -265,17 +271,29 @@ class Connection(asyncio.Protocol):
 class HttpClient:
     """Concurrent calls of `post` each have a connection of their own. Close the client, or use it as a context manager.
 
-    timeout: seconds for one request, from the lookup of the name to the end of the response.
+    timeout: seconds for one request, from the lookup of the name to the end of the response. tls: the context for new
+    connections; when it is another one, kept connections are closed. None: the system's authorities. max_body: the most bytes
+    of a response's body that are kept.
     """
 
     def __init__(
-        self, url: str, *, policy: NetPolicy, resolver: Resolver, timeout: float, headers: Mapping[str, str]
+        self,
+        url: str,
+        *,
+        policy: NetPolicy,
+        resolver: Resolver,
+        timeout: float,
+        headers: Mapping[str, str],
+        tls: Callable[[], ssl.SSLContext] | None = None,
+        max_body: int = MAX_RESPONSE,
     ) -> None:
         parsed = URL(url, encoded=True)  # exactly as written: a receiver may compare it
         assert parsed.raw_host is not None
         assert parsed.port is not None
         self._host, self._port = parsed.raw_host, parsed.port
-        self._tls = _tls_context() if parsed.scheme == "https" else None
+        self._find_tls = (tls or _tls_context) if parsed.scheme == "https" else _no_tls
+        self._find_tls()  # the first call loads the system's authorities
+        self._max_body = max_body
         self._policy, self._resolver, self._timeout = policy, resolver, timeout
         self._head = _make_head(parsed, headers)
         self._idle: deque[Connection] = deque()
@@ -305,9 +323,10 @@ class HttpClient:
                 self._keep(connection)
 
     def _pop_idle(self) -> Connection | None:
+        oldest, tls = time.monotonic() - _KEEP_ALIVE, self._find_tls()
         while self._idle:
             connection = self._idle.pop()
-            if connection.is_open and time.monotonic() - connection.idle_since < _KEEP_ALIVE:
+            if connection.is_open and connection.idle_since > oldest and connection.tls is tls:
                 return connection
             connection.close()
         return None
@@ -330,9 +349,13 @@ class HttpClient:
         sock = await start_connection(
             addresses, happy_eyeballs_delay=_NEXT_ADDRESS, loop=loop, socket_factory=self._open_socket
         )
+        tls = self._find_tls()
         try:
             _, connection = await loop.create_connection(
-                Connection, sock=sock, ssl=self._tls, server_hostname=self._host.rstrip(".") if self._tls else None
+                lambda: Connection(tls, self._max_body),
+                sock=sock,
+                ssl=tls,
+                server_hostname=self._host.rstrip(".") if tls else None,
             )
         except BaseException:
             sock.close()
@@ -377,6 +400,10 @@ def _make_head(url: URL, headers: Mapping[str, str]) -> bytes:
     lines |= {name: value for name, value in usual.items() if name.lower() not in given}
     fields = "".join([f"{name}: {value}\r\n" for name, value in {**lines, **headers}.items()])
     return f"POST {url.raw_path_qs} HTTP/1.1\r\n{fields}".encode()
+
+
+def _no_tls() -> None:
+    """For a URL with http://."""
 
 
 @cache

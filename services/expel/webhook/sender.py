@@ -19,14 +19,16 @@ from services.core.event import TRACEPARENT, read_traceparent
 from services.core.signing import ID_HEADER, SIGNATURE_HEADER, TIMESTAMP_HEADER, SigningKeys, sign
 from services.expel.delivery import Delivery, Rendered
 from services.expel.retry_policy import Failure, Outcome, fail_by_status, is_recoverable, parse_retry_after
+from services.expel.webhook.authorization import Authorization, Credential, NoAuthorization, NoCredential
 from services.expel.webhook.body import BodyFormat, Renderer, render
-from services.expel.webhook.client import MAX_RESPONSE, BadResponse, HttpClient
+from services.expel.webhook.client import MAX_RESPONSE, BadResponse, HttpClient, Response
 from services.expel.webhook.resolver import NameNotFound, RefusedAddress
 
 _FRAME_BYTES = 2
 """Bytes of a body without its parts and one byte per part."""
 _MAX_EXCERPT = 200
 _MAX_REASON = 500
+_UNAUTHORIZED = 401
 BAD_RESPONSE = "bad_answer"
 ITEM_FAILED = "item_failed"
 _ID_CHARS = bytes(code for code in range(0x21, 0x7F) if code != ord("."))
@@ -38,8 +40,16 @@ _OUR_SHORTAGE = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOM
 class WebhookSender:
     """`client` belongs to this destination. `max_bytes` bounds a body."""
 
-    def __init__(self, client: HttpClient, pipe: str, body: BodyFormat, keys: SigningKeys, max_bytes: int) -> None:
-        self._client = client
+    def __init__(
+        self,
+        client: HttpClient,
+        pipe: str,
+        body: BodyFormat,
+        keys: SigningKeys,
+        max_bytes: int,
+        authorization: Authorization | None = None,
+    ) -> None:
+        self._client, self._authorization = client, authorization or NoAuthorization()
         self._pipe, self._body, self._keys = pipe, body, keys
         self._max_part = max_bytes - _FRAME_BYTES - 1
         self._renderers: dict[str, Renderer] = {}
@@ -55,12 +65,23 @@ class WebhookSender:
         body = self._body.join(delivery.parts)
         delivery.message_id = delivery.message_id or make_message_id(self._pipe, delivery.ids)
         try:
-            status, wish, text, whole = await self._client.post(self._headers(delivery, body), body)
+            credential = await self._authorization.get()
+            response = await self._post(delivery, body, credential)
+            if response.status == _UNAUTHORIZED and (other := await self._authorization.renew(credential)) is not None:
+                credential, response = other, await self._post(delivery, body, other)
+        except NoCredential as error:
+            return error.failure
         except (OSError, BadResponse) as error:
             return classify(error)
+        status, wish, text, whole = response
+        if text:
+            text = credential.mask(text, whole=whole)
         if 200 <= status < 300:
             return read_outcome(status, text, whole, delivery) if text or status == 207 else None
         return fail_by_status(status, excerpt(text), parse_retry_after(wish, now=time.time()))
+
+    async def _post(self, delivery: Delivery, body: bytes, credential: Credential) -> Response:
+        return await self._client.post(self._headers(delivery, body) + credential.line, body)
 
     def _headers(self, delivery: Delivery, body: bytes) -> bytes:
         now, message_id = int(time.time()), delivery.message_id
@@ -105,12 +126,28 @@ def classify(error: OSError | BadResponse) -> Failure:
         case NameNotFound():
             return Failure("dns", "the host name was not found", recoverable=True)
         case ssl.SSLError():
-            return Failure("tls", f"no trusted TLS connection: {type(error).__name__}", recoverable=True)
+            return Failure("tls", f"no trusted TLS connection: {_find_tls_cause(error)}", recoverable=True)
         case OSError(errno=number) if number in _OUR_SHORTAGE:
             short = errno.errorcode[number]
             return Failure("own_limits", f"no connection could be opened here: {short}", recoverable=True, ours=True)
         case _:
             return Failure("connection", f"the connection failed: {type(error).__name__}", recoverable=True)
+
+
+def _find_tls_cause(error: ssl.SSLError) -> str:
+    """For a person. The text is OpenSSL's; it has no part of a key."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return f"the certificate is refused: {_printable(error.verify_message)}"
+    reason = error.reason or type(error).__name__
+    if "ALERT" not in reason:
+        return reason.lower().replace("_", " ")
+    what = reason.partition("ALERT_")[2].lower().replace("_", " ")
+    if "CERTIFICATE" in reason or reason.endswith(_REFUSED_CERTIFICATE):
+        return f"the server wants a client certificate, or refuses ours: {what}"
+    return f"the server refuses the connection: {what}"
+
+
+_REFUSED_CERTIFICATE = ("UNKNOWN_CA", "ACCESS_DENIED", "HANDSHAKE_FAILURE")
 
 
 class FailedItem(msgspec.Struct):

@@ -13,7 +13,7 @@ from services.core.waiting import Waiting
 from services.core.yaml_source import BadConfiguration
 from services.fleet.access import find_broker
 from services.fleet.console import OUT, print_note
-from services.fleet.pipe_check import check_pipe_file
+from services.fleet.pipe_check import check_pipe_file, find_warnings
 from services.fleet.problem import CommandFailed
 from services.fleet.topics import check_waiting, describe_removed, name_unclaimed, prepare
 from services.fleet.verbs.app import APP, AsJson, BrokerUrl, Data, example
@@ -144,14 +144,21 @@ def check(
     }
     if as_json:
         known = {"unknown": waiting} if isinstance(waiting, str) else {"removed": _by_lane(waiting, found)}
-        typer.echo(json.dumps({**summary, "problems": [], "waiting": known}))
+        warnings = [problem.as_json() for problem in find_warnings(pipes)]
+        typer.echo(json.dumps({**summary, "problems": [], "warnings": warnings, "waiting": known}))
         return
+    _print_warnings(pipes)
     OUT.print(f"{pipes} is good: " + ", ".join(f"{count} {what}" for what, count in summary.items()), style="green")
     if isinstance(waiting, str):
         print_note(f"events that wait for removed destinations are not known: {waiting}", "yellow")
     else:
         for line in describe_removed(waiting, found):
             print_note(line, "yellow")
+
+
+def _print_warnings(path: Path) -> None:
+    for problem in find_warnings(path):
+        print_note(f"warning: {problem}", "yellow")
 
 
 def _check_waiting(broker: str | None, data: Path, pipes: PipeFile) -> Waiting | str:
@@ -198,6 +205,7 @@ def apply(
         result = {"created": done.created, "grown": done.grown, "kept": done.kept, "removed": _by_lane(waiting, found)}
         typer.echo(json.dumps(result))
         return
+    _print_warnings(pipes)
     for line in describe_removed(waiting, found, went_on):
         print_note(line, "yellow")
     for what, topics in (("created", done.created), ("grown", done.grown), ("there already", done.kept)):

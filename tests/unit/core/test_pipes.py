@@ -126,7 +126,8 @@ def test_a_secret_is_never_shown(tmp_path: Path) -> None:
         found = mistakes(tmp_path, GOOD.replace("{env: OPS_SECRET}", wrong))
         assert len(found) == 1
         assert found[0].endswith(
-            "webhook.secret: the secret itself must not be here. Try: secret: {file: webhook.secret}"
+            "webhook.secret: the secret itself must not be here, only its place. "
+            "Try: {file: webhook.secret} or {env: WEBHOOK_SECRET}"
         )
     for wrong in ("{whsec_aHVudGVyMg: 1}", "{value: aHVudGVyMg}", "{file: [aHVudGVyMg]}", "{env: whsec_aHVudGVyMg}"):
         found = mistakes(tmp_path, GOOD.replace("{env: OPS_SECRET}", wrong))

@@ -135,7 +135,7 @@ def test_init_check_and_schema(shell: Shell) -> None:
     assert shell.run("check", "--allow-networks", "127.0.0.0/8", "--json") == 0
     found = json.loads(shell.out)
     assert "holds no log" in found.pop("waiting")["unknown"]
-    assert found == {"streams": 1, "pipes": 1, "destinations": 1, "problems": []}
+    assert found == {"streams": 1, "pipes": 1, "destinations": 1, "problems": [], "warnings": []}
     assert shell.run("check", "--json") == 2
     [problem] = json.loads(shell.out)["problems"]
     assert problem["where"].startswith("pipes.yaml:")
@@ -156,7 +156,7 @@ def test_check_shows_every_mistake_and_no_secret(shell: Shell, tmp_path: Path) -
         "      - {name: y, webhook: {url: 'https://example.org', secret: whsec_c2VjcmV0c2VjcmV0}}\n"
     )
     assert shell.run("check") == 2
-    itself = "secret: the secret itself must not be here. Try: secret: {file: webhook.secret}"
+    itself = "secret: the secret itself must not be here, only its place. Try: {file: webhook.secret} or {env: WEBHOOK_SECRET}"
     assert shell.err.splitlines() == [
         "error: pipes.yaml:1: streams.a.retention: a duration with a unit is needed (ms, s, m, h, d). Try: 10s",
         f"error: pipes.yaml:8: pipes.p.destinations.1.webhook.{itself}",

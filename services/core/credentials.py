@@ -1,0 +1,257 @@
+"""What authenticates us at a receiver: a token, a header's value or an OAuth client's secret, and the files of TLS.
+
+They are in files or environment variables, never in the pipe file. The files are watched: a rotation needs no restart.
+"""
+
+import hashlib
+import re
+import ssl
+import time
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import structlog
+
+from services.core import metrics
+from services.core.file_watch import MAX_PRIVATE_BYTES, FileWatch, UnusableFile, read_regular
+from services.core.pipes import Secret, Tls, Webhook
+from services.core.yaml_source import KeyPath
+
+log = structlog.get_logger()
+
+MAX_VALUE = 8000
+"""Characters. Most receivers refuse a head with more than 8 KB."""
+_MAX_CERTIFICATES = 1_000_000
+"""Bytes. The bundle of all public authorities has 200 kB."""
+_VALUE = re.compile(r"[!-~](?:[\t -~]*[!-~])?")
+_PEM_CERTIFICATE = re.compile(
+    rb"-----BEGIN (?:TRUSTED )?CERTIFICATE-----.+?-----END (?:TRUSTED )?CERTIFICATE-----", re.DOTALL
+)
+_STALE = "requests carry the old content. Try: correct the file, or restart the service"
+
+
+class BadCredential(ValueError):
+    """A secret, certificate or key cannot be used. The message is for a person; it never shows a secret."""
+
+
+def read_value(secret: Secret, folder: Path, environ: Mapping[str, str], *, token: bool = False) -> str:
+    """The one line of the file or variable. token: it has no spaces. folder: of the pipe file, for a relative path. Blocking.
+
+    Raises BadCredential, which names the file or variable.
+    """
+    if secret.env is not None:
+        where, given = f"the variable {secret.env}", environ.get(secret.env)
+        if given is None:
+            raise BadCredential(f"{where} is not set")
+    else:
+        assert secret.file is not None
+        path = folder / secret.file
+        where = str(path)
+        try:
+            given = read_regular(path, MAX_PRIVATE_BYTES).decode("ascii", errors="replace")
+        except UnusableFile as error:
+            raise BadCredential(f"{where} {error}") from None
+    value = given.strip()
+    if not value:
+        raise BadCredential(f"{where} is empty")
+    if len(value) > MAX_VALUE or not _VALUE.fullmatch(value):
+        raise BadCredential(f"{where} must have one line of at most {MAX_VALUE} printable ASCII characters")
+    if token and " " in value:
+        raise BadCredential(f"{where} must have only the token, without spaces and without a word before it")
+    return value
+
+
+def read_tls(tls: Tls, folder: Path) -> tuple[bytes, ssl.SSLContext]:
+    """The digest of the files, and a context made from them. Blocking, up to 0.1 s. Raises BadCredential."""
+    digest = _digest_files(tls, folder)
+    context = _make_context(tls, folder)
+    if _digest_files(tls, folder) != digest:  # OpenSSL reads the files once more by itself
+        raise BadCredential("the files changed while they were read")
+    return digest, context
+
+
+def _digest_files(tls: Tls, folder: Path) -> bytes:
+    digest = hashlib.sha256()
+    for file, private in ((tls.ca, False), (tls.certificate, tls.key is None), (tls.key, True)):
+        content = b"" if file is None else _read_pem(folder / file, private=private)
+        digest.update(b"%d:%b" % (len(content), content))
+    return digest.digest()
+
+
+def _read_pem(path: Path, *, private: bool) -> bytes:
+    try:
+        return read_regular(path, _MAX_CERTIFICATES, private=private)
+    except UnusableFile as error:
+        raise BadCredential(f"{path} {error}") from None
+
+
+def _make_context(tls: Tls, folder: Path) -> ssl.SSLContext:
+    if tls.ca is None:
+        context = ssl.create_default_context()
+    else:
+        path = folder / tls.ca
+        found = _PEM_CERTIFICATE.findall(_read_pem(path, private=False))
+        if not found:
+            raise BadCredential(f"{path} has no certificate in PEM form")
+        try:
+            context = ssl.create_default_context(cadata=b"\n".join(found).decode("ascii", errors="replace"))
+        except (ssl.SSLError, ValueError):
+            raise BadCredential(f"{path} has a certificate that cannot be read") from None
+    context.set_alpn_protocols(["http/1.1"])
+    if tls.certificate is not None:
+        _load_own(context, folder / tls.certificate, folder / (tls.key or tls.certificate))
+    return context
+
+
+def _load_own(context: ssl.SSLContext, certificate: Path, key: Path) -> None:
+    asked = False
+
+    def refuse_password() -> str:
+        nonlocal asked
+        asked = True
+        return ""
+
+    try:
+        context.load_cert_chain(certificate, key, refuse_password)
+    except (OSError, ValueError) as error:
+        if asked:
+            raise BadCredential(
+                f"{key} is protected by a password. Try: openssl pkey -in {key} -out {key}.plain"
+            ) from None
+        if isinstance(error, ssl.SSLError) and error.reason == "KEY_VALUES_MISMATCH":
+            raise BadCredential(f"{key} is not the key of the certificate in {certificate}") from None
+        raise BadCredential(f"{certificate} and {key} are not a certificate and its key in PEM form") from None
+
+
+Value = TypeVar("Value")
+
+
+class Held(Generic[Value]):
+    """A value in use, replaced when its file changes. `current` is read for each request or connection. No repr shows it."""
+
+    __slots__ = ("current",)
+
+    def __init__(self, current: Value) -> None:
+        self.current = current
+
+    def __repr__(self) -> str:
+        return "Held(***)"
+
+
+class Credentials:
+    """Those of one webhook. value: of its `auth`. tls, token_tls: for the receiver and for the token server.
+
+    None: the pipe file has none.
+    """
+
+    def __init__(
+        self,
+        value: Held[str] | None = None,
+        tls: Held[ssl.SSLContext] | None = None,
+        token_tls: Held[ssl.SSLContext] | None = None,
+    ) -> None:
+        self.value, self.tls, self.token_tls = value, tls, token_tls
+
+
+def find_secret(webhook: Webhook) -> tuple[KeyPath, Secret, bool] | None:
+    """The place of the value of `auth`: its key in the webhook, the place, and whether the value is a token."""
+    auth = webhook.auth
+    if auth is None:
+        return None
+    if auth.bearer is not None:
+        return ("auth", "bearer"), auth.bearer, True
+    if auth.header is not None:
+        return ("auth", "header", "value"), auth.header.value, False
+    assert auth.oauth is not None
+    return ("auth", "oauth", "client_secret"), auth.oauth.client_secret, False
+
+
+def _find_tls(webhook: Webhook) -> Iterator[tuple[KeyPath, Tls]]:
+    if webhook.tls is not None:
+        yield ("tls",), webhook.tls
+    if webhook.auth is not None and webhook.auth.oauth is not None and webhook.auth.oauth.tls is not None:
+        yield ("auth", "oauth", "tls"), webhook.auth.oauth.tls
+
+
+def read_credentials(
+    webhook: Webhook, folder: Path, environ: Mapping[str, str]
+) -> tuple[Credentials, list[tuple[KeyPath, str]]]:
+    """The credentials, and the mistakes: each with its key in the webhook, for a person. Blocking."""
+    credentials, mistakes = Credentials(), list[tuple[KeyPath, str]]()
+    if (place := find_secret(webhook)) is not None:
+        key, secret, token = place
+        try:
+            credentials.value = Held(read_value(secret, folder, environ, token=token))
+        except BadCredential as error:
+            mistakes.append((key, str(error)))
+    for key, tls in _find_tls(webhook):
+        try:
+            held = Held(read_tls(tls, folder)[1])
+        except BadCredential as error:
+            mistakes.append((key, str(error)))
+            continue
+        if key == ("tls",):
+            credentials.tls = held
+        else:
+            credentials.token_tls = held
+    return credentials, mistakes
+
+
+def watch_credentials(
+    name: str,
+    webhook: Webhook,
+    folder: Path,
+    credentials: Credentials,
+    clock: Callable[[], float] = time.monotonic,
+) -> list[FileWatch[Any]]:
+    """Keep `credentials` equal to their files; a value in an environment variable cannot change. `load` raises BadCredential.
+
+    name: `pipe/destination`.
+    """
+    watches: list[FileWatch[Any]] = []
+    place = find_secret(webhook)
+    if place is not None and place[1].file is not None and credentials.value is not None:
+        key, secret, token = place
+        watches.append(_watch(name, key, partial(_read_value, secret, folder, token), credentials.value, clock))
+    for key, tls in _find_tls(webhook):
+        held = credentials.tls if key == ("tls",) else credentials.token_tls
+        if held is not None:
+            watches.append(_watch(name, key, partial(_read_tls, tls, folder), held, clock))
+    return watches
+
+
+def _read_value(secret: Secret, folder: Path, token: bool, known: bytes) -> tuple[bytes, str] | None:
+    value = read_value(secret, folder, {}, token=token)
+    digest = hashlib.sha256(value.encode()).digest()
+    return None if digest == known else (digest, value)
+
+
+def _read_tls(tls: Tls, folder: Path, known: bytes) -> tuple[bytes, ssl.SSLContext] | None:
+    return None if known and _digest_files(tls, folder) == known else read_tls(tls, folder)
+
+
+def _watch(
+    name: str,
+    key: KeyPath,
+    read: Callable[[bytes], tuple[bytes, Value] | None],
+    held: Held[Value],
+    clock: Callable[[], float],
+) -> FileWatch[Value]:
+    word = ".".join(map(str, key))
+
+    def use(current: Value) -> None:
+        held.current = current
+        log.info("credential_loaded", name=name, key=word)
+
+    return FileWatch(
+        f"{word} of {name}",
+        read,
+        use,
+        expected=BadCredential,
+        failed=metrics.CREDENTIALS_FAILURES.labels(name, word).inc,
+        stale=_STALE,
+        age=metrics.CREDENTIALS_AGE.labels(name, word),
+        clock=clock,
+    )

@@ -1,0 +1,101 @@
+"""The header that proves our identity to a receiver: a secret from a file or variable, or a token (`oauth`)."""
+
+import asyncio
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+from urllib.parse import quote
+
+from services.core.credentials import BadCredential, Held
+from services.core.masking import MASK
+from services.expel.retry_policy import Failure
+
+_MIN_PREFIX = 4
+"""A shorter beginning of a secret is no secret."""
+
+
+class NoCredential(Exception):
+    """There is no token to send. No request was sent to the receiver."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.detail)
+        self.failure = failure
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Credential:
+    """line: the complete header line, or nothing. secret: its secret part. No repr shows them."""
+
+    line: bytes = field(default=b"", repr=False)
+    secret: str = field(default="", repr=False)
+
+    @classmethod
+    def bearer(cls, token: str) -> "Credential":
+        """`Authorization: Bearer …`."""
+        return cls(f"Authorization: Bearer {token}\r\n".encode(), token)
+
+    def mask(self, body: bytes, *, whole: bool) -> bytes:
+        """The body of an answer, with `***` in place of the secret: some receivers quote the request. As `mask_secret`."""
+        return mask_secret(body, self.secret, whole=whole) if self.secret else body
+
+
+def mask_secret(body: bytes, secret: str, *, whole: bool) -> bytes:
+    """Masks the secret as it is, in JSON and in a URL. whole: the body is complete; else a beginning of the secret may end it."""
+    forms = {secret, json.dumps(secret)[1:-1], secret.replace("/", "\\/"), quote(secret, safe="")}
+    forms |= {
+        part for form in forms if len(part := form.partition(" ")[2]) >= _MIN_PREFIX
+    }  # Basic …, without its scheme
+    for form in sorted((form.encode() for form in forms), key=len, reverse=True):
+        body = body.replace(form, MASK.encode())
+        if not whole:
+            cut = next((n for n in range(min(len(form), len(body)), _MIN_PREFIX - 1, -1) if body.endswith(form[:n])), 0)
+            body = body[: len(body) - cut] + MASK.encode() if cut else body
+    return body
+
+
+class Authorization(Protocol):
+    """Gives each request its credential."""
+
+    async def get(self) -> Credential:
+        """The credential for the next request. Bounded in time. Raises NoCredential."""
+
+    async def renew(self, refused: Credential) -> Credential | None:
+        """The receiver answered 401 to this credential: another one to try once. None: the 401 is final. Raises NoCredential."""
+
+
+class NoAuthorization:
+    """Sends nothing."""
+
+    async def get(self) -> Credential:
+        return _NOTHING
+
+    async def renew(self, refused: Credential) -> Credential | None:
+        return None
+
+
+_NOTHING = Credential()
+
+
+class SecretHeader:
+    """A header with a secret value. make: the credential of a value. read: reads the value's file now; blocking.
+
+    When the receiver refuses the value, it may just have been rotated: then the file is read at once, not within a second.
+    """
+
+    def __init__(self, value: Held[str], make: Callable[[str], Credential], read: Callable[[], str]) -> None:
+        self._value, self._make, self._read = value, make, read
+        self._made = make(value.current)
+
+    async def get(self) -> Credential:
+        if self._made.secret != self._value.current:
+            self._made = self._make(self._value.current)
+        return self._made
+
+    async def renew(self, refused: Credential) -> Credential | None:
+        try:
+            self._value.current = await asyncio.to_thread(self._read)
+        except BadCredential:
+            return None  # the watch of the file reports it
+        renewed = await self.get()
+        return None if renewed.secret == refused.secret else renewed
