@@ -50,8 +50,8 @@ file with every setting in it.
 `penstock up` derives the following settings from those in parentheses, so they cannot be set for the service there:
 {overruled}.
 
-Secrets are never in flags, pipe files or settings files. Signing secrets are in files (mode 600) or variables that the pipe
-file names. API keys for `penstock send` come from `PENSTOCK_KEY` or `--key-file`.
+Secrets are never in flags, pipe files or settings files. Signing secrets, and tokens and keys for receivers, are in files
+(mode 600) or variables that the pipe file names. API keys for `penstock send` come from `PENSTOCK_KEY` or `--key-file`.
 """
 
 

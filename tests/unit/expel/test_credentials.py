@@ -1,6 +1,8 @@
 """Bearer tokens, secret headers and TLS files of destinations: what is accepted, and what happens when files change."""
 
 import asyncio
+import re
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -175,6 +177,31 @@ def test_exposed_secrets_are_reported_and_not_refused() -> None:
     document = parse_yaml(GOOD.replace("https", "http") + f"          {auth}\n", Path("pipes.yaml"))
     (plain,) = find_exposed_secrets(document, validate_document(document, PipeFile))
     assert (plain.where, plain.key) == ("pipes.yaml:8", f"{KEY}.url")
+
+
+def test_the_examples_of_the_page_are_good(tmp_path: Path) -> None:
+    """Broken: who copies an example of docs/delivery.md gets mistakes."""
+    page = (Path(__file__).parents[3] / "docs" / "delivery.md").read_text()
+    examples = re.findall(r"^```yaml\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    assert len(examples) == 4
+    write(tmp_path / "billing.token", "T1\n")
+    write(tmp_path / "billing.client-secret", "s3cret\n")
+    new = [
+        "openssl",
+        "req",
+        "-x509",
+        "-newkey",
+        "ec",
+        "-pkeyopt",
+        "ec_paramgen_curve:prime256v1",
+        "-nodes",
+        "-subj",
+        "/CN=a",
+    ]
+    subprocess.run([*new, "-keyout", tmp_path / "penstock.key", "-out", tmp_path / "penstock.pem"], check=True)
+    shutil.copy(tmp_path / "penstock.pem", tmp_path / "company-ca.pem")
+    for example in examples:
+        assert mistakes(tmp_path, *example.splitlines(), environ={"BILLING_API_KEY": "k"}) == []
 
 
 @pytest.fixture
