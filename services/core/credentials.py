@@ -50,7 +50,8 @@ def read_value(secret: Secret, folder: Path, environ: Mapping[str, str], *, toke
         path = folder / secret.file
         where = str(path)
         try:
-            given = read_regular(path, MAX_PRIVATE_BYTES).decode("ascii", errors="replace")
+            remedy = f"install -m 600 /dev/stdin {path}"
+            given = read_regular(path, MAX_PRIVATE_BYTES, remedy=remedy).decode("ascii", errors="replace")
         except UnusableFile as error:
             raise BadCredential(f"{where} {error}") from None
     value = given.strip()

@@ -245,7 +245,11 @@ class LaneBuilder:
             client = self._open_client(auth.oauth.token_url, webhook.timeout, headers, tls, MAX_TOKEN_RESPONSE)
             names = (plan.pipe_name, plan.destination.name)
             return OAuthClient(
-                auth.oauth, value, client, lambda word: metrics.EXPEL_TOKEN_REQUESTS.labels(*names, word).inc()
+                lane_name(*names),
+                auth.oauth,
+                value,
+                client,
+                lambda word: metrics.EXPEL_TOKEN_REQUESTS.labels(*names, word).inc(),
             )
         found = find_secret(webhook)
         assert found is not None

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from urllib.parse import quote_plus, urlencode, urlsplit
 
 import msgspec
+import structlog
 
 from services.core.credentials import MAX_VALUE, Held
 from services.core.pipes import OAuth
@@ -21,6 +22,8 @@ from services.expel.retry_policy import MAX_HOLD, Failure, parse_retry_after
 from services.expel.webhook.authorization import Credential, NoCredential, mask_secret
 from services.expel.webhook.client import BadResponse, HttpClient, Response
 from services.expel.webhook.sender import BAD_RESPONSE, classify, excerpt
+
+log = structlog.get_logger()
 
 NO_TOKEN = "no_token"  # noqa: S105
 MAX_TOKEN_RESPONSE = 65_536
@@ -76,18 +79,20 @@ class _Refusal:
 class OAuthClient:
     """`Authorization` by tokens. `client` posts to the token server.
 
-    secret: read for each fetch. count: called with the outcome of each fetch: `ok`, or a word from a bounded set. clock:
-    monotonic seconds. Not thread-safe.
+    name: `pipe/destination`, for the log. secret: read for each fetch. count: called with the outcome of each fetch: `ok`, or a
+    word from a bounded set. clock: monotonic seconds. Not thread-safe.
     """
 
     def __init__(
         self,
+        name: str,
         config: OAuth,
         secret: Held[str],
         client: HttpClient,
         count: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._name = name
         self._config, self._secret, self._client, self._count, self._clock = config, secret, client, count, clock
         self._server = urlsplit(config.token_url).netloc
         self._lock = asyncio.Lock()
@@ -95,6 +100,7 @@ class OAuthClient:
         self._in_body: bool | None = None
         """Whether this server reads id and secret in the body, not in the Authorization header. None: unknown."""
         self._failure: Failure | None = None
+        self._word = ""
         self._failures = 0
         self._ask_at = 0.0
         self._renewed_at = float("-inf")
@@ -125,18 +131,23 @@ class OAuthClient:
             found = await self._fetch()
             self._count(found.word if isinstance(found, _Refusal) else "ok")
             if isinstance(found, Token):
+                if self._failure is not None:
+                    log.info("token_server_answers_again", lane=self._name)
                 self._token, self._failure, self._failures = found, None, 0
                 return found.credential
-            self._record(found.failure)
+            self._record(found)
         if token is not None and self._clock() < token.expires_at:
             return token.credential
         assert self._failure is not None
         raise NoCredential(replace(self._failure, retry_after=max(0.0, self._ask_at - self._clock())))
 
-    def _record(self, failure: Failure) -> None:
+    def _record(self, refusal: _Refusal) -> None:
+        failure = refusal.failure
         wait = min(MAX_WAIT_S, FIRST_WAIT_S * 2 ** min(self._failures, 8))
         self._failures += 1
-        self._failure = failure
+        if self._failure is None or self._word != refusal.word:  # the details of some servers differ each time
+            log.warning("token_server_failed", lane=self._name, reason=failure.reason, detail=failure.detail)
+        self._failure, self._word = failure, refusal.word
         self._ask_at = self._clock() + max(wait, min(MAX_HOLD, failure.retry_after or 0.0))
 
     async def _fetch(self) -> "Token | _Refusal":

@@ -63,7 +63,8 @@ def test_the_wrong_files_are_named_with_line_and_key(tmp_path: Path) -> None:
     opened = f"{tmp_path}/open can be read or written by everybody on this machine. Try: chmod 600 {tmp_path}/open"
     assert mistakes(tmp_path, "auth:", "  bearer: {file: open}", environ={}) == [f"10: {KEY}.auth.bearer: {opened}"]
     (missing,) = mistakes(tmp_path, "auth: {header: {name: X-Api-Key, value: {file: gone}}}", environ={})
-    assert missing == f"9: {KEY}.auth.header.value: {tmp_path}/gone cannot be read: No such file or directory"
+    gone = f"{tmp_path}/gone cannot be read: No such file or directory. Try: install -m 600 /dev/stdin {tmp_path}/gone"
+    assert missing == f"9: {KEY}.auth.header.value: {gone}"
     oauth = "auth: {oauth: {token_url: 'http://10.0.0.1/', client_id: a, client_secret: {env: HOOK}, tls: {ca: gone}}}"
     assert [line.split(": ")[1] for line in mistakes(tmp_path, oauth, "tls: {ca: gone}", environ={})] == [
         f"{KEY}.auth.oauth.token_url",

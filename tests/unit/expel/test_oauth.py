@@ -67,6 +67,7 @@ class Case:
     def __init__(self, *answers: Response | OSError, **more: str) -> None:
         self.server, self.now, self.counted = Server(*answers), 1000.0, list[str]()
         self.client = OAuthClient(
+            "late/hook",
             make_config(**more),
             Held(SECRET),
             self.server,  # type: ignore[arg-type]
@@ -198,7 +199,7 @@ async def open_sender(
             max_body=MAX_TOKEN_RESPONSE,
         ) as tokens,
     ):
-        authorization = OAuthClient(make_config(token_url), Held(SECRET), tokens, counted.append)
+        authorization = OAuthClient("late/hook", make_config(token_url), Held(SECRET), tokens, counted.append)
         yield WebhookSender(client, "late", form, SigningKeys(), 1_000_000, authorization)
 
 
@@ -394,5 +395,8 @@ async def test_events_wait_while_there_is_no_token(tmp_path: Path) -> None:
             assert await stored(broker, "late.dead") == []
             waiting = str(await stored(broker, "penstock.retry-in"))
     assert "invalid_client" in waiting
+    said = [entry["detail"] for entry in logs if entry["event"] == "token_server_failed"]
+    assert len(said) == 1
+    assert said[0].endswith(": it answered 401 invalid_client: ***")
     shown = waiting + str(logs)
     assert not any(part in shown for part in (SECRET, "T1-secret-token"))
