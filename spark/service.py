@@ -4,6 +4,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import structlog
@@ -19,6 +20,7 @@ from spark.java import java_process
 from spark.jobs.attempts import SETTLE_S, SuspectLock
 from spark.jobs.job import Job
 from spark.jobs.start_checks import check_suitability
+from spark.scratch import Scratch
 from spark.session import open_session
 from spark.settings import SelectedPipes, TransformSettings, load_pipes
 from spark.transforms.preparation import Prepared, prepare_pipes
@@ -64,7 +66,9 @@ async def start(settings: TransformSettings, supervision: Supervision) -> None:
             await supervision.stopping.wait()
             return
         broker = open_spark_broker(settings.broker)
-        opened = await _unless_stopped(run_blocking(lambda: _open(settings, broker, selected), "spark"), supervision)
+        scratch = await run_blocking(lambda: Scratch(settings.data), "scratch")
+        opening = run_blocking(lambda: _open(settings, broker, selected, scratch.folder), "spark")
+        opened = await _unless_stopped(opening, supervision)
         if opened is None:
             return
         session, prepared = opened
@@ -80,12 +84,14 @@ async def start(settings: TransformSettings, supervision: Supervision) -> None:
         await watching
         await run_blocking(session.stop, "spark-stop")
         await run_blocking(broker.close, "broker-close")
+        await run_blocking(scratch.remove, "scratch-remove")  # after a failure the next start removes it
 
 
 def _open(
-    settings: TransformSettings, broker: SparkBroker, selected: SelectedPipes
+    settings: TransformSettings, broker: SparkBroker, selected: SelectedPipes, scratch: Path
 ) -> tuple[SparkSession, list[Prepared]]:
-    session = open_session(master=settings.master, memory=settings.memory, kafka=broker.needs_kafka_jars)
+    kafka = broker.needs_kafka_jars
+    session = open_session(master=settings.master, memory=settings.memory, kafka=kafka, scratch=scratch)
     prepared = prepare_pipes(session, selected, max_bytes=broker.max_record_bytes)
     check_suitability(session, settings, broker, selected, prepared)
     return session, prepared

@@ -10,7 +10,7 @@ import pyspark
 from pyspark.sql import SparkSession
 
 from services.core.jvm.jars import SPARK_KAFKA, jar_set
-from services.core.jvm.java import java_env
+from services.core.jvm.java import NO_PERF_FILE, java_env
 from spark.java import clear_active_session, java_process, set_active_session
 from spark.sources.source import BrokerSource
 
@@ -61,6 +61,7 @@ _JAVA_OPTIONS = (
     "-XX:TieredStopAtLevel=1",  # the full compiler uses a core for minutes, with little gain for a small driver
     "-Duser.timezone=UTC",
     f"-Dlog4j2.configurationFile={_LOG4J.as_uri()}",
+    NO_PERF_FILE,
 )
 CLASS_ARCHIVE = Path(pyspark.__file__).with_name(f"penstock-classes-{pyspark.__version__}.jsa")
 """Spark's classes as Java keeps them in memory. With this file Spark starts in half the time, and with 3.5 CPU-seconds less.
@@ -69,12 +70,17 @@ _SILENCED = ("SQLQueryContextLogger", "py4j.clientserver")
 """Loggers that print plans and stacks of errors that we log in one line."""
 
 
-def open_session(*, master: str, memory: int, kafka: bool, archive_to: Path | None = None) -> SparkSession:
+def open_session(
+    *, master: str, memory: int, kafka: bool, scratch: Path, archive_to: Path | None = None
+) -> SparkSession:
     """Start Java and Spark: seconds. Blocking. kafka: with the connector's jars, which may have to be fetched.
 
-    archive_to: Java writes its classes there at its end. Raises JavaNotFound, JarsUnavailable.
+    scratch: an existing folder for all temporary files of Java, of Spark and of its Python workers. archive_to: Java writes its
+    classes there at its end. Raises JavaNotFound, JarsUnavailable.
     """
     os.environ.update(java_env())
+    os.environ["TMPDIR"] = str(scratch)
+    os.environ["SPARK_LAUNCHER_OPTS"] = NO_PERF_FILE
     for name in _SILENCED:
         logging.getLogger(name).setLevel(logging.CRITICAL)
     # Spark's Python workers run this interpreter and import this project.
@@ -85,10 +91,13 @@ def open_session(*, master: str, memory: int, kafka: bool, archive_to: Path | No
         builder = builder.config(name, value)
     builder = builder.config("spark.driver.memory", f"{memory >> 20}m")
     builder = builder.config("spark.driver.maxResultSize", f"{max(memory >> 22, 16)}m")
+    temporary = (
+        f'"-Djava.io.tmpdir={scratch}"'  # Spark's own folders are below it, too; quoted: the path may have blanks
+    )
     archive = [f"-XX:SharedArchiveFile={CLASS_ARCHIVE}"] if CLASS_ARCHIVE.exists() else []
     if archive_to is not None:
         archive = [f"-XX:ArchiveClassesAtExit={archive_to}", "-Xlog:disable"]
-    builder = builder.config("spark.driver.extraJavaOptions", " ".join([*_JAVA_OPTIONS, *archive]))
+    builder = builder.config("spark.driver.extraJavaOptions", " ".join([*_JAVA_OPTIONS, temporary, *archive]))
     builder = builder.config("spark.sql.shuffle.partitions", str(max(1, slots(master) or 2)))
     if kafka:
         builder = builder.config("spark.jars", ",".join(str(path) for path in jar_set(SPARK_KAFKA)))
@@ -119,13 +128,17 @@ def slots(master: str) -> int | None:
 def write_class_archive() -> None:
     """Run a small stream in a Spark of its own, and keep the classes that it needed. Blocking: half a minute."""
     written = CLASS_ARCHIVE.with_suffix(".new")
-    session = open_session(master="local[2]", memory=1 << 30, kafka=False, archive_to=written)
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch:
+        _write_class_archive(Path(scratch), written)
+
+
+def _write_class_archive(scratch: Path, written: Path) -> None:
+    session = open_session(master="local[2]", memory=1 << 30, kafka=False, scratch=scratch, archive_to=written)
     frame = session.readStream.format("rate").load().selectExpr("from_json(string(value), 'a INT').a AS a", "timestamp")
     counted = frame.withWatermark("timestamp", "1 second").groupBy("timestamp").count()
-    with tempfile.TemporaryDirectory() as folder:
-        query = counted.writeStream.format("noop").option("checkpointLocation", folder).start()
-        query.processAllAvailable()
-        query.stop()
+    query = counted.writeStream.format("noop").option("checkpointLocation", str(scratch / "checkpoint")).start()
+    query.processAllAvailable()
+    query.stop()
     session.range(10).selectExpr("to_json(struct(id)) AS value").toArrow()
     session.stop()
     java = java_process(session)

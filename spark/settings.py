@@ -27,7 +27,9 @@ class TransformSettings(Settings):
 
     section: ClassVar[str] = "transform"
 
-    data: Path = Field(Path("/var/lib/penstock"), description="Data folder. The checkpoints are in it.")
+    data: Path = Field(
+        Path("/var/lib/penstock"), description="Data folder. The checkpoints and Spark's temporary files are in it."
+    )
     checkpoints: str = Field(
         "",
         description="Folder or object-store URI (s3a://…) of the checkpoints; empty: checkpoints/ in the data folder.",

@@ -22,12 +22,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def spark() -> Iterator[SparkSession]:
+def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
     """The session that the service would have, with Kafka's jars, and credentials for the Kinesis emulator."""
     with pytest.MonkeyPatch.context() as environment:
         for name, value in CREDENTIALS.items():  # Java hands on to Spark's Python processes what it was started with
             environment.setenv(name, value)
-        session = open_session(master="local[2]", memory=1 << 30, kafka=True)
+        environment.setenv("TMPDIR", "")  # open_session sets it; the tests get the former one back
+        scratch = tmp_path_factory.mktemp("scratch")
+        session = open_session(master="local[2]", memory=1 << 30, kafka=True, scratch=scratch)
     yield session
     session.stop()
 

@@ -81,6 +81,8 @@ def test_killed_in_the_middle(service: LogService) -> None:
     service.start()
     wait_for(lambda: count(service) >= 1500, "all records")
     time.sleep(1.0)
+    (scratch,) = (service.folder / "scratch").glob("spark-*")  # those of both killed processes are gone
+    assert {path.name.partition("-")[0] for path in scratch.iterdir()} >= {"spark", "blockmgr", "artifacts"}
     counts = Counter(service.ids("p.out"))
     assert counts == Counter(f"id-{n}" for n in range(0, 3000, 2))
     assert not service.records("p.dead")
@@ -139,6 +141,7 @@ def test_ready_and_stopped(service: LogService) -> None:
     process.terminate()
     assert process.wait(60) == 0, service.output.read_text()
     assert count(service) == 500
+    assert not list((service.folder / "scratch").glob("spark-*"))
 
 
 def test_bad_transform_is_named(service: LogService) -> None:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from xml.sax.saxutils import quoteattr
 
-from services.core.jvm.java import find_java, trust_options
+from services.core.jvm.java import NO_PERF_FILE, find_java, trust_options
 
 LOCK_FILE = Path(__file__).with_name("jars.lock")
 SPARK_KAFKA = "spark-kafka"
@@ -61,7 +61,8 @@ def cache_folder() -> Path:
 def run_ivy(arguments: list[str]) -> None:
     """Run the Ivy of pyspark. Blocks up to 300 s. Raises JarsUnavailable with the end of Ivy's output."""
     with tempfile.TemporaryDirectory() as scratch:
-        command = [str(find_java().executable), *trust_options(Path(scratch)), "-jar", str(_ivy_jar()), *arguments]
+        java = [str(find_java().executable), NO_PERF_FILE, *trust_options(Path(scratch))]
+        command = [*java, "-jar", str(_ivy_jar()), *arguments]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=FETCH_TIMEOUT_S, check=False)  # noqa: S603
         except subprocess.TimeoutExpired as error:

@@ -28,6 +28,8 @@ from pathlib import Path
 
 OLDEST_VERSION = 17
 PROBE_TIMEOUT_S = 30.0
+NO_PERF_FILE = "-XX:-UsePerfData"
+"""An option without which each Java keeps a file of counters in /tmp, whatever its temporary folder is."""
 _VECTOR_MODULE = "jdk.incubator.vector"
 _LAUNCHER_HOME = Path(__file__).parent / "launcher"
 
@@ -90,7 +92,7 @@ def probe(executable: Path) -> JavaRuntime | None:
     """The version, home and modules of a `java`. None when it does not answer within 30 s."""
     try:
         answer = subprocess.run(  # noqa: S603  the operator's own Java
-            [executable, "-XshowSettings:properties", "--list-modules"],
+            [executable, NO_PERF_FILE, "-XshowSettings:properties", "--list-modules"],
             capture_output=True,
             text=True,
             timeout=PROBE_TIMEOUT_S,

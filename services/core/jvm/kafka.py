@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 import secrets
+import shutil
 import socket
 import subprocess
 import time
@@ -18,7 +19,7 @@ from typing import Self
 
 from services.core.jvm.child import start_child, stop_child
 from services.core.jvm.jars import KAFKA_SERVER, jar_set
-from services.core.jvm.java import find_java
+from services.core.jvm.java import NO_PERF_FILE, find_java
 
 READY_TIMEOUT_S = 120.0
 STOP_GRACE_S = 15.0
@@ -132,7 +133,7 @@ class KafkaNotReady(RuntimeError):
 class KafkaProcess:
     """One node: its files, and its process while it runs. Methods as in KafkaCluster.
 
-    `data` survives any stop. `log` has the output of all runs of the process.
+    `data` survives any stop. `log` has the output of all runs of the process. `scratch` is emptied before each run.
     """
 
     def __init__(self, node: Node, folder: Path, java_options: Sequence[str]) -> None:
@@ -140,8 +141,10 @@ class KafkaProcess:
         self.data = folder / f"broker-{node.node_id}"
         self.config = folder / f"broker-{node.node_id}.properties"
         self.log = folder / f"broker-{node.node_id}.log"
+        self.scratch = folder / f"broker-{node.node_id}.scratch"
         jars = ":".join(str(jar) for jar in jar_set(KAFKA_SERVER))
-        self._java = [str(find_java().executable), *java_options, "-cp", jars]
+        own_files = (NO_PERF_FILE, f"-Djava.io.tmpdir={self.scratch}")  # leaves nothing in /tmp
+        self._java = [str(find_java().executable), *java_options, *own_files, "-cp", jars]
         self._process: subprocess.Popen[bytes] | None = None
         self._log_start = 0
 
@@ -173,6 +176,8 @@ class KafkaProcess:
         """Start the process, unless it runs, without waiting until it is ready."""
         if self.is_running:
             return
+        shutil.rmtree(self.scratch, ignore_errors=True)
+        self.scratch.mkdir(exist_ok=True)
         self._log_start = self.log.stat().st_size if self.log.exists() else 0
         command = [*self._java, "-Dlog4j2.level=INFO", "kafka.Kafka", str(self.config)]
         self._process = start_child(command, log=self.log)
@@ -271,6 +276,8 @@ def server_properties(node: Node, nodes: Sequence[Node], data: str, settings: Ma
         # Kafka recognises a repeated batch whose answer was lost. By default it forgets batches whose newest record is older
         # than a day, by the record's timestamp, which is the client's time here. This is the largest value: 24.8 days.
         "producer.id.expiration.ms": "2147483647",
+        # A destination may be away for as long as its events are kept. By default Kafka forgets its offsets after a week.
+        "offsets.retention.minutes": "2147483647",
         # Retention is applied every second.
         "log.initial.task.delay.ms": "1000",
         "log.retention.check.interval.ms": "1000",
