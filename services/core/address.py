@@ -12,7 +12,7 @@ _AUTHORITY = re.compile(r"(?:\[(?P<six>[0-9A-Fa-f:.]+)\]|(?P<host>[A-Za-z0-9.-]+
 MAX_PORT = 65_535
 MAX_HOST = 255
 
-LOOPBACK_NAMES = "It answers to localhost and to loopback addresses. Try: http://127.0.0.1"
+LOOPBACK_NAMES = "This server answers only to localhost and to loopback addresses. Use http://127.0.0.1 and its port."
 """The refusal of a request that used another name."""
 
 

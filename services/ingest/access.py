@@ -49,7 +49,10 @@ class Access:
             scheme, _, token = given[0].partition(" ")
             if scheme.lower() == "bearer" and (key := self.ring.find(token.strip())) is not None:
                 return key
-        raise Refused(problems.NO_VALID_KEY, "Send the key in the header Authorization: Bearer <key>.")
+        raise Refused(
+            problems.NO_VALID_KEY,
+            "The header Authorization: Bearer <key> is missing, or its key is unknown or revoked.",
+        )
 
     def authorise(self, key: ApiKey | None, stream: str) -> None:
         """Raises Refused: 404 for a stream that the key may not use, as for an unknown one; 403 without the scope; 429."""
@@ -58,11 +61,13 @@ class Access:
         if not key.covers(stream):
             raise unknown_stream()
         if SCOPE not in key.scopes:
-            raise Refused(problems.SCOPE_MISSING, f"The key needs the scope {SCOPE}.")
+            raise Refused(
+                problems.SCOPE_MISSING, f"The key lacks the scope {SCOPE}. Send a key that was made for sending events."
+            )
         if key.rate is not None:
             wait = self._bucket(key.id, key.rate).wait(self._clock())
             if wait > 0:
-                detail = f"The limit of this key is {key.rate} events per second."
+                detail = f"This key may send {key.rate} events per second. Wait as long as Retry-After says."
                 raise Refused(problems.OVER_QUOTA, detail, retry_after=wait)
 
     def charge_bytes(self, key: ApiKey | None, size: int) -> int:
@@ -105,10 +110,12 @@ def check_query(query: str) -> None:
     """Raises Refused when a key is in the URL, because proxies log URLs."""
     for name, value in parse_qsl(query, keep_blank_values=True):
         if name.lower() in _URL_NAMES or value.startswith(f"{PREFIX}_"):
-            detail = "Proxies log URLs: revoke this key. Send keys in the header Authorization: Bearer <key>."
+            detail = "Proxies log URLs, so this key must be revoked. Send a new one in the header Authorization: Bearer <key>."
             raise Refused(problems.KEY_IN_URL, detail)
 
 
 def unknown_stream() -> Refused:
     """The same for a stream that does not exist and for one that the key may not use."""
-    return Refused(problems.STREAM_NOT_FOUND, "It is not in the pipe file, or this key may not use it.")
+    return Refused(
+        problems.STREAM_NOT_FOUND, "The path names a stream that does not exist, or that this key may not use."
+    )

@@ -83,14 +83,18 @@ def http_date(seconds: float) -> bytes:
 log = structlog.get_logger()
 
 RETRY_AFTER_S = 2.0
-_NOT_STORED = "The event was not stored."
-_UNKNOWN = f"The event may or may not be stored. {SEND_AGAIN}"
+_NOT_STORED = "The event was not stored. Send it with the same id again."
+_UNKNOWN = "The event may or may not be stored. Send it with the same id again."
 _KINDS: tuple[tuple[type[Exception], ProblemType, str], ...] = (
-    (RecordTooLarge, problems.EVENT_TOO_LARGE, "The event is larger than the broker accepts."),
+    (
+        RecordTooLarge,
+        problems.EVENT_TOO_LARGE,
+        "The event is larger than the broker accepts. Send less data in one event.",
+    ),
     (OutcomeUnknown, problems.OUTCOME_UNKNOWN, _UNKNOWN),
     (StorageFull, problems.STORAGE_FULL, _NOT_STORED),
     (Throttled, problems.STREAM_FULL, _NOT_STORED),
-    (UnknownTopic, problems.STREAM_NOT_READY, "The stream does not exist in the broker yet."),
+    (UnknownTopic, problems.STREAM_NOT_READY, f"The stream does not exist in the broker yet. {_NOT_STORED}"),
     (BrokerClosed, problems.BROKER_UNAVAILABLE, f"This process is stopping. {_NOT_STORED}"),
     (BrokerError, problems.BROKER_UNAVAILABLE, _NOT_STORED),
 )
@@ -141,7 +145,9 @@ def answer(stored: int, refused: list[Refusal], retry_after: float, ids: list[st
         return Answer(207, orjson.dumps({"accepted": stored, "refused": listed, **more}), headers=later)
     if ours:
         return _unavailable(ours, retry_after)
-    detail = f"Refused events: {len(refused)}."
+    detail = (
+        f"Refused events: {len(refused)}. None was stored. The member refused has the reason of each, by its index."
+    )
     return Answer(422, problem_json(problems.NOTHING_ACCEPTED, detail, accepted=0, refused=listed), PROBLEM)
 
 

@@ -34,7 +34,7 @@ MAX_MEMBERS = 1000
 ENCODINGS = frozenset(("gzip", "x-gzip", "zstd"))
 _GZIP = 16 + zlib.MAX_WBITS
 _UNKNOWN_SIZE = zstandard.CONTENTSIZE_UNKNOWN
-_DAMAGED = "The body is cut off or altered, or bytes follow its end."
+_DAMAGED = "The compressed body is cut off or altered, or bytes follow its end."
 
 
 def choose_encoding(values: list[str]) -> str | None:
@@ -43,7 +43,10 @@ def choose_encoding(values: list[str]) -> str | None:
         return None
     encoding = values[0].strip().lower()
     if len(values) > 1 or encoding not in ENCODINGS:
-        raise Refused(problems.UNSUPPORTED_ENCODING, "Content-Encoding must be gzip or zstd, at most once.")
+        raise Refused(
+            problems.UNSUPPORTED_ENCODING,
+            "The Content-Encoding is neither gzip nor zstd, or there is more than one. Compress the body once.",
+        )
     return encoding
 
 
@@ -70,14 +73,19 @@ def _unpack_gzip(body: bytes, limit: int) -> bytes:
         body = member.unused_data
         if not body:
             return b"".join(parts)
-    raise Refused(problems.BAD_COMPRESSION, f"A gzip body must not have more than {MAX_MEMBERS} members.")
+    raise Refused(
+        problems.BAD_COMPRESSION, f"The gzip body has more than {MAX_MEMBERS} members. Compress it in larger pieces."
+    )
 
 
 def _unpack_zstd(body: bytes, limit: int) -> bytes:
     try:
         frame = zstandard.get_frame_parameters(body)
         if frame.window_size > MAX_WINDOW_BYTES:
-            raise Refused(problems.BODY_TOO_LARGE, f"A zstd window must not have more than {MAX_WINDOW_BYTES} bytes.")
+            raise Refused(
+                problems.BODY_TOO_LARGE,
+                f"The zstd window has more than {MAX_WINDOW_BYTES} bytes. Use a lower compression level.",
+            )
         if frame.content_size != _UNKNOWN_SIZE and frame.content_size > limit:
             raise body_too_large(limit)
         if frame.content_size not in (0, _UNKNOWN_SIZE):  # with 0 in the head the library reads nothing
@@ -148,11 +156,11 @@ def check_format(message: RawRequestMessage) -> tuple[str, Format | None]:
     if "ce-specversion" in message.headers:
         return content_type, None
     if chosen is None:
-        known = ", ".join(MEDIA_TYPES)
-        raise Refused(
-            problems.UNSUPPORTED_MEDIA_TYPE,
-            f"Content-Type must be one of {known}, in UTF-8, unless the event is in ce- headers.",
+        wrong = "is not supported, or its charset is not UTF-8" if content_type else "is missing"
+        detail = (
+            f"The Content-Type {wrong}. Use {', '.join(MEDIA_TYPES)}, or send an event's attributes in ce- headers."
         )
+        raise Refused(problems.UNSUPPORTED_MEDIA_TYPE, detail)
     return content_type, chosen
 
 
@@ -215,7 +223,7 @@ def _read_one(
     body: bytes, content_type: str, chosen: Format | None, message: RawRequestMessage, limits: Limits
 ) -> Iterator[Items]:
     if chosen is not None and len(body.strip(WHITESPACE)) > limits.event_bytes:
-        raise Refused(problems.EVENT_TOO_LARGE, json_events.too_large(limits))
+        raise Refused(problems.EVENT_TOO_LARGE, json_events.too_large(len(body.strip(WHITESPACE)), limits))
     if chosen is not None or cloudevents.is_json(content_type):
         _Containers().add(body)
     yield read_items(body, content_type, chosen, message, limits)
@@ -236,7 +244,7 @@ def _read_lines(body: bytes, limits: Limits) -> Iterator[Items]:
         line += piece.count(b"\n") + 1
         at += len(piece) + 1
     if not found:
-        raise Refused(problems.EMPTY_BODY, "The body has no event.")
+        raise Refused(problems.EMPTY_BODY, json_events.NO_EVENT)
 
 
 def _read_array(body: bytes, read: _Read, limits: Limits) -> Iterator[Items]:
@@ -251,7 +259,7 @@ def _cut(body: bytes, limits: Limits, containers: "_Containers") -> Iterator[tup
     """Texts of arrays and their parsed elements, which together are the elements of this array."""
     at = body.index(b"[") + 1 if body.lstrip(WHITESPACE)[:1] == b"[" else 0
     if not at:
-        raise Refused(problems.BAD_JSON, "The body must be an array.")
+        raise Refused(problems.BAD_JSON, "The body is not an array. Send a JSON array of CloudEvents.")
     if (empty := _EMPTY.match(body, at)) is not None:
         _check_end(body[empty.end() :])
         yield b"[]", []
@@ -279,13 +287,13 @@ def _cut(body: bytes, limits: Limits, containers: "_Containers") -> Iterator[tup
     text = b"[" + body[at:]
     documents = _parse(text, at, containers)
     if not documents and body[at - 1 : at] == b",":
-        raise Refused(problems.BAD_JSON, "The array ends with a comma.")
+        raise Refused(problems.BAD_JSON, "The array has a comma behind its last element. Remove the comma.")
     yield text, documents
 
 
 def _check_end(rest: bytes) -> None:
     if rest.strip(WHITESPACE):
-        raise Refused(problems.BAD_JSON, "Bytes follow the end of the array.")
+        raise Refused(problems.BAD_JSON, "Bytes follow the end of the array. Remove them.")
 
 
 def _guess(body: bytes, at: int) -> bytes | None:
@@ -323,13 +331,17 @@ def _find_far_end(body: bytes, at: int) -> int:
         raise _too_many()
     one = _ONE.match(body, at)
     if one is None:
-        raise Refused(problems.BAD_JSON, f"Not valid JSON from byte {at} on, or nested deeper than {MAX_DEPTH} levels.")
+        raise Refused(
+            problems.BAD_JSON,
+            f"The JSON is not valid from byte {at} on, or has more than {MAX_DEPTH} levels of nesting there.",
+        )
     return one.end()
 
 
 def _too_many() -> Refused:
     detail = (
-        f"An event must not have more than {MAX_CONTAINERS} arrays and objects, a request not more than {MAX_IN_BODY}."
+        f"An event has more than {MAX_CONTAINERS} arrays and objects, or the request more than {MAX_IN_BODY}. "
+        "Send less in one request."
     )
     return Refused(problems.TOO_MANY_CONTAINERS, detail)
 
@@ -348,7 +360,7 @@ def _try_parse(text: bytes, containers: "_Containers") -> list[Any] | None:
 def _parse(text: bytes, at: int, containers: "_Containers") -> list[Any]:
     found = _try_parse(text, containers)
     if found is None:
-        raise Refused(problems.BAD_JSON, f"Not valid JSON within {len(text)} bytes from byte {at} on.")
+        raise Refused(problems.BAD_JSON, f"The JSON is not valid within the {len(text)} bytes from byte {at} on.")
     return found
 
 

@@ -17,7 +17,7 @@ import orjson
 from services.ingest import json_events, problems
 from services.ingest.event_fields import CONTROL
 from services.ingest.json_events import WHITESPACE, Attributes, Items, Limits, check_count, check_single, parse
-from services.ingest.problems import Refusal, Refused
+from services.ingest.problems import Refusal, Refused, kind_of
 
 HEADER_PREFIX = "ce-"
 JSON = "application/json"
@@ -46,7 +46,7 @@ def read_batch(body: bytes, limits: Limits) -> Items:
     """An array of CloudEvents. Raises Refused for the whole body."""
     documents = parse(body)
     if type(documents) is not list:
-        raise Refused(problems.BAD_JSON, "The body must be a JSON array of CloudEvents.")
+        raise Refused(problems.BAD_JSON, f"The body is {kind_of(documents)}. Send a JSON array of CloudEvents.")
     check_count(len(documents), limits)
     return read_elements(body, documents, 0, limits)
 
@@ -60,7 +60,7 @@ def read_structured(body: bytes, limits: Limits) -> Items:
     """One CloudEvent. Raises Refused."""
     document = parse(body)
     if type(document) is not dict:
-        raise Refused(problems.BAD_JSON, "The body must be one CloudEvent, a JSON object.")
+        raise Refused(problems.BAD_JSON, f"The body is {kind_of(document)}. Send one CloudEvent, a JSON object.")
     text = body.strip(WHITESPACE)
     check_single(text, document, limits)
     return _unwrap(Items([text], [document], range(1)))
@@ -70,7 +70,7 @@ def read_binary(body: bytes, headers: Iterable[tuple[str, str]], content_type: s
     """One CloudEvent whose attributes are `ce-…` headers and whose data is the body, of any media type."""
     document: dict[str, Any] = {}
     if len(body) > limits.event_bytes:
-        raise Refused(problems.EVENT_TOO_LARGE, f"An event must not have more than {limits.event_bytes} bytes.")
+        raise Refused(problems.EVENT_TOO_LARGE, json_events.too_large(len(body), limits))
     if is_json(content_type) and body:
         parsed = parse(body)
         check_single(body, parsed, limits)
@@ -91,11 +91,11 @@ def _from_headers(headers: Iterable[tuple[str, str]], content_type: str) -> dict
             continue
         name = name.removeprefix(HEADER_PREFIX)
         if name in members:
-            raise _Fault("A ce- header is repeated.")
+            raise _Fault(f"{_call(name, 'header ce-')} is repeated. Send each attribute once.")
         try:
             members[name] = unquote_to_bytes(value.encode(errors="surrogateescape")).decode()
         except UnicodeDecodeError:
-            raise _Fault("The values of ce- headers are percent-encoded UTF-8.") from None
+            raise _Fault(f"{_call(name, 'header ce-')} is not percent-encoded UTF-8.") from None
     if content_type:
         members["datacontenttype"] = content_type
     return members
@@ -130,12 +130,14 @@ def _unwrap(chosen: Items) -> Items:
 def _value(text: bytes, members: dict[str, Any], content_type: str) -> bytes:
     encoded = members.get("data_base64")
     if encoded is not None:
-        if type(encoded) is not str or members.get("data") is not None:
-            raise _Fault("data_base64 is a string, and an event does not have data too.")
+        if type(encoded) is not str:
+            raise _Fault(f"The member data_base64 is {kind_of(encoded)}. Send a string.")
+        if members.get("data") is not None:
+            raise _Fault("The event has both data and data_base64. Send one of them.")
         try:
             return base64.b64decode(encoded, validate=True)
         except (binascii.Error, ValueError):
-            raise _Fault("data_base64 is not valid Base64.") from None
+            raise _Fault("The member data_base64 is a string, but not valid Base64.") from None
     data = members.get("data")
     if type(data) is str and not is_json(content_type):
         return data.encode()
@@ -144,28 +146,40 @@ def _value(text: bytes, members: dict[str, Any], content_type: str) -> bytes:
 
 def _attributes(members: dict[str, Any]) -> Attributes:
     """All attributes as strings. Raises _Fault when the specification does not allow one."""
-    if members.get("specversion") != "1.0":
-        raise _Fault('The attribute specversion must be "1.0".')
+    if (version := members.get("specversion")) != "1.0":
+        found = "a string, but another version" if type(version) is str else _found(version)
+        raise _Fault(f'The attribute specversion is {found}. Send the string "1.0".')
     for name in _REQUIRED:
         if type(members.get(name)) is not str or not members[name]:
-            raise _Fault(f"The attribute {name} must be a string that is not empty.")
+            raise _Fault(f"The attribute {name} is {_found(members.get(name))}. Send a string that is not empty.")
     if len(members) > MAX_ATTRIBUTES:
-        raise _Fault(f"An event must not have more than {MAX_ATTRIBUTES} attributes.")
+        raise _Fault(f"The event has {len(members)} attributes. An event may have at most {MAX_ATTRIBUTES}.")
     attributes: Attributes = {}
     for name, value in members.items():
         if name in ("data", "data_base64") or value is None:
             continue
         if not _NAME.fullmatch(name):
-            raise _Fault("The name of an attribute has 1 to 64 lower-case letters and digits.")
+            wrong = "is empty" if not name else "has characters other than a to z and 0 to 9"
+            wrong = f"has {len(name)} characters, and may have at most 64" if len(name) > 64 else wrong
+            raise _Fault(f"The name of an attribute {wrong}.")
         attributes[name] = value if type(value) is str else _text(name, value)
         if name != "id" and CONTROL.search(attributes[name]):
-            raise _Fault("Attributes must not have control characters.")
+            raise _Fault(f"The attribute {name} has control characters. Send it without them.")
     return attributes
 
 
 def _text(name: str, value: object) -> str:
     if name in _TEXTS:
-        raise _Fault(f"The attribute {name} must be a string.")
+        raise _Fault(f"The attribute {name} is {kind_of(value)}. Send a string.")
     if type(value) is bool or type(value) is int:
         return orjson.dumps(value).decode()
-    raise _Fault("An attribute is a string, an integer or a boolean.")
+    raise _Fault(f"The attribute {name} is {kind_of(value)}. Send a string, an integer or a boolean.")
+
+
+def _found(value: object) -> str:
+    return "missing" if value is None else kind_of(value)
+
+
+def _call(name: str, kind: str) -> str:
+    """The attribute's header by its name; without it when the name itself is wrong, because that may be anything."""
+    return f"The {kind}{name}" if _NAME.fullmatch(name) else f"A {kind}"

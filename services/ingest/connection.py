@@ -198,10 +198,22 @@ class Connection(HttpProtocol):
     def expire(self) -> None:
         """The deadline has passed."""
         if self.phase is Phase.HEAD:
-            self._finish(refuse(Refused(problems.TOO_SLOW, "The head of the request did not arrive in time.")))
+            self._finish(
+                refuse(
+                    Refused(
+                        problems.TOO_SLOW,
+                        f"The head of the request did not arrive within {self.server.timeouts.head:g} s.",
+                    )
+                )
+            )
         elif self.phase is Phase.BODY:
             self.deadline = _FOREVER
-            self._fail_body(Refused(problems.TOO_SLOW, "The body did not arrive in time."))
+            self._fail_body(
+                Refused(
+                    problems.TOO_SLOW,
+                    f"The body did not arrive within {self.server.timeouts.body:g} s. Send fewer events in one request.",
+                )
+            )
         elif self.phase is Phase.ANSWERING:
             self.cut_off()
         else:
@@ -238,7 +250,10 @@ class Connection(HttpProtocol):
         if expectation is None:
             return
         if expectation.lower() != "100-continue":
-            raise Refused(problems.EXPECTATION_FAILED, "The only supported Expect header is 100-continue.")
+            raise Refused(
+                problems.EXPECTATION_FAILED,
+                "The header Expect is not 100-continue. Leave it out, or send Expect: 100-continue.",
+            )
         if self.transport is not None:
             self.transport.write(_CONTINUE)
 
@@ -307,7 +322,7 @@ class Connection(HttpProtocol):
                 refuse(
                     Refused(
                         problems.HEAD_TOO_LARGE,
-                        f"The head of a request must not have more than {MAX_HEAD_BYTES} bytes.",
+                        f"The head of the request has more than {MAX_HEAD_BYTES} bytes. Send fewer or shorter headers.",
                     )
                 )
             )

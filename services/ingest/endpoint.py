@@ -21,10 +21,11 @@ from services.ingest.body_formats import SLICE_BYTES, check_format, choose_encod
 from services.ingest.connection import Connection
 from services.ingest.intake import Intake, Prepared
 from services.ingest.json_events import Limits
-from services.ingest.problems import Refused
+from services.ingest.problems import SEND_AGAIN, Refused
 
 _STREAM_PATH = re.compile(r"/v1/streams/[^/]+/events")
 _ROOT = orjson.dumps({"service": "penstock ingest", "openapi": "/openapi.json"})
+_NO_PATH = "Nothing is at this path. GET /openapi.json lists the paths."
 _LARGE_AT_ONCE = 2
 """Bodies larger than a slice that are parsed at the same time."""
 
@@ -74,7 +75,7 @@ class Endpoint:
         content_type, body_format = check_format(message)
         encoding = choose_encoding(headers.getall(hdrs.CONTENT_ENCODING, []))
         if not intake.partitions:
-            detail = "The broker does not have the stream, or has not answered yet."
+            detail = f"The broker does not have the stream yet, or has not answered. Nothing was stored. {SEND_AGAIN}"
             raise Refused(problems.STREAM_NOT_READY, detail, retry_after=RETRY_AFTER_S)
         body = await connection.read_body(message, self._limits.body_bytes)
         if encoding is not None:
@@ -120,11 +121,11 @@ class Endpoint:
             known = result = await self._producer.send_to(intake.name, prepared.parts)
         except Overloaded as error:
             known = error
-            detail = "The queue to the broker is full. Nothing was stored."
+            detail = f"The queue to the broker is full. Nothing was stored. {SEND_AGAIN}"
             raise Refused(problems.OVERLOADED, detail, retry_after=RETRY_AFTER_S) from None
         except BrokerClosed as error:
             known = error
-            detail = "This process is stopping. Nothing was stored."
+            detail = f"This process is stopping. Nothing was stored. {SEND_AGAIN}"
             raise Refused(problems.BROKER_UNAVAILABLE, detail, retry_after=RETRY_AFTER_S) from None
         finally:
             if intake.ledger is not None:
@@ -151,15 +152,11 @@ class Endpoint:
             _check_method(message, "GET, HEAD")
             return Answer(200, document)
         if not path.startswith("/v1/"):
-            raise Refused(problems.NOT_FOUND, "GET /openapi.json lists the paths.")
+            raise Refused(problems.NOT_FOUND, _NO_PATH)
         key = self._access.authenticate(message)
         intake = self._routes.get(path)
         if intake is None:
-            raise (
-                unknown_stream()
-                if _STREAM_PATH.fullmatch(path)
-                else Refused(problems.NOT_FOUND, "GET /openapi.json lists the paths.")
-            )
+            raise (unknown_stream() if _STREAM_PATH.fullmatch(path) else Refused(problems.NOT_FOUND, _NO_PATH))
         self._access.authorise(key, intake.name)
         _check_method(message, "POST")
         return intake
@@ -174,7 +171,7 @@ def _count(intake: Intake, prepared: Prepared, stored: Sequence[int], arrival: i
 
 def _check_method(message: RawRequestMessage, allowed: str) -> None:
     if message.method not in allowed.split(", "):
-        raise Refused(problems.METHOD_NOT_ALLOWED, f"This path allows: {allowed}.", allow=allowed)
+        raise Refused(problems.METHOD_NOT_ALLOWED, f"This path allows only {allowed}.", allow=allowed)
 
 
 def _wants_ids(message: RawRequestMessage) -> bool:

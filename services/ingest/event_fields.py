@@ -18,11 +18,12 @@ import msgspec
 
 from services.core.ledger.report import MAX_NUMBER
 from services.core.problem_type import ProblemType
+from services.core.units import format_duration
 from services.ingest import problems
+from services.ingest.problems import kind_of
 
 MAX_ID_BYTES = 256
 MAX_KEY_BYTES = 1024
-ID_CHARACTERS = "An id must not have control characters."
 FUTURE_MS = 24 * 3_600_000
 """How far ahead of this machine's clock an event time may be. So no client's broken clock moves a watermark by years."""
 
@@ -58,59 +59,65 @@ def field_reader(path: str) -> Reader:
     return read
 
 
-def read_ids(column: Column) -> tuple[list[bytes | None], Faults]:
-    """Ids as UTF-8, None where absent. A string of 1 to 256 bytes without control characters, or an integer."""
+def read_ids(column: Column, name: str = "The id") -> tuple[list[bytes | None], Faults]:
+    """Ids as UTF-8, None where absent. A string of 1 to 256 bytes without control characters, or an integer.
+
+    name: begins the sentences about faults.
+    """
     if set(map(type, column)) == {str}:
         ids = [value.encode() for value in column]
         if "".join(column).isprintable() and all(ids) and max(map(len, ids)) <= MAX_ID_BYTES:
             return ids, {}
     faults: Faults = {}
-    return [_read_id(value, row, faults) for row, value in enumerate(column)], faults
+    return [_read_id(value, name, row, faults) for row, value in enumerate(column)], faults
 
 
-def _read_id(value: object, row: int, faults: Faults) -> bytes | None:
+def _read_id(value: object, name: str, row: int, faults: Faults) -> bytes | None:
     if value is None:
         return None
     if type(value) is int:
         return b"%d" % value
     if type(value) is not str:
-        faults[row] = (problems.BAD_ID, "An id is a string or an integer below 2^64.")
+        faults[row] = (problems.BAD_ID, f"{name} is {kind_of(value)}. Send a string, or an integer below 2^64.")
         return None
     encoded = value.encode()
     if CONTROL.search(value):
-        faults[row] = (problems.BAD_ID_CHARACTERS, ID_CHARACTERS)
-    elif not 1 <= len(encoded) <= MAX_ID_BYTES:
-        faults[row] = (problems.BAD_ID, f"An id has 1 to {MAX_ID_BYTES} bytes.")
+        faults[row] = (problems.BAD_ID_CHARACTERS, f"{name} has control characters. Send it without them.")
+    elif not encoded:
+        faults[row] = (problems.BAD_ID, f"{name} is an empty string. Leave it out, or send 1 to {MAX_ID_BYTES} bytes.")
+    elif len(encoded) > MAX_ID_BYTES:
+        faults[row] = (problems.BAD_ID, f"{name} has {len(encoded)} bytes. It may have at most {MAX_ID_BYTES}.")
     return encoded
 
 
-def read_keys(column: Column) -> tuple[list[bytes | None], Faults]:
-    """Ordering keys as UTF-8, None where absent. A string of at most 1024 bytes, or an integer."""
+def read_keys(column: Column, name: str = "The key") -> tuple[list[bytes | None], Faults]:
+    """Ordering keys as UTF-8, None where absent. A string of at most 1024 bytes, or an integer. name: as in `read_ids`."""
     if set(map(type, column)) == {str}:
         keys = [value.encode() for value in column]
         if max(map(len, keys)) <= MAX_KEY_BYTES:
             return keys, {}
     faults: Faults = {}
-    return [_read_key(value, row, faults) for row, value in enumerate(column)], faults
+    return [_read_key(value, name, row, faults) for row, value in enumerate(column)], faults
 
 
-def _read_key(value: object, row: int, faults: Faults) -> bytes | None:
+def _read_key(value: object, name: str, row: int, faults: Faults) -> bytes | None:
     if type(value) is int:
         return b"%d" % value
     if type(value) is str:
         key = value.encode()
         if len(key) <= MAX_KEY_BYTES:
             return key
-        faults[row] = (problems.BAD_KEY, f"A key must not have more than {MAX_KEY_BYTES} bytes.")
+        faults[row] = (problems.BAD_KEY, f"{name} has {len(key)} bytes. It may have at most {MAX_KEY_BYTES}.")
     elif value is not None:
-        faults[row] = (problems.BAD_KEY, "A key is a string or an integer below 2^64.")
+        faults[row] = (problems.BAD_KEY, f"{name} is {kind_of(value)}. Send a string, or an integer below 2^64.")
     return None
 
 
-def read_times(column: Column, arrival: int, oldest: int = 0) -> tuple[list[int], Faults]:
+def read_times(column: Column, arrival: int, oldest: int = 0, name: str = "The time") -> tuple[list[int], Faults]:
     """Event times in ms; `arrival` (ms) where absent.
 
     RFC 3339 text with an offset, or a number of seconds or milliseconds since 1970; from `oldest` (ms) until a day after arrival.
+    name: as in `read_ids`.
     """
     kinds = set(map(type, column))
     if kinds == {_NOTHING}:
@@ -127,33 +134,35 @@ def read_times(column: Column, arrival: int, oldest: int = 0) -> tuple[list[int]
     elif kinds == {int} and min(column) >= max(oldest, _SECONDS_BELOW) and max(column) <= arrival + FUTURE_MS:
         return column, {}
     faults: Faults = {}
-    return [_read_time(value, arrival, oldest, row, faults) for row, value in enumerate(column)], faults
+    return [_read_time(value, arrival, oldest, name, row, faults) for row, value in enumerate(column)], faults
 
 
-def _read_time(value: object, arrival: int, oldest: int, row: int, faults: Faults) -> int:
+def _read_time(value: object, arrival: int, oldest: int, name: str, row: int, faults: Faults) -> int:
     time = arrival
     if type(value) is str:
         try:
             time = (msgspec.convert(value, _Time) - _EPOCH) // _MILLISECOND
         except msgspec.ValidationError:
-            faults[row] = (
-                problems.BAD_TIME,
-                "A time that is a string is RFC 3339 with an offset. Try: 2026-01-02T03:04:05.678Z",
-            )
+            detail = f"{name} is a string, but not RFC 3339 with an offset. Send a time like 2026-01-02T03:04:05.678Z."
+            faults[row] = (problems.BAD_TIME, detail)
     elif type(value) is int or type(value) is float:
         time = round(value * 1000) if abs(value) < _SECONDS_BELOW else round(value)
     elif value is not None:
-        faults[row] = (
-            problems.BAD_TIME,
-            "A time is an RFC 3339 string, or a number of seconds or milliseconds since 1970.",
+        detail = (
+            f"{name} is {kind_of(value)}. Send an RFC 3339 string, or a number of seconds or milliseconds since 1970."
         )
-    if not 0 <= time <= arrival + FUTURE_MS:
-        faults[row] = (
-            problems.TIME_OUT_OF_RANGE,
-            "An event time is between 1970 and one day after the event's arrival.",
-        )
+        faults[row] = (problems.BAD_TIME, detail)
+    if time < 0:
+        faults[row] = (problems.TIME_OUT_OF_RANGE, f"{name} is before 1970. Send a later one.")
+    elif time > arrival + FUTURE_MS:
+        detail = f"{name} is more than a day after the arrival. Check the client's clock, and the unit of numbers."
+        faults[row] = (problems.TIME_OUT_OF_RANGE, detail)
     elif time < oldest:
-        faults[row] = (problems.TOO_OLD, "The stream could drop the event before its delivery. Try: a longer retention")
+        age = format_duration((arrival - oldest) / 1000)
+        detail = (
+            f"{name} is more than {age} before the arrival, which is half of the stream's retention. Send newer events."
+        )
+        faults[row] = (problems.TOO_OLD, detail)
     return time
 
 

@@ -106,7 +106,7 @@ def check_head(message: RawRequestMessage) -> None:
     if message.version is HttpVersion11:
         return
     if message.version != HttpVersion10 or hdrs.HOST not in message.headers:
-        raise Refused(problems.BAD_REQUEST, "The request must be HTTP/1.1.")
+        raise Refused(problems.BAD_REQUEST, "The request is not HTTP/1.1.")
 
 
 def _check_coding(message: RawRequestMessage) -> None:
@@ -117,10 +117,12 @@ def _check_coding(message: RawRequestMessage) -> None:
     if not message.chunked:
         raise Refused(problems.BAD_REQUEST, "The header Transfer-Encoding names no coding.", ends=True)
     if message.version is not HttpVersion11:
-        raise Refused(problems.BAD_REQUEST, "Transfer-Encoding needs HTTP/1.1.", ends=True)
+        raise Refused(problems.BAD_REQUEST, "The request has a Transfer-Encoding, and is not HTTP/1.1.", ends=True)
     if message.headers[hdrs.TRANSFER_ENCODING].strip(" \t,").lower() != "chunked":
         raise Refused(
-            problems.UNSUPPORTED_CODING, "Transfer-Encoding can only be chunked. Try: Content-Encoding: gzip", ends=True
+            problems.UNSUPPORTED_CODING,
+            "The Transfer-Encoding is not chunked. Compress with Content-Encoding: gzip.",
+            ends=True,
         )
 
 
@@ -129,7 +131,7 @@ def explain(error: HttpProcessingError) -> Refused:
     if isinstance(error, LineTooLong | HeadTooLarge) or error.message == "Too many headers received":
         return Refused(
             problems.HEAD_TOO_LARGE,
-            f"A head must not have more than {MAX_HEADERS} headers, {MAX_LINE_BYTES} bytes in a header, or {MAX_HEAD_BYTES} "
-            "bytes in all.",
+            f"The head of the request has more than {MAX_HEADERS} headers, {MAX_LINE_BYTES} bytes in a header, or "
+            f"{MAX_HEAD_BYTES} bytes in all. Send fewer or shorter headers.",
         )
-    return Refused(problems.BAD_REQUEST, "This is not a valid HTTP/1.1 request.")
+    return Refused(problems.BAD_REQUEST, "The bytes are not a valid HTTP/1.1 request.")

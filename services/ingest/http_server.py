@@ -115,7 +115,11 @@ class HttpServer:
             if len(self._connections) > 2 * self._max_connections:
                 connection.abort()
             return refuse(
-                Refused(problems.OVERLOADED, "This process has too many connections.", retry_after=RETRY_AFTER_S)
+                Refused(
+                    problems.OVERLOADED,
+                    f"This process has too many connections. {SEND_AGAIN}",
+                    retry_after=RETRY_AFTER_S,
+                )
             )
         if self._draining:
             connection.drain()
@@ -156,5 +160,7 @@ class HttpServer:
     def overloaded(self) -> Refused:
         """The refusal for held bytes over the bound."""
         return Refused(
-            problems.OVERLOADED, "This process holds the bytes of too many requests.", retry_after=RETRY_AFTER_S
+            problems.OVERLOADED,
+            f"This process holds the bytes of too many requests. {SEND_AGAIN}",
+            retry_after=RETRY_AFTER_S,
         )

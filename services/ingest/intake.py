@@ -18,7 +18,6 @@ from services.core.problem_type import ProblemType
 from services.ingest import problems
 from services.ingest.cloudevents import JSON
 from services.ingest.event_fields import (
-    ID_CHARACTERS,
     Column,
     Faults,
     IdMaker,
@@ -35,6 +34,8 @@ from services.ingest.metrics import StreamLedger, Tally
 from services.ingest.problems import Refusal, Refused
 
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}(-.{0,200})?")
+_ATTRIBUTES = {"id": "id", "key": "partitionkey", "time": "time"}
+"""The CloudEvents attributes that have the value if the payload lacks it."""
 _OWN_HEADER = frozenset(("id", "datacontenttype"))
 _NO_HEADERS: Headers = ()
 KEYLESS_MS = 25
@@ -110,6 +111,7 @@ class Intake:
         self._id_field = field_reader(stream.id) if stream.id else None
         self._key_field = field_reader(stream.key) if stream.key else None
         self._time_field = field_reader(stream.time) if stream.time else None
+        self._names = {with_attributes: _name_values(stream, with_attributes) for with_attributes in (False, True)}
         self._keyless, self._keyless_since = 0, -KEYLESS_MS
 
     def prepare(self, items: Items, arrival: int, traceparent: str | None) -> Prepared:
@@ -136,8 +138,13 @@ class Intake:
         count, refused = len(columns.ids), items.refused
         rows: Sequence[int] = range(count)
         if faults:
-            if not items.by_line and any(kind is problems.BAD_ID_CHARACTERS for kind, _ in faults.values()):
-                raise Refused(problems.BAD_ID_CHARACTERS, ID_CHARACTERS)
+            bad = [row for row, (kind, _) in faults.items() if kind is problems.BAD_ID_CHARACTERS]
+            if bad and not items.by_line:
+                row = min(bad)
+                detail = (
+                    f"In event {items.indexes[row]}, counted from 0: {faults[row][1]} The whole request was refused."
+                )
+                raise Refused(problems.BAD_ID_CHARACTERS, detail)
             refused = refused + [Refusal(items.indexes[row], *fault) for row, fault in sorted(faults.items())]
             rows = [row for row in rows if row not in faults]
         split = self._split(rows, columns.keys, arrival) if rows else {}
@@ -151,17 +158,19 @@ class Intake:
         """The id, key, time and further headers of each row, and the faults by row."""
         count = len(items.values)
         faults: Faults = {}
+        names = self._names[items.attributes is not None]
         found: list[bytes | None] = []
         keys: list[bytes | None] | None = None
         times = [arrival] * count
-        if (column := _column(items, self._id_field, "id")) is not None:
-            found, wrong = read_ids(column)
+        if (column := _column(items, self._id_field, _ATTRIBUTES["id"])) is not None:
+            found, wrong = read_ids(column, names["id"])
             faults.update(wrong)
-        if (column := _column(items, self._key_field, "partitionkey")) is not None:
-            keys, wrong = read_keys(column)
+        if (column := _column(items, self._key_field, _ATTRIBUTES["key"])) is not None:
+            keys, wrong = read_keys(column, names["key"])
             faults.update(wrong)
-        if (column := _column(items, self._time_field, "time")) is not None:
-            times, wrong = read_times(column, arrival, 0 if self._max_age_ms is None else arrival - self._max_age_ms)
+        if (column := _column(items, self._time_field, _ATTRIBUTES["time"])) is not None:
+            oldest = 0 if self._max_age_ms is None else arrival - self._max_age_ms
+            times, wrong = read_times(column, arrival, oldest, names["time"])
             faults.update(wrong)
         more = more_headers(items.attributes, count, traceparent)
         return Columns(items.values, self._fill(found, count, arrival), keys, times, more), faults
@@ -195,6 +204,16 @@ class Intake:
         if not 0 <= arrival - self._keyless_since < KEYLESS_MS:
             self._keyless, self._keyless_since = self._rotate(self.name, self.partitions), arrival
         return self._keyless
+
+
+def _name_values(stream: Stream, with_attributes: bool) -> dict[str, str]:
+    """The beginning of a sentence about an id, key or time: with its places in the event."""
+    fields, names = {"id": stream.id, "key": stream.key, "time": stream.time}, {}
+    for what, path in fields.items():
+        places = [] if path is None else [f"field {path}"]
+        places += [f"attribute {_ATTRIBUTES[what]}"] if with_attributes else []
+        names[what] = f"The {what} ({' or '.join(places)})"
+    return names
 
 
 def _column(items: Items, field: Reader | None, name: str) -> Column | None:

@@ -17,11 +17,12 @@ import orjson
 
 from services.core.problem_type import ProblemType
 from services.ingest import problems
-from services.ingest.problems import Refusal, Refused
+from services.ingest.problems import Refusal, Refused, kind_of
 
 MAX_DEPTH = 128
 WHITESPACE = b" \t\r\n"
-TOO_DEEP_DETAIL = f"An event must not have more than {MAX_DEPTH} levels of nesting."
+TOO_DEEP_DETAIL = f"An event has more than {MAX_DEPTH} levels of nested arrays and objects."
+NO_EVENT = "The body is empty, or has only white space. Send at least one event."
 _CONTAINERS = frozenset((dict, list))
 _ELEMENTS = msgspec.json.Decoder(list[msgspec.Raw])
 
@@ -32,13 +33,13 @@ def parse(text: bytes) -> Any:
         return orjson.loads(text)
     except orjson.JSONDecodeError as error:
         if not text.strip(WHITESPACE):
-            raise Refused(problems.EMPTY_BODY, "The body has no event.") from None
+            raise Refused(problems.EMPTY_BODY, NO_EVENT) from None
         raise Refused(problems.BAD_JSON, describe(error)) from None
 
 
 def describe(error: orjson.JSONDecodeError) -> str:
     """The fault and its place. orjson's messages are constant texts that never repeat the input."""
-    return f"{error.msg}: line {error.lineno} column {error.colno}"
+    return f"The JSON is not valid at line {error.lineno}, column {error.colno}: {error.msg}."
 
 
 def split_array(text: bytes, values: list[Any]) -> list[bytes]:
@@ -121,7 +122,8 @@ def read_json(body: bytes, limits: Limits) -> Items:
         check_single(value, document, limits)
         return Items([value], [document], _ONE)
     if type(document) is not list:
-        raise Refused(problems.BAD_JSON, "The body must be a JSON object, or an array of JSON objects.")
+        detail = f"The body is {kind_of(document)}. Send a JSON object, or an array of JSON objects."
+        raise Refused(problems.BAD_JSON, detail)
     check_count(len(document), limits)
     return read_elements(body, document, 0, limits)
 
@@ -136,14 +138,14 @@ def read_lines(body: bytes, limits: Limits) -> Items:
     check_start(body, limits)
     items = read_piece(body, 0, limits)
     if not items.values and not items.refused:
-        raise Refused(problems.EMPTY_BODY, "The body has no event.")
+        raise Refused(problems.EMPTY_BODY, NO_EVENT)
     return items
 
 
 def check_start(body: bytes, limits: Limits) -> None:
     """Raises Refused for a byte order mark, and for too many lines."""
     if body.startswith(codecs.BOM_UTF8):
-        raise Refused(problems.BAD_JSON, "The body begins with a byte order mark, which is not allowed.")
+        raise Refused(problems.BAD_JSON, "The body begins with a byte order mark. Send UTF-8 without it.")
     check_count(body.count(b"\n"), limits)
 
 
@@ -162,28 +164,34 @@ def read_piece(piece: bytes, first: int, limits: Limits) -> Items:
     return items
 
 
+_BY_FIRST_BYTE: dict[bytes, Any] = {b"{": {}, b"[": [], b'"': "text", b"t": True, b"f": False, b"n": None}
+_BY_FIRST_BYTE |= dict.fromkeys((b"-", *(b"%d" % digit for digit in range(10))), 0.5)
+
+
 def unparsed(text: bytes) -> Any:
-    """The document of an event that is too large to be parsed, and will be refused: {} for an object, else None."""
-    return {} if text[:1] == b"{" else None
+    """The document of an event that is too large to be parsed, and will be refused: some value of the same kind."""
+    return _BY_FIRST_BYTE.get(text[:1], _BadLine)
 
 
 def check_count(count: int, limits: Limits) -> None:
     """Raises Refused when these are too many events for one request."""
     if count > limits.events:
-        raise Refused(problems.TOO_MANY_EVENTS, f"A request must not have more than {limits.events} events.")
+        raise Refused(
+            problems.TOO_MANY_EVENTS, f"The request has more than {limits.events} events. Send fewer in one request."
+        )
 
 
 def check_single(text: bytes, value: Any, limits: Limits) -> None:
     """Raises Refused when the one event of a request is too large or nested too deeply."""
     if len(text) > limits.event_bytes:
-        raise Refused(problems.EVENT_TOO_LARGE, too_large(limits))
+        raise Refused(problems.EVENT_TOO_LARGE, too_large(len(text), limits))
     if is_too_deep(text, value):
         raise Refused(problems.TOO_DEEP, TOO_DEEP_DETAIL)
 
 
-def too_large(limits: Limits) -> str:
-    """The detail for an event over the limit."""
-    return f"An event must not have more than {limits.event_bytes} bytes."
+def too_large(size: int, limits: Limits) -> str:
+    """The detail for an event of so many bytes, over the limit."""
+    return f"The event has {size} bytes. An event may have at most {limits.event_bytes}."
 
 
 def choose(texts: list[bytes], documents: list[Any], indexes: Any, limits: Limits, *, by_line: bool = False) -> Items:
@@ -209,9 +217,9 @@ def _fault(text: bytes, document: Any, limits: Limits, *, by_line: bool) -> tupl
     if isinstance(document, _BadLine):
         return problems.BAD_JSON, document.detail
     if type(document) is not dict:
-        return problems.NOT_AN_OBJECT, "An event is a JSON object."
+        return problems.NOT_AN_OBJECT, f"The event is {kind_of(document)}. Send a JSON object."
     if len(text) > limits.event_bytes:
-        return problems.EVENT_TOO_LARGE, too_large(limits)
+        return problems.EVENT_TOO_LARGE, too_large(len(text), limits)
     if by_line and is_too_deep(text, document):
         return problems.TOO_DEEP, TOO_DEEP_DETAIL
     return None

@@ -1,6 +1,7 @@
 """All reasons for which ingest refuses a request or an event: RFC 9457 problem types, stable for clients (docs/ingest.md).
 
-Details are constant texts, or name limits and positions. They never repeat bytes that the client sent.
+A detail says in sentences which value is wrong, what was found there and what to send, for the developer of a client. It names
+fields, kinds of values, limits and positions. It never repeats a value that the client sent.
 """
 
 from dataclasses import dataclass
@@ -53,6 +54,21 @@ ALL = tuple(value for value in list(globals().values()) if isinstance(value, Pro
 
 SEND_AGAIN = "Send the same events with the same ids again."
 
+_KINDS = {
+    type(None): "null",
+    bool: "a boolean",
+    str: "a string",
+    int: "an integer",
+    float: "a number with a fraction, or beyond 64 bits",
+    list: "an array",
+    dict: "an object",
+}
+
+
+def kind_of(value: object) -> str:
+    """The kind of a parsed JSON value, for a person. Any other value stands for text that is not JSON."""
+    return "an empty string" if value == "" else _KINDS.get(type(value), "not valid JSON")
+
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
@@ -94,4 +110,7 @@ class Refused(Exception):
 
 def body_too_large(limit: int) -> Refused:
     """limit: bytes."""
-    return Refused(BODY_TOO_LARGE, f"A body must not have more than {limit} bytes, also after unpacking.")
+    return Refused(
+        BODY_TOO_LARGE,
+        f"The body has more than {limit} bytes, or would have them after unpacking. Send fewer events in one request.",
+    )

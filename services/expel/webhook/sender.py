@@ -177,7 +177,7 @@ def read_outcome(status: int, body: bytes, whole: bool, delivery: Delivery) -> O
     if status != 207 and b'"failed"' not in body:
         return None
     if not whole:
-        return _bad(f"a response that names failed events has at most {MAX_RESPONSE} bytes")
+        return _bad(f"the response names failed events and has more than {MAX_RESPONSE} bytes")
     try:
         items = _decode(body).failed
     except (msgspec.DecodeError, RecursionError):
