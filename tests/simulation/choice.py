@@ -39,6 +39,7 @@ class Choice:
     batch: int
     weights: dict[str, int]
     """How often what happens, by kind."""
+    theme: "Theme"
 
     @property
     def words(self) -> frozenset[str]:
@@ -55,6 +56,7 @@ class Choice:
         words |= {"observed"} if self.observed else set()
         words |= {"keys"} if self.has_keys else set()
         words |= {"signed"} if any("secret" in one["webhook"] for one in destinations) else set()
+        words |= {"writers"} if self.theme is OF_WRITERS else set()
         words |= {"several"} if len(destinations) > 1 else set()
         return frozenset(words | {f"order: {one['webhook']['order']}" for one in destinations})
 
@@ -83,12 +85,18 @@ OPERATORS = (
 class Theme:
     """Kinds that a history has in any case, often. observed, in_order: whether it must be so; else the dice say.
 
-    share: of the themes. longer: by how many seconds more clients send.
+    share: of the themes. longer: by how many seconds more clients send. brokers: the kinds of brokers; none: any.
+    longest_window: seconds for which a broker's fault lasts at most. gives_up: how often a client does not send again what it
+    does not know to be stored.
     """
 
     share: int = 1
     operators: tuple[str, ...] = ()
     receiver_faults: tuple[str, ...] = ()
+    broker_faults: tuple[str, ...] = ()
+    brokers: tuple[str, ...] = ()
+    longest_window: float = 5.0
+    gives_up: float = 0.1
     observed: bool = False
     in_order: bool = False
     longer: float = 0.0
@@ -102,12 +110,22 @@ THEMES = (
     Theme(2, ("remake", "pause")),
 )
 """Kinds that act on the same events. Faults were found where they meet, and seldom in a history that has many other kinds."""
+OF_WRITERS = Theme(
+    broker_faults=("answer_lost", "partial", "refused", "throttled"),
+    brokers=("kafka", "kinesis"),
+    longer=20.0,
+    longest_window=25.0,
+    gives_up=0.5,
+)
+"""Appends are in doubt, and then refused until nobody tries them any more; then others follow them. Every tenth seed has it."""
 WIDE, PAIR = 0.5, 0.2
 """Shares of the histories without a theme, and of those whose theme is any two kinds of operators."""
 
 
-def _choose_theme(rng: random.Random) -> Theme:
+def _choose_theme(seed: int, rng: random.Random) -> Theme:
     drawn = rng.random()
+    if seed % 10 == 0:
+        return OF_WRITERS
     if drawn < WIDE:
         return NO_THEME
     if drawn < WIDE + PAIR:
@@ -118,7 +136,7 @@ def _choose_theme(rng: random.Random) -> Theme:
 def choose(seed: int) -> Choice:
     """The same for the same seed."""
     rng = random.Random(seed)
-    theme = _choose_theme(rng)
+    theme = _choose_theme(seed, rng)
     is_wide = theme is NO_THEME
 
     def some(names: tuple[str, ...], chance: float, sure: tuple[str, ...] = ()) -> tuple[str, ...]:
@@ -131,11 +149,11 @@ def choose(seed: int) -> Choice:
     names = ("a", "b")[: 2 if observed else rng.randint(1, 2)]
     destinations = [_destination(rng, name, in_order=keyed and name == "a") for name in names]
     transform = {"transform": {"sql": "SELECT * FROM orders"}} if rng.random() < 0.25 else {}
-    broker_faults = some(weather_module.KINDS, 0.4)
+    broker_faults = some(weather_module.KINDS, 0.4, theme.broker_faults)
     receiver_faults = some(receivers_module.KINDS, 0.35, theme.receiver_faults)
     process_faults = some(PROCESS_FAULTS, 0.5)
     operators = some(OPERATORS, 0.3 if is_wide else 0.1, theme.operators)
-    kind = rng.choice(KINDS)
+    kind = rng.choice([kind for kind in KINDS if not theme.brokers or kind.name in theme.brokers])
     node_faults = some(_NODE_FAULTS.get(kind.name, ()), 0.4)
     kinds = [
         *["nodes"] * bool(node_faults),
@@ -144,7 +162,11 @@ def choose(seed: int) -> Choice:
         *process_faults,
         *operators,
     ]
-    often = {*theme.operators, *["receiver"] * bool(theme.receiver_faults)}
+    often = {
+        *theme.operators,
+        *["receiver"] * bool(theme.receiver_faults),
+        *["weather"] * bool(theme.broker_faults),
+    }
     weights = {each: 6 if each in often else rng.choice((1, 2, 6) if is_wide else (1, 2)) for each in kinds}
     return Choice(
         kind=kind,
@@ -166,6 +188,7 @@ def choose(seed: int) -> Choice:
         pace=rng.choice((0.25, 0.5, 1.0)) * clients,
         batch=rng.choice((1, 4, 12)),
         weights=weights,
+        theme=theme,
     )
 
 

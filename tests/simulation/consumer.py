@@ -92,6 +92,7 @@ class ModelConsumer:
         if not is_member:
             sources, lost = frozenset(self.owned), True
         mine = sources & self.owned.keys()
+        epochs = {source: self.owned[source].epoch for source in mine}
         self._paused -= mine
         for source in mine:
             if lost:
@@ -105,7 +106,7 @@ class ModelConsumer:
         for source in mine:
             self.owned.pop(source, None)
         if not lost:
-            await self._tell(lambda: self._cluster.coordinator.release(self.group, self.number, mine))
+            await self._tell(lambda: self._cluster.coordinator.release(self.group, self.number, epochs))
         if not is_member:
             await self._join_again()
 

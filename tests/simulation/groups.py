@@ -5,7 +5,7 @@ cut off, after SESSION_S, without a word.
 """
 
 import asyncio
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -104,12 +104,13 @@ class Coordinator:
         joined = self._groups.get(group, {}).get(number)
         return joined is not None and source in joined.owns and joined.epochs[source] == epoch
 
-    def release(self, group: str, number: int, sources: Collection[TopicPartition]) -> None:
-        """Drained."""
+    def release(self, group: str, number: int, drained: Mapping[TopicPartition, int]) -> None:
+        """Drained; by epoch, because a request that is repeated may find the partition owned anew."""
         joined = self._groups.get(group, {}).get(number)
         if joined is not None:
-            joined.owns -= set(sources)
-            joined.leaving -= set(sources)
+            sources = {source for source, epoch in drained.items() if joined.epochs.get(source) == epoch}
+            joined.owns -= sources
+            joined.leaving -= sources
             if self._is_eager:
                 self._deal(group)
             else:
@@ -195,7 +196,7 @@ class Coordinator:
         joined = self._groups.get(group, {}).get(number)
         if joined is not None and source in joined.leaving:
             joined.member.hear_revoke(frozenset({source}), lost=True)
-            self.release(group, number, [source])
+            self.release(group, number, {source: joined.epochs[source]})
 
     def _deleted(self, topic: str) -> None:
         """Nobody owns what is not there; the owners hear it late."""

@@ -82,7 +82,15 @@ class History:
             },
             self.rotation,
         )
-        self.senders = Senders(self.machine, self.rng, self.oracle, self.fleet.listening, self.rotation, [STREAM])
+        self.senders = Senders(
+            self.machine,
+            self.rng,
+            self.oracle,
+            self.fleet.listening,
+            self.rotation,
+            [STREAM],
+            gives_up=self.choice.theme.gives_up,
+        )
         self.operator = Operator(self)
         self.document = self.choice.pipes
         self.pipes = PipeFile.model_validate(self.document)
@@ -248,7 +256,7 @@ class History:
         if kind == "weather":
             topic = rng.choice((None, STREAM, CONTROL, rng.choice(sorted(self.cluster.store.topics))))
             self.trace(f"weather on {topic}")
-            self.weather.begin(topic, rng.uniform(0.2, 5.0), reads=rng.random() < 0.4)
+            self.weather.begin(topic, rng.uniform(0.2, self.choice.theme.longest_window), reads=rng.random() < 0.4)
         elif kind == "receiver":
             modes = tuple(
                 rng.sample(self.choice.receiver_faults, min(len(self.choice.receiver_faults), rng.randint(1, 2)))

@@ -77,11 +77,23 @@ PATCHES = (
         (
             Change(
                 "services/core/broker/kafka/appender.py",
-                "        if was_in_doubt:\n            raise",
-                "        if was_in_doubt:\n            state.doubtful = ()\n            raise",
+                "        if was_in_doubt:\n            if code",
+                "        if was_in_doubt:\n            state.doubtful = ()\n            if code",
             ),
         ),
-        needs=frozenset({"kafka"}),
+        needs=frozenset({"kafka", "writers"}),
+    ),
+    Patch(
+        "doubt-for-ever",
+        "on Kafka, a batch whose number is refused for ever is sent under it for ever, and holds up its partition",
+        (
+            Change(
+                "services/core/broker/kafka/appender.py",
+                "                state.give_up_doubt()",
+                "                pass",
+            ),
+        ),
+        needs=frozenset({"kafka", "forget_producers", "writers"}),
     ),
     Patch(
         "failure-called-refusal",
@@ -93,7 +105,7 @@ PATCHES = (
                 "Throttled(text) if code in _THROTTLED or code in _SERVICE_FAILED else OutcomeUnknown(text)",
             ),
         ),
-        needs=frozenset({"kinesis", "partial"}),
+        needs=frozenset({"kinesis", "writers"}),
     ),
     Patch(
         "old-marks",

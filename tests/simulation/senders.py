@@ -138,7 +138,7 @@ async def post(
 class Senders:
     """Clients that each send events of keys of their own, one request at a time.
 
-    `listening` gives the processes that take requests.
+    `listening` gives the processes that take requests. gives_up: how often a client does not send an event again.
     """
 
     def __init__(
@@ -149,7 +149,10 @@ class Senders:
         listening: Callable[[], Sequence[Process]],
         rotation: Rotation,
         streams: Sequence[str],
+        *,
+        gives_up: float,
     ) -> None:
+        self._gives_up = gives_up
         self._machine, self._rng, self._oracle, self._listening = machine, rng, oracle, listening
         self._rotation, self._streams = rotation, streams
         self.requests = 0
@@ -167,7 +170,7 @@ class Senders:
             await self.send(waiting)
             waiting = [event for event in waiting if event.fate in (Fate.UNKNOWN, Fate.DENIED)]
             if waiting:
-                if self._rng.random() < 0.1:  # the client gives up
+                if self._rng.random() < self._gives_up:
                     waiting = []
                     continue
                 await asyncio.sleep(self._rng.uniform(0.1, 2.0))

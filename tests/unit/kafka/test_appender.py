@@ -10,6 +10,7 @@ import pytest
 
 from services.core.broker.contract import Appended
 from services.core.broker.errors import BrokerError, OutcomeUnknown, RecordTooLarge, Unavailable
+from services.core.broker.kafka import appender as appender_module
 from services.core.broker.kafka.appender import KafkaAppender
 from services.core.broker.kafka.cluster import Cluster
 from services.core.broker.kafka.node_sender import PendingBatch
@@ -152,6 +153,34 @@ async def test_a_number_that_a_leader_does_not_know_is_not_changed_while_its_bat
     appender: KafkaAppender, sender: AnsweringSender, code: int
 ) -> None:
     """If it fails, a node that was replaced as leader, and answers from its old log, has a batch stored twice."""
+    sender.codes = [REQUEST_TIMED_OUT, code, 0]
+    for _ in range(2):
+        with pytest.raises(OutcomeUnknown):
+            await appender.append("s", 0, RECORDS[:3], timeout=5.0)
+    await appender.append("s", 0, RECORDS[:3], timeout=5.0)
+    assert sender.batches == [(7, 0, 3)] * 3
+
+
+@pytest.mark.parametrize("code", [OUT_OF_ORDER, UNKNOWN_PRODUCER, 47, 49, MESSAGE_TOO_LARGE, INVALID_TIMESTAMP])
+async def test_a_refusal_that_lasts_ends_the_old_number(
+    appender: KafkaAppender, sender: AnsweringSender, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    """If it fails, a partition stands still until a restart: the writer of dead letters sends the same records for ever."""
+    sender.codes = [REQUEST_TIMED_OUT, code, code, 0]
+    for longest in (60.0, 60.0, -1.0):
+        monkeypatch.setattr(appender_module, "LONGEST_DOUBT_S", longest)
+        with pytest.raises(OutcomeUnknown):
+            await appender.append("s", 0, RECORDS[:3], timeout=5.0)
+    assert (await appender.append("s", 0, RECORDS[:3], timeout=5.0)).first == 9
+    assert sender.batches == [(7, 0, 3)] * 3 + [(8, 0, 3)]
+
+
+@pytest.mark.parametrize("code", [NOT_ENOUGH_REPLICAS, NOT_LEADER, REQUEST_TIMED_OUT])
+async def test_an_outage_does_not_end_the_old_number(
+    appender: KafkaAppender, sender: AnsweringSender, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    """If it fails, each outage of more than a minute stores batches twice."""
+    monkeypatch.setattr(appender_module, "LONGEST_DOUBT_S", -1.0)
     sender.codes = [REQUEST_TIMED_OUT, code, 0]
     for _ in range(2):
         with pytest.raises(OutcomeUnknown):

@@ -10,6 +10,9 @@ size, rights, leadership) come before the check for repeats, and a leader that d
 without knowing it. So a batch in doubt stays in doubt until a repeat succeeds or the producer gives it up. Then its outcome
 stays unknown, and other records are sent under a new producer id.
 
+A caller may never give a batch up, and a refusal of its number, its size or a record may never end. So after `LONGEST_DOUBT_S`
+such a refusal ends the old number: the records are sent as new ones under a new producer id, and may be stored twice.
+
 Kafka forgets the numbers `producer.id.expiration.ms` after the time of the newest record: docs/adr/0003.
 """
 
@@ -44,6 +47,10 @@ from services.core.broker.kafka.record_batch import MAX_RECORD_BYTES, Identity, 
 from services.core.broker.kafka.topic_settings import TopicLimits
 from services.core.broker.record import Record, content_bytes
 
+LONGEST_DOUBT_S = 60.0
+"""Longer than one call of the producer (`AppendPolicy`): only a caller that sends the same records in a new call lasts longer."""
+_LASTING = PRODUCER_STATE_LOST | TOO_LARGE | BAD_RECORD
+"""Codes that each repeat may get for ever."""
 _WRAP = 0x7FFFFFFF
 
 
@@ -51,13 +58,14 @@ _WRAP = 0x7FFFFFFF
 class SequenceState:
     """One partition's numbering under one identity. `next`: the number of the batch in doubt, or of the next new one.
 
-    doubtful: the records of the batch in doubt. given_up: Kafka refused a new batch because of its number; the batch was
-    not stored, and nothing more is sent under this identity.
+    doubtful: the records of the batch in doubt. doubted_at: when they came into doubt, in seconds of the event loop. given_up:
+    nothing more is sent under this identity, because Kafka refuses its numbers or a batch in doubt was given up.
     """
 
     identity: Identity
     next: int = 0
     doubtful: Sequence[Record] = ()
+    doubted_at: float = 0.0
     given_up: bool = False
 
     @property
@@ -80,6 +88,14 @@ class SequenceState:
         """The number of `records`, from their first, that are in the batch in doubt."""
         index = self.repeated_from(records)
         return 0 if index is None else len(self.doubtful) - index
+
+    def doubt(self, records: Sequence[Record]) -> None:
+        """The batch of the next number was sent, and its outcome is unknown."""
+        self.doubtful, self.doubted_at = records, asyncio.get_running_loop().time()
+
+    def give_up_doubt(self) -> None:
+        """Send the batch in doubt no more under its number."""
+        self.doubtful, self.given_up = (), True
 
     def stored(self, count: int) -> None:
         """The broker has stored the batch of the next number, with `count` records."""
@@ -289,18 +305,22 @@ class KafkaAppender:
             raise  # it has not left
         except BaseException:
             if pending.sent and not was_in_doubt:
-                state.doubtful, progress.in_doubt = batch, len(batch)
+                state.doubt(batch)
+                progress.in_doubt = len(batch)
             raise
         if code == 0 or (code == DUPLICATE_SEQUENCE and was_in_doubt):
             state.stored(len(batch))
             return -1 if code else offset
         error = classify_produce(code, target.name)
         if was_in_doubt:
+            if code in _LASTING and asyncio.get_running_loop().time() - state.doubted_at > LONGEST_DOUBT_S:
+                state.give_up_doubt()
             raise OutcomeUnknown(f"{error}, when the batch was sent again; it may be stored")
         if code in PRODUCER_STATE_LOST:
             state.given_up = True
         elif isinstance(error, OutcomeUnknown):
-            state.doubtful, progress.in_doubt = batch, len(batch)
+            state.doubt(batch)
+            progress.in_doubt = len(batch)
         raise self._refusal(target, error, code)
 
     def _refusal(self, target: _Target, error: BrokerError, code: int) -> Exception:
