@@ -56,10 +56,13 @@ class Pause(msgspec.Struct, frozen=True):
 
 
 class Pauses:
-    """The content of the control topic, as far as `refresh` has read it. Not thread-safe."""
+    """The content of the control topic, as far as `refresh` has read it. Not thread-safe.
 
-    def __init__(self, reader: Reader) -> None:
-        self._reader = reader
+    renames: the lane of each former name (`pipes.renames_of`): a pause of that name is a pause of the lane.
+    """
+
+    def __init__(self, reader: Reader, renames: Mapping[str, str] | None = None) -> None:
+        self._reader, self._renames = reader, renames or {}
         self._next = 0
         self._newest: dict[str, tuple[int, Pause]] = {}
         self._changed = asyncio.Event()
@@ -125,7 +128,7 @@ class Pauses:
         except msgspec.DecodeError as error:
             log.warning("control_record_unreadable", topic=CONTROL, offset=offset, error=str(error))
             return False
-        name = key.removeprefix(_KEY)
+        name = self._renames.get(key.removeprefix(_KEY), key.removeprefix(_KEY))
         if pause.state != "replayed":
             self._newest[name] = (offset, pause)
             return True

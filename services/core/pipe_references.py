@@ -1,4 +1,5 @@
-"""Checks the names in a pipe file against each other: unknown streams, duplicates, loops, wrong entries of `removed`."""
+"""Checks the names in a pipe file against each other: unknown streams, duplicates, loops, wrong former names, wrong entries of
+`removed`."""
 
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -33,7 +34,7 @@ def find_broken_references(data: object) -> list[Found]:
                 continue
             for source in sources:
                 feeds.setdefault(source, set()).add(str(target))
-    return problems + _check_removed(_mapping(_mapping(data).get("removed")), pipes)
+    return problems + list(_check_renames(pipes)) + _check_removed(_mapping(_mapping(data).get("removed")), pipes)
 
 
 def _check_pipe(
@@ -70,19 +71,76 @@ def _reaches(feeds: Mapping[str, set[str]], start: str, goals: set[str]) -> bool
     return False
 
 
+def former_lanes(pipe: str, former_pipe: str | None, name: str, former_name: str | None) -> list[str]:
+    """The former names of the lane of one destination, by `renamed_from` of its pipe and of itself; the latest first."""
+    found = [f"{one}/{each}" for one in (former_pipe, pipe) if one for each in (name, former_name) if each]
+    return [lane for lane in found if lane != f"{pipe}/{name}"]
+
+
+def _check_renames(pipes: Mapping[str, object]) -> Iterator[Found]:
+    claimed: dict[str, str] = {}
+    for name, pipe in pipes.items():
+        former, path = _former(pipe), ("pipes", name, "renamed_from")
+        if former in pipes:
+            yield path, f"the pipe {former!r} is still in this file. Try: its former name, or no renamed_from"
+        elif former and former in claimed:
+            reason = "a pipe with a transform cannot be renamed: its output topic and its checkpoint have its name"
+            remedy = f"the name {former!r} again; or no renamed_from, then the transform reads its sources from their beginning"
+            yield path, f"{reason}. Try: {remedy}"
+        claimed.setdefault(former, name)
+        destinations = [_mapping(one) for one in _items(_mapping(pipe).get("destinations"))]
+        names = [one.get("name") for one in destinations]
+        in_pipe: dict[str, object] = {}
+        for index, destination in enumerate(destinations):
+            former, path_of = _former(destination), ("pipes", name, "destinations", index, "renamed_from")
+            if former and former in names:
+                yield (
+                    path_of,
+                    f"{former!r} is still a destination of this pipe. Try: its former name, or no renamed_from",
+                )
+            elif former and former in in_pipe:
+                yield (
+                    path_of,
+                    f"{former!r} is the former name of {in_pipe[former]!r} already. Try: renamed_from at one of them",
+                )
+            in_pipe.setdefault(former, destination.get("name"))
+
+
+def _former(data: object) -> str:
+    former = _mapping(data).get("renamed_from")
+    return former if isinstance(former, str) else ""
+
+
 def _check_removed(removed: Mapping[str, object], pipes: Mapping[str, object]) -> list[Found]:
     lanes = {
         f"{name}/{destination.get('name')}": "webhook" in destination
         for name, pipe in pipes.items()
         for destination in map(_mapping, _items(_mapping(pipe).get("destinations")))
     }
+    renamed = {
+        former: f"{name}/{destination.get('name')}"
+        for name, pipe in pipes.items()
+        for destination in map(_mapping, _items(_mapping(pipe).get("destinations")))
+        for former in former_lanes(name, _former(pipe), str(destination.get("name")), _former(destination))
+    }
     problems: list[Found] = []
     for lane, choice in removed.items():
         target = _mapping(choice).get("deliver_to")
-        if lane in lanes:
+        if lane in lanes or lane in pipes:
             problems.append(
                 (("removed", lane), "is still in this file, so it gets its waiting events. Try: remove this entry")
             )
+        if lane in renamed:
+            problems.append(
+                (
+                    ("removed", lane),
+                    f"is a former name of {renamed[lane]}, which gets its events. Try: remove this entry",
+                )
+            )
+        if isinstance(target, str) and "/" not in lane:
+            text = f"a pipe has several destinations. Try: an entry for each, `{lane}/DESTINATION: {{deliver_to: …}}`"
+            problems.append((("removed", lane, "deliver_to"), text))
+            continue
         if isinstance(target, str) and not lanes.get(target):
             known = ", ".join(sorted(name for name, is_webhook in lanes.items() if is_webhook)) or "there is none"
             problems.append((("removed", lane, "deliver_to"), f"{target!r} is no webhook of this file: {known}"))

@@ -4,22 +4,27 @@ These models check the file. `penstock schema` prints their JSON Schema for edit
 """
 
 import hashlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
-from services.core.pipe_references import RESERVED, find_broken_references
+from services.core.pipe_references import RESERVED, find_broken_references, former_lanes
 from services.core.units import Duration, Size
 from services.core.yaml_source import BadConfiguration, Document, Problem, load_yaml, validate_document
 
 NAME_PATTERN = r"^[a-z0-9][a-z0-9_-]{0,62}$"
 LANE_PATTERN = r"^[a-z0-9][a-z0-9_-]{0,62}/[a-z0-9][a-z0-9_-]{0,62}$"
+REMOVED_PATTERN = r"^[a-z0-9][a-z0-9_-]{0,62}(/[a-z0-9][a-z0-9_-]{0,62})?$"
 Name = Annotated[str, Field(pattern=NAME_PATTERN)]
 """At most 63 lower-case letters, digits, - and _. No dots: they separate the parts of topic names."""
 
 LaneName = Annotated[str, Field(pattern=LANE_PATTERN)]
 """`pipe/destination`."""
+
+RemovedName = Annotated[str, Field(pattern=REMOVED_PATTERN)]
+"""`pipe/destination`, or `pipe`."""
 
 
 class _Strict(BaseModel):
@@ -252,6 +257,11 @@ class Destination(_Strict):
     start: Literal["earliest", "latest"] = Field(
         "earliest", description="The position at which a new destination begins."
     )
+    renamed_from: Name | None = Field(
+        None,
+        description="Its former name in this pipe. It continues at the position of that one, and gets the events that wait for "
+        "it. May stay here for ever.",
+    )
 
     @model_validator(mode="after")
     def _one_kind(self) -> Self:
@@ -266,6 +276,11 @@ class Pipe(_Strict):
     sources: list[Name] = Field(min_length=1, max_length=32)
     transform: Transform | None = None
     destinations: list[Destination] = Field(min_length=1, max_length=1000)
+    renamed_from: Name | None = Field(
+        None,
+        description="Its former name, only without a transform. Its destinations continue at the positions of the former ones, "
+        "and get the events that wait for them. May stay here for ever.",
+    )
 
 
 class Removed(_Strict):
@@ -273,7 +288,8 @@ class Removed(_Strict):
 
     deliver_to: LaneName | None = Field(
         None,
-        description="The pipe/destination of this file that gets them, e.g. the same destination under its new name.",
+        description="The pipe/destination of this file that gets them. For a new name of the same destination, write "
+        "`renamed_from` there.",
     )
     bury: str | None = Field(
         None, min_length=1, max_length=500, description="They go to the pipe's dead letters. This text is the reason."
@@ -290,8 +306,9 @@ class Removed(_Strict):
 
 
 def pipe_version(pipe: Pipe) -> str:
-    """Twelve hex digits that identify this definition."""
-    return hashlib.sha256(pipe.model_dump_json().encode()).hexdigest()[:12]
+    """Twelve hex digits that identify this definition. Former names are no part of it."""
+    former: Any = {"renamed_from": True, "destinations": {"__all__": {"renamed_from"}}}
+    return hashlib.sha256(pipe.model_dump_json(exclude=former).encode()).hexdigest()[:12]
 
 
 class PipeFile(_Strict):
@@ -300,9 +317,10 @@ class PipeFile(_Strict):
     version: Literal[1] = 1
     streams: dict[Name, Stream] = Field(min_length=1)
     pipes: dict[Name, Pipe] = Field(default_factory=dict)
-    removed: dict[LaneName, Removed] = Field(
+    removed: dict[RemovedName, Removed] = Field(
         default_factory=dict,
-        description="By pipe/destination: the decision about events that wait for a destination which this file no longer has.",
+        description="By pipe/destination, or by pipe: the decision about events that wait for a destination or pipe which this "
+        "file no longer has.",
     )
 
 
@@ -377,6 +395,33 @@ def lanes_of(pipes: PipeFile) -> frozenset[str]:
     return frozenset(
         lane_name(name, destination.name) for name, pipe in pipes.pipes.items() for destination in pipe.destinations
     )
+
+
+def renames_of(pipes: PipeFile) -> dict[str, str]:
+    """The lane of each former name (`renamed_from`). Of several former names of one lane the latest is first."""
+    found: dict[str, str] = {}
+    for name, pipe in pipes.pipes.items():
+        for one in pipe.destinations:
+            for former in former_lanes(name, pipe.renamed_from, one.name, one.renamed_from):
+                found.setdefault(former, lane_name(name, one.name))
+    return found
+
+
+def removed_lanes(pipes: PipeFile) -> dict[str, Removed]:
+    """The decision about each lane that the file no longer has and names: those of `removed`, and former names."""
+    renamed = {old: Removed(deliver_to=new) for old, new in renames_of(pipes).items()}
+    return renamed | {lane: choice for lane, choice in pipes.removed.items() if "/" in lane}
+
+
+def removed_pipes(pipes: PipeFile) -> dict[str, Removed]:
+    """The decision about each whole pipe in `removed`. It counts for lanes of that pipe without an entry of their own."""
+    return {name: choice for name, choice in pipes.removed.items() if "/" not in name}
+
+
+def claims_of(pipes: PipeFile) -> Callable[[str], bool]:
+    """Answers whether the file has a lane, or says what becomes of its events."""
+    lanes, of_pipes = lanes_of(pipes) | removed_lanes(pipes).keys(), removed_pipes(pipes).keys()
+    return lambda lane: lane in lanes or lane.partition("/")[0] in of_pipes
 
 
 def delivery_topics(name: str, pipe: Pipe) -> list[str]:

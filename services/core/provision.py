@@ -5,8 +5,8 @@
 | a stream | of its definition | of its definition |
 | `<pipe>.out`, with a transform | the most of its sources | the longest of its sources |
 | `<pipe>.dead` | 1 | that, plus the longest schedule, plus DEAD_LETTER_RETENTION_S: longer than the event in its source |
-| `<pipe>.retry`, with webhooks | 1 | RETRY_RETENTION_S |
-| `<pipe>.parked`, with webhooks | 1 | for ever |
+| `<pipe>.retry`, with webhooks or a former name | 1 | RETRY_RETENTION_S |
+| `<pipe>.parked`, with webhooks or a former name | 1 | for ever |
 | retry-in and the delay topics | 1 | the delay, plus RETRY_RETENTION_S for a retrier that is down |
 | `penstock.telemetry`, `penstock.observer` | 1 | TELEMETRY_RETENTION_S, twice that |
 | `penstock.audit`, `penstock.control` | 1 | for ever |
@@ -87,7 +87,7 @@ def wanted_topics(pipes: PipeFile, *, has_retrier: bool = False) -> list[TopicSp
             shards = max(source.shards or source.partitions for source in sources)
             add(output_topic(name), retention, max(source.partitions for source in sources), shards)
         add(dead_letter_topic(name), retention + _longest_schedule(pipe) + DEAD_LETTER_RETENTION_S)
-        if any(destination.webhook is not None for destination in pipe.destinations):
+        if pipe.renamed_from or any(destination.webhook is not None for destination in pipe.destinations):
             add(retry_topic(name), RETRY_RETENTION_S)
             add(parked_topic(name), None)
     for name in sorted({lane.partition("/")[0] for lane in pipes.removed}):

@@ -10,13 +10,14 @@ pipe files: the unread events of such a lane in its streams count until an opera
 """
 
 import json
+import time
 from collections import Counter, defaultdict
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from services.core.audit import digest_of
 from services.core.broker.contract import Admin, Broker, PartitionRange, Reader
-from services.core.broker.errors import DataDamaged, OffsetOutOfRange, UnknownTopic
+from services.core.broker.errors import DataDamaged, GroupHasMembers, OffsetOutOfRange, UnknownTopic
 from services.core.broker.producer import Producer
 from services.core.broker.reading import read_topic
 from services.core.broker.record import Record, TopicPartition
@@ -32,6 +33,7 @@ from services.core.pipes import (
     delivery_topics,
     lane_name,
     parked_topic,
+    removed_lanes,
     retry_topic,
 )
 from services.core.retry_state import PREFIX
@@ -46,8 +48,8 @@ _PIPE, _DESTINATION = PREFIX + "pipe", PREFIX + "destination"
 class Bookmark:
     """read: the offset behind the last read record of each partition. last: offset and digest of that record.
 
-    lanes: those with events there, and those that were claimed. left: lanes about whose unread events an operator has decided,
-    with the lane that continues in their place, or "".
+    lanes: those with events there, and those that were claimed. left: lanes and pipes about whose unread events an operator has
+    decided, with the lane that continues in their place, or "".
     """
 
     read: Mapping[TopicPartition, int] = field(default_factory=dict)
@@ -108,7 +110,8 @@ class _Search:
         self._broker, self._claimed = broker, frozenset(claimed)
         self._read, self._lanes = dict(bookmark.read), set(bookmark.lanes) | self._claimed
         self._last = dict(bookmark.last)
-        self._left = {lane: heir for lane, heir in bookmark.left.items() if lane not in self._claimed}
+        present = self._claimed | {lane.partition("/")[0] for lane in self._claimed}
+        self._left = {name: heir for name, heir in bookmark.left.items() if name not in present}
         self._counts: defaultdict[str, Counter[str]] = defaultdict(Counter)
         self._undelivered: defaultdict[str, Counter[str]] = defaultdict(Counter)
         self._unread: dict[TopicPartition, str] = {}
@@ -152,12 +155,12 @@ class _Search:
         return batch is not None and batch.offsets[0] == offset and digest_of(batch.records[0]).hex() == digest
 
     async def count_undelivered(self, topics: Collection[str]) -> None:
-        """Count the unread events of removed lanes, in each stream where the lane has committed an offset."""
+        """Count the unread events of removed lanes, in each stream that the lane has begun."""
         streams = [topic for topic in topics if not topic.startswith(_INTERNAL) and not topic.endswith(_SIDE_TOPICS)]
         for lane in sorted(self._lanes - self._claimed - self._left.keys()):
             group = delivery_group(*lane.split("/", 1))
             for topic in streams:
-                if await self._broker.admin.committed(group, topic):
+                if await self._broker.admin.has_begun(group, topic):
                     lags = await self._broker.admin.group_lag(group, topic)
                     self._undelivered[lane][topic] += sum(lag.records for lag in lags.values())
 
@@ -182,7 +185,7 @@ class _Search:
         found: Counter[str] = Counter()
         try:
             async for batch in read_topic(self._broker.reader, source.topic, source.partition, held):
-                found.update(map(_lane_of, batch.records))
+                found.update(map(lane_of, batch.records))
                 self._last[source] = batch.offsets[-1], digest_of(batch.records[-1]).hex()
         except DataDamaged as error:
             self._unread[source] = str(error)
@@ -204,29 +207,57 @@ async def hand_over_positions(admin: Admin, pipes: PipeFile, left: Mapping[str, 
 
     The new one then misses no event that the old one had not read, and the stream is not sent again. Partitions that the new
     one has begun already stay as they are, unless it had left them to the removed one (`Bookmark.left`): then it continues at
-    the position of that one. Of several removed ones the first in the file counts. Call it before the new one runs. It raises
-    Unavailable while the new one runs and has not begun; then call it again.
+    the position of that one. Of several removed ones the first in `removed_lanes` counts. Call it before the new one runs. It
+    raises GroupHasMembers while the new one runs and has not begun; then call it again.
     """
     done: dict[str, str] = {}
-    for old, choice in pipes.removed.items():
+    for old, choice in removed_lanes(pipes).items():
         if choice.deliver_to is None:
             continue
-        pipe, _, destination = choice.deliver_to.partition("/")
-        group, ended = delivery_group(pipe, destination), delivery_group(*old.split("/"))
-        for topic in delivery_topics(pipe, pipes.pipes[pipe]):
-            went_on = await admin.copy_positions(ended, group, topic)
-            if (left or {}).get(choice.deliver_to) == old:
-                theirs, own = await admin.committed(ended, topic), await admin.committed(group, topic)
-                ahead = {one: offset for one, offset in theirs.items() if offset > own.get(one, -1)}
-                if ahead:
-                    await admin.set_committed(group, topic, ahead)
-                    went_on = True
-            if went_on:
-                done.setdefault(choice.deliver_to, old)
+        pipe = choice.deliver_to.partition("/")[0]
+        if await _take_over(admin, old, choice.deliver_to, delivery_topics(pipe, pipes.pipes[pipe]), left or {}):
+            done.setdefault(choice.deliver_to, old)
     return done
 
 
-def _lane_of(record: Record) -> str:
+async def _take_over(admin: Admin, old: str, new: str, topics: Collection[str], left: Mapping[str, str]) -> bool:
+    """Returns whether the lane `new` got a position of `old`."""
+    group, ended = delivery_group(*new.split("/")), delivery_group(*old.split("/"))
+    went_on = False
+    for topic in topics:
+        went_on |= await admin.copy_positions(ended, group, topic)
+        if left.get(new) == old:
+            theirs, own = await admin.committed(ended, topic), await admin.committed(group, topic)
+            ahead = {one: offset for one, offset in theirs.items() if offset > own.get(one, -1)}
+            if ahead:
+                await admin.set_committed(group, topic, ahead)
+                went_on = True
+    return went_on
+
+
+async def take_over_positions(
+    broker: Broker, producer: Producer, lane: str, former: Sequence[str], topics: Collection[str]
+) -> None:
+    """As `hand_over_positions`, for one lane that is about to join its group. former: the lanes whose events it gets.
+
+    When it returns, the position was taken over, or another member has joined: that one took it over before, or the group had
+    begun. Raises BrokerError kinds; then call it again before the lane joins.
+    """
+    before = await read_bookmark(broker.reader)
+    wanted = dict.fromkeys(former, lane)
+    if wanted.items() <= before.left.items():
+        return
+    try:
+        for old in former:
+            await _take_over(broker.admin, old, lane, topics, before.left)
+    except GroupHasMembers:
+        return
+    left = {old: heir for old, heir in before.left.items() if old != lane} | wanted
+    await write_bookmark(producer, replace(before, left=left), time.time_ns() // 1_000_000)
+
+
+def lane_of(record: Record) -> str:
+    """The lane of a waiting event; "" for a record that is none."""
     pipe, destination = record.header(_PIPE), record.header(_DESTINATION)
     if pipe is None or destination is None:
         return ""

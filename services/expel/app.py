@@ -12,7 +12,7 @@ from services.core.management import serve_management
 from services.core.pauses import Pauses
 from services.core.startup import Readiness, open_when_reachable, raise_file_limit, tune_garbage_collector
 from services.expel.plan import LaneBuilder, read_plan, touched_topics, watch_secrets
-from services.expel.removed import RemovedLane
+from services.expel.removed import RemovedLane, RemovedPipe
 from services.expel.settings import ExpelSettings
 
 log = structlog.get_logger()
@@ -39,7 +39,7 @@ async def start(settings: ExpelSettings, supervision: Supervision) -> None:
         if broker is None:
             return
         producer = await stack.enter_async_context(Producer(broker.appender))
-        pauses = Pauses(broker.reader)
+        pauses = Pauses(broker.reader, plan.renames)
         if any(plan.destination.webhook is not None for plan in plans):
             supervision.run(pauses.follow(stopping), "pauses")
         builder = LaneBuilder(settings, broker, producer, pauses, stack, len(plans))
@@ -47,7 +47,12 @@ async def start(settings: ExpelSettings, supervision: Supervision) -> None:
         readiness.check = lambda: next((lane.waits_for for lane in lanes if lane.waits_for), None)
         for watch in watch_secrets(plans, settings.pipes.parent):
             supervision.run(watch.run(stopping), "secret")
-        removed = [RemovedLane(broker, producer, lane, choice) for lane, choice in plan.removed.items()]
+        removed: list[RemovedLane | RemovedPipe] = [
+            RemovedLane(broker, producer, lane, choice) for lane, choice in plan.removed.items()
+        ]
+        removed += [
+            RemovedPipe(broker, producer, pipe, choice, plan.removed) for pipe, choice in plan.removed_pipes.items()
+        ]
         readiness.reason = None
         drain = settings.drain * _DRAIN_SHARE
         running = [supervision.run(lane.run(stopping, drain), f"lane {lane.name}") for lane in lanes]

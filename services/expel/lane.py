@@ -1,7 +1,7 @@
 """A destination's lane: its own consumer group, connections and limits, so that no destination holds up another."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 from services.core.broker.contract import Broker, Start
 from services.core.consuming import GroupMember
@@ -19,7 +19,7 @@ class Lane:
     """topics: those that the destination reads. make_dispatcher: called for each membership.
 
     pause: None for a destination that cannot be paused. optional_topics: read too if they exist, because they may have events
-    from a time when the destination was of another kind.
+    from a time when the destination was of another kind. take_over: called before the first join, until it succeeds.
     """
 
     def __init__(
@@ -34,10 +34,11 @@ class Lane:
         commit_interval: float,
         pause: PauseState | None = None,
         optional_topics: Sequence[str] = (),
+        take_over: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         self._broker, self._topics, self._optional_topics = broker, topics, optional_topics
         self.name = lane_name(pipe, destination)
-        self._pause, self._ledger = pause, metrics.ledger
+        self._pause, self._ledger, self._take_over = pause, metrics.ledger, take_over
         self._is_paused_known = pause is None
         self._member = GroupMember(
             broker,
@@ -70,6 +71,9 @@ class Lane:
         await self._ledger.close()
 
     async def _find_topics(self) -> list[str]:
+        if self._take_over is not None:
+            await self._take_over()
+            self._take_over = None
         if not self._optional_topics:
             return self._topics
         existing = await self._broker.admin.topics()

@@ -2,7 +2,7 @@
 
 import os
 import ssl
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -33,9 +33,13 @@ from services.core.pipes import (
     parked_topic,
     pipe_version,
     read_pipes,
+    removed_lanes,
+    removed_pipes,
+    renames_of,
     retry_topic,
 )
 from services.core.signing import SigningKeys, read_signing_keys, watch_secret
+from services.core.waiting import take_over_positions
 from services.core.yaml_source import BadConfiguration, Problem
 from services.expel.dispatcher import Dispatcher, LaneConfig, Sender
 from services.expel.lane import Lane
@@ -62,7 +66,8 @@ _STREAM_WAIT = 0.02
 class LanePlan:
     """One destination of one pipe, with its signing keys and credentials.
 
-    removed: names of destinations that the pipe no longer has.
+    removed: names of destinations that the pipe no longer has. former: the lanes whose events and positions it gets, by
+    `renamed_from` and `removed`.
     """
 
     pipe_name: str
@@ -71,14 +76,18 @@ class LanePlan:
     keys: SigningKeys
     credentials: Credentials
     removed: frozenset[str] = frozenset()
+    former: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class ExpelPlan:
-    """lanes: of this instance. removed: the lanes of removed destinations; every instance shares them."""
+    """lanes: of this instance. removed: the lanes of removed destinations; removed_pipes: the pipes whose lanes were all removed.
+    Every instance shares these two. renames: the lane of each former name."""
 
     lanes: list[LanePlan]
     removed: Mapping[str, Removed]
+    removed_pipes: Mapping[str, Removed]
+    renames: Mapping[str, str]
 
 
 def read_plan(settings: ExpelSettings, environ: Mapping[str, str]) -> ExpelPlan:
@@ -96,7 +105,7 @@ def read_plan(settings: ExpelSettings, environ: Mapping[str, str]) -> ExpelPlan:
         problems.append(Problem("--broker", "", str(error)))
     if problems:
         raise BadConfiguration(problems)
-    folder = settings.pipes.parent
+    folder, removed = settings.pipes.parent, removed_lanes(pipes)
     lanes = [
         LanePlan(
             name,
@@ -104,13 +113,14 @@ def read_plan(settings: ExpelSettings, environ: Mapping[str, str]) -> ExpelPlan:
             destination,
             _read_keys(destination.webhook, folder, environ),
             _read_credentials(destination.webhook, folder, environ),
-            frozenset(lane.partition("/")[2] for lane in pipes.removed if lane.startswith(f"{name}/")),
+            frozenset(lane.partition("/")[2] for lane in removed if lane.startswith(f"{name}/")),
+            tuple(old for old, choice in removed.items() if choice.deliver_to == lane_name(name, destination.name)),
         )
         for name, pipe in pipes.pipes.items()
         if not settings.serve or name in settings.serve
         for destination in pipe.destinations
     ]
-    return ExpelPlan(lanes, pipes.removed)
+    return ExpelPlan(lanes, removed, removed_pipes(pipes), renames_of(pipes))
 
 
 def _read_keys(webhook: Webhook | None, folder: Path, environ: Mapping[str, str]) -> SigningKeys:
@@ -206,7 +216,13 @@ class LaneBuilder:
             self._settings.commit_interval,
             pause,
             optional_topics=() if pause is not None else (retry_topic(plan.pipe_name), parked_topic(plan.pipe_name)),
+            take_over=self._take_over(plan) if plan.former else None,
         )
+
+    def _take_over(self, plan: LanePlan) -> Callable[[], Coroutine[Any, Any, None]]:
+        topics = delivery_topics(plan.pipe_name, plan.pipe)
+        lane = lane_name(plan.pipe_name, plan.destination.name)
+        return partial(take_over_positions, self._broker, self._producer, lane, plan.former, topics)
 
     def _open_webhook(self, plan: LanePlan, webhook: Webhook) -> WebhookSender:
         body = make_format(webhook.body, plan.pipe_name)

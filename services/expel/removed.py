@@ -6,6 +6,7 @@ is written again. Events that the global retrier still holds come to `<pipe>.ret
 """
 
 import asyncio
+import re
 import socket
 import time
 from collections import deque
@@ -19,14 +20,25 @@ import structlog
 from services.core import metrics
 from services.core.audit import DROP, ActedUpon, write_entries
 from services.core.backoff import Backoff
-from services.core.broker.contract import Broker
-from services.core.broker.errors import BrokerError, RecordTooLarge
+from services.core.broker.contract import Broker, PartitionRange
+from services.core.broker.errors import BrokerError, DataDamaged, RecordTooLarge
 from services.core.broker.offset_tracker import OffsetTracker
 from services.core.broker.producer import Producer, send_by_key
+from services.core.broker.reading import read_topic
 from services.core.broker.record import Batch, Record, TopicPartition
 from services.core.consuming import GroupMember, Membership
-from services.core.pipes import Removed, dead_letter_topic, delivery_group, lane_name, parked_topic, retry_topic
+from services.core.lifecycle import wait_for_stop
+from services.core.pipes import (
+    LANE_PATTERN,
+    Removed,
+    dead_letter_topic,
+    delivery_group,
+    lane_name,
+    parked_topic,
+    retry_topic,
+)
 from services.core.retry_state import unwrap, wrap
+from services.core.waiting import lane_of
 from services.expel.dedup import RetryTopicFilter
 from services.expel.delivery import Unreadable
 from services.expel.metrics import LaneLedger
@@ -39,6 +51,7 @@ REASON = "destination_removed"
 _POLL_RECORDS = 500
 _COMMIT_INTERVAL_S = 1.0
 _BASE_WAIT, _MAX_WAIT = 0.25, 10.0
+_FIND_LANES_S = 5.0
 
 
 class RemovedLane:
@@ -65,6 +78,51 @@ class RemovedLane:
     async def _find_topics(self) -> list[str]:
         existing = await self._broker.admin.topics()
         return [topic for topic in self._topics if topic in existing]
+
+
+class RemovedPipe:
+    """The lanes of one removed pipe in one process. Their names are in the records of the retry and parked topics.
+
+    known: the lanes that have a `RemovedLane` already.
+    """
+
+    def __init__(self, broker: Broker, producer: Producer, pipe: str, choice: Removed, known: Collection[str]) -> None:
+        self.name = pipe
+        self._broker, self._producer, self._choice = broker, producer, choice
+        self._lanes = set(known)
+        self._read: dict[TopicPartition, int] = {}
+
+    async def run(self, stopping: asyncio.Event, drain: float) -> None:
+        """As `RemovedLane.run`."""
+        is_failing = False
+        async with asyncio.TaskGroup() as running:
+            while not stopping.is_set():
+                try:
+                    for lane in await self._find_lanes():
+                        one = RemovedLane(self._broker, self._producer, lane, self._choice)
+                        running.create_task(one.run(stopping, drain), name=f"removed {lane}")
+                    is_failing = False
+                except BrokerError as error:
+                    if not is_failing:
+                        log.warning("removed_unreadable", pipe=self.name, error=str(error), hint="it is tried again")
+                    is_failing = True
+                await wait_for_stop(stopping, _FIND_LANES_S)
+
+    async def _find_lanes(self) -> list[str]:
+        """The lanes that no earlier call returned. Reads the new records of the topics."""
+        existing, found = await self._broker.admin.topics(), set[str]()
+        for topic in (retry_topic(self.name), parked_topic(self.name)):
+            for partition, held in (await self._broker.reader.describe(topic) if topic in existing else {}).items():
+                source = TopicPartition(topic, partition)
+                unread = PartitionRange(max(held.start, self._read.get(source, held.start)), held.end)
+                with suppress(DataDamaged):  # the lanes report it
+                    async for batch in read_topic(self._broker.reader, topic, partition, unread):
+                        found.update(map(lane_of, batch.records))
+                self._read[source] = held.end
+        mine = sorted(lane for lane in found - self._lanes if re.fullmatch(LANE_PATTERN, lane))
+        new = [lane for lane in mine if lane.startswith(f"{self.name}/")]
+        self._lanes.update(new)
+        return new
 
 
 class RemovedProcessor:

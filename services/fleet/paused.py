@@ -10,7 +10,7 @@ from services.core.broker.contract import Broker, PartitionRange, Reader
 from services.core.broker.errors import UnknownTopic
 from services.core.broker.reading import read_topic
 from services.core.pauses import Pause, Pauses
-from services.core.pipes import Destination, PipeFile, delivery_group, lane_name, parked_topic
+from services.core.pipes import Destination, PipeFile, delivery_group, lane_name, parked_topic, renames_of
 from services.core.retry_state import PREFIX
 from services.core.times import format_time
 from services.fleet.console import make_table
@@ -80,9 +80,9 @@ def choose(known: list[DestinationState], name: str, pipe: str | None) -> list[D
     return chosen
 
 
-async def read_pauses(reader: Reader) -> Pauses:
-    """The current pauses. Raises CommandFailed when the topic is missing, and BrokerError kinds."""
-    pauses = Pauses(reader)
+async def read_pauses(reader: Reader, pipes: PipeFile) -> Pauses:
+    """The current pauses. pipes: for former names. Raises CommandFailed when the topic is missing, and BrokerError kinds."""
+    pauses = Pauses(reader, renames_of(pipes))
     try:
         await pauses.refresh()
     except UnknownTopic as error:

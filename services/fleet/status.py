@@ -25,6 +25,7 @@ from services.core.pipes import (
     lane_name,
     needs_retrier,
     parked_topic,
+    renames_of,
 )
 from services.core.scrape import Sample, scrape
 from services.fleet.folder import FleetState
@@ -63,7 +64,7 @@ async def summarise(reading: StatusReading, pipes: PipeFile) -> dict[str, Any]:
     its arrival at ingest. Old events that are sent now have a large age and a small E2E lag.
     """
     async with _opened(reading.state.broker) as broker:
-        pauses = await _read_pauses(broker)
+        pauses = await _read_pauses(broker, pipes)
         destinations = [
             await _destination(reading, broker, name, destination.name, delivery_topics(name, pipe), pauses)
             for name, pipe in pipes.pipes.items()
@@ -161,11 +162,11 @@ async def _paused(broker: Broker | None, pipe: str, destination: str, pause: Pau
     return {**pause_json(pause), "parked": parked}
 
 
-async def _read_pauses(broker: Broker | None) -> Mapping[str, Pause]:
+async def _read_pauses(broker: Broker | None, pipes: PipeFile) -> Mapping[str, Pause]:
     """By `<pipe>/<destination>`, and by pipe for transforms; empty while the broker does not answer."""
     if broker is None:
         return {}
-    pauses = Pauses(broker.reader)
+    pauses = Pauses(broker.reader, renames_of(pipes))
     with contextlib.suppress(BrokerError, TimeoutError):
         async with asyncio.timeout(BROKER_TIMEOUT_S):
             await pauses.refresh()

@@ -6,7 +6,7 @@ under `removed` how to continue.
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple, TypeVar
@@ -15,10 +15,11 @@ from services.core.broker.connect import BadBrokerUrl, open_broker
 from services.core.broker.contract import Broker
 from services.core.broker.errors import BrokerError, UnsafeTopic
 from services.core.broker.producer import Producer
-from services.core.pipes import CONTROL, PipeFile, Removed, lanes_of
+from services.core.pipes import CONTROL, PipeFile, Removed, claims_of, lanes_of, removed_lanes, removed_pipes
 from services.core.provision import PartitionsDiffer, Provisioned, ensure_topics
 from services.core.waiting import Waiting, find_waiting, hand_over_positions, read_bookmark, write_bookmark
 from services.core.yaml_source import BadConfiguration, Problem
+from services.fleet.changes import Change, Changes, find_changes
 from services.fleet.problem import CommandFailed
 
 PATIENCE_S = 30.0
@@ -54,7 +55,12 @@ async def prepare(broker: str, pipes: PipeFile, path: Path, *, grow: bool = Fals
         topics = await ensure_topics(opened.admin, pipes, grow=grow)
         handed = await hand_over_positions(opened.admin, pipes, before.left)
         went_on = {old: new for new, old in handed.items()}
-        left = {lane: choice.deliver_to or "" for lane, choice in pipes.removed.items()}
+        left = {name: choice.deliver_to or "" for name, choice in (pipes.removed | removed_lanes(pipes)).items()}
+        left |= {
+            lane: ""
+            for lane in waiting.undelivered
+            if lane.partition("/")[0] in removed_pipes(pipes) and lane not in left
+        }
         bookmark = replace(waiting.bookmark, left={**waiting.bookmark.left, **left})
         if bookmark != before and CONTROL in await opened.admin.topics():
             async with Producer(opened.appender) as producer:
@@ -64,49 +70,67 @@ async def prepare(broker: str, pipes: PipeFile, path: Path, *, grow: bool = Fals
     return await _patiently(broker, work)
 
 
-async def check_waiting(broker: str, pipes: PipeFile) -> Waiting | str:
-    """The waiting events, or the reason why they are not known. Changes nothing. Takes up to CHECK_WITHIN_S."""
+class Checked(NamedTuple):
+    """The result of `check_broker`."""
+
+    waiting: Waiting
+    changes: Changes
+
+
+async def check_broker(broker: str, pipes: PipeFile, data: Path | None) -> Checked | str:
+    """The waiting events and the changes, or the reason why they are not known. Changes nothing. Takes up to CHECK_WITHIN_S."""
     try:
         async with asyncio.timeout(CHECK_WITHIN_S), open_broker(broker) as opened:
-            return await find_waiting(opened, lanes_of(pipes), await read_bookmark(opened.reader))
+            waiting = await find_waiting(opened, lanes_of(pipes), await read_bookmark(opened.reader))
+            return Checked(waiting, await find_changes(opened, pipes, data))
     except TimeoutError:
         return f"{broker} did not answer within {CHECK_WITHIN_S:.0f} s"
     except (BadBrokerUrl, BrokerError) as error:
         return f"{broker}: {error}"
 
 
+async def check_changes(broker: str, pipes: PipeFile, path: Path, data: Path | None) -> Sequence[Change]:
+    """The changes, before `prepare`. Retries as `provision` does. data: as in `find_changes`. path: of the pipe file.
+
+    Raises BadConfiguration when a pipe is gone that the file says nothing about, and CommandFailed.
+    """
+    changes = await _patiently(broker, lambda opened: find_changes(opened, pipes, data))
+    if problems := changes.problems(path):
+        raise BadConfiguration(problems)
+    return changes.lines
+
+
 def name_unclaimed(waiting: Waiting, pipes: PipeFile, path: Path) -> list[Problem]:
-    """One problem for each destination with waiting events that is neither in the file nor in its `removed`."""
+    """One problem for each destination with waiting events that the file says nothing about."""
+    is_claimed = claims_of(pipes)
     return [
         Problem(
             str(path),
             f"removed.{lane}",
             f"{_describe(waiting, lane)}, which this file no longer has; they would never be delivered. Try: put it back, or "
-            f"decide about them: removed: {{{lane}: {{deliver_to: PIPE/DESTINATION}}}}, or {{bury: WHY}} (dead letters), "
-            "or {drop: WHY}; with the last two, its unread events stay in their stream",
+            f"decide about them: renamed_from: {lane.partition('/')[2]} at its new name; or removed: {{{lane}: {{deliver_to: "
+            "PIPE/DESTINATION}}, or {bury: WHY} (dead letters), or {drop: WHY}. With bury and drop, its unread events stay in "
+            "their stream",
         )
         for lane in sorted(waiting.unclaimed.keys() | waiting.undelivered.keys())
-        if lane not in pipes.removed
+        if not is_claimed(lane)
     ]
 
 
-def describe_removed(waiting: Waiting, pipes: PipeFile, went_on: Mapping[str, str] | None = None) -> list[str]:
-    """One line for each destination of `removed`, and each partition that could not be read."""
-    lines = [
-        f"{_describe(waiting, lane)}: {_choice(choice)}"
-        if lane in waiting.unclaimed or lane in waiting.undelivered
-        else f"nothing waits for {lane} any more. Try: remove it from `removed`"
-        for lane, choice in pipes.removed.items()
-    ]
-    unread = [
+def describe_removed(waiting: Waiting, pipes: PipeFile) -> list[str]:
+    """One line for each destination or pipe of `removed`, each former name with events, each partition that could not be read."""
+    found = sorted(waiting.unclaimed.keys() | waiting.undelivered.keys())
+    lines, decided = [], set[str]()
+    for name, choice in (removed_lanes(pipes) | removed_pipes(pipes)).items():
+        mine = [lane for lane in found if lane == name or (lane.startswith(f"{name}/") and lane not in decided)]
+        decided.update(mine)
+        lines += [f"{_describe(waiting, lane)}: {_choice(choice)}" for lane in mine]
+        if not mine and name in pipes.removed:
+            lines.append(f"nothing waits for {name} any more. Try: remove it from `removed`")
+    return lines + [
         f"{topic}[{partition}] could not be read to its end: {why}"
         for (topic, partition), why in waiting.unread.items()
     ]
-    return (
-        lines
-        + unread
-        + [f"{new} continues in its streams at the position of {old}" for old, new in (went_on or {}).items()]
-    )
 
 
 def _choice(choice: Removed) -> str:

@@ -17,7 +17,7 @@ from services.fleet.problem import CommandFailed
 from services.fleet.settings import UpSettings, keys_of_ingest
 from services.fleet.stop import Stop, stop_on_signals
 from services.fleet.supervisor import Fleet, run_fleet
-from services.fleet.topics import describe_removed, prepare
+from services.fleet.topics import check_changes, describe_removed, prepare
 
 _STYLES = {"warning": "yellow", "error": "red", "critical": "red"}
 
@@ -48,11 +48,12 @@ async def fleet_of(settings: UpSettings, config: str | None, stop: Stop) -> Asyn
             _progress("starting Kafka")
             kafka = await stack.enter_async_context(run_kafka(settings.data.absolute() / "kafka", _notify, stop))
         broker = broker_url(settings, kafka)
-        topics, waiting, went_on = await prepare(broker, pipes, settings.pipes)
+        changes = await check_changes(broker, pipes, settings.pipes, settings.data.absolute())
+        topics, waiting, _ = await prepare(broker, pipes, settings.pipes)
         _progress(f"topics: {len(topics.created)} created, {len(topics.kept)} there already")
         for problem in await asyncio.to_thread(find_warnings, settings.pipes):
             _notify("warning", f"warning: {problem}")
-        for line in describe_removed(waiting, pipes, went_on):
+        for line in [*map(str, changes), *describe_removed(waiting, pipes)]:
             _notify("warning", line)
         snapshot = settings.data.absolute() / "snapshot"
         await asyncio.to_thread(_keep, snapshot, contents)

@@ -14,7 +14,7 @@ from services.core.broker.record import Record, TopicPartition
 from services.core.group_lag import GroupLag
 from services.core.ledger.report import Node, Outcome, Span, released_span, since_span
 from services.core.ledger.reporter import Reporter, close_reporters, new_instance
-from services.core.pipes import PipeFile, lane_name, lanes_of
+from services.core.pipes import PipeFile, claims_of, lane_name
 from services.global_retrier.delay_queue import DELAY_BY_TOPIC, SHORTEST_MS, DelayQueue, Waiting
 
 log = structlog.get_logger()
@@ -29,7 +29,7 @@ class RetrierMetrics:
 
     def __init__(self, pipes: PipeFile | None = None) -> None:
         self._pipes = None if pipes is None else frozenset(pipes.pipes)
-        self._lanes = frozenset[str]() if pipes is None else lanes_of(pipes) | pipes.removed.keys()
+        self._is_claimed = claims_of(pipes) if pipes is not None else lambda _lane: True
         self._logged: set[str] = set()
 
     def count_released(self, items: Sequence[Waiting], now: int) -> None:
@@ -44,7 +44,7 @@ class RetrierMetrics:
             metrics.RETRIER_LATENESS.labels(pipe).observe(late)
 
     def _count_unclaimed(self, events: Mapping[str, int], pipes: Collection[str]) -> None:
-        for lane in events.keys() - self._lanes:
+        for lane in (lane for lane in events if not self._is_claimed(lane)):
             reason = "unknown_destination" if lane.partition("/")[0] in pipes else "unknown_pipe"
             metrics.RETRIER_UNCLAIMED.labels(reason).inc(events[lane])
             if lane not in self._logged and len(self._logged) < _MAX_LOGGED:

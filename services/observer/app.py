@@ -16,7 +16,7 @@ from services.core.broker.producer import Producer
 from services.core.lifecycle import Supervision
 from services.core.management import serve_management
 from services.core.pauses import Pauses
-from services.core.pipes import RETRIER_DEAD, PipeFile, Secret, dead_letter_topic, lane_name, load_pipes
+from services.core.pipes import RETRIER_DEAD, PipeFile, Secret, dead_letter_topic, lane_name, load_pipes, renames_of
 from services.core.signing import BadSecret, SigningKeys, read_signing_keys, watch_secret
 from services.core.startup import Readiness, open_when_reachable
 from services.core.yaml_source import BadConfiguration, Problem
@@ -88,7 +88,7 @@ class _Parts:
         self.reader = DeadLetterReader(
             broker.reader, [*map(dead_letter_topic, pipes.pipes), RETRIER_DEAD], self.failures.count
         )
-        self._pauses = Pauses(broker.reader)
+        self._pauses = Pauses(broker.reader, renames_of(pipes))
         self._backlogs = Backlogs(pipes, broker.admin)
         webhook = AlarmWebhook(settings.alarm_url, keys) if settings.alarm_url is not None else None
         self.watch = Watch(settings.threshold, webhook, self._pauses_as_reasons)

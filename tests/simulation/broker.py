@@ -179,6 +179,10 @@ class ModelAdmin:
 
         return await self._cluster.call(find, topic)
 
+    async def has_begun(self, group: str, topic: str) -> bool:
+        """As in the contract."""
+        return await self._cluster.call(lambda: self._store.has_begun(group, topic), topic)
+
     async def set_committed(self, group: str, topic: str, processed: Mapping[int, int]) -> None:
         """As in the contract."""
         busy = bool(self._cluster.coordinator.members(group))

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from services.core.broker.contract import MAX_POLL_BYTES, Lag, PartitionRange, Start, TopicSpec
-from services.core.broker.errors import DataDamaged, OffsetOutOfRange, TopicExists, Unavailable, UnknownTopic
+from services.core.broker.errors import DataDamaged, GroupHasMembers, OffsetOutOfRange, TopicExists, UnknownTopic
 from services.core.broker.record import Batch, Record, TopicPartition, estimate_size
 
 
@@ -221,10 +221,16 @@ class Store:
                     del partition.offsets[lost], partition.records[lost], partition.times[lost]
                 partition.damaged = []
 
+    def has_begun(self, group: str, name: str) -> bool:
+        """As `Admin.has_begun`."""
+        self.topic(name)
+        known = self.groups.get(group)
+        return known is not None and (name in known.began or any(source.topic == name for source in known.committed))
+
     def rewind(self, group: str, name: str, marks: Mapping[int, int], *, has_members: bool) -> None:
         """As `Admin.set_committed`."""
         if has_members:
-            raise Unavailable(f"{group} has members")
+            raise GroupHasMembers(f"{group} has members")
         self.topic(name)
         self.commit(group, {TopicPartition(name, number): offset for number, offset in marks.items()})
 
@@ -237,7 +243,7 @@ class Store:
         if not (is_new or (marks and name not in own.began)):
             return False
         if has_members:
-            raise Unavailable(f"{to} has members")
+            raise GroupHasMembers(f"{to} has members")
         own.committed.update(marks)
         if is_new:
             own.began[name] = dict(theirs.began[name])

@@ -215,15 +215,18 @@ class Admin(Protocol):
     async def committed(self, group: str, topic: str) -> dict[int, int]:
         """The group's last processed offset per partition; partitions without one are absent."""
 
+    async def has_begun(self, group: str, topic: str) -> bool:
+        """Whether the group has begun to read any partition, also when it has processed nothing. Raises UnknownTopic."""
+
     async def set_committed(self, group: str, topic: str, processed: Mapping[int, int]) -> None:
-        """Move a group that has no members (time travel, skipping a gap). Raises Unavailable while it has some."""
+        """Move a group that has no members (time travel, skipping a gap). Raises GroupHasMembers while it has some."""
 
     async def copy_positions(self, group: str, to: str, topic: str) -> bool:
         """Let group `to` begin in this topic at the position of `group`, in every partition that `group` has begun, processed or
         not, and `to` has not. Gives whether there was one. An interrupted call goes on when it is repeated.
 
-        Both read the partitions that `group` has not begun from their beginning. Raises UnknownTopic, and Unavailable while
-        `to` has members that have not begun.
+        Both read the partitions that `group` has not begun from their beginning. Raises UnknownTopic, and
+        GroupHasMembers while `to` has members that have not begun.
         """
 
     async def check_durability(self, topics: Collection[str]) -> None:

@@ -3,7 +3,8 @@
     BrokerError
     ├── Unavailable          nothing was stored; the same call may succeed later (`retriable`)
     │   ├── Throttled        … and the broker asks to slow down
-    │   └── StorageFull      … because the disk is full; heals by itself when there is room again
+    │   ├── StorageFull      … because the disk is full; heals by itself when there is room again
+    │   └── GroupHasMembers  … because members of the group live: it can be moved only without them
     ├── OutcomeUnknown       it may have been stored: a time-out after the request left (`retriable`: ids make it safe)
     ├── RecordTooLarge       this record can never be stored
     ├── UnknownTopic         no such topic; topics are never created by accident
@@ -46,6 +47,10 @@ class Throttled(Unavailable):
 
 class StorageFull(Unavailable):
     """The disk is full; nothing was stored. Try: free space or a shorter retention. Appends go on by themselves."""
+
+
+class GroupHasMembers(Unavailable):
+    """The group was not moved, because it has members. Try: stop them first."""
 
 
 class OutcomeUnknown(BrokerError):

@@ -1,8 +1,8 @@
 """Finds dead letters by filter or position. A search ignores those that are written after it began."""
 
-from collections.abc import AsyncIterator, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Self
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Self
 
 from services.core.audit import digest_of
 from services.core.broker.contract import Broker, PartitionRange, Reader
@@ -11,7 +11,7 @@ from services.core.broker.reading import read_topic
 from services.core.broker.record import Batch, Record
 from services.core.dead_letter import PREFIX, DeadLetter, Position, event_time
 from services.core.event import read_id
-from services.core.pipes import RETRIER_DEAD, dead_letter_topic
+from services.core.pipes import RETRIER_DEAD, dead_letter_topic, lane_name
 from services.core.times import format_time
 from services.fleet.console import print_note
 from services.fleet.dead.audit import AuditedActions
@@ -20,22 +20,28 @@ from services.fleet.problem import CommandFailed
 
 @dataclass(frozen=True, slots=True)
 class Filter:
-    """Selects dead letters; None: any. since, until: ms, of the first failure, since <= time < until."""
+    """Selects dead letters; None: any. since, until: ms, of the first failure, since <= time < until.
+
+    renames: the lane of each former name (`pipes.renames_of`). A destination's dead letters of that time are found, too.
+    """
 
     pipe: str | None = None
     destination: str | None = None
     reason: str | None = None
     since: int | None = None
     until: int | None = None
+    renames: Mapping[str, str] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
-        return any(value is not None for value in asdict(self).values())
+        return bool(self._given())
 
     def matches(self, letter: DeadLetter) -> bool:
         """Whether the filter selects this dead letter."""
+        lane = lane_name(letter.pipe, letter.destination)
+        pipe, _, destination = self.renames.get(lane, lane).partition("/")
         return (
-            self.pipe in (None, letter.pipe)
-            and self.destination in (None, letter.destination)
+            self.pipe in (None, letter.pipe, pipe)
+            and self.destination in (None, letter.destination, destination)
             and self.reason in (None, letter.reason)
             and (self.since is None or self.since <= letter.first_failure)
             and (self.until is None or letter.first_failure < self.until)
@@ -44,8 +50,18 @@ class Filter:
     def as_json(self) -> dict[str, str]:
         """The filter as the audit records it."""
         times = {"since", "until"}
-        given = {name: value for name, value in asdict(self).items() if value is not None}
-        return {name: format_time(value) if name in times else value for name, value in given.items()}
+        return {name: format_time(value) if name in times else value for name, value in self._given().items()}
+
+    def pipes(self) -> set[str]:
+        """The pipe and its former names; empty: any."""
+        if self.pipe is None:
+            return set()
+        return {self.pipe} | {
+            old.partition("/")[0] for old, new in self.renames.items() if new.startswith(f"{self.pipe}/")
+        }
+
+    def _given(self) -> dict[str, Any]:
+        return {name: value for name, value in asdict(self).items() if value is not None and name != "renames"}
 
 
 async def restore(reader: Reader, letter: DeadLetter) -> DeadLetter:
@@ -119,7 +135,7 @@ class DeadLetterSearch:
         Raises CommandFailed for a pipe without dead letters.
         """
         if held is None:
-            held = {} if positions else await _survey(broker, where.pipe)
+            held = {} if positions else await _survey(broker, where.pipes())
         fates = await AuditedActions.read(broker.reader)
         return cls(broker, where, sorted(set(positions)), fates, held, settled)
 
@@ -167,12 +183,14 @@ class DeadLetterSearch:
         return DeadLetter.of(position, record, self.fates.fate(position, digest), digest)
 
 
-async def _survey(broker: Broker, pipe: str | None) -> Held:
+async def _survey(broker: Broker, pipes: Collection[str]) -> Held:
+    """pipes: with their former names; empty: any."""
     topics = sorted(topic for topic in await broker.admin.topics() if topic.endswith(DEAD_SUFFIX))
-    if pipe is not None:
-        mine = dead_letter_topic(pipe)
-        if mine not in topics:
+    if pipes:
+        mine = [topic for topic in topics if topic in map(dead_letter_topic, pipes)]
+        if not mine:
             known = ", ".join(topic.removesuffix(DEAD_SUFFIX) for topic in topics if topic != RETRIER_DEAD)
-            raise CommandFailed(f"there is no topic {mine}", f"one of these pipes: {known or 'none yet'}", status=2)
-        topics = [topic for topic in topics if topic in (mine, RETRIER_DEAD)]
+            missing = " and ".join(map(dead_letter_topic, sorted(pipes)))
+            raise CommandFailed(f"there is no topic {missing}", f"one of these pipes: {known or 'none yet'}", status=2)
+        topics = [topic for topic in topics if topic in mine or topic == RETRIER_DEAD]
     return {(topic, part): kept for topic in topics for part, kept in (await broker.reader.describe(topic)).items()}

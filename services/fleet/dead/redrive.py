@@ -17,7 +17,7 @@ from services.core.broker.record import Record, estimate_size
 from services.core.dead_letter import DeadLetter, Position, event_time, strip
 from services.core.ledger.report import since_span
 from services.core.ledger.reporter import Reporter, new_instance
-from services.core.pipes import PipeFile, lane_name, retry_topic
+from services.core.pipes import PipeFile, lane_name, removed_lanes, retry_topic
 from services.core.retry_state import BadRetryRecord, RetryState, read_state, read_wait, wrap
 from services.fleet.console import print_note
 from services.fleet.dead.audit import Auditor
@@ -26,11 +26,11 @@ from services.fleet.pace import Pace
 REMEDIES = {
     "no_payload": "it was too large to be kept with its payload, and the event is gone from its source",
     "damaged_batch": "its value is damaged bytes, not an event",
-    "no_destination": "a transform failed on it; --to-stream sends it to its stream again, to all pipes of that stream",
-    "unknown_destination": "the pipe file no longer has this destination; discard it, or set `removed: {PIPE/DESTINATION: "
-    "{deliver_to: …}}` there",
-    "no_retries": "the destination is a stream, which reads no retries",
-    "unknown_stream": "its source is not one of the pipe's streams",
+    "no_destination": "a transform failed on it. Try: --to-stream, which sends it to its stream again, to all of its pipes",
+    "unknown_destination": "the pipe file no longer has this destination. Try: --to PIPE/DESTINATION; or renamed_from there, if "
+    "it has another name now; or penstock dead discard",
+    "no_retries": "the destination is a stream, which reads no retries. Try: --to PIPE/DESTINATION with a webhook",
+    "unknown_stream": "no pipe of the pipe file reads its stream. Try: put the pipe back into the file, or penstock dead discard",
     "too_old": "Kafka would delete it at once: its event time is older than the stream's retention",
     "bad_source": "its header names no source; it is no dead letter of Penstock",
     "too_large": "the broker accepts no record of this size",
@@ -49,11 +49,12 @@ class RedriveRecord(NamedTuple):
 class RedriveTargets:
     """Finds the topic for each dead letter by the pipe file. to_stream: those of transforms go to their source stream.
 
-    by_event_time: whether the backend's retention counts from event times.
+    by_event_time: whether the backend's retention counts from event times. to: the lane that gets all others, if given.
     """
 
-    def __init__(self, pipes: PipeFile, *, to_stream: bool, by_event_time: bool) -> None:
-        self._pipes, self._to_stream, self._by_event_time = pipes, to_stream, by_event_time
+    def __init__(self, pipes: PipeFile, *, to_stream: bool, by_event_time: bool, to: str | None = None) -> None:
+        self._pipes, self._to_stream, self._by_event_time, self._to = pipes, to_stream, by_event_time, to
+        self._removed = removed_lanes(pipes)
 
     def resolve(self, letter: DeadLetter, now_ms: int) -> RedriveRecord | str:
         """The record to write, or a reason of REMEDIES."""
@@ -66,10 +67,11 @@ class RedriveTargets:
     def _to_destination(self, letter: DeadLetter, now_ms: int) -> RedriveRecord | str:
         """A retry record for this destination's lane; the other lanes skip it. Its counts of rounds and attempts start at 0.
 
-        For a destination in `removed`: a record for the destination that gets its events now.
+        For a former name, or a destination in `removed`: a record for the destination that gets its events now.
         """
-        choice = self._pipes.removed.get(lane_name(letter.pipe, letter.destination))
+        choice = self._removed.get(lane_name(letter.pipe, letter.destination))
         lane = lane_name(letter.pipe, letter.destination) if choice is None else (choice.deliver_to or "")
+        lane = self._to or lane
         pipe_name, _, name = lane.partition("/")
         pipe = self._pipes.pipes.get(pipe_name)
         named = [] if pipe is None else [one for one in pipe.destinations if one.name == name]
@@ -105,7 +107,8 @@ class RedriveTargets:
         except ValueError:
             return "bad_source"
         pipe = self._pipes.pipes.get(letter.pipe)
-        if pipe is None or topic not in pipe.sources:
+        readers = self._pipes.pipes.values() if pipe is None else [pipe]  # of a pipe that is gone, any other will do
+        if not any(topic in reader.sources for reader in readers):
             return "unknown_stream"
         if self._by_event_time and event_time(letter.record) < now_ms - self._pipes.streams[topic].retention * 1000:
             return "too_old"

@@ -1,13 +1,17 @@
 """The application, and the options that several commands share."""
 
 import time
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from services.core.dead_letter import Position
+from services.core.pipes import load_pipes, renames_of
 from services.core.times import parse_time
+from services.core.yaml_source import BadConfiguration
 from services.fleet.dead.found import Filter
 from services.fleet.problem import CommandFailed
 
@@ -54,15 +58,27 @@ Positions = Annotated[
 
 
 def make_filter(
-    pipe: str | None, destination: str | None, reason: str | None, since: str | None, until: str | None
+    pipe: str | None,
+    destination: str | None,
+    reason: str | None,
+    since: str | None,
+    until: str | None,
+    *,
+    pipes: Path,
 ) -> Filter:
-    """The filter of the options. Raises CommandFailed."""
+    """The filter of the options. pipes: the pipe file with the former names; a file that cannot be read has none. Blocking.
+
+    Raises CommandFailed.
+    """
     now = time.time()
     try:
         times = [None if text is None else parse_time(text, now) for text in (since, until)]
     except ValueError as error:
         raise CommandFailed(str(error), status=2) from error
-    return Filter(pipe, destination, reason, *times)
+    renames: Mapping[str, str] = {}
+    with suppress(BadConfiguration):
+        renames = renames_of(load_pipes(pipes))
+    return Filter(pipe, destination, reason, times[0], times[1], renames)
 
 
 def read_positions(texts: list[str] | None) -> list[Position]:

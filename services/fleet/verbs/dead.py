@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from services.core.audit import DISCARD
 from services.core.broker.producer import Producer
 from services.core.dead_letter import DeadLetter, Position
-from services.core.pipes import PipeFile, load_pipes
+from services.core.pipes import PipeFile, lane_name, load_pipes
 from services.fleet.access import find_broker, find_pipes, opened
 from services.fleet.console import ERR, OUT, print_note
 from services.fleet.dead.audit import Auditor, read_audit, whoami
@@ -63,7 +63,7 @@ def list_letters(
     as_json: AsJson = False,
 ) -> None:
     """List dead letters, oldest first in each pipe. --json prints one object per line."""
-    where = make_filter(pipe, destination, reason, since, until)
+    where = make_filter(pipe, destination, reason, since, until, pipes=find_pipes(None, data))
     uvloop.run(list_found(find_broker(broker, data), where, limit, settled=everything, as_json=as_json))
 
 
@@ -147,6 +147,10 @@ def redrive(
             help="Send dead letters of a transform to their stream again. All pipes of that stream process them again.",
         ),
     ] = False,
+    to: Annotated[
+        str | None,
+        typer.Option("--to", help="Send them to this PIPE/DESTINATION instead, e.g. those of a removed pipe."),
+    ] = None,
     pipes: Pipes = None,
     broker: BrokerUrl = None,
     data: Data = Path("data"),
@@ -156,10 +160,13 @@ def redrive(
 
     Those that cannot be sent stay dead letters; the reason is printed. Status 0 when all were redriven, 1 otherwise.
     """
-    where, chosen = make_filter(pipe, destination, reason, since, until), read_positions(positions)
+    path = find_pipes(pipes, data)
+    where = make_filter(pipe, destination, reason, since, until, pipes=path)
+    chosen = read_positions(positions)
     require_choice(where, chosen)
-    file, who = load_pipes(find_pipes(pipes, data)), whoami()
-    run = _redrive(find_broker(broker, data), where, chosen, file, who, rate, to_stream=to_stream)
+    file, who = load_pipes(path), whoami()
+    _check_target(file, to, path)
+    run = _redrive(find_broker(broker, data), where, chosen, file, who, rate, to=to, to_stream=to_stream)
     done, failure = uvloop.run(run)
     if as_json:
         examples = {reason: str(position) for reason, position in done.examples.items()}
@@ -174,15 +181,37 @@ def redrive(
         raise typer.Exit(1)
 
 
+def _check_target(file: PipeFile, to: str | None, path: Path) -> None:
+    """Raises CommandFailed unless the lane `to` is a webhook of the file."""
+    known = sorted(
+        lane_name(name, one.name)
+        for name, pipe in file.pipes.items()
+        for one in pipe.destinations
+        if one.webhook is not None
+    )
+    if to is not None and to not in known:
+        raise CommandFailed(
+            f"--to {to}: {path} has no such webhook", f"one of: {', '.join(known) or 'it has none'}", status=2
+        )
+
+
 async def _redrive(
-    url: str, where: Filter, positions: list[Position], file: PipeFile, who: str, rate: float, *, to_stream: bool
+    url: str,
+    where: Filter,
+    positions: list[Position],
+    file: PipeFile,
+    who: str,
+    rate: float,
+    *,
+    to: str | None,
+    to_stream: bool,
 ) -> tuple[Redriven, CommandFailed | None]:
     """Returns the outcome and the error, so that the summary is printed before the error."""
     done = Redriven()
     try:
         with stop_on_signals() as stop:
             async with opened(url) as broker, Producer(broker.appender) as producer:
-                auditor = Auditor(producer, who, where.as_json())
+                auditor = Auditor(producer, who, where.as_json() | ({} if to is None else {"to": to}))
                 await auditor.require_topic()
                 found = await DeadLetterSearch.open(broker, where, positions)
                 with _progress() as progress:
@@ -191,9 +220,8 @@ async def _redrive(
                     def show(so_far: Redriven) -> None:
                         progress.update(bar, completed=so_far.done + sum(so_far.refused.values()))
 
-                    targets = RedriveTargets(
-                        file, to_stream=to_stream, by_event_time=broker.features.retention_by_event_time
-                    )
+                    by_event_time = broker.features.retention_by_event_time
+                    targets = RedriveTargets(file, to_stream=to_stream, by_event_time=by_event_time, to=to)
                     work = Redrive(targets, producer, auditor, rate, asked_to_stop=stop.asked.is_set, show=show)
                     done = work.so_far
                     await work.run(with_payloads(broker.reader, found.pages()))
@@ -227,7 +255,10 @@ def discard(
     as_json: AsJson = False,
 ) -> None:
     """Mark dead letters as done. They are no longer listed. They stay in their topic until its retention ends."""
-    where, chosen = make_filter(pipe, destination, reason, since, until), read_positions(positions)
+    where, chosen = (
+        make_filter(pipe, destination, reason, since, until, pipes=find_pipes(None, data)),
+        read_positions(positions),
+    )
     require_choice(where, chosen)
     url = find_broker(broker, data)
     held, count = uvloop.run(_count(url, where, chosen))

@@ -52,7 +52,7 @@ def show(
     as_json: AsJson = False,
 ) -> None:
     """Show whether a destination is paused, and its dead letters by cause, the most frequent first."""
-    where = make_filter(pipe, name, None, since, until)
+    where = make_filter(pipe, name, None, since, until, pipes=find_pipes(None, data))
     causes, paused = uvloop.run(_read_state(find_broker(broker, data), where, name, pipe, settled=everything))
     found = causes.most_common()
     if as_json:
@@ -75,7 +75,7 @@ async def _read_state(
         async for page in (await DeadLetterSearch.open(broker, where, settled=settled)).pages():
             for letter in page:
                 causes.add(letter)
-        pauses = Pauses(broker.reader)
+        pauses = Pauses(broker.reader, where.renames)
         with suppress(UnknownTopic):
             await pauses.refresh()
         paused = [(lane.partition("/"), pause) for lane, pause in pauses.paused().items()]
@@ -129,7 +129,7 @@ def resume(
 async def _change(url: str, file: PipeFile, name: str, pipe: str | None, new: Pause, *, as_json: bool) -> None:
     """Pause or resume. A destination that is already in that state stays unchanged. Raises CommandFailed."""
     async with opened(url) as broker, Producer(broker.appender) as producer:
-        pauses = await read_pauses(broker.reader)
+        pauses = await read_pauses(broker.reader, file)
         for one in choose(list_destinations(file, pauses), name, pipe):
             if (one.state == "paused") != (new.state == "paused"):
                 await write_pause(producer, one.lane, new)
@@ -155,4 +155,4 @@ def list_all(pipes: Pipes = None, broker: BrokerUrl = None, data: Data = Path("d
 
 async def _list(url: str, file: PipeFile) -> list[DestinationState]:
     async with opened(url) as broker:
-        return await count_parked(broker, list_destinations(file, await read_pauses(broker.reader)))
+        return await count_parked(broker, list_destinations(file, await read_pauses(broker.reader, file)))

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 import uvloop
 
-from services.core.pipes import PipeFile
+from services.core.pipes import PipeFile, removed_lanes, removed_pipes
 from services.core.units import DURATION_PATTERN, SIZE_PATTERN, format_duration, format_size
 from services.core.waiting import Waiting
 from services.core.yaml_source import BadConfiguration
@@ -15,7 +15,7 @@ from services.fleet.access import find_broker
 from services.fleet.console import OUT, print_note
 from services.fleet.pipe_check import check_pipe_file, find_warnings
 from services.fleet.problem import CommandFailed
-from services.fleet.topics import check_waiting, describe_removed, name_unclaimed, prepare
+from services.fleet.topics import Checked, check_broker, check_changes, describe_removed, name_unclaimed, prepare
 from services.fleet.verbs.app import APP, AsJson, BrokerUrl, Data, example
 
 STARTER = """\
@@ -125,13 +125,16 @@ def check(
 ) -> None:
     """Check a pipe file. Prints every mistake with file, line and key. Status 2 when there is one.
 
-    With a broker, also find events that wait for destinations which the file no longer has.
+    With a broker, also show what the file changes there: new destinations with the events that they will receive, and
+    destinations and pipes that are gone with what they leave behind.
     """
     try:
         found = check_pipe_file(pipes, allow_networks=allow_networks)
-        waiting = _check_waiting(broker, data, found)
-        if isinstance(waiting, Waiting) and (problems := name_unclaimed(waiting, found, pipes)):
-            raise BadConfiguration(problems)
+        known = _check_broker(broker, data, found)
+        if isinstance(known, Checked):
+            problems = name_unclaimed(known.waiting, found, pipes) + known.changes.problems(pipes)
+            if problems:
+                raise BadConfiguration(problems)
     except BadConfiguration as error:
         if not as_json:
             raise
@@ -143,16 +146,20 @@ def check(
         "destinations": sum(len(pipe.destinations) for pipe in found.pipes.values()),
     }
     if as_json:
-        known = {"unknown": waiting} if isinstance(waiting, str) else {"removed": _by_lane(waiting, found)}
+        if isinstance(known, str):
+            result: dict[str, Any] = {"waiting": {"unknown": known}, "changes": None}
+        else:
+            changes = [change.as_json() for change in known.changes.lines]
+            result = {"waiting": {"removed": _by_name(known.waiting, found)}, "changes": changes}
         warnings = [problem.as_json() for problem in find_warnings(pipes)]
-        typer.echo(json.dumps({**summary, "problems": [], "warnings": warnings, "waiting": known}))
+        typer.echo(json.dumps({**summary, "problems": [], "warnings": warnings, **result}))
         return
     _print_warnings(pipes)
     OUT.print(f"{pipes} is good: " + ", ".join(f"{count} {what}" for what, count in summary.items()), style="green")
-    if isinstance(waiting, str):
-        print_note(f"events that wait for removed destinations are not known: {waiting}", "yellow")
+    if isinstance(known, str):
+        print_note(f"events that wait for removed destinations, and other effects, are not known: {known}", "yellow")
     else:
-        for line in describe_removed(waiting, found):
+        for line in [*map(str, known.changes.lines), *describe_removed(known.waiting, found)]:
             print_note(line, "yellow")
 
 
@@ -161,18 +168,26 @@ def _print_warnings(path: Path) -> None:
         print_note(f"warning: {problem}", "yellow")
 
 
-def _check_waiting(broker: str | None, data: Path, pipes: PipeFile) -> Waiting | str:
-    """The waiting events, or the reason why they are not known."""
+def _check_broker(broker: str | None, data: Path, pipes: PipeFile) -> Checked | str:
+    """The waiting events and the changes, or the reason why they are not known."""
     try:
         url = find_broker(broker, data)
     except CommandFailed as error:
         return str(error)
-    return uvloop.run(check_waiting(url, pipes))
+    return uvloop.run(check_broker(url, pipes, data))
 
 
-def _by_lane(waiting: Waiting, pipes: PipeFile) -> dict[str, int]:
-    """The number of events that still wait, by destination in `removed`."""
-    return {lane: sum(waiting.unclaimed.get(lane, {}).values()) for lane in pipes.removed}
+def _by_name(waiting: Waiting, pipes: PipeFile) -> dict[str, int]:
+    """The number of events that still wait, by destination or pipe in `removed`, and by former name."""
+    names = removed_lanes(pipes) | removed_pipes(pipes)
+    return {
+        name: sum(
+            sum(found.values())
+            for lane, found in waiting.unclaimed.items()
+            if lane == name or lane.startswith(f"{name}/")
+        )
+        for name in names
+    }
 
 
 @APP.command(epilog=example("penstock schema > pipes.schema.json"))
@@ -197,16 +212,19 @@ def apply(
 ) -> None:
     """Create the topics of a pipe file, and nothing else. Safe to run again.
 
-    Status 2 when events wait for a destination that is neither in the file nor in its `removed`.
+    Status 2 when events wait for a destination that is neither in the file nor in its `removed`, or a pipe that is gone leaves
+    dead letters.
     """
     found = check_pipe_file(pipes, allow_networks=allow_networks, secrets=False)
-    done, waiting, went_on = uvloop.run(prepare(broker, found, pipes, grow=grow))
+    changes = uvloop.run(check_changes(broker, found, pipes, None))
+    done, waiting, _ = uvloop.run(prepare(broker, found, pipes, grow=grow))
     if as_json:
-        result = {"created": done.created, "grown": done.grown, "kept": done.kept, "removed": _by_lane(waiting, found)}
-        typer.echo(json.dumps(result))
+        counts = {"created": done.created, "grown": done.grown, "kept": done.kept}
+        lines = [change.as_json() for change in changes]
+        typer.echo(json.dumps({**counts, "removed": _by_name(waiting, found), "changes": lines}))
         return
     _print_warnings(pipes)
-    for line in describe_removed(waiting, found, went_on):
+    for line in [*map(str, changes), *describe_removed(waiting, found)]:
         print_note(line, "yellow")
     for what, topics in (("created", done.created), ("grown", done.grown), ("there already", done.kept)):
         for topic in topics:

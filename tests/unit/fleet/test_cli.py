@@ -135,7 +135,7 @@ def test_init_check_and_schema(shell: Shell) -> None:
     assert shell.run("check", "--allow-networks", "127.0.0.0/8", "--json") == 0
     found = json.loads(shell.out)
     assert "holds no log" in found.pop("waiting")["unknown"]
-    assert found == {"streams": 1, "pipes": 1, "destinations": 1, "problems": [], "warnings": []}
+    assert found == {"streams": 1, "pipes": 1, "destinations": 1, "problems": [], "warnings": [], "changes": None}
     assert shell.run("check", "--json") == 2
     [problem] = json.loads(shell.out)["problems"]
     assert problem["where"].startswith("pipes.yaml:")
@@ -181,7 +181,7 @@ def test_apply_creates_keeps_and_never_grows_silently(shell: Shell, tmp_path: Pa
     assert shell.run("apply", "--broker", broker, "--json") == 0
     fleet = ["penstock.telemetry", "penstock.observer", "penstock.audit", "penstock.control"]
     topics = ["b", "a", "p.dead", *fleet]
-    assert json.loads(shell.out) == {"created": topics, "grown": [], "kept": [], "removed": {}}
+    assert json.loads(shell.out) == {"created": topics, "grown": [], "kept": [], "removed": {}, "changes": []}
     assert shell.run("apply", "--broker", broker, "--json") == 0
     assert json.loads(shell.out)["kept"] == topics
     file.write_text(text.replace("{a:", "{b: {}, a:").replace("partitions: 2", "partitions: 3"))

@@ -115,6 +115,14 @@ class KafkaAdmin:
         found = await fetch_positions(self._cluster, group, topic)
         return {source.partition: position - 1 for source, position in found.items() if position}
 
+    async def has_begun(self, group: str, topic: str) -> bool:
+        """As in the contract, also when Kafka has expired the group's offsets."""
+        if await fetch_positions(self._cluster, group, topic):
+            return True
+        sources = await partitions_of(self._cluster, [topic])
+        now = (await self._cluster.describe([topic]))[topic].id
+        return any(row.topic == now for row in (await self.begun.find(group, sources)).values())
+
     async def set_committed(self, group: str, topic: str, processed: Mapping[int, int]) -> None:
         """As in the contract."""
         positions = {partition: last + 1 for partition, last in processed.items()}

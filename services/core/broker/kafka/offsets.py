@@ -18,7 +18,7 @@ from aiokafka.protocol.offset import OffsetRequest
 from aiokafka.record.memory_records import MemoryRecords
 
 from services.core.broker.contract import Lag, Start
-from services.core.broker.errors import Unavailable, UnknownTopic
+from services.core.broker.errors import GroupHasMembers, Unavailable, UnknownTopic
 from services.core.broker.kafka.cluster import Cluster
 from services.core.broker.kafka.error_codes import FENCED, raise_for, raise_for_leader
 from services.core.broker.kafka.protocol import EpochEndRequest
@@ -168,8 +168,8 @@ async def fetch_positions(cluster: Cluster, group: str, topic: str) -> dict[Topi
 
 
 async def commit_without_member(cluster: Cluster, group: str, topic: str, positions: Mapping[int, int]) -> None:
-    """Set the next offset to read of a group that has no members, by partition. Raises UnknownTopic, and Unavailable when
-    it has members."""
+    """Set the next offset to read of a group that has no members, by partition. Raises UnknownTopic, and GroupHasMembers
+    when it has members."""
     sources = await partitions_of(cluster, [topic])
     if unknown := positions.keys() - {source.partition for source in sources}:
         raise UnknownTopic(f"{topic} has no partitions {sorted(unknown)}")
@@ -211,7 +211,7 @@ async def _commit_rows(cluster: Cluster, group: str, topic: str, rows: list[tupl
     for _, partitions in answer.topics:
         for partition, code in partitions:
             if code in FENCED:
-                raise Unavailable(f"group {group} has members. Try: stop them first")
+                raise GroupHasMembers(f"group {group} has members. Try: stop them first")
             raise_for(code, f"commit of group {group} in {topic}[{partition}]")
 
 

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from botocore.exceptions import ClientError
 
 from services.core.broker.contract import Lag, PartitionRange, Start, TopicSpec
-from services.core.broker.errors import Unavailable, UnknownTopic
+from services.core.broker.errors import GroupHasMembers, Unavailable, UnknownTopic
 from services.core.broker.kinesis.aws import Timing, bounded, classify_create
 from services.core.broker.kinesis.consumer import KinesisMemberBackend, SharedResources
 from services.core.broker.kinesis.incarnation import Stream
@@ -39,7 +39,7 @@ async def committed(table: LeaseTable, stream: str) -> dict[int, int]:
 async def set_committed(
     table: LeaseTable, stream: Stream, processed: Mapping[int, int], timing: Timing, now_ms: int
 ) -> None:
-    """Move the group. Raises Unavailable while it has members, UnknownTopic for a shard that is in neither stream nor
+    """Move the group. Raises GroupHasMembers while it has members, UnknownTopic for a shard that is in neither stream nor
     group.
 
     A shard that is only in the group has aged out, and is done. The row of a dead holder is free after the lease time.
@@ -49,7 +49,7 @@ async def set_committed(
     if unknown := processed.keys() - known:
         raise UnknownTopic(f"{stream.name} has no shards {sorted(unknown)}")
     if await has_members(table, timing):
-        raise Unavailable("the group has members. Try: stop them first")
+        raise GroupHasMembers("the group has members. Try: stop them first")
     rows = {row.shard: row for row in by_stream(await table.rows(), stream.name)}
     for number, offset in processed.items():
         if number not in rows:
@@ -70,18 +70,18 @@ async def set_committed(
             retention=stream.retention_ms,
         )
         if not await table.replace(row, moved):
-            raise Unavailable("the group has members. Try: stop them first")
+            raise GroupHasMembers("the group has members. Try: stop them first")
 
 
 async def copy_positions(table: LeaseTable, to: LeaseTable, stream: str, timing: Timing) -> bool:
     """Copy the rows that the group of `to` does not have, without owners. Returns whether there were any.
 
-    Raises Unavailable while that group has members.
+    Raises GroupHasMembers while that group has members.
     """
     known = await to.rows()
     missing = [row for row in by_stream(await table.rows(), stream) if row.key not in known]
     if missing and await has_members(to, timing):
-        raise Unavailable("the group has members. Try: stop them first")
+        raise GroupHasMembers("the group has members. Try: stop them first")
     for row in missing:
         await to.add(row._replace(owner=None, draining=None, counter=0, switches=0))
     return bool(missing)
@@ -200,6 +200,12 @@ class KinesisAdmin:
         if not await member.table.exists():
             return {}
         return await committed(member.table, stream.name)
+
+    async def has_begun(self, group: str, topic: str) -> bool:
+        """As in the contract."""
+        member = KinesisMemberBackend(self._shared, group)
+        stream = await member.describe(topic)
+        return await member.table.exists() and bool(by_stream(await member.table.rows(), stream.name))
 
     async def set_committed(self, group: str, topic: str, processed: Mapping[int, int]) -> None:
         """As in the contract. A shard that aged out before the group finished it is done, wherever it is moved."""

@@ -3,7 +3,7 @@
 from collections.abc import Collection, Mapping
 
 from services.core.broker.contract import Lag, PartitionRange, Start, TopicSpec
-from services.core.broker.errors import Unavailable, UnknownTopic
+from services.core.broker.errors import GroupHasMembers, UnknownTopic
 from services.core.broker.log import topics
 from services.core.broker.log.clock import WallClock
 from services.core.broker.log.data_folder import DataFolder
@@ -50,6 +50,10 @@ class LogAdmin:
         progress = await self._offsets.use(lambda file: file.progress(group, topic))
         return {partition: value.processed for partition, value in progress.items() if value.processed is not None}
 
+    async def has_begun(self, group: str, topic: str) -> bool:
+        incarnation = await self._readers.use(topic, lambda r: (r.refresh(), r.store.meta.incarnation)[1])
+        return bool(await self._offsets.use(lambda file: file.begun(group, topic, incarnation)))
+
     async def set_committed(self, group: str, topic: str, processed: Mapping[int, int]) -> None:
         count, incarnation = await self._readers.use(topic, lambda r: (r.refresh(), r.store.meta.incarnation))
         unknown = sorted(p for p in processed if not 0 <= p < count)
@@ -62,7 +66,7 @@ class LogAdmin:
         def move(file: GroupsFile) -> None:
             members = file.live_members(group, topic)
             if members:
-                raise Unavailable(f"group {group!r} has {members} members on {topic!r}. Try: stopping them first")
+                raise GroupHasMembers(f"group {group!r} has {members} members on {topic!r}. Try: stopping them first")
             file.set_progress(group, moved)
 
         await self._offsets.use(move)
@@ -76,7 +80,7 @@ class LogAdmin:
             for known in file.begun(to, topic, incarnation):
                 missing.pop(known, None)
             if missing and (members := file.live_members(to, topic)):
-                raise Unavailable(f"group {to!r} has {members} members on {topic!r}. Try: stopping them first")
+                raise GroupHasMembers(f"group {to!r} has {members} members on {topic!r}. Try: stopping them first")
             if missing:
                 file.set_progress(to, missing)
             return bool(missing)

@@ -1,0 +1,235 @@
+"""The effects of a pipe file on the events that the broker has: shown before anything starts.
+
+The former fleet is known from the broker alone: its topics, the positions of its groups, and the bookmark with the lanes of the
+last start (`core.waiting`). Nothing is changed here.
+"""
+
+import hashlib
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from services.core.broker.contract import Broker
+from services.core.pipes import (
+    RETRIER_DEAD,
+    Destination,
+    Pipe,
+    PipeFile,
+    dead_letter_topic,
+    delivery_group,
+    delivery_topics,
+    lane_name,
+    lanes_of,
+    output_topic,
+    removed_lanes,
+    removed_pipes,
+    renames_of,
+)
+from services.core.waiting import Bookmark, read_bookmark
+from services.core.yaml_source import Problem
+from services.fleet.dead.found import DeadLetterSearch, Filter
+
+Kind = Literal["new", "renamed", "removed", "transform"]
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One line for a person. name: the pipe, or pipe/destination. events: by topic; None: their number is not known."""
+
+    kind: Kind
+    name: str
+    text: str
+    events: Mapping[str, int | None] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.text}"
+
+    def as_json(self) -> dict[str, object]:
+        return {"change": self.kind, "name": self.name, "text": self.text, "events": dict(self.events)}
+
+
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """lines: in the order of the file. abandoned: what each pipe leaves behind that the file neither has nor decides about."""
+
+    lines: Sequence[Change]
+    abandoned: Mapping[str, str]
+
+    def problems(self, path: Path) -> list[Problem]:
+        """One for each abandoned pipe. path: of the pipe file."""
+        return [
+            Problem(
+                str(path),
+                f"removed.{pipe}",
+                f"{left}, and this file no longer has the pipe. Try: put it back, or decide in one line: removed: {{{pipe}: "
+                "{drop: WHY}}. Then they stay where they are, and redrive --to PIPE/DESTINATION sends the dead letters. Events "
+                "that still wait are dropped, or become dead letters with {bury: WHY}",
+            )
+            for pipe, left in self.abandoned.items()
+        ]
+
+
+async def find_changes(broker: Broker, pipes: PipeFile, data: Path | None) -> Changes:
+    """Compare the file with the broker. data: the fleet's data folder, for the transforms' state. Raises BrokerError kinds."""
+    search = _Search(broker, pipes, await read_bookmark(broker.reader), await broker.admin.topics())
+    lines: list[Change] = []
+    for name, pipe in pipes.pipes.items():
+        lines += await search.compare_pipe(name, pipe)
+        lines += _compare_transform(name, pipe, data)
+    lines += await search.gone_lanes()
+    return Changes(lines, await search.abandoned(data))
+
+
+class _Search:
+    def __init__(self, broker: Broker, pipes: PipeFile, before: Bookmark, topics: Collection[str]) -> None:
+        self._broker, self._pipes, self._before, self._topics = broker, pipes, before, topics
+        self._heirs = {lane: choice.deliver_to for lane, choice in removed_lanes(pipes).items() if choice.deliver_to}
+        lanes, decided = lanes_of(pipes), removed_lanes(pipes).keys() | before.left.keys()
+        self._gone = sorted(lane for lane in before.lanes - lanes - decided if not self._is_decided(lane.split("/")[0]))
+
+    def _is_decided(self, pipe: str) -> bool:
+        return pipe in removed_pipes(self._pipes) or pipe in self._before.left
+
+    async def compare_pipe(self, name: str, pipe: Pipe) -> list[Change]:
+        """The changes of its transform and its destinations."""
+        if pipe.transform is not None and output_topic(name) not in self._topics:
+            stored = await self._count_stored(pipe.sources)
+            if not stored:
+                return []
+            text = f"new transform, will read {_count(stored)} from the beginning; its destinations receive the results"
+            return [Change("transform", name, text, stored)]
+        found = [await self._compare_lane(name, pipe, destination) for destination in pipe.destinations]
+        return [change for change in found if change is not None]
+
+    async def _compare_lane(self, name: str, pipe: Pipe, destination: Destination) -> Change | None:
+        lane = lane_name(name, destination.name)
+        former = [old for old, heir in self._heirs.items() if heir == lane and self._before.left.get(old) != lane]
+        topics = [topic for topic in delivery_topics(name, pipe) if topic in self._topics]
+        unbegun = [topic for topic in topics if not await self._has_begun(lane, topic)]
+        for old in former:
+            inherited = [topic for topic in topics if await self._has_begun(old, topic)]
+            if not inherited:
+                continue
+            if not set(inherited) <= set(unbegun) and self._before.left.get(lane) != old:
+                text = f"has begun before and keeps its own position; it does not take over the position of {old}"
+                return Change("renamed", lane, text)
+            unread = await self._count_unread(old, inherited)
+            return Change("renamed", lane, f"continues at the position of {old} ({_count(unread)} unread)", unread)
+        stored = await self._count_stored(unbegun)
+        if not stored:
+            return None
+        what = (
+            "reads more than before" if len(unbegun) < len(topics) or lane in self._before.lanes else "new destination"
+        )
+        if destination.start == "latest":
+            return Change(
+                "new", lane, f"{what}, new events only (start: latest); {_count(stored)} are not sent", stored
+            )
+        remedy = "`start: latest` for new ones only"
+        if same := [old.split("/")[1] for old in self._gone if old.startswith(f"{name}/")]:
+            remedy += f"; or `renamed_from: {same[0]}`, if it is {same[0]} under a new name"
+        elif moved := [old.split("/")[0] for old in self._gone if old.endswith(f"/{destination.name}")]:
+            remedy += f"; or `renamed_from: {moved[0]}` at the pipe, if it is {moved[0]} under a new name"
+        return Change("new", lane, f"{what}, will receive {_count(stored)} from the beginning. Try: {remedy}", stored)
+
+    async def gone_lanes(self) -> list[Change]:
+        """Destinations of the last start that the file no longer has, with open dead letters, in pipes that it has."""
+        found = []
+        for lane in self._gone:
+            pipe, _, destination = lane.partition("/")
+            if pipe not in self._pipes.pipes or dead_letter_topic(pipe) not in self._topics:
+                continue
+            letters = await self._count_letters(Filter(pipe=pipe, destination=destination))
+            if letters:
+                text = f"removed; redrive its {_plural(letters, 'dead letter')} with --to PIPE/DESTINATION, or discard them"
+                found.append(Change("removed", lane, text, {dead_letter_topic(pipe): letters}))
+        return found
+
+    async def abandoned(self, data: Path | None) -> dict[str, str]:
+        """The dead letters and the transform's state of each pipe that is gone, in words."""
+        suffix = dead_letter_topic("")
+        named = {
+            topic.removesuffix(suffix) for topic in self._topics if topic.endswith(suffix) and topic != RETRIER_DEAD
+        }
+        renamed = {old.partition("/")[0] for old in renames_of(self._pipes)}
+        found = {}
+        for pipe in sorted(named - self._pipes.pipes.keys() - renamed):
+            if self._is_decided(pipe):
+                continue
+            letters, state = await self._count_letters(Filter(pipe=pipe)), _state_of(pipe, data)
+            words = [f"the pipe {pipe} has {_plural(letters, 'open dead letter')}"] if letters else []
+            words += [f"its transform has state over several events in {state[0]}"] if state else []
+            if words:
+                found[pipe] = ", ".join(words)
+        return found
+
+    async def _has_begun(self, lane: str, topic: str) -> bool:
+        return await self._broker.admin.has_begun(delivery_group(*lane.split("/")), topic)
+
+    async def _count_stored(self, topics: Collection[str]) -> dict[str, int | None]:
+        """The stored events by topic, without empty topics; None where offsets do not count them."""
+        found: dict[str, int | None] = {}
+        for topic in topics:
+            held = [one for one in (await self._broker.reader.describe(topic)).values() if one.start < one.end]
+            if held:
+                counts = self._broker.features.contiguous_offsets
+                found[topic] = sum(one.end - one.start for one in held) if counts else None
+        return found
+
+    async def _count_unread(self, lane: str, topics: Collection[str]) -> dict[str, int | None]:
+        group = delivery_group(*lane.split("/"))
+        lags = {topic: await self._broker.admin.group_lag(group, topic) for topic in topics}
+        return {topic: sum(lag.records for lag in found.values()) for topic, found in lags.items()}
+
+    async def _count_letters(self, where: Filter) -> int:
+        return await (await DeadLetterSearch.open(self._broker, where)).count()
+
+
+class _Identity(msgspec.Struct, frozen=True):
+    """Some fields of a checkpoint's `penstock.json`, which the transform service writes (`spark/jobs/checkpoint.py`)."""
+
+    transform: str
+    ran: bool = False
+    state: str = ""
+
+
+def _state_of(pipe: str, data: Path | None) -> tuple[Path, _Identity] | None:
+    """The checkpoint of a transform that left state over several events, in the data folder. None: none is known."""
+    if data is None:
+        return None
+    folder = data / "checkpoints" / pipe
+    try:
+        found = msgspec.json.decode((folder / "penstock.json").read_bytes(), type=_Identity)
+    except (OSError, msgspec.DecodeError):
+        return None
+    return (folder, found) if found.ran and found.state else None
+
+
+def _compare_transform(name: str, pipe: Pipe, data: Path | None) -> list[Change]:
+    state = None if pipe.transform is None else _state_of(name, data)
+    if pipe.transform is None or state is None:
+        return []
+    text = pipe.transform.sql or pipe.transform.python or ""
+    if hashlib.sha256(text.encode()).hexdigest() == state[1].transform:
+        return []
+    words = (
+        f"changed transform; the former one left state over several events in {state[0]}. If this one cannot use that state, it "
+        "does not start. Try: the former one; or a pipe of another name; or move the checkpoint away, then all results come again"
+    )
+    return [Change("transform", name, words)]
+
+
+def _count(events: Mapping[str, int | None]) -> str:
+    """As in "2,800 events of orders"."""
+    words = [
+        f"all events of {topic}" if count is None else f"{_plural(count, 'event')} of {topic}"
+        for topic, count in events.items()
+    ]
+    return " and ".join(words)
+
+
+def _plural(count: int, noun: str) -> str:
+    return f"{count:,} {noun}" + ("" if count == 1 else "s")
