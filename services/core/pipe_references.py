@@ -78,32 +78,35 @@ def former_lanes(pipe: str, former_pipe: str | None, name: str, former_name: str
 
 
 def _check_renames(pipes: Mapping[str, object]) -> Iterator[Found]:
-    claimed: dict[str, str] = {}
+    heirs: dict[str, object] = {}
     for name, pipe in pipes.items():
-        former, path = _former(pipe), ("pipes", name, "renamed_from")
-        if former in pipes:
-            yield path, f"the pipe {former!r} is still in this file. Try: its former name, or no renamed_from"
-        elif former and former in claimed:
+        path, former = ("pipes", name), _former(pipe)
+        if former and _mapping(pipe).get("transform") is not None:
             reason = "a pipe with a transform cannot be renamed: its output topic and its checkpoint have its name"
             remedy = f"the name {former!r} again; or no renamed_from, then the transform reads its sources from their beginning"
-            yield path, f"{reason}. Try: {remedy}"
-        claimed.setdefault(former, name)
+            yield (*path, "renamed_from"), f"{reason}. Try: {remedy}"
+        yield from _check_former(path, former, "a pipe of this file", list(pipes), heirs, name)
         destinations = [_mapping(one) for one in _items(_mapping(pipe).get("destinations"))]
-        names = [one.get("name") for one in destinations]
-        in_pipe: dict[str, object] = {}
-        for index, destination in enumerate(destinations):
-            former, path_of = _former(destination), ("pipes", name, "destinations", index, "renamed_from")
-            if former and former in names:
-                yield (
-                    path_of,
-                    f"{former!r} is still a destination of this pipe. Try: its former name, or no renamed_from",
-                )
-            elif former and former in in_pipe:
-                yield (
-                    path_of,
-                    f"{former!r} is the former name of {in_pipe[former]!r} already. Try: renamed_from at one of them",
-                )
-            in_pipe.setdefault(former, destination.get("name"))
+        names, heirs_here = [one.get("name") for one in destinations], dict[str, object]()
+        for index, one in enumerate(destinations):
+            path_here = (*path, "destinations", index)
+            yield from _check_former(
+                path_here, _former(one), "a destination of this pipe", names, heirs_here, one.get("name")
+            )
+
+
+def _check_former(
+    path: KeyPath, former: str, what: str, names: Sequence[object], heirs: dict[str, object], name: object
+) -> Iterator[Found]:
+    """names: those that the file has. heirs: the new name by each former one so far; this one is added."""
+    if not former:
+        return
+    if former in names:
+        yield (*path, "renamed_from"), f"{former!r} is still {what}. Try: its former name, or no renamed_from"
+    elif former in heirs:
+        text = f"{former!r} is the former name of {heirs[former]!r} already. Try: renamed_from at one of them"
+        yield (*path, "renamed_from"), text
+    heirs.setdefault(former, name)
 
 
 def _former(data: object) -> str:

@@ -4,6 +4,7 @@ The former fleet is known from the broker alone: its topics, the positions of it
 last start (`core.waiting`). Nothing is changed here.
 """
 
+import asyncio
 import hashlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -78,7 +79,7 @@ async def find_changes(broker: Broker, pipes: PipeFile, data: Path | None) -> Ch
     lines: list[Change] = []
     for name, pipe in pipes.pipes.items():
         lines += await search.compare_pipe(name, pipe)
-        lines += _compare_transform(name, pipe, data)
+        lines += await asyncio.to_thread(_compare_transform, name, pipe, data)
     lines += await search.gone_lanes()
     return Changes(lines, await search.abandoned(data))
 
@@ -159,7 +160,8 @@ class _Search:
         for pipe in sorted(named - self._pipes.pipes.keys() - renamed):
             if self._is_decided(pipe):
                 continue
-            letters, state = await self._count_letters(Filter(pipe=pipe)), _state_of(pipe, data)
+            letters = await self._count_letters(Filter(pipe=pipe))
+            state = await asyncio.to_thread(_state_of, pipe, data)
             words = [f"the pipe {pipe} has {_plural(letters, 'open dead letter')}"] if letters else []
             words += [f"its transform has state over several events in {state[0]}"] if state else []
             if words:
@@ -197,7 +199,7 @@ class _Identity(msgspec.Struct, frozen=True):
 
 
 def _state_of(pipe: str, data: Path | None) -> tuple[Path, _Identity] | None:
-    """The checkpoint of a transform that left state over several events, in the data folder. None: none is known."""
+    """The checkpoint of a transform that left state over several events, in the data folder. None: none is known. Blocking."""
     if data is None:
         return None
     folder = data / "checkpoints" / pipe

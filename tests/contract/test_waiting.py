@@ -71,12 +71,11 @@ async def test_a_new_name_goes_on_where_the_old_one_ended(harness: Harness) -> N
 
 def _renamed(pipe: str, streams: list[str]) -> PipeFile:
     hook = {"url": "https://example.org/"}
-    new = {"name": "new", "webhook": hook, "start": "latest"}
+    new = {"name": "new", "webhook": hook, "start": "latest", "renamed_from": "old"}
     return PipeFile.model_validate(
         {
             "streams": {stream: {} for stream in streams},
             "pipes": {pipe: {"sources": streams, "destinations": [new]}},
-            "removed": {f"{pipe}/old": {"deliver_to": f"{pipe}/new"}},
         }
     )
 
@@ -93,6 +92,8 @@ async def test_what_the_old_name_had_begun_and_not_settled_is_the_new_ones(harne
             await append(broker, stream, numbered(range(5)))
             assert numbers_of(await read(consumer, 5)) == list(range(5))
         pipes = _renamed(pipe, [stream])
+        begun = [await broker.admin.has_begun(f"{pipe}.{name}", stream) for name in ("old", "new")]
+        assert begun == [True, False]
         assert await hand_over_positions(broker.admin, pipes) == {f"{pipe}/new": f"{pipe}/old"}
         async with broker.consumer(f"{pipe}.new", [stream], start="latest", on_revoke=ignore_revoke) as consumer:
             assert numbers_of(await read(consumer, 5)) == list(range(5))

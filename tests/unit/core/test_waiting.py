@@ -1,20 +1,22 @@
 """What waits, and for whom: nothing that a destination left behind is overlooked, nothing that was delivered counts."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from services.core.broker.connect import open_broker
 from services.core.broker.contract import Broker, TopicSpec
-from services.core.broker.errors import DataDamaged
+from services.core.broker.errors import DataDamaged, GroupHasMembers, Unavailable
 from services.core.broker.producer import Producer
 from services.core.broker.record import Record, TopicPartition
 from services.core.pauses import Pause, Pauses, write_pause
 from services.core.pipes import RETRIER_GROUP, RETRY_IN, PipeFile, delay_topic
 from services.core.provision import ensure_topics
-from services.core.waiting import Bookmark, find_waiting, read_bookmark, write_bookmark
+from services.core.waiting import Bookmark, find_waiting, read_bookmark, take_over_positions, write_bookmark
 from tests.support.waiting_events import store, waiting_event
 
 HOOK = {"url": "https://example.org/"}
@@ -197,3 +199,95 @@ async def test_who_waits_behind_damage_is_not_forgotten(broker: Broker) -> None:
     found = await find_waiting(SimpleNamespace(admin=broker.admin, reader=Damaged()), CLAIMED, known)
     assert list(found.unread) == [TopicPartition(PARKED, 0)]
     assert await unclaimed(broker, found.bookmark) == {"late/old": {PARKED: 1}}
+
+
+class Cut:
+    """Calls of `of`, until the one numbered `at`: it ends the caller before the call, or after it (`late`)."""
+
+    def __init__(self, of: object, calls: "list[str]", at: int, *, late: bool) -> None:
+        self._of, self._calls, self._at, self._late = of, calls, at, late
+
+    def __getattr__(self, name: str) -> Callable[..., Awaitable[Any]]:
+        async def call(*args: Any, **more: Any) -> Any:
+            self._calls.append(name)
+            is_last = len(self._calls) == self._at
+            if is_last and not self._late:
+                raise Unavailable("ended before")
+            result = await getattr(self._of, name)(*args, **more)
+            if is_last:
+                raise Unavailable("ended after")
+            return result
+
+        return call
+
+
+RENAMED = PipeFile.model_validate(
+    {
+        "streams": {"s": {}, "u": {}},
+        "pipes": {"late": {"sources": ["s", "u"], "destinations": [{"name": "hook", "webhook": HOOK}]}},
+    }
+)
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("at", range(1, 8))
+async def test_a_position_is_taken_over_once(broker: Broker, at: int, late: bool) -> None:
+    """Broken: after a crash in the middle a new name begins anew in one stream; or it is moved again after it has begun."""
+    await ensure_topics(broker.admin, RENAMED)
+    async with Producer(broker.appender) as producer:
+
+        async def take_over(calls: list[str], at: int = 0) -> None:
+            admin, reader, writer = (Cut(of, calls, at, late=late) for of in (broker.admin, broker.reader, producer))
+            await take_over_positions(
+                cast("Broker", SimpleNamespace(admin=admin, reader=reader)),
+                cast("Producer", writer),
+                "late/hook",
+                ["late/old"],
+                ["s", "u"],
+            )
+
+        for topic in ("s", "u"):
+            await store(broker, topic, [waiting_event("any/one", n) for n in range(5)])
+            await broker.admin.set_committed("late.old", topic, {0: 2})
+        calls: list[str] = []
+        with suppress(Unavailable):
+            await take_over(calls, at)
+        assert (len(calls) == at) or "send_to" in calls
+        await take_over([])
+        for topic in ("s", "u"):
+            assert await broker.admin.committed("late.hook", topic) == {0: 2}
+            await broker.admin.set_committed("late.hook", topic, {0: 3})
+            await broker.admin.set_committed("late.old", topic, {0: 4})
+        again: list[str] = []
+        await take_over(again)
+        assert "copy_positions" not in again
+        assert await broker.admin.committed("late.hook", "s") == {0: 3}
+        await write_bookmark(producer, Bookmark(), 1)  # it may be lost
+        await take_over([])
+        assert await broker.admin.committed("late.hook", "s") == {0: 3}
+
+
+async def test_another_member_has_taken_over(broker: Broker) -> None:
+    """Broken: of two processes that start together, the second one never joins, because the first one runs already."""
+    await store(broker, "s", [waiting_event("any/one", n) for n in range(5)])
+    member = broker.consumer("late.hook", ["s"], start="earliest", on_revoke=_ignore)
+    async with Producer(broker.appender) as producer, member as consumer:
+        await consumer.poll(max_records=1, max_wait=0.1)
+        await broker.admin.add_partitions("s", 5)
+        await broker.admin.set_committed("late.old", "s", {4: -1})  # a partition that the member has not begun yet
+        with pytest.raises(GroupHasMembers):
+            await broker.admin.copy_positions("late.old", "late.hook", "s")
+        await take_over_positions(broker, producer, "late/hook", ["late/old"], ["s"])
+
+
+async def _ignore(_partitions: object) -> None:
+    """Nothing is in flight."""
+
+
+async def test_what_was_begun_and_never_settled_counts(broker: Broker) -> None:
+    """Broken: a destination whose receiver was down from its first event on is removed, and its unread events with it."""
+    async with broker.consumer("late.old", ["s"], start="earliest", on_revoke=_ignore) as consumer:
+        await consumer.poll(max_records=1, max_wait=0.1)
+    await store(broker, "s", [waiting_event("any/one", n) for n in range(5)])
+    found = await find_waiting(broker, CLAIMED, Bookmark(lanes=frozenset({"late/old"})))
+    assert found.undelivered == {"late/old": {"s": 5}}

@@ -17,7 +17,7 @@ from services.core.broker.errors import BrokerError, Unavailable
 from services.core.broker.producer import Producer
 from services.core.broker.record import Batch, Record, TopicPartition
 from services.core.broker.retry import AppendPolicy
-from services.core.pipes import AUDIT, PipeFile, Removed
+from services.core.pipes import AUDIT, PipeFile, Removed, load_pipes
 from services.core.provision import ensure_topics
 from services.core.retry_state import unwrap
 from services.core.waiting import Bookmark, find_waiting
@@ -223,3 +223,54 @@ async def test_a_stream_gets_what_waited_when_it_was_a_webhook(tmp_path: Path) -
 
 def _by_id(record: Record) -> bytes:
     return record.header("ce_id") or b""
+
+
+async def test_a_removed_pipe_is_found_lane_by_lane(tmp_path: Path) -> None:
+    """Broken: one line removes a pipe, and what waits for its destinations stays, or is taken from one that has delivered it."""
+    path = tmp_path / "pipes.yaml"
+    path.write_text(
+        "streams: {s: {}, t: {}}\npipes:\n  late: {sources: [s], destinations: [{name: new, stream: t}]}\n"
+        "removed: {gone: {bury: it is over}, gone/other: {drop: agreed}}\n"
+    )
+    url = f"log://{tmp_path}/log"
+    settings = ExpelSettings(pipes=path, broker=url, drain="2s")
+    async with open_broker(url) as broker:
+        await ensure_topics(broker.admin, await asyncio.to_thread(load_pipes, path))
+        lanes = ("gone/old", "gone/other", "gone/done")
+        await store(broker, "gone.retry", [waiting_event(lane, n) for n, lane in enumerate(lanes)])
+        await broker.admin.set_committed("gone.done", "gone.retry", {0: 2})
+        async with running_expel(settings):
+            async with asyncio.timeout(60):
+                while not (letters := await stored(broker, "gone.dead")) or not await stored(broker, AUDIT):
+                    await asyncio.sleep(0.02)
+                while (await find_waiting(broker, {"late/new"}, Bookmark())).unclaimed:
+                    await asyncio.sleep(0.02)
+        (entry,) = await stored(broker, AUDIT)
+    assert [letter.header(dead_letter.DESTINATION) for letter in letters] == [b"old"]
+    assert msgspec.json.decode(entry.value or b"", type=Entry).filters["because"] == "agreed"
+
+
+async def test_expel_takes_over_by_itself(tmp_path: Path) -> None:
+    """Broken: nobody runs `penstock up` or `apply` before expel, as on Kubernetes, and a new name gets the whole stream again."""
+    path = tmp_path / "pipes.yaml"
+    path.write_text(
+        "streams: {s: {partitions: 1}, t: {partitions: 1}}\n"
+        "pipes:\n  late: {sources: [s], destinations: [{name: new, renamed_from: old, stream: t}]}\n"
+    )
+    url = f"log://{tmp_path}/log"
+    settings = ExpelSettings(pipes=path, broker=url, drain="2s")
+    async with open_broker(url) as broker:
+        await ensure_topics(broker.admin, await asyncio.to_thread(load_pipes, path))
+        await store(broker, "s", [waiting_event("any/one", n) for n in range(5)])
+        await broker.admin.set_committed("late.old", "s", {0: 2})
+        async with running_expel(settings):
+            async with asyncio.timeout(60):
+                while len(found := await stored(broker, "t")) < 2:
+                    await asyncio.sleep(0.02)
+        assert sorted(map(_by_id, found)) == [b"e3", b"e4"]
+        async with running_expel(settings):  # the line stays in the file
+            await store(broker, "s", [waiting_event("any/one", 5)])
+            async with asyncio.timeout(60):
+                while len(found := await stored(broker, "t")) < 3:
+                    await asyncio.sleep(0.02)
+        assert sorted(map(_by_id, found)) == [b"e3", b"e4", b"e5"]

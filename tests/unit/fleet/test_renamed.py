@@ -1,0 +1,333 @@
+"""A changed pipe file against a fleet that ran: new names take over, and nothing is sent again or left behind without a word."""
+
+import asyncio
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from services.core.broker.connect import open_broker
+from services.core.broker.producer import Producer
+from services.core.broker.record import Record, TopicPartition
+from services.core.pauses import OPERATOR, Pause, Pauses, write_pause
+from services.core.pipes import load_pipes, pipe_version, renames_of
+from services.core.retry_state import unwrap
+from services.fleet.topics import prepare
+from tests.support.dead_letters import dead_letter
+from tests.support.waiting_events import store, stored, waiting_event
+from tests.unit.fleet.test_cli import Shell, shell
+
+__all__ = ["shell"]
+
+HOOK = "webhook: {url: 'https://example.org/'}"
+
+
+def one_pipe(pipe: str, destinations: Sequence[str], *, more: str = "", rest: str = "") -> str:
+    """destinations: each the text of its keys but the webhook. more: keys of the pipe. rest: of the file."""
+    those = ", ".join(f"{{{keys}, {HOOK}}}" for keys in destinations)
+    return f"streams: {{s: {{}}}}\npipes:\n  {pipe}: {{sources: [s], {more}destinations: [{those}]}}\n{rest}"
+
+
+class Site:
+    """A pipe file, and the broker of a fleet that ran with it."""
+
+    def __init__(self, folder: Path, shell: Shell) -> None:
+        self.url, self.path, self._shell = f"log://{folder}/data/log", folder / "pipes.yaml", shell
+
+    def write(self, text: str) -> None:
+        self.path.write_text(text)
+
+    def start(self) -> None:
+        """As `penstock up` before any service runs."""
+        asyncio.run(prepare(self.url, load_pipes(self.path), self.path))
+
+    def put(self, topic: str, records: Sequence[Record]) -> None:
+        async def work() -> None:
+            async with open_broker(self.url) as broker:
+                await store(broker, topic, records)
+
+        asyncio.run(work())
+
+    def send(self, count: int) -> None:
+        """Events into the stream."""
+        self.put("s", [waiting_event("any/one", number) for number in range(count)])
+
+    def deliver(self, lane: str, up_to: int) -> None:
+        """As a lane that was stopped when it had delivered its stream up to there."""
+
+        async def work() -> None:
+            async with open_broker(self.url) as broker:
+                await broker.admin.set_committed(lane.replace("/", "."), "s", {0: up_to})
+
+        asyncio.run(work())
+
+    def position(self, lane: str) -> int | None:
+        async def work() -> int | None:
+            async with open_broker(self.url) as broker:
+                return (await broker.admin.committed(lane.replace("/", "."), "s")).get(0)
+
+        return asyncio.run(work())
+
+    def records(self, topic: str) -> list[Record]:
+        async def work() -> list[Record]:
+            async with open_broker(self.url) as broker:
+                return await stored(broker, topic)
+
+        return asyncio.run(work())
+
+    def check(self, *flags: str) -> tuple[int, str]:
+        """The status, and all lines but the first."""
+        status = self._shell.run("check", *flags)
+        return status, self._shell.err.replace("\n", " ")
+
+    def changes(self) -> list[dict[str, object]]:
+        assert self._shell.run("check", "--json") == 0
+        found: list[dict[str, object]] = json.loads(self._shell.out)["changes"]
+        return found
+
+
+@pytest.fixture
+def site(tmp_path: Path, shell: Shell) -> Site:
+    """`late/old` has delivered 2,800 events: all that there are."""
+    site = Site(tmp_path, shell)
+    site.write(one_pipe("late", ["name: old"]))
+    site.start()
+    site.send(2800)
+    site.deliver("late/old", 2799)
+    return site
+
+
+def letter(pipe: str, destination: str, number: int) -> Record:
+    record, _ = unwrap(waiting_event("any/one", number))
+    return dead_letter(record, number, pipe=pipe, destination=destination, source=TopicPartition("s", 0))
+
+
+def test_a_new_name_without_a_word_would_get_everything(site: Site, shell: Shell) -> None:
+    """Broken: a destination gets a new name, its receiver gets all old events again, and nobody was told."""
+    assert site.check() == (0, "")
+    site.write(one_pipe("late", ["name: new"]))
+    words = (
+        "late/new: new destination, will receive 2,800 events of s from the beginning. Try: `start: latest` for new ones only; "
+        "or `renamed_from: old`, if it is old under a new name"
+    )
+    assert words in site.check()[1]
+    (change,) = site.changes()
+    assert (change["change"], change["name"], change["events"]) == ("new", "late/new", {"s": 2800})
+    site.write(one_pipe("late", ["name: new, start: latest"]))
+    assert (
+        "late/new: new destination, new events only (start: latest); 2,800 events of s are not sent" in site.check()[1]
+    )
+    site.write(one_pipe("late", ["name: new"]))
+    assert shell.run("apply", "--broker", site.url) == 0
+    assert words in shell.err.replace("\n", " ")
+
+
+def test_a_former_name_hands_over_its_position_once(site: Site) -> None:
+    """Broken: a renamed destination gets the whole stream again, or is set back by the line that stays in the file."""
+    site.send(5)
+    site.deliver("late/old", 2801)
+    site.write(one_pipe("late", ["name: new, renamed_from: old"]))
+    assert "late/new: continues at the position of late/old (3 events of s unread)" in site.check()[1]
+    site.start()
+    assert site.position("late/new") == 2801
+    site.deliver("late/new", 2803)
+    site.deliver("late/old", 2804)
+    for _ in range(2):
+        site.start()
+        assert site.position("late/new") == 2803
+        assert site.check() == (0, "")
+
+
+def test_a_name_that_has_begun_is_not_moved(site: Site) -> None:
+    """Broken: `renamed_from` comes a day late, and skips events that only the old name has read."""
+    site.deliver("late/new", 100)
+    site.write(one_pipe("late", ["name: new, renamed_from: old"]))
+    assert "late/new: has begun before and keeps its own position" in site.check()[1]
+    site.start()
+    assert site.position("late/new") == 100
+
+
+def test_a_pipe_and_its_destination_get_new_names(site: Site) -> None:
+    """Broken: the second name of a destination begins where its first name ended, and sends again what came in between."""
+    site.write(one_pipe("late", ["name: mid, renamed_from: old"]))
+    site.start()
+    site.send(10)
+    site.deliver("late/mid", 2804)
+    site.write(one_pipe("shop", ["name: mid, renamed_from: old"], more="renamed_from: late, "))
+    assert "shop/mid: continues at the position of late/mid (5 events of s unread)" in site.check()[1]
+    site.start()
+    assert site.position("shop/mid") == 2804
+    assert list(renames_of(load_pipes(site.path))) == ["late/mid", "late/old", "shop/old"]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (
+            one_pipe("late", ["name: a", "name: b, renamed_from: a"]),
+            "pipes.yaml:3: pipes.late.destinations.1.renamed_from: 'a' is still a destination of this pipe",
+        ),
+        (one_pipe("late", ["name: a, renamed_from: a"]), "'a' is still a destination of this pipe"),
+        (
+            one_pipe("late", ["name: a, renamed_from: x", "name: b, renamed_from: x"]),
+            "destinations.1.renamed_from: 'x' is the former name of 'a' already",
+        ),
+        (one_pipe("late", ["name: a"], more="renamed_from: late, "), "'late' is still a pipe of this file"),
+        (
+            one_pipe("late", ["name: a"], more="renamed_from: x, ")
+            + f"  more: {{sources: [s], renamed_from: x, destinations: [{{name: a, {HOOK}}}]}}\n",
+            "pipes.more.renamed_from: 'x' is the former name of 'late' already",
+        ),
+        (
+            one_pipe("late", ["name: a"], more="renamed_from: x, transform: {sql: SELECT * FROM s}, "),
+            "a pipe with a transform cannot be renamed",
+        ),
+        (
+            one_pipe("late", ["name: a, renamed_from: x"], rest="removed: {late/x: {drop: why}}\n"),
+            "removed.late/x: is a former name of late/a, which gets its events",
+        ),
+        (
+            one_pipe("late", ["name: a"], rest="removed: {x: {deliver_to: late/a}}\n"),
+            "removed.x.deliver_to: a pipe has several destinations",
+        ),
+        (one_pipe("late", ["name: a"], rest="removed: {late: {drop: why}}\n"), "removed.late: is still in this file"),
+    ],
+)
+def test_contradictions_are_refused(shell: Shell, tmp_path: Path, text: str, words: str) -> None:
+    """Broken: two destinations would get the events of one, or one that still runs gives them away."""
+    (tmp_path / "pipes.yaml").write_text(text)
+    assert shell.run("check") == 2
+    assert words in shell.err.replace("\n", " ")
+
+
+def test_a_former_name_is_no_part_of_the_definition(tmp_path: Path) -> None:
+    """Broken: every dead letter shows another version of its pipe after an upgrade, or after the line is removed."""
+    versions = set()
+    for keys in ("name: a", "name: a, renamed_from: b"):
+        (tmp_path / "pipes.yaml").write_text(one_pipe("late", [keys]))
+        versions.add(pipe_version(load_pipes(tmp_path / "pipes.yaml").pipes["late"]))
+    assert len(versions) == 1
+
+
+def test_dead_letters_of_a_former_name(site: Site, shell: Shell) -> None:
+    """Broken: the letters of a renamed pipe or destination are found by nobody, and can never be sent again."""
+    site.put("late.dead", [letter("late", "old", number) for number in range(3)])
+    site.write(one_pipe("shop", ["name: new, renamed_from: old"], more="renamed_from: late, "))
+    site.start()
+    for flags in (["--destination", "new"], ["--pipe", "shop"], ["--destination", "old"], ["--pipe", "late"]):
+        assert shell.run("dead", "list", *flags, "--json") == 0
+        assert len(shell.out.splitlines()) == 3, flags
+    assert shell.run("dead", "list", "--destination", "other", "--json") == 0
+    assert shell.out == ""
+    assert shell.run("dead", "redrive", "--destination", "new") == 0
+    sent = [unwrap(record)[1] for record in site.records("shop.retry")]
+    assert [(state.pipe, state.destination) for state in sent] == [("shop", "new")] * 3
+
+
+def test_a_pause_of_a_former_name_counts(site: Site) -> None:
+    """Broken: a receiver asked for a pause, its destination gets a new name, and everything parked is sent."""
+    pause = Pause("paused", OPERATOR, "me", 1)
+
+    async def work() -> list[str]:
+        async with open_broker(site.url) as broker, Producer(broker.appender) as producer:
+            await write_pause(producer, "late/old", pause)
+            pauses = Pauses(broker.reader, {"late/old": "late/new"})
+            await pauses.refresh()
+            paused = list(pauses.paused())
+            await write_pause(producer, "late/new", Pause("resumed", OPERATOR, "me", 2))
+            await pauses.refresh()
+            return [*paused, *pauses.paused()]
+
+    assert asyncio.run(work()) == ["late/new"]
+
+
+def test_a_removed_pipe_needs_one_line(site: Site, shell: Shell, tmp_path: Path) -> None:
+    """Broken: a pipe is removed, and 405 dead letters, open windows and unread events are left behind with "is good"."""
+    site.put("late.dead", [letter("late", "old", number) for number in range(405)])
+    site.send(3)
+    site.put("late.parked", [waiting_event("late/old", 1)])
+    folder = tmp_path / "data" / "checkpoints" / "late"
+    folder.mkdir(parents=True)
+    (folder / "penstock.json").write_text(json.dumps({"transform": "x", "ran": True, "state": "windows"}))
+    other = (
+        f"streams: {{s: {{}}}}\npipes:\n  other: {{sources: [s], destinations: [{{name: a, start: latest, {HOOK}}}]}}\n"
+    )
+    site.write(other)
+    status, told = site.check()
+    assert status == 2
+    assert (
+        "removed.late: the pipe late has 405 open dead letters, its transform has state over several events in" in told
+    )
+    assert "removed: {late: {drop: WHY}}" in told
+    assert "removed.late/old: 1 event waits (1 in late.parked) for late/old, 3 events of s not yet delivered" in told
+    assert shell.run("apply", "--broker", site.url) == 2
+    site.write(f"{other}removed: {{late: {{drop: it is over}}}}\n")
+    status, told = site.check()
+    assert (status, "1 event waits (1 in late.parked) for late/old, 3 events" in told) == (0, True)
+    assert shell.run("apply", "--broker", site.url) == 0
+    site.write(f"{other}removed: {{late/old: {{drop: it is over}}}}\n")
+    assert site.check()[0] == 0, "decided once"
+
+
+def test_letters_of_a_removed_pipe_go_to_another_destination(site: Site, shell: Shell) -> None:
+    """Broken: the letters of a pipe that is gone can never be sent again, and the refusal does not say how."""
+    site.put("late.dead", [letter("late", "old", number) for number in range(2)])
+    site.write(one_pipe("shop", ["name: hook"], rest="removed: {late: {drop: it is over}}\n"))
+    site.start()
+    assert shell.run("dead", "redrive", "--pipe", "late") == 1
+    assert "unknown_destination 2, e.g. late.dead:0:0: the pipe file no longer has this destination. Try: --to" in (
+        shell.err.replace("\n", " ")
+    )
+    assert shell.run("dead", "redrive", "--pipe", "late", "--to", "shop/nobody") == 2
+    assert "has no such webhook" in shell.err
+    assert shell.run("dead", "redrive", "--pipe", "late", "--to", "shop/hook") == 0
+    assert [unwrap(record)[1].destination for record in site.records("shop.retry")] == ["hook", "hook"]
+
+
+def test_letters_of_a_transform_that_is_gone_go_to_their_stream(site: Site, shell: Shell) -> None:
+    """Broken: a pipe with a transform gets a new name, and what failed in it can never be transformed again."""
+    site.put("late.dead", [letter("late", "", 0)])
+    site.write(one_pipe("shop", ["name: hook"], rest="removed: {late: {drop: it is over}}\n"))
+    site.start()
+    assert shell.run("dead", "redrive", "--pipe", "late", "--to-stream") == 0
+    assert len(site.records("s")) == 2801
+    site.write(one_pipe("shop", ["name: hook"]).replace("sources: [s]", "sources: [t]").replace("{s: {}}", "{t: {}}"))
+    assert shell.run("dead", "redrive", "late.dead:0:0", "--to-stream") == 1
+    assert "no pipe of the pipe file reads its stream" in shell.err
+
+
+def test_letters_of_a_removed_destination_are_named(site: Site) -> None:
+    """Broken: a destination is removed, and its dead letters stay for ever."""
+    site.put("late.dead", [letter("late", "old", number) for number in range(2)])
+    site.write(one_pipe("late", ["name: other, start: latest"]))
+    assert "late/old: removed; redrive its 2 dead letters with --to PIPE/DESTINATION" in site.check()[1]
+
+
+def test_a_new_transform_reads_everything(site: Site) -> None:
+    """Broken: a pipe gets a transform, and its receivers get the results of all old events unannounced."""
+    site.write(one_pipe("late", ["name: old"], more="transform: {sql: SELECT * FROM s}, "))
+    assert "late: new transform, will read 2,800 events of s from the beginning" in site.check()[1]
+
+
+def test_a_changed_transform_with_state(site: Site, tmp_path: Path) -> None:
+    """Broken: `check` finds a query good that the transform service refuses, because the former one left open windows."""
+    folder = tmp_path / "data" / "checkpoints" / "late"
+    folder.mkdir(parents=True)
+    site.write(one_pipe("late", ["name: old"], more="transform: {sql: SELECT 1 FROM s}, "))
+    site.start()
+    for sql, told in (("SELECT 1 FROM s", False), ("SELECT 2 FROM s", True)):
+        found = {"transform": hashlib.sha256(sql.encode()).hexdigest(), "ran": True, "state": "windows"}
+        (folder / "penstock.json").write_text(json.dumps(found))
+        assert ("late: changed transform; the former one left state" in site.check()[1]) == told
+
+
+def test_a_new_source_is_read_from_the_beginning(site: Site) -> None:
+    """Broken: a source is added to a pipe, and the receiver gets all of its old events unannounced."""
+    text = one_pipe("late", ["name: old"]).replace("{s: {}}", "{s: {}, t: {partitions: 1}}")
+    site.write(text)
+    site.start()
+    site.put("t", [waiting_event("any/one", 1)])
+    site.write(text.replace("[s]", "[s, t]"))
+    assert "late/old: reads more than before, will receive 1 event of t from the beginning" in site.check()[1]
