@@ -81,7 +81,10 @@ def choose(known: list[DestinationState], name: str, pipe: str | None) -> list[D
 
 
 async def read_pauses(reader: Reader, pipes: PipeFile | None = None) -> Pauses:
-    """The current pauses. pipes: has the former names of destinations. Raises CommandFailed when the topic is missing, and BrokerError kinds."""
+    """The current pauses. pipes: has the former names of destinations.
+
+    Raises CommandFailed when the topic is missing, and BrokerError kinds.
+    """
     pauses = Pauses(reader, None if pipes is None else renames_of(pipes))
     try:
         await pauses.refresh()
