@@ -20,11 +20,12 @@ from services.fleet.verbs import (
     rate,
     send,
     status,
+    trial,
     up,
 )
 from services.fleet.verbs.app import APP
 
-VERBS = (cost, dead, demo, destination, keys, listen, log, loss, pause, pipes, rate, send, status, up)
+VERBS = (cost, dead, demo, destination, keys, listen, log, loss, pause, pipes, rate, send, status, trial, up)
 """The import of a verb's module adds the verb to APP."""
 
 

@@ -1,17 +1,28 @@
-"""docs/transforms.md: what it shows is a pipe file that passes every check."""
+"""docs/transforms.md: what it shows is a pipe file that passes every check, and commands that print what the page says."""
 
+import asyncio
 import re
 from pathlib import Path
 
+import pytest
+
 from services.fleet.pipe_check import check_pipe_file
+from tests.integration.test_docs import run_page
 
 PAGE = Path(__file__).parents[2] / "docs" / "transforms.md"
 
 
-def test_the_page_is_a_working_pipe_file(tmp_path: Path) -> None:
-    """Broken: a newcomer copies the page and gets an error."""
+@pytest.mark.spark
+def test_the_page_works(tmp_path: Path) -> None:
+    """Broken: a newcomer copies the page and gets an error, or `penstock try` prints something else than the page says."""
     blocks = dict(reversed(re.findall(r"```(yaml|python)\n(.*?)```", PAGE.read_text(), re.DOTALL)))  # the first of each
     (tmp_path / "pipes.yaml").write_text(blocks["yaml"])
     (tmp_path / "rounded.py").write_text(blocks["python"])
     pipes = check_pipe_file(tmp_path / "pipes.yaml", allow_networks="127.0.0.0/8")
     assert set(pipes.pipes) == {"large", "rounded"}
+    page = asyncio.run(run_page("docs/transforms.md", tmp_path))
+    (shown,) = re.findall(r"```\n(outputs\n.*?)```", PAGE.read_text(), re.DOTALL)
+    printed = [" ".join(line.split()) for line in page.said.splitlines()]
+    for line in shown.splitlines():
+        expected = re.sub(r"2026-\S+Z", r"", " ".join(line.split()))
+        assert expected in [re.sub(r"20\d\d-\S+Z", r"", one) for one in printed]

@@ -20,7 +20,7 @@ from services.fleet.folder import FleetState, write_state
 from services.fleet.ports import free_port
 from services.fleet.settings import UpSettings
 
-VERBS = ["demo", "up", "send", "listen", "status", "init", "check", "schema", "apply", "pause", "resume"]
+VERBS = ["demo", "up", "send", "listen", "status", "init", "check", "schema", "apply", "pause", "resume", "try"]
 SUBVERBS = ["keys create", "keys list", "keys revoke", "keys secret", "log verify", "log repair"]
 SUBVERBS += ["dead list", "dead show", "dead redrive", "dead discard", "dead audit", "destination show"]
 SUBVERBS += ["destination pause", "destination resume", "destination list", "loss show", "loss explain"]

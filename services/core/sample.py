@@ -1,0 +1,61 @@
+"""A sample of events on which `penstock try` runs a transform: the messages between its processes, as msgpack.
+
+The command line reads the sample, ingest makes records of it, and Spark runs the transform. None of them imports another.
+"""
+
+import msgspec
+
+from services.core.broker.record import Record
+from services.core.yaml_source import Problem
+
+
+class SampleEvent(msgspec.Struct, frozen=True):
+    """One event of a file. place: for a person, e.g. `orders.json:3`. stream: to which it would be sent."""
+
+    place: str
+    stream: str
+    payload: bytes
+
+
+class SampleRecord(msgspec.Struct, frozen=True):
+    """One record of a stream. offset: a decimal number; it has up to 206 bits on Kinesis. place: as in `SampleEvent`."""
+
+    place: str
+    topic: str
+    partition: int
+    offset: str
+    record: Record
+
+
+class RefusedEvent(msgspec.Struct, frozen=True):
+    """An event that ingest would refuse. reason: the name of its problem type. detail: for a person."""
+
+    place: str
+    reason: str
+    detail: str
+
+
+class Sample(msgspec.Struct, frozen=True):
+    """The records that ingest would store, in the order of the sample, and the events that it would refuse."""
+
+    records: list[SampleRecord]
+    refused: list[RefusedEvent]
+
+
+class TrialResult(msgspec.Struct, frozen=True):
+    """The result of a transform on a sample.
+
+    outputs: the records of its output. dead: its dead letters, as records. duplicates: places of the events that
+    `deduplicate_within` drops. broken: why no event is a dead letter although the transform fails; empty when it works.
+    keeps_events: whether outputs are events of the sample, rather than new ones. row_by_row: whether each result comes from one
+    event. problems: mistakes in the pipe file, or failed: why Spark did not run; then all else is empty.
+    """
+
+    outputs: list[Record] = []
+    dead: list[Record] = []
+    duplicates: list[str] = []
+    broken: str = ""
+    keeps_events: bool = True
+    row_by_row: bool = True
+    problems: list[Problem] = []
+    failed: str = ""

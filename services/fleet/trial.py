@@ -1,0 +1,270 @@
+"""Runs the transform of a pipe on a sample: reads the sample, starts ingest's and Spark's part as processes, sums up the result.
+
+Nothing of the fleet is started, and nothing is stored but scratch in a temporary folder, which is removed.
+"""
+
+import io
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from services.core.broker.reading import read_tail
+from services.core.broker.record import Record
+from services.core.dead_letter import DeadLetter, Position
+from services.core.event import read_arrival, read_id
+from services.core.jvm.child import start_child
+from services.core.pipes import Pipe
+from services.core.sample import RefusedEvent, Sample, SampleEvent, SampleRecord, TrialResult
+from services.core.times import format_time
+from services.core.yaml_source import BadConfiguration
+from services.fleet.access import opened
+from services.fleet.event_source import STDIN, BadInput, InputFile, read_events
+from services.fleet.output import describe_line
+from services.fleet.problem import CommandFailed
+
+MOST_EVENTS = 10_000
+"""Of a sample."""
+LIMIT_S = 300.0
+"""Spark's start and the transform take no longer. The time limit of a live batch is the same (`--batch-timeout`)."""
+_LAST_LINES = 15
+_GONE_WITHIN_S = 5
+
+
+class FileSample(NamedTuple):
+    """The events of files, those that no ingest would read, and the files with more events than MOST_EVENTS."""
+
+    events: list[SampleEvent]
+    refused: list[RefusedEvent]
+    cut: list[str]
+
+
+def read_files(files: Mapping[str, str]) -> FileSample:
+    """The first MOST_EVENTS events of each of these files (by stream; `-`: standard input). Blocking. Raises CommandFailed."""
+    found = FileSample([], [], [])
+    for stream, file in files.items():
+        name = "stdin" if file == "-" else Path(file).name
+        try:
+            with InputFile(STDIN if file == "-" else Path(file)) as raw, io.BufferedReader(raw) as source:
+                events = read_events(source)
+                for event in itertools.islice(events, MOST_EVENTS):
+                    place = f"{name}:{event.position}"
+                    if event.fault:
+                        found.refused.append(RefusedEvent(place, "bad-json", event.fault))
+                    else:
+                        found.events.append(SampleEvent(place, stream, event.payload))
+                if next(events, None) is not None:
+                    found.cut.append(file)
+        except OSError as error:
+            raise CommandFailed(f"{file} cannot be read: {error.strerror}", status=2) from error
+        except BadInput as error:
+            raise CommandFailed(f"{file}: {error}", "a JSON array, or one JSON object per line", status=2) from error
+    return found
+
+
+async def read_streams(url: str, streams: Sequence[str], most: int) -> list[SampleRecord]:
+    """About the newest `most` records of each stream by arrival; the oldest where offsets are not contiguous (Kinesis).
+
+    Reads without a group and commits nothing. Damaged records are left out. Raises CommandFailed.
+    """
+    found: list[SampleRecord] = []
+    async with opened(url) as broker:
+        for stream in streams:
+            records: list[SampleRecord] = []
+            async for batch in read_tail(broker, stream, 0, most):
+                if batch.damage is None:
+                    for offset, record in zip(batch.offsets, batch.records, strict=True):
+                        place = f"{stream}:{batch.partition}:{offset}"
+                        records.append(SampleRecord(place, stream, batch.partition, str(offset), record))
+            records.sort(key=_arrival)
+            found += records[-most:] if broker.features.contiguous_offsets else records[:most]
+    return found
+
+
+def _arrival(one: SampleRecord) -> int:
+    arrival = read_arrival(one.record)
+    return one.record.timestamp if arrival is None else arrival
+
+
+def make_records(events: Sequence[SampleEvent], pipes: Path) -> Sample:
+    """The records that ingest would store. Blocking: half a second. Raises CommandFailed."""
+    command = [sys.executable, "-m", "services.ingest.sample", "--pipes", str(pipes)]
+    content = msgspec.msgpack.encode(events)
+    done = subprocess.run(command, input=content, capture_output=True, timeout=LIMIT_S, check=False)  # noqa: S603
+    if done.returncode:
+        raise CommandFailed("\n".join(_last_lines(done.stderr)), status=2 if done.returncode == 2 else 1)
+    return msgspec.msgpack.decode(done.stdout, type=Sample)
+
+
+def run_transform(pipes: Path, pipe: str, records: Sequence[SampleRecord], broker: str | None) -> TrialResult:
+    """Run the transform in a Spark of its own. Blocking: Spark starts in about six seconds.
+
+    broker: for the size limit of records. Raises BadConfiguration with the transform's mistakes, and CommandFailed.
+    """
+    with tempfile.TemporaryDirectory(prefix="penstock-try-", ignore_cleanup_errors=True) as folder:
+        scratch = Path(folder)
+        (scratch / "sample").write_bytes(msgspec.msgpack.encode(records))
+        command: list[str | Path] = [sys.executable, "-m", "spark.trial", "--pipes", pipes, "--only", pipe]
+        command += ["--data", scratch, "--sample", scratch / "sample", "--result", scratch / "result"]
+        command += ["--broker", broker] if broker is not None else []
+        with _running(command, scratch / "output") as child:
+            try:
+                status = child.wait(LIMIT_S)
+            except subprocess.TimeoutExpired:
+                raise CommandFailed(
+                    f"the transform of {pipe} has not ended within {LIMIT_S / 60:.0f} minutes",
+                    "a smaller sample; live, such a batch would end the transform service",
+                ) from None
+        if status:
+            lines = "\n".join(_last_lines((scratch / "output").read_bytes()))
+            raise CommandFailed(f"Spark ended with status {status}. It printed last:\n{lines}", "a smaller sample")
+        result = msgspec.msgpack.decode((scratch / "result").read_bytes(), type=TrialResult)
+    if result.problems:
+        raise BadConfiguration(result.problems)
+    if result.failed:
+        raise CommandFailed(result.failed)
+    return result
+
+
+@contextmanager
+def _running(command: list[str | Path], output: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A process in a session of its own. At the end it is killed with its children, Java among them, and they are gone."""
+    child = start_child(command, log=output)
+    try:
+        yield child
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
+            for _ in range(_GONE_WITHIN_S * 100):
+                os.killpg(child.pid, 0)
+                time.sleep(0.01)
+
+
+def _last_lines(output: bytes) -> list[str]:
+    return [describe_line(line)[1] for line in output.splitlines() if line.strip()][-_LAST_LINES:]
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """The result of a pipe's transform on a sample, in the words of the command line.
+
+    refused: events that ingest would refuse. late: events that are behind the watermark of the events before them, with ms.
+    repeated: ids that several outputs have. filtered: the number of events in no output; None where outputs are new events.
+    """
+
+    pipe: str
+    records: Sequence[SampleRecord]
+    refused: Sequence[RefusedEvent]
+    result: TrialResult
+    outputs: Sequence[Record]
+    dead: Sequence[DeadLetter]
+    late: Mapping[str, int]
+    repeated: Sequence[str]
+    filtered: int | None
+
+    @property
+    def is_good(self) -> bool:
+        """Whether each event was accepted and passed, or was dropped on purpose, and no id is repeated."""
+        return not (self.refused or self.dead or self.repeated or self.result.broken)
+
+    @property
+    def events(self) -> int:
+        """The number of events in the sample."""
+        return len(self.records) + len(self.refused)
+
+    def place_of(self, letter: DeadLetter) -> str:
+        """The place of the event in the sample."""
+        return self._places.get(letter.source, letter.source)
+
+    @property
+    def _places(self) -> dict[str, str]:
+        return {f"{one.topic}:{one.partition}:{one.offset}": one.place for one in self.records}
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything; times in RFC 3339. A payload that is not UTF-8 has replacement characters."""
+        places = self._places
+        return {
+            "pipe": self.pipe,
+            "in": self.events,
+            "out": len(self.outputs),
+            "filtered": self.filtered,
+            "dead": len(self.dead),
+            "refused": len(self.refused),
+            "duplicates": len(self.result.duplicates),
+            "broken": self.result.broken or None,
+            "outputs": [output_json(record) for record in self.outputs],
+            "dead_letters": [
+                {
+                    "from": places.get(letter.source, letter.source),
+                    "id": letter.event_id,
+                    "reason": letter.reason,
+                    "detail": letter.detail,
+                    "payload": decode(letter.record.value),
+                }
+                for letter in self.dead
+            ],
+            "refusals": [{"from": one.place, "reason": one.reason, "detail": one.detail} for one in self.refused],
+            "late": [{"from": place, "behind_ms": behind} for place, behind in self.late.items()],
+            "repeated_ids": list(self.repeated),
+        }
+
+
+def output_json(record: Record) -> dict[str, Any]:
+    """One output."""
+    return {
+        "id": read_id(record),
+        "key": decode(record.key),
+        "time": format_time(record.timestamp),
+        "payload": decode(record.value),
+    }
+
+
+def decode(value: bytes | None) -> str | None:
+    """As text, for a person."""
+    return None if value is None else value.decode(errors="replace")
+
+
+def sum_up(
+    name: str, pipe: Pipe, records: Sequence[SampleRecord], refused: Sequence[RefusedEvent], result: TrialResult
+) -> Trial:
+    """The trial. Outputs that are events of the sample are in its order."""
+    dead = [DeadLetter.of(Position(f"{name}.dead", 0, number), record) for number, record in enumerate(result.dead)]
+    gone = {letter.source for letter in dead}
+    tried = [one for one in records if one.place not in set(result.duplicates)]
+    ids = [read_id(one.record) for one in tried]
+    order = {event_id: number for number, event_id in reversed([*enumerate(ids)])}
+    outputs = sorted(result.outputs, key=lambda one: order.get(read_id(one), 0) if result.keeps_events else 0)
+    counts = Counter(read_id(one) for one in outputs)
+    expected = Counter(ids) if result.keeps_events else Counter(dict.fromkeys(counts, 1))
+    repeated = sorted(str(event_id) for event_id, count in counts.items() if count > max(1, expected[event_id]))
+    filtered = None
+    if result.keeps_events and not result.broken:
+        left = [one for one in tried if f"{one.topic}:{one.partition}:{one.offset}" not in gone]
+        filtered = sum(read_id(one.record) not in counts for one in left)
+    return Trial(name, records, refused, result, outputs, dead, _find_late(pipe, records), repeated, filtered)
+
+
+def _find_late(pipe: Pipe, records: Sequence[SampleRecord]) -> dict[str, int]:
+    """By place: how far an event is behind the newest one before it in its stream, ms, if that is more than the watermark."""
+    delay = pipe.transform.watermark if pipe.transform is not None else None
+    found: dict[str, int] = {}
+    newest: dict[str, int] = {}
+    for one in records if delay is not None else ():
+        time_ms = one.record.timestamp
+        behind = newest.get(one.topic, time_ms) - time_ms
+        if delay is not None and behind >= delay * 1000:
+            found[one.place] = behind
+        newest[one.topic] = max(time_ms, newest.get(one.topic, time_ms))
+    return found

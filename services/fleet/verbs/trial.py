@@ -1,0 +1,213 @@
+"""`penstock try`: run the transform of a pipe on a sample."""
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Annotated
+
+import typer
+import uvloop
+from rich.text import Text
+
+from services.core.pipes import Pipe, PipeFile, load_pipes
+from services.core.sample import RefusedEvent, SampleRecord
+from services.core.units import format_duration
+from services.core.yaml_source import BadConfiguration
+from services.fleet.access import find_broker
+from services.fleet.console import ERR, OUT, make_table, print_note
+from services.fleet.dead.view import plain
+from services.fleet.problem import CommandFailed
+from services.fleet.trial import (
+    MOST_EVENTS,
+    Trial,
+    make_records,
+    output_json,
+    read_files,
+    read_streams,
+    run_transform,
+    sum_up,
+)
+from services.fleet.verbs.app import APP, AsJson, BrokerUrl, Data, example
+from services.fleet.verbs.pipes import PipeFilePath
+
+SHOWN = 20
+SHOWN_PAYLOAD = 1000
+
+FromFile = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--sample",
+        help="A JSON array, NDJSON, or either gzipped; -: standard input. For a pipe with several sources STREAM=FILE, repeated.",
+    ),
+]
+FromStream = Annotated[
+    int | None,
+    typer.Option(
+        "--from-stream",
+        min=1,
+        max=MOST_EVENTS,
+        help="The newest N events of each of its streams (on Kinesis the oldest). The fleet may run or not.",
+    ),
+]
+
+
+@APP.command(
+    "try",
+    epilog=example(
+        "penstock try large-orders --sample orders.json\n"
+        "penstock try large-orders --from-stream 100 --json | jq .dead_letters\n"
+        "penstock try joined --sample orders=orders.ndjson --sample payments=payments.ndjson.gz"
+    ),
+)
+def try_pipe(
+    pipe: Annotated[str, typer.Argument(help="The pipe's name.")],
+    sample: FromFile = None,
+    from_stream: FromStream = None,
+    pipes: PipeFilePath = Path("pipes.yaml"),
+    broker: BrokerUrl = None,
+    data: Data = Path("data"),
+    as_json: AsJson = False,
+) -> None:
+    """Run the transform of a pipe on a sample, and print its outputs and its dead letters. Starts and stores nothing.
+
+    Status 0 when every event passes or is dropped by the transform, 1 for dead letters, refused events and repeated ids.
+    """
+    try:
+        trial, chosen = _try(pipe, sample or [], from_stream, pipes, broker, data)
+    except BadConfiguration as error:
+        if not as_json:
+            raise
+        typer.echo(json.dumps({"problems": [problem.as_json() for problem in error.problems]}))
+        raise typer.Exit(2) from None
+    if as_json:
+        typer.echo(json.dumps(trial.as_json()))
+    else:
+        _print(trial, chosen)
+    if not trial.is_good:
+        raise typer.Exit(1)
+
+
+def _try(
+    name: str, sample: Sequence[str], from_stream: int | None, pipes: Path, broker: str | None, data: Path
+) -> tuple[Trial, Pipe]:
+    """Raises BadConfiguration and CommandFailed."""
+    if bool(sample) == (from_stream is not None):
+        raise CommandFailed("exactly one of --sample and --from-stream is needed", "--sample orders.json", status=2)
+    pipe = _find_pipe(load_pipes(pipes), name, pipes)
+    refused: Sequence[RefusedEvent] = []
+    if from_stream is not None:
+        url: str | None = find_broker(broker, data)
+        records: Sequence[SampleRecord] = uvloop.run(read_streams(url or "", pipe.sources, from_stream))
+    else:
+        url = broker
+        read = read_files(_match(sample, pipe.sources))
+        for file in read.cut:
+            print_note(f"{file}: only the first {MOST_EVENTS} events are tried", "yellow")
+        found = make_records(read.events, pipes)
+        records, refused = found.records, [*read.refused, *found.refused]
+    if not records and not refused:
+        where = ", ".join(sample) if sample else ", ".join(pipe.sources)
+        raise CommandFailed(f"the sample has no events: {where}", "--sample with a file of events", status=2)
+    wait = ERR.status("Spark starts and runs the transform") if ERR.is_terminal else nullcontext()
+    with wait:
+        result = run_transform(pipes, name, records, url)
+    return sum_up(name, pipe, records, refused, result), pipe
+
+
+def _find_pipe(file: PipeFile, name: str, path: Path) -> Pipe:
+    """The pipe, which has a transform. Raises CommandFailed."""
+    pipe = file.pipes.get(name)
+    if pipe is not None and pipe.transform is not None:
+        return pipe
+    names = ", ".join(each for each, one in file.pipes.items() if one.transform is not None)
+    what = (
+        f"{path} has no pipe {name}"
+        if pipe is None
+        else f"the pipe {name} has no transform: its events stay as they are"
+    )
+    raise CommandFailed(what, f"one of: {names or 'none in the file has a transform'}", status=2)
+
+
+def _match(sample: Sequence[str], sources: Sequence[str]) -> dict[str, str]:
+    """File by stream. Raises CommandFailed."""
+    found: dict[str, str] = {}
+    for text in sample:
+        stream, equals, file = text.partition("=")
+        if not equals or stream not in sources:
+            stream, file = sources[0], text
+            if len(sources) > 1:
+                names = " ".join(f"--sample {source}=FILE" for source in sources)
+                raise CommandFailed(f"{text}: the pipe has several streams, and none of them is named", names, status=2)
+        if stream in found:
+            raise CommandFailed(f"--sample names {stream} twice", "one file for each stream", status=2)
+        found[stream] = file
+    if list(found.values()).count("-") > 1:
+        raise CommandFailed("standard input is one file", "a file for each other stream", status=2)
+    return found
+
+
+def _print(trial: Trial, pipe: Pipe) -> None:
+    """Outputs and dead letters on stdout, the rest on stderr."""
+    if trial.outputs:
+        table = make_table("id", "key", "time", "payload", text=["payload"], title="outputs")
+        for record in trial.outputs[:SHOWN]:
+            row = output_json(record)
+            cells = [Text(plain(row[name] or "", SHOWN_PAYLOAD)) for name in ("id", "key", "time", "payload")]
+            table.add_row(*cells)
+        OUT.print(table)
+        _print_rest(len(trial.outputs), "outputs")
+    if trial.dead:
+        table = make_table("from", "id", "reason", "detail", text=["detail"], title="dead letters")
+        for letter in trial.dead[:SHOWN]:
+            words = [Text(plain(text)) for text in (trial.place_of(letter), letter.event_id or "")]
+            table.add_row(*words, Text(plain(letter.reason), style="red"), Text(plain(letter.detail)))
+        OUT.print(table)
+        _print_rest(len(trial.dead), "dead letters")
+    if trial.refused:
+        table = make_table("from", "reason", "detail", text=["detail"], title="refused by ingest")
+        for one in trial.refused[:SHOWN]:
+            table.add_row(Text(plain(one.place)), Text(plain(one.reason), style="red"), Text(plain(one.detail)))
+        OUT.print(table)
+        _print_rest(len(trial.refused), "refused events")
+    for line in _warnings(trial, pipe):
+        print_note(line, "yellow")
+    counts = [f"{_count(trial.events, 'event')} in", f"{len(trial.outputs)} out"]
+    counts += [f"{trial.filtered} dropped by the transform"] if trial.filtered is not None else []
+    counts += [_count(len(trial.dead), "dead letter")]
+    counts += [f"{len(trial.refused)} refused by ingest"] if trial.refused else []
+    print_note(", ".join(counts), "green" if trial.is_good else "red")
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def _print_rest(count: int, what: str) -> None:
+    if count > SHOWN:
+        print_note(f"{count - SHOWN} more {what} are not shown. Try: --json")
+
+
+def _warnings(trial: Trial, pipe: Pipe) -> Iterator[str]:
+    """Everything else that a person should know of the result."""
+    result = trial.result
+    if result.broken:
+        yield f"the transform is broken: {result.broken}. Live, its query stops, and no event is a dead letter"
+    if trial.repeated:
+        yield f"several outputs have the same id, and receivers take them for duplicates: {_places(trial.repeated)}"
+    if result.duplicates:
+        yield f"dropped by deduplicate_within: {_places(result.duplicates)}"
+    if not result.row_by_row:
+        yield "the transform is over several events: all results are shown, as if the watermark had passed them"
+    if trial.late and pipe.transform is not None and pipe.transform.watermark is not None:
+        delay = format_duration(pipe.transform.watermark)
+        yield (
+            f"{delay} or more behind an event before: {_places(list(trial.late))}. "
+            "Live, such an event is a dead letter (late) if a batch ends between the two"
+        )
+
+
+def _places(found: Sequence[str]) -> str:
+    """The first few of these, and their number if there are more."""
+    rest = f" and {len(found) - 3} more" if len(found) > 3 else ""
+    return ", ".join(plain(one, 100) for one in found[:3]) + rest

@@ -1,0 +1,174 @@
+"""`python -m spark.trial`: runs the transform of one pipe on a sample of records and stores nothing. `penstock try` runs it.
+
+The sample is one micro-batch of the code that runs live, on a broker that only keeps the records in memory. So outputs and dead
+letters are the same as live. What differs: a transform over several events returns all of its results, also those that would wait
+for the watermark. And no event is late, because lateness counts from one batch to the next.
+"""
+
+import os
+import sys
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import pyarrow as pa
+from pydantic import Field
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as f
+from pyspark.sql.types import StructType
+
+from services.core.broker.record import Batch, Record
+from services.core.event import ID
+from services.core.jvm.jars import JarsUnavailable
+from services.core.jvm.java import JavaNotFound
+from services.core.lifecycle import configure_logs, report_bad_configuration
+from services.core.pipes import dead_letter_topic, output_topic
+from services.core.sample import SampleRecord, TrialResult
+from services.core.settings import load_settings
+from services.core.yaml_source import BadConfiguration
+from spark.brokers.contract import BatchName, DataSourceBroker, open_spark_broker
+from spark.health import Watchdog
+from spark.jobs.attempts import Attempts
+from spark.jobs.checkpoint import open_checkpoint
+from spark.jobs.culprits import TransformBroken
+from spark.jobs.micro_batch import TransformHandler
+from spark.jobs.query import Query
+from spark.jobs.start_checks import check_suitability
+from spark.records import RAW, RAW_SCHEMA, OffsetRange, to_arrow
+from spark.session import open_session, own_session
+from spark.settings import SelectedPipes, TransformSettings, load_pipes
+from spark.transforms.preparation import prepare_pipes
+
+
+class TrialSettings(TransformSettings):
+    """Runs the transform of one pipe (`only`) on a sample. `data` is a folder for scratch."""
+
+    sample: Path = Field(Path("sample"), description="The sample: a list of `SampleRecord`, msgpack.")
+    result: Path = Field(Path("result"), description="The file to write: a `TrialResult`, msgpack.")
+
+    @classmethod
+    def program(cls) -> str:
+        return "python -m spark.trial"
+
+
+class SampleBroker(DataSourceBroker):
+    """Keeps in memory whatever is written to it, by topic. Its streams have no records."""
+
+    real_time = True
+
+    def __init__(self, max_record_bytes: int) -> None:
+        super().__init__("sample:")
+        self.max_record_bytes = max_record_bytes
+        self.written: dict[str, list[Record]] = {}
+
+    def identify(self, session: SparkSession, topics: Sequence[str]) -> dict[str, str]:
+        return dict.fromkeys(topics, "sample")
+
+    def stored_ranges(self, session: SparkSession, topics: Sequence[str]) -> list[OffsetRange]:
+        return []
+
+    def read_stream(
+        self, session: SparkSession, topics: Sequence[str], max_events: int | None, *, origins: bool = False
+    ) -> DataFrame:
+        """For the analysis of a transform: it never runs."""
+        raw = StructType.fromDDL(RAW)
+        assert isinstance(raw, StructType)
+        columns = [f.lit(None).cast(field.dataType).alias(field.name) for field in raw.fields]
+        return session.readStream.format("rate").load().select(*columns)
+
+    def read_ranges(self, session: SparkSession, ranges: Sequence[OffsetRange]) -> DataFrame:
+        return session.createDataFrame(RAW_SCHEMA.empty_table(), RAW)
+
+    def write_records(self, session: SparkSession, records: Sequence[Record], topic: str, batch: BatchName) -> None:
+        self.written.setdefault(topic, []).extend(records)
+
+    def append(self, session: SparkSession, topic: str, records: Sequence[Record]) -> None:
+        self.written.setdefault(topic, []).extend(records)
+
+
+def try_pipe(session: SparkSession, settings: TrialSettings, chosen: SelectedPipes, max_bytes: int) -> TrialResult:
+    """Run the transform of the one chosen pipe on the sample. Blocking. Raises BadConfiguration.
+
+    max_bytes: of an output record. The folder `settings.data` gets scratch.
+    """
+    broker = SampleBroker(max_bytes)
+    prepared = prepare_pipes(session, chosen, max_bytes=max_bytes)
+    check_suitability(session, settings, broker, chosen, prepared)
+    (one,) = prepared
+    sample = msgspec.msgpack.decode(settings.sample.read_bytes(), type=list[SampleRecord])
+    kept, duplicates = _split_duplicates(sample) if one.deduplicates else (sample, [])
+    session, broken = own_session(session), ""
+    with open_checkpoint(session, settings.checkpoint_root(), one.pipe) as checkpoint:
+        attempts = Attempts(one.version)
+        attempts.open(checkpoint)
+        query = Query(
+            session,
+            replace(one, transform=one.transform.model_copy(update={"deduplicate_within": None})),
+            broker,
+            checkpoint,
+            writer=f"{one.pipe}:trial",
+            report=lambda _report: None,
+            ledger=False,
+            stopping=threading.Event(),
+            attempts=attempts,
+            watchdog=Watchdog(settings.batch_timeout),
+        )
+        try:
+            TransformHandler(query).process(_to_raw(session, kept), 0)
+        except TransformBroken as error:
+            broken = str(error)
+    return TrialResult(
+        broker.written.get(output_topic(one.pipe), []),
+        broker.written.get(dead_letter_topic(one.pipe), []),
+        [record.place for record in duplicates],
+        broken,
+        one.out.carries_events,
+        one.row_by_row,
+    )
+
+
+def _split_duplicates(sample: Sequence[SampleRecord]) -> tuple[list[SampleRecord], list[SampleRecord]]:
+    """The records that deduplication keeps, and those whose stream and id occurred before. Records without id stay."""
+    seen: set[tuple[str, bytes]] = set()
+    kept: list[SampleRecord] = []
+    dropped: list[SampleRecord] = []
+    for record in sample:
+        event_id = record.record.header(ID)
+        key = (record.topic, event_id or b"")
+        (dropped if event_id is not None and key in seen else kept).append(record)
+        seen.add(key)
+    return kept, dropped
+
+
+def _to_raw(session: SparkSession, sample: Sequence[SampleRecord]) -> DataFrame:
+    batches = [to_arrow(Batch(one.topic, one.partition, [int(one.offset)], [one.record]), RAW_SCHEMA) for one in sample]
+    table = pa.Table.from_batches(batches) if batches else RAW_SCHEMA.empty_table()
+    return session.createDataFrame(table.combine_chunks(), RAW)
+
+
+def main() -> int:
+    """Exit status: 0 the result is written, 1 failed, 2 the settings are wrong."""
+    try:
+        settings = load_settings(TrialSettings, sys.argv[1:], os.environ)
+    except BadConfiguration as error:
+        return report_bad_configuration(error)
+    configure_logs(TrialSettings.section, settings.log_level)
+    try:
+        broker, chosen = open_spark_broker(settings.broker), load_pipes(settings)
+        scratch = settings.data.absolute()
+        session = open_session(master=settings.master, memory=settings.memory, kafka=False, scratch=scratch)
+        result = try_pipe(session, settings, chosen, broker.max_record_bytes)
+    except BadConfiguration as error:
+        result = TrialResult(problems=error.problems)
+    except (JavaNotFound, JarsUnavailable) as error:
+        result = TrialResult(failed=str(error))
+    written = settings.result.with_suffix(".new")
+    written.write_bytes(msgspec.msgpack.encode(result))
+    written.replace(settings.result)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,70 @@
+"""`penstock try` with Spark: outputs and dead letters are those of a running pipe, and nothing is stored."""
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import msgspec
+import pytest
+from pyspark.sql import SparkSession
+
+from services.core.dead_letter import DETAIL, REASON, SOURCE
+from services.core.event import read_id
+from services.core.sample import SampleRecord, TrialResult
+from services.core.yaml_source import BadConfiguration
+from spark.jobs.culprits import ALL_FAILED
+from spark.trial import TrialSettings, try_pipe
+from tests.spark.log_pipeline import LogPipeline, event
+
+Try = Callable[..., TrialResult]
+ROWS = [b'{"n": 4}', b'{"n": 5}', b'{"n": "x"}', b'{"n": 6}', b"\xff"]
+
+
+@pytest.fixture
+def try_it(spark: SparkSession, pipeline: LogPipeline, tmp_path: Path) -> Try:
+    """Tries a pipe on records of the stream `s`, by their payloads."""
+
+    def run(values: Iterable[bytes], **pipe: object) -> TrialResult:
+        records = [
+            SampleRecord(f"f:{number}", "s", number % 2, str(number), event(number % 40, value))
+            for number, value in enumerate(values)
+        ]
+        (tmp_path / "sample").write_bytes(msgspec.msgpack.encode(records))
+        settings = TrialSettings(pipes=tmp_path / "pipes.yaml", data=tmp_path / "data", sample=tmp_path / "sample")
+        return try_pipe(spark, settings, pipeline.pipe(columns="n INT", **pipe), 1_000_000)  # type: ignore[arg-type]
+
+    return run
+
+
+def test_results_are_those_of_a_running_pipe(try_it: Try, pipeline: LogPipeline) -> None:
+    """If this fails, a trial promises another result than the pipe then has, or changes the broker."""
+    transform = {"sql": "SELECT event, 10 DIV (n - 5) AS x FROM s WHERE n < 6"}
+    result = try_it(ROWS, **transform)
+    assert not pipeline.out
+    pipeline.send(event(number, value) for number, value in enumerate(ROWS))
+    pipeline.run(pipeline.pipe(columns="n INT", **transform), len(ROWS))
+    assert [(read_id(one), one.value) for one in result.outputs] == [(read_id(one), one.value) for one in pipeline.out]
+    live = sorted((read_id(one), one.header(REASON), one.header(DETAIL)) for one in pipeline.dead)
+    assert sorted((read_id(one), one.header(REASON), one.header(DETAIL)) for one in result.dead) == live
+    assert [reason for _, reason, _ in live] == [b"transform_error", b"schema_mismatch", b"bad_record"]
+    assert {one.header(SOURCE) for one in result.dead} == {b"s:1:1", b"s:0:2", b"s:0:4"}
+    assert (result.keeps_events, result.row_by_row, result.broken) == (True, True, "")
+
+
+def test_results_over_several_events(try_it: Try) -> None:
+    """If this fails, a trial shows no result of an aggregate, or hides why it cannot run on a stream."""
+    sql = "SELECT string(n % 2) AS id, count(*) AS events FROM s GROUP BY n % 2, window(event_time, '1 hour')"
+    result = try_it([b'{"n": %d}' % number for number in range(5)], sql=sql, watermark="1m")
+    assert {(read_id(one), one.value) for one in result.outputs} == {("0", b'{"events":3}'), ("1", b'{"events":2}')}
+    assert (result.keeps_events, result.row_by_row) == (False, False)
+    with pytest.raises(BadConfiguration, match=r"cannot run on a stream.*watermark: 10m"):
+        try_it([], sql="SELECT string(n) AS id, count(*) AS events FROM s GROUP BY n")
+
+
+def test_a_broken_transform_has_no_dead_letters(try_it: Try) -> None:
+    """If this fails, a trial says that all events become dead letters, where the pipe would stop; or repeats duplicates."""
+    sql = "SELECT event, n DIV 0 AS x FROM s"
+    result = try_it([b'{"n": 1}'] * 80, sql=sql, deduplicate_within="1m")
+    assert result.duplicates == [f"f:{number}" for number in range(40, 80)]
+    assert "DIVIDE_BY_ZERO" in result.broken
+    assert not result.dead
+    assert ALL_FAILED < 40

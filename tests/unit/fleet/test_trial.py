@@ -1,0 +1,136 @@
+"""`penstock try` without Spark: the sample as ingest would store it, the counts, the refusals."""
+
+import gzip
+import time
+from pathlib import Path
+
+import pytest
+
+from services.core.broker.connect import open_broker
+from services.core.broker.contract import TopicSpec
+from services.core.broker.partitioner import choose_partition
+from services.core.broker.producer import Producer
+from services.core.broker.record import Record
+from services.core.event import ARRIVAL, ID
+from services.core.pipes import PipeFile, load_pipes
+from services.core.sample import SampleEvent, SampleRecord, TrialResult
+from services.fleet import trial
+from services.fleet.problem import CommandFailed
+from services.ingest.sample import make_sample
+from services.ingest.settings import IngestSettings
+from tests.unit.fleet.test_cli import Shell, shell
+
+__all__ = ["shell"]
+
+NOW = 1_700_000_000_000
+HOOK = "destinations: [{name: d, webhook: {url: 'https://example.org/'}}]"
+PIPES = f"""\
+streams: {{s: {{id: nr, key: who, time: at}}, u: {{}}}}
+pipes:
+  one: {{sources: [s], transform: {{sql: 'SELECT event, value FROM s', watermark: 1m}}, {HOOK}}}
+  two: {{sources: [s, u], transform: {{sql: 'SELECT s.event, s.value FROM s JOIN u ON s.event.id = u.event.id'}}, {HOOK}}}
+  none: {{sources: [s], {HOOK}}}
+"""
+
+
+@pytest.fixture
+def pipes(tmp_path: Path) -> PipeFile:
+    (tmp_path / "pipes.yaml").write_text(PIPES)
+    return load_pipes(tmp_path / "pipes.yaml")
+
+
+def record(number: int, event_id: str, timestamp: int = NOW) -> SampleRecord:
+    stored = Record(None, b"{}", timestamp, ((ID, event_id.encode()), (ARRIVAL, b"%d" % (NOW + number))))
+    return SampleRecord(f"f:{number}", "s", 0, str(number), stored)
+
+
+def test_a_sample_is_stored_as_ingest_would(pipes: PipeFile) -> None:
+    """Broken: a trial shows other ids, keys, times or refusals than the running fleet."""
+    payloads = [
+        b'{"nr": 7, "who": "ann", "at": 1700000000}',
+        b'{"nr": []}',
+        b'{"nr": "8", "x": NaN}',
+        b'{"who": "ann"}',
+    ]
+    events = [SampleEvent(f"f:{number}", "s", payload) for number, payload in enumerate(payloads, 1)]
+    sample = make_sample(events, pipes, IngestSettings().limits, NOW)
+    first, last = sample.records
+    assert (first.place, first.topic, first.partition) == ("f:1", "s", choose_partition(b"ann", 4))
+    assert (first.record.header(ID), first.record.key, first.record.timestamp) == (b"7", b"ann", 1_700_000_000_000)
+    assert (first.offset, last.offset, last.partition) == ("0", "1", first.partition)
+    assert last.record.header(ID)
+    assert [(one.place, one.reason) for one in sample.refused] == [("f:2", "bad-id"), ("f:3", "bad-json")]
+
+
+def test_what_became_of_each_event_is_counted(pipes: PipeFile) -> None:
+    """Broken: an event that the transform drops or doubles is not seen, or an event that may be late."""
+    records = [record(0, "a"), record(1, "b", NOW - 59_999), record(2, "c", NOW - 60_000), record(3, "a")]
+    outputs = [records[1].record, records[0].record, records[1].record]
+    found = trial.sum_up("one", pipes.pipes["one"], records, [], TrialResult(outputs, duplicates=["f:3"]))
+    assert [one.header(ID) for one in found.outputs] == [b"a", b"b", b"b"]
+    assert (found.filtered, found.repeated, found.late, found.is_good) == (1, ["b"], {"f:2": 60_000}, False)
+    new = trial.sum_up("one", pipes.pipes["one"], records, [], TrialResult(outputs[:2], keeps_events=False))
+    assert (new.filtered, new.repeated, new.is_good) == (None, [], True)
+
+
+async def test_the_newest_events_of_a_stream(tmp_path: Path) -> None:
+    """Broken: a trial runs on old events, or changes the stream that it reads."""
+    url = f"log://{tmp_path}/log"
+    async with open_broker(url) as broker, Producer(broker.appender) as producer:
+        await broker.admin.create_topic(TopicSpec("s", 2))
+        for number in range(10):
+            (await producer.send_to("s", {number % 2: [record(number, str(number)).record]})).raise_first()
+    found = await trial.read_streams(url, ["s"], 3)
+    assert [one.place for one in found] == ["s:1:3", "s:0:4", "s:1:4"]
+    assert await trial.read_streams(url, ["unknown"], 3) == []
+    async with open_broker(url) as broker:
+        assert await broker.admin.topics() == {"s": 2}
+
+
+def test_a_long_file_is_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Broken: a trial takes hours, or leaves out events without a word."""
+    monkeypatch.setattr(trial, "MOST_EVENTS", 2)
+    for count, cut in ((2, False), (3, True)):
+        path = tmp_path / f"{count}.gz"
+        path.write_bytes(gzip.compress(b'{"nr": 1}\n' * (count - 1) + b"7"))
+        found = trial.read_files({"s": str(path)})
+        assert len(found.events) + len(found.refused) == 2
+        assert found.cut == ([str(path)] if cut else [])
+    assert [(one.place, one.detail) for one in trial.read_files({"s": str(tmp_path / "2.gz")}).refused] == [
+        ("2.gz:2", "not a JSON object")
+    ]
+
+
+@pytest.mark.usefixtures("pipes")
+def test_what_cannot_be_tried_is_explained(shell: Shell, tmp_path: Path) -> None:
+    """Broken: a person does not learn how to name a pipe, a stream or a sample."""
+    (tmp_path / "empty").touch()
+    (tmp_path / "a=b").write_text('[{"nr": 1}')
+    for arguments, words in (
+        (["one"], "exactly one of --sample and --from-stream is needed"),
+        (["one", "--sample", "empty", "--from-stream", "3"], "exactly one of --sample and --from-stream is needed"),
+        (["none", "--sample", "empty"], "the pipe none has no transform: its events stay as they are"),
+        (["zero", "--sample", "empty"], "has no pipe zero\n  Try: one of: one, two"),
+        (["one", "--sample", "empty"], "the sample has no events: empty"),
+        (["one", "--sample", "gone"], "gone cannot be read: No such file or directory"),
+        (["one", "--sample", "a=b"], "a=b: after event 1: not a valid JSON array"),
+        (["two", "--sample", "empty"], "Try: --sample s=FILE --sample u=FILE"),
+        (["two", "--sample", "s=empty", "--sample", "s=empty"], "--sample names s twice"),
+        (["two", "--sample", "s=-", "--sample", "u=-"], "standard input is one file"),
+        (["one", "--from-stream", "3"], "no fleet runs on data, and it holds no log"),
+    ):
+        assert shell.run("try", *arguments) == 2, arguments
+        assert words in shell.err
+
+
+def test_a_transform_that_never_ends_is_stopped(
+    pipes: PipeFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Broken: a trial hangs for ever, or leaves its process and its files behind."""
+    monkeypatch.setattr(trial, "LIMIT_S", 0.0)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    begun = time.monotonic()
+    with pytest.raises(CommandFailed, match="the transform of one has not ended"):
+        trial.run_transform(tmp_path / "pipes.yaml", "one", [record(0, "a")], None)
+    assert time.monotonic() - begun < 60
+    assert [path.name for path in tmp_path.iterdir()] == ["pipes.yaml"]
