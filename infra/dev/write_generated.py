@@ -1,4 +1,5 @@
-"""Writes the files that are generated from the code: schema of the pipe file, default settings, pages of settings and metrics.
+"""Writes the files that are generated from the code: schema and page of the pipe file, default settings, pages of settings and
+metrics.
 
 .venv/bin/python infra/dev/write_generated.py
 
@@ -9,6 +10,7 @@ from pathlib import Path
 
 from prometheus_client import Counter, Gauge
 
+from infra.dev.pipe_file_page import pipe_file_page
 from services.autoscaler.settings import AutoscalerSettings
 from services.core import metrics
 from services.core.lag import LagFamily
@@ -152,6 +154,7 @@ FILES = {
     ROOT / "infra" / "penstock.default.yaml": default_config,
     ROOT / "docs" / "configuration.md": configuration_page,
     ROOT / "docs" / "metrics.md": metrics_page,
+    ROOT / "docs" / "pipe-file.md": pipe_file_page,
 }
 
 

@@ -44,30 +44,43 @@ FieldPath = Annotated[str, AfterValidator(_pointer), Field(max_length=200)]
 class Stream(_Strict):
     """A topic that people name. Clients send events to it."""
 
-    partitions: int = Field(4, ge=1, le=1024, description="Partitions of the topic.")
+    partitions: int = Field(
+        4,
+        ge=1,
+        le=1024,
+        description="Partitions of the topic: at most so many instances work at once. Events of one key are in one partition.",
+        examples=[8],
+    )
     shards: int | None = Field(
         None,
         ge=1,
         description="On Kinesis: the number of shards at the beginning; fewer than partitions if an autoscaler will split them. "
         "Absent: as many as partitions.",
+        examples=[2],
     )
-    retention: Duration = Field(7 * 86400.0, description="How long events are kept, e.g. 7d.")
+    retention: Duration = Field(7 * 86400.0, description="How long events are kept.", examples=["30d"])
     id: FieldPath | None = Field(
-        None, description="Payload field with the event id; absent: CloudEvents id, else a new UUIDv7."
+        None,
+        description="Payload field with the event id; absent: CloudEvents id, else a new UUIDv7.",
+        examples=["meta.id"],
     )
     key: FieldPath | None = Field(
-        None, description="Payload field with the ordering key; absent: CloudEvents partitionkey, else none."
+        None,
+        description="Payload field with the ordering key; absent: CloudEvents partitionkey, else none.",
+        examples=["customer.id"],
     )
     time: FieldPath | None = Field(
         None,
         description="Payload field with the event time (RFC 3339 text, or a number of seconds or milliseconds since 1970); "
         "absent: CloudEvents time, else the arrival time.",
+        examples=["placed_at"],
     )
     columns: str | None = Field(
         None,
         max_length=20_000,
-        description="The payload's columns for transforms, as Spark DDL: 'carrier STRING, dep_delay INT'. "
+        description="The payload's columns for transforms, as Spark DDL. "
         "A payload that does not fit goes to the pipe's dead letters.",
+        examples=["carrier STRING, dep_delay INT"],
     )
 
     @model_validator(mode="after")
@@ -78,28 +91,39 @@ class Stream(_Strict):
 
 
 class Transform(_Strict):
-    """One SQL query, or one Python function DataFrame -> DataFrame. `spark/records.py` has its input and output columns."""
+    """One SQL query, or one Python function DataFrame -> DataFrame. `docs/transforms.md` has its input and output columns."""
 
     sql: str | None = Field(
-        None, max_length=100_000, description="A Spark SQL SELECT; each source stream is a view of its name."
+        None,
+        max_length=100_000,
+        description="A Spark SQL SELECT; each source stream is a view of its name.",
+        examples=["SELECT event, id, price FROM orders WHERE price >= 100"],
     )
     python: str | None = Field(
-        None, description="file.py:function or package.module:function; relative to the pipe file."
+        None,
+        description="A function from DataFrame to DataFrame: file.py:function, relative to the pipe file, "
+        "or package.module:function.",
+        examples=["transforms.py:with_speed"],
     )
     mode: Literal["micro-batch", "real-time"] = Field(
-        "micro-batch", description="real-time: stateless SQL on Kafka only."
+        "micro-batch",
+        description="micro-batch: for every transform. real-time: shorter lag, for stateless SQL on Kafka only.",
     )
-    interval: Duration = Field(0.2, description="At most one micro-batch per interval, e.g. 200ms.")
-    max_events: int = Field(20_000, ge=1, description="The most events per micro-batch, also when there is a backlog.")
+    interval: Duration = Field(0.2, description="At most one micro-batch per interval.", examples=["1s"])
+    max_events: int = Field(
+        20_000, ge=1, description="The most events per micro-batch, also when there is a backlog.", examples=[100_000]
+    )
     deduplicate_within: Duration | None = Field(
         None,
         description="Drop events whose id occurred within this time before (micro-batch only). Absent: keep them; receivers can "
         "recognise them by their id.",
+        examples=["1h"],
     )
     watermark: Duration | None = Field(
         None,
         description="For a transform over several events: how much older an event may be than the newest one that passed the "
         "WHERE clause. Older events go to the dead letters. Adds the column event_time, to group or join by.",
+        examples=["10m"],
     )
 
     @model_validator(mode="after")
@@ -119,8 +143,14 @@ class Secret(_Strict):
         None,
         description="A file that other users cannot read. It is read again when it changes. A signing secret's file has one "
         "whsec_… per line (newest first), any other file one line.",
+        examples=["webhook.secret"],
     )
-    env: str | None = Field(None, pattern=r"^[A-Z][A-Z0-9_]*$", description="An environment variable with the secret.")
+    env: str | None = Field(
+        None,
+        pattern=r"^[A-Z][A-Z0-9_]*$",
+        description="An environment variable with the secret.",
+        examples=["BILLING_SECRET"],
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -144,14 +174,18 @@ class Tls(_Strict):
     ca: Path | None = Field(
         None,
         description="The certificates of the authorities that are trusted, in place of the system's. E.g. a company's own CA.",
+        examples=["company-ca.pem"],
     )
     certificate: Path | None = Field(
-        None, description="Our client certificate, with the intermediate certificates behind it."
+        None,
+        description="Our client certificate, with the intermediate certificates behind it.",
+        examples=["expel.pem"],
     )
     key: Path | None = Field(
         None,
         description="The private key of our certificate, without a password; not readable by others. "
         "Absent: it is in the certificate's file.",
+        examples=["expel.key"],
     )
 
     @model_validator(mode="after")
@@ -166,28 +200,76 @@ class Tls(_Strict):
 class SecretHeader(_Strict):
     """A header whose value is secret."""
 
-    name: str = Field(max_length=100, description="E.g. X-Api-Key.")
-    value: Secret = Field(description="The place of the whole value, e.g. of Basic and the base64 of user:password.")
+    name: str = Field(max_length=100, description="The header's name.", examples=["X-Api-Key"])
+    value: Secret = Field(
+        description="The place of the whole value, e.g. of Basic and the base64 of user:password.",
+        examples=[{"file": "api-key.secret"}],
+    )
 
 
 class OAuth(_Strict):
     """OAuth 2.0 client credentials (RFC 6749, 4.4): requests carry a token from the token server."""
 
-    token_url: str = Field(max_length=2000, description="The token server's URL: https://… or http://…")
-    client_id: str = Field(min_length=1, max_length=500)
-    client_secret: Secret = Field(description="The place of the client's secret.")
-    scope: str | None = Field(None, max_length=2000, description="The requested scopes, separated by spaces.")
-    audience: str | None = Field(None, max_length=2000, description="The receiver's name, for servers that ask for it.")
-    resource: str | None = Field(None, max_length=2000, description="The receiver's URI (RFC 8707).")
-    tls: Tls | None = Field(None, description="For the token server, as `tls` is for the receiver.")
+    token_url: str = Field(
+        max_length=2000,
+        description="The token server's URL: https://… or http://…",
+        examples=["https://login.example.org/oauth2/token"],
+    )
+    client_id: str = Field(
+        min_length=1, max_length=500, description="The name of the client at the token server.", examples=["penstock"]
+    )
+    client_secret: Secret = Field(
+        description="The place of the client's secret.", examples=[{"file": "oauth-client.secret"}]
+    )
+    scope: str | None = Field(
+        None,
+        max_length=2000,
+        description="The requested scopes, separated by spaces.",
+        examples=["events.write"],
+    )
+    audience: str | None = Field(
+        None,
+        max_length=2000,
+        description="The receiver's name, for servers that ask for it.",
+        examples=["billing"],
+    )
+    resource: str | None = Field(
+        None,
+        max_length=2000,
+        description="The receiver's URI (RFC 8707).",
+        examples=["https://billing.example.org"],
+    )
+    tls: Tls | None = Field(
+        None,
+        description="For the token server, as `tls` is for the receiver.",
+        examples=[{"ca": "company-ca.pem"}],
+    )
 
 
 class Auth(_Strict):
     """The proof of our identity in each request: exactly one of bearer, header and oauth."""
 
-    bearer: Secret | None = Field(None, description="The place of a token, sent as Authorization: Bearer.")
-    header: SecretHeader | None = None
-    oauth: OAuth | None = None
+    bearer: Secret | None = Field(
+        None,
+        description="The place of a token, sent as Authorization: Bearer.",
+        examples=[{"file": "receiver.token"}],
+    )
+    header: SecretHeader | None = Field(
+        None,
+        description="A header with a secret value, e.g. an API key.",
+        examples=[{"name": "X-Api-Key", "value": {"file": "api-key.secret"}}],
+    )
+    oauth: OAuth | None = Field(
+        None,
+        description="A token from a token server, by OAuth client credentials.",
+        examples=[
+            {
+                "token_url": "https://login.example.org/oauth2/token",
+                "client_id": "penstock",
+                "client_secret": {"file": "oauth-client.secret"},
+            }
+        ],
+    )
 
     @model_validator(mode="after")
     def _one_kind(self) -> Self:
@@ -199,17 +281,27 @@ class Auth(_Strict):
 class Batching(_Strict):
     """Limits of one request."""
 
-    max_events: int = Field(100, ge=1, le=10_000)
-    max_bytes: Size = 1_000_000
-    max_wait: Duration = Field(0.05, description="How long a request waits for more events.")
+    max_events: int = Field(
+        100,
+        ge=1,
+        le=10_000,
+        description="The most events in a request. 1: each event in a request of its own.",
+        examples=[1],
+    )
+    max_bytes: Size = Field(1_000_000, description="The most bytes in a request's body.", examples=["256KB"])
+    max_wait: Duration = Field(0.05, description="How long a request waits for more events.", examples=["1s"])
 
 
 class LocalRetry(_Strict):
     """Short retries inside expel, with exponential waits and full jitter. After them the schedule begins."""
 
-    attempts: int = Field(4, ge=1, le=20, description="Number of attempts, including the first.")
-    base: Duration = 0.2
-    max_wait: Duration = 5.0
+    attempts: int = Field(4, ge=1, le=20, description="Number of attempts, including the first.", examples=[2])
+    base: Duration = Field(
+        0.2,
+        description="The longest wait before the second attempt; it doubles with each further one.",
+        examples=["1s"],
+    )
+    max_wait: Duration = Field(5.0, description="The longest wait before any of these attempts.", examples=["10s"])
 
 
 def _at_most_a_week(seconds: float) -> float:
@@ -226,41 +318,78 @@ SCHEDULE = [5.0, 300.0, 0.5 * HOUR_S, 2 * HOUR_S, 5 * HOUR_S, 10 * HOUR_S, 14 * 
 class Webhook(_Strict):
     """An HTTP endpoint that receives signed batches (Standard Webhooks)."""
 
-    url: str = Field(max_length=2000, description="https://… or http://…")
-    secret: Secret | None = Field(None, description="The place of the secret that signs requests.")
-    auth: Auth | None = Field(None, description="The proof of our identity for receivers that ask for one.")
-    tls: Tls | None = Field(None, description="For receivers with an own CA, or that ask for a client certificate.")
-    body: Literal["cloudevents", "json", "ndjson"] = "cloudevents"
-    batch: Batching = Batching()
-    retry: LocalRetry = LocalRetry()
+    url: str = Field(
+        max_length=2000,
+        description="https://… or http://… Private addresses must be allowed with `--allow-networks`.",
+        examples=["https://billing.example.org/hook"],
+    )
+    secret: Secret | None = Field(
+        None,
+        description="The place of the secret that signs requests. Absent: requests are not signed.",
+        examples=[{"file": "webhook.secret"}],
+    )
+    auth: Auth | None = Field(
+        None,
+        description="The proof of our identity for receivers that ask for one.",
+        examples=[{"bearer": {"file": "receiver.token"}}],
+    )
+    tls: Tls | None = Field(
+        None,
+        description="For receivers with an own CA, or that ask for a client certificate.",
+        examples=[{"ca": "company-ca.pem"}],
+    )
+    body: Literal["cloudevents", "json", "ndjson"] = Field(
+        "cloudevents",
+        description="cloudevents: an array of CloudEvents with id, source and time. json: an array of the payloads. ndjson: one "
+        "payload per line.",
+    )
+    batch: Batching = Field(Batching(), description="Limits of one request.", examples=[{"max_events": 1}])
+    retry: LocalRetry = Field(
+        LocalRetry(),
+        description="Short retries, before those of `schedule`.",
+        examples=[{"attempts": 2}],
+    )
     schedule: list[Annotated[Duration, AfterValidator(_at_most_a_week)]] = Field(
         SCHEDULE,
         max_length=32,
         description="The waits before each further round of attempts, after the local retries. Each varies by up to 20 %, and is "
         "never shorter than the receiver requests. After the last round: dead letters. Empty: dead letters at once.",
+        examples=[["10s", "5m", "1h"]],
     )
-    concurrency: int = Field(8, ge=1, le=256, description="The most requests in flight.")
-    rate: int | None = Field(None, ge=1, description="The most events per second.")
-    timeout: Duration = Field(10.0, description="Time limit of one request, including its answer.")
-    order: Literal["none", "key"] = Field("none", description="key: events of one key are delivered in order.")
+    concurrency: int = Field(8, ge=1, le=256, description="The most requests in flight.", examples=[2])
+    rate: int | None = Field(
+        None, ge=1, description="The most events per second, of each expel process. Absent: no limit.", examples=[500]
+    )
+    timeout: Duration = Field(10.0, description="Time limit of one request, including its answer.", examples=["30s"])
+    order: Literal["none", "key"] = Field(
+        "none", description="key: events of one key are delivered in order. none: in any order."
+    )
     headers: dict[str, str] = Field(
-        default_factory=dict, max_length=20, description="Sent with each request; no secrets here: they belong in auth."
+        default_factory=dict,
+        max_length=20,
+        description="Sent with each request; no secrets here: they belong in auth.",
+        examples=[{"X-Tenant": "shop"}],
     )
 
 
 class Destination(_Strict):
     """A receiver of a pipe's events: exactly one of webhook and stream."""
 
-    name: Name
-    webhook: Webhook | None = None
-    stream: Name | None = Field(None, description="Another stream of this file.")
+    name: Name = Field(description="Its name, unique in the pipe.", examples=["billing"])
+    webhook: Webhook | None = Field(
+        None, description="An HTTP endpoint.", examples=[{"url": "https://billing.example.org/hook"}]
+    )
+    stream: Name | None = Field(None, description="Another stream of this file.", examples=["large-orders"])
     start: Literal["earliest", "latest"] = Field(
-        "earliest", description="The position at which a new destination begins."
+        "earliest",
+        description="The position at which a new destination begins. earliest: it receives all stored events. "
+        "latest: only new ones.",
     )
     renamed_from: Name | None = Field(
         None,
         description="Its former name in this pipe. It continues at the position of that one, and gets the events that wait for "
         "it. May stay here for ever.",
+        examples=["invoices"],
     )
 
     @model_validator(mode="after")
@@ -273,13 +402,25 @@ class Destination(_Strict):
 class Pipe(_Strict):
     """Sources, an optional transform, destinations."""
 
-    sources: list[Name] = Field(min_length=1, max_length=32)
-    transform: Transform | None = None
-    destinations: list[Destination] = Field(min_length=1, max_length=1000)
+    sources: list[Name] = Field(
+        min_length=1, max_length=32, description="The streams whose events it carries.", examples=[["orders"]]
+    )
+    transform: Transform | None = Field(
+        None,
+        description="Absent: the events are delivered as they are.",
+        examples=[{"sql": "SELECT event, id, price FROM orders"}],
+    )
+    destinations: list[Destination] = Field(
+        min_length=1,
+        max_length=1000,
+        description="The receivers. Each of them gets every event.",
+        examples=[[{"name": "billing", "webhook": {"url": "https://billing.example.org/hook"}}]],
+    )
     renamed_from: Name | None = Field(
         None,
         description="Its former name, only without a transform. Its destinations continue at the positions of the former ones, "
         "and get the events that wait for them. May stay here for ever.",
+        examples=["shop"],
     )
 
 
@@ -290,12 +431,21 @@ class Removed(_Strict):
         None,
         description="The pipe/destination of this file that gets them. For a new name of the same destination, write "
         "`renamed_from` there.",
+        examples=["large-orders/billing"],
     )
     bury: str | None = Field(
-        None, min_length=1, max_length=500, description="They go to the pipe's dead letters. This text is the reason."
+        None,
+        min_length=1,
+        max_length=500,
+        description="They go to the pipe's dead letters. This text is the reason.",
+        examples=["the receiver was closed"],
     )
     drop: str | None = Field(
-        None, min_length=1, max_length=500, description="Nobody gets them. This text is the reason, in the audit."
+        None,
+        min_length=1,
+        max_length=500,
+        description="Nobody gets them. This text is the reason, in the audit.",
+        examples=["events of a test"],
     )
 
     @model_validator(mode="after")
@@ -314,13 +464,20 @@ def pipe_version(pipe: Pipe) -> str:
 class PipeFile(_Strict):
     """The whole file."""
 
-    version: Literal[1] = 1
-    streams: dict[Name, Stream] = Field(min_length=1)
-    pipes: dict[Name, Pipe] = Field(default_factory=dict)
+    version: Literal[1] = Field(1, description="The version of this format.")
+    streams: dict[Name, Stream] = Field(
+        min_length=1, description="By name. Clients send events to a stream.", examples=[{"orders": {"id": "id"}}]
+    )
+    pipes: dict[Name, Pipe] = Field(
+        default_factory=dict,
+        description="By name. A pipe carries the events of streams to destinations.",
+        examples=[{"copy": {"sources": ["orders"], "destinations": [{"name": "archive", "stream": "archive"}]}}],
+    )
     removed: dict[RemovedName, Removed] = Field(
         default_factory=dict,
         description="By pipe/destination, or by pipe: the decision about events that wait for a destination or pipe which this "
         "file no longer has.",
+        examples=[{"large-orders/billing": {"bury": "the receiver was closed"}}],
     )
 
 

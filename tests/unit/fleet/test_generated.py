@@ -9,6 +9,7 @@ import jsonschema
 import pytest
 import yaml
 
+from infra.dev.pipe_file_page import find_example, find_places, meaning, object_of, pipe_file_page, references
 from infra.dev.write_generated import FILES, MODELS, ROOT, default_config
 from services.core.settings import load_settings
 from services.fleet.verbs.pipes import STARTER
@@ -55,3 +56,33 @@ def test_schema_refuses_mistakes(old: str, new: str) -> None:
     broken = yaml.safe_load(STARTER.replace(old, new, 1))
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.Draft202012Validator(SCHEMA).validate(broken)
+
+
+def _keys() -> list[tuple[str, str, dict[str, Any]]]:
+    return [
+        (name, key, value)
+        for name in find_places(SCHEMA)
+        for key, value in object_of(SCHEMA, name)["properties"].items()
+    ]
+
+
+def test_every_key_of_the_pipe_file_is_on_its_page() -> None:
+    """Broken: a key can be found only in the JSON Schema, or stands on the page without a meaning."""
+    assert set(find_places(SCHEMA)) == {"", *SCHEMA["$defs"]}
+    page = pipe_file_page()
+    for name, key, value in _keys():
+        assert meaning(SCHEMA, value), f"{name}.{key} has no description"
+        assert f"\n| `{key}` | " in page
+    links = set(re.findall(r"\]\(#(\w+)\)", page))
+    headings = {re.sub(r"[^\w-]", "", line).lower() for line in re.findall(r"^## (.*)$", page, re.MULTILINE)}
+    assert links <= headings
+
+
+@pytest.mark.parametrize(("name", "key", "value"), _keys(), ids=lambda part: part if isinstance(part, str) else "")
+def test_the_examples_on_the_page_are_good(name: str, key: str, value: dict[str, Any]) -> None:
+    """Broken: somebody copies an example, and the file is refused."""
+    example = find_example(value)
+    if example == "…":  # an object, which has a section of its own
+        assert list(references(value)), f"{name}.{key} has no example"
+    else:
+        jsonschema.Draft202012Validator({**value, "$defs": SCHEMA["$defs"]}).validate(example)
