@@ -1,5 +1,6 @@
 """Finds dead letters by filter or position. A search ignores those that are written after it began."""
 
+from collections import Counter
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Self
@@ -150,7 +151,11 @@ class DeadLetterSearch:
 
     async def count(self) -> int:
         """The number of dead letters. Reads them all."""
-        return sum([len(page) async for page in self.pages()])
+        return (await self.count_reasons()).total()
+
+    async def count_reasons(self) -> Counter[str]:
+        """The number of dead letters by reason. Reads them all."""
+        return Counter([letter.reason async for page in self.pages() for letter in page])
 
     def _pick(self, batch: Batch) -> list[DeadLetter]:
         if batch.damage is not None:

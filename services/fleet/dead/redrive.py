@@ -26,7 +26,8 @@ from services.fleet.pace import Pace
 REMEDIES = {
     "no_payload": "it was too large to be kept with its payload, and the event is gone from its source",
     "damaged_batch": "its value is damaged bytes, not an event",
-    "no_destination": "a transform failed on it. Try: --to-stream, which sends it to its stream again, to all of its pipes",
+    "no_destination": "a transform failed on it, or it was late. Try: --to-stream, which sends it to its stream again, to all "
+    "of its pipes",
     "unknown_destination": "the pipe file no longer has this destination. Try: --to PIPE/DESTINATION; or renamed_from there, if "
     "it has another name now; or penstock dead discard",
     "no_retries": "the destination is a stream, which reads no retries. Try: --to PIPE/DESTINATION with a webhook",
@@ -36,6 +37,11 @@ REMEDIES = {
     "too_large": "the broker accepts no record of this size",
 }
 """Explanations of the reasons, for a person."""
+
+
+LATE = "late"
+"""The reason of events behind a transform's watermark."""
+LATE_WARNING = "{count} of these dead letters are `late`: results of the transform may already contain them"
 
 
 class RedriveRecord(NamedTuple):
@@ -121,9 +127,12 @@ BATCH_BYTES = 1_000_000
 
 @dataclass(slots=True)
 class Redriven:
-    """The outcome so far. refused: counts by reason (REMEDIES); examples: one position per reason."""
+    """The outcome so far. late: how many of `done` were `late`. refused: counts by reason (REMEDIES); examples: one position
+    per reason.
+    """
 
     done: int = 0
+    late: int = 0
     refused: Counter[str] = field(default_factory=Counter)
     examples: dict[str, Position] = field(default_factory=dict)
 
@@ -187,6 +196,7 @@ class Redrive:
         await self._report(stored)
         await self._auditor.write(REDRIVE, [one.letter for one in stored])
         self.so_far.done += len(stored)
+        self.so_far.late += sum(one.letter.reason == LATE for one in stored)
         self._show(self.so_far)
         if failure is not None:
             raise failure

@@ -17,7 +17,7 @@ from services.fleet.access import find_broker, find_pipes, opened
 from services.fleet.console import ERR, OUT, print_note
 from services.fleet.dead.audit import Auditor, read_audit, whoami
 from services.fleet.dead.found import DeadLetterSearch, Filter, Held, restore, with_payloads
-from services.fleet.dead.redrive import REMEDIES, Redrive, Redriven, RedriveTargets
+from services.fleet.dead.redrive import LATE, LATE_WARNING, REMEDIES, Redrive, Redriven, RedriveTargets
 from services.fleet.dead.view import audit_line, letter_json, letter_page, letter_table
 from services.fleet.problem import CommandFailed
 from services.fleet.stop import stop_on_signals
@@ -159,6 +159,9 @@ def redrive(
     """Send dead letters again, each only to its own destination, with a fresh retry schedule.
 
     Those that cannot be sent stay dead letters; the reason is printed. Status 0 when all were redriven, 1 otherwise.
+
+    A result may already contain a `late` event. With --to-stream a warning says so before the first event is sent; in --json,
+    `may_be_in_results` is the number of redriven `late` events.
     """
     path = find_pipes(pipes, data)
     where = make_filter(pipe, destination, reason, since, until, pipes=path)
@@ -170,7 +173,8 @@ def redrive(
     done, failure = uvloop.run(run)
     if as_json:
         examples = {reason: str(position) for reason, position in done.examples.items()}
-        typer.echo(json.dumps({"redriven": done.done, "refused": dict(done.refused), "examples": examples}))
+        outcome = {"redriven": done.done, "may_be_in_results": done.late, "refused": dict(done.refused)}
+        typer.echo(json.dumps({**outcome, "examples": examples}))
     else:
         print_note(f"redriven {done.done}, refused {sum(done.refused.values())}", "yellow" if done.refused else "green")
         for refusal, count in done.refused.most_common():
@@ -214,8 +218,11 @@ async def _redrive(
                 auditor = Auditor(producer, who, where.as_json() | ({} if to is None else {"to": to}))
                 await auditor.require_topic()
                 found = await DeadLetterSearch.open(broker, where, positions)
+                counts = await found.count_reasons()
+                if to_stream and counts[LATE]:
+                    print_note(LATE_WARNING.format(count=counts[LATE]), "yellow")
                 with _progress() as progress:
-                    bar = progress.add_task("redriving", total=await found.count())
+                    bar = progress.add_task("redriving", total=counts.total())
 
                     def show(so_far: Redriven) -> None:
                         progress.update(bar, completed=so_far.done + sum(so_far.refused.values()))

@@ -29,7 +29,7 @@ from services.fleet.dead.found import DeadLetterSearch, Filter, restore, with_pa
 from services.fleet.dead.redrive import Redrive, RedriveTargets
 from services.fleet.dead.view import letter_json
 from services.fleet.problem import CommandFailed
-from services.fleet.verbs.dead import list_found
+from services.fleet.verbs.dead import _redrive, list_found
 from tests.support.dead_letters import BASE
 from tests.support.dead_letters import dead_letter as refused_letter
 
@@ -203,6 +203,31 @@ async def test_redriven_as_they_were_to_their_destination_alone(broker: Broker) 
     assert [entry.ranges for entry in entries] == [[(0, 99)], [(100, 199)], [(200, 249)]]
     assert [entry.count for entry in entries] == [100, 100, 50]
     assert entries[0].filters == {"destination": "billing"}
+
+
+@pytest.mark.parametrize("to_stream", [True, False])
+async def test_a_warning_before_late_events_are_sent_again(
+    broker: Broker, tmp_path: Path, to_stream: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Broken: an operator sends late events again, and nothing says that a result may already contain them."""
+    warnings: list[str] = []
+
+    async def note_warnings(work: Redrive, pages: AsyncIterator[list[DeadLetter]]) -> None:
+        warnings.append(capsys.readouterr().err)
+        await run(work, pages)
+
+    run = Redrive.run
+    monkeypatch.setattr(Redrive, "run", note_warnings)
+    reasons = ["late", "schema_mismatch", "late"]
+    await bury(broker, [letter(number, reason=reason, destination="") for number, reason in enumerate(reasons)])
+    url = f"log://{tmp_path}/data/log"
+    done, failure = await _redrive(url, Filter(pipe="late"), [], PIPES, "me@here", 10_000, to=None, to_stream=to_stream)
+    assert failure is None
+    assert (done.done, done.late) == ((3, 2) if to_stream else (0, 0))
+    (before,) = warnings
+    assert (
+        "2 of these dead letters are `late`: results of the transform may already contain them" in before
+    ) is to_stream
 
 
 async def test_positions_are_taken_again(broker: Broker) -> None:
