@@ -147,7 +147,7 @@ class Dispatcher:
         self._progress.set()
 
     def start_slowly(self) -> None:
-        """The destination was resumed: its backlog is sent at a rate that rises step by step."""
+        """The destination was resumed: its backlog is sent with a slow start."""
         self._throttle.start_slowly()
 
     def reads(self, topic: str) -> bool:
@@ -300,7 +300,7 @@ class Dispatcher:
             self._side_topics.write_parked(delivery, reason)
 
     def _shed(self, now: float) -> None:
-        """While the breaker is open, move some due events to the retry topic without an attempt.
+        """While the breaker is open, and the outage is not short, move some due events to the retry topic without an attempt.
 
         They are due there when the breaker may have closed, and not before: that would only use up a round.
         """

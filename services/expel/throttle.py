@@ -20,7 +20,8 @@ log = structlog.get_logger()
 BreakerState = Literal["closed", "open", "half-open"]
 _STATES = {"closed": 0, "half-open": 1, "open": 2}
 _TOO_MANY = "http_429"
-_MIN_BLOCKED_WAIT_S = 1.0
+_PROBE_CHECK_S = 1.0
+"""The wait for the answer to a probe. The answer itself ends it."""
 
 
 class SendThrottle:
@@ -61,40 +62,49 @@ class SendThrottle:
     def wait(self) -> float:
         """Seconds until the next request may be sent, or until events may be shed; 0 for now."""
         if self._breaker.is_blocked:
-            if self._sheds:
-                return self.shedder.wait()
-            return max(_MIN_BLOCKED_WAIT_S, self.blocked_for())
+            blocked_for = self.blocked_for() or _PROBE_CHECK_S
+            return min(blocked_for, self.shedder.wait()) if self._sheds else blocked_for
         wait = self._slow_start.wait()
         return wait if self._bucket is None else max(wait, self._bucket.wait())
 
     def begin(self, request: Delivery) -> None:
         """This request is sent now. Not while `is_blocked`. `end` or `abandon` must follow."""
         self._breaker.begin(request)
-        self._slow_start.spend(len(request.parts))
+        self._slow_start.begin(request, len(request.parts))
         if self._bucket is not None:
             self._bucket.spend(len(request.parts))
 
     def abandon(self, request: Delivery) -> None:
         """The request was cancelled in this process."""
         self._breaker.abandon(request)
+        self._slow_start.abandon(request)
 
     def end(self, request: Delivery, outcome: Outcome) -> None:
-        """The outcome of a request. A receiver that refuses events finally, or answers 429, is healthy."""
-        if isinstance(outcome, Failure) and (outcome.ours or outcome.reason == _TOO_MANY):
+        """The outcome of a request. A receiver that refuses events finally, or answers 429, is healthy. A 429 slows a slow start
+        down, as a failure does."""
+        if isinstance(outcome, Failure) and outcome.ours:
+            self.abandon(request)
+        elif isinstance(outcome, Failure) and outcome.reason == _TOO_MANY:
+            self._slow_start.end(request, good=False)
             self._breaker.abandon(request)
         elif isinstance(outcome, Failure) and outcome.recoverable:
-            if self._breaker.fail(request):
-                self.shedder.start(self._slow_start.usual)
+            is_new = self._slow_start.is_over
+            has_recovered = self._slow_start.end(request, good=False)
+            if self._breaker.fail(request, is_new=is_new, has_recovered=has_recovered):
+                self.shedder.start(self._slow_start.usual, is_new=is_new)
+                self._slow_start.stop()
                 log.warning("breaker_open", lane=self._lane, reason=outcome.reason, detail=outcome.detail)
         else:
-            if outcome is None:
+            if outcome is None and self.state == "closed":
                 self._slow_start.record_delivered(len(request.parts))
+            self._slow_start.end(request, good=True)
             if self._breaker.succeed(request):
                 self._slow_start.start()
                 log.info("breaker_closed", lane=self._lane)
 
     def start_slowly(self) -> None:
-        """A backlog follows: the rate rises step by step, as after an outage."""
+        """A backlog follows: a slow start, as after an outage."""
+        self._breaker.forget()
         self._slow_start.start()
 
     def update_gauge(self) -> None:
@@ -105,15 +115,17 @@ class SendThrottle:
 WINDOW_S = 30.0
 MIN_ATTEMPTS = 10
 OPEN_SHARE = 0.7
-FIRST_WAIT_S, MAX_WAIT_S = 5.0, 300.0
+FIRST_WAIT_S, MAX_WAIT_S = 2.0, 300.0
+"""A short outage ends with a short wait: the next probe comes after about the time that the breaker has been open."""
 _BUCKET_S = 3.0
 
 
 class CircuitBreaker:
     """Closed: every request is sent. It opens when at least MIN_ATTEMPTS requests ended within WINDOW_S and OPEN_SHARE of them
     failed. Open: no request is sent, for a wait that doubles with each failed probe. Then half-open: one request is sent as a
-    probe; its success closes the breaker, its failure opens it again. Source of the rule: Convoy opens at 70 % of at least 10
-    requests (Standard Webhooks leaves it open).
+    probe; its success closes the breaker, its failure opens it again. The slow start that follows belongs to the same outage:
+    when it fails, the breaker opens for twice the last wait. Source of the rule: Convoy opens at 70 % of at least 10 requests
+    (Standard Webhooks leaves it open).
 
     Called once per request, not per event: `begin(request)` unless `is_blocked`, then exactly one of `succeed`, `fail`, `abandon`
     with the same request. So a late response to an earlier request is not mistaken for the probe's.
@@ -124,15 +136,16 @@ class CircuitBreaker:
         self._clock = clock
         self._buckets: deque[list[float]] = deque()
         """[begin, attempts, failures] of each short interval of the window."""
+        self._is_closed = True
         self._opened = 0
-        """How often it opened since it was closed."""
+        """How often it opened in this outage."""
         self._open_until = 0.0
         self._probe: object = None
 
     @property
     def state(self) -> BreakerState:
         """The state now."""
-        if not self._opened:
+        if self._is_closed:
             return "closed"
         return "open" if self._clock() < self._open_until else "half-open"
 
@@ -144,37 +157,48 @@ class CircuitBreaker:
     @property
     def is_blocked(self) -> bool:
         """Whether no request may be sent now: it is open, or waits for its probe."""
-        return bool(self._opened) and (self._probe is not None or self._clock() < self._open_until)
+        return not self._is_closed and (self._probe is not None or self._clock() < self._open_until)
 
     def begin(self, request: object) -> None:
         """This request is sent; while half-open it is the probe."""
-        if self._opened:
+        if not self._is_closed:
             self._probe = request
 
     def succeed(self, request: object) -> bool:
         """The receiver answered: it accepted the events, or refused them finally. True when that closed the breaker."""
         was_probe = self._end(request)
-        if not self._opened:
+        if self._is_closed:
             self._count(failed=False)
             return False
         if was_probe:
-            self._opened = 0
+            self._is_closed = True
             self._buckets.clear()
         return was_probe
 
-    def fail(self, request: object) -> bool:
-        """The request failed. True when that opened a closed breaker."""
+    def fail(self, request: object, *, is_new: bool = True, has_recovered: bool = True) -> bool:
+        """The request failed. True when that opened a closed breaker.
+
+        is_new: a breaker that opens now has a new outage, not one whose slow start still runs. has_recovered: False opens it at
+        once.
+        """
         was_probe = self._end(request)
-        if self._opened:
+        if not self._is_closed:
             if was_probe:
                 self._open()
             return False
         self._count(failed=True)
         attempts, failures = sum(bucket[1] for bucket in self._buckets), sum(bucket[2] for bucket in self._buckets)
-        if attempts < MIN_ATTEMPTS or failures < OPEN_SHARE * attempts:
+        if has_recovered and (attempts < MIN_ATTEMPTS or failures < OPEN_SHARE * attempts):
             return False
+        if is_new:
+            self._opened = 0
         self._open()
         return True
+
+    def forget(self) -> None:
+        """The next outage is a new one, unless the breaker is open."""
+        if self._is_closed:
+            self._opened = 0
 
     def abandon(self, request: object) -> None:
         """The request says nothing about the receiver: it was cancelled, or the receiver asked to slow down (429)."""
@@ -190,6 +214,7 @@ class CircuitBreaker:
     def _open(self) -> None:
         self._open_until = self._clock() + min(MAX_WAIT_S, FIRST_WAIT_S * 2 ** min(self._opened, 16))
         self._opened += 1
+        self._is_closed = False
         self._buckets.clear()
 
     def _count(self, *, failed: bool) -> None:
@@ -202,28 +227,42 @@ class CircuitBreaker:
         self._buckets[-1][2] += failed
 
 
-FIRST_RATE = 10.0
-"""Events per second right after the recovery, when the usual rate is unknown."""
-_FIRST_SHARE = 0.1
-_MAX_FACTOR = 2.0
-_STEP_S = 5.0
-"""The allowed rate doubles this often."""
-_AT_LIMIT_S = 120.0
-"""After this time at the limit, the limit doubles."""
-_BELOW_LIMIT_S = 10.0
-"""After this time below the limit, the slow start is over."""
+ROUND_S = 0.5
+"""The shortest round of a slow start. Some receivers answer before they do the work: their fast answers prove little."""
+LEAST_WINDOW = 0.25
+"""Requests per round. When one fails although there are so few, the receiver has not recovered."""
+_DOUBLE, _GROW = 2.0, 1.125
+"""How the window grows after a good round: before the first sign of overload, and after it."""
+_SLOWER, _NOISE_S = 2.0, 0.1
+"""Answers that take so many times as long as the fastest one, and longer by so many seconds, are a sign of overload."""
+LEAST_CAP = 10.0
+"""Events per second."""
+MAX_FACTOR = 2.0
+"""The cap, in usual rates."""
+AT_CAP_S = 120.0
+"""After this time at the cap, the cap doubles."""
+_UNLIMITED_S = 10.0
+"""After this time without a limit that is reached, the slow start is over."""
 _AVERAGE_S = 120.0
 """Time constant of the usual rate."""
 
 
 class SlowStart:
-    """Limits the rate after an outage: it rises step by step, to at most twice the usual rate of before.
+    """Limits the requests after an outage by the receiver's answers, as TCP does (RFC 5681).
 
-    The usual rate is an average over some minutes of healthy delivery. While it is unknown (the process started during the
-    outage) the rate doubles without limit. The usual rate may be too low for the events that arrive now: when a destination
-    still has a backlog after minutes at its limit, the limit doubles. Otherwise its lag would grow until its events expire. The
-    slow start is over when the destination stayed below its limit for a while, because then the backlog is gone.
-    `clock` is monotonic seconds. Not thread-safe.
+    The window is the number of requests in a round, and the most in flight. It begins with one request. A round is over when
+    as many requests were answered, and takes at least ROUND_S. After a good round the window doubles. A failure or a 429 halves
+    it, at most once per round, because the other requests of the round were sent before. After the first sign of overload (a
+    failure, a 429, or answers that take much longer than at first), the window grows by an eighth per round.
+
+    The cap is twice the usual rate of before. So the backlog of an outage takes about as long as the outage. What the answers do
+    not show, such as a queue behind the receiver, grows no faster than before the outage. The usual rate is an average over some
+    minutes of healthy delivery. While it is unknown (the process started during the outage) there is no cap. It may be too low
+    for the events that arrive now: when a destination still has a backlog after minutes at its cap, the cap doubles. Otherwise
+    its lag would grow until its events expire. The slow start is over when the destination stayed below its limits for a
+    while, because then the backlog is gone.
+
+    `begin(request)`, then one of `end` and `abandon`. `clock` is monotonic seconds. Not thread-safe.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -231,13 +270,22 @@ class SlowStart:
         self._usual: float | None = None
         self._counted, self._observed_s = 0, 0.0
         self._counting_since: float | None = None
-        self._bucket: TokenBucket | None = None
-        self._rate = self._raise_at = self._limited_at = 0.0
+        self._window: float | None = None
+        """Requests per round; None without a slow start."""
+        self._growth = _DOUBLE
+        self._begun: dict[object, float] = {}
+        """When each request in flight was sent, of those that were sent in this slow start."""
+        self._next_at = self._halved_at = self._limited_at = 0.0
+        self._answered, self._is_full = 0, False
+        """Of this round: good answers, and whether a request had to wait for the window."""
+        self._fastest = self._fastest_of_round = math.inf
+        self._cap: TokenBucket | None = None
+        self._raise_at = 0.0
 
     @property
     def is_over(self) -> bool:
-        """Whether the rate is not limited."""
-        return self._bucket is None
+        """Whether requests are not limited."""
+        return self._window is None
 
     @property
     def usual(self) -> float | None:
@@ -246,7 +294,7 @@ class SlowStart:
 
     def record_delivered(self, events: int) -> None:
         """So many events were delivered. Outside of a slow start they count for the usual rate."""
-        if self._bucket is not None:
+        if self._window is not None:
             return
         now = self._clock()
         if self._counting_since is None:  # the idle time before the first events says nothing about their rate
@@ -261,44 +309,99 @@ class SlowStart:
             self._usual = rate if self._usual is None else self._usual + weight * (rate - self._usual)
             self._counted, self._counting_since = 0, now
 
+    def stop(self) -> None:
+        """Limit nothing. The time until the next delivery does not count for the usual rate."""
+        self._window = None
+        self._counted, self._counting_since = 0, None
+
     def start(self) -> None:
         """The destination recovered."""
-        rate = FIRST_RATE if self._usual is None else max(FIRST_RATE, _FIRST_SHARE * self._usual)
-        self._bucket = TokenBucket(rate, self._clock)
-        self._rate, self._limited_at = rate, self._clock()
-        self._raise_at = self._limited_at + _STEP_S
+        now = self._clock()
+        self._window, self._growth = 1.0, _DOUBLE
+        self._begun.clear()
+        self._next_at = self._limited_at = now
+        self._halved_at = -math.inf
+        self._fastest = math.inf
+        self._begin_round()
+        self._cap = None if self._usual is None else TokenBucket(max(LEAST_CAP, MAX_FACTOR * self._usual), self._clock)
+        self._raise_at = now + AT_CAP_S
 
     def wait(self) -> float:
-        """Seconds until the next request may be sent; 0 for now."""
-        if self._bucket is None:
+        """Seconds until the next request may be sent, or until the next check while answers are missing; 0 for now."""
+        if self._window is None:
             return 0.0
         now = self._clock()
-        if now >= self._raise_at:
-            self._raise(now)
-            self._bucket.set_rate(self._rate)
-        wait = self._bucket.wait()
+        wait = ROUND_S if len(self._begun) >= max(1.0, self._window) else max(0.0, self._next_at - now)
         if wait:
-            self._limited_at = now
-        elif now - self._limited_at > _BELOW_LIMIT_S:
-            self._bucket = None
-            self._counted, self._counting_since = 0, now
+            self._is_full = True
+        elif self._cap is not None:
+            wait = self._wait_for_cap(self._cap, now)
+        if wait:
+            self._limited_at = now + wait
+        elif now - self._limited_at > _UNLIMITED_S:
+            self.stop()
         return wait
 
-    def _raise(self, now: float) -> None:
-        limit = math.inf if self._usual is None else max(FIRST_RATE, _MAX_FACTOR * self._usual)
-        if self._rate >= limit:
-            self._usual = limit  # more events arrive now than usual
-            limit *= _MAX_FACTOR
-        self._rate = min(limit, 2 * self._rate)
-        is_at_limit = self._usual is not None and self._rate >= limit
-        self._raise_at = now + (_AT_LIMIT_S if is_at_limit else _STEP_S)
+    def _wait_for_cap(self, cap: "TokenBucket", now: float) -> float:
+        wait = cap.wait()
+        if wait and now >= self._raise_at:
+            self._usual = cap.rate  # more events arrive now than usual
+            cap.set_rate(MAX_FACTOR * cap.rate)
+            self._raise_at = now + AT_CAP_S
+            wait = cap.wait()
+        return wait
 
-    def spend(self, events: int) -> None:
+    def begin(self, request: object, events: int) -> None:
         """A request with so many events is sent now."""
-        if self._bucket is not None:
-            self._bucket.spend(events)
+        if self._window is None:
+            return
+        now = self._clock()
+        self._begun[request] = now
+        self._next_at = max(now, self._next_at) + ROUND_S / self._window
+        if self._cap is not None:
+            self._cap.spend(events)
+
+    def abandon(self, request: object) -> None:
+        """The request says nothing about the receiver."""
+        self._begun.pop(request, None)
+
+    def end(self, request: object, *, good: bool) -> bool:
+        """The receiver answered, or failed to. good: it accepted the events, or refused them finally.
+
+        False: it has not recovered, because the request failed although the window was the smallest one.
+        """
+        begun = self._begun.pop(request, None)
+        if self._window is None or begun is None:
+            return True
+        now = self._clock()
+        if good:
+            self._count_answer(now - begun)
+        elif begun > self._halved_at:
+            if self._window == LEAST_WINDOW:
+                return False
+            self._window, self._growth = max(LEAST_WINDOW, self._window / 2), _GROW
+            self._next_at, self._halved_at = now + ROUND_S / self._window, now
+            self._begin_round()
+        return True
+
+    def _count_answer(self, took: float) -> None:
+        assert self._window is not None
+        self._answered += 1
+        self._fastest_of_round = min(self._fastest_of_round, took)
+        if self._answered >= self._window:
+            self._fastest = min(self._fastest, self._fastest_of_round)
+            if self._fastest_of_round > _SLOWER * self._fastest + _NOISE_S:
+                self._growth = _GROW
+            if self._is_full:
+                self._window *= self._growth
+            self._begin_round()
+
+    def _begin_round(self) -> None:
+        self._answered, self._is_full, self._fastest_of_round = 0, False, math.inf
 
 
+SHED_AFTER_S = 60.0
+"""A shorter outage costs its events no round of the retry topic: they wait in their stream, and are sent as soon as it ends."""
 TURN_S = 0.5
 MIN_SHED_RATE = 500.0
 """Events per second, when fewer are usual or the usual rate is unknown."""
@@ -308,7 +411,8 @@ _DOUBLE_S = 30.0
 
 
 class LoadShedder:
-    """How fast a lane with an open breaker moves its events to the retry topic: in turns, slightly faster than they arrive.
+    """How fast a lane with an open breaker moves its events to the retry topic: in turns, slightly faster than they arrive, from
+    SHED_AFTER_S after the beginning of the outage.
 
     Other events wait in their stream, which costs nothing. If a lane moved its backlog as fast as possible, the retrier and the
     broker would work for the failed destination and slow down the others. A turn moves the events since the last one in few
@@ -320,10 +424,11 @@ class LoadShedder:
         self._rate = MIN_SHED_RATE
         self._next_turn = self._kept_up_at = 0.0
 
-    def start(self, usual: float | None) -> None:
-        """The breaker opened. usual: events per second before that, when known."""
+    def start(self, usual: float | None, *, is_new: bool = True) -> None:
+        """The breaker opened. usual: events per second before that, when known. is_new: false when the last outage goes on."""
         self._rate = max(MIN_SHED_RATE, _SHED_FACTOR * (usual or 0.0))
-        self._kept_up_at = self._clock()
+        self._kept_up_at = self._clock() + (SHED_AFTER_S if is_new else 0.0)
+        self._next_turn = max(self._next_turn, self._kept_up_at)
 
     def wait(self) -> float:
         """Seconds until the next turn."""
@@ -357,13 +462,13 @@ class TokenBucket:
 
     def __init__(self, rate: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._rate, self._capacity = rate, max(1.0, rate * _BURST_SECONDS)
+        self.rate, self._capacity = rate, max(1.0, rate * _BURST_SECONDS)
         self._tokens, self._filled_at = self._capacity, clock()
 
     def wait(self) -> float:
         """Seconds until the next request may be sent; 0 for now."""
         self._fill()
-        return 0.0 if self._tokens > 1.0 - _ROUNDING else (1.0 - self._tokens) / self._rate
+        return 0.0 if self._tokens > 1.0 - _ROUNDING else (1.0 - self._tokens) / self.rate
 
     def spend(self, events: int) -> None:
         """A request with so many events is sent now; later ones pay its debt."""
@@ -372,9 +477,9 @@ class TokenBucket:
     def set_rate(self, rate: float) -> None:
         """Change the rate; the debt stays."""
         self._fill()
-        self._rate, self._capacity = rate, max(1.0, rate * _BURST_SECONDS)
+        self.rate, self._capacity = rate, max(1.0, rate * _BURST_SECONDS)
 
     def _fill(self) -> None:
         now = self._clock()
-        self._tokens = min(self._capacity, self._tokens + (now - self._filled_at) * self._rate)
+        self._tokens = min(self._capacity, self._tokens + (now - self._filled_at) * self.rate)
         self._filled_at = now

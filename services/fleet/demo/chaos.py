@@ -40,7 +40,7 @@ from services.fleet.supervisor import Fleet
 EVENTS, RATE, BATCH = 2600, 200.0, 20
 HEALTHY_S = 5.0
 DOWN_S = 5.0
-"""The outage lasts so long, then until the breaker is open, then `OPEN_S` more: less than the wait before its first probe."""
+"""The outage lasts so long, then until the breaker is open, then `OPEN_S` more."""
 OPEN_S = 2.0
 OPENS_WITHIN_S = 15.0
 BEGINS_WITHIN_S = 60.0
@@ -116,7 +116,7 @@ class Outage:
             await listening.enter_async_context(serve_receiver(receiver, "127.0.0.1", port))
             self._is_up = True
             back = self._begin_phase()
-            print_note(f"{SHAKY} is back; waiting events are sent at a rising rate", "bold green")
+            print_note(f"{SHAKY} is back; waiting events are sent as fast as its answers allow", "bold green")
             await poll_until(self._is_done, poll, NO_PROGRESS_S, renew=True)
             end = time.monotonic()
             self.outage_s, self.recovery_s, self.seconds = back - down, end - back, end - begun

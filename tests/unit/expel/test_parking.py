@@ -28,7 +28,8 @@ ALL = ("s", "late.retry", "late.parked")
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(throttle, "FIRST_RATE", 100_000.0)
+    monkeypatch.setattr(throttle, "ROUND_S", 0.001)
+    monkeypatch.setattr(throttle, "FIRST_WAIT_S", 0.1)
     monkeypatch.setattr(pause, "REPLAY_LEAST_S", 0.05)
     monkeypatch.setattr(pause, "_CHECK_S", 0.02)
 

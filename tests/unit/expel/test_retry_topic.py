@@ -173,6 +173,7 @@ async def test_an_open_breaker_hands_over_without_an_attempt(
     """If it fails, a dead destination is asked for every event, or is never asked again when it is back."""
     monkeypatch.setattr(throttle, "FIRST_WAIT_S", 0.2)
     monkeypatch.setattr(throttle, "MAX_WAIT_S", 0.2)
+    monkeypatch.setattr(throttle, "SHED_AFTER_S", 0.0)
     is_back = False
     records = [make_record(number) for number in range(500)]
     async with run_lane(records, lambda _d: None if is_back else BUSY, broker=broker, **WITH_RETRY_TOPIC) as running:  # type: ignore[arg-type]

@@ -1,18 +1,26 @@
-"""The circuit breaker and the slow_start after it, in simulated time."""
+"""The circuit breaker and the slow start after it, in simulated time."""
 
-from collections.abc import Iterator
+import heapq
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from services.expel.retry_policy import Outcome, fail_by_status
 from services.expel.throttle import (
-    FIRST_RATE,
+    AT_CAP_S,
     FIRST_WAIT_S,
+    LEAST_CAP,
+    MAX_FACTOR,
     MAX_WAIT_S,
     MIN_ATTEMPTS,
+    ROUND_S,
     WINDOW_S,
     CircuitBreaker,
+    SendThrottle,
     SlowStart,
 )
 
@@ -111,81 +119,244 @@ def test_a_probe_without_a_verdict_is_made_again(clock: Clock) -> None:
     assert goes(breaker, "next")
 
 
-def flow(slow_start: SlowStart, clock: Clock, seconds: float) -> Iterator[float]:
-    """Send as much as the slow_start lets through, one event a request; gives the events of each second."""
-    for _ in range(int(seconds)):
-        end, count = clock.now + 1.0, 0
-        while clock.now < end:
-            wait = slow_start.wait()
-            if wait:
-                clock.now += min(wait, end - clock.now)
-                continue
-            slow_start.spend(1)
-            slow_start.record_delivered(1)
-            count += 1
-            if slow_start.is_over:
-                return
-        yield count
+class Request(NamedTuple):
+    """As much of a delivery as a throttle looks at."""
+
+    number: int
+    parts: Sequence[bytes]
 
 
-def test_recovery_rises_to_twice_the_usual_rate_at_most(clock: Clock) -> None:
-    """If it fails, a destination that recovered gets its whole backlog as a stampede."""
-    slow_start = SlowStart(clock)
-    for _ in range(600):
-        clock.now += 1.0
-        slow_start.record_delivered(200)
-    assert slow_start.wait() == 0.0
+class Bucket:
+    """A receiver that refuses what is more than its capacity (events per second), and answers at once. It accepts the events of
+    half a second, and at least one request, in a burst."""
+
+    def __init__(self, capacity: float, latency: float, refusal: str) -> None:
+        self.capacity, self.latency, self.refusal = capacity, latency, refusal
+        self.room = self.depth = max(100.0, 0.5 * capacity)
+        self.at = 0.0
+
+    def answer(self, now: float, events: int) -> tuple[float, Outcome]:
+        """When it answers a request that comes now, and the outcome."""
+        self.room, self.at = min(self.depth, self.room + (now - self.at) * self.capacity), now
+        if self.room < events:
+            return now + self.latency, fail_by_status(int(self.refusal))
+        self.room -= events
+        return now + self.latency, None
+
+
+class Backlog:
+    """A receiver that does one request after the other, and refuses those that would wait for more than two seconds."""
+
+    def __init__(self, capacity: float, latency: float) -> None:
+        self.capacity, self.latency = capacity, latency
+        self.free_at = 0.0
+
+    def answer(self, now: float, events: int) -> tuple[float, Outcome]:
+        """When it answers a request that comes now, and the outcome."""
+        if self.free_at > now + 2.0:
+            return now + self.latency, fail_by_status(503)
+        self.free_at = max(now, self.free_at) + events / self.capacity
+        return self.free_at + self.latency, None
+
+
+class Recovery:
+    """A lane with a backlog after an outage, in simulated time: at most 8 requests of 100 events at once."""
+
+    def __init__(self, clock: Clock, throttle: SendThrottle, receiver: Bucket | Backlog) -> None:
+        self.clock, self.throttle, self.receiver = clock, throttle, receiver
+        self.waiting: list[tuple[float, int, Request, Outcome]] = []
+        self.sent = self.delivered = self.refused = 0
+
+    def run(self, seconds: float, backlog: int) -> float:
+        """Send this backlog, for at most so long. Returns how long it took."""
+        begun = self.clock.now
+        while self.delivered < backlog and self.clock.now < begun + seconds:
+            on_its_way = sum(len(request.parts) for _, _, request, _ in self.waiting)
+            left = backlog - self.delivered - on_its_way
+            wait = math.inf
+            if left > 0 and len(self.waiting) < 8:
+                wait = self.throttle.wait()
+                if not wait and not self.throttle.is_blocked:
+                    self._send(min(100, left))
+                    continue
+            answered = self.waiting[0][0] if self.waiting else math.inf
+            self.clock.now = min(answered, self.clock.now + max(wait, 1e-6), begun + seconds)
+            while self.waiting and self.waiting[0][0] <= self.clock.now:
+                self._end()
+        return self.clock.now - begun
+
+    def _send(self, events: int) -> None:
+        self.sent += 1
+        request = Request(self.sent, (b"",) * events)
+        self.throttle.begin(request)  # type: ignore[arg-type]
+        at, outcome = self.receiver.answer(self.clock.now, events)
+        heapq.heappush(self.waiting, (at, self.sent, request, outcome))
+
+    def _end(self) -> None:
+        _, _, request, outcome = heapq.heappop(self.waiting)
+        self.throttle.end(request, outcome)  # type: ignore[arg-type]
+        if outcome is None:
+            self.delivered += len(request.parts)
+        else:
+            self.refused += len(request.parts)
+
+
+def recovered(clock: Clock, usual: float | None = None) -> SendThrottle:
+    """The throttle of a lane whose breaker opened and has just closed. usual: events per second before that."""
+    throttle, number = SendThrottle("p", "d", clock=clock), 0
+
+    def send(events: int, outcome: Outcome) -> None:
+        nonlocal number
+        number += 1
+        request = Request(number, (b"",) * events)
+        throttle.begin(request)  # type: ignore[arg-type]
+        throttle.end(request, outcome)  # type: ignore[arg-type]
+
+    for _ in range(400 if usual else 0):
+        clock.now += 0.5
+        send(round((usual or 0) / 2), None)
+    clock.now += WINDOW_S
+    for _ in range(MIN_ATTEMPTS):
+        send(1, fail_by_status(503))
+    assert throttle.is_blocked
+    clock.now += throttle.blocked_for()
+    send(1, None)
+    assert throttle.state == "closed"
+    return throttle
+
+
+RECEIVERS = st.one_of(
+    st.builds(Bucket, st.floats(100, 2_000), st.floats(0.01, 3.0), st.sampled_from(["429", "503"])),
+    st.builds(Backlog, st.floats(100, 2_000), st.floats(0.01, 1.0)),
+)
+
+
+@settings(max_examples=300)
+@given(RECEIVERS, st.sampled_from([None, 0.2, 1.0, 5.0]))
+def test_a_weak_receiver_is_not_run_over(receiver: Bucket | Backlog, share: float | None) -> None:
+    """If it fails, a receiver that recovers gets more than it can take, again and again; or much less than it could take.
+
+    share: its usual load, as a part of its capacity. After an outage it may take less than before.
+    """
+    clock = Clock()
+    receiver.at = receiver.free_at = clock.now  # type: ignore[union-attr]
+    throttle = recovered(clock, None if share is None else share * receiver.capacity)
+    recovery = Recovery(clock, throttle, receiver)
+    seconds = recovery.run(60, 10_000_000)
+    assert recovery.refused <= 0.2 * recovery.delivered + 10 * 100
+    possible = receiver.capacity if share is None else min(1.0, MAX_FACTOR * share) * receiver.capacity
+    of_latency = 8 * 100 / receiver.latency
+    assert recovery.delivered >= 0.4 * min(possible, of_latency) * (seconds - 10 - 10 * receiver.latency)
+
+
+@given(st.floats(5, 120), st.floats(1, 1_000), st.floats(0.01, 0.5))
+def test_a_backlog_takes_about_as_long_as_its_outage(outage: float, usual: float, latency: float) -> None:
+    """If it fails, events wait for minutes after an outage of seconds, although the receiver could take them at once."""
+    clock = Clock()
+    throttle = recovered(clock, usual)
+    recovery = Recovery(clock, throttle, Bucket(1_000_000, latency, "503"))
+    took = recovery.run(10 * outage, round(usual * outage))
+    assert took <= outage / MAX_FACTOR + 12 * max(0.5, latency)
+    assert recovery.refused == 0
+
+
+def test_it_begins_with_one_request_and_doubles_with_the_answers(clock: Clock) -> None:
+    """If it fails, a destination that recovered gets its whole backlog as a stampede, or its answers do not count."""
+    slow_start, sizes = SlowStart(clock), []
     slow_start.start()
-    rates = list(flow(slow_start, clock, 120))
-    assert rates[0] <= 30
-    assert rates[60] == pytest.approx(400, rel=0.05)
-    assert max(rates) <= 1.1 * 400
-    assert not slow_start.is_over
+    for number in range(5):
+        requests = list[tuple[int, int]]()
+        while (len(requests) < 100 and (wait := slow_start.wait()) < ROUND_S) or not requests:
+            clock.now += wait
+            requests.append((number, len(requests)))
+            slow_start.begin(requests[-1], 1)
+        sizes.append(len(requests))
+        for _ in range(10):  # without answers nothing more is sent
+            clock.now += 1.0
+            assert slow_start.wait()
+        for request in requests:
+            slow_start.end(request, good=True)
+    assert sizes == [1, 2, 4, 8, 16]
 
 
-def test_a_young_process_learns_the_usual_rate_at_once(clock: Clock) -> None:
-    """If it fails, an outage soon after a start leaves a destination throttled below its traffic, for as long as that lasts."""
-    slow_start = SlowStart(clock)
-    clock.now += 60
-    for _ in range(80):
-        slow_start.record_delivered(20)
-        clock.now += 0.1
+def test_failures_of_one_round_halve_the_window_once(clock: Clock) -> None:
+    """If it fails, one hiccup with many requests in flight brings a destination down to a crawl, or opens its breaker."""
+    slow_start, gaps = SlowStart(clock), []
     slow_start.start()
-    rates = list(flow(slow_start, clock, 120))
-    assert max(rates) == pytest.approx(400, rel=0.1)
+    for number in range(1 + 1 + 2 + 4 + 8):  # the first one waits for nothing, so it does not fill its round
+        while wait := slow_start.wait():
+            clock.now += wait
+        slow_start.begin(number, 1)
+        slow_start.end(number, good=True)
+    for number in range(100, 108):
+        while wait := slow_start.wait():
+            clock.now += wait
+        slow_start.begin(number, 1)
+    assert all(slow_start.end(number, good=False) for number in range(100, 108))
+    for number in range(200, 203):
+        gaps.append(slow_start.wait())
+        clock.now += gaps[-1]
+        slow_start.begin(number, 1)
+    assert gaps == pytest.approx([ROUND_S / 8] * 3)  # half of the 16 requests that the next round would have had
 
 
-def test_limit_gives_way_to_what_comes_now(clock: Clock) -> None:
+def test_a_receiver_that_takes_only_the_probe_is_left_alone_for_longer_and_longer(clock: Clock) -> None:
+    """If it fails, a receiver that still hangs is asked by all requests until their time limit, and its breaker stays closed."""
+    throttle, waits = recovered(clock), []
+    for _ in range(6):
+        for _ in range(3):
+            assert throttle.state == "closed"
+            clock.now += throttle.wait()
+            request = Request(0, (b"",))
+            throttle.begin(request)  # type: ignore[arg-type]
+            assert throttle.wait() > 0
+            clock.now += 30.0
+            throttle.end(request, fail_by_status(504))  # type: ignore[arg-type]
+        waits.append(throttle.blocked_for())
+        clock.now += waits[-1]
+        probe = Request(1, (b"",))
+        throttle.begin(probe)  # type: ignore[arg-type]
+        throttle.end(probe, None)  # type: ignore[arg-type]
+    assert waits == [FIRST_WAIT_S * 2**n for n in range(1, 7)]
+    throttle.start_slowly()
+    while throttle.state == "closed":
+        clock.now += throttle.wait()
+        request = Request(0, (b"",))
+        throttle.begin(request)  # type: ignore[arg-type]
+        throttle.end(request, fail_by_status(503))  # type: ignore[arg-type]
+    assert throttle.blocked_for() <= FIRST_WAIT_S
+
+
+def test_an_outage_is_no_part_of_the_usual_rate(clock: Clock) -> None:
+    """If it fails, a backlog is sent the slower the longer the outage was."""
+    throttle = recovered(clock, 1000.0)
+    clock.now += 3600
+    assert throttle._slow_start.usual == pytest.approx(1000, rel=0.02)
+    throttle = recovered(clock, None)
+    assert throttle._slow_start.usual is None
+
+
+def test_the_cap_gives_way_to_what_comes_now(clock: Clock) -> None:
     """If this fails, a destination that was quiet before its outage is throttled for ever, and its lag ends in dead letters."""
-    slow_start = SlowStart(clock)
-    for _ in range(300):
-        clock.now += 1
-        slow_start.record_delivered(5)
-    slow_start.start()
-    rates = list(flow(slow_start, clock, 1200))
-    assert max(rates[:120]) <= 2 * FIRST_RATE
-    assert max(rates[-60:]) > 500
+    throttle = recovered(clock, 4.0)
+    recovery = Recovery(clock, throttle, Bucket(1_000_000, 1.0, "503"))
+    recovery.run(AT_CAP_S - 1, 10_000_000)
+    assert recovery.delivered <= 1.2 * LEAST_CAP * AT_CAP_S + 100
+    before = recovery.delivered
+    recovery.run(10 * AT_CAP_S, 10_000_000)
+    assert recovery.delivered - before > 200 * AT_CAP_S
 
 
-def test_a_drained_backlog_ends_the_ramp(clock: Clock) -> None:
+def test_a_drained_backlog_ends_the_slow_start(clock: Clock) -> None:
     """If it fails, a destination stays limited for ever after one outage."""
     slow_start = SlowStart(clock)
     slow_start.start()
-    for _ in range(60):
-        clock.now += 1.0
+    for number in range(30):
+        clock.now += 2.0
         if not slow_start.wait():
-            slow_start.spend(2)
-            slow_start.record_delivered(2)
+            slow_start.begin(number, 2)
+            slow_start.end(number, good=True)
     assert slow_start.is_over
-
-
-def test_without_history_it_still_rises(clock: Clock) -> None:
-    """If it fails, a process that starts during an outage delivers ten events a second for ever."""
-    slow_start = SlowStart(clock)
-    slow_start.start()
-    rates = list(flow(slow_start, clock, 60))
-    assert rates[0] <= 2 * FIRST_RATE
-    assert rates[-1] > 100 * FIRST_RATE
 
 
 @given(st.lists(st.sampled_from(["send", "ok", "bad", "lost", "old", "later"]), max_size=200))
