@@ -1,6 +1,7 @@
 """Writes `penstock.audit`: operators' decisions about events that were not delivered. One partition, kept for ever.
 
-The command line writes an entry after its action is durable. Expel writes one for the events that a pipe file drops.
+The command line writes the entries of a redrive and of a discard after the action is durable, and those of a moved group before.
+Expel writes one for the events that a pipe file drops.
 """
 
 import hashlib
@@ -20,6 +21,9 @@ REDRIVE, DISCARD = "redrive", "discard"
 DROP = "drop"
 """The action on events that waited for a removed destination. The entry has their offsets in the retry or parked topic."""
 
+SKIP, RESET = "skip", "reset"
+"""The actions on the group of a destination. The entry has the offsets that the group passes over, or reads again."""
+
 Range = tuple[int, int]
 _CONTENT_BYTES, _TIME_BYTES = 6, 6
 DIGEST_BYTES = _CONTENT_BYTES + _TIME_BYTES
@@ -29,7 +33,7 @@ class Entry(msgspec.Struct, frozen=True):
     """One batch of one action in one partition. at: ms. ranges: (first, last) offsets, ascending; all their records count.
 
     digests: DIGEST_BYTES of each record, in the order of the offsets. They tell the records from those of a topic that was
-    created again. Entries of earlier versions have the first 6 bytes of each, or none. Empty in entries of DROP.
+    created again. Entries of earlier versions have the first 6 bytes of each, or none. Empty in entries of DROP, SKIP and RESET.
     """
 
     action: str
@@ -62,6 +66,35 @@ def digest_of(record: Record) -> bytes:
     ):
         found.update(b"-" if part is None else b"%d:%b" % (len(part), part))
     return found.digest() + (record.timestamp % (1 << 8 * _TIME_BYTES)).to_bytes(_TIME_BYTES)
+
+
+class MovedGroup(NamedTuple):
+    """A group moves in one partition. at: its next offset before, if it is known; to: afterwards. events: between both.
+
+    first, last: the offsets of these events; None without any.
+    """
+
+    topic: str
+    partition: int
+    at: int | None
+    to: int
+    events: int
+    first: int | None = None
+    last: int | None = None
+
+
+async def write_moves(
+    producer: Producer, action: str, who: str, filters: Mapping[str, str], moves: Iterable[MovedGroup]
+) -> None:
+    """Write one entry per partition, durably: SKIP or RESET. Raises BrokerError kinds."""
+    at, written = time.time_ns() // 1_000_000, []
+    for one in moves:
+        ranges = [] if one.first is None or one.last is None else [(one.first, one.last)]
+        where = {"from": "unknown" if one.at is None else str(one.at), "to": str(one.to)}
+        entry = Entry(action, at, who, {**filters, **where}, one.topic, one.partition, ranges, one.events)
+        written.append(Record(None, msgspec.json.encode(entry), at))
+    if written:
+        (await producer.send_to(AUDIT, {0: written})).raise_first()
 
 
 async def write_entries(

@@ -225,7 +225,8 @@ class Membership:
                 partition=source.partition,
                 missing=missing[source],
                 error=str(error),
-                hint="this partition waits; the others continue. Try: stop the service, repair or move the group, start it",
+                hint="this partition waits; the others continue. Try: stop the service, penstock log repair or penstock group "
+                "reset, start it",
             )
         if missing.keys() <= self._stuck:
             raise error  # nothing can be paused, or a pause did not help: leave, and join again later

@@ -14,6 +14,9 @@ log = structlog.get_logger()
 
 TAIL_EVENTS = 5000
 """Records that are read at the end of a topic at most."""
+WITHIN_S = 120.0
+"""The longest time between a crash and the takeover: a session's time-out and a restart. So long expel takes an event of the
+retry topic for written, also when the group was set back since: `penstock group reset` waits for it."""
 _MAX_READ_S = 3.0
 _MAX_PACED_READ_S = 6.0
 """Of Kinesis: a shard may be read five times a second, and the tail takes some seven reads. Polled batches wait meanwhile."""

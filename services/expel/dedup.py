@@ -10,12 +10,9 @@ from services.core.broker.record import Batch, Record, TopicPartition
 from services.core.ledger.report import Span, due_span
 from services.core.pipes import RETRY_IN, parked_topic, retry_topic
 from services.core.retry_state import PREFIX, BadRetryRecord, RetryState, event_hash, read_state, state_for
-from services.core.takeover_dedup import TakeoverDedup
+from services.core.takeover_dedup import WITHIN_S, TakeoverDedup
 from services.expel.delivery import Unreadable
 
-WITHIN_S = 120.0
-"""The longest time between a crash and the takeover: a session's time-out and a restart. Also how long a rewind of the group
-skips events that were just written to the retry topic."""
 BAD_RETRY_RECORD = "bad_retry_record"
 _DESTINATION = PREFIX + "destination"
 _MAX_OTHERS = 1000

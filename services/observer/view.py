@@ -73,6 +73,7 @@ class DestinationView(msgspec.Struct, frozen=True):
     parked: int
     dead: int
     causes: tuple[CauseView, ...] = ()
+    skipped: int = 0
 
 
 class ShardView(msgspec.Struct, frozen=True):
@@ -206,12 +207,12 @@ def _destination(
 ) -> DestinationView:
     """From expel's steps: the retrier's dead events are among theirs, and its lost ones are among their retrying ones."""
     steps = [step for row in rows for step in row.steps if step.destination == name]
-    delivered, retrying, parked, dead = (
+    delivered, retrying, parked, dead, skipped = (
         sum(step.outcomes.get(outcome, 0) for step in steps if step.node == "expel")
-        for outcome in ("delivered", "retrying", "parked", "dead")
+        for outcome in ("delivered", "retrying", "parked", "dead", "skipped")
     )
     lost = sum(step.missing for step in steps if step.node == "retrier")
-    return DestinationView(name, state, breaker, delivered, retrying - lost, parked, dead, causes)
+    return DestinationView(name, state, breaker, delivered, retrying - lost, parked, dead, causes, skipped)
 
 
 def _fields(follower: Follower, pipe: str) -> tuple[FieldView, ...]:

@@ -183,6 +183,14 @@ class ModelAdmin:
         """As in the contract."""
         return await self._cluster.call(lambda: self._store.has_begun(group, topic), topic)
 
+    async def positions(self, group: str, topic: str) -> dict[int, int]:
+        """As in the contract; where the group has committed nothing, it is absent."""
+        return {number: mark + 1 for number, mark in (await self.committed(group, topic)).items()}
+
+    async def members(self, group: str) -> list[str]:
+        """As in the contract."""
+        return [str(number) for name, number in self._cluster.coordinator.groups() if name == group]
+
     async def set_committed(self, group: str, topic: str, processed: Mapping[int, int]) -> None:
         """As in the contract."""
         busy = bool(self._cluster.coordinator.members(group))

@@ -218,8 +218,21 @@ class Admin(Protocol):
     async def has_begun(self, group: str, topic: str) -> bool:
         """Whether the group has begun to read any partition, also when it has processed nothing. Raises UnknownTopic."""
 
+    async def positions(self, group: str, topic: str) -> dict[int, int]:
+        """The next offset of the group per partition: behind the committed one, else where the group began.
+
+        Partitions that the group has not begun are absent.
+        """
+
+    async def members(self, group: str) -> list[str]:
+        """The broker's names for the living members of the group. On Kinesis it takes up to the lease time."""
+
     async def set_committed(self, group: str, topic: str, processed: Mapping[int, int]) -> None:
-        """Move a group that has no members (time travel, skipping a gap). Raises GroupHasMembers while it has some."""
+        """Move a group that has no members (time travel, skipping a gap). Raises GroupHasMembers while it has some.
+
+        A member that joins at the same time reads from the new position, or this raises GroupHasMembers. On Kinesis some shards
+        may have been moved then; repeat it.
+        """
 
     async def copy_positions(self, group: str, to: str, topic: str) -> bool:
         """Let group `to` begin in this topic at the position of `group`, in every partition that `group` has begun, processed or

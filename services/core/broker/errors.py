@@ -98,7 +98,7 @@ class OffsetOutOfRange(BrokerError):
         count = self.missing if contiguous or not self.missing else "an unknown number of"
         super().__init__(
             f"{topic}[{partition}]: offset {wanted} is outside of the stored range {start} to {end}; "
-            f"{count} records are gone. Try: 'When a partition stops' in docs/operating.md"
+            f"{count} records are gone. Try: penstock group reset, as in 'When a partition stops' in docs/operating.md"
         )
         self.topic, self.partition, self.wanted, self.start, self.end = topic, partition, wanted, start, end
 
@@ -112,8 +112,8 @@ class PositionLost(OffsetOutOfRange):
         BrokerError.__init__(
             self,
             f"{topic}[{partition}]: group {group} has read here before, but Kafka no longer has its offset: Kafka keeps the "
-            f"offsets of a group without members for offsets.retention.minutes. Stored: {start} to {end}. Try: set the offset, "
-            "see 'When a partition stops' in docs/operating.md",
+            f"offsets of a group without members for offsets.retention.minutes. Stored: {start} to {end}. Try: penstock group "
+            "skip or reset, as in 'When a partition stops' in docs/operating.md",
         )
 
 

@@ -62,12 +62,13 @@ SNAPSHOTS = "penstock.observer"
 Node = Literal["ingest", "transform", "expel", "retrier"]
 Outcome = Literal[
     "accepted", "refused", "passed", "filtered", "delivered", "retrying", "parked", "released", "dead", "redriven",
-    "unknown",
+    "skipped", "unknown",
 ]  # fmt: skip
 """The outcome of an event at a node.
 
 ingest: accepted | refused (not stored) | unknown (may be stored; only in `Report.in_doubt`). transform: passed | filtered |
-dead. expel: delivered | retrying | parked | dead. retrier: released | dead | redriven (by an operator).
+dead. expel: delivered | retrying | parked | dead | skipped (by an operator). retrier: released | dead | redriven (by an
+operator).
 """
 
 Breaker = Literal["closed", "half-open", "open"]

@@ -22,8 +22,9 @@ OPEN_OUTCOMES: tuple[Outcome, ...] = ("retrying", "parked")
 """Neither lost nor final."""
 _TRANSFORM: tuple[Outcome, ...] = ("passed", "dead", "filtered")
 _RETRIER: tuple[Outcome, ...] = ("dead", "released")
-_EXPEL: tuple[Outcome, ...] = ("delivered", "dead", "parked", "retrying")
-"""The first reported outcome of an event counts, in this order: final outcomes before passing ones."""
+_EXPEL: tuple[Outcome, ...] = ("delivered", "dead", "parked", "retrying", "skipped")
+"""The first reported outcome of an event counts, in this order: final outcomes before passing ones. An operator's skip counts
+last: the group may have been set back since, or the event may wait for another attempt."""
 
 
 class StepSets(NamedTuple):
@@ -67,7 +68,9 @@ def settle(flow: Flow, pipe: str, accepted: Accepted, reported: OriginSets) -> S
         step = Step("expel", pipe, destination)
         outcomes = _expelled(step, expected, reported)
         lost = reported.lost(step)
-        steps.append(_share_out(step, expected, outcomes | {one: outcomes[one] - lost for one in OPEN_OUTCOMES}))
+        steps.append(
+            _share_out(step, expected, outcomes | {one: outcomes[one] - lost for one in (*OPEN_OUTCOMES, "skipped")})
+        )
         if destination in flow.pipes[pipe].retried:
             steps.append(_retried(steps[-1], expected, reported))
     return Settlement(entered, steps)
@@ -131,8 +134,8 @@ LATE_EVENTS = "late events may come"
 
 
 class StepRow(msgspec.Struct, frozen=True):
-    """expected: the number of events that the step before passed on. outcomes: of these, the number by outcome. missing: the
-    rest.
+    """expected: the number of events that the step before passed on. outcomes: of these, the number by outcome; `skipped` only
+    where there are any. missing: the rest.
 
     why_open: why the step's part of the minute is not final; None when it is.
     """
@@ -216,7 +219,7 @@ def count(pipe: str, minute: int, settlement: Settlement, is_final: Callable[[Pa
             step.step.node,
             step.step.destination,
             len(step.expected),
-            {outcome: len(origins) for outcome, origins in step.outcomes.items()},
+            {outcome: len(origins) for outcome, origins in step.outcomes.items() if origins or outcome != "skipped"},
             len(step.missing),
         )
         for step in settlement.steps

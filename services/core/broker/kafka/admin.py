@@ -3,7 +3,12 @@
 import asyncio
 from collections.abc import Collection, Mapping
 
-from aiokafka.protocol.admin import CreatePartitionsRequest, CreateTopicsRequest, DeleteTopicsRequest
+from aiokafka.protocol.admin import (
+    CreatePartitionsRequest,
+    CreateTopicsRequest,
+    DeleteTopicsRequest,
+    DescribeGroupsRequest,
+)
 
 from services.core.broker.contract import Lag, PartitionRange, Start, TopicSpec
 from services.core.broker.kafka.cluster import Cluster
@@ -122,6 +127,20 @@ class KafkaAdmin:
         sources = await partitions_of(self._cluster, [topic])
         now = (await self._cluster.describe([topic]))[topic].id
         return any(row.topic == now for row in (await self.begun.find(group, sources)).values())
+
+    async def positions(self, group: str, topic: str) -> dict[int, int]:
+        """As in the contract. Absent, too, where Kafka has expired the group's offset."""
+        found = await fetch_positions(self._cluster, group, topic)
+        return {source.partition: position for source, position in found.items()}
+
+    async def members(self, group: str) -> list[str]:
+        """As in the contract: the name of the client, and its host."""
+        answer = await self._cluster.ask_coordinator(group, DescribeGroupsRequest([group]))
+        found = []
+        for code, name, _state, _type, _protocol, members, *_ in answer.groups:
+            raise_for(code, f"describe group {name}")
+            found += [f"{client} at {host.lstrip('/')}" for _, client, host, *_ in members]
+        return sorted(found)
 
     async def set_committed(self, group: str, topic: str, processed: Mapping[int, int]) -> None:
         """As in the contract."""

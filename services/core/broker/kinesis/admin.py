@@ -18,6 +18,7 @@ from services.core.broker.kinesis.shard_lookup import (
     count_lag,
     next_at_least,
     offset_at,
+    offset_from,
     read_at,
     retry_briefly,
     stored_range,
@@ -89,16 +90,23 @@ async def copy_positions(table: LeaseTable, to: LeaseTable, stream: str, timing:
 
 async def has_members(table: LeaseTable, timing: Timing) -> bool:
     """Whether the group has living members. When rows have holders, this takes up to the lease time."""
+    return bool(await find_members(table, timing, once=True))
+
+
+async def find_members(table: LeaseTable, timing: Timing, *, once: bool = False) -> set[str]:
+    """The members that write their rows. When rows have holders, this takes up to the lease time; `once`: until it finds one."""
     expiry = LeaseExpiry(timing.lease)
     loop = asyncio.get_running_loop()
     seen: dict[str, int] = {}
+    found: set[str] = set()
     while True:
         rows = await table.rows()
-        if any(seen.get(row.key, row.counter) != row.counter for row in rows.values()):
-            return True
+        changed = {row.key for row in rows.values() if seen.get(row.key, row.counter) != row.counter}
+        found |= {rows[key].holder or "a member that has left" for key in changed}
         seen = {row.key: row.counter for row in rows.values()}
-        if len(expiry.find_free(rows.values(), loop.time())) == len(rows):
-            return False
+        free = expiry.find_free(rows.values(), loop.time())
+        if (once and found) or all(row.key in free or row.holder in found for row in rows.values()):
+            return found
         await asyncio.sleep(timing.lease / 10)
 
 
@@ -206,6 +214,27 @@ class KinesisAdmin:
         member = KinesisMemberBackend(self._shared, group)
         stream = await member.describe(topic)
         return await member.table.exists() and bool(by_stream(await member.table.rows(), stream.name))
+
+    async def positions(self, group: str, topic: str) -> dict[int, int]:
+        """As in the contract, per shard. Absent, too, where the group reads a shard from its oldest record."""
+        member = KinesisMemberBackend(self._shared, group)
+        stream = await member.describe(topic)
+        rows = by_stream(await member.table.rows(), stream.name) if await member.table.exists() else []
+        mine = {row.shard: row for row in rows}
+
+        async def find(source: ShardSource) -> int | None:
+            row = mine.get(source.shard)
+            if row is None:
+                return None
+            return await offset_from(source, row.start) if row.committed is None else row.committed + 1
+
+        found = await self._per_shard(topic, find)
+        return {number: offset for number, offset in found.items() if offset is not None}
+
+    async def members(self, group: str) -> list[str]:
+        """As in the contract: the members that hold shards."""
+        member = KinesisMemberBackend(self._shared, group)
+        return sorted(await find_members(member.table, member.timing)) if await member.table.exists() else []
 
     async def set_committed(self, group: str, topic: str, processed: Mapping[int, int]) -> None:
         """As in the contract. A shard that aged out before the group finished it is done, wherever it is moved."""

@@ -6,12 +6,13 @@ The service reports neither the first nor the last record of a shard, so both ar
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import suppress
-from datetime import datetime
+from datetime import UTC, datetime
 from typing import Any, TypeVar
 
 from services.core.backoff import Backoff
 from services.core.broker.contract import MAX_POLL_BYTES, Lag, PartitionRange, Start
 from services.core.broker.errors import OffsetOutOfRange, Throttled, Unavailable
+from services.core.broker.kinesis.leases import StartPosition
 from services.core.broker.kinesis.prefetch import Backlog
 from services.core.broker.kinesis.record_format import RawRecord, StoredEntry, offset_of, parse_entry, split_offset
 from services.core.broker.kinesis.shard_source import (
@@ -164,6 +165,18 @@ async def offset_at(source: ShardSource, start: Start) -> int:
                         return offset
     stored = await stored_range(source)
     return stored.start if start == "earliest" else stored.end
+
+
+async def offset_from(source: ShardSource, start: StartPosition) -> int | None:
+    """The offset at which a group with this start begins the shard; None: at its oldest record."""
+    if start.kind == "offset":
+        return start.value
+    if start.kind == "oldest":
+        return None
+    if start.kind == "date":
+        return await offset_at(source, datetime.fromtimestamp(start.value / 1000, UTC))
+    first = await _first(source, at_time(start.value))
+    return (await stored_range(source)).end if first is None else offset_of(first["SequenceNumber"])
 
 
 async def count_lag(source: ShardSource, committed: int | None, now_ms: int) -> Lag:

@@ -54,6 +54,14 @@ class LogAdmin:
         incarnation = await self._readers.use(topic, lambda r: (r.refresh(), r.store.meta.incarnation)[1])
         return bool(await self._offsets.use(lambda file: file.begun(group, topic, incarnation)))
 
+    async def positions(self, group: str, topic: str) -> dict[int, int]:
+        incarnation = await self._readers.use(topic, lambda r: (r.refresh(), r.store.meta.incarnation)[1])
+        progress = await self._offsets.use(lambda file: file.progress(group, topic))
+        return {partition: value.next for partition, value in progress.items() if value.incarnation == incarnation}
+
+    async def members(self, group: str) -> list[str]:
+        return sorted(await self._offsets.use(lambda file: file.members(group)))
+
     async def set_committed(self, group: str, topic: str, processed: Mapping[int, int]) -> None:
         count, incarnation = await self._readers.use(topic, lambda r: (r.refresh(), r.store.meta.incarnation))
         unknown = sorted(p for p in processed if not 0 <= p < count)
@@ -63,13 +71,7 @@ class LogAdmin:
             TopicPartition(topic, p): GroupPosition(incarnation, offset + 1, offset) for p, offset in processed.items()
         }
 
-        def move(file: GroupsFile) -> None:
-            members = file.live_members(group, topic)
-            if members:
-                raise GroupHasMembers(f"group {group!r} has {members} members on {topic!r}. Try: stopping them first")
-            file.set_progress(group, moved)
-
-        await self._offsets.use(move)
+        await self._offsets.use(lambda file: file.move(group, topic, moved))
         await self._readers.register_group(topic, group)  # a registered group without offsets has lost them
 
     async def copy_positions(self, group: str, to: str, topic: str) -> bool:

@@ -15,7 +15,7 @@ from typing import NamedTuple, TypeVar
 
 import msgspec
 
-from services.core.broker.errors import BrokerError, DataDamaged
+from services.core.broker.errors import BrokerError, DataDamaged, GroupHasMembers
 from services.core.broker.log.clock import boot_id, boot_ms
 from services.core.broker.log.data_folder import DataFolder
 from services.core.broker.log.group_commit import Gatherer, Waiting
@@ -137,8 +137,25 @@ class GroupsFile(DurableFile):
         self._durably(work)
         return self.progress(group, topic)
 
+    def move(self, group: str, topic: str, progress: Mapping[TopicPartition, GroupPosition]) -> None:
+        """Move the group to these positions in a topic, durably. Raises GroupHasMembers while it has some there.
+
+        In one transaction: a member that joins later reads the new positions. A frozen member is not counted; it loses its
+        leases, so what it commits later is refused.
+        """
+
+        def work() -> tuple[None, int]:
+            if members := self.live_members(group, topic):
+                raise GroupHasMembers(f"group {group!r} has {members} members on {topic!r}. Try: stopping them first")
+            self.connection.execute("UPDATE leases SET owner=NULL WHERE grp=? AND topic=?", (group, topic))
+            for source, value in progress.items():
+                self._write(group, source, value)
+            return None, self._count()
+
+        self._durably(work)
+
     def set_progress(self, group: str, progress: Mapping[TopicPartition, GroupPosition]) -> None:
-        """Move the group to these positions, durably."""
+        """Set the group's positions, durably."""
 
         def work() -> tuple[None, int]:
             for source, value in progress.items():
@@ -182,14 +199,18 @@ class GroupsFile(DurableFile):
 
     def live_members(self, group: str, topic: str) -> int:
         """The number of live members of the group that subscribe to the topic."""
+        return sum(topic in topics for topics in self.members(group).values())
+
+    def members(self, group: str) -> dict[str, list[str]]:
+        """The live members of the group, with the topics that they subscribe to."""
         with classified("groups"), closing(MemberLocks(self._alive)) as alive:
             rows = fetch(
                 self.connection,
                 "SELECT member, topics FROM members WHERE grp=? AND boot=? AND deadline>=?",
                 (group, boot_id(), boot_ms()),
             )
-            living = [topics for member, topics in rows if alive.is_alive(member)]
-        return sum(topic in msgspec.json.decode(topics, type=list[str]) for topics in living)
+            living = {member: topics for member, topics in rows if alive.is_alive(member)}
+        return {member: msgspec.json.decode(topics, type=list[str]) for member, topics in living.items()}
 
     def _durably(self, work: Callable[[], tuple[T, int]]) -> T:
         return self.transact(work, lambda done: {0: done[1]}, 1)[0]

@@ -169,6 +169,25 @@ def test_outcomes_are_ordered_by_what_an_event_came_to() -> None:
     assert step.outcomes == {"delivered": 1, "dead": 1, "parked": 1, "retrying": 1}
 
 
+def test_skipped_events_are_not_missing() -> None:
+    """Broken: what an operator skipped raises an alarm; or hides what became of an event that was delivered all the same."""
+    table = Table(Flow({"raw": PipeFlow(("flights",), transforms=False, destinations={"copy": None})}))
+    hear(table, accept(range(6)))
+    assert "skipped" not in table.row("raw", MINUTE, START_MS).steps[0].outcomes, (
+        "the rows of most fleets stay as they were"
+    )
+    hear(table, tell("expel", "raw", "skipped", range(5), destination="copy"))
+    for outcome, numbers in (("retrying", [0]), ("dead", [1]), ("delivered", [2])):
+        hear(table, tell("expel", "raw", outcome, numbers, destination="copy"))  # type: ignore[arg-type]
+    row = table.row("raw", MINUTE, START_MS)
+    assert (row.missing, row.waiting) == (1, 1)
+    assert row.steps[0].outcomes == {"delivered": 1, "dead": 1, "parked": 0, "retrying": 1, "skipped": 2}
+    table._fold(MINUTE)
+    assert table.row("raw", MINUTE, START_MS).steps[0].outcomes["skipped"] == 2
+    hear(table, tell("expel", "raw", "delivered", range(6), destination="copy"))
+    assert table.row("raw", MINUTE, START_MS).missing == 0, "the group was set back, and delivered all"
+
+
 def test_a_transform_that_makes_new_events_ends_the_old_ones() -> None:
     """Broken: every event that went into an aggregate counts as missing behind it."""
     flow = Flow({"sums": PipeFlow(("flights",), transforms=True, destinations={"ops": None})})

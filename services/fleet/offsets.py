@@ -1,0 +1,392 @@
+"""Shows and moves the offsets of a destination: back, so that events are delivered again, or forward over events.
+
+A destination reads its streams, or the output of its transform, through a group of its own. Only a group without members moves.
+The events that a skip passes over are reported to the ledger, then written to the audit, then passed: after a crash in
+between, the same command does all of it again. `.retry` and `.parked` are not moved.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from datetime import datetime
+from typing import Any, Literal
+
+from services.core.audit import RESET, SKIP, MovedGroup, write_moves
+from services.core.broker.contract import Broker, Lag, PartitionRange
+from services.core.broker.errors import Unavailable, UnknownTopic
+from services.core.broker.producer import Producer
+from services.core.broker.reading import READ_RECORDS, read_tail, read_topic
+from services.core.broker.record import TopicPartition
+from services.core.dead_letter import Position
+from services.core.ledger.report import TELEMETRY, pack_offset
+from services.core.ledger.reporter import Reporter, new_instance
+from services.core.pauses import Pause, Pauses
+from services.core.pipes import RETRY_IN, PipeFile, delivery_group, delivery_topics, is_retried, lane_name
+from services.core.retry_state import state_for
+from services.core.takeover_dedup import TAIL_EVENTS, WITHIN_S
+from services.fleet.paused import pause_json
+from services.fleet.problem import CommandFailed
+
+HAS_MEMBERS = (
+    "stop the fleet, or every process of services.expel that serves this pipe, then the same command. "
+    "A paused destination stays in its group"
+)
+_REPORT_EVENTS = 100_000
+"""Events between two reports of a skip."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """A destination of the pipe file. topics: those that it reads, without `.retry` and `.parked`.
+
+    retries: whether it uses the global retrier.
+    """
+
+    pipe: str
+    destination: str
+    topics: tuple[str, ...]
+    retries: bool
+
+    @property
+    def name(self) -> str:
+        """`pipe/destination`."""
+        return lane_name(self.pipe, self.destination)
+
+    @property
+    def group(self) -> str:
+        return delivery_group(self.pipe, self.destination)
+
+
+def find_lanes(file: PipeFile, name: str | None) -> list[Lane]:
+    """The destinations that `name` selects: of a pipe, `pipe/destination`, or None for all. Raises CommandFailed for an
+    unknown one."""
+    known = [
+        Lane(pipe, one.name, tuple(delivery_topics(pipe, found)), is_retried(one))
+        for pipe, found in file.pipes.items()
+        for one in found.destinations
+    ]
+    chosen = [lane for lane in known if name in (None, lane.pipe, lane.name)]
+    if not chosen:
+        names = ", ".join(lane.name for lane in known) or "the pipe file has none"
+        raise CommandFailed(f"there is no pipe or destination {name}", f"one of: {names}", status=2)
+    return chosen
+
+
+@dataclass(frozen=True, slots=True)
+class PartitionOffsets:
+    """One partition as a group sees it. held: the stored offsets. next: the group's next offset; None: it has none."""
+
+    source: TopicPartition
+    held: PartitionRange
+    next: int | None
+    lag: Lag
+
+    def as_json(self) -> dict[str, Any]:
+        """Offsets that do not fit into 64 bits are texts."""
+        return {
+            "topic": self.source.topic,
+            "partition": self.source.partition,
+            "start": pack_offset(self.held.start),
+            "next": None if self.next is None else pack_offset(self.next),
+            "end": pack_offset(self.held.end),
+            "lag_records": self.lag.records,
+            "lag_ms": self.lag.millis,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class LaneOffsets:
+    """members: the broker's names for the living members. pause: while the destination is paused."""
+
+    lane: Lane
+    members: Sequence[str]
+    pause: Pause | None
+    partitions: Sequence[PartitionOffsets]
+
+    @property
+    def lag(self) -> Lag:
+        """The events behind, and the age of the oldest of them."""
+        lags = [one.lag for one in self.partitions]
+        return Lag(sum(lag.records for lag in lags), max((lag.millis for lag in lags), default=0))
+
+    def as_json(self) -> dict[str, Any]:
+        """For `group show --json`."""
+        return {
+            "pipe": self.lane.pipe,
+            "destination": self.lane.destination,
+            "group": self.lane.group,
+            "members": list(self.members),
+            "paused": None if self.pause is None else pause_json(self.pause),
+            "lag_records": self.lag.records,
+            "lag_ms": self.lag.millis,
+            "partitions": [one.as_json() for one in self.partitions],
+        }
+
+
+async def read_offsets(broker: Broker, lane: Lane) -> list[PartitionOffsets]:
+    """The offsets of every partition that the destination reads. Raises BrokerError kinds."""
+    found = []
+    for topic in lane.topics:
+        held = await broker.reader.describe(topic)
+        nexts = await broker.admin.positions(lane.group, topic)
+        lags = await broker.admin.group_lag(lane.group, topic)
+        found += [
+            PartitionOffsets(TopicPartition(topic, number), one, nexts.get(number), lags.get(number, Lag(0, 0)))
+            for number, one in sorted(held.items())
+        ]
+    return found
+
+
+async def read_lanes(broker: Broker, lanes: Sequence[Lane]) -> list[LaneOffsets]:
+    """The offsets, members and pauses of these destinations. Raises BrokerError kinds."""
+    pauses = Pauses(broker.reader)
+    with suppress(UnknownTopic):
+        await pauses.refresh()
+    paused = pauses.paused()
+    return [
+        LaneOffsets(
+            lane, await broker.admin.members(lane.group), paused.get(lane.name), await read_offsets(broker, lane)
+        )
+        for lane in lanes
+    ]
+
+
+Target = Literal["earliest", "end"] | datetime | Mapping[TopicPartition, int]
+"""Where a group is moved to: the oldest event, behind the newest one, the first event that is not older than a time, or
+the next offset of some partitions."""
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """Of one partition. to: the next offset afterwards. passed: the stored offsets between both. count: the events there.
+
+    gone: how many events before `passed` the broker no longer has.
+    """
+
+    now: PartitionOffsets
+    to: int
+    passed: PartitionRange
+    count: int = 0
+    gone: int = 0
+
+    def as_json(self) -> dict[str, Any]:
+        """For `--json`; from: null when the group had no offset."""
+        return {
+            "topic": self.now.source.topic,
+            "partition": self.now.source.partition,
+            "from": None if self.now.next is None else pack_offset(self.now.next),
+            "to": pack_offset(self.to),
+            "events": self.count,
+        }
+
+
+def parse_offset(text: str, lane: Lane) -> tuple[TopicPartition, int]:
+    """From `partition:offset`, or `topic:partition:offset` where the destination reads several topics. Raises CommandFailed."""
+    topic = lane.topics[0]
+    has_topic = text.count(":") > 1
+    try:
+        found = Position.parse(text if has_topic else f"{topic}:{text}")
+    except ValueError:
+        example = f"{topic}:0:4712" if len(lane.topics) > 1 else "0:4712"
+        raise CommandFailed(
+            f"--to-offset {text[:80]!r} names no offset", f"PARTITION:OFFSET, e.g. {example}", status=2
+        ) from None
+    if found.topic not in lane.topics:
+        names = ", ".join(lane.topics)
+        raise CommandFailed(
+            f"{lane.name} does not read {found.topic}, or it is not moved", f"one of: {names}", status=2
+        )
+    if not has_topic and len(lane.topics) > 1:
+        names = ", ".join(lane.topics)
+        raise CommandFailed(f"{lane.name} reads several streams: {names}", f"--to-offset {topic}:{text}", status=2)
+    return TopicPartition(found.topic, found.partition), found.offset
+
+
+async def plan_moves(broker: Broker, lane: Lane, target: Target, action: str) -> list[Move]:
+    """The moves of a RESET or SKIP; of partitions that are there already, or on the other side, none.
+
+    Raises CommandFailed for an offset that the partition does not hold or that is on the other side, and BrokerError kinds.
+    """
+    offsets = await read_offsets(broker, lane)
+    is_named = not isinstance(target, str | datetime)
+    wanted = await _resolve(broker, lane, target, offsets)
+    moves = []
+    for now in offsets:
+        if now.source not in wanted:
+            continue
+        move = _plan_move(
+            now, wanted[now.source], action, is_named=is_named, contiguous=broker.features.contiguous_offsets
+        )
+        if move is not None:
+            moves.append(move)
+    return [await _counted(broker, move) for move in moves]
+
+
+async def _resolve(
+    broker: Broker, lane: Lane, target: Target, offsets: Sequence[PartitionOffsets]
+) -> dict[TopicPartition, int]:
+    held = {one.source: one.held for one in offsets}
+    if isinstance(target, datetime):
+        found = {topic: await broker.reader.offsets_at(topic, target) for topic in lane.topics}
+        wanted = {TopicPartition(topic, number): to for topic, each in found.items() for number, to in each.items()}
+    elif isinstance(target, str):
+        wanted = {source: one.start if target == "earliest" else one.end for source, one in held.items()}
+    else:
+        wanted = dict(target)
+    for source in wanted:
+        if source not in held:
+            numbers = ", ".join(str(number) for topic, number in held if topic == source.topic)
+            raise CommandFailed(f"{source.topic} has no partition {source.partition}", f"one of: {numbers}", status=2)
+    if broker.features.contiguous_offsets:
+        return wanted
+    return {source: to for source, to in wanted.items() if held[source].end}  # an empty shard has no offset
+
+
+def _plan_move(now: PartitionOffsets, to: int, action: str, *, is_named: bool, contiguous: bool) -> Move | None:
+    held, (topic, number) = now.held, now.source
+    if not held.start <= to <= held.end:
+        raise CommandFailed(
+            f"{topic}:{number} holds the offsets {held.start} to {held.end}, not {to}", "penstock group show", status=2
+        )
+    if to == now.next:
+        return None
+    at = held.start if now.next is None else now.next
+    if action == RESET:
+        again = held.end if now.next is None else min(at, held.end)
+        move, is_other = Move(now, to, PartitionRange(to, max(to, again))), to > max(at, held.start)
+        other = f"--to-offset {to} would skip events of {topic}:{number}, which is at {at}", "penstock group skip"
+    else:
+        gone = max(0, min(held.start, to) - at) if contiguous else 0
+        move, is_other = Move(now, to, PartitionRange(max(at, held.start), to), gone=gone), to < at
+        other = (
+            f"--to-offset {to} would deliver events of {topic}:{number} again, which is at {at}",
+            "penstock group reset",
+        )
+    if not is_other:
+        is_idle = action == SKIP and now.next is None and to == at and not is_named
+        return None if is_idle else move
+    if is_named:
+        raise CommandFailed(*other, status=2)
+    return None
+
+
+async def _counted(broker: Broker, move: Move) -> Move:
+    """With the number of events. They are read where offsets do not count them."""
+    passed, (topic, number) = move.passed, move.now.source
+    count = max(0, passed.end - passed.start)
+    if not broker.features.contiguous_offsets:
+        batches = read_topic(broker.reader, topic, number, passed, page=READ_RECORDS, skips_damage=True)
+        count = sum([len(batch.records) async for batch in batches])
+    return replace(move, count=count)
+
+
+async def require_no_members(broker: Broker, lane: Lane) -> None:
+    """Raise CommandFailed while any process reads for the destination."""
+    if members := await broker.admin.members(lane.group):
+        names = ", ".join(members[:3]) + (f" and {len(members) - 3} more" if len(members) > 3 else "")
+        raise CommandFailed(f"{lane.name} runs: its group {lane.group} has living members: {names}", HAS_MEMBERS)
+
+
+async def skip_events(
+    broker: Broker,
+    producer: Producer,
+    lane: Lane,
+    moves: Sequence[Move],
+    who: str,
+    because: str,
+    show: Callable[[int], None] = lambda _events: None,
+) -> list[Move]:
+    """Report the events as skipped, write the audit, then move the group. After a failure, repeat it.
+
+    Returns the moves with the number of events that could be read and are reported. show: called with the sum so far.
+    Raises CommandFailed when the group has members, and BrokerError kinds.
+    """
+    await require_no_members(broker, lane)
+    reporter = Reporter(producer, f"skip-{new_instance()}", "expel", lane.pipe, lane.destination)
+    done: list[Move] = []
+    events = unreported = 0
+    for move in moves:
+        before, (topic, number) = events, move.now.source
+        async for batch in read_topic(broker.reader, topic, number, move.passed, page=READ_RECORDS, skips_damage=True):
+            reporter.settled.add("skipped", batch.records)
+            events += len(batch.records)
+            unreported += len(batch.records)
+            if unreported >= _REPORT_EVENTS:
+                await reporter.report()
+                unreported = 0
+            show(events)
+        done.append(replace(move, count=events - before))
+    await reporter.report(closed=True)
+    await _move(broker, producer, lane, done, SKIP, who, {"destination": lane.name, "because": because})
+    return done
+
+
+async def reset_offsets(broker: Broker, producer: Producer, lane: Lane, moves: Sequence[Move], who: str) -> None:
+    """Write the audit, then move the group. Raises as `skip_events`."""
+    await _move(broker, producer, lane, moves, RESET, who, {"destination": lane.name})
+
+
+async def _move(
+    broker: Broker,
+    producer: Producer,
+    lane: Lane,
+    moves: Sequence[Move],
+    action: str,
+    who: str,
+    filters: Mapping[str, str],
+) -> None:
+    await require_no_members(broker, lane)
+    now = {one.source: one.next for one in await read_offsets(broker, lane)}
+    if any(now.get(one.now.source) != one.now.next for one in moves):
+        raise CommandFailed(
+            f"{lane.name} was moved by another process meanwhile; nothing was changed", "the same command"
+        )
+    await write_moves(
+        producer,
+        action,
+        who,
+        filters,
+        [
+            MovedGroup(*one.now.source, one.now.next, one.to, one.count, one.passed.start, one.passed.end - 1)
+            if one.count
+            else MovedGroup(*one.now.source, one.now.next, one.to, 0)
+            for one in moves
+        ],
+    )
+    for topic in lane.topics:
+        processed = {one.now.source.partition: one.to - 1 for one in moves if one.now.source.topic == topic}
+        if not processed:
+            continue
+        try:
+            await broker.admin.set_committed(lane.group, topic, processed)
+        except Unavailable as error:
+            raise CommandFailed(f"{lane.name} was not moved in {topic}: {error}", HAS_MEMBERS) from error
+
+
+async def require_ledger(producer: Producer) -> None:
+    """Raise CommandFailed when skipped events could not be reported."""
+    try:
+        await producer.partition_count(TELEMETRY)
+    except UnknownTopic as error:
+        raise CommandFailed(f"there is no topic {TELEMETRY}", "penstock apply, which creates it") from error
+
+
+async def retry_wait_s(broker: Broker, lane: Lane, moves: Sequence[Move]) -> float:
+    """How long a reset must wait so that each event is delivered again, in seconds.
+
+    Expel takes an event of its stream for written to the retry topic when it finds it among that topic's newest records.
+    """
+    if not lane.retries:
+        return 0.0
+    newest, now = 0, time.time()
+    ranges = {one.now.source: one.passed for one in moves}
+    async for batch in read_tail(broker, RETRY_IN, int((now - WITHIN_S) * 1000), TAIL_EVENTS):
+        for record in batch.records:
+            state = state_for(record, lane.pipe, lane.destination)
+            if state is None or state.rounds != 1:
+                continue
+            source, offset = state.position()
+            if source in ranges and ranges[source].start <= offset < ranges[source].end:
+                newest = max(newest, record.timestamp)
+    return max(0.0, newest / 1000 + WITHIN_S + 1 - now) if newest else 0.0

@@ -1,0 +1,329 @@
+"""`penstock group`: show the offsets of destinations, and move them back or forward."""
+
+import asyncio
+import json
+import time
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+import uvloop
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+from services.core.audit import RESET, SKIP
+from services.core.broker.contract import Broker
+from services.core.broker.producer import Producer
+from services.core.pipes import PipeFile, load_pipes
+from services.core.times import parse_time
+from services.fleet.access import find_broker, find_pipes, opened
+from services.fleet.console import ERR, OUT, make_table, print_note
+from services.fleet.dead.audit import Auditor, whoami
+from services.fleet.dead.view import plain
+from services.fleet.folder import read_state
+from services.fleet.offsets import (
+    Lane,
+    LaneOffsets,
+    Move,
+    Target,
+    find_lanes,
+    parse_offset,
+    plan_moves,
+    read_lanes,
+    require_ledger,
+    require_no_members,
+    reset_offsets,
+    retry_wait_s,
+    skip_events,
+)
+from services.fleet.problem import CommandFailed
+from services.fleet.status import read_status
+from services.fleet.status_view import millis
+from services.fleet.verbs.app import APP, AsJson, BrokerUrl, Data, Pipes, example
+
+GROUP = typer.Typer(
+    help="The offsets of destinations: show them, deliver events again, or skip events.", no_args_is_help=True
+)
+APP.add_typer(GROUP, name="group")
+
+MAX_REASON = 500
+_64_BITS = 1 << 63
+
+Selected = Annotated[str | None, typer.Argument(metavar="[PIPE[/DESTINATION]]", help="Absent: every destination.")]
+OneLane = Annotated[str, typer.Argument(metavar="PIPE/DESTINATION", help="The destination.")]
+ToTime = Annotated[
+    str | None,
+    typer.Option("--to", help="The first event of this time: 2h (ago), or an RFC 3339 time. Event times count."),
+]
+ToOffset = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--to-offset",
+        metavar="[TOPIC:]PARTITION:OFFSET",
+        help="The next offset of one partition; others stay. Repeatable. TOPIC: when the destination reads several.",
+    ),
+]
+Yes = Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")]
+
+
+@GROUP.command(epilog=example("penstock group show\npenstock group show orders/crm --json"))
+def show(
+    name: Selected = None,
+    pipes: Pipes = None,
+    broker: BrokerUrl = None,
+    data: Data = Path("data"),
+    as_json: AsJson = False,
+) -> None:
+    """Show the stored and the next offsets of each partition that a destination reads, its lag, and its members.
+
+    --json prints one object per line: destinations, then transforms.
+    """
+    file = load_pipes(find_pipes(pipes, data))
+    lanes = find_lanes(file, name)
+    found = uvloop.run(_read(find_broker(broker, data), lanes))
+    for one in found:
+        if as_json:
+            typer.echo(json.dumps(one.as_json()))
+        else:
+            OUT.print(_heading(one))
+            OUT.print(_table(one))
+    if name is None or "/" not in name:
+        _show_transforms(file, {lane.pipe for lane in lanes}, data, as_json=as_json)
+
+
+async def _read(url: str, lanes: Sequence[Lane]) -> list[LaneOffsets]:
+    async with opened(url) as broker:
+        return await read_lanes(broker, lanes)
+
+
+def _heading(one: LaneOffsets) -> Text:
+    words = Text(one.lane.name, style="bold")
+    count = len(one.members)
+    names = f" ({plain(', '.join(one.members[:3]), 120)}{', …' if count > 3 else ''})" if count else ""
+    words.append(f": {count} member{'' if count == 1 else 's'}{names}", style="not bold")
+    if one.pause is not None:
+        words.append(", paused", style="not bold yellow")
+    behind = f"{one.lag.records} events behind, oldest {millis(one.lag.millis)}" if one.lag.records else "up to date"
+    words.append(f", {behind}", style="not bold")
+    return words
+
+
+def _table(one: LaneOffsets) -> Table:
+    """Without start and end where offsets have 56 digits: --json has them."""
+    is_short = all(part.held.end < _64_BITS for part in one.partitions)
+    columns = ("topic", "partition", "start", "next", "end", "behind", "oldest")
+    shown = columns if is_short else tuple(name for name in columns if name not in ("start", "end"))
+    table = make_table(*shown, right=columns[1:])
+    for part in one.partitions:
+        row = part.as_json()
+        cells = {
+            **{column: str(row[column]) for column in ("topic", "partition", "start", "end")},
+            "next": "none" if part.next is None else str(part.next),
+            "behind": str(part.lag.records),
+            "oldest": millis(part.lag.millis) if part.lag.records else "",
+        }
+        table.add_row(*(cells[column] for column in shown))
+    return table
+
+
+def _show_transforms(file: PipeFile, chosen: set[str], data: Path, *, as_json: bool) -> None:
+    """The lag of transforms. Spark keeps their positions, and only a running transform knows its lag."""
+    names = [name for name in sorted(chosen) if file.pipes[name].transform is not None]
+    state = read_state(data) if names else None
+    sample = None if state is None else uvloop.run(read_status(state, None)).sample
+    for name in names:
+        metric, label = "penstock_broker_lag_records", ("group", name)
+        known = sample is not None and any(found == metric and label in labels for found, labels in sample.values)
+        behind = int(sample.total(metric, group=name)) if sample is not None and known else None
+        if as_json:
+            typer.echo(json.dumps({"pipe": name, "transform": True, "lag_records": behind}))
+            continue
+        words = "lag not known" if behind is None else f"{behind} events behind"
+        OUT.print(Text.assemble((name, "bold"), f": transform, {words}; its checkpoint has its position"))
+
+
+@GROUP.command(
+    epilog=example(
+        "penstock group reset orders/crm --to 2h\npenstock group reset orders/crm --to-offset 0:4712 --to-offset 1:4698 --yes"
+    )
+)
+def reset(
+    name: OneLane,
+    to: ToTime = None,
+    to_offset: ToOffset = None,
+    to_earliest: Annotated[bool, typer.Option("--to-earliest", help="The oldest stored event.")] = False,
+    yes: Yes = False,
+    pipes: Pipes = None,
+    broker: BrokerUrl = None,
+    data: Data = Path("data"),
+    as_json: AsJson = False,
+) -> None:
+    """Deliver events again: move a destination back. It must be stopped. The events keep their ids.
+
+    It never moves forward over a stored event; partitions that are further back stay. Waiting retries and parked events
+    (PIPE.retry, PIPE.parked) are not moved. The audit names the events (penstock dead audit).
+    """
+    lane = _one_lane(load_pipes(find_pipes(pipes, data)), name, data)
+    target = _target(lane, to, to_offset, "earliest" if to_earliest else None, "--to-earliest")
+    url = find_broker(broker, data)
+    moves = uvloop.run(_plan(url, lane, target, RESET))
+    if _confirm(lane, moves, "events will be delivered again to", yes=yes):
+        uvloop.run(_reset(url, lane, moves))
+    _print(lane, moves, "reset", "delivered again", as_json=as_json)
+
+
+@GROUP.command(
+    epilog=example(
+        'penstock group skip orders/crm --to-end --reason "the test data of Monday"\n'
+        'penstock group skip orders/crm --to-offset 0:4712 --reason "records are lost" --yes'
+    )
+)
+def skip(
+    name: OneLane,
+    reason: Annotated[str, typer.Option("--reason", help="The reason, for the audit.")],
+    to: ToTime = None,
+    to_offset: ToOffset = None,
+    to_end: Annotated[bool, typer.Option("--to-end", help="Behind the newest event.")] = False,
+    yes: Yes = False,
+    pipes: Pipes = None,
+    broker: BrokerUrl = None,
+    data: Data = Path("data"),
+    as_json: AsJson = False,
+) -> None:
+    """Do not deliver the next events: move a destination forward. It must be stopped.
+
+    Every skipped event is counted as skipped in the loss table, and is in the audit with the reason (penstock dead audit).
+    Waiting retries and parked events (PIPE.retry, PIPE.parked) are not skipped. After a failure, repeat the command.
+    """
+    lane = _one_lane(load_pipes(find_pipes(pipes, data)), name, data)
+    target = _target(lane, to, to_offset, "end" if to_end else None, "--to-end")
+    if not reason.strip():
+        raise CommandFailed("--reason is empty", '--reason "the reason for the audit"', status=2)
+    url = find_broker(broker, data)
+    moves = uvloop.run(_plan(url, lane, target, SKIP))
+    done = moves
+    if _confirm(lane, moves, "events will not be delivered to", yes=yes):
+        done = uvloop.run(_skip(url, lane, moves, reason.strip()[:MAX_REASON]))
+    _print(lane, done, "skip", "skipped", as_json=as_json)
+
+
+def _one_lane(file: PipeFile, name: str, data: Path) -> Lane:
+    if "/" not in name and (pipe := file.pipes.get(name)) is not None:
+        lanes = " or ".join(f"{name}/{one.name}" for one in pipe.destinations)
+        if pipe.transform is None:
+            raise CommandFailed(f"{name} is a pipe; its destinations have offsets", lanes, status=2)
+        checkpoint = data / "checkpoints" / name
+        raise CommandFailed(
+            f"{name} is a pipe; its destinations have offsets, and the position of its transform is its checkpoint",
+            f"{lanes}; to transform all stored events again, stop the fleet and move {checkpoint} away (docs/transforms.md)",
+            status=2,
+        )
+    return find_lanes(file, name)[0]
+
+
+def _target(lane: Lane, to: str | None, to_offset: list[str] | None, last: Any, last_flag: str) -> Target:
+    """From exactly one of the options. Raises CommandFailed."""
+    if sum(map(bool, (to, to_offset, last))) != 1:
+        raise CommandFailed(
+            f"exactly one of --to, --to-offset and {last_flag} is needed",
+            f"--to 2h, --to-offset 0:4712 or {last_flag}",
+            status=2,
+        )
+    if to is not None:
+        try:
+            return datetime.fromtimestamp(parse_time(to, time.time()) / 1000, UTC)
+        except (ValueError, OverflowError, OSError) as error:
+            raise CommandFailed(str(error), status=2) from error
+    if to_offset:
+        named = [parse_offset(text, lane) for text in to_offset]
+        if len(dict(named)) < len(named):
+            raise CommandFailed("--to-offset names a partition twice", "one offset for each partition", status=2)
+        return dict(named)
+    target: Target = last
+    return target
+
+
+async def _plan(url: str, lane: Lane, target: Target, action: str) -> list[Move]:
+    async with opened(url) as broker:
+        await require_no_members(broker, lane)
+        return await plan_moves(broker, lane, target, action)
+
+
+def _confirm(lane: Lane, moves: Sequence[Move], what: str, *, yes: bool) -> bool:
+    """Whether to go on; without moves there is nothing to do. A refusal ends the command."""
+    if not moves:
+        return False
+    if gone := sum(move.gone for move in moves):
+        print_note(
+            f"{gone} events before these are gone from the broker; the loss table shows them as missing", "yellow"
+        )
+    if not yes:
+        count = sum(move.count for move in moves)
+        typer.confirm(f"{count} {what} {lane.name}. Go on?", abort=True, err=True)
+    return True
+
+
+async def _reset(url: str, lane: Lane, moves: Sequence[Move]) -> None:
+    async with opened(url) as broker, Producer(broker.appender) as producer:
+        who = whoami()
+        await Auditor(producer, who, {}).require_topic()
+        await _wait_for_retries(broker, lane, moves)
+        await reset_offsets(broker, producer, lane, moves, who)
+
+
+async def _wait_for_retries(broker: Broker, lane: Lane, moves: Sequence[Move]) -> None:
+    while (seconds := await retry_wait_s(broker, lane, moves)) > 0:
+        print_note(
+            f"Some of these events were written to the retry topic a moment ago, and expel would pass over them. "
+            f"Waiting {seconds:.0f} s. Ctrl-C ends this; nothing is changed before."
+        )
+        await asyncio.sleep(seconds)
+
+
+async def _skip(url: str, lane: Lane, moves: Sequence[Move], because: str) -> list[Move]:
+    """Returns the moves with the events that were reported."""
+    async with opened(url) as broker, Producer(broker.appender) as producer:
+        who = whoami()
+        await Auditor(producer, who, {}).require_topic()
+        await require_ledger(producer)
+        with _progress() as progress:
+            bar = progress.add_task("reporting", total=sum(move.count for move in moves))
+            return await skip_events(
+                broker, producer, lane, moves, who, because, lambda events: progress.update(bar, completed=events)
+            )
+
+
+def _progress() -> Progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    return Progress(*columns, console=ERR, disable=not ERR.is_terminal)
+
+
+def _print(lane: Lane, moves: Sequence[Move], action: str, word: str, *, as_json: bool) -> None:
+    events = sum(move.count for move in moves)
+    if as_json:
+        rows = [move.as_json() for move in moves]
+        typer.echo(
+            json.dumps(
+                {
+                    "pipe": lane.pipe,
+                    "destination": lane.destination,
+                    "action": action,
+                    "events": events,
+                    "partitions": rows,
+                }
+            )
+        )
+        return
+    for move in moves:
+        topic, number = move.now.source
+        at = "none" if move.now.next is None else move.now.next
+        print_note(f"{topic}:{number}  next offset {at} is now {move.to}, {move.count} events {word}")
+    if not moves:
+        print_note(
+            f"nothing was changed: every chosen partition of {lane.name} is there already, or beyond. Try: penstock group show"
+        )
+    else:
+        print_note(f"{events} events {word}: {lane.name}. Start the fleet again.", "green")
