@@ -138,12 +138,16 @@ async def read_offsets(broker: Broker, lane: Lane) -> list[PartitionOffsets]:
     return found
 
 
-async def read_lanes(broker: Broker, lanes: Sequence[Lane]) -> list[LaneOffsets]:
-    """The offsets, members and pauses of these destinations. Raises BrokerError kinds."""
+async def read_paused(broker: Broker) -> Mapping[str, Pause]:
+    """The paused destinations and transforms, as `Pauses.paused`. Raises BrokerError kinds."""
     pauses = Pauses(broker.reader)
     with suppress(UnknownTopic):
         await pauses.refresh()
-    paused = pauses.paused()
+    return pauses.paused()
+
+
+async def read_lanes(broker: Broker, lanes: Sequence[Lane], paused: Mapping[str, Pause]) -> list[LaneOffsets]:
+    """The offsets and members of these destinations. Raises BrokerError kinds."""
     return [
         LaneOffsets(
             lane, await broker.admin.members(lane.group), paused.get(lane.name), await read_offsets(broker, lane)

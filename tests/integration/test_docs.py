@@ -52,6 +52,8 @@ class Page:
         }
 
     async def run_block(self, block: str) -> None:
+        if block.startswith("# Ctrl-C"):
+            assert await self.running.pop("up").interrupt() == 0
         ready = next((said for start, said in READY.items() if block.startswith(start)), None)
         if ready is not None and (earlier := self.running.pop(block.split()[1], None)) is not None:
             assert await earlier.interrupt() == 0, earlier.err
@@ -164,6 +166,9 @@ async def test_operating(tmp_path: Path) -> None:
     page = await run_page("docs/operating.md", tmp_path)
     assert "large-orders → billing" in page.said
     assert "sound" in page.said
+    assert re.search(r"^large-orders/billing: 1 member ", page.said, re.MULTILINE)
+    assert "large-orders/billing: 2 events are skipped" in page.said
+    assert "because=orders of a test" in page.said
 
 
 async def test_fleet(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,6 +17,7 @@ from rich.text import Text
 from services.core.audit import RESET, SKIP
 from services.core.broker.contract import Broker
 from services.core.broker.producer import Producer
+from services.core.pauses import Pause
 from services.core.pipes import PipeFile, load_pipes
 from services.core.times import parse_time
 from services.fleet.access import find_broker, find_pipes, opened
@@ -33,12 +34,14 @@ from services.fleet.offsets import (
     parse_offset,
     plan_moves,
     read_lanes,
+    read_paused,
     require_ledger,
     require_no_members,
     reset_offsets,
     retry_wait_s,
     skip_events,
 )
+from services.fleet.paused import pause_json
 from services.fleet.problem import CommandFailed
 from services.fleet.status import read_status
 from services.fleet.status_view import millis
@@ -83,7 +86,7 @@ def show(
     """
     file = load_pipes(find_pipes(pipes, data))
     lanes = find_lanes(file, name)
-    found = uvloop.run(_read(find_broker(broker, data), lanes))
+    found, paused = uvloop.run(_read(find_broker(broker, data), lanes))
     for one in found:
         if as_json:
             typer.echo(json.dumps(one.as_json()))
@@ -91,12 +94,13 @@ def show(
             OUT.print(_heading(one))
             OUT.print(_table(one))
     if name is None or "/" not in name:
-        _show_transforms(file, {lane.pipe for lane in lanes}, data, as_json=as_json)
+        _show_transforms(file, {lane.pipe for lane in lanes}, data, paused, as_json=as_json)
 
 
-async def _read(url: str, lanes: Sequence[Lane]) -> list[LaneOffsets]:
+async def _read(url: str, lanes: Sequence[Lane]) -> tuple[list[LaneOffsets], Mapping[str, Pause]]:
     async with opened(url) as broker:
-        return await read_lanes(broker, lanes)
+        paused = await read_paused(broker)
+        return await read_lanes(broker, lanes, paused), paused
 
 
 def _heading(one: LaneOffsets) -> Text:
@@ -106,7 +110,7 @@ def _heading(one: LaneOffsets) -> Text:
     words.append(f": {count} member{'' if count == 1 else 's'}{names}", style="not bold")
     if one.pause is not None:
         words.append(", paused", style="not bold yellow")
-    behind = f"{one.lag.records} events behind, oldest {millis(one.lag.millis)}" if one.lag.records else "up to date"
+    behind = f"{_events(one.lag.records)} behind, oldest {millis(one.lag.millis)}" if one.lag.records else "up to date"
     words.append(f", {behind}", style="not bold")
     return words
 
@@ -129,7 +133,9 @@ def _table(one: LaneOffsets) -> Table:
     return table
 
 
-def _show_transforms(file: PipeFile, chosen: set[str], data: Path, *, as_json: bool) -> None:
+def _show_transforms(
+    file: PipeFile, chosen: set[str], data: Path, paused: Mapping[str, Pause], *, as_json: bool
+) -> None:
     """The lag of transforms. Spark keeps their positions, and only a running transform knows its lag."""
     names = [name for name in sorted(chosen) if file.pipes[name].transform is not None]
     state = read_state(data) if names else None
@@ -139,10 +145,12 @@ def _show_transforms(file: PipeFile, chosen: set[str], data: Path, *, as_json: b
         known = sample is not None and any(found == metric and label in labels for found, labels in sample.values)
         behind = int(sample.total(metric, group=name)) if sample is not None and known else None
         if as_json:
-            typer.echo(json.dumps({"pipe": name, "transform": True, "lag_records": behind}))
+            pause = None if name not in paused else pause_json(paused[name])
+            typer.echo(json.dumps({"pipe": name, "transform": True, "paused": pause, "lag_records": behind}))
             continue
-        words = "lag not known" if behind is None else f"{behind} events behind"
-        OUT.print(Text.assemble((name, "bold"), f": transform, {words}; its checkpoint has its position"))
+        words = "lag not known" if behind is None else f"{_events(behind)} behind"
+        how = "paused, " if name in paused else ""
+        OUT.print(Text.assemble((name, "bold"), f": transform, {how}{words}; its checkpoint has its position"))
 
 
 @GROUP.command(
@@ -170,9 +178,9 @@ def reset(
     target = _target(lane, to, to_offset, "earliest" if to_earliest else None, "--to-earliest")
     url = find_broker(broker, data)
     moves = uvloop.run(_plan(url, lane, target, RESET))
-    if _confirm(lane, moves, "events will be delivered again to", yes=yes):
+    if _confirm(lane, moves, "will be delivered again to", yes=yes):
         uvloop.run(_reset(url, lane, moves))
-    _print(lane, moves, "reset", "delivered again", as_json=as_json)
+    _print(lane, moves, "reset", "will be delivered again", as_json=as_json)
 
 
 @GROUP.command(
@@ -205,9 +213,9 @@ def skip(
     url = find_broker(broker, data)
     moves = uvloop.run(_plan(url, lane, target, SKIP))
     done = moves
-    if _confirm(lane, moves, "events will not be delivered to", yes=yes):
+    if _confirm(lane, moves, "will not be delivered to", yes=yes):
         done = uvloop.run(_skip(url, lane, moves, reason.strip()[:MAX_REASON]))
-    _print(lane, done, "skip", "skipped", as_json=as_json)
+    _print(lane, done, "skip", "are skipped", as_json=as_json)
 
 
 def _one_lane(file: PipeFile, name: str, data: Path) -> Lane:
@@ -262,7 +270,7 @@ def _confirm(lane: Lane, moves: Sequence[Move], what: str, *, yes: bool) -> bool
         )
     if not yes:
         count = sum(move.count for move in moves)
-        typer.confirm(f"{count} {what} {lane.name}. Go on?", abort=True, err=True)
+        typer.confirm(f"{_events(count)} {what} {lane.name}. Go on?", abort=True, err=True)
     return True
 
 
@@ -319,11 +327,13 @@ def _print(lane: Lane, moves: Sequence[Move], action: str, word: str, *, as_json
         return
     for move in moves:
         topic, number = move.now.source
-        at = "none" if move.now.next is None else move.now.next
-        print_note(f"{topic}:{number}  next offset {at} is now {move.to}, {move.count} events {word}")
-    if not moves:
-        print_note(
-            f"nothing was changed: every chosen partition of {lane.name} is there already, or beyond. Try: penstock group show"
-        )
+        at = "unknown" if move.now.next is None else move.now.next
+        print_note(f"{topic}:{number}: the next offset was {at} and is {move.to}; {_events(move.count)} {word}")
+    if moves:
+        print_note(f"{lane.name}: {_events(events)} {word}. Start the fleet again.", "green")
     else:
-        print_note(f"{events} events {word}: {lane.name}. Start the fleet again.", "green")
+        print_note(f"Nothing was changed: each partition of {lane.name} is there or beyond. Try: penstock group show")
+
+
+def _events(count: int) -> str:
+    return f"{count} event{'' if count == 1 else 's'}"

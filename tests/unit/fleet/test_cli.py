@@ -23,6 +23,7 @@ from services.fleet.settings import UpSettings
 VERBS = ["demo", "up", "send", "listen", "status", "init", "check", "schema", "apply", "pause", "resume", "try"]
 SUBVERBS = ["keys create", "keys list", "keys revoke", "keys secret", "log verify", "log repair"]
 SUBVERBS += ["dead list", "dead show", "dead redrive", "dead discard", "dead audit", "destination show"]
+SUBVERBS += ["group show", "group reset", "group skip"]
 SUBVERBS += ["destination pause", "destination resume", "destination list", "loss show", "loss explain"]
 
 

@@ -24,6 +24,7 @@ from services.core.retry_state import RetryState, wrap
 from services.core.takeover_dedup import WITHIN_S
 from services.core.times import format_time
 from services.fleet.dead.audit import read_audit
+from services.fleet.observer_client import loss_table
 from services.fleet.offsets import (
     find_lanes,
     plan_moves,
@@ -138,7 +139,7 @@ def test_reset_goes_back(shell: Shell, url: str) -> None:
     assert shell.run("group", "reset", "a/crm", "--to-earliest", "--yes") == 0
     assert asyncio.run(positions(url)) == {0: 0, 1: 0}
     assert shell.run("group", "reset", "a/crm", "--to-earliest", "--yes") == 0
-    assert "nothing was changed" in shell.err
+    assert "Nothing was changed" in shell.err
     skipped, entries = read_all(url)
     assert skipped == set()
     assert [(one.action, one.partition, one.ranges, one.count, one.filters) for one in entries] == [
@@ -350,3 +351,21 @@ async def test_a_reset_waits_for_events_that_count_as_written(url: str, tmp_path
         assert WITHIN_S - 60 < await retry_wait_s(broker, lanes["a/crm"], moves) < WITHIN_S - 40
         moves = await plan_moves(broker, lanes["a/crm"], {TopicPartition("s", 0): 2}, "reset")
         assert await retry_wait_s(broker, lanes["a/crm"], moves) == 0
+
+
+def test_the_loss_table_has_a_column_for_skipped_events() -> None:
+    """Broken: an operator's skip cannot be told from a loss."""
+    step = {
+        "node": "expel",
+        "destination": "crm",
+        "missing": 0,
+        "final": True,
+        "outcomes": {"delivered": 2, "skipped": 3},
+    }
+    row = {"minute": "2026-11-21T08:05Z", "accepted": 5, "steps": [step], "waiting": 0, "final_loss": 0.0, "loss": 0.0}
+    body = {"threshold": 0.01, "minutes": [{**row, "final": True, "why_open": None, "late": 0}]}
+    table = loss_table(body)
+    column = next(column for column in table.columns if column.header == "skipped")
+    assert list(column.cells) == ["3"]
+    step["outcomes"] = {"delivered": 5}
+    assert "skipped" not in [column.header for column in loss_table(body).columns]
