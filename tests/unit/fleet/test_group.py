@@ -3,6 +3,7 @@
 import asyncio
 import json
 import random
+import shutil
 import time
 from collections.abc import Iterable
 from contextlib import suppress
@@ -57,21 +58,29 @@ def event(partition: int, number: int) -> Record:
     return Record(b"k", b"{}", BASE + 1000 * number, headers)
 
 
-@pytest.fixture(autouse=True)
-def url(tmp_path: Path) -> str:
+@pytest.fixture(scope="module")
+def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A log with events in both partitions of `s`. a/crm has delivered four of partition 0, and two of partition 1."""
-    (tmp_path / "pipes.yaml").write_text(PIPES)
-    url, pipes = f"log://{tmp_path}/data/log", load_pipes(tmp_path / "pipes.yaml")
+    folder = tmp_path_factory.mktemp("template")
+    (folder / "pipes.yaml").write_text(PIPES)
+    pipes = load_pipes(folder / "pipes.yaml")
 
     async def make() -> None:
-        async with open_broker(url) as broker, Producer(broker.appender) as producer:
+        async with open_broker(f"log://{folder}/data/log") as broker, Producer(broker.appender) as producer:
             await ensure_topics(broker.admin, pipes)
             events = {number: [event(number, n) for n in range(EVENTS)] for number in (0, 1)}
             (await producer.send_to("s", events)).raise_first()
             await broker.admin.set_committed("a.crm", "s", {0: 3, 1: 1})
 
     asyncio.run(make())
-    return url
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def url(template: Path, tmp_path: Path) -> str:
+    """A copy of it: to create the topics takes a second."""
+    shutil.copytree(template, tmp_path, dirs_exist_ok=True)
+    return f"log://{tmp_path}/data/log"
 
 
 async def positions(url: str, group: str = "a.crm") -> dict[int, int]:
