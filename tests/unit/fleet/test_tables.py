@@ -76,7 +76,7 @@ def destinations(names: Names) -> Shown:
 
 def loss(names: Names) -> Shown:
     steps = [
-        {"node": node, "destination": to, "missing": 4711, "final": False}
+        {"node": node, "destination": to, "missing": 4711, "outcomes": {"skipped": 4711}, "final": False}
         for node, to in (("ingest", None), ("transform", None), ("expel", names.destination), ("expel", "archive"))
     ]
     minute = "2026-11-21T08:05Z"
@@ -153,7 +153,7 @@ def status(names: Names) -> Shown:
 
 def _ledger(destination: str) -> dict[str, Any]:
     steps = [
-        {"node": node, "destination": to, "missing": 0, "final": False}
+        {"node": node, "destination": to, "missing": 0, "outcomes": {"delivered": 0}, "final": False}
         for node, to in (("ingest", None), ("transform", None), ("expel", destination))
     ]
     row = {"minute": "2026-11-21T08:05Z", "accepted": 10_000, "waiting": 0, "loss": 0.0, "final_loss": 0.0, "late": 0}
