@@ -247,7 +247,7 @@ def _watch(
         log.info("credential_loaded", name=name, key=word)
 
     return FileWatch(
-        f"{word} of {name}",
+        f"{name}: {word}",
         read,
         use,
         expected=BadCredential,

@@ -1,6 +1,5 @@
 """From the checked pipe file to the lanes of this instance, each with its sender, limits and retry policy."""
 
-import os
 import ssl
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from contextlib import AsyncExitStack
@@ -271,8 +270,12 @@ class LaneBuilder:
         assert found is not None
         _, secret, token = found
         make = Credential.bearer if auth.header is None else partial(_make_header, auth.header.name)
-        folder, environ = self._settings.pipes.parent, dict(os.environ)
-        return SecretHeader(value, make, lambda: read_value(secret, folder, environ, token=token))
+        read = (
+            partial(read_value, secret, self._settings.pipes.parent, {}, token=token)
+            if secret.file is not None
+            else None
+        )
+        return SecretHeader(value, make, read)
 
     def _configure(self, plan: LanePlan) -> LaneConfig:
         destination, webhook, settings = plan.destination, plan.destination.webhook, self._settings

@@ -78,12 +78,12 @@ _NOTHING = Credential()
 
 
 class SecretHeader:
-    """A header with a secret value. make: the credential of a value. read: reads the value's file now; blocking.
+    """A header with a secret value. make: the credential of a value. read: reads the value's file now; blocking. None: no file.
 
     When the receiver refuses the value, it may just have been rotated: then the file is read at once, not within a second.
     """
 
-    def __init__(self, value: Held[str], make: Callable[[str], Credential], read: Callable[[], str]) -> None:
+    def __init__(self, value: Held[str], make: Callable[[str], Credential], read: Callable[[], str] | None) -> None:
         self._value, self._make, self._read = value, make, read
         self._made = make(value.current)
 
@@ -93,6 +93,8 @@ class SecretHeader:
         return self._made
 
     async def renew(self, refused: Credential) -> Credential | None:
+        if self._read is None:
+            return None
         try:
             self._value.current = await asyncio.to_thread(self._read)
         except BadCredential:

@@ -137,7 +137,7 @@ def classify(error: OSError | BadResponse) -> Failure:
 def _find_tls_cause(error: ssl.SSLError) -> str:
     """For a person. The text is OpenSSL's; it has no part of a key."""
     if isinstance(error, ssl.SSLCertVerificationError):
-        return f"the certificate is refused: {_printable(error.verify_message)}"
+        return f"the server's certificate is refused: {_printable(error.verify_message).rstrip('.')}"
     reason = error.reason or type(error).__name__
     if "ALERT" not in reason:
         return reason.lower().replace("_", " ")

@@ -45,6 +45,7 @@ pipes:
         webhook:
           url: http://127.0.0.1:9000/hook   # penstock listen --port 9000
           secret: {file: webhook.secret}    # penstock keys secret webhook.secret
+          # auth: {bearer: {file: billing.token}}   # or header, oauth: for receivers that ask for a token
           # body: cloudevents               # or json, ndjson
           # order: key                      # events of one key in order; default: none
           # batch: {max_events: 100, max_bytes: 1MB, max_wait: 50ms}

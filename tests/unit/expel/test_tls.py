@@ -172,7 +172,10 @@ async def test_the_cause_is_named(company: Authority, tmp_path: Path) -> None:
     """Broken: nobody can see whether the name, the date or the authority of a receiver's certificate is wrong."""
     tls = await held(tmp_path, ca=company.ca)
     async with open_client(company.sign("old.test", days=-1), "old.test", tls=tls) as (client, _):
-        assert await refusal(client) == "no trusted TLS connection: the certificate is refused: certificate has expired"
+        assert (
+            await refusal(client)
+            == "no trusted TLS connection: the server's certificate is refused: certificate has expired"
+        )
     async with open_client(company.sign(NAME), "other.test", tls=tls) as (client, _):
         assert "Hostname mismatch, certificate is not valid for 'other.test'" in await refusal(client)
 
