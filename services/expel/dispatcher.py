@@ -35,7 +35,7 @@ _NOT_TRIED = "not tried: the destination's last requests failed"
 
 
 class Sender(Protocol):
-    """Sends to one destination. Never retries."""
+    """Sends to one destination. Never retries; it may replace a refused token once."""
 
     def render(self, batch: Batch) -> Rendered:
         """Prepare polled records. Those that cannot be delivered are unreadable. Does not wait."""

@@ -3,6 +3,7 @@
 import asyncio
 import re
 import shutil
+import ssl
 import subprocess
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import structlog
 from aiohttp import web
 from prometheus_client import REGISTRY
 
-from services.core import dead_letter, file_watch
+from services.core import credentials, dead_letter, file_watch
 from services.core.broker.connect import open_broker
 from services.core.credentials import BadCredential, Credentials, Held, read_tls, read_value, watch_credentials
 from services.core.destination_check import check_destinations, find_exposed_secrets
@@ -137,7 +138,7 @@ def test_values_that_are_used(tmp_path: Path) -> None:
         read_value(Secret(env="B"), tmp_path, {"A": "x"})
 
 
-def test_tls_files_that_cannot_be_used(tmp_path: Path) -> None:
+def test_tls_files_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Broken: expel hangs at a password prompt, uses a key that everybody can read, or gives no reason."""
     new = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-subj", "/CN=a"]
     for name in ("a", "b"):
@@ -158,7 +159,34 @@ def test_tls_files_that_cannot_be_used(tmp_path: Path) -> None:
     ):
         with pytest.raises(BadCredential, match=problem):
             read_tls(Tls.model_validate(files), tmp_path)
-    write(tmp_path / "ca.pem", f"Müller AG\n{(tmp_path / 'b.pem').read_text()}", 0o644)
+    make = credentials._make_context
+
+    def change_meanwhile(tls: Tls, folder: Path) -> ssl.SSLContext:
+        (folder / "a.pem").write_bytes((folder / "b.pem").read_bytes())
+        return make(tls, folder)
+
+    monkeypatch.setattr(credentials, "_make_context", change_meanwhile)
+    with pytest.raises(BadCredential, match="changed while they were read"):
+        read_tls(Tls(ca=Path("a.pem")), tmp_path)
+
+
+def test_a_bundle_of_authorities_with_comments(tmp_path: Path) -> None:
+    """Broken: the usual form of such a file is refused."""
+    new = [
+        "openssl",
+        "req",
+        "-x509",
+        "-newkey",
+        "ec",
+        "-pkeyopt",
+        "ec_paramgen_curve:prime256v1",
+        "-nodes",
+        "-subj",
+        "/CN=a",
+    ]
+    subprocess.run([*new, "-keyout", tmp_path / "a.key", "-out", tmp_path / "a.pem"], check=True)
+    (tmp_path / "a.key").chmod(0o600)
+    write(tmp_path / "ca.pem", f"Müller AG\n{(tmp_path / 'a.pem').read_text()}" * 2, 0o644)
     read_tls(Tls(ca=Path("ca.pem"), certificate=Path("a.pem"), key=Path("a.key")), tmp_path)
 
 

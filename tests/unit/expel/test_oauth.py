@@ -156,7 +156,7 @@ async def test_a_refused_token_is_replaced_once() -> None:
     tested = Case(good("T1"), good("T2"), good("T3"))
     old = await tested.client.get()
     renewed = await asyncio.gather(*[tested.client.renew(old) for _ in range(20)])
-    assert {credential.secret for credential in renewed if credential} == {"T2"}
+    assert {credential and credential.secret for credential in renewed} == {"T2"}
     assert await tested.client.renew(await tested.client.get()) is None
     tested.now += oauth.RENEW_EVERY_S
     again = await tested.client.renew(await tested.client.get())

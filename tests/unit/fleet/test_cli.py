@@ -146,6 +146,21 @@ def test_init_check_and_schema(shell: Shell) -> None:
     assert json.loads(shell.out)["title"] == "Penstock pipe file"
 
 
+def test_check_warns_of_a_secret_among_the_headers(shell: Shell, tmp_path: Path) -> None:
+    """Broken: a token in the pipe file is noticed by nobody, is printed, or ends a fleet at its upgrade."""
+    (tmp_path / "pipes.yaml").write_text(
+        "streams: {a: {}}\npipes:\n  p:\n    sources: [a]\n    destinations:\n"
+        "      - {name: x, webhook: {url: 'https://example.org', headers: {X-Api-Key: k3y}}}\n"
+    )
+    assert shell.run("check") == 0
+    warning = "pipes.yaml:6: pipes.p.destinations.0.webhook.headers.X-Api-Key: looks like a secret"
+    assert f"warning: {warning}" in " ".join(shell.err.split())
+    assert "k3y" not in shell.err
+    assert shell.run("check", "--json") == 0
+    (found,) = json.loads(shell.out)["warnings"]
+    assert (found["where"], "looks like a secret" in found["message"]) == ("pipes.yaml:6", True)
+
+
 def test_check_shows_every_mistake_and_no_secret(shell: Shell, tmp_path: Path) -> None:
     """Broken: mistakes come one a run, or a pasted secret is printed."""
     secret = tmp_path / "open.secret"
