@@ -60,7 +60,7 @@ def _transforms(rows: list[dict[str, Any]]) -> Table:
 def _destinations(rows: list[dict[str, Any]]) -> Table:
     table = _table(
         "destinations",
-        "pipe → destination",
+        "destination",
         "events/s",
         "delivered",
         "retried",

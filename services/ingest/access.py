@@ -51,7 +51,7 @@ class Access:
                 return key
         raise Refused(
             problems.NO_VALID_KEY,
-            "The header Authorization: Bearer <key> is missing, or its key is unknown or revoked.",
+            "The header Authorization is missing, has another scheme than Bearer, or its key is unknown or revoked.",
         )
 
     def authorise(self, key: ApiKey | None, stream: str) -> None:
@@ -110,7 +110,9 @@ def check_query(query: str) -> None:
     """Raises Refused when a key is in the URL, because proxies log URLs."""
     for name, value in parse_qsl(query, keep_blank_values=True):
         if name.lower() in _URL_NAMES or value.startswith(f"{PREFIX}_"):
-            detail = "Proxies log URLs, so this key must be revoked. Send a new one in the header Authorization: Bearer <key>."
+            detail = (
+                "Proxies log URLs, so this key must be revoked. Send a new one as Bearer in the header Authorization."
+            )
             raise Refused(problems.KEY_IN_URL, detail)
 
 

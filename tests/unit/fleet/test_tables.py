@@ -124,8 +124,8 @@ def status(names: Names) -> Shown:
         "written": 123_456_789,
         "dead": 9,
     }
-    transform |= {"lag_records": 123_456, "lag_out_ms": LAGS}
     paused = {"since": "2026-11-21T08:00:00Z", "by": "ann", "because": "they move", "parked": 12}
+    transform |= {"lag_records": 123_456, "lag_out_ms": LAGS, "paused": paused}
     destination = {
         "pipe": names.pipe,
         "destination": names.destination,
