@@ -2,6 +2,9 @@
 
 PYTHON ?= python3
 PY := .venv/bin/python
+# What services and the demo run on; the packages of the Kinesis emulator; those of checks and tests.
+RUN := .venv/.run-done
+EMULATOR := .venv/.emulator-done
 STAMP := .venv/.setup-done
 # More than two cores: half of the suite waits, for a lease that ends, a process that starts, a heartbeat that is missed.
 WORKERS ?= 4
@@ -17,19 +20,28 @@ help:  ## this list
 
 setup: $(STAMP) jars emulator  ## .venv with the exact packages, a Java, the jars, a Kinesis emulator; quick when nothing changed
 
-$(STAMP): pyproject.toml $(wildcard infra/lock/*.txt) infra/dev/setup.sh
+$(RUN): pyproject.toml $(foreach name,build services java,infra/lock/$(name).txt) infra/dev/setup.sh
 	@PYTHON="$(PYTHON)" infra/dev/setup.sh
 	@touch $@
 
-jars: $(STAMP)
+$(EMULATOR): $(RUN) infra/lock/emulator.txt
+	@infra/dev/setup.sh emulator
+	@touch $@
+
+$(STAMP): $(EMULATOR) infra/lock/dev.txt
+	@infra/dev/setup.sh dev
+	@touch $@
+
+jars: $(RUN)
 	@$(PY) -m services.core.jvm.jars
 
 # Half a minute once, for tests that start Spark: each start then takes half as long.
 classes: setup
 	@$(PY) -m spark.session
 
-emulator: $(STAMP)
-	@infra/dev/emulator.sh
+emulator: $(EMULATOR)
+	@infra/dev/node.sh
+	@$(PY) -m services.core.aws_emulator
 
 check: $(STAMP)  ## format, lint, types, import rules
 	@$(PY) -m ruff format --check .
@@ -46,8 +58,8 @@ test: setup check classes  ## every check and every test there is, real Kafka am
 	@infra/dev/test_tools.sh
 	@$(PY) -m pytest -n $(WORKERS)
 
-# On the embedded log it needs no jars; on Kafka it fetches them itself, once. `make setup` installs the Kinesis emulator.
-demo: $(STAMP)  ## the fleet, end to end, on real events; ARGS="--broker kinesis", ARGS=--chaos, ARGS=--json
+# On the embedded log it needs no jars; on Kafka it fetches them itself, once.
+demo: $(RUN) $(if $(findstring kinesis,$(ARGS)),emulator)  ## the fleet, end to end, on real events; ARGS="--broker kinesis", ARGS=--chaos, ARGS=--json
 	@$(PY) -m services.fleet demo $(ARGS)
 
 bench: setup  ## every figure beside its floor, on a real Kafka; ARGS=--json, ARGS="--only ingest"

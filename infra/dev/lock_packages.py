@@ -3,8 +3,9 @@
 .venv/bin/python infra/dev/lock_packages.py            # after a change of pyproject.toml: versions that fit stay
 .venv/bin/python infra/dev/lock_packages.py --upgrade  # the newest that fit
 
-build.txt: what builds packages; services.txt: what services run on; java.txt: the Java for who has none; dev.txt: the rest of
-what checks and tests need. No package is in two of them. They are valid for every Python that the project supports.
+build.txt: what builds packages; services.txt: what services run on; java.txt: the Java for who has none; emulator.txt: what the
+Kinesis demo needs beside them; dev.txt: the rest of what checks and tests need. No package is in two of them. They are valid for
+every Python that the project supports.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ SETS = {  # each leaves out the packages of the earlier ones
     "build": ["--group", "build"],
     "services": [],
     "java": ["--extra", "java"],
+    "emulator": ["--extra", "emulator"],
     "dev": ["--extra", "dev"],
 }
 _NAME = re.compile(r"([a-z0-9][a-z0-9._-]*)==(\S+)(?: ; (.+?))?(?: \\)?")
@@ -94,7 +96,8 @@ def main() -> None:
             else [one for path in sorted(FOLDER.glob("*.txt")) for one in read_lock(path)]
         )
         pinned.write_text("".join(f"{one.name}=={one.version}\n" for one in before), encoding="utf-8")
-        everything = _resolve(["pyproject.toml", *SETS["java"], *SETS["dev"], *SETS["build"]], scratch, [pinned])
+        extras = [option for name in ("java", "emulator", "dev") for option in SETS[name]]
+        everything = _resolve(["pyproject.toml", *extras, *SETS["build"]], scratch, [pinned])
         pinned.write_text("".join(f"{one.name}=={one.version}\n" for one in everything), encoding="utf-8")
         for name, options in SETS.items():
             found = _resolve(options, scratch, [pinned])

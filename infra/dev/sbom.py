@@ -21,7 +21,7 @@ sys.path.insert(0, str(ROOT))
 from infra.dev.lock_packages import FOLDER, SETS, read_lock  # noqa: E402  # the path comes first
 from services.core.jvm.jars import read_lock as read_jars  # noqa: E402  # as above
 
-NPM_LOCK = ROOT / "infra" / "dev" / "emulator" / "package-lock.json"
+NPM_LOCK = ROOT / "services" / "core" / "emulator" / "package-lock.json"
 _RUN = ("services", "java")
 
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Makes .venv with the packages of infra/lock, and a Java if there is none. `make setup` calls it; safe to run again.
-# Installs, and builds with, only files whose hash is in a lock.
+# Makes .venv with the packages that services run on, and a Java if there is none. With a name (emulator, dev): adds the packages
+# of infra/lock/NAME.txt to it. `make` calls it; safe to run again. Installs, and builds with, only files whose hash is in a lock.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 python=${PYTHON:-python3}
@@ -34,17 +34,28 @@ check_python() {
     can_make_venv || stop "$python cannot make virtual environments." "Try: sudo apt-get install $package"
 }
 
+check() {
+    "${pip[@]}" check >/dev/null || stop "the packages of infra/lock do not fit together: $("${pip[@]}" check)" \
+        "Try: .venv/bin/python infra/dev/lock_packages.py"
+}
+
+if [ $# = 1 ]; then
+    echo "Installing the packages of infra/lock/$1.txt into .venv ..." >&2
+    "${install[@]}" --require-hashes --requirement "infra/lock/$1.txt"
+    check
+    exit
+fi
+
 # A set-up that was interrupted leaves a .venv without pip.
 if ! at_least_311 .venv/bin/python || ! .venv/bin/python -m pip --version >/dev/null 2>&1; then
     check_python
     "$python" -m venv --clear .venv
 fi
-echo "Installing the packages of infra/lock into .venv (a few minutes the first time) ..." >&2
+echo "Installing the packages of infra/lock into .venv (a minute or two the first time) ..." >&2
 "${install[@]}" --require-hashes --only-binary :all: --requirement infra/lock/build.txt
-"${install[@]}" --require-hashes --requirement infra/lock/services.txt --requirement infra/lock/dev.txt
+"${install[@]}" --require-hashes --requirement infra/lock/services.txt
 "${install[@]}" --editable .
-"${pip[@]}" check >/dev/null || stop "the packages of infra/lock do not fit together: $("${pip[@]}" check)" \
-    "Try: .venv/bin/python infra/dev/lock_packages.py"
+check
 
 if ! .venv/bin/python -m services.core.jvm.java >&2; then
     echo "Installing a Java into .venv ..." >&2

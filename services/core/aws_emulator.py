@@ -1,13 +1,16 @@
 """Emulators of Kinesis (kinesis-mock on Node) and DynamoDB (moto's server) on this machine, for tests and the demo.
 
-They store nothing durably, never throttle, and accept any credentials. `make setup` installs both.
+They store nothing durably, never throttle, and accept any credentials. moto is a package of the extra `emulator`. npm installs
+kinesis-mock when it is first needed, into ~/.cache/penstock, from the lock in `emulator/`.
 """
 
+import hashlib
 import http.client
 import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -31,6 +34,9 @@ _READY_SECONDS = 300.0
 _ANSWER_SECONDS = 10.0
 _SETTLING = "20ms"
 _SHARDS = 10_000
+_NPM_FOLDER = Path(__file__).with_name("emulator")
+_INSTALL_SECONDS = 300.0
+_NPM_REMEDY = "Try: again with access to the npm registry, or to your mirror of it (npm config set registry URL)."
 
 
 class EmulatorNotReady(RuntimeError):
@@ -40,14 +46,15 @@ class EmulatorNotReady(RuntimeError):
 class AwsEmulator:
     """Both servers on free loopback ports, their logs in `folder`. Blocks; use asyncio.to_thread. A context manager.
 
-    The processes die with this one. Their data is lost when they stop.
+    The processes die with this one. Their data is lost when they stop. Raises EmulatorNotReady, and may install kinesis-mock,
+    which takes seconds.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder.absolute()
         plain, tls, dynamodb = free_ports(3)
         self.endpoint, self.dynamodb = f"http://127.0.0.1:{plain}", f"http://127.0.0.1:{dynamodb}"
-        self._commands = {"kinesis": _kinesis(plain, tls), "dynamodb": _dynamodb(dynamodb)}
+        self._commands = {"dynamodb": _dynamodb(dynamodb), "kinesis": _kinesis(plain, tls)}
         self._running: dict[str, subprocess.Popen[bytes]] = {}
 
     @property
@@ -102,10 +109,7 @@ def kinesis_url(endpoint: str, dynamodb: str) -> str:
 
 
 def _kinesis(plain: int, tls: int) -> Sequence[str]:
-    node, env = shutil.which("node"), shutil.which("env")
-    package = Path(sys.prefix) / "emulator" / "node_modules" / "kinesis-local"
-    if node is None or env is None or not package.exists():
-        raise EmulatorNotReady("the Kinesis emulator is not installed. Try: make setup")
+    package, node, env = install_kinesis(), _find_program("node"), _find_program("env")
     changes = ("CREATE_STREAM", "DELETE_STREAM", "SPLIT_SHARD", "MERGE_SHARDS", "UPDATE_SHARD_COUNT")
     settings = {
         "KINESIS_MOCK_CERT_PATH": package / "server.json",
@@ -119,9 +123,57 @@ def _kinesis(plain: int, tls: int) -> Sequence[str]:
     return [env, *(f"{name}={value}" for name, value in settings.items()), node, str(package / "main.js")]
 
 
+def install_kinesis() -> Path:
+    """The folder of kinesis-mock. Installs it with npm if it is missing. Blocks up to 300 s; safe in several processes.
+
+    npm compares the package with the hash in the lock. Raises EmulatorNotReady.
+    """
+    digest = hashlib.sha256((_NPM_FOLDER / "package-lock.json").read_bytes()).hexdigest()
+    folder = Path.home() / ".cache" / "penstock" / f"emulator-{digest[:12]}"
+    package = Path("node_modules", "kinesis-local")
+    if (folder / package).is_dir():
+        return folder / package
+    npm = _find_program("npm")
+    print(f"Installing the Kinesis emulator, once, into {folder} ...", file=sys.stderr)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".installing-") as scratch:
+        installed = Path(scratch) / "emulator"
+        shutil.copytree(_NPM_FOLDER, installed)
+        options = ("--ignore-scripts", "--no-audit", "--no-fund", "--loglevel=error")
+        _run_npm([npm, "ci", "--prefix", str(installed), *options])
+        try:
+            installed.rename(folder)
+        except OSError:
+            if not folder.is_dir():  # otherwise another process was faster
+                raise
+    return folder / package
+
+
+def _run_npm(command: Sequence[str]) -> None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_INSTALL_SECONDS, check=False)  # noqa: S603
+    except subprocess.TimeoutExpired as error:
+        raise EmulatorNotReady(f"npm did not finish within {_INSTALL_SECONDS:.0f} s. {_NPM_REMEDY}") from error
+    if done.returncode != 0:
+        end = "\n".join((done.stdout + done.stderr).splitlines()[-12:])
+        raise EmulatorNotReady(f"npm could not install the Kinesis emulator. {_NPM_REMEDY} Its output:\n{end}")
+
+
+def _find_program(name: str) -> str:
+    found = shutil.which(name)
+    if found is None:
+        raise EmulatorNotReady(
+            f"The Kinesis emulator needs Node.js and npm, and there is no {name}. "
+            "Try: sudo apt-get install nodejs npm, or the installer of nodejs.org"
+        )
+    return found
+
+
 def _dynamodb(port: int) -> Sequence[str]:
     if find_spec("moto") is None:
-        raise EmulatorNotReady("the DynamoDB emulator is not installed. Try: make setup")
+        raise EmulatorNotReady(
+            'The DynamoDB emulator (moto) is not installed. Try: pip install "penstock[emulator]", or in a clone make setup'
+        )
     return [sys.executable, "-m", "moto.server", "--host", "127.0.0.1", "--port", str(port)]
 
 
@@ -142,3 +194,17 @@ def _answers(url: str) -> bool:
 def use_credentials() -> None:
     """Set CREDENTIALS for this process and those that it starts."""
     os.environ.update(CREDENTIALS)
+
+
+def main() -> int:
+    """Install kinesis-mock if it is missing. `make setup` calls this."""
+    try:
+        install_kinesis()
+    except EmulatorNotReady as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

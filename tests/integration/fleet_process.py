@@ -26,8 +26,9 @@ SECRET = "whsec_" + "a2V5" * 8
 class Desk:
     """One person's folder: `pipes.yaml`, the signing secret, a receiver's port, ingest's port."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, programs: Path | None = None) -> None:
+        """programs: the folder of an installed `penstock`, which runs instead of the clone's."""
+        self.folder, self._programs = folder, programs
         self.hook_port, self.ingest_port = free_port(), free_port()
         self.ids: set[str] = set()
         self.receiver = Receiver((SigningKey.parse(SECRET),), on_request=self._note)
@@ -65,13 +66,18 @@ class Desk:
     async def penstock(self, *arguments: str | Path) -> "Command":
         """Start a verb in the folder."""
         environ = {name: value for name, value in os.environ.items() if not name.startswith("PENSTOCK_UP")}
+        environ["COLUMNS"] = "200"
+        if self._programs is None:
+            command = [sys.executable, "-m", "services.fleet"]
+            environ["PYTHONPATH"] = str(REPOSITORY)
+        else:
+            command = [str(self._programs / "penstock")]
+            environ.pop("PYTHONPATH", None)
         process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "services.fleet",
+            *command,
             *map(str, arguments),
             cwd=self.folder,
-            env={**environ, "PYTHONPATH": str(REPOSITORY), "COLUMNS": "200"},
+            env=environ,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
         )

@@ -10,7 +10,7 @@ import pytest
 
 from services.core.scrape import Sample
 from services.fleet.demo.chaos import Outage, render_chaos
-from services.fleet.demo.flights import CHAOS_PIPE, EXAMPLES, SHAKY, STEADY, Tracker, load_flights
+from services.fleet.demo.flights import CHAOS_PIPE, SHAKY, STEADY, Tracker, load_flights
 from services.fleet.demo.run import make_result, render_result
 from services.fleet.demo.stage import DemoResult, remove_settings
 from services.fleet.receiver import Received
@@ -39,8 +39,10 @@ async def run_demo(desk: Desk, *arguments: str) -> tuple[Command, dict[str, Any]
 
 @pytest.mark.spark
 @pytest.mark.parametrize("broker", ["log", "kafka", "kinesis"])
-async def test_demo_delivers_every_event(desk: Desk, broker: str) -> None:
-    """Broken: what a newcomer sees first is a loss, or no result."""
+async def test_demo_delivers_every_event(desk: Desk, broker: str, wheel_programs: Path) -> None:
+    """Broken: what a newcomer sees first is a loss, or no result; or the demo works only in a clone."""
+    if broker == "log":  # the others differ in nothing that is installed
+        desk = Desk(desk.folder, wheel_programs)
     command, result = await run_demo(desk, "--broker", broker)
     assert command.process.returncode == 0, command.err
     assert result["ok"] is True
@@ -113,7 +115,6 @@ def test_events_are_real_shifted_and_expected_independently() -> None:
     assert {flight.expected["status"] for flight in flights.values()} == {"on time", "late", "very late", "cancelled"}
     one = flights["UA1545-EWR-2013-01-01T10:15"].expected
     assert (one["made_up"], one["distance_km"], one["status"]) == (-9, 2253, "on time")
-    assert (EXAMPLES / "pipes.yaml").exists()
 
 
 def result_of(**changes: Any) -> DemoResult:

@@ -10,7 +10,8 @@ import orjson
 
 from services.fleet.receiver import Received
 
-EXAMPLES = Path(__file__).parents[3] / "examples"
+PIPE_FILE, _EVENTS = Path(__file__).with_name("pipes.yaml"), Path(__file__).with_name("flights.ndjson.gz")
+"""In a clone they are links into `examples/`; in the wheel they are files."""
 STREAM, PIPE, DESTINATION = "flights", "punctuality", "operations"
 CHAOS_PIPE, STEADY, SHAKY = "departures", "operations", "partner"
 
@@ -25,7 +26,7 @@ class Flight:
 
 def load_flights(newest: float) -> dict[str, Flight]:
     """All events by id, their times shifted so that the newest is at `newest` (seconds since the epoch). Blocking."""
-    with gzip.open(EXAMPLES / "flights.ndjson.gz") as file:
+    with gzip.open(_EVENTS) as file:
         events = [orjson.loads(line) for line in file]
     last = max(datetime.datetime.fromisoformat(event["time"]) for event in events)
     shift = datetime.datetime.fromtimestamp(newest, datetime.UTC) - last

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from services.core.scrape import Sample
 from services.fleet.console import print_note
-from services.fleet.demo.flights import DESTINATION, EXAMPLES, PIPE, STREAM, Flight, Tracker, load_flights
+from services.fleet.demo.flights import DESTINATION, PIPE, PIPE_FILE, STREAM, Flight, Tracker, load_flights
 from services.fleet.demo.stage import (
     DUPLICATES_FOR_S,
     DemoResult,
@@ -47,7 +47,7 @@ async def run_demo(broker: str) -> DemoResult:
 async def _run(stage: Stage) -> DemoResult:
     tracker = Tracker({})
     async with serve_receiver(Receiver((stage.key,), on_request=tracker.add), "127.0.0.1", 0) as port:
-        pipes = await asyncio.to_thread((EXAMPLES / "pipes.yaml").read_text, encoding="utf-8")
+        pipes = await asyncio.to_thread(PIPE_FILE.read_text, encoding="utf-8")
         assert RECEIVER_IN_EXAMPLE in pipes
         async with stage.fleet(pipes.replace(RECEIVER_IN_EXAMPLE, f"http://127.0.0.1:{port}")) as fleet:
             print_note("real flights of January 2013, their times shifted so that the newest is now", "dim")

@@ -20,7 +20,7 @@ from services.core.lag import LagHistogram
 from services.core.scrape import Sample, scrape
 from services.core.signing import SigningKey, make_secret
 from services.fleet.console import ERR, print_note
-from services.fleet.demo.flights import EXAMPLES, STREAM, Flight
+from services.fleet.demo.flights import STREAM, Flight
 from services.fleet.event_source import SourceEvent
 from services.fleet.observer_client import Observer, get_json, loss_table
 from services.fleet.ports import free_port
@@ -80,8 +80,6 @@ class Stage:
 
 async def perform(broker: str, run: Callable[[Stage], Awaitable[DemoResult]]) -> DemoResult:
     """Run a demo. Raises CommandFailed, with status 130 when a signal stops it. Leaves no files but the logs of a failure."""
-    if not (EXAMPLES / "pipes.yaml").is_file():
-        raise CommandFailed("the examples folder is missing", "make demo, in a clone of the repository", status=2)
     folder = Path(tempfile.mkdtemp(prefix="penstock-demo-"))
     has_failed = True
     try:
