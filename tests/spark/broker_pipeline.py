@@ -108,7 +108,7 @@ class BrokerPipeline(RunningJobs):
         path.write_text(yaml.safe_dump({"version": 1, "streams": {self.stream: stream}, "pipes": {self.pipe: pipe}}))
         return load_pipes(TransformSettings(pipes=path))
 
-    def start(self, chosen: SelectedPipes) -> None:
+    def start(self, chosen: SelectedPipes) -> Job:
         """Run the pipe's job until `stop`."""
         prepared = prepare_pipes(self.session, chosen, max_bytes=self.broker.max_record_bytes)[0]
         checkpoints = str(self.folder / "checkpoints")
@@ -121,6 +121,7 @@ class BrokerPipeline(RunningJobs):
             on_state=self.note,
         )
         self.run_job(job)
+        return job
 
     def wait_for_problem(self) -> str:
         """Until the query fails; gives why."""

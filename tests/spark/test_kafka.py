@@ -17,6 +17,7 @@ from services.core.broker.connect import open_broker
 from services.core.broker.record import Record
 from services.core.event import read_id
 from services.core.jvm.kafka import KafkaCluster
+from services.core.pauses import Pause
 from tests.spark.broker_pipeline import BrokerPipeline
 from tests.spark.log_pipeline import NOW, event, interrupt_queries, numbers, wait_for
 from tests.spark.service_process import ServiceProcess
@@ -84,14 +85,15 @@ def test_micro_batches(make_pipeline: MakePipeline) -> None:
 
 
 def test_real_time(make_pipeline: MakePipeline, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If this fails, real-time mode does not run our SQL, or a bad record, or an event that raises, stops it or vanishes."""
+    """If this fails, real-time mode does not run our SQL, or a bad record, or an event that raises, stops it or vanishes; or a
+    pause stops it without a commit, so that events come out twice."""
     monkeypatch.setattr("spark.jobs.streaming_plan.REAL_TIME_BATCH", "5 seconds")
     pipeline = make_pipeline(1)
     chosen = pipeline.chosen(
         columns=COLUMNS, sql="SELECT event, 100 / delay AS share FROM {s} WHERE delay < 90", mode="real-time"
     )
     pipeline.send([flight(n) for n in range(1, 20)])
-    pipeline.start(chosen)
+    job = pipeline.start(chosen)
     assert {read_id(r) for r in pipeline.records("out", 19)} == {f"id-{n}" for n in range(1, 20)}
     pipeline.send([flight(100), flight(21), event(22, b"no json"), flight(23, delay=0), flight(24)])
     dead = pipeline.records("dead", 2)
@@ -100,10 +102,16 @@ def test_real_time(make_pipeline: MakePipeline, monkeypatch: pytest.MonkeyPatch)
         lambda: {"id-21", "id-24"} <= {read_id(r) for r in pipeline.records("out", 21)},
         "the events after the poisoned one",
     )
+    job.set_pause(Pause("paused", "operator", "ann", 0))
+    wait_for(lambda: pipeline.states[-1].paused == "paused by ann: operator", "the pause")
+    before = len(pipeline.records("out", 21))
     pipeline.send([flight(n) for n in range(30, 40)])
+    assert len(pipeline.records("out", before)) == before
+    job.set_pause(None)
     wait_for(
         lambda: {f"id-{n}" for n in range(30, 40)} <= {read_id(r) for r in pipeline.records("out", 31)}, "new events"
     )
+    assert len(pipeline.records("out", before)) == before + 10
     pipeline.stop()
     assert sum(report.written for report in pipeline.batches) >= 31, "batches in real-time mode are not reported"
     assert "id-100" not in {read_id(r) for r in pipeline.records("out", 31)}
