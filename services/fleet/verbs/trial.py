@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 import uvloop
+from rich.table import Table
 from rich.text import Text
 
 from services.core.pipes import Pipe, PipeFile, load_pipes
@@ -147,29 +148,34 @@ def _match(sample: Sequence[str], sources: Sequence[str]) -> dict[str, str]:
     return found
 
 
-def _print(trial: Trial, pipe: Pipe) -> None:
-    """Outputs and dead letters on stdout, the rest on stderr."""
+def trial_tables(trial: Trial) -> Iterator[Table]:
+    """The outputs, the dead letters and the refused events; of each the first SHOWN."""
     if trial.outputs:
-        table = make_table("id", "key", "time", "payload", text=["payload"], title="outputs")
+        outputs = make_table("id", "key", "time", "payload", text=["payload"], title="outputs")
         for record in trial.outputs[:SHOWN]:
             row = output_json(record)
-            cells = [Text(plain(row[name] or "", SHOWN_PAYLOAD)) for name in ("id", "key", "time", "payload")]
-            table.add_row(*cells)
-        OUT.print(table)
-        _print_rest(len(trial.outputs), "outputs")
+            outputs.add_row(*[Text(plain(row[name] or "", SHOWN_PAYLOAD)) for name in ("id", "key", "time", "payload")])
+        yield outputs
     if trial.dead:
-        table = make_table("from", "id", "reason", "detail", text=["detail"], title="dead letters")
+        dead = make_table("from", "id", "reason", "detail", text=["detail"], title="dead letters")
         for letter in trial.dead[:SHOWN]:
             words = [Text(plain(text)) for text in (trial.place_of(letter), letter.event_id or "")]
-            table.add_row(*words, Text(plain(letter.reason), style="red"), Text(plain(letter.detail)))
-        OUT.print(table)
-        _print_rest(len(trial.dead), "dead letters")
+            dead.add_row(*words, Text(plain(letter.reason), style="red"), Text(plain(letter.detail)))
+        yield dead
     if trial.refused:
-        table = make_table("from", "reason", "detail", text=["detail"], title="refused by ingest")
+        refused = make_table("from", "reason", "detail", text=["detail"], title="refused by ingest")
         for one in trial.refused[:SHOWN]:
-            table.add_row(Text(plain(one.place)), Text(plain(one.reason), style="red"), Text(plain(one.detail)))
+            refused.add_row(Text(plain(one.place)), Text(plain(one.reason), style="red"), Text(plain(one.detail)))
+        yield refused
+
+
+def _print(trial: Trial, pipe: Pipe) -> None:
+    """The tables on stdout, the rest on stderr."""
+    for table in trial_tables(trial):
         OUT.print(table)
-        _print_rest(len(trial.refused), "refused events")
+    for found, what in ((trial.outputs, "outputs"), (trial.dead, "dead letters"), (trial.refused, "refused events")):
+        if len(found) > SHOWN:
+            print_note(f"{len(found) - SHOWN} more {what} are not shown. Try: --json")
     for line in _warnings(trial, pipe):
         print_note(line, "yellow")
     counts = [f"{_count(trial.events, 'event')} in", f"{len(trial.outputs)} out"]
@@ -181,11 +187,6 @@ def _print(trial: Trial, pipe: Pipe) -> None:
 
 def _count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
-def _print_rest(count: int, what: str) -> None:
-    if count > SHOWN:
-        print_note(f"{count - SHOWN} more {what} are not shown. Try: --json")
 
 
 def _warnings(trial: Trial, pipe: Pipe) -> Iterator[str]:

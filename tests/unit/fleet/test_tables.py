@@ -5,13 +5,14 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
-from rich.console import Console, RenderableType
+from rich.console import Console, Group, RenderableType
 
 from services.core.broker.record import Record
 from services.core.causes import Cause, Example
 from services.core.dead_letter import DeadLetter, Position
 from services.core.keys import ApiKey
 from services.core.pauses import Pause
+from services.core.sample import RefusedEvent, SampleRecord, TrialResult
 from services.fleet.console import make_table
 from services.fleet.cost import Load, Prices, StreamSample, render_cost, summarise_cost
 from services.fleet.dead.view import cause_table, letter_table
@@ -20,8 +21,10 @@ from services.fleet.demo.run import render_result
 from services.fleet.observer_client import loss_table
 from services.fleet.paused import DestinationState, destination_table
 from services.fleet.status_view import render_status
+from services.fleet.trial import Trial
 from services.fleet.verbs.keys import key_table
 from services.fleet.verbs.loss import missing_table
+from services.fleet.verbs.trial import trial_tables
 
 
 class Names(NamedTuple):
@@ -161,6 +164,16 @@ def _ledger(destination: str) -> dict[str, Any]:
     return {"minutes": [minute, minute], "accepted": 20_000, "missing": 0, "threshold": 0.01}
 
 
+def tried(names: Names) -> Shown:
+    event, place = "018f2d3c-7a5b-7c3d-9e4f-123456789abc", f"{names.stream}:1023:123456789"
+    record = Record(b"customer-4711", b'{"amount": 12345.67, "vat": 2345.67}', 10**12, (("ce_id", event.encode()),))
+    source = SampleRecord(place, names.stream, 1023, "123456789", record)
+    letter = DeadLetter(Position("p.dead", 0, 0), record, "p", "", "transform", "schema_mismatch", WORDS, 0, 0, place)
+    refused = RefusedEvent(place, "bad-id-characters", WORDS)
+    trial = Trial(names.pipe, [source], [refused], TrialResult(), [record], [letter], {}, [], 0)
+    return Shown(Group(*trial_tables(trial)), [event, place, "schema_mismatch", "bad-id-characters", "customer-4711"])
+
+
 def demo(_names: Names) -> Shown:
     counts = dict.fromkeys(("accepted", "transformed", "delivered", "duplicates", "sent"), 10_000)
     wrong = dict.fromkeys(("lost", "wrong", "foreign", "unsigned", "dead"), 0)
@@ -187,7 +200,7 @@ def chaos(_names: Names) -> Shown:
     return Shown(render_chaos(result), ["operations", "partner", "handed over", "E2E lag P50 P95 P99"])
 
 
-TABLES = (dead_letters, causes, destinations, loss, missing, keys, cost, status, demo, chaos)
+TABLES = (dead_letters, causes, destinations, loss, missing, keys, cost, status, tried, demo, chaos)
 
 
 def render(table: RenderableType, width: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:

@@ -117,7 +117,7 @@ def test_what_cannot_be_tried_is_explained(shell: Shell, tmp_path: Path) -> None
         (["two", "--sample", "empty"], "Try: --sample s=FILE --sample u=FILE"),
         (["two", "--sample", "s=empty", "--sample", "s=empty"], "--sample names s twice"),
         (["two", "--sample", "s=-", "--sample", "u=-"], "standard input is one file"),
-        (["one", "--from-stream", "3"], "no fleet runs on data, and it holds no log"),
+        (["one", "--from-stream", "3"], "and it holds no log"),
     ):
         assert shell.run("try", *arguments) == 2, arguments
         assert words in shell.err
