@@ -81,6 +81,7 @@ PATCHES = (
                 "        if was_in_doubt:\n            state.doubtful = ()\n            if code",
             ),
         ),
+        quick=True,
         needs=frozenset({"kafka", "writers"}),
     ),
     Patch(
