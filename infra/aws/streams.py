@@ -74,7 +74,11 @@ def _rights(people: list[str]) -> dict[str, list[Json]]:
         "Expel": [
             _on_streams(_READ, *people, "*.out", "*.retry", "*.parked", "penstock.retry-in", "penstock.control"),
             _on_streams(_WRITE, *people, "*.dead", "*.parked", "penstock.retry-in", "penstock.control", TELEMETRY),
+            # What waits for a destination under a former name, or for one that is gone, goes where the pipe file says.
+            _on_streams(_WRITE, "*.retry", "penstock.audit"),
             _on_tables(_HOLD_LEASES, "penstock-*"),
+            _allow(["kinesis:ListStreams"], ["*"]),
+            _on_streams(_SHARDS, "*"),
         ],
         "GlobalRetrier": [
             _on_streams(_READ, "penstock.retry-in", "penstock.delay-*", "*.retry"),

@@ -15,7 +15,6 @@ import msgspec
 
 from services.core.broker.contract import Broker
 from services.core.pipes import (
-    RETRIER_DEAD,
     Destination,
     Pipe,
     PipeFile,
@@ -32,6 +31,9 @@ from services.core.pipes import (
 from services.core.waiting import Bookmark, read_bookmark
 from services.core.yaml_source import Problem
 from services.fleet.dead.found import DeadLetterSearch, Filter
+
+_CONCURRENT = 16
+"""Questions to the broker at once: a pipe may have a thousand destinations."""
 
 Kind = Literal["new", "renamed", "removed", "transform"]
 
@@ -87,6 +89,7 @@ async def find_changes(broker: Broker, pipes: PipeFile, data: Path | None) -> Ch
 class _Search:
     def __init__(self, broker: Broker, pipes: PipeFile, before: Bookmark, topics: Collection[str]) -> None:
         self._broker, self._pipes, self._before, self._topics = broker, pipes, before, topics
+        self._limit = asyncio.Semaphore(_CONCURRENT)
         self._heirs = {lane: choice.deliver_to for lane, choice in removed_lanes(pipes).items() if choice.deliver_to}
         lanes, decided = lanes_of(pipes), removed_lanes(pipes).keys() | before.left.keys()
         self._gone = sorted(lane for lane in before.lanes - lanes - decided if not self._is_decided(lane.split("/")[0]))
@@ -102,7 +105,7 @@ class _Search:
                 return []
             text = f"new transform, will read {_count(stored)} from the beginning; its destinations receive the results"
             return [Change("transform", name, text, stored)]
-        found = [await self._compare_lane(name, pipe, destination) for destination in pipe.destinations]
+        found = await asyncio.gather(*(self._compare_lane(name, pipe, each) for each in pipe.destinations))
         return [change for change in found if change is not None]
 
     async def _compare_lane(self, name: str, pipe: Pipe, destination: Destination) -> Change | None:
@@ -122,9 +125,8 @@ class _Search:
         stored = await self._count_stored(unbegun)
         if not stored:
             return None
-        what = (
-            "reads more than before" if len(unbegun) < len(topics) or lane in self._before.lanes else "new destination"
-        )
+        is_new = len(unbegun) == len(topics) and lane not in self._before.lanes
+        what = "new destination" if is_new else f"begins to read {' and '.join(stored)}"
         if destination.start == "latest":
             return Change(
                 "new", lane, f"{what}, new events only (start: latest); {_count(stored)} are not sent", stored
@@ -150,15 +152,12 @@ class _Search:
         return found
 
     async def abandoned(self, data: Path | None) -> dict[str, str]:
-        """The dead letters and the transform's state of each pipe that is gone, in words."""
-        suffix = dead_letter_topic("")
-        named = {
-            topic.removesuffix(suffix) for topic in self._topics if topic.endswith(suffix) and topic != RETRIER_DEAD
-        }
+        """The dead letters and the transform's state of each pipe of the last start that is gone, in words."""
+        pipes = {lane.partition("/")[0] for lane in self._before.lanes}
         renamed = {old.partition("/")[0] for old in renames_of(self._pipes)}
         found = {}
-        for pipe in sorted(named - self._pipes.pipes.keys() - renamed):
-            if self._is_decided(pipe):
+        for pipe in sorted(pipes - self._pipes.pipes.keys() - renamed):
+            if self._is_decided(pipe) or dead_letter_topic(pipe) not in self._topics:
                 continue
             letters = await self._count_letters(Filter(pipe=pipe))
             state = await asyncio.to_thread(_state_of, pipe, data)
@@ -169,7 +168,8 @@ class _Search:
         return found
 
     async def _has_begun(self, lane: str, topic: str) -> bool:
-        return await self._broker.admin.has_begun(delivery_group(*lane.split("/")), topic)
+        async with self._limit:
+            return await self._broker.admin.has_begun(delivery_group(*lane.split("/")), topic)
 
     async def _count_stored(self, topics: Collection[str]) -> dict[str, int | None]:
         """The stored events by topic, without empty topics; None where offsets do not count them."""

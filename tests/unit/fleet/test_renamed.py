@@ -330,4 +330,4 @@ def test_a_new_source_is_read_from_the_beginning(site: Site) -> None:
     site.start()
     site.put("t", [waiting_event("any/one", 1)])
     site.write(text.replace("[s]", "[s, t]"))
-    assert "late/old: reads more than before, will receive 1 event of t from the beginning" in site.check()[1]
+    assert "late/old: begins to read t, will receive 1 event of t from the beginning" in site.check()[1]
