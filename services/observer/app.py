@@ -85,8 +85,9 @@ class _Parts:
         keys: SigningKeys,
     ) -> None:
         self.failures = FailureTable(pipes)
+        named = dict.fromkeys([*pipes.pipes, *(old.partition("/")[0] for old in renames_of(pipes))])
         self.reader = DeadLetterReader(
-            broker.reader, [*map(dead_letter_topic, pipes.pipes), RETRIER_DEAD], self.failures.count
+            broker.reader, [*map(dead_letter_topic, named), RETRIER_DEAD], self.failures.count
         )
         self._pauses = Pauses(broker.reader, renames_of(pipes))
         self._backlogs = Backlogs(pipes, broker.admin)

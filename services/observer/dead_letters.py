@@ -21,7 +21,7 @@ from services.core.broker.record import Batch
 from services.core.causes import Causes
 from services.core.dead_letter import DeadLetter, Position
 from services.core.lifecycle import wait_for_stop
-from services.core.pipes import PipeFile, dead_letter_topic
+from services.core.pipes import PipeFile, dead_letter_topic, lane_name, renames_of
 from services.core.times import format_time, parse_time
 from services.observer import problems
 from services.observer.http import Refused, json_answer, read_query
@@ -42,9 +42,10 @@ class Failures:
 
 
 class FailureTable:
-    """By destination of the pipe file. Other names in dead letters take no memory."""
+    """By destination of the pipe file; dead letters of a former name count for the present one. Other names take no memory."""
 
     def __init__(self, pipes: PipeFile) -> None:
+        self._renames = renames_of(pipes)
         self._by_name = {
             (name, destination.name): Failures()
             for name, pipe in pipes.pipes.items()
@@ -55,7 +56,9 @@ class FailureTable:
         """Count one; "", or why it counts for no destination: `no_destination` (a transform gave up), `unknown_destination`."""
         if not letter.destination:
             return "no_destination"
-        failures = self._by_name.get((letter.pipe, letter.destination))
+        lane = lane_name(letter.pipe, letter.destination)
+        pipe, _, destination = self._renames.get(lane, lane).partition("/")
+        failures = self._by_name.get((pipe, destination))
         if failures is None:
             return "unknown_destination"
         failures.causes.add(letter)

@@ -11,6 +11,7 @@ from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from typing import NoReturn
 
+import msgspec
 import structlog
 
 from services.core import metrics
@@ -218,6 +219,7 @@ class Follower:
                 metrics.LEDGER_BAD_REPORTS.inc()
                 log.warning("bad_report", error=str(error))
                 continue
+            report = self._rename(report)
             received_ms = self.read_all_ms if offset >= self._known_up_to else 0
             if record.key is not None and record.key.startswith(OURS):
                 self._apply_ours(report, received_ms)
@@ -229,6 +231,12 @@ class Follower:
                 continue
             self.lags.record(report)
             self.fields.record(report)
+
+    def _rename(self, report: Report) -> Report:
+        step = self.table.flow.current(report.node, report.pipe, report.destination)
+        if (step.pipe, step.destination) == (report.pipe, report.destination):
+            return report
+        return msgspec.structs.replace(report, pipe=step.pipe, destination=step.destination)
 
     def _apply_ours(self, report: Report, received_ms: int) -> None:
         """A report on behalf of a silent instance. The instance stays silent, until such a report is closed."""

@@ -139,7 +139,7 @@ def dump(table: Table, beside: FollowerState) -> bytes:
 
 
 def restore(data: bytes, table: Table) -> FollowerState:
-    """Fill an empty table; returns the rest. Raises ValueError."""
+    """Fill an empty table; returns the rest. State of former names goes to the present ones. Raises ValueError."""
     try:
         raw = zstandard.ZstdDecompressor().decompress(data, max_output_size=MAX_BYTES)
         state = msgspec.msgpack.decode(raw, type=SnapshotState)
@@ -148,11 +148,11 @@ def restore(data: bytes, table: Table) -> FollowerState:
     if state.version != _VERSION:
         raise ValueError(f"snapshot of version {state.version}, not {_VERSION}")
     origin_sets, offsets, retries = table.origin_sets, table.offsets, table.origin_sets.retries
+    step_of = table.flow.current
     for minute, node, name, packed in state.accepted:
         origin_sets.held.setdefault(minute, {})[node, name] = _unpack(packed)
-    origin_sets.reported_sets = {
-        (Step(n, p, d), outcome): _unpack(packed) for n, p, d, outcome, packed in state.reported
-    }
+    for n, p, d, outcome, packed in state.reported:
+        origin_sets.reported_sets.setdefault((step_of(n, p, d), outcome), Origins()).update(_unpack(packed))
     origin_sets.last_named, origin_sets.first_named, origin_sets.folded = (
         state.last_named,
         state.first_named,
@@ -161,16 +161,20 @@ def restore(data: bytes, table: Table) -> FollowerState:
     origin_sets.floors = {SequenceKey(incarnation, partition): floor for incarnation, partition, floor in state.floors}
     origin_sets.gone, origin_sets.kept = _unpack(state.gone), _unpack(state.kept)
     table.base = {(row.pipe, row.minute): row for row in state.base}
-    table.liveness.load({Step(n, p, d): heartbeats for n, p, d, heartbeats in state.heartbeats})
+    heartbeats: dict[Step, dict[str, Heartbeat]] = {}
+    for n, p, d, found in state.heartbeats:
+        heartbeats.setdefault(step_of(n, p, d), {}).update(found)
+    table.liveness.load(heartbeats)
     for stream, incarnation, partition, offset in state.reported_offsets:
         offsets.reported.setdefault(stream, {})[SequenceKey(incarnation, partition)] = int(offset)
     for node, pipe, destination, outcome, due, packed in state.retries:
-        retries.load(Step(node, pipe, destination), outcome, due, _unpack(packed))
-    retries.lost = {Step(n, p, d): _unpack(packed) for n, p, d, packed in state.lost}
-    retries.unread = {Step(n, p, d): _unpack(packed) for n, p, d, packed in state.unread}
-    retries.held_at = {Step(n, p, d): (at, _unpack(packed)) for n, p, d, at, packed in state.held}
+        retries.load(step_of(node, pipe, destination), outcome, due, _unpack(packed))
+    for known, stored in ((retries.lost, state.lost), (retries.unread, state.unread)):
+        for n, p, d, packed in stored:
+            known.setdefault(step_of(n, p, d), Origins()).update(_unpack(packed))
+    retries.held_at = {step_of(n, p, d): (at, _unpack(packed)) for n, p, d, at, packed in state.held}
     table.released_by = state.released_by
-    table.returns = {Step(n, p, d): seen for n, p, d, seen in state.returns}
+    table.returns = {step_of(n, p, d): seen for n, p, d, seen in state.returns}
     offsets.marks = {
         stream: {one: {m: int(at) for m, at in marks.items()} for one, marks in partitions.items()}
         for stream, partitions in state.marks.items()
@@ -186,12 +190,21 @@ def restore(data: bytes, table: Table) -> FollowerState:
 def _restore_finality(state: SnapshotState, table: Table) -> None:
     """To be called last: it reads the rows."""
     finality = table.finality
-    finality.open = {(pipe, minute): set(parts) for pipe, minute, parts in state.open}
+
+    def part_of(pipe: str, part: str | None) -> tuple[str, str | None]:
+        return table.flow.current("expel", pipe, part)[1:]
+
+    for pipe, minute, parts in state.open:
+        for name, part in (part_of(pipe, each) for each in parts):
+            if part is not None:
+                finality.open.setdefault((name, minute), set()).add(part)
     finality.open |= {(pipe, minute): set() for pipe, minute, _ in state.final}
-    for pipe, minute, part in state.given_up:
-        finality.given_up.setdefault((pipe, minute), set()).add(part)
-    for pipe, minute, part, missing in state.final_missing:
-        finality.record_missing((pipe, minute), {part: missing})
+    for pipe, minute, each in state.given_up:
+        name, part = part_of(pipe, each)
+        finality.given_up.setdefault((name, minute), set()).add(part)
+    for pipe, minute, each, missing in state.final_missing:
+        name, part = part_of(pipe, each)
+        finality.record_missing((name, minute), {part: missing})
     for pipe, minute, missing in state.final:
         if missing and (pipe, minute) not in finality.final_missing and pipe in table.flow.pipes:
             now = table.row(pipe, minute, 0).missing_by_part()

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import msgspec
 
 from services.core.ledger.report import Node
-from services.core.pipes import PipeFile, is_retried
+from services.core.pipes import PipeFile, is_retried, renames_of
 
 
 class Step(NamedTuple):
@@ -43,9 +43,14 @@ class PipeFlow(msgspec.Struct, frozen=True):
 
 
 class Flow(msgspec.Struct, frozen=True):
-    """All pipes by name. Without loops, as a pipe file is."""
+    """All pipes by name. Without loops, as a pipe file is. renames: of each former (pipe, destination) the present one."""
 
     pipes: dict[str, PipeFlow]
+    renames: dict[tuple[str, str | None], tuple[str, str]] = {}
+
+    def current(self, node: Node, pipe: str, destination: str | None) -> Step:
+        """The step under its present name: what was reported under a former name counts for it."""
+        return Step(node, *self.renames.get((pipe, destination), (pipe, destination)))
 
     def steps(self, pipe: str) -> list[Step]:
         """In the order in which events pass them; without the retrier's."""
@@ -85,5 +90,11 @@ def read_flow(file: PipeFile) -> Flow:
                 frozenset(destination.name for destination in pipe.destinations if is_retried(destination)),
             )
             for name, pipe in file.pipes.items()
-        }
+        },
+        {_split(old): _split(new) for old, new in renames_of(file).items()},
     )
+
+
+def _split(lane: str) -> tuple[str, str]:
+    pipe, _, destination = lane.partition("/")
+    return pipe, destination

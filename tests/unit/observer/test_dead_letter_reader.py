@@ -10,9 +10,10 @@ from services.core.broker.contract import Broker, Reader, TopicSpec
 from services.core.broker.errors import Unavailable
 from services.core.broker.producer import Producer
 from services.core.broker.record import Batch, Record
+from services.core.pipes import PipeFile
 from services.core.provision import ensure_topics
 from services.observer.dead_letters import CAUSES, PAGE, DeadLetterReader, FailureTable
-from tests.unit.observer.letters import BASE, PIPES, letter
+from tests.unit.observer.letters import BASE, HOOK, PIPES, letter
 
 TOPIC = "shop.dead"
 BILLING = ("shop", "billing")
@@ -68,6 +69,16 @@ async def test_what_is_nobodys_is_passed_over(broker: Broker) -> None:
         BILLING: 1,
         ("shop", "search"): 0,
     }
+
+
+async def test_letters_of_a_former_name_are_the_present_ones(broker: Broker) -> None:
+    """Broken: a destination gets a new name, and its failures are not shown any more."""
+    await bury(broker, [letter(1, destination="bills"), letter(2)])
+    text = {"name": "billing", "renamed_from": "bills", "webhook": HOOK}
+    pipes = {"streams": {"orders": {}}, "pipes": {"shop": {"sources": ["orders"], "destinations": [text]}}}
+    book = FailureTable(PipeFile.model_validate(pipes))
+    await read_all(read_by(book, broker))
+    assert book.all()[BILLING].causes.letters == 2
 
 
 async def test_a_topic_made_anew_is_read_from_its_beginning(broker: Broker) -> None:
