@@ -132,3 +132,14 @@ def _join(offsets: Iterable[int]) -> list[Range]:
         else:
             merged.append((offset, offset))
     return merged
+
+
+def covers(entry: Entry, offset: int, digest: bytes) -> bool:
+    """Whether the entry has this record. Entries without digests have every record at their offsets."""
+    size, begin = len(entry.digests) // max(1, sum(last - first + 1 for first, last in entry.ranges)), 0
+    for first, last in entry.ranges:
+        if first <= offset <= last:
+            at = begin + (offset - first) * size
+            return digest.startswith(entry.digests[at : at + size])
+        begin += (last - first + 1) * size
+    return False

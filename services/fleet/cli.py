@@ -11,6 +11,7 @@ from services.fleet.verbs import (
     dead,
     demo,
     destination,
+    event,
     group,
     keys,
     listen,
@@ -26,7 +27,25 @@ from services.fleet.verbs import (
 )
 from services.fleet.verbs.app import APP
 
-VERBS = (cost, dead, demo, destination, group, keys, listen, log, loss, pause, pipes, rate, send, status, trial, up)
+VERBS = (
+    cost,
+    dead,
+    demo,
+    destination,
+    event,
+    group,
+    keys,
+    listen,
+    log,
+    loss,
+    pause,
+    pipes,
+    rate,
+    send,
+    status,
+    trial,
+    up,
+)
 """The import of a verb's module adds the verb to APP."""
 
 

@@ -23,6 +23,7 @@ from services.core.yaml_source import BadConfiguration, Problem
 from services.observer.alarms import AlarmWebhook
 from services.observer.backlogs import Backlogs
 from services.observer.dead_letters import OPENAPI, Api, DeadLetterReader, FailureTable
+from services.observer.event_api import EventApi
 from services.observer.follower import Follower
 from services.observer.health import Reason, list_pauses
 from services.observer.http import serve_api
@@ -60,7 +61,7 @@ async def start(settings: ObserverSettings, supervision: Supervision) -> None:
         running = [supervision.run(work, name) for name, work in parts.work(stopping)]
         api = Api(parts.failures, parts.reader, parts.state, openapi, parts.breaker)
         ledger = LedgerApi(parts.follower, broker.reader, parts.watch.judge, settings.threshold)
-        routes = [*api.routes(), *ledger.routes()]
+        routes = [*api.routes(), *ledger.routes(), *EventApi(broker, pipes).routes()]
         if tokens is not None and settings.token_file is not None:
             running.append(supervision.run(watch_tokens(settings.token_file, tokens).run(stopping), "tokens"))
         address = await stack.enter_async_context(
@@ -131,7 +132,9 @@ class _Parts:
 
     def _causes_of(self, pipe: str, destination: str) -> tuple[CauseView, ...]:
         found = self.failures.all()[pipe, destination].causes.most_common()[:_SHOWN_CAUSES]
-        return tuple(CauseView(cause.detail or cause.reason, cause.count, cause.last) for cause in found)
+        return tuple(
+            CauseView(cause.detail or cause.reason, cause.count, cause.last, cause.example.event_id) for cause in found
+        )
 
 
 @asynccontextmanager

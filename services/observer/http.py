@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from typing import Any
 
 import orjson
 import structlog
@@ -17,7 +18,7 @@ from services.observer import problems
 
 log = structlog.get_logger()
 
-_MAX_PARAMETER = 40
+_MAX_PARAMETER = 63
 _ASK = ('Basic realm="penstock"', 'Bearer realm="penstock"')
 """Each in its own line: browsers find only the first of a list."""
 _READING = ("GET", "HEAD")
@@ -31,9 +32,9 @@ class Refused(Exception):
         self.kind, self.detail = kind, detail
 
 
-def read_query(request: web.Request, known: Mapping[str, Callable[[str], int]]) -> dict[str, int]:
+def read_query(request: web.Request, known: Mapping[str, Callable[[str], Any]]) -> dict[str, Any]:
     """Only known parameters, each at most once. Raises Refused."""
-    found: dict[str, int] = {}
+    found: dict[str, Any] = {}
     for name, text in request.query.items():
         if name not in known or name in found or len(text) > _MAX_PARAMETER:
             allowed = f"Known here, each at most once: {', '.join(known) or 'none'}."

@@ -55,11 +55,12 @@ class LagRow(msgspec.Struct, frozen=True):
 
 
 class CauseView(msgspec.Struct, frozen=True):
-    """Why events could not be delivered. last_ms: when it was last seen."""
+    """Why events could not be delivered. last_ms: when it was last seen. event_id: of the newest dead letter."""
 
     reason: str
     count: int
     last_ms: int
+    event_id: str | None = None
 
 
 class DestinationView(msgspec.Struct, frozen=True):

@@ -20,7 +20,7 @@ from services.observer.ledger_api import format_minute, read_minute
 from services.observer.page import add_page, load_files
 from services.observer.view import View
 from tests.browser.conftest import open_page
-from tests.browser.views import HOSTILE, NOW_MIN, make_view
+from tests.browser.views import HOSTILE, NOW_MIN, make_story, make_view
 from tests.support.ports import free_port
 
 FILES = load_files()
@@ -43,6 +43,7 @@ class Observer:
         app = web.Application()
         add_page(app, FILES, lambda: self.view, interval=0.5)
         app.router.add_get("/v1/pipes/{pipe}/loss/{minute}/explain", self._explain)
+        app.router.add_get("/v1/events/{id}", self._tell)
         runner = web.AppRunner(app)
         await runner.setup()
         try:
@@ -58,6 +59,10 @@ class Observer:
         one = Missing(f"ab:0:{minute}", "transform", None, "ingest", "event-7", "orders", 0, "41")
         found = Explanation("orders", minute, 1_500, (one,), 60_000, complete=True)
         return web.json_response(msgspec.to_builtins(found))
+
+    async def _tell(self, request: web.Request) -> web.Response:
+        story = make_story(request.match_info["id"], is_known="since" not in request.query)
+        return web.json_response(msgspec.to_builtins(story))
 
 
 @pytest.fixture
@@ -120,12 +125,19 @@ def write_token(path: Path, token: str) -> Path:
     return path
 
 
-async def test_names_are_text(chromium: Browser, observer: Observer) -> None:
-    """If this fails, whoever may name a pipe runs scripts in an operator's browser."""
+async def test_names_are_text(chromium: Browser, observer: Observer, tmp_path: Path) -> None:
+    """If this fails, whoever may name a pipe or an event runs scripts in an operator's browser."""
     async with observer.serve() as address, open_page(chromium, address) as page:
         tab = page.get_by_role("tab", name=HOSTILE)
         await tab.click()
         await expect(page.get_by_role("heading", level=2)).to_have_text(HOSTILE)
+        await page.get_by_role("searchbox", name="Event id").fill(HOSTILE)
+        await page.get_by_role("button", name="Find event").click()
+        dialog = page.get_by_role("dialog")
+        await expect(dialog.get_by_role("heading", level=3)).to_have_text(f"Event {HOSTILE}")
+        await expect(dialog).to_contain_text(f"http_503 ({HOSTILE})")
+        await expect(dialog).to_contain_text("waits for another attempt")
+        await page.screenshot(path=tmp_path / "story.png", full_page=True)
         assert await page.locator("img").count() == 0
 
 
@@ -143,6 +155,11 @@ async def test_keyboard_alone_is_enough(chromium: Browser, observer: Observer) -
         await expect(dialog).to_contain_text(f"ab:0:{NOW_MIN - 28}")
         await expect(dialog).to_contain_text("event-7")
         await expect(dialog).to_contain_text("and 1,499 more")
+        await dialog.get_by_role("button", name="event-7").press("Enter")
+        story = page.get_by_role("dialog", name="Event event-7")
+        await expect(story).to_contain_text("Not found among the events that were accepted from")
+        await expect(story.get_by_role("button", name="Search the last 7 days")).to_be_visible()
+        await page.keyboard.press("Escape")
         await page.keyboard.press("Escape")
         await expect(dialog).to_be_hidden()
 

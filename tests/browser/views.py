@@ -2,6 +2,8 @@
 
 import math
 
+from services.core.story.model import EventStory, Lane, Moment, Passage, PipeStory, Searched, SearchedTopic, Story
+from services.core.times import format_time
 from services.observer.view import (
     CauseView,
     DestinationView,
@@ -47,7 +49,7 @@ def make_lossy(per_second: float) -> PipeView:
         for minute in range(NOW_MIN - 40, NOW_MIN)
     )
     causes = (
-        CauseView("503 Service Unavailable", 12_210, NOW_MIN * 60_000 - 4_000),
+        CauseView("503 Service Unavailable", 12_210, NOW_MIN * 60_000 - 4_000, "o-88121"),
         CauseView("connection refused", 530, NOW_MIN * 60_000 - 61_000),
     )
     destinations = (
@@ -107,3 +109,35 @@ def make_well(name: str) -> PipeView:
     durations = tuple(DurationRow(minute, (3.0, 4.0, 9.0)) for minute in range(NOW_MIN - 10, NOW_MIN))
     steps = ("ingest", "transit", "expel")
     return PipeView(name, "healthy", (), 20, ("expel books",), loss, steps, durations, lag, (destination,))
+
+
+def make_story(event_id: str, *, is_known: bool) -> Story:
+    """An event that passed a transform, was delivered once, and waits for another destination whose answer is hostile."""
+    first, last = format_time(NOW_MIN * 60_000 - 86_400_000), format_time(NOW_MIN * 60_000)
+    topics = (SearchedTopic("orders", complete=is_known, back_to=None if is_known else last),)
+    searched = Searched(first, last, 12_000, is_known, is_known, topics)
+    handed_over = Moment(
+        at=last,
+        what="handed_over",
+        text=f"4 attempts failed, the last with http_503 ({HOSTILE}); next due {last}",
+        position="penstock.retry-in:0:41",
+        attempts=4,
+    )
+    lanes = (
+        Lane("billing", "delivered", f"{last} delivered; the number of attempts is not recorded", None, ()),
+        Lane(HOSTILE, "waiting", f"waits for another attempt since {first}, next due {last}", None, (handed_over,)),
+    )
+    passage = Passage("passed", "passed on to orders.out:1:55", last, ("orders.out:1:55",), ())
+    event = EventStory(
+        stream="orders",
+        partition=3,
+        offset="117",
+        accepted=first,
+        event_time=first,
+        origin=HOSTILE,
+        bytes=1042,
+        made_by=None,
+        copied_by=(),
+        pipes=(PipeStory("large-orders", passage, lanes),),
+    )
+    return Story(event_id, (event,) if is_known else (), searched)

@@ -2,7 +2,8 @@
 
 import { drawDurations, drawLag, drawShares } from "./charts.js";
 import { element, find } from "./dom.js";
-import { clock, count, duration, instant, seconds, share } from "./format.js";
+import { clock, count, duration, instant, seconds, share, time } from "./format.js";
+import { listenForSearch, showStory } from "./story.js";
 import { drawDestinations, drawFields, drawGroups, drawLoss, drawMissing, drawShards } from "./tables.js";
 
 const STALE_MS = 20_000;
@@ -71,11 +72,19 @@ async function explain(pipe, minute) {
     const answer = await fetch(`/v1/pipes/${encodeURIComponent(pipe.name)}/loss/${encodeURIComponent(instant(minute))}/explain`);
     const said = await answer.json();
     if (!answer.ok) throw new Error(`${said.title}. ${said.detail}`);
-    if (mine === asked) drawMissing(list, said);
+    if (mine !== asked) return;
+    const range = { since: instant(minute - 2), until: instant(minute + 5) };
+    drawMissing(list, said, (id) => showStory(id, range));
   } catch (error) {
     if (mine !== asked) return;
     list.replaceChildren(element("p", {}, `Could not find out: ${error.message}. Try: penstock loss explain ${pipe.name} ${instant(minute)}`));
   }
+}
+
+// The newest event that failed so. It was accepted before it failed first.
+function showNewest(cause) {
+  const range = { since: time(cause.last_ms - 3_600_000), until: time(cause.last_ms) };
+  showStory(cause.event_id, range);
 }
 
 function draw() {
@@ -93,7 +102,7 @@ function draw() {
   drawDurations(find("durations"), pipe.steps, pipe.durations);
   drawShares(find("shares"), pipe.steps, pipe.durations.at(-1));
   drawLoss(find("loss"), pipe, view.threshold, (minute) => explain(pipe, minute));
-  drawDestinations(find("destinations"), pipe, opened.get(pipe.name));
+  drawDestinations(find("destinations"), pipe, opened.get(pipe.name), showNewest);
   drawFields(find("fields"), pipe);
   drawShards(find("shards"), pipe);
   drawGroups(find("groups"), view.groups);
@@ -131,5 +140,6 @@ find("skip").addEventListener("click", skip);
 addEventListener("resize", () => { cancelAnimationFrame(waiting); waiting = requestAnimationFrame(() => view && draw()); });
 addEventListener("hashchange", () => view && draw());
 addEventListener("keydown", onKey);
+listenForSearch();
 setInterval(tell, 1000);
 connect();

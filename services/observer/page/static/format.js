@@ -10,6 +10,8 @@ export function clock(minute) {
 // As the API and the command line accept it.
 export const instant = (minute) => `${new Date(minute * 60_000).toISOString().slice(0, 16)}Z`;
 
+export const time = (atMs) => new Date(atMs).toISOString();
+
 export function seconds(atMs) {
   const date = new Date(atMs);
   return `${two(date.getUTCHours())}:${two(date.getUTCMinutes())}:${two(date.getUTCSeconds())}`;

@@ -54,24 +54,27 @@ export function drawLoss(table, pipe, threshold, explain) {
   fill(table, `Loss of ${pipe.name} by minute`, ["Minute", "Accepted", ...pipe.nodes.map((node) => `missing at ${node}`), "End to end", "Settled late"], rows);
 }
 
-function causes(destination, opened) {
+function causes(destination, opened, show) {
   if (!destination.causes.length) return "";
   const [first, ...more] = destination.causes;
   const line = (cause) => `${cause.reason} · ${count(cause.count)} · last ${seconds(cause.last_ms)}`;
-  if (!more.length) return line(first);
+  const newest = (cause) => (cause.event_id === null ? [] : [" ", element("button", { type: "button", title: `The story of ${cause.event_id}`, onclick: () => show(cause) }, "newest event")]);
+  if (!more.length) return element("span", {}, line(first), ...newest(first));
   const toggle = (event) => (event.target.open ? opened.add(destination.name) : opened.delete(destination.name));
   return element("details", { open: opened.has(destination.name), ontoggle: toggle },
-    element("summary", {}, line(first)), element("ul", {}, ...more.map((cause) => element("li", {}, line(cause)))));
+    element("summary", {}, line(first)), element("ul", {},
+      ...newest(first).length ? [element("li", {}, first.reason, ...newest(first))] : [],
+      ...more.map((cause) => element("li", {}, line(cause), ...newest(cause)))));
 }
 
-export function drawDestinations(table, pipe, opened) {
+export function drawDestinations(table, pipe, opened, show) {
   const skips = pipe.destinations.some((one) => one.skipped);
   const rows = pipe.destinations.map((one) => element("tr", {},
     element("th", { scope: "row" }, one.name),
     element("td", { class: "text" }, one.state),
     element("td", { class: "text" }, element("span", { class: `badge ${BREAKERS[one.breaker] ?? "quiet"}` }, one.breaker)),
     ...[one.delivered, one.retrying, one.parked, one.dead, ...(skips ? [one.skipped] : [])].map((number) => element("td", {}, count(number))),
-    element("td", { class: "text wrap" }, causes(one, opened))));
+    element("td", { class: "text wrap" }, causes(one, opened, show))));
   fill(table, `Destinations of ${pipe.name}`, ["Destination", "State", "Breaker", "Delivered", "Retrying", "Parked", "Dead", ...(skips ? ["Skipped"] : []), "Common failures"], rows,
     ["State", "Breaker", "Common failures"]);
 }
@@ -107,10 +110,12 @@ export function drawShards(table, pipe) {
   fill(table, `Shards of ${pipe.name}`, ["Topic", "Group", "Partitions", "Furthest behind", "Records behind", "Oldest"], rows, ["Group"]);
 }
 
-export function drawMissing(place, said) {
+// show: opens the story of an event id.
+export function drawMissing(place, said, show) {
   const table = element("table");
   const rows = said.named.map((one) => element("tr", {}, element("th", { scope: "row" }, one.origin),
-    ...[one.event_id ?? "not found", one.destination ? `${one.missing_at} to ${one.destination}` : one.missing_at, one.seen_by, one.topic ?? "", one.partition ?? "", one.offset ?? ""]
+    element("td", { class: "text" }, one.event_id === null ? "not found" : element("button", { type: "button", title: "Its story", onclick: () => show(one.event_id) }, one.event_id)),
+    ...[one.destination ? `${one.missing_at} to ${one.destination}` : one.missing_at, one.seen_by, one.topic ?? "", one.partition ?? "", one.offset ?? ""]
       .map((text) => element("td", { class: "text" }, text))));
   fill(table, "Missing events", ["Origin", "Event id", "Missing at", "Last seen by", "Topic", "Partition", "Offset"], rows,
     ["Event id", "Missing at", "Last seen by", "Topic", "Partition", "Offset"]);

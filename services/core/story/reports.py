@@ -1,0 +1,117 @@
+"""The outcomes that the nodes reported for some events, with the times of the reports."""
+
+import asyncio
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import NamedTuple
+
+from pyroaring import BitMap
+
+from services.core.broker.contract import Reader
+from services.core.broker.errors import UnknownTopic
+from services.core.broker.reading import scan
+from services.core.event import Origin
+from services.core.ledger.report import TELEMETRY, BadReport, Outcome, Report, decode_report, unpack_numbers
+from services.core.pipes import lane_name
+from services.core.story.search import EARLY_MS, Budget, Search
+
+Step = tuple[str, str, str | None]
+"""Node, pipe (of ingest the stream), destination."""
+
+
+class Told(NamedTuple):
+    """One outcome of one event. at_ms: when the report was made, about a second after the outcome at most."""
+
+    outcome: Outcome
+    at_ms: int
+
+
+def present_lane(pipe: str, destination: str, renames: Mapping[str, str]) -> tuple[str, str]:
+    """Pipe and destination by their present names."""
+    now = renames.get(lane_name(pipe, destination), "")
+    return (now.partition("/")[0], now.partition("/")[2]) if now else (pipe, destination)
+
+
+@dataclass(slots=True)
+class Reports:
+    """by_event: by origin and step, the outcomes in the order of their reports.
+
+    complete: the reports were read from before the events' acceptance to the end, or until all that was asked for was known.
+    behind: by step, the age in ms of its oldest unprocessed record, by the newest report that has it. renames: as
+    `pipes.renames_of`; what a destination reported under a former name is the present one's.
+    """
+
+    by_event: dict[Origin, dict[Step, list[Told]]] = field(default_factory=dict)
+    complete: bool = False
+    behind: dict[Step, int] = field(default_factory=dict)
+    renames: Mapping[str, str] = field(default_factory=dict)
+
+    def of(self, origin: Origin | None, step: Step) -> list[Told]:
+        return [] if origin is None else self.by_event.get(origin, {}).get(step, [])
+
+    def first(self, origin: Origin | None, step: Step, outcome: Outcome) -> int | None:
+        """When this outcome was first reported, ms."""
+        return next((told.at_ms for told in self.of(origin, step) if told.outcome == outcome), None)
+
+    def add(self, report: Report, wanted: dict[tuple[str, int], BitMap]) -> None:
+        step: Step = (report.node, report.pipe, report.destination)
+        if report.destination is not None:
+            step = (report.node, *present_lane(report.pipe, report.destination, self.renames))
+        if report.behind_ms is not None:
+            self.behind[step] = report.behind_ms
+        for one in report.sets:
+            numbers = wanted.get((one.incarnation, one.partition))
+            if numbers is None:
+                continue
+            try:
+                there = numbers & unpack_numbers(one.numbers)
+            except BadReport:
+                continue
+            for number in there:
+                origin = Origin(one.incarnation, one.partition, number)
+                known = self.by_event.setdefault(origin, {}).setdefault(step, [])
+                if not known or known[-1].outcome != one.outcome:
+                    known.append(Told(one.outcome, report.at_ms))
+
+
+async def read_reports(
+    search: Search,
+    reader: Reader,
+    origins: Collection[Origin],
+    since_ms: int,
+    budget: Budget,
+    is_done: Callable[[Reports], bool],
+    renames: Mapping[str, str],
+) -> Reports:
+    """Read the reports since then, until the end or until `is_done`. Raises BrokerError kinds."""
+    reports = Reports(renames=renames)
+    wanted: dict[tuple[str, int], BitMap] = {}
+    for origin in origins:
+        wanted.setdefault((origin.incarnation, origin.partition), BitMap()).add(origin.sequence)
+    since = datetime.fromtimestamp(max(0, since_ms - EARLY_MS) / 1000, UTC)
+    try:
+        held = (await reader.describe(TELEMETRY))[0]
+        start = (await reader.offsets_at(TELEMETRY, since))[0]
+    except UnknownTopic:
+        return reports
+    is_kept = start > held.start or held.start == 0
+    async for batch in scan(reader, TELEMETRY, 0, start, None, held):
+        if batch.records and batch.records[0].timestamp < since_ms:
+            is_kept = True
+        search.count(batch, budget)
+        for record in batch.records:
+            if record.key is not None and record.key.startswith(b"ingest/"):
+                continue
+            try:
+                reports.add(decode_report(record.value), wanted)
+            except BadReport:
+                continue
+        if is_done(reports):
+            reports.complete = True
+            return reports
+        if budget.is_spent:
+            return reports
+        await asyncio.sleep(0)
+    reports.complete = is_kept
+    return reports

@@ -1,0 +1,259 @@
+"""Finds records in topics by a header, without an index: reads a range of time, with limits."""
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterable, Set
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import NamedTuple
+
+from services.core.broker.contract import Broker, PartitionRange, Reader
+from services.core.broker.errors import DataDamaged, OffsetOutOfRange, UnknownTopic
+from services.core.broker.reading import READ_RECORDS, read_topic, scan
+from services.core.broker.record import Batch, Record
+from services.core.dead_letter import Position
+from services.core.event import read_arrival
+
+Header = tuple[str, bytes]
+"""A name and a value."""
+
+EARLY_MS = 60_000
+"""The search begins earlier and ends later by this time: clocks differ."""
+MOST_FOUND = 200
+"""More records are not looked for: clients may give the same id to every event."""
+_SLICE = 2 * READ_RECORDS
+"""Offsets of one partition that are read before another one is continued, newest first."""
+
+
+class TimeRange(NamedTuple):
+    """first <= time <= last, ms."""
+
+    first: int
+    last: int
+
+
+class Found(NamedTuple):
+    """A record and its place."""
+
+    position: Position
+    record: Record
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Of one search. linger: seconds for more records of the same id, once there is one."""
+
+    seconds: float
+    records: int
+    bytes: int
+    linger: float = 3.0
+
+
+@dataclass(slots=True)
+class TopicResult:
+    """complete: the whole range was read. back_to: else, everything that is younger than this was read (ms); None: unknown."""
+
+    complete: bool = True
+    back_to: int | None = None
+
+
+class Progress(NamedTuple):
+    """records: that were read so far. topic: that is read now. back_to: the time that was reached there, ms, if it is known."""
+
+    records: int
+    topic: str
+    back_to: int | None
+
+
+Tell = Callable[[Progress], None]
+
+
+def time_of(record: Record) -> int:
+    """When ingest accepted the event, ms; of a record that others wrote, its timestamp."""
+    arrival = read_arrival(record)
+    return record.timestamp if arrival is None else arrival
+
+
+class Budget:
+    """The part of the limits that one step of a search may use."""
+
+    def __init__(self, limits: Limits, share: float) -> None:
+        self._until = time.monotonic() + limits.seconds * share
+        self._records, self._bytes = limits.records * share, limits.bytes * share
+
+    def spend(self, batch: Batch) -> None:
+        self._records -= len(batch.records)
+        self._bytes -= sum([len(record.value or b"") for record in batch.records])
+
+    def end_within(self, seconds: float) -> None:
+        self._until = min(self._until, time.monotonic() + seconds)
+
+    @property
+    def is_spent(self) -> bool:
+        return self._records <= 0 or self._bytes <= 0 or time.monotonic() >= self._until
+
+
+@dataclass(slots=True)
+class _Part:
+    """What is left to read of one partition: `start <= offset < end`. end None: forwards, to the first page that arrived after
+    `last` (ms), or to the end."""
+
+    topic: str
+    partition: int
+    start: int
+    end: int | None
+    last: int | None = None
+    back_to: int | None = None
+
+
+class Search:
+    """One search. It reads on the caller's event loop, in slices, and keeps only the records that it looks for.
+
+    by_topic: how far each topic was read. tell: called after each page.
+    """
+
+    def __init__(self, broker: Broker, limits: Limits, tell: Tell = lambda _progress: None) -> None:
+        self._broker, self._reader, self.limits, self._tell = broker, broker.reader, limits, tell
+        self.by_topic: dict[str, TopicResult] = {}
+        self.records = 0
+
+    def budget(self, share: float) -> Budget:
+        """share: of the limits, 0 to 1."""
+        return Budget(self.limits, share)
+
+    def count(self, batch: Batch, budget: Budget, back_to: int | None = None) -> None:
+        """Count a page that was read."""
+        self.records += len(batch.records)
+        budget.spend(batch)
+        self._tell(Progress(self.records, batch.topic, back_to))
+
+    async def by_arrival(
+        self,
+        topics: Iterable[str],
+        wanted: Set[Header],
+        span: TimeRange,
+        budget: Budget,
+        *,
+        lingers: bool = False,
+    ) -> list[Found]:
+        """The records with one of the wanted headers, in topics whose records are about in the order of their arrival.
+
+        lingers: once there is one, the search ends after `Limits.linger`. Topics that do not exist have none. Raises
+        BrokerError kinds.
+        """
+        return await self._find(topics, wanted, budget, lambda topic: self._open(topic, span), lingers=lingers)
+
+    async def by_timestamp(
+        self, topics: Iterable[str], wanted: Set[Header], first_ms: int, budget: Budget
+    ) -> list[Found]:
+        """The same in topics whose records have the time of their writing, from this time on."""
+        return await self._find(topics, wanted, budget, lambda topic: self._open_since(topic, first_ms))
+
+    async def _find(
+        self,
+        topics: Iterable[str],
+        wanted: Set[Header],
+        budget: Budget,
+        open_topic: Callable[[str], AsyncIterator[_Part]],
+        *,
+        lingers: bool = False,
+    ) -> list[Found]:
+        parts: deque[_Part] = deque()
+        for topic in topics:
+            with suppress(UnknownTopic):
+                parts.extend([part async for part in open_topic(topic)])
+                self.by_topic.setdefault(topic, TopicResult())
+        found: list[Found] = []
+        while parts and not budget.is_spent and len(found) < MOST_FOUND:
+            part = parts.popleft()
+            if await self._read_slice(part, wanted, found, budget):
+                parts.append(part)
+            if found and lingers:
+                budget.end_within(self.limits.linger)
+        for part in parts:  # what was not read
+            result = self.by_topic[part.topic]
+            known = [time for time in (result.back_to, part.back_to) if time is not None]
+            is_known = part.back_to is not None and (result.complete or result.back_to is not None)
+            result.complete, result.back_to = False, max(known) if is_known else None
+        return found[:MOST_FOUND]
+
+    async def _open(self, topic: str, span: TimeRange) -> AsyncIterator[_Part]:
+        first, last = span.first - EARLY_MS, span.last + EARLY_MS
+        if not self._broker.features.contiguous_offsets:
+            async for part in self._open_since(topic, first):
+                part.last = last
+                yield part
+            return
+        for partition, held in (await self._reader.describe(topic)).items():
+            start, _ = await around(self._reader, topic, partition, held, first)
+            _, end = await around(self._reader, topic, partition, PartitionRange(start, held.end), last)
+            if start < end:
+                yield _Part(topic, partition, start, end)
+
+    async def _open_since(self, topic: str, first_ms: int) -> AsyncIterator[_Part]:
+        contiguous = self._broker.features.contiguous_offsets
+        starts = await self._reader.offsets_at(topic, datetime.fromtimestamp(max(0, first_ms) / 1000, UTC))
+        held = await self._reader.describe(topic) if contiguous else {}
+        for partition, start in starts.items():
+            end = held[partition].end if partition in held else None
+            if end is None or start < end:
+                yield _Part(topic, partition, start, end)
+
+    async def _read_slice(self, part: _Part, wanted: Set[Header], found: list[Found], budget: Budget) -> bool:
+        """Read the newest slice. Returns whether there is more to read."""
+        if part.end is None:
+            async for batch in scan(self._reader, part.topic, part.partition, part.start, None):
+                found += _pick(batch, wanted)
+                part.start = batch.offsets[-1] + 1
+                self.count(batch, budget)
+                await asyncio.sleep(0)
+                if part.last is not None and time_of(batch.records[0]) > part.last:
+                    break
+                if budget.is_spent:
+                    return True
+            return False
+        begin, first = max(part.start, part.end - _SLICE), None
+        held = PartitionRange(begin, part.end)
+        with suppress(OffsetOutOfRange):  # the topic was created again meanwhile
+            async for batch in read_topic(
+                self._reader, part.topic, part.partition, held, page=READ_RECORDS, skips_damage=True
+            ):
+                found += _pick(batch, wanted)
+                first = time_of(batch.records[0]) if first is None else first
+                self.count(batch, budget, first)
+                await asyncio.sleep(0)
+                if budget.is_spent and batch.offsets[-1] + 1 < part.end:
+                    return True
+        part.end, part.back_to = begin, part.back_to if first is None else first
+        return begin > part.start
+
+
+def _pick(batch: Batch, wanted: Set[Header]) -> list[Found]:
+    return [
+        Found(Position(batch.topic, batch.partition, offset), record)
+        for offset, record in zip(batch.offsets, batch.records, strict=True)
+        if not wanted.isdisjoint(record.headers)
+    ]
+
+
+async def around(reader: Reader, topic: str, partition: int, held: PartitionRange, at_ms: int) -> tuple[int, int]:
+    """Offsets between which the first record is that arrived at this time or later; near each other. Offsets must count records.
+
+    It reads single records. Where one cannot be read, the range stays wide.
+    """
+    low, high = held.start, held.end
+    while high - low > _SLICE:
+        middle = (low + high) // 2
+        try:
+            batch = await reader.read(topic, partition, middle, max_records=1)
+        except (DataDamaged, OffsetOutOfRange):
+            break
+        if batch is None or batch.damage is not None:
+            break
+        if time_of(batch.records[0]) < at_ms:
+            low = middle
+        else:
+            high = middle
+    return low, high

@@ -1,0 +1,434 @@
+"""From the facts about an event to its story: what happened in which order, and where the event is now."""
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from services.core.audit import DISCARD, DROP, REDRIVE, Entry, covers, digest_of
+from services.core.dead_letter import DeadLetter, Position
+from services.core.event import ORIGIN, Origin, read_arrival
+from services.core.ledger.report import Outcome
+from services.core.masking import mask_text
+from services.core.pauses import Pause
+from services.core.pipes import (
+    DELAYS_S,
+    RETRY_IN,
+    Destination,
+    Pipe,
+    PipeFile,
+    dead_letter_topic,
+    delay_topic,
+    delivery_group,
+    lane_name,
+    parked_topic,
+    retry_topic,
+)
+from services.core.retry_state import RetryState, state_of
+from services.core.story.model import EventStory, Lane, Moment, Passage, PipeStory, State
+from services.core.story.reports import Reports, present_lane
+from services.core.story.search import Found
+from services.core.times import format_time
+
+_SHOWN_OUTPUTS = 20
+_ORDER = [RETRY_IN, *(delay_topic(seconds) for seconds in reversed(DELAYS_S))]
+"""The direction in which the retrier moves events."""
+_DEAD = dead_letter_topic("")
+_PARKED = parked_topic("")
+_RETRY = retry_topic("")
+
+
+@dataclass(slots=True)
+class Facts:
+    """What was found, of all events with one id.
+
+    committed: by group and topic, the last processed offset of each partition; of streams and outputs, read before the reports.
+    renames: `pipes.renames_of`. contiguous: `Features.contiguous_offsets`.
+    """
+
+    pipes: PipeFile
+    reports: Reports
+    committed: Mapping[tuple[str, str], Mapping[int, int]]
+    renames: Mapping[str, str]
+    paused: Mapping[str, Pause] = field(default_factory=dict)
+    acts: Sequence[Entry] = ()
+    contiguous: bool = True
+
+
+@dataclass(slots=True)
+class Event:
+    """One event. record: in a stream; or, made_by set, in the output of that pipe's transform. outputs: by pipe.
+
+    side: its records in the topics of retries, parked events and dead letters.
+    """
+
+    record: Found | None
+    origin: bytes | None
+    made_by: str | None = None
+    outputs: dict[str, list[Found]] = field(default_factory=dict)
+    side: list[Found] = field(default_factory=list)
+
+    @property
+    def run(self) -> Origin | None:
+        return read_origin(self.origin)
+
+    def owns(self, found: Found) -> bool:
+        """Whether a record of a side topic is of this event: by origin, else by the place of the record that it names."""
+        origin = found.record.header(ORIGIN)
+        if origin is not None or self.origin is not None:
+            return origin == self.origin
+        places = [self.record, *(one for outputs in self.outputs.values() for one in outputs)]
+        return source_of(found) in {str(one.position) for one in places if one is not None}
+
+
+def read_origin(packed: bytes | None) -> Origin | None:
+    """None when there is none, or another program wrote something else."""
+    try:
+        return None if packed is None else Origin.unpack(packed)
+    except ValueError:
+        return None
+
+
+def source_of(found: Found) -> str:
+    """The place of the original record that a record of a side topic names; "" without one."""
+    if found.position.topic.endswith(_DEAD):
+        return DeadLetter.of(found.position, found.record).source
+    state = state_of(found.record)
+    return "" if state is None else state.source
+
+
+class _Step(NamedTuple):
+    """A moment, and what it means if nothing follows. order: of moments with the same time."""
+
+    at_ms: int
+    order: int
+    moment: Moment
+    state: State
+    now: str
+    position: str | None
+
+
+def tell_event(event: Event, facts: Facts, wanted: Collection[str]) -> EventStory:
+    """The story of one event, in those of the wanted pipes that read its stream, and in those that have records of it."""
+    found = event.record
+    names = _pipes_of(event, facts, wanted)
+    record = None if found is None else found.record
+    arrival = None if record is None else read_arrival(record)
+    return EventStory(
+        stream=None if found is None else found.position.topic,
+        partition=None if found is None else found.position.partition,
+        offset=None if found is None else str(found.position.offset),
+        accepted=None if arrival is None else format_time(arrival),
+        event_time=None if record is None else format_time(record.timestamp),
+        origin=None if event.origin is None else event.origin.decode(errors="replace"),
+        bytes=None if record is None else len(record.value or b""),
+        made_by=event.made_by,
+        copied_by=(),
+        pipes=tuple(_tell_pipe(name, event, facts) for name in names),
+    )
+
+
+def _pipes_of(event: Event, facts: Facts, wanted: Collection[str]) -> list[str]:
+    stream = None if event.record is None else event.record.position.topic
+    reads = [name for name in wanted if event.made_by == name or stream in facts.pipes.pipes[name].sources]
+    named = {lane_of(one, facts.renames)[0] for one in event.side} - {""}
+    return [*reads, *sorted(named - set(reads))]
+
+
+def lane_of(found: Found, renames: Mapping[str, str]) -> tuple[str, str]:
+    """The pipe and the destination that a record of a side topic names, by their present names."""
+    if found.position.topic.endswith(_DEAD):
+        letter = DeadLetter.of(found.position, found.record)
+        return present_lane(letter.pipe, letter.destination, renames)
+    state = state_of(found.record)
+    return ("", "") if state is None else present_lane(state.pipe, state.destination, renames)
+
+
+def _tell_pipe(name: str, event: Event, facts: Facts) -> PipeStory:
+    pipe = facts.pipes.pipes.get(name)
+    passage = None if pipe is None or pipe.transform is None else _tell_transform(name, event, facts)
+    known = {} if pipe is None else {one.name: one for one in pipe.destinations}
+    found = sorted(
+        {lane[1] for one in event.side if (lane := lane_of(one, facts.renames))[0] == name and lane[1]} - known.keys()
+    )
+    lanes = [_LaneTeller(name, pipe, one, known.get(one), event, facts, passage).tell() for one in (*known, *found)]
+    return PipeStory(name, passage, tuple(lanes))
+
+
+def _tell_transform(pipe: str, event: Event, facts: Facts) -> Passage:
+    step = ("transform", pipe, None)
+    outputs = tuple(str(found.position) for found in event.outputs.get(pipe, []))[:_SHOWN_OUTPUTS]
+    letters = [found for found in event.side if lane_of(found, facts.renames) == (pipe, "")]
+    steps = [one for found in letters for one in _dead(found, facts.acts)]
+    history = tuple(one.moment for one in sorted(steps, key=_when))
+    if event.made_by == pipe:
+        return Passage("passed", "made by the transform", None, outputs, history)
+    passed = facts.reports.first(event.run, step, "passed")
+    filtered = facts.reports.first(event.run, step, "filtered")
+    if outputs or passed is not None:
+        where = f"passed on to {', '.join(outputs[:3])}" if outputs else "passed on; its output was not found"
+        more = f" and {len(outputs) - 3} more" if len(outputs) > 3 else ""
+        return Passage("passed", where + more, _time(passed), outputs, history)
+    if steps:
+        return Passage("dead", max(steps, key=_when).now, history[0].at, outputs, history)
+    if facts.reports.first(event.run, step, "dead") is not None:
+        return Passage("dead", "dead; the dead letter was not found", None, outputs, history)
+    if filtered is not None:
+        return Passage("filtered", "filtered: no output carries its origin", _time(filtered), outputs, history)
+    if facts.reports.complete and event.run is not None:
+        behind, pause = facts.reports.behind.get(step), facts.paused.get(pipe)
+        late = f"; the transform is {behind / 1000:.0f} s behind" if behind else ""
+        late = late if pause is None else f"; the transform is {mask_text(pause.text)}"
+        return Passage(None, f"not transformed yet{late}", None, outputs, history)
+    return Passage(None, "not recorded: reports are kept for a day", None, outputs, history)
+
+
+def _when(step: _Step) -> tuple[int, int]:
+    return step.at_ms, step.order
+
+
+def _time(millis: int | None) -> str | None:
+    return None if millis is None else format_time(millis)
+
+
+def _reason(reason: str, detail: str) -> str:
+    return mask_text(f"{reason} ({detail})" if detail else reason)
+
+
+def _attempts(count: int) -> str:
+    return f"{count} attempt{'' if count == 1 else 's'}"
+
+
+def _acts_on(found: Found, acts: Iterable[Entry]) -> Iterator[Entry]:
+    """The entries that have this record, oldest first."""
+    topic, partition, offset = found.position
+    for entry in acts:
+        is_there = (entry.topic, entry.partition) == (topic, partition)
+        if is_there and covers(entry, offset, digest_of(found.record) if entry.digests else b""):
+            yield entry
+
+
+def _dead(found: Found, acts: Iterable[Entry]) -> Iterator[_Step]:
+    """A dead letter, and what operators did with it."""
+    letter, at_ms, position = DeadLetter.of(found.position, found.record), found.record.timestamp, str(found.position)
+    tried = f" after {_attempts(letter.attempts)}" if letter.attempts else ""
+    text = f"dead letter{tried}: {_reason(letter.reason, letter.detail)}"
+    moment = Moment(
+        at=format_time(at_ms),
+        what="dead",
+        text=text,
+        position=position,
+        attempts=letter.attempts or None,
+        reason=letter.reason,
+        detail=mask_text(letter.detail),
+    )
+    yield _Step(at_ms, 3, moment, "dead", f"in the dead letters: {position}", position)
+    for entry in _acts_on(found, acts):
+        by, at = mask_text(entry.who), format_time(entry.at)
+        if entry.action == REDRIVE:
+            done = Moment(at=at, what="redriven", text=f"redriven by {by}", position=position, by=by)
+            yield _Step(entry.at, 0, done, "redriven", f"redriven by {by}; what follows is not recorded", None)
+        elif entry.action == DISCARD:
+            done = Moment(at=at, what="discarded", text=f"discarded by {by}", position=position, by=by)
+            yield _Step(entry.at, 5, done, "discarded", f"a dead letter that {by} discarded: {position}", position)
+
+
+class _LaneTeller:
+    """Of one destination."""
+
+    def __init__(
+        self,
+        pipe_name: str,
+        pipe: Pipe | None,
+        destination: str,
+        declared: Destination | None,
+        event: Event,
+        facts: Facts,
+        passage: Passage | None,
+    ) -> None:
+        self._name, self._pipe, self._destination, self._declared = pipe_name, pipe, destination, declared
+        self._event, self._facts, self._passage = event, facts, passage
+        self._side = [found for found in event.side if lane_of(found, facts.renames) == (pipe_name, destination)]
+
+    def tell(self) -> Lane:
+        steps = sorted([*self._waits(), *self._parked(), *self._deaths(), *self._drops()], key=_when)
+        delivered = self._first("delivered", "expel")
+        if delivered is not None:
+            failed = max((one.moment.attempts or 0 for one in steps), default=0)
+            text = self._delivered_text(failed)
+            at = format_time(delivered)
+            moment = Moment(at=at, what="delivered", text=text, attempts=failed or None)
+            steps.append(_Step(delivered, 4, moment, "delivered", f"{at} {text}", None))
+            return self._lane(steps[-1], steps)
+        steps += self._reported(steps)
+        if not steps:
+            state, now, position = self._upstream()
+            return Lane(self._destination, state, now, position, ())
+        died = max((one.at_ms for one in steps if one.moment.what == "dead"), default=0)
+        is_back = any(
+            one.moment.what == "due" and one.at_ms >= died for one in steps
+        )  # the record that the redrive wrote
+        return self._lane(max([one for one in steps if not (is_back and one.state == "redriven")], key=_when), steps)
+
+    def _lane(self, last: _Step, steps: Sequence[_Step]) -> Lane:
+        history = tuple(one.moment for one in sorted(steps, key=_when))
+        return Lane(self._destination, last.state, last.now, last.position, history)
+
+    def _first(self, outcome: Outcome, node: str) -> int | None:
+        return self._facts.reports.first(self._event.run, (node, self._name, self._destination), outcome)
+
+    def _delivered_text(self, failed: int) -> str:
+        stream = None if self._declared is None else self._declared.stream
+        what = "delivered" if stream is None else f"stored in {stream}"
+        if failed:
+            return f"{what}, after {_attempts(failed)} that failed"
+        return f"{what}; the number of attempts is not recorded"
+
+    def _waits(self) -> Iterator[_Step]:
+        """From the records of the retrier's topics and of `.retry`. The copies of one round are one moment."""
+        rounds: dict[tuple[int, int], list[tuple[Found, RetryState]]] = {}
+        for found in self._side:
+            state = state_of(found.record)
+            if state is not None and not found.position.topic.endswith((_DEAD, _PARKED)):
+                rounds.setdefault((state.rounds, state.due), []).append((found, state))
+        for copies in rounds.values():
+            copies.sort(key=lambda one: (one[0].record.timestamp, _rank(one[0].position.topic)))
+            first, state = copies[0]
+            last = copies[-1][0]
+            if state.attempts or first.position.topic == RETRY_IN:
+                yield self._handed_over(first, last, state)
+            if last.position.topic.endswith(_RETRY):
+                yield self._back(last, state)
+
+    def _handed_over(self, first: Found, last: Found, state: RetryState) -> _Step:
+        at_ms, due = first.record.timestamp, format_time(state.due)
+        text = (
+            f"{_attempts(state.attempts)} failed, the last with {_reason(state.reason, state.detail)}; next due {due}"
+        )
+        moment = Moment(
+            at=format_time(at_ms),
+            what="handed_over",
+            text=text,
+            position=str(first.position),
+            attempts=state.attempts,
+            reason=state.reason,
+            detail=mask_text(state.detail),
+            due=due,
+        )
+        since = format_time(state.first_failure)
+        now = f"waits for another attempt since {since}, next due {due}; last failure {mask_text(state.reason)}"
+        return _Step(at_ms, 0, moment, "waiting", now, str(last.position))
+
+    def _back(self, found: Found, state: RetryState) -> _Step:
+        at_ms, position = found.record.timestamp, str(found.position)
+        text = "due again: in the retry topic"
+        moment = Moment(at=format_time(at_ms), what="due", text=text, position=position, due=format_time(state.due))
+        waiting, now = self._progress(found, f"due again since {format_time(at_ms)}")
+        return _Step(at_ms, 1, moment, "waiting" if waiting else "unknown", now, position)
+
+    def _parked(self) -> Iterator[_Step]:
+        for found in self._side:
+            if not found.position.topic.endswith(_PARKED):
+                continue
+            at_ms, state = found.record.timestamp, state_of(found.record)
+            attempts, position = state.attempts if state is not None else 0, str(found.position)
+            tried = f" after {_attempts(attempts)}" if attempts else ""
+            text = f"parked{tried}: the destination was paused"
+            moment = Moment(
+                at=format_time(at_ms), what="parked", text=text, position=position, attempts=attempts or None
+            )
+            if lane_name(self._name, self._destination) in self._facts.paused:
+                now = f"parked until the destination is resumed: penstock destination resume {self._destination}"
+                yield _Step(at_ms, 2, moment, "parked", now, position)
+            else:
+                waiting, now = self._progress(
+                    found, f"parked since {format_time(at_ms)}, and the destination is resumed"
+                )
+                yield _Step(at_ms, 2, moment, "parked" if waiting else "unknown", now, position)
+
+    def _deaths(self) -> Iterator[_Step]:
+        for found in self._side:
+            if found.position.topic.endswith(_DEAD):
+                yield from _dead(found, self._facts.acts)
+
+    def _drops(self) -> Iterator[_Step]:
+        for found in self._side:
+            for entry in _acts_on(found, self._facts.acts):
+                if entry.action == DROP:
+                    text = mask_text(f"dropped by the pipe file: {entry.filters.get('because', '')}")
+                    by = mask_text(entry.who)
+                    moment = Moment(
+                        at=format_time(entry.at), what="dropped", text=text, position=str(found.position), by=by
+                    )
+                    yield _Step(entry.at, 6, moment, "dropped", text, None)
+
+    def _reported(self, steps: Sequence[_Step]) -> Iterator[_Step]:
+        """Outcomes whose records were not found."""
+        found = {one.moment.what for one in steps}
+        lost: tuple[tuple[Outcome, str, str, State], ...] = (
+            ("retrying", "expel", "handed_over", "waiting"),
+            ("parked", "expel", "parked", "parked"),
+            ("dead", "expel", "dead", "dead"),
+            ("dead", "retrier", "dead", "dead"),
+        )
+        for outcome, node, what, state in lost:
+            at_ms = self._first(outcome, node)
+            if at_ms is not None and what not in found and not (what == "handed_over" and "due" in found):
+                text = f"reported as {outcome}; the record was not found"
+                moment = Moment(at=format_time(at_ms), what="reported", text=text)
+                yield _Step(at_ms, 0, moment, state, text, None)
+
+    def _progress(self, found: Found, since: str) -> tuple[bool, str]:
+        """Whether the lane's group has this record still before it, and where the event is."""
+        before = self._before(found.position)
+        if before is None:
+            return True, f"{since}; expel has not read it yet"
+        if before < 0:
+            return False, f"{since}; expel has read it, and has not reported its outcome"
+        return True, f"{since}; {_behind(before, found.position.topic, contiguous=self._facts.contiguous)}"
+
+    def _before(self, position: Position) -> int | None:
+        """The records before it that the lane's group has not settled; negative: it has settled this one; None: unknown."""
+        group = delivery_group(self._name, self._destination)
+        committed = self._facts.committed.get((group, position.topic), {}).get(position.partition)
+        return None if committed is None else position.offset - committed - 1
+
+    def _upstream(self) -> tuple[State, str, str | None]:
+        """Where an event is of which the lane has left no trace."""
+        passage, event = self._passage, self._event
+        if passage is not None and passage.outcome != "passed":
+            return "not_passed", f"the transform has not passed it on: {passage.now}", None
+        read = event.outputs.get(self._name, []) if passage is not None else [event.record] if event.record else []
+        if not read:
+            return "unknown", "nothing is stored about it", None
+        before = self._before(read[0].position)
+        position = str(read[0].position)
+        if before is None:
+            late = "; the destination begins at the newest event" if self._starts_late() else ""
+            return "not_read", f"not read yet: its group has settled nothing in this partition{late}", position
+        if before >= 0:
+            topic = read[0].position.topic
+            return (
+                "not_read",
+                f"not delivered yet; {_behind(before, topic, contiguous=self._facts.contiguous)}",
+                position,
+            )
+        if not self._facts.reports.complete:
+            return "unknown", "read, and neither waiting nor dead; reports of deliveries are kept for a day", None
+        if self._event.run is None:
+            return "unknown", "read, and neither waiting nor dead; without an origin no report can name it", None
+        return "unknown", "its group is past it, and no report has an outcome: it was skipped or is missing", None
+
+    def _starts_late(self) -> bool:
+        return self._declared is not None and self._declared.start == "latest"
+
+
+def _behind(before: int, topic: str, *, contiguous: bool) -> str:
+    if not contiguous:
+        return f"its group has not reached it in {topic}"
+    if not before:
+        return f"its group is at it in {topic}"
+    return f"1 event of {topic} is before it" if before == 1 else f"{before} events of {topic} are before it"
+
+
+def _rank(topic: str) -> int:
+    return _ORDER.index(topic) if topic in _ORDER else len(_ORDER)

@@ -1,0 +1,161 @@
+"""`penstock event`: what happened to one event, and where it is now."""
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+import uvloop
+from rich.progress import Progress as Bar
+from rich.progress import SpinnerColumn, TextColumn
+from rich.text import Text
+
+from services.core.pipes import PipeFile, load_pipes
+from services.core.story.find import Scope, find_story, make_scope
+from services.core.story.model import EventStory, Lane, Moment, Passage, Searched, Story
+from services.core.story.search import Limits, Progress
+from services.core.times import format_time, parse_time
+from services.fleet.access import find_broker, find_pipes, opened
+from services.fleet.console import ERR, OUT, print_note
+from services.fleet.dead.view import plain
+from services.fleet.problem import CommandFailed
+from services.fleet.verbs.app import APP, AsJson, BrokerUrl, Data, Pipes, example
+
+LIMITS = Limits(seconds=60.0, records=20_000_000, bytes=8_000_000_000)
+SHOWN_ID = 80
+
+
+@APP.command(epilog=example("penstock event o-88121\npenstock event o-88121 --stream orders --since 3d --json"))
+def event(
+    event_id: Annotated[
+        str, typer.Argument(metavar="ID", help="The event's id, as a receiver or a dead letter shows it.")
+    ],
+    stream: Annotated[str | None, typer.Option("--stream", help="Only events of this stream.")] = None,
+    pipe: Annotated[str | None, typer.Option("--pipe", help="Only the sources of this pipe, and its outcomes.")] = None,
+    since: Annotated[
+        str | None,
+        typer.Option(
+            "--since",
+            help="Only events accepted at or after this: 2h (ago), or an RFC 3339 time. Absent: the time in the id (UUIDv7), "
+            "else 24 hours ago.",
+        ),
+    ] = None,
+    until: Annotated[str | None, typer.Option("--until", help="Only events accepted before this.")] = None,
+    pipes: Pipes = None,
+    broker: BrokerUrl = None,
+    data: Data = Path("data"),
+    as_json: AsJson = False,
+) -> None:
+    """Show the story of an event: when it was accepted, its outcome at each step, its attempts, and where it is now.
+
+    Searches the topics for its id; a fleet need not run. Status 1 when the id was not found.
+    """
+    file, now = load_pipes(find_pipes(pipes, data)), time.time()
+    try:
+        first, last = (None if text is None else parse_time(text, now) for text in (since, until))
+    except (ValueError, OverflowError) as error:
+        raise CommandFailed(str(error), status=2) from error
+    try:
+        scope = make_scope(file, event_id, int(now * 1000), stream=stream, pipe=pipe, since=first, until=last)
+    except KeyError as error:
+        known = (
+            f"one of these streams: {', '.join(file.streams)}; or of these pipes: {', '.join(file.pipes) or 'none yet'}"
+        )
+        raise CommandFailed(f"the pipe file has no {error.args[0]}", known, status=2) from error
+    story = uvloop.run(_find(find_broker(broker, data), file, event_id, scope))
+    if as_json:
+        typer.echo(json.dumps(msgspec.to_builtins(story)))
+    else:
+        for one in story.events:
+            _print_event(one)
+    _print_search(story)
+    if not story.events:
+        raise typer.Exit(1)
+
+
+async def _find(url: str, file: PipeFile, event_id: str, scope: Scope) -> Story:
+    async with opened(url) as broker:
+        with _progress() as show:
+            return await find_story(broker, file, event_id, scope, LIMITS, show)
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[Progress], None]]:
+    """On a terminal, one line that shows how far the search is."""
+    columns = (SpinnerColumn(), TextColumn("{task.description}"))
+    with Bar(*columns, console=ERR, transient=True, disable=not ERR.is_terminal) as bar:
+        task = bar.add_task("searching")
+
+        def show(progress: Progress) -> None:
+            back = "" if progress.back_to is None else f", back to {format_time(progress.back_to)}"
+            bar.update(task, description=f"searching {progress.topic}: {progress.records:,} records{back}")
+
+        yield show
+
+
+def _print_event(one: EventStory) -> None:
+    if one.stream is None:
+        OUT.print(Text("The event's own record was not found; these records name it:", style="bold"))
+    else:
+        place = f"{one.stream}, partition {one.partition}, offset {one.offset}"
+        by = f", made by the transform of {one.made_by}" if one.made_by else ""
+        copied = f", written by {' or '.join(one.copied_by)}" if one.copied_by else ""
+        OUT.print(Text.assemble((f"accepted {one.accepted or 'at an unknown time'}", "bold"), f"  {place}{by}{copied}"))
+        OUT.print(
+            Text(plain(f"  event time {one.event_time}, {one.bytes} bytes, origin {one.origin or 'none'}"), style="dim")
+        )
+    for pipe in one.pipes:
+        OUT.print(Text(f"  {plain(pipe.pipe)}", style="bold cyan"))
+        if pipe.transform is not None:
+            _print_transform(pipe.transform)
+        for lane in pipe.destinations:
+            _print_lane(lane)
+    if not one.pipes:
+        OUT.print(Text("  no pipe reads this stream"))
+
+
+def _print_transform(passage: Passage) -> None:
+    at = f"  (reported {passage.at})" if passage.at else ""
+    style = {"passed": "green", "dead": "red"}.get(passage.outcome or "", "yellow")
+    OUT.print(Text.assemble("    transform: ", (plain(passage.now), style), (at, "dim")))
+    _print_history(passage.history)
+
+
+_STYLES = {"delivered": "green", "dead": "red", "dropped": "red", "unknown": "yellow", "waiting": "yellow"}
+
+
+def _print_lane(lane: Lane) -> None:
+    OUT.print(Text.assemble(f"    {plain(lane.destination)}: ", (plain(lane.now), _STYLES.get(lane.state, ""))))
+    if lane.state != "delivered" or len(lane.history) > 1:
+        _print_history(lane.history)
+
+
+def _print_history(history: tuple[Moment, ...]) -> None:
+    for moment in history:
+        where = f"  [{moment.position}]" if moment.position else ""
+        OUT.print(Text.assemble((f"      {moment.at}  ", "dim"), plain(moment.text), (plain(where), "dim")))
+
+
+def _print_search(story: Story) -> None:
+    """Which part of the topics was searched, where the answer depends on it."""
+    searched: Searched = story.searched
+    span = f"events accepted from {searched.first} to {searched.last}"
+    partly = [topic for topic in searched.topics if not topic.complete]
+    if not story.events:
+        print_note(
+            f"{plain(story.id, SHOWN_ID)} was not found: {len(searched.topics)} topics and {searched.records} records were "
+            f"searched, for {span}. Try: --since 7d, or --since and --until around its time",
+            "yellow",
+        )
+    for topic in partly:
+        back = f"back to {topic.back_to}" if topic.back_to else "in part"
+        print_note(f"{topic.topic} was searched {back}. Try: --since and --until for another range", "yellow")
+    if story.events and not searched.reports_complete:
+        print_note(
+            "The reports of this time are not stored any more, or were not read in full. Deliveries may be unknown.",
+            "yellow",
+        )
