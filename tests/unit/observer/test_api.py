@@ -11,6 +11,7 @@ from jsonschema import Draft202012Validator
 from services.core.broker.producer import Producer
 from services.core.dead_letter import DeadLetter, Position
 from services.observer.dead_letters import OPENAPI, Api, DeadLetterReader, FailureTable
+from services.observer.event_api import EventApi
 from services.observer.follower import Follower
 from services.observer.health import Health
 from services.observer.http import serve_api
@@ -139,7 +140,8 @@ async def test_the_description_is_served_and_names_every_route(client: Client) -
     assert (status, body) == (200, DOCUMENT)
     api = Api(client.table, DeadLetterReader(no_admin(), [], client.table.count), lambda _pipe, _name: None, b"")
     ledger = LedgerApi(Follower(PLAIN, no_admin(), Producer(MemoryAppender()), print), no_admin(), no_judge, 0.01)
-    served = {(route.path, route.method.lower()) for route in (*api.routes(), *ledger.routes())}
+    events = EventApi(no_admin(), PIPES)
+    served = {(route.path, route.method.lower()) for route in (*api.routes(), *ledger.routes(), *events.routes())}
     assert served == {(path, method) for path, methods in DOCUMENT["paths"].items() for method in methods}
     for schema in DOCUMENT["components"]["schemas"].values():
         Draft202012Validator.check_schema(schema)
