@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 import msgspec
 
@@ -315,8 +316,10 @@ class _Finder:
         return pauses.paused()
 
     async def _read_acts(self) -> list[Entry]:
-        """The audit entries about the side records, oldest first."""
-        places = {found.position for event in self.events for found in event.side}
+        """The audit entries about these records, oldest first."""
+        records = [found for event in self.events for found in (*event.side, *chain(*event.outputs.values()))]
+        records += [event.record for event in self.events if event.record is not None]
+        places = {found.position for found in records}
         acts: list[Entry] = []
         if not places:
             return acts

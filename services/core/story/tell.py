@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from services.core.audit import DISCARD, DROP, REDRIVE, Entry, covers, digest_of
+from services.core.audit import DISCARD, DROP, REDRIVE, RESET, SKIP, Entry, covers, digest_of
 from services.core.dead_letter import DeadLetter, Position
 from services.core.event import ORIGIN, Origin, read_arrival
 from services.core.ledger.report import Outcome
@@ -250,15 +250,15 @@ class _LaneTeller:
         self._side = [found for found in event.side if lane_of(found, facts.renames) == (pipe_name, destination)]
 
     def tell(self) -> Lane:
-        steps = sorted([*self._waits(), *self._parked(), *self._deaths(), *self._drops()], key=_when)
+        steps = [*self._waits(), *self._parked(), *self._deaths(), *self._drops(), *self._moves()]
         delivered = self._first("delivered", "expel")
         if delivered is not None:
             failed = max((one.moment.attempts or 0 for one in steps), default=0)
             text = self._delivered_text(failed)
             at = format_time(delivered)
             moment = Moment(at=at, what="delivered", text=text, attempts=failed or None)
-            steps.append(_Step(delivered, 4, moment, "delivered", f"{at} {text}", None))
-            return self._lane(steps[-1], steps)
+            last = _Step(delivered, 4, moment, "delivered", f"{at} {text}", None)
+            return self._lane(last, [*steps, last])
         steps += self._reported(steps)
         if not steps:
             state, now, position = self._upstream()
@@ -361,6 +361,29 @@ class _LaneTeller:
                     )
                     yield _Step(entry.at, 6, moment, "dropped", text, None)
 
+    def _moves(self) -> Iterator[_Step]:
+        """Operators who moved the group over the event, forward or back."""
+        for found in self._inputs():
+            for entry in _acts_on(found, self._facts.acts):
+                lane = entry.filters.get("destination", "")
+                if self._facts.renames.get(lane, lane) != lane_name(self._name, self._destination):
+                    continue
+                by, because, position = mask_text(entry.who), entry.filters.get("because", ""), str(found.position)
+                if entry.action == SKIP:
+                    text = mask_text(f"skipped by {by}: {because}")
+                    moment = Moment(at=format_time(entry.at), what="skipped", text=text, position=position, by=by)
+                    yield _Step(entry.at, 7, moment, "skipped", text, position)
+                elif entry.action == RESET:
+                    text = f"to be delivered again: {by} moved the offsets back"
+                    moment = Moment(at=format_time(entry.at), what="reset", text=text, position=position, by=by)
+                    yield _Step(entry.at, 7, moment, *self._upstream())
+
+    def _inputs(self) -> list[Found]:
+        """The records that the lane reads."""
+        if self._passage is not None:
+            return self._event.outputs.get(self._name, [])
+        return [] if self._event.record is None else [self._event.record]
+
     def _reported(self, steps: Sequence[_Step]) -> Iterator[_Step]:
         """Outcomes whose records were not found."""
         found = {one.moment.what for one in steps}
@@ -369,6 +392,7 @@ class _LaneTeller:
             ("parked", "expel", "parked", "parked"),
             ("dead", "expel", "dead", "dead"),
             ("dead", "retrier", "dead", "dead"),
+            ("skipped", "expel", "skipped", "skipped"),
         )
         for outcome, node, what, state in lost:
             at_ms = self._first(outcome, node)
@@ -394,10 +418,10 @@ class _LaneTeller:
 
     def _upstream(self) -> tuple[State, str, str | None]:
         """Where an event is of which the lane has left no trace."""
-        passage, event = self._passage, self._event
+        passage = self._passage
         if passage is not None and passage.outcome != "passed":
             return "not_passed", f"the transform has not passed it on: {passage.now}", None
-        read = event.outputs.get(self._name, []) if passage is not None else [event.record] if event.record else []
+        read = self._inputs()
         if not read:
             return "unknown", "nothing is stored about it", None
         before = self._before(read[0].position)
@@ -416,7 +440,11 @@ class _LaneTeller:
             return "unknown", "read, and neither waiting nor dead; reports of deliveries are kept for a day", None
         if self._event.run is None:
             return "unknown", "read, and neither waiting nor dead; without an origin no report can name it", None
-        return "unknown", "its group is past it, and no report has an outcome: it was skipped or is missing", None
+        return (
+            "unknown",
+            "its group is past it, and no report has an outcome: it is missing. Try: penstock loss explain",
+            None,
+        )
 
     def _starts_late(self) -> bool:
         return self._declared is not None and self._declared.start == "latest"

@@ -125,7 +125,14 @@ def _print_transform(passage: Passage) -> None:
     _print_history(passage.history)
 
 
-_STYLES = {"delivered": "green", "dead": "red", "dropped": "red", "unknown": "yellow", "waiting": "yellow"}
+_STYLES = {
+    "delivered": "green",
+    "dead": "red",
+    "dropped": "red",
+    "skipped": "red",
+    "unknown": "yellow",
+    "waiting": "yellow",
+}
 
 
 def _print_lane(lane: Lane) -> None:

@@ -11,7 +11,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pyroaring import BitMap
 
-from services.core.audit import DISCARD, DROP, REDRIVE, ActedUpon, digest_of, write_entries
+from services.core.audit import (
+    DISCARD,
+    DROP,
+    REDRIVE,
+    SKIP,
+    ActedUpon,
+    MovedGroup,
+    digest_of,
+    write_entries,
+    write_moves,
+)
 from services.core.broker.connect import open_broker
 from services.core.broker.contract import Broker
 from services.core.broker.producer import Producer
@@ -161,9 +171,12 @@ async def test_each_outcome_is_told(history: History) -> None:
     offset = await history.write("shop.parked", history.wait(dropped, 100))
     await history.act(DROP, ActedUpon("shop.parked", 0, offset))
     await history.accept("skipped")
+    filters = {"destination": "shop/billing", "because": "a test"}
+    await write_moves(history.producer, SKIP, "ada@desk", filters, [MovedGroup("orders", 0, 8, 9, 1, 8, 8)])
+    await history.accept("lost")
     await history.accept("unread")
     await history.accept("last")
-    await history.broker.admin.set_committed("shop.billing", "orders", {0: 8})
+    await history.broker.admin.set_committed("shop.billing", "orders", {0: 9})
 
     assert delivered.header(ID) == b"delivered"
     assert (await billing_of(history, "delivered")).state == "delivered"
@@ -187,7 +200,9 @@ async def test_each_outcome_is_told(history: History) -> None:
     told = await billing_of(history, "dropped")
     assert (told.state, told.now) == ("dropped", "dropped by the pipe file: they moved")
     told = await billing_of(history, "skipped")
-    assert (told.state, "skipped or is missing" in told.now) == ("unknown", True)
+    assert (told.state, told.now) == ("skipped", "skipped by ada@desk: a test")
+    told = await billing_of(history, "lost")
+    assert (told.state, "is missing" in told.now) == ("unknown", True)
     told = await billing_of(history, "unread")
     assert (told.state, told.now) == ("not_read", "not delivered yet; its group is at it in orders")
     assert "1 event of orders is before it" in (await billing_of(history, "last")).now

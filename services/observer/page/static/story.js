@@ -4,7 +4,7 @@ import { element, find } from "./dom.js";
 import { count } from "./format.js";
 
 const STATES = {
-  delivered: "good", dead: "bad", dropped: "bad", waiting: "warn", parked: "warn", unknown: "warn", not_read: "quiet",
+  delivered: "good", dead: "bad", dropped: "bad", skipped: "bad", waiting: "warn", parked: "warn", unknown: "warn", not_read: "quiet",
   not_passed: "quiet", redriven: "warn", discarded: "quiet",
 };
 let asked = 0;
