@@ -100,7 +100,7 @@ class _Search:
     async def compare_pipe(self, name: str, pipe: Pipe) -> list[Change]:
         """The changes of its transform and its destinations."""
         if pipe.transform is not None and output_topic(name) not in self._topics:
-            stored = await self._count_stored(pipe.sources)
+            stored = await self._count_stored([topic for topic in pipe.sources if topic in self._topics])
             if not stored:
                 return []
             text = f"new transform, will read {_count(stored)} from the beginning; its destinations receive the results"
