@@ -2,10 +2,13 @@
 
 import re
 
-_SECRET_VALUE = re.compile(r"whsec_[A-Za-z0-9+/=_-]+|psk_[A-Za-z0-9_-]+|(?<=://)[^/\s@]+(?=@)|(?i:bearer)\s+\S+")
+_SECRET_VALUE = re.compile(
+    r"whsec_[A-Za-z0-9+/=_-]+|psk_[A-Za-z0-9_-]+|eyJ[A-Za-z0-9_-]{12,}(?:\.[A-Za-z0-9_-]*)+|(?<=://)[^/\s@]+(?=@)|(?i:bearer)\s+\S+"
+)
+"""eyJ: a token in the form of JSON (JWT)."""
 MASK = "***"
 
 
 def mask_text(text: str) -> str:
-    """The text with signing secrets, API keys, bearer tokens and the user part of URLs replaced by `***`."""
+    """The text with signing secrets, API keys, bearer tokens, JWTs and the user part of URLs replaced by `***`."""
     return _SECRET_VALUE.sub(MASK, text)

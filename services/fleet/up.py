@@ -38,6 +38,8 @@ async def fleet_of(settings: UpSettings, config: str | None, stop: Stop) -> Asyn
     """
     check = partial(check_pipe_file, settings.pipes, listen=settings.listen, allow_networks=settings.allow_networks)
     pipes, contents = await asyncio.to_thread(read_checked, settings.pipes, config, check)
+    for problem in await asyncio.to_thread(find_warnings, settings.pipes):
+        _notify("warning", f"warning: {problem}")
     await asyncio.to_thread(check_port_free, settings.listen, "ingest", "--listen")
     await asyncio.to_thread(check_port_free, settings.management, "the supervisor", "--management")
     await asyncio.to_thread(check_port_free, settings.observer, "the observer", "--observer")
@@ -51,8 +53,6 @@ async def fleet_of(settings: UpSettings, config: str | None, stop: Stop) -> Asyn
         changes = await check_changes(broker, pipes, settings.pipes, settings.data.absolute())
         topics, waiting, _ = await prepare(broker, pipes, settings.pipes)
         _progress(f"topics: {len(topics.created)} created, {len(topics.kept)} there already")
-        for problem in await asyncio.to_thread(find_warnings, settings.pipes):
-            _notify("warning", f"warning: {problem}")
         for line in [*map(str, changes), *describe_removed(waiting, pipes)]:
             _notify("warning", line)
         snapshot = settings.data.absolute() / "snapshot"

@@ -18,6 +18,7 @@ def test_secrets_are_masked_at_any_depth() -> None:
         "items": [f"key psk_{SECRET}", {"webhook_signature": f"v1,{SECRET}"}],
         "error": ValueError(f"secret whsec_{SECRET}= is bad"),
         "note": f"authorization: bearer {SECRET}",
+        "unknown": f"key eyJhbGciOiJIUzI1NiJ9.{SECRET}.{SECRET} is unknown",
         "count": 3,
         "share": 0.5,
         "nothing": None,
