@@ -12,6 +12,9 @@ OTHER = "other"
 """The reason of all causes that are too rare to be listed."""
 
 _QUOTED = re.compile(r"\"[^\"]*\"|'[^']*'|`[^`]*`")
+_FIELD = re.compile(r"field .{1,500}?: expected \S+( NOT NULL)?, found ")
+"""How the detail of a `schema_mismatch` begins."""
+_PLACE = re.compile(r"\['[^']*'\]|\[\d+\]")
 _VARYING = re.compile(r"\b(?=[\w.:+-]*\d)[\w.:+-]*\w")
 _STATUS = re.compile(r"http_(\d{3})")
 _MAX_ID = 256
@@ -19,8 +22,15 @@ _MAX_ID = 256
 
 @lru_cache(4096)
 def normalise(detail: str) -> str:
-    """The detail with placeholders for quoted parts, words with a digit (numbers, ids, times), and secrets."""
-    return " ".join(_VARYING.sub("#", _QUOTED.sub("'…'", mask_text(detail))).split())
+    """The detail with placeholders for quoted parts, words with a digit (numbers, ids, times), and secrets.
+
+    The name and type of a field stay, without indexes and keys. So there is a line for each field and kind of value.
+    """
+    masked = mask_text(detail)
+    field = _FIELD.match(masked)
+    begin = "" if field is None else _PLACE.sub("[]", field[0])
+    rest = masked if field is None else masked[field.end() :]
+    return begin + " ".join(_VARYING.sub("#", _QUOTED.sub("'…'", rest)).split())
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ import structlog
 from pyspark.sql import DataFrame
 
 from services.core.broker.record import Record, TopicPartition
+from services.core.causes import normalise
 from services.core.dead_letter import MAX_DETAIL, make_dead_letter
 from services.core.event import ID
 from services.core.pipes import dead_letter_topic
@@ -17,7 +18,7 @@ from spark.jobs.query import Query
 from spark.records import RecordOffset, from_arrow
 from spark.reports import NODE, BatchReport, Origins, add_outcome, origins_of
 from spark.transforms.preparation import Prepared, of_stream
-from spark.transforms.view import FAILED_CHECK
+from spark.transforms.view import FAILED_CHECK, SCHEMA_MISMATCH
 
 TRANSFORM_ERROR: Final = "transform_error"
 DEAD: Final = "dead"
@@ -47,7 +48,7 @@ def reject_bad_records(prepared: Prepared, raw: DataFrame) -> list[Rejected]:
         table: Any = view.bad(view.check(of_stream(prepared, raw, stream))).toArrow()
         checks = [view.checks[number] for number in table.column(FAILED_CHECK).to_pylist()]
         for (record, source), check in zip(_rows(table), checks, strict=True):
-            found.append(Rejected(record, source, check.reason, check.detail))
+            found.append(Rejected(record, source, check.reason, view.explain(check, record.value or b"")))
     return found
 
 
@@ -75,7 +76,9 @@ def write_dead_letters(
     records = make_dead_letters(found, pipe=query.pipe, version=query.prepared.version, max_bytes=max_bytes)
     batch = BatchName(f"{query.writer}:{name}", epoch)
     query.broker.write_records(query.session, records, dead_letter_topic(query.pipe), batch)
-    examples = [item.detail for item in found[:3]]
+    examples = [  # a payload's value is in the dead letter, not in the log
+        normalise(item.detail) if item.reason == SCHEMA_MISMATCH else item.detail for item in found[:3]
+    ]
     log.warning("dead_letters_written", pipe=query.pipe, events=len(found), reasons=dict(reasons), examples=examples)
     return dead
 

@@ -13,6 +13,7 @@ from pyspark.sql.types import StringType, StructField, StructType
 
 from services.core import event as names
 from spark.records import EVENT, EVENT_TIME, HEADERS, RAW_NAMES, READ, VALUE
+from spark.transforms.mismatch import explain_mismatch
 
 FAILED_CHECK = "_penstock_failed_check"
 """Column: null for an event, else the number of the check that the record fails."""
@@ -28,12 +29,15 @@ _JSON = {"columnNameOfCorruptRecord": _CORRUPT, "mode": "PERMISSIVE", "allowNonN
 _LATEST_MS = 253_402_300_799_999  # the end of the year 9999
 
 
+SCHEMA_MISMATCH = "schema_mismatch"
+
+
 class Check(NamedTuple):
-    """One possible fault of a record. reason, detail: of its dead letter."""
+    """One possible fault of a record. reason, detail: of its dead letter. The detail of a SCHEMA_MISMATCH is made per record."""
 
     failed: Column
     reason: str
-    detail: str
+    detail: str = ""
 
 
 class SourceView:
@@ -75,6 +79,12 @@ class SourceView:
         """The records that fail a check: raw columns and FAILED_CHECK."""
         return checked.where(self._is_bad).select(*RAW_NAMES, FAILED_CHECK)
 
+    def explain(self, check: Check, payload: bytes) -> str:
+        """The detail of the dead letter of a record that fails this check."""
+        if check.reason == SCHEMA_MISMATCH and self.columns is not None:
+            return explain_mismatch(payload, self.columns)
+        return check.detail
+
     def good_raw(self, checked: DataFrame) -> DataFrame:
         """The events as they were read: raw columns."""
         return checked.where(self._is_good).select(*RAW_NAMES)
@@ -100,16 +110,10 @@ def _checks(columns: StructType | None) -> list[Check]:
     is_object = f.when(_has_braces(text), True).otherwise(_has_braces(trimmed))
     parsed = f.col(_PARSED)
     unfit = parsed.isNull() | parsed[_CORRUPT].isNotNull()
-    detail = "the payload is not valid JSON, or a field does not fit the stream's columns"
-    checks += [
-        Check(~is_object, "schema_mismatch", "the payload is not a JSON object"),
-        Check(unfit, "schema_mismatch", detail),
+    checks += [Check(~is_object, SCHEMA_MISMATCH), Check(unfit, SCHEMA_MISMATCH)]
+    return checks + [
+        Check(parsed[field.name].isNull(), SCHEMA_MISMATCH) for field in columns.fields if not field.nullable
     ]
-    for field in columns.fields:
-        if not field.nullable:
-            detail = f"{field.name} is missing or null, but declared NOT NULL"
-            checks.append(Check(parsed[field.name].isNull(), "schema_mismatch", detail))
-    return checks
 
 
 def _has_braces(text: Column) -> Column:
