@@ -35,7 +35,7 @@ from services.fleet.dead.found import DeadLetterSearch, Filter
 _CONCURRENT = 16
 """Questions to the broker at once: a pipe may have a thousand destinations."""
 
-Kind = Literal["new", "renamed", "removed", "transform"]
+Kind = Literal["new", "back", "renamed", "removed", "transform"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +122,10 @@ class _Search:
                 return Change("renamed", lane, text)
             unread = await self._count_unread(old, inherited)
             return Change("renamed", lane, f"continues at the position of {old} ({_count(unread)} unread)", unread)
+        if self._before.lanes and lane not in self._before.lanes and not unbegun and not former:
+            unread = {topic: count for topic, count in (await self._count_unread(lane, topics)).items() if count}
+            text = f"is back, continues where it ended and will receive {_count(unread)}"
+            return Change("back", lane, text, unread) if unread else None
         stored = await self._count_stored(unbegun)
         if not stored:
             return None
@@ -147,7 +151,8 @@ class _Search:
                 continue
             letters = await self._count_letters(Filter(pipe=pipe, destination=destination))
             if letters:
-                text = f"removed; redrive its {_plural(letters, 'dead letter')} with --to PIPE/DESTINATION, or discard them"
+                command = f"penstock dead redrive --pipe {pipe} --destination {destination} --to PIPE/DESTINATION"
+                text = f"removed, with {_plural(letters, 'dead letter')}. Try: {command}, or penstock dead discard"
                 found.append(Change("removed", lane, text, {dead_letter_topic(pipe): letters}))
         return found
 

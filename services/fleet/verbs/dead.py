@@ -129,7 +129,8 @@ async def _audit(url: str, *, as_json: bool) -> None:
 
 @DEAD.command(
     epilog=example(
-        "penstock dead redrive --destination billing --since 2h\npenstock dead redrive orders.dead:0:17 --rate 10"
+        "penstock dead redrive --destination billing --since 2h\npenstock dead redrive orders.dead:0:17 --rate 10\n"
+        "penstock dead redrive --pipe removed-pipe --to orders/billing"
     )
 )
 def redrive(

@@ -158,7 +158,7 @@ def check(
     _print_warnings(pipes)
     OUT.print(f"{pipes} is good: " + ", ".join(f"{count} {what}" for what, count in summary.items()), style="green")
     if isinstance(known, str):
-        print_note(f"events that wait for removed destinations, and other effects, are not known: {known}", "yellow")
+        print_note(f"the effects on stored events are not known: {known}", "yellow")
     else:
         for line in [*map(str, known.changes.lines), *describe_removed(known.waiting, found)]:
             print_note(line, "yellow")

@@ -302,7 +302,10 @@ def test_letters_of_a_removed_destination_are_named(site: Site) -> None:
     """Broken: a destination is removed, and its dead letters stay for ever."""
     site.put("late.dead", [letter("late", "old", number) for number in range(2)])
     site.write(one_pipe("late", ["name: other, start: latest"]))
-    assert "late/old: removed; redrive its 2 dead letters with --to PIPE/DESTINATION" in site.check()[1]
+    assert (
+        "late/old: removed, with 2 dead letters. Try: penstock dead redrive --pipe late --destination old --to PIPE"
+        in site.check()[1]
+    )
 
 
 def test_a_new_transform_reads_everything(site: Site) -> None:
@@ -338,3 +341,15 @@ def test_a_new_source_is_read_from_the_beginning(site: Site) -> None:
     site.put("t", [waiting_event("any/one", 1)])
     site.write(text.replace("[s]", "[s, t]"))
     assert "late/old: begins to read t, will receive 1 event of t from the beginning" in site.check()[1]
+
+
+def test_a_name_that_comes_back(site: Site) -> None:
+    """Broken: a destination is put back after a month, and its receiver gets the events of the month unannounced."""
+    other = one_pipe("late", ["name: new, start: latest"])
+    site.write(other)
+    site.start()
+    site.send(7)
+    site.write(one_pipe("late", ["name: new, start: latest", "name: old"]))
+    assert "late/old: is back, continues where it ended and will receive 7 events of s" in site.check()[1]
+    site.start()
+    assert "late/old" not in site.check()[1]
