@@ -3,19 +3,36 @@
 import asyncio
 import random
 import time
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
 
+import msgspec
 import pytest
 
+from services.core.audit import RESET, SKIP, Entry
 from services.core.aws_emulator import AwsEmulator
 from services.core.broker.connect import parse_kinesis_url
 from services.core.broker.contract import Broker
 from services.core.broker.kinesis.aws import open_clients
-from services.core.broker.producer import Producer
+from services.core.broker.producer import Producer, SendResult
+from services.core.broker.record import Record
 from services.core.broker.retry import AppendPolicy
+from services.fleet.offsets import Lane, plan_moves, reset_offsets, skip_events
 from tests.contract.harness_kinesis import KinesisHarness
-from tests.contract.traffic import DEADLINE, Ledger, Member, numbers_of, read_all, record, until, until_async
+from tests.contract.traffic import (
+    DEADLINE,
+    Ledger,
+    Member,
+    ignore_revoke,
+    marks_of,
+    numbers_of,
+    poll,
+    read_all,
+    record,
+    until,
+    until_async,
+)
 from tests.support.kinesis_limits import PROVISIONED, Faults, KinesisLimits
 from tests.support.kinesis_resharding import Resharding
 
@@ -192,3 +209,62 @@ async def test_a_service_that_fails_in_every_way_loses_nothing(
                 kinesis_limits.faults = Faults()
             await until(lambda: set(ledger.processed) >= set(acked), "everything was processed")
         _assert_order_per_key(ledger.processed)
+
+
+class _Sent:
+    """In place of a producer; takes what is sent to any topic. Records by topic."""
+
+    def __init__(self) -> None:
+        self.records: dict[str, list[Record]] = {}
+
+    async def send_to(self, topic: str, partitions: Mapping[int, Sequence[Record]]) -> SendResult:
+        for records in partitions.values():
+            self.records.setdefault(topic, []).extend(records)
+        return SendResult(())
+
+
+async def test_a_destination_goes_back_and_forward_over_a_split(
+    harness: KinesisHarness, kinesis_emulator: AwsEmulator
+) -> None:
+    """If it fails, `penstock group reset` to before a split brings some events only, or `skip` leaves a shard behind."""
+    pipe = harness.fresh_name("p")
+    async with harness.open() as broker, open_clients(parse_kinesis_url(kinesis_emulator.url), 30.0) as clients:
+        topic = await harness.create_topic(broker, partitions=2)
+        resharding = Resharding(clients, topic)
+        lane = Lane(pipe, "d", (topic,), retries=False)
+        sent: Any = _Sent()
+
+        async def send(numbers: Iterable[int]) -> None:
+            async with Producer(broker.appender, policy=_PATIENT) as producer:
+                (await producer.send(topic, [record(n, b"key-%d" % (n % _KEYS)) for n in numbers])).raise_first()
+
+        async def deliver(wanted: Iterable[int]) -> None:
+            """A member reads and commits until it has these, in any order, and leaves."""
+            left = set(wanted)
+            async with broker.consumer(lane.group, [topic], start="earliest", on_revoke=ignore_revoke) as consumer:
+                async with asyncio.timeout(DEADLINE):
+                    while left:
+                        batches = await poll(consumer)
+                        assert set(numbers_of(batches)) <= left, "delivered although it was skipped, or twice"
+                        left -= set(numbers_of(batches))
+                        await consumer.commit(marks_of(batches))
+
+        await send(range(60))
+        await resharding.split(0)
+        await send(range(60, 120))
+        await deliver(range(120))
+        moves = await plan_moves(broker, lane, "earliest", RESET)
+        assert sum(move.count for move in moves) == 120
+        await reset_offsets(broker, sent, lane, moves, "me@here")
+        await deliver(range(120))
+        moves = await plan_moves(broker, lane, "earliest", RESET)
+        await reset_offsets(broker, sent, lane, moves, "me@here")
+        moves = await plan_moves(broker, lane, "end", SKIP)
+        done = await skip_events(broker, sent, lane, moves, "me@here", "why")
+        assert sum(move.count for move in done) == 120
+        await send(range(120, 150))
+        await deliver(range(120, 150))
+        assert await plan_moves(broker, lane, "end", SKIP) == []
+        entries = [msgspec.json.decode(one.value or b"", type=Entry) for one in sent.records["penstock.audit"]]
+        assert [sum(one.count for one in entries if one.action == action) for action in (RESET, SKIP)] == [240, 120]
+        assert all(one.ranges for one in entries)

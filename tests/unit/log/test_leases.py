@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from services.core.broker.errors import GroupHasMembers
 from services.core.broker.log import leases as leases_module
 from services.core.broker.log.data_folder import DataFolder
-from services.core.broker.log.groups import CommitRequest, GroupsFile
+from services.core.broker.log.groups import CommitRequest, GroupPosition, GroupsFile
 from services.core.broker.log.leases import Leases
 from services.core.broker.record import TopicPartition
 
@@ -172,6 +173,28 @@ def test_commits_are_fenced_by_the_epoch(group: Group) -> None:
         assert group.offsets.progress("g", "t")[0].processed == 20
         assert group.offsets.commit([CommitRequest("g", "b", {source: (group.held["b"][source], 15)})]) == [frozenset()]
         assert group.offsets.progress("g", "t")[0].processed == 20, "a late commit went back"
+    finally:
+        group.close()
+
+
+def test_a_moved_group_is_not_moved_back_by_a_frozen_member(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If it fails, a process that hung while an operator set the group back commits over it: nothing is delivered again."""
+    monkeypatch.setattr("services.core.broker.log.groups.boot_ms", lambda: group.now)
+    try:
+        group.offsets.enter("g", "t", b"i", dict.fromkeys(range(4), 0), dict.fromkeys(range(4), 0))
+        group.beat("a")
+        source = TopicPartition("t", 0)
+        frozen = CommitRequest("g", "a", {source: (group.held["a"][source], 10)})
+        assert group.offsets.commit([frozen]) == [frozenset()]
+        back = {source: GroupPosition(b"i", 3, 2)}
+        with pytest.raises(GroupHasMembers):
+            group.offsets.move("g", "t", back)
+        assert group.offsets.progress("g", "t")[0].processed == 10
+        group.now += LEASE_MS + 1
+        group.offsets.move("g", "t", back)
+        assert group.offsets.commit([frozen]) == [frozenset({source})]
+        assert source in group.beat("a"), "it does not know that it lost the partition"
+        assert group.offsets.progress("g", "t")[0].next == 3
     finally:
         group.close()
 
