@@ -90,7 +90,7 @@ async def write_moves(
     at, written = time.time_ns() // 1_000_000, []
     for one in moves:
         ranges = [] if one.first is None or one.last is None else [(one.first, one.last)]
-        where = {"from": "unknown" if one.at is None else str(one.at), "to": str(one.to)}
+        where = {"from": "none" if one.at is None else str(one.at), "to": str(one.to)}
         entry = Entry(action, at, who, {**filters, **where}, one.topic, one.partition, ranges, one.events)
         written.append(Record(None, msgspec.json.encode(entry), at))
     if written:

@@ -327,7 +327,7 @@ def _print(lane: Lane, moves: Sequence[Move], action: str, word: str, *, as_json
         return
     for move in moves:
         topic, number = move.now.source
-        at = "unknown" if move.now.next is None else move.now.next
+        at = "none" if move.now.next is None else move.now.next
         print_note(f"{topic}:{number}: the next offset was {at} and is {move.to}; {_events(move.count)} {word}")
     if moves:
         print_note(f"{lane.name}: {_events(events)} {word}. Start the fleet again.", "green")
