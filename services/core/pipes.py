@@ -126,6 +126,13 @@ class Transform(_Strict):
         examples=["10m"],
     )
 
+    decimals: Literal["number", "string"] = Field(
+        "number",
+        description="How DECIMAL columns of the result are written. number: as JSON numbers, which most receivers read as floats "
+        "of 15 to 17 digits. string: as JSON texts with all digits, also in structs, arrays and maps.",
+        examples=["string"],
+    )
+
     @model_validator(mode="after")
     def _one_kind(self) -> Self:
         if (self.sql is None) == (self.python is None):

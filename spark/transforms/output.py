@@ -13,7 +13,17 @@ from typing import NamedTuple
 
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as f
-from pyspark.sql.types import BinaryType, DataType, StringType, StructField, StructType, TimestampType
+from pyspark.sql.types import (
+    ArrayType,
+    BinaryType,
+    DataType,
+    DecimalType,
+    MapType,
+    StringType,
+    StructField,
+    StructType,
+    TimestampType,
+)
 
 from services.core import event as names
 from services.core.ledger.report import MAX_NUMBER
@@ -60,7 +70,15 @@ class BadTransform(ValueError):
 class OutShape:
     """The expressions from a transform's result to records of at most `max_bytes`."""
 
-    def __init__(self, result: StructType, *, declared: Iterable[str], max_bytes: int, stamped: bool = False) -> None:
+    def __init__(
+        self,
+        result: StructType,
+        *,
+        declared: Iterable[str],
+        max_bytes: int,
+        stamped: bool = False,
+        decimals_as_text: bool = False,
+    ) -> None:
         """declared: columns of the sources; one named `value` hides the payload's text. stamped: events have READ.
 
         Raises BadTransform.
@@ -75,7 +93,9 @@ class OutShape:
             _expect_new_event(fields)
         envelope = {EVENT} if self.carries_events else set(_NEW_EVENT)
         payload = [field for name, field in fields.items() if name not in envelope]
-        self._value, self._max_bytes = _payload(StructType(payload), {name.lower() for name in declared}), max_bytes
+        hidden = {name.lower() for name in declared}
+        self._value = _payload(StructType(payload), hidden, decimals_as_text=decimals_as_text)
+        self._max_bytes = max_bytes
         self.stamped = stamped and self.carries_events
         self._columns = self._make(None)
 
@@ -134,7 +154,7 @@ def _new_event(fields: Mapping[str, StructField], numbering: OriginNumbering | N
     return key, time, headers.cast(HEADERS)
 
 
-def _payload(payload: StructType, declared: set[str]) -> Column:
+def _payload(payload: StructType, declared: set[str], *, decimals_as_text: bool) -> Column:
     if not payload.fields:
         raise BadTransform(f"returns no payload. Try: SELECT {EVENT}, {VALUE}")
     if [name.lower() for name in payload.names] == [VALUE] and VALUE not in declared:
@@ -142,7 +162,29 @@ def _payload(payload: StructType, declared: set[str]) -> Column:
             kind = payload.fields[0].dataType.simpleString()
             raise BadTransform(f"returns `{VALUE}` as {kind}. Try: CAST({VALUE} AS STRING) AS {VALUE}, or another name")
         return f.col(VALUE).cast("binary")
-    return f.to_json(f.struct(*[f.col(f"`{name}`") for name in payload.names]), _JSON).cast("binary")
+    columns = []
+    for field in payload.fields:
+        column = f.col(f"`{field.name}`")
+        if decimals_as_text and (written := _without_decimals(field.dataType)) != field.dataType:
+            column = column.cast(written).alias(field.name)
+        columns.append(column)
+    return f.to_json(f.struct(*columns), _JSON).cast("binary")
+
+
+def _without_decimals(kind: DataType) -> DataType:
+    """The type with texts in place of decimals. Keys of maps are texts in JSON anyway."""
+    match kind:
+        case DecimalType():
+            return StringType()
+        case StructType():
+            fields = (StructField(one.name, _without_decimals(one.dataType), one.nullable) for one in kind.fields)
+            return StructType(list(fields))
+        case ArrayType():
+            return ArrayType(_without_decimals(kind.elementType), kind.containsNull)
+        case MapType():
+            return MapType(kind.keyType, _without_decimals(kind.valueType), kind.valueContainsNull)
+        case _:
+            return kind
 
 
 def _guard(value: Column, key: Column, headers: Column, max_bytes: int) -> Column:

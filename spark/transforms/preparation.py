@@ -110,7 +110,14 @@ def _prepare(session: SparkSession, document: Document, file: PipeFile, name: st
         empty = session.createDataFrame([], RAW).alias(SOURCE_ALIAS)
         result = definition.apply(session, {stream: view.good(view.check(empty)) for stream, view in views.items()})
         declared = [column for view in views.values() if view.columns is not None for column in view.columns.names]
-        out = OutShape(result.schema, declared=declared, max_bytes=max_bytes, stamped=stamped)
+        decimals_as_text = pipe.transform.decimals == "string"
+        out = OutShape(
+            result.schema,
+            declared=declared,
+            max_bytes=max_bytes,
+            stamped=stamped,
+            decimals_as_text=decimals_as_text,
+        )
         _ = out.apply(result).schema
         if parts := nondeterministic_parts(result):
             raise BadTransform(

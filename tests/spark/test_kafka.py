@@ -90,11 +90,16 @@ def test_real_time(make_pipeline: MakePipeline, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("spark.jobs.streaming_plan.REAL_TIME_BATCH", "5 seconds")
     pipeline = make_pipeline(1)
     chosen = pipeline.chosen(
-        columns=COLUMNS, sql="SELECT event, 100 / delay AS share FROM {s} WHERE delay < 90", mode="real-time"
+        columns=COLUMNS,
+        sql="SELECT event, 100 / delay AS share, CAST(delay AS DECIMAL(5,1)) AS exact FROM {s} WHERE delay < 90",
+        mode="real-time",
+        decimals="string",
     )
     pipeline.send([flight(n) for n in range(1, 20)])
     job = pipeline.start(chosen)
-    assert {read_id(r) for r in pipeline.records("out", 19)} == {f"id-{n}" for n in range(1, 20)}
+    first = pipeline.records("out", 19)
+    assert {read_id(r) for r in first} == {f"id-{n}" for n in range(1, 20)}
+    assert all(b'"exact":"' in (r.value or b"") for r in first), "decimals: string is without effect in real-time mode"
     pipeline.send([flight(100), flight(21), event(22, b"no json"), flight(23, delay=0), flight(24)])
     dead = pipeline.records("dead", 2)
     assert reasons(dead) == {"id-22": "schema_mismatch", "id-23": "transform_error"}

@@ -52,6 +52,22 @@ def test_value_passes_byte_for_byte(pipeline: LogPipeline) -> None:
     assert sorted(r.value or b"" for r in pipeline.out) == sorted(values)
 
 
+def test_decimals_keep_their_digits_as_text(pipeline: LogPipeline) -> None:
+    """If this fails, an amount loses digits in a receiver that reads floats, or other columns become texts."""
+    pipeline.send([event(0, b'{"a": 12345678901234567.89}')])
+    sql = """SELECT event, a, CAST(a AS DOUBLE) AS f, 7 AS n, CAST(NULL AS DECIMAL(3,1)) AS none,
+             CAST(0 AS DECIMAL(20,18)) AS zero, named_struct(
+                'in it', a, 'list', array(a, NULL), 'map', map('k', named_struct('x', a)), 'day', DATE'2026-11-22'
+             ) AS `s s` FROM s"""
+    pipeline.run(pipeline.pipe(columns="a DECIMAL(20,2)", sql=sql, decimals="string"), 1)
+    (record,) = pipeline.out
+    assert (record.value or b"").decode() == (
+        '{"a":"12345678901234567.89","f":1.2345678901234568E16,"n":7,"none":null,"zero":"0.000000000000000000",'
+        '"s s":{"in it":"12345678901234567.89","list":["12345678901234567.89",null],'
+        '"map":{"k":{"x":"12345678901234567.89"}},"day":"2026-11-22"}}'
+    )
+
+
 def test_what_is_no_event_goes_to_dead_letters(pipeline: LogPipeline) -> None:
     """If this fails, one bad record stops the pipe, or vanishes, or its dead letter does not say why and where from."""
     good = flight(1)
