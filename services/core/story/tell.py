@@ -131,6 +131,8 @@ def _pipes_of(event: Event, facts: Facts, wanted: Collection[str]) -> list[str]:
     stream = None if event.record is None else event.record.position.topic
     reads = [name for name in wanted if event.made_by == name or stream in facts.pipes.pipes[name].sources]
     named = {lane_of(one, facts.renames)[0] for one in event.side} - {""}
+    is_all = len(wanted) == len(facts.pipes.pipes)  # then also pipes that were removed from the file
+    named = {name for name in named if name in wanted or (is_all and name not in facts.pipes.pipes)}
     return [*reads, *sorted(named - set(reads))]
 
 
@@ -320,7 +322,7 @@ class _LaneTeller:
 
     def _back(self, found: Found, state: RetryState) -> _Step:
         at_ms, position = found.record.timestamp, str(found.position)
-        text = "due again: in the retry topic"
+        text = "back in the retry topic"
         moment = Moment(at=format_time(at_ms), what="due", text=text, position=position, due=format_time(state.due))
         waiting, now = self._progress(found, f"due again since {format_time(at_ms)}")
         return _Step(at_ms, 1, moment, "waiting" if waiting else "unknown", now, position)
@@ -420,7 +422,7 @@ class _LaneTeller:
         """Where an event is of which the lane has left no trace."""
         passage = self._passage
         if passage is not None and passage.outcome != "passed":
-            return "not_passed", f"the transform has not passed it on: {passage.now}", None
+            return "not_passed", f"not passed on: {passage.now}", None
         read = self._inputs()
         if not read:
             return "unknown", "nothing is stored about it", None

@@ -59,13 +59,11 @@ def event(
         first, last = (None if text is None else parse_time(text, now) for text in (since, until))
     except (ValueError, OverflowError) as error:
         raise CommandFailed(str(error), status=2) from error
-    try:
-        scope = make_scope(file, event_id, int(now * 1000), stream=stream, pipe=pipe, since=first, until=last)
-    except KeyError as error:
-        known = (
-            f"one of these streams: {', '.join(file.streams)}; or of these pipes: {', '.join(file.pipes) or 'none yet'}"
-        )
-        raise CommandFailed(f"the pipe file has no {error.args[0]}", known, status=2) from error
+    for kind, name, known in (("stream", stream, file.streams), ("pipe", pipe, file.pipes)):
+        if name is not None and name not in known:
+            names = ", ".join(known) or "none yet"
+            raise CommandFailed(f"the pipe file has no {kind} {plain(name, SHOWN_ID)}", f"one of: {names}", status=2)
+    scope = make_scope(file, event_id, int(now * 1000), stream=stream, pipe=pipe, since=first, until=last)
     story = uvloop.run(_find(find_broker(broker, data), file, event_id, scope))
     if as_json:
         typer.echo(json.dumps(msgspec.to_builtins(story)))

@@ -192,6 +192,8 @@ async def test_each_outcome_is_told(history: History) -> None:
     told = await billing_of(history, "dead")
     assert (told.state, told.position) == ("dead", "shop.dead:0:0")
     assert "abcdef" not in str(told)
+    (event,) = (await story_of(history, "waiting", replace(SCOPE, pipes=("keep",)))).events
+    assert [pipe.pipe for pipe in event.pipes] == ["keep"], "the retrier's topics have the events of all pipes"
     told = await billing_of(history, "redriven")
     assert [moment.what for moment in told.history] == ["dead", "due", "redriven"]
     assert (told.state, told.position) == ("waiting", "shop.retry:0:2")
