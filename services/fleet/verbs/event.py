@@ -158,7 +158,10 @@ def _print_search(story: Story) -> None:
         )
     for topic in partly:
         back = f"back to {topic.back_to}" if topic.back_to else "in part"
-        print_note(f"{topic.topic} was searched {back}. Try: --since and --until for another range", "yellow")
+        print_note(
+            f"{topic.topic} was searched {back}; older records may exist. Try: --since and --until for another range",
+            "yellow",
+        )
     if story.events and not searched.reports_complete:
         print_note(
             "The reports of this time are not stored any more, or were not read in full. Deliveries may be unknown.",
