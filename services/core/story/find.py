@@ -29,6 +29,7 @@ from services.core.pipes import (
     renames_of,
     retry_topic,
 )
+from services.core.story.facts import Event, Facts, lane_of
 from services.core.story.model import EventStory, Searched, SearchedTopic, Story
 from services.core.story.reports import Reports, read_reports
 from services.core.story.search import (
@@ -43,7 +44,7 @@ from services.core.story.search import (
     TopicResult,
     time_of,
 )
-from services.core.story.tell import Event, Facts, lane_of, tell_event
+from services.core.story.tell import tell_event
 from services.core.times import format_time
 
 DAY_MS = 86_400_000

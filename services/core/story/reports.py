@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from typing import NamedTuple
 
 from pyroaring import BitMap
@@ -14,7 +13,7 @@ from services.core.broker.reading import scan
 from services.core.event import Origin
 from services.core.ledger.report import TELEMETRY, BadReport, Outcome, Report, decode_report, unpack_numbers
 from services.core.pipes import lane_name
-from services.core.story.search import EARLY_MS, Budget, Search
+from services.core.story.search import EARLY_MS, Budget, Search, date_of
 
 Step = tuple[str, str, str | None]
 """Node, pipe (of ingest the stream), destination."""
@@ -89,7 +88,7 @@ async def read_reports(
     wanted: dict[tuple[str, int], BitMap] = {}
     for origin in origins:
         wanted.setdefault((origin.incarnation, origin.partition), BitMap()).add(origin.sequence)
-    since = datetime.fromtimestamp(max(0, since_ms - EARLY_MS) / 1000, UTC)
+    since = date_of(since_ms - EARLY_MS)
     try:
         held = (await reader.describe(TELEMETRY))[0]
         start = (await reader.offsets_at(TELEMETRY, since))[0]

@@ -76,6 +76,15 @@ def time_of(record: Record) -> int:
     return record.timestamp if arrival is None else arrival
 
 
+_LAST_MS = 253_402_300_799_000
+"""The end of the year 9999."""
+
+
+def date_of(millis: int) -> datetime:
+    """The nearest date that a broker can be asked for: other programs may write any number as a time."""
+    return datetime.fromtimestamp(min(max(0, millis), _LAST_MS) / 1000, UTC)
+
+
 class Budget:
     """The part of the limits that one step of a search may use."""
 
@@ -194,7 +203,7 @@ class Search:
 
     async def _open_since(self, topic: str, first_ms: int) -> AsyncIterator[_Part]:
         contiguous = self._broker.features.contiguous_offsets
-        starts = await self._reader.offsets_at(topic, datetime.fromtimestamp(max(0, first_ms) / 1000, UTC))
+        starts = await self._reader.offsets_at(topic, date_of(first_ms))
         held = await self._reader.describe(topic) if contiguous else {}
         for partition, start in starts.items():
             end = held[partition].end if partition in held else None

@@ -1,22 +1,17 @@
 """From the facts about an event to its story: what happened in which order, and where the event is now."""
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from services.core.audit import DISCARD, DROP, REDRIVE, RESET, SKIP, Entry, covers, digest_of
 from services.core.dead_letter import DeadLetter, Position
-from services.core.event import ORIGIN, Origin, read_arrival
+from services.core.event import read_arrival
 from services.core.ledger.report import Outcome
 from services.core.masking import mask_text
-from services.core.pauses import Pause
 from services.core.pipes import (
     DELAYS_S,
     RETRY_IN,
     Destination,
-    Pipe,
-    PipeFile,
-    dead_letter_topic,
     delay_topic,
     delivery_group,
     lane_name,
@@ -24,76 +19,16 @@ from services.core.pipes import (
     retry_topic,
 )
 from services.core.retry_state import RetryState, state_of
+from services.core.story.facts import DEAD, Event, Facts, lane_of
 from services.core.story.model import EventStory, Lane, Moment, Passage, PipeStory, State
-from services.core.story.reports import Reports, present_lane
 from services.core.story.search import Found
 from services.core.times import format_time
 
 _SHOWN_OUTPUTS = 20
 _ORDER = [RETRY_IN, *(delay_topic(seconds) for seconds in reversed(DELAYS_S))]
 """The direction in which the retrier moves events."""
-_DEAD = dead_letter_topic("")
 _PARKED = parked_topic("")
 _RETRY = retry_topic("")
-
-
-@dataclass(slots=True)
-class Facts:
-    """What was found, of all events with one id.
-
-    committed: by group and topic, the last processed offset of each partition; of streams and outputs, read before the reports.
-    renames: `pipes.renames_of`. contiguous: `Features.contiguous_offsets`.
-    """
-
-    pipes: PipeFile
-    reports: Reports
-    committed: Mapping[tuple[str, str], Mapping[int, int]]
-    renames: Mapping[str, str]
-    paused: Mapping[str, Pause] = field(default_factory=dict)
-    acts: Sequence[Entry] = ()
-    contiguous: bool = True
-
-
-@dataclass(slots=True)
-class Event:
-    """One event. record: in a stream; or, made_by set, in the output of that pipe's transform. outputs: by pipe.
-
-    side: its records in the topics of retries, parked events and dead letters.
-    """
-
-    record: Found | None
-    origin: bytes | None
-    made_by: str | None = None
-    outputs: dict[str, list[Found]] = field(default_factory=dict)
-    side: list[Found] = field(default_factory=list)
-
-    @property
-    def run(self) -> Origin | None:
-        return read_origin(self.origin)
-
-    def owns(self, found: Found) -> bool:
-        """Whether a record of a side topic is of this event: by origin, else by the place of the record that it names."""
-        origin = found.record.header(ORIGIN)
-        if origin is not None or self.origin is not None:
-            return origin == self.origin
-        places = [self.record, *(one for outputs in self.outputs.values() for one in outputs)]
-        return source_of(found) in {str(one.position) for one in places if one is not None}
-
-
-def read_origin(packed: bytes | None) -> Origin | None:
-    """None when there is none, or another program wrote something else."""
-    try:
-        return None if packed is None else Origin.unpack(packed)
-    except ValueError:
-        return None
-
-
-def source_of(found: Found) -> str:
-    """The place of the original record that a record of a side topic names; "" without one."""
-    if found.position.topic.endswith(_DEAD):
-        return DeadLetter.of(found.position, found.record).source
-    state = state_of(found.record)
-    return "" if state is None else state.source
 
 
 class _Step(NamedTuple):
@@ -136,15 +71,6 @@ def _pipes_of(event: Event, facts: Facts, wanted: Collection[str]) -> list[str]:
     return [*reads, *sorted(named - set(reads))]
 
 
-def lane_of(found: Found, renames: Mapping[str, str]) -> tuple[str, str]:
-    """The pipe and the destination that a record of a side topic names, by their present names."""
-    if found.position.topic.endswith(_DEAD):
-        letter = DeadLetter.of(found.position, found.record)
-        return present_lane(letter.pipe, letter.destination, renames)
-    state = state_of(found.record)
-    return ("", "") if state is None else present_lane(state.pipe, state.destination, renames)
-
-
 def _tell_pipe(name: str, event: Event, facts: Facts) -> PipeStory:
     pipe = facts.pipes.pipes.get(name)
     passage = None if pipe is None or pipe.transform is None else _tell_transform(name, event, facts)
@@ -152,7 +78,7 @@ def _tell_pipe(name: str, event: Event, facts: Facts) -> PipeStory:
     found = sorted(
         {lane[1] for one in event.side if (lane := lane_of(one, facts.renames))[0] == name and lane[1]} - known.keys()
     )
-    lanes = [_LaneTeller(name, pipe, one, known.get(one), event, facts, passage).tell() for one in (*known, *found)]
+    lanes = [_LaneTeller(name, one, known.get(one), event, facts, passage).tell() for one in (*known, *found)]
     return PipeStory(name, passage, tuple(lanes))
 
 
@@ -240,14 +166,13 @@ class _LaneTeller:
     def __init__(
         self,
         pipe_name: str,
-        pipe: Pipe | None,
         destination: str,
         declared: Destination | None,
         event: Event,
         facts: Facts,
         passage: Passage | None,
     ) -> None:
-        self._name, self._pipe, self._destination, self._declared = pipe_name, pipe, destination, declared
+        self._name, self._destination, self._declared = pipe_name, destination, declared
         self._event, self._facts, self._passage = event, facts, passage
         self._side = [found for found in event.side if lane_of(found, facts.renames) == (pipe_name, destination)]
 
@@ -266,9 +191,7 @@ class _LaneTeller:
             state, now, position = self._upstream()
             return Lane(self._destination, state, now, position, ())
         died = max((one.at_ms for one in steps if one.moment.what == "dead"), default=0)
-        is_back = any(
-            one.moment.what == "due" and one.at_ms >= died for one in steps
-        )  # the record that the redrive wrote
+        is_back = any(one.moment.what == "due" and one.at_ms >= died for one in steps)  # a redrive wrote that record
         return self._lane(max([one for one in steps if not (is_back and one.state == "redriven")], key=_when), steps)
 
     def _lane(self, last: _Step, steps: Sequence[_Step]) -> Lane:
@@ -290,7 +213,7 @@ class _LaneTeller:
         rounds: dict[tuple[int, int], list[tuple[Found, RetryState]]] = {}
         for found in self._side:
             state = state_of(found.record)
-            if state is not None and not found.position.topic.endswith((_DEAD, _PARKED)):
+            if state is not None and not found.position.topic.endswith((DEAD, _PARKED)):
                 rounds.setdefault((state.rounds, state.due), []).append((found, state))
         for copies in rounds.values():
             copies.sort(key=lambda one: (one[0].record.timestamp, _rank(one[0].position.topic)))
@@ -303,15 +226,14 @@ class _LaneTeller:
 
     def _handed_over(self, first: Found, last: Found, state: RetryState) -> _Step:
         at_ms, due = first.record.timestamp, format_time(state.due)
-        text = (
-            f"{_attempts(state.attempts)} failed, the last with {_reason(state.reason, state.detail)}; next due {due}"
-        )
+        tried = f"{_attempts(state.attempts)} failed, the last with" if state.attempts else "no attempt:"
+        text = f"{tried} {_reason(state.reason, state.detail)}; next due {due}"
         moment = Moment(
             at=format_time(at_ms),
             what="handed_over",
             text=text,
             position=str(first.position),
-            attempts=state.attempts,
+            attempts=state.attempts or None,
             reason=state.reason,
             detail=mask_text(state.detail),
             due=due,
@@ -349,7 +271,7 @@ class _LaneTeller:
 
     def _deaths(self) -> Iterator[_Step]:
         for found in self._side:
-            if found.position.topic.endswith(_DEAD):
+            if found.position.topic.endswith(DEAD):
                 yield from _dead(found, self._facts.acts)
 
     def _drops(self) -> Iterator[_Step]:

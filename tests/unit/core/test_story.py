@@ -261,6 +261,20 @@ async def test_a_letter_outlives_its_event(history: History) -> None:
     assert (event.stream, lane(event, "shop", "billing").state) == (None, "dead")
 
 
+async def test_headers_of_other_programs(history: History) -> None:
+    """Broken: a record that another program wrote to a topic ends the search for everybody."""
+    hostile = (b"", b"::", b"a:0:-1", b"a:0:99999999999999999999", b"a:x:1", b"\xff:0:1", b"a:0:1:2")
+    odd = [Record(None, None, 10**14, ((ID, b"odd"), (ORIGIN, one), (ARRIVAL, b"9" * 15))) for one in hostile]
+    (await history.producer.send_to("orders", {0: odd})).raise_first()
+    broken = Record(None, b"x", NOW, (("penstock_retry_pipe", b"\xff"), ("penstock_dead_attempts", b"x"), (ID, b"odd")))
+    for topic in ("shop.retry", "shop.parked", "shop.dead", "penstock.retry-in", TELEMETRY, "penstock.audit"):
+        await history.write(topic, broken)
+    everything = replace(SCOPE, span=TimeRange(-(10**15), 10**15))
+    story = await story_of(history, "odd", everything)
+    assert len(story.events) >= len(hostile)
+    assert msgspec.json.encode(story)
+
+
 async def test_the_search_is_bounded(history: History) -> None:
     """Broken: one question reads all that is stored, or an answer that is not whole looks whole."""
     body = Record(b"k", b"x", NOW - 1000, ((ID, b"other"), (ARRIVAL, b"%d" % (NOW - 1000))))

@@ -1,0 +1,85 @@
+"""What was found about the events with one id: their records, and what the whole fleet says about them."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from services.core.audit import Entry
+from services.core.dead_letter import DeadLetter
+from services.core.event import ORIGIN, Origin
+from services.core.ledger.report import MAX_NUMBER
+from services.core.pauses import Pause
+from services.core.pipes import PipeFile, dead_letter_topic
+from services.core.retry_state import state_of
+from services.core.story.reports import Reports, present_lane
+from services.core.story.search import Found
+
+DEAD = dead_letter_topic("")
+
+
+@dataclass(slots=True)
+class Facts:
+    """What was found, of all events with one id.
+
+    committed: by group and topic, the last processed offset of each partition; of streams and outputs, read before the reports.
+    renames: `pipes.renames_of`. contiguous: `Features.contiguous_offsets`.
+    """
+
+    pipes: PipeFile
+    reports: Reports
+    committed: Mapping[tuple[str, str], Mapping[int, int]]
+    renames: Mapping[str, str]
+    paused: Mapping[str, Pause] = field(default_factory=dict)
+    acts: Sequence[Entry] = ()
+    contiguous: bool = True
+
+
+@dataclass(slots=True)
+class Event:
+    """One event. record: in a stream; or, made_by set, in the output of that pipe's transform. outputs: by pipe.
+
+    side: its records in the topics of retries, parked events and dead letters.
+    """
+
+    record: Found | None
+    origin: bytes | None
+    made_by: str | None = None
+    outputs: dict[str, list[Found]] = field(default_factory=dict)
+    side: list[Found] = field(default_factory=list)
+
+    @property
+    def run(self) -> Origin | None:
+        return read_origin(self.origin)
+
+    def owns(self, found: Found) -> bool:
+        """Whether a record of a side topic is of this event: by origin, else by the place of the record that it names."""
+        origin = found.record.header(ORIGIN)
+        if origin is not None or self.origin is not None:
+            return origin == self.origin
+        places = [self.record, *(one for outputs in self.outputs.values() for one in outputs)]
+        return source_of(found) in {str(one.position) for one in places if one is not None}
+
+
+def read_origin(packed: bytes | None) -> Origin | None:
+    """None when there is none, or another program wrote something else."""
+    try:
+        origin = None if packed is None else Origin.unpack(packed)
+    except ValueError:
+        return None
+    return origin if origin is not None and 0 <= origin.sequence < MAX_NUMBER else None
+
+
+def source_of(found: Found) -> str:
+    """The place of the original record that a record of a side topic names; "" without one."""
+    if found.position.topic.endswith(DEAD):
+        return DeadLetter.of(found.position, found.record).source
+    state = state_of(found.record)
+    return "" if state is None else state.source
+
+
+def lane_of(found: Found, renames: Mapping[str, str]) -> tuple[str, str]:
+    """The pipe and the destination that a record of a side topic names, by their present names."""
+    if found.position.topic.endswith(DEAD):
+        letter = DeadLetter.of(found.position, found.record)
+        return present_lane(letter.pipe, letter.destination, renames)
+    state = state_of(found.record)
+    return ("", "") if state is None else present_lane(state.pipe, state.destination, renames)
