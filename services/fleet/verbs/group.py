@@ -20,11 +20,10 @@ from services.core.broker.producer import Producer
 from services.core.pauses import Pause
 from services.core.pipes import PipeFile, load_pipes
 from services.core.times import parse_time
-from services.fleet.access import find_broker, find_pipes, opened
+from services.fleet.access import find_broker, find_fleet, find_pipes, opened
 from services.fleet.console import ERR, OUT, make_table, print_note
 from services.fleet.dead.audit import Auditor, whoami
 from services.fleet.dead.view import plain
-from services.fleet.folder import read_state
 from services.fleet.offsets import (
     Lane,
     LaneOffsets,
@@ -138,7 +137,7 @@ def _show_transforms(
 ) -> None:
     """The lag of transforms. Spark keeps their positions, and only a running transform knows its lag."""
     names = [name for name in sorted(chosen) if file.pipes[name].transform is not None]
-    state = read_state(data) if names else None
+    state = find_fleet(data) if names else None
     sample = None if state is None else uvloop.run(read_status(state, None)).sample
     for name in names:
         metric, label = "penstock_broker_lag_records", ("group", name)
