@@ -17,6 +17,8 @@ from pyspark.sql.streaming.query import StreamingQuery
 JAVA_ERRORS = (Py4JError, PySparkException)
 """What a call into Java raises."""
 _MOST_CAUSES = 10
+_OUT_OF_MEMORY = 3
+"""Exit status of a Java that ran out of memory."""
 
 
 def is_answer(error: BaseException) -> bool:
@@ -43,6 +45,11 @@ def java_process(session: SparkSession) -> Any:
     """The process that runs Spark, as `subprocess.Popen`."""
     gateway: Any = session.sparkContext._gateway
     return gateway.proc
+
+
+def why_ended(status: int) -> str:
+    """The reason for the end of Spark's Java, by its exit status, for a person."""
+    return "it ran out of memory" if status == _OUT_OF_MEMORY else f"status {status}"
 
 
 def clear_active_session(session: SparkSession) -> None:

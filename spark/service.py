@@ -16,7 +16,7 @@ from services.core.pauses import Pauses
 from services.core.startup import open_when_reachable
 from spark.brokers.contract import SparkBroker, open_spark_broker
 from spark.health import PipesHealth, Watchdog
-from spark.java import java_process
+from spark.java import java_process, why_ended
 from spark.jobs.attempts import SETTLE_S, SuspectLock
 from spark.jobs.job import Job
 from spark.jobs.start_checks import check_suitability
@@ -31,8 +31,6 @@ log = structlog.get_logger()
 WATCH_EVERY_S = 0.5
 APPLY_EVERY_S = 0.1
 """Seconds between two looks at the pauses that are known. `Pauses.follow` reads new ones."""
-_OUT_OF_MEMORY = 3
-"""Exit status of a Java that ran out of memory."""
 
 
 class Java(Protocol):
@@ -159,9 +157,8 @@ async def watch_java(java: Java, health: PipesHealth, supervision: Supervision) 
     while not supervision.stopping.is_set():
         await wait_for_stop(supervision.stopping, WATCH_EVERY_S)
         if (status := java.poll()) is not None:
-            reason = "it ran out of memory" if status == _OUT_OF_MEMORY else f"status {status}"
             raise JavaEndedError(
-                f"Spark's Java ended: {reason}. Try, if that happens again: more --memory, fewer max_events"
+                f"Spark's Java ended: {why_ended(status)}. Try, if that happens again: more --memory, fewer max_events"
             )
         if (stuck := health.stuck()) is not None:
             java.kill()  # it may be too busy to notice the end of this process

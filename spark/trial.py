@@ -6,11 +6,13 @@ for the watermark. And no event is late, because lateness counts from one batch 
 """
 
 import os
+import subprocess
 import sys
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pyarrow as pa
@@ -29,7 +31,9 @@ from services.core.sample import SampleRecord, TrialResult
 from services.core.settings import load_settings
 from services.core.yaml_source import BadConfiguration
 from spark.brokers.contract import BatchName, DataSourceBroker, open_spark_broker
+from spark.errors import shorten
 from spark.health import Watchdog
+from spark.java import java_process, why_ended
 from spark.jobs.attempts import Attempts
 from spark.jobs.checkpoint import open_checkpoint
 from spark.jobs.culprits import TransformBroken
@@ -40,6 +44,9 @@ from spark.records import RAW, RAW_SCHEMA, OffsetRange, to_arrow
 from spark.session import open_session, own_session
 from spark.settings import SelectedPipes, TransformSettings, load_pipes
 from spark.transforms.preparation import prepare_pipes
+
+ENDS_WITHIN_S = 3.0
+"""After a failure: Java ends within this time, or it runs on."""
 
 
 class TrialSettings(TransformSettings):
@@ -148,27 +155,50 @@ def _to_raw(session: SparkSession, sample: Sequence[SampleRecord]) -> DataFrame:
     return session.createDataFrame(table.combine_chunks(), RAW)
 
 
+def _run(settings: TrialSettings) -> TrialResult:
+    """Start Spark and try the pipe. Every failure is in the result."""
+    java: Any = None
+    try:
+        broker, chosen = open_spark_broker(settings.broker), load_pipes(settings)
+        scratch = settings.data.absolute()
+        session = open_session(master=settings.master, memory=settings.memory, kafka=False, scratch=scratch)
+        java = java_process(session)
+        return try_pipe(session, settings, chosen, broker.max_record_bytes)
+    except BadConfiguration as error:
+        return TrialResult(problems=error.problems)
+    except (JavaNotFound, JarsUnavailable) as error:
+        return TrialResult(failed=str(error))
+    except Exception as error:
+        if java is None or not has_ended(java):
+            return TrialResult(failed=f"Spark failed: {type(error).__name__}: {shorten(error)}")
+        reason = f"the transform ended Spark: {why_ended(java.poll())}"
+        hint = "Live, an event that does so becomes a dead letter after some restarts. Try: a smaller sample"
+        return TrialResult(failed=f"{reason}. {hint}")
+
+
+def has_ended(java: Any) -> bool:
+    """Whether this process ends within ENDS_WITHIN_S."""
+    try:
+        java.wait(ENDS_WITHIN_S)
+    except subprocess.TimeoutExpired:
+        return False
+    return True
+
+
 def main() -> int:
-    """Exit status: 0 the result is written, 1 failed, 2 the settings are wrong."""
+    """Exit status: 0 the result is written, 2 the settings are wrong."""
     try:
         settings = load_settings(TrialSettings, sys.argv[1:], os.environ)
     except BadConfiguration as error:
         return report_bad_configuration(error)
     configure_logs(TrialSettings.section, settings.log_level)
-    try:
-        broker, chosen = open_spark_broker(settings.broker), load_pipes(settings)
-        scratch = settings.data.absolute()
-        session = open_session(master=settings.master, memory=settings.memory, kafka=False, scratch=scratch)
-        result = try_pipe(session, settings, chosen, broker.max_record_bytes)
-    except BadConfiguration as error:
-        result = TrialResult(problems=error.problems)
-    except (JavaNotFound, JarsUnavailable) as error:
-        result = TrialResult(failed=str(error))
     written = settings.result.with_suffix(".new")
-    written.write_bytes(msgspec.msgpack.encode(result))
+    written.write_bytes(msgspec.msgpack.encode(_run(settings)))
     written.replace(settings.result)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    status = main()
+    sys.stderr.flush()
+    os._exit(status)  # Java may be gone, and then Python's own end may hang; the command line removes what is left

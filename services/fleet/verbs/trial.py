@@ -72,7 +72,8 @@ def try_pipe(
 ) -> None:
     """Run the transform of a pipe on a sample, and print its outputs and its dead letters. Starts and stores nothing.
 
-    Status 0 when every event passes or is dropped by the transform, 1 for dead letters, refused events and repeated ids.
+    Status 0 when every event passes or is dropped by the transform. 1 for dead letters, refused events, repeated ids and a broken
+    transform.
     """
     try:
         trial, chosen = _try(pipe, sample or [], from_stream, pipes, broker, data)
