@@ -92,7 +92,7 @@ async def perform(broker: str, run: Callable[[Stage], Awaitable[DemoResult]]) ->
         has_failed = not result["ok"]
         return result
     finally:
-        if has_failed:
+        if has_failed and (folder / "data" / "logs").is_dir():
             print_note(f"the logs are in {folder}/data/logs", "yellow")
         else:
             shutil.rmtree(folder, ignore_errors=True)
