@@ -105,6 +105,7 @@ async def test_nine_of_ten_beside_a_full_lane(tmp_path: Path, kind: str, hands_o
     async with AsyncExitStack() as stack:
         url, taken = await stack.enter_async_context(open_good())
         expel = await stack.enter_async_context(open_expel(tmp_path, partitions=2))
+        expel.module = "tests.faults.shed_at_once"
         await expel.broker.admin.create_topic(TopicSpec(RETRY_IN, 1))
         bad_url = f"http://127.0.0.1:{free_port()}/"
         if serve is not None:

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Literal
 from zlib import crc32
 
 import aiohttp
@@ -50,7 +50,6 @@ def hook(name: str, /, url: object, **options: object) -> dict[str, object]:
 class Expel:
     """The process and its surroundings. module: what is run."""
 
-    module: ClassVar[str] = "services.expel"
     folder: Path
     broker: Broker
     url: str
@@ -58,6 +57,7 @@ class Expel:
     stream: str = STREAM
     pipe: str = PIPE
     name: str = "expel"
+    module: str = "services.expel"
     environ: dict[str, str] = field(default_factory=dict)
     process: asyncio.subprocess.Process | None = None
     management: str = ""
