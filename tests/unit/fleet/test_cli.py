@@ -15,10 +15,11 @@ import pytest
 
 from services.core.settings import variable_name
 from services.fleet import sender
+from services.fleet.access import ingest_url
 from services.fleet.cli import main
 from services.fleet.folder import FleetState, write_state
 from services.fleet.ports import free_port
-from services.fleet.settings import UpSettings
+from services.fleet.settings import UpSettings, keys_of_ingest
 
 VERBS = ["demo", "up", "send", "listen", "status", "init", "check", "schema", "apply", "pause", "resume", "try"]
 SUBVERBS = ["keys create", "keys list", "keys revoke", "keys secret", "log verify", "log repair"]
@@ -364,6 +365,32 @@ def test_without_a_fleet_every_verb_says_the_same(shell: Shell, tmp_path: Path, 
     assert remedy.endswith(NEED_A_FLEET[verb])
 
 
+def test_the_keys_file_that_ingest_gets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Broken: the fleet's state names another keys file than its ingest reads."""
+    monkeypatch.chdir(tmp_path)
+    config = tmp_path / "penstock.yaml"
+    config.write_text("ingest: {keys: keys.yaml}\n")
+    assert keys_of_ingest(None, {}) is None
+    assert keys_of_ingest(config, {}) == str(tmp_path / "keys.yaml")
+    assert keys_of_ingest(config, {"PENSTOCK_INGEST_KEYS": "/etc/keys.yaml"}) == "/etc/keys.yaml"
+    config.write_text("observer: {}\n")
+    assert keys_of_ingest(config, {}) is None
+
+
+@pytest.mark.parametrize(
+    ("listen", "url"),
+    [
+        ("0.0.0.0:80", "http://127.0.0.1:80"),
+        ("[::]:80", "http://[::1]:80"),
+        ("10.0.0.7:80", "http://10.0.0.7:80"),
+        ("localhost:80", "http://localhost:80"),
+    ],
+)
+def test_the_address_of_ingest_from_here(listen: str, url: str) -> None:
+    """Broken: send connects to 0.0.0.0, which ingest without keys refuses as a foreign host."""
+    assert ingest_url(listen) == url
+
+
 def test_keys_of_the_running_fleet(shell: Shell, tmp_path: Path) -> None:
     """Broken: a new key goes to a file that ingest does not read, and nobody is told."""
     there = tmp_path / "elsewhere.yaml"
@@ -393,7 +420,7 @@ def test_ctrl_c_ends_send_although_its_input_goes_on(tmp_path: Path) -> None:
             assert process.wait(30) == 130
         finally:
             process.kill()
-        assert "accepted 0" in process.stderr.read()
+        assert "error: stopped" in process.stderr.read()
 
 
 def test_settings_that_up_decides(shell: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
