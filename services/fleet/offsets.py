@@ -22,7 +22,7 @@ from services.core.dead_letter import Position
 from services.core.ledger.report import TELEMETRY, pack_offset
 from services.core.ledger.reporter import Reporter, new_instance
 from services.core.pauses import Pause, Pauses
-from services.core.pipes import RETRY_IN, PipeFile, delivery_group, delivery_topics, is_retried, lane_name
+from services.core.pipes import RETRY_IN, PipeFile, delivery_group, delivery_topics, is_retried, lane_name, renames_of
 from services.core.retry_state import state_for
 from services.core.takeover_dedup import TAIL_EVENTS, WITHIN_S
 from services.fleet.paused import pause_json
@@ -138,9 +138,9 @@ async def read_offsets(broker: Broker, lane: Lane) -> list[PartitionOffsets]:
     return found
 
 
-async def read_paused(broker: Broker) -> Mapping[str, Pause]:
-    """The paused destinations and transforms, as `Pauses.paused`. Raises BrokerError kinds."""
-    pauses = Pauses(broker.reader)
+async def read_paused(broker: Broker, pipes: PipeFile) -> Mapping[str, Pause]:
+    """The paused destinations and transforms, as `Pauses.paused`. pipes: has the former names. Raises BrokerError kinds."""
+    pauses = Pauses(broker.reader, renames_of(pipes))
     with suppress(UnknownTopic):
         await pauses.refresh()
     return pauses.paused()

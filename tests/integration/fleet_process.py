@@ -43,14 +43,17 @@ class Desk:
     def _note(self, received: Received) -> None:
         self.ids.update(event["id"] for event in received.new)
 
-    def write_pipes(self, transform: str = "", *, name: str = "d", more: str = "", removed: str = "{}") -> None:
-        """One pipe from `events` to the receiver, the destination `name`. more: of the webhook, with a comma in front."""
+    def write_pipes(self, transform: str = "", *, name: str = "d", more: str = "", former: str = "null") -> None:
+        """One pipe from `events` to the receiver, the destination `name`. more: of the webhook, with a comma in front.
+
+        former: the former name of the destination.
+        """
         (self.folder / "pipes.yaml").write_text(
             "streams:\n  events: {id: id, key: key, columns: 'id STRING, key STRING, n INT'}\n"
             f"pipes:\n  p:\n    sources: [events]\n{transform}    destinations:\n"
-            f"      - name: {name}\n        webhook: {{url: 'http://127.0.0.1:{self.hook_port}/', "
+            f"      - name: {name}\n        renamed_from: {former}\n"
+            f"        webhook: {{url: 'http://127.0.0.1:{self.hook_port}/', "
             f"secret: {{file: webhook.secret}}{more}}}\n"
-            f"removed: {removed}\n"
         )
 
     def write_events(self, count: int) -> Path:

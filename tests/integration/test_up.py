@@ -84,7 +84,7 @@ async def test_what_waits_for_a_renamed_destination_is_asked_about_and_arrives(d
     refused = await desk.run("up", "--listen", f"127.0.0.1:{desk.ingest_port}", "--allow-networks", "127.0.0.0/8")
     assert refused.process.returncode == 2
     assert "2 events wait" in refused.err
-    desk.write_pipes(name="e", removed="{p/d: {deliver_to: p/e}}")
+    desk.write_pipes(name="e", former="d")
     async with desk.receive(), desk.up() as fleet:
         await until(lambda: desk.ids == {"e1", "e2"}, "what waited is delivered to the new name")
         assert (await desk.run("check", "--allow-networks", "127.0.0.0/8")).process.returncode == 0

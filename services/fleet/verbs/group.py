@@ -85,7 +85,7 @@ def show(
     """
     file = load_pipes(find_pipes(pipes, data))
     lanes = find_lanes(file, name)
-    found, paused = uvloop.run(_read(find_broker(broker, data), lanes))
+    found, paused = uvloop.run(_read(find_broker(broker, data), lanes, file))
     for one in found:
         if as_json:
             typer.echo(json.dumps(one.as_json()))
@@ -96,9 +96,9 @@ def show(
         _show_transforms(file, {lane.pipe for lane in lanes}, data, paused, as_json=as_json)
 
 
-async def _read(url: str, lanes: Sequence[Lane]) -> tuple[list[LaneOffsets], Mapping[str, Pause]]:
+async def _read(url: str, lanes: Sequence[Lane], file: PipeFile) -> tuple[list[LaneOffsets], Mapping[str, Pause]]:
     async with opened(url) as broker:
-        paused = await read_paused(broker)
+        paused = await read_paused(broker, file)
         return await read_lanes(broker, lanes, paused), paused
 
 

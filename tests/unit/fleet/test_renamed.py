@@ -4,11 +4,13 @@ import asyncio
 import hashlib
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from services.core.broker.connect import open_broker
+from services.core.broker.log import broker as log_broker
 from services.core.broker.producer import Producer
 from services.core.broker.record import Record, TopicPartition
 from services.core.pauses import OPERATOR, Pause, Pauses, write_pause
@@ -353,3 +355,21 @@ def test_a_name_that_comes_back(site: Site) -> None:
     assert "late/old: is back, continues where it ended and will receive 7 events of s" in site.check()[1]
     site.start()
     assert "late/old" not in site.check()[1]
+
+
+def test_empty_streams_change_nothing(shell: Shell, tmp_path: Path) -> None:
+    """Broken: a newcomer's first start prints warnings, or fails because no stream is there yet."""
+    file, url = tmp_path / "pipes.yaml", f"log://{tmp_path}/fresh/log"
+    file.write_text(one_pipe("late", ["name: a, renamed_from: b"], more="transform: {sql: SELECT * FROM s}, "))
+    assert shell.run("apply", "--broker", url, "--json") == 0
+    assert json.loads(shell.out)["changes"] == []
+    assert shell.run("check", "--broker", url) == 0
+    assert shell.err == ""
+
+
+def test_where_offsets_do_not_count_events(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Broken: on Kinesis, a sequence number is shown as the number of events."""
+    monkeypatch.setattr(log_broker, "FEATURES", replace(log_broker.FEATURES, contiguous_offsets=False))
+    site.write(one_pipe("late", ["name: new"]))
+    assert "late/new: new destination, will receive all events of s from the beginning" in site.check()[1]
+    assert site.changes()[0]["events"] == {"s": None}
