@@ -5,11 +5,14 @@ The events that a skip passes over are reported to the ledger, then written to t
 between, the same command does all of it again. `.retry` and `.parked` are not moved.
 """
 
+import fcntl
+import os
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
+from pathlib import Path
 from typing import Any, Literal
 
 from services.core.audit import RESET, SKIP, MovedGroup, write_moves
@@ -346,18 +349,7 @@ async def _move(
         raise CommandFailed(
             f"{lane.name} was moved by another process meanwhile; nothing was changed", "the same command"
         )
-    await write_moves(
-        producer,
-        action,
-        who,
-        filters,
-        [
-            MovedGroup(*one.now.source, one.now.next, one.to, one.count, one.passed.start, one.passed.end - 1)
-            if one.count
-            else MovedGroup(*one.now.source, one.now.next, one.to, 0)
-            for one in moves
-        ],
-    )
+    await write_moves(producer, action, who, filters, _audited(moves))
     for topic in lane.topics:
         processed = {one.now.source.partition: one.to - 1 for one in moves if one.now.source.topic == topic}
         if not processed:
@@ -366,6 +358,15 @@ async def _move(
             await broker.admin.set_committed(lane.group, topic, processed)
         except Unavailable as error:
             raise CommandFailed(f"{lane.name} was not moved in {topic}: {error}", HAS_MEMBERS) from error
+
+
+def _audited(moves: Sequence[Move]) -> list[MovedGroup]:
+    return [
+        MovedGroup(*one.now.source, one.now.next, one.to, one.count, one.passed.start, one.passed.end - 1)
+        if one.count
+        else MovedGroup(*one.now.source, one.now.next, one.to, 0)
+        for one in moves
+    ]
 
 
 async def require_ledger(producer: Producer) -> None:
@@ -394,3 +395,56 @@ async def retry_wait_s(broker: Broker, lane: Lane, moves: Sequence[Move]) -> flo
             if source in ranges and ranges[source].start <= offset < ranges[source].end:
                 newest = max(newest, record.timestamp)
     return max(0.0, newest / 1000 + WITHIN_S + 1 - now) if newest else 0.0
+
+
+# A transform: Spark keeps its position in a checkpoint, in the data folder. Without it, the transform reads its sources from the
+# oldest event again, under a new name as a writer.
+
+
+async def plan_restart(broker: Broker, sources: Sequence[str]) -> list[Move]:
+    """The moves of a transform that reads these streams from their oldest event again. Raises BrokerError kinds."""
+    moves = []
+    for topic in sources:
+        for number, held in sorted((await broker.reader.describe(topic)).items()):
+            now = PartitionOffsets(TopicPartition(topic, number), held, None, Lag(0, 0))
+            moves.append(await _counted(broker, Move(now, held.start, held)))
+    return moves
+
+
+async def record_restart(producer: Producer, pipe: str, moves: Sequence[Move], who: str) -> None:
+    """Write the audit. Raises BrokerError kinds."""
+    await write_moves(producer, RESET, who, {"transform": pipe}, _audited(moves))
+
+
+@contextmanager
+def hold_checkpoint(folder: Path) -> Iterator[None]:
+    """Keep the transform from starting. Blocking. Raises CommandFailed while it runs, or when the folder holds no checkpoint."""
+    try:
+        lock = os.open(folder / "penstock.lock", os.O_RDWR | os.O_CLOEXEC)
+    except OSError as error:
+        raise CommandFailed(
+            f"there is no checkpoint in {folder}: {error.strerror}",
+            "--data with the fleet's folder; a checkpoint elsewhere: docs/transforms.md",
+        ) from error
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise CommandFailed(
+                f"the transform of {folder.name} runs", "stop the fleet, then the same command"
+            ) from None
+        yield
+    finally:
+        os.close(lock)
+
+
+def set_aside(folder: Path) -> Path:
+    """Rename a checkpoint, durably. Gives its new name, which no pipe can have. Blocking. Raises OSError."""
+    aside = folder.with_name(f"{folder.name}.{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}")
+    folder.rename(aside)
+    parent = os.open(folder.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(parent)
+    finally:
+        os.close(parent)
+    return aside

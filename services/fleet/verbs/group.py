@@ -30,14 +30,18 @@ from services.fleet.offsets import (
     Move,
     Target,
     find_lanes,
+    hold_checkpoint,
     parse_offset,
     plan_moves,
+    plan_restart,
     read_lanes,
     read_paused,
+    record_restart,
     require_ledger,
     require_no_members,
     reset_offsets,
     retry_wait_s,
+    set_aside,
     skip_events,
 )
 from services.fleet.paused import pause_json
@@ -158,7 +162,9 @@ def _show_transforms(
     )
 )
 def reset(
-    name: OneLane,
+    name: Annotated[
+        str, typer.Argument(metavar="PIPE/DESTINATION|PIPE", help="The destination; or the pipe, for its transform.")
+    ],
     to: ToTime = None,
     to_offset: ToOffset = None,
     to_earliest: Annotated[bool, typer.Option("--to-earliest", help="The oldest stored event.")] = False,
@@ -171,11 +177,15 @@ def reset(
     """Deliver events again: move a destination back. It must be stopped. The events keep their ids.
 
     It never moves forward over a stored event; partitions that are further back stay. Waiting retries and parked events
-    (PIPE.retry, PIPE.parked) are not moved. The audit names the events (penstock dead audit).
+    (PIPE.retry, PIPE.parked) are not moved. The audit names the events (penstock dead audit). PIPE --to-earliest lets the
+    pipe's transform begin again: its checkpoint in the data folder is renamed.
     """
-    lane = _one_lane(load_pipes(find_pipes(pipes, data)), name, data)
+    file, url = load_pipes(find_pipes(pipes, data)), find_broker(broker, data)
+    if to_earliest and not to and not to_offset and (pipe := file.pipes.get(name)) and pipe.transform is not None:
+        _restart_transform(url, name, pipe.sources, data / "checkpoints" / name, yes=yes, as_json=as_json)
+        return
+    lane = _one_lane(file, name)
     target = _target(lane, to, to_offset, "earliest" if to_earliest else None, "--to-earliest")
-    url = find_broker(broker, data)
     moves = uvloop.run(_plan(url, lane, target, RESET))
     if _confirm(lane, moves, "will be delivered again to", yes=yes):
         uvloop.run(_reset(url, lane, moves))
@@ -205,7 +215,7 @@ def skip(
     Every skipped event is counted as skipped in the loss table, and is in the audit with the reason (penstock dead audit).
     Waiting retries and parked events (PIPE.retry, PIPE.parked) are not skipped. After a failure, repeat the command.
     """
-    lane = _one_lane(load_pipes(find_pipes(pipes, data)), name, data)
+    lane = _one_lane(load_pipes(find_pipes(pipes, data)), name)
     target = _target(lane, to, to_offset, "end" if to_end else None, "--to-end")
     if not reason.strip():
         raise CommandFailed("--reason is empty", '--reason "the reason for the audit"', status=2)
@@ -217,15 +227,14 @@ def skip(
     _print(lane, done, "skip", "are skipped", as_json=as_json)
 
 
-def _one_lane(file: PipeFile, name: str, data: Path) -> Lane:
+def _one_lane(file: PipeFile, name: str) -> Lane:
     if "/" not in name and (pipe := file.pipes.get(name)) is not None:
         lanes = " or ".join(f"{name}/{one.name}" for one in pipe.destinations)
         if pipe.transform is None:
             raise CommandFailed(f"{name} is a pipe; its destinations have offsets", lanes, status=2)
-        checkpoint = data / "checkpoints" / name
         raise CommandFailed(
-            f"{name} is a pipe; its destinations have offsets, and the position of its transform is its checkpoint",
-            f"{lanes}; to transform all stored events again, stop the fleet and move {checkpoint} away (docs/transforms.md)",
+            f"{name} is a pipe; its destinations have offsets, and its transform has a checkpoint",
+            f"{lanes}; or penstock group reset {name} --to-earliest, which transforms all stored events again",
             status=2,
         )
     return find_lanes(file, name)[0]
@@ -271,6 +280,41 @@ def _confirm(lane: Lane, moves: Sequence[Move], what: str, *, yes: bool) -> bool
         count = sum(move.count for move in moves)
         typer.confirm(f"{_events(count)} {what} {lane.name}. Go on?", abort=True, err=True)
     return True
+
+
+def _restart_transform(
+    url: str, pipe: str, sources: Sequence[str], checkpoint: Path, *, yes: bool, as_json: bool
+) -> None:
+    with hold_checkpoint(checkpoint):
+        moves = uvloop.run(_plan_restart(url, sources))
+        count = sum(move.count for move in moves)
+        if not yes:
+            what = "will be transformed again, and the results delivered again"
+            typer.confirm(f"{_events(count)} of {pipe} {what}. Go on?", abort=True, err=True)
+        uvloop.run(_record_restart(url, pipe, moves))
+        try:
+            aside = set_aside(checkpoint)
+        except OSError as error:
+            raise CommandFailed(f"{checkpoint} cannot be renamed: {error.strerror}") from error
+    if as_json:
+        rows = [move.as_json() for move in moves]
+        said = {"pipe": pipe, "transform": True, "action": RESET, "events": count, "checkpoint": str(aside)}
+        typer.echo(json.dumps({**said, "partitions": rows}))
+    else:
+        print_note(f"The checkpoint is {aside} now; delete it when the new results are right.")
+        print_note(f"{pipe}: {_events(count)} will be transformed again. Start the fleet again.", "green")
+
+
+async def _plan_restart(url: str, sources: Sequence[str]) -> list[Move]:
+    async with opened(url) as broker:
+        return await plan_restart(broker, sources)
+
+
+async def _record_restart(url: str, pipe: str, moves: Sequence[Move]) -> None:
+    async with opened(url) as broker, Producer(broker.appender) as producer:
+        who = whoami()
+        await Auditor(producer, who, {}).require_topic()
+        await record_restart(producer, pipe, moves, who)
 
 
 async def _reset(url: str, lane: Lane, moves: Sequence[Move]) -> None:

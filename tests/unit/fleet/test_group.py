@@ -1,6 +1,7 @@
 """`penstock group`: a destination's offsets are shown and moved; every skipped event is reported before it is passed."""
 
 import asyncio
+import fcntl
 import json
 import random
 import shutil
@@ -200,7 +201,11 @@ def test_over_records_that_are_gone(shell: Shell, url: str) -> None:
             "there is no pipe or destination a/cmr Try: one of: a/crm, a/erp, b/both, sums/hook",
         ),
         ("reset a --to-earliest", "its destinations have offsets Try: a/crm or a/erp"),
-        ("reset sums --to-earliest", "stop the fleet and move data/checkpoints/sums away"),
+        (
+            "reset sums --to 2h",
+            "its transform has a checkpoint Try: sums/hook; or penstock group reset sums --to-earliest",
+        ),
+        ("skip sums --to-end --reason x", "its transform has a checkpoint"),
         ("reset a/crm --to-offset 0", "names no offset Try: PARTITION:OFFSET, e.g. 0:4712"),
         ("reset a/crm --to-offset 0:1 --to-offset 0:2", "names a partition twice"),
         ("reset a/crm --to-offset 7:1", "s has no partition 7 Try: one of: 0, 1"),
@@ -378,3 +383,28 @@ def test_the_loss_table_has_a_column_for_skipped_events() -> None:
     assert list(column.cells) == ["3"]
     step["outcomes"] = {"delivered": 5}
     assert "skipped" not in [column.header for column in loss_table(body).columns]
+
+
+def test_a_transform_begins_again(shell: Shell, tmp_path: Path) -> None:
+    """Broken: to transform all events again, an operator renames folders, perhaps below a running transform."""
+    reset, folder = ("group", "reset", "sums", "--to-earliest", "--yes"), tmp_path / "data" / "checkpoints" / "sums"
+    assert shell.run(*reset) == 1
+    assert "there is no checkpoint in data/checkpoints/sums" in shell.err
+    folder.mkdir(parents=True)
+    (folder / "penstock.lock").write_text("4711\n")
+    with (folder / "penstock.lock").open() as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        assert shell.run(*reset) == 1
+        assert "the transform of sums runs Try: stop the fleet" in " ".join(shell.err.split())
+        assert folder.exists()
+    assert shell.run(*reset, "--json") == 0
+    said = json.loads(shell.out)
+    assert (said["events"], said["transform"]) == (2 * EVENTS, True)
+    assert not folder.exists()
+    assert (tmp_path / said["checkpoint"] / "penstock.lock").exists()
+    assert shell.run("dead", "audit", "--json") == 0
+    entries = [json.loads(line) for line in shell.out.splitlines()]
+    assert [(one["action"], one["filters"]["transform"], one["ranges"]) for one in entries] == [
+        ("reset", "sums", [[0, EVENTS - 1]]),
+        ("reset", "sums", [[0, EVENTS - 1]]),
+    ]
