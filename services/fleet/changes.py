@@ -124,8 +124,8 @@ class _Search:
             return Change("renamed", lane, f"continues at the position of {old} ({_count(unread)} unread)", unread)
         if self._before.lanes and lane not in self._before.lanes and not unbegun and not former:
             unread = {topic: count for topic, count in (await self._count_unread(lane, topics)).items() if count}
-            remedy = f"for new ones only, before the start: penstock group skip {lane} --to-end --reason WHY"
-            text = f"is back, continues where it ended and will receive {_count(unread)}. Try, {remedy}"
+            remedy = f"penstock group skip {lane} --to-end --reason WHY before the start, for new ones only"
+            text = f"is back, continues where it ended and will receive {_count(unread)}. Try: {remedy}"
             return Change("back", lane, text, unread) if unread else None
         stored = await self._count_stored(unbegun)
         if not stored:
