@@ -260,7 +260,8 @@ class SlowStart:
     minutes of healthy delivery. While it is unknown (the process started during the outage) there is no cap. It may be too low
     for the events that arrive now: when a destination still has a backlog after minutes at its cap, the cap doubles. Otherwise
     its lag would grow until its events expire. The slow start is over when the destination stayed below its limits for a
-    while, because then the backlog is gone.
+    while, because then the backlog is gone. The time after a failure or a 429 counts only from the next good answer, because
+    the lane may wait for its retries, or for the receiver's Retry-After.
 
     `begin(request)`, then one of `end` and `abandon`. `clock` is monotonic seconds. Not thread-safe.
     """
@@ -276,6 +277,8 @@ class SlowStart:
         self._begun: dict[object, float] = {}
         """When each request in flight was sent, of those that were sent in this slow start."""
         self._next_at = self._halved_at = self._limited_at = 0.0
+        self._is_failing = False
+        """Whether the last answer was a failure or a 429."""
         self._answered, self._is_full = 0, False
         """Of this round: good answers, and whether a request had to wait for the window."""
         self._fastest = self._fastest_of_round = math.inf
@@ -321,6 +324,7 @@ class SlowStart:
         self._begun.clear()
         self._next_at = self._limited_at = now
         self._halved_at = -math.inf
+        self._is_failing = False
         self._fastest = math.inf
         self._begin_round()
         self._cap = None if self._usual is None else TokenBucket(max(LEAST_CAP, MAX_FACTOR * self._usual), self._clock)
@@ -338,7 +342,7 @@ class SlowStart:
             wait = self._wait_for_cap(self._cap, now)
         if wait:
             self._limited_at = now + wait
-        elif now - self._limited_at > _UNLIMITED_S:
+        elif not self._is_failing and now - self._limited_at > _UNLIMITED_S:
             self.stop()
         return wait
 
@@ -374,6 +378,9 @@ class SlowStart:
         if self._window is None or begun is None:
             return True
         now = self._clock()
+        if good and self._is_failing:
+            self._limited_at = max(self._limited_at, now)
+        self._is_failing = not good
         if good:
             self._count_answer(now - begun)
         elif begun > self._halved_at:

@@ -159,8 +159,11 @@ class Backlog:
         return self.free_at + self.latency, None
 
 
+SLOTS = 8
+
+
 class Recovery:
-    """A lane with a backlog after an outage, in simulated time: at most 8 requests of 100 events at once."""
+    """A lane with a backlog after an outage, in simulated time: at most SLOTS requests of 100 events at once."""
 
     def __init__(self, clock: Clock, throttle: SendThrottle, receiver: Bucket | Backlog) -> None:
         self.clock, self.throttle, self.receiver = clock, throttle, receiver
@@ -174,7 +177,7 @@ class Recovery:
             on_its_way = sum(len(request.parts) for _, _, request, _ in self.waiting)
             left = backlog - self.delivered - on_its_way
             wait = math.inf
-            if left > 0 and len(self.waiting) < 8:
+            if left > 0 and len(self.waiting) < SLOTS:
                 wait = self.throttle.wait()
                 if not wait and not self.throttle.is_blocked:
                     self._send(min(100, left))
@@ -202,7 +205,8 @@ class Recovery:
 
 
 def recovered(clock: Clock, usual: float | None = None) -> SendThrottle:
-    """The throttle of a lane whose breaker opened and has just closed. usual: events per second before that."""
+    """The throttle of a lane whose breaker opened and has just closed. usual: events per second before that, about; exactly when
+    it is even."""
     throttle, number = SendThrottle("p", "d", clock=clock), 0
 
     def send(events: int, outcome: Outcome) -> None:
@@ -245,18 +249,20 @@ def test_a_weak_receiver_is_not_run_over(receiver: Bucket | Backlog, share: floa
     seconds = recovery.run(60, 10_000_000)
     assert recovery.refused <= 0.2 * recovery.delivered + 10 * 100
     possible = receiver.capacity if share is None else min(1.0, MAX_FACTOR * share) * receiver.capacity
-    of_latency = 8 * 100 / receiver.latency
+    of_latency = SLOTS * 100 / receiver.latency
     assert recovery.delivered >= 0.4 * min(possible, of_latency) * (seconds - 10 - 10 * receiver.latency)
 
 
-@given(st.floats(5, 120), st.floats(1, 1_000), st.floats(0.01, 0.5))
-def test_a_backlog_takes_about_as_long_as_its_outage(outage: float, usual: float, latency: float) -> None:
+@given(st.floats(5, 120), st.integers(1, 500).map(lambda half: 2 * half), st.floats(0.01, 0.5))
+def test_a_backlog_takes_about_as_long_as_its_outage(outage: float, usual: int, latency: float) -> None:
     """If it fails, events wait for minutes after an outage of seconds, although the receiver could take them at once."""
     clock = Clock()
     throttle = recovered(clock, usual)
     recovery = Recovery(clock, throttle, Bucket(1_000_000, latency, "503"))
-    took = recovery.run(10 * outage, round(usual * outage))
-    assert took <= outage / MAX_FACTOR + 12 * max(0.5, latency)
+    backlog = round(usual * outage)
+    took = recovery.run(10 * outage, backlog)
+    of_latency = SLOTS * 100 / latency
+    assert took <= max(outage / MAX_FACTOR, backlog / of_latency) + 12 * max(0.5, latency)
     assert recovery.refused == 0
 
 
@@ -357,6 +363,30 @@ def test_a_drained_backlog_ends_the_slow_start(clock: Clock) -> None:
             slow_start.begin(number, 2)
             slow_start.end(number, good=True)
     assert slow_start.is_over
+
+
+@pytest.mark.parametrize("status", [429, 503])
+def test_a_wait_that_the_receiver_asked_for_does_not_end_the_slow_start(clock: Clock, status: int) -> None:
+    """If it fails, a receiver that asks for 20 seconds of rest gets its whole backlog at once after them."""
+    throttle = recovered(clock, 100.0)
+    clock.now += throttle.wait()
+    first, second, third = (Request(number, (b"",) * 100) for number in range(3))
+    throttle.begin(first)  # type: ignore[arg-type]
+    throttle.end(first, fail_by_status(status, retry_after=20.0))  # type: ignore[arg-type]
+    clock.now += 20.0
+    assert throttle.wait() == 0
+    throttle.begin(second)  # type: ignore[arg-type]
+    assert throttle.wait() > 0
+    clock.now += 20.0
+    throttle.end(second, None)  # type: ignore[arg-type]
+    assert throttle.wait() == 0
+    throttle.begin(third)  # type: ignore[arg-type]
+    assert throttle.wait() > 0
+    throttle.end(third, None)  # type: ignore[arg-type]
+    clock.now += 20.0
+    assert throttle.wait() == 0  # nothing failed, and nothing waited
+    throttle.begin(first)  # type: ignore[arg-type]
+    assert throttle.wait() == 0
 
 
 @given(st.lists(st.sampled_from(["send", "ok", "bad", "lost", "old", "later"]), max_size=200))
