@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import uvloop
 from blockbuster import blockbuster_ctx
+from hypothesis import HealthCheck, settings
 
 from services.core.aws_emulator import CREDENTIALS, AwsEmulator
 from services.core.jvm.kafka import KafkaCluster
@@ -16,6 +17,15 @@ from tests.support.workers import SharedWorkers, sort_for_workers
 
 START_S = 600.0
 _CLUSTER = pytest.StashKey[KafkaCluster]()
+
+# A slow machine is no failure: no time limit of an example, and none of making it.
+settings.register_profile(
+    "no clock",
+    parent=settings.get_profile(settings.get_current_profile_name()),
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.load_profile("no clock")
 
 
 def pytest_asyncio_loop_factories() -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:

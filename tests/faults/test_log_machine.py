@@ -337,7 +337,6 @@ def test_the_contract_holds_over_crashes_between_any_two_writes() -> None:
             settings=settings(
                 max_examples=EXAMPLES,
                 stateful_step_count=16,
-                deadline=None,
                 print_blob=True,
                 suppress_health_check=list(HealthCheck),
             ),

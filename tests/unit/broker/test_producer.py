@@ -79,7 +79,7 @@ async def test_what_arrives_during_an_append_is_the_next_batch() -> None:
     assert appender.appends == [3, 4]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(seed=st.integers(0, 2**32), calls=st.integers(1, 12), size=st.sampled_from([10, 50_000]))
 def test_every_record_is_stored_once_or_reported(seed: int, calls: int, size: int) -> None:
     """Broken: a record vanishes between a partial failure and its retry, is stored twice, or blames another record."""

@@ -93,7 +93,7 @@ def write(events: list[Any], chosen: Format, chance: random.Random) -> bytes:
 
 @pytest.mark.usefixtures("_small")
 @pytest.mark.parametrize("chosen", list(FORMATS))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(events=EVENTS, seed=st.integers(0, 10**6), event_bytes=st.sampled_from((30, 150, 1_000_000)))
 def test_slices_have_the_events_of_the_whole(chosen: Format, events: list[Any], seed: int, event_bytes: int) -> None:
     """Broken: an event is cut in two, comes twice, gets another place, or is refused, because its body was large."""
@@ -106,7 +106,7 @@ def test_slices_have_the_events_of_the_whole(chosen: Format, events: list[Any], 
 
 @pytest.mark.usefixtures("_small")
 @pytest.mark.parametrize("chosen", list(FORMATS))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(events=EVENTS, seed=st.integers(0, 10**6))
 def test_what_is_refused_as_a_whole_is_refused_in_slices(chosen: Format, events: list[Any], seed: int) -> None:
     """Broken: a part of a body that is not valid JSON is stored, because the cut made it valid."""

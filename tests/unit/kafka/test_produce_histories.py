@@ -378,7 +378,6 @@ def run_histories(machine: type[Produce], phases: Sequence[Phase], examples: int
         settings=settings(
             max_examples=examples,
             stateful_step_count=STEPS,
-            deadline=None,
             print_blob=True,
             phases=phases,
             report_multiple_bugs=False,

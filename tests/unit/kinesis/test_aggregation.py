@@ -7,7 +7,7 @@ from hashlib import md5
 import pytest
 from aws_kinesis_agg.aggregator import RecordAggregator
 from aws_kinesis_agg.deaggregator import deaggregate_records
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from services.core.broker.kinesis.record_format import AGGREGATE_MAGIC, BadAggregate, Packer, packed_size, unpack
@@ -18,7 +18,6 @@ PAYLOADS = st.lists(st.one_of(st.binary(max_size=300), LARGE), max_size=20)
 KEY, HASH_KEY = "7", 1 << 127
 
 
-@settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)
 @given(PAYLOADS)
 def test_another_reader_reads_what_we_write(payloads: list[bytes]) -> None:
     """If it fails, a KCL consumer or a Lambda sees garbage, or other events than were sent."""
@@ -32,7 +31,6 @@ def test_another_reader_reads_what_we_write(payloads: list[bytes]) -> None:
     assert {one["kinesis"]["explicitHashKey"] for one in read} <= {str(HASH_KEY)}
 
 
-@settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)
 @given(st.lists(st.tuples(st.text(min_size=1, max_size=20), st.binary(max_size=300)), min_size=1, max_size=20))
 def test_we_read_what_another_writer_writes(sent: list[tuple[str, bytes]]) -> None:
     """If it fails, what a KPL producer put into a stream is lost on us."""
@@ -45,7 +43,6 @@ def test_we_read_what_another_writer_writes(sent: list[tuple[str, bytes]]) -> No
     assert [(one.partition_key, one.data) for one in read] == sent
 
 
-@settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)
 @given(PAYLOADS)
 def test_sizes_are_exact(payloads: list[bytes]) -> None:
     """If it fails, an entry grows above the service's limit, and its append is refused for ever."""
@@ -53,7 +50,6 @@ def test_sizes_are_exact(payloads: list[bytes]) -> None:
     assert len(packer.pack(payloads)) == packer.overhead() + sum(packed_size(len(one)) for one in payloads)
 
 
-@settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)
 @given(st.data())
 def test_a_changed_byte_is_no_aggregate(data: st.DataObject) -> None:
     """If it fails, altered data pass for events."""
@@ -62,7 +58,6 @@ def test_a_changed_byte_is_no_aggregate(data: st.DataObject) -> None:
     assert unpack(bytes(packed)) is None
 
 
-@settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)
 @given(st.binary(max_size=60))
 def test_any_message_is_read_or_refused(message: bytes) -> None:
     """If it fails, one odd record of another writer ends a consumer, or makes it loop."""

@@ -1,6 +1,6 @@
 """Records to Kinesis entries and back."""
 
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from services.core.broker.errors import RecordTooLarge
@@ -18,7 +18,6 @@ RECORDS = st.builds(
 KEY, HASH_KEY, NOW = "0", 1 << 127, 1_700_000_000_000
 
 
-@settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)
 @given(st.lists(RECORDS, min_size=1, max_size=20))
 def test_records_come_back(records: list[Record]) -> None:
     """If it fails, a payload, key, header or event time is altered on its way through Kinesis."""

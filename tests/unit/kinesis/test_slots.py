@@ -1,6 +1,6 @@
 """Where partitions lie, and what resharding does to them."""
 
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from services.core.broker.kinesis.streams import HASH_KEYS, Shard, hash_key_of, next_split, shard_of
@@ -12,7 +12,6 @@ def uniform(count: int) -> list[Shard]:
     return [Shard(n, (), cuts[n], cuts[n + 1] - 1, is_open=True) for n in range(count)]
 
 
-@settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)
 @given(st.integers(1, 60))
 def test_each_partition_of_a_new_stream_has_the_shard_of_its_number(count: int) -> None:
     """If it fails, a partition is written under one number and read under another, or two share a shard."""
@@ -20,7 +19,6 @@ def test_each_partition_of_a_new_stream_has_the_shard_of_its_number(count: int) 
     assert [shard_of(hash_key_of(p, count), shards) for p in range(count)] == shards
 
 
-@settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)
 @given(st.integers(1, 20), st.integers(1, 40))
 def test_splitting_ends_with_a_shard_for_each_partition(before: int, more: int) -> None:
     """If it fails, a topic that was grown keeps partitions that share a shard's capacity, or splitting does not end."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import REGISTRY
 
@@ -84,7 +84,6 @@ def outside(pipe: str) -> float:
     )
 
 
-@settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)
 @given(batches)
 def test_finds_what_reading_one_by_one_finds(batches: list[tuple[Outcome, list[bytes | None], bool]]) -> None:
     """Broken: events count as missing that were delivered, or the other way round; or one odd header spoils a batch."""

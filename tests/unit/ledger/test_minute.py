@@ -1,6 +1,6 @@
 """The minute that an event counts in."""
 
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from services.core.ledger.minute import common_minute, group_by_minute, minute_of
@@ -22,7 +22,6 @@ def test_by_event_time_while_it_is_near() -> None:
     assert minute_of(0, NOON) == minute_of(NOON * 2, NOON) == minute
 
 
-@settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)
 @given(st.lists(near, min_size=1, max_size=5), st.integers(0, 2 * M))
 def test_a_common_minute_is_that_of_each(times: list[int], arrival: int) -> None:
     """Broken: a request's events are told as of one minute although some belong to another."""

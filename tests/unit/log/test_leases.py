@@ -58,7 +58,7 @@ class Group:
         self.offsets.close()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     partitions=st.integers(1, 9),
     steps=st.lists(st.tuples(st.sampled_from(["beat", "leave", "die", "sleep"]), st.integers(0, 4)), max_size=40),

@@ -70,7 +70,7 @@ def test_dates_know_time_zones(folder: DataFolder) -> None:
         assert reader.offsets_at(at(15).astimezone(berlin)) == {0: 15}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     batches=st.lists(st.lists(st.integers(0, 60), min_size=1, max_size=6), min_size=1, max_size=10),
     wanted=st.integers(-5, 65),

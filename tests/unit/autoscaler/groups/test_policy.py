@@ -25,7 +25,7 @@ def calm(size: int) -> GroupMemory:
 LOADS = st.lists(st.tuples(st.floats(0, 12), st.integers(1, 60), st.floats(0, 1)), min_size=1, max_size=12)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     loads=LOADS,
     floor=st.integers(1, 4),

@@ -2,7 +2,7 @@
 
 import math
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from services.core.lag import LagHistogram
@@ -19,7 +19,6 @@ told = st.lists(st.lists(st.lists(lags_ms, max_size=40), max_size=4), min_size=1
 """By instance and report."""
 
 
-@settings(deadline=None)
 @given(told, st.sampled_from([0.5, 0.95, 0.99]))
 def test_a_percentile_is_within_one_per_cent_of_the_exact_value(told: list[list[list[int]]], share: float) -> None:
     """Broken: a P95 that is shown, or that an autoscaler goes by, is another one than the events'."""
