@@ -17,7 +17,7 @@ import uvloop
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from services.core.pipes import NAME_PATTERN, load_pipes
-from services.fleet.access import ingest_url, require_fleet
+from services.fleet.access import find_fleet, ingest_url, require_fleet
 from services.fleet.console import ERR, print_note
 from services.fleet.event_source import STDIN, BadInput, InputFile, read_events
 from services.fleet.folder import FleetState
@@ -89,13 +89,11 @@ def send(
         raise CommandFailed(f"{stream!r} is not a stream's name", "a name under streams: in the pipe file", status=2)
     if url is not None and not _is_address(url):
         raise CommandFailed("--url needs the address of ingest", "--url http://127.0.0.1:8080", status=2)
-    key, fleet = read_api_key(key_file, os.environ), None
+    key = read_api_key(key_file, os.environ)
     summary = SendSummary()
     begun = time.monotonic()
     with _open(file) as raw:
-        if url is None:
-            fleet = require_fleet(data, "--url with the address of ingest")
-            url = ingest_url(fleet.listen)
+        fleet, url = _find_ingest(url, data)
         target = Target(url, stream, key, batch, in_flight, rate)
         failure = uvloop.run(_run(raw, target, summary, file, data, fleet))
     if failure is None or summary.requests or as_json:
@@ -104,6 +102,15 @@ def send(
         raise failure
     if summary.refused:
         raise typer.Exit(1)
+
+
+def _find_ingest(url: str | None, data: Path) -> tuple[FleetState | None, str]:
+    """(the fleet on `data` if it is its ingest, the URL as given or of that fleet). Blocking. Raises CommandFailed."""
+    if url is None:
+        fleet = require_fleet(data, "--url with the address of ingest")
+        return fleet, ingest_url(fleet.listen)
+    own = find_fleet(data)
+    return (own if own is not None and url.rstrip("/") == ingest_url(own.listen) else None), url
 
 
 def _open(file: str) -> InputFile:

@@ -314,19 +314,20 @@ def write_fleet(data: Path, *, keys: str | None = None, pid: int = os.getpid()) 
     return state
 
 
+@pytest.mark.parametrize("named", [False, True])
 def test_send_waits_for_the_ingest_of_its_own_fleet(
-    shell: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    shell: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: bool
 ) -> None:
     """Broken: send does not find the fleet, gives up while ingest is started again, or does not say at once why it waits."""
     monkeypatch.setattr(sender, "GIVE_UP_AFTER_S", 0.5)
     monkeypatch.setattr(sender, "_BASE_WAIT_S", 0.01)
     (tmp_path / "e.json").write_text('[{"a": 1}]')
     url = write_fleet(tmp_path / "data").listen.replace("0.0.0.0", "http://127.0.0.1")
-    assert shell.run("send", "orders", "e.json") == 1
+    assert shell.run("send", "orders", "e.json", *(["--url", f"{url}/"] if named else [])) == 1
     first, *_, last, remedy = shell.err.splitlines()
-    assert first == (
-        f"ingest of the fleet on data is to listen on {url}: nothing listens there; trying again for up to 120 s"
-    )
+    place = f"{url}/" if named else url
+    reason = "nothing listens there; trying again for up to 120 s"
+    assert first == f"ingest of the fleet on data is to listen on {place}: {reason}"
     assert shell.err.count("trying again") == 1
     assert "ingest accepted nothing for 0 s" in last
     assert "the remaining events were not sent" in last
