@@ -13,7 +13,6 @@ from services.core.event import ARRIVAL, ID, ORIGIN, Origin
 from services.core.ledger.report import TELEMETRY, OriginSet, Report, pack_numbers
 from services.core.pipes import PipeFile
 from services.core.story.find import find_story, make_scope
-from services.core.story.model import Lane
 from services.core.story.search import Limits
 from tests.contract.harness import Harness
 from tests.contract.traffic import append
@@ -23,7 +22,10 @@ LIMITS = Limits(seconds=300, records=1_000_000, bytes=100_000_000, linger=300)
 
 
 async def test_a_story_is_found(harness: Harness) -> None:
-    """Broken: on this backend `penstock event` finds nothing, or says that a delivered event waits."""
+    """Broken: on this backend `penstock event` finds nothing, or says that a delivered event waits.
+
+    The four events have one id: a search takes seconds on Kinesis.
+    """
     async with harness.open() as broker:
         stream, pipe = (harness.fresh_name(hint).replace(".", "-") for hint in ("topic", "pipe"))
         hook = {"url": "https://example.org/"}
@@ -43,7 +45,7 @@ async def test_a_story_is_found(harness: Harness) -> None:
                 b"{}",
                 now,
                 (
-                    (ID, f"{pipe}-{number}".encode()),
+                    (ID, pipe.encode()),
                     (ARRIVAL, b"%d" % now),
                     (ORIGIN, Origin(pipe.replace("-", ""), 0, number).pack()),
                 ),
@@ -70,11 +72,8 @@ async def test_a_story_is_found(harness: Harness) -> None:
         await append(broker, f"{pipe}.dead", [letter])
         await broker.admin.set_committed(f"{pipe}.new", stream, {0: offsets[2]})
 
-        async def lane(number: int) -> Lane:
-            event_id = f"{pipe}-{number}"
-            scope = make_scope(pipes, event_id, now + 1000, pipe=pipe)
-            (event,) = (await find_story(broker, pipes, event_id, scope, LIMITS)).events
-            assert (event.stream, event.offset) == (stream, str(offsets[number]))
-            return event.pipes[0].destinations[0]
-
-        assert [(await lane(number)).state for number in range(4)] == ["delivered", "dead", "unknown", "not_read"]
+        scope = make_scope(pipes, pipe, now + 1000)
+        found = (await find_story(broker, pipes, pipe, scope, LIMITS)).events
+        assert [(event.stream, event.offset) for event in found] == [(stream, str(offset)) for offset in offsets]
+        states = [event.pipes[0].destinations[0].state for event in found]
+        assert states == ["delivered", "dead", "unknown", "not_read"]

@@ -21,7 +21,8 @@ class Facts:
     """What was found, of all events with one id.
 
     committed: by group and topic, the last processed offset of each partition; of streams and outputs, read before the reports.
-    renames: `pipes.renames_of`. contiguous: `Features.contiguous_offsets`.
+    renames: `pipes.renames_of`. contiguous: `Features.contiguous_offsets`. has_all: the topics of retries, parked
+    events and dead letters were read in full.
     """
 
     pipes: PipeFile
@@ -31,6 +32,7 @@ class Facts:
     paused: Mapping[str, Pause] = field(default_factory=dict)
     acts: Sequence[Entry] = ()
     contiguous: bool = True
+    has_all: bool = True
 
 
 @dataclass(slots=True)

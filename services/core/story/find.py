@@ -128,6 +128,7 @@ class _Finder:
     scope: Scope
     events: list[Event] = field(default_factory=list)
     renames: Mapping[str, str] = field(init=False)
+    has_all: bool = True
 
     def __post_init__(self) -> None:
         self.renames = renames_of(self.pipes)
@@ -144,7 +145,14 @@ class _Finder:
                     committed |= await self._committed_in(pipe, [topic])
         paused, acts = await self._read_paused(), await self._read_acts()
         facts = Facts(
-            self.pipes, reports, committed, self.renames, paused, acts, self.broker.features.contiguous_offsets
+            self.pipes,
+            reports,
+            committed,
+            self.renames,
+            paused,
+            acts,
+            self.broker.features.contiguous_offsets,
+            self.has_all,
         )
         told = [tell_event(event, facts, self.scope.pipes) for event in self.events]
         events = sorted(_with_copies(told, self.pipes), key=lambda one: (one.accepted or "", bool(one.copied_by)))
@@ -273,6 +281,7 @@ class _Finder:
         own = await self._side_topics()
         topics = [*own, RETRIER_DEAD, RETRY_IN, *(delay_topic(seconds) for seconds in reversed(DELAYS_S))]
         found = await self.search.by_timestamp(topics, wanted, first, self.search.budget(_SIDE))
+        self.has_all = all(self.search.by_topic[topic].complete for topic in topics if topic in self.search.by_topic)
         for one in found:
             mine = [event for event in self.events if event.owns(one)]
             if not mine:

@@ -360,6 +360,8 @@ class _LaneTeller:
                 f"not delivered yet; {_behind(before, topic, contiguous=self._facts.contiguous)}",
                 position,
             )
+        if not self._facts.has_all:
+            return "unknown", "read; the search ended before it found more", None
         if not self._facts.reports.complete:
             return "unknown", "read, and neither waiting nor dead; reports of deliveries are kept for a day", None
         if self._event.run is None:
