@@ -146,8 +146,8 @@ async def _run(
                 f"nothing was sent to {target.url}: {trouble}", "--url, or --data with the folder of a fleet"
             )
         if trouble:
-            whose = f"ingest of the fleet on {data} is to listen on {target.url}"
-            print_note(f"{whose}: {trouble}; trying again for up to {GIVE_UP_AFTER_S:.0f} s", "yellow")
+            where = f"ingest of the fleet on {data} at {target.url}"
+            print_note(f"waiting for {where}, for up to {GIVE_UP_AFTER_S:.0f} s: {trouble}", "yellow")
         return await _send(raw, target, summary, name, fleet, stop, trouble)
 
 
