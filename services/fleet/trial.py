@@ -101,7 +101,10 @@ def make_records(events: Sequence[SampleEvent], pipes: Path) -> Sample:
     """The records that ingest would store. Blocking: half a second. Raises CommandFailed."""
     command = [sys.executable, "-m", "services.ingest.sample", "--pipes", str(pipes)]
     content = msgspec.msgpack.encode(events)
-    done = subprocess.run(command, input=content, capture_output=True, timeout=LIMIT_S, check=False)  # noqa: S603
+    try:
+        done = subprocess.run(command, input=content, capture_output=True, timeout=LIMIT_S, check=False)  # noqa: S603
+    except subprocess.TimeoutExpired:
+        raise CommandFailed(f"the sample was not read within {LIMIT_S / 60:.0f} minutes", "a smaller sample") from None
     if done.returncode:
         raise CommandFailed("\n".join(_last_lines(done.stderr)), status=2 if done.returncode == 2 else 1)
     return msgspec.msgpack.decode(done.stdout, type=Sample)
