@@ -15,7 +15,7 @@ from services.core.pipes import PipeFile
 from services.core.story.find import find_story, make_scope
 from services.core.story.search import Limits
 from tests.contract.harness import Harness
-from tests.contract.traffic import append
+from tests.contract.traffic import append, ignore_revoke, read
 
 _LONG_MS = 100 * 365 * 86_400_000
 LIMITS = Limits(seconds=300, records=1_000_000, bytes=100_000_000, linger=300)
@@ -70,7 +70,9 @@ async def test_a_story_is_found(harness: Harness) -> None:
             now_ms=now,
         )
         await append(broker, f"{pipe}.dead", [letter])
-        await broker.admin.set_committed(f"{pipe}.new", stream, {0: offsets[2]})
+        async with broker.consumer(f"{pipe}.new", [stream], start="earliest", on_revoke=ignore_revoke) as consumer:
+            await read(consumer, 4)  # joining waits until a new cluster has groups
+            await consumer.commit({TopicPartition(stream, 0): offsets[2]})
 
         scope = make_scope(pipes, pipe, now + 1000)
         found = (await find_story(broker, pipes, pipe, scope, LIMITS)).events
