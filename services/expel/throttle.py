@@ -5,7 +5,7 @@ limits how fast a lane with an open breaker moves its events to the retry topic.
 import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Literal
 
 import structlog
@@ -81,26 +81,32 @@ class SendThrottle:
 
     def end(self, request: Delivery, outcome: Outcome) -> None:
         """The outcome of a request. A receiver that refuses events finally, or answers 429, is healthy. A 429 slows a slow start
-        down, as a failure does."""
-        if isinstance(outcome, Failure) and outcome.ours:
-            self.abandon(request)
-        elif isinstance(outcome, Failure) and outcome.reason == _TOO_MANY:
-            self._slow_start.end(request, good=False)
-            self._breaker.abandon(request)
-        elif isinstance(outcome, Failure) and outcome.recoverable:
-            is_new = self._slow_start.is_over
-            has_recovered = self._slow_start.end(request, good=False)
-            if self._breaker.fail(request, is_new=is_new, has_recovered=has_recovered):
-                self.shedder.start(self._slow_start.usual, is_new=is_new)
-                self._slow_start.stop()
-                log.warning("breaker_open", lane=self._lane, reason=outcome.reason, detail=outcome.detail)
-        else:
+        down, as a failure does. A partial answer that refuses every event for now is a failure."""
+        failure = _find_failure(outcome, len(request.parts))
+        if failure is None:
             if outcome is None and self.state == "closed":
                 self._slow_start.record_delivered(len(request.parts))
             self._slow_start.end(request, good=True)
             if self._breaker.succeed(request):
                 self._slow_start.start()
                 log.info("breaker_closed", lane=self._lane)
+        elif failure.ours:
+            self.abandon(request)
+        elif failure.reason == _TOO_MANY:
+            self._slow_start.end(request, good=False)
+            if self._breaker.close(request):
+                self._slow_start.start(least=True)
+                log.info("breaker_closed", lane=self._lane)
+        else:
+            self._fail(request, failure)
+
+    def _fail(self, request: Delivery, failure: Failure) -> None:
+        is_new = self._slow_start.is_over
+        has_recovered = self._slow_start.end(request, good=False)
+        if self._breaker.fail(request, is_new=is_new, has_recovered=has_recovered):
+            self.shedder.start(self._slow_start.usual, is_new=is_new)
+            self._slow_start.stop()
+            log.warning("breaker_open", lane=self._lane, reason=failure.reason, detail=failure.detail)
 
     def start_slowly(self) -> None:
         """A backlog follows: a slow start, as after an outage."""
@@ -110,6 +116,18 @@ class SendThrottle:
     def update_gauge(self) -> None:
         """Set the breaker's metric."""
         self._gauge.set(_STATES[self.state])
+
+
+def _find_failure(outcome: Outcome, events: int) -> Failure | None:
+    """The failure that makes a request with so many events a failed one; a 429 before others. None: the receiver is healthy."""
+    if outcome is None:
+        return None
+    found = [outcome] if isinstance(outcome, Failure) else list(outcome.values())
+    if isinstance(outcome, Mapping) and len(found) < events:
+        return None
+    if not all(failure.recoverable or failure.ours for failure in found):
+        return None
+    return next((failure for failure in found if failure.reason == _TOO_MANY), found[0])
 
 
 WINDOW_S = 30.0
@@ -127,8 +145,8 @@ class CircuitBreaker:
     when it fails, the breaker opens for twice the last wait. Source of the rule: Convoy opens at 70 % of at least 10 requests
     (Standard Webhooks leaves it open).
 
-    Called once per request, not per event: `begin(request)` unless `is_blocked`, then exactly one of `succeed`, `fail`, `abandon`
-    with the same request. So a late response to an earlier request is not mistaken for the probe's.
+    Called once per request, not per event: `begin(request)` unless `is_blocked`, then exactly one of `succeed`, `close`, `fail`,
+    `abandon` with the same request. So a late response to an earlier request is not mistaken for the probe's.
     `clock` is monotonic seconds. Not thread-safe.
     """
 
@@ -166,10 +184,13 @@ class CircuitBreaker:
 
     def succeed(self, request: object) -> bool:
         """The receiver answered: it accepted the events, or refused them finally. True when that closed the breaker."""
-        was_probe = self._end(request)
         if self._is_closed:
             self._count(failed=False)
-            return False
+        return self.close(request)
+
+    def close(self, request: object) -> bool:
+        """The receiver asked to slow down (429): it answers, and that is all. True when that closed the breaker."""
+        was_probe = self._end(request)
         if was_probe:
             self._is_closed = True
             self._buckets.clear()
@@ -201,7 +222,7 @@ class CircuitBreaker:
             self._opened = 0
 
     def abandon(self, request: object) -> None:
-        """The request says nothing about the receiver: it was cancelled, or the receiver asked to slow down (429)."""
+        """The request says nothing about the receiver: it was cancelled."""
         self._end(request)
 
     def _end(self, request: object) -> bool:
@@ -317,14 +338,14 @@ class SlowStart:
         self._window = None
         self._counted, self._counting_since = 0, None
 
-    def start(self) -> None:
-        """The destination recovered."""
+    def start(self, *, least: bool = False) -> None:
+        """The destination recovered. least: it asks for few requests (429)."""
         now = self._clock()
-        self._window, self._growth = 1.0, _DOUBLE
+        self._window, self._growth = (LEAST_WINDOW, _GROW) if least else (1.0, _DOUBLE)
         self._begun.clear()
-        self._next_at = self._limited_at = now
+        self._limited_at, self._next_at = now, now + (ROUND_S / LEAST_WINDOW if least else 0.0)
         self._halved_at = -math.inf
-        self._is_failing = False
+        self._is_failing = least
         self._fastest = math.inf
         self._begin_round()
         self._cap = None if self._usual is None else TokenBucket(max(LEAST_CAP, MAX_FACTOR * self._usual), self._clock)

@@ -2,7 +2,7 @@
 
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import pytest
@@ -159,13 +159,24 @@ class Backlog:
         return self.free_at + self.latency, None
 
 
+class Refusing:
+    """A receiver that accepts no event, and says so at once."""
+
+    def __init__(self, refuse: Callable[[int], Outcome]) -> None:
+        self.refuse = refuse
+
+    def answer(self, now: float, events: int) -> tuple[float, Outcome]:
+        """When it answers a request that comes now, and the outcome."""
+        return now + 0.005, self.refuse(events)
+
+
 SLOTS = 8
 
 
 class Recovery:
     """A lane with a backlog after an outage, in simulated time: at most SLOTS requests of 100 events at once."""
 
-    def __init__(self, clock: Clock, throttle: SendThrottle, receiver: Bucket | Backlog) -> None:
+    def __init__(self, clock: Clock, throttle: SendThrottle, receiver: Bucket | Backlog | Refusing) -> None:
         self.clock, self.throttle, self.receiver = clock, throttle, receiver
         self.waiting: list[tuple[float, int, Request, Outcome]] = []
         self.sent = self.delivered = self.refused = 0
@@ -387,6 +398,47 @@ def test_a_wait_that_the_receiver_asked_for_does_not_end_the_slow_start(clock: C
     assert throttle.wait() == 0  # nothing failed, and nothing waited
     throttle.begin(first)  # type: ignore[arg-type]
     assert throttle.wait() == 0
+
+
+def test_a_429_to_the_probe_is_followed_by_few_requests(clock: Clock) -> None:
+    """If it fails, a receiver that is back and asks for less gets hundreds of requests per second, and no pause."""
+    throttle = SendThrottle("p", "d", clock=clock)
+    for _ in range(MIN_ATTEMPTS):
+        request = Request(0, (b"",))
+        throttle.begin(request)  # type: ignore[arg-type]
+        throttle.end(request, fail_by_status(503))  # type: ignore[arg-type]
+    clock.now += throttle.blocked_for()
+    recovery = Recovery(clock, throttle, Refusing(lambda _: fail_by_status(429)))
+    recovery.run(20, 1_000_000)
+    assert 8 <= recovery.sent <= 11
+    recovery.receiver = Bucket(100_000, 0.1, "429")
+    recovery.run(40, 1_000_000)
+    assert recovery.delivered > 20_000
+
+
+@pytest.mark.parametrize("status", [429, 503])
+def test_a_207_that_refuses_every_event_for_now_is_a_failure(clock: Clock, status: int) -> None:
+    """If it fails, a receiver that refuses event by event is run over after its outage, and its breaker stays closed."""
+    throttle, refused = recovered(clock), fail_by_status(status)
+    recovery = Recovery(clock, throttle, Refusing(lambda events: dict.fromkeys(range(events), refused)))
+    recovery.run(20, 1_000_000)
+    assert recovery.sent <= 11
+    assert throttle.state == ("closed" if status == 429 else "open")
+
+
+def test_a_207_that_accepts_one_event_is_no_failure(clock: Clock) -> None:
+    """If it fails, a few events that a receiver cannot take now stop all others."""
+    throttle, refused = recovered(clock), fail_by_status(503)
+    for refused_events in (
+        dict.fromkeys(range(9), refused),
+        {**dict.fromkeys(range(9), refused), 9: fail_by_status(400)},
+    ):
+        for number in range(5 * MIN_ATTEMPTS):
+            clock.now += throttle.wait()
+            request = Request(number, (b"",) * 10)
+            throttle.begin(request)  # type: ignore[arg-type]
+            throttle.end(request, refused_events)  # type: ignore[arg-type]
+            assert throttle.state == "closed"
 
 
 @given(st.lists(st.sampled_from(["send", "ok", "bad", "lost", "old", "later"]), max_size=200))
