@@ -106,21 +106,23 @@ class OAuthClient:
         self._renewed_at = float("-inf")
 
     async def get(self) -> Credential:
-        if self._token is not None and self._clock() < self._token.replace_at:
-            return self._token.credential
+        token = self._token
+        if token is not None and self._clock() < (token.expires_at if self._lock.locked() else token.replace_at):
+            return token.credential  # also while another request fetches the next one
         async with self._lock:
             return await self._find()
 
     async def renew(self, refused: Credential) -> Credential | None:
         async with self._lock:
-            if self._token is not None:
-                if self._token.credential is not refused:
-                    return await self._find()  # another request has fetched it
-                if self._clock() < self._renewed_at + RENEW_EVERY_S:
-                    return None
-                self._renewed_at = self._clock()
+            if self._token is not None and self._token.credential.secret == refused.secret:
+                now = self._clock()
+                if now < self._token.replace_at:
+                    if now < self._renewed_at + RENEW_EVERY_S:
+                        return None
+                    self._renewed_at = now
                 self._token = None
-            return await self._find()
+            renewed = await self._find()
+            return None if renewed.secret == refused.secret else renewed
 
     async def _find(self) -> Credential:
         """Under the lock: the token in use, or the next one. Raises NoCredential."""

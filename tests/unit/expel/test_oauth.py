@@ -119,8 +119,12 @@ async def test_a_token_is_fetched_once_for_many_requests() -> None:
     tested.now += 89.9
     assert await tested.get() == "T1"
     tested.now += 0.2
-    assert set(await asyncio.gather(*[tested.get() for _ in range(50)])) == {"T2"}
-    assert len(tested.server.asked) == 2
+    during = await asyncio.gather(*[tested.get() for _ in range(50)])  # the old one is still valid
+    assert (during[0], set(during)) == ("T2", {"T1", "T2"})
+    assert await tested.get() == "T2"
+    tested.now += 100
+    assert len(set(await asyncio.gather(*[tested.get() for _ in range(50)]))) == 1
+    assert len(tested.server.asked) == 3
 
 
 async def test_a_request_that_is_cancelled_leaves_the_fetch_to_the_next_one() -> None:
@@ -162,6 +166,51 @@ async def test_a_refused_token_is_replaced_once() -> None:
     again = await tested.client.renew(await tested.client.get())
     assert again is not None
     assert again.secret == "T3"
+
+
+async def test_a_token_server_that_hangs_holds_up_one_request() -> None:
+    """Broken: a token server that answers slowly stops deliveries although the token in use is still valid."""
+    tested, hanging = Case(good("T1", expires_in=100)), asyncio.Event()
+    assert await tested.get() == "T1"
+    post = tested.server.post
+
+    async def hang(head: bytes, body: bytes) -> Response:
+        await hanging.wait()
+        return await post(head, body)
+
+    tested.server.post = hang  # type: ignore[method-assign]
+    tested.server.answers = [good("T2")]
+    tested.now += 95
+    first = asyncio.create_task(tested.get())
+    await asyncio.sleep(0)
+    async with asyncio.timeout(60):
+        assert [await tested.get() for _ in range(3)] == ["T1"] * 3
+    tested.now += 5  # from now on it may be refused
+    second = asyncio.create_task(tested.get())
+    await asyncio.sleep(0)
+    assert not second.done()
+    hanging.set()
+    assert [await first, await second] == ["T2", "T2"]
+    assert len(tested.server.asked) == 2
+
+
+async def test_a_token_that_expired_on_its_way_is_replaced_at_any_time() -> None:
+    """Broken: with tokens of a few seconds, a request that was slow makes dead letters."""
+    tested = Case(*[good(f"T{number}", expires_in=5) for number in range(1, 5)])
+    for number in range(1, 4):
+        old = await tested.client.get()
+        tested.now += 5
+        renewed = await tested.client.renew(old)
+        assert renewed is not None
+        assert renewed.secret == f"T{number + 1}"
+
+
+async def test_the_same_token_again_is_not_sent_again() -> None:
+    """Broken: every refused request is sent twice, because the token server gives out the token that it gave before."""
+    tested = Case(good("T1"))
+    old = await tested.client.get()
+    assert await asyncio.gather(*[tested.client.renew(old) for _ in range(20)]) == [None] * 20
+    assert len(tested.server.asked) == 2
 
 
 async def test_a_refused_token_and_no_other() -> None:
