@@ -2,10 +2,12 @@
 
 import asyncio
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from html import escape
 from typing import Protocol
-from urllib.parse import quote
+from urllib.parse import quote, quote_plus
 
 from services.core.credentials import BadCredential, Held
 from services.core.masking import MASK
@@ -13,6 +15,8 @@ from services.expel.retry_policy import Failure
 
 _MIN_PREFIX = 4
 """A shorter beginning of a secret is no secret."""
+_ESCAPED = re.compile(r"[\"&'+<>`\\]")
+"""Some servers write these as \\u…. in JSON."""
 
 
 class NoCredential(Exception):
@@ -39,10 +43,24 @@ class Credential:
         """The body of an answer, with `***` in place of the secret: some receivers quote the request. As `mask_secret`."""
         return mask_secret(body, self.secret, whole=whole) if self.secret else body
 
+    def mask_text(self, text: str) -> str:
+        """A text out of a body: the body may have had the secret in a form that `mask` does not know."""
+        return self.mask(text.encode(errors="replace"), whole=True).decode(errors="replace")
+
+
+NO_CREDENTIAL = Credential()
+
 
 def mask_secret(body: bytes, secret: str, *, whole: bool) -> bytes:
-    """Masks the secret as it is, in JSON and in a URL. whole: the body is complete; else a beginning of the secret may end it."""
-    forms = {secret, json.dumps(secret)[1:-1], secret.replace("/", "\\/"), quote(secret, safe="")}
+    """Masks the secret as it is, in JSON, HTML and a URL. whole: the body is complete; else a beginning of the secret may end
+    it."""
+    in_json = json.dumps(secret)[1:-1]
+    forms = {one.replace("/", slash) for one in (secret, in_json) for slash in ("/", "\\/")}
+    forms |= {quote(secret, safe=""), quote_plus(secret), escape(secret)}
+    forms |= {
+        _ESCAPED.sub(lambda found: f"\\u{ord(found[0]):04x}", secret),
+        _ESCAPED.sub(lambda found: f"\\u{ord(found[0]):04X}", secret),
+    }
     forms |= {
         part for form in forms if len(part := form.partition(" ")[2]) >= _MIN_PREFIX
     }  # Basic …, without its scheme
@@ -68,13 +86,10 @@ class NoAuthorization:
     """Sends nothing."""
 
     async def get(self) -> Credential:
-        return _NOTHING
+        return NO_CREDENTIAL
 
     async def renew(self, refused: Credential) -> Credential | None:
         return None
-
-
-_NOTHING = Credential()
 
 
 class SecretHeader:

@@ -192,14 +192,15 @@ class OAuthClient:
         return token if isinstance(token, Token) else _Refusal(BAD_RESPONSE, self._fail(token))
 
     def _refuse(self, response: Response, secrets: Sequence[str]) -> _Refusal:
-        text = response.body
-        for secret in secrets:
-            text = mask_secret(text, secret, whole=response.whole)
+        text = _mask_all(response.body, secrets, whole=response.whole)
         wait = parse_retry_after(response.retry_after, now=time.time())
         answered = f"it answered {response.status}"
         if (found := _read_error(text)) is not None:
-            error, said = found
-            return _Refusal(error, self._fail(f"{answered} {error}{said}", wait), error)
+            error, description = found
+            said = excerpt(_mask_all(description, secrets, whole=True))
+            return _Refusal(
+                error, self._fail(f"{answered} {error}: {said}" if said else f"{answered} {error}", wait), error
+            )
         said = excerpt(text)
         return _Refusal(f"http_{response.status}", self._fail(f"{answered}: {said}" if said else answered, wait))
 
@@ -207,8 +208,14 @@ class OAuthClient:
         return Failure(NO_TOKEN, f"no token from {self._server}: {detail}", recoverable=True, retry_after=retry_after)
 
 
-def _read_error(body: bytes) -> tuple[str, str] | None:
-    """The error of an OAuth answer, and its description as `: …`. None when there is none that we know."""
+def _mask_all(text: bytes, secrets: Sequence[str], *, whole: bool) -> bytes:
+    for secret in secrets:
+        text = mask_secret(text, secret, whole=whole)
+    return text
+
+
+def _read_error(body: bytes) -> tuple[str, bytes] | None:
+    """The error of an OAuth answer, and its description. None when there is none that we know."""
     try:
         content = msgspec.json.decode(body)
     except (msgspec.DecodeError, RecursionError):
@@ -217,7 +224,7 @@ def _read_error(body: bytes) -> tuple[str, str] | None:
     if not isinstance(error, str) or error not in _ERRORS:
         return None
     said = content.get("error_description")
-    return error, f": {excerpt(said.encode(errors='replace'))}" if isinstance(said, str) and said else ""
+    return error, said.encode(errors="replace") if isinstance(said, str) else b""
 
 
 def read_token(response: Response, asked_at: float) -> Token | str:

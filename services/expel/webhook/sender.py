@@ -19,7 +19,13 @@ from services.core.event import TRACEPARENT, read_traceparent
 from services.core.signing import ID_HEADER, SIGNATURE_HEADER, TIMESTAMP_HEADER, SigningKeys, sign
 from services.expel.delivery import Delivery, Rendered
 from services.expel.retry_policy import Failure, Outcome, fail_by_status, is_recoverable, parse_retry_after
-from services.expel.webhook.authorization import Authorization, Credential, NoAuthorization, NoCredential
+from services.expel.webhook.authorization import (
+    NO_CREDENTIAL,
+    Authorization,
+    Credential,
+    NoAuthorization,
+    NoCredential,
+)
 from services.expel.webhook.body import BodyFormat, Renderer, render
 from services.expel.webhook.client import MAX_RESPONSE, BadResponse, HttpClient, Response
 from services.expel.webhook.resolver import NameNotFound, RefusedAddress
@@ -77,7 +83,7 @@ class WebhookSender:
         if text:
             text = credential.mask(text, whole=whole)
         if 200 <= status < 300:
-            return read_outcome(status, text, whole, delivery) if text or status == 207 else None
+            return read_outcome(status, text, whole, delivery, credential) if text or status == 207 else None
         return fail_by_status(status, excerpt(text), parse_retry_after(wish, now=time.time()))
 
     async def _post(self, delivery: Delivery, body: bytes, credential: Credential) -> Response:
@@ -169,8 +175,10 @@ class PartialResponse(msgspec.Struct):
 _decode = msgspec.json.Decoder(PartialResponse).decode
 
 
-def read_outcome(status: int, body: bytes, whole: bool, delivery: Delivery) -> Outcome:
-    """The outcome of a 2xx with this body.
+def read_outcome(
+    status: int, body: bytes, whole: bool, delivery: Delivery, credential: Credential = NO_CREDENTIAL
+) -> Outcome:
+    """The outcome of a 2xx with this body. credential: of the request; the receiver's reasons may quote it.
 
     When the body may name failed events but cannot be parsed, no event counts as delivered: better twice than never.
     """
@@ -182,7 +190,7 @@ def read_outcome(status: int, body: bytes, whole: bool, delivery: Delivery) -> O
         items = _decode(body).failed
     except (msgspec.DecodeError, RecursionError):
         return _bad('a 207 needs JSON like {"failed": [{"id": "…"}]}') if status == 207 else _read_odd_body(body)
-    return _by_index(items, delivery)
+    return _by_index(items, delivery, credential)
 
 
 def _read_odd_body(body: bytes) -> Outcome:
@@ -195,7 +203,7 @@ def _read_odd_body(body: bytes) -> Outcome:
     return _bad("the list of failed events is not valid") if isinstance(named, list) else None
 
 
-def _by_index(items: list[FailedItem], delivery: Delivery) -> Outcome:
+def _by_index(items: list[FailedItem], delivery: Delivery, credential: Credential) -> Outcome:
     places: dict[bytes, list[int]] = {}
     for index, event_id in enumerate(delivery.ids):
         places.setdefault(event_id, []).append(index)
@@ -207,14 +215,15 @@ def _by_index(items: list[FailedItem], delivery: Delivery) -> Outcome:
             found = places.get((item.id or "").encode(errors="replace"), [])
         if not found:
             return _bad("the response names an event that was not in the request")
-        failures.update(dict.fromkeys(found, _fail_item(item)))
+        failures.update(dict.fromkeys(found, _fail_item(item, credential)))
     return failures or None
 
 
-def _fail_item(item: FailedItem) -> Failure:
+def _fail_item(item: FailedItem, credential: Credential) -> Failure:
     recoverable = item.retry if item.retry is not None else item.status is None or is_recoverable(item.status)
     reason = ITEM_FAILED if item.status is None or not 100 <= item.status <= 599 else f"http_{item.status}"
-    detail = "the receiver refused this event" + (f": {_printable(item.reason[:_MAX_REASON])}" if item.reason else "")
+    said = _printable(credential.mask_text(item.reason)[:_MAX_REASON]) if item.reason else ""
+    detail = "the receiver refused this event" + (f": {said}" if item.reason else "")
     return Failure(reason, detail, recoverable)
 
 

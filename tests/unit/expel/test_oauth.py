@@ -3,7 +3,7 @@
 import asyncio
 import base64
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from urllib.parse import parse_qs
@@ -23,12 +23,12 @@ from services.core.signing import SigningKeys
 from services.expel.retry_policy import Failure
 from services.expel.settings import ExpelSettings
 from services.expel.webhook import oauth
-from services.expel.webhook.authorization import NoCredential, mask_secret
+from services.expel.webhook.authorization import Credential, NoCredential, mask_secret
 from services.expel.webhook.body import make_format
 from services.expel.webhook.client import HttpClient, Response
 from services.expel.webhook.oauth import MAX_TOKEN_RESPONSE, OAuthClient
 from services.expel.webhook.resolver import Resolver
-from services.expel.webhook.sender import WebhookSender
+from services.expel.webhook.sender import WebhookSender, read_outcome
 from tests.support.waiting_events import store, stored
 from tests.unit.expel.fake_sender import make_record
 from tests.unit.expel.receiver import Received, hang, open_receiver, open_socket_server, wait_until
@@ -402,6 +402,43 @@ def test_no_quoted_secret_remains(secret: str, before: str, after: str, data: st
     assert form.encode() not in mask_secret(whole, secret, whole=True)
     cut = len(before.encode()) + data.draw(st.integers(4, len(form)))
     assert not mask_secret(whole[:cut], secret, whole=False).endswith(form[:4].encode())
+
+
+ESCAPED = "".join(f"\\u{ord(char):04x}" for char in SECRET)
+
+
+@pytest.mark.parametrize(
+    "quoted",
+    [
+        SECRET,
+        ESCAPED,
+        "client_secret=s3cret%2Fwith%2Bsigns%2520and+spaces",
+        json.dumps(SECRET)[1:-1].replace("+", "\\u002B"),
+        SECRET.replace("/", "\\/"),
+    ],
+)
+async def test_a_secret_that_is_quoted_in_another_form(quoted: str) -> None:
+    """Broken: servers that escape what they quote write our secret into logs, dead letters and the observer's page."""
+    body = f'{{"error": "invalid_client", "error_description": "wrong: {quoted}"}}'.encode()
+    detail = (await Case(Response(401, body=body)).fail()).detail
+    assert detail.startswith("no token from login.example.org: it answered 401 invalid_client: wrong: ")
+    assert not any(part in detail for part in ("s3cret", "signs", "spaces"))
+    with (
+        HttpClient("http://127.0.0.1:1/", policy=LOCAL, resolver=Resolver(), timeout=5, headers={}) as client,
+    ):
+        sender = WebhookSender(client, "late", make_format("cloudevents", "late"), SigningKeys(), 1_000_000)
+        delivery = deliver(sender, [record(1)])
+    credential = Credential(b"", SECRET)
+    found = read_outcome(
+        207,
+        credential.mask(f'{{"failed": [{{"index": 0, "reason": "wrong: {quoted}"}}]}}'.encode(), whole=True),
+        True,
+        delivery,
+        credential,
+    )
+    assert isinstance(found, Mapping)
+    assert found[0].detail.startswith("the receiver refused this event: wrong: ")
+    assert not any(part in found[0].detail for part in ("s3cret", "signs", "spaces"))
 
 
 async def test_events_wait_while_there_is_no_token(tmp_path: Path) -> None:
