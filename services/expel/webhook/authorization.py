@@ -4,6 +4,7 @@ import asyncio
 import json
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from html import escape
 from typing import Protocol
@@ -92,15 +93,20 @@ class NoAuthorization:
         return None
 
 
+READ_TIMEOUT_S = 2.0
+
+
 class SecretHeader:
     """A header with a secret value. make: the credential of a value. read: reads the value's file now; blocking. None: no file.
 
-    When the receiver refuses the value, it may just have been rotated: then the file is read at once, not within a second.
+    When the receiver refuses the value, it may just have been rotated: then the file is read at once, not within a second. One
+    read serves all refused requests, and a file system that hangs blocks only one thread.
     """
 
     def __init__(self, value: Held[str], make: Callable[[str], Credential], read: Callable[[], str] | None) -> None:
         self._value, self._make, self._read = value, make, read
         self._made = make(value.current)
+        self._reading: asyncio.Task[None] | None = None
 
     async def get(self) -> Credential:
         if self._made.secret != self._value.current:
@@ -110,9 +116,18 @@ class SecretHeader:
     async def renew(self, refused: Credential) -> Credential | None:
         if self._read is None:
             return None
-        try:
-            self._value.current = await asyncio.to_thread(self._read)
-        except BadCredential:
-            return None  # the watch of the file reports it
+        if self._value.current == refused.secret:
+            if self._reading is None or self._reading.done():
+                self._reading = asyncio.create_task(self._load(self._read), name="read a refused credential")
+            done, _ = await asyncio.wait({self._reading}, timeout=READ_TIMEOUT_S)
+            if not done:
+                raise NoCredential(Failure("http_401", _NOT_READ, recoverable=True))
         renewed = await self.get()
         return None if renewed.secret == refused.secret else renewed
+
+    async def _load(self, read: Callable[[], str]) -> None:
+        with suppress(BadCredential):  # the watch of the file reports it
+            self._value.current = await asyncio.to_thread(read)
+
+
+_NOT_READ = "the receiver answered 401, and the file of the credential cannot be read in time"

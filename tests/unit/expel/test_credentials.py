@@ -5,6 +5,7 @@ import re
 import shutil
 import ssl
 import subprocess
+import threading
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,8 @@ from services.core.pipes import PipeFile, Secret, Tls, Webhook, load_pipes
 from services.core.provision import ensure_topics
 from services.core.yaml_source import parse_yaml, validate_document
 from services.expel.settings import ExpelSettings
+from services.expel.webhook import authorization
+from services.expel.webhook.authorization import Credential, NoCredential, SecretHeader
 from tests.support.waiting_events import store, stored
 from tests.unit.expel.fake_sender import make_record
 from tests.unit.expel.receiver import Received, open_receiver, wait_until
@@ -304,3 +307,38 @@ async def test_a_rotated_token_is_read_when_the_old_one_is_refused(
                         await asyncio.sleep(0.05)
     assert dead[0].header(dead_letter.DETAIL) == b"the receiver answered 401: no: Bearer ***"
     assert "secret-token" not in str(logs)
+
+
+async def test_one_read_of_the_file_serves_all_refused_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Broken: a file system that hangs takes all threads of expel, or holds a lane's requests for ever."""
+    monkeypatch.setattr(authorization, "READ_TIMEOUT_S", 0.01)
+    value, reads, go_on = Held("T1"), 0, threading.Event()
+
+    def read() -> str:
+        nonlocal reads
+        reads += 1
+        go_on.wait(60)
+        return "T2"
+
+    header = SecretHeader(value, Credential.bearer, read)
+    old = await header.get()
+    for _ in range(3):
+        outcomes = await asyncio.gather(*[header.renew(old) for _ in range(20)], return_exceptions=True)
+        assert all(isinstance(one, NoCredential) and one.failure.recoverable for one in outcomes)
+    assert reads == 1
+    monkeypatch.setattr(authorization, "READ_TIMEOUT_S", 60.0)
+    go_on.set()
+    renewed = await asyncio.gather(*[header.renew(old) for _ in range(20)])
+    assert {one and one.secret for one in renewed} == {"T2"}
+    assert reads == 1
+
+
+async def test_a_value_that_was_replaced_meanwhile_is_used_at_once() -> None:
+    """Broken: an older value that is still being read replaces a newer one."""
+    value = Held("T1")
+    header = SecretHeader(value, Credential.bearer, lambda: "T1")
+    old = await header.get()
+    value.current = "T2"
+    renewed = await header.renew(old)
+    assert renewed is not None
+    assert (renewed.secret, value.current) == ("T2", "T2")
