@@ -13,6 +13,7 @@ import json
 import time
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from services.core.audit import digest_of
@@ -39,6 +40,8 @@ from services.core.pipes import (
 from services.core.retry_state import PREFIX
 
 _KEY = b"waiting"
+_TAKEN_OVER = b"taken over"
+"""A lane has taken over its position. Lanes do so at the same time: with whole bookmarks one would undo another's."""
 _INTERNAL = "penstock."
 _SIDE_TOPICS = (retry_topic(""), parked_topic(""), dead_letter_topic(""))
 _PIPE, _DESTINATION = PREFIX + "pipe", PREFIX + "destination"
@@ -72,6 +75,13 @@ class Bookmark:
         last = {_parse_partition(name): (int(at), str(digest)) for name, (at, digest) in found.get("last", {}).items()}
         left = {str(lane): str(heir) for lane, heir in found.get("left", {}).items()}
         return cls(read, frozenset(map(str, found["lanes"])), left, last)
+
+    def after_takeover(self, value: bytes) -> "Bookmark":
+        """With what one lane has recorded. Raises ValueError, KeyError, AttributeError, TypeError."""
+        found = json.loads(value)
+        lane, former = str(found["lane"]), list(map(str, found["former"]))
+        left = {old: heir for old, heir in self.left.items() if old != lane}
+        return replace(self, left=left | dict.fromkeys(former, lane))
 
 
 def _parse_partition(name: str) -> TopicPartition:
@@ -206,33 +216,61 @@ async def hand_over_positions(admin: Admin, pipes: PipeFile, left: Mapping[str, 
     where that one had settled nothing. Returns the old lane by the new one.
 
     The new one then misses no event that the old one had not read, and the stream is not sent again. Partitions that the new
-    one has begun already stay as they are, unless it had left them to the removed one (`Bookmark.left`): then it continues at
-    the position of that one. Of several removed ones the first in `removed_lanes` counts. Call it before the new one runs. It
-    raises GroupHasMembers while the new one runs and has not begun; then call it again.
+    one has begun already stay as they are, unless its name was given up before (`Bookmark.left`): what its group had read is of
+    that time. Of several removed ones the first in `removed_lanes` counts. Call it before the new one runs. It raises
+    GroupHasMembers while the new one runs and has not begun; then call it again.
     """
-    done: dict[str, str] = {}
+    former: defaultdict[str, list[str]] = defaultdict(list)
     for old, choice in removed_lanes(pipes).items():
-        if choice.deliver_to is None:
-            continue
-        pipe = choice.deliver_to.partition("/")[0]
-        if await _take_over(admin, old, choice.deliver_to, delivery_topics(pipe, pipes.pipes[pipe]), left or {}):
-            done.setdefault(choice.deliver_to, old)
+        if choice.deliver_to is not None:
+            former[choice.deliver_to].append(old)
+    done: dict[str, str] = {}
+    for new, olds in former.items():
+        pipe = new.partition("/")[0]
+        old_lane = await _take_over(admin, olds, new, delivery_topics(pipe, pipes.pipes[pipe]), left or {})
+        if old_lane is not None:
+            done[new] = old_lane
     return done
 
 
-async def _take_over(admin: Admin, old: str, new: str, topics: Collection[str], left: Mapping[str, str]) -> bool:
-    """Returns whether the lane `new` got a position of `old`."""
-    group, ended = delivery_group(*new.split("/")), delivery_group(*old.split("/"))
-    went_on = False
+async def _take_over(
+    admin: Admin, former: Sequence[str], new: str, topics: Collection[str], left: Mapping[str, str]
+) -> str | None:
+    """Returns the first lane of which `new` got a position; None: it got none."""
+    group, givers = _group_of(new), set[str]()
     for topic in topics:
-        went_on |= await admin.copy_positions(ended, group, topic)
-        if left.get(new) == old:
-            theirs, own = await admin.committed(ended, topic), await admin.committed(group, topic)
-            ahead = {one: offset for one, offset in theirs.items() if offset > own.get(one, -1)}
-            if ahead:
-                await admin.set_committed(group, topic, ahead)
-                went_on = True
-    return went_on
+        givers.update([old for old in former if await admin.copy_positions(_group_of(old), group, topic)])
+        if new not in left:
+            continue
+        wanted: dict[int, tuple[int, str]] = {}
+        for old in former:
+            for partition, offset in (await admin.positions(_group_of(old), topic)).items():
+                wanted.setdefault(partition, (offset, old))
+        own = await admin.positions(group, topic)
+        moved = {partition: found for partition, found in wanted.items() if own.get(partition) != found[0]}
+        if moved:
+            await admin.set_committed(group, topic, {partition: at - 1 for partition, (at, _) in moved.items()})
+            givers.update(old for _, old in moved.values())
+    return next((old for old in former if old in givers), None)
+
+
+async def find_takeover(
+    admin: Admin, former: Sequence[str], lane: str, topics: Collection[str], left: Mapping[str, str]
+) -> tuple[str, bool] | None:
+    """The lane whose position this one gets at the next start, and True; or whose position it does not get, because it has begun
+    itself, and False. None: there is none, or it was done. former: as in `take_over_positions`. topics: that exist."""
+    for old in former:
+        if left.get(old) == lane:
+            continue
+        inherited = [topic for topic in topics if await admin.has_begun(_group_of(old), topic)]
+        if inherited:
+            return old, lane in left or not any([await admin.has_begun(_group_of(lane), topic) for topic in inherited])
+    return None
+
+
+def _group_of(lane: str) -> str:
+    pipe, _, destination = lane.partition("/")
+    return delivery_group(pipe, destination)
 
 
 async def take_over_positions(
@@ -244,16 +282,14 @@ async def take_over_positions(
     begun. Raises BrokerError kinds; then call it again before the lane joins.
     """
     before = await read_bookmark(broker.reader)
-    wanted = dict.fromkeys(former, lane)
-    if wanted.items() <= before.left.items():
+    if dict.fromkeys(former, lane).items() <= before.left.items():
         return
     try:
-        for old in former:
-            await _take_over(broker.admin, old, lane, topics, before.left)
+        await _take_over(broker.admin, former, lane, topics, before.left)
     except GroupHasMembers:
         return
-    left = {old: heir for old, heir in before.left.items() if old != lane} | wanted
-    await write_bookmark(producer, replace(before, left=left), time.time_ns() // 1_000_000)
+    value = json.dumps({"lane": lane, "former": list(former)}).encode()
+    (await producer.send_to(CONTROL, {0: [Record(_TAKEN_OVER, value, time.time_ns() // 1_000_000)]})).raise_first()
 
 
 def lane_of(record: Record) -> str:
@@ -265,7 +301,7 @@ def lane_of(record: Record) -> str:
 
 
 async def read_bookmark(reader: Reader) -> Bookmark:
-    """The newest bookmark; an empty one when there is none. Raises BrokerError kinds."""
+    """The newest bookmark, with the takeovers since; an empty one when there is none. Raises BrokerError kinds."""
     newest = Bookmark()
     try:
         held = await reader.describe(CONTROL)
@@ -278,6 +314,9 @@ async def read_bookmark(reader: Reader) -> Bookmark:
                     newest = Bookmark.decode(record.value or b"")
                 except (ValueError, KeyError, AttributeError, TypeError):
                     newest = Bookmark()  # of another version: read everything
+            elif record.key == _TAKEN_OVER:
+                with suppress(ValueError, KeyError, AttributeError, TypeError):
+                    newest = newest.after_takeover(record.value or b"")
     return newest
 
 

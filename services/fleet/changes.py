@@ -28,7 +28,7 @@ from services.core.pipes import (
     removed_pipes,
     renames_of,
 )
-from services.core.waiting import Bookmark, read_bookmark
+from services.core.waiting import Bookmark, find_takeover, read_bookmark
 from services.core.yaml_source import Problem
 from services.fleet.dead.found import DeadLetterSearch, Filter
 
@@ -113,15 +113,10 @@ class _Search:
         former = [old for old, heir in self._heirs.items() if heir == lane and self._before.left.get(old) != lane]
         topics = [topic for topic in delivery_topics(name, pipe) if topic in self._topics]
         unbegun = [topic for topic in topics if not await self._has_begun(lane, topic)]
-        for old in former:
-            inherited = [topic for topic in topics if await self._has_begun(old, topic)]
-            if not inherited:
-                continue
-            if not set(inherited) <= set(unbegun) and self._before.left.get(lane) != old:
-                text = f"has begun before and keeps its own position; it does not take over the position of {old}"
-                return Change("renamed", lane, text)
-            unread = await self._count_unread(old, inherited)
-            return Change("renamed", lane, f"continues at the position of {old} ({_count(unread)} unread)", unread)
+        async with self._limit:
+            found = await find_takeover(self._broker.admin, former, lane, topics, self._before.left)
+        if found is not None:
+            return await self._compare_renamed(lane, *found, topics)
         if self._before.lanes and lane not in self._before.lanes and not unbegun and not former:
             unread = {topic: count for topic, count in (await self._count_unread(lane, topics)).items() if count}
             remedy = f"penstock group skip {lane} --to-end --reason WHY before the start, for new ones only"
@@ -142,6 +137,32 @@ class _Search:
         elif moved := [old.split("/")[0] for old in self._gone if old.endswith(f"/{destination.name}")]:
             remedy += f"; or `renamed_from: {moved[0]}` at the pipe, if it is {moved[0]} under a new name"
         return Change("new", lane, f"{what}, will receive {_count(stored)} from the beginning. Try: {remedy}", stored)
+
+    async def _compare_renamed(self, lane: str, old: str, is_taken_over: bool, topics: Sequence[str]) -> Change:
+        if is_taken_over:
+            inherited = [topic for topic in topics if await self._has_begun(old, topic)]
+            unread = await self._count_unread(old, inherited)
+            return Change("renamed", lane, f"continues at the position of {old} ({_count(unread)} unread)", unread)
+        unread = {topic: count for topic, count in (await self._count_unread(lane, topics)).items() if count}
+        text = f"has begun before and keeps its own position{f' ({_count(unread)} unread)' if unread else ''}; it does not "
+        text += f"take over the position of {old}"
+        if behind := await self._list_behind(old, lane, topics):
+            offsets = " ".join(f"--to-offset {topic}:{partition}:{at}" for topic, partition, at in behind)
+            text += f", which is further back. What lies between was not delivered to {old}. Try: penstock group reset {lane} "
+            text += f"{offsets} before the start, if this one is to get it"
+        return Change("renamed", lane, text, unread)
+
+    async def _list_behind(self, old: str, lane: str, topics: Sequence[str]) -> list[tuple[str, int, int]]:
+        """Topic, partition and next offset of the old lane, where this is before the next offset of the other one."""
+        behind = []
+        for topic in topics:
+            theirs, own = [await self._broker.admin.positions(_group_of(each), topic) for each in (old, lane)]
+            starts = {partition: held.start for partition, held in (await self._broker.reader.describe(topic)).items()}
+            for partition, position in sorted(theirs.items()):
+                at = max(position, starts.get(partition, position))
+                if partition in own and at < own[partition]:
+                    behind.append((topic, partition, at))
+        return behind
 
     async def gone_lanes(self) -> list[Change]:
         """Destinations of the last start that the file no longer has, with open dead letters, in pipes that it has."""
@@ -175,7 +196,7 @@ class _Search:
 
     async def _has_begun(self, lane: str, topic: str) -> bool:
         async with self._limit:
-            return await self._broker.admin.has_begun(delivery_group(*lane.split("/")), topic)
+            return await self._broker.admin.has_begun(_group_of(lane), topic)
 
     async def _count_stored(self, topics: Collection[str]) -> dict[str, int | None]:
         """The stored events by topic, without empty topics; None where offsets do not count them."""
@@ -188,7 +209,7 @@ class _Search:
         return found
 
     async def _count_unread(self, lane: str, topics: Collection[str]) -> dict[str, int | None]:
-        group = delivery_group(*lane.split("/"))
+        group = _group_of(lane)
         lags = {topic: await self._broker.admin.group_lag(group, topic) for topic in topics}
         return {topic: sum(lag.records for lag in found.values()) for topic, found in lags.items()}
 
@@ -228,6 +249,10 @@ def _compare_transform(name: str, pipe: Pipe, data: Path | None) -> list[Change]
         "does not start. Try: the former one; or a pipe of another name; or move the checkpoint away, then all results come again"
     )
     return [Change("transform", name, words)]
+
+
+def _group_of(lane: str) -> str:
+    return delivery_group(*lane.split("/"))
 
 
 def _count(events: Mapping[str, int | None]) -> str:

@@ -25,9 +25,19 @@ from services.core.dead_letter import Position
 from services.core.ledger.report import TELEMETRY, pack_offset
 from services.core.ledger.reporter import Reporter, new_instance
 from services.core.pauses import Pause, Pauses
-from services.core.pipes import RETRY_IN, PipeFile, delivery_group, delivery_topics, is_retried, lane_name, renames_of
+from services.core.pipes import (
+    RETRY_IN,
+    PipeFile,
+    delivery_group,
+    delivery_topics,
+    is_retried,
+    lane_name,
+    removed_lanes,
+    renames_of,
+)
 from services.core.retry_state import state_for
 from services.core.takeover_dedup import TAIL_EVENTS, WITHIN_S
+from services.core.waiting import find_takeover, read_bookmark
 from services.fleet.paused import pause_json
 from services.fleet.problem import CommandFailed
 
@@ -293,6 +303,21 @@ async def require_no_members(broker: Broker, lane: Lane) -> None:
     if members := await broker.admin.members(lane.group):
         names = ", ".join(members[:3]) + (f" and {len(members) - 3} more" if len(members) > 3 else "")
         raise CommandFailed(f"{lane.name} runs: its group {lane.group} has living members: {names}", HAS_MEMBERS)
+
+
+async def require_own_position(broker: Broker, pipes: PipeFile, lane: Lane) -> None:
+    """Raise CommandFailed while the destination is to get the position of a former name: that would undo a move, and a skip
+    would count events that the former name has delivered."""
+    former = [old for old, choice in removed_lanes(pipes).items() if choice.deliver_to == lane.name]
+    if not former:
+        return
+    left = (await read_bookmark(broker.reader)).left
+    found = await find_takeover(broker.admin, former, lane.name, lane.topics, left)
+    if found is not None and found[1]:
+        raise CommandFailed(
+            f"{lane.name} gets the position of {found[0]} first, and has not got it yet",
+            "penstock apply, then the same command",
+        )
 
 
 async def skip_events(

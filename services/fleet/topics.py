@@ -15,7 +15,16 @@ from services.core.broker.connect import BadBrokerUrl, open_broker
 from services.core.broker.contract import Broker
 from services.core.broker.errors import BrokerError, UnsafeTopic
 from services.core.broker.producer import Producer
-from services.core.pipes import CONTROL, PipeFile, Removed, claims_of, lanes_of, removed_lanes, removed_pipes
+from services.core.pipes import (
+    CONTROL,
+    PipeFile,
+    Removed,
+    claims_of,
+    delivery_topics,
+    lanes_of,
+    removed_lanes,
+    removed_pipes,
+)
 from services.core.provision import PartitionsDiffer, Provisioned, ensure_topics
 from services.core.waiting import Waiting, find_waiting, hand_over_positions, read_bookmark, write_bookmark
 from services.core.yaml_source import BadConfiguration, Problem
@@ -124,7 +133,10 @@ def describe_removed(waiting: Waiting, pipes: PipeFile) -> list[str]:
     for name, choice in (removed_lanes(pipes) | removed_pipes(pipes)).items():
         mine = [lane for lane in found if lane == name or (lane.startswith(f"{name}/") and lane not in decided)]
         decided.update(mine)
-        lines += [f"{_describe(waiting, lane)}: {_choice(choice)}" for lane in mine]
+        for lane in mine:
+            if lane in waiting.unclaimed:
+                lines.append(f"{_describe_waiting(waiting, lane)}: {_choice(choice)}")
+            lines += [f"{text}: {_unread(pipes, stream, choice)}" for stream, text in _list_undelivered(waiting, lane)]
         if not mine and name in pipes.removed:
             lines.append(f"nothing waits for {name} any more. Try: remove it from `removed`")
     return lines + [
@@ -139,11 +151,32 @@ def _choice(choice: Removed) -> str:
     return "written to the dead letters" if choice.bury is not None else "dropped"
 
 
+def _unread(pipes: PipeFile, stream: str, choice: Removed) -> str:
+    """What becomes of the events of this stream that the removed destination had not read."""
+    if choice.deliver_to is None:
+        return "they stay there"
+    pipe = choice.deliver_to.partition("/")[0]
+    is_read = stream in delivery_topics(pipe, pipes.pipes[pipe])
+    return (
+        f"{choice.deliver_to} reads {stream}" if is_read else f"they stay there; {choice.deliver_to} does not read it"
+    )
+
+
 def _describe(waiting: Waiting, lane: str) -> str:
-    found = [f"{_count(waiting.unclaimed[lane])} for {lane}"] if lane in waiting.unclaimed else []
-    for stream, count in waiting.undelivered.get(lane, {}).items():
-        found.append(f"{count} {'event' if count == 1 else 'events'} of {stream} not yet delivered to {lane}")
-    return ", ".join(found)
+    found = [_describe_waiting(waiting, lane)] if lane in waiting.unclaimed else []
+    return ", ".join([*found, *(text for _, text in _list_undelivered(waiting, lane))])
+
+
+def _describe_waiting(waiting: Waiting, lane: str) -> str:
+    return f"{_count(waiting.unclaimed[lane])} for {lane}"
+
+
+def _list_undelivered(waiting: Waiting, lane: str) -> list[tuple[str, str]]:
+    """Each stream, and its events in words."""
+    return [
+        (stream, f"{count} {'event' if count == 1 else 'events'} of {stream} not yet delivered to {lane}")
+        for stream, count in waiting.undelivered.get(lane, {}).items()
+    ]
 
 
 def _count(places: Mapping[str, int]) -> str:

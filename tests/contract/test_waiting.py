@@ -4,8 +4,11 @@ import asyncio
 import time
 from contextlib import suppress
 
+import pytest
+
 from services.core.broker.contract import TopicSpec
 from services.core.broker.errors import TopicExists
+from services.core.broker.record import TopicPartition
 from services.core.pipes import RETRIER_GROUP, PipeFile, delay_topic
 from services.core.waiting import Bookmark, find_waiting, hand_over_positions
 from tests.contract.harness import Harness
@@ -115,3 +118,23 @@ async def test_a_hand_over_that_was_cut_off_goes_on(harness: Harness) -> None:
         assert await hand_over_positions(broker.admin, pipes) == {f"{pipe}/new": f"{pipe}/old"}
         async with broker.consumer(f"{pipe}.new", streams, start="latest", on_revoke=ignore_revoke) as consumer:
             assert sorted(numbers_of(await read(consumer, 6))) == [5, 5, 6, 6, 7, 7]
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+async def test_a_name_that_was_given_up_goes_on_where_the_other_one_ended(harness: Harness, *, ahead: bool) -> None:
+    """Broken: a name is used again, and its receiver gets what was delivered since, or misses what was not."""
+    async with harness.open() as broker:
+        stream, pipe = (harness.fresh_name("topic").replace(".", "-") for _ in range(2))
+        await broker.admin.create_topic(TopicSpec(stream, 1, retention_ms=_LONG_MS))
+        await append(broker, stream, numbered(range(10)))
+        for name, count in ((f"{pipe}.new", 3 if ahead else 7), (f"{pipe}.old", 7 if ahead else 3)):
+            async with broker.consumer(name, [stream], start="earliest", on_revoke=ignore_revoke) as consumer:
+                batches = await read(consumer, 10)
+                last = [offset for batch in batches for offset in batch.offsets][count - 1]
+                await consumer.commit({TopicPartition(stream, batches[0].partition): last})
+        pipes = _renamed(pipe, [stream])
+        assert await hand_over_positions(broker.admin, pipes, {f"{pipe}/new": ""}) == {f"{pipe}/new": f"{pipe}/old"}
+        assert await hand_over_positions(broker.admin, pipes, {f"{pipe}/new": ""}) == {}
+        async with broker.consumer(f"{pipe}.new", [stream], start="latest", on_revoke=ignore_revoke) as consumer:
+            expected = list(range(7 if ahead else 3, 10))
+            assert numbers_of(await read(consumer, len(expected))) == expected

@@ -39,6 +39,7 @@ from services.fleet.offsets import (
     record_restart,
     require_ledger,
     require_no_members,
+    require_own_position,
     reset_offsets,
     retry_wait_s,
     set_aside,
@@ -186,7 +187,7 @@ def reset(
         return
     lane = _one_lane(file, name)
     target = _target(lane, to, to_offset, "earliest" if to_earliest else None, "--to-earliest")
-    moves = uvloop.run(_plan(url, lane, target, RESET))
+    moves = uvloop.run(_plan(url, file, lane, target, RESET))
     if _confirm(lane, moves, "will be delivered again to", yes=yes):
         uvloop.run(_reset(url, lane, moves))
     _print(lane, moves, "reset", "will be delivered again", as_json=as_json)
@@ -215,12 +216,13 @@ def skip(
     Every skipped event is counted as skipped in the loss table, and is in the audit with the reason (penstock dead audit).
     Waiting retries and parked events (PIPE.retry, PIPE.parked) are not skipped. After a failure, repeat the command.
     """
-    lane = _one_lane(load_pipes(find_pipes(pipes, data)), name)
+    file = load_pipes(find_pipes(pipes, data))
+    lane = _one_lane(file, name)
     target = _target(lane, to, to_offset, "end" if to_end else None, "--to-end")
     if not reason.strip():
         raise CommandFailed("--reason is empty", '--reason "the reason for the audit"', status=2)
     url = find_broker(broker, data)
-    moves = uvloop.run(_plan(url, lane, target, SKIP))
+    moves = uvloop.run(_plan(url, file, lane, target, SKIP))
     done = moves
     if _confirm(lane, moves, "will not be delivered to", yes=yes):
         done = uvloop.run(_skip(url, lane, moves, reason.strip()[:MAX_REASON]))
@@ -262,9 +264,10 @@ def _target(lane: Lane, to: str | None, to_offset: list[str] | None, last: Any, 
     return target
 
 
-async def _plan(url: str, lane: Lane, target: Target, action: str) -> list[Move]:
+async def _plan(url: str, file: PipeFile, lane: Lane, target: Target, action: str) -> list[Move]:
     async with opened(url) as broker:
         await require_no_members(broker, lane)
+        await require_own_position(broker, file, lane)
         return await plan_moves(broker, lane, target, action)
 
 

@@ -1,5 +1,6 @@
 """What waits, and for whom: nothing that a destination left behind is overlooked, nothing that was delivered counts."""
 
+import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
@@ -265,6 +266,26 @@ async def test_a_position_is_taken_over_once(broker: Broker, at: int, late: bool
         await write_bookmark(producer, Bookmark(), 1)  # it may be lost
         await take_over([])
         assert await broker.admin.committed("late.hook", "s") == {0: 3}
+
+
+async def test_lanes_that_take_over_at_the_same_time(broker: Broker) -> None:
+    """Broken: a pipe has a new name, its lanes start together, and only the last one is on record: the file cannot be changed
+    later, because the others' former names seem to have unread events."""
+    names = [f"late/{number}" for number in range(5)]
+    for number in range(5):
+        await broker.admin.set_committed(f"old.{number}", "s", {0: number})
+    async with Producer(broker.appender) as producer:
+        await write_bookmark(producer, Bookmark(lanes=frozenset({"old/1"}), left={"late/1": ""}), 1)
+        takeovers = [take_over_positions(broker, producer, lane, [f"old/{lane[-1]}"], ["s"]) for lane in names]
+        await asyncio.gather(*takeovers)
+        found = await read_bookmark(broker.reader)
+        assert found.left == {f"old/{lane[-1]}": lane for lane in names}
+        assert found.lanes == {"old/1"}
+        for number in range(5):
+            assert await broker.admin.committed(f"late.{number}", "s") == {0: number}
+        await producer.send_to("penstock.control", {0: [Record(b"taken over", b"[]", 1)]})
+        await write_bookmark(producer, Bookmark(left={"a": "b"}), 1)
+        assert (await read_bookmark(broker.reader)).left == {"a": "b"}
 
 
 async def test_another_member_has_taken_over(broker: Broker) -> None:

@@ -151,6 +151,83 @@ def test_a_name_that_has_begun_is_not_moved(site: Site) -> None:
     assert site.position("late/new") == 100
 
 
+def test_a_name_that_has_begun_says_what_it_does_not_deliver(site: Site, shell: Shell) -> None:
+    """Broken: a lagging destination gets a name that is further ahead, and its unread events are left without a word."""
+    site.deliver("late/old", 99)
+    site.deliver("late/new", 2700)
+    site.write(one_pipe("late", ["name: new, renamed_from: old"]))
+    words = site.check()[1]
+    assert (
+        "keeps its own position (99 events of s unread); it does not take over the position of late/old, which" in words
+    )
+    assert "Try: penstock group reset late/new --to-offset s:0:100 before the start" in words
+    assert "2700 events of s not yet delivered to late/old: late/new reads s" in words
+    assert shell.run("group", "reset", "late/new", "--to-offset", "s:0:100", "--yes") == 0
+    site.start()
+    assert site.position("late/new") == 99
+
+
+def test_two_destinations_swap_their_names(site: Site) -> None:
+    """Broken: a name is used again, and its receiver gets what the earlier holder of the name had not read, or misses its own."""
+    site.write(one_pipe("late", ["name: a, renamed_from: old", "name: b"]))
+    site.deliver("late/b", 99)
+    site.start()
+    for step in (["name: mid, renamed_from: a", "name: b"], ["name: mid", "name: a, renamed_from: b"]):
+        site.write(one_pipe("late", step))
+        site.start()
+    assert (site.position("late/mid"), site.position("late/a")) == (2799, 99)
+    site.write(one_pipe("late", ["name: b, renamed_from: mid", "name: a"]))
+    assert "late/b: continues at the position of late/mid (0 events of s unread)" in site.check()[1]
+    for _ in range(2):
+        site.start()
+        assert (site.position("late/b"), site.position("late/a")) == (2799, 99)
+    site.deliver("late/b", 50)  # an operator set it back since
+    site.start()
+    assert site.position("late/b") == 50
+
+
+def test_names_in_a_circle(site: Site) -> None:
+    """Broken: a destination gets its first name back after a third one, and its receiver gets everything since."""
+    for at, (new, former) in enumerate((("b", "old"), ("c", "b"), ("old", "c"))):
+        site.write(one_pipe("late", [f"name: {new}, renamed_from: {former}"]))
+        site.start()
+        assert site.position(f"late/{new}") == 2799 + at
+        site.deliver(f"late/{new}", 2800 + at)
+
+
+def test_offsets_are_not_moved_before_a_takeover(site: Site, shell: Shell) -> None:
+    """Broken: a reset before the first start under a new name is undone by that start; a skip counts events as skipped that were
+    delivered under the former name."""
+    site.write(one_pipe("late", ["name: new, renamed_from: old"]))
+    for move in (("skip", "--to-end", "--reason", "why"), ("reset", "--to-earliest")):
+        assert shell.run("group", move[0], "late/new", *move[1:], "--yes") == 1
+        assert "late/new gets the position of late/old first, and has not got it yet" in shell.err.replace("\n", " ")
+    assert site.records("penstock.telemetry") == []
+    site.start()
+    assert shell.run("group", "reset", "late/new", "--to-earliest", "--yes") == 0
+    site.write(one_pipe("late", ["name: old, renamed_from: new"]))
+    assert shell.run("group", "reset", "late/old", "--to-offset", "s:0:7", "--yes") == 1
+    site.start()
+    assert site.position("late/old") == -1, "it was set back under its other name"
+
+
+def test_unread_events_of_a_stream_that_the_other_one_does_not_read(site: Site) -> None:
+    """Broken: check says that unread events are delivered to another destination, which does not read their stream."""
+    site.deliver("late/old", 2796)
+    more = f"  b: {{sources: [t], destinations: [{{name: one, {HOOK}}}]}}\nremoved: {{late/old: "
+    text = one_pipe("late", ["name: x"]).replace("{s: {}}", "{s: {}, t: {}}") + more
+    for choice, words in (
+        (
+            "{deliver_to: b/one}}\n",
+            "3 events of s not yet delivered to late/old: they stay there; b/one does not read it",
+        ),
+        ("{bury: why}}\n", "3 events of s not yet delivered to late/old: they stay there"),
+        ("{deliver_to: late/x}}\n", "3 events of s not yet delivered to late/old: late/x reads s"),
+    ):
+        site.write(text + choice)
+        assert words in site.check()[1]
+
+
 def test_a_pipe_and_its_destination_get_new_names(site: Site) -> None:
     """Broken: the second name of a destination begins where its first name ended, and sends again what came in between."""
     site.write(one_pipe("late", ["name: mid, renamed_from: old"]))
@@ -267,7 +344,8 @@ def test_a_removed_pipe_needs_one_line(site: Site, shell: Shell, tmp_path: Path)
     assert shell.run("apply", "--broker", site.url) == 2
     site.write(f"{other}removed: {{late: {{drop: it is over}}}}\n")
     status, told = site.check()
-    assert (status, "1 event waits (1 in late.parked) for late/old, 3 events" in told) == (0, True)
+    assert (status, "1 event waits (1 in late.parked) for late/old: dropped" in told) == (0, True)
+    assert "3 events of s not yet delivered to late/old: they stay there" in told
     assert shell.run("apply", "--broker", site.url) == 0
     site.write(f"{other}removed: {{late/old: {{drop: it is over}}}}\n")
     assert site.check()[0] == 0, "decided once"
