@@ -37,13 +37,15 @@ class Reports:
     """by_event: by origin and step, the outcomes in the order of their reports.
 
     complete: the reports were read from before the events' acceptance to the end, or until all that was asked for was known.
-    behind: by step, the age in ms of its oldest unprocessed record, by the newest report that has it. renames: as
-    `pipes.renames_of`; what a destination reported under a former name is the present one's.
+    behind: by step, the age in ms of its oldest unprocessed record, by the newest report that has it. heard: the steps that
+    reported anything; the ledger may be off. renames: as `pipes.renames_of`; what a destination reported under a former name is
+    the present one's.
     """
 
     by_event: dict[Origin, dict[Step, list[Told]]] = field(default_factory=dict)
     complete: bool = False
     behind: dict[Step, int] = field(default_factory=dict)
+    heard: set[Step] = field(default_factory=set)
     renames: Mapping[str, str] = field(default_factory=dict)
 
     def of(self, origin: Origin | None, step: Step) -> list[Told]:
@@ -57,6 +59,7 @@ class Reports:
         step: Step = (report.node, report.pipe, report.destination)
         if report.destination is not None:
             step = (report.node, *present_lane(report.pipe, report.destination, self.renames))
+        self.heard.add(step)
         if report.behind_ms is not None:
             self.behind[step] = report.behind_ms
         for one in report.sets:

@@ -189,6 +189,8 @@ class Search:
             known = [time for time in (result.back_to, part.back_to) if time is not None]
             is_known = part.back_to is not None and (result.complete or result.back_to is not None)
             result.complete, result.back_to = False, max(known) if is_known else None
+        for one in found[MOST_FOUND:]:
+            self.by_topic[one.position.topic] = TopicResult(complete=False)
         return found[:MOST_FOUND]
 
     async def _open(self, topic: str, span: TimeRange) -> AsyncIterator[_Part]:

@@ -27,6 +27,7 @@ from services.core.times import format_time
 _SHOWN_OUTPUTS = 20
 _ORDER = [RETRY_IN, *(delay_topic(seconds) for seconds in reversed(DELAYS_S))]
 """The direction in which the retrier moves events."""
+_SILENT = "the {} has reported nothing since; it does not run, or the ledger is off"
 _PARKED = parked_topic("")
 _RETRY = retry_topic("")
 
@@ -102,11 +103,13 @@ def _tell_transform(pipe: str, event: Event, facts: Facts) -> Passage:
         return Passage("dead", "dead; the dead letter was not found", None, outputs, history)
     if filtered is not None:
         return Passage("filtered", "filtered: no output carries its origin", _time(filtered), outputs, history)
-    if facts.reports.complete and event.run is not None:
+    if facts.reports.complete and event.run is not None and step in facts.reports.heard:
         behind, pause = facts.reports.behind.get(step), facts.paused.get(pipe)
         late = f"; the transform is {behind / 1000:.0f} s behind" if behind else ""
         late = late if pause is None else f"; the transform is {mask_text(pause.text)}"
         return Passage(None, f"not transformed yet{late}", None, outputs, history)
+    if facts.reports.complete and event.run is not None:
+        return Passage(None, f"not recorded: {_SILENT.format('transform')}", None, outputs, history)
     return Passage(None, "not recorded: reports are kept for a day", None, outputs, history)
 
 
@@ -180,12 +183,12 @@ class _LaneTeller:
         steps = [*self._waits(), *self._parked(), *self._deaths(), *self._drops(), *self._moves()]
         delivered = self._first("delivered", "expel")
         if delivered is not None:
-            failed = max((one.moment.attempts or 0 for one in steps), default=0)
+            failed = max((one.moment.attempts or 0 for one in steps if one.at_ms <= delivered), default=0)
             text = self._delivered_text(failed)
             at = format_time(delivered)
             moment = Moment(at=at, what="delivered", text=text, attempts=failed or None)
             last = _Step(delivered, 4, moment, "delivered", f"{at} {text}", None)
-            return self._lane(last, [*steps, last])
+            return self._lane(self._open_output(steps) or last, [*steps, last])
         steps += self._reported(steps)
         if not steps:
             state, now, position = self._upstream()
@@ -193,6 +196,15 @@ class _LaneTeller:
         died = max((one.at_ms for one in steps if one.moment.what == "dead"), default=0)
         is_back = any(one.moment.what == "due" and one.at_ms >= died for one in steps)  # a redrive wrote that record
         return self._lane(max([one for one in steps if not (is_back and one.state == "redriven")], key=_when), steps)
+
+    def _open_output(self, steps: Sequence[_Step]) -> _Step | None:
+        """Of several outputs of the event, the newest that is not known to be delivered. Reports do not tell outputs apart."""
+        if len(self._inputs()) < 2:
+            return None
+        reported = self._facts.reports.of(self._event.run, ("expel", self._name, self._destination))
+        delivered = max(told.at_ms for told in reported if told.outcome == "delivered")
+        ends = {one.moment.position: one for one in sorted(steps, key=_when)}.values()
+        return max((one for one in ends if one.state == "dead" or one.at_ms > delivered), key=_when, default=None)
 
     def _lane(self, last: _Step, steps: Sequence[_Step]) -> Lane:
         history = tuple(one.moment for one in sorted(steps, key=_when))
@@ -204,6 +216,8 @@ class _LaneTeller:
     def _delivered_text(self, failed: int) -> str:
         stream = None if self._declared is None else self._declared.stream
         what = "delivered" if stream is None else f"stored in {stream}"
+        if (count := len(self._inputs())) > 1:
+            what = f"one or more of its {count} outputs {what}"
         if failed:
             return f"{what}, after {_attempts(failed)} that failed"
         return f"{what}; the number of attempts is not recorded"
@@ -354,23 +368,20 @@ class _LaneTeller:
             late = "; the destination begins at the newest event" if self._starts_late() else ""
             return "not_read", f"not read yet: its group has settled nothing in this partition{late}", position
         if before >= 0:
-            topic = read[0].position.topic
-            return (
-                "not_read",
-                f"not delivered yet; {_behind(before, topic, contiguous=self._facts.contiguous)}",
-                position,
-            )
+            behind = _behind(before, read[0].position.topic, contiguous=self._facts.contiguous)
+            return "not_read", f"not delivered yet; {behind}", position
         if not self._facts.has_all:
             return "unknown", "read; the search ended before it found more", None
         if not self._facts.reports.complete:
             return "unknown", "read, and neither waiting nor dead; reports of deliveries are kept for a day", None
         if self._event.run is None:
             return "unknown", "read, and neither waiting nor dead; without an origin no report can name it", None
-        return (
-            "unknown",
-            "its group is past it, and no report has an outcome: it is missing. Try: penstock loss explain",
-            None,
-        )
+        if ("expel", self._name, self._destination) not in self._facts.reports.heard:
+            return "unknown", f"read, and neither waiting nor dead; {_SILENT.format('destination')}", None
+        if self._starts_late():
+            return "unknown", "no report has an outcome; the destination may have begun after it (start: latest)", None
+        lost = "its group is past it, and no report has an outcome: it is missing. Try: penstock loss explain"
+        return "unknown", lost, None
 
     def _starts_late(self) -> bool:
         return self._declared is not None and self._declared.start == "latest"
