@@ -9,13 +9,14 @@ kept for ever and read from its beginning, without a group: it has a few records
 
 import asyncio
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Literal
 
 import msgspec
 import structlog
 
 from services.core.broker.contract import Reader
-from services.core.broker.errors import BrokerError, OffsetOutOfRange
+from services.core.broker.errors import BrokerError, OffsetOutOfRange, UnknownTopic
 from services.core.broker.producer import Producer
 from services.core.broker.record import Batch, Record
 from services.core.lifecycle import wait_for_stop
@@ -137,6 +138,14 @@ class Pauses:
             return False
         del self._newest[name]
         return True
+
+
+async def list_paused(reader: Reader, renames: Mapping[str, str]) -> Mapping[str, Pause]:
+    """The lanes and transforms that are paused now; none without the topic. renames: as in `Pauses`. Raises BrokerError kinds."""
+    pauses = Pauses(reader, renames)
+    with suppress(UnknownTopic):
+        await pauses.refresh()
+    return pauses.paused()
 
 
 async def write_pause(producer: Producer, name: str, pause: Pause) -> None:

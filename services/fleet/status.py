@@ -13,7 +13,7 @@ from services.core.broker.connect import open_broker
 from services.core.broker.contract import Broker
 from services.core.broker.errors import BrokerError
 from services.core.lag import LagHistogram
-from services.core.pauses import Pause, Pauses
+from services.core.pauses import Pause, list_paused
 from services.core.pipes import (
     DELAYS_S,
     RETRIER_GROUP,
@@ -166,11 +166,10 @@ async def _read_pauses(broker: Broker | None, pipes: PipeFile) -> Mapping[str, P
     """By `<pipe>/<destination>`, and by pipe for transforms; empty while the broker does not answer."""
     if broker is None:
         return {}
-    pauses = Pauses(broker.reader, renames_of(pipes))
     with contextlib.suppress(BrokerError, TimeoutError):
         async with asyncio.timeout(BROKER_TIMEOUT_S):
-            await pauses.refresh()
-    return pauses.paused()
+            return await list_paused(broker.reader, renames_of(pipes))
+    return {}
 
 
 async def _retrier(reading: StatusReading, broker: Broker | None) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from services.core.broker.errors import UnknownTopic
 from services.core.broker.reading import scan
 from services.core.dead_letter import Position
 from services.core.event import ID, ORIGIN, Origin
-from services.core.pauses import Pause, Pauses
+from services.core.pauses import list_paused
 from services.core.pipes import (
     AUDIT,
     DELAYS_S,
@@ -39,7 +39,7 @@ from services.core.story.search import (
     Header,
     Limits,
     Search,
-    Tell,
+    Show,
     TimeRange,
     TopicResult,
     time_of,
@@ -110,13 +110,13 @@ def make_scope(
 
 
 async def find_story(
-    broker: Broker, pipes: PipeFile, event_id: str, scope: Scope, limits: Limits, tell: Tell = lambda _progress: None
+    broker: Broker, pipes: PipeFile, event_id: str, scope: Scope, limits: Limits, show: Show = lambda _progress: None
 ) -> Story:
     """The story of every event with this id. Reads on the event loop in slices, within the limits; writes nothing.
 
     Raises BrokerError kinds.
     """
-    return await _Finder(Search(broker, limits, tell), broker, pipes, event_id, scope).find()
+    return await _Finder(Search(broker, limits, show), broker, pipes, event_id, scope).find()
 
 
 @dataclass(slots=True)
@@ -143,7 +143,8 @@ class _Finder:
             for topic in (retry_topic(pipe), parked_topic(pipe)):
                 if any(found.position.topic == topic for event in self.events for found in event.side):
                     committed |= await self._committed_in(pipe, [topic])
-        paused, acts = await self._read_paused(), await self._read_acts()
+        paused = await list_paused(self.broker.reader, self.renames) if self.events else {}
+        acts = await self._read_acts()
         facts = Facts(
             self.pipes,
             reports,
@@ -314,16 +315,6 @@ class _Finder:
             for step in reports.by_event.get(event.run, {}).values()
             for told in step
         )
-
-    async def _read_paused(self) -> Mapping[str, Pause]:
-        if not self.events:
-            return {}
-        pauses = Pauses(self.broker.reader, self.renames)
-        try:
-            await pauses.refresh()
-        except UnknownTopic:
-            return {}
-        return pauses.paused()
 
     async def _read_acts(self) -> list[Entry]:
         """The audit entries about these records, oldest first."""

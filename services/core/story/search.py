@@ -67,7 +67,7 @@ class Progress(NamedTuple):
     back_to: int | None
 
 
-Tell = Callable[[Progress], None]
+Show = Callable[[Progress], None]
 
 
 def time_of(record: Record) -> int:
@@ -120,11 +120,11 @@ class _Part:
 class Search:
     """One search. It reads on the caller's event loop, in slices, and keeps only the records that it looks for.
 
-    by_topic: how far each topic was read. tell: called after each page.
+    by_topic: how far each topic was read. show: called after each page.
     """
 
-    def __init__(self, broker: Broker, limits: Limits, tell: Tell = lambda _progress: None) -> None:
-        self._broker, self._reader, self.limits, self._tell = broker, broker.reader, limits, tell
+    def __init__(self, broker: Broker, limits: Limits, show: Show = lambda _progress: None) -> None:
+        self._broker, self._reader, self.limits, self._show = broker, broker.reader, limits, show
         self.by_topic: dict[str, TopicResult] = {}
         self.records = 0
 
@@ -136,7 +136,7 @@ class Search:
         """Count a page that was read."""
         self.records += len(batch.records)
         budget.spend(batch)
-        self._tell(Progress(self.records, batch.topic, back_to))
+        self._show(Progress(self.records, batch.topic, back_to))
 
     async def by_arrival(
         self,

@@ -2,17 +2,15 @@
 
 import json
 import time
-from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
 import typer
 import uvloop
 
-from services.core.broker.errors import UnknownTopic
 from services.core.broker.producer import Producer
 from services.core.causes import Causes
-from services.core.pauses import OPERATOR, Pause, Pauses, write_pause
+from services.core.pauses import OPERATOR, Pause, list_paused, write_pause
 from services.core.pipes import PipeFile, load_pipes
 from services.fleet.access import find_broker, find_pipes, opened
 from services.fleet.console import ERR, OUT, print_note
@@ -75,10 +73,8 @@ async def _read_state(
         async for page in (await DeadLetterSearch.open(broker, where, settled=settled)).pages():
             for letter in page:
                 causes.add(letter)
-        pauses = Pauses(broker.reader, where.renames)
-        with suppress(UnknownTopic):
-            await pauses.refresh()
-        paused = [(lane.partition("/"), pause) for lane, pause in pauses.paused().items()]
+        found = await list_paused(broker.reader, where.renames)
+        paused = [(lane.partition("/"), pause) for lane, pause in found.items()]
         chosen = [
             DestinationState(of_pipe, name, "paused", pause)
             for (of_pipe, _, destination), pause in paused

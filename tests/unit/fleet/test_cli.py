@@ -9,9 +9,11 @@ import socket
 import stat
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from typer.main import get_command
 
 from services.core.settings import variable_name
 from services.fleet import sender
@@ -20,12 +22,19 @@ from services.fleet.cli import main
 from services.fleet.folder import FleetState, write_state
 from services.fleet.ports import free_port
 from services.fleet.settings import UpSettings, keys_of_ingest
+from services.fleet.verbs.app import APP
 
-VERBS = ["demo", "up", "send", "listen", "status", "init", "check", "schema", "apply", "pause", "resume", "try"]
-SUBVERBS = ["keys create", "keys list", "keys revoke", "keys secret", "log verify", "log repair"]
-SUBVERBS += ["dead list", "dead show", "dead redrive", "dead discard", "dead audit", "destination show"]
-SUBVERBS += ["group show", "group reset", "group skip"]
-SUBVERBS += ["destination pause", "destination resume", "destination list", "loss show", "loss explain"]
+
+def find_verbs(command: object = None, path: str = "") -> Iterator[str]:
+    """Every verb, and every verb of a group as `group verb`."""
+    parts = vars(command or get_command(APP)).get("commands", {})
+    for name, part in parts.items():
+        yield from find_verbs(part, f"{path}{name} ")
+    if not parts:
+        yield path.strip()
+
+
+VERBS = list(find_verbs())
 
 
 class Shell:
@@ -54,7 +63,7 @@ def shell(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], t
     return Shell(monkeypatch, capsys)
 
 
-@pytest.mark.parametrize("verb", [*VERBS, *SUBVERBS])
+@pytest.mark.parametrize("verb", VERBS)
 def test_every_verb_has_help_with_an_example(shell: Shell, verb: str) -> None:
     """Broken: a newcomer has to read the source."""
     assert shell.run(*verb.split(), "--help") == 0
@@ -333,11 +342,23 @@ def test_send_waits_for_the_ingest_of_its_own_fleet(
     assert "penstock status" in remedy
 
 
+ONE_PIPE = """\
+streams: {orders: {columns: id STRING}, out: {}}
+pipes:
+  p:
+    sources: [orders]
+    transform: {sql: "SELECT event, id FROM orders"}
+    destinations: [{name: d, stream: out}]
+"""
 NEED_A_FLEET: dict[str, str] = {
     "send orders pipes.yaml": "--url with the address of ingest",
     "status": "",
     "loss show p": "--observer host:port",
     "dead list": "--broker",
+    "group show -f pipes.yaml": "--broker",
+    "event o-1": "--broker",
+    "try p --from-stream 5": "--broker",
+    "pause p": "--broker",
     "destination list -f pipes.yaml": "--broker",
     "log verify": "the log's folder as argument",
 }
@@ -352,7 +373,7 @@ NEED_A_FLEET: dict[str, str] = {
 )
 def test_without_a_fleet_every_verb_says_the_same(shell: Shell, tmp_path: Path, verb: str, killed: bool) -> None:
     """Broken: a verb takes a fleet that was killed for a running one, or its error names no way out."""
-    (tmp_path / "pipes.yaml").write_text("streams: {orders: {}}\n")
+    (tmp_path / "pipes.yaml").write_text(ONE_PIPE)
     with subprocess.Popen(["true"]) as gone:
         gone.wait()
     if killed:
