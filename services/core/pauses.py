@@ -63,7 +63,7 @@ class Pauses:
     """
 
     def __init__(self, reader: Reader, renames: Mapping[str, str] | None = None) -> None:
-        self._reader, self._renames = reader, renames or {}
+        self._reader, self.renames = reader, renames or {}
         self._next = 0
         self._newest: dict[str, tuple[int, Pause]] = {}
         self._changed = asyncio.Event()
@@ -129,7 +129,7 @@ class Pauses:
         except msgspec.DecodeError as error:
             log.warning("control_record_unreadable", topic=CONTROL, offset=offset, error=str(error))
             return False
-        name = self._renames.get(key.removeprefix(_KEY), key.removeprefix(_KEY))
+        name = self.renames.get(key.removeprefix(_KEY), key.removeprefix(_KEY))
         if pause.state != "replayed":
             self._newest[name] = (offset, pause)
             return True
@@ -152,3 +152,22 @@ async def write_pause(producer: Producer, name: str, pause: Pause) -> None:
     """Write a change durably. name: `<pipe>/<destination>`, or `<pipe>` for its transform. Raises BrokerError kinds."""
     record = Record(f"{_KEY}{name}".encode(), msgspec.json.encode(pause), pause.at)
     (await producer.send_to(CONTROL, {0: [record]})).raise_first()
+
+
+async def carry_pauses(reader: Reader, producer: Producer, renames: Mapping[str, str]) -> None:
+    """Record each change in force that was made under a former name for the present one, so that it does not end, or begin
+    again, when the pipe file no longer has the former name. renames: as in `Pauses`. Repeatable. Raises BrokerError kinds."""
+    if not renames:
+        return
+    present, alone = Pauses(reader, renames), Pauses(reader)
+    try:
+        await present.refresh()
+        await alone.refresh()
+    except UnknownTopic:
+        return
+    for name in dict.fromkeys(renames.values()):
+        wanted, found = [None if one is None else one[1] for one in (present.of(name), alone.of(name))]
+        if wanted is None and found is not None:
+            wanted = msgspec.structs.replace(found, state="resumed")
+        if wanted is not None and (found is None or found.state != wanted.state):
+            await write_pause(producer, name, wanted)

@@ -22,6 +22,7 @@ from services.core.broker.errors import DataDamaged, GroupHasMembers, OffsetOutO
 from services.core.broker.producer import Producer
 from services.core.broker.reading import read_topic
 from services.core.broker.record import Record, TopicPartition
+from services.core.pauses import carry_pauses
 from services.core.pipes import (
     CONTROL,
     DELAYS_S,
@@ -274,9 +275,15 @@ def _group_of(lane: str) -> str:
 
 
 async def take_over_positions(
-    broker: Broker, producer: Producer, lane: str, former: Sequence[str], topics: Collection[str]
+    broker: Broker,
+    producer: Producer,
+    lane: str,
+    former: Sequence[str],
+    topics: Collection[str],
+    renames: Mapping[str, str] | None = None,
 ) -> None:
-    """As `hand_over_positions`, for one lane that is about to join its group. former: the lanes whose events it gets.
+    """As `hand_over_positions`, for one lane that is about to join its group. former: the lanes whose events it gets. renames:
+    as in `Pauses`, for the pause of a former name.
 
     When it returns, the position was taken over, or another member has joined: that one took it over before, or the group had
     begun. Raises BrokerError kinds; then call it again before the lane joins.
@@ -284,6 +291,8 @@ async def take_over_positions(
     before = await read_bookmark(broker.reader)
     if dict.fromkeys(former, lane).items() <= before.left.items():
         return
+    own = {old: new for old, new in (renames or {}).items() if new == lane}
+    await carry_pauses(broker.reader, producer, own)
     try:
         await _take_over(broker.admin, former, lane, topics, before.left)
     except GroupHasMembers:

@@ -221,7 +221,9 @@ class LaneBuilder:
     def _take_over(self, plan: LanePlan) -> Callable[[], Coroutine[Any, Any, None]]:
         topics = delivery_topics(plan.pipe_name, plan.pipe)
         lane = lane_name(plan.pipe_name, plan.destination.name)
-        return partial(take_over_positions, self._broker, self._producer, lane, plan.former, topics)
+        return partial(
+            take_over_positions, self._broker, self._producer, lane, plan.former, topics, self._pauses.renames
+        )
 
     def _open_webhook(self, plan: LanePlan, webhook: Webhook) -> WebhookSender:
         body = make_format(webhook.body, plan.pipe_name)

@@ -15,6 +15,7 @@ from services.core.broker.connect import BadBrokerUrl, open_broker
 from services.core.broker.contract import Broker
 from services.core.broker.errors import BrokerError, UnsafeTopic
 from services.core.broker.producer import Producer
+from services.core.pauses import carry_pauses
 from services.core.pipes import (
     CONTROL,
     PipeFile,
@@ -24,6 +25,7 @@ from services.core.pipes import (
     lanes_of,
     removed_lanes,
     removed_pipes,
+    renames_of,
 )
 from services.core.provision import PartitionsDiffer, Provisioned, ensure_topics
 from services.core.waiting import Waiting, find_waiting, hand_over_positions, read_bookmark, write_bookmark
@@ -73,6 +75,7 @@ async def prepare(broker: str, pipes: PipeFile, path: Path, *, grow: bool = Fals
         bookmark = replace(waiting.bookmark, left={**waiting.bookmark.left, **left})
         if bookmark != before and CONTROL in await opened.admin.topics():
             async with Producer(opened.appender) as producer:
+                await carry_pauses(opened.reader, producer, renames_of(pipes))
                 await write_bookmark(producer, bookmark, time.time_ns() // 1_000_000)
         return PreparedTopics(topics, waiting, went_on)
 
@@ -135,7 +138,7 @@ def describe_removed(waiting: Waiting, pipes: PipeFile) -> list[str]:
         decided.update(mine)
         for lane in mine:
             if lane in waiting.unclaimed:
-                lines.append(f"{_describe_waiting(waiting, lane)}: {_choice(choice)}")
+                lines.append(f"{_describe_waiting(waiting, lane)}: {_choice(pipes, choice)}")
             lines += [f"{text}: {_unread(pipes, stream, choice)}" for stream, text in _list_undelivered(waiting, lane)]
         if not mine and name in pipes.removed:
             lines.append(f"nothing waits for {name} any more. Try: remove it from `removed`")
@@ -145,9 +148,12 @@ def describe_removed(waiting: Waiting, pipes: PipeFile) -> list[str]:
     ]
 
 
-def _choice(choice: Removed) -> str:
+def _choice(pipes: PipeFile, choice: Removed) -> str:
     if choice.deliver_to is not None:
-        return f"delivered to {choice.deliver_to}"
+        pipe, _, name = choice.deliver_to.partition("/")
+        webhook = next(one.webhook for one in pipes.pipes[pipe].destinations if one.name == name)
+        is_keyed = webhook is not None and webhook.order == "key"
+        return f"delivered to {choice.deliver_to}{', some after newer events of their keys' if is_keyed else ''}"
     return "written to the dead letters" if choice.bury is not None else "dropped"
 
 
