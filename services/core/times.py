@@ -4,6 +4,9 @@ import datetime
 
 from services.core.units import parse_duration
 
+_LAST_MS = 253_402_300_799_000
+"""The end of the year 9999."""
+
 
 def parse_time(text: str, now: float) -> int:
     """Milliseconds from `2h` (ago) or an RFC 3339 time with a time zone. now: seconds. Raises ValueError."""
@@ -18,6 +21,11 @@ def parse_time(text: str, now: float) -> int:
     if when is None or when.tzinfo is None:
         raise ValueError(f"{text[:40]!r} is not a time. Try: 2h (ago) or 2026-11-21T08:00:00Z")
     return int(when.timestamp() * 1000)
+
+
+def date_of(millis: int) -> datetime.datetime:
+    """The nearest date that a broker can be asked for: people and other programs may write any number as a time."""
+    return datetime.datetime.fromtimestamp(min(max(0, millis), _LAST_MS) / 1000, datetime.UTC)
 
 
 def format_time(millis: int) -> str:

@@ -43,6 +43,11 @@ def format_size(size: int) -> str:
     return _format(size, {unit: _BYTES[unit] for unit in ("GB", "GiB", "MB", "MiB", "KB", "KiB", "B")})
 
 
+def format_count(count: int, noun: str) -> str:
+    """As in `1 event` and `2,800 events`."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
 def _format(amount: int, units: dict[str, int]) -> str:
     unit = next((unit for unit, worth in units.items() if amount and amount % worth == 0), list(units)[-1])
     return f"{amount // units[unit]}{unit}"

@@ -28,6 +28,7 @@ from services.core.pipes import (
     removed_pipes,
     renames_of,
 )
+from services.core.units import format_count
 from services.core.waiting import Bookmark, find_takeover, read_bookmark
 from services.core.yaml_source import Problem
 from services.fleet.dead.found import DeadLetterSearch, Filter
@@ -174,7 +175,7 @@ class _Search:
             letters = await self._count_letters(Filter(pipe=pipe, destination=destination))
             if letters:
                 command = f"penstock dead redrive --pipe {pipe} --destination {destination} --to PIPE/DESTINATION"
-                text = f"removed, with {_plural(letters, 'dead letter')}. Try: {command}, or penstock dead discard"
+                text = f"removed, with {format_count(letters, 'dead letter')}. Try: {command}, or penstock dead discard"
                 found.append(Change("removed", lane, text, {dead_letter_topic(pipe): letters}))
         return found
 
@@ -188,7 +189,7 @@ class _Search:
                 continue
             letters = await self._count_letters(Filter(pipe=pipe))
             state = await asyncio.to_thread(_state_of, pipe, data)
-            words = [f"the pipe {pipe} has {_plural(letters, 'open dead letter')}"] if letters else []
+            words = [f"the pipe {pipe} has {format_count(letters, 'open dead letter')}"] if letters else []
             words += [f"its transform has state over several events in {state[0]}"] if state else []
             if words:
                 found[pipe] = ", ".join(words)
@@ -258,11 +259,7 @@ def _group_of(lane: str) -> str:
 def _count(events: Mapping[str, int | None]) -> str:
     """As in "2,800 events of orders"."""
     words = [
-        f"all events of {topic}" if count is None else f"{_plural(count, 'event')} of {topic}"
+        f"all events of {topic}" if count is None else f"{format_count(count, 'event')} of {topic}"
         for topic, count in events.items()
     ]
     return " and ".join(words)
-
-
-def _plural(count: int, noun: str) -> str:
-    return f"{count:,} {noun}" + ("" if count == 1 else "s")

@@ -5,14 +5,10 @@ The events that a skip passes over are reported to the ledger, then written to t
 between, the same command does all of it again. `.retry` and `.parked` are not moved.
 """
 
-import fcntl
-import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
-from pathlib import Path
 from typing import Any, Literal
 
 from services.core.audit import RESET, SKIP, MovedGroup, write_moves
@@ -24,7 +20,7 @@ from services.core.broker.record import TopicPartition
 from services.core.dead_letter import Position
 from services.core.ledger.report import TELEMETRY, pack_offset
 from services.core.ledger.reporter import Reporter, new_instance
-from services.core.pauses import Pause, Pauses
+from services.core.pauses import Pause
 from services.core.pipes import (
     RETRY_IN,
     PipeFile,
@@ -33,7 +29,6 @@ from services.core.pipes import (
     is_retried,
     lane_name,
     removed_lanes,
-    renames_of,
 )
 from services.core.retry_state import state_for
 from services.core.takeover_dedup import TAIL_EVENTS, WITHIN_S
@@ -151,14 +146,6 @@ async def read_offsets(broker: Broker, lane: Lane) -> list[PartitionOffsets]:
     return found
 
 
-async def read_paused(broker: Broker, pipes: PipeFile) -> Mapping[str, Pause]:
-    """The paused destinations and transforms, as `Pauses.paused`. pipes: has the former names. Raises BrokerError kinds."""
-    pauses = Pauses(broker.reader, renames_of(pipes))
-    with suppress(UnknownTopic):
-        await pauses.refresh()
-    return pauses.paused()
-
-
 async def read_lanes(broker: Broker, lanes: Sequence[Lane], paused: Mapping[str, Pause]) -> list[LaneOffsets]:
     """The offsets and members of these destinations. Raises BrokerError kinds."""
     return [
@@ -237,7 +224,7 @@ async def plan_moves(broker: Broker, lane: Lane, target: Target, action: str) ->
         )
         if move is not None:
             moves.append(move)
-    return [await _counted(broker, move) for move in moves]
+    return [await count_events(broker, move) for move in moves]
 
 
 async def _resolve(
@@ -288,8 +275,8 @@ def _plan_move(now: PartitionOffsets, to: int, action: str, *, is_named: bool, c
     return None
 
 
-async def _counted(broker: Broker, move: Move) -> Move:
-    """With the number of events. They are read where offsets do not count them."""
+async def count_events(broker: Broker, move: Move) -> Move:
+    """The move with its number of events. They are read where offsets do not count them. Raises BrokerError kinds."""
     passed, (topic, number) = move.passed, move.now.source
     count = max(0, passed.end - passed.start)
     if not broker.features.contiguous_offsets:
@@ -374,7 +361,7 @@ async def _move(
         raise CommandFailed(
             f"{lane.name} was moved by another process meanwhile; nothing was changed", "the same command"
         )
-    await write_moves(producer, action, who, filters, _audited(moves))
+    await write_moves(producer, action, who, filters, audited(moves))
     for topic in lane.topics:
         processed = {one.now.source.partition: one.to - 1 for one in moves if one.now.source.topic == topic}
         if not processed:
@@ -385,7 +372,8 @@ async def _move(
             raise CommandFailed(f"{lane.name} was not moved in {topic}: {error}", HAS_MEMBERS) from error
 
 
-def _audited(moves: Sequence[Move]) -> list[MovedGroup]:
+def audited(moves: Sequence[Move]) -> list[MovedGroup]:
+    """The moves as the audit has them."""
     return [
         MovedGroup(*one.now.source, one.now.next, one.to, one.count, one.passed.start, one.passed.end - 1)
         if one.count
@@ -420,56 +408,3 @@ async def retry_wait_s(broker: Broker, lane: Lane, moves: Sequence[Move]) -> flo
             if source in ranges and ranges[source].start <= offset < ranges[source].end:
                 newest = max(newest, record.timestamp)
     return max(0.0, newest / 1000 + WITHIN_S + 1 - now) if newest else 0.0
-
-
-# A transform: Spark keeps its position in a checkpoint, in the data folder. Without it, the transform reads its sources from the
-# oldest event again, under a new name as a writer.
-
-
-async def plan_restart(broker: Broker, sources: Sequence[str]) -> list[Move]:
-    """The moves of a transform that reads these streams from their oldest event again. Raises BrokerError kinds."""
-    moves = []
-    for topic in sources:
-        for number, held in sorted((await broker.reader.describe(topic)).items()):
-            now = PartitionOffsets(TopicPartition(topic, number), held, None, Lag(0, 0))
-            moves.append(await _counted(broker, Move(now, held.start, held)))
-    return moves
-
-
-async def record_restart(producer: Producer, pipe: str, moves: Sequence[Move], who: str) -> None:
-    """Write the audit. Raises BrokerError kinds."""
-    await write_moves(producer, RESET, who, {"transform": pipe}, _audited(moves))
-
-
-@contextmanager
-def hold_checkpoint(folder: Path) -> Iterator[None]:
-    """Keep the transform from starting. Blocking. Raises CommandFailed while it runs, or when the folder holds no checkpoint."""
-    try:
-        lock = os.open(folder / "penstock.lock", os.O_RDWR | os.O_CLOEXEC)
-    except OSError as error:
-        raise CommandFailed(
-            f"there is no checkpoint in {folder}: {error.strerror}",
-            "--data with the fleet's folder; a checkpoint elsewhere: docs/transforms.md",
-        ) from error
-    try:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise CommandFailed(
-                f"the transform of {folder.name} runs", "stop the fleet, then the same command"
-            ) from None
-        yield
-    finally:
-        os.close(lock)
-
-
-def set_aside(folder: Path) -> Path:
-    """Rename a checkpoint, durably. Gives its new name, which no pipe can have. Blocking. Raises OSError."""
-    aside = folder.with_name(f"{folder.name}.{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}")
-    folder.rename(aside)
-    parent = os.open(folder.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(parent)
-    finally:
-        os.close(parent)
-    return aside

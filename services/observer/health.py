@@ -8,6 +8,7 @@ import msgspec
 from services.core.ledger.minute import MINUTE_MS
 from services.core.pauses import Pause
 from services.core.pipes import lane_name
+from services.core.units import format_count
 from services.observer.ledger.flow import Step
 from services.observer.ledger.settlement import Row
 from services.observer.ledger.table import Table
@@ -81,12 +82,14 @@ def _lossy(table: Table, pipe: str, now: int, threshold: float) -> list[Reason]:
     found: list[Reason] = []
     if lossy:
         missing, accepted = sum(row.lost for row in lossy), sum(row.accepted for row in lossy)
-        found.append(("unstable", f"{missing} of {accepted} events are missing in {_count(len(lossy), 'minute')}"))
+        found.append(
+            ("unstable", f"{missing} of {accepted} events are missing in {format_count(len(lossy), 'minute')}")
+        )
     dead = sum(step.outcomes.get("dead", 0) for row in rows for step in row.steps if step.node != "retrier")
     waiting = sum(row.waiting for row in rows)
     for number, text in ((dead, "went to the dead letters"), (waiting, "wait for another attempt")):
         if number:
-            found.append(("degraded", f"{_count(number, 'event')} of the last {WATCHED_MINUTES} minutes {text}"))
+            found.append(("degraded", f"{format_count(number, 'event')} of the last {WATCHED_MINUTES} minutes {text}"))
     return found
 
 
@@ -110,7 +113,3 @@ def _why_silent(table: Table, step: Step, name: str) -> Reason:
     if max(heartbeats, key=lambda heartbeat: heartbeat.received_ms).closed:
         return "degraded", f"{name} was stopped"
     return "unstable", f"{name} is silent"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -13,7 +13,8 @@ from services.core.broker.reading import scan
 from services.core.event import Origin
 from services.core.ledger.report import TELEMETRY, BadReport, Outcome, Report, decode_report, unpack_numbers
 from services.core.pipes import lane_name
-from services.core.story.search import EARLY_MS, Budget, Search, date_of
+from services.core.story.search import EARLY_MS, Budget, Search
+from services.core.times import date_of
 
 Step = tuple[str, str, str | None]
 """Node, pipe (of ingest the stream), destination."""

@@ -6,7 +6,6 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Set
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from typing import NamedTuple
 
 from services.core.broker.contract import Broker, PartitionRange, Reader
@@ -15,6 +14,7 @@ from services.core.broker.reading import READ_RECORDS, read_topic, scan
 from services.core.broker.record import Batch, Record
 from services.core.dead_letter import Position
 from services.core.event import read_arrival
+from services.core.times import date_of
 
 Header = tuple[str, bytes]
 """A name and a value."""
@@ -74,15 +74,6 @@ def time_of(record: Record) -> int:
     """When ingest accepted the event, ms; of a record that others wrote, its timestamp."""
     arrival = read_arrival(record)
     return record.timestamp if arrival is None else arrival
-
-
-_LAST_MS = 253_402_300_799_000
-"""The end of the year 9999."""
-
-
-def date_of(millis: int) -> datetime:
-    """The nearest date that a broker can be asked for: other programs may write any number as a time."""
-    return datetime.fromtimestamp(min(max(0, millis), _LAST_MS) / 1000, UTC)
 
 
 class Budget:

@@ -23,6 +23,7 @@ from services.core.story.facts import DEAD, Event, Facts, lane_of
 from services.core.story.model import EventStory, Lane, Moment, Passage, PipeStory, State
 from services.core.story.search import Found
 from services.core.times import format_time
+from services.core.units import format_count
 
 _SHOWN_OUTPUTS = 20
 _ORDER = [RETRY_IN, *(delay_topic(seconds) for seconds in reversed(DELAYS_S))]
@@ -126,7 +127,7 @@ def _reason(reason: str, detail: str) -> str:
 
 
 def _attempts(count: int) -> str:
-    return f"{count} attempt{'' if count == 1 else 's'}"
+    return format_count(count, "attempt")
 
 
 def _acts_on(found: Found, acts: Iterable[Entry]) -> Iterator[Entry]:

@@ -4,7 +4,6 @@ import asyncio
 import json
 import time
 from collections.abc import Mapping, Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,9 +16,10 @@ from rich.text import Text
 from services.core.audit import RESET, SKIP
 from services.core.broker.contract import Broker
 from services.core.broker.producer import Producer
-from services.core.pauses import Pause
-from services.core.pipes import PipeFile, load_pipes
-from services.core.times import parse_time
+from services.core.pauses import Pause, list_paused
+from services.core.pipes import PipeFile, load_pipes, renames_of
+from services.core.times import date_of, parse_time
+from services.core.units import format_count
 from services.fleet.access import find_broker, find_fleet, find_pipes, opened
 from services.fleet.console import ERR, OUT, make_table, print_note
 from services.fleet.dead.audit import Auditor, whoami
@@ -30,25 +30,21 @@ from services.fleet.offsets import (
     Move,
     Target,
     find_lanes,
-    hold_checkpoint,
     parse_offset,
     plan_moves,
-    plan_restart,
     read_lanes,
-    read_paused,
-    record_restart,
     require_ledger,
     require_no_members,
     require_own_position,
     reset_offsets,
     retry_wait_s,
-    set_aside,
     skip_events,
 )
 from services.fleet.paused import pause_json
 from services.fleet.problem import CommandFailed
 from services.fleet.status import read_status
 from services.fleet.status_view import millis
+from services.fleet.transform_reset import hold_checkpoint, plan_restart, record_restart, set_aside
 from services.fleet.verbs.app import APP, AsJson, BrokerUrl, Data, Pipes, example
 
 GROUP = typer.Typer(
@@ -96,14 +92,14 @@ def show(
             typer.echo(json.dumps(one.as_json()))
         else:
             OUT.print(_heading(one))
-            OUT.print(_table(one))
+            OUT.print(offset_table(one))
     if name is None or "/" not in name:
         _show_transforms(file, {lane.pipe for lane in lanes}, data, paused, as_json=as_json)
 
 
 async def _read(url: str, lanes: Sequence[Lane], file: PipeFile) -> tuple[list[LaneOffsets], Mapping[str, Pause]]:
     async with opened(url) as broker:
-        paused = await read_paused(broker, file)
+        paused = await list_paused(broker.reader, renames_of(file))
         return await read_lanes(broker, lanes, paused), paused
 
 
@@ -111,7 +107,7 @@ def _heading(one: LaneOffsets) -> Text:
     words = Text(one.lane.name, style="bold")
     count = len(one.members)
     names = f" ({plain(', '.join(one.members[:3]), 120)}{', …' if count > 3 else ''})" if count else ""
-    words.append(f": {count} member{'' if count == 1 else 's'}{names}", style="not bold")
+    words.append(f": {format_count(count, 'member')}{names}", style="not bold")
     if one.pause is not None:
         words.append(", paused", style="not bold yellow")
     behind = f"{_events(one.lag.records)} behind, oldest {millis(one.lag.millis)}" if one.lag.records else "up to date"
@@ -119,8 +115,8 @@ def _heading(one: LaneOffsets) -> Text:
     return words
 
 
-def _table(one: LaneOffsets) -> Table:
-    """Without start and end where offsets have 56 digits: --json has them."""
+def offset_table(one: LaneOffsets) -> Table:
+    """One row per partition. Without start and end where offsets have 56 digits: --json has them."""
     is_short = all(part.held.end < _64_BITS for part in one.partitions)
     columns = ("topic", "partition", "start", "next", "end", "behind", "oldest")
     shown = columns if is_short else tuple(name for name in columns if name not in ("start", "end"))
@@ -252,8 +248,8 @@ def _target(lane: Lane, to: str | None, to_offset: list[str] | None, last: Any, 
         )
     if to is not None:
         try:
-            return datetime.fromtimestamp(parse_time(to, time.time()) / 1000, UTC)
-        except (ValueError, OverflowError, OSError) as error:
+            return date_of(parse_time(to, time.time()))
+        except ValueError as error:
             raise CommandFailed(str(error), status=2) from error
     if to_offset:
         named = [parse_offset(text, lane) for text in to_offset]
@@ -382,4 +378,4 @@ def _print(lane: Lane, moves: Sequence[Move], action: str, word: str, *, as_json
 
 
 def _events(count: int) -> str:
-    return f"{count} event{'' if count == 1 else 's'}"
+    return format_count(count, "event")

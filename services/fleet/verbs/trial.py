@@ -13,7 +13,7 @@ from rich.text import Text
 
 from services.core.pipes import Pipe, PipeFile, load_pipes
 from services.core.sample import RefusedEvent, SampleRecord
-from services.core.units import format_duration
+from services.core.units import format_count, format_duration
 from services.core.yaml_source import BadConfiguration
 from services.fleet.access import find_broker
 from services.fleet.console import ERR, OUT, make_table, print_note
@@ -179,15 +179,11 @@ def _print(trial: Trial, pipe: Pipe) -> None:
             print_note(f"{len(found) - SHOWN} more {what} are not shown. Try: --json")
     for line in _warnings(trial, pipe):
         print_note(line, "yellow")
-    counts = [f"{_count(trial.events, 'event')} in", f"{len(trial.outputs)} out"]
+    counts = [f"{format_count(trial.events, 'event')} in", f"{len(trial.outputs)} out"]
     counts += [f"{trial.filtered} dropped by the transform"] if trial.filtered is not None else []
-    counts += [_count(len(trial.dead), "dead letter")]
+    counts += [format_count(len(trial.dead), "dead letter")]
     counts += [f"{len(trial.refused)} refused by ingest"] if trial.refused else []
     print_note(", ".join(counts), "green" if trial.is_good else "red")
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _warnings(trial: Trial, pipe: Pipe) -> Iterator[str]:

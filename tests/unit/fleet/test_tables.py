@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 import pytest
 from rich.console import Console, Group, RenderableType
 
-from services.core.broker.record import Record
+from services.core.broker.contract import Lag, PartitionRange
+from services.core.broker.record import Record, TopicPartition
 from services.core.causes import Cause, Example
 from services.core.dead_letter import DeadLetter, Position
 from services.core.keys import ApiKey
@@ -19,9 +20,11 @@ from services.fleet.dead.view import cause_table, letter_table
 from services.fleet.demo.chaos import render_chaos
 from services.fleet.demo.run import render_result
 from services.fleet.observer_client import loss_table
+from services.fleet.offsets import Lane, LaneOffsets, PartitionOffsets
 from services.fleet.paused import DestinationState, destination_table
 from services.fleet.status_view import render_status
 from services.fleet.trial import Trial
+from services.fleet.verbs.group import offset_table
 from services.fleet.verbs.keys import key_table
 from services.fleet.verbs.loss import missing_table
 from services.fleet.verbs.trial import trial_tables
@@ -200,7 +203,18 @@ def chaos(_names: Names) -> Shown:
     return Shown(render_chaos(result), ["operations", "partner", "handed over", "E2E lag P50 P95 P99"])
 
 
-TABLES = (dead_letters, causes, destinations, loss, missing, keys, cost, status, tried, demo, chaos)
+def offsets(names: Names) -> Shown:
+    """Of a group with offsets of 16 digits, more than any broker gives in years."""
+    held = PartitionRange(1_234_567_890_123_456, 9_007_199_254_740_991)
+    lane = Lane(names.pipe, names.destination, (names.stream,), retries=True)
+    parts = [
+        PartitionOffsets(TopicPartition(names.stream, 1023), held, 4_503_599_627_370_496, Lag(123_456_789, 12_345_678))
+    ]
+    found = LaneOffsets(lane, ["host:4194303:0123456789abcdef"], None, parts * 2)
+    return Shown(offset_table(found), [names.stream, "1023", str(held.start), str(held.end), "4503599627370496"])
+
+
+TABLES = (dead_letters, causes, destinations, loss, missing, offsets, keys, cost, status, tried, demo, chaos)
 
 
 def render(table: RenderableType, width: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:
