@@ -122,6 +122,8 @@ class _Search:
             unread = {topic: count for topic, count in (await self._count_unread(lane, topics)).items() if count}
             remedy = f"penstock group skip {lane} --to-end --reason WHY before the start, for new ones only"
             text = f"is back, continues where it ended and will receive {_count(unread)}. Try: {remedy}"
+            if heir := self._gone_heir(lane, name):
+                text += f"; or `renamed_from: {heir}`, if it is {heir} under its former name"
             return Change("back", lane, text, unread) if unread else None
         stored = await self._count_stored(unbegun)
         if not stored:
@@ -143,7 +145,12 @@ class _Search:
         if is_taken_over:
             inherited = [topic for topic in topics if await self._has_begun(old, topic)]
             unread = await self._count_unread(old, inherited)
-            return Change("renamed", lane, f"continues at the position of {old} ({_count(unread)} unread)", unread)
+            text = f"continues at the position of {old} ({_count(unread)} unread)"
+            if heir := self._gone_heir(old, lane.partition("/")[0]):
+                text += (
+                    f", which got the name {heir} since. Try: `renamed_from: {heir}`, if it is {heir} under a new name"
+                )
+            return Change("renamed", lane, text, unread)
         unread = {topic: count for topic, count in (await self._count_unread(lane, topics)).items() if count}
         text = f"has begun before and keeps its own position{f' ({_count(unread)} unread)' if unread else ''}; it does not "
         text += f"take over the position of {old}"
@@ -152,6 +159,12 @@ class _Search:
             text += f", which is further back. What lies between was not delivered to {old}. Try: penstock group reset {lane} "
             text += f"{offsets} before the start, if this one is to get it"
         return Change("renamed", lane, text, unread)
+
+    def _gone_heir(self, lane: str, pipe: str) -> str:
+        """The destination of this pipe that had taken over from the lane and that the file no longer names; else ""."""
+        heir = self._before.left.get(lane, "")
+        is_named = heir in lanes_of(self._pipes) or heir in removed_lanes(self._pipes)
+        return heir.partition("/")[2] if heir.startswith(f"{pipe}/") and not is_named else ""
 
     async def _list_behind(self, old: str, lane: str, topics: Sequence[str]) -> list[tuple[str, int, int]]:
         """Topic, partition and next offset of the old lane, where this is before the next offset of the other one."""

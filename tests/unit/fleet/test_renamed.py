@@ -196,6 +196,23 @@ def test_names_in_a_circle(site: Site) -> None:
         site.deliver(f"late/{new}", 2800 + at)
 
 
+def test_a_name_between_is_left_out(site: Site) -> None:
+    """Broken: a file is rolled back, or names the first name again, and nobody sees that the deliveries since are repeated."""
+    site.write(one_pipe("late", ["name: mid, renamed_from: old"]))
+    site.start()
+    site.send(10)
+    site.deliver("late/mid", 2809)
+    site.write(one_pipe("late", ["name: new, renamed_from: old"]))
+    words = "continues at the position of late/old (10 events of s unread), which got the name mid since. Try: `renamed_from"
+    assert words in site.check()[1]
+    site.write(one_pipe("late", ["name: old"]))
+    assert "will receive 10 events of s" in site.check()[1]
+    assert "; or `renamed_from: mid`, if it is mid under its former name" in site.check()[1]
+    site.write(one_pipe("late", ["name: old, renamed_from: mid"]))
+    assert "late/old: continues at the position of late/mid (0 events of s unread)" in site.check()[1]
+    assert "Try" not in site.check()[1]
+
+
 def test_offsets_are_not_moved_before_a_takeover(site: Site, shell: Shell) -> None:
     """Broken: a reset before the first start under a new name is undone by that start; a skip counts events as skipped that were
     delivered under the former name."""
