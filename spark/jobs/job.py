@@ -1,6 +1,7 @@
 """One pipe's query: started, watched, restarted when it dies, stopped in order, and stopped while an operator pauses the pipe."""
 
 import threading
+import time
 from collections.abc import Callable, Mapping
 from functools import partial
 
@@ -72,14 +73,15 @@ class Job:
         """Set while the query must not run: by a stop for good, by a pause until the resume."""
         self._changing = threading.Lock()
         self._pause: Pause | None = None
-        self._drain = 0.0
+        self._drained_by = 0.0
+        """On the monotonic clock; known once `_stop` is set."""
         self._backoff = Backoff(FIRST_WAIT_S, MAX_WAIT_S)
         self._worked = False
 
     def stop(self, drain: float) -> None:
         """Make `run` finish the current batch, for at most `drain` seconds, and return. Does not block."""
         with self._changing:
-            self._drain = drain
+            self._drained_by = time.monotonic() + drain
             self._stop.set()
             self._halt.set()
 
@@ -141,6 +143,7 @@ class Job:
             self._attempts.check()
             with self._suspects.acquire(self._attempts.ended, self._halt.is_set) as release:
                 running = self._start(query)
+                halted: float | None = None
                 try:
                     while not self._halt.is_set() and not running.has_completed_trigger():
                         running.wait()
@@ -148,14 +151,18 @@ class Job:
                     release()
                     while not self._halt.is_set():
                         running.wait()
+                    halted = time.monotonic()
                 finally:
-                    running.stop(self._time_to_finish())
+                    running.stop(lambda: self._may_finish(halted))
 
-    def _time_to_finish(self) -> float:
-        """The seconds that the current batch gets. A pause waits for its end: nobody wants that batch computed again."""
-        if self._stop.is_set():
-            return self._drain
-        return self._watchdog.limit if self._pause is not None else 0.0
+    def _may_finish(self, halted: float | None) -> bool:
+        """Whether the current batch may go on. A pause waits for its end, nobody wants it computed again. A stop limits it.
+
+        halted: when the pause or the stop was noticed; None: the query failed, and has nothing to finish.
+        """
+        if halted is None:
+            return False
+        return time.monotonic() < (self._drained_by if self._stop.is_set() else halted + self._watchdog.limit)
 
     def _start(self, query: Query) -> RunningQuery:
         if not self._prepared.per_batch:

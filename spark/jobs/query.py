@@ -110,8 +110,8 @@ class RunningQuery(Protocol):
     def has_completed_trigger(self) -> bool:
         """Whether a trigger was completed since the start: a batch, or a poll that found nothing."""
 
-    def stop(self, limit: float) -> None:
-        """Finish the current batch within `limit` seconds, or abandon it: the next run computes it again. Blocking."""
+    def stop(self, may_wait: Callable[[], bool]) -> None:
+        """Finish the current batch, unless `may_wait` says no before that: the next run computes it again. Blocking."""
 
 
 class BatchHandler(ABC):
@@ -139,11 +139,13 @@ class BatchHandler(ABC):
                 self.failure = error
                 raise RuntimeError(f"batch {batch_id} failed: {type(error).__name__}") from None
 
-    def finish(self, limit: float) -> None:
-        """Begin no further batch and wait up to `limit` seconds for the current one."""
+    def finish(self, may_wait: Callable[[], bool]) -> None:
+        """Begin no further batch and wait for the current one while `may_wait` agrees."""
         self._ended.set()
-        if self._at_work.acquire(timeout=limit):
-            self._at_work.release()
+        while not self._at_work.acquire(timeout=_SETTLE_S):
+            if not may_wait():
+                return
+        self._at_work.release()
 
     @abstractmethod
     def process(self, raw: DataFrame, batch_id: int) -> BatchReport:
@@ -167,10 +169,9 @@ class MicroBatchQuery:
     def has_completed_trigger(self) -> bool:
         return has_completed_trigger(self._running)
 
-    def stop(self, limit: float) -> None:
-        deadline = time.monotonic() + limit
-        self._handler.finish(limit)
-        while is_in_trigger(self._running) and time.monotonic() < deadline:  # Spark commits the batch
+    def stop(self, may_wait: Callable[[], bool]) -> None:
+        self._handler.finish(may_wait)
+        while is_in_trigger(self._running) and may_wait():  # Spark commits the batch
             time.sleep(_SETTLE_S)
         self._running.stop()
 

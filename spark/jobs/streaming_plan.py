@@ -6,6 +6,7 @@ event on which the transform raises ends the first query; `replay` then finds it
 
 import time
 from collections import Counter
+from collections.abc import Callable
 from datetime import datetime
 from typing import Any
 
@@ -128,12 +129,11 @@ class StreamingPlanQuery:
     def has_completed_trigger(self) -> bool:
         return has_completed_trigger(self._transforming) and self._rejects.has_completed_trigger()
 
-    def stop(self, limit: float) -> None:
+    def stop(self, may_wait: Callable[[], bool]) -> None:
         """Stops right after a batch of a real-time query: in the middle of one, the next run would repeat the batch."""
-        deadline = time.monotonic() + limit
         before = self._last_batch
         self._query.watchdog.end(self._query.writer)
-        while is_in_trigger(self._transforming) and time.monotonic() < deadline:
+        while is_in_trigger(self._transforming) and may_wait():
             self._record_progress()
             if self._last_batch > before:
                 break
@@ -144,7 +144,7 @@ class StreamingPlanQuery:
             self._record_progress()
         except Exception as error:  # the next start does it
             log.warning("last_batch_not_reported", pipe=self._query.pipe, error=shorten(error))
-        self._rejects.stop(max(0.0, deadline - time.monotonic()))
+        self._rejects.stop(may_wait)
 
     def _record_progress(self) -> None:
         """Report the batches since the last call."""

@@ -23,6 +23,7 @@ from spark.health import QueryState, Watchdog
 from spark.jobs.attempts import Attempts
 from spark.jobs.checkpoint import CheckpointDamaged, CheckpointInUse, open_checkpoint
 from spark.jobs.culprits import ALL_FAILED, FailureStreak
+from spark.jobs.job import Job
 from spark.jobs.query import Query
 from spark.jobs.start_checks import adopt_checkpoint, check_not_older
 from spark.settings import SelectedPipes
@@ -78,6 +79,44 @@ def test_paused_until_resumed(pipeline: LogPipeline, watermark: str | None) -> N
     pipeline.stop()
     assert ids(pipeline) == sorted(f"id-{n}" for n in range(60))
     assert pipeline.problem == "starting"  # after the resume; the query never failed
+
+
+class LongBatch:
+    """A running query whose batch never ends."""
+
+    def __init__(self) -> None:
+        self.stopping, self.abandoned = threading.Event(), threading.Event()
+
+    def wait(self) -> None:
+        self.stopping.wait(0.01)
+
+    def has_completed_trigger(self) -> bool:
+        return True
+
+    def stop(self, may_wait: Callable[[], bool]) -> None:
+        self.stopping.set()
+        while may_wait():
+            self.abandoned.wait(0.01)
+        self.abandoned.set()
+
+
+@pytest.mark.parametrize("resumes", [False, True])
+def test_a_stop_limits_the_wait_for_the_batch_of_a_pause(
+    pipeline: LogPipeline, monkeypatch: pytest.MonkeyPatch, resumes: bool
+) -> None:
+    """If this fails, a stop during a pause waits for a long batch until the process is killed, or a resume abandons the batch."""
+    running = LongBatch()
+    monkeypatch.setattr(Job, "_start", lambda _job, _query: running)
+    chosen = pipeline.pipe(columns=COLUMNS, sql="SELECT event, delay FROM s")
+    job = pipeline.start(chosen)
+    wait_for(lambda: bool(pipeline.states) and pipeline.states[-1].problem is None, "the query")
+    job.set_pause(Pause("paused", "operator", "ann", 0))
+    assert running.stopping.wait(60)
+    if resumes:
+        job.set_pause(None)
+    assert not running.abandoned.wait(0.2)
+    job.stop(0.1)
+    assert running.abandoned.wait(60), "the limit of a batch is five minutes"
 
 
 def test_transform_may_change(pipeline: LogPipeline) -> None:
