@@ -286,7 +286,8 @@ async def take_over_positions(
     as in `Pauses`, for the pause of a former name.
 
     When it returns, the position was taken over, or another member has joined: that one took it over before, or the group had
-    begun. Raises BrokerError kinds; then call it again before the lane joins.
+    begun. Raises BrokerError kinds; then call it again before the lane joins. It raises GroupHasMembers while the lane's group
+    must be moved and has members: those of an earlier pipe file, in which the lane was removed.
     """
     before = await read_bookmark(broker.reader)
     if dict.fromkeys(former, lane).items() <= before.left.items():
@@ -295,8 +296,11 @@ async def take_over_positions(
     await carry_pauses(broker.reader, producer, own)
     try:
         await _take_over(broker.admin, former, lane, topics, before.left)
-    except GroupHasMembers:
-        return
+    except GroupHasMembers as error:
+        if lane not in before.left:
+            return
+        text = f"{lane} gets the position of {former[0]}, and its group has members, perhaps with an earlier pipe file"
+        raise GroupHasMembers(f"{text}. Try: stop those first") from error
     value = json.dumps({"lane": lane, "former": list(former)}).encode()
     (await producer.send_to(CONTROL, {0: [Record(_TAKEN_OVER, value, time.time_ns() // 1_000_000)]})).raise_first()
 

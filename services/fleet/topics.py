@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeVar
 
 from services.core.broker.connect import BadBrokerUrl, open_broker
 from services.core.broker.contract import Broker
-from services.core.broker.errors import BrokerError, UnsafeTopic
+from services.core.broker.errors import BrokerError, GroupHasMembers, UnsafeTopic
 from services.core.broker.producer import Producer
 from services.core.pauses import carry_pauses
 from services.core.pipes import (
@@ -205,6 +205,11 @@ async def _patiently(broker: str, work: Callable[[Broker], Awaitable[Result]]) -
             raise CommandFailed(str(error), status=2) from error
         except BrokerError as error:
             if not error.retriable or time.monotonic() > deadline:
+                if isinstance(error, GroupHasMembers):
+                    raise CommandFailed(
+                        f"a destination cannot take over its position on {broker}: {error}",
+                        "stop the instances of expel with the earlier pipe file, then the same command",
+                    ) from error
                 raise CommandFailed(
                     f"the topics could not be created on {broker}: {error}", "whether the broker runs and answers"
                 ) from error

@@ -17,6 +17,7 @@ from services.core.broker.record import Record, TopicPartition
 from services.core.pauses import OPERATOR, Pause, Pauses, write_pause
 from services.core.pipes import load_pipes, pipe_version, renames_of
 from services.core.retry_state import unwrap
+from services.fleet.problem import CommandFailed
 from services.fleet.topics import check_changes, prepare
 from tests.support.dead_letters import dead_letter
 from tests.support.waiting_events import store, stored, waiting_event
@@ -508,3 +509,28 @@ def test_where_offsets_do_not_count_events(site: Site, monkeypatch: pytest.Monke
     site.write(one_pipe("late", ["name: new"]))
     assert "late/new: new destination, will receive all events of s from the beginning" in site.check()[1]
     assert site.changes()[0]["events"] == {"s": None}
+
+
+def test_a_takeover_while_the_group_has_members(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Broken: a name is used again while an instance with the earlier file reads for it, and apply blames the topics."""
+    monkeypatch.setattr("services.fleet.topics.PATIENCE_S", 0.0)
+    site.write(one_pipe("late", ["name: new, renamed_from: old"]))
+    site.start()
+    site.deliver("late/new", 2798)
+    site.write(one_pipe("late", ["name: old, renamed_from: new"]))
+
+    async def ignore(_partitions: object) -> None: ...
+
+    async def work() -> None:
+        pipes = await asyncio.to_thread(load_pipes, site.path)
+        async with (
+            open_broker(site.url) as broker,
+            broker.consumer("late.old", ["s"], start="earliest", on_revoke=ignore) as consumer,
+        ):
+            await consumer.poll(max_records=1, max_wait=0.1)
+            with pytest.raises(CommandFailed, match="a destination cannot take over its position"):
+                await prepare(site.url, pipes, site.path)
+
+    asyncio.run(work())
+    site.start()
+    assert site.position("late/old") == 2798
