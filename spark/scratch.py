@@ -49,7 +49,7 @@ class Scratch:
 
 
 def _remove_abandoned(root: Path) -> None:
-    """What cannot be removed now is tried again at the next start."""
+    """Folders that cannot be removed now are tried again at the next start."""
     for folder in root.glob(f"{_PREFIX}*"):
         try:
             lock = _acquire(folder, wait=False)

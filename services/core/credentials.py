@@ -1,4 +1,4 @@
-"""What authenticates us at a receiver: a token, a header's value or an OAuth client's secret, and the files of TLS.
+"""Credentials, which authenticate us at a receiver: a token, a header's value or an OAuth client's secret, and the files of TLS.
 
 They are in files or environment variables, never in the pipe file. The files are watched: a rotation needs no restart.
 """

@@ -260,7 +260,8 @@ def _compare_transform(name: str, pipe: Pipe, data: Path | None) -> list[Change]
         return []
     words = (
         f"changed transform; the former one left state over several events in {state[0]}. If this one cannot use that state, it "
-        "does not start. Try: the former one; or a pipe of another name; or move the checkpoint away, then all results come again"
+        f"does not start. Try: the former one; or a pipe of another name; or penstock group reset {name} --to-earliest, then all "
+        "results come again"
     )
     return [Change("transform", name, words)]
 

@@ -33,7 +33,7 @@ def check_pipe_file(path: Path, *, listen: str = "", allow_networks: str = "", s
 
 
 def find_warnings(path: Path) -> list[Problem]:
-    """What is allowed in this pipe file and should be changed. Blocking. Raises BadConfiguration."""
+    """Warnings: secrets that others may read. Nothing is refused because of them. Blocking. Raises BadConfiguration."""
     document, pipes, _ = read_pipes(path)
     return find_exposed_secrets(document, pipes)
 

@@ -158,7 +158,7 @@ def _choice(pipes: PipeFile, choice: Removed) -> str:
 
 
 def _unread(pipes: PipeFile, stream: str, choice: Removed) -> str:
-    """What becomes of the events of this stream that the removed destination had not read."""
+    """The outcome of the events of this stream that the removed destination had not read."""
     if choice.deliver_to is None:
         return "they stay there"
     pipe = choice.deliver_to.partition("/")[0]

@@ -1,4 +1,4 @@
-"""What was found about the events with one id: their records, and what the whole fleet says about them."""
+"""The facts about the events with one id: their records, the reports, the groups' positions, the pauses and the audit."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +18,7 @@ DEAD = dead_letter_topic("")
 
 @dataclass(slots=True)
 class Facts:
-    """What was found, of all events with one id.
+    """Of all events with one id.
 
     committed: by group and topic, the last processed offset of each partition; of streams and outputs, read before the reports.
     renames: `pipes.renames_of`. contiguous: `Features.contiguous_offsets`. has_all: the topics of retries, parked

@@ -97,7 +97,7 @@ class Budget:
 
 @dataclass(slots=True)
 class _Part:
-    """What is left to read of one partition: `start <= offset < end`. end None: forwards, to the first page that arrived after
+    """The unread rest of one partition: `start <= offset < end`. end None: forwards, to the first page that arrived after
     `last` (ms), or to the end."""
 
     topic: str
