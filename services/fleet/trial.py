@@ -80,16 +80,24 @@ async def read_streams(url: str, streams: Sequence[str], most: int) -> list[Samp
     """
     found: list[SampleRecord] = []
     async with opened(url) as broker:
+        newest = broker.features.contiguous_offsets
         for stream in streams:
             records: list[SampleRecord] = []
-            async for batch in read_tail(broker, stream, 0, most):
+            async for batch in read_tail(broker, stream, 0, most, skips_damage=True):
                 if batch.damage is None:
                     for offset, record in zip(batch.offsets, batch.records, strict=True):
                         place = f"{stream}:{batch.partition}:{offset}"
                         records.append(SampleRecord(place, stream, batch.partition, str(offset), record))
-            records.sort(key=_arrival)
-            found += records[-most:] if broker.features.contiguous_offsets else records[:most]
+                if len(records) > 2 * most:  # a stream has many partitions
+                    records = _cut(records, most, newest=newest)
+            found += _cut(records, most, newest=newest)
     return found
+
+
+def _cut(records: list[SampleRecord], most: int, *, newest: bool) -> list[SampleRecord]:
+    """The newest or the oldest of them, by arrival."""
+    records = sorted(records, key=_arrival)
+    return records[-most:] if newest else records[:most]
 
 
 def _arrival(one: SampleRecord) -> int:
@@ -245,7 +253,8 @@ def sum_up(
     """The trial. Outputs that are events of the sample are in its order."""
     dead = [DeadLetter.of(Position(f"{name}.dead", 0, number), record) for number, record in enumerate(result.dead)]
     gone = {letter.source for letter in dead}
-    tried = [one for one in records if one.place not in set(result.duplicates)]
+    duplicates = set(result.duplicates)
+    tried = [one for one in records if one.place not in duplicates]
     ids = [read_id(one.record) for one in tried]
     order = {event_id: number for number, event_id in reversed([*enumerate(ids)])}
     outputs = sorted(result.outputs, key=lambda one: order.get(read_id(one), 0) if result.keeps_events else 0)

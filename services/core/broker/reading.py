@@ -64,8 +64,10 @@ async def scan(
 _PAGE_EVENTS = 1000
 
 
-async def read_tail(broker: Broker, topic: str, since_ms: int, most: int) -> AsyncIterator[Batch]:
-    """The records written since then, by their timestamps; about `most` of a partition.
+async def read_tail(
+    broker: Broker, topic: str, since_ms: int, most: int, *, skips_damage: bool = False
+) -> AsyncIterator[Batch]:
+    """The records written since then, by their timestamps; about `most` of a partition. skips_damage: as in `read_topic`.
 
     When there are more: the newest, but the oldest where offsets are not contiguous. Reads to the end at the time of the call;
     where offsets are not contiguous, to an end that it finds by reading. An unknown topic gives nothing. Raises BrokerError
@@ -81,16 +83,28 @@ async def read_tail(broker: Broker, topic: str, since_ms: int, most: int) -> Asy
         found = held.get(partition)
         first = start if found is None else max(start, found.start, found.end - most)
         end = None if found is None else found.end
-        async for batch in _read_to(broker, TopicPartition(topic, partition), first, end, most):
+        source = TopicPartition(topic, partition)
+        async for batch in _read_to(broker, source, first, end, most, skips_damage=skips_damage):
             yield batch
 
 
 async def _read_to(
-    broker: Broker, source: TopicPartition, offset: int, end: int | None, most: int
+    broker: Broker, source: TopicPartition, offset: int, end: int | None, most: int, *, skips_damage: bool
 ) -> AsyncIterator[Batch]:
     """The batches of `offset` to before `end` (None: the present end), about `most` records."""
     while (end is None or offset < end) and most > 0:
-        batch = await broker.reader.read(*source, offset, max_records=min(most, _PAGE_EVENTS))
+        try:
+            batch = await broker.reader.read(*source, offset, max_records=min(most, _PAGE_EVENTS))
+        except DataDamaged as error:
+            if not (skips_damage and error.ranges):
+                raise
+            offset = max(offset, *(last for _, _, last in error.ranges)) + 1
+            continue
+        except OffsetOutOfRange as error:
+            if error.start <= offset:
+                raise
+            offset = error.start  # retention has removed the records before it meanwhile
+            continue
         if batch is None:
             return
         yield batch

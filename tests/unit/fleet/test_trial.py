@@ -87,6 +87,19 @@ async def test_the_newest_events_of_a_stream(tmp_path: Path) -> None:
         assert await broker.admin.topics() == {"s": 2}
 
 
+async def test_damaged_records_of_a_stream_are_left_out(tmp_path: Path) -> None:
+    """Broken: one altered byte in a stream, and no transform can be tried on the rest of it."""
+    url, mark = f"log://{tmp_path}/log", b'{"number": 3}'
+    async with open_broker(url) as broker, Producer(broker.appender) as producer:
+        await broker.admin.create_topic(TopicSpec("s", 1))
+        for number in range(6):
+            event = Record(None, b'{"number": %d}' % number, NOW, ((ID, b"%d" % number),))
+            (await producer.send_to("s", {0: [event]})).raise_first()
+    (file,) = [one for one in (tmp_path / "log").rglob("*.db") if mark in one.read_bytes()]
+    file.write_bytes(file.read_bytes().replace(mark, b'{"number": X}'))
+    assert [one.offset for one in await trial.read_streams(url, ["s"], 100)] == ["0", "1", "2", "4", "5"]
+
+
 def test_a_long_file_is_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Broken: a trial takes hours, or leaves out events without a word."""
     monkeypatch.setattr(trial, "MOST_EVENTS", 2)
