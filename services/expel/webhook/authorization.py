@@ -80,7 +80,7 @@ class Authorization(Protocol):
         """The credential for the next request. Bounded in time. Raises NoCredential."""
 
     async def renew(self, refused: Credential) -> Credential | None:
-        """The receiver answered 401 to this credential: another one to try once. None: the 401 is final. Raises NoCredential."""
+        """The receiver answered 401 to this credential: another one to try once. None: there is no other. Raises NoCredential."""
 
 
 class NoAuthorization:

@@ -11,6 +11,7 @@ import hashlib
 import ssl
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 import msgspec
 
@@ -84,7 +85,10 @@ class WebhookSender:
             text = credential.mask(text, whole=whole)
         if 200 <= status < 300:
             return read_outcome(status, text, whole, delivery, credential) if text or status == 207 else None
-        return fail_by_status(status, excerpt(text), parse_retry_after(wish, now=time.time()))
+        failure = fail_by_status(status, excerpt(text), parse_retry_after(wish, now=time.time()))
+        if status == _UNAUTHORIZED and credential.line:  # the credential is refused, not the events
+            return replace(failure, recoverable=True)
+        return failure
 
     async def _post(self, delivery: Delivery, body: bytes, credential: Credential) -> Response:
         return await self._client.post(self._headers(delivery, body) + credential.line, body)

@@ -285,7 +285,7 @@ async def test_a_rotated_token_is_read_when_the_old_one_is_refused(
 
     with structlog.testing.capture_logs() as logs:
         async with open_receiver(answer) as receiver, open_broker(url) as broker:
-            hook = f"{{url: '{receiver.url}', auth: {{bearer: {{file: token}}}}}}"
+            hook = f"{{url: '{receiver.url}', auth: {{bearer: {{file: token}}}}, schedule: [], retry: {{attempts: 1}}}}"
             path.write_text(
                 f"streams: {{s: {{partitions: 1}}}}\n"
                 f"pipes: {{late: {{sources: [s], destinations: [{{name: hook, webhook: {hook}}}]}}}}"
