@@ -225,8 +225,8 @@ class Membership:
                 partition=source.partition,
                 missing=missing[source],
                 error=str(error),
-                hint="this partition waits; the others continue. Try: stop the service, penstock log repair or penstock group "
-                "reset, start it",
+                hint="this partition waits; the others continue. Try: stop the service, repair the log or move the group, start "
+                "it ('When a partition stops' in docs/operating.md)",
             )
         if missing.keys() <= self._stuck:
             raise error  # nothing can be paused, or a pause did not help: leave, and join again later

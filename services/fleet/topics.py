@@ -40,11 +40,10 @@ Result = TypeVar("Result")
 
 
 class PreparedTopics(NamedTuple):
-    """The topics exist. waiting: the events that waited before. went_on: the lanes that took over a position, by the old lane."""
+    """The topics exist. waiting: the events that waited before."""
 
     topics: Provisioned
     waiting: Waiting
-    went_on: Mapping[str, str]
 
 
 async def provision(broker: str, pipes: PipeFile, *, grow: bool = False) -> Provisioned:
@@ -64,8 +63,7 @@ async def prepare(broker: str, pipes: PipeFile, path: Path, *, grow: bool = Fals
         if problems := name_unclaimed(waiting, pipes, path):
             raise BadConfiguration(problems)
         topics = await ensure_topics(opened.admin, pipes, grow=grow)
-        handed = await hand_over_positions(opened.admin, pipes, before.left)
-        went_on = {old: new for new, old in handed.items()}
+        await hand_over_positions(opened.admin, pipes, before.left)
         left = {name: choice.deliver_to or "" for name, choice in (pipes.removed | removed_lanes(pipes)).items()}
         left |= {
             lane: ""
@@ -77,7 +75,7 @@ async def prepare(broker: str, pipes: PipeFile, path: Path, *, grow: bool = Fals
             async with Producer(opened.appender) as producer:
                 await carry_pauses(opened.reader, producer, renames_of(pipes))
                 await write_bookmark(producer, bookmark, time.time_ns() // 1_000_000)
-        return PreparedTopics(topics, waiting, went_on)
+        return PreparedTopics(topics, waiting)
 
     return await _patiently(broker, work)
 

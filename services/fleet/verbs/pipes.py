@@ -218,7 +218,7 @@ def apply(
     """
     found = check_pipe_file(pipes, allow_networks=allow_networks, secrets=False)
     changes = uvloop.run(check_changes(broker, found, pipes, None))
-    done, waiting, _ = uvloop.run(prepare(broker, found, pipes, grow=grow))
+    done, waiting = uvloop.run(prepare(broker, found, pipes, grow=grow))
     if as_json:
         counts = {"created": done.created, "grown": done.grown, "kept": done.kept}
         lines = [change.as_json() for change in changes]
