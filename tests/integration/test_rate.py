@@ -12,9 +12,9 @@ from tests.integration.fleet_process import Desk
 
 
 @pytest.mark.parametrize("service", ["expel", "ingest"])
-async def test_rates_and_sets_the_target(tmp_path: Path, service: str) -> None:
-    """Broken: a service cannot be rated, the instance is measured wrong, or is left running."""
-    desk = Desk(tmp_path)
+async def test_rates_and_sets_the_target(tmp_path: Path, service: str, wheel_programs: Path) -> None:
+    """Broken: a service cannot be rated, or only in a clone; the instance is measured wrong, or is left running."""
+    desk = Desk(tmp_path, wheel_programs)
     config = tmp_path / "penstock.yaml"
     config.write_text(f"autoscaler:\n  groups:\n    {service}: {{max: 7}}  # ours\n")
     short = ("--step", "1s", "--first", "1500", "--batch", "1", "--size", "2KB")  # the end is near on any machine
