@@ -155,7 +155,9 @@ def _show_transforms(
 
 @GROUP.command(
     epilog=example(
-        "penstock group reset orders/crm --to 2h\npenstock group reset orders/crm --to-offset 0:4712 --to-offset 1:4698 --yes"
+        "penstock group reset orders/crm --to 2h\n"
+        "penstock group reset orders/crm --to-offset 0:4712 --to-offset 1:4698 --yes\n"
+        "penstock group reset large-orders --to-earliest"
     )
 )
 def reset(
@@ -171,7 +173,7 @@ def reset(
     data: Data = Path("data"),
     as_json: AsJson = False,
 ) -> None:
-    """Deliver events again: move a destination back. It must be stopped. The events keep their ids.
+    """Deliver events again: move a destination back, or let a transform begin again. It must be stopped. Ids stay the same.
 
     It never moves forward over a stored event; partitions that are further back stay. Waiting retries and parked events
     (PIPE.retry, PIPE.parked) are not moved. The audit names the events (penstock dead audit). PIPE --to-earliest lets the
