@@ -92,7 +92,7 @@ def _print_running(fleet: Fleet) -> None:
     print_note(f"Penstock runs. Send events to http://{plan.listen}/v1/streams/STREAM/events", "bold green")
     print_note(f"  broker  {plan.broker}")
     print_note(f"  lag and loss, live: http://{plan.observer}/")
-    print_note(f"  undelivered events, by destination: http://{plan.observer}/v1/destinations")
+    print_note(f"  destinations, with all dead letters so far: http://{plan.observer}/v1/destinations")
     for process in fleet.processes:
         print_note(f"  {process.spec.name:<12} pid {process.pid}  http://{process.management}/metrics  {process.log}")
     print_note("  Ctrl-C drains and stops. Try: penstock status")

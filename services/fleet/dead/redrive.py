@@ -26,8 +26,9 @@ from services.fleet.pace import Pace
 REMEDIES = {
     "no_payload": "it was too large to be kept with its payload, and the event is gone from its source",
     "damaged_batch": "its value is damaged bytes, not an event",
-    "no_destination": "a transform failed on it, or it was late. Try: --to-stream, which sends it to its stream again, to all "
-    "of its pipes",
+    "no_destination": "a transform failed on it, or it was late. With schema_mismatch or transform_error, it fails again unless "
+    "`columns` or the transform are corrected first; or send a corrected event, then penstock dead discard this one. Try: "
+    "--to-stream, which sends it to its stream again, to all of its pipes",
     "unknown_destination": "the pipe file no longer has this destination. Try: --to PIPE/DESTINATION; or renamed_from there, if "
     "it has another name now; or penstock dead discard",
     "no_retries": "the destination is a stream, which reads no retries. Try: --to PIPE/DESTINATION with a webhook",

@@ -8,9 +8,10 @@ from rich.table import Table
 from rich.text import Text
 
 from services.core.audit import Entry
-from services.core.causes import Cause
+from services.core.causes import OTHER, Cause
 from services.core.dead_letter import DeadLetter
 from services.core.masking import mask_text
+from services.core.retry_state import MAX_DETAIL
 from services.core.times import format_time
 from services.fleet.console import make_table
 
@@ -26,11 +27,12 @@ def plain(text: str, limit: int | None = None) -> str:
 
 def letter_table(letters: Iterable[DeadLetter], *, settled: bool) -> Table:
     """One row per dead letter. settled: with a column for the fate."""
-    columns = ("position", "pipe", "destination", "reason", "attempts", "first failure", "detail")
+    columns = ("position", "id", "pipe", "destination", "reason", "attempts", "first failure", "detail")
     table = make_table(*columns, *(["fate"] if settled else []), right=["attempts"], text=["detail"])
     for letter in letters:
         fate = [Text(letter.fate or "open", style="dim" if letter.fate else "yellow")] if settled else []
-        named = [Text(plain(text)) for text in (str(letter.position), letter.pipe, letter.destination)]
+        names = (str(letter.position), letter.event_id or "", letter.pipe, letter.destination)
+        named = [Text(plain(text)) for text in names]
         table.add_row(
             *named,
             Text(plain(letter.reason, 40), style="red"),
@@ -65,15 +67,15 @@ def letter_json(letter: DeadLetter, *, from_source: bool) -> dict[str, object]:
 
 
 def cause_table(causes: Iterable[Cause]) -> Table:
-    """One row per cause."""
-    columns = ("count", "reason", "example", "detail", "first seen", "last seen")
-    table = make_table(*columns, right=["count"], text=["detail"])
+    """One row per cause. The detail is that of its example, the newest dead letter."""
+    columns = ("count", "reason", "example", "newest detail", "first seen", "last seen")
+    table = make_table(*columns, right=["count"], text=["newest detail"])
     for cause in causes:
         table.add_row(
             str(cause.count),
             Text(plain(cause.reason, 40), style="red"),
             Text(plain(str(cause.example.position))),
-            Text(plain(cause.detail, SHOWN_DETAIL)),
+            Text(plain(cause.detail if cause.reason == OTHER else cause.example.detail, MAX_DETAIL)),
             format_time(cause.first),
             format_time(cause.last),
         )

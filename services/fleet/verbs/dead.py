@@ -13,6 +13,7 @@ from services.core.audit import DISCARD
 from services.core.broker.producer import Producer
 from services.core.dead_letter import DeadLetter, Position
 from services.core.pipes import PipeFile, lane_name, load_pipes
+from services.core.units import format_count
 from services.fleet.access import find_broker, find_pipes, opened
 from services.fleet.console import ERR, OUT, print_note
 from services.fleet.dead.audit import Auditor, read_audit, whoami
@@ -84,9 +85,11 @@ async def list_found(url: str, where: Filter, limit: int, *, settled: bool, as_j
     if shown:
         OUT.print(letter_table(shown, settled=settled))
     if listed < found:
-        print_note(f"{found} dead letters, {found - listed} of them not shown. Try: --limit 0", "yellow")
+        print_note(
+            f"{format_count(found, 'dead letter')}, {found - listed:,} of them not shown. Try: --limit 0", "yellow"
+        )
     elif not as_json:
-        print_note(f"{found} dead letters")
+        print_note(format_count(found, "dead letter"))
 
 
 @DEAD.command(epilog=example("penstock dead show orders.dead:0:17"))
@@ -271,7 +274,8 @@ def discard(
     url = find_broker(broker, data)
     held, count = uvloop.run(_count(url, where, chosen))
     if count and not yes:
-        typer.confirm(f"These {count} dead letters will no longer be listed. Discard them?", abort=True, err=True)
+        what = format_count(count, "dead letter")
+        typer.confirm(f"{what} will no longer be listed. Discard?", abort=True, err=True)
     count = uvloop.run(_discard(url, where, chosen, held, whoami()))
     if as_json:
         typer.echo(json.dumps({"discarded": count}))

@@ -12,6 +12,7 @@ from services.core.broker.producer import Producer
 from services.core.causes import Causes
 from services.core.pauses import OPERATOR, Pause, list_paused, write_pause
 from services.core.pipes import PipeFile, load_pipes
+from services.core.units import format_count
 from services.fleet.access import find_broker, find_pipes, opened
 from services.fleet.console import ERR, OUT, print_note
 from services.fleet.dead.audit import whoami
@@ -62,7 +63,8 @@ def show(
     if found:
         OUT.print(cause_table(found[:SHOWN]))
     rest = f", {len(found) - SHOWN} of them not shown. Try: --json" if len(found) > SHOWN else ""
-    print_note(f"{sum(cause.count for cause in found)} dead letters for {name}, {len(found)} causes{rest}")
+    count = format_count(sum(cause.count for cause in found), "dead letter")
+    print_note(f"{count} for {name}, {format_count(len(found), 'cause')}{rest}")
 
 
 async def _read_state(

@@ -414,6 +414,8 @@ def test_letters_of_a_removed_pipe_go_to_another_destination(site: Site, shell: 
     site.put("late.dead", [letter("late", "old", number) for number in range(2)])
     site.write(one_pipe("shop", ["name: hook"], rest="removed: {late: {drop: it is over}}\n"))
     site.start()
+    assert shell.run("destination", "show", "old") == 0
+    assert "2 dead letters for old, 1 cause\n" in shell.err
     assert shell.run("dead", "redrive", "--pipe", "late") == 1
     assert "unknown_destination 2, e.g. late.dead:0:0: the pipe file no longer has this destination. Try: --to" in (
         shell.err.replace("\n", " ")
@@ -429,6 +431,8 @@ def test_letters_of_a_transform_that_is_gone_go_to_their_stream(site: Site, shel
     site.put("late.dead", [letter("late", "", 0)])
     site.write(one_pipe("shop", ["name: hook"], rest="removed: {late: {drop: it is over}}\n"))
     site.start()
+    assert shell.run("dead", "redrive", "--pipe", "late") == 1
+    assert "it fails again unless `columns` or the transform are corrected first; or send a corrected" in shell.err
     assert shell.run("dead", "redrive", "--pipe", "late", "--to-stream") == 0
     assert len(site.records("s")) == 2801
     site.write(one_pipe("shop", ["name: hook"]).replace("sources: [s]", "sources: [t]").replace("{s: {}}", "{t: {}}"))

@@ -9,7 +9,7 @@ from rich.console import Console, Group, RenderableType
 
 from services.core.broker.contract import Lag, PartitionRange
 from services.core.broker.record import Record, TopicPartition
-from services.core.causes import Cause, Example
+from services.core.causes import Cause, Example, normalise
 from services.core.dead_letter import DeadLetter, Position
 from services.core.keys import ApiKey
 from services.core.pauses import Pause
@@ -53,9 +53,10 @@ WORDS = "the transform of the pipe waits for its checkpoint folder, which anothe
 
 def dead_letters(names: Names) -> Shown:
     position = Position(f"{names.pipe}.dead", 1023, 123_456_789)
+    event = "018f2d3c-7a5b-7c3d-9e4f-123456789abc"
     letter = DeadLetter(
         position,
-        Record(None, b"{}", 0, ()),
+        Record(None, b"{}", 0, (("ce_id", event.encode()),)),
         names.pipe,
         names.destination,
         "expel",
@@ -65,13 +66,15 @@ def dead_letters(names: Names) -> Shown:
         10**12,
         "",
     )
-    return Shown(letter_table([letter] * 3, settled=True), [str(position), names.pipe, names.destination, "http_503"])
+    kept = [str(position), event, names.pipe, names.destination, "http_503"]
+    return Shown(letter_table([letter] * 3, settled=True), kept)
 
 
 def causes(names: Names) -> Shown:
     position = Position(f"{names.pipe}.dead", 1023, 123_456_789)
-    cause = Cause("item_failed", WORDS[:79], 123_456, 10**12, 10**12, Example(position, "o-1", WORDS))
-    return Shown(cause_table([cause, cause]), [str(position), "item_failed", "123456"])
+    detail = "the receiver answered 422: {'error': 'quantity 99999999 of the article A-4711 is more than the stock'}"
+    cause = Cause("item_failed", normalise(detail), 123_456, 10**12, 10**12, Example(position, "o-1", detail))
+    return Shown(cause_table([cause, cause]), [str(position), "item_failed", "123456", *detail.split()])
 
 
 def destinations(names: Names) -> Shown:
