@@ -23,6 +23,8 @@ EARLY_MS = 60_000
 """The search begins earlier and ends later by this time: clocks differ."""
 MOST_FOUND = 200
 """More records are not looked for: clients may give the same id to every event."""
+MOST_HELD = 32 << 20
+"""Bytes of the records that one search has found. Beyond that it looks for no more."""
 _SLICE = 2 * READ_RECORDS
 """Offsets of one partition that are read before another one is continued, newest first."""
 
@@ -118,6 +120,7 @@ class Search:
         self._broker, self._reader, self.limits, self._show = broker, broker.reader, limits, show
         self.by_topic: dict[str, TopicResult] = {}
         self.records = 0
+        self._held = 0
 
     def budget(self, share: float) -> Budget:
         """share: of the limits, 0 to 1."""
@@ -169,7 +172,7 @@ class Search:
                 parts.extend([part async for part in open_topic(topic)])
                 self.by_topic.setdefault(topic, TopicResult())
         found: list[Found] = []
-        while parts and not budget.is_spent and len(found) < MOST_FOUND:
+        while parts and not budget.is_spent and not self._has_enough(found):
             part = parts.popleft()
             if await self._read_slice(part, wanted, found, budget):
                 parts.append(part)
@@ -183,6 +186,15 @@ class Search:
         for one in found[MOST_FOUND:]:
             self.by_topic[one.position.topic] = TopicResult(complete=False)
         return found[:MOST_FOUND]
+
+    def _pick(self, batch: Batch, wanted: Set[Header], found: list[Found]) -> None:
+        """Add the wanted records."""
+        picked = _pick(batch, wanted)
+        self._held += sum([_size_of(one.record) for one in picked])
+        found += picked
+
+    def _has_enough(self, found: list[Found]) -> bool:
+        return len(found) >= MOST_FOUND or self._held >= MOST_HELD
 
     async def _open(self, topic: str, span: TimeRange) -> AsyncIterator[_Part]:
         first, last = span.first - EARLY_MS, span.last + EARLY_MS
@@ -210,13 +222,13 @@ class Search:
         """Read the newest slice. Returns whether there is more to read."""
         if part.end is None:
             async for batch in scan(self._reader, part.topic, part.partition, part.start, None):
-                found += _pick(batch, wanted)
+                self._pick(batch, wanted, found)
                 part.start = batch.offsets[-1] + 1
                 self.count(batch, budget)
                 await asyncio.sleep(0)
                 if part.last is not None and time_of(batch.records[0]) > part.last:
                     break
-                if budget.is_spent:
+                if budget.is_spent or self._has_enough(found):
                     return True
             return False
         begin, first = max(part.start, part.end - _SLICE), None
@@ -225,11 +237,11 @@ class Search:
             async for batch in read_topic(
                 self._reader, part.topic, part.partition, held, page=READ_RECORDS, skips_damage=True
             ):
-                found += _pick(batch, wanted)
+                self._pick(batch, wanted, found)
                 first = time_of(batch.records[0]) if first is None else first
                 self.count(batch, budget, first)
                 await asyncio.sleep(0)
-                if budget.is_spent and batch.offsets[-1] + 1 < part.end:
+                if (budget.is_spent or self._has_enough(found)) and batch.offsets[-1] + 1 < part.end:
                     return True
         part.end, part.back_to = begin, part.back_to if first is None else first
         return begin > part.start
@@ -241,6 +253,10 @@ def _pick(batch: Batch, wanted: Set[Header]) -> list[Found]:
         for offset, record in zip(batch.offsets, batch.records, strict=True)
         if not wanted.isdisjoint(record.headers)
     ]
+
+
+def _size_of(record: Record) -> int:
+    return len(record.value or b"") + sum([len(value) for _, value in record.headers])
 
 
 async def around(reader: Reader, topic: str, partition: int, held: PartitionRange, at_ms: int) -> tuple[int, int]:

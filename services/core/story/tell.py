@@ -26,6 +26,7 @@ from services.core.times import format_time
 from services.core.units import format_count
 
 _SHOWN_OUTPUTS = 20
+_SHOWN_ORIGIN = 100  # bytes; other programs may write any
 _ORDER = [RETRY_IN, *(delay_topic(seconds) for seconds in reversed(DELAYS_S))]
 """The direction in which the retrier moves events."""
 _SILENT = "the {} has reported nothing since; it does not run, or the ledger is off"
@@ -56,7 +57,7 @@ def tell_event(event: Event, facts: Facts, wanted: Collection[str]) -> EventStor
         offset=None if found is None else str(found.position.offset),
         accepted=None if arrival is None else format_time(arrival),
         event_time=None if record is None else format_time(record.timestamp),
-        origin=None if event.origin is None else event.origin.decode(errors="replace"),
+        origin=None if event.origin is None else event.origin[:_SHOWN_ORIGIN].decode(errors="replace"),
         bytes=None if record is None else len(record.value or b""),
         made_by=event.made_by,
         copied_by=(),

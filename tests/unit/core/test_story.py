@@ -361,6 +361,18 @@ async def test_the_search_is_bounded(history: History) -> None:
     assert (len(same.events), same.searched.complete) == (200, False), "cut off, though everything was read"
 
 
+async def test_what_is_found_is_bounded(history: History, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Broken: a client gives the same id to all its large events, and a search for it takes all memory of the observer."""
+    monkeypatch.setattr("services.core.story.search.MOST_HELD", 30_000)
+    large = Record(b"k", b"x" * 5_000, NOW, ((ID, b"same"), (ARRIVAL, b"%d" % NOW), (ORIGIN, b"o" * 5_000)))
+    for _ in range(9):
+        (await history.producer.send_to("orders", {0: [large]})).raise_first()
+    monkeypatch.setattr("services.core.story.search.READ_RECORDS", 1)
+    story = await story_of(history, "same")
+    assert (len(story.events), story.searched.complete) == (3, False)
+    assert all(len(event.origin or "") == 100 for event in story.events)
+
+
 @given(st.text(min_size=1, max_size=40))
 def test_any_id_has_a_scope(event_id: str) -> None:
     """Broken: an id that a client chose ends the command, or the observer's answer is no JSON."""
