@@ -11,9 +11,9 @@ class Pace:
         self._rate, self._next = rate, 0.0
 
     async def wait(self, count: int) -> None:
-        """Wait until `count` more events may be sent."""
+        """Wait until `count` more events may be sent: until the last of them is due. The very first event is due at once."""
         if self._rate:
             now = time.monotonic()
-            self._next = max(self._next, now)
-            await asyncio.sleep(self._next - now)
-            self._next += count / self._rate
+            due = max(self._next, now) + (count - 1) / self._rate
+            self._next = due + 1 / self._rate
+            await asyncio.sleep(due - now)

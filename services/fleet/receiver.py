@@ -1,6 +1,7 @@
-"""A webhook receiver for tests and demos: verifies signatures, counts distinct events, fails or delays on request."""
+"""A webhook receiver for tests and demos: verifies signatures and tokens, counts distinct events, fails or delays on request."""
 
 import asyncio
+import hmac
 import random
 import time
 from collections import OrderedDict
@@ -10,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import orjson
-from aiohttp import web
+from aiohttp import hdrs, web
 
 from services.core.signing import ID_HEADER, BadSignature, SigningKey, verify
 
@@ -20,29 +21,35 @@ REMEMBERED_IDS = 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """One request. new: events with an id that is new here. signed: None without a secret; False: the signature was bad."""
+    """One request. new: events with an id that is new here. signed: None without a secret; False: the signature was bad.
+
+    authorized: the same for the bearer token. After a bad token the signature is not verified.
+    """
 
     webhook_id: str
     events: Sequence[dict[str, Any]]
     new: Sequence[dict[str, Any]]
     signed: bool | None
     at: float
+    authorized: bool | None = None
 
 
 @dataclass(slots=True)
 class Receiver:
     """Handles requests and counts them. fail: the share of requests (0..1) answered with 503. slow: seconds before each answer.
 
-    An event is identified by its CloudEvents id, else its own `id`, else the webhook-id and its index in the body. The last
-    million ids are kept.
+    token: the bearer token that each request must have; "": none. An event is identified by its CloudEvents id, else its own
+    `id`, else the webhook-id and its index in the body. The last million ids are kept.
     """
 
     keys: Sequence[SigningKey] = ()
     fail: float = 0.0
     slow: float = 0.0
     on_request: Callable[[Received], None] = lambda _received: None
+    token: str = field(default="", repr=False)
     requests: int = 0
     failed: int = 0
+    unauthorized: int = 0
     unsigned: int = 0
     delivered: int = 0
     duplicates: int = 0
@@ -55,12 +62,17 @@ class Receiver:
         if self.slow:
             await asyncio.sleep(self.slow)
         webhook_id = request.headers.get(ID_HEADER, "")
+        authorized = True if self.token else None
+        if fault := self._token_fault(request):
+            self.unauthorized += 1
+            self.on_request(Received(webhook_id, (), (), None, time.time(), False))
+            return web.json_response({"error": fault}, status=401)
         if self.keys:
             try:
                 verify(self.keys, request.headers, body, now=time.time())
             except BadSignature as error:
                 self.unsigned += 1
-                self.on_request(Received(webhook_id, (), (), False, time.time()))
+                self.on_request(Received(webhook_id, (), (), False, time.time(), authorized))
                 return web.json_response({"error": str(error)}, status=401)
         if random.random() < self.fail:  # noqa: S311
             self.failed += 1
@@ -72,8 +84,19 @@ class Receiver:
         new = [event for index, event in enumerate(events) if self._is_new(_identity(event, webhook_id, index))]
         self.delivered += len(new)
         self.duplicates += len(events) - len(new)
-        self.on_request(Received(webhook_id, events, new, True if self.keys else None, time.time()))
+        self.on_request(Received(webhook_id, events, new, True if self.keys else None, time.time(), authorized))
         return web.Response(status=204)
+
+    def _token_fault(self, request: web.Request) -> str:
+        """Why the request is not authorized, for a person; "" when it is. Compares in constant time."""
+        given = request.headers.get(hdrs.AUTHORIZATION)
+        if not self.token:
+            return ""
+        if given is None:
+            return "the request has no Authorization header; wanted: Authorization: Bearer and the token"
+        scheme, _, credential = given.partition(" ")
+        good = hmac.compare_digest(credential.strip().encode(errors="surrogateescape"), self.token.encode())
+        return "" if good and scheme.lower() == "bearer" else "the Authorization header has another token or scheme"
 
     def _is_new(self, identity: str) -> bool:
         if identity in self._seen:

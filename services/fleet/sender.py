@@ -69,7 +69,10 @@ class SendingFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where to send. url: of ingest, e.g. http://127.0.0.1:8080. batch: events per request. rate: per second; 0: no limit."""
+    """Where to send. url: of ingest, e.g. http://127.0.0.1:8080. batch: events per request. rate: per second; 0: no limit.
+
+    With a low rate a request has fewer events than `batch`: those of a quarter of a second, at least one.
+    """
 
     url: str
     stream: str
@@ -77,6 +80,11 @@ class Target:
     batch: int = 100
     in_flight: int = 4
     rate: float = 0.0
+
+    @property
+    def request_events(self) -> int:
+        """The most events in a request."""
+        return min(self.batch, max(1, int(self.rate / 4))) if self.rate else self.batch
 
 
 @dataclass(slots=True)
@@ -132,15 +140,15 @@ async def send_events(
 async def _batches(
     events: Iterator[SourceEvent], target: Target, summary: SendSummary
 ) -> AsyncIterator[list[SourceEvent]]:
-    """Batches of at most `target.batch` events and about MAX_BATCH_BYTES. Events that are not JSON are counted as refused."""
+    """Batches of `target.request_events` events and about MAX_BATCH_BYTES at most. Events that are not JSON count as refused."""
 
     def next_batch() -> tuple[list[SourceEvent], bool]:
         batch: list[SourceEvent] = []
-        size = 0
+        size, most = 0, target.request_events
         for event in events:
             batch.append(event)
             size += len(event.payload)
-            if len(batch) >= target.batch or size >= MAX_BATCH_BYTES:
+            if len(batch) >= most or size >= MAX_BATCH_BYTES:
                 return batch, True
         return batch, False
 

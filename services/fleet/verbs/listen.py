@@ -10,6 +10,7 @@ import typer
 import uvloop
 from rich.text import Text
 
+from services.core.credentials import BadCredential, read_value
 from services.core.masking import mask_text
 from services.core.pipes import Secret
 from services.core.signing import BadSecret, SigningKey, read_signing_keys
@@ -34,12 +35,21 @@ def listen(
         Path | None,
         typer.Option("--secret-file", help="A file with the signing secret (whsec_…); or set PENSTOCK_WEBHOOK_SECRET."),
     ] = None,
+    token_file: Annotated[
+        Path | None,
+        typer.Option("--token-file", help="A file with the bearer token; a request without it is answered with 401."),
+    ] = None,
     fail: Annotated[float, typer.Option("--fail", min=0, max=1, help="Answer this share of requests with 503.")] = 0.0,
     slow: Annotated[int, typer.Option("--slow", min=0, help="Milliseconds before each answer.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per event on stdout.")] = False,
 ) -> None:
-    """Receive webhooks: verify their signatures, print the events, count duplicates. For tests only."""
-    receiver = Receiver(_keys(secret_file), fail, slow / 1000, _print_json if as_json else _print_lines)
+    """Receive webhooks: verify their signatures and tokens, print the events, count duplicates. For tests only.
+
+    Prints whole events, except on a terminal: there at most three per request, each on one line.
+    """
+    receiver = Receiver(
+        _keys(secret_file), fail, slow / 1000, _print_json if as_json else _print_lines, _token(token_file)
+    )
     try:
         uvloop.run(_run(receiver, host, port))
     except OSError as error:
@@ -57,21 +67,31 @@ def _keys(secret_file: Path | None) -> tuple[SigningKey, ...]:
         raise CommandFailed(str(error), status=2) from error
 
 
+def _token(token_file: Path | None) -> str:
+    try:
+        return "" if token_file is None else read_value(Secret(file=token_file), Path(), os.environ, token=True)
+    except BadCredential as error:
+        raise CommandFailed(str(error), status=2) from error
+
+
 async def _run(receiver: Receiver, host: str, port: int) -> None:
     with stop_on_signals() as stop:
         async with serve_receiver(receiver, host, port) as bound:
             checked = "signatures are verified" if receiver.keys else "signatures are not verified (no --secret-file)"
+            checked += "; the token of each request is verified" if receiver.token else ""
             print_note(f"Listening on http://{host}:{bound}/ ; {checked}. Ctrl-C ends it.", "bold green")
             await stop.asked.wait()
     print_note(
         f"{receiver.delivered} events, {receiver.duplicates} duplicates, {receiver.requests} requests, "
         f"{receiver.failed} refused on purpose, {receiver.unsigned} with a bad signature"
+        + (f", {receiver.unauthorized} without the token" if receiver.token else "")
     )
 
 
 def _print_json(received: Received) -> None:
     for event in received.new:
-        line = {"webhook_id": received.webhook_id, "verified": received.signed, "event": event}
+        checks = {"verified": received.signed, "authorized": received.authorized}
+        line = {"webhook_id": received.webhook_id, **checks, "event": event}
         typer.echo(orjson.dumps(line).decode())
 
 
@@ -83,11 +103,18 @@ def _print_lines(received: Received) -> None:
     clock = time.strftime("%H:%M:%S", time.localtime(received.at))
     duplicates = len(received.events) - len(received.new)
     signed = {True: "signature good", False: "signature bad", None: "signature not checked"}[received.signed]
+    if received.authorized is not None:
+        signed = f"token good, {signed}" if received.authorized else "token bad"
     tail = f", {duplicates} duplicates" if duplicates else ""
     OUT.print(Text(f"{clock} {received.webhook_id} {len(received.events)} events{tail}, {signed}", style="bold"))
-    for event in received.new[:SHOWN_EVENTS]:
+    is_cut = False
+    for event in received.new[: SHOWN_EVENTS if OUT.is_terminal else None]:
         line = f"  {event['id']}  {_text(event['data'])}" if "id" in event and "data" in event else f"  {_text(event)}"
-        crop = OUT.is_terminal
-        OUT.print(Text(mask_text(line)), no_wrap=crop, soft_wrap=not crop, overflow="ellipsis")
-    if len(received.new) > SHOWN_EVENTS:
-        OUT.print(Text(f"  … and {len(received.new) - SHOWN_EVENTS} more", style="dim"))
+        text = Text(mask_text(line))
+        if OUT.is_terminal:
+            is_cut |= text.cell_len > OUT.width
+            text.truncate(OUT.width, overflow="ellipsis")
+        OUT.print(text)
+    more = len(received.new) - SHOWN_EVENTS if OUT.is_terminal else 0
+    if more > 0 or is_cut:
+        OUT.print(Text(f"  … {f'and {more} more; ' if more > 0 else ''}--json for all of it", style="dim"))

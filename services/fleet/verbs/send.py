@@ -70,7 +70,7 @@ def send(
     key_file: Annotated[
         Path | None, typer.Option("--key-file", help="A file with the API key; or set PENSTOCK_KEY.")
     ] = None,
-    batch: Annotated[int, typer.Option("--batch", min=1, max=10_000, help="Events per request.")] = 100,
+    batch: Annotated[int, typer.Option("--batch", min=1, max=10_000, help="The most events per request.")] = 100,
     in_flight: Annotated[
         int,
         typer.Option("--in-flight", min=1, max=64, help="Requests in flight at once; 1 keeps the order of the file."),

@@ -2,27 +2,31 @@
 
 import base64
 import datetime
+import io
 import json
-from typing import Any
+from typing import Any, cast
 
 import aiohttp
 import pytest
+from rich.console import Console
 from standardwebhooks import Webhook
 
 from services.core.signing import SigningKey
 from services.fleet.receiver import Received, Receiver, read_body, serve_receiver
+from services.fleet.verbs import listen
 
 SECRET = "whsec_" + base64.b64encode(b"k" * 32).decode()
 BATCH = [{"specversion": "1.0", "id": "1", "data": {}}, {"specversion": "1.0", "id": "2", "data": {}}]
 
 
-async def post(receiver: Receiver, body: bytes, *, secret: str = SECRET, message: str = "msg_1") -> int:
+async def post(receiver: Receiver, body: bytes, *, secret: str = SECRET, message: str = "msg_1", **more: str) -> int:
     now = datetime.datetime.now(datetime.UTC)
     headers = {
         "webhook-id": message,
         "webhook-timestamp": str(int(now.timestamp())),
         "webhook-signature": Webhook(secret).sign(message, now, body.decode()),
         "Content-Type": "application/cloudevents-batch+json",
+        **more,
     }
     async with (
         serve_receiver(receiver, "127.0.0.1", 0) as port,
@@ -49,6 +53,43 @@ async def test_bad_signature_is_refused() -> None:
     receiver = Receiver((SigningKey.parse(SECRET),))
     assert await post(receiver, json.dumps(BATCH).encode(), secret=other) == 401
     assert (receiver.delivered, receiver.unsigned) == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({}, 401),
+        ({"Authorization": "Bearer other"}, 401),
+        ({"Authorization": "Basic right"}, 401),
+        ({"Authorization": "right"}, 401),
+        ({"Authorization": "Bearer right"}, 204),
+    ],
+)
+async def test_token(headers: dict[str, str], status: int) -> None:
+    """Broken: a user cannot see whether a destination's bearer token is the one that the receiver expects."""
+    seen: list[Received] = []
+    receiver = Receiver(token="right", on_request=seen.append)
+    assert await post(receiver, json.dumps(BATCH).encode(), **headers) == status
+    assert (receiver.delivered, receiver.unauthorized) == ((2, 0) if status == 204 else (0, 1))
+    assert [one.authorized for one in seen] == [status == 204]
+    assert await post(Receiver(), json.dumps(BATCH).encode(), **headers) == 204
+
+
+def test_a_file_gets_whole_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Broken: the output in a file lacks the ends of long events, or all but three events of a request."""
+    events = [{"id": str(number), "data": {"pad": "x y " * 100, "end": number}} for number in range(5)]
+    received = Received("msg_1", events, events, None, 0.0, True)
+    printed: list[str] = []
+    for is_terminal in (False, True):
+        console = Console(file=io.StringIO(), width=80, soft_wrap=True, force_terminal=is_terminal, color_system=None)
+        monkeypatch.setattr(listen, "OUT", console)
+        listen._print_lines(received)
+        printed.append(cast(io.StringIO, console.file).getvalue())
+    whole, cut = (text.splitlines()[1:] for text in printed)
+    assert "5 events, token good, signature not checked" in printed[0]
+    assert [line.endswith(f'"end":{number}}}') for number, line in enumerate(whole)] == [True] * 5
+    assert [line.endswith("…") for line in cut] == [True, True, True, False]
+    assert cut[-1] == "  … and 2 more; --json for all of it"
 
 
 async def test_plays_a_bad_one() -> None:

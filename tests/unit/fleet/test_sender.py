@@ -13,6 +13,7 @@ from aiohttp import web
 
 from services.fleet import sender
 from services.fleet.event_source import SourceEvent
+from services.fleet.pace import Pace
 from services.fleet.sender import SendingFailed, SendSummary, Target, make_id, send_events, wrap
 
 Event = dict[str, Any]
@@ -205,6 +206,29 @@ async def test_rate_is_kept() -> None:
     _, summary = await send(take_all, numbered(30), batch=10, rate=40.0)
     assert summary.accepted == 30
     assert asyncio.get_running_loop().time() - began >= 0.5
+
+
+@pytest.mark.parametrize(("rate", "most"), [(0.5, 1), (25.0, 6), (1000.0, 100), (0.0, 100)])
+def test_a_low_rate_has_small_requests(rate: float, most: int) -> None:
+    """Broken: --rate 25 sends 100 events at once, and nothing in the next four seconds."""
+    assert Target("", "orders", rate=rate).request_events == most
+
+
+async def test_pace_is_even_from_the_first_event_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Broken: the first events, or those after a pause, come as a burst above the rate."""
+    clock = [100.0]
+
+    async def sleep(seconds: float) -> None:
+        clock[0] += seconds
+
+    monkeypatch.setattr("services.fleet.pace.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("services.fleet.pace.asyncio.sleep", sleep)
+    even, sent = Pace(10.0), []
+    for count, pause in ((5, 0.0), (5, 0.0), (1, 0.0), (5, 60.0)):
+        clock[0] += pause
+        await even.wait(count)
+        sent.append(round(clock[0] - 100.0, 3))
+    assert sent == [0.4, 0.9, 1.0, 61.4]
 
 
 async def test_bad_lines_are_counted_not_sent() -> None:
