@@ -2,8 +2,22 @@
 
 import base64
 import socket
+import time
+from pathlib import Path
 
-from services.core.jvm.kafka import PORTS, Node, choose_nodes, new_cluster_id, server_properties
+import pytest
+
+from services.core.jvm import kafka
+from services.core.jvm.java import NO_PERF_FILE, JavaRuntime
+from services.core.jvm.kafka import (
+    PORTS,
+    KafkaNotReady,
+    KafkaProcess,
+    Node,
+    choose_nodes,
+    new_cluster_id,
+    server_properties,
+)
 
 THREE = [Node(1, 20_001, 20_002), Node(2, 20_003, 20_004), Node(3, 20_005, 20_006)]
 
@@ -56,3 +70,23 @@ def test_ports_are_free_and_distinct() -> None:
     for port in ports:
         with socket.create_server(("127.0.0.1", port)):
             pass
+
+
+def test_temporary_files_are_beside_the_data_and_do_not_pile_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If this fails, each run leaves libraries and counters in /tmp, or those of killed runs fill the data folder."""
+    java = tmp_path / "java"
+    java.write_text('#!/bin/sh\necho "$@"\n')
+    java.chmod(0o755)
+    monkeypatch.setattr(kafka, "find_java", lambda: JavaRuntime(java, tmp_path, 21, has_vector_module=False))
+    monkeypatch.setattr(kafka, "jar_set", lambda _name: [])
+    process = KafkaProcess(THREE[0], tmp_path, [])
+    process.scratch.mkdir()
+    (process.scratch / "libzstd.so").touch()
+    process.launch()
+    with pytest.raises(KafkaNotReady, match="ended"):
+        process.wait_ready(time.monotonic() + 60)
+    assert process.scratch.parent == tmp_path
+    assert not list(process.scratch.iterdir())
+    assert {NO_PERF_FILE, f"-Djava.io.tmpdir={process.scratch}"} <= set(process.log.read_text().split())

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.core.units import format_duration, format_size, parse_duration, parse_size
+from services.core.units import format_count, format_duration, format_size, parse_duration, parse_size
 
 
 @pytest.mark.parametrize(
@@ -51,3 +51,13 @@ def test_formats_as_people_write() -> None:
     """Broken: help and settings file say 604800000ms."""
     assert [format_duration(s) for s in (0.05, 25, 90, 300, 604800)] == ["50ms", "25s", "90s", "5m", "7d"]
     assert [format_size(s) for s in (1, 1024, 1_000_000, 64 << 20)] == ["1B", "1KiB", "1MB", "64MiB"]
+
+
+def test_numbers_with_their_noun() -> None:
+    """Broken: a person reads of 1 events, or counts the digits of 1234567."""
+    assert [format_count(count, "event") for count in (0, 1, 2, 1_234_567)] == [
+        "0 events",
+        "1 event",
+        "2 events",
+        "1,234,567 events",
+    ]
