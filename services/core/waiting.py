@@ -217,9 +217,9 @@ async def hand_over_positions(admin: Admin, pipes: PipeFile, left: Mapping[str, 
     where that one had settled nothing. Returns the old lane by the new one.
 
     The new one then misses no event that the old one had not read, and the stream is not sent again. Partitions that the new
-    one has begun already stay as they are, unless its name was given up before (`Bookmark.left`): what its group had read is of
-    that time. Of several removed ones the first in `removed_lanes` counts. Call it before the new one runs. It raises
-    GroupHasMembers while the new one runs and has not begun; then call it again.
+    one has begun already stay as they are, unless its name was left to another one before (`Bookmark.left`): its group is at
+    a position of that time. Of several removed ones the first in `removed_lanes` counts. Call it before the new one runs. It
+    raises GroupHasMembers while the new one runs and has not begun; then call it again.
     """
     former: defaultdict[str, list[str]] = defaultdict(list)
     for old, choice in removed_lanes(pipes).items():
@@ -241,10 +241,12 @@ async def _take_over(
     group, givers = _group_of(new), set[str]()
     for topic in topics:
         givers.update([old for old in former if await admin.copy_positions(_group_of(old), group, topic)])
-        if new not in left:
+        if not left.get(new):
             continue
         wanted: dict[int, tuple[int, str]] = {}
         for old in former:
+            if left.get(old) == new:  # it was taken over when the name was in use before
+                continue
             for partition, offset in (await admin.positions(_group_of(old), topic)).items():
                 wanted.setdefault(partition, (offset, old))
         own = await admin.positions(group, topic)
@@ -265,7 +267,9 @@ async def find_takeover(
             continue
         inherited = [topic for topic in topics if await admin.has_begun(_group_of(old), topic)]
         if inherited:
-            return old, lane in left or not any([await admin.has_begun(_group_of(lane), topic) for topic in inherited])
+            return old, bool(left.get(lane)) or not any(
+                [await admin.has_begun(_group_of(lane), topic) for topic in inherited]
+            )
     return None
 
 
@@ -297,7 +301,7 @@ async def take_over_positions(
     try:
         await _take_over(broker.admin, former, lane, topics, before.left)
     except GroupHasMembers as error:
-        if lane not in before.left:
+        if not before.left.get(lane):
             return
         text = f"{lane} gets the position of {former[0]}, and its group has members, perhaps with an earlier pipe file"
         raise GroupHasMembers(f"{text}. Try: stop those first") from error

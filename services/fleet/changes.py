@@ -118,13 +118,14 @@ class _Search:
             found = await find_takeover(self._broker.admin, former, lane, topics, self._before.left)
         if found is not None:
             return await self._compare_renamed(lane, *found, topics)
-        if self._before.lanes and lane not in self._before.lanes and not unbegun and not former:
+        was_gone = lane in self._before.left or (self._before.lanes and lane not in self._before.lanes)
+        if was_gone and not unbegun and not former:
             unread = {topic: count for topic, count in (await self._count_unread(lane, topics)).items() if count}
             remedy = f"penstock group skip {lane} --to-end --reason WHY before the start, for new ones only"
             text = f"is back, continues where it ended and will receive {_count(unread)}. Try: {remedy}"
             if heir := self._gone_heir(lane, name):
                 text += f"; or `renamed_from: {heir}`, if it is {heir} under its former name"
-            return Change("back", lane, text, unread) if unread else None
+            return Change("back", lane, text, unread) if unread and not await self._is_running(lane) else None
         stored = await self._count_stored(unbegun)
         if not stored:
             return None
@@ -179,9 +180,13 @@ class _Search:
         return behind
 
     async def gone_lanes(self) -> list[Change]:
-        """Destinations of the last start that the file no longer has, with open dead letters, in pipes that it has."""
+        """Destinations of the last start that the file no longer has, with open dead letters, in pipes that it has. So are former
+        names of theirs, which this file does not name."""
+        lanes, named = lanes_of(self._pipes), removed_lanes(self._pipes).keys()
+        ended = self._before.lanes - lanes
+        former = {old for old, heir in self._before.left.items() if heir in ended} - lanes - named
         found = []
-        for lane in self._gone:
+        for lane in sorted({*self._gone, *former}):
             pipe, _, destination = lane.partition("/")
             if pipe not in self._pipes.pipes or dead_letter_topic(pipe) not in self._topics:
                 continue
@@ -211,6 +216,11 @@ class _Search:
     async def _has_begun(self, lane: str, topic: str) -> bool:
         async with self._limit:
             return await self._broker.admin.has_begun(_group_of(lane), topic)
+
+    async def _is_running(self, lane: str) -> bool:
+        """Whether the destination has members: it came back, or was added, in a roll-out that did not record it."""
+        async with self._limit:
+            return bool(await self._broker.admin.members(_group_of(lane)))
 
     async def _count_stored(self, topics: Collection[str]) -> dict[str, int | None]:
         """The stored events by topic, without empty topics; None where offsets do not count them."""

@@ -133,8 +133,10 @@ async def test_a_name_that_was_given_up_goes_on_where_the_other_one_ended(harnes
                 last = [offset for batch in batches for offset in batch.offsets][count - 1]
                 await consumer.commit({TopicPartition(stream, batches[0].partition): last})
         pipes = _renamed(pipe, [stream])
-        assert await hand_over_positions(broker.admin, pipes, {f"{pipe}/new": ""}) == {f"{pipe}/new": f"{pipe}/old"}
-        assert await hand_over_positions(broker.admin, pipes, {f"{pipe}/new": ""}) == {}
+        assert await hand_over_positions(broker.admin, pipes, {f"{pipe}/new": f"{pipe}/third"}) == {
+            f"{pipe}/new": f"{pipe}/old"
+        }
+        assert await hand_over_positions(broker.admin, pipes, {f"{pipe}/new": f"{pipe}/third"}) == {}
         async with broker.consumer(f"{pipe}.new", [stream], start="latest", on_revoke=ignore_revoke) as consumer:
             expected = list(range(7 if ahead else 3, 10))
             assert numbers_of(await read(consumer, len(expected))) == expected
