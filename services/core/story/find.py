@@ -237,9 +237,10 @@ class _Finder:
         return [origin for event in self.events if (origin := event.run) is not None]
 
     def _is_done(self, reports: Reports) -> bool:
-        """Whether every destination of every event has delivered it."""
+        """Whether every destination of every event has delivered it. Of several outputs, one may have been delivered."""
         return all(
             event.run is not None
+            and len(event.outputs.get(pipe, ())) < 2
             and (
                 reports.first(event.run, ("transform", pipe, None), "filtered") is not None
                 or all(

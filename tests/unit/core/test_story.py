@@ -246,7 +246,7 @@ async def test_several_outputs_of_one_event(history: History) -> None:
     await history.report("expel", "large", "delivered", 0, "big")
 
     async def big() -> Lane:
-        (event,) = (await story_of(history, "one")).events
+        (event,) = (await story_of(history, "one", replace(SCOPE, pipes=("large",)))).events
         return lane(event, "large", "big")
 
     told = await big()
