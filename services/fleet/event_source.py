@@ -55,11 +55,15 @@ _WHITESPACE = " \t\r\n"
 
 
 class SourceEvent(NamedTuple):
-    """One event of the input. position: its line (NDJSON) or its number, from 1. fault: why it cannot be sent, or ''."""
+    """One event of the input. position: its line (NDJSON) or its number, from 1. fault: why it cannot be sent, or ''.
+
+    unit: the word for the position, "line" or "event".
+    """
 
     position: int
     payload: bytes
     fault: str
+    unit: str = "event"
 
 
 class Readable(Protocol):
@@ -106,12 +110,43 @@ def _first_chunk(source: Readable) -> bytes:
 
 
 def _read_text(first: bytes, source: Readable) -> Iterator[SourceEvent]:
+    """Detect the format, and read. Bad lines before the first object of NDJSON do not change the format."""
     text = first.lstrip()
-    if text.startswith(b"["):
-        return _read_values(text[1:], source, closing="]")
+    closing = "]" if text.startswith(b"[") else ""
     line, newline, _ = text.partition(b"\n")
-    looks_like_lines = bool(newline) and not _fault(line.strip())
-    return _read_lines(first, source) if looks_like_lines else _read_values(first, source, closing="")
+    if newline and not _fault(line.strip()):
+        return _read_lines(first, source)
+    if closing and not _is_broken(line + newline):
+        return _read_values(first, source, closing=closing)
+    ended = False
+    while len(first) < CHUNK and (broken := _is_broken(first)) is not None:
+        if broken and _has_object_line(first):
+            return _read_lines(first, source)
+        if ended:
+            break
+        chunk = source.read1(CHUNK)
+        ended = not chunk
+        first += chunk or b"\n"
+    return _read_values(first, source, closing=closing)
+
+
+def _is_broken(text: bytes) -> bool | None:
+    """Whether a whole line damages the first value, so that no later line can complete it. None: the value is complete."""
+    scan = json.JSONDecoder().raw_decode
+    try:
+        scan(text.decode(errors="replace").lstrip())
+    except json.JSONDecodeError:
+        lines = text[: text.rfind(b"\n") + 1].decode(errors="replace").strip()
+        try:
+            scan(lines)
+        except json.JSONDecodeError as error:
+            return error.pos < len(lines)
+    return None
+
+
+def _has_object_line(text: bytes) -> bool:
+    """Whether a whole line after the first one is a JSON object."""
+    return any(line.startswith(b"{") and not _fault(line) for line in text.lstrip().split(b"\n")[1:-1])
 
 
 def _read_lines(first: bytes, source: Readable) -> Iterator[SourceEvent]:
@@ -124,9 +159,9 @@ def _read_lines(first: bytes, source: Readable) -> Iterator[SourceEvent]:
             raise BadInput(f"line {next(number)} is larger than {MAX_EVENT_BYTES} bytes")
         for line, position in zip(lines, number, strict=False):
             if text := line.strip():
-                yield SourceEvent(position, text, _fault(text))
+                yield SourceEvent(position, text, _fault(text), "line")
     if text := rest.strip():
-        yield SourceEvent(next(number), text, _fault(text))
+        yield SourceEvent(next(number), text, _fault(text), "line")
 
 
 def _fault(payload: bytes) -> str:
@@ -149,6 +184,8 @@ def _read_values(first: bytes, source: Readable, *, closing: str) -> Iterator[So
     The standard library's scanner finds the end of each value. The text of the value is passed on unchanged.
     """
     text = _Text(first, source)
+    if closing and text.next_mark():
+        text.advance(1)
     scan = json.JSONDecoder().raw_decode
     for position in itertools.count(1):
         mark = text.next_mark()
@@ -176,6 +213,7 @@ class _Text:
         self._decoder = codecs.getincrementaldecoder("utf-8")()
         self._source = source
         self.buffer, self.at, self.ended = self._decoder.decode(first), 0, False
+        self._lines = 1
 
     def advance(self, count: int) -> None:
         self.at += count
@@ -199,7 +237,8 @@ class _Text:
                 if len(self.buffer) - self.at > MAX_EVENT_BYTES:
                     raise BadInput(f"event {position} is larger than {MAX_EVENT_BYTES} bytes, or broken") from error
                 if not self._more():
-                    raise BadInput(f"event {position}: not valid JSON: {error.msg}") from error
+                    line = self._lines + self.buffer.count("\n", 0, error.pos)
+                    raise BadInput(f"event {position}, line {line}: not valid JSON: {error.msg}") from error
                 continue
             if end < len(self.buffer) or not self._more():  # a number may continue in the next chunk
                 return self.at, end
@@ -210,6 +249,7 @@ class _Text:
             return False
         chunk = self._source.read1(CHUNK)
         self.ended = not chunk
+        self._lines += self.buffer.count("\n", 0, self.at)
         self.buffer = self.buffer[self.at :] + self._decoder.decode(chunk, final=self.ended)
         self.at = 0
         return not self.ended

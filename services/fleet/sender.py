@@ -91,6 +91,7 @@ class Target:
 class SendSummary:
     """The outcome so far. refused: counts by reason; examples: (position in the input, reason, detail) of the first few.
 
+    unit: the word for a position.
     trouble: why a request is retried; "" once one is answered. A refusal counts only after several retries.
     """
 
@@ -99,13 +100,15 @@ class SendSummary:
     retries: int = 0
     refused: Counter[str] = field(default_factory=Counter)
     examples: list[tuple[int, str, str]] = field(default_factory=list)
+    unit: str = "event"
     trouble: str = ""
 
-    def refuse(self, position: int, reason: str, detail: str) -> None:
+    def refuse(self, event: SourceEvent, reason: str, detail: str) -> None:
         """Count one event that ingest will never accept."""
         self.refused[reason] += 1
         if len(self.examples) < SHOWN_REFUSALS:
-            self.examples.append((position, reason, detail))
+            self.unit = event.unit
+            self.examples.append((event.position, reason, detail))
 
 
 async def send_events(
@@ -157,7 +160,7 @@ async def _batches(
         batch, more = await asyncio.to_thread(next_batch)
         for event in batch:
             if event.fault:
-                summary.refuse(event.position, "bad-json", event.fault)
+                summary.refuse(event, "bad-json", event.fault)
         good = [event._replace(payload=wrap(event.payload, target.stream)) for event in batch if not event.fault]
         if good:
             yield good
@@ -216,7 +219,7 @@ class _Sender:
                 middle = len(batch) // 2
                 return [batch[:middle], batch[middle:]]
             elif status in (400, 413):
-                self._summary.refuse(batch[0].position, _reason(answer, status), str(answer.get("detail", "")))
+                self._summary.refuse(batch[0], _reason(answer, status), str(answer.get("detail", "")))
                 batch = []
             elif status not in (408, 429) and 300 <= status < 500:
                 raise SendingFailed(_explain(status, answer), status)
@@ -261,7 +264,7 @@ class _Sender:
             if item.get("retry"):
                 again.append(event)
             else:
-                self._summary.refuse(event.position, _reason(item, status), str(item.get("detail", "")))
+                self._summary.refuse(event, _reason(item, status), str(item.get("detail", "")))
         self._summary.accepted += len(batch) - len(refused)
         return again
 

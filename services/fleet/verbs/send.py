@@ -224,4 +224,4 @@ def _print_summary(summary: SendSummary, seconds: float, *, as_json: bool) -> No
     for reason, count in summary.refused.most_common():
         print_note(f"  refused {count}: {reason}", "yellow")
     for position, reason, detail in summary.examples:
-        print_note(f"    event {position}: {reason}: {detail}", "dim")
+        print_note(f"    {summary.unit} {position}: {reason}: {detail}", "dim")

@@ -80,6 +80,28 @@ def test_a_bad_line_is_that_lines_fault() -> None:
     ]
 
 
+@pytest.mark.parametrize("size", [20, 1 << 30])
+@pytest.mark.parametrize("bad", [b"starting", b"[INFO] starting", b'{"a":', b'{"a":1,', b"{'a': 1}", b"\xff", b"a\nb"])
+def test_bad_lines_at_the_beginning(bad: bytes, size: int) -> None:
+    """Broken: one bad first line keeps all the others from being sent, while a later one would not."""
+    found = read(bad + b'\n{"a":1}\n{"a":2}', size)
+    count = 1 + bad.count(b"\n")
+    assert [event.position for event in found if event.fault] == list(range(1, count + 1))
+    assert [(event.position, event.payload, event.unit) for event in found if not event.fault] == [
+        (count + 1, b'{"a":1}', "line"),
+        (count + 2, b'{"a":2}', "line"),
+    ]
+
+
+@pytest.mark.parametrize("indent", [0, 1])
+@pytest.mark.parametrize("size", [1, 7, 1 << 30])
+def test_one_value_on_several_lines_is_not_taken_for_lines(indent: int, size: int) -> None:
+    """Broken: an object inside of a larger one is sent as an event, because a line begins and ends with it."""
+    value = {"a": [{}, {"b": [{"c": "x\\", "d": -1.5e3}], "e": None}], "f": {"g": {}}, "h": [[], [{"i": True}]]}
+    text = json.dumps(value, indent=indent).replace("[\n{\n", "[\n{").encode() + b"\n"
+    assert [json.loads(one) for one in payloads(text * 2, size)] == [value, value]
+
+
 @pytest.mark.parametrize("data", [b"", b"\n \n", b"[]", b" [ ] ", gzip.compress(b"", mtime=0)])
 def test_nothing(data: bytes) -> None:
     """Broken: an empty file is an error, or an event."""
@@ -90,10 +112,12 @@ def test_nothing(data: bytes) -> None:
     ("data", "message"),
     [
         (b'[{"a":1} {"b":2}]', "after event 1: not a valid JSON array"),
-        (b'[{"a":1},]', "event 2: not valid JSON"),
+        (b'[{"a":1},]', "event 2, line 1: not valid JSON"),
+        (b'\n[{"a":1},\n{"b":\n]', "event 2, line 4: not valid JSON"),
+        (b'[\n{"a":1}\n{"b":2}\n]\n', "after event 1: not a valid JSON array"),
         (b'[{"a":1}', "after event 1: not a valid JSON array"),
         (b'[{"a":1}] x', "more text after the end"),
-        (b"hello", "event 1: not valid JSON"),
+        (b"hello\nworld\n", "event 1, line 1: not valid JSON"),
         (b"[" * 200_000, "nested too deeply"),
         (b'["\xff"]', "not UTF-8"),
         (gzip.compress(b"x" * 9999, mtime=0)[:-9], "gzip data is damaged or incomplete"),
