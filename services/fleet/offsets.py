@@ -285,11 +285,11 @@ async def count_events(broker: Broker, move: Move) -> Move:
     return replace(move, count=count)
 
 
-async def require_no_members(broker: Broker, lane: Lane) -> None:
-    """Raise CommandFailed while any process reads for the destination."""
+async def require_no_members(broker: Broker, lane: Lane, note: str = "") -> None:
+    """Raise CommandFailed while any process reads for the destination. note: the end of its text."""
     if members := await broker.admin.members(lane.group):
         names = ", ".join(members[:3]) + (f" and {len(members) - 3} more" if len(members) > 3 else "")
-        raise CommandFailed(f"{lane.name} runs: its group {lane.group} has living members: {names}", HAS_MEMBERS)
+        raise CommandFailed(f"{lane.name} runs: its group {lane.group} has living members: {names}{note}", HAS_MEMBERS)
 
 
 async def require_own_position(broker: Broker, pipes: PipeFile, lane: Lane) -> None:
@@ -321,7 +321,7 @@ async def skip_events(
     Returns the moves with the number of events that could be read and are reported. show: called with the sum so far.
     Raises CommandFailed when the group has members, and BrokerError kinds.
     """
-    await require_no_members(broker, lane)
+    await _require_unmoved(broker, lane, moves)
     reporter = Reporter(producer, f"skip-{new_instance()}", "expel", lane.pipe, lane.destination)
     done: list[Move] = []
     events = unreported = 0
@@ -355,12 +355,8 @@ async def _move(
     who: str,
     filters: Mapping[str, str],
 ) -> None:
-    await require_no_members(broker, lane)
-    now = {one.source: one.next for one in await read_offsets(broker, lane)}
-    if any(now.get(one.now.source) != one.now.next for one in moves):
-        raise CommandFailed(
-            f"{lane.name} was moved by another process meanwhile; nothing was changed", "the same command"
-        )
+    note = "; its events count as skipped until they are delivered" if action == SKIP else ""
+    await _require_unmoved(broker, lane, moves, note)
     await write_moves(producer, action, who, filters, audited(moves))
     for topic in lane.topics:
         processed = {one.now.source.partition: one.to - 1 for one in moves if one.now.source.topic == topic}
@@ -369,7 +365,17 @@ async def _move(
         try:
             await broker.admin.set_committed(lane.group, topic, processed)
         except Unavailable as error:
-            raise CommandFailed(f"{lane.name} was not moved in {topic}: {error}", HAS_MEMBERS) from error
+            raise CommandFailed(f"{lane.name} was not moved in {topic}: {error}{note}", HAS_MEMBERS) from error
+
+
+async def _require_unmoved(broker: Broker, lane: Lane, moves: Sequence[Move], note: str = "") -> None:
+    """Raise CommandFailed when the group has members, or is not where the moves begin. note: the end of its text."""
+    await require_no_members(broker, lane, note)
+    now = {one.source: one.next for one in await read_offsets(broker, lane)}
+    if any(now.get(one.now.source) != one.now.next for one in moves):
+        raise CommandFailed(
+            f"{lane.name} was moved by another process meanwhile, and is not moved now{note}", "the same command"
+        )
 
 
 def audited(moves: Sequence[Move]) -> list[MovedGroup]:
