@@ -110,6 +110,9 @@ def test_every_call_is_allowed_to_somebody() -> None:
 
 
 READ, WRITE, LEASE = "kinesis:GetRecords", "kinesis:PutRecords", "dynamodb:UpdateItem"
+LIST, TAGS = "kinesis:ListStreams", "kinesis:ListTagsForStream"
+LIST_TOPICS = ("Expel", "GlobalRetrier", "Observer")
+"""Services that call `Admin.topics`: it lists every stream of the account, and reads its shards and tags."""
 
 
 @pytest.mark.parametrize(
@@ -138,6 +141,9 @@ READ, WRITE, LEASE = "kinesis:GetRecords", "kinesis:PutRecords", "dynamodb:Updat
             ["orders", "penstock.control", "large-orders.dead"],
         ),
         ("ObserverPolicy", LEASE, [], ["penstock-large-orders.billing"]),
+        *((f"{service}Policy", LIST, ["*"], []) for service in LIST_TOPICS),
+        *((f"{service}Policy", TAGS, ["theirs"], []) for service in LIST_TOPICS),
+        ("IngestPolicy", LIST, [], ["*"]),
         ("AutoscalerPolicy", "kinesis:SplitShard", ["orders", "large-orders.out"], ["penstock.control", "theirs"]),
         ("AutoscalerPolicy", WRITE, [], ["orders"]),
         ("AutoscalerPolicy", READ, [], ["orders"]),
