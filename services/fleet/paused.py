@@ -17,12 +17,13 @@ from services.fleet.console import make_table
 from services.fleet.dead.view import plain
 from services.fleet.problem import CommandFailed
 
-_STYLES = {"running": "green", "paused": "red", "replaying": "yellow"}
+_STYLES = {"running": "", "paused": "red", "replaying": "yellow"}
 
 
 @dataclass(frozen=True, slots=True)
 class DestinationState:
-    """state: running, paused, or replaying (an ordered destination sends its parked events first). pause: while it is paused."""
+    """state: running (not paused; whether it works is not known here), paused, or replaying (an ordered destination sends its
+    parked events first). pause: while it is paused."""
 
     pipe: str
     destination: str
@@ -34,6 +35,11 @@ class DestinationState:
     def lane(self) -> str:
         """Its name in the control topic."""
         return lane_name(self.pipe, self.destination)
+
+    @property
+    def shown_state(self) -> Text:
+        """For a person."""
+        return Text("not paused" if self.state == "running" else self.state, style=_STYLES[self.state])
 
     def as_json(self) -> dict[str, Any]:
         """Times in RFC 3339."""
@@ -115,7 +121,7 @@ async def _count_parked(broker: Broker, pipe: str, destination: str) -> int:
 def describe(found: DestinationState) -> Text:
     """One line for a person."""
     words = Text(f"{found.lane} is ")
-    words.append(found.state, style=_STYLES[found.state])
+    words.append_text(found.shown_state)
     if found.pause is not None:
         words.append(plain(" since {since} by {by} because: {because}".format_map(pause_json(found.pause)), 400))
     if found.state != "running" or found.parked:
@@ -130,5 +136,5 @@ def destination_table(found: list[DestinationState]) -> Table:
     for one in found:
         row = one.as_json()
         texts = [Text(plain(row.get(name, ""), 200)) for name in ("since", "by", "because")]
-        table.add_row(one.lane, Text(one.state, style=_STYLES[one.state]), str(one.parked), *texts)
+        table.add_row(one.lane, one.shown_state, str(one.parked), *texts)
     return table

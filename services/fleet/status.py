@@ -28,6 +28,7 @@ from services.core.pipes import (
     renames_of,
 )
 from services.core.scrape import Sample, scrape
+from services.core.times import format_time
 from services.fleet.folder import FleetState
 from services.fleet.paused import pause_json
 
@@ -60,6 +61,8 @@ async def read_status(state: FleetState, previous: Sample | None) -> StatusReadi
 async def summarise(reading: StatusReading, pipes: PipeFile) -> dict[str, Any]:
     """The status as JSON: `streams`, `transforms`, `destinations`, `processes`, and `retrier` or null.
 
+    Counters are of the processes that run now: they count from `since`, the start of the fleet (null: unknown), or from the
+    process's restart. `lag_ms` is the age of the oldest event that is not settled, by its own time.
     Lags in ms; rates in events per second. `lag_out_ms` and `event_lag_ms` count from the event's own time, `e2e_lag_ms` from
     its arrival at ingest. Old events that are sent now have a large age and a small E2E lag.
     """
@@ -76,6 +79,7 @@ async def summarise(reading: StatusReading, pipes: PipeFile) -> dict[str, Any]:
         "broker": reading.state.broker,
         "listen": reading.state.listen,
         "observer": reading.state.observer,
+        "since": await asyncio.to_thread(_started, reading.state.pid),
         "streams": [_stream(reading, name) for name in pipes.streams],
         "transforms": [
             _transform(reading, name, pauses) for name, pipe in pipes.pipes.items() if pipe.transform is not None
@@ -149,6 +153,7 @@ async def _destination(
         "dead": int(sample.total("penstock_expel_events_dead_total", **labels)),
         "rate": reading.rate("penstock_expel_events_delivered_total", **labels),
         "paused": None if pause is None else await _paused(broker, pipe, destination, pause),
+        "breaker_open": bool(sample.total("penstock_expel_breaker_state", **labels)),
         "lag_records": records,
         "lag_ms": millis,
         "e2e_lag_ms": quantiles(sample.lag("penstock_e2e_lag_seconds", **labels)),
@@ -204,6 +209,14 @@ def quantiles(histogram: LagHistogram) -> dict[str, float]:
     """P50, P95 and P99 in ms."""
     values = histogram.quantiles(SHARES)
     return {f"p{round(share * 100)}": round(value, 1) for share, value in zip(SHARES, values, strict=True)}
+
+
+def _started(pid: int) -> str | None:
+    """When the process started. Blocking."""
+    try:
+        return format_time(int(psutil.Process(pid).create_time() * 1000))
+    except psutil.Error:
+        return None
 
 
 def _processes(reading: StatusReading) -> list[dict[str, Any]]:

@@ -11,21 +11,33 @@ from services.fleet.console import make_table
 from services.fleet.dead.view import plain
 
 _CLOCKS = "event age: from the event's own time; E2E lag: from its arrival at ingest"
+_BEHIND = (
+    "behind: events not settled, and the age of the oldest by its own time. Events may also wait in PIPE.retry and with\n"
+    "the global retrier: penstock loss show PIPE counts them"
+)
+_DUE = "a waiting event is sent when its next round is due (the destination's schedule); it cannot be brought forward"
 
 
 def render_status(status: dict[str, Any]) -> RenderableType:
     """Tables of streams, transforms, destinations and processes."""
     addresses = f"ingest http://{status['listen']}   observer http://{status['observer']}"
-    head = Text(f"{addresses}   broker {status['broker']}", style="dim")
+    since = f"\ncounts since {status['since']}; of a restarted process since its restart" if status["since"] else ""
+    head = Text(f"{addresses}   broker {status['broker']}{since}", style="dim")
     parts: list[RenderableType] = [head, _streams(status["streams"])]
     if status["transforms"]:
-        parts += [_transforms(status["transforms"]), Text(_CLOCKS, style="dim")]
+        parts.append(_transforms(status["transforms"]))
         parts += [_paused_transform(row) for row in status["transforms"] if row["paused"] is not None]
     if status["destinations"]:
         parts.append(_destinations(status["destinations"]))
+        parts.append(Text(_BEHIND, style="dim"))
+        parts += [_failing(row) for row in status["destinations"] if row["breaker_open"]]
         parts += [_paused(row) for row in status["destinations"] if row["paused"] is not None]
+    if status["transforms"] or status["destinations"]:
+        parts.append(Text(_CLOCKS, style="dim"))
     if status["retrier"] is not None:
         parts.append(_retrier(status["retrier"]))
+        if status["retrier"]["waiting"]:
+            parts.append(Text(_DUE, style="dim"))
     return Group(*parts, _processes(status["processes"]))
 
 
@@ -79,6 +91,12 @@ def _destinations(rows: list[dict[str, Any]]) -> Table:
             spread(row["e2e_lag_ms"]),
         )
     return table
+
+
+def _failing(row: dict[str, Any]) -> Text:
+    """A line for a destination whose circuit breaker is not closed."""
+    name = Text(f"{row['pipe']} → {row['destination']}", style="red")
+    return Text.assemble(name, " fails: its circuit breaker is open. One request at a time tests its receiver")
 
 
 def _paused(row: dict[str, Any]) -> Text:

@@ -141,7 +141,11 @@ async def _change(url: str, file: PipeFile, name: str, pipe: str | None, new: Pa
 
 @DESTINATION.command("list", epilog=example("penstock destination list\npenstock destination list --json | jq .state"))
 def list_all(pipes: Pipes = None, broker: BrokerUrl = None, data: Data = Path("data"), as_json: AsJson = False) -> None:
-    """List the webhook destinations and which of them are paused; --json prints one object per line."""
+    """List the webhook destinations and which of them are paused; --json prints one object per line.
+
+    Needs no running fleet. So it does not know whether a receiver fails: `penstock status` shows that. The state `running` in
+    --json means: not paused.
+    """
     file = load_pipes(find_pipes(pipes, data))
     found = uvloop.run(_list(find_broker(broker, data), file))
     if as_json:

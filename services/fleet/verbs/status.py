@@ -33,7 +33,7 @@ def status(
 
     Two clocks: the event age at a transform counts from the event's own time (its `time`). The E2E lag of a destination counts
     from the event's arrival at ingest. So old events that are sent now have a large age and a small E2E lag. In --json,
-    `lag_out_ms` and `event_lag_ms` count from the event's own time, `e2e_lag_ms` from its arrival.
+    `lag_out_ms`, `event_lag_ms` and `lag_ms` count from the event's own time, `e2e_lag_ms` from its arrival.
     """
     uvloop.run(_run(data, watch=watch, as_json=as_json))
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,12 @@ def test_paused_until_resumed(shell: Shell, folder: Path) -> None:
     assert listed(shell) == dict.fromkeys(["a/billing", "b/billing", "b/other"], "running")
     assert shell.run("destination", "pause", "billing", "--pipe", "b", "--reason", "they move") == 0
     assert listed(shell) == {"a/billing": "running", "b/billing": "paused", "b/other": "running"}
+    assert shell.run("destination", "list") == 0
+    assert re.findall(r"^(\S+) +(not paused|paused) ", shell.out, re.MULTILINE) == [
+        ("a/billing", "not paused"),
+        ("b/billing", "paused"),
+        ("b/other", "not paused"),
+    ]
     assert shell.run("destination", "show", "billing") == 0
     assert "b/billing is paused since 20" in shell.out
     assert "because: they move, 0 events parked" in shell.out

@@ -1,12 +1,15 @@
 """The status of a fleet, from metrics."""
 
+import os
 from pathlib import Path
 
+import psutil
 from rich.console import Console
 
 from services.core.lag import LagHistogram
 from services.core.pipes import PipeFile
 from services.core.scrape import Sample
+from services.core.times import format_time
 from services.fleet.folder import FleetState
 from services.fleet.status import StatusReading, summarise
 from services.fleet.status_view import render_status
@@ -34,7 +37,7 @@ async def test_the_clock_of_each_lag_is_named(tmp_path: Path) -> None:
         "destinations": [{"name": "d", "webhook": {"url": "https://example.com/"}}],
     }
     pipes = PipeFile.model_validate({"streams": {"s": {}}, "pipes": {"p": pipe}})
-    state = FleetState(1, "", f"log:{tmp_path}", "pipes.yaml", "127.0.0.1:1", "127.0.0.1:2", [])
+    state = FleetState(os.getpid(), "", f"log:{tmp_path}", "pipes.yaml", "127.0.0.1:1", "127.0.0.1:2", [])
     status = await summarise(StatusReading(state, Sample(0.0, {}, lags), None), pipes)
     [transform], [destination] = status["transforms"], status["destinations"]
     assert transform["lag_out_ms"]["p50"] > 0.99 * _HOUR_MS
@@ -45,3 +48,22 @@ async def test_the_clock_of_each_lag_is_named(tmp_path: Path) -> None:
     text = console.export_text()
     assert "event age P50 P95 P99" in text
     assert "event age: from the event's own time; E2E lag: from its arrival at ingest" in text
+    assert f"counts since {format_time(int(psutil.Process().create_time() * 1000))}; of a restarted process" in text
+    assert "penstock loss show PIPE" in text
+    assert "fails: its circuit breaker is open" not in text
+
+
+async def test_an_open_circuit_breaker_is_named(tmp_path: Path) -> None:
+    """Broken: a receiver is down, and the status has only growing numbers."""
+    pipe = {"sources": ["s"], "destinations": [{"name": name, "webhook": {"url": "https://e.org/"}} for name in "de"]}
+    pipes = PipeFile.model_validate({"streams": {"s": {}}, "pipes": {"p": pipe}})
+    lanes = {name: frozenset({("pipe", "p"), ("destination", name)}) for name in "de"}
+    values = {
+        ("penstock_expel_breaker_state", lane): state for lane, state in zip(lanes.values(), (2.0, 0.0), strict=True)
+    }
+    state = FleetState(os.getpid(), "", f"log:{tmp_path}", "pipes.yaml", "127.0.0.1:1", "127.0.0.1:2", [])
+    status = await summarise(StatusReading(state, Sample(0.0, values), None), pipes)
+    assert [row["breaker_open"] for row in status["destinations"]] == [True, False]
+    console = Console(width=200, record=True)
+    console.print(render_status(status))
+    assert console.export_text().count("fails: its circuit breaker is open") == 1
