@@ -21,7 +21,7 @@ from services.core.pipes import (
 from services.core.retry_state import RetryState, state_of
 from services.core.story.facts import DEAD, Event, Facts, lane_of
 from services.core.story.model import EventStory, Lane, Moment, Passage, PipeStory, State
-from services.core.story.search import Found
+from services.core.story.search import EARLY_MS, Found
 from services.core.times import format_time
 from services.core.units import format_count
 
@@ -132,10 +132,10 @@ def _attempts(count: int) -> str:
 
 
 def _acts_on(found: Found, acts: Iterable[Entry]) -> Iterator[Entry]:
-    """The entries that have this record, oldest first."""
-    topic, partition, offset = found.position
+    """The entries that have this record, oldest first. Older ones are about a topic of the same name that was deleted."""
+    (topic, partition, offset), first_ms = found.position, (read_arrival(found.record) or 0) - EARLY_MS
     for entry in acts:
-        is_there = (entry.topic, entry.partition) == (topic, partition)
+        is_there = (entry.topic, entry.partition) == (topic, partition) and entry.at >= first_ms
         if is_there and covers(entry, offset, digest_of(found.record) if entry.digests else b""):
             yield entry
 
@@ -347,7 +347,7 @@ class _LaneTeller:
         if before is None:
             return True, f"{since}; expel has not read it yet"
         if before < 0:
-            return False, f"{since}; expel has read it, and has not reported its outcome"
+            return False, f"{since}; expel has read it, and its outcome was not found in the reports"
         return True, f"{since}; {_behind(before, found.position.topic, contiguous=self._facts.contiguous)}"
 
     def _before(self, position: Position) -> int | None:
