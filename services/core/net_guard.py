@@ -37,6 +37,7 @@ _SPECIAL_V4 = {
         ("240.0.0.0/4", "reserved"),
     )
 }
+_LOOPBACK_V4 = IPv4Network("127.0.0.0/8")
 _PUBLIC_V6 = IPv6Network("2000::/3")
 """Global unicast. All other addresses are private or special: ::1, fc00::/7, fe80::/10, fec0::/10, NAT64, multicast …"""
 _SPECIAL_V6 = tuple(IPv6Network(text) for text in ("2001::/23", "2001:db8::/32", "2002::/16", "3fff::/20"))
@@ -151,7 +152,11 @@ def refuse_address(address: str, port: int, policy: NetPolicy) -> str | None:
     if any(own_port == port and _is_same(parsed, host) for host, own_port in policy.own):
         return f"{address}:{port} is our own ingest: a loop"
     kind = _refused_kind(parsed, policy)
-    return None if kind is None else f"{address} is {kind}. Try: allow_networks, if this destination is meant"
+    if kind is None:
+        return None
+    needed = [parsed, *filter(None, [_embedded(parsed)])]
+    networks = ",".join("127.0.0.0/8" if one in _LOOPBACK_V4 else str(ip_network(one)) for one in needed)
+    return f"{address} is {kind}. Try: --allow-networks {networks}, if this destination is meant"
 
 
 def _refused_kind(address: IpAddress, policy: NetPolicy) -> str | None:

@@ -6,6 +6,7 @@ documents, tags, files over 1 MB, and nesting over 50 levels.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,6 +22,7 @@ MAX_DEPTH = 50
 _PLAIN_TAGS = {"tag:yaml.org,2002:map", "tag:yaml.org,2002:seq"}
 
 KeyPath = tuple[str | int, ...]
+Schema = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +157,9 @@ class _Builder:
         self.problems.append(Problem(f"{self.path}:{node.start_mark.line + 1}", key, message))
 
 
+_CLOSE = 0.7
+"""The least similarity of an unknown key and the key that may be meant."""
+
 Model = TypeVar("Model", bound=BaseModel)
 
 _KEYS, _WHOLE, _BOOLEAN = "keys and values are needed", "a whole number is needed", "true or false is needed"
@@ -188,10 +193,40 @@ def validate_document(document: Document, model: type[Model]) -> Model:
         return model.model_validate({} if document.data is None else document.data)
     except ValidationError as error:
         problems = [
-            document.problem(known_path(document.data, item["loc"]), describe(item))
+            document.problem(
+                path := known_path(document.data, item["loc"]), describe(item) + _guess_key(model, path, item)
+            )
             for item in error.errors(include_url=False, include_input=False)
         ]
         raise BadConfiguration(problems) from None
+
+
+def _guess_key(model: type[BaseModel], path: KeyPath, error: ErrorDetails) -> str:
+    """For an unknown key that is close to a key of its place: the question whether that one is meant. Else ""."""
+    if error["type"] != "extra_forbidden":
+        return ""
+    root = model.model_json_schema()
+    nodes = _alternatives(root, root)
+    for part in path[:-1]:
+        nodes = [found for node in nodes for child in _children(node, part) for found in _alternatives(root, child)]
+    known = {name for node in nodes for name in node.get("properties", {})}
+    close = get_close_matches(str(path[-1]), known, n=1, cutoff=_CLOSE)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def _alternatives(root: Schema, node: Schema) -> list[Schema]:
+    """The node of a JSON Schema itself, or the nodes that it refers to."""
+    if "$ref" in node:
+        return _alternatives(root, root["$defs"][node["$ref"].rpartition("/")[2]])
+    return [node, *(found for other in node.get("anyOf", []) for found in _alternatives(root, other))]
+
+
+def _children(node: Schema, part: str | int) -> list[Schema]:
+    """The nodes for a key, or for the items of a list."""
+    if part in node.get("properties", {}):
+        return [node["properties"][part]]
+    rest = [node.get("items"), node.get("additionalProperties"), *node.get("patternProperties", {}).values()]
+    return [child for child in rest if isinstance(child, dict)]
 
 
 def known_path(data: object, loc: Sequence[int | str]) -> KeyPath:

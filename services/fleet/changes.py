@@ -14,6 +14,7 @@ from typing import Literal
 import msgspec
 
 from services.core.broker.contract import Broker
+from services.core.pipe_references import former_lanes
 from services.core.pipes import (
     Destination,
     Pipe,
@@ -68,9 +69,12 @@ class Changes:
             Problem(
                 str(path),
                 f"removed.{pipe}",
-                f"{left}, and this file no longer has the pipe. Try: put it back, or decide in one line: removed: {{{pipe}: "
-                "{drop: WHY}}. Then they stay where they are, and redrive --to PIPE/DESTINATION sends the dead letters. Events "
-                "that still wait are dropped, or become dead letters with {bury: WHY}",
+                f"{left}.\n"
+                "  This file no longer has the pipe.\n"
+                "  Try: put it back.\n"
+                f"  Or decide in one line: removed: {{{pipe}: {{drop: WHY}}}}\n"
+                "  Then they stay where they are. penstock dead redrive --to PIPE/DESTINATION sends the dead letters.\n"
+                "  Events that still wait are dropped, or become dead letters with {bury: WHY}.",
             )
             for pipe, left in self.abandoned.items()
         ]
@@ -107,7 +111,28 @@ class _Search:
             text = f"new transform, will read {_count(stored)} from the beginning; its destinations receive the results"
             return [Change("transform", name, text, stored)]
         found = await asyncio.gather(*(self._compare_lane(name, pipe, each) for each in pipe.destinations))
-        return [change for change in found if change is not None]
+        unknown = await self._list_unknown_names(name, pipe)
+        return [*(change for change in found if change is not None), *unknown]
+
+    async def _list_unknown_names(self, name: str, pipe: Pipe) -> list[Change]:
+        """Each `renamed_from` that is no name of a former pipe or destination here. None on a broker without a former fleet."""
+        known = self._before.lanes | self._before.left.keys()
+        if not known:
+            return []
+        lines = []
+        pipes = {lane.partition("/")[0] for lane in known}
+        if pipe.renamed_from is not None and pipe.renamed_from not in pipes:
+            lines.append(_unknown_name(name, pipe.renamed_from, "pipe", pipes - self._pipes.pipes.keys()))
+        for one in pipe.destinations:
+            lane = lane_name(name, one.name)
+            formers = former_lanes(name, pipe.renamed_from, one.name, one.renamed_from)
+            olds = [old for old in formers if old.endswith(f"/{one.renamed_from}")]
+            topics = [topic for topic in delivery_topics(name, pipe) if topic in self._topics]
+            begun = [await self._has_begun(old, topic) for old in olds for topic in topics]
+            if one.renamed_from is not None and known.isdisjoint(olds) and not any(begun):
+                gone = {old.partition("/")[2] for old in self._gone if old.startswith(f"{name}/")}
+                lines.append(_unknown_name(lane, one.renamed_from, "destination", gone))
+        return lines
 
     async def _compare_lane(self, name: str, pipe: Pipe, destination: Destination) -> Change | None:
         lane = lane_name(name, destination.name)
@@ -274,6 +299,11 @@ def _compare_transform(name: str, pipe: Pipe, data: Path | None) -> list[Change]
         "results come again"
     )
     return [Change("transform", name, words)]
+
+
+def _unknown_name(name: str, former: str, what: str, gone: Collection[str]) -> Change:
+    text = f"renamed_from: {former}: no {what} had this name here, so it takes over nothing"
+    return Change("renamed", name, text + (f". Try: {', or '.join(sorted(gone))}" if gone else ""))
 
 
 def _group_of(lane: str) -> str:

@@ -117,10 +117,13 @@ def name_unclaimed(waiting: Waiting, pipes: PipeFile, path: Path) -> list[Proble
         Problem(
             str(path),
             f"removed.{lane}",
-            f"{_describe(waiting, lane)}, which this file no longer has; they would never be delivered. Try: put it back, or "
-            f"decide about them: renamed_from: {lane.partition('/')[2]} at its new name; or removed: {{{lane}: {{deliver_to: "
-            "PIPE/DESTINATION}}, or {bury: WHY} (dead letters), or {drop: WHY}. With bury and drop, its unread events stay in "
-            "their stream",
+            f"{_describe(waiting, lane)}.\n"
+            f"  This file no longer has {lane}. They would never be delivered.\n"
+            f"  Try: put it back.\n"
+            f"  Or, if it has another name now, add there: renamed_from: {lane.partition('/')[2]}\n"
+            f"  Or decide about them: removed: {{{lane}: {{deliver_to: PIPE/DESTINATION}}}}\n"
+            "  Instead of deliver_to: {bury: WHY} makes dead letters of them, {drop: WHY} drops them.\n"
+            "  With bury and drop, its unread events stay in their stream.",
         )
         for lane in sorted(waiting.unclaimed.keys() | waiting.undelivered.keys())
         if not is_claimed(lane)

@@ -199,7 +199,7 @@ async def test_mistakes_before_anything_starts(desk: Desk) -> None:
     desk.write_pipes("    transfrom: {sql: SELECT 1}\n")
     command = await desk.run("up")
     assert command.process.returncode == 2
-    assert command.err == "error: pipes.yaml:6: pipes.p.transfrom: unknown key\n"
+    assert command.err == "error: pipes.yaml:6: pipes.p.transfrom: unknown key; did you mean transform?\n"
     desk.write_pipes()
     command = await desk.run("up")
     assert command.process.returncode == 2

@@ -1,6 +1,7 @@
 """`penstock init`, `check`, `schema` and `apply`: write, check and apply a pipe file."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -8,7 +9,7 @@ import typer
 import uvloop
 
 from services.core.pipes import PipeFile, removed_lanes, removed_pipes
-from services.core.units import DURATION_PATTERN, SIZE_PATTERN, format_duration, format_size
+from services.core.units import DURATION_PATTERN, SIZE_PATTERN, format_count, format_duration, format_size
 from services.core.waiting import Waiting
 from services.core.yaml_source import BadConfiguration
 from services.fleet.access import find_broker
@@ -126,6 +127,8 @@ def check(
 ) -> None:
     """Check a pipe file. Prints every mistake with file, line and key. Status 2 when there is one.
 
+    It does not analyse transforms: `penstock try` does. `not_analysed` in --json lists the pipes that have one.
+
     With a broker, also show what the file changes there: new destinations with the events that they will receive, and
     destinations and pipes that are gone with what they leave behind.
     """
@@ -141,6 +144,7 @@ def check(
             raise
         typer.echo(json.dumps({"problems": [problem.as_json() for problem in error.problems]}))
         raise typer.Exit(2) from None
+    transforms = [name for name, pipe in found.pipes.items() if pipe.transform is not None]
     summary = {
         "streams": len(found.streams),
         "pipes": len(found.pipes),
@@ -153,15 +157,27 @@ def check(
             changes = [change.as_json() for change in known.changes.lines]
             result = {"waiting": {"removed": _by_name(known.waiting, found)}, "changes": changes}
         warnings = [problem.as_json() for problem in find_warnings(pipes)]
-        typer.echo(json.dumps({**summary, "problems": [], "warnings": warnings, **result}))
+        typer.echo(json.dumps({**summary, "problems": [], "warnings": warnings, "not_analysed": transforms, **result}))
         return
     _print_warnings(pipes)
-    OUT.print(f"{pipes} is good: " + ", ".join(f"{count} {what}" for what, count in summary.items()), style="green")
+    counts = ", ".join(format_count(count, what.removesuffix("s")) for what, count in summary.items())
+    OUT.print(f"{pipes} is good: {counts}", style="green")
+    _print_not_analysed(pipes, transforms)
     if isinstance(known, str):
-        print_note(f"the effects on stored events are not known: {known}", "yellow")
+        is_new = broker is None and data == Path("data") and not data.exists()  # nothing was ever started here
+        if not is_new:
+            print_note(f"the effects on stored events are not known: {known}", "yellow")
     else:
         for line in [*map(str, known.changes.lines), *describe_removed(known.waiting, found)]:
             print_note(line, "yellow")
+
+
+def _print_not_analysed(path: Path, transforms: Sequence[str]) -> None:
+    """transforms: the pipes that have one."""
+    if transforms:
+        what = "the transform was" if len(transforms) == 1 else "the transforms were"
+        file = "" if path == Path("pipes.yaml") else f" -f {path}"
+        print_note(f"{what} not analysed, nor any `columns`. Try: penstock try {transforms[0]} --sample FILE{file}")
 
 
 def _print_warnings(path: Path) -> None:

@@ -82,7 +82,7 @@ def test_every_mistake_at_once(tmp_path: Path) -> None:
         "8: pipes.late.transform: exactly one of sql and python is needed",
         "11: pipes.late.destinations.0.webhook.timeout: a duration with a unit is needed (ms, s, m, h, d). Try: 10s",
         "11: pipes.late.destinations.0.webhook.acks: unknown key",
-        "17: pipes.raw.destinations.0.strem: unknown key",
+        "17: pipes.raw.destinations.0.strem: unknown key; did you mean stream?",
         "7: pipes.late.sources.1: 'weather' is not among streams: Weather, flights",
     ]
 

@@ -1,5 +1,7 @@
 """The SSRF guard: broken, a pipe file's author reaches the machine's own services or the cloud's credentials."""
 
+import re
+
 import pytest
 
 from services.core.net_guard import NetPolicy, check_destination_url, parse_endpoints, parse_networks, refuse_address
@@ -139,6 +141,16 @@ def test_own_ingest_by_name_is_a_loop() -> None:
 def test_addresses_at_connect(address: str) -> None:
     """Broken: a name that resolves to an inside address (rebinding) is connected to."""
     assert refuse_address(address, 80, STRICT) is not None
+
+
+@pytest.mark.parametrize(
+    "address", ["127.0.0.1", "10.1.2.3", "::1", "::ffff:127.0.0.1", "fe80::1%eth0", "64:ff9b::a00:1"]
+)
+def test_the_hint_allows_the_address(address: str) -> None:
+    """Broken: an operator follows the hint, and the address is refused again."""
+    hint = re.search(r"Try: --allow-networks (\S+),", refuse_address(address, 80, STRICT) or "")
+    assert hint is not None
+    assert refuse_address(address, 80, NetPolicy(allow=parse_networks(hint[1]))) is None
 
 
 def test_allowed_translation_still_checks_the_address_inside() -> None:

@@ -137,7 +137,7 @@ def test_init_check_and_schema(shell: Shell) -> None:
     assert "pipes.yaml exists already and was not changed" in shell.err
     assert shell.run("check") == 2
     assert shell.err.count("error: pipes.yaml:") == 2
-    assert "127.0.0.1 is loopback" in shell.err
+    assert "127.0.0.1 is loopback. Try: --allow-networks 127.0.0.0/8, if this destination is meant" in shell.err
     assert (
         "webhook.secret cannot be read: No such file or directory. Try: penstock keys secret webhook.secret"
         in shell.err
@@ -146,7 +146,12 @@ def test_init_check_and_schema(shell: Shell) -> None:
     assert shell.run("check", "--allow-networks", "127.0.0.0/8", "--json") == 0
     found = json.loads(shell.out)
     assert "holds no log" in found.pop("waiting")["unknown"]
-    assert found == {"streams": 1, "pipes": 1, "destinations": 1, "problems": [], "warnings": [], "changes": None}
+    counts = {"streams": 1, "pipes": 1, "destinations": 1}
+    assert found == {**counts, "problems": [], "warnings": [], "not_analysed": ["large-orders"], "changes": None}
+    assert shell.run("check", "--allow-networks", "127.0.0.0/8") == 0
+    assert shell.out == "pipes.yaml is good: 1 stream, 1 pipe, 1 destination\n"
+    trial = "Try: penstock try large-orders --sample FILE"
+    assert shell.err == f"the transform was not analysed, nor any `columns`. {trial}\n"
     assert shell.run("check", "--json") == 2
     [problem] = json.loads(shell.out)["problems"]
     assert problem["where"].startswith("pipes.yaml:")

@@ -51,9 +51,14 @@ def test_refused_until_it_is_told(shell: Shell, tmp_path: Path, url: str) -> Non
     """Broken: a destination is taken out of the file, and what waited for it ends unseen with a topic's retention."""
     for verb in (["check"], ["check", "--broker", url], ["apply", "--broker", url]):
         assert shell.run(*verb) == 2
-        words = "removed.late/old: 2 events wait (1 in penstock.delay-64s, 1 in late.parked) for late/old, which this file no"
+        words = (
+            "removed.late/old: 2 events wait (1 in penstock.delay-64s, 1 in late.parked) for late/old.   This file no"
+        )
         assert words in shell.err.replace("\n", " ")
-        assert "Try: put it back, or decide" in shell.err.replace("\n", " ")
+        assert (
+            "Try: put it back.   Or, if it has another name now, add there: renamed_from: old   Or decide"
+            in shell.err.replace("\n", " ")
+        )
     assert shell.run("check", "--json") == 2
     (problem,) = json.loads(shell.out)["problems"]
     assert (problem["key"], problem["where"]) == ("removed.late/old", "pipes.yaml")
@@ -206,7 +211,7 @@ def test_what_was_not_read_of_a_stream_is_said_once(shell: Shell, tmp_path: Path
     asyncio.run(deliver(url, "late/old", 6))
     file.write_text(AFTER)
     assert shell.run("check", "--broker", url) == 2
-    assert "removed.late/old: 3 events of s not yet delivered to late/old, which this file no" in shell.err.replace(
+    assert "removed.late/old: 3 events of s not yet delivered to late/old.   This file no" in shell.err.replace(
         "\n", " "
     )
     with pytest.raises(BadConfiguration, match=r"removed\.late/old"):
