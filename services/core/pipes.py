@@ -61,18 +61,21 @@ class Stream(_Strict):
     retention: Duration = Field(7 * 86400.0, description="How long events are kept.", examples=["30d"])
     id: FieldPath | None = Field(
         None,
-        description="Payload field with the event id; absent: CloudEvents id, else a new UUIDv7.",
+        description="Payload field with the event id. Without this key in the pipe file, or without the field in the event: "
+        "CloudEvents id, else a new UUIDv7. Only for events that clients send: those of another pipe keep their id.",
         examples=["meta.id"],
     )
     key: FieldPath | None = Field(
         None,
-        description="Payload field with the ordering key; absent: CloudEvents partitionkey, else none.",
+        description="Payload field with the ordering key. Without this key in the pipe file, or without the field in the event: "
+        "CloudEvents partitionkey, else none. Only for events that clients send: those of another pipe keep their key.",
         examples=["customer.id"],
     )
     time: FieldPath | None = Field(
         None,
-        description="Payload field with the event time (RFC 3339 text, or a number of seconds or milliseconds since 1970); "
-        "absent: CloudEvents time, else the arrival time.",
+        description="Payload field with the event time (RFC 3339 text, or a number of seconds or milliseconds since 1970). "
+        "Without this key in the pipe file, or without the field in the event: CloudEvents time, else the arrival time. "
+        "Only for events that clients send: those of another pipe keep their time.",
         examples=["placed_at"],
     )
     columns: str | None = Field(

@@ -3,6 +3,8 @@
 The command line reads the sample, ingest makes records of it, and Spark runs the transform. None of them imports another.
 """
 
+from typing import Literal
+
 import msgspec
 
 from services.core.broker.record import Record
@@ -35,11 +37,28 @@ class RefusedEvent(msgspec.Struct, frozen=True):
     detail: str
 
 
+class AbsentField(msgspec.Struct, frozen=True):
+    """The accepted events of a stream, `of` in number, of which `events` lack the payload field for their id, key or time.
+
+    field: None: the stream names none.
+    """
+
+    stream: str
+    use: Literal["id", "key", "time"]
+    field: str | None
+    events: int
+    of: int
+
+
 class Sample(msgspec.Struct, frozen=True):
-    """The records that ingest would store, in the order of the sample, and the events that it would refuse."""
+    """The records that ingest would store, in the order of the sample, and the events that it would refuse.
+
+    absent: of each stream with events; a stream without a field for the time is among them, one without id or key is not.
+    """
 
     records: list[SampleRecord]
     refused: list[RefusedEvent]
+    absent: list[AbsentField] = []
 
 
 class TrialResult(msgspec.Struct, frozen=True):

@@ -26,7 +26,7 @@ from services.core.dead_letter import DeadLetter, Position
 from services.core.event import read_arrival, read_id
 from services.core.jvm.child import start_child
 from services.core.pipes import Pipe
-from services.core.sample import RefusedEvent, Sample, SampleEvent, SampleRecord, TrialResult
+from services.core.sample import AbsentField, RefusedEvent, Sample, SampleEvent, SampleRecord, TrialResult
 from services.core.times import format_time
 from services.core.yaml_source import BadConfiguration
 from services.fleet.access import opened
@@ -173,6 +173,7 @@ class Trial:
 
     refused: events that ingest would refuse. late: events that are behind the watermark of the events before them, with ms.
     repeated: ids that several outputs have. filtered: the number of events in no output; None where outputs are new events.
+    absent: as in `Sample`; a stream without a field for the time only where the pipe has a watermark.
     """
 
     pipe: str
@@ -184,6 +185,7 @@ class Trial:
     late: Mapping[str, int]
     repeated: Sequence[str]
     filtered: int | None
+    absent: Sequence[AbsentField] = ()
 
     @property
     def is_good(self) -> bool:
@@ -229,6 +231,7 @@ class Trial:
             "refusals": [{"from": one.place, "reason": one.reason, "detail": one.detail} for one in self.refused],
             "late": [{"from": place, "behind_ms": behind} for place, behind in self.late.items()],
             "repeated_ids": list(self.repeated),
+            "absent_fields": [msgspec.structs.asdict(one) for one in self.absent],
         }
 
 
@@ -248,9 +251,14 @@ def decode(value: bytes | None) -> str | None:
 
 
 def sum_up(
-    name: str, pipe: Pipe, records: Sequence[SampleRecord], refused: Sequence[RefusedEvent], result: TrialResult
+    name: str,
+    pipe: Pipe,
+    records: Sequence[SampleRecord],
+    refused: Sequence[RefusedEvent],
+    result: TrialResult,
+    absent: Sequence[AbsentField] = (),
 ) -> Trial:
-    """The trial. Outputs that are events of the sample are in its order."""
+    """The trial. Outputs that are events of the sample are in its order. absent: as in `Sample`."""
     dead = [DeadLetter.of(Position(f"{name}.dead", 0, number), record) for number, record in enumerate(result.dead)]
     gone = {letter.source for letter in dead}
     duplicates = set(result.duplicates)
@@ -265,7 +273,9 @@ def sum_up(
     if result.keeps_events and not result.broken:
         left = [one for one in tried if f"{one.topic}:{one.partition}:{one.offset}" not in gone]
         filtered = sum(read_id(one.record) not in counts for one in left)
-    return Trial(name, records, refused, result, outputs, dead, _find_late(pipe, records), repeated, filtered)
+    windowed = pipe.transform is not None and pipe.transform.watermark is not None
+    absent = [one for one in absent if one.field is not None or windowed]
+    return Trial(name, records, refused, result, outputs, dead, _find_late(pipe, records), repeated, filtered, absent)
 
 
 def _find_late(pipe: Pipe, records: Sequence[SampleRecord]) -> dict[str, int]:

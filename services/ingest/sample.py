@@ -7,15 +7,17 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
 
 import msgspec
 
 from services.core.lifecycle import report_bad_configuration
-from services.core.pipes import PipeFile, load_pipes
-from services.core.sample import RefusedEvent, Sample, SampleEvent, SampleRecord
+from services.core.pipes import PipeFile, Stream, load_pipes
+from services.core.sample import AbsentField, RefusedEvent, Sample, SampleEvent, SampleRecord
 from services.core.settings import load_settings
 from services.core.yaml_source import BadConfiguration
+from services.ingest.event_fields import field_reader
 from services.ingest.intake import Intake
 from services.ingest.json_events import Limits, read_json
 from services.ingest.problems import Refused
@@ -26,7 +28,7 @@ def make_sample(events: Sequence[SampleEvent], pipes: PipeFile, limits: Limits, 
     """The records of these events, with offsets from 0 in each partition. arrival: ms. Events without a key go to partition 0."""
     intakes = {name: Intake(name, stream, lambda _topic, _partitions: 0) for name, stream in pipes.streams.items()}
     offsets: Counter[tuple[str, int]] = Counter()
-    sample = Sample([], [])
+    sample, accepted = Sample([], []), dict[str, list[Any]]()
     for event in events:
         intake = intakes[event.stream]
         intake.partitions = pipes.streams[event.stream].partitions
@@ -36,12 +38,27 @@ def make_sample(events: Sequence[SampleEvent], pipes: PipeFile, limits: Limits, 
             sample.refused.append(RefusedEvent(event.place, refused.kind.name, refused.detail))
             continue
         sample.refused.extend(RefusedEvent(event.place, one.kind.name, one.detail) for one in prepared.refused)
+        if prepared.parts:
+            accepted.setdefault(event.stream, []).append(msgspec.json.decode(event.payload))
         for partition, records in prepared.parts.items():
             for record in records:
                 offset = offsets[event.stream, partition]
                 offsets[event.stream, partition] += 1
                 sample.records.append(SampleRecord(event.place, event.stream, partition, str(offset), record))
+    for name, payloads in accepted.items():
+        sample.absent.extend(_find_absent(name, pipes.streams[name], payloads))
     return sample
+
+
+def _find_absent(name: str, stream: Stream, payloads: Sequence[Any]) -> Iterator[AbsentField]:
+    fields: tuple[tuple[Literal["id", "key", "time"], str | None], ...]
+    fields = (("id", stream.id), ("key", stream.key), ("time", stream.time))
+    for use, field in fields:
+        if field is not None:
+            if events := field_reader(field)(payloads).count(None):
+                yield AbsentField(name, use, field, events, len(payloads))
+        elif use == "time":
+            yield AbsentField(name, use, None, len(payloads), len(payloads))
 
 
 def main() -> int:

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, NamedTuple
 
+import pyarrow as pa
 import structlog
 from pyspark.sql import DataFrame
 
@@ -13,12 +14,13 @@ from services.core.causes import normalise
 from services.core.dead_letter import MAX_DETAIL, make_dead_letter
 from services.core.event import ID
 from services.core.pipes import dead_letter_topic
+from services.core.times import format_time
 from spark.brokers.contract import BatchName
 from spark.jobs.query import Query
 from spark.records import RecordOffset, from_arrow
 from spark.reports import NODE, BatchReport, Origins, add_outcome, origins_of
 from spark.transforms.preparation import Prepared, of_stream
-from spark.transforms.view import FAILED_CHECK, SCHEMA_MISMATCH
+from spark.transforms.view import FAILED_CHECK, SCHEMA_MISMATCH, TIME
 
 TRANSFORM_ERROR: Final = "transform_error"
 DEAD: Final = "dead"
@@ -39,6 +41,20 @@ class Rejected(NamedTuple):
 def reject_as(raw: DataFrame, reason: str, detail: Callable[[RecordOffset], str]) -> list[Rejected]:
     """All these raw records, for one reason. Executes the frame."""
     return [Rejected(record, source, reason, detail(source)) for record, source in _rows(raw.toArrow())]
+
+
+def reject_late(raw: DataFrame, watermark: int, batch: int) -> list[Rejected]:
+    """These raw records of a batch with TIME, because of its watermark (ms). Executes the frame."""
+    table: Any = raw.toArrow()
+    detail = (
+        f"event time {{}} is before the watermark {format_time(watermark)} of batch {batch}; "
+        "a result still open then may hold it"
+    )
+    times = table.column(TIME).cast(pa.timestamp("ms", tz="UTC"), safe=False).cast(pa.int64()).to_pylist()
+    return [
+        Rejected(record, source, LATE, detail.format(format_time(time)))
+        for (record, source), time in zip(_rows(table), times, strict=True)
+    ]
 
 
 def reject_bad_records(prepared: Prepared, raw: DataFrame) -> list[Rejected]:

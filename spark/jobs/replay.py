@@ -23,7 +23,7 @@ from spark.jobs.culprits import (
     list_records,
     within,
 )
-from spark.jobs.dead_letters import LATE, TRANSFORM_ERROR, reject_as, write_dead_letters
+from spark.jobs.dead_letters import LATE, TRANSFORM_ERROR, reject_as, reject_late, write_dead_letters
 from spark.jobs.query import Query
 from spark.records import OffsetRange, Offsets, RecordOffset, offset_text
 from spark.reports import BatchReport, Origins, add_outcome, collect_origins, union, without
@@ -262,14 +262,11 @@ class LateEvents:
         if not watermark or not ranges:
             return
         raw = query.broker.read_ranges(query.session, ranges)
-        detail = (
-            f"its time is behind the watermark {watermark} ms of batch {batch}; a result still open then may hold it"
-        )
         found = []
         for stream, view in query.prepared.views.items():
             checked = view.check(of_stream(query.prepared, raw, stream))
             late = view.good_raw(checked.where(f.col(TIME) <= f.timestamp_millis(f.lit(watermark))))
-            found += reject_as(late, LATE, lambda _: detail)
+            found += reject_late(late, watermark, batch)
         report = BatchReport(query.pipe)
         write_dead_letters(query, found, LATE, batch, report, counted=True)
         query.report(report)

@@ -52,6 +52,7 @@ from spark.reports import (
     read_lags,
     with_origin,
 )
+from spark.sources.writer import BY_TIME
 from spark.transforms.view import FAILED_CHECK, READ_AT, TIME
 
 log = structlog.get_logger()
@@ -187,6 +188,7 @@ def start_transforming(query: Query) -> StreamingQuery:
     out = out.observe(_OUT, *out_metrics).drop(READ_AT, _WRITTEN_AT, ORIGINS_READ)
     writer = broker.write_stream(out, output_topic(query.pipe), query.writer)
     writer = writer.queryName(query.pipe).option("checkpointLocation", query.checkpoint.path)
+    writer = writer.option(BY_TIME, not prepared.out.carries_events)  # Kafka's sink ignores it
     if query.real_time:
         real_time_writer: Any = writer.outputMode("update")  # pyspark's own types do not know realTime yet
         started: StreamingQuery = real_time_writer.trigger(realTime=REAL_TIME_BATCH).start()

@@ -11,6 +11,8 @@ from services.core.broker.record import Record
 from spark.records import OUT_SCHEMA, Schema, from_arrow
 from spark.sources.offsets import sync_before_commit
 
+BY_TIME = "by_time"
+"""The option that sorts the records of a batch by their time. Spark sorts no stream."""
 Store = Callable[[list[Record], int], None]
 """Stores the records of the batch with this number, durably. Raises BrokerError kinds: then Spark computes the batch again."""
 
@@ -50,6 +52,8 @@ class BatchWriter(DataSourceStreamArrowWriter):
         sync_before_commit(self._options, batchId)
         computed = sorted((m for m in messages if isinstance(m, Computed)), key=lambda message: message.task)
         records = [record for message in computed for record in from_arrow(pa.ipc.open_stream(message.data).read_all())]
+        if self._options.get(BY_TIME) == "true":
+            records.sort(key=lambda record: record.timestamp)
         self._store(records, batchId)
 
     def abort(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803 - pyspark's name

@@ -5,7 +5,8 @@ when a batch is computed again.
 """
 
 import hashlib
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -132,10 +133,28 @@ def _prepare(session: SparkSession, document: Document, file: PipeFile, name: st
         if pipe.transform.mode == "real-time" and not row_by_row:
             raise BadTransform("is not a stateless query, which real-time mode needs. Try: mode: micro-batch")
     except (PySparkException, BadTransform) as error:
-        raise BadConfiguration([document.problem(key, shorten(error))]) from error
+        undeclared = [stream for stream, view in views.items() if view.columns is None]
+        problem = shorten(error)
+        hint = _hint(problem, pipe.transform, undeclared)
+        raise BadConfiguration(
+            [document.problem(key, f"{problem.rstrip('.')}. {hint}" if hint else problem)]
+        ) from error
     except Exception as error:  # the operator's own code: any error is a mistake in that file
         raise BadConfiguration([document.problem(key, f"{type(error).__name__}: {shorten(error)}")]) from error
     return Prepared(name, pipe.transform, views, definition, out, row_by_row, pipe_version(pipe))
+
+
+_UNRESOLVED = re.compile(r"\[UNRESOLVED_COLUMN.*? with name (\S+) cannot be resolved")
+
+
+def _hint(problem: str, transform: Transform, undeclared: Sequence[str]) -> str:
+    """A remedy for a column that Spark does not find. undeclared: the sources without `columns`."""
+    found = _UNRESOLVED.match(problem)
+    if found is None:
+        return ""
+    if transform.watermark is None and {EVENT_TIME, "window"} & {part.strip("`") for part in found[1].split(".")}:
+        return f"{EVENT_TIME} exists only with watermark. Try: watermark: 1m"
+    return f"Try: columns: … in {' and '.join(f'streams.{stream}' for stream in undeclared)}" if undeclared else ""
 
 
 def _parse_columns(ddl: str | None, *, timed: bool) -> StructType | None:

@@ -86,8 +86,8 @@ class SourceView:
         return check.detail
 
     def good_raw(self, checked: DataFrame) -> DataFrame:
-        """The events as they were read: raw columns."""
-        return checked.where(self._is_good).select(*RAW_NAMES)
+        """The events as they were read: raw columns and TIME."""
+        return checked.where(self._is_good).select(*RAW_NAMES, TIME)
 
 
 def _nullable(columns: StructType) -> StructType:

@@ -1,5 +1,7 @@
 """Mistakes in a transform are found before the first event, at their place in the pipe file."""
 
+import re
+
 import pytest
 from pyspark.sql import SparkSession
 
@@ -47,6 +49,29 @@ def test_bad_sql(pipeline: LogPipeline, sql: str, said: str) -> None:
     found = mistakes(pipeline, sql=sql)
     assert found.startswith("pipes.p.transform.sql: ")
     assert said in found
+
+
+@pytest.mark.parametrize(
+    ("sql", "transform", "said"),
+    [
+        ("SELECT event, delay FROM s", {}, "name `delay` cannot be resolved.* Try: columns: … in streams.s$"),
+        (
+            "SELECT event, delay FROM s",
+            {"columns": COLUMNS.replace("delay", "d")},
+            "did you mean.*`d`, .*line 1 pos 14$",
+        ),
+        (
+            "SELECT '' AS id, count(*) AS n FROM s GROUP BY window(event_time, '1 minute')",
+            {},
+            "event_time exists only with watermark. Try: watermark: 1m$",
+        ),
+        ("SELECT window.start AS id, value FROM s", {}, "exists only with watermark"),
+        ("SELECT window.start AS id, value FROM s", {"watermark": "1m"}, "Try: columns: … in streams.s$"),
+    ],
+)
+def test_a_missing_column_has_a_remedy(pipeline: LogPipeline, sql: str, transform: dict[str, str], said: str) -> None:
+    """If this fails, a new user gets Spark's words alone for a key that is missing in the pipe file."""
+    assert re.search(said, mistakes(pipeline, **{"columns": None, "sql": sql} | transform), re.IGNORECASE)
 
 
 def test_bad_python(pipeline: LogPipeline) -> None:

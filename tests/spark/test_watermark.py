@@ -16,7 +16,9 @@ from services.core.broker.errors import Unavailable
 from services.core.broker.log.data_folder import DataFolder
 from services.core.broker.log.topics import delete_topic
 from services.core.broker.record import Record
+from services.core.causes import normalise
 from services.core.event import read_id
+from services.core.times import format_time
 from services.core.yaml_source import BadConfiguration
 from spark.brokers.log import LogSparkBroker
 from spark.jobs.attempts import Attempts, Stopping
@@ -76,6 +78,11 @@ def test_late_events_are_kept(pipeline: LogPipeline, monkeypatch: pytest.MonkeyP
     send(pipeline, flight(5, 0.1), flight(6, 20.5))
     wait_for(lambda: bool(pipeline.dead), "the late event in the dead letters")
     assert letters(pipeline) == {("id-5", "late"): 1}
+    detail = (pipeline.dead[0].header(dead_letter.DETAIL) or b"").decode()
+    assert detail.startswith(
+        f"event time {format_time(START + 6_000)} is before the watermark {format_time(START + 19 * 60_000)} of"
+    )
+    assert normalise(detail).startswith("event time # is before the watermark # of batch #; ")
 
     failed: list[str] = []
 
@@ -99,6 +106,16 @@ def test_late_events_are_kept(pipeline: LogPipeline, monkeypatch: pytest.MonkeyP
     assert failed
     assert counts(pipeline) == {minute(0): 2, minute(1): 1, minute(10): 1, minute(20): 3}
     assert letters(pipeline) == {("id-5", "late"): 1, ("id-7", "late"): 1}
+
+
+def test_results_of_a_batch_are_in_the_order_of_their_times(pipeline: LogPipeline) -> None:
+    """If this fails, a destination with `order: key` gets the newest minute of a device before the older ones."""
+    sql = COUNTS.replace("SELECT", "SELECT 'k' AS key,")
+    pipeline.start(pipeline.pipe(columns="delay INT", sql=sql, watermark="1m", interval="50ms"))
+    send(pipeline, *(flight(number, number) for number in reversed(range(10))))
+    send(pipeline, flight(10, 20))
+    wait_for(lambda: len(pipeline.out) >= 10, "closed windows")
+    assert [read_id(record) for record in pipeline.out] == [minute(number) for number in range(10)]
 
 
 def test_poisoned_event_of_an_aggregate(pipeline: LogPipeline, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -372,18 +372,24 @@ class _LaneTeller:
         if before >= 0:
             behind = _behind(before, read[0].position.topic, contiguous=self._facts.contiguous)
             return "not_read", f"not delivered yet; {behind}", position
+        return "unknown", self._why_unknown(), None
+
+    def _why_unknown(self) -> str:
+        """Of an event that the lane's group has settled."""
         if not self._facts.has_all:
-            return "unknown", "read; the search ended before it found more", None
+            return "read; the search ended before it found more"
+        if self._event.run is None and self._event.made_by is not None:
+            made = "it was made by a transform over several events"
+            return f"read, and neither waiting nor dead; its deliveries are not recorded: {made}"
         if not self._facts.reports.complete:
-            return "unknown", "read, and neither waiting nor dead; reports of deliveries are kept for a day", None
+            return "read, and neither waiting nor dead; reports of deliveries are kept for a day"
         if self._event.run is None:
-            return "unknown", "read, and neither waiting nor dead; without an origin no report can name it", None
+            return "read, and neither waiting nor dead; without an origin no report can name it"
         if ("expel", self._name, self._destination) not in self._facts.reports.heard:
-            return "unknown", f"read, and neither waiting nor dead; {_SILENT.format('destination')}", None
+            return f"read, and neither waiting nor dead; {_SILENT.format('destination')}"
         if self._starts_late():
-            return "unknown", "no report has an outcome; the destination may have begun after it (start: latest)", None
-        lost = "its group is past it, and no report has an outcome: it is missing. Try: penstock loss explain"
-        return "unknown", lost, None
+            return "no report has an outcome; the destination may have begun after it (start: latest)"
+        return "its group is past it, and no report has an outcome: it is missing. Try: penstock loss explain"
 
     def _starts_late(self) -> bool:
         return self._declared is not None and self._declared.start == "latest"

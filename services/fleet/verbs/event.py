@@ -162,7 +162,8 @@ def _print_search(story: Story) -> None:
             f"{topic.topic} was searched {back}; older records may exist. Try: --since and --until for another range",
             "yellow",
         )
-    if story.events and not searched.reports_complete:
+    named = any(event.origin is not None for event in story.events)  # reports name no others
+    if named and not searched.reports_complete:
         print_note(
             "The reports of this time are not stored any more, or were not read in full. Deliveries may be unknown.",
             "yellow",

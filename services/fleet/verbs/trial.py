@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from services.core.pipes import Pipe, PipeFile, load_pipes
-from services.core.sample import RefusedEvent, SampleRecord
+from services.core.sample import AbsentField, RefusedEvent, SampleRecord
 from services.core.units import format_count, format_duration
 from services.core.yaml_source import BadConfiguration
 from services.fleet.access import find_broker
@@ -98,6 +98,7 @@ def _try(
         raise CommandFailed("exactly one of --sample and --from-stream is needed", "--sample orders.json", status=2)
     pipe = _find_pipe(load_pipes(pipes), name, pipes)
     refused: Sequence[RefusedEvent] = []
+    absent: Sequence[AbsentField] = []
     if from_stream is not None:
         url: str | None = find_broker(broker, data)
         records: Sequence[SampleRecord] = uvloop.run(read_streams(url or "", pipe.sources, from_stream))
@@ -107,14 +108,14 @@ def _try(
         for file in read.cut:
             print_note(f"{file}: only the first {MOST_EVENTS} events are tried", "yellow")
         found = make_records(read.events, pipes)
-        records, refused = found.records, [*read.refused, *found.refused]
+        records, refused, absent = found.records, [*read.refused, *found.refused], found.absent
     if not records and not refused:
         where = ", ".join(sample) if sample else ", ".join(pipe.sources)
         raise CommandFailed(f"the sample has no events: {where}", "--sample with a file of events", status=2)
     wait = ERR.status("Spark starts and runs the transform") if ERR.is_terminal else nullcontext()
     with wait:
         result = run_transform(pipes, name, records, url)
-    return sum_up(name, pipe, records, refused, result), pipe
+    return sum_up(name, pipe, records, refused, result, absent), pipe
 
 
 def _find_pipe(file: PipeFile, name: str, path: Path) -> Pipe:
@@ -189,6 +190,7 @@ def _print(trial: Trial, pipe: Pipe) -> None:
 def _warnings(trial: Trial, pipe: Pipe) -> Iterator[str]:
     """Everything else that a person should know of the result."""
     result = trial.result
+    yield from map(_absent, trial.absent)
     if result.broken:
         yield f"the transform is broken: {result.broken}. Live, its query stops, and no event is a dead letter"
     if trial.repeated:
@@ -203,6 +205,16 @@ def _warnings(trial: Trial, pipe: Pipe) -> Iterator[str]:
             f"{delay} or more behind an event before: {_places(list(trial.late))}. "
             "Live, such an event is a dead letter (late) if a batch ends between the two"
         )
+
+
+_INSTEAD = {"id": "they get new ids", "key": "they have no key", "time": "they get the time of this trial"}
+
+
+def _absent(one: AbsentField) -> str:
+    if one.field is None:
+        return f"{one.stream} has no time field in the pipe file: its events get the time of this trial. Try: --from-stream"
+    events = f"{one.events} of {format_count(one.of, 'event')} of {one.stream}"
+    return f"no field {plain(one.field)} for the {one.use} in {events}: {_INSTEAD[one.use]}"
 
 
 def _places(found: Sequence[str]) -> str:

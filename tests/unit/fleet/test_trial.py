@@ -13,9 +13,10 @@ from services.core.broker.producer import Producer
 from services.core.broker.record import Record
 from services.core.event import ARRIVAL, ID
 from services.core.pipes import PipeFile, load_pipes
-from services.core.sample import SampleEvent, SampleRecord, TrialResult
+from services.core.sample import AbsentField, SampleEvent, SampleRecord, TrialResult
 from services.fleet import trial
 from services.fleet.problem import CommandFailed
+from services.fleet.verbs.trial import _warnings
 from services.ingest.sample import make_sample
 from services.ingest.settings import IngestSettings
 from tests.unit.fleet.test_cli import Shell, shell
@@ -60,6 +61,24 @@ def test_a_sample_is_stored_as_ingest_would(pipes: PipeFile) -> None:
     assert (first.offset, last.offset, last.partition) == ("0", "1", first.partition)
     assert last.record.header(ID)
     assert [(one.place, one.reason) for one in sample.refused] == [("f:2", "bad-id"), ("f:3", "bad-json")]
+    assert sample.absent == [AbsentField("s", "id", "nr", 1, 2), AbsentField("s", "time", "at", 1, 2)]
+
+
+def test_absent_fields_are_named(pipes: PipeFile) -> None:
+    """Broken: a misspelt `id`, or arrival times in place of the events' own, are found out only live."""
+    sample = make_sample(
+        [SampleEvent("f:1", "s", b"{}"), SampleEvent("f:2", "u", b"{}")], pipes, IngestSettings().limits, NOW
+    )
+    windowed, plain = (
+        trial.sum_up(name, pipes.pipes[name], [], [], TrialResult(), sample.absent) for name in ("one", "two")
+    )
+    assert windowed.as_json()["absent_fields"][0] == {"stream": "s", "use": "id", "field": "nr", "events": 1, "of": 1}
+    notes = [*_warnings(windowed, pipes.pipes["one"])]
+    assert notes[0] == "no field nr for the id in 1 of 1 event of s: they get new ids"
+    assert (
+        notes[-1] == "u has no time field in the pipe file: its events get the time of this trial. Try: --from-stream"
+    )
+    assert [one.stream for one in plain.absent] == ["s", "s", "s"]
 
 
 def test_what_became_of_each_event_is_counted(pipes: PipeFile) -> None:

@@ -43,7 +43,8 @@ function drawEvent(event) {
 function notes(said) {
   const partly = said.searched.topics.filter((topic) => !topic.complete);
   const lines = partly.map((topic) => `${topic.topic} was searched ${topic.back_to ? `back to ${topic.back_to}` : "in part"}; older records may exist.`);
-  if (said.events.length && !said.searched.reports_complete) {
+  const named = said.events.some((event) => event.origin !== null); // reports name no others
+  if (named && !said.searched.reports_complete) {
     lines.push("The reports of this time are not stored any more, or were not read in full. Deliveries may be unknown.");
   }
   return lines.map((line) => element("p", { class: "hint" }, line));
