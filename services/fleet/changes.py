@@ -120,18 +120,18 @@ class _Search:
         if not known:
             return []
         lines = []
+        topics = [topic for topic in delivery_topics(name, pipe) if topic in self._topics]
         pipes = {lane.partition("/")[0] for lane in known}
+        for one in pipe.destinations:
+            formers = former_lanes(name, pipe.renamed_from, one.name, one.renamed_from)
+            begun = [old for old in formers for topic in topics if await self._has_begun(old, topic)]
+            pipes |= {lane.partition("/")[0] for lane in begun}
+            olds = [old for old in formers if old.endswith(f"/{one.renamed_from}")]
+            if one.renamed_from is not None and known.isdisjoint(olds) and not set(begun) & set(olds):
+                gone = {old.partition("/")[2] for old in self._gone if old.startswith(f"{name}/")}
+                lines.append(_unknown_name(lane_name(name, one.name), one.renamed_from, "destination", gone))
         if pipe.renamed_from is not None and pipe.renamed_from not in pipes:
             lines.append(_unknown_name(name, pipe.renamed_from, "pipe", pipes - self._pipes.pipes.keys()))
-        for one in pipe.destinations:
-            lane = lane_name(name, one.name)
-            formers = former_lanes(name, pipe.renamed_from, one.name, one.renamed_from)
-            olds = [old for old in formers if old.endswith(f"/{one.renamed_from}")]
-            topics = [topic for topic in delivery_topics(name, pipe) if topic in self._topics]
-            begun = [await self._has_begun(old, topic) for old in olds for topic in topics]
-            if one.renamed_from is not None and known.isdisjoint(olds) and not any(begun):
-                gone = {old.partition("/")[2] for old in self._gone if old.startswith(f"{name}/")}
-                lines.append(_unknown_name(lane, one.renamed_from, "destination", gone))
         return lines
 
     async def _compare_lane(self, name: str, pipe: Pipe, destination: Destination) -> Change | None:

@@ -188,6 +188,10 @@ def test_a_former_name_that_nothing_had_is_named(site: Site) -> None:
     )
     site.write(one_pipe("later", ["name: old", "name: added"], more="renamed_from: late, "))
     assert "renamed_from:" not in site.check()[1]
+    site.write(one_pipe("other", ["name: a"]))
+    site.start()
+    site.write(one_pipe("later", ["name: old"], more="renamed_from: late, ", rest="removed: {other: {drop: over}}\n"))
+    assert "renamed_from:" not in site.check()[1], "a pipe of an earlier start"
 
 
 def test_two_destinations_swap_their_names(site: Site) -> None:
