@@ -109,6 +109,9 @@ class _Search:
             if not stored:
                 return []
             text = f"new transform, will read {_count(stored)} from the beginning; its destinations receive the results"
+            lanes = [lane_name(name, each.name) for each in pipe.destinations]
+            if any([await self._has_begun(lane, topic) for lane in lanes for topic in stored]):
+                text += ", also of events that they have received without it"
             return [Change("transform", name, text, stored)]
         found = await asyncio.gather(*(self._compare_lane(name, pipe, each) for each in pipe.destinations))
         unknown = await self._list_unknown_names(name, pipe)
