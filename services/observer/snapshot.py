@@ -40,7 +40,7 @@ class SnapshotState(msgspec.Struct, array_like=True):
 
     final: minutes of which every part is final, and the missing events of all parts; open: minutes with final and open parts.
     Old snapshots have no parts: without an entry in `final_missing`, the events that are missing now were missing when it
-    became final.
+    became final. They have no `begun` either: the destinations that reported anything have begun.
     """
 
     version: int
@@ -73,6 +73,7 @@ class SnapshotState(msgspec.Struct, array_like=True):
     lost: list[tuple[Node, str, str | None, Packed]] = []
     unread: list[tuple[Node, str, str | None, Packed]] = []
     held: list[tuple[Node, str, str | None, int, Packed]] = []
+    begun: list[tuple[Node, str, str | None, int]] | None = None
 
 
 class FollowerState(NamedTuple):
@@ -134,6 +135,7 @@ def dump(table: Table, beside: FollowerState) -> bytes:
         [(*step, _pack(origins)) for step, origins in retries.lost.items()],
         [(*step, _pack(origins)) for step, origins in retries.unread.items()],
         [(*step, at, _pack(origins)) for step, (at, origins) in retries.held_at.items()],
+        [(*step, at) for step, at in table.begun.items()],
     )
     return zstandard.ZstdCompressor(level=3).compress(msgspec.msgpack.encode(state))
 
@@ -175,6 +177,9 @@ def restore(data: bytes, table: Table) -> FollowerState:
     retries.held_at = {step_of(n, p, d): (at, _unpack(packed)) for n, p, d, at, packed in state.held}
     table.released_by = state.released_by
     table.returns = {step_of(n, p, d): seen for n, p, d, seen in state.returns}
+    heard = {*heartbeats, *(step for step, _ in origin_sets.reported_sets)}
+    table.begun = {step: 0 for step in heard if step.node == "expel"} if state.begun is None else {}
+    table.begun |= {step_of(n, p, d): at for n, p, d, at in state.begun or ()}
     offsets.marks = {
         stream: {one: {m: int(at) for m, at in marks.items()} for one, marks in partitions.items()}
         for stream, partitions in state.marks.items()

@@ -14,6 +14,7 @@ from services.observer.follower import Follower
 from services.observer.ledger.finality import Finding
 from services.observer.ledger.settlement import Part, Row
 from services.observer.ledger.table import TickResult
+from services.observer.ledger_api import format_minute
 from services.observer.payload_fields import Drift
 
 log = structlog.get_logger()
@@ -66,11 +67,11 @@ class Watch:
             log.error(
                 "loss",
                 pipe=row.pipe,
-                minute=row.minute,
+                minute=format_minute(row.minute),
                 destination=verdict.part,
                 missing=alarm.body["missing"],
                 accepted=row.accepted,
-                hint=f"Try: penstock loss explain {row.pipe} MINUTE",
+                hint=f"Try: penstock loss explain {row.pipe} {format_minute(row.minute)}",
             )
             self._raise(alarm)
         for verdict in turn.given_up:
@@ -85,7 +86,7 @@ class Watch:
         log.error(
             "minute_unjudged",
             pipe=row.pipe,
-            minute=row.minute,
+            minute=format_minute(row.minute),
             destination=part,
             missing=missing,
             accepted=row.accepted,

@@ -67,8 +67,8 @@ Outcome = Literal[
 """The outcome of an event at a node.
 
 ingest: accepted | refused (not stored) | unknown (may be stored; only in `Report.in_doubt`). transform: passed | filtered |
-dead. expel: delivered | retrying | parked | dead | skipped (by an operator). retrier: released | dead | redriven (by an
-operator).
+dead. expel: delivered | retrying | parked | dead | skipped (by an operator; the observer counts events from before a
+late start so). retrier: released | dead | redriven (by an operator).
 """
 
 Breaker = Literal["closed", "half-open", "open"]

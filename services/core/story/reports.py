@@ -39,14 +39,15 @@ class Reports:
 
     complete: the reports were read from before the events' acceptance to the end, or until all that was asked for was known.
     behind: by step, the age in ms of its oldest unprocessed record, by the newest report that has it. heard: the steps that
-    reported anything; the ledger may be off. renames: as `pipes.renames_of`; what a destination reported under a former name is
-    the present one's.
+    reported anything; the ledger may be off. first_ms: by step, the time of its first report among those that were read.
+    renames: as `pipes.renames_of`; what a destination reported under a former name is the present one's.
     """
 
     by_event: dict[Origin, dict[Step, list[Told]]] = field(default_factory=dict)
     complete: bool = False
     behind: dict[Step, int] = field(default_factory=dict)
     heard: set[Step] = field(default_factory=set)
+    first_ms: dict[Step, int] = field(default_factory=dict)
     renames: Mapping[str, str] = field(default_factory=dict)
 
     def of(self, origin: Origin | None, step: Step) -> list[Told]:
@@ -61,6 +62,7 @@ class Reports:
         if report.destination is not None:
             step = (report.node, *present_lane(report.pipe, report.destination, self.renames))
         self.heard.add(step)
+        self.first_ms.setdefault(step, report.at_ms)
         if report.behind_ms is not None:
             self.behind[step] = report.behind_ms
         for one in report.sets:

@@ -387,9 +387,14 @@ class _LaneTeller:
             return "read, and neither waiting nor dead; without an origin no report can name it"
         if ("expel", self._name, self._destination) not in self._facts.reports.heard:
             return f"read, and neither waiting nor dead; {_SILENT.format('destination')}"
-        if self._starts_late():
-            return "no report has an outcome; the destination may have begun after it (start: latest)"
+        if self._starts_late() and self._is_before_start():
+            return "before this destination's start (start: latest), so it is not sent to it"
         return "its group is past it, and no report has an outcome: it is missing. Try: penstock loss explain"
+
+    def _is_before_start(self) -> bool:
+        """Whether the destination made its first report after the event was stored. One that runs reports all the time."""
+        first_ms = self._facts.reports.first_ms["expel", self._name, self._destination]
+        return any(first_ms >= found.record.timestamp for found in self._inputs())
 
     def _starts_late(self) -> bool:
         return self._declared is not None and self._declared.start == "latest"

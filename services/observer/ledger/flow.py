@@ -33,13 +33,14 @@ RETRIER = Step("retrier", "")
 class PipeFlow(msgspec.Struct, frozen=True):
     """sources: streams. destinations: the stream that each feeds, None for a webhook.
 
-    retried: the destinations that use the global retrier.
+    retried: the destinations that use the global retrier. late: those that begin at the newest event (`start: latest`).
     """
 
     sources: tuple[str, ...]
     transforms: bool
     destinations: dict[str, str | None]
     retried: frozenset[str] = frozenset()
+    late: frozenset[str] = frozenset()
 
 
 class Flow(msgspec.Struct, frozen=True):
@@ -88,6 +89,7 @@ def read_flow(file: PipeFile) -> Flow:
                 pipe.transform is not None,
                 {destination.name: destination.stream for destination in pipe.destinations},
                 frozenset(destination.name for destination in pipe.destinations if is_retried(destination)),
+                frozenset(destination.name for destination in pipe.destinations if destination.start == "latest"),
             )
             for name, pipe in file.pipes.items()
         },

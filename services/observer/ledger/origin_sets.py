@@ -6,6 +6,7 @@ young origins, packed, and not with events.
 """
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 
 import structlog
 from pyroaring import BitMap
@@ -24,6 +25,15 @@ _ENDS: tuple[Outcome, ...] = ("delivered", "dead", "parked")
 """Until a later outcome is reported."""
 _WAITING: tuple[Outcome, ...] = ("retrying", "parked")
 _NOTHING = Origins()
+
+
+def named_in(report: Report) -> Origins:
+    """All origins in the sets of a report, except in sets that are not bitmaps."""
+    found = Origins()
+    for one in report.sets:
+        with suppress(BadReport):
+            found.add(SequenceKey(one.incarnation, one.partition), unpack_numbers(one.numbers))
+    return found
 
 
 class OriginSets:
@@ -122,6 +132,11 @@ class OriginSets:
             for outcome in _WAITING:
                 self._discard(step, outcome, run, numbers)
             self._touched.add(run, numbers)
+
+    def skip(self, step: Step, origins: Origins) -> None:
+        """Count these as skipped at this step of expel, as if it had reported so."""
+        self.reported_sets.setdefault((step, "skipped"), Origins()).update(origins)
+        self.touch(origins)
 
     def lost(self, step: Step) -> Origins:
         """The events that this step of the retrier or of expel lost; not to be changed."""

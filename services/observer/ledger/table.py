@@ -11,7 +11,7 @@ from services.core.ledger.report import Report, Span
 from services.observer.ledger.finality import FOUND_FOR_MS, Finality, Finding, Key
 from services.observer.ledger.flow import RETRIER, Flow, Step
 from services.observer.ledger.liveness import SILENT_AFTER_MS, Liveness
-from services.observer.ledger.origin_sets import OriginSets
+from services.observer.ledger.origin_sets import OriginSets, named_in
 from services.observer.ledger.origins import Origins, SequenceKey, Spans
 from services.observer.ledger.reported_offsets import ReportedOffsets
 from services.observer.ledger.settlement import Part, Row, Settlement, count, settle, union
@@ -36,6 +36,8 @@ RETRY_SLACK_MS = 120_000
 """An event is lost for so long after the time at which the retrier and expel say that they are done with it: a partition may be
 between two owners, and clocks differ."""
 _JUDGE_EVERY_MS = 5_000
+_START_MS = 3_000
+"""What ingest or a transform reports within this time after the first report of a destination may have been stored before."""
 
 
 class SilentIngest(NamedTuple):
@@ -83,6 +85,8 @@ class Table:
         """When a minute's loss was last found, in ms; kept for FOUND_FOR_MS."""
         self.base: dict[Key, Row] = {}
         """Counts of what is folded."""
+        self.begun: dict[Step, int] = {}
+        """By step of expel, the time (ms) of its first report that shows that it reads."""
         self.released_by = 0
         """Everything that was due before it (s) has left the retrier."""
         self.returns: dict[Step, tuple[int, int, int]] = {}
@@ -106,6 +110,30 @@ class Table:
         self.liveness.record(report, received_ms)
         self.offsets.record(report)
         self.origin_sets.apply(report)
+        self._find_start(report)
+
+    def _find_start(self, report: Report) -> None:
+        """Count what was stored before a destination with `start: latest` began as skipped there: it never gets these events.
+
+        Only its first report counts. Afterwards, what is missing is missing, also when its position jumps.
+        """
+        step = Step(report.node, report.pipe, report.destination)
+        if report.node == "expel" and step not in self.begun:
+            if report.behind_ms is not None or report.sets:
+                self.begun[step] = report.at_ms
+                self._skip_missing(step, None)
+        elif report.node in ("ingest", "transform") and report.sets:
+            for begun, at_ms in self.begun.items():
+                if report.at_ms <= at_ms + _START_MS and self.flow.knows(begun):
+                    self._skip_missing(begun, named_in(report))
+
+    def _skip_missing(self, step: Step, among: Origins | None) -> None:
+        if step.destination not in self.flow.pipes[step.pipe].late:
+            return
+        for minute in self.origin_sets.minutes():
+            for one in self.settlement(step.pipe, minute).steps:
+                if one.step == step:
+                    self.origin_sets.skip(step, one.missing if among is None else one.missing & among)
 
     def minutes(self, pipe: str) -> list[int]:
         """The minutes with a row, oldest first. A minute in which no event entered the pipe has none."""

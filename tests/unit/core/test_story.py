@@ -85,9 +85,16 @@ class History:
         self.count += 1
         return record
 
-    async def report(self, node: str, pipe: str, outcome: str, number: int, destination: str | None = None) -> None:
+    async def report(
+        self,
+        node: str,
+        pipe: str,
+        outcome: str,
+        number: int,
+        destination: str | None = None,
+        at_ms: int = NOW + 1000,
+    ) -> None:
         told = OriginSet(outcome, "a", 0, None, pack_numbers(BitMap([number])))  # type: ignore[arg-type]
-        at_ms = NOW + 1000
         report = Report(node=node, instance="i", pipe=pipe, destination=destination, at_ms=at_ms, sets=(told,))  # type: ignore[arg-type]
         await self.write(TELEMETRY, Record(f"{node}/{pipe}/i".encode(), report.encode(), at_ms))
 
@@ -210,7 +217,8 @@ async def test_each_outcome_is_told(history: History) -> None:
     assert "1 event of orders is before it" in (await billing_of(history, "last")).now
 
 
-async def test_outcomes_that_no_report_can_tell(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_running", [False, True])
+async def test_outcomes_that_no_report_can_tell(tmp_path: Path, is_running: bool) -> None:
     """Broken: with the ledger off, or before the start of a destination that begins at the newest event, all events are lost."""
     late = {"name": "late", "webhook": HOOK, "start": "latest"}
     plain = PIPES.pipes["shop"].model_dump(mode="json") | {"destinations": [late, {"name": "billing", "webhook": HOOK}]}
@@ -226,10 +234,12 @@ async def test_outcomes_that_no_report_can_tell(tmp_path: Path) -> None:
         await history.accept("early")
         for group in ("shop.late", "shop.billing"):
             await broker.admin.set_committed(group, "orders", {0: 5})
+        if is_running:
+            await history.report("expel", "shop", "delivered", 4, "late", at_ms=NOW - 5000)
         await history.report("expel", "shop", "delivered", 3, "late")
         (event,) = (await find_story(broker, pipes, "early", make_scope(pipes, "early", NOW + 1000), LIMITS)).events
     told = lane(event, "shop", "late")
-    assert (told.state, "start: latest" in told.now, "missing" in told.now) == ("unknown", True, False)
+    assert (told.state, "start: latest" in told.now, "missing" in told.now) == ("unknown", not is_running, is_running)
     told = lane(event, "shop", "billing")
     assert (told.state, "the ledger is off" in told.now, "missing" in told.now) == ("unknown", True, False)
     transform = event.pipes[1].transform

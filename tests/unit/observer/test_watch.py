@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 from prometheus_client import REGISTRY
+from structlog.testing import capture_logs
 
 from services.core import metrics
 from services.core.broker.producer import Producer
@@ -13,12 +14,13 @@ from services.observer.follower import Follower
 from services.observer.ledger.finality import FOUND_FOR_MS, Finding
 from services.observer.ledger.flow import Step
 from services.observer.ledger.settlement import Row, StepRow
-from services.observer.ledger.table import TickResult
+from services.observer.ledger.table import Ages, TickResult
+from services.observer.ledger_api import format_minute
 from services.observer.payload_fields import Drift
 from services.observer.planned import PlannedWindows, Window
 from services.observer.watch import Watch
 from tests.support.memory_appender import MemoryAppender
-from tests.unit.observer.ledger.stories import PLAIN, START_MS, accept, beat, hear, tell
+from tests.unit.observer.ledger.stories import MINUTE_MS, PLAIN, START_MS, accept, beat, hear, tell
 
 HOUR = 3_600_000
 DRIFT = Drift(Step("ingest", "flights"), "delay", "nulls", "delay: null in 61%, 2% before")
@@ -94,3 +96,15 @@ def test_what_was_found_lately_is_a_series(watch: Watch) -> None:
         table.tick(at)
         watch.measure(at)
         assert REGISTRY.get_sample_value("penstock_ledger_found_loss_ratio", {"pipe": "late"}) == loss
+
+
+def test_the_log_names_the_minute_and_the_whole_command(watch: Watch) -> None:
+    hear(watch.follower.table, accept(range(10), at_ms=START_MS))
+    at_ms = START_MS + MINUTE_MS + Ages().final
+    for beating in (beat("ingest", "flights", at_ms=at_ms), beat("transform", "late", at_ms=at_ms)):
+        hear(watch.follower.table, beating)
+    with capture_logs() as logs:
+        watch.on_final(watch.follower.table.tick(at_ms))
+    (line,) = [one for one in logs if one["event"] == "loss"]
+    minute = format_minute(START_MS // MINUTE_MS)
+    assert (line["minute"], line["hint"]) == (minute, f"Try: penstock loss explain late {minute}")
