@@ -48,7 +48,7 @@ class Pause(msgspec.Struct, frozen=True):
     @property
     def because(self) -> str:
         """The reason, for a person."""
-        return self.detail or self.reason
+        return self.detail or ("no reason given" if self.reason == OPERATOR else self.reason)
 
     @property
     def text(self) -> str:

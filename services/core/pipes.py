@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from services.core.pipe_references import RESERVED, find_broken_references, former_lanes
 from services.core.units import Duration, Size
@@ -372,7 +372,8 @@ class Webhook(_Strict):
     )
     timeout: Duration = Field(10.0, description="Time limit of one request, including its answer.", examples=["30s"])
     order: Literal["none", "key"] = Field(
-        "none", description="key: events of one key are delivered in order. none: in any order."
+        "none",
+        description="key: events of one key are delivered in order; the key is the stream's `key`. none: in any order.",
     )
     headers: dict[str, str] = Field(
         default_factory=dict,
@@ -380,6 +381,13 @@ class Webhook(_Strict):
         description="Sent with each request; no secrets here: they belong in auth.",
         examples=[{"X-Tenant": "shop"}],
     )
+
+    @field_validator("order", mode="before")
+    @classmethod
+    def _require_order(cls, value: object) -> object:
+        if value not in ("none", "key"):
+            raise ValueError("must be 'none' or 'key'; the key is the stream's `key`")
+        return value
 
 
 class Destination(_Strict):

@@ -43,6 +43,15 @@ def copy_in(folder: Path, file: Path) -> Path:
     return file if name is None else folder / name
 
 
+def original_of(copy: Path) -> Path | None:
+    """The file of which this one in a snapshot is the copy; None when it is not in a snapshot. Blocking."""
+    try:
+        names: dict[str, str] = msgspec.json.decode((copy.parent / _INDEX).read_bytes())
+    except (OSError, msgspec.DecodeError):
+        return None
+    return next((Path(path) for path, name in names.items() if name == copy.name), None)
+
+
 def source_of(file: Path) -> Path:
     """Where this process reads a configuration file: in its snapshot; the file itself without a snapshot, or when it was not
     copied.

@@ -88,7 +88,9 @@ def parse_yaml(text: str, path: Path) -> Document:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
-        raise BadConfiguration([Problem(f"{path}:{line}", "", f"not valid YAML: {error.problem}")]) from error
+        raise BadConfiguration(
+            [Problem(f"{path}:{line}", "", f"not valid YAML: {error.problem}{_hint(error, line)}")]
+        ) from error
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         raise BadConfiguration([Problem(f"{path}:{line}", "", "has a character that YAML does not allow")]) from error
@@ -97,6 +99,16 @@ def parse_yaml(text: str, path: Path) -> Document:
     if builder.problems:
         raise BadConfiguration(builder.problems)
     return Document(path, data, builder.lines)
+
+
+def _hint(error: yaml.MarkedYAMLError, line: int) -> str:
+    """The likely mistake in the file, after the parser's words; "" when it is not known."""
+    problem = error.problem or ""
+    if "'\\t'" in problem:
+        return ". Try: use spaces"
+    if "<block end>" in problem and problem.endswith(("start>'", "'-'", "'?'")):
+        return f"; line {line} is indented differently from the lines above"
+    return ""
 
 
 def _refuse_bombs(text: str, path: Path) -> None:

@@ -25,7 +25,7 @@ from services.fleet.verbs import (
     trial,
     up,
 )
-from services.fleet.verbs.app import APP
+from services.fleet.verbs.app import APP, arrange_help
 
 VERBS = (
     cost,
@@ -47,6 +47,8 @@ VERBS = (
     up,
 )
 """The import of a verb's module adds the verb to APP."""
+
+arrange_help()
 
 
 def main() -> None:

@@ -165,7 +165,9 @@ def _rate(rate: float) -> str:
 
 
 def spread(lags: dict[str, float]) -> str:
-    """P50, P95 and P99 in one cell."""
+    """P50, P95 and P99 in one cell; a dash when nothing was measured."""
+    if not any(lags.values()):
+        return "–"  # noqa: RUF001
     return "  ".join(millis(value) for value in lags.values())
 
 

@@ -1,5 +1,7 @@
 """The application, and the options that several commands share."""
 
+import inspect
+import re
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -7,6 +9,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer.models import CommandInfo, TyperInfo
 
 from services.core.dead_letter import Position
 from services.core.pipes import load_pipes, renames_of
@@ -29,6 +32,39 @@ def example(text: str) -> str:
     """The last paragraph of a command's help: an example."""
     lines = "\n\n".join(f"  [cyan]{line}[/cyan]" for line in text.strip().splitlines())
     return f"[bold]Example[/bold]\n\n{lines}"
+
+
+PANELS = {
+    "Run a pipe": ("demo", "init", "check", "try", "up", "send", "listen", "status"),
+    "Find events": ("event", "loss", "dead"),
+    "Operate": ("pause", "resume", "destination", "group", "apply", "keys", "log"),
+    "Plan": ("rate", "cost", "schema"),
+}
+"""The commands in the order of `penstock --help`, by heading."""
+
+
+def arrange_help() -> None:
+    """Put the commands of APP in order, and join the wrapped lines of every command's help: the terminal wraps them."""
+    places = {name: (panel, at) for panel, names in PANELS.items() for at, name in enumerate(names)}
+    order = list(places)
+    infos: list[CommandInfo | TyperInfo] = [*APP.registered_commands, *APP.registered_groups]
+    for info in infos:
+        info.rich_help_panel = places[_name_of(info)][0]
+    APP.registered_commands.sort(key=lambda info: order.index(_name_of(info)))
+    APP.registered_groups.sort(key=lambda info: order.index(_name_of(info)))
+    _join_lines(APP)
+
+
+def _name_of(info: CommandInfo | TyperInfo) -> str:
+    return info.name or str(getattr(info.callback, "__name__", ""))
+
+
+def _join_lines(app: typer.Typer) -> None:
+    for info in app.registered_commands:
+        info.help = re.sub(r"(?<!\n)\n(?!\n)", " ", inspect.getdoc(info.callback) or "")
+    for group in app.registered_groups:
+        if group.typer_instance is not None:
+            _join_lines(group.typer_instance)
 
 
 BrokerUrl = Annotated[

@@ -12,7 +12,7 @@ from services.core.pipes import PipeFile, event_topics, load_pipes
 from services.fleet.access import find_broker, find_pipes, opened
 from services.fleet.console import OUT, print_note
 from services.fleet.cost import Prices, StreamSample, read_sample, render_cost, summarise_cost
-from services.fleet.verbs.app import APP, AsJson, BrokerUrl, Data, example
+from services.fleet.verbs.app import APP, AsJson, BrokerUrl, Data, Pipes, example
 
 _DEFAULT = Prices()
 
@@ -21,10 +21,7 @@ _DEFAULT = Prices()
 def cost(
     broker: BrokerUrl = None,
     data: Data = Path("data"),
-    pipes: Annotated[
-        Path | None,
-        typer.Option("--pipes", envvar="PENSTOCK_PIPES", help="The pipe file; absent: the running fleet's."),
-    ] = None,
+    pipes: Pipes = None,
     minutes: Annotated[float, typer.Option("--minutes", min=1, max=1440, help="The period to sample.")] = 10.0,
     shard_hour: Annotated[
         float,

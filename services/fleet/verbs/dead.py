@@ -254,7 +254,7 @@ def _progress() -> Progress:
     epilog=example("penstock dead discard --pipe orders --reason bad_record --until 2026-11-01T00:00:00Z --yes")
 )
 def discard(
-    positions: Positions = None,
+    positions: Annotated[list[str] | None, typer.Argument(help="Positions from `penstock dead list`.")] = None,
     pipe: PipeName = None,
     destination: DestinationName = None,
     reason: Reason = None,

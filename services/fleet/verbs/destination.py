@@ -128,15 +128,17 @@ async def _change(url: str, file: PipeFile, name: str, pipe: str | None, new: Pa
     """Pause or resume. A destination that is already in that state stays unchanged. Raises CommandFailed."""
     async with opened(url) as broker, Producer(broker.appender) as producer:
         pauses = await read_pauses(broker.reader, file)
+        changed = set[str]()
         for one in choose(list_destinations(file, pauses), name, pipe):
             if (one.state == "paused") != (new.state == "paused"):
                 await write_pause(producer, one.lane, new)
+                changed.add(one.lane)
         await pauses.refresh()
         for one in await count_parked(broker, choose(list_destinations(file, pauses), name, pipe)):
             if as_json:
                 typer.echo(json.dumps(one.as_json()))
             else:
-                ERR.print(describe(one))
+                ERR.print(describe(one, already=one.lane not in changed))
 
 
 @DESTINATION.command("list", epilog=example("penstock destination list\npenstock destination list --json | jq .state"))

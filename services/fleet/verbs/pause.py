@@ -12,6 +12,7 @@ from rich.text import Text
 from services.core.broker.producer import Producer
 from services.core.pauses import OPERATOR, Pause, Pauses, write_pause
 from services.core.pipes import load_pipes
+from services.core.snapshot import original_of
 from services.core.units import format_duration
 from services.fleet.access import find_broker, find_pipes, opened
 from services.fleet.console import ERR
@@ -55,12 +56,14 @@ def resume(
 def _change_pipe(pipe: str, new: Pause, pipes: Path | None, broker: str | None, data: Path, *, as_json: bool) -> None:
     """Pause or resume, and print the state. Raises CommandFailed, BadConfiguration."""
     kept = _find_retention(pipe, find_pipes(pipes, data))
-    found = uvloop.run(_write(find_broker(broker, data), pipe, new))
+    found, changed = uvloop.run(_write(find_broker(broker, data), pipe, new))
     state = "running" if found is None else "paused"
     if as_json:
         typer.echo(json.dumps({"pipe": pipe, "state": state, **({} if found is None else pause_json(found))}))
         return
-    words = Text.assemble(f"the transform of {pipe} is ", (state, "green" if found is None else "red"))
+    words = Text.assemble(
+        f"the transform of {pipe} is {'' if changed else 'already '}", (state, "green" if found is None else "red")
+    )
     if found is not None:
         words.append(plain(" since {since} by {by} because: {because}".format_map(pause_json(found)), 400))
         words.append(f". Its events wait in its streams for at most {format_duration(kept)}")
@@ -73,7 +76,9 @@ def _find_retention(pipe: str, path: Path) -> float:
     if pipe not in file.pipes:
         transformed = [name for name, one in file.pipes.items() if one.transform is not None]
         names = ", ".join(transformed) or "none in the file has a transform"
-        raise CommandFailed(f"{path} has no pipe {pipe}", f"one of: {names}", status=2)
+        original = original_of(path)
+        where = path if original is None else f"{original}, as it was when the fleet started,"
+        raise CommandFailed(f"{where} has no pipe {pipe}", f"one of: {names}", status=2)
     if file.pipes[pipe].transform is None:
         name = file.pipes[pipe].destinations[0].name
         raise CommandFailed(
@@ -84,11 +89,12 @@ def _find_retention(pipe: str, path: Path) -> float:
     return min(file.streams[stream].retention for stream in file.pipes[pipe].sources)
 
 
-async def _write(url: str, pipe: str, new: Pause) -> Pause | None:
-    """Write the change, unless the transform is in that state already. Returns the pause in force, if any."""
+async def _write(url: str, pipe: str, new: Pause) -> tuple[Pause | None, bool]:
+    """Write the change, unless the transform is in that state already. Returns the pause in force, and whether it wrote."""
     async with opened(url) as broker, Producer(broker.appender) as producer:
         pauses: Pauses = await read_pauses(broker.reader)
-        if (pipe in pauses.paused()) != (new.state == "paused"):
+        changed = (pipe in pauses.paused()) != (new.state == "paused")
+        if changed:
             await write_pause(producer, pipe, new)
             await pauses.refresh()
-        return pauses.paused().get(pipe)
+        return pauses.paused().get(pipe), changed

@@ -98,7 +98,11 @@ Allowed = Annotated[
 ]
 
 
-@APP.command(epilog=example("penstock init\npenstock check -f pipes.yaml"))
+@APP.command(
+    epilog=example(
+        "penstock init\npenstock keys secret webhook.secret\npenstock check -f pipes.yaml --allow-networks 127.0.0.0/8"
+    )
+)
 def init(
     path: Annotated[Path, typer.Argument(help="The file to write.")] = Path("pipes.yaml"),
 ) -> None:
@@ -110,7 +114,9 @@ def init(
         raise CommandFailed(f"{path} exists already and was not changed", f"penstock init other-{path.name}") from error
     except OSError as error:
         raise CommandFailed(f"{path} cannot be written: {error.strerror}", "another folder") from error
-    print_note(f"Wrote {path}. Try: penstock check -f {path}")
+    print_note(f"Wrote {path}. Try, for its webhook on this machine:")
+    print_note("  penstock keys secret webhook.secret")
+    print_note(f"  penstock check -f {path} --allow-networks 127.0.0.0/8")
 
 
 @APP.command(

@@ -20,7 +20,10 @@ def _option(field: str, *names: str) -> typer.models.OptionInfo:
 
 
 @APP.command(
-    epilog=example("penstock up -f pipes.yaml\npenstock up --broker kafka --data /srv/penstock --listen 127.0.0.1:9090")
+    epilog=example(
+        "penstock up -f pipes.yaml --allow-networks 127.0.0.0/8\n"
+        "penstock up --broker kafka --data /srv/penstock --listen 127.0.0.1:9090"
+    )
 )
 def up(
     pipes: Annotated[Value, _option("pipes", "--pipes", "-f")] = None,

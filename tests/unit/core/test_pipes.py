@@ -100,6 +100,7 @@ def test_every_mistake_at_once(tmp_path: Path) -> None:
         ("retention: 7d", "retention: 7", "a duration with a unit is needed"),
         ("id: id", "id: meta..id", "a field name"),
         ("version: 1", "version: 2", "must be 1"),
+        ("timeout: 5s", "order: device", "order: must be 'none' or 'key'; the key is the stream's `key`"),
         ("name: mirror", "name: ../mirror", "must match"),
         ("flights: {", "'fli ghts': {", "must match"),
         ("secret: {env: OPS_SECRET}", "secret: {}", "exactly one of file and env"),

@@ -52,6 +52,16 @@ def test_depth_is_bounded(text: str) -> None:
     ("text", "expected"),
     [
         ("a: [1,\n", "f.yaml:2: not valid YAML: "),
+        ("a:\n  b: 1\n   c: 2\n", "f.yaml:3: not valid YAML: "),
+        (
+            "a:\n   b: {}\n  c: {}\n",
+            "f.yaml:3: not valid YAML: expected <block end>, but found '<block mapping start>'; line 3 is indented differently",
+        ),
+        ("a:\n  - b\n c: 1\n", "f.yaml:3: not valid YAML: "),
+        (
+            "a:\n\tb: 1\n",
+            "f.yaml:2: not valid YAML: found character '\\t' that cannot start any token. Try: use spaces",
+        ),
         ("a: b: c\n", "f.yaml:1: not valid YAML: mapping values are not allowed"),
         ("a: 1\n---\nb: 2\n", "f.yaml:2: not valid YAML: but found another document"),
         ("a: 1\nb: \x00\n", "f.yaml:2: has a character that YAML does not allow"),

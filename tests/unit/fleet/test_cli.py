@@ -1,6 +1,7 @@
 """The command line: help that a person can follow, errors that say what, where and what to try, JSON for programs."""
 
 import gzip
+import itertools
 import json
 import os
 import re
@@ -68,6 +69,24 @@ def test_every_verb_has_help_with_an_example(shell: Shell, verb: str) -> None:
     """Broken: a newcomer has to read the source."""
     assert shell.run(*verb.split(), "--help") == 0
     assert f"penstock {verb}" in shell.out.split("Example")[1]
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_help_has_no_line_that_ends_early(shell: Shell, monkeypatch: pytest.MonkeyPatch, verb: str) -> None:
+    """Broken: at 80 columns, the lines of the source break in the middle."""
+    monkeypatch.setenv("COLUMNS", "80")
+    assert shell.run(*verb.split(), "--help") == 0
+    lines = [line.strip() for line in shell.out.split("╭")[0].splitlines()]
+    for line, after in itertools.pairwise(lines):
+        assert not line or not after or len(line) + 1 + len(after.split()[0]) > 78
+
+
+def test_the_commands_are_in_the_order_of_their_use(shell: Shell) -> None:
+    """Broken: a newcomer has to search the first commands among twenty."""
+    assert shell.run("--help") == 0
+    shown = [line.split()[1] for line in shell.out.splitlines() if re.match(r"│ [a-z]", line)]
+    assert shown[:8] == ["demo", "init", "check", "try", "up", "send", "listen", "status"]
+    assert set(shown) == {verb.split()[0] for verb in VERBS}
 
 
 def test_up_names_default_and_variable_of_every_flag(shell: Shell) -> None:

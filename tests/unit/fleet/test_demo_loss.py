@@ -25,5 +25,5 @@ def test_minutes_that_are_open_are_said_to_be(final: tuple[bool, bool]) -> None:
     Console(file=out, width=200).print(
         render_loss({"minutes": rows, "accepted": 20, "missing": 0, "threshold": 0.01, "catching_up": False})
     )
-    assert "0 of 20 events are missing" in out.getvalue()
+    assert "0 of 20 events are missing; the columns between accepted and waiting count missing" in out.getvalue()
     assert ("The demo does not wait" in out.getvalue()) != all(final)

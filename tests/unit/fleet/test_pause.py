@@ -12,6 +12,7 @@ from services.core.broker.connect import open_broker
 from services.core.pauses import Pauses
 from services.core.pipes import load_pipes
 from services.core.provision import ensure_topics
+from services.core.snapshot import read_contents, write_snapshot
 from tests.unit.fleet.test_cli import Shell, shell
 
 __all__ = ["shell"]
@@ -85,9 +86,9 @@ def test_an_unknown_name_lists_the_known_ones(shell: Shell) -> None:
 
 def test_a_transform_is_paused_until_resumed(shell: Shell, folder: Path) -> None:
     """Broken: an operator cannot pause a transform or explain the pause, or the pause of a transform stops a destination."""
-    for reason in ("wrong VAT", "again"):  # the second one changes nothing
+    for reason, words in (("wrong VAT", ""), ("again", "already ")):  # the second one changes nothing
         assert shell.run("pause", "t", "--reason", reason) == 0
-        assert "the transform of t is paused since 20" in shell.err
+        assert f"the transform of t is {words}paused since 20" in shell.err
         assert "because: wrong VAT. Its events wait in its streams for at most 7d" in shell.err
     assert set(listed(shell).values()) == {"running"}
     assert shell.run("pause", "t", "--json") == 0
@@ -96,6 +97,14 @@ def test_a_transform_is_paused_until_resumed(shell: Shell, folder: Path) -> None
     for _ in range(2):
         assert shell.run("resume", "t", "--json") == 0
         assert json.loads(shell.out) == {"pipe": "t", "state": "running"}
+    assert shell.run("resume", "t") == 0
+    assert "the transform of t is already running" in shell.err
+    assert shell.run("pause", "t") == 0
+    assert "because: no reason given. Its events" in shell.err
+    for words in ("", "already "):
+        assert shell.run("destination", "pause", "other") == 0
+        assert f"b/other is {words}paused since 20" in shell.err
+        assert "because: no reason given, 0 events parked" in shell.err
 
 
 def test_a_pipe_without_a_transform_is_not_paused(shell: Shell) -> None:
@@ -106,3 +115,11 @@ def test_a_pipe_without_a_transform_is_not_paused(shell: Shell) -> None:
     assert shell.run("resume", "z") == 2
     assert "has no pipe z" in shell.err
     assert "Try: one of: t" in shell.err
+
+
+def test_the_file_is_named_and_not_its_copy(shell: Shell, folder: Path) -> None:
+    """Broken: an operator looks for the pipe in a file of the data folder."""
+    copies = folder / "data/snapshot"
+    write_snapshot(copies, read_contents([folder / "pipes.yaml"]))
+    assert shell.run("pause", "nope", "-f", copies / "0-pipes.yaml") == 2
+    assert f"{folder}/pipes.yaml, as it was when the fleet started, has no pipe nope" in shell.err

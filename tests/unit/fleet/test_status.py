@@ -12,7 +12,7 @@ from services.core.scrape import Sample
 from services.core.times import format_time
 from services.fleet.folder import FleetState
 from services.fleet.status import StatusReading, summarise
-from services.fleet.status_view import render_status
+from services.fleet.status_view import render_status, spread
 
 _HOUR_MS = 3_600_000
 
@@ -67,3 +67,9 @@ async def test_an_open_circuit_breaker_is_named(tmp_path: Path) -> None:
     console = Console(width=200, record=True)
     console.print(render_status(status))
     assert console.export_text().count("fails: its circuit breaker is open") == 1
+
+
+def test_nothing_measured_is_no_measured_zero() -> None:
+    """Broken: a destination without deliveries seems to be the fastest."""
+    assert spread({"p50": 0.0, "p95": 0.0, "p99": 0.0}) == "–"  # noqa: RUF001
+    assert spread({"p50": 0.0, "p95": 3.0, "p99": 2500.0}) == "0 ms  3 ms  2.5 s"
