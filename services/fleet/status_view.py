@@ -26,14 +26,14 @@ def render_status(status: dict[str, Any]) -> RenderableType:
     parts: list[RenderableType] = [head, _streams(status["streams"])]
     if status["transforms"]:
         parts.append(_transforms(status["transforms"]))
+        if not status["destinations"]:
+            parts.append(Text(_CLOCKS, style="dim"))
         parts += [_paused_transform(row) for row in status["transforms"] if row["paused"] is not None]
     if status["destinations"]:
         parts.append(_destinations(status["destinations"]))
-        parts.append(Text(_BEHIND, style="dim"))
+        parts.append(Text(f"{_CLOCKS}\n{_BEHIND}", style="dim"))
         parts += [_failing(row) for row in status["destinations"] if row["breaker_open"]]
         parts += [_paused(row) for row in status["destinations"] if row["paused"] is not None]
-    if status["transforms"] or status["destinations"]:
-        parts.append(Text(_CLOCKS, style="dim"))
     if status["retrier"] is not None:
         parts.append(_retrier(status["retrier"]))
         if status["retrier"]["waiting"]:

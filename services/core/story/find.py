@@ -1,5 +1,6 @@
 """Finds the facts about an event id and tells its story."""
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -354,9 +355,24 @@ def _is_filtered(reports: Reports, event: Event, pipe: str) -> bool:
     return reports.first(event.run, step, "filtered") is not None and reports.first(event.run, step, "passed") is None
 
 
+def _redriven_to_stream(event: EventStory) -> list[str]:
+    """When dead letters of its transforms were redriven, the oldest first."""
+    passages = [pipe.transform for pipe in event.pipes if pipe.transform is not None]
+    return sorted(moment.at for passage in passages for moment in passage.history if moment.what == "redriven")
+
+
 def _with_copies(events: Sequence[EventStory], pipes: PipeFile) -> Iterator[EventStory]:
-    """Each with the destinations that wrote it to its stream from the stream of another one with the same origin."""
+    """Each with the destinations that wrote it to its stream from the stream of another one with the same origin.
+
+    Several in one stream with the same origin are copies, each after the first written by a redrive or a producer's repetition.
+    """
+    copies: Counter[tuple[str, str]] = Counter()
     for event in events:
+        if event.stream is not None and event.origin is not None and event.made_by is None:
+            copies[event.stream, event.origin] += 1
+            if (number := copies[event.stream, event.origin]) > 1:
+                redriven = _redriven_to_stream(event)[number - 2 : number - 1]
+                event = msgspec.structs.replace(event, copy=number, redriven=next(iter(redriven), None))
         others = {one.stream for one in events if one.origin == event.origin is not None and one is not event}
         writers = tuple(
             lane_name(name, destination.name)

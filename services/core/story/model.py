@@ -64,6 +64,8 @@ class EventStory(msgspec.Struct, frozen=True, kw_only=True):
 
     stream, partition, offset: of its record; None: it is not stored any more, or outside of the searched range. made_by: the pipe
     whose transform made it; then `stream` is the output. copied_by: `pipe/destination` that may have written it to this stream.
+    copy: 2 and more: a further record of the event above in this stream; redriven: when a redrive wrote it, if it is known.
+    Reports do not tell copies apart: an outcome of one is in the story of each.
     origin: None: another program wrote it, and no report can name it. bytes: of the payload, which is not shown.
     """
 
@@ -77,6 +79,8 @@ class EventStory(msgspec.Struct, frozen=True, kw_only=True):
     made_by: str | None
     copied_by: tuple[str, ...]
     pipes: tuple[PipeStory, ...]
+    copy: int = 1
+    redriven: str | None = None
 
 
 class SearchedTopic(msgspec.Struct, frozen=True):

@@ -104,7 +104,9 @@ def _tell_transform(pipe: str, event: Event, facts: Facts) -> Passage:
     if facts.reports.first(event.run, step, "dead") is not None:
         return Passage("dead", "dead; the dead letter was not found", None, outputs, history)
     if filtered is not None:
-        return Passage("filtered", "filtered: no output carries its origin", _time(filtered), outputs, history)
+        return Passage(
+            "filtered", "dropped by the transform: no output has its origin", _time(filtered), outputs, history
+        )
     if facts.reports.complete and event.run is not None and step in facts.reports.heard:
         behind, pause = facts.reports.behind.get(step), facts.paused.get(pipe)
         late = f"; the transform is {behind / 1000:.0f} s behind" if behind else ""
@@ -222,7 +224,7 @@ class _LaneTeller:
             what = f"one or more of its {count} outputs {what}"
         if failed:
             return f"{what}, after {_attempts(failed)} that failed"
-        return f"{what}; the number of attempts is not recorded"
+        return what
 
     def _waits(self) -> Iterator[_Step]:
         """From the records of the retrier's topics and of `.retry`. The copies of one round are one moment."""
@@ -360,7 +362,7 @@ class _LaneTeller:
         """Where an event is of which the lane has left no trace."""
         passage = self._passage
         if passage is not None and passage.outcome != "passed":
-            return "not_passed", f"not passed on: {passage.now}", None
+            return "not_passed", "not passed on by the transform", None
         read = self._inputs()
         if not read:
             return "unknown", "nothing is stored about it", None

@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
@@ -16,7 +16,7 @@ from rich.text import Text
 
 from services.core.pipes import PipeFile, load_pipes
 from services.core.story.find import Scope, find_story, make_scope
-from services.core.story.model import EventStory, Lane, Moment, Passage, Searched, Story
+from services.core.story.model import EventStory, Lane, Moment, Passage, PipeStory, Searched, Story
 from services.core.story.search import Limits, Progress
 from services.core.times import format_time, parse_time
 from services.fleet.access import find_broker, find_pipes, opened
@@ -27,6 +27,7 @@ from services.fleet.verbs.app import APP, AsJson, BrokerUrl, Data, Pipes, exampl
 
 LIMITS = Limits(seconds=60.0, records=20_000_000, bytes=8_000_000_000)
 SHOWN_ID = 80
+_Outcome = tuple[str, str | None, list[str]]
 
 
 @APP.command(epilog=example("penstock event o-88121\npenstock event o-88121 --stream orders --since 3d --json"))
@@ -68,8 +69,7 @@ def event(
     if as_json:
         typer.echo(json.dumps(msgspec.to_builtins(story)))
     else:
-        for one in story.events:
-            _print_event(one)
+        print_events(story.events)
     _print_search(story)
     if not story.events:
         raise typer.Exit(1)
@@ -95,18 +95,31 @@ def _progress() -> Iterator[Callable[[Progress], None]]:
         yield show
 
 
-def _print_event(one: EventStory) -> None:
+def print_events(events: Sequence[EventStory]) -> None:
+    """The stories. Of a copy, only the pipes whose outcome is not that of an earlier copy."""
+    for index, one in enumerate(events):
+        copies = [earlier for earlier in events[:index] if one.copy > 1 and earlier.origin == one.origin]
+        _print_event(one, [_outcome(pipe) for earlier in copies for pipe in earlier.pipes])
+
+
+def _print_event(one: EventStory, known: Sequence[_Outcome]) -> None:
     if one.stream is None:
         OUT.print(Text("The event's own record was not found; these records name it:", style="bold"))
     else:
         place = f"{one.stream}, partition {one.partition}, offset {one.offset}"
         by = f", made by the transform of {one.made_by}" if one.made_by else ""
         copied = f", written by {' or '.join(one.copied_by)}" if one.copied_by else ""
+        if one.copy > 1:
+            copied += ", second copy" if one.copy == 2 else f", copy {one.copy}"
+            copied += f", redriven at {one.redriven}" if one.redriven else ""
         OUT.print(Text.assemble((f"accepted {one.accepted or 'at an unknown time'}", "bold"), f"  {place}{by}{copied}"))
         OUT.print(
             Text(plain(f"  event time {one.event_time}, {one.bytes} bytes, origin {one.origin or 'none'}"), style="dim")
         )
-    for pipe in one.pipes:
+    rest = [pipe for pipe in one.pipes if _outcome(pipe) not in known]
+    if len(rest) < len(one.pipes):
+        OUT.print(Text(f"  {'otherwise ' if rest else ''}as above: reports do not tell copies apart"))
+    for pipe in rest:
         OUT.print(Text(f"  {plain(pipe.pipe)}", style="bold cyan"))
         if pipe.transform is not None:
             _print_transform(pipe.transform)
@@ -114,6 +127,11 @@ def _print_event(one: EventStory) -> None:
             _print_lane(lane)
     if not one.pipes:
         OUT.print(Text("  no pipe reads this stream"))
+
+
+def _outcome(pipe: PipeStory) -> _Outcome:
+    now = None if pipe.transform is None else pipe.transform.now
+    return pipe.pipe, now, [lane.now for lane in pipe.destinations]
 
 
 def _print_transform(passage: Passage) -> None:

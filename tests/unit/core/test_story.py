@@ -36,6 +36,7 @@ from services.core.retry_state import RetryState, wrap
 from services.core.story.find import Scope, find_story, make_scope, time_of_id
 from services.core.story.model import EventStory, Lane, Story
 from services.core.story.search import Limits, TimeRange
+from services.fleet.verbs.event import print_events
 
 NOW = int(time.time() * 1000)
 HOOK = {"url": "https://example.org/hook"}
@@ -334,6 +335,29 @@ async def test_a_result_of_several_events(history: History) -> None:
     found = lane(event, "large", "big")
     assert (event.made_by, event.origin, found.state) == ("large", None, "unknown")
     assert found.now.endswith("its deliveries are not recorded: it was made by a transform over several events")
+
+
+async def test_a_redrive_to_the_stream_is_a_copy(history: History, capsys: pytest.CaptureFixture[str]) -> None:
+    """Broken: after a redrive to the stream the same story comes twice, as if there were two events."""
+    event = await history.accept("again")
+    letter = await history.bury(event, 100, pipe="large", destination="", node="transform", reason="late", attempts=0)
+    await history.act(REDRIVE, letter)
+    for _ in range(2):
+        await history.write("orders", event)
+    stories = (await story_of(history, "again")).events
+    assert [(one.offset, one.copy) for one in stories] == [("0", 1), ("1", 2), ("2", 3)]
+    first, second, third = stories
+    (large,) = [pipe.transform for pipe in first.pipes if pipe.transform is not None]
+    assert [moment.what for moment in large.history] == ["dead", "redriven"]
+    assert (first.redriven, second.redriven, third.redriven) == (None, large.history[1].at, None)
+    assert lane(first, "large", "big").now == "not passed on by the transform"
+    print_events(stories)
+    whole, *copies = capsys.readouterr().out.split("accepted ")[1:]
+    assert whole.count("redriven by ada@desk") == 2  # the outcome, and the moment
+    assert f"second copy, redriven at {second.redriven}" in copies[0]
+    assert copies[1].split("\n")[0].endswith("orders, partition 0, offset 2, copy 3")
+    assert [one.count("as above: reports do not tell copies apart") for one in (whole, *copies)] == [0, 1, 1]
+    assert "redriven by" not in copies[0]
 
 
 async def test_one_id_several_times(history: History) -> None:

@@ -31,9 +31,10 @@ function drawEvent(event) {
   const place = event.stream === null ? "its own record was not found"
     : `${event.stream}, partition ${event.partition}, offset ${event.offset}`;
   const by = event.made_by ? `, made by the transform of ${event.made_by}` : event.copied_by.length ? `, written by ${event.copied_by.join(" or ")}` : "";
+  const copy = event.copy > 1 ? `, copy ${event.copy}${event.redriven ? `, redriven at ${event.redriven}` : ""}` : "";
   return element("article", {},
     element("h4", {}, event.accepted ? `Accepted ${event.accepted}` : "Accepted at an unknown time"),
-    element("p", {}, place + by),
+    element("p", {}, place + by + copy),
     element("p", { class: "hint" }, `event time ${event.event_time ?? "unknown"}, ${event.bytes === null ? "unknown size" : `${count(event.bytes)} bytes`}, origin ${event.origin ?? "none"}`),
     ...(event.pipes.length || event.stream === null ? [] : [element("p", {}, "No pipe reads this stream.")]),
     ...event.pipes.map((pipe) => element("section", {}, element("h4", {}, pipe.pipe),
