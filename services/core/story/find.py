@@ -238,15 +238,21 @@ class _Finder:
         return [origin for event in self.events if (origin := event.run) is not None]
 
     def _is_done(self, reports: Reports) -> bool:
-        """Whether every destination of every event has delivered it. Of several outputs, one may have been delivered."""
+        """Whether every destination of every event has delivered it. Of several outputs, one may have been delivered.
+
+        Before the pipe had its transform, it may have delivered the event as it was: then the transform's report comes later.
+        """
         return all(
             event.run is not None
             and len(event.outputs.get(pipe, ())) < 2
             and (
                 reports.first(event.run, ("transform", pipe, None), "filtered") is not None
-                or all(
-                    reports.first(event.run, ("expel", pipe, one.name), "delivered") is not None
-                    for one in self.pipes.pipes[pipe].destinations
+                or (
+                    (self.pipes.pipes[pipe].transform is None or pipe in event.outputs)
+                    and all(
+                        reports.first(event.run, ("expel", pipe, one.name), "delivered") is not None
+                        for one in self.pipes.pipes[pipe].destinations
+                    )
                 )
             )
             for event in self.events

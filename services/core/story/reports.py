@@ -40,6 +40,7 @@ class Reports:
     complete: the reports were read from before the events' acceptance to the end, or until all that was asked for was known.
     behind: by step, the age in ms of its oldest unprocessed record, by the newest report that has it. heard: the steps that
     reported anything; the ledger may be off. first_ms: by step, the time of its first report among those that were read.
+    done_ms: by step, the time before which it has processed all records that were stored.
     renames: as `pipes.renames_of`; what a destination reported under a former name is the present one's.
     """
 
@@ -48,6 +49,7 @@ class Reports:
     behind: dict[Step, int] = field(default_factory=dict)
     heard: set[Step] = field(default_factory=set)
     first_ms: dict[Step, int] = field(default_factory=dict)
+    done_ms: dict[Step, int] = field(default_factory=dict)
     renames: Mapping[str, str] = field(default_factory=dict)
 
     def of(self, origin: Origin | None, step: Step) -> list[Told]:
@@ -65,6 +67,7 @@ class Reports:
         self.first_ms.setdefault(step, report.at_ms)
         if report.behind_ms is not None:
             self.behind[step] = report.behind_ms
+            self.done_ms[step] = report.at_ms - report.behind_ms
         for one in report.sets:
             numbers = wanted.get((one.incarnation, one.partition))
             if numbers is None:

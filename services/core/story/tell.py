@@ -21,7 +21,7 @@ from services.core.pipes import (
 from services.core.retry_state import RetryState, state_of
 from services.core.story.facts import DEAD, Event, Facts, lane_of
 from services.core.story.model import EventStory, Lane, Moment, Passage, PipeStory, State
-from services.core.story.search import EARLY_MS, Found
+from services.core.story.search import EARLY_MS, Found, time_of
 from services.core.times import format_time
 from services.core.units import format_count
 
@@ -109,6 +109,9 @@ def _tell_transform(pipe: str, event: Event, facts: Facts) -> Passage:
         )
     if facts.reports.complete and event.run is not None and step in facts.reports.heard:
         behind, pause = facts.reports.behind.get(step), facts.paused.get(pipe)
+        stored = None if event.record is None else time_of(event.record.record)
+        if stored is not None and facts.reports.done_ms.get(step, 0) > stored + EARLY_MS:
+            return Passage(None, "the transform is past it, and no report has an outcome", None, outputs, history)
         late = f"; the transform is {behind / 1000:.0f} s behind" if behind else ""
         late = late if pause is None else f"; the transform is {mask_text(pause.text)}"
         return Passage(None, f"not transformed yet{late}", None, outputs, history)
@@ -396,7 +399,7 @@ class _LaneTeller:
     def _is_before_start(self) -> bool:
         """Whether the destination made its first report after the event was stored. One that runs reports all the time."""
         first_ms = self._facts.reports.first_ms["expel", self._name, self._destination]
-        return any(first_ms >= found.record.timestamp for found in self._inputs())
+        return any(first_ms >= time_of(found.record) for found in self._inputs())
 
     def _starts_late(self) -> bool:
         return self._declared is not None and self._declared.start == "latest"

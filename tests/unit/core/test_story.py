@@ -327,6 +327,33 @@ async def test_a_transform_and_a_copy(history: History) -> None:
     assert lane(event, "large", "big").state == "not_read"
 
 
+async def test_a_transform_that_was_added_later(history: History) -> None:
+    """Broken: what the pipe delivered before it had its transform is called not transformed for ever."""
+    await history.accept("first")
+    await history.report("transform", "large", "passed", 7)
+    for pipe, destination in (("large", "big"), ("shop", "billing"), ("keep", "archive")):
+        await history.report("expel", pipe, "delivered", 0, destination)
+    for _ in range(8):
+        await history.write(TELEMETRY, Record(b"other", bytes(500_000), NOW + 2000))
+    await history.report("transform", "large", "filtered", 0, at_ms=NOW + 3000)
+    (event,) = (await story_of(history, "first")).events
+    transform = event.pipes[-1].transform
+    assert transform is not None
+    assert transform.outcome == "filtered"
+
+
+async def test_a_transform_that_is_past_an_event_without_an_outcome(history: History) -> None:
+    """Broken: it is called not transformed yet for ever."""
+    await history.accept("lost")
+    for behind_ms, text in ((180_000, "not transformed yet"), (0, "is past it, and no report has an outcome")):
+        report = Report(node="transform", instance="i", pipe="large", at_ms=NOW + 120_000, behind_ms=behind_ms)
+        await history.write(TELEMETRY, Record(b"transform/large/i", report.encode(), NOW + 120_000))
+        (event,) = (await story_of(history, "lost")).events
+        transform = event.pipes[-1].transform
+        assert transform is not None
+        assert text in transform.now
+
+
 async def test_a_result_of_several_events(history: History) -> None:
     """Broken: an event that no report can name looks as if its reports were too old."""
     await history.write("large.out", Record(b"k", b"{}", NOW, ((ID, b"sum"), (ARRIVAL, b"%d" % NOW))))
