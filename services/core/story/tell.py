@@ -365,7 +365,7 @@ class _LaneTeller:
         """Where an event is of which the lane has left no trace."""
         passage = self._passage
         if passage is not None and passage.outcome != "passed":
-            return "not_passed", "not passed on by the transform", None
+            return "not_passed", "has not passed the transform", None
         read = self._inputs()
         if not read:
             return "unknown", "nothing is stored about it", None

@@ -377,7 +377,7 @@ async def test_a_redrive_to_the_stream_is_a_copy(history: History, capsys: pytes
     (large,) = [pipe.transform for pipe in first.pipes if pipe.transform is not None]
     assert [moment.what for moment in large.history] == ["dead", "redriven"]
     assert (first.redriven, second.redriven, third.redriven) == (None, large.history[1].at, None)
-    assert lane(first, "large", "big").now == "not passed on by the transform"
+    assert lane(first, "large", "big").now == "has not passed the transform"
     print_events(stories)
     whole, *copies = capsys.readouterr().out.split("accepted ")[1:]
     assert whole.count("redriven by ada@desk") == 2  # the outcome, and the moment
