@@ -38,7 +38,7 @@ from services.core.story.model import EventStory, Lane, Story
 from services.core.story.search import Limits, TimeRange
 from services.fleet.verbs.event import print_events
 
-NOW = int(time.time() * 1000)
+NOW = int(time.time() * 1000) - 10_000  # before the acts of operators, also when a test runs alone
 HOOK = {"url": "https://example.org/hook"}
 PIPES = PipeFile.model_validate(
     {
