@@ -120,7 +120,7 @@ async def _count_parked(broker: Broker, pipe: str, destination: str) -> int:
 
 def describe(found: DestinationState, *, already: bool = False) -> Text:
     """One line for a person. already: a command found this state."""
-    words = Text(f"{found.lane} is {'already ' if already else ''}")
+    words = Text(f"{found.lane} is {'already ' if already and found.state != 'running' else ''}")
     words.append_text(found.shown_state)
     if found.pause is not None:
         words.append(plain(" since {since} by {by} because: {because}".format_map(pause_json(found.pause)), 400))
