@@ -90,7 +90,10 @@ def _judge_route(history: "History", table: Table, route: Route, origins: dict[i
     if settled:
         yield f"{route.pipe}/{route.name}: the ledger calls {len(settled)} settled that are lost: {settled[:_MOST]}"
     known = [event for event in lost if any(_has(step.expected, origins[event.number]) for step in said)]
-    unseen = [event.id for event in known if not _is_missing(said, origins[event.number])]
+    untold = [event for event in known if not _is_missing(said, origins[event.number])]
+    if _begins_at_latest(history, route):
+        untold = [event for event in untold if not _is_skipped(said, origins[event.number])]
+    unseen = [event.id for event in untold]
     if unseen and not settled:
         yield f"{route.pipe}/{route.name}: the ledger does not miss {len(unseen)} that are lost: {unseen[:_MOST]}"
 
@@ -112,6 +115,16 @@ def _is_missing(said: list[StepSets], one: Origin) -> bool:
 
 def _is_settled(said: list[StepSets], one: Origin) -> bool:
     return any(_has(step.outcomes.get(outcome, Origins()), one) for step in said for outcome in ("delivered", "dead"))
+
+
+def _begins_at_latest(history: "History", route: Route) -> bool:
+    """Then the ledger counts as skipped what is missing at its first report (docs/fidelity.md, "start: latest")."""
+    pipe = history.pipes.pipes.get(route.pipe)
+    return pipe is not None and any(one.name == route.name and one.start == "latest" for one in pipe.destinations)
+
+
+def _is_skipped(said: list[StepSets], one: Origin) -> bool:
+    return any(_has(step.outcomes.get("skipped", Origins()), one) for step in said)
 
 
 def _arrived(history: "History", route: Route) -> list[Event]:

@@ -108,7 +108,7 @@ def test_real_time(make_pipeline: MakePipeline, monkeypatch: pytest.MonkeyPatch)
         "the events after the poisoned one",
     )
     job.set_pause(Pause("paused", "operator", "ann", 0))
-    wait_for(lambda: pipeline.states[-1].paused == "paused by ann: operator", "the pause")
+    wait_for(lambda: pipeline.states[-1].paused == "paused by ann: no reason given", "the pause")
     before = len(pipeline.records("out", 21))
     pipeline.send([flight(n) for n in range(30, 40)])
     assert len(pipeline.records("out", before)) == before
