@@ -19,19 +19,11 @@ async def read_topic(
     Records that retention removes meanwhile are skipped. skips_damage: so are damaged records, when their range is known.
     Raises DataDamaged, OffsetOutOfRange, Unavailable.
     """
-    offset = held.start
+    source, offset = TopicPartition(topic, partition), held.start
     while offset < held.end:
-        try:
-            batch = await reader.read(topic, partition, offset, max_records=page)
-        except DataDamaged as error:
-            if not (skips_damage and error.ranges):
-                raise
-            offset = max(offset, *(last for _, _, last in error.ranges)) + 1
-            continue
-        except OffsetOutOfRange as error:
-            if error.start <= offset:
-                raise
-            offset = error.start
+        batch = await _read_next(reader, source, offset, page, skips_damage=skips_damage)
+        if isinstance(batch, int):
+            offset = batch
             continue
         if batch is None:
             return
@@ -39,6 +31,22 @@ async def read_topic(
         if count and not (skips_damage and batch.damage):
             yield Batch(topic, partition, batch.offsets[:count], batch.records[:count], batch.damage)
         offset = batch.offsets[-1] + 1
+
+
+async def _read_next(
+    reader: Reader, source: TopicPartition, offset: int, most: int, *, skips_damage: bool
+) -> Batch | int | None:
+    """The next batch; or the offset behind records that are damaged, or that retention has removed; None at the end."""
+    try:
+        return await reader.read(*source, offset, max_records=most)
+    except DataDamaged as error:
+        if not (skips_damage and error.ranges):
+            raise
+        return max(offset, *(last for _, _, last in error.ranges)) + 1
+    except OffsetOutOfRange as error:
+        if error.start <= offset:
+            raise
+        return error.start
 
 
 READ_RECORDS = 2_000
@@ -93,17 +101,9 @@ async def _read_to(
 ) -> AsyncIterator[Batch]:
     """The batches of `offset` to before `end` (None: the present end), about `most` records."""
     while (end is None or offset < end) and most > 0:
-        try:
-            batch = await broker.reader.read(*source, offset, max_records=min(most, _PAGE_EVENTS))
-        except DataDamaged as error:
-            if not (skips_damage and error.ranges):
-                raise
-            offset = max(offset, *(last for _, _, last in error.ranges)) + 1
-            continue
-        except OffsetOutOfRange as error:
-            if error.start <= offset:
-                raise
-            offset = error.start  # retention has removed the records before it meanwhile
+        batch = await _read_next(broker.reader, source, offset, min(most, _PAGE_EVENTS), skips_damage=skips_damage)
+        if isinstance(batch, int):
+            offset = batch
             continue
         if batch is None:
             return
