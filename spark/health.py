@@ -29,6 +29,8 @@ PART = 0.1
 """Share of the time limit of a batch, for one part of a batch and for one trial."""
 SLOW = 0.2
 """Share of the time limit after which the pipe is not ready."""
+STANDBY_S = 600.0
+"""A process that stands by for a pipe longer than this is not ready: an update has handed over by then."""
 
 
 class Watchdog:
@@ -79,7 +81,7 @@ class QueryState:
 
     problem: None once it has completed a trigger since its start, else the reason, for a person. failures: in a row. of_spark:
     the last failure was neither the broker's nor the transform's nor the checkpoint's. paused: who paused the pipe and why, for a
-    person; empty when it is not paused.
+    person; empty when it is not paused. standby: the process that runs the pipe instead, for a person; empty when it is this one.
     """
 
     pipe: str
@@ -87,6 +89,7 @@ class QueryState:
     failures: int
     of_spark: bool = False
     paused: str = ""
+    standby: str = ""
 
     @property
     def broken(self) -> bool:
@@ -104,6 +107,7 @@ class PipesHealth:
         self._clock, self._begun = clock, clock()
         self._watchdogs: dict[str, Watchdog] = {}
         self._states = {pipe: QueryState(pipe, "starting", 0) for pipe in pipes}
+        self._standby_since: dict[str, float] = {}
         self.gave_up = asyncio.Event()
         for pipe in self._states:
             TRANSFORM_UP.labels(pipe).set(0)
@@ -113,15 +117,23 @@ class PipesHealth:
         """None once every query has completed a trigger since it was (re)started and no batch takes long; else the reasons.
 
         A trigger is a batch, or a poll that found nothing new. A query that keeps failing on its first batch is never ready.
-        A paused pipe needs no query.
+        A paused pipe needs no query. Nor does one that another process runs, for `STANDBY_S`: an update that starts the next
+        process first stops the former one only when the next is ready.
         """
         down = {pipe: state.problem for pipe, state in self._states.items() if state.problem}
+        now = self._clock()
+        down |= {
+            pipe: f"it has stood by for {now - since:.0f} s, {self._states[pipe].standby}"
+            for pipe, since in self._standby_since.items()
+            if now - since > STANDBY_S
+        }
         slow = {pipe: text for pipe, watchdog in self._watchdogs.items() if (text := watchdog.slow()) is not None}
         return "; ".join(f"{pipe}: {text}" for pipe, text in (slow | down).items()) or None
 
-    def paused(self) -> str | None:
-        """The paused pipes, by whom and why; None when there are none."""
-        return "; ".join(f"{state.pipe}: {state.paused}" for state in self._states.values() if state.paused) or None
+    def note(self) -> str | None:
+        """The pipes that are paused, by whom and why, or that another process runs; None when there are none."""
+        found = ((state.pipe, state.paused or state.standby) for state in self._states.values())
+        return "; ".join(f"{pipe}: {text}" for pipe, text in found if text) or None
 
     def record_waiting(self, reason: str) -> None:
         """No query can start yet, for this reason."""
@@ -137,7 +149,11 @@ class PipesHealth:
 
     def record_state(self, state: QueryState) -> None:
         self._states[state.pipe] = state
-        TRANSFORM_UP.labels(state.pipe).set(0 if state.problem or state.paused else 1)
+        if state.standby:
+            self._standby_since.setdefault(state.pipe, self._clock())
+        else:
+            self._standby_since.pop(state.pipe, None)
+        TRANSFORM_UP.labels(state.pipe).set(0 if state.problem or state.paused or state.standby else 1)
         TRANSFORM_PAUSED.labels(state.pipe).set(1 if state.paused else 0)
         if state.failures:
             TRANSFORM_FAILURES.labels(state.pipe).inc()

@@ -57,7 +57,7 @@ async def start(settings: TransformSettings, supervision: Supervision) -> None:
     """Run the selected pipes until the stop. Raises BadConfiguration for every mistake that shows before an event is read."""
     selected = await run_blocking(lambda: load_pipes(settings), "pipes")
     health = PipesHealth(selected.names)
-    async with serve_management(settings.management, health.ready, note=health.paused) as address:
+    async with serve_management(settings.management, health.ready, note=health.note) as address:
         log.info("management_port_open", address=address)
         if not selected.names:
             log.warning("no_pipe_has_a_transform", pipes=str(settings.pipes))

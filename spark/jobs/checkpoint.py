@@ -190,7 +190,7 @@ def open_checkpoint(session: SparkSession, root: str, pipe: str) -> Iterator[Che
         except BlockingIOError:
             holder = os.pread(lock, 32, 0).decode(errors="replace").strip() or "unknown"
             raise CheckpointInUse(
-                f"checkpoint {path} is in use by process {holder}. Try: ending that one; two queries would do each event twice"
+                f"checkpoint {path} is in use by process {holder}, and two queries would do each event twice"
             ) from None
         os.ftruncate(lock, 0)
         os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)

@@ -41,7 +41,9 @@ FIRST_WAIT_S = 0.5
 MAX_WAIT_S = 30.0
 BACKLOG_EVERY_S = 5.0
 BATCH_TIMEOUT_S = 300.0
-_NOT_OF_SPARK = (TransformBroken, CheckpointDamaged, CheckpointInUse, ClockWentBack)
+STANDBY_EVERY_S = 0.5
+"""Seconds between two looks at the lock of a checkpoint that another process uses."""
+_NOT_OF_SPARK = (TransformBroken, CheckpointDamaged, ClockWentBack)
 """Failures that another Java would repeat."""
 
 
@@ -76,7 +78,7 @@ class Job:
         self._drained_by = 0.0
         """On the monotonic clock; known once `_stop` is set."""
         self._backoff = Backoff(FIRST_WAIT_S, MAX_WAIT_S)
-        self._worked = False
+        self._worked = self._standing_by = False
 
     def stop(self, drain: float) -> None:
         """Make `run` finish the current batch, for at most `drain` seconds, and return. Does not block."""
@@ -115,6 +117,8 @@ class Job:
                 self._run_once(session)
             except Stopping:
                 continue
+            except CheckpointInUse as error:
+                self._stand_by(str(error))
             except Exception as error:
                 self._record_failure(error)
         measuring.join()
@@ -135,9 +139,25 @@ class Job:
             log.info("pipe_resumed", pipe=self.pipe)
             self._on_state(QueryState(self.pipe, "starting", 0))
 
+    def _stand_by(self, reason: str) -> None:
+        """Another process runs the pipe: wait before the next look at its lock. That process works, so this is no failure."""
+        if not self._standing_by:
+            log.warning(
+                "pipe_on_standby", pipe=self.pipe, reason=reason, hint="this process takes over when that one ends"
+            )
+            self._standing_by = True
+            self._backoff.reset()
+            self._worked = False
+        self._on_state(QueryState(self.pipe, None, 0, standby=reason))
+        self._halt.wait(STANDBY_EVERY_S)
+
     def _run_once(self, session: SparkSession) -> None:
         topics = self._broker.identify(session, list(self._prepared.views))
         with open_checkpoint(session, self._checkpoints, self.pipe) as checkpoint:
+            if self._standing_by:
+                log.info("pipe_taken_over", pipe=self.pipe)
+                self._standing_by = False
+                self._on_state(QueryState(self.pipe, "starting", 0))
             query = self._open_query(session, checkpoint, topics)
             self._attempts.open(checkpoint)
             self._attempts.check()

@@ -20,7 +20,9 @@ IMAGE = "123456789012.dkr.ecr.us-east-1.amazonaws.com/penstock:0.1.0"
 COMMANDS = {
     "aws": 'case "$*" in *get-secret-value*) echo hidden ;; *Values=observer*) cat "$FAKE/observer" ;; '
     '*describe-instances*) echo "[]" ;; esac',
-    "curl": 'case "$*" in *-X*) echo token ;; *instance-id) echo i-1 ;; *) tail -n1 "$FAKE/state" ;; esac',
+    "curl": 'all="$*"; case "$all" in *-X*) echo token ;; *instance-id) echo i-1 ;; '
+    '*9100*) grep -q "${all##*/}" "$FAKE/answers" ;; '
+    '*) tail -n1 "$FAKE/state" ;; esac',
     "sleep": 'echo Terminated >>"$FAKE/state"',
     "dnf": "",
     "systemctl": "",
@@ -59,7 +61,9 @@ def test_each_service_is_a_group_of_its_own(account: Account, service: str) -> N
 def test_instances_may_do_only_their_own(account: Account, service: str) -> None:
     """Broken: a service's instances may read a secret, let an instance go or scale a group of others."""
     rights = account.rights(service)
-    assert rights["autoscaling:CompleteLifecycleAction"].endswith(f"autoScalingGroupName/penstock-{service}")
+    for action in ("CompleteLifecycleAction", "SetInstanceHealth"):
+        assert rights[f"autoscaling:{action}"].endswith(f"autoScalingGroupName/penstock-{service}")
+    assert f":stack/{service}/" in rights["cloudformation:SignalResource"]
     assert rights.get("secretsmanager:GetSecretValue") == (SECRET if service == "ingest" else None)
     assert ("autoscaling:SetDesiredCapacity" in rights) == (service == "autoscaler")
     anywhere = {action for action, where in rights.items() if where == "*" and not action.startswith("ssm")}
@@ -69,11 +73,15 @@ def test_instances_may_do_only_their_own(account: Account, service: str) -> None
     assert rights["s3:GetObjectVersion"] == [f"arn:aws:s3:::{bucket}/{name}.yaml" for name in ("pipes", "penstock")]
 
 
-def run_on_instance(script: str, root: Path) -> list[str]:
-    """Run a script of an instance on a root of its own. Returns what it told the commands that reach out, in order."""
+def run_on_instance(script: str, root: Path, *, answers: str = "readyz healthz", status: int = 0) -> list[str]:
+    """Run a script of an instance on a root of its own. Returns what it told the commands that reach out, in order.
+
+    answers: the paths at which the service answers 200. status: of the script.
+    """
     fake = root / "fake"
     fake.mkdir(exist_ok=True)
     (fake / "state").write_text("InService\n")
+    (fake / "answers").write_text(answers)
     for name, body in COMMANDS.items():
         (fake / name).write_text(f'#!/bin/bash\necho "{name} $*" >>"$FAKE/said"\n{body}\n')
         (fake / name).chmod(0o755)
@@ -83,7 +91,7 @@ def run_on_instance(script: str, root: Path) -> list[str]:
     script = script.replace("install -m 640 -g 10001", "install -m 640")  # not everybody may give a file away
     environment = {"PATH": f"{fake}{os.pathsep}{os.environ['PATH']}", "FAKE": str(fake)}
     done = subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == status, done.stderr
     said = (fake / "said").read_text().splitlines()
     (fake / "said").unlink()
     return said
@@ -95,7 +103,13 @@ def test_an_instance_starts_its_service_and_drains_it(account: Account, tmp_path
     assert f"docker pull --quiet {IMAGE}" in said
     assert any("--key pipes.yaml --version-id v1" in line for line in said)
     assert any("--key penstock.yaml --version-id v2" in line for line in said)
-    assert said[-1] == "systemctl enable --now penstock penstock-drain"
+    started = said.index("systemctl enable --now penstock penstock-drain")
+    assert "complete-lifecycle-action" not in "".join(said[:started])
+    kept, stack = [line for line in said[started:] if line.startswith("aws ")]
+    assert "--auto-scaling-group-name penstock-ingest --lifecycle-hook-name ready --instance-id i-1 " in kept
+    assert kept.endswith("--lifecycle-action-result CONTINUE")
+    assert stack.endswith("--stack-name ingest --logical-resource-id Group --unique-id i-1 --status SUCCESS")
+    assert "systemctl enable --now penstock-health" in said[started:]
     secret = tmp_path / "etc" / "penstock" / "secret"
     assert secret.read_text() == "hidden\n"
     assert secret.stat().st_mode & 0o777 == 0o640
@@ -105,18 +119,41 @@ def test_an_instance_starts_its_service_and_drains_it(account: Account, tmp_path
     assert " --env PENSTOCK_BROKER=kinesis://us-east-1 " in start
     assert " --env PENSTOCK_INGEST_LISTEN=0.0.0.0:8080 --env PENSTOCK_INGEST_KEYS=" in start
 
-    drain = (tmp_path / "usr" / "local" / "sbin" / "penstock-drain").read_text()
+    drain = (tmp_path / "usr" / "local" / "sbin" / "penstock-drain").read_text().replace(str(tmp_path), "")
     told = [line for line in run_on_instance(drain, tmp_path) if not line.startswith("curl")]
-    assert told[:2] == ["sleep 5", "systemctl stop penstock"]
-    assert "complete-lifecycle-action" in told[2]
-    assert "--auto-scaling-group-name penstock-ingest --lifecycle-hook-name drain --instance-id i-1" in told[2]
+    assert told[:4] == ["sleep 5", "systemctl stop penstock-health", "sleep 20", "systemctl stop penstock"]
+    assert "complete-lifecycle-action" in told[4]
+    assert "--auto-scaling-group-name penstock-ingest --lifecycle-hook-name drain --instance-id i-1" in told[4]
+
+
+def test_an_instance_whose_service_is_not_ready_is_ended(account: Account, tmp_path: Path) -> None:
+    """Broken: a bad version, or an instance that could not fetch its files, gets work and counts as updated."""
+    script = account.user_data("expel")
+    for broken, answers in ((script, "healthz"), (script.replace("docker pull", "false"), "readyz")):
+        said = run_on_instance(broken, tmp_path, answers=answers, status=1)
+        group, stack = [line for line in said if "lifecycle-action " in line or "signal-resource" in line]
+        assert group.endswith("--lifecycle-hook-name ready --instance-id i-1 --lifecycle-action-result ABANDON")
+        assert stack.endswith("--unique-id i-1 --status FAILURE")
+
+
+def test_an_instance_whose_service_is_not_alive_is_replaced(account: Account, tmp_path: Path) -> None:
+    """Broken: a hung service stays as it is; or one that only waits for its broker costs its instance."""
+    run_on_instance(account.user_data("expel"), tmp_path)
+    watch = (tmp_path / "usr" / "local" / "sbin" / "penstock-health").read_text()
+    watch = watch.replace("while true", "for round in {1..60}").replace(str(tmp_path), "")
+    done = [line for line in run_on_instance(watch, tmp_path, answers="none") if line.startswith(("aws", "systemctl"))]
+    assert done[:-1] == ["systemctl restart penstock"] * 9
+    assert "set-instance-health" in done[-1]
+    assert done[-1].endswith("--health-status Unhealthy --instance-id i-1")
+    assert not [line for line in run_on_instance(watch, tmp_path) if line.startswith(("aws", "systemctl"))]
 
 
 def test_the_autoscaler_knows_where_the_others_are(account: Account, tmp_path: Path) -> None:
     """Broken: the autoscaler sees no load, and no stream gets shards."""
     script = account.user_data("autoscaler")
     said = run_on_instance(script, tmp_path)
-    assert said[-2:] == ["systemctl enable --now penstock-targets", "systemctl enable --now penstock penstock-drain"]
+    enabled = [line.rpartition(" --now ")[2] for line in said if "--now" in line]
+    assert enabled == ["docker", "penstock-targets", "penstock penstock-drain", "penstock-health"]
     assert not any(
         "enable --now penstock-targets" in line for line in run_on_instance(account.user_data("expel"), tmp_path)
     )

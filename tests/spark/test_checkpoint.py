@@ -290,18 +290,23 @@ def test_one_query_on_a_checkpoint(spark: SparkSession, tmp_path: Path) -> None:
         pass
 
 
-def test_second_query_on_a_checkpoint_is_refused(pipeline: LogPipeline) -> None:
-    """If this fails, two services on one data folder do each event twice, or the second one says nothing."""
+def test_a_second_process_stands_by(pipeline: LogPipeline) -> None:
+    """If this fails, two services on one folder do each event twice, or an update that starts the next one first never ends."""
     chosen, _ = run_first(pipeline)
+    first = pipeline.start(chosen)
+    wait_for(lambda: bool(pipeline.states) and pipeline.states[-1].problem is None, "the query runs")
     pipeline.start(chosen)
-    wait_for(lambda: len(pipeline.states) >= 2, "the query runs")
-    pipeline.start(chosen)
-    wait_for(lambda: pipeline.problem is not None, "the second one refuses")
-    assert "in use by process" in (pipeline.problem or "")
+    wait_for(lambda: bool(pipeline.states[-1].standby), "the second one stands by")
+    assert "in use by process" in pipeline.states[-1].standby
     pipeline.send(flights(30, 60))
-    wait_for(lambda: pipeline.read >= 60, "the first one goes on")
+    wait_for(lambda: len(pipeline.out) == 60, "the first one goes on")
+    first.stop(30.0)
+    wait_for(lambda: pipeline.states[-1] == QueryState("p", None, 0), "the second one takes over")
+    pipeline.send(flights(60, 90))
+    wait_for(lambda: len(pipeline.out) >= 90, "it runs the pipe")
     pipeline.stop()
-    assert ids(pipeline) == sorted(f"id-{n}" for n in range(60))
+    assert all(state.failures == 0 for state in pipeline.states)
+    assert ids(pipeline) == sorted(f"id-{n}" for n in range(90))
 
 
 def test_dead_query_is_reported_and_started_again(pipeline: LogPipeline) -> None:

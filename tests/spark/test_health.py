@@ -2,7 +2,7 @@
 
 from prometheus_client import REGISTRY
 
-from spark.health import MAX_FAILURES, OLD_JAVA_S, PipesHealth, QueryState
+from spark.health import MAX_FAILURES, OLD_JAVA_S, STANDBY_S, PipesHealth, QueryState
 
 
 def test_ready_when_every_query_has_worked() -> None:
@@ -44,6 +44,23 @@ def test_one_pipe_gets_a_fresh_java() -> None:
         assert health.gave_up.is_set() == gave_up
 
 
+def test_a_process_that_stands_by_is_ready_for_a_while() -> None:
+    """If this fails, an update waits for ever for a process that waits for the former one; or a process that never gets to work
+    looks healthy for ever."""
+    now = [0.0]
+    health = PipesHealth(["p"], clock=lambda: now[0])
+    waiting = QueryState("p", None, 0, standby="checkpoint /c/p is in use by process 7")
+    health.record_state(waiting)
+    now[0] = STANDBY_S
+    health.record_state(waiting)
+    assert (health.ready(), health.note()) == (None, "p: checkpoint /c/p is in use by process 7")
+    assert REGISTRY.get_sample_value("penstock_transform_query_up", {"pipe": "p"}) == 0.0
+    now[0] += 1
+    assert health.ready() == "p: it has stood by for 601 s, checkpoint /c/p is in use by process 7"
+    health.record_state(QueryState("p", None, 0))
+    assert (health.ready(), health.note()) == (None, None)
+
+
 def test_backlog_is_shown_by_partition() -> None:
     """If this fails, `penstock status` cannot say how far a transform is behind."""
     health = PipesHealth(["behind"])
@@ -62,7 +79,7 @@ def test_a_paused_pipe_is_healthy() -> None:
     health.record_state(QueryState("a", None, 0))
     health.record_state(QueryState("held", None, 0, paused="paused by ann: wrong VAT"))
     assert health.ready() is None
-    assert health.paused() == "held: paused by ann: wrong VAT"
+    assert health.note() == "held: paused by ann: wrong VAT"
 
     def value(name: str) -> float | None:
         return REGISTRY.get_sample_value(f"penstock_transform_{name}", {"pipe": "held"})
@@ -71,4 +88,4 @@ def test_a_paused_pipe_is_healthy() -> None:
     health.record_state(QueryState("a", "broken", MAX_FAILURES))
     assert health.gave_up.is_set()
     health.record_state(QueryState("held", "starting", 0))
-    assert (health.paused(), value("paused"), value("query_failures_total")) == (None, 0.0, None)
+    assert (health.note(), value("paused"), value("query_failures_total")) == (None, 0.0, None)

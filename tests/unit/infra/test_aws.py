@@ -155,6 +155,12 @@ def test_who_may_do_what(policy: str, action: str, may_on: list[str], may_not_on
     assert [name for name in may_not_on if may(policy, action, name)] == []
 
 
+HOOKS = {
+    one["LifecycleTransition"]: one
+    for one in template("service.yaml")["Resources"]["Group"]["Properties"]["LifecycleHookSpecificationList"]
+}
+
+
 def test_a_drain_is_never_cut_short() -> None:
     """Broken: every update of a group kills what is in flight."""
     service = template("service.yaml")["Resources"]
@@ -162,9 +168,30 @@ def test_a_drain_is_never_cut_short() -> None:
     found = re.search(r"docker stop --time (\d+).*TimeoutStopSec=(\d+)", data, re.DOTALL)
     assert found is not None
     stop, unit = int(found[1]), int(found[2])
-    [hook] = service["Group"]["Properties"]["LifecycleHookSpecificationList"]
-    assert ExpelSettings.model_fields["drain"].default + CLOSE_S + 10 <= stop < unit < hook["HeartbeatTimeout"] - 30
+    hook = HOOKS["autoscaling:EC2_INSTANCE_TERMINATING"]
+    [serves] = re.findall(r"= ingest \]; then sleep (\d+)", data)
+    assert ExpelSettings.model_fields["drain"].default + CLOSE_S + 10 <= stop < unit
+    assert unit + int(serves) < hook["HeartbeatTimeout"] - 30
+    target = template("balancer.yaml")["Resources"]["TargetGroup"]["Properties"]
+    assert int(serves) >= 2 * target["HealthCheckIntervalSeconds"] * target["UnhealthyThresholdCount"]
     assert f"--lifecycle-hook-name {hook['LifecycleHookName']}" in data
+
+
+def test_a_bad_version_replaces_nothing() -> None:
+    """Broken: an update replaces one instance after the other with a version that never gets ready, and ends well."""
+    group = template("service.yaml")["Resources"]["Group"]
+    rolling, created = group["UpdatePolicy"]["AutoScalingRollingUpdate"], group["CreationPolicy"]["ResourceSignal"]
+    assert (rolling["WaitOnResourceSignals"], rolling["MaxBatchSize"]) == (True, 1)
+    assert created["Count"] == {"Ref": "Min"}
+    hook = HOOKS["autoscaling:EC2_INSTANCE_LAUNCHING"]
+    assert hook["DefaultResult"] == "ABANDON", "what does not even run its script gets work"
+    data = str(template("service.yaml")["Resources"]["Template"]["Properties"]["LaunchTemplateData"]["UserData"])
+    [(attempts, limit, pause)] = re.findall(
+        r"\{1\.\.(\d+)\}.*?--max-time (\d+).*?readyz.*?sleep (\d+)", data, re.DOTALL
+    )
+    longest = int(attempts) * (int(limit) + int(pause)) + 60
+    assert longest < hook["HeartbeatTimeout"], "the group ends an instance before it has reported"
+    assert {rolling["PauseTime"], created["Timeout"]} == {f"PT{hook['HeartbeatTimeout'] // 60}M"}
 
 
 def test_old_versions_are_kept() -> None:

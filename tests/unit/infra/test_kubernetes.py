@@ -1,5 +1,6 @@
 """infra/kubernetes: manifests that Kubernetes' schemas take, and that keep what the services promise."""
 
+import ipaddress
 import os
 import re
 import stat
@@ -38,6 +39,8 @@ SETTINGS: dict[str, type[Settings]] = {
 }
 SCALED = {"ingest", "expel", "global-retrier"}
 SINGLE = {"observer", "transform", "autoscaler"}
+ONE_AT_A_TIME = {"observer", "autoscaler"}
+"""Two at once would send each alarm twice, or decide twice. Of the transform the second stands by."""
 
 
 def read(path: Path) -> list[dict[str, Any]]:
@@ -98,7 +101,10 @@ def test_every_service_has_its_objects() -> None:
     assert {scaler["scaleTargetRef"]["name"] for scaler in scalers.values()} == set(scalers) == SCALED
     for name, spec in DEPLOYMENTS.items():
         assert spec.get("replicas") == (None if name in SCALED else 1), "an apply would undo the scaler's number"
-        assert spec["strategy"]["type"] == ("RollingUpdate" if name in SCALED else "Recreate")
+        assert spec["strategy"]["type"] == ("Recreate" if name in ONE_AT_A_TIME else "RollingUpdate")
+        if name not in ONE_AT_A_TIME:
+            rolling = spec["strategy"]["rollingUpdate"]
+            assert rolling == {"maxSurge": 1, "maxUnavailable": 0}, "a bad configuration would replace what works"
         labels = {"app.kubernetes.io/name": name}
         assert (
             spec["selector"]["matchLabels"] == of_kind("PodDisruptionBudget")[name]["selector"]["matchLabels"] == labels
@@ -236,8 +242,58 @@ def test_only_the_scaled_can_be_scaled() -> None:
     assert mount["value"] in container["volumeMounts"]
     assert volume["value"] in PODS["autoscaler"]["volumes"]
     assert not volume["value"]["secret"]["defaultMode"] & 0o007, "it is refused when others can read it"
-    rules = of_kind("NetworkPolicy")["observer"]["ingress"]
-    assert [rule["ports"] for rule in rules if "from" not in rule] == [[{"port": 9100}]]
+    [rule] = of_kind("NetworkPolicy")["observer"]["ingress"]
+    assert rule == {
+        "from": [{"podSelector": {"matchLabels": {"app.kubernetes.io/name": "autoscaler"}}}],
+        "ports": [{"port": 8081}],
+    }
+
+
+def test_pods_are_spread_over_hosts() -> None:
+    """Broken: one node takes a whole group with it."""
+    for name in SCALED:
+        spread = DEPLOYMENTS[name]["template"]["spec"]["topologySpreadConstraints"]
+        assert {one["topologyKey"] for one in spread} == {"topology.kubernetes.io/zone", "kubernetes.io/hostname"}
+        for one in spread:
+            assert one["labelSelector"]["matchLabels"] == {"app.kubernetes.io/name": name}
+            assert (one["maxSkew"], one["matchLabelKeys"]) == (1, ["pod-template-hash"])
+
+
+def test_nobody_is_reached_but_as_written() -> None:
+    """Broken: a pod of another team reads figures or stories of events; who breaks into expel reaches the whole cluster; or a
+    service cannot do its work."""
+    policies = of_kind("NetworkPolicy")
+    assert policies["default-deny"] == {"podSelector": {}, "policyTypes": ["Ingress", "Egress"]}
+    open_to_all = {
+        (name, port["port"])
+        for name, policy in policies.items()
+        for rule in policy.get("ingress", [])
+        if "from" not in rule
+        for port in rule["ports"]
+    }
+    assert open_to_all == {("events", 8080)}
+    assert policies["events"]["podSelector"]["matchLabels"] == {"app.kubernetes.io/name": "ingest"}
+    kafka = {port["port"] for rule in policies["names-and-broker"]["egress"] for port in rule["ports"]}
+    assert kafka == {53, 9092}
+    assert f":{max(kafka)}" in environment()["PENSTOCK_BROKER"]
+    [rule] = policies["receivers"]["egress"]
+    four, six = (one["ipBlock"] for one in rule["to"])
+    for block in (four, six):
+        closed = [ipaddress.ip_network(one) for one in block["except"]]
+        for address in ("10.1.2.3", "169.254.169.254", "192.168.1.1", "::1", "fd00::1"):
+            inside = ipaddress.ip_address(address)
+            if inside in ipaddress.ip_network(block["cidr"]):
+                assert any(inside in network for network in closed), address
+
+
+def test_ingest_serves_until_balancers_send_elsewhere() -> None:
+    """Broken: each roll-out refuses the requests that balancers still send to a pod that leaves."""
+    balancer = (INFRA / "aws" / "balancer.yaml").read_text()
+    interval, count = (
+        int(re.findall(rf"{key}: (\d+)", balancer)[0]) for key in ("IntervalSeconds", "UnhealthyThresholdCount")
+    )
+    [container] = DEPLOYMENTS["ingest"]["template"]["spec"]["containers"]
+    assert container["lifecycle"]["preStop"]["sleep"]["seconds"] >= 2 * interval * count
 
 
 def test_the_autoscaler_asks_every_pod() -> None:
