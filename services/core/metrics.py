@@ -55,6 +55,13 @@ CREDENTIALS_FAILURES = Counter(
     ["name", "key"],
 )
 
+CERTIFICATE_EXPIRY = Gauge(
+    "penstock_certificate_expiry_timestamp_seconds",
+    "End of the certificates in a file of expel: the first one of ours, the last one of trusted ones. By pipe/destination and key "
+    "of the pipe file.",
+    ["name", "key"],
+)
+
 BROKER_RETRIES = Counter(
     "penstock_broker_append_retries", "Appends that were retried, by reason.", ["topic", "partition", "reason"]
 )
@@ -368,6 +375,11 @@ AUTOSCALER_LOAD = Gauge(
 AUTOSCALER_UPDATES = Gauge(
     "penstock_autoscaler_updates_used", "Shard updates in the last 24 hours. Kinesis allows ten.", ["stream"]
 )
+AUTOSCALER_REFUSED = Gauge(
+    "penstock_autoscaler_stream_refused",
+    "1 while a stream needs more shards or partitions and the autoscaler cannot or must not add them. Its log has the reason.",
+    ["stream"],
+)
 AUTOSCALER_GROUP_SIZE = Gauge(
     "penstock_autoscaler_group_instances", "Instances that the platform was asked to run.", ["group"]
 )
@@ -387,6 +399,17 @@ AUTOSCALER_GROUP_FAILURES = Counter(
     ["group", "what", "reason"],
 )
 
+FLEET_EXPECTED = Gauge(
+    "penstock_fleet_expected",
+    "1 for each service that the pipe file needs. pipe: of a transform, the pipe that needs it; else empty.",
+    ["service", "pipe"],
+)
+SERVICE_READY = Gauge("penstock_service_ready", "1 while /readyz says that the process is ready, else 0.")
+CLOCK = Gauge("penstock_clock_timestamp_seconds", "The clock of the process, for a comparison with that of Prometheus.")
+DISK_FREE = Gauge(
+    "penstock_disk_free_bytes", "Free bytes of the disk that has this data folder, for other users than root.", ["folder"]
+)
+DISK_SIZE = Gauge("penstock_disk_size_bytes", "Size of the disk that has this data folder.", ["folder"])
 FLEET_RESTARTS = Counter("penstock_fleet_restarts", "Processes that died and were restarted.", ["service"])
 LOG_RETENTION_BEHIND = Gauge(
     "penstock_log_retention_behind_seconds",

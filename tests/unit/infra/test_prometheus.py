@@ -44,14 +44,27 @@ def test_metrics_exist(name: str) -> None:
 
 
 def test_every_alert_is_tested_and_explained() -> None:
-    """Broken: an alert that never fires, or one whose page says nothing of what to do."""
+    """Broken: an alert that never fires, or fires on anything, or one whose page says nothing of what to do."""
     tests = [test for path in FOLDER.glob("*.test.yml") for test in yaml.safe_load(path.read_text())["tests"]]
-    fired = {case["alertname"] for test in tests for case in test.get("alert_rule_test", ()) if case["exp_alerts"]}
+    cases = [case for test in tests for case in test.get("alert_rule_test", ())]
+    fired = {case["alertname"] for case in cases if case["exp_alerts"]}
+    silent = {case["alertname"] for case in cases if not case["exp_alerts"]}
     alerts = {rule["alert"] for rule in rules("alerts.yml")}
     explained = set(
         re.findall(r"^\| `(Penstock\w+)` \|", (REPOSITORY / "docs" / "monitoring.md").read_text(), re.MULTILINE)
     )
     assert alerts == fired == explained
+    assert alerts - {"PenstockWatchdog"} == silent
+
+
+def test_severities_and_runbooks() -> None:
+    """Broken: an alert reaches nobody, or the page that helps at night is not in it."""
+    for rule in rules("alerts.yml"):
+        labels = rule["labels"]
+        assert labels["severity"] in ("critical", "warning", "none"), rule
+        assert labels.get("owner", "receiver") in ("receiver", "sender"), rule
+        assert labels["severity"] == "warning" or "owner" not in labels, rule
+        assert rule["annotations"]["runbook"] == f"docs/runbooks/{rule['alert']}.md", rule
 
 
 def test_groups_in_order() -> None:
