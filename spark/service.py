@@ -10,6 +10,8 @@ from typing import Any, Protocol, TypeVar
 import structlog
 from pyspark.sql import SparkSession
 
+from services.core.disk import show_disk
+from services.core.expected import show_expected
 from services.core.lifecycle import Supervision, wait_for_stop
 from services.core.management import serve_management
 from services.core.pauses import Pauses
@@ -57,6 +59,7 @@ async def start(settings: TransformSettings, supervision: Supervision) -> None:
     """Run the selected pipes until the stop. Raises BadConfiguration for every mistake that shows before an event is read."""
     selected = await run_blocking(lambda: load_pipes(settings), "pipes")
     health = PipesHealth(selected.names)
+    show_expected(selected.file, ledger=settings.ledger)
     async with serve_management(settings.management, health.ready, note=health.note) as address:
         log.info("management_port_open", address=address)
         if not selected.names:
@@ -65,6 +68,9 @@ async def start(settings: TransformSettings, supervision: Supervision) -> None:
             return
         broker = open_spark_broker(settings.broker)
         scratch = await run_blocking(lambda: Scratch(settings.data), "scratch")
+        show_disk(scratch.folder.parent)
+        if "://" not in (checkpoints := settings.checkpoint_root()):
+            show_disk(Path(checkpoints))
         opening = run_blocking(lambda: _open(settings, broker, selected, scratch.folder), "spark")
         opened = await _unless_stopped(opening, supervision)
         if opened is None:

@@ -3,6 +3,7 @@
 /lags has the full lag histograms, which `penstock status` merges over processes: Prometheus' buckets are too coarse for a P99.
 """
 
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
@@ -12,7 +13,7 @@ from prometheus_client import REGISTRY
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
 from services.core.listening import serve_app
-from services.core.metrics import LAG_FAMILIES
+from services.core.metrics import CLOCK, LAG_FAMILIES, SERVICE_READY
 
 WhyNotReady = Callable[[], str | None]
 """Returns None when ready, else the reason, for a person."""
@@ -45,6 +46,8 @@ async def serve_management(
         body = orjson.dumps({family.name: family.dump() for family in LAG_FAMILIES})
         return web.Response(body=body, content_type="application/json")
 
+    SERVICE_READY.set_function(lambda: why_not_ready() is None)
+    CLOCK.set_function(time.time)
     app = web.Application()
     app.add_routes([web.get("/healthz", healthz), web.get("/readyz", readyz)])
     app.add_routes([web.get("/metrics", metrics), web.get("/lags", lags), *more])

@@ -57,8 +57,8 @@ CREDENTIALS_FAILURES = Counter(
 
 CERTIFICATE_EXPIRY = Gauge(
     "penstock_certificate_expiry_timestamp_seconds",
-    "End of the certificates in a file of expel: the first one of ours, the last one of trusted ones. By pipe/destination and key "
-    "of the pipe file.",
+    "When the certificate in a file of expel expires: of ours the first in the file, of trusted ones the last. By "
+    "pipe/destination and key of the pipe file.",
     ["name", "key"],
 )
 
@@ -401,13 +401,15 @@ AUTOSCALER_GROUP_FAILURES = Counter(
 
 FLEET_EXPECTED = Gauge(
     "penstock_fleet_expected",
-    "1 for each service that the pipe file needs. pipe: of a transform, the pipe that needs it; else empty.",
+    "1 for each service that the pipe file needs. pipe: of expel and transform, the pipe that needs it; else empty.",
     ["service", "pipe"],
 )
 SERVICE_READY = Gauge("penstock_service_ready", "1 while /readyz says that the process is ready, else 0.")
 CLOCK = Gauge("penstock_clock_timestamp_seconds", "The clock of the process, for a comparison with that of Prometheus.")
 DISK_FREE = Gauge(
-    "penstock_disk_free_bytes", "Free bytes of the disk that has this data folder, for other users than root.", ["folder"]
+    "penstock_disk_free_bytes",
+    "Free bytes of the disk that has this data folder, for other users than root.",
+    ["folder"],
 )
 DISK_SIZE = Gauge("penstock_disk_size_bytes", "Size of the disk that has this data folder.", ["folder"])
 FLEET_RESTARTS = Counter("penstock_fleet_restarts", "Processes that died and were restarted.", ["service"])

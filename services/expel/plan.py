@@ -14,6 +14,7 @@ from services.core.broker.contract import Broker
 from services.core.broker.producer import Producer
 from services.core.credentials import Credentials, Held, find_secret, read_credentials, read_value, watch_credentials
 from services.core.destination_check import check_destinations
+from services.core.expected import show_expected
 from services.core.file_watch import FileWatch
 from services.core.ledger.report import TELEMETRY
 from services.core.ledger.reporter import new_instance
@@ -104,6 +105,7 @@ def read_plan(settings: ExpelSettings, environ: Mapping[str, str]) -> ExpelPlan:
         problems.append(Problem("--broker", "", str(error)))
     if problems:
         raise BadConfiguration(problems)
+    show_expected(pipes, ledger=settings.ledger)
     folder, removed = settings.pipes.parent, removed_lanes(pipes)
     lanes = [
         LanePlan(

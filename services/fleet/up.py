@@ -6,6 +6,8 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
 
+from services.core.disk import show_disk
+from services.core.expected import show_expected
 from services.core.snapshot import Contents, copy_in, write_snapshot
 from services.fleet.console import print_note
 from services.fleet.folder import hold_folder, keep_observer_token
@@ -58,6 +60,8 @@ async def fleet_of(settings: UpSettings, config: str | None, stop: Stop) -> Asyn
         snapshot = settings.data.absolute() / "snapshot"
         await asyncio.to_thread(_keep, snapshot, contents)
         keys = await asyncio.to_thread(keys_of_ingest, None if config is None else copy_in(snapshot, Path(config)))
+        show_expected(pipes, ledger=settings.ledger)
+        show_disk(settings.data.absolute())
         plan = make_plan(settings, pipes, broker, config, snapshot, has_retrier=topics.has_retrier, keys=keys)
         stop.check()
         yield await stack.enter_async_context(run_fleet(plan, settings.management, _notify, _progress, stop))

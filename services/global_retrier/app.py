@@ -7,6 +7,7 @@ from pathlib import Path
 import structlog
 
 from services.core.broker.producer import Producer
+from services.core.expected import show_expected
 from services.core.group_lag import follow_group
 from services.core.ledger.report import TELEMETRY
 from services.core.lifecycle import Supervision
@@ -29,6 +30,8 @@ async def start(settings: RetrierSettings, supervision: Supervision) -> None:
     """Run until the stop, then drain. Raises BadConfiguration."""
     readiness, stopping = Readiness(), supervision.stopping
     pipes = await asyncio.to_thread(_read_pipes, settings.pipes)
+    if pipes is not None:
+        show_expected(pipes, ledger=settings.ledger)
     async with AsyncExitStack() as stack:
         management = await stack.enter_async_context(serve_management(settings.management, readiness.why_not))
         log.info("started", management=management)

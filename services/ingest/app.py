@@ -12,6 +12,7 @@ from pathlib import Path
 import structlog
 
 from services.core.broker.producer import Producer
+from services.core.expected import show_expected
 from services.core.ledger.reporter import Reporter, close_reporters, keep_reporting, new_instance
 from services.core.lifecycle import Supervision
 from services.core.management import serve_management
@@ -38,6 +39,7 @@ async def start(settings: IngestSettings, supervision: Supervision) -> None:
     host, port = settings.address()
     readiness, stopping = Readiness(), supervision.stopping
     pipes = await asyncio.to_thread(load_pipes, settings.pipes)
+    show_expected(pipes, ledger=settings.ledger)
     access = Access(None, quota_bytes=settings.quota_bytes)
     keys = watch_keys(settings.keys, access) if settings.keys is not None else None
     if keys is not None:

@@ -13,6 +13,7 @@ from services.core.address import is_loopback, parse_address
 from services.core.bearer import Tokens, read_tokens, watch_tokens
 from services.core.broker.contract import Broker
 from services.core.broker.producer import Producer
+from services.core.expected import show_expected
 from services.core.lifecycle import Supervision
 from services.core.management import serve_management
 from services.core.pauses import Pauses
@@ -43,6 +44,7 @@ _SHOWN_CAUSES = 5
 async def start(settings: ObserverSettings, supervision: Supervision) -> None:
     """Run until the stop; there is nothing to drain. Ready when the API answers. Raises BadConfiguration, OSError."""
     pipes = await asyncio.to_thread(load_pipes, settings.pipes)
+    show_expected(pipes, ledger=settings.ledger)
     openapi, page = await asyncio.to_thread(OPENAPI.read_bytes), await asyncio.to_thread(load_files)
     keys = await asyncio.to_thread(_read_keys, settings.alarm_secret)
     tokens = await asyncio.to_thread(_read_tokens, settings)

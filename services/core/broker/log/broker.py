@@ -18,6 +18,7 @@ from services.core.broker.log.membership import LogMembership, SharedResources, 
 from services.core.broker.log.retention import run_retention
 from services.core.broker.log.row_format import MAX_RECORD_BYTES
 from services.core.broker.log.topic_reader import Readers
+from services.core.disk import show_disk
 
 FEATURES = Features(contiguous_offsets=True, retention_by_event_time=False, max_record_bytes=MAX_RECORD_BYTES)
 _CLOSE_SECONDS = 30.0
@@ -48,6 +49,7 @@ class LogBroker:
         Leaving waits for appends under way, at most 30 s, and closes every file.
         """
         folder = await asyncio.to_thread(DataFolder.prepare, path)
+        show_disk(folder.root)
         broker = cls(folder, clock or WallClock(), timing or Timing())
         keeper = asyncio.create_task(run_retention(folder, broker._clock, retention_seconds), name="log-keeper")
         try:

@@ -1,0 +1,31 @@
+"""What a fleet needs to run, as a metric. Alerts compare it with the processes that answer.
+
+Under dynamic discovery a process that is gone has no target either, so nothing but such a list can miss it. Each service shows
+the whole list, from its own pipe file: one service that is left is enough.
+"""
+
+from services.core.metrics import FLEET_EXPECTED
+from services.core.pipes import PipeFile, needs_retrier
+
+
+def show_expected(pipes: PipeFile, *, ledger: bool) -> None:
+    """Set the metric. ledger: whether the services report, so that an observer must read. Later calls replace the list."""
+    FLEET_EXPECTED.clear()
+    for service, pipe in list_expected(pipes, ledger=ledger):
+        FLEET_EXPECTED.labels(service, pipe).set(1)
+
+
+def list_expected(pipes: PipeFile, *, ledger: bool) -> list[tuple[str, str]]:
+    """Each service, and the pipe that an expel or a transform is for, else "": they may be divided between processes.
+
+    Not the autoscaler: the pipe file does not say whether a fleet has one.
+    """
+    expected = [("ingest", "")]
+    if pipes.removed:
+        expected.append(("expel", ""))
+    if needs_retrier(pipes):
+        expected.append(("retrier", ""))
+    if ledger:
+        expected.append(("observer", ""))
+    expected += [("expel", name) for name, pipe in pipes.pipes.items() if pipe.destinations]
+    return expected + [("transform", name) for name, pipe in pipes.pipes.items() if pipe.transform is not None]

@@ -1,0 +1,54 @@
+"""The list of services that a fleet needs, and the figures of its disks."""
+
+from pathlib import Path
+
+from prometheus_client import REGISTRY, generate_latest
+
+from services.core.disk import show_disk
+from services.core.expected import list_expected, show_expected
+from services.core.pipes import PipeFile
+
+STREAMS: dict[str, object] = {"orders": {}}
+WEBHOOK = {"name": "crm", "webhook": {"url": "https://crm.example.com/", "secret": {"env": "CRM"}}}
+COPY = {"sources": ["orders"], "destinations": [{"name": "archive", "stream": "archive"}]}
+
+
+def test_only_needed_services_are_expected() -> None:
+    """Broken: a dead service pages nobody, or one that no pipe needs pages everybody."""
+
+    def expected(*, ledger: bool = True, **more: object) -> list[tuple[str, str]]:
+        return list_expected(PipeFile.model_validate({"streams": {**STREAMS, "archive": {}}, **more}), ledger=ledger)
+
+    assert expected() == [("ingest", ""), ("observer", "")]
+    assert expected(pipes={"copy": COPY}, ledger=False) == [("ingest", ""), ("expel", "copy")]
+    crm = {"sources": ["orders"], "transform": {"sql": "SELECT * FROM orders"}, "destinations": [WEBHOOK]}
+    assert expected(pipes={"shop": crm}) == [
+        ("ingest", ""),
+        ("retrier", ""),
+        ("observer", ""),
+        ("expel", "shop"),
+        ("transform", "shop"),
+    ]
+    assert ("expel", "") in expected(removed={"shop/old": {"bury": "it was closed"}})
+
+
+def test_the_list_is_replaced() -> None:
+    """Broken: a service that the pipe file no longer needs is missed for ever."""
+    pipes = PipeFile.model_validate({"streams": STREAMS})
+    show_expected(pipes, ledger=True)
+    show_expected(pipes, ledger=False)
+    assert REGISTRY.get_sample_value("penstock_fleet_expected", {"service": "ingest", "pipe": ""}) == 1
+    assert REGISTRY.get_sample_value("penstock_fleet_expected", {"service": "observer", "pipe": ""}) is None
+
+
+def test_disks(tmp_path: Path) -> None:
+    """Broken: a disk fills unseen, or one that cannot be reached takes all metrics of the process with it."""
+    gone = tmp_path / "gone"
+    for folder in (tmp_path, gone):
+        show_disk(folder)
+    values = {
+        name: REGISTRY.get_sample_value(f"penstock_disk_{name}", {"folder": str(tmp_path)})
+        for name in ("free_bytes", "size_bytes")
+    }
+    assert 0 < (values["free_bytes"] or 0) < (values["size_bytes"] or 0)
+    assert f'penstock_disk_free_bytes{{folder="{gone}"}} NaN' in generate_latest(REGISTRY).decode()
