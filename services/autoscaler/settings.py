@@ -7,11 +7,11 @@ from typing import Annotated, Any, ClassVar
 import orjson
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from services.autoscaler.fleet_metrics import check_targets
 from services.autoscaler.groups.drivers.open import check_driver
 from services.autoscaler.groups.policy import GroupRules
 from services.core.address import Address
 from services.core.settings import Settings
+from services.core.targets import check_targets
 from services.core.units import Duration, Size
 
 

@@ -412,6 +412,9 @@ DISK_FREE = Gauge(
     ["folder"],
 )
 DISK_SIZE = Gauge("penstock_disk_size_bytes", "Size of the disk that has this data folder.", ["folder"])
+BUILD = Gauge(
+    "penstock_build_info", "Always 1: which service this process is, and its version.", ["service", "version"]
+)
 FLEET_RESTARTS = Counter("penstock_fleet_restarts", "Processes that died and were restarted.", ["service"])
 LOG_RETENTION_BEHIND = Gauge(
     "penstock_log_retention_behind_seconds",

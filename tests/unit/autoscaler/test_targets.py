@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from services.autoscaler.fleet_metrics import NoTargets, find_targets, read_targets
 from services.autoscaler.settings import AutoscalerSettings
 from services.core.settings import load_settings
+from services.core.targets import NoTargets, Target, find_targets, read_targets
 from services.core.yaml_source import BadConfiguration
 
 
@@ -16,9 +16,9 @@ def test_targets_of_prometheus_and_of_a_fleet(tmp_path: Path) -> None:
     """Broken: the autoscaler waits for ever beside a list that it was given."""
     file = tmp_path / "targets.json"
     file.write_text('[{"targets": ["a:1", "b:2"], "labels": {"component": "ingest"}}]')
-    assert read_targets(file) == ("a:1", "b:2")
+    assert read_targets(file) == (Target("a:1", "ingest"), Target("b:2", "ingest"))
     file.write_text('{"processes": [{"management": "c:3"}, {"management": ""}]}')
-    assert read_targets(file) == ("c:3",)
+    assert read_targets(file) == (Target("c:3"),)
     for text in ("[1]", "{}", "nothing"):
         file.write_text(text)
         with pytest.raises(NoTargets, match="not a list of targets"):
@@ -30,7 +30,7 @@ def test_targets_of_prometheus_and_of_a_fleet(tmp_path: Path) -> None:
 @pytest.mark.parametrize("where", ["127.0.0.1:9100", "[::1]:9100"])
 async def test_a_name_stands_for_its_addresses(where: str) -> None:
     """Broken: on Kubernetes the autoscaler finds no pods, and streams keep their shards or partitions."""
-    assert await find_targets(f"dns://{where}") == (where,)
+    assert await find_targets(f"dns://{where}") == (Target(where),)
 
 
 async def test_a_process_with_two_families_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,7 +41,7 @@ async def test_a_process_with_two_families_counts_once(monkeypatch: pytest.Monke
         return [(socket.AF_INET6, socket.SOCK_STREAM, 6, "", ("fd00::1", port, 0, 0)), *four, *four]
 
     monkeypatch.setattr(socket, "getaddrinfo", resolve)
-    assert await find_targets("dns://fleet:9100") == ("10.0.0.1:9100", "10.0.0.2:9100")
+    assert [one.address for one in await find_targets("dns://fleet:9100")] == ["10.0.0.1:9100", "10.0.0.2:9100"]
 
 
 async def test_a_name_without_addresses(monkeypatch: pytest.MonkeyPatch) -> None:

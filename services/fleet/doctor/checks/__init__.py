@@ -1,0 +1,82 @@
+"""All checks, in causal order: a cause before its consequences. The first finding is the most probable cause."""
+
+from services.fleet.doctor.checks import broker, events, machine, processes, receivers, transforms
+from services.fleet.doctor.diagnosis import Check
+
+_PROCESSES = ("processes-dead", "processes-hung", "crash-loops", "processes-not-ready", "processes-restarted")
+_FLOW = (
+    "ingest-refuses",
+    "reports-not-stored",
+    "lanes-down",
+    "transform-down",
+    "transform-stuck",
+    "stalled",
+    "retention",
+)
+_JUDGED = ("observer-away", "loss")
+_ALL = frozenset((*_PROCESSES, *_FLOW, *_JUDGED, "topics-missing", "receivers-fail", "dead-letters"))
+_OF_RECEIVER = frozenset(
+    ("receivers-fail", "dead-letters", "stalled", "retention", "processes-not-ready", "lanes-down")
+)
+_OF_TRANSFORM = frozenset(
+    (
+        "transform-poison",
+        "transform-down",
+        "transform-stuck",
+        "processes-not-ready",
+        "crash-loops",
+        "stalled",
+        "loss",
+        "retention",
+    )
+)
+_OF_PROCESS = frozenset((*_FLOW, *_JUDGED, *_PROCESSES, "receivers-fail", "secrets"))
+
+CHECKS = (
+    Check("data-folder", "PenstockIngestNotReady", machine.find_folder, _ALL | {"broker-gone", "fleet-down"}),
+    Check(
+        "disk-full", "PenstockIngestNotReady", machine.find_full_disk, _ALL | {"broker-gone", "fleet-down", "secrets"}
+    ),
+    Check(
+        "clock",
+        "PenstockReportsGone",
+        machine.find_wrong_clock,
+        frozenset(("certificate-expired", "loss", "retention")),
+    ),
+    Check("versions", "PenstockProcessRestarts", processes.find_versions, _OF_PROCESS),
+    Check("configuration", "PenstockProcessRestarts", processes.find_bad_configuration, _OF_PROCESS | {"edited"}),
+    Check("fleet-down", "PenstockProcessDown", processes.find_no_fleet, _ALL | {"broker-gone", "edited"}),
+    Check("broker-gone", "PenstockIngestNotReady", broker.find_gone, _ALL),
+    Check("topics-missing", "PenstockIngestNotReady", broker.find_missing_topics, _ALL),
+    Check("broker-damage", "PenstockRecordsDamaged", broker.find_damage, _ALL),
+    Check("checkpoint", "PenstockTransformNotUp", transforms.find_checkpoints, _OF_TRANSFORM),
+    Check("processes-hung", "PenstockProcessDown", processes.find_hung, _OF_PROCESS),
+    Check("supervisor-hung", "PenstockProcessDown", processes.find_hung_supervisor, frozenset(("processes-dead",))),
+    Check("crash-loops", "PenstockProcessRestarts", processes.find_crash_loops, _OF_PROCESS),
+    Check("processes-dead", "PenstockProcessDown", processes.find_dead, _OF_PROCESS),
+    Check("secrets", "PenstockSecretsStale", receivers.find_secrets, _OF_RECEIVER),
+    Check("certificate-expired", "PenstockDestinationDown", receivers.find_expired, _OF_RECEIVER),
+    Check("receiver-gone", "PenstockPaused", receivers.find_gone, _OF_RECEIVER),
+    Check("records-missing", "PenstockRecordsMissing", broker.find_missing_records, _OF_RECEIVER),
+    Check("receivers-fail", "PenstockDestinationDown", receivers.find_failing, _OF_RECEIVER),
+    Check("quota", "PenstockIngestRefuses", events.find_quota),
+    Check("throttled", "PenstockLagGrows", broker.find_throttled, frozenset(("ingest-refuses", "stalled"))),
+    Check("transform-poison", "PenstockTransformDeadLettersGrow", transforms.find_poison, _OF_TRANSFORM),
+    Check("transform-down", "PenstockTransformNotUp", transforms.find_down, _OF_TRANSFORM),
+    Check("transform-stuck", "PenstockLagGrows", transforms.find_stuck, frozenset(("stalled", "retention", "loss"))),
+    Check("reports-not-stored", "PenstockTelemetryFails", events.find_unreported, frozenset(("stalled", "loss"))),
+    Check("ingest-refuses", "PenstockIngestNotReady", events.find_refused, frozenset(("processes-not-ready",))),
+    Check("unclaimed", "PenstockEventsUnclaimed", events.find_unclaimed),
+    Check("dead-letters", "PenstockDeadLettersGrow", events.find_letters),
+    Check("paused", "PenstockPaused", receivers.find_paused, frozenset(("stalled", "retention", "transform-stuck"))),
+    Check("lanes-down", "PenstockLaneNotUp", events.find_lanes_down, frozenset(("stalled", "retention"))),
+    Check("processes-not-ready", "PenstockProcessDown", processes.find_unready, frozenset((*_FLOW, *_JUDGED))),
+    Check("stalled", "PenstockLagGrows", events.find_stalled, frozenset(("retention",))),
+    Check("retention", "PenstockLagOld", broker.find_retention),
+    Check("observer-away", "PenstockProcessDown", events.find_observer, frozenset(("loss",))),
+    Check("loss", "PenstockLoss", events.find_loss),
+    Check("disk-nearly-full", "PenstockIngestNotReady", machine.find_little_room),
+    Check("certificate-expires", "PenstockDestinationDown", receivers.find_expiring),
+    Check("edited", "PenstockProcessRestarts", events.find_edited),
+    Check("processes-restarted", "PenstockProcessRestarts", processes.find_restarted),
+)

@@ -1,0 +1,183 @@
+"""Checks of the broker: gone, without topics, throttled, with missing or damaged records, about to delete unread events."""
+
+from collections import defaultdict
+from collections.abc import Iterator
+
+from services.core.pipes import PipeFile
+from services.core.provision import wanted_topics
+from services.core.units import format_count
+from services.fleet.doctor.diagnosis import Finding, about
+from services.fleet.doctor.facts import Facts
+
+_SAID = ("the broker cannot be opened", "broker is not reachable")
+NEARLY_S = 0.75
+"""Share of the retention after which unread events are in danger."""
+SHOWN = 5
+
+
+def find_gone(facts: Facts) -> Iterator[Finding]:
+    """It does not answer us, or does not answer the services."""
+    broker = facts.broker
+    said = [f"{one.name}: {one.reason}" for one in facts.instances if any(word in one.reason for word in _SAID)]
+    if broker.problem:
+        yield Finding(
+            f"The broker {broker.url} cannot be used: {broker.problem}.",
+            said[:SHOWN]
+            or ["no service says so: its connections may be older, or this machine cannot reach the broker"],
+            _first(facts),
+        )
+    elif said and len(said) * 2 > len(facts.instances):
+        yield Finding(f"The services cannot reach the broker {broker.url}.", said[:SHOWN], _first(facts))
+
+
+def _first(facts: Facts) -> str:
+    kind, _, rest = facts.broker.url.partition("://")
+    if facts.broker.hint:
+        return facts.broker.hint
+    if kind == "log":
+        return f"ls -la {rest}/topics; penstock log verify"
+    if kind == "kafka":
+        host, _, port = rest.split(",")[0].rpartition(":")
+        own = (
+            f"; tail -50 {facts.data}/kafka/*.log" if facts.data is not None and (facts.data / "kafka").exists() else ""
+        )
+        return f"nc -vz {host} {port}{own}"
+    return "aws kinesis list-streams"
+
+
+def find_missing_topics(facts: Facts) -> Iterator[Finding]:
+    """Topics of the pipe file that the broker does not have."""
+    if missing := facts.broker.missing:
+        yield Finding(
+            f"{format_count(len(missing), 'topic')} of the pipe file {'is' if len(missing) == 1 else 'are'} missing.",
+            [", ".join(missing[: 3 * SHOWN])],
+            "penstock apply",
+        )
+
+
+def find_throttled(facts: Facts) -> Iterator[Finding]:
+    """Shards of Kinesis that refuse writes or reads because of their limits."""
+    for metric, what in (
+        ("penstock_broker_shard_throttles_total", "writes"),
+        ("penstock_broker_shard_read_throttles_total", "reads"),
+    ):
+        topics: defaultdict[str, float] = defaultdict(float)
+        for _, labels, _, grown in facts.series(metric):
+            topics[labels["topic"]] += grown
+        for topic, grown in topics.items():
+            if grown:
+                yield Finding(
+                    f"Kinesis throttles {what} of {topic}.",
+                    [f"{grown:.0f} refused in {facts.seconds():.0f} s"],
+                    f"aws kinesis describe-stream-summary --stream-name {topic}",
+                    about("ingest" if what == "writes" else "expel", f"topic {topic}"),
+                )
+
+
+def find_missing_records(facts: Facts) -> Iterator[Finding]:
+    """Records that a group had not read, and that are gone: its partition waits for a person."""
+    gone: defaultdict[tuple[str, str], float] = defaultdict(float)
+    for _, labels, value, _ in facts.series("penstock_broker_gap_records_total"):
+        gone[labels["group"], labels["topic"]] += value
+    places: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
+    for (group, source), (position, start) in facts.broker.gaps.items():
+        places[group, source.topic].append(f"partition {source.partition}: reads {position}, stored from {start}")
+    for group, topic in sorted(gone.keys() | places.keys()):
+        count = gone.get((group, topic), 0.0)
+        if not count and (group, topic) not in places:
+            continue
+        evidence = [*places[group, topic][:SHOWN], *([f"{count:.0f} records are gone"] if count else [])]
+        lane = facts.lane_of(group)
+        yield Finding(
+            f"Records of {topic} that {group} had not read are gone; those partitions wait for a person.",
+            evidence,
+            f"penstock group show {lane}",
+            about(lane),
+        )
+
+
+def find_damage(facts: Facts) -> Iterator[Finding]:
+    """Stored records that cannot be read."""
+    count = facts.growth("penstock_broker_damaged_records_total")
+    said = [
+        f"{one.name}: {one.reason}"
+        for one in facts.instances
+        if "damaged" in one.reason.lower() and "checkpoint" not in one.reason
+    ]
+    if facts.broker.damage or said:
+        yield Finding(
+            "Stored records are damaged.",
+            [*facts.broker.damage, *said][:SHOWN],
+            "penstock log verify" if facts.broker.is_log else "the disks of the brokers; another replica may be intact",
+        )
+    elif count:
+        yield Finding(
+            "Damaged records went to the dead letters as stored bytes.",
+            [f"{count:.0f} in {facts.seconds():.0f} s"],
+            "penstock dead list --reason damaged_batch",
+        )
+    for _, labels, value, _ in facts.series("penstock_broker_logs_cut_off_total"):
+        if value:
+            yield Finding(
+                f"Kafka lost the end of {labels['topic']}, with acknowledged events.",
+                [f"{value:.0f} partitions, noticed by {labels['group']}"],
+                "grep kafka_log_cut_off data/logs/expel-*.log",
+                about(facts.lane_of(labels["group"])),
+                runbook="PenstockLogCutOff",
+            )
+    for _, labels, value, _ in facts.series("penstock_broker_partitions_tag_missing"):
+        if value:
+            yield Finding(
+                f"The Kinesis stream {labels['topic']} lacks its tag penstock:partitions.",
+                ["keys may move to other partitions"],
+                f"aws kinesis list-tags-for-stream --stream-name {labels['topic']}",
+                runbook="PenstockPartitionsUntold",
+            )
+
+
+def find_retention(facts: Facts) -> Iterator[Finding]:
+    """Unread events that retention deletes soon. The log keeps them for twice the retention."""
+    if facts.pipes is None:
+        return
+    kept = _retention_ms(facts.pipes)
+    for (group, topic), lags in facts.broker.lags.items():
+        limit = kept.get(topic)
+        stored = [lag.stored for lag in lags.values() if lag.records and lag.stored is not None]
+        if limit is None or not stored:
+            continue
+        if facts.broker.is_log:
+            limit *= 2
+        age = facts.now * 1000 - min(stored)
+        if age > NEARLY_S * limit:
+            left = max(0.0, limit - age)
+            yield Finding(
+                f"Retention deletes events of {topic} that {group} has not read, in {_span(left)}.",
+                [f"the oldest is stored for {_span(age)}, and kept for {_span(limit)}"],
+                f"penstock group show {facts.lane_of(group)}",
+                about(facts.lane_of(group)),
+            )
+    for _, labels, value, _ in facts.series("penstock_broker_lag_seconds"):
+        limit = kept.get(labels["topic"])
+        if labels["group"] in facts.pipes.pipes and limit and value * 1000 > NEARLY_S * limit:
+            yield Finding(
+                f"Retention deletes events of {labels['topic']} that the transform of {labels['group']} has not read.",
+                [f"the oldest waits for {_span(value * 1000)}, and is kept for {_span(limit)}"],
+                "penstock status",
+                about(f"pipe {labels['group']}", "transform"),
+            )
+
+
+def _retention_ms(pipes: PipeFile) -> dict[str, float]:
+    return {
+        spec.name: float(spec.retention_ms)
+        for spec in wanted_topics(pipes, has_retrier=True)
+        if spec.retention_ms is not None
+    }
+
+
+def _span(millis: float) -> str:
+    seconds = millis / 1000
+    for unit, size in (("days", 86400.0), ("hours", 3600.0), ("minutes", 60.0)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} s"

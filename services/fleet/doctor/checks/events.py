@@ -1,0 +1,216 @@
+"""Checks of the events: refused at ingest, dead letters, events that wait without progress, loss."""
+
+from collections import defaultdict
+from collections.abc import Iterator
+
+from services.core.pipes import RETRIER_DEAD
+from services.core.units import format_count
+from services.fleet.doctor.diagnosis import Finding, about
+from services.fleet.doctor.facts import Facts
+
+OLD_S = 300.0
+STALLED_S = 60.0
+"""A lane whose oldest event waits for so long, and whose position has not moved between the readings, makes no progress."""
+_QUOTA = {
+    "over-quota": "an API key sends more than its quota",
+    "stream-full": "a stream's capacity is used up",
+}
+_OURS = ("broker-unavailable", "outcome-unknown", "stream-not-ready", "storage-full", "overloaded", "internal")
+SHOWN = 5
+
+
+def find_quota(facts: Facts) -> Iterator[Finding]:
+    """Events that ingest refuses with 429."""
+    for reason, what in _QUOTA.items():
+        streams = _refused(facts, reason)
+        total = facts.total("penstock_ingest_requests_refused_total", reason=reason)
+        grown = sum(streams.values()) + facts.growth("penstock_ingest_requests_refused_total", reason=reason)
+        if not grown:
+            continue
+        names = ", ".join(streams) or "requests as a whole"
+        keys = "" if facts.state is None or facts.state.keys is None else f" --keys {facts.state.keys}"
+        first = f"penstock keys list{keys}" if reason == "over-quota" else "penstock status"
+        yield Finding(
+            f"Ingest refuses events with 429: {what}.",
+            [f"{grown:.0f} refused in {facts.seconds():.0f} s ({reason}), of {names}", f"{total:.0f} requests in all"],
+            f"{first}   # then raise the quota, or ask the sender to send less",
+            about("quota"),
+        )
+
+
+def find_refused(facts: Facts) -> Iterator[Finding]:
+    """Events that ingest refuses because of us: statuses 5xx."""
+    for reason in _OURS:
+        streams = _refused(facts, reason)
+        requests = facts.growth("penstock_ingest_requests_refused_total", reason=reason)
+        if not sum(streams.values()) + requests:
+            continue
+        yield Finding(
+            f"Ingest refuses events: {reason}.",
+            [
+                f"{name}: {format_count(int(count), 'event')} in {facts.seconds():.0f} s"
+                for name, count in streams.items()
+            ],
+            "penstock status"
+            if reason != "overloaded"
+            else "penstock status   # then more processes: penstock up --ingest",
+            about("ingest"),
+            runbook="PenstockIngestRefuses" if reason in ("overloaded", "internal") else "",
+        )
+
+
+def _refused(facts: Facts, reason: str) -> dict[str, float]:
+    found: defaultdict[str, float] = defaultdict(float)
+    for _, labels, _, grown in facts.series("penstock_ingest_events_refused_total", reason=reason):
+        if grown:
+            found[labels["stream"]] += grown
+    return found
+
+
+def find_letters(facts: Facts) -> Iterator[Finding]:
+    """Dead letters of the last quarter of an hour."""
+    for one in facts.broker.letters:
+        if one.node == "transform":
+            continue  # `poison` has them
+        lane = f"{one.pipe}/{one.destination}"
+        yield Finding(
+            f"{format_count(one.count, 'new dead letter')} of {lane}: {one.reason}.",
+            [f"in {one.topic} within 15 minutes", f"e.g. {one.example}: {one.detail[:300]}"],
+            f"penstock dead list --pipe {one.pipe} --destination {one.destination} --reason {one.reason} --since 15m"
+            if one.topic != RETRIER_DEAD
+            else "penstock dead list --since 15m",
+            about(lane, "retrier") if one.topic == RETRIER_DEAD else about(lane),
+            runbook="PenstockRetrierDeadLettersGrow" if one.topic == RETRIER_DEAD else "",
+        )
+
+
+def find_unclaimed(facts: Facts) -> Iterator[Finding]:
+    """Events that wait for destinations which the pipe file no longer has."""
+    for metric in ("penstock_expel_events_unclaimed_total", "penstock_retrier_events_unclaimed_total"):
+        if count := facts.total(metric):
+            yield Finding(
+                f"{format_count(int(count), 'event')} wait for a destination that the pipe file no longer has.",
+                [metric],
+                "penstock check   # it names the destination; then decide under `removed` in the pipe file",
+            )
+
+
+def find_unreported(facts: Facts) -> Iterator[Finding]:
+    """Reports to the observer that the broker does not store: no offset is committed until it does."""
+    found: defaultdict[str, float] = defaultdict(float)
+    for _, labels, _, grown in facts.series("penstock_ledger_report_failures_total"):
+        if grown:
+            found[labels["node"]] += grown
+    for node, count in found.items():
+        yield Finding(
+            f"The reports of {node} are not stored, so it commits nothing.",
+            [f"{count:.0f} failures in {facts.seconds():.0f} s"],
+            "penstock log verify" if facts.broker.is_log else "the broker's log; the topic penstock.telemetry",
+            about(node),
+        )
+
+
+def find_lanes_down(facts: Facts) -> Iterator[Finding]:
+    """Lanes that do not deliver, and are not paused."""
+    for one, labels, value, _ in facts.series("penstock_expel_lane_up"):
+        lane = f"{labels['pipe']}/{labels['destination']}"
+        others = facts.total("penstock_expel_lane_up", pipe=labels["pipe"], destination=labels["destination"])
+        if not value and not others and lane not in facts.broker.pauses and one.answer != "not ready":
+            yield Finding(
+                f"{lane} does not deliver: its lane is down.",
+                [f"penstock_expel_lane_up of {one.name} is 0"],
+                f"penstock group show {lane}",
+                about(lane, "expel"),
+            )
+
+
+def find_stalled(facts: Facts) -> Iterator[Finding]:
+    """Groups behind which events wait, and whose position does not move."""
+    broker = facts.broker
+    for group, topic in broker.lags:
+        later, lane = broker.later.get((group, topic)), facts.lane_of(group)
+        if later is None or lane in broker.pauses or topic.startswith("penstock.") or topic.endswith(".retry"):
+            continue
+        waiting = [number for number, lag in later.items() if lag.records and _age_s(facts, lag.stored) > STALLED_S]
+        before, after = broker.positions.get((group, topic), {}), broker.positions_later.get((group, topic), {})
+        stuck = [number for number in waiting if before.get(number) == after.get(number)]
+        if stuck and len(stuck) == len(waiting):
+            records = sum(later[number].records for number in stuck)
+            yield Finding(
+                f"{lane} makes no progress: {format_count(records, 'event')} of {topic} wait for it.",
+                [f"its position in partitions {', '.join(map(str, stuck[:SHOWN]))} has not moved for 5 s"],
+                f"penstock group show {lane}",
+                about(lane, "expel"),
+            )
+        elif waiting and max(_age_s(facts, later[number].stored) for number in waiting) > OLD_S:
+            yield Finding(
+                f"{lane} is behind: its oldest event of {topic} has waited for more than five minutes.",
+                [f"{format_count(sum(lags.records for lags in later.values()), 'event')} wait; it makes progress"],
+                "penstock status",
+                about(lane, "expel"),
+                runbook="PenstockLagOld",
+            )
+
+
+def _age_s(facts: Facts, stored: int | None) -> float:
+    return 0.0 if stored is None else facts.now - stored / 1000
+
+
+def find_observer(facts: Facts) -> Iterator[Finding]:
+    """The observer does not answer, or cannot read the reports: nobody knows about loss, and no alarm is sent."""
+    found = facts.observer
+    if found.problem and not facts.stopped:
+        yield Finding(
+            "The observer's API does not answer: loss is not known, and no alarm is sent.",
+            [found.problem, "deliveries continue without it; it reads the reports when it is back"],
+            "penstock status",
+            about("observer"),
+        )
+    elif found.behind:
+        yield Finding(
+            f"The observer cannot read the reports: {found.behind}.",
+            [f"http://{found.address}/v1/pipes"],
+            "tail -50 data/logs/observer-1.log",
+            about("observer"),
+        )
+
+
+def find_loss(facts: Facts) -> Iterator[Finding]:
+    """Pipes that the observer judges as unstable."""
+    for one in facts.observer.pipes:
+        pipe, reasons = str(one.get("pipe")), [str(reason) for reason in _list(one.get("reasons"))]
+        if one.get("health") != "unstable":
+            continue
+        lost = [reason for reason in reasons if "missing" in reason]
+        if lost:
+            yield Finding(
+                f"Events of {pipe} are missing: {lost[0]}.",
+                [*reasons, *(["the observer is still reading older reports"] if facts.observer.catching_up else [])],
+                f"penstock loss show {pipe}",
+                about(f"pipe {pipe}"),
+            )
+        else:
+            yield Finding(
+                f"{pipe} is unstable: {'; '.join(reasons)}.",
+                [f"http://{facts.observer.address}/v1/pipes/{pipe}/health"],
+                "penstock status",
+                about(
+                    f"pipe {pipe}",
+                    *(word for word in ("ingest", "transform", "expel", "retrier") if word in " ".join(reasons)),
+                ),
+                runbook="PenstockPipeUnstable",
+            )
+
+
+def _list(value: object) -> list[object]:
+    return list(value) if isinstance(value, list | tuple) else []
+
+
+def find_edited(facts: Facts) -> Iterator[Finding]:
+    """Files that were edited after the start: the fleet runs on its snapshot of the earlier ones."""
+    if facts.changed and not facts.stopped:
+        yield Finding(
+            "The fleet does not run with the present configuration files: they were changed after its start.",
+            list(facts.changed),
+            "penstock check   # then restart penstock up to use the files, or undo the edit",
+        )

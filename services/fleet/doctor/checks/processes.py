@@ -1,0 +1,248 @@
+"""Checks of the processes: dead, hung, dying again and again, missing, with a wrong configuration or another version."""
+
+import itertools
+from collections import defaultdict
+from collections.abc import Iterator
+
+from services.core.pipes import needs_retrier
+from services.fleet.doctor.diagnosis import Finding, about
+from services.fleet.doctor.facts import Facts, Instance, LogLine
+
+FLOW = ("ingest", "transform", "expel", "retrier", "observer", "autoscaler")
+"""The services in the order of their importance for events."""
+MANY_RESTARTS = 3
+YOUNG_S = 30.0
+"""The supervisor waits at most so long before it starts a process again."""
+STARTING_S = 90.0
+"""A process may take so long to become ready; Spark does."""
+LOOKED_BACK_S = 600.0
+SHOWN_LINES = 3
+_STARTED = ("started", "management_port_open")
+"""The first event in the log of each run."""
+_SAFE = "acknowledged events are stored; unfinished ones are processed again"
+
+
+def find_no_fleet(facts: Facts) -> Iterator[Finding]:
+    """No supervisor runs: the fleet was stopped, or its supervisor died, and the services with it."""
+    if facts.stopped:
+        path = "pipes.yaml" if facts.pipes_path is None else str(facts.pipes_path)
+        yield Finding(
+            f"No fleet runs on {facts.data}: it was stopped in good order, or never started.",
+            ["there is no fleet.json, which a running fleet keeps"],
+            f"penstock up -f {path} --data {facts.data}   # with the options of its last start",
+        )
+    elif facts.state is not None and facts.supervisor is not None and facts.supervisor.status in ("gone", "zombie"):
+        alive = sum(one.status not in ("gone", "zombie", "") for one in facts.instances)
+        yield Finding(
+            f"The supervisor (penstock up) is dead, and {'most' if alive else 'all'} services ended with it.",
+            [f"process {facts.state.pid} of {facts.data}/fleet.json does not exist", _SAFE],
+            f"penstock up --data {facts.data}   # with the options of its last start",
+        )
+
+
+def find_hung_supervisor(facts: Facts) -> Iterator[Finding]:
+    """The services continue without it, but nobody starts them again."""
+    one = facts.supervisor
+    if one is not None and one.answer == "silent":
+        yield Finding(
+            f"The supervisor (penstock up) {_how_hung(one)}; a service that dies now is not started again.",
+            [f"process {one.pid}, http://{one.address}/readyz: {one.reason}"],
+            _wake(one) if one.status == "stopped" else f"py-spy dump --pid {one.pid}   # then restart penstock up",
+            about("supervisor"),
+        )
+
+
+def find_versions(facts: Facts) -> Iterator[Finding]:
+    """Services of different versions, as between the steps of an upgrade, or after one that was not finished."""
+    found: defaultdict[str, set[str]] = defaultdict(set)
+    for one, labels, _, _ in facts.series("penstock_build_info"):
+        found[labels.get("version", "")].add(one.name)
+    if len(found) > 1:
+        evidence = [f"{version}: {', '.join(sorted(names))}" for version, names in sorted(found.items())]
+        yield Finding(
+            f"The services have {len(found)} versions: an upgrade is not finished, or a deploy was wrong.",
+            evidence,
+            "finish the rollout, or roll it back",
+            about(*(name for names in list(found.values())[1:] for name in names)),
+        )
+
+
+def find_bad_configuration(facts: Facts) -> Iterator[Finding]:
+    """A service that ends at once because of its configuration: a wrong deploy."""
+    for one in _by_flow(facts):
+        if one.answers:
+            continue
+        lines = [line.text for line in _lines_of_last_run(one) if line.at == 0 and line.text.startswith("error: ")]
+        if lines:
+            yield Finding(
+                f"{one.name} does not start: its configuration is wrong.",
+                [*lines[:SHOWN_LINES], *_log_of(one)],
+                _correct(facts),
+                _parts(facts, one),
+            )
+
+
+def _correct(facts: Facts) -> str:
+    return "penstock check   # then correct the file, or go back to the last good one, and restart penstock up"
+
+
+def find_dead(facts: Facts) -> Iterator[Finding]:
+    """Processes that do not run, or that nobody answers for; and services without any process."""
+    for one in _by_flow(facts):
+        if one.answers or one.answer == "silent" or _keeps_dying(one):
+            continue
+        if one.is_local and one.status not in ("gone", "zombie") and (one.age or 0) < STARTING_S:
+            continue  # it is being started
+        known = f"process {one.pid}" if one.pid is not None else "no process"
+        what = "is dead" if not one.is_local or one.status in ("gone", "zombie") else "does not listen on its port"
+        evidence = [f"{known}, http://{one.address}/readyz: {one.reason}", *_last_words(one), *_log_of(one)]
+        first = f"tail -50 {one.log}" if one.log is not None else f"the platform's log of {one.name}, then restart it"
+        yield Finding(f"{one.name} {what}.", evidence, first, _parts(facts, one))
+    yield from _missing(facts)
+
+
+def _missing(facts: Facts) -> Iterator[Finding]:
+    """Services that the pipe file needs, and of which the list has no process."""
+    pipes = facts.pipes
+    if pipes is None or facts.stopped or not facts.instances or any(not one.service for one in facts.instances):
+        return
+    wanted = {
+        "ingest": True,
+        "expel": bool(pipes.pipes),
+        "transform": any(pipe.transform is not None for pipe in pipes.pipes.values()),
+        "retrier": needs_retrier(pipes),
+        "observer": True,
+    }
+    for service in FLOW:
+        if wanted.get(service) and not facts.of(service):
+            names = ", ".join(one.name for one in facts.instances)
+            yield Finding(
+                f"No process of {service} is in the list of processes.",
+                [f"the pipe file needs one; the list has {names}"],
+                f"start {service}, or add it to the list",
+                about(service),
+            )
+
+
+def find_hung(facts: Facts) -> Iterator[Finding]:
+    """Processes that accept a connection and do not answer, and those that say that they make no progress."""
+    for one in _by_flow(facts):
+        if one.answer == "silent":
+            evidence = [f"process {one.pid or 'unknown'}, http://{one.address}/readyz: {one.reason}", *_log_of(one)]
+            if one.status:
+                evidence.append(f"state of the process: {one.status}")
+            yield Finding(f"{one.name} {_how_hung(one)}.", evidence, _wake(one), _parts(facts, one))
+        elif one.unhealthy:
+            yield Finding(
+                f"{one.name} runs and makes no progress: {one.unhealthy}.",
+                [f"http://{one.address}/healthz", *_log_of(one)],
+                _restart(one),
+                _parts(facts, one),
+            )
+
+
+def _how_hung(one: Instance) -> str:
+    return "is stopped by a signal (SIGSTOP)" if one.status == "stopped" else "hangs"
+
+
+def _wake(one: Instance) -> str:
+    return f"kill -CONT {one.pid}" if one.status == "stopped" else _restart(one)
+
+
+def _restart(one: Instance) -> str:
+    return f"kill -KILL {one.pid}   # the supervisor starts it again" if one.pid else f"restart {one.name}"
+
+
+def find_crash_loops(facts: Facts) -> Iterator[Finding]:
+    """Processes that die again and again. Their last error is the evidence."""
+    for one in _by_flow(facts):
+        if not _keeps_dying(one):
+            continue
+        words = _last_words(one) or ["its log has no error: it was killed, e.g. for lack of memory"]
+        evidence = [f"{_restarts(one)} restarts since the fleet was started", *words, *_log_of(one)]
+        first = f"tail -50 {one.log}; dmesg | grep -i 'killed process'"
+        yield Finding(f"{one.name} dies again and again.", evidence, first, _parts(facts, one))
+
+
+def find_restarted(facts: Facts) -> Iterator[Finding]:
+    """Processes that died a short time ago and run again."""
+    for one in _by_flow(facts):
+        if one.answers and _restarts(one) and not _keeps_dying(one) and (one.age or LOOKED_BACK_S) < LOOKED_BACK_S:
+            yield Finding(
+                f"{one.name} died and runs again since {one.age:.0f} s.",
+                [f"{_restarts(one)} restarts since the fleet was started", *_last_words(one), *_log_of(one)],
+                f"tail -50 {one.log}",
+                about(one.name),
+                is_note=True,
+            )
+
+
+def find_unready(facts: Facts) -> Iterator[Finding]:
+    """Processes that answer that they are not ready, where no other check knows why."""
+    for one in _by_flow(facts):
+        if one.answer == "not ready":
+            yield Finding(
+                f"{one.name} is not ready: {one.reason}.",
+                [f"http://{one.address}/readyz", *_last_words(one), *_log_of(one)],
+                f"tail -50 {one.log}" if one.log is not None else f"the log of {one.name}",
+                _parts(facts, one),
+            )
+
+
+def _restarts(one: Instance) -> int:
+    return max(one.restarts or 0, one.restarts_later or 0)
+
+
+def _keeps_dying(one: Instance) -> bool:
+    grew = (one.restarts_later or 0) > (one.restarts or 0)
+    is_young = one.age is None or one.age < _usual_run(one)
+    return _restarts(one) >= MANY_RESTARTS and (grew or is_young or not one.answers) and one.answer != "silent"
+
+
+def _usual_run(one: Instance) -> float:
+    """A process that has run for longer than this lives longer than in its last runs: the seconds of twice the longest of those.
+
+    YOUNG_S where the log does not have the last starts.
+    """
+    starts = [line.at for line in one.lines if line.event in _STARTED][-MANY_RESTARTS:]
+    gaps = [later - earlier for earlier, later in itertools.pairwise(starts)]
+    return max(YOUNG_S, min(2 * max(gaps, default=0.0), LOOKED_BACK_S))
+
+
+def _by_flow(facts: Facts) -> list[Instance]:
+    if facts.stopped or (facts.supervisor is not None and facts.supervisor.status in ("gone", "zombie")):
+        return []  # one finding says it for all
+    return sorted(
+        facts.instances, key=lambda one: (FLOW.index(one.service) if one.service in FLOW else len(FLOW), one.name)
+    )
+
+
+def _parts(facts: Facts, one: Instance) -> frozenset[str]:
+    """The instance; with its service when no other instance of that works."""
+    others = [other for other in facts.of(one.service) if other is not one and other.answer == "ready"]
+    return about(one.name) if others else about(one.name, one.service)
+
+
+def _lines_of_last_run(one: Instance) -> list[LogLine]:
+    starts = [at for at, line in enumerate(one.lines) if line.event in _STARTED]
+    return list(one.lines[starts[-1] :] if starts else one.lines)
+
+
+def _last_words(one: Instance) -> list[str]:
+    """The newest errors in its log: of the last minutes, or without a time."""
+    newest = max((line.at for line in one.lines), default=0.0)
+    errors = [
+        line.text
+        for line in one.lines
+        if (line.level in ("error", "critical") and line.at > newest - LOOKED_BACK_S) or _is_end_of_traceback(line)
+    ]
+    return [f"its log: {text[:300]}" for text in errors[-SHOWN_LINES:]]
+
+
+def _is_end_of_traceback(line: LogLine) -> bool:
+    word = line.text.split(":")[0]
+    return line.at == 0 and " " not in word and word.endswith(("Error", "Exception")) and ":" in line.text
+
+
+def _log_of(one: Instance) -> list[str]:
+    return [] if one.log is None else [str(one.log)]

@@ -1,0 +1,218 @@
+"""Checks of the destinations: secrets and certificates, receivers that refuse or do not answer, pauses."""
+
+from collections import defaultdict
+from collections.abc import Iterator
+
+from services.core.pauses import GONE, Pause
+from services.core.times import format_time
+from services.core.units import format_count
+from services.fleet.doctor.diagnosis import Finding, about
+from services.fleet.doctor.facts import Certificate, Endpoint, Facts
+
+SOON_DAYS = 14.0
+STALE_S = 30.0
+"""Services read files of secrets every second. Content that is older than this could not be loaded."""
+FORGOTTEN_S = 2 * 86400.0
+_AGES = {
+    "penstock_ingest_keys_age_seconds": "the API keys of ingest",
+    "penstock_signing_keys_age_seconds": "a signing secret",
+    "penstock_credentials_age_seconds": "a credential",
+    "penstock_observer_tokens_age_seconds": "the observer's tokens",
+}
+_DELIVERED = "delivered"
+
+
+def find_secrets(facts: Facts) -> Iterator[Finding]:
+    """Files of secrets that cannot be used: wrong mode, missing, damaged."""
+    for fault in facts.files:
+        yield Finding(
+            f"{fault.what[0].upper()}{fault.what[1:]} cannot be used.",
+            [fault.problem],
+            f"ls -la {fault.path}   # it must be readable by its owner alone: chmod 600 {fault.path}",
+            fault.about,
+        )
+    known = {part for fault in facts.files for part in fault.about}
+    for metric, what in _AGES.items():
+        for one, labels, value, _ in facts.series(metric):
+            name = labels.get("name", one.service)
+            if value > STALE_S and not {name, one.service} & known:
+                yield Finding(
+                    f"{one.name} cannot load {what}{f' of {name}' if 'name' in labels else ''} and uses the old content.",
+                    [f"for {value:.0f} s ({metric})", *_lines(facts, one.name, ("file_unusable", "file_stale"))],
+                    f"grep file_ {one.log}" if one.log is not None else f"the log of {one.name}: file_unusable",
+                    about(name),
+                )
+
+
+def find_expired(facts: Facts) -> Iterator[Finding]:
+    """Certificates that have ended: the receivers', and our own."""
+    for one in _certificates(facts):
+        if one.until <= facts.now:
+            yield _expiry(one, f"{_capital(one.whose)} expired {_days(facts.now - one.until)} ago.")
+
+
+def find_expiring(facts: Facts) -> Iterator[Finding]:
+    """Certificates that end within SOON_DAYS."""
+    for one in _certificates(facts):
+        if facts.now < one.until <= facts.now + SOON_DAYS * 86400:
+            yield _expiry(one, f"{_capital(one.whose)} expires in {_days(one.until - facts.now)}.")
+
+
+def _certificates(facts: Facts) -> list[Certificate]:
+    return [*facts.certificates, *(one.certificate for one in facts.endpoints if one.certificate is not None)]
+
+
+def _expiry(one: Certificate, what: str) -> Finding:
+    evidence = [f"valid until {format_time(int(one.until * 1000))}", f"used by {', '.join(one.lanes)}"]
+    if one.path is not None:
+        first = f"openssl x509 -in {one.path} -noout -dates   # then put a new one there; no restart is needed"
+    else:
+        first = f"ask the owner of the receiver to renew it ({', '.join(one.lanes)})"
+    return Finding(what, evidence, first, about(*one.lanes))
+
+
+def _days(seconds: float) -> str:
+    return f"{seconds / 86400:.0f} days" if seconds >= 2 * 86400 else f"{seconds / 3600:.0f} hours"
+
+
+def _capital(text: str) -> str:
+    return text[0].upper() + text[1:]
+
+
+def find_failing(facts: Facts) -> Iterator[Finding]:
+    """Destinations whose requests fail: an open circuit breaker, or only failures between the two readings."""
+    endpoints = {lane: one for one in facts.endpoints for lane in one.lanes}
+    found = _attempts(facts)
+    for lane in sorted(found.keys() | endpoints.keys()):
+        grown, total = found.get(lane, ({}, {}))
+        endpoint = endpoints.get(lane)
+        is_open = _breaker(facts, lane)
+        failed = {word: count for word, count in grown.items() if word != _DELIVERED and count}
+        is_failing = bool(failed) and not grown.get(_DELIVERED)
+        is_unreachable = endpoint is not None and bool(endpoint.problem) and facts.state is not None
+        if not (is_open or is_failing or is_unreachable) or lane in facts.broker.pauses:
+            continue
+        words = failed or {word: count for word, count in total.items() if word != _DELIVERED and count}
+        said = _said(facts, lane)
+        reason = said.get("reason") or max(words, key=lambda word: words[word], default="")
+        yield Finding(
+            _what(lane, str(reason), endpoint),
+            list(_evidence(facts, lane, words, str(said.get("detail", "")), endpoint, is_open=is_open)),
+            _first(lane, str(reason), endpoint),
+            about(lane),
+            runbook="" if is_open else "PenstockLagGrows",
+        )
+
+
+def _attempts(facts: Facts) -> dict[str, tuple[dict[str, float], dict[str, float]]]:
+    """By lane: the attempts by outcome between the readings, and in all."""
+    found: defaultdict[str, tuple[dict[str, float], dict[str, float]]] = defaultdict(lambda: ({}, {}))
+    for _, labels, value, grown in facts.series("penstock_expel_attempts_total"):
+        recent, total = found[f"{labels['pipe']}/{labels['destination']}"]
+        recent[labels["outcome"]] = recent.get(labels["outcome"], 0.0) + grown
+        total[labels["outcome"]] = total.get(labels["outcome"], 0.0) + value
+    return dict(found)
+
+
+def _breaker(facts: Facts, lane: str) -> bool:
+    pipe, _, destination = lane.partition("/")
+    series = facts.series("penstock_expel_breaker_state", pipe=pipe, destination=destination)
+    return any(value > 0 for _, _, value, _ in series)
+
+
+def _said(facts: Facts, lane: str) -> dict[str, object]:
+    """The newest line in expel's log about the lane's failures."""
+    lines = [
+        line
+        for one in facts.of("expel")
+        for line in one.lines
+        if line.event == "breaker_open" and line.fields.get("lane") == lane
+    ]
+    return dict(max(lines, key=lambda line: line.at).fields) if lines else {}
+
+
+def _what(lane: str, reason: str, endpoint: Endpoint | None) -> str:
+    if reason == "http_429":
+        return f"The receiver of {lane} throttles us (429): it accepts fewer events than arrive."
+    if reason in ("http_401", "http_403"):
+        return f"The receiver of {lane} refuses our credential ({reason.removeprefix('http_')})."
+    if reason == "tls":
+        return f"No trusted TLS connection to the receiver of {lane}."
+    if endpoint is not None and endpoint.problem:
+        return f"The receiver of {lane} is down: {endpoint.problem}."
+    if reason == "timeout":
+        return f"The receiver of {lane} does not answer in time."
+    if reason.startswith("http_"):
+        return f"The receiver of {lane} answers {reason.removeprefix('http_')}."
+    return f"The receiver of {lane} does not accept events{f' ({reason})' if reason else ''}."
+
+
+def _evidence(
+    facts: Facts, lane: str, words: dict[str, float], detail: str, endpoint: Endpoint | None, *, is_open: bool
+) -> Iterator[str]:
+    if is_open:
+        yield "its circuit breaker is open: almost every request failed"
+    if words:
+        yield "failed attempts: " + ", ".join(f"{word} {count:.0f}" for word, count in sorted(words.items()))
+    if detail:
+        yield f"expel's log: {detail[:300]}"
+    if endpoint is not None:
+        yield f"a connection from this machine to {endpoint.url}: {endpoint.problem or 'succeeds'}"
+    pipe, _, destination = lane.partition("/")
+    behind = sum(
+        lag.records
+        for (group, _), lags in facts.broker.lags.items()
+        if group == f"{pipe}.{destination}"
+        for lag in lags.values()
+    )
+    if behind:
+        yield f"{format_count(behind, 'event')} wait; none is lost"
+
+
+def _first(lane: str, reason: str, endpoint: Endpoint | None) -> str:
+    if reason in ("http_401", "http_403"):
+        return f"compare the secret of {lane} with its receiver's; a corrected file needs no restart"
+    if reason == "http_429":
+        return f"ask the owner of the receiver for its limit, and set `rate` of {lane} to that in the pipe file"
+    url = "its URL" if endpoint is None else endpoint.url
+    return f"curl -sv {url} -o /dev/null   # then ask the owner of the receiver of {lane}"
+
+
+def find_gone(facts: Facts) -> Iterator[Finding]:
+    """Destinations that answered 410, and were paused by that."""
+    for name, pause in facts.broker.pauses.items():
+        if pause.reason == GONE:
+            yield Finding(
+                f"The receiver of {name} answered 410 and wants no more events, so the destination is paused.",
+                [_since(pause), "its events are parked and kept"],
+                f"penstock destination resume {name.partition('/')[2]}   # when its owner has corrected that",
+                about(name),
+            )
+
+
+def find_paused(facts: Facts) -> Iterator[Finding]:
+    """Pauses of operators: forgotten after two days."""
+    for name, pause in facts.broker.pauses.items():
+        if pause.reason == GONE:
+            continue
+        is_forgotten = facts.now - pause.at / 1000 > FORGOTTEN_S
+        pipe, _, destination = name.partition("/")
+        parts = about(name) if destination else about(f"pipe {pipe}", "transform")
+        yield Finding(
+            f"{name} has been paused for {_days(facts.now - pause.at / 1000)}, by {pause.by}.",
+            [_since(pause)],
+            f"penstock destination resume {destination} --pipe {pipe}" if destination else f"penstock resume {pipe}",
+            parts,
+            runbook="" if destination else "PenstockTransformPaused",
+            is_note=not is_forgotten,
+        )
+
+
+def _since(pause: Pause) -> str:
+    return f"since {format_time(pause.at)} by {pause.by} because: {pause.because}"
+
+
+def _lines(facts: Facts, name: str, events: tuple[str, ...]) -> list[str]:
+    """The newest lines of these events in the log of an instance."""
+    lines = [line.text for one in facts.instances if one.name == name for line in one.lines if line.event in events]
+    return lines[-1:]

@@ -1,0 +1,121 @@
+"""Checks of the transforms: lost or damaged checkpoints, events that they cannot process, queries that do not run."""
+
+from collections import defaultdict
+from collections.abc import Iterator
+
+from services.core.pipes import output_topic
+from services.core.units import format_count
+from services.fleet.doctor.diagnosis import Finding, about
+from services.fleet.doctor.facts import Facts
+
+_CHECKPOINT_WORDS = ("checkpoint", "penstock.json")
+_POISON = ("batch_in_parts", "batch_begun_before_and_not_done")
+STUCK_RECORDS = 1
+STARTING_S = 120.0
+
+
+def find_checkpoints(facts: Facts) -> Iterator[Finding]:
+    """A checkpoint that is damaged, or gone although the transform has written results."""
+    said = dict(_problems(facts))
+    for one in facts.checkpoints:
+        problem = said.pop(one.pipe, "")
+        parts = about(f"pipe {one.pipe}", "transform")
+        if any(word in problem for word in _CHECKPOINT_WORDS):
+            yield Finding(
+                f"The checkpoint of the transform of {one.pipe} cannot be used.",
+                [problem, str(one.path)],
+                f"ls -la {one.path}   # then docs/runbooks/PenstockTransformNotUp.md: restore it, or penstock group reset",
+                parts,
+            )
+        elif one.made is None and facts.broker.ends.get(output_topic(one.pipe)) and one.pipe not in facts.broker.pauses:
+            count = facts.broker.ends[output_topic(one.pipe)]
+            yield Finding(
+                f"The checkpoint of the transform of {one.pipe} is gone.",
+                [
+                    f"{one.path} has none, and {output_topic(one.pipe)} has {format_count(count, 'result')}",
+                    "a start without it transforms all stored events again",
+                ],
+                "Ctrl-C the fleet before the transform starts again, then restore the folder from the backup",
+                parts,
+            )
+    for pipe, problem in said.items():  # checkpoints elsewhere
+        if any(word in problem for word in _CHECKPOINT_WORDS):
+            yield Finding(
+                f"The checkpoint of the transform of {pipe} cannot be used.",
+                [problem],
+                "docs/runbooks/PenstockTransformNotUp.md: restore it, or start over",
+                about(f"pipe {pipe}", "transform"),
+            )
+
+
+def _problems(facts: Facts) -> Iterator[tuple[str, str]]:
+    """By pipe: why its query does not run, as the service says it (`pipe: reason; pipe: reason`)."""
+    known = facts.pipes.pipes if facts.pipes is not None else {}
+    for one in facts.of("transform"):
+        for part in one.reason.split("; "):
+            pipe, _, problem = part.partition(": ")
+            if pipe in known and problem:
+                yield pipe, problem
+
+
+def find_poison(facts: Facts) -> Iterator[Finding]:
+    """Events on which a transform fails, or ends its process: new dead letters of the transform, batches in parts."""
+    count: defaultdict[str, list[str]] = defaultdict(list)
+    for one in facts.broker.letters:
+        if one.node == "transform":
+            example = f", e.g. {one.example}: {one.detail[:200]}" if one.detail else f", e.g. {one.example}"
+            count[one.pipe].append(f"{format_count(one.count, 'new dead letter')} ({one.reason}{example})")
+    for instance in facts.of("transform"):
+        for line in instance.lines:
+            if line.event in _POISON and line.at > facts.now - 900:
+                count[str(line.fields.get("pipe", ""))].append(f"{instance.name}: {line.text[:300]}")
+    for pipe, evidence in count.items():
+        yield Finding(
+            f"The transform of {pipe or 'a pipe'} meets events that it cannot process.",
+            evidence[-5:],
+            f"penstock dead list --pipe {pipe} --since 15m" if pipe else "penstock dead list --since 15m",
+            about(f"pipe {pipe}", "transform", f"dead {pipe}/"),
+        )
+
+
+def find_down(facts: Facts) -> Iterator[Finding]:
+    """Queries that do not run, or that fail again and again."""
+    said = dict(_problems(facts))
+    for one, labels, value, _ in facts.series("penstock_transform_query_up"):
+        pipe = labels["pipe"]
+        failures = facts.total("penstock_transform_query_failures_total", pipe=pipe)
+        is_starting = (one.age or STARTING_S) < STARTING_S and not failures
+        if value or is_starting or facts.total("penstock_transform_paused", pipe=pipe):
+            continue
+        yield Finding(
+            f"The transform of {pipe} does not run: {said.get(pipe, 'its query is down')}.",
+            [f"{format_count(int(failures), 'failure')} since its process was started", *_errors(facts, pipe)],
+            f"grep {pipe} {one.log} | tail -20" if one.log is not None else f"the log of {one.name}",
+            about(f"pipe {pipe}", "transform"),
+        )
+
+
+def _errors(facts: Facts, pipe: str) -> list[str]:
+    lines = [
+        line.text[:300]
+        for one in facts.of("transform")
+        for line in one.lines
+        if line.level in ("warning", "error", "critical") and line.fields.get("pipe") == pipe
+    ]
+    return [f"its log: {text}" for text in lines[-2:]]
+
+
+def find_stuck(facts: Facts) -> Iterator[Finding]:
+    """Records wait, and the query reads none of them: up, and without progress."""
+    for one, labels, value, _ in facts.series("penstock_transform_query_up"):
+        pipe = labels["pipe"]
+        behind = facts.total("penstock_broker_lag_records", group=pipe)
+        read = facts.growth("penstock_transform_events_read_total", pipe=pipe)
+        is_young = (one.age or STARTING_S) < STARTING_S
+        if value and not is_young and one.second is not None and behind > STUCK_RECORDS and not read:
+            yield Finding(
+                f"The transform of {pipe} reads nothing, and {format_count(int(behind), 'event')} wait for it.",
+                [f"no event read in {facts.seconds():.0f} s", *_errors(facts, pipe)],
+                f"tail -50 {one.log}" if one.log is not None else f"the log of {one.name}",
+                about(f"pipe {pipe}", "transform"),
+            )

@@ -1,0 +1,228 @@
+"""What a look at a fleet found. The checks read these facts; no check asks anybody."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from services.core.broker.contract import Lag
+from services.core.broker.record import TopicPartition
+from services.core.pauses import Pause
+from services.core.pipes import PipeFile, delivery_group, lane_name
+from services.core.scrape import Sample
+from services.fleet.folder import FleetState
+
+Answer = Literal["ready", "not ready", "silent", "refused"]
+"""Of a management port. silent: it accepts the connection and does not answer. refused: nobody listens there."""
+
+
+@dataclass(frozen=True, slots=True)
+class LogLine:
+    """One line of a service's log. at: seconds since the epoch; 0 for a line that is not of our log format, whose level is ""."""
+
+    at: float
+    level: str
+    event: str
+    text: str
+    fields: Mapping[str, object] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Instance:
+    """One process. pid: None while it does not run, or unknown. restarts: None where nobody counts them.
+
+    reason: why it is not ready, for a person. unhealthy: the text of /healthz when its status is not 200. skew: seconds by which
+    its clock is ahead of ours; None: unknown. status: of the operating system (psutil's word); "" where it is unknown. age:
+    seconds since its start. first, second: its metrics, some seconds apart.
+    """
+
+    name: str
+    service: str
+    address: str
+    pid: int | None = None
+    restarts: int | None = None
+    restarts_later: int | None = None
+    log: Path | None = None
+    answer: Answer = "refused"
+    reason: str = ""
+    unhealthy: str = ""
+    skew: float | None = None
+    status: str = ""
+    age: float | None = None
+    first: Sample | None = None
+    second: Sample | None = None
+    lines: tuple[LogLine, ...] = ()
+
+    @property
+    def answers(self) -> bool:
+        return self.answer in ("ready", "not ready")
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the process is on this machine, under a supervisor."""
+        return self.restarts is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Disk:
+    """A file system that holds files of the fleet. path: of one of them. Bytes; free: for this user."""
+
+    path: Path
+    free: int
+    size: int
+    files_free: int
+    read_only: bool
+
+
+@dataclass(frozen=True, slots=True)
+class FileFault:
+    """A file that a service reads, and cannot use. what: its use, e.g. `the signing secret of shop/crm`."""
+
+    what: str
+    path: str
+    problem: str
+    about: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Certificate:
+    """whose: for a person. until: seconds since the epoch. path: of its file; None: a receiver showed it."""
+
+    whose: str
+    until: float
+    lanes: tuple[str, ...]
+    path: Path | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """The server of a destination, as it answered a connection without a request. problem: empty when it accepted one."""
+
+    url: str
+    lanes: tuple[str, ...]
+    problem: str = ""
+    certificate: Certificate | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Letters:
+    """New dead letters of one kind. example: a position."""
+
+    topic: str
+    pipe: str
+    destination: str
+    node: str
+    reason: str
+    detail: str
+    count: int
+    example: str
+
+
+@dataclass(slots=True)
+class BrokerFacts:
+    """problem: why it cannot be used, for a person; empty when it can. missing: topics of the pipe file that it lacks.
+
+    lags, later: by group and topic, some seconds apart. newest: the highest arrival time of a stream's newest records, ms.
+    """
+
+    url: str = ""
+    problem: str = ""
+    hint: str = ""
+    missing: tuple[str, ...] = ()
+    pauses: Mapping[str, Pause] = field(default_factory=dict)
+    lags: dict[tuple[str, str], dict[int, Lag]] = field(default_factory=dict)
+    later: dict[tuple[str, str], dict[int, Lag]] = field(default_factory=dict)
+    positions: dict[tuple[str, str], dict[int, int]] = field(default_factory=dict)
+    positions_later: dict[tuple[str, str], dict[int, int]] = field(default_factory=dict)
+    gaps: dict[tuple[str, TopicPartition], tuple[int, int]] = field(default_factory=dict)
+    newest: dict[str, int] = field(default_factory=dict)
+    letters: tuple[Letters, ...] = ()
+    damage: tuple[str, ...] = ()
+    ends: dict[str, int] = field(default_factory=dict)
+    is_log: bool = False
+
+
+@dataclass(slots=True)
+class ObserverFacts:
+    """The answer to GET /v1/pipes. problem: why there is none, for a person."""
+
+    address: str = ""
+    problem: str = ""
+    pipes: tuple[Mapping[str, object], ...] = ()
+    catching_up: bool = False
+    behind: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """The checkpoint of a pipe's transform in the data folder. made: seconds since the epoch; None: there is none."""
+
+    pipe: str
+    path: Path
+    made: float | None
+
+
+@dataclass(slots=True)
+class Facts:
+    """Everything that was found. now: seconds since the epoch. unknown: by look, why it found nothing, for a person.
+
+    state: of the fleet on this machine; None where the fleet is elsewhere, or was stopped in good order.
+    """
+
+    now: float
+    data: Path | None = None
+    state: FleetState | None = None
+    stopped: bool = False
+    folder: str = ""
+    supervisor: Instance | None = None
+    started: float | None = None
+    pipes: PipeFile | None = None
+    pipes_path: Path | None = None
+    instances: list[Instance] = field(default_factory=list)
+    disks: tuple[Disk, ...] = ()
+    files: tuple[FileFault, ...] = ()
+    changed: tuple[str, ...] = ()
+    certificates: tuple[Certificate, ...] = ()
+    endpoints: tuple[Endpoint, ...] = ()
+    checkpoints: tuple[Checkpoint, ...] = ()
+    broker: BrokerFacts = field(default_factory=BrokerFacts)
+    observer: ObserverFacts = field(default_factory=ObserverFacts)
+    unknown: dict[str, str] = field(default_factory=dict)
+
+    def of(self, service: str) -> list[Instance]:
+        """The instances of a service."""
+        return [one for one in self.instances if one.service == service]
+
+    def series(self, metric: str, **labels: str) -> Iterator[tuple[Instance, dict[str, str], float, float]]:
+        """(instance, labels, value, growth between the two readings) of each child of a metric with these labels."""
+        wanted = set(labels.items())
+        for one in self.instances:
+            last = one.second or one.first
+            if last is None:
+                continue
+            before = one.first.values if one.first is not None and one.second is not None else last.values
+            for (name, found), value in last.values.items():
+                if name == metric and wanted <= found:
+                    grown = value - before.get((name, found), 0.0)
+                    yield one, dict(found), value, grown if grown >= 0 else value
+
+    def total(self, metric: str, **labels: str) -> float:
+        """The sum of a metric over all instances."""
+        return sum(value for _, _, value, _ in self.series(metric, **labels))
+
+    def growth(self, metric: str, **labels: str) -> float:
+        """How much a counter grew between the two readings, over all instances."""
+        return sum(grown for _, _, _, grown in self.series(metric, **labels))
+
+    def lane_of(self, group: str) -> str:
+        """`pipe/destination` of a destination's group; the group itself for any other."""
+        for name, pipe in (self.pipes.pipes if self.pipes is not None else {}).items():
+            for destination in pipe.destinations:
+                if delivery_group(name, destination.name) == group:
+                    return lane_name(name, destination.name)
+        return group
+
+    def seconds(self) -> float:
+        """The time between the two readings; 0 with one reading only."""
+        gaps = [one.second.at - one.first.at for one in self.instances if one.first and one.second]
+        return max(gaps, default=0.0)

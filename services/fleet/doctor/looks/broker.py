@@ -1,0 +1,209 @@
+"""Looks at the broker: whether it answers, its topics, the position and lag of each group, new dead letters, stored times."""
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from services.core.broker.connect import BadBrokerUrl, open_broker
+from services.core.broker.contract import Broker
+from services.core.broker.errors import BrokerError, DataDamaged, UnknownTopic
+from services.core.broker.reading import read_tail
+from services.core.broker.record import TopicPartition
+from services.core.dead_letter import DeadLetter, Position
+from services.core.event import read_arrival
+from services.core.pauses import list_paused
+from services.core.pipes import (
+    DELAYS_S,
+    RETRIER_DEAD,
+    RETRIER_GROUP,
+    RETRY_IN,
+    PipeFile,
+    dead_letter_topic,
+    delay_topic,
+    delivery_group,
+    delivery_topics,
+    output_topic,
+    renames_of,
+    retry_topic,
+)
+from services.core.provision import wanted_topics
+from services.fleet.doctor.facts import Facts, Letters
+from services.fleet.doctor.looks.bounds import bounded, describe, in_thread
+
+OPEN_S = 8.0
+READ_S = 8.0
+WINDOW_S = 5.0
+NEW_LETTERS_S = 900.0
+"""Dead letters written within this time count as new."""
+MOST_LETTERS = 500
+NEWEST_RECORDS = 20
+
+GroupTopic = tuple[str, str]
+
+
+async def look_at_broker(facts: Facts) -> None:
+    """All of it. Writes nothing. A broker that does not answer is a fact, not a failure of the look."""
+    found = facts.broker
+    kind, _, path = found.url.partition("://")
+    found.is_log = kind == "log"
+    if found.is_log and (problem := await in_thread(lambda: _log_problem(Path(path), facts.pipes))) is not None:
+        found.problem = problem  # opening would create the folder
+        return
+    try:
+        async with _opened(facts) as broker:
+            if broker is None:
+                return
+            await _look(facts, broker)
+    except (BrokerError, TimeoutError, OSError) as error:
+        found.problem = found.problem or describe(error)
+
+
+def _log_problem(root: Path, pipes: PipeFile | None) -> str | None:
+    """Why the folder of the embedded log cannot be read; None when it can. Blocking."""
+    topics = root / "topics"
+    if not topics.is_dir():
+        return f"the folder of the embedded log is not there: {topics}"
+    try:
+        names = {path.name for path in topics.iterdir()}
+    except OSError as error:
+        return f"the folder of the embedded log cannot be read: {topics}: {error.strerror}"
+    gone = [name for name in (pipes.streams if pipes is not None else ()) if f"{name}.db" not in names]
+    return f"files of the embedded log are gone: {', '.join(f'{topics / name}.db' for name in gone)}" if gone else None
+
+
+@asynccontextmanager
+async def _opened(facts: Facts) -> AsyncIterator[Broker | None]:
+    """The broker; None when it cannot be opened, with the reason in the facts."""
+    found = facts.broker
+    opening = open_broker(found.url)
+    try:
+        async with asyncio.timeout(OPEN_S):
+            broker = await opening.__aenter__()
+            names = await broker.admin.topics()
+    except BadBrokerUrl as error:
+        found.problem, found.hint = str(error), "--broker with the fleet's broker"
+        yield None
+        return
+    except TimeoutError:
+        found.problem = f"it does not answer within {OPEN_S:g} s"
+        yield None
+        return
+    except (BrokerError, OSError) as error:
+        found.problem = describe(error)
+        yield None
+        return
+    try:
+        if facts.pipes is not None:
+            wanted = {spec.name for spec in wanted_topics(facts.pipes)}
+            found.missing = tuple(sorted(wanted - names.keys()))
+        yield broker
+    finally:
+        try:
+            async with asyncio.timeout(OPEN_S):
+                await opening.__aexit__(None, None, None)
+        except (BrokerError, TimeoutError, OSError):
+            pass  # the facts are there
+
+
+async def _look(facts: Facts, broker: Broker) -> None:
+    pipes = facts.pipes
+    if pipes is None:
+        return
+    groups = groups_of(pipes)
+    looks: dict[str, Coroutine[Any, Any, None]] = {
+        "the pauses": _read_pauses(facts, broker, pipes),
+        "the groups": _read_groups(facts, broker, groups),
+        "new dead letters": _read_letters(facts, broker, pipes),
+        "the newest events": _read_newest(facts, broker, pipes),
+    }
+    await asyncio.gather(*(bounded(facts, look, READ_S, work) for look, work in looks.items()))
+    if not facts.broker.lags:
+        return
+    await asyncio.sleep(WINDOW_S)
+    await bounded(facts, "the groups, a second time", READ_S, _read_groups(facts, broker, groups, later=True))
+
+
+def groups_of(pipes: PipeFile) -> list[GroupTopic]:
+    """Each group with each topic that it must empty: those of the destinations, and the retrier's."""
+    found = [
+        (delivery_group(name, destination.name), topic)
+        for name, pipe in pipes.pipes.items()
+        for destination in pipe.destinations
+        for topic in (
+            *delivery_topics(name, pipe),
+            *([retry_topic(name)] if destination.webhook is not None else []),
+        )
+    ]
+    return [*found, *((RETRIER_GROUP, topic) for topic in (RETRY_IN, *map(delay_topic, DELAYS_S)))]
+
+
+async def _read_pauses(facts: Facts, broker: Broker, pipes: PipeFile) -> None:
+    facts.broker.pauses = await list_paused(broker.reader, renames_of(pipes))
+
+
+async def _read_groups(facts: Facts, broker: Broker, groups: list[GroupTopic], *, later: bool = False) -> None:
+    found = facts.broker
+    lags, positions = (found.later, found.positions_later) if later else (found.lags, found.positions)
+    for group, topic in groups:
+        try:
+            lags[group, topic] = await broker.admin.group_lag(group, topic)
+            positions[group, topic] = await broker.admin.positions(group, topic)
+            if not later and broker.features.contiguous_offsets:
+                await _find_gaps(facts, broker, group, topic)
+        except UnknownTopic:
+            continue  # it is among the missing ones, or the pipe has no retrier
+
+
+async def _find_gaps(facts: Facts, broker: Broker, group: str, topic: str) -> None:
+    """Partitions whose next record of the group is no longer stored."""
+    held = await broker.reader.describe(topic)
+    for partition, position in facts.broker.positions[group, topic].items():
+        if partition in held and position < held[partition].start:
+            facts.broker.gaps[group, TopicPartition(topic, partition)] = position, held[partition].start
+
+
+async def _read_letters(facts: Facts, broker: Broker, pipes: PipeFile) -> None:
+    since = int((time.time() - NEW_LETTERS_S) * 1000)
+    count: Counter[tuple[str, str, str, str, str]] = Counter()
+    examples: dict[tuple[str, str, str, str, str], DeadLetter] = {}
+    for topic in (*map(dead_letter_topic, pipes.pipes), RETRIER_DEAD):
+        async for batch in read_tail(broker, topic, since, MOST_LETTERS, skips_damage=True):
+            for offset, record in zip(batch.offsets, batch.records, strict=True):
+                letter = DeadLetter.of(Position(topic, batch.partition, offset), record)
+                key = (topic, letter.pipe, letter.destination, letter.node, letter.reason)
+                count[key] += 1
+                examples[key] = letter
+    facts.broker.letters = tuple(
+        Letters(*key, examples[key].detail, number, str(examples[key].position)) for key, number in count.most_common()
+    )
+
+
+async def _read_newest(facts: Facts, broker: Broker, pipes: PipeFile) -> None:
+    """The newest arrival time in each stream, and whether the newest records can be read. Kinesis has no cheap end."""
+    if not broker.features.contiguous_offsets:
+        return
+    damage: list[str] = []
+    outputs = [output_topic(name) for name, pipe in pipes.pipes.items() if pipe.transform is not None]
+    for topic in (*pipes.streams, *outputs):
+        try:
+            ranges = await broker.reader.describe(topic)
+        except UnknownTopic:
+            continue
+        facts.broker.ends[topic] = sum(held.end for held in ranges.values())
+        for partition, held in ranges.items():
+            start = max(held.start, held.end - NEWEST_RECORDS)
+            if start >= held.end:
+                continue
+            try:
+                batch = await broker.reader.read(topic, partition, start, max_records=NEWEST_RECORDS)
+            except DataDamaged as error:
+                damage.append(str(error))
+                continue
+            arrivals = [arrival for record in (batch.records if batch else ()) if (arrival := read_arrival(record))]
+            if arrivals:
+                facts.broker.newest[topic] = max(facts.broker.newest.get(topic, 0), *arrivals)
+    facts.broker.damage = tuple(damage)

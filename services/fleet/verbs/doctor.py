@@ -1,0 +1,63 @@
+"""`penstock doctor`."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+import uvloop
+
+from services.core.targets import check_targets
+from services.fleet.console import OUT
+from services.fleet.doctor.checks import CHECKS
+from services.fleet.doctor.diagnosis import diagnose
+from services.fleet.doctor.look import Where, look
+from services.fleet.doctor.view import render_diagnosis
+from services.fleet.problem import CommandFailed
+from services.fleet.verbs.app import APP, AsJson, BrokerUrl, Data, Pipes, example
+
+
+@APP.command(
+    epilog=example(
+        "penstock doctor\npenstock doctor --json | jq -r '.causes[0].what'\n"
+        "penstock doctor --targets targets.json --broker kafka://host:9092 -f pipes.yaml --observer host:8081"
+    )
+)
+def doctor(
+    data: Data = Path("data"),
+    targets: Annotated[
+        str | None,
+        typer.Option(
+            "--targets",
+            help="Processes elsewhere: Prometheus' list of targets (file_sd), or dns://name:port of their management ports. "
+            "Absent: the fleet on --data.",
+        ),
+    ] = None,
+    broker: BrokerUrl = None,
+    pipes: Pipes = None,
+    observer: Annotated[
+        str | None, typer.Option("--observer", help="host:port of the observer; absent: the fleet's.")
+    ] = None,
+    token_file: Annotated[
+        Path | None, typer.Option("--token-file", help="A file with the observer's token; absent: the fleet's.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say what is wrong with a fleet, in plain words: the most probable cause first, its evidence, and what to do first.
+
+    Runs the checks behind all runbooks (docs/runbooks), against a running or a dead fleet. It changes nothing. It takes at least
+    five seconds, because it reads all figures twice, and at most a minute. Consequences of a cause are listed beneath it.
+
+    Exit status: 0 nothing is wrong, 1 something is wrong, 2 nothing wrong was found, but not everything could be looked at.
+    """
+    if targets is not None:
+        try:
+            check_targets(targets)
+        except ValueError as error:
+            raise CommandFailed(f"--targets: {error}", status=2) from error
+    found = diagnose(uvloop.run(look(Where(data, targets, broker, pipes, observer, token_file))), CHECKS)
+    if as_json:
+        typer.echo(json.dumps(found.as_json()))
+    else:
+        OUT.print(render_diagnosis(found))
+    raise typer.Exit(found.status)

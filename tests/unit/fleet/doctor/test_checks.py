@@ -1,0 +1,451 @@
+"""What `penstock doctor` names first, for each kind of fault; the facts are made here."""
+
+from collections.abc import Callable
+
+import pytest
+
+from services.core.broker.contract import Lag
+from services.core.broker.record import TopicPartition
+from services.core.pauses import Pause
+from services.core.scrape import Sample
+from services.fleet.doctor.checks import CHECKS
+from services.fleet.doctor.diagnosis import Diagnosis, diagnose
+from services.fleet.doctor.facts import Certificate, Checkpoint, Disk, Endpoint, Facts, FileFault, Letters
+from tests.unit.fleet.doctor.fleet_facts import (
+    DATA,
+    LANE,
+    NOW,
+    OTHER_LANE,
+    count,
+    healthy,
+    instance,
+    line,
+    make_instance,
+    raw,
+)
+
+DAY_S = 86400.0
+
+
+def broken(*breaks: Callable[[Facts], None]) -> Diagnosis:
+    facts = healthy()
+    for one in breaks:
+        one(facts)
+    return diagnose(facts, CHECKS)
+
+
+def first_of(found: Diagnosis) -> str:
+    assert found.causes, found
+    return found.causes[0].check.name
+
+
+def symptoms_of(found: Diagnosis) -> set[str]:
+    return {one.check.name for one in found.causes[0].symptoms}
+
+
+def test_nothing_is_wrong() -> None:
+    """Broken: the doctor finds something at every fleet, and nobody reads it."""
+    found = broken()
+    assert (found.causes, found.notes, found.unknown, found.status) == ([], [], [], 0)
+
+
+def dead(service: str) -> Callable[[Facts], None]:
+    def kill(facts: Facts) -> None:
+        one = instance(facts, service)
+        one.answer, one.reason, one.status, one.pid = "refused", "nobody listens there", "gone", None
+        one.first = one.second = None
+
+    return kill
+
+
+def hung(service: str) -> Callable[[Facts], None]:
+    def stop(facts: Facts) -> None:
+        one = instance(facts, service)
+        one.answer, one.reason, one.status = "silent", "no answer", "stopped"
+        one.first = one.second = None
+
+    return stop
+
+
+def looping(service: str) -> Callable[[Facts], None]:
+    def loop(facts: Facts) -> None:
+        one = instance(facts, service)
+        one.restarts, one.restarts_later, one.age = 7, 8, 1.0
+        one.answer, one.reason = "refused", "nobody listens there"
+        one.lines = (line("failed", "error", error="no such thing"),)
+        one.first = one.second = None
+
+    return loop
+
+
+@pytest.mark.parametrize("service", ["observer", "retrier", "expel", "transform", "ingest"])
+def test_a_service_that_is_dead_hung_or_dying(service: str) -> None:
+    """Broken: a service does not work, and its consequences are named instead of it, or not which way it fails."""
+    for breaks, check in ((dead, "processes-dead"), (hung, "processes-hung"), (looping, "crash-loops")):
+        found = broken(breaks(service))
+        assert first_of(found) == check
+        assert f"{service}-1" in found.causes[0].finding.what
+        assert len(found.causes) == 1
+        assert found.status == 1
+    assert "no such thing" in " ".join(found.causes[0].finding.evidence)
+
+
+def test_a_dead_expel_explains_waiting_events() -> None:
+    """Broken: the engineer looks at lanes that wait, while their process is dead."""
+
+    def wait(facts: Facts) -> None:
+        stored = int((NOW - 4000) * 1000)
+        facts.broker.lags["shop.crm", "orders"] = facts.broker.later["shop.crm", "orders"] = {0: Lag(50, 0, stored)}
+
+    found = broken(wait)
+    assert first_of(found) == "stalled"
+    assert "50 events" in found.causes[0].finding.what
+    found = broken(wait, dead("expel"))
+    assert (first_of(found), symptoms_of(found), len(found.causes)) == ("processes-dead", {"stalled"}, 1)
+
+    def add_another(facts: Facts) -> None:
+        other = make_instance("expel")
+        other.name = "expel-2"
+        facts.instances.append(other)
+
+    found = broken(wait, add_another, dead("expel"))
+    assert [cause.check.name for cause in found.causes] == ["processes-dead", "stalled"]  # expel-2 could deliver
+
+
+def test_a_process_that_lives_longer_than_its_last_runs_does_not_die_again_and_again() -> None:
+    """Broken: a crash of an hour ago is the first cause of tonight's page."""
+
+    def restart(age: float) -> Callable[[Facts], None]:
+        def change(facts: Facts) -> None:
+            one = instance(facts, "expel")
+            one.restarts = one.restarts_later = 5
+            one.age = age
+            one.lines = tuple(line("started", "info", NOW - age - 50 * number) for number in (3, 2, 1, 0))
+
+        return change
+
+    assert first_of(broken(restart(60.0))) == "crash-loops"
+    found = broken(restart(200.0))
+    assert (found.status, [note.check.name for note in found.notes]) == (0, ["processes-restarted"])
+    assert broken(restart(7200.0)).notes == []
+
+
+def test_a_wrong_configuration() -> None:
+    """Broken: a wrong deploy looks like a crash."""
+
+    def misconfigure(facts: Facts) -> None:
+        looping("expel")(facts)
+        instance(facts, "expel").lines = (raw("error: pipes.yaml:7: webhook.url: private addresses are refused"),)
+
+    found = broken(misconfigure)
+    assert (first_of(found), symptoms_of(found)) == ("configuration", {"crash-loops"})
+    assert "pipes.yaml:7" in found.causes[0].finding.evidence[0]
+
+
+def test_versions_differ() -> None:
+    """Broken: half of a deploy is taken for a whole one."""
+
+    def upgrade(facts: Facts) -> None:
+        one = instance(facts, "expel")
+        one.second = Sample(5.0)
+        one.second.values["penstock_build_info", frozenset({"service": "expel", "version": "2"}.items())] = 1.0
+
+    found = broken(upgrade)
+    assert first_of(found) == "versions"
+    assert "2: expel-1" in found.causes[0].finding.evidence
+
+
+def test_edited_files() -> None:
+    """Broken: an edit that never took effect is searched for in the services."""
+
+    def edit(facts: Facts) -> None:
+        facts.changed = ("diff data/snapshot/0-pipes.yaml pipes.yaml: the first difference is in line 3",)
+
+    assert first_of(broken(edit)) == "edited"
+    assert first_of(broken(edit, dead("expel"))) == "processes-dead"  # the fleet runs on its snapshot
+
+
+def test_the_broker_is_gone() -> None:
+    """Broken: a dead broker is one of ten equal lines."""
+
+    def remove(facts: Facts) -> None:
+        facts.broker.problem = "the folder of the embedded log is not there"
+        for one in facts.instances:
+            one.answer, one.reason = "not ready", "the broker cannot be opened: it is away"
+        count(instance(facts, "expel"), "penstock_expel_lane_up", LANE, 0.0, 0.0)
+        facts.observer.problem = "no answer"
+
+    found = broken(remove)
+    assert (first_of(found), len(found.causes)) == ("broker-gone", 1)
+    assert {"processes-not-ready", "observer-away"} <= symptoms_of(found)
+
+
+def test_a_full_disk() -> None:
+    """Broken: a full disk looks like a broker's fault, or like five services' faults."""
+
+    def fill(facts: Facts) -> None:
+        facts.disks = (Disk(DATA, 0, 1_000_000_000, 100, read_only=False),)
+        facts.broker.problem = "the disk is full"
+        labels = {"stream": "orders", "reason": "storage-full"}
+        count(instance(facts, "ingest"), "penstock_ingest_events_refused_total", labels, 0.0, 10.0)
+
+    found = broken(fill)
+    assert (first_of(found), len(found.causes)) == ("disk-full", 1)
+    assert {"broker-gone", "ingest-refuses"} <= symptoms_of(found)
+
+    def use_up_quota(facts: Facts) -> None:  # df shows room
+        instance(facts, "ingest").answer = "not ready"
+        instance(facts, "ingest").reason = "the broker cannot store events of orders: StorageFull: the disk is full"
+
+    assert first_of(broken(use_up_quota)) == "disk-full"
+
+    def nearly(facts: Facts) -> None:
+        facts.disks = (Disk(DATA, 900_000_000, 100_000_000_000, 100, read_only=False),)
+
+    assert first_of(broken(nearly)) == "disk-nearly-full"
+
+
+def test_a_wrong_clock() -> None:
+    """Broken: a clock that is an hour ahead is not seen, or seen as loss."""
+
+    def set_ahead(facts: Facts) -> None:
+        instance(facts, "ingest").skew = 3600.0
+
+    found = broken(set_ahead)
+    assert first_of(found) == "clock"
+    assert "ingest-1" in found.causes[0].finding.what
+    assert "3,600 s ahead" in found.causes[0].finding.evidence[0]
+
+    def set_ours_behind(facts: Facts) -> None:
+        for one in facts.instances:
+            one.skew = 3600.0
+
+    assert "this machine" in broken(set_ours_behind).causes[0].finding.what
+
+    def store_in_future(facts: Facts) -> None:
+        facts.broker.newest["orders"] = int((NOW + 600) * 1000)
+
+    assert first_of(broken(store_in_future)) == "clock"
+
+
+def fail_attempts(facts: Facts) -> None:
+    expel = instance(facts, "expel")
+    count(expel, "penstock_expel_breaker_state", LANE, 2.0, 2.0)
+    count(expel, "penstock_expel_attempts_total", {**LANE, "outcome": "tls"}, 10.0, 12.0)
+    count(expel, "penstock_expel_attempts_total", {**OTHER_LANE, "outcome": "delivered"}, 10.0, 12.0)
+
+
+def test_a_receiver_is_down() -> None:
+    """Broken: the wrong destination is blamed, or the events that wait are blamed."""
+
+    def refuse(facts: Facts) -> None:
+        fail_attempts(facts)
+        facts.endpoints = (Endpoint("https://crm.example.org", ("shop/crm",), "Connection refused"),)
+        letter = Letters("shop.dead", "shop", "crm", "expel", "window_over", "", 3, "shop.dead:0:1")
+        facts.broker.letters = (letter,)
+
+    found = broken(refuse)
+    assert (first_of(found), symptoms_of(found), len(found.causes)) == ("receivers-fail", {"dead-letters"}, 1)
+    assert "shop/crm" in found.causes[0].finding.what
+
+
+@pytest.mark.parametrize(
+    ("outcome", "words"), [("http_429", "throttles us"), ("http_401", "our credential"), ("timeout", "not answer")]
+)
+def test_the_way_in_which_a_receiver_fails(outcome: str, words: str) -> None:
+    """Broken: a quota, a rejected credential and an outage at the receiver read alike."""
+
+    def fail(facts: Facts) -> None:
+        labels = {**LANE, "outcome": outcome}
+        count(instance(facts, "expel"), "penstock_expel_attempts_total", labels, 1.0, 9.0)
+
+    assert words in broken(fail).causes[0].finding.what
+
+
+def test_an_expired_certificate() -> None:
+    """Broken: an expired certificate looks like a receiver that is down."""
+
+    def expire(facts: Facts) -> None:
+        fail_attempts(facts)
+        until = Certificate("the certificate of https://crm.example.org", NOW - 3 * DAY_S, ("shop/crm",))
+        facts.endpoints = (Endpoint("https://crm.example.org", ("shop/crm",), "", until),)
+
+    found = broken(expire)
+    assert (first_of(found), symptoms_of(found)) == ("certificate-expired", {"receivers-fail"})
+    assert "3 days ago" in found.causes[0].finding.what
+
+    def end_soon(facts: Facts) -> None:
+        facts.certificates = (Certificate("our client certificate", NOW + 3 * DAY_S, ("shop/crm",), DATA / "own.pem"),)
+
+    assert first_of(broken(end_soon)) == "certificate-expires"
+
+
+def test_a_secret_that_cannot_be_read() -> None:
+    """Broken: a file with the wrong mode is found by reading four logs."""
+
+    def expose(facts: Facts) -> None:
+        parts = frozenset({"shop/crm", "expel"})
+        problem = "it can be read by everybody. Try: chmod 600 /srv/crm.secret"
+        facts.files = (FileFault("the signing secret of shop/crm", "/srv/crm.secret", problem, parts),)
+
+    found = broken(expose)
+    assert first_of(found) == "secrets"
+    assert "chmod 600" in found.causes[0].finding.first
+
+    def age(facts: Facts) -> None:
+        count(instance(facts, "ingest"), "penstock_ingest_keys_age_seconds", {}, 90.0, 95.0)
+
+    assert first_of(broken(age)) == "secrets"
+
+
+def test_a_quota() -> None:
+    """Broken: senders that are refused by their own quota look like a fault of ours, or like nothing."""
+
+    def refuse(facts: Facts) -> None:
+        labels = {"stream": "orders", "reason": "over-quota"}
+        count(instance(facts, "ingest"), "penstock_ingest_events_refused_total", labels, 10.0, 40.0)
+
+    found = broken(refuse)
+    assert (first_of(found), found.causes[0].runbook) == ("quota", "PenstockIngestRefuses")
+
+
+def test_a_lost_checkpoint() -> None:
+    """Broken: the transform is started again without its checkpoint, and sends a week of events twice."""
+
+    def remove(facts: Facts) -> None:
+        facts.broker.ends["large.out"] = 500
+        facts.checkpoints = (Checkpoint("large", DATA / "checkpoints" / "large", None),)
+        down(facts, "large: checkpoint /srv/data/checkpoints/large is damaged: penstock.json is missing")
+
+    found = broken(remove)
+    assert (first_of(found), symptoms_of(found)) == ("checkpoint", {"transform-down", "processes-not-ready"})
+
+    def delete(facts: Facts) -> None:  # the query has not noticed it
+        facts.broker.ends["large.out"] = 500
+        facts.checkpoints = (Checkpoint("large", DATA / "checkpoints" / "large", None),)
+
+    assert first_of(broken(delete)) == "checkpoint"
+
+    def begin(facts: Facts) -> None:  # a new pipe has neither
+        facts.checkpoints = (Checkpoint("large", DATA / "checkpoints" / "large", None),)
+
+    assert broken(begin).status == 0
+
+
+def down(facts: Facts, reason: str) -> None:
+    one = instance(facts, "transform")
+    one.answer, one.reason = "not ready", reason
+    count(one, "penstock_transform_query_up", {"pipe": "large"}, 0.0, 0.0)
+    count(one, "penstock_transform_query_failures_total", {"pipe": "large"}, 3.0, 4.0)
+
+
+def test_poisoned_events() -> None:
+    """Broken: a transform that fails on some events looks like one that is down."""
+
+    def poison(facts: Facts) -> None:
+        down(facts, "large: a batch has made no progress for 300 s")
+        letter = Letters("large.dead", "large", "", "transform", "transform_error", "1/0", 7, "large.dead:0:3")
+        facts.broker.letters = (letter,)
+
+    found = broken(poison)
+    assert (first_of(found), len(found.causes)) == ("transform-poison", 1)
+    assert "large.dead:0:3" in found.causes[0].finding.evidence[0]
+
+
+def test_a_transform_that_reads_nothing() -> None:
+    """Broken: a query that is up and stuck looks healthy."""
+
+    def stick(facts: Facts) -> None:
+        count(instance(facts, "transform"), "penstock_transform_events_read_total", {"pipe": "large"}, 100.0, 100.0)
+
+    assert first_of(broken(stick)) == "transform-stuck"
+
+    def say(facts: Facts) -> None:
+        instance(facts, "transform").unhealthy = "large: batch 7 has made no progress for 900 s"
+
+    assert first_of(broken(say, stick)) == "processes-hung"
+
+
+def test_pauses() -> None:
+    """Broken: a forgotten pause is not named, or a pause of an hour counts as a fault."""
+
+    def pause(age_s: float, reason: str = "operator") -> Callable[[Facts], None]:
+        def change(facts: Facts) -> None:
+            at = int((NOW - age_s) * 1000)
+            facts.broker.pauses = {"shop/crm": Pause("paused", reason, "ann", at, "an outage")}
+            fail_attempts(facts)
+
+        return change
+
+    found = broken(pause(3600.0))
+    assert (found.status, [note.check.name for note in found.notes]) == (0, ["paused"])
+    found = broken(pause(5 * DAY_S))
+    assert first_of(found) == "paused"
+    assert "by ann" in found.causes[0].finding.what
+    assert first_of(broken(pause(60.0, "410"))) == "receiver-gone"
+
+
+def test_records_that_are_gone_or_soon_will_be() -> None:
+    """Broken: a partition that waits for a person waits unseen, or retention deletes unread events unannounced."""
+
+    def lose(facts: Facts) -> None:
+        facts.broker.gaps["shop.crm", TopicPartition("orders", 2)] = 10, 50
+
+    found = broken(lose)
+    assert first_of(found) == "records-missing"
+    assert "partition 2: reads 10, stored from 50" in found.causes[0].finding.evidence
+
+    def age(facts: Facts) -> None:  # retention 7 d; the log keeps unread records for 14
+        stored = int((NOW - 13 * DAY_S) * 1000)
+        facts.broker.lags["shop.crm", "orders"] = {0: Lag(5, 0, stored)}
+        facts.broker.later["shop.crm", "orders"] = {0: Lag(5, 0, stored)}
+
+    found = broken(age)
+    assert (first_of(found), symptoms_of(found)) == ("stalled", {"retention"})
+
+
+def test_loss_and_the_observer() -> None:
+    """Broken: loss is not named, or an observer that is away."""
+
+    def lose(facts: Facts) -> None:
+        reasons = ["7 of 100 events are missing in 2 minutes"]
+        facts.observer.pipes = ({"pipe": "shop", "health": "unstable", "reasons": reasons},)
+
+    found = broken(lose)
+    assert (first_of(found), "7 of 100" in found.causes[0].finding.what) == ("loss", True)
+
+    def leave(facts: Facts) -> None:
+        facts.observer.problem = "connection refused"
+
+    assert first_of(broken(leave)) == "observer-away"
+    found = broken(leave, dead("observer"))
+    assert (first_of(found), symptoms_of(found)) == ("processes-dead", {"observer-away"})
+
+
+def test_a_fleet_that_does_not_run() -> None:
+    """Broken: after the supervisor's death five services are named, and not the supervisor."""
+
+    def kill_all(facts: Facts) -> None:
+        assert facts.supervisor is not None
+        facts.supervisor.status = "gone"
+        for one in facts.instances:
+            dead(one.service)(facts)
+        facts.observer.problem = "connection refused"
+
+    found = broken(kill_all)
+    assert (first_of(found), len(found.causes)) == ("fleet-down", 1)
+
+    def stop(facts: Facts) -> None:
+        facts.state, facts.stopped, facts.instances, facts.supervisor = None, True, [], None
+
+    found = broken(stop)
+    assert (first_of(found), len(found.causes)) == ("fleet-down", 1)
+
+
+def test_a_list_of_processes_without_a_service() -> None:
+    """Broken: a service that Kubernetes does not start at all is missed."""
+
+    def remove(facts: Facts) -> None:
+        facts.instances = [one for one in facts.instances if one.service != "expel"]
+
+    assert "expel" in broken(remove).causes[0].finding.what
