@@ -16,7 +16,7 @@ from services.core.broker.contract import TopicSpec
 from services.core.broker.kinesis.admin import retention_hours
 from services.core.broker.kinesis.streams import PARTITIONS_TAG
 from services.core.ledger.report import SNAPSHOTS, TELEMETRY
-from services.core.pipes import PipeFile, load_pipes
+from services.core.pipes import CONTROL, PipeFile, load_pipes
 from services.core.provision import wanted_topics
 from services.core.yaml_source import BadConfiguration
 
@@ -57,7 +57,7 @@ def _stream(spec: TopicSpec) -> Json:
         "UpdateReplacePolicy": "Retain",
         "Properties": {
             "Name": spec.name,
-            "ShardCount": spec.shards or spec.partitions,
+            "ShardCount": spec.first_shards,
             "RetentionPeriodHours": retention_hours(spec.retention_ms),
             "StreamModeDetails": {"StreamMode": "PROVISIONED"},
             "StreamEncryption": {"EncryptionType": "KMS", "KeyId": "alias/aws/kinesis"},
@@ -69,8 +69,8 @@ def _stream(spec: TopicSpec) -> Json:
 def _rights(people: list[str]) -> dict[str, list[Json]]:
     """What each service may do. people: the streams that people name."""
     return {
-        # Before its first event, ingest finds the ends of its streams, for the ledger.
-        "Ingest": [_on_streams(_WRITE, *people, TELEMETRY), _on_streams(_READ, *people)],
+        # Before its first event, ingest finds the ends of its streams, for the ledger. It marks streams that get keys.
+        "Ingest": [_on_streams(_WRITE, *people, TELEMETRY, CONTROL), _on_streams(_READ, *people, CONTROL)],
         "Expel": [
             _on_streams(_READ, *people, "*.out", "*.retry", "*.parked", "penstock.retry-in", "penstock.control"),
             _on_streams(_WRITE, *people, "*.dead", "*.parked", "penstock.retry-in", "penstock.control", TELEMETRY),

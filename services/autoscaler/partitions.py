@@ -1,21 +1,27 @@
 """When a Kafka topic gets more partitions.
 
-Partitions cannot be removed, so the policy is slow. More partitions move keys and break their order. So a stream
-whose events have keys is only reported, and a person decides (`penstock apply --grow`).
+Partitions cannot be removed, so the policy is slow, and it acts only where the stream has `max_partitions`. More partitions map
+keys to other partitions and break their order. So a stream that may have keys (`core.key_marks`) never gets more by itself. Every
+need that is not met is reported, and a person decides (`penstock apply --grow`).
 """
 
 import asyncio
 import math
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import structlog
 
 from services.autoscaler.fleet_metrics import FleetCounters, Window
-from services.core.broker.contract import Broker, Reader
-from services.core.broker.errors import BrokerError
+from services.core.audit import write_growth
+from services.core.broker.contract import Broker
+from services.core.broker.errors import BrokerError, UnknownTopic
+from services.core.broker.producer import Producer
+from services.core.key_marks import KeyMark, read_key_marks
 from services.core.lifecycle import wait_for_stop
-from services.core.pipes import PipeFile
+from services.core.pipes import AUDIT, PipeFile, Stream
+from services.core.times import format_time
 
 HIGH, TARGET = 0.85, 0.7
 WINDOW_S, COOL_DOWN_S = 600.0, 3_600.0
@@ -23,12 +29,19 @@ WINDOW_S, COOL_DOWN_S = 600.0, 3_600.0
 
 @dataclass(frozen=True, slots=True)
 class TopicFigures:
-    """bytes: incoming, per second. capacity: bytes per second of one partition. keyed: events have keys."""
+    """bytes: incoming, per second. capacity: bytes per second of one partition. most: the largest number of partitions that the
+    autoscaler may make; None: it may add none. keys: why events may have keys; None: none ever had one.
+    """
 
     bytes: float
     partitions: int
     capacity: float
-    keyed: bool
+    most: int | None
+    keys: str | None
+
+    @property
+    def is_full(self) -> bool:
+        return self.bytes > HIGH * self.partitions * self.capacity
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +61,7 @@ class TopicDecision:
 
 
 def decide(figures: TopicFigures, memory: TopicMemory, now: float) -> tuple[TopicDecision, TopicMemory]:
-    """At most double, at most once an hour, after ten minutes above the limit."""
+    """At most double, at most once an hour, after ten minutes above the limit, never above `most`."""
     kept = tuple(sample for sample in memory.samples if sample[0] > now - 1.2 * WINDOW_S)
     memory = TopicMemory((*kept, (now, figures.bytes)), memory.acted)
     window = [load for at, load in memory.samples if at >= now - WINDOW_S]
@@ -59,23 +72,50 @@ def decide(figures: TopicFigures, memory: TopicMemory, now: float) -> tuple[Topi
     )
     if used <= HIGH or now - memory.samples[0][0] < WINDOW_S:
         return TopicDecision(None, f"the partitions fit the load: {about}"), memory
-    if figures.keyed:
-        remedy = "more of them would break the order of keys. Try: penstock apply --grow, when it may break"
-        return TopicDecision(None, f"more partitions are needed, but events have keys, and {remedy}: {about}"), memory
+    wanted = math.ceil(min(window) / (TARGET * figures.capacity))
+    wanted = min(2 * figures.partitions, max(figures.partitions + 1, wanted))
+    if refusal := _refuse(figures, wanted):
+        return TopicDecision(None, f"{refusal}: {about}"), memory
     if memory.acted is not None and now - memory.acted < COOL_DOWN_S:
         return TopicDecision(
             None, f"more partitions are needed, but within the hour some were added, or the autoscaler began: {about}"
         ), memory
-    wanted = math.ceil(min(window) / (TARGET * figures.capacity))
-    wanted = min(2 * figures.partitions, max(figures.partitions + 1, wanted))
+    wanted = min(wanted, figures.most or wanted)
     return TopicDecision(wanted, f"the partitions are too full: {about}"), TopicMemory((), now)
+
+
+def _refuse(figures: TopicFigures, wanted: int) -> str | None:
+    """Why the autoscaler must not add the partitions that are needed, and a remedy. None: it may."""
+    by_hand = f"partitions: {wanted} in the pipe file, then penstock apply --grow"
+    if figures.keys is not None:
+        return (
+            f"{wanted} partitions are needed, but {figures.keys}, and more of them would break the order of keys. Try, when it "
+            f"may break once: {by_hand}"
+        )
+    if figures.most is None:
+        return (
+            f"{wanted} partitions are needed, but the stream has no max_partitions, so none are added. Try: "
+            f"max_partitions: {wanted} in the pipe file and a restart of the autoscaler; or {by_hand}"
+        )
+    if figures.partitions >= figures.most:
+        return f"{wanted} partitions are needed, but the stream has max_partitions: {figures.most}. Try: a higher one"
+    return None
+
+
+def _why_keyed(stream: Stream, mark: KeyMark | None) -> str | None:
+    """Why events of the stream may have keys; None: none ever had one."""
+    if stream.key is not None:
+        return f"the stream has the key {stream.key}"
+    if mark is None:
+        return "the stream is older than the record of its keys, so its events may have some"
+    if mark.state == "seen":
+        return f"its events have keys since {format_time(mark.at)} at the latest"
+    return None
 
 
 log = structlog.get_logger()
 
 EVERY_S = 60.0
-_CHECKED = 100
-"""Records per partition that are checked for keys."""
 _BYTES = "penstock_ingest_payload_bytes_total"
 
 
@@ -102,13 +142,15 @@ class PartitionScaler:
 
     async def _consider(self, window: Window) -> None:
         counts = await self._broker.admin.topics()
+        marks: Mapping[str, KeyMark] | None = None
         for name, stream in self._pipes.streams.items():
             if name not in counts:
                 continue
             load = sum(value for _, value in window.of(_BYTES, stream=name)) / window.seconds
-            is_full = load > HIGH * counts[name] * self._capacity
-            keyed = stream.key is not None or (is_full and await has_keys(self._broker.reader, name))
-            figures = TopicFigures(load, counts[name], self._capacity, keyed)
+            figures = TopicFigures(load, counts[name], self._capacity, stream.max_partitions, keys=None)
+            if figures.is_full:
+                marks = await read_key_marks(self._broker.reader) if marks is None else marks
+                figures = replace(figures, keys=_why_keyed(stream, marks.get(name)))
             now = time.monotonic()
             # The time of the last change is not stored: after a restart an hour passes first.
             before = self._memories.get(name, TopicMemory((), now))
@@ -118,8 +160,18 @@ class PartitionScaler:
                 self._memories[name] = after
             elif not self._dry_run:
                 self._memories[name] = replace(before, samples=())  # a failure starts the ten minutes again
-                await self._broker.admin.add_partitions(name, decision.partitions)
+                await self._grow(name, figures.partitions, decision.partitions)
                 self._memories[name] = after
+
+    async def _grow(self, name: str, has: int, partitions: int) -> None:
+        """Recorded first: partitions that nobody added would be a riddle for ever."""
+        try:
+            async with Producer(self._broker.appender) as producer:
+                await write_growth(producer, "autoscaler", name, has, partitions)
+        except UnknownTopic as error:
+            hint = f"{name} gets no partitions, because they cannot be recorded: there is no topic {AUDIT}"
+            raise UnknownTopic(f"{hint}. Try: penstock apply, which creates it") from error
+        await self._broker.admin.add_partitions(name, partitions)
 
     def _report(self, name: str, decision: TopicDecision) -> None:
         kind = decision.reason.partition(":")[0]
@@ -132,13 +184,3 @@ class PartitionScaler:
                 reason=decision.reason,
                 dry_run=self._dry_run,
             )
-
-
-async def has_keys(reader: Reader, topic: str) -> bool:
-    """Whether a recent record has a key: clients may set one without a key field in the pipe file."""
-    for partition, stored in (await reader.describe(topic)).items():
-        first = max(stored.start, stored.end - _CHECKED)
-        batch = await reader.read(topic, partition, first, max_records=_CHECKED) if first < stored.end else None
-        if batch is not None and any(record.key is not None for record in batch.records):
-            return True
-    return False

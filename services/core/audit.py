@@ -1,7 +1,8 @@
-"""Writes `penstock.audit`: operators' decisions about events that were not delivered. One partition, kept for ever.
+"""Writes `penstock.audit`: operators' decisions about events that were not delivered, and who added partitions. One partition,
+kept for ever.
 
 The command line writes the entries of a redrive and of a discard after the action is durable, and those of a moved group before.
-Expel writes one for the events that a pipe file drops.
+Expel writes one for the events that a pipe file drops. `penstock apply --grow` and the autoscaler write one before a topic grows.
 """
 
 import hashlib
@@ -23,6 +24,8 @@ DROP = "drop"
 
 SKIP, RESET = "skip", "reset"
 """The actions on the group of a destination. The entry has the offsets that the group passes over, or reads again."""
+GROW = "grow"
+"""Partitions are added to a topic. The entry is written before. `count`: how many; `from` and `to` are in `filters`."""
 
 Range = tuple[int, int]
 _CONTENT_BYTES, _TIME_BYTES = 6, 6
@@ -33,7 +36,8 @@ class Entry(msgspec.Struct, frozen=True):
     """One batch of one action in one partition. at: ms. ranges: (first, last) offsets, ascending; all their records count.
 
     digests: DIGEST_BYTES of each record, in the order of the offsets. They tell the records from those of a topic that was
-    created again. Entries of earlier versions have the first 6 bytes of each, or none. Empty in entries of DROP, SKIP and RESET.
+    created again. Entries of earlier versions have the first 6 bytes of each, or none. Empty in entries of DROP, SKIP, RESET and
+    GROW. An entry of GROW is about the whole topic: it has no ranges, and partition 0.
     """
 
     action: str
@@ -95,6 +99,13 @@ async def write_moves(
         written.append(Record(None, msgspec.json.encode(entry), at))
     if written:
         (await producer.send_to(AUDIT, {0: written})).raise_first()
+
+
+async def write_growth(producer: Producer, who: str, topic: str, has: int, partitions: int) -> None:
+    """Write that partitions are about to be added to the topic, durably. Raises BrokerError kinds."""
+    at, change = time.time_ns() // 1_000_000, {"from": str(has), "to": str(partitions)}
+    entry = Entry(GROW, at, who, change, topic, 0, [], partitions - has)
+    (await producer.send_to(AUDIT, {0: [Record(None, msgspec.json.encode(entry), at)]})).raise_first()
 
 
 async def write_entries(

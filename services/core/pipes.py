@@ -48,8 +48,17 @@ class Stream(_Strict):
         4,
         ge=1,
         le=1024,
-        description="Partitions of the topic: at most so many instances work at once. Events of one key are in one partition.",
+        description="Partitions of the topic, at least: at most so many instances work at once. Events of one key are in one "
+        "partition. A topic that has more keeps them.",
         examples=[8],
+    )
+    max_partitions: int | None = Field(
+        None,
+        ge=1,
+        le=1024,
+        description="On Kafka: the autoscaler may add partitions up to this number, if no event ever had a key. Absent: it only "
+        "reports that more are needed.",
+        examples=[32],
     )
     shards: int | None = Field(
         None,
@@ -90,6 +99,19 @@ class Stream(_Strict):
     def _not_more_shards(self) -> Self:
         if self.shards is not None and self.shards > self.partitions:
             raise ValueError(f"{self.shards} shards are more than {self.partitions} partitions")
+        return self
+
+    @model_validator(mode="after")
+    def _can_grow(self) -> Self:
+        if self.max_partitions is None:
+            return self
+        if self.max_partitions < self.partitions:
+            raise ValueError(f"max_partitions {self.max_partitions} is less than {self.partitions} partitions")
+        if self.key is not None:
+            raise ValueError(
+                "max_partitions and key exclude each other: more partitions would break the order of keys. Try: more partitions "
+                "from the beginning, without max_partitions"
+            )
         return self
 
 

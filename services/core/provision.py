@@ -1,6 +1,7 @@
-"""Creates the topics of a pipe file. Idempotent; no topic is deleted.
+"""Creates the topics of a pipe file. Idempotent; no topic is deleted. The numbers of partitions are minimums: a topic may have
+more.
 
-| topic | partitions | retention |
+| topic | partitions, at least | retention |
 |---|---|---|
 | a stream | of its definition | of its definition |
 | `<pipe>.out`, with a transform | the most of its sources | the longest of its sources |
@@ -17,11 +18,14 @@ are paced; it costs money on Kinesis, and files elsewhere. Several retriers shar
 A pipe with `removed` destinations also gets its `.dead`, `.retry` and `.parked` topics: events may wait there.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from services.core.broker.contract import Admin, TopicSpec
+from services.core.audit import write_growth
+from services.core.broker.contract import Admin, Broker, TopicSpec
 from services.core.broker.errors import TopicExists, UnsafeTopic
+from services.core.broker.producer import Producer
+from services.core.key_marks import read_key_marks, write_key_marks
 from services.core.ledger.report import SNAPSHOTS, TELEMETRY
 from services.core.pipes import (
     AUDIT,
@@ -45,15 +49,49 @@ RETRY_RETENTION_S = 14 * 86400
 TELEMETRY_RETENTION_S = 86400
 
 
-class PartitionsDiffer(Exception):
-    """The partition counts of topics differ from the pipe file. Nothing was changed.
+class TooFewPartitions(Exception):
+    """Topics have fewer partitions than the pipe file asks for. Nothing was changed.
 
     More partitions map keys to other partitions. The order of a key is then not kept over the change, so a person decides.
+    keyless: the topics of which it is known that no event ever had a key.
     """
 
-    def __init__(self, differences: list[tuple[str, int, int]]) -> None:
-        lines = [_difference(topic, has, wanted) for topic, has, wanted in sorted(differences)]
+    def __init__(self, lacking: Collection[tuple[str, int, int]], keyless: Collection[str] = ()) -> None:
+        lines = [_describe(topic, has, wanted, topic in keyless) for topic, has, wanted in sorted(lacking)]
         super().__init__("\n".join(lines))
+
+
+@dataclass(frozen=True, slots=True)
+class Recorder:
+    """Records facts about topics before `ensure_topics` changes them. who: a user."""
+
+    broker: Broker
+    producer: Producer
+    who: str
+
+    async def mark_new_streams(self, streams: Collection[str], existing: Collection[str]) -> None:
+        """Mark the streams that no event can have reached yet (`key_marks`), in the control topic. Raises BrokerError kinds."""
+        marks = await read_key_marks(self.broker.reader)
+        new = [
+            name
+            for name in streams
+            if name not in marks and (name not in existing or await self._was_never_written(name))
+        ]
+        await write_key_marks(self.producer, new, "none", self.who)
+
+    async def find_keyless(self) -> list[str]:
+        """The streams of which no event ever had a key. Raises BrokerError kinds."""
+        return [name for name, mark in (await read_key_marks(self.broker.reader)).items() if mark.state == "none"]
+
+    async def record_growth(self, topic: str, has: int, wanted: int) -> None:
+        """Write an entry to the audit. Raises BrokerError kinds."""
+        await write_growth(self.producer, self.who, topic, has, wanted)
+
+    async def _was_never_written(self, topic: str) -> bool:
+        """Whether it is certain, as with a topic that another tool has just created."""
+        if not self.broker.features.contiguous_offsets:
+            return False
+        return all(held.end == 0 for held in (await self.broker.reader.describe(topic)).values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,9 +140,8 @@ def wanted_topics(pipes: PipeFile, *, has_retrier: bool = False) -> list[TopicSp
         specs[RETRIER_DEAD] = TopicSpec(RETRIER_DEAD, 1, retention_ms=longest)
     add(TELEMETRY, TELEMETRY_RETENTION_S)
     add(SNAPSHOTS, 2 * TELEMETRY_RETENTION_S)
-    if pipes.pipes:
-        add(AUDIT, None)
-        add(CONTROL, None)
+    add(AUDIT, None)
+    add(CONTROL, None)
     return list(specs.values())
 
 
@@ -113,36 +150,72 @@ def _longest_schedule(pipe: Pipe) -> float:
     return max((sum(webhook.schedule) for webhook in webhooks), default=0.0)
 
 
-async def ensure_topics(admin: Admin, pipes: PipeFile, *, grow: bool = False) -> Provisioned:
+async def ensure_topics(
+    admin: Admin, pipes: PipeFile, *, grow: bool = False, recorder: Recorder | None = None
+) -> Provisioned:
     """Create missing topics; with `grow`, add partitions where the pipe file has more. Sets the retention of new topics only.
 
-    Raises PartitionsDiffer when counts differ (always if the file has fewer), and UnsafeTopic when an existing topic can lose
-    acknowledged events; both before any change. Raises BrokerError kinds; after those, call again.
+    recorder: without one nothing is recorded, and new streams count as keyed.
+
+    Raises TooFewPartitions without `grow`, and UnsafeTopic when an existing topic can lose acknowledged events; both before any
+    change. Raises BrokerError kinds; after those, call again.
     """
     existing = await admin.topics()
     specs = wanted_topics(pipes, has_retrier=RETRY_IN in existing)
-    differing = [
+    lacking = [
         (spec.name, existing[spec.name], spec.partitions)
         for spec in specs
-        if spec.name in existing and existing[spec.name] != spec.partitions
+        if spec.name in existing and existing[spec.name] < spec.partitions
     ]
-    if refused := [item for item in differing if not grow or item[2] < item[1]]:
-        raise PartitionsDiffer(refused)
+    if lacking and not grow:
+        raise TooFewPartitions(lacking, () if recorder is None else await recorder.find_keyless())
     await admin.check_durability([spec.name for spec in specs if spec.name in existing])
-    created, kept = [], []
+    # A stream is marked before it can have an event, so the topic of the marks comes first.
+    records = [spec for spec in specs if spec.name in (AUDIT, CONTROL)]
+    created = await _create(admin, records, existing)
+    if recorder is not None:
+        await recorder.mark_new_streams(pipes.streams, existing)
+    created |= await _create(admin, [spec for spec in specs if spec not in records], existing)
+    for topic, has, wanted in lacking:
+        if recorder is not None:
+            await recorder.record_growth(topic, has, wanted)
+        await admin.add_partitions(topic, wanted)
+    grown = tuple(topic for topic, _, _ in lacking)
+    names = [spec.name for spec in specs]
+    kept = tuple(name for name in names if name not in created and name not in grown)
+    return Provisioned(tuple(name for name in names if name in created), grown, kept)
+
+
+async def _create(admin: Admin, specs: Collection[TopicSpec], existing: Collection[str]) -> set[str]:
+    """Create the topics that do not exist. Gives the names of those that this call has created."""
+    created = set()
     for spec in specs:
         if spec.name in existing:
-            kept.append(spec.name)
             continue
         try:
             await admin.create_topic(spec)
-            created.append(spec.name)
+            created.add(spec.name)
         except TopicExists:  # another process applies the same file
-            kept.append(spec.name)
-    for topic, _has, wanted in differing:
-        await admin.add_partitions(topic, wanted)
-        kept.remove(topic)
-    return Provisioned(tuple(created), tuple(topic for topic, _, _ in differing), tuple(kept))
+            pass
+    return created
+
+
+@dataclass(frozen=True, slots=True)
+class LargerTopic:
+    """A topic with more partitions than the pipe file asks for."""
+
+    name: str
+    partitions: int
+    wanted: int
+
+
+def find_larger(existing: Mapping[str, int], pipes: PipeFile) -> list[LargerTopic]:
+    """The topics of the pipe file that have more partitions. existing: the number of partitions by topic."""
+    return [
+        LargerTopic(spec.name, existing[spec.name], spec.partitions)
+        for spec in wanted_topics(pipes, has_retrier=RETRY_IN in existing)
+        if existing.get(spec.name, 0) > spec.partitions
+    ]
 
 
 async def require_safe_topics(admin: Admin, topics: Collection[str]) -> None:
@@ -154,11 +227,9 @@ async def require_safe_topics(admin: Admin, topics: Collection[str]) -> None:
         raise BadConfiguration([Problem(f"topic {topic}", key, text) for topic, key, text in error.problems]) from error
 
 
-def _difference(topic: str, has: int, wanted: int) -> str:
-    if wanted < has:
-        remedy = f"partitions are never removed. Try: partitions: {has}"
+def _describe(topic: str, has: int, wanted: int, is_keyless: bool) -> str:
+    if is_keyless:
+        effect = "no event of it ever had a key, so no order breaks"
     else:
-        remedy = (
-            "keys will map to other partitions, and their order is not kept over the change. Try: penstock apply --grow"
-        )
-    return f"topic {topic} has {has} partitions, the pipe file has {wanted}; {remedy}"
+        effect = "keys will map to other partitions, and their order is not kept over the change"
+    return f"topic {topic} has {has} partitions, the pipe file asks for {wanted}; {effect}. Try: penstock apply --grow"

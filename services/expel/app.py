@@ -43,6 +43,8 @@ async def start(settings: ExpelSettings, supervision: Supervision) -> None:
         if any(plan.destination.webhook is not None for plan in plans):
             supervision.run(pauses.follow(stopping), "pauses")
         builder = LaneBuilder(settings, broker, producer, pauses, stack, len(plans))
+        if any(plan.destination.stream is not None for plan in plans):
+            await builder.marker.load()
         lanes = [builder.build(plan) for plan in plans]
         readiness.check = lambda: next((lane.waits_for for lane in lanes if lane.waits_for), None)
         for watch in watch_secrets(plans, settings.pipes.parent):

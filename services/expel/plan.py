@@ -16,6 +16,7 @@ from services.core.credentials import Credentials, Held, find_secret, read_crede
 from services.core.destination_check import check_destinations
 from services.core.expected import show_expected
 from services.core.file_watch import FileWatch
+from services.core.key_marks import KeyMarker
 from services.core.ledger.report import TELEMETRY
 from services.core.ledger.reporter import new_instance
 from services.core.pauses import Pauses
@@ -167,7 +168,7 @@ def touched_topics(plans: Iterable[LanePlan]) -> set[str]:
 
 
 class LaneBuilder:
-    """Makes lanes. Their HTTP clients are closed by `stack`."""
+    """Makes lanes. Their HTTP clients are closed by `stack`. marker: of the streams that lanes write to; load it first."""
 
     def __init__(
         self,
@@ -180,6 +181,7 @@ class LaneBuilder:
     ) -> None:
         self._pauses = pauses
         self._settings, self._broker, self._producer, self._stack = settings, broker, producer, stack
+        self.marker = KeyMarker(producer, broker.reader, "expel")
         self._resolver = Resolver()
         self._instance = new_instance()
         self._lane_bytes = min(_MAX_LANE_BYTES, settings.buffer // max(1, lanes))
@@ -199,7 +201,7 @@ class LaneBuilder:
             )
         else:
             assert destination.stream is not None
-            sender = StreamSender(self._producer, destination.stream)
+            sender = StreamSender(self._producer, self.marker, destination.stream)
         throttle = SendThrottle(plan.pipe_name, destination.name, config.rate, sheds=config.retry.uses_retry_topic)
         metrics.ledger.set_breaker(lambda: throttle.state)
 

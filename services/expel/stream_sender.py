@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from services.core.broker.errors import BrokerError, RecordTooLarge
 from services.core.broker.producer import Producer, send_by_key
 from services.core.broker.record import Batch, Record
+from services.core.key_marks import KeyMarker
 from services.core.retry_state import PREFIX, own_headers
 from services.expel.delivery import Delivery, Rendered
 from services.expel.retry_policy import Failure, Outcome
@@ -17,10 +18,11 @@ _NO_LIMIT = 1 << 62
 
 
 class StreamSender:
-    """Every failure of the broker is recoverable, except for a record that is too large."""
+    """Every failure of the broker is recoverable, except for a record that is too large. marker: marks the stream as keyed
+    before it gets its first event with a key."""
 
-    def __init__(self, producer: Producer, topic: str) -> None:
-        self._producer, self._topic = producer, topic
+    def __init__(self, producer: Producer, marker: KeyMarker, topic: str) -> None:
+        self._producer, self._marker, self._topic = producer, marker, topic
 
     def render(self, batch: Batch) -> Rendered:
         """The parts are the values."""
@@ -31,7 +33,13 @@ class StreamSender:
 
         An event from a time when the destination was a webhook is appended without its retry state.
         """
-        failed = await send_by_key(self._producer, self._topic, [_unwrap(record) for record in delivery.records])
+        records = delivery.records
+        if not self._marker.is_marked(self._topic) and any(record.key is not None for record in records):
+            try:
+                await self._marker.mark(self._topic)
+            except BrokerError as error:
+                return dict.fromkeys(range(len(records)), _explain(error))
+        failed = await send_by_key(self._producer, self._topic, [_unwrap(record) for record in records])
         return {index: _explain(error) for index, error in failed.items()} or None
 
 

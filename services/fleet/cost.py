@@ -1,11 +1,12 @@
-"""Estimates the Kinesis costs (provisioned mode) of the streams as they are, and of other layouts of streams.
+"""Estimates the Kinesis costs (provisioned mode) of a pipe file's streams as they are, and of other layouts of streams.
 
-Reads a sample of each stream, computes loads and costs, renders them.
+Reads a sample of each topic of events, computes loads and costs, renders them. The other topics are those of `wanted_topics`, as
+in the templates of `infra/aws`: their shards cost the same hours, and their few events are not counted.
 """
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
@@ -14,8 +15,11 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from services.core.broker.contract import Reader
+from services.core.broker.contract import Broker, Reader
+from services.core.broker.errors import UnknownTopic
 from services.core.broker.record import Record
+from services.core.pipes import RETRY_IN, PipeFile, event_topics
+from services.core.provision import wanted_topics
 from services.fleet.console import make_table
 
 RECORDS_PER_PARTITION = 5_000
@@ -141,7 +145,7 @@ def namespace_of(kind: str) -> str:
     return kind.rpartition(".")[0] or kind
 
 
-def layouts(samples: list[StreamSample]) -> dict[str, list[Load]]:
+def layouts(samples: Sequence[StreamSample]) -> dict[str, list[Load]]:
     """The streams of each layout, by its name."""
     return {
         "as it is": [sample.load for sample in samples],
@@ -150,14 +154,50 @@ def layouts(samples: list[StreamSample]) -> dict[str, list[Load]]:
     }
 
 
-def summarise_cost(samples: list[StreamSample], shards: Mapping[str, int], prices: Prices) -> dict[str, Any]:
-    """`streams`, `layouts`, `pareto`, `prices`; dollars per month, loads per second. shards: the existing ones, on Kinesis."""
+@dataclass(frozen=True, slots=True)
+class FleetSample:
+    """samples: of the topics of events. topics: every topic of the pipe file, with the shards that it is created with. shards:
+    the existing ones of each topic that exists; None: the broker is not Kinesis."""
+
+    samples: Sequence[StreamSample]
+    topics: Mapping[str, int]
+    shards: Mapping[str, int] | None = None
+
+
+async def read_fleet(broker: Broker, pipes: PipeFile, minutes: float) -> FleetSample:
+    """Sample the events of the last minutes, and count the shards. Raises BrokerError kinds."""
+    resharding, existing = broker.resharding, await broker.admin.topics()
+    specs = wanted_topics(pipes, has_retrier=RETRY_IN in existing)
+    topics = {spec.name: spec.first_shards for spec in specs}
+    samples = []
+    for topic in event_topics(pipes):
+        try:
+            samples.append(await read_sample(broker.reader, topic, minutes, aggregated=resharding is not None))
+        except UnknownTopic:
+            samples.append(StreamSample(topic))
+    if resharding is None:
+        return FleetSample(samples, topics)
+    shards = {name: len((await resharding.shards(name)).numbers) for name in topics if name in existing}
+    return FleetSample(samples, topics, shards)
+
+
+def summarise_cost(fleet: FleetSample, prices: Prices) -> dict[str, Any]:
+    """`streams`, `total`, `layouts`, `pareto`, `prices`; dollars per month, loads per second. A topic without existing shards
+    counts with those that it is created with."""
+    found = {sample.name: sample.load for sample in fleet.samples}
+    shards = {**fleet.topics, **(fleet.shards or {})}
+    rows = [_stream(found.get(name, Load(name)), count, prices) for name, count in shards.items()]
+    own = [count for name, count in shards.items() if name not in found]
     return {
         "prices": {"shard_hour": prices.shard_hour, "million_put_units": prices.million_units},
-        "streams": [_stream(sample.load, shards.get(sample.name), prices) for sample in samples],
-        "layouts": [_layout(name, loads, prices) for name, loads in layouts(samples).items()],
-        "pareto": pareto(samples),
+        "streams": rows,
+        "total": {"streams": len(rows)} | {name: sum(row[name] for row in rows) for name in _SUMMED},
+        "layouts": [_layout(name, loads, own, prices) for name, loads in layouts(fleet.samples).items()],
+        "pareto": pareto(fleet.samples),
     }
+
+
+_SUMMED = ("shards", "shard_hours_month", "put_units_month", "month")
 
 
 def pareto(samples: Iterable[StreamSample]) -> list[dict[str, Any]]:
@@ -171,14 +211,15 @@ def pareto(samples: Iterable[StreamSample]) -> list[dict[str, Any]]:
     return rows
 
 
-def _stream(load: Load, existing: int | None, prices: Prices) -> dict[str, Any]:
-    hours, units = load.per_month(prices, existing)
+def _stream(load: Load, shards: int, prices: Prices) -> dict[str, Any]:
+    """shards: the existing ones, or those that the stream is created with."""
+    hours, units = load.per_month(prices, shards)
     return {
         "stream": load.name,
         "events": load.events,
         "bytes": load.bytes,
         "events_per_entry": load.per_entry,
-        "shards": existing,
+        "shards": shards,
         "shards_needed": load.shards,
         "put_units": load.units,
         "shard_hours_month": hours,
@@ -187,13 +228,15 @@ def _stream(load: Load, existing: int | None, prices: Prices) -> dict[str, Any]:
     }
 
 
-def _layout(name: str, loads: list[Load], prices: Prices) -> dict[str, Any]:
+def _layout(name: str, loads: Sequence[Load], own: Sequence[int], prices: Prices) -> dict[str, Any]:
+    """own: the shards of each topic that Penstock keeps for itself, in every layout."""
     parts = [load.per_month(prices) for load in loads]
-    hours, units = sum(hours for hours, _ in parts), sum(units for _, units in parts)
+    hours = sum(hours for hours, _ in parts) + sum(own) * HOURS_PER_MONTH * prices.shard_hour
+    units = sum(units for _, units in parts)
     return {
         "layout": name,
-        "streams": len(loads),
-        "shards": sum(load.shards for load in loads),
+        "streams": len(loads) + len(own),
+        "shards": sum(load.shards for load in loads) + sum(own),
         "shard_hours_month": hours,
         "put_units_month": units,
         "month": hours + units,
@@ -215,9 +258,11 @@ _HEADINGS = {
 
 
 def render_cost(found: dict[str, Any]) -> RenderableType:
-    """Three tables: streams, layouts, types."""
+    """Three tables: streams with their total, layouts, types."""
+    total = dict.fromkeys(found["streams"][0], "") | found["total"] | {"stream": "total"}
+    total.pop("streams")
     return Group(
-        _table("Streams", found["streams"]),
+        _table("Streams, with those that Penstock keeps for itself", [*found["streams"], total]),
         _table("Layouts with the shards that each needs", found["layouts"]),
         _table("Types, the largest first", found["pareto"][:_SHOWN_TYPES]),
     )

@@ -7,10 +7,11 @@ under `removed` how to continue.
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
+from services.core.audit import GROW, Entry
 from services.core.broker.connect import BadBrokerUrl, open_broker
 from services.core.broker.contract import Broker
 from services.core.broker.errors import BrokerError, GroupHasMembers, UnsafeTopic
@@ -27,10 +28,19 @@ from services.core.pipes import (
     removed_pipes,
     renames_of,
 )
-from services.core.provision import PartitionsDiffer, Provisioned, ensure_topics
+from services.core.provision import (
+    LargerTopic,
+    Provisioned,
+    Recorder,
+    TooFewPartitions,
+    ensure_topics,
+    find_larger,
+)
+from services.core.times import format_time
 from services.core.waiting import Waiting, find_waiting, hand_over_positions, read_bookmark, write_bookmark
 from services.core.yaml_source import BadConfiguration, Problem
 from services.fleet.changes import Change, Changes, find_changes
+from services.fleet.dead.audit import read_audit, whoami
 from services.fleet.problem import CommandFailed
 
 PATIENCE_S = 30.0
@@ -39,16 +49,65 @@ CHECK_WITHIN_S = 60.0
 Result = TypeVar("Result")
 
 
+@dataclass(frozen=True, slots=True)
+class GrownTopic:
+    """A topic that has more partitions than the pipe file asks for. entry: the audit's, about its present number; None: none."""
+
+    topic: LargerTopic
+    entry: Entry | None
+
+    def __str__(self) -> str:
+        name, has, wanted = self.topic.name, self.topic.partitions, self.topic.wanted
+        text = f"{name} has {has} partitions; the pipe file asks for at least {wanted}"
+        if self.entry is None:
+            return f"{text}. The audit does not say who added them"
+        before = self.entry.filters.get("from", "?")
+        return f"{text}. {self.entry.who} grew it from {before} at {format_time(self.entry.at)}"
+
+    def as_json(self) -> dict[str, object]:
+        entry = self.entry
+        by, at = (None, None) if entry is None else (entry.who, format_time(entry.at))
+        topic = self.topic
+        return {
+            "topic": topic.name,
+            "partitions": topic.partitions,
+            "wanted": topic.wanted,
+            "grown_by": by,
+            "grown_at": at,
+            "text": str(self),
+        }
+
+
+async def _find_grown(broker: Broker, pipes: PipeFile) -> list[GrownTopic]:
+    """In the order of the pipe file. Raises BrokerError kinds."""
+    larger = find_larger(await broker.admin.topics(), pipes)
+    if not larger:
+        return []
+    entries = {
+        (entry.topic, entry.filters.get("to")): entry
+        async for entry in read_audit(broker.reader)
+        if entry.action == GROW
+    }
+    return [GrownTopic(one, entries.get((one.name, str(one.partitions)))) for one in larger]
+
+
 class PreparedTopics(NamedTuple):
     """The topics exist. waiting: the events that waited before."""
 
     topics: Provisioned
     waiting: Waiting
+    grown: Sequence[GrownTopic]
 
 
-async def provision(broker: str, pipes: PipeFile, *, grow: bool = False) -> Provisioned:
+async def provision(broker: str, pipes: PipeFile) -> Provisioned:
     """Create the topics of the pipe file. Retries for up to 30 s while the broker is unreachable. Raises CommandFailed."""
-    return await _patiently(broker, lambda opened: ensure_topics(opened.admin, pipes, grow=grow))
+    return await _patiently(broker, lambda opened: _ensure(opened, pipes))
+
+
+async def _ensure(broker: Broker, pipes: PipeFile, *, grow: bool = False) -> Provisioned:
+    async with Producer(broker.appender) as producer:
+        recorder = Recorder(broker, producer, await asyncio.to_thread(whoami))
+        return await ensure_topics(broker.admin, pipes, grow=grow, recorder=recorder)
 
 
 async def prepare(broker: str, pipes: PipeFile, path: Path, *, grow: bool = False) -> PreparedTopics:
@@ -62,7 +121,7 @@ async def prepare(broker: str, pipes: PipeFile, path: Path, *, grow: bool = Fals
         waiting = await find_waiting(opened, lanes_of(pipes), before)
         if problems := name_unclaimed(waiting, pipes, path):
             raise BadConfiguration(problems)
-        topics = await ensure_topics(opened.admin, pipes, grow=grow)
+        topics = await _ensure(opened, pipes, grow=grow)
         await hand_over_positions(opened.admin, pipes, before.left)
         left = {name: choice.deliver_to or "" for name, choice in (pipes.removed | removed_lanes(pipes)).items()}
         left |= {
@@ -75,7 +134,7 @@ async def prepare(broker: str, pipes: PipeFile, path: Path, *, grow: bool = Fals
             async with Producer(opened.appender) as producer:
                 await carry_pauses(opened.reader, producer, renames_of(pipes))
                 await write_bookmark(producer, bookmark, time.time_ns() // 1_000_000)
-        return PreparedTopics(topics, waiting)
+        return PreparedTopics(topics, waiting, await _find_grown(opened, pipes))
 
     return await _patiently(broker, work)
 
@@ -85,14 +144,16 @@ class Checked(NamedTuple):
 
     waiting: Waiting
     changes: Changes
+    grown: Sequence[GrownTopic]
 
 
 async def check_broker(broker: str, pipes: PipeFile, data: Path | None) -> Checked | str:
-    """The waiting events and the changes, or the reason why they are not known. Changes nothing. Takes up to CHECK_WITHIN_S."""
+    """The waiting events, the changes and the grown topics, or the reason why they are not known. Changes nothing. Takes up to
+    CHECK_WITHIN_S."""
     try:
         async with asyncio.timeout(CHECK_WITHIN_S), open_broker(broker) as opened:
             waiting = await find_waiting(opened, lanes_of(pipes), await read_bookmark(opened.reader))
-            return Checked(waiting, await find_changes(opened, pipes, data))
+            return Checked(waiting, await find_changes(opened, pipes, data), await _find_grown(opened, pipes))
     except TimeoutError:
         return f"{broker} did not answer within {CHECK_WITHIN_S:.0f} s"
     except (BadBrokerUrl, BrokerError) as error:
@@ -200,7 +261,7 @@ async def _patiently(broker: str, work: Callable[[Broker], Awaitable[Result]]) -
                 return await work(opened)
         except BadBrokerUrl as error:
             raise CommandFailed(str(error), status=2) from error
-        except PartitionsDiffer as error:
+        except TooFewPartitions as error:
             raise CommandFailed(str(error)) from error
         except UnsafeTopic as error:
             raise CommandFailed(str(error), status=2) from error

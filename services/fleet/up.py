@@ -53,8 +53,10 @@ async def fleet_of(settings: UpSettings, config: str | None, stop: Stop) -> Asyn
             kafka = await stack.enter_async_context(run_kafka(settings.data.absolute() / "kafka", _notify, stop))
         broker = broker_url(settings, kafka)
         changes = await check_changes(broker, pipes, settings.pipes, settings.data.absolute())
-        topics, waiting = await prepare(broker, pipes, settings.pipes)
+        topics, waiting, grown = await prepare(broker, pipes, settings.pipes)
         _progress(f"topics: {len(topics.created)} created, {len(topics.kept)} there already")
+        for one in grown:
+            _progress(str(one))
         for line in [*map(str, changes), *describe_removed(waiting, pipes)]:
             _notify("warning", line)
         snapshot = settings.data.absolute() / "snapshot"

@@ -13,6 +13,7 @@ import structlog
 
 from services.core.broker.producer import Producer
 from services.core.expected import show_expected
+from services.core.key_marks import KeyMarker
 from services.core.ledger.reporter import Reporter, close_reporters, keep_reporting, new_instance
 from services.core.lifecycle import Supervision
 from services.core.management import serve_management
@@ -64,9 +65,11 @@ async def start(settings: IngestSettings, supervision: Supervision) -> None:
         if settings.ledger:
             instance = new_instance()
             ledgers = [_open_ledger(intake, producer, instance) for intake in intakes.values()]
+        marker = KeyMarker(producer, broker.reader, NODE)
+        await marker.load()
         probe = Probe(broker, producer, intakes.values())
         unpackers = stack.enter_context(ThreadPoolExecutor(_UNPACK_THREADS, thread_name_prefix="unpack"))
-        endpoint = Endpoint(intakes, producer, access, settings.limits, openapi, unpackers)
+        endpoint = Endpoint(intakes, producer, marker, access, settings.limits, openapi, unpackers)
         server = HttpServer(
             endpoint.handle,
             timeouts=Timeouts(settings.head_timeout, settings.body_timeout, settings.idle_timeout),

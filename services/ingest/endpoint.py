@@ -13,6 +13,7 @@ from aiohttp.http import RawRequestMessage
 
 from services.core.broker.errors import BrokerClosed, BrokerError, Overloaded
 from services.core.broker.producer import Producer, SendResult
+from services.core.key_marks import KeyMarker
 from services.core.keys import ApiKey
 from services.ingest import problems
 from services.ingest.access import Access, check_query, unknown_stream
@@ -36,12 +37,14 @@ def events_path(stream: str) -> str:
 
 
 class Endpoint:
-    """Answers every request of this process. `intakes` by stream name; `openapi` is the document, as JSON."""
+    """Answers every request of this process. `intakes` by stream name; `openapi` is the document, as JSON. marker: marks streams
+    as keyed before they get their first event with a key."""
 
     def __init__(
         self,
         intakes: Mapping[str, Intake],
         producer: Producer,
+        marker: KeyMarker,
         access: Access,
         limits: Limits,
         openapi: bytes,
@@ -49,7 +52,8 @@ class Endpoint:
     ) -> None:
         self._routes = {events_path(name): intake for name, intake in intakes.items()}
         self._documents = {"/": _ROOT, "/openapi.json": openapi}
-        self._producer, self._access, self._limits, self._executor = producer, access, limits, executor
+        self._producer, self._marker, self._access = producer, marker, access
+        self._limits, self._executor = limits, executor
         self._large = asyncio.Semaphore(_LARGE_AT_ONCE)
 
     async def handle(self, message: RawRequestMessage, connection: Connection) -> Answer:
@@ -118,6 +122,8 @@ class Endpoint:
         """The result of each part, which the ledger gets too. Raises Refused when nothing was queued."""
         known: SendResult | BrokerError | None = None
         try:
+            if prepared.has_keys and not self._marker.is_marked(intake.name):
+                await self._marker.mark(intake.name)
             known = result = await self._producer.send_to(intake.name, prepared.parts)
         except Overloaded as error:
             known = error
@@ -126,6 +132,11 @@ class Endpoint:
         except BrokerClosed as error:
             known = error
             detail = f"This process is stopping. Nothing was stored. {SEND_AGAIN}"
+            raise Refused(problems.BROKER_UNAVAILABLE, detail, retry_after=RETRY_AFTER_S) from None
+        except BrokerError as error:  # of the mark
+            known = error
+            intake.broker_failure = time.monotonic(), f"it could not be recorded that its events have keys: {error}"
+            detail = f"The broker could not record that this stream has keys. Nothing was stored. {SEND_AGAIN}"
             raise Refused(problems.BROKER_UNAVAILABLE, detail, retry_after=RETRY_AFTER_S) from None
         finally:
             if intake.ledger is not None:

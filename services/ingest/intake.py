@@ -68,7 +68,7 @@ class Prepared(msgspec.Struct, frozen=True):
 
     numbers: of each partition's records. rows: by partition, the row of each record in the request's columns. all_rows: those of
     all partitions. indexes: the position of each row in the request. values, ids, times (ms): by row. refused: events that are
-    not sent.
+    not sent. has_keys: any event of the request has a key.
     """
 
     parts: dict[int, list[Record]]
@@ -80,6 +80,7 @@ class Prepared(msgspec.Struct, frozen=True):
     ids: list[bytes]
     times: list[int]
     refused: list[Refusal]
+    has_keys: bool
 
 
 def max_age_ms(stream: Stream) -> int:
@@ -152,7 +153,9 @@ class Intake:
         parts = {
             partition: make_records(chosen, columns, arrival, numbers[partition]) for partition, chosen in split.items()
         }
-        return Prepared(parts, numbers, split, rows, items.indexes, columns.values, columns.ids, columns.times, refused)
+        has_keys = columns.keys is not None and columns.keys.count(None) < count
+        values, ids, times = columns.values, columns.ids, columns.times
+        return Prepared(parts, numbers, split, rows, items.indexes, values, ids, times, refused, has_keys)
 
     def _columns(self, items: Items, arrival: int, traceparent: str | None) -> tuple[Columns, Faults]:
         """The id, key, time and further headers of each row, and the faults by row."""

@@ -11,7 +11,8 @@ from services.core.broker.record import Record
 
 @dataclass
 class MemoryAppender:
-    """Topics by name. `errors`: raised by the next appends, one each. `gate`: while it is cleared, appends wait."""
+    """Topics by name. `errors`: raised by the next appends to topics that exist, one each. `gate`: while it is cleared, appends
+    wait."""
 
     topics: dict[str, list[list[Record]]] = field(default_factory=dict)
     errors: list[Exception] = field(default_factory=list)
@@ -42,9 +43,9 @@ class MemoryAppender:
             await self.gate.wait()
         finally:
             self.waiting -= 1
+        stored = self._find(topic)[partition]
         if self.errors:
             raise self.errors.pop(0)
-        stored = self._find(topic)[partition]
         first = len(stored)
         stored.extend(records)
         return Appended(first, len(stored) - 1)

@@ -106,6 +106,11 @@ class TopicSpec:
     compact: bool = False
     shards: int | None = None
 
+    @property
+    def first_shards(self) -> int:
+        """The number of shards with which Kinesis creates it."""
+        return self.shards or self.partitions
+
 
 @dataclass(frozen=True, slots=True)
 class PartitionRange:

@@ -7,11 +7,10 @@ from typing import Annotated
 import typer
 import uvloop
 
-from services.core.broker.errors import UnknownTopic
-from services.core.pipes import PipeFile, event_topics, load_pipes
+from services.core.pipes import PipeFile, load_pipes
 from services.fleet.access import find_broker, find_pipes, opened
 from services.fleet.console import OUT, print_note
-from services.fleet.cost import Prices, StreamSample, read_sample, render_cost, summarise_cost
+from services.fleet.cost import FleetSample, Prices, read_fleet, render_cost, summarise_cost
 from services.fleet.verbs.app import APP, AsJson, BrokerUrl, Data, Pipes, example
 
 _DEFAULT = Prices()
@@ -37,35 +36,36 @@ def cost(
     ] = _DEFAULT.million_units,
     as_json: AsJson = False,
 ) -> None:
-    """Estimate the costs of the streams on Kinesis, as they are and in other layouts, and list the largest event types."""
+    """Estimate the costs of the streams on Kinesis, as they are and in other layouts, and list the largest event types.
+
+    It counts every stream of the pipe file, also those that Penstock keeps for itself, as `infra/aws/streams.py` does.
+    """
     file = load_pipes(find_pipes(pipes, data))
     prices = Prices(shard_hour, million_units)
-    samples, shards = uvloop.run(_read_samples(find_broker(broker, data), file, minutes))
-    found = summarise_cost(samples, shards, prices)
+    fleet = uvloop.run(_read(find_broker(broker, data), file, minutes))
+    found = summarise_cost(fleet, prices)
     if as_json:
         typer.echo(json.dumps(found))
         return
     OUT.print(render_cost(found))
     print_note(
         f"Of the last {minutes:g} minutes. Prices: {prices.shard_hour} $ a shard-hour, {prices.million_units} $ a million PUT "
-        "payload units (Kinesis price list, provisioned mode, us-east-1); longer retention and reads are not included."
+        "payload units (Kinesis price list, provisioned mode, us-east-1). Not included: longer retention, reads, DynamoDB, and "
+        "PUT units of the streams that Penstock keeps for itself."
     )
-    if not shards:
+    if fleet.shards is None:
         print_note(
-            "The broker is not Kinesis: the number of events per entry is not known and assumed to be one.", "yellow"
+            "The broker is not Kinesis: the shards are those with which the streams would be created there. The number of events "
+            "per entry is not known and assumed to be one.",
+            "yellow",
+        )
+    elif missing := [name for name in fleet.topics if name not in fleet.shards]:
+        print_note(
+            f"Counted with the shards with which they are created, because they do not exist yet: {', '.join(missing)}",
+            "yellow",
         )
 
 
-async def _read_samples(url: str, file: PipeFile, minutes: float) -> tuple[list[StreamSample], dict[str, int]]:
-    samples: list[StreamSample] = []
-    shards: dict[str, int] = {}
+async def _read(url: str, file: PipeFile, minutes: float) -> FleetSample:
     async with opened(url) as broker:
-        resharding = broker.resharding
-        for topic in event_topics(file):
-            try:
-                samples.append(await read_sample(broker.reader, topic, minutes, aggregated=resharding is not None))
-                if resharding is not None:
-                    shards[topic] = len((await resharding.shards(topic)).numbers)
-            except UnknownTopic:
-                print_note(f"{topic} does not exist yet", "yellow")
-    return samples, shards
+        return await read_fleet(broker, file, minutes)

@@ -136,7 +136,8 @@ def check(
     It does not analyse transforms: `penstock try` does. `not_analysed` in --json lists the pipes that have one.
 
     With a broker, also show what the file changes there: new destinations with the events that they will receive, and
-    destinations and pipes that are gone with what they leave behind.
+    destinations and pipes that are gone with what they leave behind. `partitions` in --json lists the topics with more
+    partitions than the file asks for, and who added them.
     """
     try:
         found = check_pipe_file(pipes, allow_networks=allow_networks)
@@ -158,10 +159,11 @@ def check(
     }
     if as_json:
         if isinstance(known, str):
-            result: dict[str, Any] = {"waiting": {"unknown": known}, "changes": None}
+            result: dict[str, Any] = {"waiting": {"unknown": known}, "changes": None, "partitions": None}
         else:
             changes = [change.as_json() for change in known.changes.lines]
-            result = {"waiting": {"removed": _by_name(known.waiting, found)}, "changes": changes}
+            grown = [one.as_json() for one in known.grown]
+            result = {"waiting": {"removed": _by_name(known.waiting, found)}, "changes": changes, "partitions": grown}
         warnings = [problem.as_json() for problem in find_warnings(pipes)]
         typer.echo(json.dumps({**summary, "problems": [], "warnings": warnings, "not_analysed": transforms, **result}))
         return
@@ -169,13 +171,17 @@ def check(
     counts = ", ".join(format_count(count, what.removesuffix("s")) for what, count in summary.items())
     OUT.print(f"{pipes} is good: {counts}", style="green")
     _print_not_analysed(pipes, transforms)
-    if isinstance(known, str):
-        is_new = broker is None and data == Path("data") and not data.exists()  # nothing was ever started here
-        if not is_new:
-            print_note(f"the effects on stored events are not known: {known}", "yellow")
-    else:
-        for line in [*map(str, known.changes.lines), *describe_removed(known.waiting, found)]:
-            print_note(line, "yellow")
+    if isinstance(known, Checked):
+        _print_effects(known, found)
+    elif broker is not None or data != Path("data") or data.exists():  # else nothing was ever started here
+        print_note(f"the effects on stored events are not known: {known}", "yellow")
+
+
+def _print_effects(known: Checked, pipes: PipeFile) -> None:
+    for line in [*map(str, known.changes.lines), *describe_removed(known.waiting, pipes)]:
+        print_note(line, "yellow")
+    for one in known.grown:
+        print_note(str(one))
 
 
 def _print_not_analysed(path: Path, transforms: Sequence[str]) -> None:
@@ -233,22 +239,25 @@ def apply(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Create the topics of a pipe file, and nothing else. Safe to run again.
+    """Create the topics of a pipe file, and nothing else. Safe to run again. Topics with more partitions stay as they are.
 
     Status 2 when events wait for a destination that is neither in the file nor in its `removed`, or a pipe that is gone leaves
     dead letters.
     """
     found = check_pipe_file(pipes, allow_networks=allow_networks, secrets=False)
     changes = uvloop.run(check_changes(broker, found, pipes, None))
-    done, waiting = uvloop.run(prepare(broker, found, pipes, grow=grow))
+    done, waiting, grown = uvloop.run(prepare(broker, found, pipes, grow=grow))
     if as_json:
         counts = {"created": done.created, "grown": done.grown, "kept": done.kept}
         lines = [change.as_json() for change in changes]
-        typer.echo(json.dumps({**counts, "removed": _by_name(waiting, found), "changes": lines}))
+        more = [one.as_json() for one in grown]
+        typer.echo(json.dumps({**counts, "removed": _by_name(waiting, found), "changes": lines, "partitions": more}))
         return
     _print_warnings(pipes)
     for line in [*map(str, changes), *describe_removed(waiting, found)]:
         print_note(line, "yellow")
+    for one in grown:
+        print_note(str(one))
     for what, topics in (("created", done.created), ("grown", done.grown), ("there already", done.kept)):
         for topic in topics:
             OUT.print(f"{what:<14} {topic}")

@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,19 +18,22 @@ from services.autoscaler.partitions import (
     TopicFigures,
     TopicMemory,
     decide,
-    has_keys,
 )
-from services.core.broker.contract import Broker, TopicSpec
+from services.core.audit import GROW
 from services.core.broker.errors import Unavailable
 from services.core.broker.log import LogBroker
+from services.core.broker.producer import Producer
 from services.core.broker.record import Record
+from services.core.key_marks import write_key_marks
 from services.core.metrics import INGEST_BYTES
-from services.core.pipes import PipeFile
+from services.core.pipes import AUDIT, PipeFile, Stream
+from services.core.provision import Recorder, ensure_topics
+from services.fleet.dead.audit import read_audit
 from tests.contract.traffic import append
 from tests.support.metrics_port import serve_metrics
 
 _INGESTED = "penstock_ingest_payload_bytes_total"
-_FULL = TopicFigures(bytes=9.5e6, partitions=2, capacity=5e6, keyed=False)
+_FULL = TopicFigures(bytes=9.5e6, partitions=2, capacity=5e6, most=8, keys=None)
 
 
 def _course(
@@ -62,59 +67,106 @@ def test_a_pause_in_the_load_begins_the_ten_minutes_anew() -> None:
 
 def test_keys_are_left_where_they_are_and_it_says_so() -> None:
     """Broken: the autoscaler breaks the order of a stream's keys."""
-    decision, _ = _course(replace(_FULL, keyed=True), 2 * WINDOW_S)
+    decision, _ = _course(replace(_FULL, keys="its events have keys"), 2 * WINDOW_S)
     assert decision.partitions is None
-    assert "have keys" in decision.reason
-    assert "--grow" in decision.reason
+    assert decision.reason.startswith("3 partitions are needed, but its events have keys")
+    assert "partitions: 3 in the pipe file, then penstock apply --grow" in decision.reason
 
 
-async def test_keys_that_clients_give_are_seen(tmp_path: object) -> None:
-    """Broken: a stream counts as one without keys because the pipe file names no field for them."""
-    async with LogBroker.open(str(tmp_path)) as broker:
-        await _check_keys(broker)
+def test_partitions_are_added_only_where_the_pipe_file_allows_it() -> None:
+    """Broken: a stream gets partitions that can never be removed, and nobody asked for them; or more than anybody asked for."""
+    decision, _ = _course(replace(_FULL, most=None), 2 * WINDOW_S)
+    assert decision.partitions is None
+    assert decision.reason.startswith("3 partitions are needed, but the stream has no max_partitions")
+    assert _course(replace(_FULL, bytes=99e6, most=3), WINDOW_S)[0].partitions == 3
+    decision, _ = _course(replace(_FULL, most=2), 2 * WINDOW_S)
+    assert decision.partitions is None
+    assert "max_partitions: 2. Try: a higher one" in decision.reason
 
 
-async def _check_keys(broker: Broker) -> None:
-    await broker.admin.create_topic(TopicSpec("plain", 2))
-    assert not await has_keys(broker.reader, "plain")
-    await append(broker, "plain", [Record(None, b"{}", 1_700_000_000_000)], 1)
-    assert not await has_keys(broker.reader, "plain")
-    await append(broker, "plain", [Record(b"k", b"{}", 1_700_000_000_000)], 0)
-    assert await has_keys(broker.reader, "plain")
+_STREAMS = {
+    "plain": {"partitions": 2, "max_partitions": 4},
+    "keyed": {"partitions": 2, "key": "id"},
+    "marked": {"partitions": 2, "max_partitions": 4},
+    "unknown": {"partitions": 2, "max_partitions": 4},
+    "unasked": {"partitions": 2},
+}
+_PIPES = PipeFile.model_validate({"streams": _STREAMS})
+
+
+@asynccontextmanager
+async def _fleet(path: Path, pipes: PipeFile) -> AsyncIterator[LogBroker]:
+    """The topics as `penstock apply` makes them; `unknown` is older than the marks, and `marked` got an event with a key."""
+    async with LogBroker.open(str(path)) as broker, Producer(broker.appender) as producer:
+        unmarked = pipes.model_copy(update={"streams": {"unknown": Stream(partitions=2)}})
+        await ensure_topics(broker.admin, unmarked)
+        await append(broker, "unknown", [Record(None, b"{}", 1_700_000_000_000)], 0)
+        await ensure_topics(broker.admin, pipes, recorder=Recorder(broker, producer, "me@here"))
+        await write_key_marks(producer, ["marked"], "seen", "ingest")
+        yield broker
 
 
 @pytest.mark.parametrize("dry_run", [False, True])
 async def test_partitions_are_added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dry_run: bool) -> None:
-    """Broken: what was decided is not done; or a dry run does it; or a keyed stream gets partitions, too."""
+    """Broken: what was decided is not done or not recorded; or a dry run does it; or a stream that may have keys gets partitions,
+    one that nobody has looked at for a hundred records included."""
     monkeypatch.setattr(partitions, "WINDOW_S", 0.0)
     monkeypatch.setattr(partitions, "COOL_DOWN_S", 0.0)
     monkeypatch.setattr(partitions, "EVERY_S", 0.05)
-    pipes = PipeFile.model_validate({"streams": {"plain": {"partitions": 2}, "keyed": {"partitions": 2, "key": "id"}}})
     stopping = asyncio.Event()
-    async with LogBroker.open(str(tmp_path / "log")) as broker, serve_metrics([_INGESTED]) as address:
-        for name in pipes.streams:
-            await broker.admin.create_topic(TopicSpec(name, 2))
-        scaling = partitions.PartitionScaler(pipes, broker, f"dns://{address}", 1_000.0, dry_run=dry_run)
+    async with _fleet(tmp_path / "log", _PIPES) as broker, serve_metrics([_INGESTED]) as address:
+        scaling = partitions.PartitionScaler(_PIPES, broker, f"dns://{address}", 1_000.0, dry_run=dry_run)
         with capture_logs() as logs:
             running = asyncio.create_task(scaling.run(stopping))
             async with asyncio.timeout(30):
-                while len({one["stream"] for one in logs if "needed" in one["reason"] or one["partitions"]}) < 2:
-                    for name in pipes.streams:
+                while len({one["stream"] for one in logs if "needed" in one["reason"] or one["partitions"]}) < 5:
+                    for name in _STREAMS:
                         INGEST_BYTES.labels(name).inc(1e9)
                     await asyncio.sleep(0.02)
             stopping.set()
             await running
-        assert await broker.admin.topics() == {"plain": 2 if dry_run else 4, "keyed": 2}
+        counts = await broker.admin.topics()
+        assert {name: counts[name] for name in _STREAMS} == dict.fromkeys(_STREAMS, 2) | {"plain": 2 if dry_run else 4}
+        why = {one["stream"]: one["reason"] for one in logs if "needed" in one["reason"]}
+        assert "the stream has the key id" in why["keyed"]
+        assert "its events have keys since 20" in why["marked"]
+        assert "the stream is older than the record of its keys" in why["unknown"]
+        assert "no max_partitions" in why["unasked"]
+        found = [(one.action, one.who, one.topic, one.filters) async for one in read_audit(broker.reader)]
+        grown = (GROW, "autoscaler", "plain", {"from": "2", "to": "4"})
+        assert found == ([] if dry_run else [grown])
+
+
+async def test_nothing_is_added_that_cannot_be_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Broken: a topic has partitions, and nobody knows since when and why."""
+    monkeypatch.setattr(partitions, "WINDOW_S", 0.0)
+    monkeypatch.setattr(partitions, "COOL_DOWN_S", 0.0)
+    monkeypatch.setattr(partitions, "EVERY_S", 0.05)
+    stopping = asyncio.Event()
+    async with _fleet(tmp_path / "log", _PIPES) as broker, serve_metrics([_INGESTED]) as address:
+        await broker.admin.delete_topic(AUDIT)
+        scaling = partitions.PartitionScaler(_PIPES, broker, f"dns://{address}", 1_000.0, dry_run=False)
+        with capture_logs() as logs:
+            running = asyncio.create_task(scaling.run(stopping))
+            async with asyncio.timeout(30):
+                while not any(one["event"] == "partitions_unknown" for one in logs):
+                    INGEST_BYTES.labels("plain").inc(1e9)
+                    await asyncio.sleep(0.02)
+            stopping.set()
+            await running
+        assert (await broker.admin.topics())["plain"] == 2
+        (warning,) = {one["error"] for one in logs if one["event"] == "partitions_unknown"}
+        assert "plain gets no partitions" in warning
+        assert "penstock apply" in warning
 
 
 async def test_a_restart_and_a_failure_add_nothing_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Broken: each restart adds partitions that never go away; or none are added for an hour because an attempt failed."""
     monkeypatch.setattr(partitions, "WINDOW_S", 0.0)
     monkeypatch.setattr(partitions, "EVERY_S", 0.05)
-    pipes = PipeFile.model_validate({"streams": {"plain": {"partitions": 2}}})
+    pipes = PipeFile.model_validate({"streams": {"plain": {"partitions": 2, "max_partitions": 4}}})
     targets, stopping, failures = tmp_path / "targets.json", asyncio.Event(), [Unavailable("no answer")]
-    async with LogBroker.open(str(tmp_path / "log")) as broker, serve_metrics([_INGESTED]) as address:
-        await broker.admin.create_topic(TopicSpec("plain", 2))
+    async with _fleet(tmp_path / "log", pipes) as broker, serve_metrics([_INGESTED]) as address:
         targets.write_text(json.dumps([{"targets": [address]}]))
         true_add = broker.admin.add_partitions
 
@@ -132,9 +184,9 @@ async def test_a_restart_and_a_failure_add_nothing_twice(tmp_path: Path, monkeyp
                 while not any("autoscaler began" in one.get("reason", "") for one in logs):
                     INGEST_BYTES.labels("plain").inc(1e9)
                     await asyncio.sleep(0.02)
-                assert await broker.admin.topics() == {"plain": 2}
+                assert (await broker.admin.topics())["plain"] == 2
                 monkeypatch.setattr(partitions, "COOL_DOWN_S", 1e-9)
-                while await broker.admin.topics() == {"plain": 2}:
+                while (await broker.admin.topics())["plain"] == 2:
                     INGEST_BYTES.labels("plain").inc(1e9)
                     await asyncio.sleep(0.02)
             stopping.set()

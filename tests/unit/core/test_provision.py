@@ -3,14 +3,28 @@
 import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
+from services.core.audit import GROW
 from services.core.broker.connect import open_broker
-from services.core.broker.contract import Broker
+from services.core.broker.contract import Admin, Broker, TopicSpec
+from services.core.broker.producer import Producer
+from services.core.broker.record import Record
+from services.core.key_marks import read_key_marks, write_key_marks
 from services.core.ledger.report import SNAPSHOTS, TELEMETRY
 from services.core.pipes import AUDIT, CONTROL, DELAYS_S, RETRIER_DEAD, RETRY_IN, SCHEDULE, PipeFile, delay_topic
-from services.core.provision import PartitionsDiffer, ensure_topics, wanted_topics
+from services.core.provision import (
+    LargerTopic,
+    Recorder,
+    TooFewPartitions,
+    ensure_topics,
+    find_larger,
+    wanted_topics,
+)
+from services.fleet.dead.audit import read_audit
+from tests.contract.traffic import append
 
 PIPES = PipeFile.model_validate(
     {
@@ -79,13 +93,74 @@ async def test_partitions_never_change_silently(broker: Broker) -> None:
     await ensure_topics(broker.admin, PIPES)
     data = PIPES.model_dump(include={"streams": {"a": {"id"}, "b": {"id"}}})
     wider = PipeFile.model_validate({**data, "streams": {"a": {"partitions": 3}, "b": {"partitions": 6}, "c": {}}})
-    with pytest.raises(PartitionsDiffer, match="topic a has 2 partitions, the pipe file has 3"):
+    with pytest.raises(TooFewPartitions, match="topic a has 2 partitions, the pipe file asks for 3"):
         await ensure_topics(broker.admin, wider)
     assert "c" not in await broker.admin.topics()
-    done = await ensure_topics(broker.admin, wider, grow=True)
+    async with Producer(broker.appender) as producer:
+        recorder = Recorder(broker, producer, "me@here")
+        with pytest.raises(TooFewPartitions, match="keys will map to other partitions"):
+            await ensure_topics(broker.admin, wider, recorder=recorder)
+        await write_key_marks(producer, ["a"], "none", "me@here")
+        with pytest.raises(TooFewPartitions, match="no event of it ever had a key"):
+            await ensure_topics(broker.admin, wider, recorder=recorder)
+        done = await ensure_topics(broker.admin, wider, grow=True, recorder=recorder)
     assert (done.created, done.grown) == (("c",), ("a",))
-    assert set(done.kept) == {"b", TELEMETRY, SNAPSHOTS, RETRY_IN, RETRIER_DEAD, *map(delay_topic, DELAYS_S)}
+    ours = {TELEMETRY, SNAPSHOTS, AUDIT, CONTROL, RETRY_IN, RETRIER_DEAD, *map(delay_topic, DELAYS_S)}
+    assert set(done.kept) == {"b", *ours}
     assert (await broker.admin.topics())["a"] == 3
-    narrower = PipeFile.model_validate({"streams": {"b": {"partitions": 1}}})
-    with pytest.raises(PartitionsDiffer, match="Try: partitions: 6"):
-        await ensure_topics(broker.admin, narrower, grow=True)
+    (entry,) = [entry async for entry in read_audit(broker.reader)]
+    assert (entry.action, entry.who, entry.topic, entry.count) == (GROW, "me@here", "a", 1)
+
+
+@pytest.mark.parametrize("grow", [False, True])
+async def test_more_partitions_are_never_refused(broker: Broker, grow: bool) -> None:
+    """Broken: after the autoscaler has added partitions, the next start and the next deploy fail."""
+    await ensure_topics(broker.admin, PIPES)
+    for topic in ("a", "joined.out", CONTROL, RETRY_IN):
+        await broker.admin.add_partitions(topic, 8)
+    before = await broker.admin.topics()
+    done = await ensure_topics(broker.admin, PIPES, grow=grow)
+    assert (done.created, done.grown) == ((), ())
+    assert await broker.admin.topics() == before
+    assert find_larger(before, PIPES) == [
+        LargerTopic("a", 8, 2),
+        LargerTopic("joined.out", 8, 6),
+        LargerTopic(RETRY_IN, 8, 1),
+        LargerTopic(CONTROL, 8, 1),
+    ]
+
+
+class _Watched:
+    """An admin that asks for the marks at each creation."""
+
+    def __init__(self, broker: Broker) -> None:
+        self._broker = broker
+        self.marked: dict[str, set[str]] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._broker.admin, name)
+
+    async def create_topic(self, spec: TopicSpec) -> None:
+        self.marked[spec.name] = set(await read_key_marks(self._broker.reader))
+        await self._broker.admin.create_topic(spec)
+
+
+async def test_a_stream_is_marked_before_it_can_have_events(broker: Broker) -> None:
+    """Broken: after a crash between both, a stream whose events have keys counts as one without; or an older stream does."""
+    for name in ("old", "empty", "keyed"):
+        await broker.admin.create_topic(TopicSpec(name, 2))
+    await append(broker, "old", [Record(None, b"{}", 1_700_000_000_000)], 1)
+    names = ("old", "empty", "new", "keyed")
+    pipes = PipeFile.model_validate({"streams": {name: {"partitions": 2} for name in names}})
+    watched = _Watched(broker)
+    async with Producer(broker.appender) as producer:
+        await broker.admin.create_topic(TopicSpec(CONTROL, 1))
+        await write_key_marks(producer, ["keyed"], "seen", "ingest")
+        recorder = Recorder(broker, producer, "me@here")
+        for _ in range(2):
+            await ensure_topics(cast("Admin", watched), pipes, recorder=recorder)
+    assert watched.marked["new"] == {"empty", "new", "keyed"}
+    marks = await read_key_marks(broker.reader)
+    assert {name: mark.state for name, mark in marks.items()} == {"empty": "none", "new": "none", "keyed": "seen"}
+    held = await broker.reader.describe(CONTROL)
+    assert held[0].end == 3, "a second start marks nothing again"

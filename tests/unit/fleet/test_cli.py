@@ -1,5 +1,6 @@
 """The command line: help that a person can follow, errors that say what, where and what to try, JSON for programs."""
 
+import asyncio
 import gzip
 import itertools
 import json
@@ -16,6 +17,7 @@ from pathlib import Path
 import pytest
 from typer.main import get_command
 
+from services.core.broker.connect import open_broker
 from services.core.settings import variable_name
 from services.fleet import sender
 from services.fleet.access import ingest_url
@@ -166,7 +168,8 @@ def test_init_check_and_schema(shell: Shell) -> None:
     found = json.loads(shell.out)
     assert "holds no log" in found.pop("waiting")["unknown"]
     counts = {"streams": 1, "pipes": 1, "destinations": 1}
-    assert found == {**counts, "problems": [], "warnings": [], "not_analysed": ["large-orders"], "changes": None}
+    unknown = {"changes": None, "partitions": None}
+    assert found == {**counts, "problems": [], "warnings": [], "not_analysed": ["large-orders"], **unknown}
     assert shell.run("check", "--allow-networks", "127.0.0.0/8") == 0
     assert shell.out == "pipes.yaml is good: 1 stream, 1 pipe, 1 destination\n"
     trial = "Try: penstock try large-orders --sample FILE"
@@ -223,26 +226,42 @@ def test_check_shows_every_mistake_and_no_secret(shell: Shell, tmp_path: Path) -
 
 
 def test_apply_creates_keeps_and_never_grows_silently(shell: Shell, tmp_path: Path) -> None:
-    """Broken: applying twice fails, or keys change their partition without anybody having decided it."""
+    """Broken: applying twice fails, or keys change their partition without anybody having decided it; or the number in the file
+    is more than a minimum, and `apply` and `check` fail after a growth, or hide it."""
     file = tmp_path / "pipes.yaml"
-    text = "streams: {a: {partitions: 2}}\npipes: {p: {sources: [a], destinations: [{name: d, stream: b}]}}\n"
-    file.write_text(text.replace("{a:", "{b: {}, a:"))
+    text = "streams: {b: {}, a: {partitions: 2}}\npipes: {p: {sources: [a], destinations: [{name: d, stream: b}]}}\n"
+    file.write_text(text)
     broker = f"log://{tmp_path}/log"
     assert shell.run("apply", "--broker", broker, "--json") == 0
     fleet = ["penstock.telemetry", "penstock.observer", "penstock.audit", "penstock.control"]
     topics = ["b", "a", "p.dead", *fleet]
-    assert json.loads(shell.out) == {"created": topics, "grown": [], "kept": [], "removed": {}, "changes": []}
+    nothing: dict[str, object] = {"removed": {}, "changes": [], "partitions": []}
+    assert json.loads(shell.out) == {"created": topics, "grown": [], "kept": [], **nothing}
     assert shell.run("apply", "--broker", broker, "--json") == 0
     assert json.loads(shell.out)["kept"] == topics
-    file.write_text(text.replace("{a:", "{b: {}, a:").replace("partitions: 2", "partitions: 3"))
+    file.write_text(text.replace("partitions: 2", "partitions: 3"))
     assert shell.run("apply", "--broker", broker) == 1
-    assert "topic a has 2 partitions, the pipe file has 3" in shell.err
+    assert "topic a has 2 partitions, the pipe file asks for 3; no event of it ever had a key" in shell.err
     assert "Try: penstock apply --grow" in shell.err
     assert shell.run("apply", "--broker", broker, "--grow", "--json") == 0
     assert json.loads(shell.out)["grown"] == ["a"]
-    file.write_text(text.replace("{a:", "{b: {}, a:").replace("partitions: 2", "partitions: 1"))
-    assert shell.run("apply", "--broker", broker, "--grow") == 1
-    assert "partitions are never removed. Try: partitions: 3" in shell.err
+    file.write_text(text)
+    grown = "a has 3 partitions; the pipe file asks for at least 2. "
+    assert shell.run("check", "--broker", broker) == 0
+    assert re.search(rf"{re.escape(grown)}\S+@\S+ grew it from 2 at 20\S+Z", shell.err)
+    asyncio.run(_add_partitions(broker, "a", 5))
+    assert shell.run("apply", "--broker", broker, "--grow") == 0
+    assert "a has 5 partitions; the pipe file asks for at least 2. The audit does not say who added them" in shell.err
+    assert shell.run("check", "--broker", broker, "--json") == 0
+    (found,) = json.loads(shell.out)["partitions"]
+    assert (found["topic"], found["partitions"], found["wanted"], found["grown_by"]) == ("a", 5, 2, None)
+    assert shell.run("dead", "audit", "--broker", broker) == 0
+    assert re.search(r"\S+@\S+  grow +1  a  from=2 to=3\n", shell.out)
+
+
+async def _add_partitions(url: str, topic: str, partitions: int) -> None:
+    async with open_broker(url) as broker:
+        await broker.admin.add_partitions(topic, partitions)
 
 
 @pytest.mark.parametrize("broker", ["kinesis://x", "log://relative", "kafka://", "kafka://user:pw@host:9092"])

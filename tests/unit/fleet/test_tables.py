@@ -15,7 +15,7 @@ from services.core.keys import ApiKey
 from services.core.pauses import Pause
 from services.core.sample import RefusedEvent, SampleRecord, TrialResult
 from services.fleet.console import make_table
-from services.fleet.cost import Load, Prices, StreamSample, render_cost, summarise_cost
+from services.fleet.cost import FleetSample, Load, Prices, StreamSample, render_cost, summarise_cost
 from services.fleet.dead.view import cause_table, letter_table
 from services.fleet.demo.chaos import render_chaos
 from services.fleet.demo.run import render_result
@@ -113,7 +113,7 @@ def keys(names: Names) -> Shown:
 def cost(names: Names) -> Shown:
     kind = f"com.shop.{names.pipe}.paid"
     sample = StreamSample(names.stream, {kind: Load(kind, 123_456.0, 98_765_432.0)}, entries=50.0)
-    found = summarise_cost([sample], {names.stream: 12}, Prices())
+    found = summarise_cost(FleetSample([sample], {names.stream: 12}), Prices())
     return Shown(render_cost(found), [names.stream, kind, "a stream per namespace", "events per entry", "$/month"])
 
 

@@ -118,8 +118,8 @@ LIST_TOPICS = ("Expel", "GlobalRetrier", "Observer")
 @pytest.mark.parametrize(
     ("policy", "action", "may_on", "may_not_on"),
     [
-        ("IngestPolicy", WRITE, ["orders", "penstock.telemetry"], ["large-orders.dead", "penstock.control", "theirs"]),
-        ("IngestPolicy", READ, ["orders"], ["large-orders.out", "penstock.control"]),
+        ("IngestPolicy", WRITE, ["orders", "penstock.telemetry", "penstock.control"], ["large-orders.dead", "theirs"]),
+        ("IngestPolicy", READ, ["orders", "penstock.control"], ["large-orders.out", "penstock.audit"]),
         ("ExpelPolicy", READ, ["orders", "large-orders.out", "large-orders.retry", "large-orders.parked"], ["theirs"]),
         (
             "ExpelPolicy",

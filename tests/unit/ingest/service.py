@@ -4,10 +4,13 @@ from collections.abc import AsyncIterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import cast
 
+from services.core.broker.contract import Reader
 from services.core.broker.producer import Producer
 from services.core.broker.record import Record
 from services.core.broker.retry import AppendPolicy
+from services.core.key_marks import KeyMarker
 from services.core.pipes import Stream
 from services.ingest.access import Access
 from services.ingest.app import OPENAPI
@@ -73,7 +76,8 @@ async def running(
             for name, intake in intakes.items():
                 appender.create(name)
                 intake.partitions = 4
-            endpoint = Endpoint(intakes, producer, access, limits, _OPENAPI, executor)
+            marker = KeyMarker(producer, cast("Reader", None), "ingest")
+            endpoint = Endpoint(intakes, producer, marker, access, limits, _OPENAPI, executor)
             server = HttpServer(endpoint.handle, timeouts=Timeouts(30, 30, 30), max_connections=50, max_in_flight=10**7)
             async with server.listen("127.0.0.1", 0, reuse_port=False) as (_, port):
                 yield Service(port, appender, intakes, access)

@@ -17,7 +17,9 @@ from services.core.broker.errors import (
     UnknownTopic,
 )
 from services.core.broker.producer import Producer
+from services.core.pipes import CONTROL
 from services.ingest.probe import Probe
+from tests.contract.traffic import until
 from tests.unit.ingest.service import Service, running
 
 
@@ -161,3 +163,24 @@ async def test_failed_requests_make_unready_and_stored_ones_ready_again(service:
     await fail(service, RecordTooLarge("no"), times=1)
     assert (await service.post(b"{}")).status == 422
     assert probe.reason is None
+
+
+async def test_a_stream_is_marked_before_its_first_event_with_a_key(service: Service) -> None:
+    """Broken: after a crash between both, the autoscaler moves the keys of a stream that counts as one without keys."""
+    service.appender.create(CONTROL, 1)
+    assert (await service.post(b'[{"id": "1"}]', "orders")).status == 200
+    assert service.stored(CONTROL) == [], "none of its events has a key"
+    keyed = b'[{"id": "2"}, {"id": "3", "customer": {"id": "c"}}]'
+    await fail(service, Unavailable("away"))
+    reply = await service.post(keyed, "orders")
+    assert (reply.status, reply.problem) == (503, "broker-unavailable")
+    assert "could not record that this stream has keys. Nothing was stored" in reply.json()["detail"]
+    service.appender.errors.clear()
+    assert (len(service.stored("orders")), service.stored(CONTROL)) == (1, [])
+    service.appender.gate.clear()
+    first, second = (asyncio.create_task(service.post(keyed, "orders")) for _ in range(2))
+    await until(lambda: service.appender.waiting == 1, "only the mark is under way")
+    service.appender.gate.set()
+    assert [(await reply).status for reply in (first, second)] == [200, 200]
+    assert [record.key for record in service.stored(CONTROL)] == [b"keys:orders"]
+    assert len(service.stored("orders")) == 5

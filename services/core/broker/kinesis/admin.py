@@ -127,11 +127,10 @@ class KinesisAdmin:
         """As in the contract. Retention is a day at least and a year at most; there is no compaction."""
         if spec.compact:
             raise ValueError(f"topic {spec.name}: Kinesis cannot compact. Try: a topic that is not compacted")
-        shards = spec.shards or spec.partitions
         async with self._bounded(f"create {spec.name}"):
             try:
                 await self._kinesis.create_stream(
-                    StreamName=spec.name, ShardCount=shards, Tags={PARTITIONS_TAG: str(spec.partitions)}
+                    StreamName=spec.name, ShardCount=spec.first_shards, Tags={PARTITIONS_TAG: str(spec.partitions)}
                 )
             except ClientError as error:
                 raise classify_create(error, f"create {spec.name}") from error
