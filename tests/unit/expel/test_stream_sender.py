@@ -32,7 +32,7 @@ async def test_the_stream_is_marked_before_its_first_event_with_a_key() -> None:
         assert appender.records(CONTROL) == []
         appender.errors = [Unavailable("away")] * 1000
         outcome = await sender.send(_delivery(None, b"k"))
-        assert outcome is not None
+        assert isinstance(outcome, dict)
         assert [failure.recoverable for failure in outcome.values()] == [True, True]
         appender.errors.clear()
         assert (len(appender.records("archive")), appender.records(CONTROL)) == (2, [])
