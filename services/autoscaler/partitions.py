@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import structlog
 
 from services.autoscaler.fleet_metrics import FleetCounters, Window
+from services.core import metrics
 from services.core.audit import write_growth
 from services.core.broker.contract import Broker
 from services.core.broker.errors import BrokerError, UnknownTopic
@@ -54,10 +55,12 @@ class TopicMemory:
 
 @dataclass(frozen=True, slots=True)
 class TopicDecision:
-    """partitions: the new total; None: no change. reason: for a person, with figures."""
+    """partitions: the new total; None: no change. reason: for a person, with figures. is_refused: more are needed, and the
+    autoscaler must not add them."""
 
     partitions: int | None
     reason: str
+    is_refused: bool = False
 
 
 def decide(figures: TopicFigures, memory: TopicMemory, now: float) -> tuple[TopicDecision, TopicMemory]:
@@ -75,7 +78,7 @@ def decide(figures: TopicFigures, memory: TopicMemory, now: float) -> tuple[Topi
     wanted = math.ceil(min(window) / (TARGET * figures.capacity))
     wanted = min(2 * figures.partitions, max(figures.partitions + 1, wanted))
     if refusal := _refuse(figures, wanted):
-        return TopicDecision(None, f"{refusal}: {about}"), memory
+        return TopicDecision(None, f"{refusal}: {about}", is_refused=True), memory
     if memory.acted is not None and now - memory.acted < COOL_DOWN_S:
         return TopicDecision(
             None, f"more partitions are needed, but within the hour some were added, or the autoscaler began: {about}"
@@ -174,6 +177,7 @@ class PartitionScaler:
         await self._broker.admin.add_partitions(name, partitions)
 
     def _report(self, name: str, decision: TopicDecision) -> None:
+        metrics.AUTOSCALER_REFUSED.labels(name).set(decision.is_refused)
         kind = decision.reason.partition(":")[0]
         if decision.partitions is not None or self._logged.get(name) != kind:
             self._logged[name] = kind

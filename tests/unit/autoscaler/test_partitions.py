@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from prometheus_client import REGISTRY
 from structlog.testing import capture_logs
 
 from services.autoscaler import partitions
@@ -33,6 +34,7 @@ from tests.contract.traffic import append
 from tests.support.metrics_port import serve_metrics
 
 _INGESTED = "penstock_ingest_payload_bytes_total"
+_REFUSED = "penstock_autoscaler_stream_refused"
 _FULL = TopicFigures(bytes=9.5e6, partitions=2, capacity=5e6, most=8, keys=None)
 
 
@@ -78,6 +80,7 @@ def test_partitions_are_added_only_where_the_pipe_file_allows_it() -> None:
     decision, _ = _course(replace(_FULL, most=None), 2 * WINDOW_S)
     assert decision.partitions is None
     assert decision.reason.startswith("3 partitions are needed, but the stream has no max_partitions")
+    assert decision.is_refused
     assert _course(replace(_FULL, bytes=99e6, most=3), WINDOW_S)[0].partitions == 3
     decision, _ = _course(replace(_FULL, most=2), 2 * WINDOW_S)
     assert decision.partitions is None
@@ -106,6 +109,10 @@ async def _fleet(path: Path, pipes: PipeFile) -> AsyncIterator[LogBroker]:
         yield broker
 
 
+def _refused() -> set[str]:
+    return {name for name in _STREAMS if REGISTRY.get_sample_value(_REFUSED, {"stream": name})}
+
+
 @pytest.mark.parametrize("dry_run", [False, True])
 async def test_partitions_are_added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dry_run: bool) -> None:
     """Broken: what was decided is not done or not recorded; or a dry run does it; or a stream that may have keys gets partitions,
@@ -119,7 +126,9 @@ async def test_partitions_are_added(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         with capture_logs() as logs:
             running = asyncio.create_task(scaling.run(stopping))
             async with asyncio.timeout(30):
-                while len({one["stream"] for one in logs if "needed" in one["reason"] or one["partitions"]}) < 5:
+                while len(
+                    {one["stream"] for one in logs if "needed" in one["reason"] or one["partitions"]}
+                ) < 5 or not _refused() >= {"keyed", "marked", "unknown", "unasked"}:
                     for name in _STREAMS:
                         INGEST_BYTES.labels(name).inc(1e9)
                     await asyncio.sleep(0.02)
