@@ -20,6 +20,7 @@ sys.path.insert(0, str(ROOT))
 
 from infra.dev.lock_packages import FOLDER, SETS, read_lock  # noqa: E402  # the path comes first
 from services.core.jvm.jars import read_lock as read_jars  # noqa: E402  # as above
+from services.core.version import VERSION  # noqa: E402  # as above
 
 NPM_LOCK = ROOT / "services" / "core" / "emulator" / "package-lock.json"
 _RUN = ("services", "java")
@@ -58,11 +59,11 @@ def _modules() -> Iterator[dict[str, Any]]:
 def make_sbom() -> dict[str, Any]:
     """The document. The same locks give the same one, byte by byte."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    purl = f"pkg:pypi/{project['name']}@{project['version']}"
+    purl = f"pkg:pypi/{project['name']}@{VERSION}"
     components = sorted((*_packages(), *_jars(), *_modules()), key=lambda one: str(one["purl"]))
     serial = uuid.uuid5(uuid.NAMESPACE_URL, json.dumps([purl, components]))
     licenses = [{"license": {"id": project["license"]}}]
-    own = {"type": "application", "bom-ref": purl, "name": project["name"], "version": project["version"], "purl": purl}
+    own = {"type": "application", "bom-ref": purl, "name": project["name"], "version": VERSION, "purl": purl}
     return {
         "bomFormat": "CycloneDX",
         "specVersion": "1.6",

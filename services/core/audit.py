@@ -37,7 +37,7 @@ class Entry(msgspec.Struct, frozen=True):
 
     digests: DIGEST_BYTES of each record, in the order of the offsets. They tell the records from those of a topic that was
     created again. Entries of earlier versions have the first 6 bytes of each, or none. Empty in entries of DROP, SKIP, RESET and
-    GROW. An entry of GROW is about the whole topic: it has no ranges, and partition 0.
+    GROW. An entry of GROW is about the whole topic: it has no ranges, and partition 0. version: of this format.
     """
 
     action: str
@@ -49,6 +49,7 @@ class Entry(msgspec.Struct, frozen=True):
     ranges: list[Range]
     count: int
     digests: bytes = b""
+    version: int = 1
 
 
 class ActedUpon(NamedTuple):

@@ -12,7 +12,6 @@ import signal
 import sys
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, MutableMapping, Sequence
 from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any, TypeVar
 
 import orjson
@@ -22,6 +21,7 @@ import uvloop
 from services.core.masking import MASK, mask_text
 from services.core.metrics import BUILD
 from services.core.settings import Settings, load_settings
+from services.core.version import VERSION
 from services.core.yaml_source import BadConfiguration
 
 _SECRET_KEY = re.compile(r"secret|password|token|authorization|api_?key|signature|cookie", re.IGNORECASE)
@@ -194,7 +194,7 @@ def run_service(
     except BadConfiguration as error:
         return report_bad_configuration(error)
     configure_logs(model.section, settings.log_level)
-    BUILD.labels(model.section, installed_version()).set(1)
+    BUILD.labels(model.section, VERSION).set(1)
 
     async def begin(supervision: Supervision) -> None:
         await start(settings, supervision)
@@ -203,14 +203,6 @@ def run_service(
         return uvloop.run(supervise(begin, settings.drain))
     except BadConfiguration as error:
         return report_bad_configuration(error)
-
-
-def installed_version() -> str:
-    """The version of the installed package; `unknown` where the code runs without its package. Blocking."""
-    try:
-        return version("penstock")
-    except PackageNotFoundError:
-        return "unknown"
 
 
 def report_bad_configuration(error: BadConfiguration) -> int:

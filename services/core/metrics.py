@@ -284,6 +284,12 @@ LEDGER_OUTSIDE = Counter(
     ["node", "pipe", "reason"],
 )
 LEDGER_BAD_REPORTS = Counter("penstock_ledger_bad_reports", "Records of the telemetry topic that are not reports.")
+NOT_UNDERSTOOD = Counter(
+    "penstock_not_understood",
+    "Records, or parts of records, that a newer version wrote and that this one cannot use, by format and reason. The rest of "
+    "the record counts.",
+    ["format", "reason"],
+)
 LEDGER_REPORTS_GONE = Counter(
     "penstock_ledger_reports_gone",
     "Reports that retention removed, or that were damaged, before the observer read them. Their minutes may show loss falsely.",

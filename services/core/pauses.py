@@ -15,12 +15,14 @@ from typing import Literal
 import msgspec
 import structlog
 
+from services.core import metrics
 from services.core.broker.contract import Reader
 from services.core.broker.errors import BrokerError, OffsetOutOfRange, UnknownTopic
 from services.core.broker.producer import Producer
 from services.core.broker.record import Batch, Record
 from services.core.lifecycle import wait_for_stop
 from services.core.pipes import CONTROL
+from services.core.version import newer_format
 
 log = structlog.get_logger()
 
@@ -29,6 +31,7 @@ FOLLOW_S = 1.0
 OPERATOR, GONE = "operator", "410"
 _PAGE = 500
 _KEY = "pause:"
+_VERSION = 1
 
 
 class Pause(msgspec.Struct, frozen=True):
@@ -36,6 +39,7 @@ class Pause(msgspec.Struct, frozen=True):
 
     reason: `operator` or `410`. detail: for a person. by: a user, or expel. at: ms since the epoch. of: in `replayed`, the
     offset of the resume to which it belongs. It does not end a later pause. A transform has no `replayed`.
+    version: of this format.
     """
 
     state: Literal["paused", "resumed", "replayed"]
@@ -44,6 +48,7 @@ class Pause(msgspec.Struct, frozen=True):
     at: int
     detail: str = ""
     of: int = -1
+    version: int = _VERSION
 
     @property
     def because(self) -> str:
@@ -127,7 +132,13 @@ class Pauses:
         try:
             pause = msgspec.json.decode(record.value or b"", type=Pause)
         except msgspec.DecodeError as error:
+            metrics.NOT_UNDERSTOOD.labels("pause", "unreadable").inc()
             log.warning("control_record_unreadable", topic=CONTROL, offset=offset, error=str(error))
+            return False
+        if pause.version > _VERSION:
+            metrics.NOT_UNDERSTOOD.labels("pause", "version").inc()
+            text = newer_format(f"the record {CONTROL}:0:{offset}", pause.version, _VERSION)
+            log.error("control_record_newer", topic=CONTROL, offset=offset, error=text)
             return False
         name = self.renames.get(key.removeprefix(_KEY), key.removeprefix(_KEY))
         if pause.state != "replayed":

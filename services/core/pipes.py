@@ -12,6 +12,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validat
 
 from services.core.pipe_references import RESERVED, find_broken_references, former_lanes
 from services.core.units import Duration, Size
+from services.core.version import newer_format
 from services.core.yaml_source import BadConfiguration, Document, Problem, load_yaml, validate_document
 
 NAME_PATTERN = r"^[a-z0-9][a-z0-9_-]{0,62}$"
@@ -505,6 +506,14 @@ class PipeFile(_Strict):
     """The whole file."""
 
     version: Literal[1] = Field(1, description="The version of this format.")
+
+    @field_validator("version", mode="before")
+    @classmethod
+    def _not_newer(cls, found: object) -> object:
+        if type(found) is int and found > 1:
+            raise ValueError(newer_format("the pipe file", found, 1))
+        return found
+
     streams: dict[Name, Stream] = Field(
         min_length=1, description="By name. Clients send events to a stream.", examples=[{"orders": {"id": "id"}}]
     )

@@ -4,6 +4,7 @@
 well: messages name them, and files that are not copied (secrets, API keys) are read there as they are now.
 """
 
+import errno
 import os
 import shutil
 from collections.abc import Iterable, Mapping
@@ -11,8 +12,12 @@ from pathlib import Path
 
 import msgspec
 
+from services.core.version import newer_format
+
 SNAPSHOT_VARIABLE = "PENSTOCK_SNAPSHOT"
 _INDEX = "files.json"
+_VERSION, _NUMBER = "", "1"
+"""The key of the version of this format in the index, beside the absolute paths; and the version."""
 
 Contents = Mapping[str, bytes]
 """Content by absolute path."""
@@ -31,14 +36,16 @@ def write_snapshot(folder: Path, contents: Contents) -> None:
     names = {path: f"{number}-{Path(path).name}" for number, path in enumerate(contents)}
     for path, name in names.items():
         (new / name).write_bytes(contents[path])
-    (new / _INDEX).write_bytes(msgspec.json.encode(names))
+    (new / _INDEX).write_bytes(msgspec.json.encode({_VERSION: _NUMBER, **names}))
     shutil.rmtree(folder, ignore_errors=True)
     new.replace(folder)
 
 
 def copy_in(folder: Path, file: Path) -> Path:
-    """The file's copy in the snapshot; the file itself when it has none. Blocking. Raises OSError."""
+    """The file's copy in the snapshot; the file itself when it has none. Blocking. Raises OSError, also for a newer format."""
     names: dict[str, str] = msgspec.json.decode((folder / _INDEX).read_bytes())
+    if (found := names.get(_VERSION, _NUMBER)) != _NUMBER:
+        raise OSError(errno.EPROTO, newer_format(f"the snapshot {folder}", found, int(_NUMBER)))
     name = names.get(str(file.absolute()))
     return file if name is None else folder / name
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 
 from services.core.audit import digest_of
 from services.core.broker.contract import Admin, Broker, PartitionRange, Reader
-from services.core.broker.errors import DataDamaged, GroupHasMembers, OffsetOutOfRange, UnknownTopic
+from services.core.broker.errors import DataDamaged, GroupHasMembers, NewerFormat, OffsetOutOfRange, UnknownTopic
 from services.core.broker.producer import Producer
 from services.core.broker.reading import read_topic
 from services.core.broker.record import Record, TopicPartition
@@ -39,8 +39,11 @@ from services.core.pipes import (
     retry_topic,
 )
 from services.core.retry_state import PREFIX
+from services.core.version import VERSION, newer_format
 
 _KEY = b"waiting"
+_VERSION = 1
+"""Of the bookmark."""
 _TAKEN_OVER = b"taken over"
 """A lane has taken over its position. Lanes do so at the same time: with whole bookmarks one would undo another's."""
 _INTERNAL = "penstock."
@@ -66,12 +69,16 @@ class Bookmark:
         read = {f"{topic}:{partition}": str(offset) for (topic, partition), offset in sorted(self.read.items())}
         last = {f"{topic}:{part}": [str(at), digest] for (topic, part), (at, digest) in sorted(self.last.items())}
         left = dict(sorted(self.left.items()))
-        return json.dumps({"read": read, "lanes": sorted(self.lanes), "left": left, "last": last}).encode()
+        head = {"version": _VERSION, "penstock": VERSION}
+        return json.dumps({**head, "read": read, "lanes": sorted(self.lanes), "left": left, "last": last}).encode()
 
     @classmethod
     def decode(cls, value: bytes) -> "Bookmark":
-        """From the bytes of `encode`. Raises ValueError, KeyError, AttributeError, TypeError."""
+        """From the bytes of `encode`. Raises ValueError, KeyError, AttributeError, TypeError, NewerFormat."""
         found = json.loads(value)
+        if found.get("version", _VERSION) > _VERSION:
+            subject = f"the record of waiting events in {CONTROL}"
+            raise NewerFormat(newer_format(subject, found["version"], _VERSION, found.get("penstock")))
         read = {_parse_partition(name): int(offset) for name, offset in found["read"].items()}
         last = {_parse_partition(name): (int(at), str(digest)) for name, (at, digest) in found.get("last", {}).items()}
         left = {str(lane): str(heir) for lane, heir in found.get("left", {}).items()}
@@ -318,7 +325,8 @@ def lane_of(record: Record) -> str:
 
 
 async def read_bookmark(reader: Reader) -> Bookmark:
-    """The newest bookmark, with the takeovers since; an empty one when there is none. Raises BrokerError kinds."""
+    """The newest bookmark, with the takeovers since; an empty one when there is none. Raises BrokerError kinds, NewerFormat too:
+    the lanes of earlier pipe files, and decisions about their events, are only there."""
     newest = Bookmark()
     try:
         held = await reader.describe(CONTROL)
@@ -330,7 +338,7 @@ async def read_bookmark(reader: Reader) -> Bookmark:
                 try:
                     newest = Bookmark.decode(record.value or b"")
                 except (ValueError, KeyError, AttributeError, TypeError):
-                    newest = Bookmark()  # of another version: read everything
+                    newest = Bookmark()  # none of ours: read everything
             elif record.key == _TAKEN_OVER:
                 with suppress(ValueError, KeyError, AttributeError, TypeError):
                     newest = newest.after_takeover(record.value or b"")

@@ -12,9 +12,11 @@ from services.core.bearer import make_token
 from services.core.broker.errors import BadDataFolder
 from services.core.broker.log.data_folder import refuse_network
 from services.core.folders import make_folder
+from services.core.version import newer_format
 from services.fleet.problem import CommandFailed
 
 STATE_FILE = "fleet.json"
+_VERSION = 1
 TOKEN_FILE = "control.token"  # noqa: S105
 OBSERVER_TOKEN_FILE = "observer.token"  # noqa: S105
 
@@ -31,7 +33,10 @@ class ProcessState(msgspec.Struct, frozen=True):
 
 
 class FleetState(msgspec.Struct, frozen=True):
-    """The state file of a running fleet. keys: the API keys that ingest reads, an absolute path; None: senders need no key."""
+    """The state file of a running fleet. keys: the API keys that ingest reads, an absolute path; None: senders need no key.
+
+    penstock: the version of the supervisor; "" before 0.2. version: of this format.
+    """
 
     pid: int
     management: str
@@ -41,6 +46,13 @@ class FleetState(msgspec.Struct, frozen=True):
     observer: str
     processes: list[ProcessState]
     keys: str | None = None
+    penstock: str = ""
+    version: int = _VERSION
+
+
+class _Head(msgspec.Struct):
+    penstock: str = ""
+    version: int = _VERSION
 
 
 @contextmanager
@@ -106,9 +118,14 @@ def _replace_private(path: Path, text: str) -> None:
 def read_state(data: Path) -> FleetState | None:
     """The last state of the fleet on this folder; None when it stopped in good order or the file is not readable. Blocking.
 
-    A fleet that was killed leaves its file behind: `services/fleet/access.py` finds a fleet that runs.
+    A fleet that was killed leaves its file behind: `services/fleet/access.py` finds a fleet that runs. Raises CommandFailed when
+    a newer version wrote it.
     """
     try:
-        return msgspec.json.decode((data / STATE_FILE).read_bytes(), type=FleetState)
+        content = (data / STATE_FILE).read_bytes()
+        head = msgspec.json.decode(content, type=_Head)
+        if head.version > _VERSION:
+            raise CommandFailed(newer_format(str(data / STATE_FILE), head.version, _VERSION, head.penstock), status=2)
+        return msgspec.json.decode(content, type=FleetState)
     except (OSError, msgspec.DecodeError):
         return None

@@ -66,24 +66,24 @@ def loss_table(body: dict[str, Any]) -> Table:
     """body: the answer to GET /v1/pipes/{pipe}/loss, with at least one minute."""
     rows = body["minutes"]
     steps = [step["node"] + (f" to {step['destination']}" if step["destination"] else "") for step in rows[-1]["steps"]]
-    skipped = ["skipped"] if any(map(_skipped, rows)) else []
-    columns = ("minute", "accepted", *steps, *skipped, "waiting", "loss", "state")
+    rare = [outcome for outcome in ("skipped", "unknown") if any(_count(row, outcome) for row in rows)]
+    columns = ("minute", "accepted", *steps, *rare, "waiting", "loss", "state")
     table = make_table(*columns, right=columns[1:-1], text=["state"], below=steps)
     for row in rows:
         style = _style(row["final_loss"], row, body["threshold"])
         state = "final" if row["final"] else row["why_open"]
         late = f", {row['late']} settled late" if row["late"] else ""
         missing = [_missing(step, row, body["threshold"]) for step in row["steps"]]
-        counts = [str(_skipped(row)) for _ in skipped] + [str(row["waiting"])]
+        counts = [str(_count(row, outcome)) for outcome in rare] + [str(row["waiting"])]
         cells = [row["minute"], str(row["accepted"]), *missing, *counts]
         loss = row["final_loss"] or row["loss"]  # the final loss first, then the loss that may still shrink
         table.add_row(*cells, Text(f"{loss:.2%}", style=style), Text(state + late))
     return table
 
 
-def _skipped(row: dict[str, Any]) -> int:
-    """The events that an operator skipped, summed over the destinations."""
-    return sum(step["outcomes"].get("skipped", 0) for step in row["steps"])
+def _count(row: dict[str, Any], outcome: str) -> int:
+    """The events with this outcome, summed over the steps. skipped: by an operator. unknown: only a newer version knows it."""
+    return sum(step["outcomes"].get(outcome, 0) for step in row["steps"])
 
 
 def _missing(step: dict[str, Any], row: dict[str, Any], threshold: float) -> Text:

@@ -77,6 +77,7 @@ async def summarise(reading: StatusReading, pipes: PipeFile) -> dict[str, Any]:
         retrier = await _retrier(reading, broker) if runs or needs_retrier(pipes) else None
     return {
         "broker": reading.state.broker,
+        "penstock": reading.state.penstock,
         "listen": reading.state.listen,
         "observer": reading.state.observer,
         "since": await asyncio.to_thread(_started, reading.state.pid),

@@ -20,9 +20,10 @@ _DUE = "a waiting event is sent when its next round is due (the destination's sc
 
 def render_status(status: dict[str, Any]) -> RenderableType:
     """Tables of streams, transforms, destinations and processes."""
+    version = f"   penstock {status['penstock']}" if status["penstock"] else ""
     addresses = f"ingest http://{status['listen']}   observer http://{status['observer']}"
     since = f"\ncounts since {status['since']}; of a restarted process since its restart" if status["since"] else ""
-    head = Text(f"{addresses}   broker {status['broker']}{since}", style="dim")
+    head = Text(f"{addresses}   broker {status['broker']}{version}{since}", style="dim")
     parts: list[RenderableType] = [head, _streams(status["streams"])]
     if status["transforms"]:
         parts.append(_transforms(status["transforms"]))

@@ -14,6 +14,7 @@ import aiohttp
 import orjson
 
 from services.core.management import serve_management
+from services.core.version import VERSION
 from services.fleet.control import Control, refuse_size
 from services.fleet.folder import STATE_FILE, FleetState, ProcessState, write_state, write_token
 from services.fleet.output import Notify
@@ -125,7 +126,7 @@ class Fleet:
         ]
         plan = self.plan
         where = (plan.broker, str(plan.pipes), plan.listen, plan.observer)
-        return FleetState(os.getpid(), self.management, *where, processes, plan.keys)
+        return FleetState(os.getpid(), self.management, *where, processes, plan.keys, VERSION)
 
     async def keep_state(self) -> None:
         """Write the state file after each change. A failed write is logged once and tried again.

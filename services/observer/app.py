@@ -95,7 +95,7 @@ class _Parts:
         self._pauses = Pauses(broker.reader, renames_of(pipes))
         self._backlogs = Backlogs(pipes, broker.admin)
         webhook = AlarmWebhook(settings.alarm_url, keys) if settings.alarm_url is not None else None
-        self.watch = Watch(settings.threshold, webhook, self._pauses_as_reasons)
+        self.watch = Watch(settings.threshold, webhook, self._more_reasons)
         ages = Ages(final=round(settings.final_after * 1000))
         self.follower = Follower(
             read_flow(pipes),
@@ -123,9 +123,10 @@ class _Parts:
     def breaker(self, pipe: str, destination: str) -> str | None:
         return self.follower.table.liveness.breaker(Step("expel", pipe, destination), self.follower.now_ms())
 
-    def _pauses_as_reasons(self, pipe: str) -> list[Reason]:
+    def _more_reasons(self, pipe: str) -> list[Reason]:
         paused = {} if self._pauses.unknown is not None else self._pauses.paused()
-        return list_pauses(paused, pipe, self.follower.table.flow.pipes[pipe].destinations)
+        found = list_pauses(paused, pipe, self.follower.table.flow.pipes[pipe].destinations)
+        return [*found, *self.follower.newer.as_reasons(pipe, self.follower.now_ms())]
 
     def view(self) -> View:
         now = self.follower.now_ms()

@@ -19,7 +19,15 @@ from services.core.broker.contract import Reader
 from services.core.broker.errors import BrokerError, DataDamaged, OffsetOutOfRange, UnknownTopic
 from services.core.broker.producer import Producer
 from services.core.broker.record import Batch, Record
-from services.core.ledger.report import MAX_REPORT_BYTES, SNAPSHOTS, TELEMETRY, BadReport, Report, decode_report
+from services.core.ledger.report import (
+    MAX_REPORT_BYTES,
+    SNAPSHOTS,
+    TELEMETRY,
+    BadReport,
+    NewerReport,
+    Report,
+    decode_known,
+)
 from services.core.lifecycle import wait_for_stop
 from services.observer.alarms import AlarmQueue, has_doubled
 from services.observer.lags import LagTable
@@ -27,6 +35,7 @@ from services.observer.ledger.finality import Finding
 from services.observer.ledger.flow import Flow
 from services.observer.ledger.liveness import GAP_MS, STORED_WITHIN_MS
 from services.observer.ledger.table import Ages, Table, TickResult
+from services.observer.newer import EVERY_PIPE, NewerParts
 from services.observer.payload_fields import DriftKey, FieldTable
 from services.observer.planned import PlannedWindows, Window
 from services.observer.recovery import recover
@@ -85,6 +94,7 @@ class Follower:
         self.fields = FieldTable()
         self.planned = PlannedWindows()
         self.untold = AlarmQueue()
+        self.newer = NewerParts()
         self.drifting: dict[DriftKey, int] = {}
         """When each drift was last seen, in ms."""
         self.catching_up = True
@@ -213,13 +223,9 @@ class Follower:
     def _apply(self, batch: Batch) -> None:
         now = self.now_ms()
         for offset, record in zip(batch.offsets, batch.records, strict=True):
-            try:
-                report = decode_report(record.value)
-            except BadReport as error:
-                metrics.LEDGER_BAD_REPORTS.inc()
-                log.warning("bad_report", error=str(error))
+            report = self._decode(record)
+            if report is None:
                 continue
-            report = self._rename(report)
             received_ms = self.read_all_ms if offset >= self._known_up_to else 0
             if record.key is not None and record.key.startswith(OURS):
                 self._apply_ours(report, received_ms)
@@ -231,6 +237,22 @@ class Follower:
                 continue
             self.lags.record(report)
             self.fields.record(report)
+
+    def _decode(self, record: Record) -> Report | None:
+        """The known parts of the report, by present names; the rest is counted. None: nothing is known."""
+        try:
+            report, unknown = decode_known(record.value)
+        except NewerReport as error:
+            self.newer.count(EVERY_PIPE, self.now_ms(), [error.reason], str(error))
+            return None
+        except BadReport as error:
+            metrics.LEDGER_BAD_REPORTS.inc()
+            log.warning("bad_report", error=str(error))
+            return None
+        report = self._rename(report)
+        if unknown:
+            self.newer.count(report.pipe, self.now_ms(), unknown, f"in a report of {report.node} {report.instance}")
+        return report
 
     def _rename(self, report: Report) -> Report:
         step = self.table.flow.current(report.node, report.pipe, report.destination)

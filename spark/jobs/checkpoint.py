@@ -16,6 +16,7 @@ import msgspec
 from pyspark.sql import SparkSession
 
 from services.core.folders import make_folder
+from services.core.version import VERSION, newer_format
 from spark.errors import shorten
 from spark.java import JAVA_ERRORS, HadoopFolder
 from spark.records import Offsets
@@ -23,6 +24,7 @@ from spark.sources.offsets import sync, sync_batch
 
 Note = TypeVar("Note")
 IDENTITY_FILE = "penstock.json"
+_VERSION = 1
 REMEDY = (
     "Try: restoring it from a backup that is not older than the output, or moving it away, which reads the sources from "
     "their start again (receivers then see events twice, by the same ids)"
@@ -45,7 +47,8 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
     """The owner of a checkpoint. id: created with it. topics: identity of each source topic.
 
     kind: how the transform runs, which decides what else is in the folder. ran: a batch was stored. state: `Prepared.state`;
-    empty in checkpoints of earlier versions, too.
+    empty in checkpoints of earlier versions, too. version: of the format of the whole folder, Spark's files included. penstock:
+    the version that wrote it; "" before 0.2.
     """
 
     id: str
@@ -55,6 +58,13 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
     kind: str
     ran: bool = False
     state: str = ""
+    version: int = _VERSION
+    penstock: str = ""
+
+
+class _Head(msgspec.Struct):
+    version: int = _VERSION
+    penstock: str = ""
 
 
 class Checkpoint:
@@ -71,11 +81,14 @@ class Checkpoint:
         return CheckpointDamaged(f"checkpoint {self.path}: {problem}. {REMEDY}")
 
     def read_identity(self) -> Identity | None:
-        """None when the folder is new. Raises CheckpointDamaged."""
+        """None when the folder is new. Raises CheckpointDamaged, also for the checkpoint of a newer version."""
+        head = self.read_note(IDENTITY_FILE, _Head)
+        if head is not None and head.version > _VERSION:
+            raise CheckpointDamaged(newer_format(f"checkpoint {self.path}", head.version, _VERSION, head.penstock))
         return self.read_note(IDENTITY_FILE, Identity)
 
     def write_identity(self, identity: Identity) -> None:
-        self.write_note(IDENTITY_FILE, identity)
+        self.write_note(IDENTITY_FILE, msgspec.structs.replace(identity, version=_VERSION, penstock=VERSION))
 
     def read_note(self, name: str, kind: type[Note]) -> Note | None:
         """A small file of ours beside Spark's; None before `write_note`. Raises CheckpointDamaged."""

@@ -197,8 +197,13 @@ def garble_identity(checkpoint: Path) -> None:
     (checkpoint / "penstock.json").write_text("{")
 
 
+def make_newer(checkpoint: Path) -> None:
+    identity = orjson.loads((checkpoint / "penstock.json").read_bytes())
+    (checkpoint / "penstock.json").write_bytes(orjson.dumps(identity | {"version": 2}))
+
+
 HARMS = [truncate, empty, flip, truncate_commit, flip_commit]
-HARMS += [remove_offsets, roll_back, remove_metadata, remove_identity, garble_identity]
+HARMS += [remove_offsets, roll_back, remove_metadata, remove_identity, garble_identity, make_newer]
 
 
 def test_damaged_checkpoint_is_refused(pipeline: LogPipeline, spark: SparkSession) -> None:

@@ -15,7 +15,8 @@
     │   └── PositionLost     … because the broker has lost the group's committed offset
     ├── DataDamaged          stored records are missing or altered; names their offsets
     ├── UnsafeTopic          a topic's settings break the promise of durability, or make every write fail
-    ├── BadDataFolder        the log's folder cannot keep the promise (network file system, a newer version's)
+    ├── BadDataFolder        the log's folder cannot keep the promise (network file system)
+    ├── NewerFormat          a newer Penstock stored it in a format that this one does not read
     └── BrokerClosed         used after close, or closed while waiting
 
 Backends classify errors and never retry; `producer.Producer` alone retries, and only errors that are `retriable`.
@@ -136,6 +137,10 @@ class UnsafeTopic(BrokerError):
 
 class BadDataFolder(BrokerError):
     """The log's data folder cannot be used. Try: a folder on a local disk that this user may write."""
+
+
+class NewerFormat(BrokerError):
+    """Stored data has a format that this version does not read (`version.newer_format`). Nothing was read or written."""
 
 
 class BrokerClosed(BrokerError):

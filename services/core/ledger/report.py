@@ -3,12 +3,14 @@
 A report is a set of origins. It may come twice, late, and in any order: the observer computes unions.
 """
 
-from typing import Annotated, Literal
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, NamedTuple, get_args
 
 import msgspec
 from pyroaring import BitMap
 
 from services.core.ledger.fields import FieldSet
+from services.core.version import newer_format
 
 Span = tuple[int, int]
 """[from, until) in seconds since the epoch: every event of the set is due in it."""
@@ -69,6 +71,9 @@ Outcome = Literal[
 ingest: accepted | refused (not stored) | unknown (may be stored; only in `Report.in_doubt`). transform: passed | filtered |
 dead. expel: delivered | retrying | parked | dead | skipped (by an operator; the observer counts events from before a
 late start so). retrier: released | dead | redriven (by an operator).
+
+A reader takes a word that it does not know for unknown: a newer version wrote it, and the event is not missing. Penstock 0.1
+drops the whole report with such a word. So no version writes a new word here as long as 0.1 may read it (docs/upgrading.md).
 """
 
 Breaker = Literal["closed", "half-open", "open"]
@@ -85,6 +90,14 @@ _VERSION = 1
 
 class BadReport(ValueError):
     """A record of the telemetry topic is not a report; the message says why."""
+
+
+class NewerReport(BadReport):
+    """A newer version wrote the report, and nothing of it can be understood. reason: a stable word."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
 
 
 class OriginSet(msgspec.Struct, frozen=True, array_like=True):
@@ -172,17 +185,104 @@ class Report(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
         return _ENCODER.encode(self)
 
 
+class Decoded(NamedTuple):
+    """unknown: the parts of the report that are left out of `report`, or `unknown` in it, because a newer version wrote them: the
+    name of the field, or `outcome`; one entry for each."""
+
+    report: Report
+    unknown: Sequence[str] = ()
+
+
 def decode_report(value: bytes | None) -> Report:
-    """Raises BadReport, also for a report of another version."""
+    """Everything in the report that this version knows. Raises BadReport; NewerReport when its version or node is newer."""
+    return decode_known(value).report
+
+
+def decode_known(value: bytes | None) -> Decoded:
+    """As `decode_report`, with the names of what is unknown."""
     if value is None or len(value) > MAX_REPORT_BYTES:
         raise BadReport("no value" if value is None else f"{len(value)} bytes are more than {MAX_REPORT_BYTES}")
     try:
         report = _DECODER.decode(value)
+    except msgspec.ValidationError as error:
+        return _decode_items(value, error)
     except msgspec.MsgspecError as error:
         raise BadReport(str(error)) from error
+    if report.version > _VERSION:
+        raise NewerReport("version", newer_format("the report", report.version, _VERSION))
     if report.version != _VERSION:
         raise BadReport(f"version {report.version} is not {_VERSION}")
-    return report
+    return Decoded(report)
+
+
+_LISTS: dict[str, type] = {
+    "sets": OriginSet,
+    "lags": LagSet,
+    "reaches": Reach,
+    "fields": FieldSet,
+    "in_doubt": OriginSet,
+}
+_OPTIONAL: dict[str, Any] = {
+    "behind_ms": int | None,
+    "breaker": Breaker | None,
+    "returned_ms": int | None,
+    "held_ms": int | None,
+}
+_HEAD = 6
+"""The fields before `behind_ms`. Without one of them nothing is understood."""
+
+
+def _decode_items(value: bytes, error: msgspec.ValidationError) -> Decoded:
+    """A report that has a value which this version does not know, or is none at all. Raises BadReport."""
+    try:
+        found = msgspec.msgpack.decode(value)
+    except msgspec.MsgspecError as again:
+        raise BadReport(str(again)) from again
+    if not isinstance(found, list) or len(found) < _HEAD or not isinstance(found[0], int):
+        raise BadReport(str(error)) from error
+    if found[0] > _VERSION:
+        raise NewerReport("version", newer_format("the report", found[0], _VERSION)) from error
+    if isinstance(found[1], str) and found[1] not in get_args(Node):
+        raise NewerReport(
+            "node", f"a report of the node {found[1][:40]!r}, which this version does not have"
+        ) from error
+    raw = dict(zip(Report.__struct_fields__, found, strict=False))
+    unknown: list[str] = []
+    for name in _LISTS.keys() & raw.keys():
+        raw[name] = _keep_known(name, raw[name], unknown)
+    for name in _OPTIONAL.keys() & raw.keys():
+        try:
+            msgspec.convert(raw[name], _OPTIONAL[name])
+        except msgspec.ValidationError:
+            unknown.append(name)
+            raw[name] = None
+    try:
+        return Decoded(msgspec.convert(list(raw.values()), Report), sorted(unknown))
+    except msgspec.ValidationError as again:
+        raise BadReport(str(again)) from again
+
+
+def _keep_known(name: str, items: Any, unknown: list[str]) -> list[Any]:
+    """The items of a list that are of its type. Sets with an unknown outcome get the outcome `unknown`."""
+    if not isinstance(items, list):
+        unknown.append(name)
+        return []
+    kept = []
+    for item in items:
+        if _LISTS[name] is OriginSet and isinstance(item, list) and _is_new_word(item[:1]):
+            unknown.append("outcome")
+            item = ["unknown", *item[1:5]]  # without the time, which orders known outcomes
+        try:
+            msgspec.convert(item, _LISTS[name])
+        except msgspec.ValidationError:
+            unknown.append(name)
+        else:
+            kept.append(item)
+    return kept
+
+
+def _is_new_word(outcome: list[Any]) -> bool:
+    return any(isinstance(word, str) and word not in get_args(Outcome) for word in outcome)
 
 
 def pack_numbers(numbers: BitMap) -> bytes:

@@ -14,6 +14,7 @@ from typer.models import CommandInfo, TyperInfo
 from services.core.dead_letter import Position
 from services.core.pipes import load_pipes, renames_of
 from services.core.times import parse_time
+from services.core.version import VERSION
 from services.core.yaml_source import BadConfiguration
 from services.fleet.dead.found import Filter
 from services.fleet.problem import CommandFailed
@@ -26,6 +27,21 @@ APP = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"penstock {VERSION}")
+        raise typer.Exit
+
+
+@APP.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """The options in front of a command."""
 
 
 def example(text: str) -> str:

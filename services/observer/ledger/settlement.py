@@ -20,11 +20,13 @@ Accepted = Mapping[tuple[Node, str], Origins]
 
 OPEN_OUTCOMES: tuple[Outcome, ...] = ("retrying", "parked")
 """Neither lost nor final."""
-_TRANSFORM: tuple[Outcome, ...] = ("passed", "dead", "filtered")
-_RETRIER: tuple[Outcome, ...] = ("dead", "released")
-_EXPEL: tuple[Outcome, ...] = ("delivered", "dead", "parked", "retrying", "skipped")
+_TRANSFORM: tuple[Outcome, ...] = ("passed", "dead", "filtered", "unknown")
+_RETRIER: tuple[Outcome, ...] = ("dead", "released", "unknown")
+_EXPEL: tuple[Outcome, ...] = ("delivered", "dead", "parked", "retrying", "skipped", "unknown")
 """The first reported outcome of an event counts, in this order: final outcomes before passing ones. An operator's skip counts
-last: the group may have been set back since, or the event may wait for another attempt."""
+after these: the group may have been set back since, or the event may wait for another attempt. Then an outcome that only a newer
+version knows: the event is not missing."""
+_RARE: tuple[Outcome, ...] = ("skipped", "unknown")
 
 
 class StepSets(NamedTuple):
@@ -105,7 +107,7 @@ def _retried(expel: StepSets, expected: Origins, reported: OriginSets) -> StepSe
     """Every event that expel ever handed over: lost at the retrier, dead, given back at least once, or still waiting."""
     step = retrier_of(expel.step)
     handed_over = reported.reported(expel.step, "retrying") & expected
-    lost = reported.lost(step) & expel.outcomes["retrying"]
+    lost = (reported.lost(step) - reported.reported(step, "unknown")) & expel.outcomes["retrying"]
     outcomes: dict[Outcome, Origins] = {outcome: reported.reported(step, outcome) & handed_over for outcome in _RETRIER}
     shared = _share_out(step, handed_over - lost, {**outcomes, "retrying": handed_over})
     return shared._replace(expected=handed_over, missing=lost)
@@ -134,8 +136,8 @@ LATE_EVENTS = "late events may come"
 
 
 class StepRow(msgspec.Struct, frozen=True):
-    """expected: the number of events that the step before passed on. outcomes: of these, the number by outcome; `skipped` only
-    where there are any. missing: the rest.
+    """expected: the number of events that the step before passed on. outcomes: of these, the number by outcome; `skipped` and
+    `unknown` only where there are any. missing: the rest.
 
     why_open: why the step's part of the minute is not final; None when it is.
     """
@@ -219,7 +221,7 @@ def count(pipe: str, minute: int, settlement: Settlement, is_final: Callable[[Pa
             step.step.node,
             step.step.destination,
             len(step.expected),
-            {outcome: len(origins) for outcome, origins in step.outcomes.items() if origins or outcome != "skipped"},
+            {outcome: len(origins) for outcome, origins in step.outcomes.items() if origins or outcome not in _RARE},
             len(step.missing),
         )
         for step in settlement.steps

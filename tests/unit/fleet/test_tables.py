@@ -147,6 +147,7 @@ def status(names: Names) -> Shown:
     retrier = {"up": True, "rate": 12_345.0, "waiting": 123_456, "next_due_ms": 123, "released": 123_456_789, "dead": 1}
     process = {"pid": 4_194_303, "state": WORDS, "restarts": 12, "cpu_percent": 199.0, "rss_bytes": 12_345_678_901}
     found = {
+        "penstock": "10.11.12.dev0",
         "listen": "127.0.0.1:8080",
         "observer": "127.0.0.1:41234",
         "broker": "log:///data/log",

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from services.core.broker.contract import TopicSpec
-from services.core.broker.errors import DataDamaged, TopicExists, UnknownTopic
+from services.core.broker.errors import NewerFormat, TopicExists, UnknownTopic
 from services.core.broker.log import sqlite_file, topics
 from services.core.broker.log.clock import WallClock
 from services.core.broker.log.data_folder import DataFolder
@@ -112,7 +112,7 @@ def test_a_newer_format_is_refused_loudly(tmp_path: Path) -> None:
         meta = msgspec.structs.replace(reader.store.meta, format=sqlite_file.FORMAT + 1)
         connection = reader.store.connection
         reader.store.transact(lambda: sqlite_file.write_meta(connection, meta), lambda _: {}, 0)
-    with pytest.raises(DataDamaged, match="newer version"):
+    with pytest.raises(NewerFormat, match=r"has format 2, written by a newer Penstock.*docs/upgrading\.md"):
         TopicReader(folder, TOPIC)
 
 

@@ -18,7 +18,6 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
 
 import msgspec
 import structlog
@@ -62,8 +61,11 @@ _FOREIGN = "it is skipped. Try: let nobody but Penstock write to this topic"
 Append = Callable[[str, Sequence[Record]], Awaitable[None]]
 
 
-class GroupStart(NamedTuple):
-    """topic: the id of the topic in which the group began. partitions: its number of partitions then."""
+class GroupStart(msgspec.Struct, frozen=True, array_like=True):
+    """topic: the id of the topic in which the group began. partitions: its number of partitions then.
+
+    Stored as a JSON array. A reader passes over elements that a newer version adds; Penstock 0.1 refuses them.
+    """
 
     topic: str
     partitions: int

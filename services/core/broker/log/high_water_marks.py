@@ -18,12 +18,14 @@ from struct import Struct
 from typing import NamedTuple
 from zlib import crc32
 
-from services.core.broker.errors import DataDamaged
+from services.core.broker.errors import DataDamaged, NewerFormat
 from services.core.broker.log.data_folder import TopicFiles
+from services.core.version import newer_format
 
 _HEADER = Struct("<8s16sI4x")
 _SLOT = Struct("<QI4x")
 _MAGIC = b"PSTKHWM1"
+"""Its last character is the version of this format."""
 _LOCK_SECONDS = 0.25
 
 
@@ -50,7 +52,7 @@ class HighWaterMarks:
 
     @classmethod
     def open(cls, path: Path, topic: str, incarnation: bytes) -> "HighWaterMarks":
-        """Raises DataDamaged when the file is missing or belongs to another topic."""
+        """Raises DataDamaged when the file is missing or belongs to another topic, NewerFormat."""
         try:
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         except FileNotFoundError:
@@ -58,6 +60,7 @@ class HighWaterMarks:
         marks = cls(fd, topic, incarnation)
         try:
             header = os.pread(fd, _HEADER.size, 0)
+            _check_version(header, topic)
             if header != _header(incarnation):
                 raise DataDamaged(topic, (), f"the head of its high-water marks ({path.name}) is altered. {_TRY}")
         except BaseException:
@@ -171,6 +174,14 @@ _TRY = "Try: penstock log verify, then penstock log repair"
 
 def _header(incarnation: bytes) -> bytes:
     return _HEADER.pack(_MAGIC, incarnation, crc32(_MAGIC + incarnation))
+
+
+def _check_version(header: bytes, topic: str) -> None:
+    """Raise NewerFormat for the intact head of a later version: its magic number differs in the last character."""
+    magic, incarnation, crc = _HEADER.unpack(header.ljust(_HEADER.size, b"\0"))
+    is_intact = crc == crc32(magic + incarnation)
+    if is_intact and magic != _MAGIC and magic.startswith(_MAGIC[:-1]):
+        raise NewerFormat(newer_format(f"the file of high-water marks of {topic}", magic[-1:].decode("latin-1"), 1))
 
 
 def _slot(partition: int, mark: int) -> bytes:

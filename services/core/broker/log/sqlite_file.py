@@ -21,9 +21,18 @@ from zlib import crc32
 import apsw
 import msgspec
 
-from services.core.broker.errors import BrokerError, DataDamaged, OutcomeUnknown, StorageFull, Unavailable, UnknownTopic
+from services.core.broker.errors import (
+    BrokerError,
+    DataDamaged,
+    NewerFormat,
+    OutcomeUnknown,
+    StorageFull,
+    Unavailable,
+    UnknownTopic,
+)
 from services.core.broker.log.data_folder import TopicFiles
 from services.core.broker.log.high_water_marks import HighWaterMarks
+from services.core.version import newer_format
 
 FORMAT = 1
 BUSY_SECONDS = 5.0
@@ -124,17 +133,13 @@ def write_meta(connection: apsw.Connection, meta: Meta) -> None:
 
 
 def read_meta(connection: apsw.Connection, topic: str) -> Meta:
-    """The topic's description. Raises UnknownTopic when it was deleted, DataDamaged when it cannot be trusted."""
+    """The topic's description. Raises UnknownTopic when it was deleted, DataDamaged when it cannot be trusted, NewerFormat."""
     row = connection.execute("SELECT body, crc FROM meta WHERE id=1").fetchone()
     if row is None or not isinstance(row[0], bytes) or crc32(row[0]) != row[1]:
         raise DataDamaged(topic, (), "its description (table meta) is missing or altered")
     fields = msgspec.msgpack.decode(row[0])
     if fields.get("format", 0) > FORMAT:
-        raise DataDamaged(
-            topic,
-            (),
-            f"written by a newer version (format {fields['format']}, this one reads {FORMAT}). Try: upgrading",
-        )
+        raise NewerFormat(newer_format(f"{topic} in the embedded log", fields["format"], FORMAT))
     meta = msgspec.convert(fields, Meta)
     if meta.deleted:
         raise UnknownTopic(f"topic {topic!r} was deleted")

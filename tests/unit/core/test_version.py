@@ -1,0 +1,139 @@
+"""What a newer version wrote: refused with a remedy where it would be misread, understood in part where it can be."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from zlib import crc32
+
+import msgspec
+import pytest
+from pyroaring import BitMap
+
+from services.core import metrics
+from services.core.broker.connect import open_broker
+from services.core.broker.contract import TopicSpec
+from services.core.broker.errors import BrokerError, NewerFormat
+from services.core.broker.log.high_water_marks import HighWaterMarks
+from services.core.broker.producer import Producer
+from services.core.broker.record import Record
+from services.core.ledger.report import BadReport, NewerReport, OriginSet, Report, decode_known, pack_numbers
+from services.core.pauses import Pause, Pauses, write_pause
+from services.core.pipes import CONTROL
+from services.core.snapshot import copy_in, write_snapshot
+from services.core.version import newer_format
+from services.core.waiting import Bookmark, read_bookmark, write_bookmark
+from services.fleet.folder import STATE_FILE, read_state
+from services.fleet.problem import CommandFailed
+
+KNOWN = OriginSet("delivered", "a", 0, None, pack_numbers(BitMap([1, 2])))
+REPORT = Report(node="expel", instance="x", pipe="p", destination="d", at_ms=5, breaker="open", sets=(KNOWN,))
+
+
+def counted(kind: str, reason: str) -> float:
+    return float(metrics.NOT_UNDERSTOOD.labels(kind, reason)._value.get())
+
+
+def encode(change: Callable[[list[object]], object]) -> bytes:
+    """The report as a newer version may write it."""
+    fields = msgspec.msgpack.decode(REPORT.encode())
+    change(fields)
+    return msgspec.msgpack.encode(fields)
+
+
+def test_the_words_name_both_versions_and_the_remedy() -> None:
+    """Broken: who started an old version by mistake at night is not told which one to start."""
+    text = newer_format("the checkpoint", 2, 1, "0.3.0")
+    assert "has format 2, written by Penstock 0.3.0; this is Penstock 0." in text
+    assert "Try: start Penstock 0.3.0 or newer; docs/upgrading.md" in text
+    assert "a newer Penstock" in newer_format("it", 2, 1, None)
+
+
+SETS, BREAKER = 7, 11
+
+
+@pytest.mark.parametrize(
+    ("change", "unknown", "expected"),
+    [
+        (lambda told: told[SETS].append(["expired", "a", 0, None, b"x", [5, 6], "more"]), ["outcome"], 2),
+        (lambda told: told[SETS].append({"a": "map"}), ["sets"], 1),
+        (lambda told: told.append(["a field of the future"]), [], 1),
+        (lambda told: told.__setitem__(BREAKER, "ajar"), ["breaker"], 1),
+        (lambda told: told.__setitem__(SETS + 1, [[1, 2]]), ["lags"], 1),
+    ],
+)
+def test_the_known_part_of_a_report_counts(
+    change: Callable[[list[object]], object], unknown: list[str], expected: int
+) -> None:
+    """Broken: one word that an older observer does not know makes it drop all that an instance reported."""
+    report, found = decode_known(encode(change))
+    assert ([*found], len(report.sets)) == (unknown, expected)
+    assert report.sets[0] == KNOWN
+    assert report.breaker == (None if unknown == ["breaker"] else "open")
+    assert all((one.outcome, one.due) == ("unknown", None) for one in report.sets[1:])
+
+
+@pytest.mark.parametrize(("place", "value", "reason"), [(0, 2, "version"), (1, "archiver", "node")])
+def test_a_report_of_which_nothing_is_known(place: int, value: object, reason: str) -> None:
+    """Broken: a report in a later format is taken for one in ours, or for damage."""
+    with pytest.raises(NewerReport) as error:
+        decode_known(encode(lambda told: told.__setitem__(place, value)))
+    assert error.value.reason == reason
+
+
+@pytest.mark.parametrize("value", [b"", b"\x90", b"\x00\x00", b"no report", msgspec.msgpack.encode(["1"] * 9)])
+def test_what_is_no_report_is_not_called_newer(value: bytes) -> None:
+    """Broken: damage is excused as another version, or ends the observer."""
+    with pytest.raises(BadReport) as error:
+        decode_known(value)
+    assert not isinstance(error.value, NewerReport)
+
+
+async def test_a_newer_pause_does_not_hide_the_others(tmp_path: Path) -> None:
+    """Broken: one record of a later version makes a paused destination run, or is passed over uncounted."""
+    before = counted("pause", "version"), counted("pause", "unreadable")
+    async with open_broker(f"log://{tmp_path}") as broker, Producer(broker.appender) as producer:
+        await broker.admin.create_topic(TopicSpec(CONTROL, 1))
+        await write_pause(producer, "p/d", Pause("paused", "operator", "ann", 1))
+        await write_pause(producer, "p/d", Pause("resumed", "operator", "ann", 2, version=2))
+        strange = Record(b"pause:p/d", b'{"state": "hushed", "reason": "x", "by": "y", "at": 3}', 3)
+        (await producer.send_to(CONTROL, {0: [strange]})).raise_first()
+        pauses = Pauses(broker.reader)
+        await pauses.refresh()
+    assert list(pauses.paused()) == ["p/d"]
+    assert (counted("pause", "version"), counted("pause", "unreadable")) == (before[0] + 1, before[1] + 1)
+
+
+async def test_a_newer_bookmark_is_refused(tmp_path: Path) -> None:
+    """Broken: `up` of an older version forgets the lanes of earlier pipe files, for which events wait."""
+    async with open_broker(f"log://{tmp_path}") as broker, Producer(broker.appender) as producer:
+        await broker.admin.create_topic(TopicSpec(CONTROL, 1))
+        await write_bookmark(producer, Bookmark(lanes=frozenset({"p/d"})), 1)
+        assert (await read_bookmark(broker.reader)).lanes == {"p/d"}
+        value = json.dumps({"version": 2, "penstock": "0.9.0", "marks": []}).encode()
+        (await producer.send_to(CONTROL, {0: [Record(b"waiting", value, 2)]})).raise_first()
+        with pytest.raises(NewerFormat, match=r"written by Penstock 0\.9\.0") as error:
+            await read_bookmark(broker.reader)
+    assert isinstance(error.value, BrokerError)  # every command prints it
+
+
+def test_newer_marks_of_the_log_are_no_damage(tmp_path: Path) -> None:
+    """Broken: the message names `penstock log repair`, which gives up what a newer version stored."""
+    incarnation, magic = bytes(16), b"PSTKHWM2"
+    path = tmp_path / "s.hwm"
+    HighWaterMarks.create(path, incarnation, [7])
+    content = path.read_bytes()
+    path.write_bytes(magic + incarnation + crc32(magic + incarnation).to_bytes(4, "little") + content[28:])
+    with pytest.raises(NewerFormat, match=r"the file of high-water marks of s has format 2"):
+        HighWaterMarks.open(path, "s", incarnation)
+
+
+def test_newer_files_of_a_fleet(tmp_path: Path) -> None:
+    """Broken: an older command says that no fleet runs, while a newer one does; or a service reads the wrong configuration."""
+    (tmp_path / STATE_FILE).write_text('{"version": 2, "penstock": "0.9.0"}')
+    with pytest.raises(CommandFailed, match=r"fleet\.json has format 2, written by Penstock 0\.9\.0"):
+        read_state(tmp_path)
+    write_snapshot(tmp_path / "snapshot", {"/p.yaml": b""})
+    index = tmp_path / "snapshot" / "files.json"
+    index.write_text(index.read_text().replace('"":"1"', '"":"2"'))
+    with pytest.raises(OSError, match="has format 2"):
+        copy_in(tmp_path / "snapshot", Path("/p.yaml"))
