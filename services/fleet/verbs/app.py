@@ -102,6 +102,18 @@ Since = Annotated[
     str | None, typer.Option("--since", help="Only first failures at or after this: 2h (ago), or an RFC 3339 time.")
 ]
 Until = Annotated[str | None, typer.Option("--until", help="Only first failures before this.")]
+ObserverAddress = Annotated[
+    str | None,
+    typer.Option("--observer", help="host:port of the observer; absent: the observer of the fleet on --data."),
+]
+ObserverToken = Annotated[
+    Path | None,
+    typer.Option(
+        "--observer-token-file",
+        envvar="PENSTOCK_OBSERVER_TOKEN_FILE",
+        help="A file with a token of the observer, required beyond loopback; absent: the file of the fleet on --data.",
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="JSON on stdout.")]
 Positions = Annotated[
     list[str] | None,

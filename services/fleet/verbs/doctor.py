@@ -14,7 +14,7 @@ from services.fleet.doctor.diagnosis import diagnose
 from services.fleet.doctor.look import Where, look
 from services.fleet.doctor.view import render_diagnosis
 from services.fleet.problem import CommandFailed
-from services.fleet.verbs.app import APP, AsJson, BrokerUrl, Data, Pipes, example
+from services.fleet.verbs.app import APP, AsJson, BrokerUrl, Data, ObserverAddress, ObserverToken, Pipes, example
 
 
 @APP.command(
@@ -35,12 +35,8 @@ def doctor(
     ] = None,
     broker: BrokerUrl = None,
     pipes: Pipes = None,
-    observer: Annotated[
-        str | None, typer.Option("--observer", help="host:port of the observer; absent: the fleet's.")
-    ] = None,
-    token_file: Annotated[
-        Path | None, typer.Option("--token-file", help="A file with the observer's token; absent: the fleet's.")
-    ] = None,
+    observer: ObserverAddress = None,
+    token_file: ObserverToken = None,
     as_json: AsJson = False,
 ) -> None:
     """Say what is wrong with a fleet, in plain words: the most probable cause first, its evidence, and what to do first.

@@ -13,23 +13,11 @@ from rich.text import Text
 from services.core.pipes import is_of_retrier
 from services.fleet.console import OUT, make_table, print_note
 from services.fleet.observer_client import find_observer, get_json, loss_table
-from services.fleet.verbs.app import APP, AsJson, Data, example
+from services.fleet.verbs.app import APP, AsJson, Data, ObserverAddress, ObserverToken, example
 
 LOSS = typer.Typer(help="The missing events of each minute, counted and by name.", no_args_is_help=True)
 APP.add_typer(LOSS, name="loss")
 
-Observer = Annotated[
-    str | None,
-    typer.Option("--observer", help="host:port of the observer; absent: the observer of the fleet on --data."),
-]
-TokenFile = Annotated[
-    Path | None,
-    typer.Option(
-        "--observer-token-file",
-        envvar="PENSTOCK_OBSERVER_TOKEN_FILE",
-        help="A file with a token of the observer, required beyond loopback; absent: the file of the fleet on --data.",
-    ),
-]
 PipeArgument = Annotated[str, typer.Argument(help="The pipe's name.")]
 SHOWN = 50
 
@@ -39,8 +27,8 @@ def show(
     pipe: PipeArgument,
     since: Annotated[str | None, typer.Option("--from", help="First minute: 3h (ago), or an RFC 3339 time.")] = None,
     until: Annotated[str | None, typer.Option("--to", help="Last minute; absent: this one.")] = None,
-    observer: Observer = None,
-    token_file: TokenFile = None,
+    observer: ObserverAddress = None,
+    token_file: ObserverToken = None,
     data: Data = Path("data"),
     as_json: AsJson = False,
 ) -> None:
@@ -64,8 +52,8 @@ def show(
 def explain(
     pipe: PipeArgument,
     minute: Annotated[str, typer.Argument(help="A minute from `penstock loss show`, or 5m (ago).")],
-    observer: Observer = None,
-    token_file: TokenFile = None,
+    observer: ObserverAddress = None,
+    token_file: ObserverToken = None,
     data: Data = Path("data"),
     as_json: AsJson = False,
 ) -> None:

@@ -51,7 +51,7 @@ def find_missing_topics(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             f"{format_count(len(missing), 'topic')} of the pipe file {'is' if len(missing) == 1 else 'are'} missing.",
             [", ".join(missing[: 3 * SHOWN])],
-            "penstock apply",
+            f"penstock apply --broker {facts.broker.url} -f {facts.pipes_path}",
         )
 
 

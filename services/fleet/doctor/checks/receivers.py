@@ -9,7 +9,7 @@ from services.core.units import format_count
 from services.fleet.doctor.diagnosis import Finding, about
 from services.fleet.doctor.facts import Certificate, Endpoint, Facts
 
-SOON_DAYS = 14.0
+SOON_DAYS = 21.0
 STALE_S = 30.0
 """Services read files of secrets every second. Content that is older than this could not be loaded."""
 FORGOTTEN_S = 2 * 86400.0

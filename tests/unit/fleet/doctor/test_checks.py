@@ -306,7 +306,7 @@ def test_a_quota() -> None:
         count(instance(facts, "ingest"), "penstock_ingest_events_refused_total", labels, 10.0, 40.0)
 
     found = broken(refuse)
-    assert (first_of(found), found.causes[0].runbook) == ("quota", "PenstockIngestRefuses")
+    assert (first_of(found), found.causes[0].runbook) == ("quota", "PenstockClientsRefused")
 
 
 def test_a_lost_checkpoint() -> None:
