@@ -27,7 +27,7 @@ class UpSettings(Settings):
     broker: str = Field(
         "log",
         description="log: the embedded log in the data folder. kafka: a real Kafka, started here, with its data in the data "
-        "folder. Or a URL: log:///path, kafka://host:port[,host:port], kinesis://region.",
+        "folder. Or a URL: log:///path, kafka://host:port[,host:port][?prefix=acme.], kinesis://region[?prefix=acme.].",
     )
     data: Path = Field(Path("data"), description="The data folder: embedded log, checkpoints, service logs, state.")
     listen: Address = Field("127.0.0.1:8080", description="host:port on which ingest receives events.")

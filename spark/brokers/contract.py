@@ -14,7 +14,7 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as f
 from pyspark.sql.streaming.readwriter import DataStreamWriter
 
-from services.core.broker.connect import parse_kinesis_url
+from services.core.broker.connect import parse_kafka_url, parse_kinesis_url
 from services.core.broker.record import Record
 from services.core.event import ORIGIN
 from services.core.ledger.age import Age
@@ -238,14 +238,17 @@ def is_too_much(error: BaseException) -> bool:
 def open_spark_broker(url: str) -> SparkBroker:
     """The broker of this URL. Connects to nothing yet, and loads only its modules. Raises BadConfiguration."""
     parts = urlsplit(url)
-    if parts.scheme == "log" and not parts.netloc and parts.path.startswith("/"):
+    if parts.scheme == "log" and not parts.netloc and parts.path.startswith("/") and not parts.query:
         from spark.brokers.log import LogSparkBroker
 
         return LogSparkBroker(parts.path)
-    if parts.scheme == "kafka" and parts.netloc and "@" not in parts.netloc and parts.path in ("", "/"):
+    if parts.scheme == "kafka" and "@" not in parts.netloc:
         from spark.brokers.kafka import KafkaSparkBroker
 
-        return KafkaSparkBroker(parts.netloc)
+        try:
+            return KafkaSparkBroker(*parse_kafka_url(url))
+        except ValueError as error:
+            raise BadConfiguration([Problem("broker", "", str(error))]) from error
     if parts.scheme == "kinesis":
         from spark.brokers.kinesis import KinesisSparkBroker
 

@@ -65,7 +65,10 @@ _PRODUCER = {
 
 
 class KafkaSparkBroker(SparkBroker):
-    """The cluster behind these bootstrap servers."""
+    """The cluster behind these bootstrap servers. prefix: of the fleet's names there, as in `services.core.broker.prefix`.
+
+    Checkpoints have the cluster's names.
+    """
 
     needs_kafka_jars = True
     real_time = True
@@ -73,8 +76,8 @@ class KafkaSparkBroker(SparkBroker):
     max_record_bytes = 1_040_000
     """Below max.message.bytes of our topics, with room for the framing of a batch and a record."""
 
-    def __init__(self, servers: str) -> None:
-        self._servers = servers
+    def __init__(self, servers: str, prefix: str = "") -> None:
+        self._servers, self._prefix = servers, prefix
         self._opening = threading.Lock()
         self._producer: Any = None
         self._close_within: Any = None
@@ -82,39 +85,46 @@ class KafkaSparkBroker(SparkBroker):
     def identify(self, session: SparkSession, topics: Sequence[str]) -> dict[str, str]:
         """The topics' ids. Raises UnknownTopic, Unavailable."""
         with self._admin(session) as admin:
-            return {name: str(found.topicId()) for name, found in admin.describe(topics).items()}
+            found = admin.describe(self._full(topics))
+            return {name: str(found[self._prefix + name].topicId()) for name in topics}
 
     def stored_ranges(self, session: SparkSession, topics: Sequence[str]) -> list[OffsetRange]:
         with self._admin(session) as admin:
-            partitions = admin.partitions(topics)
+            partitions = admin.partitions(self._full(topics))
             starts, ends = (admin.offsets(partitions, which) for which in ("earliest", "latest"))
-        return [OffsetRange(*each, start, end) for each, start, end in zip(partitions, starts, ends, strict=True)]
+        return [
+            OffsetRange(topic.removeprefix(self._prefix), partition, start, end)
+            for (topic, partition), start, end in zip(partitions, starts, ends, strict=True)
+        ]
 
     def parse_offsets(self, line: str) -> Offsets:
-        return {(topic, int(p)): n for topic, part in json.loads(line).items() for p, n in part.items()}
+        found = {topic.removeprefix(self._prefix): part for topic, part in json.loads(line).items()}
+        return {(topic, int(p)): n for topic, part in found.items() for p, n in part.items()}
 
     def read_stream(
         self, session: SparkSession, topics: Sequence[str], max_events: int | None, *, origins: bool = False
     ) -> DataFrame:
-        options = _SOURCE | {"subscribe": ",".join(topics), "startingOffsets": "earliest"}
+        options = _SOURCE | {"subscribe": ",".join(self._full(topics)), "startingOffsets": "earliest"}
         if max_events is not None:
             options["maxOffsetsPerTrigger"] = str(max_events)
-        raw = _to_raw(session.readStream.format("kafka").options(**self._with_servers(options)).load())
+        raw = self._to_raw(session.readStream.format("kafka").options(**self._with_servers(options)).load())
         return with_origin(raw) if origins else raw
 
     def read_ranges(self, session: SparkSession, ranges: Sequence[OffsetRange]) -> DataFrame:
         starts: dict[str, dict[str, int]] = {}
         ends: dict[str, dict[str, int]] = {}
         for part in ranges:
-            starts.setdefault(part.topic, {})[str(part.partition)] = part.start
-            ends.setdefault(part.topic, {})[str(part.partition)] = part.end
+            topic = self._prefix + part.topic
+            starts.setdefault(topic, {})[str(part.partition)] = part.start
+            ends.setdefault(topic, {})[str(part.partition)] = part.end
         assign = {topic: [int(partition) for partition in part] for topic, part in starts.items()}
         offsets = {"startingOffsets": json.dumps(starts), "endingOffsets": json.dumps(ends)}
         options = _SOURCE | {"assign": json.dumps(assign)} | offsets
-        return _to_raw(session.read.format("kafka").options(**self._with_servers(options)).load())
+        return self._to_raw(session.read.format("kafka").options(**self._with_servers(options)).load())
 
     def write_stream(self, frame: DataFrame, topic: str, writer: str) -> DataStreamWriter:
-        return _for_sink(frame).writeStream.format("kafka").options(**self._with_servers(_SINK | {"topic": topic}))
+        options = self._with_servers(_SINK | {"topic": self._prefix + topic})
+        return _for_sink(frame).writeStream.format("kafka").options(**options)
 
     def write(self, frame: DataFrame, topic: str, batch: BatchName, origins: OriginFormat) -> Written:
         """When executing the frame fails, some of its records may have been written. Times are within 0.26 % of their age."""
@@ -145,12 +155,15 @@ class KafkaSparkBroker(SparkBroker):
         producer = None
         try:
             producer = self._open_producer(classes)
-            sent = [producer.send(make(topic, 0, record.timestamp, record.key, record.value)) for record in records]
+            name = self._prefix + topic
+            sent = [producer.send(make(name, 0, record.timestamp, record.key, record.value)) for record in records]
             for each in sent:
                 each.get()
         except JAVA_ERRORS as error:
             self._discard(producer)  # a producer that failed may never work again
-            raise Unavailable(f"Kafka at {self._servers} did not store {topic}: {shorten(error)}") from error
+            raise Unavailable(
+                f"Kafka at {self._servers} did not store {self._prefix}{topic}: {shorten(error)}"
+            ) from error
 
     def _open_producer(self, classes: Any) -> Any:
         with self._opening:
@@ -175,8 +188,20 @@ class KafkaSparkBroker(SparkBroker):
                 producer.close(self._close_within)
 
     def _save(self, frame: DataFrame, topic: str) -> None:
-        options = self._with_servers(_SINK | {"topic": topic})
+        options = self._with_servers(_SINK | {"topic": self._prefix + topic})
         _for_sink(frame).write.format("kafka").mode("append").options(**options).save()
+
+    def _full(self, topics: Sequence[str]) -> list[str]:
+        """The topics' names on the cluster."""
+        return [self._prefix + topic for topic in topics]
+
+    def _to_raw(self, frame: DataFrame) -> DataFrame:
+        columns = {name: f.col(name) for name in RAW_NAMES} | {
+            "offset": f.lpad(f.col("offset").cast("string"), DIGITS, "0")
+        }
+        if self._prefix:
+            columns["topic"] = f.substr(f.col("topic"), f.lit(len(self._prefix) + 1))
+        return frame.select(*[column.alias(name) for name, column in columns.items()])
 
     def _with_servers(self, options: Mapping[str, str]) -> dict[str, Any]:
         return {"kafka.bootstrap.servers": self._servers, **options}
@@ -242,13 +267,6 @@ def _properties(classes: Any, settings: Mapping[str, str]) -> Any:
     for name, value in settings.items():
         properties.setProperty(name, value)
     return properties
-
-
-def _to_raw(frame: DataFrame) -> DataFrame:
-    columns = {name: f.col(name) for name in RAW_NAMES} | {
-        "offset": f.lpad(f.col("offset").cast("string"), DIGITS, "0")
-    }
-    return frame.select(*[column.alias(name) for name, column in columns.items()])
 
 
 def _for_sink(frame: DataFrame) -> DataFrame:

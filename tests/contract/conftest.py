@@ -6,6 +6,10 @@ import pytest
 
 from tests.contract.harness import Harness
 
+PREFIX = "contract."
+"""Kafka and Kinesis run the suite with a prefix. Without one they do the same without its translation; tests/kafka and
+tests/integration use them so."""
+
 
 @pytest.fixture(
     params=["log", pytest.param("kafka", marks=pytest.mark.kafka), pytest.param("kinesis", marks=pytest.mark.kinesis)]
@@ -19,7 +23,9 @@ def harness(request: pytest.FixtureRequest, tmp_path: Path) -> Harness:
     if request.param == "kinesis":
         from tests.contract.harness_kinesis import KinesisHarness
 
-        return KinesisHarness(request.getfixturevalue("kinesis_emulator"), request.getfixturevalue("kinesis_limits"))
+        return KinesisHarness(
+            request.getfixturevalue("kinesis_emulator"), request.getfixturevalue("kinesis_limits"), PREFIX
+        )
     from tests.contract.harness_kafka import KafkaHarness
 
-    return KafkaHarness(request.getfixturevalue("kafka_cluster"))
+    return KafkaHarness(request.getfixturevalue("kafka_cluster"), PREFIX)

@@ -6,9 +6,10 @@ from contextlib import AbstractAsyncContextManager
 from aiokafka.admin import RecordsToDelete
 from aiokafka.structs import TopicPartition
 
+from services.core.broker.connect import parse_kafka_url
 from services.core.broker.contract import Broker, TopicSpec
 from services.core.broker.errors import Unavailable
-from services.core.broker.kafka import KafkaBroker, Timing
+from services.core.broker.kafka import Timing, open_kafka
 from services.core.broker.kafka.cluster import Cluster
 from services.core.jvm.kafka import KafkaCluster
 from tests.support.kafka import open_admin, unique_name
@@ -19,9 +20,10 @@ _TIMING = Timing(session=2.0, heartbeat=0.3, drain=10.0, request=4.0, metadata=1
 _ELECTION_SECONDS = 30.0
 
 
-def open_for_tests(bootstrap: str) -> AbstractAsyncContextManager[Broker]:
+def open_for_tests(url: str) -> AbstractAsyncContextManager[Broker]:
     """A connection with short group time-outs."""
-    return KafkaBroker.open(bootstrap, timing=_TIMING)
+    address = parse_kafka_url(url)
+    return open_kafka(address.bootstrap, timing=_TIMING, prefix=address.prefix)
 
 
 class KafkaHarness:
@@ -30,13 +32,23 @@ class KafkaHarness:
     member_timeout = _TIMING.session
     poll_interval = 1.0
 
-    def __init__(self, cluster: KafkaCluster) -> None:
-        self._cluster = cluster
-        self.spec = f"kafka:{cluster.bootstrap}"
-        self.url = f"kafka://{cluster.bootstrap}"
+    def __init__(self, cluster: KafkaCluster, prefix: str = "") -> None:
+        self._cluster, self._prefix = cluster, prefix
+        self.url = f"kafka://{cluster.bootstrap}" + (f"?prefix={prefix}" if prefix else "")
+        self.spec = f"kafka:{self.url}"
 
     def open(self) -> AbstractAsyncContextManager[Broker]:
-        return open_for_tests(self._cluster.bootstrap)
+        return open_for_tests(self.url)
+
+    def other_fleet(self, prefix: str) -> "KafkaHarness":
+        """The same cluster with another prefix."""
+        return KafkaHarness(self._cluster, prefix)
+
+    async def names(self) -> set[str]:
+        """Every name of ours on the cluster: topics and groups."""
+        async with open_admin(self._cluster.bootstrap) as admin:
+            groups = {group[0] for group in await admin.list_consumer_groups()}
+            return set(await admin.list_topics()) | groups
 
     def fresh_name(self, hint: str) -> str:
         return unique_name(hint)
@@ -48,6 +60,7 @@ class KafkaHarness:
 
     async def crash(self, topic: str, partition: int = 0) -> None:
         """SIGKILL the leader, wait until another one is elected, start the dead one again."""
+        topic = self._prefix + topic
         dead = await self._leader(topic, partition)
         await asyncio.to_thread(self._cluster.kill, dead)
         async with asyncio.timeout(_ELECTION_SECONDS):
@@ -61,7 +74,7 @@ class KafkaHarness:
 
     async def expire(self, topic: str, partition: int, before: int) -> None:
         async with open_admin(self._cluster.bootstrap) as admin:
-            await admin.delete_records({TopicPartition(topic, partition): RecordsToDelete(before)})
+            await admin.delete_records({TopicPartition(self._prefix + topic, partition): RecordsToDelete(before)})
 
     async def _leader(self, topic: str, partition: int) -> int:
         """-1 while there is none, or nobody can be asked."""

@@ -4,8 +4,10 @@ import asyncio
 from contextlib import AbstractAsyncContextManager
 
 from services.core.aws_emulator import AwsEmulator, kinesis_url
+from services.core.broker.connect import parse_kinesis_url
 from services.core.broker.contract import Broker, TopicSpec
 from services.core.broker.kinesis import KinesisBroker, Timing
+from services.core.broker.kinesis.aws import open_clients
 from services.core.broker.kinesis.record_format import split_offset
 from services.core.broker.kinesis.streams import shard_id
 from tests.support.kafka import unique_name
@@ -28,16 +30,31 @@ class KinesisHarness:
     member_timeout = _TIMING.lease
     poll_interval = 1.0
 
-    def __init__(self, emulator: AwsEmulator, limits: KinesisLimits, *, fan_out: bool = False) -> None:
+    def __init__(
+        self, emulator: AwsEmulator, limits: KinesisLimits, prefix: str = "", *, fan_out: bool = False
+    ) -> None:
         """fan_out: shards are pushed, past the limits: the proxy does not speak HTTP/2."""
-        self._limits = limits
+        self._emulator, self._limits, self._prefix = emulator, limits, prefix
         self.url = kinesis_url(limits.endpoint, emulator.dynamodb)
         if fan_out:
             self.url = f"{kinesis_url(emulator.endpoint, emulator.dynamodb)}&fan_out=1"
+        if prefix:
+            self.url += f"&prefix={prefix}"
         self.spec = f"kinesis:{self.url}"
 
     def open(self) -> AbstractAsyncContextManager[Broker]:
         return open_for_tests(self.url)
+
+    def other_fleet(self, prefix: str) -> "KinesisHarness":
+        """The same account with another prefix."""
+        return KinesisHarness(self._emulator, self._limits, prefix)
+
+    async def names(self) -> set[str]:
+        """Every name of ours in the account: streams and tables."""
+        url = kinesis_url(self._emulator.endpoint, self._emulator.dynamodb)
+        async with open_clients(parse_kinesis_url(url), _TIMING.request) as clients:
+            streams = (await clients.kinesis.list_streams(Limit=1000))["StreamNames"]
+            return {*streams, *(await clients.dynamodb.list_tables())["TableNames"]}
 
     def fresh_name(self, hint: str) -> str:
         return unique_name(hint)
@@ -59,4 +76,4 @@ class KinesisHarness:
     async def expire(self, topic: str, partition: int, before: int) -> None:
         """The proxy hides what retention would take: whole entries, as Kinesis does."""
         sequence, sub = split_offset(before)
-        self._limits.cut(topic, shard_id(partition), sequence, too=sub > 0)
+        self._limits.cut(self._prefix + topic, shard_id(partition), sequence, too=sub > 0)

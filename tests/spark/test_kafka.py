@@ -25,15 +25,19 @@ from tests.spark.test_checkpoint import truncate
 
 pytestmark = pytest.mark.kafka
 COLUMNS = "carrier STRING, delay INT"
-MakePipeline = Callable[[int], BrokerPipeline]
+MakePipeline = Callable[..., BrokerPipeline]
 
 
 @pytest.fixture
 def make_pipeline(spark: SparkSession, kafka_cluster: KafkaCluster, tmp_path: Path) -> Iterator[MakePipeline]:
-    """Makes a pipeline with so many partitions; its jobs are stopped at the end."""
-    url = f"kafka://{kafka_cluster.bootstrap}"
+    """Makes a pipeline with so many partitions, in a fleet with this prefix or none; its jobs are stopped at the end."""
     with ExitStack() as stack:
-        yield lambda partitions: stack.enter_context(BrokerPipeline(spark, url, tmp_path, partitions=partitions))
+
+        def make(partitions: int, prefix: str = "") -> BrokerPipeline:
+            url = f"kafka://{kafka_cluster.bootstrap}" + (f"?prefix={prefix}" if prefix else "")
+            return stack.enter_context(BrokerPipeline(spark, url, tmp_path, partitions=partitions))
+
+        yield make
 
 
 def flight(number: int, delay: int | str | None = None) -> Record:
@@ -45,8 +49,9 @@ def reasons(records: list[Record]) -> dict[str | None, str]:
 
 
 def test_micro_batches(make_pipeline: MakePipeline) -> None:
-    """If this fails, events on Kafka lose identity, time or order in a transform, or foreign records stop the pipe."""
-    pipeline = make_pipeline(2)
+    """If this fails, events on Kafka lose identity, time or order in a transform, or foreign records stop the pipe; or a fleet
+    with a prefix cannot transform."""
+    pipeline = make_pipeline(2, "acme.")
     sent = [flight(n) for n in range(30)]
     foreign = [
         Record(None, None, NOW, ()),
@@ -179,8 +184,9 @@ def test_records_that_are_gone_stop_the_query(make_pipeline: MakePipeline) -> No
 
 
 def test_checkpoint_faults(make_pipeline: MakePipeline) -> None:
-    """If this fails, a second query, a dead one, or a damaged checkpoint on Kafka is not reported, or doubles events."""
-    pipeline = make_pipeline(1)
+    """If this fails, a second query, a dead one, or a damaged checkpoint on Kafka is not reported, or doubles events; with a
+    prefix, too."""
+    pipeline = make_pipeline(1, "acme.")
     pipeline.send([flight(n) for n in range(1, 11)])
     chosen = pipeline.chosen(columns=COLUMNS, sql="SELECT event, delay FROM {s}")
     pipeline.start(chosen)

@@ -5,15 +5,20 @@ import re
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
 from urllib.parse import SplitResult, parse_qsl, urlsplit
 
 from services.core.broker.contract import Broker
+from services.core.broker.prefix import OPTION, check_prefix
 
 SCHEMES = ("log", "kafka", "kinesis")
 _HOST_PORT = re.compile(r"(?:[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):[0-9]{1,5}")
 _REGION = re.compile(r"[a-z]{2}(-[a-z]+)+-[0-9]+")
 _ENDPOINTS = ("endpoint", "dynamodb")
 _FAN_OUT = "fan_out"
+_KINESIS_OPTIONS = (*_ENDPOINTS, _FAN_OUT, OPTION)
+_NO_OPTIONS = "a broker URL has no options: acks=all and the like are fixed"
 _EXAMPLE = "Try: kinesis://eu-west-1"
 
 _Open = Callable[[str], AbstractAsyncContextManager[Broker]]
@@ -24,7 +29,8 @@ class BadBrokerUrl(ValueError):
 
 
 def open_broker(url: str) -> AbstractAsyncContextManager[Broker]:
-    """`log:///path`, `kafka://host:port[,host:port…]` or `kinesis://region[?endpoint=URL&dynamodb=URL&fan_out=1]`.
+    """`log:///path`, `kafka://host:port[,host:port…][?prefix=NAME.]` or
+    `kinesis://region[?prefix=NAME.&endpoint=URL&dynamodb=URL&fan_out=1]`. The prefix: `prefix`.
 
     Raises BadBrokerUrl at once; entering raises BrokerError kinds. Entering imports the backend in a thread: a process loads
     only the client library that it uses, and does not block the loop.
@@ -38,18 +44,23 @@ def open_broker(url: str) -> AbstractAsyncContextManager[Broker]:
         except ValueError as error:
             raise BadBrokerUrl(str(error)) from None
         return _open(_load_kinesis, url)
-    if parts.query or parts.fragment:
-        raise BadBrokerUrl("a broker URL has no options: acks=all and the like are fixed. Try: the part before the ?")
+    if parts.scheme == "kafka":
+        try:
+            address = parse_kafka_url(url)
+        except ValueError as error:
+            raise BadBrokerUrl(str(error)) from None
+        return _open(partial(_load_kafka, address.prefix), address.bootstrap)
     if parts.scheme == "log":
+        if OPTION in dict(parse_qsl(parts.query, keep_blank_values=True)):
+            raise BadBrokerUrl(
+                "the embedded log has no prefix: no other fleet is in its folder. Try: the URL without ?prefix=, and another "
+                "folder for another fleet"
+            )
+        if parts.query or parts.fragment:
+            raise BadBrokerUrl(f"{_NO_OPTIONS}. Try: the part before the ?")
         if parts.netloc or not parts.path.startswith("/"):
             raise BadBrokerUrl(f"{url!r}: the log's path must be absolute. Try: log:///var/lib/penstock")
         return _open(_load_log, parts.path)
-    if parts.scheme == "kafka":
-        if not all(_HOST_PORT.fullmatch(host) for host in parts.netloc.split(",")) or parts.path not in ("", "/"):
-            raise BadBrokerUrl(
-                f"{url!r}: host:port, or several joined by commas, is needed. Try: kafka://127.0.0.1:9092"
-            )
-        return _open(_load_kafka, parts.netloc)
     raise BadBrokerUrl(f"unknown kind of broker {parts.scheme!r}. Try one of: {', '.join(SCHEMES)}")
 
 
@@ -66,10 +77,10 @@ def _load_log() -> _Open:
     return LogBroker.open
 
 
-def _load_kafka() -> _Open:
-    from services.core.broker.kafka import KafkaBroker
+def _load_kafka(prefix: str) -> _Open:
+    from services.core.broker.kafka import open_kafka
 
-    return KafkaBroker.open
+    return partial(open_kafka, prefix=prefix)
 
 
 def _load_kinesis() -> _Open:
@@ -78,34 +89,74 @@ def _load_kinesis() -> _Open:
     return KinesisBroker.open
 
 
+class KafkaAddress(NamedTuple):
+    """bootstrap: host:port[,host:port…]. prefix: of every name on the cluster."""
+
+    bootstrap: str
+    prefix: str = ""
+
+
+def parse_kafka_url(url: str) -> KafkaAddress:
+    """`kafka://host:port[,host:port…][?prefix=NAME.]`. Raises ValueError."""
+    parts = urlsplit(url)
+    if not all(_HOST_PORT.fullmatch(host) for host in parts.netloc.split(",")) or parts.path not in ("", "/"):
+        raise ValueError(f"{url!r}: host:port, or several joined by commas, is needed. Try: kafka://127.0.0.1:9092")
+    options = parse_qsl(parts.query, keep_blank_values=True)
+    if any(name != OPTION for name, _ in options) or parts.fragment or bool(parts.query) > bool(options):
+        raise ValueError(f"{_NO_OPTIONS}, but {OPTION}. Try: the part before the ?")
+    if len(options) > 1:
+        raise ValueError(f"{OPTION} is in the Kafka URL twice. Try: one of them")
+    return KafkaAddress(parts.netloc, check_prefix(options[0][1]) if options else "")
+
+
 @dataclass(frozen=True, slots=True)
 class KinesisAddress:
-    """endpoint, dynamodb: http(s)://host:port of Kinesis and of DynamoDB; None: the region's. fan_out: groups read by it."""
+    """endpoint, dynamodb: http(s)://host:port of Kinesis and of DynamoDB; None: the region's. fan_out: groups read by it. prefix:
+    of every name in the account."""
 
     region: str
     endpoint: str | None = None
     dynamodb: str | None = None
     fan_out: bool = False
+    prefix: str = ""
 
 
 def parse_kinesis_url(url: str) -> KinesisAddress:
-    """`kinesis://region[?endpoint=URL&dynamodb=URL&fan_out=1]`. Raises ValueError, which quotes none of it (secrets)."""
+    """`kinesis://region[?prefix=NAME.&endpoint=URL&dynamodb=URL&fan_out=1]`. Raises ValueError, which quotes none of it
+    (secrets)."""
     parts = _split(url)
     if parts is None or not _REGION.fullmatch(parts.netloc) or parts.path not in ("", "/"):
         raise ValueError(f"a Kinesis URL needs the name of a region, and no more in front of its options. {_EXAMPLE}")
     found: dict[str, str] = {}
     for name, value in parse_qsl(parts.query, keep_blank_values=True):
-        if name not in (*_ENDPOINTS, _FAN_OUT):
-            options = ", ".join((*_ENDPOINTS, _FAN_OUT))
+        if name not in _KINESIS_OPTIONS:
+            options = ", ".join(_KINESIS_OPTIONS)
             raise ValueError(f"a Kinesis URL has only the options {options}. {_EXAMPLE}")
         if name in found:
             raise ValueError(f"{name} is in the Kinesis URL twice. {_EXAMPLE}")
         if name in _ENDPOINTS:
             _check_endpoint(name, value)
+        elif name == OPTION:
+            check_prefix(value)
         elif value not in ("0", "1"):
             raise ValueError(f"{name} in a Kinesis URL is 0 or 1. {_EXAMPLE}")
         found[name] = value
-    return KinesisAddress(parts.netloc, found.get("endpoint"), found.get("dynamodb"), found.get(_FAN_OUT) == "1")
+    return KinesisAddress(
+        parts.netloc, found.get("endpoint"), found.get("dynamodb"), found.get(_FAN_OUT) == "1", found.get(OPTION, "")
+    )
+
+
+def prefix_of(url: str) -> str:
+    """The prefix in the URL of a broker; "" without one, and for a URL that cannot be understood."""
+    try:
+        match urlsplit(url).scheme:
+            case "kafka":
+                return parse_kafka_url(url).prefix
+            case "kinesis":
+                return parse_kinesis_url(url).prefix
+    except ValueError:
+        pass
+    return ""
 
 
 def _check_endpoint(name: str, value: str) -> None:

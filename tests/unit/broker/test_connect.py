@@ -2,7 +2,7 @@
 
 import pytest
 
-from services.core.broker.connect import BadBrokerUrl, open_broker
+from services.core.broker.connect import BadBrokerUrl, KafkaAddress, open_broker, parse_kafka_url, prefix_of
 
 
 @pytest.mark.parametrize(
@@ -17,6 +17,10 @@ from services.core.broker.connect import BadBrokerUrl, open_broker
         "kafka://user:hunter2@h:9092",
         "log://relative",
         "redis://h:1",
+        "kafka://h:9092?prefix=acme",
+        "kafka://h:9092?prefix=a.&prefix=b.",
+        "kafka://h:9092?prefix=a.&acks=1",
+        "log:///tmp/x?prefix=acme.",
         "",
     ],
 )
@@ -25,3 +29,11 @@ def test_refused(url: str) -> None:
     with pytest.raises(BadBrokerUrl) as caught:
         open_broker(url)
     assert "hunter2" not in str(caught.value)
+
+
+def test_prefix() -> None:
+    """Broken: a fleet gets other names than its URL says."""
+    assert parse_kafka_url("kafka://h:1,i:2?prefix=acme.") == KafkaAddress("h:1,i:2", "acme.")
+    assert parse_kafka_url("kafka://h:1") == KafkaAddress("h:1", "")
+    urls = ("kafka://h:1?prefix=a.", "kinesis://eu-west-1?prefix=b.", "log:///tmp/x", "kafka://h:1?prefix=.", "?")
+    assert [prefix_of(url) for url in urls] == ["a.", "b.", "", "", ""]

@@ -9,6 +9,7 @@ from services.core.broker.connect import KinesisAddress, parse_kinesis_url
     ("url", "address"),
     [
         ("kinesis://eu-west-1", KinesisAddress("eu-west-1")),
+        ("kinesis://eu-west-1?prefix=acme-1.", KinesisAddress("eu-west-1", prefix="acme-1.")),
         ("kinesis://eu-west-1?fan_out=1", KinesisAddress("eu-west-1", fan_out=True)),
         (
             "kinesis://us-gov-east-1?endpoint=https://a:1&dynamodb=http://b&fan_out=0",
@@ -34,6 +35,7 @@ def test_what_is_understood(url: str, address: KinesisAddress) -> None:
         "kinesis://AKID:secret@eu-west-1",
         "kinesis://eu-west-1?secret",
         "kinesis://eu-west-1?fan_out=secret",
+        "kinesis://eu-west-1?prefix=secret",
         "kinesis://eu-west-1?endpoint=http://AKID:secret@localhost",
         "kinesis://eu-west-1?dynamodb=http://localhost/secret",
         "kinesis://eu-west-1?endpoint=http://localhost:secret",

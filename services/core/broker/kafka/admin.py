@@ -28,6 +28,7 @@ from services.core.broker.kafka.positions import GROUPS, Append, GroupStarts
 from services.core.broker.kafka.reader import read_at
 from services.core.broker.kafka.record_batch import MAX_BATCH_BYTES
 from services.core.broker.kafka.topic_settings import check_durability
+from services.core.broker.prefix import find_own
 from services.core.broker.record import Batch, TopicPartition
 
 _REPLICAS = 3
@@ -42,10 +43,10 @@ _PAUSE = 0.05
 class KafkaAdmin:
     """The contract's `Admin`. Topics get three replicas, or as many as there are brokers."""
 
-    def __init__(self, cluster: Cluster, append: Append) -> None:
-        """`append`: stores records in a topic, durably."""
-        self._cluster = cluster
-        self.begun = GroupStarts(cluster, self.create_topic, append)
+    def __init__(self, cluster: Cluster, append: Append, prefix: str = "") -> None:
+        """`append`: stores records in a topic, durably. `prefix`: of this fleet's names; all names here have it."""
+        self._cluster, self._prefix = cluster, prefix
+        self.begun = GroupStarts(cluster, self.create_topic, append, prefix)
         self._lag = LagMeter(cluster)
 
     async def create_topic(self, spec: TopicSpec) -> None:
@@ -79,12 +80,12 @@ class KafkaAdmin:
         await self._wait_for(topic, 0)
 
     async def topics(self) -> dict[str, int]:
-        """As in the contract."""
+        """As in the contract, without topics of other fleets."""
         states = await self._cluster.describe()
         return {
-            name: len(state.partitions)
-            for name, state in states.items()
-            if not state.internal and not name.startswith("__") and name != GROUPS
+            name: len(states[name].partitions)
+            for name in find_own(states, self._prefix)
+            if not states[name].internal and not name.startswith("__") and name != self._prefix + GROUPS
         }
 
     async def add_partitions(self, topic: str, partitions: int) -> None:

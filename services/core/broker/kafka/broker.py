@@ -4,7 +4,7 @@ import time
 from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 
-from services.core.broker.contract import Consumer, Features, OnRevoke, Start
+from services.core.broker.contract import Broker, Consumer, Features, OnRevoke, Start
 from services.core.broker.errors import Unavailable, UnknownTopic
 from services.core.broker.kafka.admin import KafkaAdmin
 from services.core.broker.kafka.aiokafka_internals import FetchBudget
@@ -12,6 +12,7 @@ from services.core.broker.kafka.appender import KafkaAppender
 from services.core.broker.kafka.cluster import Cluster, Timing
 from services.core.broker.kafka.consumer import SharedResources, join
 from services.core.broker.kafka.error_codes import bounded
+from services.core.broker.kafka.prefixed import PrefixedBroker
 from services.core.broker.kafka.record_batch import MAX_RECORD_BYTES
 from services.core.broker.kafka.topic_settings import TopicLimits
 from services.core.broker.record import Record, estimate_size
@@ -24,22 +25,25 @@ _PROBE_AGE = 300.0
 class KafkaBroker:
     """The contract's `Broker`. Appends have connections of their own: they never wait for administration or lag."""
 
-    def __init__(self, bootstrap: str, timing: Timing) -> None:
+    def __init__(self, bootstrap: str, timing: Timing, prefix: str = "") -> None:
+        """`prefix`: of this fleet's names. All names here have it: the cluster's names."""
         self._bootstrap, self._timing = bootstrap, timing
-        self._sending = Cluster(bootstrap, "penstock-send", timing, metadata_age=timing.metadata)
-        self._asking = Cluster(bootstrap, "penstock-admin", timing)
+        self._sending = Cluster(bootstrap, f"{prefix}penstock-send", timing, metadata_age=timing.metadata)
+        self._asking = Cluster(bootstrap, f"{prefix}penstock-admin", timing)
         self._limits = TopicLimits(self._sending)
         self.features = _FEATURES
         self.appender = KafkaAppender(self._sending, self._limits)
-        self.admin = self.reader = KafkaAdmin(self._asking, self._append)
+        self.admin = self.reader = KafkaAdmin(self._asking, self._append, prefix)
         self.resharding = None
-        self._shared = SharedResources(self._asking, self.admin.begun, FetchBudget())
+        self._shared = SharedResources(self._asking, self.admin.begun, FetchBudget(), prefix)
 
     @classmethod
     @asynccontextmanager
-    async def open(cls, bootstrap: str, *, timing: Timing | None = None) -> "AsyncIterator[KafkaBroker]":
+    async def open(
+        cls, bootstrap: str, *, timing: Timing | None = None, prefix: str = ""
+    ) -> "AsyncIterator[KafkaBroker]":
         """`bootstrap`: host:port[,host:port…]. Entering raises Unavailable when no node answers. Leaving drains."""
-        broker = cls(bootstrap, timing or Timing())
+        broker = cls(bootstrap, timing or Timing(), prefix)
         async with AsyncExitStack() as closing:
             for close in (broker._asking.close, broker._sending.close, broker.appender.close):
                 closing.push_async_callback(close)
@@ -72,3 +76,10 @@ class KafkaBroker:
                 raise Unavailable(f"{topic}[{number}] has no leader now")
             if partition.in_sync < needed:
                 raise Unavailable(f"{topic}[{number}]: {partition.in_sync} replicas in sync, acks=all needs {needed}")
+
+
+@asynccontextmanager
+async def open_kafka(bootstrap: str, *, timing: Timing | None = None, prefix: str = "") -> AsyncIterator[Broker]:
+    """As `KafkaBroker.open`, for the names of a fleet with this prefix ("": the cluster's names)."""
+    async with KafkaBroker.open(bootstrap, timing=timing, prefix=prefix) as broker:
+        yield PrefixedBroker(broker, prefix) if prefix else broker

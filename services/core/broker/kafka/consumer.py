@@ -80,11 +80,12 @@ _GRACE = 0.05
 
 
 class SharedResources(NamedTuple):
-    """Shared by all members of a process."""
+    """Shared by all members of a process. prefix: of the fleet's names on the cluster."""
 
     cluster: Cluster
     begun: GroupStarts
     budget: FetchBudget
+    prefix: str = ""
 
 
 @asynccontextmanager
@@ -129,7 +130,7 @@ class KafkaConsumer:
         start: Start,
         freeze_detector: FreezeDetector,
     ) -> None:
-        self._cluster, self._begun = shared.cluster, shared.begun
+        self._cluster, self._begun, self._prefix = shared.cluster, shared.begun, shared.prefix
         self._client, self._own = client, assigned
         self._group, self._start, self._freeze_detector = group, start, freeze_detector
         self._positioning, self._committing = asyncio.Lock(), asyncio.Lock()
@@ -325,7 +326,7 @@ class KafkaConsumer:
             sources, epoch = own.unpositioned, own.epoch
             if not sources:
                 return
-            found = await find_positions(self._cluster, self._begun, self._group, sources, self._start)
+            found = await find_positions(self._cluster, self._begun, self._group, sources, self._start, self._prefix)
             if epoch != own.epoch:
                 return
             fixed = {source: (found.position[source], found.metadata[source]) for source in found.fresh}

@@ -48,13 +48,11 @@ log = structlog.get_logger()
 # first record is read. A crash in between leaves a commit without a record; the next assignment writes it.
 
 GROUPS = "penstock.groups"
-SPEC = TopicSpec(GROUPS, 1, compact=True)
-_SOURCE = TopicPartition(GROUPS, 0)
 _SEPARATOR = "\n"
 _PAGE = 5000
 _REMEDY = (
     "Try: another leader for the partition, whose copy may be intact (kafka-reassign-partitions); or, when every group has "
-    f"offsets (kafka-consumer-groups --describe), delete {GROUPS}: it is written anew from those"
+    "offsets (kafka-consumer-groups --describe), delete %s: it is written anew from those"
 )
 _FOREIGN = "it is skipped. Try: let nobody but Penstock write to this topic"
 
@@ -74,7 +72,12 @@ class GroupStart(msgspec.Struct, frozen=True, array_like=True):
 class GroupStarts:
     """The content of `penstock.groups`; each call reads the records that were added since. Safe for concurrent use."""
 
-    def __init__(self, cluster: Cluster, create: Callable[[TopicSpec], Awaitable[None]], append: Append) -> None:
+    def __init__(
+        self, cluster: Cluster, create: Callable[[TopicSpec], Awaitable[None]], append: Append, prefix: str = ""
+    ) -> None:
+        """prefix: of the fleet's names on the cluster, and so of this topic, and of the groups and topics in its records."""
+        self._name = prefix + GROUPS
+        self._source = TopicPartition(self._name, 0)
         self._cluster, self._create, self._append = cluster, create, append
         self._known: dict[str, GroupStart] = {}
         self._topic, self._next = "", 0
@@ -94,9 +97,9 @@ class GroupStarts:
             return
         if not self._topic:
             with suppress(TopicExists):  # another process creates it now
-                await self._create(SPEC)
+                await self._create(TopicSpec(self._name, 1, compact=True))
         records = [Record(key.encode(), msgspec.json.encode(row), 0) for key, row in new.items()]
-        await self._append(GROUPS, records)
+        await self._append(self._name, records)
         self._known |= new
 
     async def copy(self, group: str, to: str, sources: Collection[TopicPartition]) -> bool:
@@ -107,19 +110,19 @@ class GroupStarts:
         return bool(rows)
 
     async def _read_on(self) -> None:
-        state = (await self._cluster.describe([GROUPS])).get(GROUPS)
+        state = (await self._cluster.describe([self._name])).get(self._name)
         found = "" if state is None else state.id
         if found != self._topic:
             self._topic, self._next, self._known = found, 0, {}
         if not found:
             return
-        end = (await ends(self._cluster, [_SOURCE]))[_SOURCE]
+        end = (await ends(self._cluster, [self._source]))[self._source]
         while self._next < end:
-            first = (await list_offsets(self._cluster, {_SOURCE: EARLIEST}))[_SOURCE]
+            first = (await list_offsets(self._cluster, {self._source: EARLIEST}))[self._source]
             try:
-                batch = await read_at(self._cluster, _SOURCE, max(first, self._next), _PAGE)
+                batch = await read_at(self._cluster, self._source, max(first, self._next), _PAGE)
             except DataDamaged as error:
-                raise Unavailable(f"{error}; {_REMEDY}") from error
+                raise Unavailable(f"{error}; {_REMEDY % self._name}") from error
             if batch is not None:
                 self._record_batch(batch)
             self._next = end if batch is None else batch.offsets[-1] + 1
@@ -128,13 +131,17 @@ class GroupStarts:
         """Raises Unavailable for a damaged one: without its record, a group would begin again and skip waiting events."""
         if batch.damage is not None:
             first, last, detail = batch.damage
-            raise Unavailable(f"{GROUPS}[0]: offsets {first} to {last} are damaged: {detail}. {_REMEDY}")
+            raise Unavailable(
+                f"{self._name}[0]: offsets {first} to {last} are damaged: {detail}. {_REMEDY % self._name}"
+            )
         for offset, record in zip(batch.offsets, batch.records, strict=True):
             try:
                 begun = msgspec.json.decode(record.value or b"", type=GroupStart)
                 self._known[(record.key or b"").decode()] = begun
             except (ValueError, msgspec.MsgspecError) as error:
-                log.warning("groups_record_unreadable", topic=GROUPS, offset=offset, error=str(error), hint=_FOREIGN)
+                log.warning(
+                    "groups_record_unreadable", topic=self._name, offset=offset, error=str(error), hint=_FOREIGN
+                )
 
 
 def _key(group: str, source: TopicPartition) -> str:
@@ -157,9 +164,15 @@ class StartPositions:
 
 
 async def find_positions(
-    cluster: Cluster, begun: GroupStarts, group: str, sources: Collection[TopicPartition], start: Start
+    cluster: Cluster,
+    begun: GroupStarts,
+    group: str,
+    sources: Collection[TopicPartition],
+    start: Start,
+    prefix: str = "",
 ) -> StartPositions:
-    """Decide, changing nothing. Raises UnknownTopic, Unavailable."""
+    """Decide, changing nothing. prefix: of the fleet's names on the cluster, which all names here have. Raises UnknownTopic,
+    Unavailable."""
     topics = sorted({source.topic for source in sources})
     states = await cluster.describe(topics)
     if missing := set(topics) - states.keys():
@@ -184,18 +197,20 @@ async def find_positions(
             found.metadata[source] = found.metadata[source]._replace(epoch=live[source].metadata.epoch)
             continue
         if source.topic in replaced:
-            metrics.BROKER_MADE_ANEW.labels(group, source.topic).inc()
+            metrics.BROKER_MADE_ANEW.labels(group.removeprefix(prefix), source.topic.removeprefix(prefix)).inc()
             log.warning(
                 "stream_made_anew", group=group, topic=source.topic, partition=source.partition, hint=_MADE_ANEW
             )
         is_new = source.topic in replaced or source.partition >= counts[source.topic]
-        wanted[source] = "earliest" if is_new or source in expired else start_in(source.topic, start)
+        wanted[source] = (
+            "earliest" if is_new or source in expired else start_in(source.topic.removeprefix(prefix), start)
+        )
     for beginning in set(wanted.values()):
         those = [source for source, each in wanted.items() if each == beginning]
         found.position.update(await starts(cluster, those, beginning))
     found.fresh.update(wanted.keys() - expired)
     await _stop_lost(cluster, group, found, [source for source in wanted if source in expired])
-    await _go_to_cuts(cluster, group, found)
+    await _go_to_cuts(cluster, group, found, prefix)
     return found
 
 
@@ -227,7 +242,7 @@ async def _stop_lost(cluster: Cluster, group: str, found: StartPositions, lost: 
         found.lost[source] = partial(PositionLost, group, *source, found.position[source], end[source])
 
 
-async def _go_to_cuts(cluster: Cluster, group: str, found: StartPositions) -> None:
+async def _go_to_cuts(cluster: Cluster, group: str, found: StartPositions, prefix: str) -> None:
     """Where the log was cut off below the commit, go on at the cut: the records there were written since."""
     read = {
         source: (found.position[source], note.epoch)
@@ -237,7 +252,7 @@ async def _go_to_cuts(cluster: Cluster, group: str, found: StartPositions) -> No
     cuts = await find_cuts(cluster, read)
     first = await list_offsets(cluster, dict.fromkeys(cuts, EARLIEST))
     for source, cut in cuts.items():
-        metrics.BROKER_LOGS_CUT_OFF.labels(group, source.topic).inc()
+        metrics.BROKER_LOGS_CUT_OFF.labels(group.removeprefix(prefix), source.topic.removeprefix(prefix)).inc()
         log.error(
             "kafka_log_cut_off",
             group=group,

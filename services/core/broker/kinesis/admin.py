@@ -25,6 +25,7 @@ from services.core.broker.kinesis.shard_lookup import (
 )
 from services.core.broker.kinesis.shard_source import ShardSource
 from services.core.broker.kinesis.streams import PARTITIONS_TAG, PAUSE_S, Shard, next_split, settle, shard_id, status_of
+from services.core.broker.prefix import find_own
 from services.core.broker.record import Batch
 
 _UNSETTLED = StartPosition("offset", 0)
@@ -154,7 +155,7 @@ class KinesisAdmin:
         self._shared.incarnations.forget(topic)
 
     async def topics(self) -> dict[str, int]:
-        """As in the contract: all streams of the account in this region."""
+        """As in the contract: all streams of the account in this region, without those of other fleets."""
         names: list[str] = []
         page: dict[str, str] = {}
         async with self._bounded("list streams"):
@@ -164,8 +165,8 @@ class KinesisAdmin:
                 if not answer.get("HasMoreStreams"):
                     break
                 page = {"ExclusiveStartStreamName": names[-1]}
-        found = {}
-        for name in names:
+        found, prefix = {}, self._shared.clients.prefix
+        for name in [name.removeprefix(prefix) for name in find_own(names, prefix)]:
             try:
                 found[name] = (await self._streams.find(name)).partitions
             except (UnknownTopic, Unavailable):  # being deleted or created

@@ -7,7 +7,7 @@ come from the SDK's own chain.
 import asyncio
 import hmac
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -244,13 +244,14 @@ class PutRecords:
     The SDK takes 1.3 ms a request and twice the CPU per byte: most of ingest's time on Kinesis (bench/README.md).
     """
 
-    def __init__(self, kinesis: Any, post: SignedPost) -> None:
+    def __init__(self, kinesis: Any, post: SignedPost, prefix: str = "") -> None:
+        """prefix: of the stream's name in the account."""
         self._http = kinesis._endpoint.http_session  # the SDK has no public way to its connections
-        self.post = post
+        self.post, self._prefix = post, prefix
 
     async def __call__(self, stream: str, puts: Sequence[Put]) -> list[dict[str, Any]]:
         """The answer's rows, one per entry. Raises `AWS_ERRORS`."""
-        body = _to_json(stream, puts)
+        body = _to_json(self._prefix + stream, puts)
         headers = await self.post.headers("PutRecords", body)
         answer = await self._http.send(AWSPreparedRequest("POST", self.post.url, headers, body, stream_output=False))
         body = await answer.content
@@ -280,12 +281,17 @@ _PREPARE_SECONDS = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Clients:
-    """Open clients. They try once; `Producer` retries. fan_out_tls: for SubscribeToShard; None: shards are polled."""
+    """Open clients. They try once; `Producer` retries. fan_out_tls: for SubscribeToShard; None: shards are polled.
+
+    prefix: of the fleet's names in the account. The clients put it in front of the names of streams in requests; names in
+    answers have it.
+    """
 
     kinesis: Any
     dynamodb: Any
     put_records: PutRecords
     fan_out_tls: SSLContext | None
+    prefix: str = ""
 
 
 @asynccontextmanager
@@ -312,9 +318,20 @@ async def open_clients(address: KinesisAddress, request_seconds: float) -> Async
                 for service, endpoint in (("kinesis", address.endpoint), ("dynamodb", address.dynamodb))
             ]
         kinesis, dynamodb = opened
+        if address.prefix:
+            kinesis.meta.events.register("provide-client-params.kinesis", _name_in_account(address.prefix))
         post = SignedPost(kinesis, credentials, address.region)
         fan_out_tls = await asyncio.to_thread(httpx.create_ssl_context) if address.fan_out else None
-        yield Clients(kinesis, dynamodb, PutRecords(kinesis, post), fan_out_tls)
+        yield Clients(kinesis, dynamodb, PutRecords(kinesis, post, address.prefix), fan_out_tls, address.prefix)
+
+
+def _name_in_account(prefix: str) -> Callable[..., dict[str, Any]]:
+    """Handles an event of the SDK: the parameters of each request, with the stream's name in the account."""
+
+    def with_prefix(params: dict[str, Any], **_: object) -> dict[str, Any]:
+        return {**params, "StreamName": prefix + params["StreamName"]} if "StreamName" in params else params
+
+    return with_prefix
 
 
 def _prepare(address: KinesisAddress) -> AioSession:

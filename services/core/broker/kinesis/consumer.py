@@ -48,7 +48,7 @@ class KinesisMemberBackend:
 
     def __init__(self, shared: SharedResources, group: str) -> None:
         self._shared, self._group = shared, group
-        self._table = DynamoTable(shared.clients.dynamodb, group, shared.timing)
+        self._table = DynamoTable(shared.clients.dynamodb, group, shared.timing, shared.clients.prefix)
         self._failure: BrokerError | None = None
         self.changed = asyncio.Event()
 

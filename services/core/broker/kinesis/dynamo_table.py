@@ -28,16 +28,16 @@ _PAUSE = 0.1
 Item = dict[str, dict[str, Any]]
 
 
-def table_name(group: str) -> str:
-    """The group's table. A character that DynamoDB does not allow becomes its code in underscores."""
-    return TABLE_PREFIX + re.sub(r"[^A-Za-z0-9.-]", lambda found: f"_{ord(found[0]):x}_", group)
+def table_name(group: str, prefix: str = "") -> str:
+    """The group's table; prefix: of the fleet. A character that DynamoDB does not allow becomes its code in underscores."""
+    return prefix + TABLE_PREFIX + re.sub(r"[^A-Za-z0-9.-]", lambda found: f"_{ord(found[0]):x}_", group)
 
 
 class DynamoTable:
     """`LeaseTable` in DynamoDB. Reads are consistent."""
 
-    def __init__(self, dynamodb: Any, group: str, timing: Timing) -> None:
-        self._dynamodb, self._name, self._timing = dynamodb, table_name(group), timing
+    def __init__(self, dynamodb: Any, group: str, timing: Timing, prefix: str = "") -> None:
+        self._dynamodb, self._name, self._timing = dynamodb, table_name(group, prefix), timing
 
     async def prepare(self) -> None:
         """Create the table if it is missing; returns when it can be used."""

@@ -44,7 +44,7 @@ class KinesisTags:
 
 class KinesisResharding:
     def __init__(self, clients: Clients, streams: Streams, timing: Timing) -> None:
-        self._kinesis, self._streams, self._timing = clients.kinesis, streams, timing
+        self._kinesis, self._streams, self._timing, self._prefix = clients.kinesis, streams, timing, clients.prefix
         self.tags = KinesisTags(clients, timing)
         self._room: tuple[float, int] | None = None
         self._asking = asyncio.Lock()
@@ -110,7 +110,8 @@ class KinesisResharding:
         if not topology.is_certain:
             raise BrokerError(
                 f"{topic} has no tag {PARTITIONS_TAG} and was split or merged before: the number of partitions of its "
-                f"keys is not known, so its shards are not changed. Try: aws kinesis add-tags-to-stream --stream-name {topic} "
+                "keys is not known, so its shards are not changed. Try: aws kinesis add-tags-to-stream --stream-name "
+                f"{self._prefix}{topic} "
                 f"--tags {PARTITIONS_TAG}=<partitions>"
             )
         await self.tags.write(topic, {PARTITIONS_TAG.removeprefix(_TAG_PREFIX): str(topology.partitions)})
