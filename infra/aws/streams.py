@@ -1,20 +1,25 @@
 """Print the CloudFormation template of a pipe file's Kinesis streams, and of the policies of the services that use them.
 
     python infra/aws/streams.py pipes.yaml > streams.json
+    python infra/aws/streams.py pipes.yaml acme. > streams.json
+
+The second one is for a fleet with the prefix `acme.` in its broker's URL: all names begin with it.
 
 The streams are those that `penstock apply` would make. A stream of the pipe file has no dot, and is in the policies by its name.
 The streams that Penstock makes for each pipe are there as `*.dead` and the like. The services make DynamoDB's tables: the leases
-of a group are in `penstock-<group>`.
+of a group are in `penstock-<group>`, with the prefix in front of it.
 """
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from services.core.broker.contract import TopicSpec
 from services.core.broker.kinesis.admin import retention_hours
 from services.core.broker.kinesis.streams import PARTITIONS_TAG
+from services.core.broker.prefix import check_prefix
 from services.core.ledger.report import SNAPSHOTS, TELEMETRY
 from services.core.pipes import CONTROL, PipeFile, load_pipes
 from services.core.provision import wanted_topics
@@ -36,27 +41,26 @@ _HOLD_LEASES = [
 _RESHARD = ["kinesis:SplitShard", "kinesis:MergeShards", "kinesis:UpdateShardCount", "kinesis:AddTagsToStream"]
 
 
-def make_template(pipes: PipeFile) -> Json:
+def make_template(pipes: PipeFile, prefix: str = "") -> Json:
     """The whole template."""
-    policies = {
-        f"{name}Policy": _policy(name, statements) for name, statements in _rights(sorted(pipes.streams)).items()
-    }
+    rights = _rights(sorted(pipes.streams), prefix)
+    policies = {f"{name}Policy": _policy(name, statements) for name, statements in rights.items()}
     return {
         "AWSTemplateFormatVersion": "2010-09-09",
         "Description": "The streams of a Penstock fleet, and who may do what with them. Written by infra/aws/streams.py.",
-        "Resources": {_logical(spec.name): _stream(spec) for spec in wanted_topics(pipes)} | policies,
+        "Resources": {_logical(spec.name): _stream(spec, prefix) for spec in wanted_topics(pipes)} | policies,
         "Outputs": {name: {"Value": {"Ref": name}} for name in policies},
     }
 
 
-def _stream(spec: TopicSpec) -> Json:
+def _stream(spec: TopicSpec, prefix: str) -> Json:
     """As the Kinesis backend makes it. Deleting the stack leaves the events."""
     return {
         "Type": "AWS::Kinesis::Stream",
         "DeletionPolicy": "Retain",
         "UpdateReplacePolicy": "Retain",
         "Properties": {
-            "Name": spec.name,
+            "Name": prefix + spec.name,
             "ShardCount": spec.first_shards,
             "RetentionPeriodHours": retention_hours(spec.retention_ms),
             "StreamModeDetails": {"StreamMode": "PROVISIONED"},
@@ -66,38 +70,39 @@ def _stream(spec: TopicSpec) -> Json:
     }
 
 
-def _rights(people: list[str]) -> dict[str, list[Json]]:
+def _rights(people: list[str], prefix: str) -> dict[str, list[Json]]:
     """What each service may do. people: the streams that people name."""
+    on_streams, on_tables = partial(_on_streams, prefix), partial(_on_tables, prefix)
     return {
         # Before its first event, ingest finds the ends of its streams, for the ledger. It marks streams that get keys.
-        "Ingest": [_on_streams(_WRITE, *people, TELEMETRY, CONTROL), _on_streams(_READ, *people, CONTROL)],
+        "Ingest": [on_streams(_WRITE, *people, TELEMETRY, CONTROL), on_streams(_READ, *people, CONTROL)],
         "Expel": [
-            _on_streams(_READ, *people, "*.out", "*.retry", "*.parked", "penstock.retry-in", "penstock.control"),
-            _on_streams(_WRITE, *people, "*.dead", "*.parked", "penstock.retry-in", "penstock.control", TELEMETRY),
+            on_streams(_READ, *people, "*.out", "*.retry", "*.parked", "penstock.retry-in", "penstock.control"),
+            on_streams(_WRITE, *people, "*.dead", "*.parked", "penstock.retry-in", "penstock.control", TELEMETRY),
             # What waits for a destination under a former name, or for one that is gone, goes where the pipe file says.
-            _on_streams(_WRITE, "*.retry", "penstock.audit"),
-            _on_tables(_HOLD_LEASES, "penstock-*"),
+            on_streams(_WRITE, "*.retry", "penstock.audit"),
+            on_tables(_HOLD_LEASES, "penstock-*"),
             _allow(["kinesis:ListStreams"], ["*"]),
-            _on_streams(_SHARDS, "*"),
+            on_streams(_SHARDS, "*"),
         ],
         "GlobalRetrier": [
-            _on_streams(_READ, "penstock.retry-in", "penstock.delay-*", "*.retry"),
-            _on_streams(_WRITE, "penstock.delay-*", "*.retry", "penstock.dead", TELEMETRY),
-            _on_tables(_HOLD_LEASES, "penstock-penstock.retrier"),
+            on_streams(_READ, "penstock.retry-in", "penstock.delay-*", "*.retry"),
+            on_streams(_WRITE, "penstock.delay-*", "*.retry", "penstock.dead", TELEMETRY),
+            on_tables(_HOLD_LEASES, "penstock-penstock.retrier"),
             # To find pipes that are gone, it lists every stream of the account, with its shards and tags only.
             _allow(["kinesis:ListStreams"], ["*"]),
-            _on_streams(_SHARDS, "*"),
+            on_streams(_SHARDS, "*"),
         ],
         "Observer": [
-            _on_streams(_READ, *people, "*.out", "*.retry", "*.parked", "*.dead", "penstock.*"),
-            _on_streams(_WRITE, SNAPSHOTS, TELEMETRY),
-            _on_tables(_READ_LEASES, "penstock-*"),
+            on_streams(_READ, *people, "*.out", "*.retry", "*.parked", "*.dead", "penstock.*"),
+            on_streams(_WRITE, SNAPSHOTS, TELEMETRY),
+            on_tables(_READ_LEASES, "penstock-*"),
             # The story of an event covers pipes that the pipe file no longer has: it finds their streams, as the retrier does.
             _allow(["kinesis:ListStreams"], ["*"]),
-            _on_streams(_SHARDS, "*"),
+            on_streams(_SHARDS, "*"),
         ],
         "Autoscaler": [
-            _on_streams([*_SHARDS, "kinesis:DescribeStreamSummary", *_RESHARD], *people, "*.out"),
+            on_streams([*_SHARDS, "kinesis:DescribeStreamSummary", *_RESHARD], *people, "*.out"),
             _allow(["kinesis:DescribeLimits"], ["*"]),
         ],
     }
@@ -113,15 +118,14 @@ def _policy(name: str, statements: list[Json]) -> Json:
     }
 
 
-def _on_streams(actions: list[str], *names: str) -> Json:
-    prefix = "arn:${AWS::Partition}:kinesis:${AWS::Region}:${AWS::AccountId}:stream/"
-    return _allow(actions, [{"Fn::Sub": prefix + name} for name in names])
+def _on_streams(prefix: str, actions: list[str], *names: str) -> Json:
+    arn = "arn:${AWS::Partition}:kinesis:${AWS::Region}:${AWS::AccountId}:stream/" + prefix
+    return _allow(actions, [{"Fn::Sub": arn + name} for name in names])
 
 
-def _on_tables(actions: list[str], name: str) -> Json:
-    return _allow(
-        actions, [{"Fn::Sub": "arn:${AWS::Partition}:dynamodb:${AWS::Region}:${AWS::AccountId}:table/" + name}]
-    )
+def _on_tables(prefix: str, actions: list[str], name: str) -> Json:
+    arn = "arn:${AWS::Partition}:dynamodb:${AWS::Region}:${AWS::AccountId}:table/" + prefix
+    return _allow(actions, [{"Fn::Sub": arn + name}])
 
 
 def _allow(actions: list[str], resources: list[Any]) -> Json:
@@ -134,13 +138,16 @@ def _logical(name: str) -> str:
 
 
 def main() -> None:
-    """`streams.py PIPES`. KnownEnds with 2 when the pipe file has a mistake."""
+    """`streams.py PIPES [PREFIX]`. Ends with 2 when the pipe file or the prefix has a mistake."""
     try:
-        pipes = load_pipes(Path(sys.argv[1]))
+        pipes, prefix = load_pipes(Path(sys.argv[1])), check_prefix("".join(sys.argv[2:3]))
     except BadConfiguration as error:
         print(*error.problems, sep="\n", file=sys.stderr)
         sys.exit(2)
-    print(json.dumps(make_template(pipes), indent=2))
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        sys.exit(2)
+    print(json.dumps(make_template(pipes, prefix), indent=2))
 
 
 if __name__ == "__main__":

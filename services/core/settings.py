@@ -34,8 +34,8 @@ class Settings(BaseModel):
 
     broker: str = Field(
         "log:///var/lib/penstock",
-        description="Broker URL: log:///path, kafka://host:port[,host:port] or kinesis://region[?fan_out=1]. ?prefix=acme. (Kafka, "
-        "Kinesis): in front of all names, where several fleets share a cluster or account.",
+        description="Broker URL: log:///path, kafka://host:port[,host:port] or kinesis://region[?fan_out=1]. With ?prefix=acme. "
+        "(Kafka, Kinesis) all names there begin with acme.: several fleets can share a cluster or an account.",
     )
     pipes: Path = Field(Path("pipes.yaml"), description="The pipe file.")
     ledger: bool = Field(

@@ -16,6 +16,7 @@ from services.core.version import newer_format
 
 SNAPSHOT_VARIABLE = "PENSTOCK_SNAPSHOT"
 _INDEX = "files.json"
+_BROKER = "broker"
 _VERSION, _NUMBER = "", "1"
 """The key of the version of this format in the index, beside the absolute paths; and the version."""
 
@@ -28,8 +29,8 @@ def read_contents(files: Iterable[Path]) -> Contents:
     return {str(file.absolute()): file.read_bytes() for file in files}
 
 
-def write_snapshot(folder: Path, contents: Contents) -> None:
-    """Replace the snapshot in `folder`; readable by its owner alone. Blocking. Raises OSError."""
+def write_snapshot(folder: Path, contents: Contents, broker: str = "") -> None:
+    """Replace the snapshot in `folder`; readable by its owner alone. broker: the URL of the fleet's. Blocking. Raises OSError."""
     new = folder.with_name(f"{folder.name}.new")
     shutil.rmtree(new, ignore_errors=True)
     new.mkdir(mode=0o700, parents=True)
@@ -37,8 +38,17 @@ def write_snapshot(folder: Path, contents: Contents) -> None:
     for path, name in names.items():
         (new / name).write_bytes(contents[path])
     (new / _INDEX).write_bytes(msgspec.json.encode({_VERSION: _NUMBER, **names}))
+    (new / _BROKER).write_text(broker, encoding="utf-8")
     shutil.rmtree(folder, ignore_errors=True)
     new.replace(folder)
+
+
+def read_broker(folder: Path) -> str | None:
+    """The broker's URL in a snapshot; "" when it is not known, None when there is no snapshot. Blocking."""
+    try:
+        return (folder / _BROKER).read_text(encoding="utf-8")
+    except OSError:
+        return "" if (folder / _INDEX).exists() else None
 
 
 def copy_in(folder: Path, file: Path) -> Path:

@@ -37,12 +37,12 @@ from services.fleet.dead.found import DeadLetterSearch, Filter
 _CONCURRENT = 16
 """Questions to the broker at once: a pipe may have a thousand destinations."""
 
-Kind = Literal["new", "back", "renamed", "removed", "transform"]
+Kind = Literal["new", "back", "renamed", "removed", "transform", "prefix"]
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One line for a person. name: the pipe, or pipe/destination. events: by topic; None: their number is not known."""
+    """One line for a person. name: the pipe, pipe/destination, or `broker`. events: by topic; None: their number is not known."""
 
     kind: Kind
     name: str

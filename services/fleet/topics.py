@@ -10,9 +10,10 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple, TypeVar
+from urllib.parse import urlsplit
 
 from services.core.audit import GROW, Entry
-from services.core.broker.connect import BadBrokerUrl, open_broker
+from services.core.broker.connect import BadBrokerUrl, open_broker, prefix_of
 from services.core.broker.contract import Broker
 from services.core.broker.errors import BrokerError, GroupHasMembers, UnsafeTopic
 from services.core.broker.producer import Producer
@@ -36,6 +37,7 @@ from services.core.provision import (
     ensure_topics,
     find_larger,
 )
+from services.core.snapshot import read_broker
 from services.core.times import format_time
 from services.core.waiting import Waiting, find_waiting, hand_over_positions, read_bookmark, write_bookmark
 from services.core.yaml_source import BadConfiguration, Problem
@@ -45,6 +47,8 @@ from services.fleet.problem import CommandFailed
 
 PATIENCE_S = 30.0
 CHECK_WITHIN_S = 60.0
+SNAPSHOT = "snapshot"
+"""The folder in the data folder with the configuration of the last start (`core.snapshot`)."""
 
 Result = TypeVar("Result")
 
@@ -153,7 +157,9 @@ async def check_broker(broker: str, pipes: PipeFile, data: Path | None) -> Check
     try:
         async with asyncio.timeout(CHECK_WITHIN_S), open_broker(broker) as opened:
             waiting = await find_waiting(opened, lanes_of(pipes), await read_bookmark(opened.reader))
-            return Checked(waiting, await find_changes(opened, pipes, data), await _find_grown(opened, pipes))
+            changes = await find_changes(opened, pipes, data)
+            lines = [*await asyncio.to_thread(compare_prefix, broker, data), *changes.lines]
+            return Checked(waiting, replace(changes, lines=lines), await _find_grown(opened, pipes))
     except TimeoutError:
         return f"{broker} did not answer within {CHECK_WITHIN_S:.0f} s"
     except (BadBrokerUrl, BrokerError) as error:
@@ -168,7 +174,23 @@ async def check_changes(broker: str, pipes: PipeFile, path: Path, data: Path | N
     changes = await _patiently(broker, lambda opened: find_changes(opened, pipes, data))
     if problems := changes.problems(path):
         raise BadConfiguration(problems)
-    return changes.lines
+    return [*await asyncio.to_thread(compare_prefix, broker, data), *changes.lines]
+
+
+def compare_prefix(broker: str, data: Path | None) -> list[Change]:
+    """A line when the fleet on the data folder last ran with another prefix on a broker of this kind. Blocking."""
+    former = None if data is None else read_broker(data / SNAPSHOT)
+    if former is None or (former and urlsplit(former).scheme != urlsplit(broker).scheme):
+        return []
+    before, now = prefix_of(former), prefix_of(broker)
+    if before == now:
+        return []
+    text = (
+        f"the prefix was {before or 'empty'} at the last start on {data}, and is {now or 'empty'} now. The fleet begins anew: "
+        "it sees none of its former topics, positions, pauses and waiting events. They stay on the broker. Try, to go on with "
+        f"them: {f'?prefix={before} in the broker' if before else 'no ?prefix= in the broker'}'s URL"
+    )
+    return [Change("prefix", "broker", text)]
 
 
 def name_unclaimed(waiting: Waiting, pipes: PipeFile, path: Path) -> list[Problem]:

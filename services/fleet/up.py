@@ -19,7 +19,7 @@ from services.fleet.problem import CommandFailed
 from services.fleet.settings import UpSettings, keys_of_ingest
 from services.fleet.stop import Stop, stop_on_signals
 from services.fleet.supervisor import Fleet, run_fleet
-from services.fleet.topics import check_changes, describe_removed, prepare
+from services.fleet.topics import SNAPSHOT, check_changes, describe_removed, prepare
 
 _STYLES = {"warning": "yellow", "error": "red", "critical": "red"}
 
@@ -59,8 +59,8 @@ async def fleet_of(settings: UpSettings, config: str | None, stop: Stop) -> Asyn
             _progress(str(one))
         for line in [*map(str, changes), *describe_removed(waiting, pipes)]:
             _notify("warning", line)
-        snapshot = settings.data.absolute() / "snapshot"
-        await asyncio.to_thread(_keep, snapshot, contents)
+        snapshot = settings.data.absolute() / SNAPSHOT
+        await asyncio.to_thread(_keep, snapshot, contents, broker)
         keys = await asyncio.to_thread(keys_of_ingest, None if config is None else copy_in(snapshot, Path(config)))
         show_expected(pipes, ledger=settings.ledger)
         show_disk(settings.data.absolute())
@@ -69,9 +69,9 @@ async def fleet_of(settings: UpSettings, config: str | None, stop: Stop) -> Asyn
         yield await stack.enter_async_context(run_fleet(plan, settings.management, _notify, _progress, stop))
 
 
-def _keep(folder: Path, contents: Contents) -> None:
+def _keep(folder: Path, contents: Contents, broker: str) -> None:
     try:
-        write_snapshot(folder, contents)
+        write_snapshot(folder, contents, broker)
         keep_observer_token(folder.parent)
     except OSError as error:
         raise CommandFailed(

@@ -116,7 +116,7 @@ def test_an_instance_starts_its_service_and_drains_it(account: Account, tmp_path
     unit = (tmp_path / "etc" / "systemd" / "system" / "penstock.service").read_text()
     [start] = [line for line in unit.splitlines() if line.startswith("ExecStart=")]
     assert start.endswith(f" {IMAGE} services.ingest")
-    assert " --env PENSTOCK_BROKER=kinesis://us-east-1 " in start
+    assert " --env PENSTOCK_BROKER=kinesis://us-east-1?prefix= " in start
     assert " --env PENSTOCK_INGEST_LISTEN=0.0.0.0:8080 --env PENSTOCK_INGEST_KEYS=" in start
 
     drain = (tmp_path / "usr" / "local" / "sbin" / "penstock-drain").read_text().replace(str(tmp_path), "")

@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 
 from services.core.pipes import load_pipes
-from services.core.snapshot import SNAPSHOT_VARIABLE, copy_in, read_contents, source_of, write_snapshot
+from services.core.snapshot import SNAPSHOT_VARIABLE, copy_in, read_broker, read_contents, source_of, write_snapshot
 from services.core.yaml_source import BadConfiguration
+from services.fleet.topics import compare_prefix
 
 PIPES = """
 streams: {s: {}}
@@ -57,3 +58,21 @@ def test_a_snapshot_that_is_gone_is_an_error(pipes: Path, tmp_path: Path, monkey
     monkeypatch.setenv(SNAPSHOT_VARIABLE, str(tmp_path / "gone"))
     with pytest.raises(BadConfiguration):
         load_pipes(pipes)
+
+
+def test_another_prefix_is_told(tmp_path: Path) -> None:
+    """Broken: a typing error in the broker's URL makes a fleet begin anew, and nobody says so."""
+    was, now = "kafka://h:9092?prefix=acme.", "kafka://h:9092,i:9092?prefix=acne."
+    assert compare_prefix(now, tmp_path) == []
+    write_snapshot(tmp_path / "snapshot", {}, was)
+    assert read_broker(tmp_path / "snapshot") == was
+    assert compare_prefix("kafka://i:9092?prefix=acme.", tmp_path) == []
+    assert compare_prefix("kinesis://eu-west-1?prefix=other.", tmp_path) == []
+    [line] = compare_prefix(now, tmp_path)
+    assert str(line).startswith("broker: the prefix was acme. at the last start")
+    assert "?prefix=acme. in the broker's URL" in str(line)
+    assert "no ?prefix=" not in str(line)
+    (tmp_path / "snapshot" / "broker").unlink()  # of a version without prefixes
+    [line] = compare_prefix(now, tmp_path)
+    assert "the prefix was empty" in str(line)
+    assert "no ?prefix= in the broker's URL" in str(line)

@@ -14,7 +14,10 @@ import yaml
 
 from services.autoscaler.settings import AutoscalerSettings
 from services.core.address import is_loopback, parse_address
+from services.core.broker.prefix import check_prefix
 from services.core.lifecycle import CLOSE_S
+from services.core.pipes import load_pipes
+from services.core.provision import wanted_topics
 from services.core.settings import load_settings, variable_name
 from services.expel.settings import ExpelSettings
 from services.global_retrier.settings import RetrierSettings
@@ -298,3 +301,26 @@ def test_streams_without_a_pipe_file_that_is_right(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (2, "")
     assert "Orders" in done.stderr
+
+
+def test_a_prefix_is_in_every_name() -> None:
+    """Broken: a fleet may read, write or take over what another fleet in the account has, or not what it has itself."""
+    command = [sys.executable, "infra/aws/streams.py", str(PIPES), "acme."]
+    found = subprocess.run(command, cwd=REPOSITORY, capture_output=True, check=True, text=True).stdout
+    names = [one["Properties"].get("Name", "") for one in json.loads(found)["Resources"].values()]
+    assert sorted(filter(None, names)) == sorted(f"acme.{spec.name}" for spec in wanted_topics(load_pipes(PIPES)))
+    resources = re.findall(r"(?:stream|table)/[^\"]+", found)
+    assert [name for name in resources if not name.partition("/")[2].startswith("acme.")] == []
+    assert "table/acme.penstock-*" in resources
+    plain = json.dumps(streams_template(), indent=2) + "\n"
+    assert (
+        re.sub(r"(stream|table)/acme\.|(?<=Name\": \")acme\.", lambda hit: f"{hit[1]}/" if hit[1] else "", found)
+        == plain
+    )
+    allowed = re.compile(template("service.yaml")["Parameters"]["Prefix"]["AllowedPattern"])
+    for text in ("", "acme.", "a.b-c."):
+        assert allowed.fullmatch(text)
+        assert check_prefix(text) == text
+    refused = subprocess.run([*command[:-1], "acme"], cwd=REPOSITORY, capture_output=True, text=True)
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert "Try: prefix=acme." in refused.stderr
