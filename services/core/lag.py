@@ -5,19 +5,24 @@ g = (1 + a) / (1 - a), where a is the relative error.
 """
 
 import math
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
+from itertools import accumulate
 from typing import Any
 
-from prometheus_client.core import HistogramMetricFamily
+from prometheus_client.core import HistogramMetricFamily, SummaryMetricFamily
 from prometheus_client.registry import Collector
 
 RELATIVE_ERROR = 0.005
 _GAMMA = (1 + RELATIVE_ERROR) / (1 - RELATIVE_ERROR)
 _LOG_GAMMA = math.log(_GAMMA)
 _FOLD_AT = 4096
-_BOUNDS_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300, 3600, 86400)
+FINE_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300, 3600, 86400)
+"""The buckets of a family with few children."""
+COARSE_SECONDS = (0.01, 0.05, 0.25, 1, 2.5, 10, 60, 300, 3600)
+"""The buckets of a family with a child for each destination: enough for a P95 on a dashboard."""
 
 
 class LagHistogram:
@@ -93,7 +98,18 @@ class LagHistogram:
     def cumulative(self, bounds_ms: Sequence[float]) -> list[int]:
         """The number of lags at or below each bound, within the relative error."""
         self._fold()
-        return [sum(count for bucket, count in self._buckets.items() if _value(bucket) <= bound) for bound in bounds_ms]
+        lasts = _last_buckets(tuple(bounds_ms))
+        found = [0] * (len(lasts) + 1)
+        for bucket, count in self._buckets.items():
+            found[bisect_left(lasts, bucket)] += count
+        return list(accumulate(found[:-1]))
+
+
+@lru_cache
+def _last_buckets(bounds_ms: tuple[float, ...]) -> list[int]:
+    """The last bucket at or below each bound, of ascending bounds."""
+    buckets = [math.floor(math.log(max(bound, 1e-9) * (_GAMMA + 1) / 2) / _LOG_GAMMA) for bound in bounds_ms]
+    return [max(-1, bucket) for bucket in buckets]
 
 
 @lru_cache(maxsize=1 << 14)
@@ -106,9 +122,13 @@ def _value(bucket: int) -> float:
 
 
 class LagFamily(Collector):
-    """A Prometheus histogram family in seconds over labelled LagHistograms; register it once."""
+    """A Prometheus family in seconds over labelled LagHistograms; register it once.
 
-    def __init__(self, name: str, documentation: str, labels: Sequence[str]) -> None:
+    bounds: of the buckets in Prometheus, ascending, a series each. Without any it is a summary of a count and a sum.
+    """
+
+    def __init__(self, name: str, documentation: str, labels: Sequence[str], bounds: Sequence[float] = ()) -> None:
+        self._bounds = tuple(bounds)
         self._name, self._documentation, self._label_names = name, documentation, tuple(labels)
         self._children: dict[tuple[str, ...], LagHistogram] = {}
 
@@ -128,11 +148,22 @@ class LagFamily(Collector):
             for values, histogram in self._children.items()
         ]
 
-    def collect(self) -> Iterator[HistogramMetricFamily]:
+    @property
+    def has_buckets(self) -> bool:
+        """Whether it is a histogram in Prometheus."""
+        return bool(self._bounds)
+
+    def collect(self) -> Iterator[HistogramMetricFamily | SummaryMetricFamily]:
         """Called by the registry at each scrape."""
+        if not self._bounds:
+            summary = SummaryMetricFamily(self._name, self._documentation, labels=self._label_names)
+            for values, histogram in self._children.items():
+                summary.add_metric(values, histogram.count, histogram.total_ms / 1000)
+            yield summary
+            return
         family = HistogramMetricFamily(self._name, self._documentation, labels=self._label_names)
         for values, histogram in self._children.items():
-            counts = histogram.cumulative([bound * 1000 for bound in _BOUNDS_SECONDS])
-            pairs = [(str(bound), float(count)) for bound, count in zip(_BOUNDS_SECONDS, counts, strict=True)]
+            counts = histogram.cumulative([bound * 1000 for bound in self._bounds])
+            pairs = [(str(bound), float(count)) for bound, count in zip(self._bounds, counts, strict=True)]
             family.add_metric(values, [*pairs, ("+Inf", float(histogram.count))], sum_value=histogram.total_ms / 1000)
         yield family

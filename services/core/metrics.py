@@ -1,11 +1,16 @@
 """All metrics of the fleet: `penstock_<service>_<subject>_<unit>[_total]`, in base units. They generate docs/metrics.md.
 
 A dropped, refused or retried event always counts with a `reason`. Look a labelled child up once, not per event.
+
+Fleets have a thousand destinations. So a family with the label `destination` has few other label values, and buckets only where
+a rule or dashboard reads them: docs/metrics.md states the bound, tests/unit/expel/test_series.py checks it.
 """
 
-from prometheus_client import REGISTRY, Counter, Gauge
+from prometheus_client import REGISTRY, Counter, Gauge, disable_created_metrics
 
-from services.core.lag import LagFamily
+from services.core.lag import COARSE_SECONDS, FINE_SECONDS, LagFamily
+
+disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series for each counter, which nobody reads
 
 INGEST_REQUESTS = Counter("penstock_ingest_requests", "Requests answered, by status.", ["stream", "status"])
 INGEST_ACCEPTED = Counter("penstock_ingest_events_accepted", "Events stored durably and acknowledged.", ["stream"])
@@ -432,17 +437,21 @@ FLEET_LOG_LINES_LOST = Counter(
 
 LAG_IN = LagFamily("penstock_lag_in_seconds", "Event time to arrival at the node.", ["pipe", "node"])
 LAG_OUT = LagFamily("penstock_lag_out_seconds", "Event time to departure from the node.", ["pipe", "node"])
-INGEST_TIME = LagFamily("penstock_ingest_time_seconds", "Arrival of a request to its durable answer.", ["stream"])
+INGEST_TIME = LagFamily(
+    "penstock_ingest_time_seconds", "Arrival of a request to its durable answer.", ["stream"], FINE_SECONDS
+)
 TRANSIT_TIME = LagFamily(
     "penstock_transit_time_seconds", "Arrival at ingest to arrival at expel.", ["pipe", "destination"]
 )
 EXPEL_TIME = LagFamily(
-    "penstock_expel_time_seconds", "Arrival at expel to the receiver's 2xx.", ["pipe", "destination"]
+    "penstock_expel_time_seconds", "Arrival at expel to the receiver's 2xx.", ["pipe", "destination"], COARSE_SECONDS
 )
-E2E_LAG = LagFamily("penstock_e2e_lag_seconds", "Arrival at ingest to the receiver's 2xx.", ["pipe", "destination"])
+E2E_LAG = LagFamily(
+    "penstock_e2e_lag_seconds", "Arrival at ingest to the receiver's 2xx.", ["pipe", "destination"], COARSE_SECONDS
+)
 EVENT_LAG = LagFamily("penstock_event_lag_seconds", "Event time to the receiver's 2xx.", ["pipe", "destination"])
 RETRIER_LATENESS = LagFamily(
-    "penstock_retrier_lateness_seconds", "Due time of an event to its release to expel.", ["pipe"]
+    "penstock_retrier_lateness_seconds", "Due time of an event to its release to expel.", ["pipe"], FINE_SECONDS
 )
 
 LAG_FAMILIES = (LAG_IN, LAG_OUT, INGEST_TIME, TRANSIT_TIME, EXPEL_TIME, E2E_LAG, EVENT_LAG, RETRIER_LATENESS)

@@ -213,7 +213,7 @@ class Dispatcher:
         self._metrics.count(metrics.EXPEL_TWINS, len(found.duplicates))
         self._metrics.count_unclaimed(found.unclaimed, batch.topic)
         if batch.topic == self._parked:
-            self._metrics.replayed.inc(sum(len(mine.records) for mine in found.mine))
+            self._metrics.count(metrics.EXPEL_REPLAYED, sum(len(mine.records) for mine in found.mine))
         for mine in found.mine:
             self._add(batch.source, mine, self._sender.render(mine))
         self._write_unreadable(batch.source, found.unreadable)

@@ -28,6 +28,26 @@ NODE: Node = "expel"
 _FLUSH_AT = 5000
 _MAX_LOGGED = 100
 """The most unknown destinations that are logged by name."""
+_MAX_WORDS = 8
+"""The most values of a destination's label `reason` or `outcome` in one metric: each is a series. Further ones count as OTHER."""
+OTHER = "other"
+
+
+class WordCounter:
+    """A counter of a destination by one more label, `reason` or `outcome`. A receiver may answer with any status, so the first
+    `_MAX_WORDS` words get a series each, and further ones share OTHER."""
+
+    def __init__(self, counter: Counter, pipe: str, destination: str) -> None:
+        self._counter, self._names = counter, (pipe, destination)
+        self._words: set[str] = set()
+
+    def add(self, word: str, events: int = 1) -> None:
+        """Count under this word, or under OTHER."""
+        if word not in self._words and len(self._words) >= _MAX_WORDS:
+            word = OTHER
+        else:
+            self._words.add(word)
+        self._counter.labels(*self._names, word).inc(events)
 
 
 class LaneMetrics:
@@ -47,7 +67,6 @@ class LaneMetrics:
         self._delivered = metrics.EXPEL_DELIVERED.labels(pipe, destination)
         self._succeeded = metrics.EXPEL_ATTEMPTS.labels(pipe, destination, "delivered")
         self.in_flight = metrics.EXPEL_LANE_EVENTS.labels(pipe, destination)
-        self.replayed = metrics.EXPEL_REPLAYED.labels(pipe, destination)
         self.paused = metrics.EXPEL_PAUSED.labels(pipe, destination)
         self.up = metrics.EXPEL_LANE_UP.labels(pipe, destination)
         self._event_lags_in: list[int] = []
@@ -57,6 +76,7 @@ class LaneMetrics:
         self._expel_times: Tally[int] = Tally()
         self._delivered_events = self._delivered_requests = 0
         self._logged_unclaimed: set[str] = set()
+        self._counts: dict[Counter, WordCounter] = {}
 
     def now_ms(self) -> int:
         """Wall clock, ms since the epoch."""
@@ -87,11 +107,16 @@ class LaneMetrics:
             self._delivered_requests += 1
         else:
             word = outcome.reason if isinstance(outcome, Failure) else "partial"
-            metrics.EXPEL_ATTEMPTS.labels(*self._names, word).inc()
+            self.count(metrics.EXPEL_ATTEMPTS, 1, word)
 
-    def count(self, counter: Counter, events: int, *labels: str) -> None:
-        """Add events to a counter with the labels pipe, destination and these."""
-        counter.labels(*self._names, *labels).inc(events)
+    def count(self, counter: Counter, events: int, word: str | None = None) -> None:
+        """Add events to a counter with the labels pipe and destination; with a word, by a `WordCounter`."""
+        if word is None:
+            counter.labels(*self._names).inc(events)
+            return
+        if counter not in self._counts:
+            self._counts[counter] = WordCounter(counter, *self._names)
+        self._counts[counter].add(word, events)
 
     def count_unclaimed(self, events: Mapping[str, int], topic: str) -> None:
         """Count skipped events (by destination) that no lane will deliver."""

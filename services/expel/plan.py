@@ -44,7 +44,7 @@ from services.core.waiting import take_over_positions
 from services.core.yaml_source import BadConfiguration, Problem
 from services.expel.dispatcher import Dispatcher, LaneConfig, Sender
 from services.expel.lane import Lane
-from services.expel.metrics import LaneLedger, LaneMetrics
+from services.expel.metrics import LaneLedger, LaneMetrics, WordCounter
 from services.expel.pause import PauseState
 from services.expel.retry_policy import RetryLimits
 from services.expel.send_queue import RequestLimits
@@ -270,7 +270,7 @@ class LaneBuilder:
                 auth.oauth,
                 value,
                 client,
-                lambda word: metrics.EXPEL_TOKEN_REQUESTS.labels(*names, word).inc(),
+                WordCounter(metrics.EXPEL_TOKEN_REQUESTS, *names).add,
             )
         found = find_secret(webhook)
         assert found is not None

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import generate_latest
 
-from services.core.lag import RELATIVE_ERROR, LagFamily, LagHistogram
+from services.core.lag import FINE_SECONDS, RELATIVE_ERROR, LagFamily, LagHistogram
 
 lags = st.lists(st.integers(-5, 10**9), min_size=1, max_size=300)
 shares = st.floats(0, 1)
@@ -57,7 +57,7 @@ def test_empty() -> None:
 
 def test_exposition() -> None:
     """Broken: Prometheus refuses the page, or its seconds are milliseconds."""
-    registry, family = CollectorRegistry(), LagFamily("x_seconds", "X.", ["pipe"])
+    registry, family = CollectorRegistry(), LagFamily("x_seconds", "X.", ["pipe"], FINE_SECONDS)
     registry.register(family)
     family.labels("p").observe([4, 40, 400, 4000])
     assert family.labels("p") is family.labels("p")

@@ -19,7 +19,8 @@ def existing() -> dict[str, tuple[str, ...]]:
     for value in vars(metrics).values():
         if isinstance(value, LagFamily):
             found |= {f"{value.name}{end}": value._label_names for end in ("_count", "_sum")}
-            found[f"{value.name}_bucket"] = (*value._label_names, "le")
+            if value.has_buckets:
+                found[f"{value.name}_bucket"] = (*value._label_names, "le")
         elif isinstance(value, Counter | Gauge):
             assert isinstance(value, MetricWrapperBase)
             found[f"{value._name}_total" if isinstance(value, Counter) else value._name] = tuple(value._labelnames)
