@@ -18,7 +18,6 @@ _REGION = re.compile(r"[a-z]{2}(-[a-z]+)+-[0-9]+")
 _ENDPOINTS = ("endpoint", "dynamodb")
 _FAN_OUT = "fan_out"
 _KINESIS_OPTIONS = (*_ENDPOINTS, _FAN_OUT, OPTION)
-_NO_OPTIONS = "a broker URL has no options: acks=all and the like are fixed"
 _EXAMPLE = "Try: kinesis://eu-west-1"
 
 _Open = Callable[[str], AbstractAsyncContextManager[Broker]]
@@ -57,7 +56,7 @@ def open_broker(url: str) -> AbstractAsyncContextManager[Broker]:
                 "folder for another fleet"
             )
         if parts.query or parts.fragment:
-            raise BadBrokerUrl(f"{_NO_OPTIONS}. Try: the part before the ?")
+            raise BadBrokerUrl("the URL of the embedded log has no options. Try: the part before the ?")
         if parts.netloc or not parts.path.startswith("/"):
             raise BadBrokerUrl(f"{url!r}: the log's path must be absolute. Try: log:///var/lib/penstock")
         return _open(_load_log, parts.path)
@@ -103,7 +102,9 @@ def parse_kafka_url(url: str) -> KafkaAddress:
         raise ValueError(f"{url!r}: host:port, or several joined by commas, is needed. Try: kafka://127.0.0.1:9092")
     options = parse_qsl(parts.query, keep_blank_values=True)
     if any(name != OPTION for name, _ in options) or parts.fragment or bool(parts.query) > bool(options):
-        raise ValueError(f"{_NO_OPTIONS}, but {OPTION}. Try: the part before the ?")
+        raise ValueError(
+            f"a Kafka URL has no option but {OPTION}: acks=all and the like are fixed. Try: kafka://host:9092?{OPTION}=acme."
+        )
     if len(options) > 1:
         raise ValueError(f"{OPTION} is in the Kafka URL twice. Try: one of them")
     return KafkaAddress(parts.netloc, check_prefix(options[0][1]) if options else "")
