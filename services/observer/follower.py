@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from typing import NoReturn
 
 import msgspec
@@ -21,7 +22,6 @@ from services.core.broker.producer import Producer
 from services.core.broker.record import Batch, Record
 from services.core.ledger.report import (
     MAX_REPORT_BYTES,
-    SNAPSHOTS,
     TELEMETRY,
     BadReport,
     NewerReport,
@@ -39,7 +39,8 @@ from services.observer.newer import EVERY_PIPE, NewerParts
 from services.observer.payload_fields import DriftKey, FieldTable
 from services.observer.planned import PlannedWindows, Window
 from services.observer.recovery import recover
-from services.observer.snapshot import FollowerState, cut, dump, find_snapshot, restore
+from services.observer.snapshot import FollowerState, make_parts
+from services.observer.snapshot_log import SnapshotLog
 
 log = structlog.get_logger()
 
@@ -47,6 +48,12 @@ PAGE = 200
 TURN_S = 0.5
 RECOVER_EVERY_S = 10.0
 SNAPSHOT_EVERY_S = 300.0
+SNAPSHOT_BYTES = 16 << 20
+"""After a larger snapshot the next one waits longer: so many bytes per SNAPSHOT_EVERY_S, on average."""
+LOSS_AFTER = 1 / 30
+"""A snapshot for a loss comes at the earliest after this share of the time between two others: ten seconds."""
+RETRY_S = 10.0
+"""After a snapshot that could not be stored."""
 FIELDS_S = 0.02
 """The approximate time for payload fields in a turn."""
 AHEAD_MS = 120_000
@@ -89,7 +96,8 @@ class Follower:
         by_partition: bool = True,
         now_ms: Callable[[], int] = lambda: int(time.time() * 1000),
     ) -> None:
-        self.table = Table(flow, ages, by_partition=by_partition)
+        self._make_table = partial(Table, flow, ages, by_partition=by_partition)
+        self.table = self._make_table()
         self.lags = LagTable()
         self.fields = FieldTable()
         self.planned = PlannedWindows()
@@ -104,13 +112,17 @@ class Follower:
         """Why the topic cannot be read now."""
         self._reader, self._producer, self._on_final = reader, producer, on_final
         self.now_ms = now_ms
+        self._snapshots = SnapshotLog(reader, producer, now_ms)
         self._next: int | None = None
         self._known_up_to = 0
         """Reports before this offset are in the snapshot: they are no sign of life."""
         self._end: tuple[int, int] | None = None
         """The end of the topic, and when that was read (ms)."""
         self._skewed: set[str] = set()
-        self._ticked_at = self._kept_at = 0.0
+        self._ticked_at = self._keep_at = 0.0
+        self._kept_at = float("-inf")
+        self._wait_s = SNAPSHOT_EVERY_S
+        """Until the next snapshot, after the last one."""
         self._caught_up = asyncio.Event()
 
     async def run(self, stopping: asyncio.Event) -> None:
@@ -145,33 +157,32 @@ class Follower:
         await self.keep()
 
     async def keep(self) -> None:
-        """Append a snapshot. Raises BrokerError kinds."""
+        """Store a snapshot. Raises BrokerError kinds."""
         self._kept_at = time.monotonic()
-        beside = FollowerState(self.planned, self._next or 0, self.untold.all(), self.read_all_ms, self.drifting)
-        data = dump(self.table, beside)
-        name = f"{self.now_ms()}-{id(self):x}"
-        for record in cut(data, name):
-            (await self._producer.send_to(SNAPSHOTS, {0: [record]})).raise_first()
+        self._keep_at = self._kept_at + RETRY_S
+        written = await self._snapshots.store(lambda: make_parts(self.table, self._state()))
+        self._wait_s = SNAPSHOT_EVERY_S * max(1.0, written / SNAPSHOT_BYTES)
+        self._keep_at = time.monotonic() + self._wait_s
+
+    def _state(self) -> FollowerState:
+        return FollowerState(self.planned, self._next or 0, self.untold.all(), self.read_all_ms, self.drifting)
 
     async def _start(self) -> None:
         now, held = self.now_ms(), (await self._reader.describe(TELEMETRY))[0]
         begin, self._end = held.start, (held.end, now)
-        data = await find_snapshot(self._reader)
-        if data is not None:
-            try:
-                restored = restore(data, self.table)
-                self.planned, self.drifting = restored.planned, dict(restored.drifting)
-                for alarm in restored.untold:
-                    self.untold.add(alarm)
-                if restored.offset <= held.end:
-                    self._known_up_to, self.read_all_ms = restored.offset, restored.read_all_ms
-                self._count_gone(restored.offset, begin)
-                since = datetime.fromtimestamp(now / 1000, UTC) - _LAGS_BACK
-                begin = max(begin, min(restored.offset, (await self._reader.offsets_at(TELEMETRY, since))[0]))
-            except ValueError as error:
-                log.warning("snapshot_unreadable", error=str(error), hint="the table begins with the stored reports")
+        found = await self._snapshots.load(self._make_table)
+        if found is not None:
+            self.table, restored = found
+            self.planned, self.drifting = restored.planned, dict(restored.drifting)
+            for alarm in restored.untold:
+                self.untold.add(alarm)
+            if restored.offset <= held.end:
+                self._known_up_to, self.read_all_ms = restored.offset, restored.read_all_ms
+            self._count_gone(restored.offset, begin)
+            since = datetime.fromtimestamp(now / 1000, UTC) - _LAGS_BACK
+            begin = max(begin, min(restored.offset, (await self._reader.offsets_at(TELEMETRY, since))[0]))
         self._next = begin
-        self._kept_at = time.monotonic()
+        self._keep_at = time.monotonic() + SNAPSHOT_EVERY_S
 
     async def _turn(self) -> bool:
         """Read one page, and let time pass at the end of the topic. False: there was no page."""
@@ -290,9 +301,9 @@ class Follower:
         turn = self.table.tick(self.now_ms())
         if turn.verdicts or turn.given_up:
             self._on_final(turn)
-        if any(_is_loss(verdict) for verdict in turn.verdicts):
-            await self.keep()  # so that a restart does not raise the alarm again
-        if now - self._kept_at >= SNAPSHOT_EVERY_S:
+        if any(_is_loss(verdict) for verdict in turn.verdicts):  # so that a restart does not raise the alarm again
+            self._keep_at = min(self._keep_at, self._kept_at + LOSS_AFTER * self._wait_s)
+        if now >= self._keep_at:
             await self.keep()
 
     async def _keep_recovering(self) -> NoReturn:

@@ -5,7 +5,7 @@ intersection. Settled events are removed (`fold`), and later reports of them are
 young origins, packed, and not with events.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 
 import structlog
@@ -13,7 +13,15 @@ from pyroaring import BitMap
 
 from services.core.ledger.report import BadReport, Node, OriginSet, Outcome, Report, unpack_numbers
 from services.observer.ledger.flow import Step
-from services.observer.ledger.origins import Origins, SequenceKey
+from services.observer.ledger.origins import (
+    Origins,
+    PackedOrigins,
+    PackedRun,
+    PackedRuns,
+    SequenceKey,
+    index_runs,
+    span,
+)
 from services.observer.ledger.retry_tracker import RetryTracker, owner, retrier_of
 
 log = structlog.get_logger()
@@ -41,16 +49,17 @@ class OriginSets:
 
     def __init__(self) -> None:
         self.held: dict[int, dict[Place, Origins]] = {}
-        """By minute and place, the accepted origins that are not folded."""
+        """By minute and place, the accepted origins that no `fold` has seen."""
+        self.packed: dict[int, dict[Place, PackedOrigins]] = {}
+        """By minute and place, the accepted origins that a `fold` has left."""
         self.reported_sets: dict[tuple[Step, Outcome], Origins] = {}
         self.retries = RetryTracker()
         self.floors: dict[SequenceKey, int] = {}
-        """Numbers below it are folded, except those in `kept`."""
+        """Numbers below it are folded, except those in `packed`."""
         self.gone = Origins()
         """Folded origins at or above the floors: minutes overlap a little."""
-        self.kept = Origins()
-        """Unsettled origins of folded minutes."""
-        self.folded: set[int] = set()
+        self._kept: dict[SequenceKey, PackedRuns] = {}
+        """An index of `packed`; empty when it is to be made again."""
         self._touched = Origins()
         self.last_named: dict[str, int] = {}
         """When each incarnation was last named, in ms."""
@@ -69,7 +78,7 @@ class OriginSets:
             self.last_named[run.incarnation] = max(self.last_named.get(run.incarnation, 0), report.at_ms)
             self.first_named[run.incarnation] = min(self.first_named.get(run.incarnation, report.at_ms), report.at_ms)
             if (floor := self.floors.get(run)) is not None and numbers and numbers.min() < floor:
-                kept = numbers & self.kept.numbers(run)
+                kept = self.kept(run, numbers)
                 numbers.remove_range(0, floor)
                 numbers |= kept
             numbers -= self.gone.numbers(run)
@@ -148,11 +157,26 @@ class OriginSets:
 
     def minutes(self) -> list[int]:
         """Those of which any origin is held, oldest first."""
-        return sorted(self.held)
+        return sorted(self.held.keys() | self.packed.keys())
 
     def accepted(self, minute: int) -> Mapping[Place, Origins]:
-        """The held origins of a minute; not to be changed."""
-        return self.held.get(minute, {})
+        """The held origins of a minute; not to be changed. Unpacks those of a folded minute each time."""
+        young, packed = self.held.get(minute, {}), self.packed.get(minute)
+        if packed is None:
+            return young
+        found = {place: old.unpack() for place, old in packed.items()}
+        for place, origins in young.items():
+            found.setdefault(place, Origins()).update(origins)
+        return found
+
+    def minutes_of(self, origins: Origins) -> list[int]:
+        """The minutes that hold any of these, oldest first."""
+        return [
+            minute
+            for minute in self.minutes()
+            if any(one.meets(origins) for one in self.held.get(minute, {}).values())
+            or any(one.meets(origins) for one in self.packed.get(minute, {}).values())
+        ]
 
     def drain_touched(self) -> Origins:
         """The origins that changed since the last call."""
@@ -172,8 +196,12 @@ class OriginSets:
     def has_unaccepted(self, incarnation: str) -> bool:
         """Whether steps name origins of it that no ingest has reported as accepted."""
         accepted, named = Origins(), Origins()
-        for origins in self._held():
-            accepted.update(origins)
+        for places in self.held.values():
+            for origins in places.values():
+                accepted.update(origins)
+        for packed in self._packed_runs():
+            if packed.incarnation == incarnation:
+                accepted.add(packed.run, packed.unpack())
         for (step, _), origins in self.reported_sets.items():
             for run, numbers in origins.runs():
                 if run.incarnation == incarnation and step.node != "ingest":
@@ -182,52 +210,71 @@ class OriginSets:
 
     def fold(self, minute: int, settled: Origins) -> None:
         """Remove these origins of the minute, which are counted elsewhere. The others are kept until the next fold."""
-        self.folded.add(minute)
-        places = self.held.get(minute, {})
+        places = {place: origins.copy() for place, origins in self.accepted(minute).items()}
         runs = {run for held in places.values() for run, _ in held.runs()}
         self.gone.update(settled)
         for held in places.values():
             held.remove(settled)
-            self.kept.update(held)
-        self.kept.remove(settled)
         for origins in self._all_sets():
             origins.remove(settled)
+        self.held.pop(minute, None)
+        self.packed.pop(minute, None)
+        if packed := {place: PackedOrigins.of(origins) for place, origins in places.items() if origins}:
+            self.packed[minute] = packed
+        self._kept.clear()
         for run in runs:
             self._raise_floor(run)
-        if not any(places.values()):
-            self.held.pop(minute, None)
-            self.folded.discard(minute)
         self.reported_sets = {key: origins for key, origins in self.reported_sets.items() if origins}
         self.retries.prune()
+
+    def load_packed(self, minute: int, place: Place, runs: Sequence[PackedRun]) -> None:
+        """Restore origins of a folded minute, beside those that are known."""
+        known = self.packed.setdefault(minute, {})
+        known[place] = PackedOrigins((*(known[place].runs if place in known else ()), *runs))
+        self._kept.clear()
+
+    def kept(self, run: SequenceKey, among: BitMap) -> BitMap:
+        """Those of `among` that are origins of folded minutes."""
+        if not self._kept:
+            self._kept = index_runs(self._packed_runs())
+        found = BitMap()
+        for packed in self._kept[run].between(among.min(), among.max()) if among and run in self._kept else ():
+            if among.range_cardinality(packed.lowest, packed.highest + 1):
+                found |= among & packed.unpack()
+        return found
+
+    def _packed_runs(self) -> Iterator[PackedRun]:
+        return (run for places in self.packed.values() for packed in places.values() for run in packed.runs)
 
     def _all_sets(self) -> Iterator[Origins]:
         yield from self.reported_sets.values()
         yield from self.retries.every()
 
-    def _held(self) -> Iterator[Origins]:
-        return (held for places in self.held.values() for held in places.values())
-
     def _held_incarnations(self) -> set[str]:
-        return {run.incarnation for held in self._held() for run, _ in held.runs()}
+        young = (run.incarnation for places in self.held.values() for held in places.values() for run, _ in held.runs())
+        return {*young, *(packed.incarnation for packed in self._packed_runs())}
 
     def _raise_floor(self, run: SequenceKey) -> None:
         """To the run's first number in a minute that is not folded; without one, above everything that was folded."""
         young = [
             numbers.min()
             for minute, places in self.held.items()
-            if minute not in self.folded
+            if minute not in self.packed
             for held in places.values()
             if (numbers := held.numbers(run))
         ]
-        floor = self.floors.get(run, 0)
+        before = floor = self.floors.get(run, 0)
         if young:
             floor = max(floor, min(young))
-        elif folded := self.gone.numbers(run) | self.kept.numbers(run):
-            floor = max(floor, folded.max() + 1)
+        else:
+            folded = [packed.highest + 1 for packed in self._packed_runs() if packed.run == run]
+            folded += [gone.max() + 1] if (gone := self.gone.numbers(run)) else []
+            floor = max(floor, *folded)
         self.floors[run] = floor
-        self.gone.remove_below(run, floor, BitMap())
+        self.gone.remove_range(run, before, floor, BitMap())
+        kept = self.kept(run, span(before, floor))
         for origins in self._all_sets():
-            origins.remove_below(run, floor, self.kept.numbers(run))
+            origins.remove_range(run, before, floor, kept)
 
     def find_gone(self, before_ms: int) -> list[str]:
         """Incarnations of which no minute is held and that no report has named since."""
@@ -239,5 +286,5 @@ class OriginSets:
         self.floors = {run: floor for run, floor in self.floors.items() if run.incarnation != incarnation}
         self.last_named.pop(incarnation, None)
         self.first_named.pop(incarnation, None)
-        for origins in (self.kept, self.gone, *self._all_sets()):
+        for origins in (self.gone, *self._all_sets()):
             origins.forget(incarnation)

@@ -1,9 +1,11 @@
 """Sets of origins: bitmaps of sequence numbers by run of an ingest process and partition."""
 
+from bisect import bisect_right
 from collections.abc import ItemsView, Iterable, Iterator, Sequence, ValuesView
-from itertools import chain
+from itertools import accumulate, chain
 from typing import NamedTuple
 
+import zstandard
 from pyroaring import BitMap
 
 from services.core.event import Origin
@@ -15,6 +17,18 @@ class SequenceKey(NamedTuple):
 
     incarnation: str
     partition: int
+
+
+def clip(numbers: BitMap, first: int, end: int) -> BitMap:
+    """Those from `first` to before `end`. The cost does not grow with the others."""
+    return numbers & span(first, end)
+
+
+def span(first: int, end: int) -> BitMap:
+    """All numbers from `first` to before `end`."""
+    found = BitMap()
+    found.add_range(first, end)
+    return found
 
 
 class Origins:
@@ -48,13 +62,11 @@ class Origins:
             if not held:
                 del self._by_run[run]
 
-    def remove_below(self, run: SequenceKey, number: int, but: BitMap) -> None:
-        """Drop this run's numbers below `number`, except those in `but`."""
+    def remove_range(self, run: SequenceKey, first: int, end: int, but: BitMap) -> None:
+        """Drop this run's numbers from `first` to before `end`, except those in `but`."""
         held = self._by_run.get(run)
-        if held is not None and held.min() < number:
-            kept = held & but
-            held.remove_range(0, number)
-            held |= kept
+        if held is not None and held.range_cardinality(first, end):
+            held -= clip(held, first, end) - but
             if not held:
                 del self._by_run[run]
 
@@ -119,20 +131,107 @@ class Origins:
 _NONE = BitMap()
 
 
+class PackedRun(NamedTuple):
+    """The numbers of one run, compressed. lowest, highest: of the numbers. data: the numbers minus the lowest."""
+
+    incarnation: str
+    partition: int
+    lowest: int
+    highest: int
+    data: bytes
+
+    @classmethod
+    def of(cls, run: SequenceKey, numbers: BitMap) -> "PackedRun":
+        """Takes a bit for each number from the lowest to the highest, at most. numbers: not empty."""
+        shifted = numbers.shift(-numbers.min())
+        shifted.run_optimize()
+        data = _COMPRESSOR.compress(shifted.serialize())
+        return cls(
+            *run, numbers.min(), numbers.max(), bytes(memoryview(data))
+        )  # the compressor's bytes take more memory
+
+    @property
+    def run(self) -> SequenceKey:
+        return SequenceKey(self.incarnation, self.partition)
+
+    def unpack(self) -> BitMap:
+        """Raises ValueError."""
+        try:
+            data = _DECOMPRESSOR.decompress(self.data, max_output_size=_MOST_BYTES)
+        except zstandard.ZstdError as error:
+            raise ValueError(str(error)) from error
+        return BitMap.deserialize(data).shift(self.lowest)
+
+
+class PackedRuns:
+    """Packed numbers of one run, found by number."""
+
+    def __init__(self, packed: Iterable[PackedRun]) -> None:
+        self._packed = sorted(packed, key=lambda one: one.lowest)
+        self._reach = list(accumulate((one.highest for one in self._packed), max))
+        """The highest number of all up to this one: bounds the search where they overlap."""
+
+    def between(self, lowest: int, highest: int) -> Iterator[PackedRun]:
+        """Those that may have a number between these."""
+        index = bisect_right(self._packed, highest, key=lambda one: one.lowest) - 1
+        while index >= 0 and self._reach[index] >= lowest:
+            yield self._packed[index]
+            index -= 1
+
+
+def index_runs(packed: Iterable[PackedRun]) -> dict[SequenceKey, PackedRuns]:
+    by_run: dict[SequenceKey, list[PackedRun]] = {}
+    for one in packed:
+        by_run.setdefault(one.run, []).append(one)
+    return {run: PackedRuns(some) for run, some in by_run.items()}
+
+
+class PackedOrigins:
+    """An immutable set of origins in few bytes, for sets that are rarely read: `unpack` makes a new set."""
+
+    __slots__ = ("runs",)
+
+    def __init__(self, runs: Iterable[PackedRun]) -> None:
+        self.runs = tuple(runs)
+
+    @classmethod
+    def of(cls, origins: Origins) -> "PackedOrigins":
+        """The same origins."""
+        return cls(PackedRun.of(run, numbers) for run, numbers in sorted(origins.runs()))
+
+    def unpack(self) -> Origins:
+        return Origins((run.run, run.unpack()) for run in self.runs)
+
+    def meets(self, other: Origins) -> bool:
+        """Whether any origin is in both. Unpacks only runs that have a number of `other` between their bounds."""
+        for run in self.runs:
+            numbers = other.numbers(run.run)
+            if numbers.range_cardinality(run.lowest, run.highest + 1) and numbers.intersect(run.unpack()):
+                return True
+        return False
+
+
+_COMPRESSOR = zstandard.ZstdCompressor(level=3)
+_DECOMPRESSOR = zstandard.ZstdDecompressor()
+_MOST_BYTES = 1 << 30
+"""More than 32-bit numbers can take."""
+
 GRAIN_S = 1024
+_FEW = 64
+"""So many spans are searched one by one: an index of them would take as much memory as they do."""
 
 
 class Spans:
     """Origins by the span in which they are due; each is in one span at most.
 
-    The cost of `put` does not grow with the number of spans when the origins are new. The cost of `find` grows with the number
+    The cost of `put` does not grow with more than _FEW spans when the origins are new. The cost of `find` grows with the number
     of spans that are older than the right one, unless that is among `first`.
     """
 
     def __init__(self) -> None:
         self._by_due: dict[Span, Origins] = {}
-        self._any = Origins()
-        """All of these origins, and some that were removed since the last `prune`."""
+        self._any: Origins | None = None
+        """All of these origins, and some that were removed since the last `prune`; None with few spans."""
 
     def __len__(self) -> int:
         return len(self._by_due)
@@ -154,19 +253,22 @@ class Spans:
                 self.discard(span, run, there)
         if numbers:
             self._by_due.setdefault(due, Origins()).add(run, numbers)
-            self._any.add(run, numbers)
+            if self._any is not None:
+                self._any.add(run, numbers)
+            elif len(self._by_due) > _FEW:
+                self._any = self._union()
 
     def find(self, run: SequenceKey, numbers: BitMap, first: Sequence[Span] = ()) -> list[tuple[Span, BitMap]]:
         """By span that has any of these, those numbers. first: spans to search first."""
         found: list[tuple[Span, BitMap]] = []
-        left = numbers & self._any.numbers(run)
+        left = numbers if self._any is None else numbers & self._any.numbers(run)
         if not left:
             return found
-        for span in chain(first, self._by_due):
-            origins = self._by_due.get(span)
+        for due in chain(first, self._by_due):
+            origins = self._by_due.get(due)
             if origins is not None and origins.numbers(run).intersect(left):
                 there = origins.numbers(run) & left
-                found.append((span, there))
+                found.append((due, there))
                 left = left - there
                 if not left:
                     break
@@ -179,9 +281,9 @@ class Spans:
             del self._by_due[span]
 
     def all(self) -> Origins:
-        """The origins of all spans; not to be changed. The cost grows with the number of spans."""
+        """The origins of all spans; not to be changed. The cost grows with the origins."""
         self.prune()
-        return self._any
+        return self._union() if self._any is None else self._any
 
     def coarsen(self, before: int) -> None:
         """Join spans that end before this (s) into spans GRAIN_S wide: no later report distinguishes them."""
@@ -204,6 +306,10 @@ class Spans:
 
     def prune(self) -> None:
         self._by_due = {due: origins for due, origins in self._by_due.items() if origins}
-        self._any = Origins()
+        self._any = self._union() if len(self._by_due) > _FEW else None
+
+    def _union(self) -> Origins:
+        found = Origins()
         for origins in self._by_due.values():
-            self._any.update(origins)
+            found.update(origins)
+        return found

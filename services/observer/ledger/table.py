@@ -230,7 +230,7 @@ class Table:
             if over == 3 or over > self._dropped.get(minute, 0):
                 given_up += self._give_up(minute, now)
                 self._drop(minute, over)
-            elif age >= self.ages.fold and minute not in self.origin_sets.folded and self._is_final(minute):
+            elif age >= self.ages.fold and minute not in self.origin_sets.packed and self._is_final(minute):
                 self._fold(minute)
         self._drop_rows(now)
         self.found = {key: at for key, at in self.found.items() if now - at < FOUND_FOR_MS}
@@ -265,7 +265,7 @@ class Table:
             return []
         before = {
             (pipe, minute): self._find(pipe, minute)
-            for minute in self._minutes_of(changed)
+            for minute in self.origin_sets.minutes_of(changed)
             for pipe in self.flow.pipes
             if (pipe, minute) in self.finality.open
         }
@@ -290,17 +290,9 @@ class Table:
         self.returns[step] = settled_by, next_one, since
         return settled_by
 
-    def _minutes_of(self, origins: Origins) -> list[int]:
-        """The held minutes that have any of these."""
-        return [
-            minute
-            for minute in self.origin_sets.minutes()
-            if any(held.meets(origins) for held in self.origin_sets.accepted(minute).values())
-        ]
-
     def _forget_touched(self) -> None:
         touched = self.origin_sets.drain_touched()
-        for minute in self._minutes_of(touched) if touched else ():
+        for minute in self.origin_sets.minutes_of(touched) if touched else ():
             self._dropped.pop(minute, None)
             for pipe in self.flow.pipes:
                 self._rows.pop((pipe, minute), None)

@@ -9,7 +9,7 @@ from prometheus_client import REGISTRY
 from services.core.broker.producer import Producer
 from services.core.broker.record import Batch, Record
 from services.core.signing import SigningKeys
-from services.observer import health, snapshot
+from services.observer import health
 from services.observer.alarms import Alarm, AlarmWebhook, find_alarms
 from services.observer.follower import Follower
 from services.observer.ledger.finality import GIVEN_UP
@@ -17,9 +17,11 @@ from services.observer.ledger.flow import Flow, PipeFlow
 from services.observer.ledger.table import Ages, Table
 from services.observer.ledger_api import row_json
 from services.observer.planned import PlannedWindows
-from services.observer.snapshot import FollowerState, dump, restore
+from services.observer.snapshot import FollowerState, restore
+from services.observer.snapshot_v1 import SnapshotState, restore_v1
 from services.observer.watch import Watch
 from tests.support.memory_appender import MemoryAppender
+from tests.unit.observer.ledger.snapshots import dump, dump_v1
 from tests.unit.observer.ledger.stories import MINUTE, MINUTE_MS, START_MS, accept, beat, hear, tell
 
 FLOW = Flow({"late": PipeFlow(("flights",), True, {"down": None, "lossy": None, "well": None})})
@@ -244,10 +246,10 @@ def test_a_snapshot_that_knows_no_parts_is_read() -> None:
     speak(table, FINAL_MS)
     table.tick(FINAL_MS)
     hear(table, tell("expel", "late", "delivered", range(94), destination="lossy"))
-    state = msgspec.msgpack.decode(zstandard.decompress(snapshot.dump(table, FollowerState(PlannedWindows(), 0))))
+    state = msgspec.msgpack.decode(zstandard.decompress(dump_v1(table, FollowerState(PlannedWindows(), 0))))
     del state[fields_before() :]
     other = Table(FLOW)
-    restore(zstandard.compress(msgspec.msgpack.encode(state)), other)
+    restore_v1(zstandard.compress(msgspec.msgpack.encode(state)), other)
     speak(other, FINAL_MS + 1000)
     assert other.tick(FINAL_MS + 1000).verdicts == []
     row = other.row("late", MINUTE, FINAL_MS + 1000)
@@ -257,7 +259,7 @@ def test_a_snapshot_that_knows_no_parts_is_read() -> None:
 
 def fields_before() -> int:
     """How many there were before parts."""
-    return [field.name for field in msgspec.structs.fields(snapshot.SnapshotState)].index("open")
+    return [field.name for field in msgspec.structs.fields(SnapshotState)].index("open")
 
 
 def test_a_new_name_is_charged_with_what_its_former_name_left() -> None:

@@ -12,14 +12,16 @@ from services.core.broker.contract import Broker, PartitionRange, TopicSpec
 from services.core.broker.producer import Producer
 from services.core.broker.record import Batch, Record
 from services.core.ledger.report import SNAPSHOTS, TELEMETRY, LagSet, Report
-from services.observer import snapshot
+from services.observer import snapshot_log
 from services.observer.alarms import MAX_UNSENT, Alarm
 from services.observer.ledger.flow import Step
 from services.observer.ledger.table import Table
 from services.observer.payload_fields import Drift
 from services.observer.planned import PlannedWindows, Window
+from services.observer.snapshot import FollowerState
 from services.observer.watch import Watch
 from tests.unit.observer.ledger.following import DEADLINE_S, FINAL_MS, OPS, Observer, alive, losing, report
+from tests.unit.observer.ledger.snapshots import dump_v1, records_v1
 from tests.unit.observer.ledger.stories import MINUTE, MINUTE_MS, PLAIN, START_MS, hear, tell
 
 pytestmark = pytest.mark.usefixtures("quick")
@@ -29,7 +31,8 @@ async def test_a_restart_knows_what_was_and_tells_no_minute_twice(
     broker: Broker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Broken: after a restart of the observer an old loss is an alarm again, or its minutes are unknown."""
-    monkeypatch.setattr(snapshot, "PART_BYTES", 64)  # so that a snapshot has several parts
+    monkeypatch.setattr(snapshot_log, "RECORD_BYTES", 64)  # so that a snapshot has many records
+    monkeypatch.setattr(snapshot_log, "PIECE_BYTES", 40)
     async with Producer(broker.appender) as producer:
         await report(broker, *losing(2))
         await broker.appender.append(TELEMETRY, 0, [Record(b"k", b"no report", START_MS)], timeout=30)
@@ -187,16 +190,13 @@ async def test_a_snapshot_of_before_is_read(broker: Broker) -> None:
     table = Table(PLAIN)
     for one in (*losing(2), *alive(START_MS)):
         hear(table, one)
-    state = msgspec.msgpack.decode(
-        zstandard.decompress(snapshot.dump(table, snapshot.FollowerState(PlannedWindows(), 0)))
-    )
+    state = msgspec.msgpack.decode(zstandard.decompress(dump_v1(table, FollowerState(PlannedWindows(), 0))))
     del state[21:]
     for _, _, _, words in state[12]:
         for word in words.values():
             del word["heard_ms"], word["made_ms"]
     old = zstandard.compress(msgspec.msgpack.encode(state))
-    for record in snapshot.cut(old, "old"):
-        await broker.appender.append(SNAPSHOTS, 0, [record], timeout=30)
+    await broker.appender.append(SNAPSHOTS, 0, records_v1(old, "old"), timeout=30)
     async with Producer(broker.appender) as producer:
         observer = Observer(broker, producer)
         observer.now = FINAL_MS

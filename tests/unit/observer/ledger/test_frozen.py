@@ -18,10 +18,11 @@ from services.observer.explain import explain
 from services.observer.follower import Follower
 from services.observer.ledger_api import lag_json, row_json
 from services.observer.planned import Window
-from services.observer.snapshot import FollowerState, dump, restore
+from services.observer.snapshot import FollowerState, restore
 from services.observer.watch import Watch
 from tests.support.memory_appender import MemoryAppender
 from tests.unit.observer.ledger.history import FLOW, MINUTES, STEP_MS, History
+from tests.unit.observer.ledger.snapshots import dump
 from tests.unit.observer.ledger.stories import MINUTE, MINUTE_MS, START_MS
 
 FROZEN = Path(__file__).with_name("frozen.json")
@@ -38,7 +39,7 @@ class Replay:
         self.alarms: list[object] = []
         self.begin()
 
-    def begin(self, snapshot: bytes | None = None) -> None:
+    def begin(self, snapshot: list[bytes] | None = None) -> None:
         self.watch = Watch(0.01, _Webhook(), lambda _pipe: [])  # type: ignore[arg-type]
         self.follower = Follower(
             FLOW, self.broker.reader, Producer(MemoryAppender()), self.watch.on_final, now_ms=lambda: self.now

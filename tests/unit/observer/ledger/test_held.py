@@ -11,7 +11,8 @@ from services.observer.ledger.finality import Finding
 from services.observer.ledger.flow import Flow, PipeFlow
 from services.observer.ledger.table import RETRY_SLACK_MS, Ages, Table, TickResult
 from services.observer.planned import PlannedWindows
-from services.observer.snapshot import FollowerState, dump, restore
+from services.observer.snapshot import FollowerState, restore
+from tests.unit.observer.ledger.snapshots import dump
 from tests.unit.observer.ledger.stories import MINUTE, MINUTE_MS, START_MS, accept, beat, hear, tell, with_due
 
 FLOW = Flow({"raw": PipeFlow(("flights",), False, {"hook": None}, frozenset({"hook"}))})

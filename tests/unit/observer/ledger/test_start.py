@@ -8,7 +8,9 @@ from services.core.pipes import PipeFile
 from services.observer.ledger.flow import Flow, PipeFlow, read_flow
 from services.observer.ledger.table import Ages, Table
 from services.observer.planned import PlannedWindows
-from services.observer.snapshot import FollowerState, SnapshotState, dump, restore
+from services.observer.snapshot import FollowerState, restore
+from services.observer.snapshot_v1 import SnapshotState, restore_v1
+from tests.unit.observer.ledger.snapshots import dump, dump_v1
 from tests.unit.observer.ledger.stories import MINUTE, MINUTE_MS, START_MS, accept, beat, hear, tell
 
 FLOW = Flow({"welcome": PipeFlow(("signups",), False, {"crm": None}, late=frozenset({"crm"}))})
@@ -84,12 +86,13 @@ def test_a_start_survives_a_restart_of_the_observer(is_old: bool) -> None:
     """Also by a snapshot that has no starts: a destination that has reported anything has begun."""
     table, other = before(), Table(FLOW)
     beats(table, BEGUN_MS)
-    data = dump(table, FollowerState(PlannedWindows(), 0))
+    state = FollowerState(PlannedWindows(), 0)
     if is_old:
         fields = [field.name for field in msgspec.structs.fields(SnapshotState)]
-        state = msgspec.msgpack.decode(zstandard.decompress(data))
-        data = zstandard.compress(msgspec.msgpack.encode(state[: fields.index("begun")]))
-    restore(data, other)
+        old = msgspec.msgpack.decode(zstandard.decompress(dump_v1(table, state)))
+        restore_v1(zstandard.compress(msgspec.msgpack.encode(old[: fields.index("begun")])), other)
+    else:
+        restore(dump(table, state), other)
     at_ms = BEGUN_MS + 20_000
     hear(other, accept(range(580, 600), stream="signups", minute=MINUTE + 2, at_ms=at_ms))
     assert lost(other) == {2: 20}
