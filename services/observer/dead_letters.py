@@ -79,9 +79,10 @@ TURN_S = 1.0
 
 @dataclass(slots=True)
 class ReadPosition:
-    """next: the offset in a topic's only partition; None: its beginning. caught_up: its end was reached once."""
+    """next: the offset in each partition of a topic, usually one; None: their beginnings. Partitions that are added later are
+    read after a restart. caught_up: the ends were reached once."""
 
-    next: int | None = None
+    next: dict[int, int] | None = None
     caught_up: bool = False
     problem: str | None = None
 
@@ -111,10 +112,10 @@ class DeadLetterReader:
                 await wait_for_stop(stopping, TURN_S)
 
     async def advance(self, topic: str) -> bool:
-        """Read one page of this topic. False: there was none."""
+        """Read one page of each partition of this topic. False: there was none."""
         position = self._positions[topic]
         try:
-            moved = await self._read_page(topic, position)
+            moved = await self._read_pages(topic, position)
         except UnknownTopic:  # without retries a fleet has no dead letters of the retrier
             moved, position.caught_up, position.next = False, True, None
         except BrokerError as error:
@@ -127,20 +128,26 @@ class DeadLetterReader:
         metrics.OBSERVER_TOPIC_UP.labels(topic).set(1)
         return moved
 
-    async def _read_page(self, topic: str, position: ReadPosition) -> bool:
+    async def _read_pages(self, topic: str, position: ReadPosition) -> bool:
         if position.next is None:
-            position.next = (await self._reader.describe(topic))[0].start
+            held = await self._reader.describe(topic)
+            position.next = {partition: one.start for partition, one in held.items()}
+        moved = [await self._read_page(topic, partition, position.next) for partition in position.next]
+        position.caught_up |= not any(moved)
+        return any(moved)
+
+    async def _read_page(self, topic: str, partition: int, following: dict[int, int]) -> bool:
+        """following: the next offset by partition."""
         try:
-            batch = await self._reader.read(topic, 0, position.next, max_records=PAGE)
+            batch = await self._reader.read(topic, partition, following[partition], max_records=PAGE)
         except OffsetOutOfRange as error:
-            log.warning("dead_letters_gone", topic=topic, wanted=position.next, start=error.start, end=error.end)
-            position.next = error.start  # retention deleted records, or the topic was created again
+            log.warning("dead_letters_gone", topic=topic, wanted=following[partition], start=error.start, end=error.end)
+            following[partition] = error.start  # retention deleted records, or the topic was created again
             return True
         if batch is None:
-            position.caught_up = True
             return False
         self._count_batch(batch)
-        position.next = batch.offsets[-1] + 1
+        following[partition] = batch.offsets[-1] + 1
         return True
 
     def _count_batch(self, batch: Batch) -> None:

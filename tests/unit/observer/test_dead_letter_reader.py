@@ -59,6 +59,19 @@ async def test_everything_once_from_the_beginning_and_on(broker: Broker) -> None
     assert again.all()[BILLING].causes.letters == 2 * PAGE + 2
 
 
+async def test_a_topic_with_more_partitions_than_ours(broker: Broker) -> None:
+    """Broken: somebody gave the topic more partitions, which no start refuses, and the failures in them are not shown."""
+    await broker.admin.add_partitions(TOPIC, 3)
+    async with Producer(broker.appender) as producer:
+        parts = {partition: [letter(number) for number in range(PAGE + 1)] for partition in range(3)}
+        (await producer.send_to(TOPIC, parts)).raise_first()
+    book = FailureTable(PIPES)
+    reader = read_by(book, broker)
+    await read_all(reader)
+    assert not reader.catching_up
+    assert book.all()[BILLING].causes.letters == 3 * (PAGE + 1)
+
+
 async def test_what_is_nobodys_is_passed_over(broker: Broker) -> None:
     """Broken: letters that name whatever they like fill the memory, or stop the reader."""
     odd = [letter(1, destination=""), letter(2, destination="gone"), letter(3, pipe="other"), Record(None, None, 1)]
