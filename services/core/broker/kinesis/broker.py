@@ -23,7 +23,7 @@ _FEATURES = Features(contiguous_offsets=False, retention_by_event_time=False, ma
 
 class KinesisBroker:
     def __init__(self, clients: Clients, timing: Timing) -> None:
-        self._streams = Streams(clients.kinesis, timing)
+        self._streams = Streams(clients.kinesis, timing, clients.prefix)
         self._shared = SharedResources(
             clients, self._streams, Incarnations(clients.kinesis, timing), ReadPaces(), timing, FanOut.of(clients)
         )

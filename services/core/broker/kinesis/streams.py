@@ -177,8 +177,9 @@ class _CachedStream:
 class Streams:
     """A cache over ListShards and the tag. One request at a time per stream."""
 
-    def __init__(self, kinesis: Any, timing: Timing) -> None:
-        self._kinesis, self._timing = kinesis, timing
+    def __init__(self, kinesis: Any, timing: Timing, prefix: str = "") -> None:
+        """prefix: of the fleet's names in the account, for the log."""
+        self._kinesis, self._timing, self._prefix = kinesis, timing, prefix
         self._streams: dict[str, _CachedStream] = {}
 
     async def find(self, topic: str, *, max_age: float | None = None) -> Topology:
@@ -263,7 +264,7 @@ class Streams:
         if is_doubtful and not known.is_alarmed:
             log.error(
                 "partitions_tag_missing",
-                stream=topic,
+                stream=self._prefix + topic,
                 tag=known.tag,
                 open_shards=open_shards,
                 partitions=partitions,

@@ -2,7 +2,9 @@
 
 from collections import defaultdict
 from collections.abc import Iterator
+from shlex import quote
 
+from services.core.broker.connect import prefix_of
 from services.core.pipes import PipeFile
 from services.core.provision import wanted_topics
 from services.core.units import format_count
@@ -37,7 +39,7 @@ def _first(facts: Facts) -> str:
     if kind == "log":
         return f"ls -la {rest}/topics; penstock log verify"
     if kind == "kafka":
-        host, _, port = rest.split(",")[0].rpartition(":")
+        host, _, port = rest.partition("?")[0].split(",")[0].rpartition(":")
         own = (
             f"; tail -50 {facts.data}/kafka/*.log" if facts.data is not None and (facts.data / "kafka").exists() else ""
         )
@@ -51,7 +53,7 @@ def find_missing_topics(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             f"{format_count(len(missing), 'topic')} of the pipe file {'is' if len(missing) == 1 else 'are'} missing.",
             [", ".join(missing[: 3 * SHOWN])],
-            f"penstock apply --broker {facts.broker.url} -f {facts.pipes_path}",
+            f"penstock apply --broker {quote(facts.broker.url)} -f {facts.pipes_path}",
         )
 
 
@@ -69,7 +71,7 @@ def find_throttled(facts: Facts) -> Iterator[Finding]:
                 yield Finding(
                     f"Kinesis throttles {what} of {topic}.",
                     [f"{grown:.0f} refused in {facts.seconds():.0f} s"],
-                    f"aws kinesis describe-stream-summary --stream-name {topic}",
+                    f"aws kinesis describe-stream-summary --stream-name {prefix_of(facts.broker.url)}{topic}",
                     about("ingest" if what == "writes" else "expel", f"topic {topic}"),
                 )
 
@@ -130,7 +132,7 @@ def find_damage(facts: Facts) -> Iterator[Finding]:
             yield Finding(
                 f"The Kinesis stream {labels['topic']} lacks its tag penstock:partitions.",
                 ["keys may move to other partitions"],
-                f"aws kinesis list-tags-for-stream --stream-name {labels['topic']}",
+                f"aws kinesis list-tags-for-stream --stream-name {prefix_of(facts.broker.url)}{labels['topic']}",
                 runbook="PenstockPartitionsUntold",
             )
 

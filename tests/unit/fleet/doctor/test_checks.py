@@ -9,6 +9,7 @@ from services.core.broker.record import TopicPartition
 from services.core.pauses import Pause
 from services.core.scrape import Sample
 from services.fleet.doctor.checks import CHECKS
+from services.fleet.doctor.checks.broker import find_gone, find_missing_topics, find_throttled
 from services.fleet.doctor.diagnosis import Diagnosis, diagnose
 from services.fleet.doctor.facts import Certificate, Checkpoint, Disk, Endpoint, Facts, FileFault, Letters
 from tests.unit.fleet.doctor.fleet_facts import (
@@ -449,3 +450,20 @@ def test_a_list_of_processes_without_a_service() -> None:
         facts.instances = [one for one in facts.instances if one.service != "expel"]
 
     assert "expel" in broken(remove).causes[0].finding.what
+
+
+def test_commands_at_a_broker_with_a_prefix() -> None:
+    """Broken: the doctor's command asks for a stream, or connects to a port, that is not there."""
+    facts = healthy()
+    facts.broker.url = "kinesis://eu-west-1?prefix=acme."
+    count(instance(facts, "ingest"), "penstock_broker_shard_throttles_total", {"topic": "orders", "shard": "1"}, 1, 9)
+    [throttled] = find_throttled(facts)
+    assert throttled.first == "aws kinesis describe-stream-summary --stream-name acme.orders"
+    facts.broker.url, facts.broker.problem, facts.broker.missing = (
+        "kafka://h:9092?prefix=acme.",
+        "no answer",
+        ("orders",),
+    )
+    [gone], [missing] = find_gone(facts), find_missing_topics(facts)
+    assert gone.first == "nc -vz h 9092"
+    assert "--broker 'kafka://h:9092?prefix=acme.'" in missing.first
