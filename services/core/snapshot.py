@@ -51,6 +51,12 @@ def read_broker(folder: Path) -> str | None:
         return "" if (folder / _INDEX).exists() else None
 
 
+def list_copies(folder: Path) -> dict[str, Path]:
+    """The copy of each file in a snapshot, by the absolute path of the file. Blocking. Raises OSError."""
+    names: dict[str, str] = msgspec.json.decode((folder / _INDEX).read_bytes())
+    return {path: folder / name for path, name in names.items() if path != _VERSION}
+
+
 def copy_in(folder: Path, file: Path) -> Path:
     """The file's copy in the snapshot; the file itself when it has none. Blocking. Raises OSError, also for a newer format."""
     names: dict[str, str] = msgspec.json.decode((folder / _INDEX).read_bytes())

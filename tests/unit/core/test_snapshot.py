@@ -5,7 +5,15 @@ from pathlib import Path
 import pytest
 
 from services.core.pipes import load_pipes
-from services.core.snapshot import SNAPSHOT_VARIABLE, copy_in, read_broker, read_contents, source_of, write_snapshot
+from services.core.snapshot import (
+    SNAPSHOT_VARIABLE,
+    copy_in,
+    list_copies,
+    read_broker,
+    read_contents,
+    source_of,
+    write_snapshot,
+)
 from services.core.yaml_source import BadConfiguration
 from services.fleet.topics import compare_prefix
 
@@ -28,6 +36,8 @@ def test_read_as_it_was(pipes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv(SNAPSHOT_VARIABLE, str(tmp_path / "snapshot"))
     pipes.write_text(PIPES.replace("{name: d", "{name: other"))
     assert load_pipes(pipes).pipes["p"].destinations[0].name == "d"
+    [(original, copy)] = list_copies(tmp_path / "snapshot").items()
+    assert (original, copy.read_text()) == (str(pipes), PIPES), "the doctor compares these"
     pipes.unlink()
     assert load_pipes(pipes).pipes["p"].destinations[0].name == "d"
     write_snapshot(tmp_path / "snapshot", {str(pipes): PIPES.replace("{name: d", "{nam: d").encode()})

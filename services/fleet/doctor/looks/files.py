@@ -4,15 +4,13 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-import msgspec
-
 from services.core.bearer import read_tokens
 from services.core.certificate import untils_of_pem
 from services.core.credentials import BadCredential, find_secret, read_tls, read_value
 from services.core.keys import load_keys
 from services.core.pipes import PipeFile, Tls, Webhook, lane_name
 from services.core.signing import BadSecret, read_signing_keys
-from services.core.snapshot import original_of
+from services.core.snapshot import list_copies, original_of
 from services.core.yaml_source import BadConfiguration
 from services.fleet.doctor.diagnosis import about
 from services.fleet.doctor.facts import Certificate, Checkpoint, Disk, Facts, FileFault
@@ -144,19 +142,19 @@ def look_at_snapshot(facts: Facts) -> None:
     assert facts.data is not None
     folder = facts.data / "snapshot"
     try:
-        names: dict[str, str] = msgspec.json.decode((folder / "files.json").read_bytes())
+        copies = list_copies(folder)
     except FileNotFoundError:
         return
     changed = []
-    for original, copy in names.items():
-        ours = (folder / copy).read_bytes()
+    for original, copy in copies.items():
+        ours = copy.read_bytes()
         try:
             theirs = Path(original).read_bytes()
         except OSError as error:
-            changed.append(f"{original}: {error.strerror}; the fleet runs with {folder / copy}")
+            changed.append(f"{original}: {error.strerror}; the fleet runs with {copy}")
             continue
         if ours != theirs:
-            changed.append(f"diff {folder / copy} {original}: {_first_difference(ours, theirs)}")
+            changed.append(f"diff {copy} {original}: {_first_difference(ours, theirs)}")
     facts.changed = tuple(changed)
 
 
