@@ -1,21 +1,43 @@
-"""The free space of a data folder's disk, as a metric: an alert comes before the disk is full."""
+"""The free space of the disks of data folders, as a metric: an alert comes before a disk is full."""
 
+import asyncio
 import math
 import os
+from contextlib import suppress
 from pathlib import Path
 
 from services.core.metrics import DISK_FREE, DISK_SIZE
 
+_LIMIT_S = 2.0
+"""A disk that does not answer must not hold up the other metrics."""
+_folders: set[Path] = set()
+_asked: set[Path] = set()
+"""Their disks are being measured in a thread."""
+
 
 def show_disk(folder: Path) -> None:
-    """Measured at each scrape. Without a value while the folder cannot be reached. Later calls for one folder change nothing."""
-    DISK_FREE.labels(str(folder)).set_function(lambda: _measure(folder)[0])
-    DISK_SIZE.labels(str(folder)).set_function(lambda: _measure(folder)[1])
+    """Measure the disk of this folder from now on, at each `measure_disks`. Later calls for one folder change nothing."""
+    _folders.add(folder)
 
 
-def _measure(folder: Path) -> tuple[float, float]:
+async def measure_disks() -> None:
+    """Set the metrics. NaN for a folder that cannot be reached, or not within two seconds."""
+    await asyncio.gather(*map(_measure, _folders))
+
+
+async def _measure(folder: Path) -> None:
+    free = size = math.nan
+    if folder not in _asked:  # else the disk has not answered the last time
+        with suppress(OSError, TimeoutError):
+            disk = await asyncio.wait_for(asyncio.to_thread(_ask, folder), _LIMIT_S)
+            free, size = disk.f_bavail * disk.f_frsize, disk.f_blocks * disk.f_frsize
+    DISK_FREE.labels(str(folder)).set(free)
+    DISK_SIZE.labels(str(folder)).set(size)
+
+
+def _ask(folder: Path) -> os.statvfs_result:
+    _asked.add(folder)
     try:
-        disk = os.statvfs(folder)
-    except OSError:
-        return math.nan, math.nan
-    return disk.f_bavail * disk.f_frsize, disk.f_blocks * disk.f_frsize
+        return os.statvfs(folder)
+    finally:
+        _asked.discard(folder)

@@ -12,6 +12,7 @@ from aiohttp import web
 from prometheus_client import REGISTRY
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
+from services.core.disk import measure_disks
 from services.core.listening import serve_app
 from services.core.metrics import CLOCK, LAG_FAMILIES, SERVICE_READY
 
@@ -40,6 +41,7 @@ async def serve_management(
         return web.Response(status=200 if reason is None else 503, body=body, content_type="application/json")
 
     async def metrics(_request: web.Request) -> web.Response:
+        await measure_disks()
         return web.Response(body=generate_latest(REGISTRY), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     async def lags(_request: web.Request) -> web.Response:
