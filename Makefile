@@ -13,7 +13,7 @@ WORKERS ?= 4
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup jars classes emulator check unit test demo bench soak simulate clean
+.PHONY: help setup jars classes emulator check unit test demo bench soak simulate sbom release clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -57,6 +57,7 @@ unit: $(STAMP)  ## most unit tests, in about a minute
 test: setup check classes  ## every check and every test there is, real Kafka among them
 	@infra/dev/test_tools.sh
 	@$(PY) -m pytest -n $(WORKERS)
+	@test -n "$$(git status --porcelain)" || git rev-parse 'HEAD^{tree}' > .venv/.tested || true  # for make release
 
 # On the embedded log it needs no jars; on Kafka it fetches them itself, once.
 demo: $(RUN) $(if $(findstring kinesis,$(ARGS)),emulator)  ## the fleet, end to end, on real events; ARGS="--broker kinesis", ARGS=--chaos, ARGS=--json
@@ -75,6 +76,10 @@ simulate: $(STAMP)  ## the whole fleet in one process on a virtual clock, seed a
 
 sbom:  ## dist/penstock.cdx.json: every locked package, jar and npm module, as CycloneDX
 	@$(PYTHON) infra/dev/sbom.py
+
+# VERSION=0.2.0; ARGS=--dry-run, ARGS=--unsigned, ARGS=--untested. It never pushes.
+release: $(STAMP)  ## wheel, bill of materials, image, SHA256SUMS and a signed tag: make release VERSION=0.2.0
+	@$(PY) infra/dev/release.py $(or $(VERSION),"") $(ARGS)
 
 clean:  ## removes .venv and every cache in this folder; the jars outside stay
 	@rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache dist

@@ -35,6 +35,7 @@ from tests.faults.trial import BACKENDS, RSS_LIMIT, read_dead_letters
 from tests.support.fault_table import HEAD, Row
 from tests.support.oracle import Fate, Ledger
 from tests.support.ports import free_port
+from tests.upgrade import rolling
 
 STREAM = "events"
 COLUMNS = "id STRING, key STRING, time BIGINT, fill STRING"
@@ -307,8 +308,17 @@ def main() -> int:
     parser.add_argument(
         "--doubt", action="store_true", help="instead: brokers frozen and cut off, batches of equal size"
     )
+    parser.add_argument(
+        "--upgrade",
+        action="store_true",
+        help="instead: services replaced, from the last release to this version and back",
+    )
+    parser.add_argument("--transform", action="store_true", help="with --upgrade: through Spark, too")
     arguments = parser.parse_args()
     assert BACKENDS
+    if arguments.upgrade:
+        more = {"kafka": arguments.broker == "kafka", "transform": arguments.transform}
+        return rolling.main(arguments.minutes, arguments.rate, arguments.seed, **more)
     if arguments.strikes:
         return run_strikes(arguments.broker, arguments.strikes, arguments.rate, arguments.seed)
     if arguments.broker == "kinesis":

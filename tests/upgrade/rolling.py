@@ -6,7 +6,9 @@ docs/upgrading.md. Between two steps one service is new and the next one old, an
 
 import asyncio
 import os
+import shutil
 import sys
+import tempfile
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -17,6 +19,7 @@ from typing import Any
 import orjson
 
 from services.core.jvm.child import start_child
+from services.core.jvm.kafka import KafkaCluster
 from services.fleet.observer_client import Observer, get_json
 from services.fleet.problem import CommandFailed
 from tests.faults.fleet import DEADLINE, Service, wait_until
@@ -248,3 +251,29 @@ def describe(rolling: Rolling, began: float) -> str:
         f"{len(trial.ledger.lost())} lost, {own} delivered twice, {again} more of requests that were repeated; answers "
         f"{dict(trial.sender.answers)}"
     )
+
+
+def main(minutes: float, rate: float, seed: int, *, kafka: bool, transform: bool) -> int:
+    """`make soak ARGS="--upgrade"`. minutes: of load, at least. The exit status."""
+
+    async def carry(folder: Path) -> None:
+        cluster = await asyncio.to_thread(KafkaCluster, folder / "kafka") if kafka else None
+        try:
+            if cluster is not None:
+                await asyncio.to_thread(cluster.start)
+            url = f"log://{folder / 'log'}" if cluster is None else f"kafka://{cluster.bootstrap}"
+            seconds, began = 60 * minutes / (2 * len(ORDER)), time.monotonic()
+            done = await run(url, folder, rate=rate, seconds=seconds, transform=transform, seed=seed)
+            print(describe(done, began))
+        finally:
+            if cluster is not None:
+                await asyncio.to_thread(cluster.stop, grace_s=0)
+
+    folder = Path(tempfile.mkdtemp(prefix="penstock-upgrade-"))
+    try:
+        asyncio.run(carry(folder))
+    except AssertionError as error:
+        print(f"FAILED: {error}\nthe services' logs are in {folder}")
+        return 1
+    shutil.rmtree(folder, ignore_errors=True)
+    return 0
