@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from services.core.version import VERSION
 from tests.integration.fleet_process import DEADLINE, REPOSITORY, Command
 from tests.support.ports import free_port
 
@@ -183,6 +184,15 @@ async def test_fleet(tmp_path: Path) -> None:
     page = await run_page("docs/fleet.md", tmp_path)
     assert '{"accepted":1}' in page.said
     assert page.said.count('"event":"drained"') == 2
+
+
+async def test_upgrading(tmp_path: Path) -> None:
+    """Broken: docs/upgrading.md shows commands that do not work."""
+    page = await run_page("docs/upgrading.md", tmp_path)
+    assert f"penstock {VERSION}" in page.said
+    assert f"fleet {VERSION}" in page.said
+    assert f'penstock_build_info{{service="expel",version="{VERSION}"}} 1.0' in page.said
+    assert "stored in orders" in page.said or "accepted" in page.said
 
 
 async def test_fidelity(tmp_path: Path) -> None:

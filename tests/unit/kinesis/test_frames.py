@@ -1,10 +1,18 @@
 """Records to Kinesis entries and back."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from services.core.broker.errors import RecordTooLarge
-from services.core.broker.kinesis.record_format import MAX_ENTRY_BYTES, MAX_RECORD_BYTES, make_entries, read_entry
+from services.core.broker.kinesis.record_format import (
+    FRAME_MAGIC,
+    MAX_ENTRY_BYTES,
+    MAX_RECORD_BYTES,
+    BadEntry,
+    make_entries,
+    read_entry,
+)
 from services.core.broker.record import Record
 
 HEADERS = st.lists(st.tuples(st.text(max_size=5), st.binary(max_size=5)), max_size=3).map(tuple)
@@ -57,3 +65,10 @@ def test_many_small_headers_do_not_burst_an_entry() -> None:
 def test_what_others_wrote_is_a_record_too() -> None:
     """If it fails, a stream that others write to cannot be read."""
     assert read_entry(b"plain", "their key", NOW) == [Record(b"their key", b"plain", NOW)]
+
+
+def test_a_frame_of_a_newer_version_is_no_payload() -> None:
+    """Broken: receivers get the bytes of a frame that only a newer version can read."""
+    data = FRAME_MAGIC[:-1] + bytes([FRAME_MAGIC[-1] + 1]) + b"rest"
+    with pytest.raises(BadEntry, match="has format 2, written by a newer Penstock"):
+        read_entry(data, "k", 5)

@@ -33,6 +33,7 @@ import msgspec
 from services.core.broker.contract import MAX_APPEND_BYTES
 from services.core.broker.errors import RecordTooLarge
 from services.core.broker.record import Damage, Record, content_bytes
+from services.core.version import newer_format
 
 AGGREGATE_MAGIC = b"\xf3\x89\x9a\xc2"
 MAX_HEAD_BYTES = 16
@@ -224,6 +225,7 @@ def split_offset(offset: int) -> tuple[str, int]:
 
 
 FRAME_MAGIC = b"\xc1PS\x01"
+"""Its last byte is the version of the frame."""
 MAX_ENTRY_BYTES = 1 << 20
 """Data and partition key of one entry."""
 
@@ -316,6 +318,8 @@ def _read_entry(data: bytes, partition_key: str, arrival: int) -> tuple[list[Rec
 
 def _read_frame(data: bytes, partition_key: str, arrival: int) -> Record:
     if not data.startswith(FRAME_MAGIC):
+        if data.startswith(FRAME_MAGIC[:-1]):
+            raise BadEntry(newer_format("a record's frame", data[len(FRAME_MAGIC) - 1], FRAME_MAGIC[-1]))
         return Record(partition_key.encode(), data, arrival)
     try:
         return _DECODE(memoryview(data)[len(FRAME_MAGIC) :])
