@@ -155,18 +155,25 @@ class ObserverFacts:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """The checkpoint of a pipe's transform in the data folder. made: seconds since the epoch; None: there is none."""
+    """The checkpoint of a pipe's transform in the data folder. made: seconds since the epoch; None: there is none.
+
+    output_made: when the topic of its results was created, where the embedded log shows it. is_reset: an operator set an earlier
+    checkpoint aside.
+    """
 
     pipe: str
     path: Path
     made: float | None
+    output_made: float | None = None
+    is_reset: bool = False
 
 
 @dataclass(slots=True)
 class Facts:
     """Everything that was found. now: seconds since the epoch. unknown: by look, why it found nothing, for a person.
 
-    state: of the fleet on this machine; None where the fleet is elsewhere, or was stopped in good order.
+    state: of the fleet on this machine; None where the fleet is elsewhere, or was stopped in good order. mistakes: of the pipe
+    file as it is now; the fleet may run on an earlier one.
     """
 
     now: float
@@ -178,6 +185,7 @@ class Facts:
     started: float | None = None
     pipes: PipeFile | None = None
     pipes_path: Path | None = None
+    mistakes: tuple[str, ...] = ()
     instances: list[Instance] = field(default_factory=list)
     disks: tuple[Disk, ...] = ()
     files: tuple[FileFault, ...] = ()

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from services.core.pipes import load_pipes
+from services.core.snapshot import original_of
 from services.core.targets import NoTargets, find_targets
 from services.core.yaml_source import BadConfiguration
 from services.fleet.access import find_broker, find_pipes
@@ -128,11 +129,16 @@ async def _find_remote(facts: Facts, where: Where, targets: str) -> None:
 
 async def _load_pipes(facts: Facts, where: Where) -> None:
     path = await in_thread(lambda: find_pipes(where.pipes, where.data))
+    facts.pipes_path = path
+    now = original_of(path) or path
+    try:
+        await in_thread(lambda: load_pipes(now))
+    except BadConfiguration as error:
+        facts.mistakes = tuple(map(str, error.problems))
     try:
         facts.pipes = await in_thread(lambda: load_pipes(path))
     except BadConfiguration as error:
         facts.unknown["the pipe file"] = str(error.problems[0])
-    facts.pipes_path = path
 
 
 async def _look_at_observer(facts: Facts, where: Where, address: str) -> None:

@@ -42,7 +42,9 @@ CHECKS = (
         frozenset(("certificate-expired", "loss", "retention")),
     ),
     Check("versions", "PenstockProcessRestarts", processes.find_versions, _OF_PROCESS),
-    Check("configuration", "PenstockCrashLoop", processes.find_bad_configuration, _OF_PROCESS | {"edited"}),
+    Check(
+        "configuration", "PenstockCrashLoop", processes.find_bad_configuration, _OF_PROCESS | {"edited", "fleet-down"}
+    ),
     Check("fleet-down", "PenstockNotScraped", processes.find_no_fleet, _ALL | {"broker-gone", "edited"}),
     Check("broker-gone", "PenstockIngestNotReady", broker.find_gone, _ALL),
     Check("topics-missing", "PenstockIngestNotReady", broker.find_missing_topics, _ALL),

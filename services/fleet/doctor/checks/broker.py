@@ -20,12 +20,14 @@ SHOWN = 5
 def find_gone(facts: Facts) -> Iterator[Finding]:
     """It does not answer us, or does not answer the services."""
     broker = facts.broker
-    said = [f"{one.name}: {one.reason}" for one in facts.instances if any(word in one.reason for word in _SAID)]
+    unready = [one for one in facts.instances if one.answer == "not ready"]
+    said = [f"{one.name}: {one.reason}" for one in unready if any(word in one.reason for word in _SAID)]
     if broker.problem:
+        evidence = [*said, *(f"{one.name}: {one.reason}" for one in unready)]
+        own = "every service answers that it is ready: only this machine cannot reach it, or they will notice soon"
         yield Finding(
             f"The broker {broker.url} cannot be used: {broker.problem}.",
-            said[:SHOWN]
-            or ["no service says so: its connections may be older, or this machine cannot reach the broker"],
+            list(dict.fromkeys(evidence))[:SHOWN] or [own],
             _first(facts),
         )
     elif said and len(said) * 2 > len(facts.instances):

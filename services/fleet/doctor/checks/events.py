@@ -211,6 +211,6 @@ def find_edited(facts: Facts) -> Iterator[Finding]:
     if facts.changed and not facts.stopped:
         yield Finding(
             "The fleet does not run with the present configuration files: they were changed after its start.",
-            list(facts.changed),
+            [*facts.changed, *(f"a mistake: {text}" for text in facts.mistakes[:SHOWN])],
             "penstock check   # then restart penstock up to use the files, or undo the edit",
         )

@@ -5,7 +5,7 @@ from statistics import median
 
 from services.core.times import format_time
 from services.core.units import format_count
-from services.fleet.doctor.diagnosis import Finding, about
+from services.fleet.doctor.diagnosis import Finding
 from services.fleet.doctor.facts import Disk, Facts
 
 FULL_BYTES = 16_000_000
@@ -78,9 +78,8 @@ def find_wrong_clock(facts: Facts) -> Iterator[Finding]:
         )
     elif wrong:
         names = ", ".join(one.name for one, _ in wrong)
-        parts = about(*(one.name for one, _ in wrong), *(one.service for one, _ in wrong))
         first = "chronyc tracking   # or timedatectl, on the machine of " + wrong[0][0].address
-        yield Finding(f"The clock of {names} is wrong.", evidence, first, parts)
+        yield Finding(f"The clock of {names} is wrong.", evidence, first)
     now = facts.now * 1000
     late = {topic: at for topic, at in facts.broker.newest.items() if at - now > SKEW_S * 1000}
     if late and not wrong:
@@ -90,7 +89,6 @@ def find_wrong_clock(facts: Facts) -> Iterator[Finding]:
             "Stored events have arrival times in the future: a clock of ingest was ahead, or this machine's is behind.",
             evidence,
             "chronyc tracking   # or timedatectl, here and on the machines of ingest",
-            about("ingest"),
         )
     ahead = facts.growth("penstock_ledger_reports_ahead_total")
     if ahead and not wrong and not late:
@@ -101,7 +99,6 @@ def find_wrong_clock(facts: Facts) -> Iterator[Finding]:
             f"The clock of {', '.join(nodes)} is ahead of the observer's.",
             [f"{ahead:.0f} reports with a time in the future in {facts.seconds():.0f} s"],
             "chronyc tracking   # or timedatectl, on their machines",
-            about(*nodes),
         )
 
 

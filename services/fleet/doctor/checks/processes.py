@@ -4,7 +4,8 @@ import itertools
 from collections import defaultdict
 from collections.abc import Iterator
 
-from services.core.pipes import needs_retrier
+from services.core.expected import list_expected
+from services.core.units import format_count
 from services.fleet.doctor.diagnosis import Finding, about
 from services.fleet.doctor.facts import Facts, Instance, LogLine
 
@@ -19,6 +20,7 @@ LOOKED_BACK_S = 600.0
 SHOWN_LINES = 3
 _STARTED = ("started", "management_port_open")
 """The first event in the log of each run."""
+_CORRECT = "penstock check   # then correct the file, or go back to the last good one, and start penstock up"
 _SAFE = "acknowledged events are stored; unfinished ones are processed again"
 
 
@@ -36,7 +38,7 @@ def find_no_fleet(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             f"The supervisor (penstock up) is dead, and {'most' if alive else 'all'} services ended with it.",
             [f"process {facts.state.pid} of {facts.data}/fleet.json does not exist", _SAFE],
-            f"penstock up --data {facts.data}   # with the options of its last start",
+            f"penstock up --data {facts.data} --listen {facts.state.listen}   # with the options of its last start",
         )
 
 
@@ -68,7 +70,13 @@ def find_versions(facts: Facts) -> Iterator[Finding]:
 
 
 def find_bad_configuration(facts: Facts) -> Iterator[Finding]:
-    """A service that ends at once because of its configuration: a wrong deploy."""
+    """A pipe file or a service's configuration with which nothing starts: a wrong deploy."""
+    if facts.stopped and facts.mistakes:
+        yield Finding(
+            f"The fleet does not start with this pipe file: {format_count(len(facts.mistakes), 'mistake')}.",
+            facts.mistakes[:SHOWN_LINES],
+            _CORRECT,
+        )
     for one in _by_flow(facts):
         if one.answers:
             continue
@@ -77,13 +85,9 @@ def find_bad_configuration(facts: Facts) -> Iterator[Finding]:
             yield Finding(
                 f"{one.name} does not start: its configuration is wrong.",
                 [*lines[:SHOWN_LINES], *_log_of(one)],
-                _correct(facts),
+                _CORRECT,
                 _parts(facts, one),
             )
-
-
-def _correct(facts: Facts) -> str:
-    return "penstock check   # then correct the file, or go back to the last good one, and restart penstock up"
 
 
 def find_dead(facts: Facts) -> Iterator[Finding]:
@@ -106,15 +110,9 @@ def _missing(facts: Facts) -> Iterator[Finding]:
     pipes = facts.pipes
     if pipes is None or facts.stopped or not facts.instances or any(not one.service for one in facts.instances):
         return
-    wanted = {
-        "ingest": True,
-        "expel": bool(pipes.pipes),
-        "transform": any(pipe.transform is not None for pipe in pipes.pipes.values()),
-        "retrier": needs_retrier(pipes),
-        "observer": True,
-    }
+    wanted = {service for service, _ in list_expected(pipes, ledger=bool(facts.observer.address))}
     for service in FLOW:
-        if wanted.get(service) and not facts.of(service):
+        if service in wanted and not facts.of(service):
             names = ", ".join(one.name for one in facts.instances)
             yield Finding(
                 f"No process of {service} is in the list of processes.",

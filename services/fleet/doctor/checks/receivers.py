@@ -30,6 +30,7 @@ def find_secrets(facts: Facts) -> Iterator[Finding]:
             [fault.problem],
             f"ls -la {fault.path}   # it must be readable by its owner alone: chmod 600 {fault.path}",
             fault.about,
+            runbook="PenstockIngestKeysStale" if "ingest" in fault.about else "",
         )
     known = {part for fault in facts.files for part in fault.about}
     for metric, what in _AGES.items():
@@ -41,6 +42,7 @@ def find_secrets(facts: Facts) -> Iterator[Finding]:
                     [f"for {value:.0f} s ({metric})", *_lines(facts, one.name, ("file_unusable", "file_stale"))],
                     f"grep file_ {one.log}" if one.log is not None else f"the log of {one.name}: file_unusable",
                     about(name),
+                    runbook="PenstockIngestKeysStale" if one.service == "ingest" else "",
                 )
 
 
@@ -48,14 +50,14 @@ def find_expired(facts: Facts) -> Iterator[Finding]:
     """Certificates that have ended: the receivers', and our own."""
     for one in _certificates(facts):
         if one.until <= facts.now:
-            yield _expiry(one, f"{_capital(one.whose)} expired {_days(facts.now - one.until)} ago.")
+            yield _expiry(one, f"{_capital(one.whose)} expired {_span(facts.now - one.until)} ago.")
 
 
 def find_expiring(facts: Facts) -> Iterator[Finding]:
     """Certificates that end within SOON_DAYS."""
     for one in _certificates(facts):
         if facts.now < one.until <= facts.now + SOON_DAYS * 86400:
-            yield _expiry(one, f"{_capital(one.whose)} expires in {_days(one.until - facts.now)}.")
+            yield _expiry(one, f"{_capital(one.whose)} expires in {_span(one.until - facts.now)}.")
 
 
 def _certificates(facts: Facts) -> list[Certificate]:
@@ -71,7 +73,9 @@ def _expiry(one: Certificate, what: str) -> Finding:
     return Finding(what, evidence, first, about(*one.lanes))
 
 
-def _days(seconds: float) -> str:
+def _span(seconds: float) -> str:
+    if seconds < 2 * 3600:
+        return f"{seconds / 60:.0f} minutes"
     return f"{seconds / 86400:.0f} days" if seconds >= 2 * 86400 else f"{seconds / 3600:.0f} hours"
 
 
@@ -199,7 +203,7 @@ def find_paused(facts: Facts) -> Iterator[Finding]:
         pipe, _, destination = name.partition("/")
         parts = about(name) if destination else about(f"pipe {pipe}", "transform")
         yield Finding(
-            f"{name} has been paused for {_days(facts.now - pause.at / 1000)}, by {pause.by}.",
+            f"{name} has been paused for {_span(facts.now - pause.at / 1000)}, by {pause.by}.",
             [_since(pause)],
             f"penstock destination resume {destination} --pipe {pipe}" if destination else f"penstock resume {pipe}",
             parts,

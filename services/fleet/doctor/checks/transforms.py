@@ -4,14 +4,18 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from services.core.pipes import output_topic
+from services.core.times import format_time
 from services.core.units import format_count
 from services.fleet.doctor.diagnosis import Finding, about
-from services.fleet.doctor.facts import Facts
+from services.fleet.doctor.facts import Checkpoint, Facts
 
 _CHECKPOINT_WORDS = ("checkpoint", "penstock.json")
 _POISON = ("batch_in_parts", "batch_begun_before_and_not_done")
 STUCK_RECORDS = 1
 STARTING_S = 120.0
+NEW_S = 3600.0
+FIRST_START_S = 180.0
+"""A new pipe has its topic first, and its checkpoint when Spark has started."""
 
 
 def find_checkpoints(facts: Facts) -> Iterator[Finding]:
@@ -38,6 +42,16 @@ def find_checkpoints(facts: Facts) -> Iterator[Finding]:
                 "Ctrl-C the fleet before the transform starts again, then restore the folder from the backup",
                 parts,
             )
+        elif (made := _made_anew(facts, one)) is not None:
+            yield Finding(
+                f"The checkpoint of the transform of {one.pipe} is new, and its results are older: it was lost.",
+                [
+                    f"{one.path} was made at {format_time(int(made * 1000))}, its topic {output_topic(one.pipe)} long before",
+                    "the transform reads all stored events again; receivers get their results twice, with the same ids",
+                ],
+                f"penstock pause {one.pipe}   # then restore the checkpoint from the backup, or let it go on",
+                parts,
+            )
     for pipe, problem in said.items():  # checkpoints elsewhere
         if any(word in problem for word in _CHECKPOINT_WORDS):
             yield Finding(
@@ -46,6 +60,14 @@ def find_checkpoints(facts: Facts) -> Iterator[Finding]:
                 "docs/runbooks/PenstockTransformNotUp.md: restore it, or start over",
                 about(f"pipe {pipe}", "transform"),
             )
+
+
+def _made_anew(facts: Facts, one: Checkpoint) -> float | None:
+    """When a checkpoint was made within the last hour that replaces a lost one. A reset is no loss."""
+    made, output = one.made, one.output_made
+    if made is None or output is None or one.is_reset or not facts.broker.ends.get(output_topic(one.pipe)):
+        return None
+    return made if made > facts.now - NEW_S and made > output + FIRST_START_S else None
 
 
 def _problems(facts: Facts) -> Iterator[tuple[str, str]]:

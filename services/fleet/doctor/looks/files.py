@@ -8,7 +8,7 @@ from services.core.bearer import read_tokens
 from services.core.certificate import untils_of_pem
 from services.core.credentials import BadCredential, find_secret, read_tls, read_value
 from services.core.keys import load_keys
-from services.core.pipes import PipeFile, Tls, Webhook, lane_name
+from services.core.pipes import PipeFile, Tls, Webhook, lane_name, output_topic
 from services.core.signing import BadSecret, read_signing_keys
 from services.core.snapshot import list_copies, original_of
 from services.core.yaml_source import BadConfiguration
@@ -179,5 +179,16 @@ def look_at_checkpoints(facts: Facts) -> None:
             made: float | None = (path / "metadata").stat().st_mtime
         except OSError:
             made = None
-        found.append(Checkpoint(name, path, made))
+        asides = list(path.parent.glob(f"{name}.*")) if path.parent.is_dir() else []
+        found.append(Checkpoint(name, path, made, _output_made(facts, name), is_reset=bool(asides)))
     facts.checkpoints = tuple(found)
+
+
+def _output_made(facts: Facts, pipe: str) -> float | None:
+    """When the log's topic of the results was created: nobody writes to its lock file."""
+    kind, _, root = facts.broker.url.partition("://")
+    lock = Path(root) / "topics" / f"{output_topic(pipe)}.lock"
+    try:
+        return lock.stat().st_mtime if kind == "log" else None
+    except OSError:
+        return None

@@ -327,6 +327,17 @@ def test_a_lost_checkpoint() -> None:
 
     assert first_of(broken(delete)) == "checkpoint"
 
+    def make_anew(is_reset: bool) -> Callable[[Facts], None]:
+        def change(facts: Facts) -> None:
+            facts.broker.ends["large.out"] = 500
+            path = DATA / "checkpoints" / "large"
+            facts.checkpoints = (Checkpoint("large", path, NOW - 60, NOW - 9 * DAY_S, is_reset=is_reset),)
+
+        return change
+
+    assert first_of(broken(make_anew(is_reset=False))) == "checkpoint"
+    assert broken(make_anew(is_reset=True)).status == 0  # an operator asked for it
+
     def begin(facts: Facts) -> None:  # a new pipe has neither
         facts.checkpoints = (Checkpoint("large", DATA / "checkpoints" / "large", None),)
 
@@ -441,6 +452,13 @@ def test_a_fleet_that_does_not_run() -> None:
 
     found = broken(stop)
     assert (first_of(found), len(found.causes)) == ("fleet-down", 1)
+
+    def misspell(facts: Facts) -> None:
+        stop(facts)
+        facts.mistakes = ("pipes.yaml:3: sources: there is no stream ordrs",)
+
+    found = broken(misspell)
+    assert (first_of(found), symptoms_of(found)) == ("configuration", {"fleet-down"})
 
 
 def test_a_list_of_processes_without_a_service() -> None:
