@@ -88,7 +88,8 @@ BrokerUrl = Annotated[
     typer.Option(
         "--broker",
         envvar="PENSTOCK_BROKER",
-        help="log:///path, kafka://host:port or kinesis://region; absent: the fleet on --data, or the log in that folder.",
+        help="log:///path, kafka://host:port or kinesis://region, with ?prefix=acme. where fleets share it; absent: the fleet on "
+        "--data, or the log in that folder.",
     ),
 ]
 Pipes = Annotated[

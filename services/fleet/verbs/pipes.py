@@ -225,11 +225,20 @@ def schema() -> None:
     typer.echo(pipe_schema(), nl=False)
 
 
-@APP.command(epilog=example("penstock apply -f pipes.yaml --broker kafka://127.0.0.1:9092"))
+@APP.command(
+    epilog=example(
+        "penstock apply -f pipes.yaml --broker kafka://127.0.0.1:9092\n"
+        "penstock apply -f pipes.yaml --broker 'kinesis://eu-west-1?prefix=acme.'"
+    )
+)
 def apply(
     broker: Annotated[
         str,
-        typer.Option("--broker", envvar="PENSTOCK_BROKER", help="log:///path, kafka://host:port or kinesis://region."),
+        typer.Option(
+            "--broker",
+            envvar="PENSTOCK_BROKER",
+            help="log:///path, kafka://host:port or kinesis://region, with ?prefix=acme. where fleets share it.",
+        ),
     ],
     pipes: PipeFilePath = Path("pipes.yaml"),
     allow_networks: Allowed = "",
