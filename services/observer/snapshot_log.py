@@ -17,11 +17,13 @@ import msgspec
 import structlog
 import zstandard
 
+from services.core import metrics
 from services.core.broker.contract import Reader
 from services.core.broker.producer import Producer
 from services.core.broker.reading import scan
 from services.core.broker.record import Headers, Record
 from services.core.ledger.report import SNAPSHOTS, PackedOffset, pack_offset
+from services.core.version import newer_format
 from services.observer.ledger.table import Table
 from services.observer.snapshot import FollowerState, Loader, NamedPart
 from services.observer.snapshot_v1 import JoinedParts, restore_v1
@@ -217,8 +219,9 @@ class SnapshotLog:
         manifest = candidate.manifest
         if manifest is None:
             return restore_v1(candidate.whole or b"", table)
-        if manifest.version != VERSION:
-            raise ValueError(f"snapshot of version {manifest.version}, not {VERSION}. Try: a newer observer")
+        if manifest.version > VERSION:
+            metrics.NOT_UNDERSTOOD.labels("snapshot", "version").inc()
+            raise ValueError(newer_format("the observer's snapshot", manifest.version, VERSION))
         loader, wanted = Loader(table), set(_ids(manifest))
         missing, pieces = set(wanted), dict[bytes, dict[int, bytes]]()
         async for batch in scan(self._reader, SNAPSHOTS, 0, int(manifest.first), candidate.offset):
