@@ -137,7 +137,9 @@ def build_image(version: str, folder: Path) -> Path | None:
             else "there is no python.digest (docs/fleet.md)"
         )
         print(f"The image was not built: {why}. Where one runs:")
-        print(f'  docker {" ".join(command)} --build-arg PYTHON_DIGEST="$(cat python.digest)" .')
+        print(
+            f'  git checkout v{version} && docker {" ".join(command)} --build-arg PYTHON_DIGEST="$(cat python.digest)" .'
+        )
         return None
     base = digest.read_text(encoding="utf-8").strip()
     run(engine, *command, "--build-arg", f"PYTHON_DIGEST={base}", ".")
