@@ -26,7 +26,7 @@ from services.core.broker.connect import open_broker
 from services.core.jvm.child import start_child, stop_child
 from services.core.jvm.kafka import KafkaCluster
 from services.fleet.folder import ProcessState, read_state
-from tests.faults import doubt, soak_fidelity, soak_outage
+from tests.faults import doubt, soak_fidelity, soak_incidents, soak_outage
 from tests.faults.fleet import wait_until
 from tests.faults.sender import Sender
 from tests.faults.sink import Sink, open_sink
@@ -304,6 +304,10 @@ def main() -> int:
     parser.add_argument(
         "--fidelity", action="store_true", help="does the observer name what is lost, and nothing else?"
     )
+    parser.add_argument(
+        "--incidents", help="instead: incidents under Prometheus; all, or parts of names, comma-separated"
+    )
+    parser.add_argument("--at-once", type=int, default=4, help="incidents at a time, each with a fleet of its own")
     parser.add_argument("--outage", action="store_true", help="instead: a failing receiver, retrier and expel killed")
     parser.add_argument(
         "--doubt", action="store_true", help="instead: brokers frozen and cut off, batches of equal size"
@@ -323,6 +327,8 @@ def main() -> int:
         return run_strikes(arguments.broker, arguments.strikes, arguments.rate, arguments.seed)
     if arguments.broker == "kinesis":
         parser.error("--broker kinesis goes with --strikes")
+    if arguments.incidents:
+        return soak_incidents.run(arguments.incidents, arguments.at_once)
     if arguments.doubt:
         return doubt.run(arguments.minutes, arguments.seed)
     if arguments.outage:

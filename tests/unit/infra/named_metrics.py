@@ -10,6 +10,8 @@ from services.core.lag import LagFamily
 
 _NAMED = re.compile(r"(?<![\w:])penstock_[a-z0-9_]+(?![\w:])(?:\{([^}]*)\})?")
 _RECORDED = re.compile(r"\b[a-z_]+:penstock_[a-z0-9_]+:[a-z0-9_]+\b")
+TARGET_LABELS = ("component", "process")
+"""Of each series, by the list of targets."""
 _MATCHER = re.compile(r"(\w+)\s*(?:=~|!~|!=|=)\s*\"")
 
 
@@ -35,7 +37,9 @@ def find_strangers(expression: str) -> list[str]:
         if name not in known:
             strangers.append(name)
         strangers += [
-            f"{name}: {label}" for label in _MATCHER.findall(match[1] or "") if label not in known.get(name, (label,))
+            f"{name}: {label}"
+            for label in _MATCHER.findall(match[1] or "")
+            if label not in (*known.get(name, (label,)), *TARGET_LABELS)
         ]
     return strangers
 

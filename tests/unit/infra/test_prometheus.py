@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from services.fleet.folder import FleetState, ProcessState
-from tests.unit.infra.named_metrics import existing, find_recorded, find_strangers
+from tests.unit.infra.named_metrics import TARGET_LABELS, existing, find_recorded, find_strangers
 
 REPOSITORY = Path(__file__).parents[3]
 FOLDER = REPOSITORY / "infra" / "prometheus"
@@ -97,7 +97,7 @@ def test_targets(tmp_path: Path) -> None:
         {"targets": ["127.0.0.1:7000"], "labels": {"component": "fleet", "process": "fleet"}},
         {"targets": ["127.0.0.1:7001"], "labels": {"component": "ingest", "process": "ingest-0"}},
     ]
-    assert not {"component", "process"} & {label for labels in existing().values() for label in labels}
+    assert not set(TARGET_LABELS) & {label for labels in existing().values() for label in labels}
 
 
 def test_targets_without_a_fleet(tmp_path: Path) -> None:
