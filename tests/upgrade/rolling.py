@@ -20,10 +20,11 @@ import orjson
 
 from services.core.jvm.child import start_child
 from services.core.jvm.kafka import KafkaCluster
+from services.core.pipes import dead_letter_topic, output_topic
 from services.fleet.observer_client import Observer, get_json
 from services.fleet.problem import CommandFailed
 from tests.faults.fleet import DEADLINE, Service, wait_until
-from tests.faults.trial import Trial, open_trial
+from tests.faults.trial import Trial, open_trial, read_dead_letters
 from tests.support import early_observer
 from tests.support.oracle import Fate
 from tests.support.ports import free_port
@@ -157,9 +158,17 @@ class Rolling:
 
     async def settle(self) -> None:
         """Until everything that was acknowledged was delivered."""
-        await self.trial.sender.insist_on_one()
-        await wait_until(lambda: not self.trial.ledger.lost())
-        await self.trial.settle()
+        trial, group = self.trial, self.trial.group
+        await trial.sender.insist_on_one()
+        await wait_until(lambda: not trial.ledger.lost())
+        source = output_topic(trial.pipe) if "transform" in self.services else trial.stream
+
+        async def is_settled() -> bool:
+            lags = await trial.broker.admin.group_lag(group, source)
+            return not any(lag.records for lag in lags.values())
+
+        await wait_until(is_settled)
+        await read_dead_letters(trial.broker, dead_letter_topic(trial.pipe), trial.ledger)
 
     async def judge(self) -> None:
         """The promise, and the observers' tables of both versions: no minute is final with anything missing."""
