@@ -1,7 +1,8 @@
 """Makes a release on this machine, and publishes nothing: make release VERSION=0.2.0, or infra/dev/release.py 0.2.0
 
 1. Checks that the tree is clean, that `make test` has passed for exactly these files, and that git can sign.
-2. Moves the lines of [Unreleased] in CHANGELOG.md to the version with today's date, and sets the version.
+2. Moves the lines of [Unreleased] in CHANGELOG.md to the version with today's date, and sets the version, also as the tag of the
+   image in manifests and commands.
 3. Builds into dist/: the wheel, the bill of materials, the image where a container engine runs, and SHA256SUMS.
 4. Commits, and makes the signed tag vVERSION, whose message has the sums.
 5. Opens the next version in a second commit. Its tests run beside the wheel of this release (tests/releases).
@@ -31,6 +32,12 @@ TESTED = ROOT / ".venv" / ".tested"
 ENGINES = ("docker", "podman")
 _NUMBER = re.compile(r"(0|[1-9]\d*)\.(0|[1-9]\d*)\.(0|[1-9]\d*)")
 _UNRELEASED = "## [Unreleased]\n"
+IMAGE_TAGS = (
+    "docs/fleet.md",
+    "infra/kubernetes/base/kustomization.yaml",
+    "infra/kubernetes/autoscaled/kustomization.yaml",
+)
+_IMAGE_TAG = re.compile(r"(penstock:|images:|newTag: |ImageTag=)\d+\.\d+\.\d+")
 
 
 class Refused(Exception):
@@ -101,6 +108,12 @@ def set_version(version: str) -> None:
     VERSION_FILE.write_text(
         re.sub(r'^VERSION = ".*"$', f'VERSION = "{version}"', text, flags=re.MULTILINE), encoding="utf-8"
     )
+
+
+def set_image_tags(version: str) -> None:
+    """Manifests and commands name the image of the last release."""
+    for path in (ROOT / name for name in IMAGE_TAGS):
+        path.write_text(_IMAGE_TAG.sub(rf"\g<1>{version}", path.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 def date_changelog(version: str) -> None:
@@ -184,6 +197,7 @@ def release(version: str, *, signed: bool) -> None:
     try:
         set_version(version)
         date_changelog(version)
+        set_image_tags(version)
         files = build(version, ROOT / "dist")
         run("git", "commit", "--quiet", "--all", "--message", f"Release {version}")
         tag(version, files, signed=signed, tested=is_known)

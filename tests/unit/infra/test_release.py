@@ -17,7 +17,18 @@ class Clone:
 
     def __init__(self, folder: Path) -> None:
         self.root, self._programs = folder / "clone", folder / "programs"
-        parts = ["services", "spark", "infra", "examples", "tests/releases", "LICENSE", "*.md", "*.toml", ".gitignore"]
+        parts = [
+            "services",
+            "spark",
+            "infra",
+            "examples",
+            "tests/releases",
+            "LICENSE",
+            "docs",
+            "*.md",
+            "*.toml",
+            ".gitignore",
+        ]
         command = [
             "git",
             "ls-files",
@@ -121,6 +132,10 @@ def test_a_signed_release(clone: Clone) -> None:
     assert (dist / "SHA256SUMS").read_text().strip() in clone.git("tag", "-n99", f"v{NEXT}").replace("\n    ", "\n")
     assert f'VERSION = "{NEXT}"' in clone.git("show", f"v{NEXT}:services/core/version.py")
     assert f"## [Unreleased]\n\n## [{NEXT}] - 20" in clone.git("show", f"v{NEXT}:CHANGELOG.md")
+    for name in ("base", "autoscaled"):
+        assert f"newTag: {NEXT}}}" in clone.git("show", f"v{NEXT}:infra/kubernetes/{name}/kustomization.yaml")
+    page = clone.git("show", f"v{NEXT}:docs/fleet.md")
+    assert (page.count(f"penstock:{NEXT}"), page.count(f'images:{NEXT}"'), page.count(f"ImageTag={NEXT}")) == (3, 2, 1)
     assert 'VERSION = "7.2.0.dev0"' in (clone.root / "services" / "core" / "version.py").read_text()
     (kept,) = (clone.root / "tests" / "releases").glob("*.whl")
     assert kept.read_bytes() == (dist / kept.name).read_bytes()
