@@ -89,14 +89,14 @@ class SendThrottle:
             self._slow_start.end(request, good=True)
             if self._breaker.succeed(request):
                 self._slow_start.start()
-                log.info("breaker_closed", lane=self._lane)
+                log.warning("breaker_closed", lane=self._lane, hint="its receiver accepts events again")
         elif failure.ours:
             self.abandon(request)
         elif failure.reason == _TOO_MANY:
             self._slow_start.end(request, good=False)
             if self._breaker.close(request):
                 self._slow_start.start(least=True)
-                log.info("breaker_closed", lane=self._lane)
+                log.warning("breaker_closed", lane=self._lane, hint="its receiver accepts events again")
         else:
             self._fail(request, failure)
 

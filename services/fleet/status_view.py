@@ -97,7 +97,7 @@ def _destinations(rows: list[dict[str, Any]]) -> Table:
 def _failing(row: dict[str, Any]) -> Text:
     """A line for a destination whose circuit breaker is not closed."""
     name = Text(f"{row['pipe']} → {row['destination']}", style="red")
-    return Text.assemble(name, " fails: its circuit breaker is open. One request at a time tests its receiver")
+    return Text.assemble(name, " fails: its circuit breaker is open. The next event that is due tests its receiver")
 
 
 def _paused(row: dict[str, Any]) -> Text:

@@ -276,7 +276,7 @@ INCIDENTS: tuple[Incident, ...] = (
     Incident("receiver answers 503", _answer(503), DESTINATION, FAILING),
     Incident("receiver answers nobody", _answer_nobody, DESTINATION, FAILING),
     Incident("every receiver refuses", _refuse_everywhere, DESTINATION | _of("EveryDestinationDown"), FAILING),
-    Incident("receiver answers 400", _answer(400), _of("DeadLettersGrow"), frozenset({"dead-letters"})),
+    Incident("receiver answers 400", _answer(400), _of("DeadLettersGrow"), FAILING | {"dead-letters"}),
     Incident(
         "certificate expired",
         _expire_certificate,

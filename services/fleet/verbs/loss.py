@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from services.core.pipes import is_of_retrier
+from services.core.units import format_count
 from services.fleet.console import OUT, make_table, print_note
 from services.fleet.observer_client import find_observer, get_json, loss_table
 from services.fleet.verbs.app import APP, AsJson, Data, ObserverAddress, ObserverToken, example
@@ -45,7 +46,8 @@ def show(
     _print_gaps(body)
     accepted = sum(row["accepted"] for row in body["minutes"])
     lost = sum(row["lost"] for row in body["minutes"])
-    print_note(f"{lost} of {accepted} events are missing in {len(body['minutes'])} minutes of {pipe}; {_open(body)}")
+    minutes = format_count(len(body["minutes"]), "minute")
+    print_note(f"{lost} of {format_count(accepted, 'event')} are missing in {minutes} of {pipe}; {_open(body)}")
 
 
 @LOSS.command(epilog=example("penstock loss explain punctuality 2026-11-21T08:05Z"))
@@ -100,9 +102,9 @@ def _open(body: dict[str, Any]) -> str:
     steps = [step for row in body["minutes"] for step in row["steps"] if not step["final"]]
     names = sorted({step["destination"] for step in steps if step["destination"] is not None})
     if not names:
-        return "all of them are final"
+        return "all minutes are final"
     shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-    return f"open ones not counted, of {shown}"
+    return f"some minutes are not final, and nothing is missing in them yet: {shown}"
 
 
 def _print_gaps(body: dict[str, Any]) -> None:

@@ -71,7 +71,7 @@ def find_versions(facts: Facts) -> Iterator[Finding]:
 
 def find_bad_configuration(facts: Facts) -> Iterator[Finding]:
     """A pipe file or a service's configuration with which nothing starts: a wrong deploy."""
-    if facts.stopped and facts.mistakes:
+    if facts.mistakes and (facts.stopped or facts.state is None):
         yield Finding(
             f"The fleet does not start with this pipe file: {format_count(len(facts.mistakes), 'mistake')}.",
             facts.mistakes[:SHOWN_LINES],

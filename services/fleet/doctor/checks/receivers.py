@@ -96,6 +96,9 @@ def find_failing(facts: Facts) -> Iterator[Finding]:
         is_unreachable = endpoint is not None and bool(endpoint.problem) and facts.state is not None
         if not (is_open or is_failing or is_unreachable) or lane in facts.broker.pauses:
             continue
+        if is_open and not failed and endpoint is not None and not endpoint.problem and not _newly_failed(facts, lane):
+            yield _recovering(lane, endpoint, facts)
+            continue
         words = failed or {word: count for word, count in total.items() if word != _DELIVERED and count}
         said = _said(facts, lane)
         reason = said.get("reason") or max(words, key=lambda word: words[word], default="")
@@ -106,6 +109,25 @@ def find_failing(facts: Facts) -> Iterator[Finding]:
             about(lane),
             runbook="" if is_open else "PenstockLagGrows",
         )
+
+
+def _newly_failed(facts: Facts, lane: str) -> bool:
+    """Whether the last failure was an answer, or no trusted connection: a connection that succeeds says nothing about these."""
+    reason = str(_said(facts, lane).get("reason", ""))
+    return bool(reason) and reason not in ("connection", "timeout", "dns")
+
+
+def _recovering(lane: str, endpoint: Endpoint, facts: Facts) -> Finding:
+    """A receiver that accepts connections again, before the next request to it."""
+    due = [value for _, _, value, _ in facts.series("penstock_retrier_next_due_timestamp_seconds") if value > 0]
+    evidence = [
+        f"a connection from this machine to {endpoint.url}: succeeds",
+        "its circuit breaker is open until a request succeeds, and no request was due since",
+    ]
+    if due and min(due) > facts.now:
+        evidence.append(f"the next event with the global retrier is due in {min(due) - facts.now:.0f} s")
+    what = f"The receiver of {lane} was down and accepts connections again. The next event that is due tests it."
+    return Finding(what, evidence, "penstock status --watch   # nothing to do", about(lane), is_note=True)
 
 
 def _attempts(facts: Facts) -> dict[str, tuple[dict[str, float], dict[str, float]]]:

@@ -11,7 +11,7 @@ from services.core.scrape import Sample
 from services.fleet.doctor.checks import CHECKS
 from services.fleet.doctor.checks.broker import find_gone, find_missing_topics, find_throttled
 from services.fleet.doctor.diagnosis import Diagnosis, diagnose
-from services.fleet.doctor.facts import Certificate, Checkpoint, Disk, Endpoint, Facts, FileFault, Letters
+from services.fleet.doctor.facts import Certificate, Checkpoint, Disk, Endpoint, Facts, FileFault, Letters, LogLine
 from tests.unit.fleet.doctor.fleet_facts import (
     DATA,
     LANE,
@@ -248,6 +248,25 @@ def test_a_receiver_is_down() -> None:
     found = broken(refuse)
     assert (first_of(found), symptoms_of(found), len(found.causes)) == ("receivers-fail", {"dead-letters"}, 1)
     assert "shop/crm" in found.causes[0].finding.what
+
+
+def test_a_receiver_that_is_back() -> None:
+    """Broken: a destination that recovers by itself sends a person to its owner; or one that still fails looks well."""
+
+    def recover(reason: str) -> Callable[[Facts], None]:
+        def change(facts: Facts) -> None:
+            expel = instance(facts, "expel")
+            count(expel, "penstock_expel_breaker_state", LANE, 2.0, 2.0)
+            count(expel, "penstock_expel_attempts_total", {**LANE, "outcome": reason}, 12.0, 12.0)
+            facts.endpoints = (Endpoint("https://crm.example.org", ("shop/crm",)),)
+            expel.lines = (LogLine(NOW, "warning", "breaker_open", "", {"lane": "shop/crm", "reason": reason}),)
+
+        return change
+
+    found = broken(recover("connection"))
+    assert (found.status, [note.check.name for note in found.notes]) == (0, ["receivers-fail"])
+    assert "accepts connections again" in found.notes[0].finding.what
+    assert first_of(broken(recover("http_503"))) == "receivers-fail"
 
 
 @pytest.mark.parametrize(
