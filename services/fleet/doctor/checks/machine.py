@@ -1,6 +1,7 @@
 """Checks of the machine: the data folder, disks, clocks."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from statistics import median
 
 from services.core.times import format_time
@@ -29,22 +30,35 @@ def find_folder(facts: Facts) -> Iterator[Finding]:
 def find_full_disk(facts: Facts) -> Iterator[Finding]:
     """No room, no free file, or mounted read-only. What the services say counts, too: a quota shows in no figure."""
     said = list(_said_full(facts))
-    for disk in facts.disks:
+    for disk in _disks(facts):
         if disk.read_only:
             yield Finding(f"The disk of {disk.path} is mounted read-only.", [_room(disk)], "dmesg | tail -50")
         elif disk.free < FULL_BYTES or disk.files_free == 0:
             what = "has no room left" if disk.free < FULL_BYTES else "can hold no more files"
             yield Finding(f"The disk of {disk.path} {what}.", [_room(disk), *said], _du(disk))
             said = []
-    if said and not any(disk.free < FULL_BYTES for disk in facts.disks):
+    if said and not any(disk.free < FULL_BYTES for disk in _disks(facts)):
         yield Finding("The broker's storage is full.", said, f"df -h; du -xsh {facts.data or '.'}/* | sort -h | tail")
 
 
 def find_little_room(facts: Facts) -> Iterator[Finding]:
     """A disk that will be full soon."""
-    for disk in facts.disks:
+    for disk in _disks(facts):
         if FULL_BYTES <= disk.free < min(LITTLE_SHARE * disk.size, LITTLE_BYTES) and not disk.read_only:
             yield Finding(f"The disk of {disk.path} is nearly full.", [_room(disk)], _du(disk))
+
+
+def _disks(facts: Facts) -> list[Disk]:
+    """The disks of this machine; of a fleet elsewhere those that its services show."""
+    if facts.disks:
+        return list(facts.disks)
+    sizes = {labels["folder"]: size for _, labels, size, _ in facts.series("penstock_disk_size_bytes")}
+    free = {labels["folder"]: room for _, labels, room, _ in facts.series("penstock_disk_free_bytes")}
+    return [
+        Disk(Path(name), int(room), int(sizes[name]), -1, read_only=False)
+        for name, room in free.items()
+        if name in sizes
+    ]
 
 
 def _said_full(facts: Facts) -> Iterator[str]:

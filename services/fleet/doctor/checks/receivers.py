@@ -61,7 +61,14 @@ def find_expiring(facts: Facts) -> Iterator[Finding]:
 
 
 def _certificates(facts: Facts) -> list[Certificate]:
-    return [*facts.certificates, *(one.certificate for one in facts.endpoints if one.certificate is not None)]
+    found = [*facts.certificates, *(one.certificate for one in facts.endpoints if one.certificate is not None)]
+    if facts.data is not None:
+        return found
+    shown = facts.series("penstock_certificate_expiry_timestamp_seconds")  # of files on the machines of expel
+    return found + [
+        Certificate(f"the certificate of {labels['name']} ({labels['key']})", until, (labels["name"],))
+        for labels, until in {frozenset(labels.items()): (labels, until) for _, labels, until, _ in shown}.values()
+    ]
 
 
 def _expiry(one: Certificate, what: str) -> Finding:

@@ -35,7 +35,8 @@ def _instance(one: ProcessState) -> Instance:
 
 def instance_of(target: Target) -> Instance:
     """A process of a list of targets."""
-    return Instance(target.name or target.address, target.service, target.address)
+    service = "retrier" if target.service == "global-retrier" else target.service  # the name of its deployment
+    return Instance(target.name or target.address, service, target.address)
 
 
 async def look_at_processes(facts: Facts) -> None:

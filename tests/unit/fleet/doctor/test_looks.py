@@ -1,0 +1,207 @@
+"""How the doctor looks: what answers, what does not, and what must not be touched by a look."""
+
+import asyncio
+import datetime
+import socket
+import subprocess
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from email.utils import format_datetime
+from pathlib import Path
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from services.core.certificate import untils_of_pem
+from services.core.listening import serve_app
+from services.core.pipes import PipeFile
+from services.fleet.doctor.checks import CHECKS
+from services.fleet.doctor.diagnosis import diagnose
+from services.fleet.doctor.facts import Facts, Instance
+from services.fleet.doctor.look import Where, look
+from services.fleet.doctor.looks import processes
+from services.fleet.doctor.looks.bounds import bounded, in_thread
+from services.fleet.doctor.looks.broker import look_at_broker
+from services.fleet.doctor.looks.files import look_at_secrets, look_at_snapshot
+from services.fleet.doctor.looks.processes import look_at_processes, parse_line, skew_of, tail
+from services.fleet.problem import CommandFailed
+from tests.support.ports import free_port
+
+NOW = 1_790_000_000.0
+
+
+@asynccontextmanager
+async def service(*, ready: bool = True, ahead_s: float = 0.0, healthy: bool = True) -> AsyncIterator[str]:
+    """A management port."""
+
+    async def readyz(_request: web.Request) -> web.Response:
+        date = datetime.datetime.now(datetime.UTC) + datetime.timedelta(seconds=ahead_s)
+        body = {"ready": ready, "reason": None if ready else "the broker cannot be opened"}
+        return web.json_response(
+            body, status=200 if ready else 503, headers={"Date": format_datetime(date, usegmt=True)}
+        )
+
+    async def healthz(_request: web.Request) -> web.Response:
+        return web.Response(text="ok" if healthy else "batch 7 is stuck", status=200 if healthy else 503)
+
+    async def metrics(_request: web.Request) -> web.Response:
+        text = '# TYPE penstock_build_info gauge\npenstock_build_info{service="expel",version="1"} 1.0\n'
+        return web.Response(text=text)
+
+    async def lags(_request: web.Request) -> web.Response:
+        return web.json_response({})
+
+    app = web.Application()
+    routes = (("/readyz", readyz), ("/healthz", healthz), ("/metrics", metrics), ("/lags", lags))
+    app.add_routes([web.get(path, handler) for path, handler in routes])
+    async with serve_app(app, "127.0.0.1:0") as address:
+        yield address
+
+
+@pytest.fixture(autouse=True)
+def _short_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "WINDOW_S", 0.01)
+
+
+async def answers_of(*addresses: str) -> list[Instance]:
+    facts = Facts(NOW)
+    facts.instances = [Instance(address, "", address) for address in addresses]
+    await look_at_processes(facts)
+    return facts.instances
+
+
+async def test_the_answers_of_processes() -> None:
+    """Broken: a wrong clock, a stuck process or one that is not ready reads as healthy."""
+    async with service() as good, service(ready=False) as waiting, service(ahead_s=3600, healthy=False) as odd:
+        found = await answers_of(good, waiting, odd, f"127.0.0.1:{free_port()}")
+    assert [one.answer for one in found] == ["ready", "not ready", "ready", "refused"]
+    assert found[0].service == "expel"
+    assert found[0].second is not None
+    assert found[1].reason == "the broker cannot be opened"
+    assert found[2].skew is not None
+    assert found[2].skew > 3500
+    assert found[2].unhealthy == "batch 7 is stuck"
+
+
+async def test_a_process_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Broken: a process that was stopped by a signal is called dead, or the doctor waits for it for ever."""
+    monkeypatch.setattr(processes, "PROBE", aiohttp.ClientTimeout(total=0.2))
+
+    with socket.create_server(("127.0.0.1", 0)) as stopped:  # the kernel accepts for it, and it does not answer
+        host, port = stopped.getsockname()
+        [one] = await answers_of(f"{host}:{port}")
+    assert one.answer == "silent"
+
+
+def test_clocks() -> None:
+    """Broken: a service without a Date counts as one whose clock is right, or wrong."""
+    assert skew_of("Mon, 21 Sep 2026 14:13:20 GMT", NOW) == 0.0
+    assert skew_of("nonsense", NOW) is None
+    assert skew_of(None, NOW) is None
+
+
+def test_the_tail_of_a_log(tmp_path: Path) -> None:
+    """Broken: the last error of a service is not found, or shows a secret."""
+    log = tmp_path / "expel-1.log"
+    entry = b'{"event":"failed","level":"error","timestamp":"2026-11-23T03:28:37.5Z","token":"abc"}'
+    log.write_bytes(b"x" * 400_000 + b"\n" + entry + b"\nerror: pipes.yaml:3: no\n")
+    lines = tail(log)
+    assert [line.text for line in lines][-1] == "error: pipes.yaml:3: no"
+    assert (lines[-2].event, lines[-2].level) == ("failed", "error")
+    assert lines[-2].at > 1.79e9
+    assert parse_line(b"[1, 2]").at == 0.0
+    assert tail(tmp_path / "absent") == ()
+
+
+async def test_a_look_that_hangs_or_fails() -> None:
+    """Broken: one disk that hangs keeps the doctor from saying what else is wrong."""
+    facts = Facts(NOW)
+    release = asyncio.Event()
+
+    async def fail() -> None:
+        await in_thread(lambda: Path("/no/such/file").read_text())
+
+    async def hang() -> None:
+        await release.wait()
+
+    await asyncio.gather(bounded(facts, "the disk", 0.05, hang()), bounded(facts, "a file", 5.0, fail()))
+    assert facts.unknown == {
+        "the disk": "no answer within 0.05 s",
+        "a file": "/no/such/file: No such file or directory",
+    }
+
+
+async def test_a_log_that_is_gone_stays_gone(tmp_path: Path) -> None:
+    """Broken: the doctor makes an empty log where acknowledged events were, and the fleet starts on it."""
+    facts = Facts(NOW, pipes=PipeFile.model_validate({"streams": {"orders": {}}}))
+    facts.broker.url = f"log://{tmp_path / 'log'}"
+    await look_at_broker(facts)
+    assert "is not there" in facts.broker.problem
+    assert not (tmp_path / "log").exists()
+    (tmp_path / "log" / "topics").mkdir(parents=True)
+    await look_at_broker(facts)
+    assert "orders.db" in facts.broker.problem
+
+
+def test_files_of_a_fleet(tmp_path: Path) -> None:
+    """Broken: a secret that everybody can read, or an edit after the start, is not named."""
+    secret = tmp_path / "s.secret"
+    secret.write_text("whsec_" + "a2V5" * 8)
+    secret.chmod(0o644)
+    webhook = {"url": "https://e.org/", "secret": {"file": "s.secret"}}
+    pipe = {"sources": ["orders"], "destinations": [{"name": "crm", "webhook": webhook}]}
+    facts = Facts(NOW, tmp_path, pipes_path=tmp_path / "pipes.yaml")
+    facts.pipes = PipeFile.model_validate({"streams": {"orders": {}}, "pipes": {"shop": pipe}})
+    look_at_secrets(facts)
+    assert [(fault.path, "chmod 600" in fault.problem) for fault in facts.files] == [(str(secret), True)]
+    (tmp_path / "snapshot").mkdir()
+    (tmp_path / "snapshot" / "files.json").write_text(f'{{"{tmp_path}/pipes.yaml": "0-pipes.yaml"}}')
+    (tmp_path / "snapshot" / "0-pipes.yaml").write_text("a\nb\n")
+    (tmp_path / "pipes.yaml").write_text("a\nc\n")
+    look_at_snapshot(facts)
+    assert "line 2" in facts.changed[0]
+
+
+def test_certificates(tmp_path: Path) -> None:
+    """Broken: the end of a certificate is misread, and an expired one counts as good."""
+    path = tmp_path / "c.pem"
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    for days in (2, 20_000):  # until 2049 the year has two digits, then four
+        out = [*command, "-days", str(days), "-subj", "/CN=a", "-keyout", f"{path}.key", "-out", str(path)]
+        subprocess.run(out, check=True, capture_output=True)
+        shown = subprocess.run(["openssl", "x509", "-in", path, "-noout", "-enddate"], check=True, capture_output=True)
+        text = shown.stdout.decode().strip().removeprefix("notAfter=")
+        when = datetime.datetime.strptime(text, "%b %d %H:%M:%S %Y %Z").replace(tzinfo=datetime.UTC)
+        assert untils_of_pem(path.read_bytes()) == [when.timestamp()]
+    cut = b"-----BEGIN CERTIFICATE-----\nMIIB\n-----END CERTIFICATE-----\n"
+    with pytest.raises(ValueError, match="cut off"):
+        untils_of_pem(cut)
+
+
+async def test_where_there_is_no_fleet(tmp_path: Path) -> None:
+    """Broken: a mistake in --data reads as a healthy fleet, or as a traceback."""
+    with pytest.raises(CommandFailed, match="no data folder") as caught:
+        await look(Where(tmp_path / "absent"))
+    assert caught.value.status == 2
+    with pytest.raises(CommandFailed, match="No such file") as caught:
+        await look(Where(tmp_path, targets=str(tmp_path / "targets.json")))
+    assert caught.value.status == 2
+    (tmp_path / "fleet.json").write_text("{")
+    with pytest.raises(CommandFailed, match="no state of a fleet"):
+        await look(Where(tmp_path))
+
+
+async def test_processes_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Broken: with a list of targets a dead process is not named, or what was not asked counts as healthy."""
+    monkeypatch.chdir(tmp_path)
+    async with service() as good:
+        dead = f"127.0.0.1:{free_port()}"
+        (tmp_path / "t.json").write_text(
+            f'[{{"targets": ["{good}"], "labels": {{"component": "expel", "process": "expel-1"}}}},'
+            f'{{"targets": ["{dead}"], "labels": {{"component": "ingest", "process": "ingest-1"}}}}]'
+        )
+        facts = await look(Where(tmp_path / "absent", targets=str(tmp_path / "t.json")))
+    found = diagnose(facts, CHECKS)
+    assert [cause.finding.what for cause in found.causes] == ["ingest-1 is dead."]
+    assert {text.partition(":")[0] for text in found.unknown} == {"the pipe file", "the broker", "the observer"}
