@@ -364,6 +364,9 @@ OBSERVER_PASSED_OVER = Counter(
 )
 OBSERVER_TOPIC_UP = Gauge("penstock_observer_topic_up", "1 while these dead letters can be read.", ["topic"])
 OBSERVER_REQUESTS = Counter("penstock_observer_requests", "Requests to the API, by status.", ["status"])
+OBSERVER_SPEAKS = Gauge(
+    "penstock_observer_speaks", "1 while this observer raises the alarms, 0 while it stands by for another one."
+)
 OBSERVER_TOKENS_AGE = Gauge(
     "penstock_observer_tokens_age_seconds",
     "Time since the tokens in use last matched the token file. A token that was revoked since is still valid.",

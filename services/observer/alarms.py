@@ -154,6 +154,10 @@ class AlarmQueue:
         if self._waiting.get(alarm.id) is alarm:
             del self._waiting[alarm.id]
 
+    def clear(self) -> None:
+        """Another observer sends them."""
+        self._waiting.clear()
+
     def put_last(self, alarm: Alarm) -> None:
         """It was refused: send the others first."""
         if self._waiting.get(alarm.id) is alarm:

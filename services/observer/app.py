@@ -33,6 +33,7 @@ from services.observer.ledger.table import Ages
 from services.observer.ledger_api import LedgerApi
 from services.observer.page import add_page, load_files
 from services.observer.settings import ObserverSettings
+from services.observer.standby import SpeakerLock
 from services.observer.view import CauseView, View, make_view
 from services.observer.watch import Watch
 
@@ -106,12 +107,15 @@ class _Parts:
             by_partition=broker.features.contiguous_offsets,
         )
         self.watch.follower = self.follower
+        self.lock = SpeakerLock(broker, self.follower.step_down)
+        self.follower.share(self.lock)
 
     def work(self, stopping: asyncio.Event) -> Iterator[tuple[str, Coroutine[Any, Any, None]]]:
         """The tasks that run until the stop, by name."""
         yield "dead letters", self.reader.run(stopping)
         yield "pauses", self._pauses.follow(stopping)
         yield "backlogs", self._backlogs.follow(stopping)
+        yield "speaker", self.lock.run(stopping)
         yield "follower", self.follower.run(stopping)
         yield "watch", self.watch.run(stopping)
 

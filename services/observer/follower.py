@@ -41,6 +41,7 @@ from services.observer.planned import PlannedWindows, Window
 from services.observer.recovery import recover
 from services.observer.snapshot import FollowerState, make_parts
 from services.observer.snapshot_log import SnapshotLog
+from services.observer.standby import SpeakerLock
 
 log = structlog.get_logger()
 
@@ -52,6 +53,7 @@ SNAPSHOT_BYTES = 16 << 20
 """After a larger snapshot the next one waits longer: so many bytes per SNAPSHOT_EVERY_S, on average."""
 LOSS_AFTER = 1 / 30
 """A snapshot for a loss comes at the earliest after this share of the time between two others: ten seconds."""
+_DECIDED_S = 0.1
 RETRY_S = 10.0
 """After a snapshot that could not be stored."""
 FIELDS_S = 0.02
@@ -67,6 +69,11 @@ OURS = b"observer/"
 _MOST_SKEWED = 1_000
 _LAGS_BACK = timedelta(hours=1)
 """Read again at a start, so that the last hour's lags are known. Repeated sets change nothing."""
+
+
+class StandsBy(Exception):
+    """Another observer of this fleet speaks: it has to be asked."""
+
 
 OnFinal = Callable[[TickResult], None]
 
@@ -105,6 +112,10 @@ class Follower:
         self.newer = NewerParts()
         self.drifting: dict[DriftKey, int] = {}
         """When each drift was last seen, in ms."""
+        self.lock: SpeakerLock | None = None
+        """None: there is no other observer."""
+        self.speaks = True
+        """Whether it raises alarms and stores snapshots. If not, it only reads, and begins again with each snapshot."""
         self.catching_up = True
         self.read_all_ms = 0
         """Everything that was stored before this time has been read, so the next records were stored later."""
@@ -134,9 +145,11 @@ class Follower:
 
     async def _follow(self, stopping: asyncio.Event) -> None:
         started = False
+        while self.lock is not None and not self.lock.decided.is_set() and not stopping.is_set():
+            await wait_for_stop(stopping, _DECIDED_S)
         while not stopping.is_set():
             try:
-                if not started:
+                if not started or self._must_start_again():
                     await self._start()
                     started = True
                 moved = await self._turn()
@@ -147,14 +160,48 @@ class Follower:
                 self.problem, moved = str(error), False
             if not moved:
                 await wait_for_stop(stopping, TURN_S)
-        if started:
+        if started and self.speaks:
             with suppress(BrokerError):
                 await self.keep()
 
+    def _must_start_again(self) -> bool:
+        """Whether to begin with the newest snapshot: to speak from now on, or to know what the speaker knows."""
+        if self.speaks:
+            return False
+        return self._may_speak() or time.monotonic() >= self._keep_at
+
+    def _may_speak(self) -> bool:
+        return self.lock is None or self.lock.is_held
+
+    def share(self, lock: SpeakerLock) -> None:
+        """There may be other observers: speak only with this lock. To be called before `run`."""
+        self.lock, self.speaks = lock, False
+
+    async def step_down(self) -> None:
+        """Stop speaking; the last state is stored for the next speaker."""
+        if self.speaks:
+            self.speaks = False
+            with suppress(BrokerError):
+                await self.keep()
+            self.untold.clear()
+
     async def announce(self, window: Window) -> None:
-        """Durable when this returns. Raises TooManyWindows, BrokerError kinds (then it may be valid until a restart)."""
+        """Durable when this returns. Raises StandsBy, TooManyWindows, and BrokerError kinds: then it may be valid until a
+        restart."""
+        self._check_speaks()
         self.planned.announce(window, self.now_ms())
         await self.keep()
+
+    async def cancel(self, name: str, by: str, asked_with: str) -> Window:
+        """End a window now; gives it. Durable when this returns. Raises as `announce`, and NoSuchWindow."""
+        self._check_speaks()
+        window = self.planned.cancel(name, self.now_ms(), by, asked_with)
+        await self.keep()
+        return window
+
+    def _check_speaks(self) -> None:
+        if not self.speaks:
+            raise StandsBy("another observer of this fleet speaks")
 
     async def keep(self) -> None:
         """Store a snapshot. Raises BrokerError kinds."""
@@ -168,21 +215,30 @@ class Follower:
         return FollowerState(self.planned, self._next or 0, self.untold.all(), self.read_all_ms, self.drifting)
 
     async def _start(self) -> None:
+        """Begin with the newest snapshot, and the reports since."""
+        speaks, begins = self._may_speak(), self._next is None
         now, held = self.now_ms(), (await self._reader.describe(TELEMETRY))[0]
         begin, self._end = held.start, (held.end, now)
         found = await self._snapshots.load(self._make_table)
         if found is not None:
             self.table, restored = found
             self.planned, self.drifting = restored.planned, dict(restored.drifting)
-            for alarm in restored.untold:
+            self.untold.clear()
+            for alarm in restored.untold if speaks else ():
                 self.untold.add(alarm)
             if restored.offset <= held.end:
                 self._known_up_to, self.read_all_ms = restored.offset, restored.read_all_ms
             self._count_gone(restored.offset, begin)
             since = datetime.fromtimestamp(now / 1000, UTC) - _LAGS_BACK
-            begin = max(begin, min(restored.offset, (await self._reader.offsets_at(TELEMETRY, since))[0]))
+            lags = (await self._reader.offsets_at(TELEMETRY, since))[0] if begins else restored.offset
+            begin = max(begin, min(restored.offset, lags))
         self._next = begin
-        self._keep_at = time.monotonic() + SNAPSHOT_EVERY_S
+        self._caught_up.clear()
+        self.catching_up = True
+        self._keep_at = time.monotonic() + (0 if speaks and self.lock is not None else SNAPSHOT_EVERY_S)
+        if speaks and self._may_speak():
+            self._snapshots.begin_term()
+            self.speaks = True
 
     async def _turn(self) -> bool:
         """Read one page, and let time pass at the end of the topic. False: there was no page."""
@@ -299,6 +355,8 @@ class Follower:
         self._ticked_at = now
         self.fields.refresh(FIELDS_S)
         turn = self.table.tick(self.now_ms())
+        if not self.speaks:
+            return
         if turn.verdicts or turn.given_up:
             self._on_final(turn)
         if any(_is_loss(verdict) for verdict in turn.verdicts):  # so that a restart does not raise the alarm again
@@ -310,7 +368,7 @@ class Follower:
         await self._caught_up.wait()
         while True:
             try:
-                if self.catching_up:
+                if self.catching_up or not self.speaks:
                     await asyncio.sleep(TURN_S)
                     continue
                 async for report in recover(self.table, self._reader, self.now_ms()):

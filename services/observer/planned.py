@@ -3,6 +3,7 @@
 The autoscaler's windows excuse silence and lag, but no loss: scaling must lose nothing.
 """
 
+import hashlib
 from typing import Literal
 
 import msgspec
@@ -18,14 +19,28 @@ class TooManyWindows(ValueError):
     """More windows than are allowed."""
 
 
+class NoSuchWindow(LookupError):
+    """No window of the last day has this id."""
+
+
 class Window(msgspec.Struct, frozen=True):
-    """pipe: None for all. Times in ms of the wall clock."""
+    """pipe: None for all. Times in ms of the wall clock. by: as the client says. asked_with: the name of the token that the
+    client sent. cancelled_by, cancelled_with: the same, of the client that ended it early."""
 
     kind: Kind
     pipe: str | None
     from_ms: int
     until_ms: int
     by: str
+    asked_with: str = ""
+    cancelled_by: str | None = None
+    cancelled_with: str = ""
+
+    @property
+    def id(self) -> str:
+        """Stays when the window is cancelled. Two windows with the same id are the same announcement."""
+        what = f"{self.kind} {self.pipe} {self.from_ms} {self.by}"
+        return hashlib.blake2b(what.encode(errors="replace"), digest_size=4).hexdigest()
 
     @property
     def excuses_loss(self) -> bool:
@@ -50,6 +65,21 @@ class PlannedWindows:
         if len(self._windows) >= MAX_WINDOWS:
             raise TooManyWindows(f"{MAX_WINDOWS} windows are announced already. Try: one window for all pipes")
         self._windows.append(window)
+
+    def cancel(self, name: str, now: int, by: str, asked_with: str) -> Window:
+        """End the window with this id now; one that is over stays as it is. What it has excused stays excused. Gives the window.
+
+        Raises NoSuchWindow.
+        """
+        for index, window in enumerate(self._windows):
+            if window.id == name:
+                if window.until_ms > now:
+                    window = msgspec.structs.replace(
+                        window, until_ms=max(now, window.from_ms), cancelled_by=by, cancelled_with=asked_with
+                    )
+                    self._windows[index] = window
+                return window
+        raise NoSuchWindow(name)
 
     def all(self) -> tuple[Window, ...]:
         """In the order of announcement."""

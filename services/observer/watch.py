@@ -152,7 +152,7 @@ class Watch:
                 metrics.LEDGER_OPEN.labels(pipe, destination).set(_count_open(rows, destination))
             found = max((row.final_loss for row in table.found_lately(pipe, now)), default=0.0)
             metrics.LEDGER_LOSS_FOUND.labels(pipe).set(found)
-            if not self.follower.catching_up:
+            if self.follower.speaks and not self.follower.catching_up:
                 self.on_drifts(pipe, self.find_drifts(pipe), now)
             metrics.PIPE_HEALTH.labels(pipe).set(health.STATES.index(self.judge(pipe, now).state))
 

@@ -19,7 +19,6 @@ from services.observer.ledger.origins import (
     PackedRun,
     PackedRuns,
     SequenceKey,
-    index_runs,
     span,
 )
 from services.observer.ledger.retry_tracker import RetryTracker, owner, retrier_of
@@ -59,7 +58,7 @@ class OriginSets:
         self.gone = Origins()
         """Folded origins at or above the floors: minutes overlap a little."""
         self._kept: dict[SequenceKey, PackedRuns] = {}
-        """An index of `packed`; empty when it is to be made again."""
+        """An index of `packed`."""
         self._touched = Origins()
         self.last_named: dict[str, int] = {}
         """When each incarnation was last named, in ms."""
@@ -171,12 +170,13 @@ class OriginSets:
 
     def minutes_of(self, origins: Origins) -> list[int]:
         """The minutes that hold any of these, oldest first."""
-        return [
-            minute
-            for minute in self.minutes()
-            if any(one.meets(origins) for one in self.held.get(minute, {}).values())
-            or any(one.meets(origins) for one in self.packed.get(minute, {}).values())
-        ]
+        found = {minute for minute, places in self.held.items() if any(held.meets(origins) for held in places.values())}
+        for run, numbers in origins.runs():
+            known = self._kept.get(run)
+            for packed, minute in known.meeting(numbers) if known is not None else ():
+                if minute not in found and numbers.intersect(packed.unpack()):
+                    found.add(minute)
+        return sorted(found)
 
     def drain_touched(self) -> Origins:
         """The origins that changed since the last call."""
@@ -199,7 +199,7 @@ class OriginSets:
         for places in self.held.values():
             for origins in places.values():
                 accepted.update(origins)
-        for packed in self._packed_runs():
+        for packed in (one for folded in self.packed.values() for origins in folded.values() for one in origins.runs):
             if packed.incarnation == incarnation:
                 accepted.add(packed.run, packed.unpack())
         for (step, _), origins in self.reported_sets.items():
@@ -218,33 +218,36 @@ class OriginSets:
         for origins in self._all_sets():
             origins.remove(settled)
         self.held.pop(minute, None)
-        self.packed.pop(minute, None)
-        if packed := {place: PackedOrigins.of(origins) for place, origins in places.items() if origins}:
-            self.packed[minute] = packed
-        self._kept.clear()
+        self._discard_packed(minute)
+        for place, origins in places.items():
+            self.load_packed(minute, place, PackedOrigins.of(origins).runs)
         for run in runs:
             self._raise_floor(run)
         self.reported_sets = {key: origins for key, origins in self.reported_sets.items() if origins}
         self.retries.prune()
 
     def load_packed(self, minute: int, place: Place, runs: Sequence[PackedRun]) -> None:
-        """Restore origins of a folded minute, beside those that are known."""
+        """Hold these origins of a folded minute, beside those that are known."""
+        if not runs:
+            return
         known = self.packed.setdefault(minute, {})
         known[place] = PackedOrigins((*(known[place].runs if place in known else ()), *runs))
-        self._kept.clear()
+        for packed in runs:
+            self._kept.setdefault(packed.run, PackedRuns()).add(packed, minute)
+
+    def _discard_packed(self, minute: int) -> None:
+        for packed in self.packed.pop(minute, {}).values():
+            for one in packed.runs:
+                self._kept[one.run].remove(one, minute)
+                if not self._kept[one.run]:
+                    del self._kept[one.run]
 
     def kept(self, run: SequenceKey, among: BitMap) -> BitMap:
         """Those of `among` that are origins of folded minutes."""
-        if not self._kept:
-            self._kept = index_runs(self._packed_runs())
         found = BitMap()
-        for packed in self._kept[run].between(among.min(), among.max()) if among and run in self._kept else ():
-            if among.range_cardinality(packed.lowest, packed.highest + 1):
-                found |= among & packed.unpack()
+        for packed, _ in self._kept[run].meeting(among) if run in self._kept else ():
+            found |= among & packed.unpack()
         return found
-
-    def _packed_runs(self) -> Iterator[PackedRun]:
-        return (run for places in self.packed.values() for packed in places.values() for run in packed.runs)
 
     def _all_sets(self) -> Iterator[Origins]:
         yield from self.reported_sets.values()
@@ -252,7 +255,7 @@ class OriginSets:
 
     def _held_incarnations(self) -> set[str]:
         young = (run.incarnation for places in self.held.values() for held in places.values() for run, _ in held.runs())
-        return {*young, *(packed.incarnation for packed in self._packed_runs())}
+        return {*young, *(run.incarnation for run in self._kept)}
 
     def _raise_floor(self, run: SequenceKey) -> None:
         """To the run's first number in a minute that is not folded; without one, above everything that was folded."""
@@ -267,9 +270,9 @@ class OriginSets:
         if young:
             floor = max(floor, min(young))
         else:
-            folded = [packed.highest + 1 for packed in self._packed_runs() if packed.run == run]
-            folded += [gone.max() + 1] if (gone := self.gone.numbers(run)) else []
-            floor = max(floor, *folded)
+            gone = self.gone.numbers(run)
+            folded = self._kept[run].highest if run in self._kept else -1
+            floor = max(floor, folded + 1, gone.max() + 1 if gone else 0)
         self.floors[run] = floor
         self.gone.remove_range(run, before, floor, BitMap())
         kept = self.kept(run, span(before, floor))

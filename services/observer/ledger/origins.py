@@ -1,6 +1,6 @@
 """Sets of origins: bitmaps of sequence numbers by run of an ingest process and partition."""
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import ItemsView, Iterable, Iterator, Sequence, ValuesView
 from itertools import accumulate, chain
 from typing import NamedTuple
@@ -164,26 +164,50 @@ class PackedRun(NamedTuple):
 
 
 class PackedRuns:
-    """Packed numbers of one run, found by number."""
+    """Packed numbers of one run by minute, found by number."""
 
-    def __init__(self, packed: Iterable[PackedRun]) -> None:
-        self._packed = sorted(packed, key=lambda one: one.lowest)
-        self._reach = list(accumulate((one.highest for one in self._packed), max))
-        """The highest number of all up to this one: bounds the search where they overlap."""
+    def __init__(self) -> None:
+        self._packed: list[tuple[PackedRun, int]] = []
+        self._reach: list[int] = []
+        """The highest number of all up to this one: bounds the search where they overlap. Empty when it is to be made again."""
 
-    def between(self, lowest: int, highest: int) -> Iterator[PackedRun]:
-        """Those that may have a number between these."""
-        index = bisect_right(self._packed, highest, key=lambda one: one.lowest) - 1
-        while index >= 0 and self._reach[index] >= lowest:
-            yield self._packed[index]
+    def __bool__(self) -> bool:
+        return bool(self._packed)
+
+    def add(self, packed: PackedRun, minute: int) -> None:
+        insort(self._packed, (packed, minute), key=_lowest)
+        self._reach = []
+
+    def remove(self, packed: PackedRun, minute: int) -> None:
+        index = bisect_left(self._packed, packed.lowest, key=_lowest)
+        while self._packed[index][1] != minute or self._packed[index][0] is not packed:
+            index += 1
+        del self._packed[index]
+        self._reach = []
+
+    @property
+    def highest(self) -> int:
+        """The highest number of all. Raises IndexError without any."""
+        self._make_reach()
+        return self._reach[-1]
+
+    def meeting(self, numbers: BitMap) -> Iterator[tuple[PackedRun, int]]:
+        """Those with one of `numbers` between their bounds, and their minutes."""
+        self._make_reach()
+        index = bisect_right(self._packed, numbers.max(), key=_lowest) - 1 if numbers else -1
+        while index >= 0 and self._reach[index] >= numbers.min():
+            packed, minute = self._packed[index]
+            if numbers.range_cardinality(packed.lowest, packed.highest + 1):
+                yield packed, minute
             index -= 1
 
+    def _make_reach(self) -> None:
+        if not self._reach:
+            self._reach = list(accumulate((packed.highest for packed, _ in self._packed), max))
 
-def index_runs(packed: Iterable[PackedRun]) -> dict[SequenceKey, PackedRuns]:
-    by_run: dict[SequenceKey, list[PackedRun]] = {}
-    for one in packed:
-        by_run.setdefault(one.run, []).append(one)
-    return {run: PackedRuns(some) for run, some in by_run.items()}
+
+def _lowest(item: tuple[PackedRun, int]) -> int:
+    return item[0].lowest
 
 
 class PackedOrigins:
@@ -201,14 +225,6 @@ class PackedOrigins:
 
     def unpack(self) -> Origins:
         return Origins((run.run, run.unpack()) for run in self.runs)
-
-    def meets(self, other: Origins) -> bool:
-        """Whether any origin is in both. Unpacks only runs that have a number of `other` between their bounds."""
-        for run in self.runs:
-            numbers = other.numbers(run.run)
-            if numbers.range_cardinality(run.lowest, run.highest + 1) and numbers.intersect(run.unpack()):
-                return True
-        return False
 
 
 _COMPRESSOR = zstandard.ZstdCompressor(level=3)

@@ -1,0 +1,82 @@
+"""Several observers of one fleet: one speaks, the others stand by.
+
+The speaker is the member of a consumer group that owns the only partition of `penstock.control`. Every broker has groups, and
+decides which members are dead. The group reads and commits nothing.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+
+import structlog
+
+from services.core import metrics
+from services.core.broker.contract import Broker
+from services.core.broker.errors import BrokerError, DataDamaged, OffsetOutOfRange
+from services.core.broker.record import TopicPartition
+from services.core.lifecycle import wait_for_stop
+from services.core.pipes import CONTROL
+
+log = structlog.get_logger()
+
+GROUP = "penstock.observer"
+LOOK_S = 0.5
+RETRY_S = 5.0
+_LOOKS = 10
+_LOCK = TopicPartition(CONTROL, 0)
+
+
+class SpeakerLock:
+    """step_down: called when another observer may speak soon, or speaks already; it ends within a few seconds.
+
+    `is_held` is false as soon as this process knows that it lost the partition. A process that was frozen may learn it a few
+    seconds later than the others.
+    """
+
+    def __init__(self, broker: Broker, step_down: Callable[[], Awaitable[None]]) -> None:
+        self._broker, self._step_down = broker, step_down
+        self.is_held = False
+        self.decided = asyncio.Event()
+        """Set when this process first knows whether it speaks, or could not find out."""
+
+    async def run(self, stopping: asyncio.Event) -> None:
+        """Take part until `stopping`. Raises no BrokerError: it joins again."""
+        while not stopping.is_set():
+            try:
+                await self._take_part(stopping)
+            except BrokerError as error:
+                log.warning(
+                    "speaker_unknown", error=str(error), hint="this observer raises no alarms; it is tried again"
+                )
+            await self._lose()
+            self.decided.set()
+            await wait_for_stop(stopping, RETRY_S)
+
+    async def _take_part(self, stopping: asyncio.Event) -> None:
+        async with self._broker.consumer(GROUP, [CONTROL], start="earliest", on_revoke=self._on_revoke) as member:
+            looks = 0
+            while not stopping.is_set():
+                member.pause(member.assignment())
+                if _LOCK not in member.assignment():
+                    await self._lose()
+                elif not self.is_held:
+                    self.is_held = True
+                    metrics.OBSERVER_SPEAKS.set(1)
+                    log.info("speaks")
+                looks += 1
+                if not self.decided.is_set() and (self.is_held or looks > _LOOKS):
+                    self.decided.set()
+                    if not self.is_held:
+                        log.info("stands_by", hint="another observer of this fleet raises the alarms")
+                with suppress(OffsetOutOfRange, DataDamaged):  # nothing is read
+                    await member.poll(max_records=1, max_wait=LOOK_S)
+
+    async def _on_revoke(self, _sources: frozenset[TopicPartition]) -> None:
+        await self._lose()
+
+    async def _lose(self) -> None:
+        if self.is_held:
+            self.is_held = False
+            metrics.OBSERVER_SPEAKS.set(0)
+            log.info("stands_by", hint="another observer of this fleet raises the alarms, or this one ends")
+            await self._step_down()
