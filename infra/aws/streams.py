@@ -95,7 +95,7 @@ def _rights(people: list[str], prefix: str) -> dict[str, list[Json]]:
         ],
         "Observer": [
             on_streams(_READ, *people, "*.out", "*.retry", "*.parked", "*.dead", "penstock.*"),
-            on_streams(_WRITE, SNAPSHOTS, TELEMETRY),
+            on_streams(_WRITE, SNAPSHOTS, TELEMETRY, "penstock.audit"),
             on_tables(_READ_LEASES, "penstock-*"),
             on_tables(_HOLD_LEASES, "penstock-penstock.observer"),
             # The story of an event covers pipes that the pipe file no longer has: it finds their streams, as the retrier does.

@@ -27,6 +27,9 @@ SKIP, RESET = "skip", "reset"
 GROW = "grow"
 """Partitions are added to a topic. The entry is written before. `count`: how many; `from` and `to` are in `filters`."""
 
+PLAN, CANCEL = "plan", "cancel"
+"""The actions on planned windows: announced, and ended early. The entry has no records; `filters` has the window."""
+
 Range = tuple[int, int]
 _CONTENT_BYTES, _TIME_BYTES = 6, 6
 DIGEST_BYTES = _CONTENT_BYTES + _TIME_BYTES
@@ -106,6 +109,13 @@ async def write_growth(producer: Producer, who: str, topic: str, has: int, parti
     """Write that partitions are about to be added to the topic, durably. Raises BrokerError kinds."""
     at, change = time.time_ns() // 1_000_000, {"from": str(has), "to": str(partitions)}
     entry = Entry(GROW, at, who, change, topic, 0, [], partitions - has)
+    (await producer.send_to(AUDIT, {0: [Record(None, msgspec.json.encode(entry), at)]})).raise_first()
+
+
+async def write_window(producer: Producer, action: str, who: str, window: Mapping[str, str]) -> None:
+    """Write one entry durably: PLAN or CANCEL. Raises BrokerError kinds."""
+    at = time.time_ns() // 1_000_000
+    entry = Entry(action, at, who, dict(window), "", 0, [], 0)
     (await producer.send_to(AUDIT, {0: [Record(None, msgspec.json.encode(entry), at)]})).raise_first()
 
 

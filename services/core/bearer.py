@@ -59,9 +59,18 @@ class Tokens:
 
         Takes the same time for a wrong token as for a right one.
         """
+        return self.find(authorization) is not None
+
+    def find(self, authorization: str) -> str | None:
+        """As `allows`: the name of the token, or None."""
         given = _credential(authorization).encode(errors="surrogateescape")
         found = [hmac.compare_digest(given, token.encode()) for token in self.current]
-        return any(found)
+        return name_of(self.current[found.index(True)]) if any(found) else None
+
+
+def name_of(token: str) -> str:
+    """Tells a token from the others of its file without showing it: the start of its SHA-256."""
+    return hashlib.sha256(token.encode()).hexdigest()[:8]
 
 
 def watch_tokens(path: Path, tokens: Tokens, clock: Callable[[], float] = time.monotonic) -> FileWatch[tuple[str, ...]]:

@@ -47,17 +47,24 @@ def _read_token(path: Path) -> str:
 
 async def get_json(observer: Observer, path: str, query: dict[str, str]) -> dict[str, Any]:
     """The JSON answer to GET. Raises CommandFailed with the observer's own message when it refuses."""
+    return await ask(observer, "GET", path, query)
+
+
+async def ask(
+    observer: Observer, method: str, path: str, query: dict[str, str], body_to_send: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """The JSON answer. Raises as `get_json`."""
     url, address = f"http://{observer.address}{path}", observer.address
     head = {} if observer.token is None else {"Authorization": f"Bearer {observer.token}"}
     try:
         async with (
             aiohttp.ClientSession(timeout=TIMEOUT, headers=head) as session,
-            session.get(url, params=query, allow_redirects=False) as answer,
+            session.request(method, url, params=query, json=body_to_send, allow_redirects=False) as answer,
         ):
             body: dict[str, Any] = orjson.loads(await answer.read())
     except (aiohttp.ClientError, TimeoutError, orjson.JSONDecodeError) as error:
         raise CommandFailed(f"the observer at {address} does not answer: {error}", "penstock status") from error
-    if answer.status != 200:
+    if answer.status not in (200, 201):
         raise CommandFailed(". ".join(str(body[key]) for key in ("title", "detail") if body.get(key)))
     return body
 
@@ -73,6 +80,8 @@ def loss_table(body: dict[str, Any]) -> Table:
         style = _style(row["final_loss"], row, body["threshold"])
         state = "final" if row["final"] else row["why_open"]
         late = f", {row['late']} settled late" if row["late"] else ""
+        if (planned := row.get("planned")) is not None:  # an older observer does not say
+            late += f", planned: {planned['kind']} by {planned['by'] or 'somebody'}"
         missing = [_missing(step, row, body["threshold"]) for step in row["steps"]]
         counts = [str(_count(row, outcome)) for outcome in rare] + [str(row["waiting"])]
         cells = [row["minute"], str(row["accepted"]), *missing, *counts]

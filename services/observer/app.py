@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import structlog
 from aiohttp import web
 
 from services.core.address import is_loopback, parse_address
+from services.core.audit import write_window
 from services.core.bearer import Tokens, read_tokens, watch_tokens
 from services.core.broker.contract import Broker
 from services.core.broker.producer import Producer
@@ -63,7 +65,9 @@ async def start(settings: ObserverSettings, supervision: Supervision) -> None:
             supervision.run(watch.run(stopping), "alarm secret")
         running = [supervision.run(work, name) for name, work in parts.work(stopping)]
         api = Api(parts.failures, parts.reader, parts.state, openapi, parts.breaker)
-        ledger = LedgerApi(parts.follower, broker.reader, parts.watch.judge, settings.threshold)
+        ledger = LedgerApi(
+            parts.follower, broker.reader, parts.watch.judge, settings.threshold, partial(write_window, producer)
+        )
         routes = [*api.routes(), *ledger.routes(), *EventApi(broker, pipes).routes()]
         if tokens is not None and settings.token_file is not None:
             running.append(supervision.run(watch_tokens(settings.token_file, tokens).run(stopping), "tokens"))

@@ -21,6 +21,8 @@ log = structlog.get_logger()
 _MAX_PARAMETER = 63
 _ASK = ('Basic realm="penstock"', 'Bearer realm="penstock"')
 """Each in its own line: browsers find only the first of a list."""
+CLIENT = web.RequestKey("client", str)
+"""In a request that needs a token: the name of the client's."""
 _READING = ("GET", "HEAD")
 
 
@@ -112,8 +114,10 @@ class AccessControl:
             return await handler(request)
         if self._tokens is None:
             raise Refused(problems.UNAUTHORIZED, "The observer has no tokens. Try: start it with --token-file")
-        if not self._tokens.allows(request.headers.get("Authorization", "")):
+        client = self._tokens.find(request.headers.get("Authorization", ""))
+        if client is None:
             raise Refused(problems.UNAUTHORIZED, "Authorization: Bearer, and a token of the observer's --token-file.")
+        request[CLIENT] = client
         return await handler(request)
 
 

@@ -2,11 +2,13 @@
 
 import asyncio
 import time
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 import msgspec
 from aiohttp import web
 
+from services.core.audit import CANCEL, PLAN
 from services.core.broker.contract import Reader
 from services.core.broker.errors import BrokerError
 from services.core.lag import LagHistogram
@@ -14,12 +16,12 @@ from services.core.ledger.minute import MINUTE_MS
 from services.core.times import format_time, parse_time
 from services.observer import problems
 from services.observer.explain import explain
-from services.observer.follower import Follower
+from services.observer.follower import Follower, StandsBy
 from services.observer.health import Judge
-from services.observer.http import Refused, json_answer, read_query
+from services.observer.http import CLIENT, Refused, json_answer, read_query
 from services.observer.ledger.flow import Step
 from services.observer.ledger.settlement import Row
-from services.observer.planned import MAX_LENGTH_MS, Kind, TooManyWindows, Window
+from services.observer.planned import MAX_LENGTH_MS, Kind, NoSuchWindow, TooManyWindows, Window
 
 MAX_MINUTES = 24 * 60
 DEFAULT_MINUTES = 60
@@ -32,11 +34,20 @@ class Announcement(msgspec.Struct, forbid_unknown_fields=True):
     by: str = ""
 
 
+Audit = Callable[[str, str, Mapping[str, str]], Awaitable[None]]
+"""By action, who, and the window; raises BrokerError kinds."""
+_ASK_THE_SPEAKER = "Ask the observer whose answers have speaks: true."
+
+
 class LedgerApi:
     """Answers from the follower's table; only `explain` reads streams, one request at a time."""
 
-    def __init__(self, follower: Follower, reader: Reader, judge: Judge, threshold: float) -> None:
+    def __init__(
+        self, follower: Follower, reader: Reader, judge: Judge, threshold: float, audit: Audit | None = None
+    ) -> None:
+        """audit: None: planned actions are not written to the audit."""
         self._follower, self._reader, self._judge, self._threshold = follower, reader, judge, threshold
+        self._audit = audit
         self._explaining = asyncio.Lock()
 
     def routes(self) -> list[web.RouteDef]:
@@ -49,6 +60,7 @@ class LedgerApi:
             web.get("/v1/pipes/{pipe}/loss/{minute}/explain", self.explain),
             web.get("/v1/planned", self.planned),
             web.post("/v1/planned", self.announce),
+            web.delete("/v1/planned/{id}", self.cancel),
         ]
 
     async def pipes(self, request: web.Request) -> web.Response:
@@ -69,9 +81,13 @@ class LedgerApi:
         first, last = _read_span(request)
         pipe, table, now = self._pipe(request), self._follower.table, _now()
         rows = [table.row(pipe, minute, now) for minute in table.minutes(pipe) if first <= minute <= last]
-        return json_answer(
-            {"pipe": pipe, "threshold": self._threshold, "minutes": list(map(row_json, rows)), **self._how_complete()}
-        )
+        minutes = [{**row_json(row), "planned": self._planned_in(pipe, row.minute)} for row in rows]
+        return json_answer({"pipe": pipe, "threshold": self._threshold, "minutes": minutes, **self._how_complete()})
+
+    def _planned_in(self, pipe: str, minute: int) -> dict[str, object] | None:
+        """The planned action that excuses a loss in this minute."""
+        found = self._follower.planned.covers(pipe, minute * MINUTE_MS, (minute + 1) * MINUTE_MS, loss=True)
+        return None if found is None else _window_json(found)
 
     async def lag(self, request: web.Request) -> web.Response:
         """P50, P95 and P99 in ms per step, kind and minute of measurement, of the last hour at most."""
@@ -120,9 +136,12 @@ class LedgerApi:
         read_query(request, {})
         if request.content_type != "application/json":  # a page of another origin cannot send it without a preflight
             raise Refused(problems.NOT_JSON, "Content-Type: application/json.")
-        window = self._read_window(await request.read())
+        window = self._read_window(await request.read(), request.get(CLIENT, ""))
         try:
             await self._follower.announce(window)
+            await self._write_audit(PLAN, window, window.by, window.asked_with)
+        except StandsBy as error:
+            raise Refused(problems.STANDS_BY, _ASK_THE_SPEAKER) from error
         except TooManyWindows as error:
             raise Refused(problems.TOO_MANY_WINDOWS, f"{error}.") from error
         except BrokerError as error:
@@ -131,7 +150,29 @@ class LedgerApi:
             ) from error
         return json_answer(_window_json(window), status=201)
 
-    def _read_window(self, body: bytes) -> Window:
+    async def cancel(self, request: web.Request) -> web.Response:
+        """End a planned action now. One that is over stays as it is."""
+        query, asked_with = read_query(request, {"by": str}), request.get(CLIENT, "")
+        by = query.get("by", "")
+        try:
+            window = await self._follower.cancel(request.match_info["id"], by, asked_with)
+            if window.cancelled_by == by:
+                await self._write_audit(CANCEL, window, by, asked_with)
+        except StandsBy as error:
+            raise Refused(problems.STANDS_BY, _ASK_THE_SPEAKER) from error
+        except NoSuchWindow as error:
+            raise Refused(problems.PLANNED_NOT_FOUND, "GET /v1/planned lists the actions of the last day.") from error
+        except BrokerError as error:
+            raise Refused(problems.BROKER_AWAY, "It was not stored. Try again.") from error
+        return json_answer(_window_json(window))
+
+    async def _write_audit(self, action: str, window: Window, by: str, asked_with: str) -> None:
+        """Of people's actions: the autoscaler announces each of its own, and they excuse no loss. Raises BrokerError kinds."""
+        if self._audit is not None and window.excuses_loss:
+            shown = {name: str(value) for name, value in _window_json(window).items() if value is not None}
+            await self._audit(action, f"{by or 'somebody'} (token {asked_with})", shown)
+
+    def _read_window(self, body: bytes, asked_with: str) -> Window:
         try:
             wanted = _ANNOUNCEMENT.decode(body)
         except msgspec.MsgspecError as error:
@@ -142,7 +183,7 @@ class LedgerApi:
         if not 1 <= wanted.seconds <= MAX_LENGTH_MS // 1000:
             raise Refused(problems.BAD_BODY, f"seconds: from 1 to {MAX_LENGTH_MS // 1000}.")
         now = _now()
-        return Window(wanted.kind, wanted.pipe, now, now + wanted.seconds * 1000, wanted.by[:100])
+        return Window(wanted.kind, wanted.pipe, now, now + wanted.seconds * 1000, wanted.by[:100], asked_with)
 
     def _pipe(self, request: web.Request) -> str:
         return self._check_pipe(request.match_info["pipe"])
@@ -153,7 +194,11 @@ class LedgerApi:
         return pipe
 
     def _how_complete(self) -> dict[str, object]:
-        return {"catching_up": self._follower.catching_up, "problem": self._follower.problem}
+        return {
+            "catching_up": self._follower.catching_up,
+            "problem": self._follower.problem,
+            "speaks": self._follower.speaks,
+        }
 
 
 def row_json(row: Row) -> dict[str, object]:
@@ -200,7 +245,9 @@ def _read_span(request: web.Request) -> tuple[int, int]:
 
 def _window_json(window: Window) -> dict[str, object]:
     times = {"from": format_time(window.from_ms), "until": format_time(window.until_ms)}
-    return {"kind": window.kind, "pipe": window.pipe, "by": window.by, **times}
+    who = {"by": window.by, "token": window.asked_with or None}
+    cancelled = {"cancelled_by": window.cancelled_by, "cancelled_token": window.cancelled_with or None}
+    return {"id": window.id, "kind": window.kind, "pipe": window.pipe, **who, **times, **cancelled}
 
 
 def _now() -> int:

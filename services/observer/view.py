@@ -127,14 +127,29 @@ class GroupView(msgspec.Struct, frozen=True):
     behind_ms: int | None
 
 
+class PlannedView(msgspec.Struct, frozen=True):
+    """A planned action that lasts. pipe: None for all. who: as its client says, and the name of the client's token."""
+
+    id: str
+    kind: str
+    pipe: str | None
+    who: str
+    until_ms: int
+
+
 class View(msgspec.Struct, frozen=True):
-    """threshold: the loss above which an alarm is raised, 0..1. catching_up: after a start, reports are still being read."""
+    """threshold: the loss above which an alarm is raised, 0..1. catching_up: after a start, reports are still being read.
+
+    speaks: whether this observer raises the alarms. planned: the actions that last.
+    """
 
     at_ms: int
     threshold: float
     catching_up: bool
     pipes: tuple[PipeView, ...]
     groups: tuple[GroupView, ...]
+    speaks: bool = True
+    planned: tuple[PlannedView, ...] = ()
 
 
 MINUTES = 60
@@ -156,7 +171,15 @@ def make_view(
 ) -> View:
     """The whole page. judge: health by pipe and time. state, causes: by pipe and destination. shards: by pipe."""
     pipes = tuple(_pipe(follower, pipe, now, judge, state, causes, shards) for pipe in follower.table.flow.pipes)
-    return View(now, threshold, follower.catching_up, pipes, _groups(follower, now))
+    planned = tuple(
+        PlannedView(
+            one.id, one.kind, one.pipe, f"{one.by or 'somebody'} (token {one.asked_with or 'unknown'})", one.until_ms
+        )
+        for one in follower.planned.all()
+        if one.from_ms <= now < one.until_ms
+    )
+    groups = _groups(follower, now)
+    return View(now, threshold, follower.catching_up, pipes, groups, speaks=follower.speaks, planned=planned)
 
 
 def _pipe(

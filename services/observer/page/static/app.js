@@ -87,11 +87,19 @@ function showNewest(cause) {
   showStory(cause.event_id, range);
 }
 
+// Untrusted text: who announced it. `element` makes text nodes of it.
+function drawPlanned(pipe) {
+  const mine = view.planned.filter((one) => one.pipe === null || one.pipe === pipe?.name);
+  find("planned").replaceChildren(...mine.map((one) => element("li", {},
+    `Planned ${one.kind} ${one.pipe === null ? "of all pipes" : `of ${one.pipe}`} until ${seconds(one.until_ms)}, by ${one.who}: loss raises no alarm. penstock planned cancel ${one.id}`)));
+}
+
 function draw() {
   const pipe = view.pipes.length ? chosen() : null;
   find("empty").hidden = Boolean(pipe);
   find("content").hidden = !pipe;
   drawTabs();
+  drawPlanned(pipe);
   if (!pipe) return;
   if (drawn !== null && drawn !== pipe.name) getSelection().removeAllRanges(); // selected tables are not drawn again
   drawn = pipe.name;
@@ -111,7 +119,7 @@ function draw() {
 function tell() {
   const status = find("connection"), isLive = view && Date.now() - lastMessage < STALE_MS;
   const state = isLive ? "live" : "waiting";
-  const text = !view ? "connecting" : `${isLive ? (view.catching_up ? "catching up" : "live") : "no word from the observer since"} ${seconds(view.at_ms)}`;
+  const text = !view ? "connecting" : `${isLive ? (view.catching_up ? "catching up" : view.speaks ? "live" : "live, stands by") : "no word from the observer since"} ${seconds(view.at_ms)}`;
   if (status.dataset.state !== state) status.dataset.state = state;
   if (status.textContent !== text) status.textContent = text;
 }

@@ -101,7 +101,7 @@ async def test_the_other_takes_over_with_what_was_not_sent(broker: Broker) -> No
 
 
 @asynccontextmanager
-async def two_tasks(member: Member) -> AsyncIterator[tuple[asyncio.Event, "asyncio.Future[object]"]]:
+async def two_tasks(member: Member) -> AsyncIterator[tuple[asyncio.Event, "asyncio.Future[tuple[None, None]]"]]:
     stopping = asyncio.Event()
     ended = asyncio.gather(member.lock.run(stopping), member.follower.run(stopping))
     try:
