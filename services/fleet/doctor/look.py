@@ -130,15 +130,22 @@ async def _find_remote(facts: Facts, where: Where, targets: str) -> None:
 async def _load_pipes(facts: Facts, where: Where) -> None:
     path = await in_thread(lambda: find_pipes(where.pipes, where.data))
     facts.pipes_path = path
-    now = original_of(path) or path
-    try:
-        await in_thread(lambda: load_pipes(now))
-    except BadConfiguration as error:
-        facts.mistakes = tuple(map(str, error.problems))
+    facts.mistakes = await in_thread(lambda: _mistakes_in(original_of(path) or path))
     try:
         facts.pipes = await in_thread(lambda: load_pipes(path))
     except BadConfiguration as error:
         facts.unknown["the pipe file"] = str(error.problems[0])
+
+
+def _mistakes_in(path: Path) -> tuple[str, ...]:
+    """Those of a pipe file; none without a file, because where a fleet is elsewhere there may be none here. Blocking."""
+    if not path.exists():
+        return ()
+    try:
+        load_pipes(path)
+    except BadConfiguration as error:
+        return tuple(map(str, error.problems))
+    return ()
 
 
 async def _look_at_observer(facts: Facts, where: Where, address: str) -> None:

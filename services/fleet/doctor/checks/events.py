@@ -32,7 +32,10 @@ def find_quota(facts: Facts) -> Iterator[Finding]:
         first = f"penstock keys list{keys}" if reason == "over-quota" else "penstock status"
         yield Finding(
             f"Ingest refuses events with 429: {what}.",
-            [f"{grown:.0f} refused in {facts.seconds():.0f} s ({reason}), of {names}", f"{total:.0f} requests in all"],
+            [
+                f"{grown:.0f} refused in {facts.seconds():.0f} s ({reason}), of {names}",
+                f"{total:.0f} whole requests refused since the start of ingest",
+            ],
             f"{first}   # then raise the quota, or ask the sender to send less",
             about("quota"),
         )

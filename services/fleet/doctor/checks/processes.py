@@ -167,7 +167,7 @@ def find_restarted(facts: Facts) -> Iterator[Finding]:
     for one in _by_flow(facts):
         if one.answers and _restarts(one) and not _keeps_dying(one) and (one.age or LOOKED_BACK_S) < LOOKED_BACK_S:
             yield Finding(
-                f"{one.name} died and runs again since {one.age:.0f} s.",
+                f"{one.name} died, and has run again for {one.age:.0f} s.",
                 [f"{_restarts(one)} restarts since the fleet was started", *_last_words(one), *_log_of(one)],
                 f"tail -50 {one.log}",
                 about(one.name),

@@ -39,7 +39,7 @@ def find_checkpoints(facts: Facts) -> Iterator[Finding]:
                     f"{one.path} has none, and {output_topic(one.pipe)} has {format_count(count, 'result')}",
                     "a start without it transforms all stored events again",
                 ],
-                "Ctrl-C the fleet before the transform starts again, then restore the folder from the backup",
+                "stop the fleet (Ctrl-C) before the transform starts again, then restore the folder from the backup",
                 parts,
             )
         elif (made := _made_anew(facts, one)) is not None:
