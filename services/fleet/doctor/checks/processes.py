@@ -126,7 +126,8 @@ def find_hung(facts: Facts) -> Iterator[Finding]:
     """Processes that accept a connection and do not answer, and those that say that they make no progress."""
     for one in _by_flow(facts):
         if one.answer == "silent":
-            evidence = [f"process {one.pid or 'unknown'}, http://{one.address}/readyz: {one.reason}", *_log_of(one)]
+            process = "" if one.pid is None else f"process {one.pid}, "
+            evidence = [f"{process}http://{one.address}/readyz: {one.reason}", *_log_of(one)]
             if one.status:
                 evidence.append(f"state of the process: {one.status}")
             yield Finding(f"{one.name} {_how_hung(one)}.", evidence, _wake(one), _parts(facts, one))
