@@ -66,7 +66,7 @@ demo: $(RUN) $(if $(findstring kinesis,$(ARGS)),emulator)  ## the fleet, end to 
 bench: setup  ## every figure beside its floor, on a real Kafka; ARGS=--json, ARGS="--only ingest"
 	@$(PY) -m bench $(ARGS)
 
-# Not part of `make test`: it takes as long as you say, and Kafka needs the jars.
+# Not part of `make test`: it takes as long as you say, and Kafka needs the jars. ARGS=--upgrade: the last release, this version, and back.
 soak: setup  ## the whole path under random kills; ARGS="--minutes 10 --rate 2000 --broker kafka"
 	@$(PY) -m tests.faults.soak $(ARGS)
 
