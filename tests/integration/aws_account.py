@@ -31,7 +31,8 @@ POLICIES = {
     "observer": "ObserverPolicy",
     "autoscaler": "AutoscalerPolicy",
 }
-SINGLE = {"observer", "autoscaler"}
+MAX_OF_ONE = {"observer": 2, "autoscaler": 1}
+"""Services of which there is one: the most instances during an update."""
 SECRET = f"arn:aws:secretsmanager:{REGION}:123456789012:secret:penstock-ingest-AbCdEf"
 _READY_S = 120.0
 
@@ -147,7 +148,7 @@ def _deploy(account: Account) -> None:
         given = {"Service": service, "BrokerPolicy": account.outputs["streams"][policy], **place}
         given |= {"Bucket": account.outputs["data"]["Bucket"], "PipesVersion": "v1", "SettingsVersion": "v2"}
         given |= {"ImageTag": "0.1.0", "MonitoringSecurityGroup": monitoring} | (
-            {"Min": "1", "Max": "1"} if service in SINGLE else {}
+            {"Min": "1", "Max": str(MAX_OF_ONE[service])} if service in MAX_OF_ONE else {}
         )
         if service == "ingest":
             given |= {"TargetGroup": balancer["TargetGroup"], "BalancerSecurityGroup": balancer["SecurityGroup"]}

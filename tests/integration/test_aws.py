@@ -14,7 +14,7 @@ from services.core.aws_emulator import kinesis_url
 from services.core.broker.connect import open_broker
 from services.core.pipes import load_pipes
 from services.core.provision import ensure_topics, wanted_topics
-from tests.integration.aws_account import PIPES, POLICIES, SECRET, SINGLE, Account, open_account
+from tests.integration.aws_account import MAX_OF_ONE, PIPES, POLICIES, SECRET, Account, open_account
 
 IMAGE = "123456789012.dkr.ecr.us-east-1.amazonaws.com/penstock:0.1.0"
 COMMANDS = {
@@ -50,7 +50,7 @@ async def test_the_streams_are_those_that_apply_makes(account: Account) -> None:
 def test_each_service_is_a_group_of_its_own(account: Account, service: str) -> None:
     """Broken: a group runs another service, services scale together, or two do what one must."""
     group, script = account.group(service), account.user_data(service)
-    assert (group["MinSize"], group["MaxSize"]) == ((1, 1) if service in SINGLE else (2, 8))
+    assert (group["MinSize"], group["MaxSize"]) == ((1, MAX_OF_ONE[service]) if service in MAX_OF_ONE else (2, 8))
     assert bool(group["TargetGroupARNs"]) == (service == "ingest")
     assert group["HealthCheckType"] == "EC2", "a broker that is away would cost every instance its life"
     assert f" $image services.{service.replace('-', '_')}\n" in script

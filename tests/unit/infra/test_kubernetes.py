@@ -39,8 +39,8 @@ SETTINGS: dict[str, type[Settings]] = {
 }
 SCALED = {"ingest", "expel", "global-retrier"}
 SINGLE = {"observer", "transform", "autoscaler"}
-ONE_AT_A_TIME = {"observer", "autoscaler"}
-"""Two at once would send each alarm twice, or decide twice. Of the transform the second stands by."""
+ONE_AT_A_TIME = {"autoscaler"}
+"""Two at once would decide twice. Of transform and observer the second stands by."""
 
 
 def read(path: Path) -> list[dict[str, Any]]:
