@@ -10,6 +10,7 @@ from typing import Any, Protocol, TypeVar
 import structlog
 from pyspark.sql import SparkSession
 
+from services.core.broker.producer import Producer
 from services.core.disk import show_disk
 from services.core.expected import show_expected
 from services.core.lifecycle import Supervision, wait_for_stop
@@ -22,6 +23,7 @@ from spark.java import java_process, why_ended
 from spark.jobs.attempts import SETTLE_S, SuspectLock
 from spark.jobs.job import Job
 from spark.jobs.start_checks import check_suitability
+from spark.marks import BrokerMarks, Marks
 from spark.scratch import Scratch
 from spark.session import open_session
 from spark.settings import SelectedPipes, TransformSettings, load_pipes
@@ -77,11 +79,12 @@ async def start(settings: TransformSettings, supervision: Supervision) -> None:
             return
         session, prepared = opened
         suspects = SuspectLock(0.0 if len(prepared) == 1 else SETTLE_S)
-        jobs = [_make_job(settings, broker, health, suspects, each) for each in prepared]
         watching = supervision.run(watch_java(java_process(session), health, supervision), "watch over Java")
         async with AsyncExitStack() as stack:
-            pauses = await _open_pauses(stack, settings, supervision, health)
-            if pauses is not None:
+            control = await _open_control(stack, settings, supervision, health)
+            if control is not None:
+                pauses, marks = control
+                jobs = [_make_job(settings, broker, marks, health, suspects, each) for each in prepared]
                 _set_pauses(pauses, jobs)
                 supervision.run(_follow_pauses(pauses, jobs, supervision.stopping), "pauses of jobs")
                 await _run_jobs(settings, supervision, health, session, jobs)
@@ -102,7 +105,12 @@ def _open(
 
 
 def _make_job(
-    settings: TransformSettings, broker: SparkBroker, health: PipesHealth, suspects: SuspectLock, prepared: Prepared
+    settings: TransformSettings,
+    broker: SparkBroker,
+    marks: Marks,
+    health: PipesHealth,
+    suspects: SuspectLock,
+    prepared: Prepared,
 ) -> Job:
     loop = asyncio.get_running_loop()
 
@@ -116,6 +124,7 @@ def _make_job(
     return Job(
         prepared,
         broker,
+        marks,
         checkpoints=settings.checkpoint_root(),
         ledger=settings.ledger,
         watchdog=watchdog,
@@ -126,10 +135,11 @@ def _make_job(
     )
 
 
-async def _open_pauses(
+async def _open_control(
     stack: AsyncExitStack, settings: TransformSettings, supervision: Supervision, health: PipesHealth
-) -> Pauses | None:
-    """The pauses, followed until the stop, once they are known: a paused pipe must not start. None when the stop comes first.
+) -> tuple[Pauses, Marks] | None:
+    """The pauses, followed until the stop, once they are known: a paused pipe must not start. And the marks of the transforms
+    that have begun. None when the stop comes first.
 
     Raises BadConfiguration and DataDamaged.
     """
@@ -142,7 +152,10 @@ async def _open_pauses(
     while pauses.unknown is not None and not stopping.is_set():
         health.record_waiting(f"it is not known whether it is paused: {pauses.unknown}")
         await wait_for_stop(stopping, APPLY_EVERY_S)
-    return None if stopping.is_set() else pauses
+    if stopping.is_set():
+        return None
+    producer = await stack.enter_async_context(Producer(opened.appender))
+    return pauses, BrokerMarks(opened.reader, producer)
 
 
 async def _follow_pauses(pauses: Pauses, jobs: Sequence[Job], stopping: asyncio.Event) -> None:

@@ -25,10 +25,6 @@ from spark.sources.offsets import sync, sync_batch
 Note = TypeVar("Note")
 IDENTITY_FILE = "penstock.json"
 _VERSION = 1
-REMEDY = (
-    "Try: restoring it from a backup that is not older than the output, or moving it away, which reads the sources from "
-    "their start again (receivers then see events twice, by the same ids)"
-)
 
 
 class CheckpointDamaged(Exception):
@@ -78,7 +74,10 @@ class Checkpoint:
 
     def damaged(self, problem: str) -> CheckpointDamaged:
         """The error to raise."""
-        return CheckpointDamaged(f"checkpoint {self.path}: {problem}. {REMEDY}")
+        return CheckpointDamaged(
+            f"checkpoint {self.path}: {problem}. Try: restoring it from a backup that is not older than the output, or penstock "
+            f"group reset {self.path.rpartition('/')[2]} --to-earliest (receivers get all results again, with the same ids)"
+        )
 
     def read_identity(self) -> Identity | None:
         """None when the folder is new. Raises CheckpointDamaged, also for the checkpoint of a newer version."""

@@ -30,6 +30,7 @@ from spark.jobs.query import POLL_S, Query, RunningQuery, warm_up
 from spark.jobs.replay import reported_offsets
 from spark.jobs.start_checks import adopt_checkpoint, check_not_older, record_ran
 from spark.jobs.streaming_plan import StreamingPlanQuery
+from spark.marks import Marks
 from spark.reporter import PipeReporter
 from spark.reports import BatchReport
 from spark.session import own_session
@@ -54,6 +55,7 @@ class Job:
         self,
         prepared: Prepared,
         broker: SparkBroker,
+        marks: Marks,
         *,
         checkpoints: str,
         ledger: bool,
@@ -67,7 +69,8 @@ class Job:
         self.pipe = prepared.pipe
         self._watchdog, self._suspects = watchdog or Watchdog(BATCH_TIMEOUT_S), suspects or SuspectLock()
         self._attempts = Attempts(prepared.version, real_time=prepared.transform.mode == "real-time")
-        self._prepared, self._broker, self._checkpoints, self._ledger = prepared, broker, checkpoints, ledger
+        self._prepared, self._broker, self._marks = prepared, broker, marks
+        self._checkpoints, self._ledger = checkpoints, ledger
         self._reporter: PipeReporter | None = None
         self._on_batch, self._on_state, self._on_backlog = on_batch, on_state, on_backlog
         self._stop = threading.Event()
@@ -194,7 +197,7 @@ class Job:
         return start_micro_batches(query)
 
     def _open_query(self, session: SparkSession, checkpoint: Checkpoint, topics: Mapping[str, str]) -> Query:
-        identity = adopt_checkpoint(checkpoint, self._prepared, topics)
+        identity = adopt_checkpoint(checkpoint, self._prepared, topics, self._marks)
         ran = threading.Event()
 
         def report(done: BatchReport) -> None:

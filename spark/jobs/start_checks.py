@@ -5,10 +5,12 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
+import structlog
 from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
 
 from services.core.pipes import dead_letter_topic, output_topic
+from services.core.transform_marks import TransformMark
 from services.core.yaml_source import BadConfiguration, Problem
 from spark.brokers.contract import SparkBroker
 from spark.errors import shorten
@@ -18,10 +20,13 @@ from spark.jobs.checkpoint import Checkpoint, CheckpointDamaged, Identity, peek_
 from spark.jobs.dead_letters import DEAD, LATE
 from spark.jobs.query import Query
 from spark.jobs.replay import REJECTS
+from spark.marks import Marks
 from spark.records import EVENT_TIME
 from spark.session import own_session, slots
 from spark.settings import SelectedPipes, TransformSettings
 from spark.transforms.preparation import Prepared, watermarks
+
+log = structlog.get_logger()
 
 _TRY_WATERMARK = "Try: `watermark: 10m` in the pipe file, and grouping or joining by event_time"
 
@@ -86,31 +91,49 @@ def _why_not_streamable(session: SparkSession, broker: SparkBroker, prepared: Pr
     return None
 
 
-def adopt_checkpoint(checkpoint: Checkpoint, prepared: Prepared, topics: Mapping[str, str]) -> Identity:
+def adopt_checkpoint(checkpoint: Checkpoint, prepared: Prepared, topics: Mapping[str, str], marks: Marks) -> Identity:
     """Use the checkpoint for this pipe: a new one or that of its last run. topics: identity of each source topic.
 
     A changed transform is fine if it keeps no state; so is an added source. A topic that was created again is not: its offsets
-    mean other records. Raises CheckpointDamaged.
+    mean other records. Nor is a new checkpoint for a transform that has begun, by its mark. When it returns, the mark is durable.
+    To be called under the checkpoint's lock. Raises CheckpointDamaged, BrokerError kinds.
     """
-    digest = _digest(prepared)
-    kind = "per batch" if prepared.per_batch else "in plan"
-    found = checkpoint.read_identity()
+    found, mark = checkpoint.read_identity(), marks.read(prepared.pipe)
     if found is None:
-        if checkpoint.newest("offsets") is not None or checkpoint.has_metadata():
-            raise checkpoint.damaged("penstock.json is missing")
-        identity = Identity(
-            id=uuid.uuid4().hex,
-            pipe=prepared.pipe,
-            topics=dict(topics),
-            transform=digest,
-            kind=kind,
-            state=prepared.state,
-        )
+        identity = _new_identity(checkpoint, prepared, topics, mark)
+    else:
+        _check_fits(checkpoint, found, prepared, topics)
+        _check_mark(checkpoint, found, mark)
+        known = {**found.topics, **topics}
+        identity = msgspec.structs.replace(found, topics=known, transform=_digest(prepared), state=prepared.state)
+    if identity != found:  # before the mark: the mark of a checkpoint that was never stored would refuse the next start
         checkpoint.write_identity(identity)
-        return identity
+    if mark is None or not mark.fits(identity.id):
+        marks.write(prepared.pipe, identity.id)
+    return identity
+
+
+def _new_identity(
+    checkpoint: Checkpoint, prepared: Prepared, topics: Mapping[str, str], mark: TransformMark | None
+) -> Identity:
+    if checkpoint.newest("offsets") is not None or checkpoint.has_metadata():
+        raise checkpoint.damaged("penstock.json is missing")
+    if mark is not None and mark.has_begun:
+        raise _replaced(checkpoint, prepared.pipe, "it is gone", mark)
+    return Identity(
+        id=uuid.uuid4().hex,
+        pipe=prepared.pipe,
+        topics=dict(topics),
+        transform=_digest(prepared),
+        kind=_kind(prepared),
+        state=prepared.state,
+    )
+
+
+def _check_fits(checkpoint: Checkpoint, found: Identity, prepared: Prepared, topics: Mapping[str, str]) -> None:
     if found.pipe != prepared.pipe:
         raise checkpoint.damaged(f"it belongs to the pipe {found.pipe!r}, not {prepared.pipe!r}")
-    if found.kind != kind:
+    if found.kind != (kind := _kind(prepared)):
         raise checkpoint.damaged(f"it was made by a transform that runs {found.kind}, this one runs {kind}")
     for topic, known in found.topics.items():
         if topics.get(topic, known) != known:
@@ -118,10 +141,24 @@ def adopt_checkpoint(checkpoint: Checkpoint, prepared: Prepared, topics: Mapping
     _check_files(checkpoint, ran=found.ran)
     if changed := changed_state(checkpoint, prepared):
         raise CheckpointDamaged(changed)
-    identity = msgspec.structs.replace(found, topics={**found.topics, **topics}, transform=digest, state=prepared.state)
-    if identity != found:
-        checkpoint.write_identity(identity)
-    return identity
+
+
+def _check_mark(checkpoint: Checkpoint, found: Identity, mark: TransformMark | None) -> None:
+    """Whether the transform began with this checkpoint, or may do so. Version 0.1 made new checkpoints without a mark."""
+    if mark is None or not mark.has_begun or mark.fits(found.id):
+        return
+    if found.penstock:
+        raise _replaced(checkpoint, found.pipe, f"it is {found.id}", mark)
+    hint = "Penstock 0.1 made it, which writes no marks. The transform continues with it"
+    log.warning("checkpoint_of_earlier_version", pipe=found.pipe, checkpoint=found.id, known=mark.text, hint=hint)
+
+
+def _replaced(checkpoint: Checkpoint, pipe: str, problem: str, mark: TransformMark) -> CheckpointDamaged:
+    """Short: a person reads `shorten` of it."""
+    return CheckpointDamaged(
+        f"checkpoint {checkpoint.path}: {problem}, but {mark.text}. Try: restoring that one, or penstock group reset {pipe} "
+        "--to-earliest (all results come again)"
+    )
 
 
 def record_ran(checkpoint: Checkpoint, identity: Identity) -> bool:
@@ -151,8 +188,13 @@ def changed_state(checkpoint: Checkpoint, prepared: Prepared) -> str | None:
     return (
         f"it is not the transform that left its state over several events in checkpoint {checkpoint.path}: its results would "
         "be made of both. Try: the former one again; or this one in a pipe of another name, which reads the sources from their "
-        "start; or moving the checkpoint away, which does so under this name (results come again, those that went out, too)"
+        f"start; or penstock group reset {prepared.pipe} --to-earliest, which does so under this name (results come again, those "
+        "that went out, too)"
     )
+
+
+def _kind(prepared: Prepared) -> str:
+    return "per batch" if prepared.per_batch else "in plan"
 
 
 def _digest(prepared: Prepared) -> str:

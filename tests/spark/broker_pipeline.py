@@ -115,6 +115,7 @@ class BrokerPipeline(RunningJobs):
         job = Job(
             prepared,
             self.broker,
+            self.marks,
             checkpoints=checkpoints,
             ledger=True,
             on_batch=self.batches.append,

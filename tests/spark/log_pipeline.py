@@ -30,6 +30,7 @@ from spark.jobs.start_checks import adopt_checkpoint
 from spark.reports import BatchReport
 from spark.settings import SelectedPipes, TransformSettings, load_pipes
 from spark.transforms.preparation import Prepared, prepare_pipes
+from tests.spark.stored_marks import StoredMarks
 
 TOO_SLOW = "Python worker failed to connect back"
 """Spark gives it 10 s and no setting for it."""
@@ -82,6 +83,7 @@ class RunningJobs:
 
     def __init__(self, session: SparkSession) -> None:
         self.session = session
+        self.marks = StoredMarks()
         self.batches: list[BatchReport] = []
         self.states: list[QueryState] = []
         self._jobs: list[tuple[Job, threading.Thread]] = []
@@ -157,6 +159,7 @@ class LogPipeline(RunningJobs):
         job = Job(
             self.prepare(chosen),
             LogSparkBroker(str(self.log)),
+            self.marks,
             checkpoints=str(self.folder / "checkpoints"),
             ledger=True,
             on_batch=self.batches.append,
@@ -171,7 +174,9 @@ class LogPipeline(RunningJobs):
         """What a run of the pipe would work with; nothing runs."""
         prepared, broker = self.prepare(chosen), LogSparkBroker(str(self.log))
         with open_checkpoint(self.session, str(self.folder / "checkpoints"), "p") as checkpoint:
-            identity = adopt_checkpoint(checkpoint, prepared, broker.identify(self.session, list(prepared.views)))
+            identity = adopt_checkpoint(
+                checkpoint, prepared, broker.identify(self.session, list(prepared.views)), self.marks
+            )
             yield Query(
                 self.session,
                 prepared,

@@ -215,7 +215,7 @@ def test_damaged_checkpoint_is_refused(pipeline: LogPipeline, spark: SparkSessio
 
     def take(root: Path) -> None:
         with open_checkpoint(spark, str(root), "p") as checkpoint:
-            identity = adopt_checkpoint(checkpoint, prepared, topics)
+            identity = adopt_checkpoint(checkpoint, prepared, topics, pipeline.marks)
             writer = f"p:{identity.id}"
             reported, stop, attempts = pipeline.batches.append, threading.Event(), Attempts(prepared.version)
             check_not_older(

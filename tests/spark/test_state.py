@@ -10,6 +10,7 @@ from services.core.pipes import Transform
 from spark.jobs.checkpoint import Checkpoint, CheckpointDamaged, Identity
 from spark.jobs.start_checks import adopt_checkpoint, changed_state, record_ran
 from spark.transforms.preparation import Prepared
+from tests.spark.stored_marks import StoredMarks
 
 TOPICS = {"s": "made-once"}
 HOUR = "SELECT window.start AS id, count(*) AS n FROM s GROUP BY window(event_time, '1 hour')"
@@ -52,7 +53,7 @@ def prepared(sql: str, columns: str = "delay INT", *, row_by_row: bool = False, 
 
 def adopted(*, row_by_row: bool = False) -> Any:
     folder: Any = Folder()
-    adopt_checkpoint(folder, prepared(HOUR, row_by_row=row_by_row), TOPICS)
+    adopt_checkpoint(folder, prepared(HOUR, row_by_row=row_by_row), TOPICS, StoredMarks())
     folder.batch = 3
     return folder
 
@@ -64,22 +65,22 @@ def test_another_transform_is_refused(changed: Prepared) -> None:
     before = folder.identity
     said = changed_state(folder, changed) or ""
     assert "not the transform that left its state" in said
-    for way in ("the former one again", "a pipe of another name", "moving the checkpoint away"):
+    for way in ("the former one again", "a pipe of another name", "penstock group reset p --to-earliest"):
         assert way in said
     with pytest.raises(CheckpointDamaged, match="its results would be made of both"):
-        adopt_checkpoint(folder, changed, TOPICS)
+        adopt_checkpoint(folder, changed, TOPICS, StoredMarks())
     assert folder.identity == before
 
 
 def test_what_may_change() -> None:
     """If this fails, an operator has to give up results for a change that does not touch the state."""
     folder = adopted()
-    adopt_checkpoint(folder, prepared(HOUR, watermark="10m", interval="1s", max_events=10), TOPICS)
+    adopt_checkpoint(folder, prepared(HOUR, watermark="10m", interval="1s", max_events=10), TOPICS, StoredMarks())
     stateless = adopted(row_by_row=True)
-    adopt_checkpoint(stateless, prepared(HALF, row_by_row=True), TOPICS)
+    adopt_checkpoint(stateless, prepared(HALF, row_by_row=True), TOPICS, StoredMarks())
     nothing_done = adopted()
     nothing_done.batch = None
-    adopt_checkpoint(nothing_done, prepared(HALF), TOPICS)
+    adopt_checkpoint(nothing_done, prepared(HALF), TOPICS, StoredMarks())
 
 
 def test_checkpoint_of_an_earlier_version() -> None:
@@ -88,19 +89,19 @@ def test_checkpoint_of_an_earlier_version() -> None:
     folder.identity = msgspec.structs.replace(folder.identity, state="")
     assert changed_state(folder, prepared(HALF)) is not None
     assert changed_state(folder, prepared(HOUR)) is None
-    adopt_checkpoint(folder, prepared(HOUR), TOPICS)
+    adopt_checkpoint(folder, prepared(HOUR), TOPICS, StoredMarks())
     assert folder.identity.state == prepared(HOUR).state
 
 
 def test_a_query_that_failed_before_its_first_batch_starts_again() -> None:
     """If this fails, a worker that dies in a pipe's first second makes its new checkpoint count as damaged, for good."""
     folder: Any = Folder()
-    identity = adopt_checkpoint(folder, prepared(HOUR), TOPICS)
+    identity = adopt_checkpoint(folder, prepared(HOUR), TOPICS, StoredMarks())
     assert not record_ran(folder, identity), "the query of its bad records is done with a batch, this one has none"
-    identity = adopt_checkpoint(folder, prepared(HOUR), TOPICS)
+    identity = adopt_checkpoint(folder, prepared(HOUR), TOPICS, StoredMarks())
     folder.batch = 0
     assert record_ran(folder, identity)
     assert record_ran(folder, folder.identity)
     folder.batch = None
     with pytest.raises(CheckpointDamaged, match="its offsets are gone"):
-        adopt_checkpoint(folder, prepared(HOUR), TOPICS)
+        adopt_checkpoint(folder, prepared(HOUR), TOPICS, StoredMarks())

@@ -10,6 +10,7 @@ from services.core.broker.record import TopicPartition
 from services.core.pauses import Pause
 from services.core.pipes import PipeFile, delivery_group, lane_name
 from services.core.scrape import Sample
+from services.core.transform_marks import TransformMark
 from services.fleet.folder import FleetState
 
 Answer = Literal["ready", "not ready", "silent", "refused"]
@@ -122,7 +123,8 @@ class Letters:
 class BrokerFacts:
     """problem: why it cannot be used, for a person; empty when it can. missing: topics of the pipe file that it lacks.
 
-    lags, later: by group and topic, some seconds apart. newest: the highest arrival time of a stream's newest records, ms.
+    marks: of the transforms that have begun, by pipe. lags, later: by group and topic, some seconds apart. newest: the highest
+    arrival time of a stream's newest records, ms.
     """
 
     url: str = ""
@@ -130,6 +132,7 @@ class BrokerFacts:
     hint: str = ""
     missing: tuple[str, ...] = ()
     pauses: Mapping[str, Pause] = field(default_factory=dict)
+    marks: Mapping[str, TransformMark] = field(default_factory=dict)
     lags: dict[tuple[str, str], dict[int, Lag]] = field(default_factory=dict)
     later: dict[tuple[str, str], dict[int, Lag]] = field(default_factory=dict)
     positions: dict[tuple[str, str], dict[int, int]] = field(default_factory=dict)
@@ -158,7 +161,7 @@ class Checkpoint:
     """The checkpoint of a pipe's transform in the data folder. made: seconds since the epoch; None: there is none.
 
     output_made: when the topic of its results was created, where the embedded log shows it. is_reset: an operator set an earlier
-    checkpoint aside.
+    checkpoint aside. has_identity: penstock.json is there; it is written before the mark that the transform has begun.
     """
 
     pipe: str
@@ -166,6 +169,7 @@ class Checkpoint:
     made: float | None
     output_made: float | None = None
     is_reset: bool = False
+    has_identity: bool = False
 
 
 @dataclass(slots=True)

@@ -19,6 +19,7 @@ from services.core.broker.producer import Producer
 from services.core.pauses import Pause, list_paused
 from services.core.pipes import PipeFile, load_pipes, renames_of
 from services.core.times import date_of, parse_time
+from services.core.transform_marks import TransformMark, read_transform_mark
 from services.core.units import format_count
 from services.fleet.access import find_broker, find_fleet, find_pipes, opened
 from services.fleet.console import ERR, OUT, make_table, print_note
@@ -44,7 +45,7 @@ from services.fleet.paused import pause_json
 from services.fleet.problem import CommandFailed
 from services.fleet.status import read_status
 from services.fleet.status_view import millis
-from services.fleet.transform_reset import hold_checkpoint, plan_restart, record_restart, set_aside
+from services.fleet.transform_reset import hold_checkpoint, no_checkpoint, plan_restart, record_restart, set_aside
 from services.fleet.verbs.app import APP, AsJson, BrokerUrl, Data, Pipes, example
 
 GROUP = typer.Typer(
@@ -177,7 +178,8 @@ def reset(
 
     It never moves forward over a stored event; partitions that are further back stay. Waiting retries and parked events
     (PIPE.retry, PIPE.parked) are not moved. The audit names the events (penstock dead audit). PIPE --to-earliest lets the
-    pipe's transform begin again: its checkpoint in the data folder is renamed.
+    pipe's transform begin again: its checkpoint in the data folder is renamed. A lost checkpoint, or one that this machine
+    does not have, needs no folder.
     """
     file, url = load_pipes(find_pipes(pipes, data)), find_broker(broker, data)
     if to_earliest and not to and not to_offset and (pipe := file.pipes.get(name)) and pipe.transform is not None:
@@ -286,36 +288,50 @@ def _confirm(lane: Lane, moves: Sequence[Move], what: str, *, yes: bool) -> bool
 def _restart_transform(
     url: str, pipe: str, sources: Sequence[str], checkpoint: Path, *, yes: bool, as_json: bool
 ) -> None:
-    with hold_checkpoint(checkpoint):
-        moves = uvloop.run(_plan_restart(url, sources))
+    with hold_checkpoint(checkpoint) as is_here:
+        moves, mark = uvloop.run(_plan_restart(url, pipe, sources))
+        if not is_here:
+            if mark is None or not mark.has_begun:
+                raise no_checkpoint(checkpoint)
+            print_note(
+                f"There is no checkpoint in {checkpoint}, but {mark.text}. If that one is elsewhere, the transform continues "
+                "with it: stop the transform and move it away first.",
+                "yellow",
+            )
         count = sum(move.count for move in moves)
         if not yes:
             what = "will be transformed again, and the results delivered again"
             typer.confirm(f"{_events(count)} of {pipe} {what}. Go on?", abort=True, err=True)
-        uvloop.run(_record_restart(url, pipe, moves))
+        uvloop.run(_record_restart(url, pipe, moves, mark))
         try:
-            aside = set_aside(checkpoint)
+            aside = set_aside(checkpoint) if is_here else None
         except OSError as error:
             raise CommandFailed(f"{checkpoint} cannot be renamed: {error.strerror}") from error
     if as_json:
         rows = [move.as_json() for move in moves]
-        said = {"pipe": pipe, "transform": True, "action": RESET, "events": count, "checkpoint": str(aside)}
+        said = {"pipe": pipe, "transform": True, "action": RESET, "events": count, "checkpoint": aside and str(aside)}
         typer.echo(json.dumps({**said, "partitions": rows}))
     else:
-        print_note(f"The checkpoint is {aside} now; delete it when the new results are right.")
-        print_note(f"{pipe}: {_events(count)} will be transformed again. Start the fleet again.", "green")
+        if aside is not None:
+            print_note(f"The checkpoint is {aside} now; delete it when the new results are right.")
+        then = (
+            "Start the fleet again."
+            if is_here
+            else "A transform that runs without a checkpoint begins within a minute."
+        )
+        print_note(f"{pipe}: {_events(count)} will be transformed again. {then}", "green")
 
 
-async def _plan_restart(url: str, sources: Sequence[str]) -> list[Move]:
+async def _plan_restart(url: str, pipe: str, sources: Sequence[str]) -> tuple[list[Move], TransformMark | None]:
     async with opened(url) as broker:
-        return await plan_restart(broker, sources)
+        return await plan_restart(broker, sources), await read_transform_mark(broker.reader, pipe)
 
 
-async def _record_restart(url: str, pipe: str, moves: Sequence[Move]) -> None:
+async def _record_restart(url: str, pipe: str, moves: Sequence[Move], mark: TransformMark | None) -> None:
     async with opened(url) as broker, Producer(broker.appender) as producer:
         who = whoami()
         await Auditor(producer, who, {}).require_topic()
-        await record_restart(producer, pipe, moves, who)
+        await record_restart(producer, pipe, moves, mark, who)
 
 
 async def _reset(url: str, lane: Lane, moves: Sequence[Move]) -> None:

@@ -25,7 +25,8 @@ from services.core.provision import ensure_topics
 from services.core.retry_state import RetryState, wrap
 from services.core.takeover_dedup import WITHIN_S
 from services.core.times import format_time
-from services.fleet.dead.audit import read_audit
+from services.core.transform_marks import TransformMark, read_transform_mark, write_transform_mark
+from services.fleet.dead.audit import read_audit, whoami
 from services.fleet.observer_client import loss_table
 from services.fleet.offsets import (
     find_lanes,
@@ -418,9 +419,12 @@ def test_a_transform_begins_again(shell: Shell, tmp_path: Path) -> None:
     """Broken: to transform all events again, an operator renames folders, perhaps below a running transform."""
     reset, folder = ("group", "reset", "sums", "--to-earliest", "--yes"), tmp_path / "data" / "checkpoints" / "sums"
     assert shell.run(*reset) == 1
-    assert "there is no checkpoint in data/checkpoints/sums" in shell.err
+    assert "there is no checkpoint in data/checkpoints/sums, and the transform has not begun" in " ".join(
+        shell.err.split()
+    )
     folder.mkdir(parents=True)
     (folder / "penstock.lock").write_text("4711\n")
+    (folder / "penstock.json").write_text("{}")
     with (folder / "penstock.lock").open() as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         assert shell.run(*reset) == 1
@@ -437,3 +441,34 @@ def test_a_transform_begins_again(shell: Shell, tmp_path: Path) -> None:
         ("reset", "sums", [[0, EVENTS - 1]]),
         ("reset", "sums", [[0, EVENTS - 1]]),
     ]
+
+
+@pytest.mark.parametrize("folder", ["none", "refused", "there"])
+def test_a_transform_whose_checkpoint_is_lost_begins_again(shell: Shell, tmp_path: Path, folder: str) -> None:
+    """Broken: a transform that is refused without its checkpoint stays refused, or begins again without a word in the audit."""
+    place = tmp_path / "data" / "checkpoints" / "sums"
+
+    async def on_control(*, begins: bool = False) -> TransformMark | None:
+        async with open_broker(f"log://{tmp_path}/data/log") as broker, Producer(broker.appender) as producer:
+            if begins:
+                await write_transform_mark(producer, "sums", "begun", "0123", "transform")
+            return await read_transform_mark(broker.reader, "sums")
+
+    asyncio.run(on_control(begins=True))
+    if folder != "none":
+        place.mkdir(parents=True)
+        (place / "penstock.lock").touch()  # the transform that was refused left it
+    if folder == "there":
+        (place / "penstock.json").touch()
+    assert shell.run("group", "reset", "sums", "--to-earliest", "--yes", "--json") == 0
+    words = " ".join(shell.err.split())
+    assert ("with checkpoint 0123. If that one is elsewhere, the transform continues with it" in words) == (
+        folder != "there"
+    )
+    assert (json.loads(shell.out)["checkpoint"] is None) == (folder != "there")
+    found = asyncio.run(on_control())
+    assert found is not None
+    assert (found.state, found.checkpoint, found.by) == ("reset", "0123", whoami())
+    assert shell.run("dead", "audit", "--json") == 0
+    assert [json.loads(line)["filters"]["transform"] for line in shell.out.splitlines()] == ["sums", "sums"]
+    assert shell.run("group", "reset", "sums", "--to-earliest", "--yes") == 1, "there is nothing to reset"

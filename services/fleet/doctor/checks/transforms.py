@@ -24,7 +24,15 @@ def find_checkpoints(facts: Facts) -> Iterator[Finding]:
     for one in facts.checkpoints:
         problem = said.pop(one.pipe, "")
         parts = about(f"pipe {one.pipe}", "transform")
-        if any(word in problem for word in _CHECKPOINT_WORDS):
+        mark = facts.broker.marks.get(one.pipe)
+        if mark is not None and not one.has_identity and not one.made:
+            yield Finding(
+                f"The checkpoint of the transform of {one.pipe} is gone.",
+                [f"{one.path} has none, but {mark.text}", problem or "the transform does not start without it"],
+                f"ls -la {one.path.parent}   # then restore it from a backup, or: penstock group reset {one.pipe} --to-earliest",
+                parts,
+            )
+        elif any(word in problem for word in _CHECKPOINT_WORDS):
             yield Finding(
                 f"The checkpoint of the transform of {one.pipe} cannot be used.",
                 [problem, str(one.path)],

@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Coroutine
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from services.core.pipes import (
     retry_topic,
 )
 from services.core.provision import wanted_topics
+from services.core.transform_marks import TransformMarks
 from services.fleet.doctor.facts import Facts, Letters
 from services.fleet.doctor.looks.bounds import bounded, describe, in_thread
 
@@ -116,6 +117,7 @@ async def _look(facts: Facts, broker: Broker) -> None:
     groups = groups_of(pipes)
     looks: dict[str, Coroutine[Any, Any, None]] = {
         "the pauses": _read_pauses(facts, broker, pipes),
+        "the transforms that have begun": _read_marks(facts, broker, pipes),
         "the groups": _read_groups(facts, broker, groups),
         "new dead letters": _read_letters(facts, broker, pipes),
         "the newest events": _read_newest(facts, broker, pipes),
@@ -143,6 +145,14 @@ def groups_of(pipes: PipeFile) -> list[GroupTopic]:
 
 async def _read_pauses(facts: Facts, broker: Broker, pipes: PipeFile) -> None:
     facts.broker.pauses = await list_paused(broker.reader, renames_of(pipes))
+
+
+async def _read_marks(facts: Facts, broker: Broker, pipes: PipeFile) -> None:
+    marks = TransformMarks(broker.reader)
+    with suppress(UnknownTopic):
+        await marks.refresh()
+    found = {name: marks.of(name) for name, pipe in pipes.pipes.items() if pipe.transform is not None}
+    facts.broker.marks = {name: mark for name, mark in found.items() if mark is not None and mark.has_begun}
 
 
 async def _read_groups(facts: Facts, broker: Broker, groups: list[GroupTopic], *, later: bool = False) -> None:

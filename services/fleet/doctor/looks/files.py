@@ -180,7 +180,8 @@ def look_at_checkpoints(facts: Facts) -> None:
         except OSError:
             made = None
         asides = list(path.parent.glob(f"{name}.*")) if path.parent.is_dir() else []
-        found.append(Checkpoint(name, path, made, _output_made(facts, name), is_reset=bool(asides)))
+        has_identity = (path / "penstock.json").exists()
+        found.append(Checkpoint(name, path, made, _output_made(facts, name), bool(asides), has_identity))
     facts.checkpoints = tuple(found)
 
 

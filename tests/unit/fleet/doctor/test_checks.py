@@ -8,6 +8,7 @@ from services.core.broker.contract import Lag
 from services.core.broker.record import TopicPartition
 from services.core.pauses import Pause
 from services.core.scrape import Sample
+from services.core.transform_marks import TransformMark
 from services.fleet.doctor.checks import CHECKS
 from services.fleet.doctor.checks.broker import find_gone, find_missing_topics, find_throttled
 from services.fleet.doctor.diagnosis import Diagnosis, diagnose
@@ -345,6 +346,13 @@ def test_a_lost_checkpoint() -> None:
         facts.checkpoints = (Checkpoint("large", DATA / "checkpoints" / "large", None),)
 
     assert first_of(broken(delete)) == "checkpoint"
+
+    def lose(facts: Facts) -> None:  # before its first result, and on the disk is no trace of it
+        facts.broker.marks = {"large": TransformMark("begun", "0123", "transform", int(NOW - DAY_S) * 1000)}
+        delete(facts)
+        facts.broker.ends.clear()
+
+    assert "with checkpoint 0123" in broken(lose).causes[0].finding.evidence[0]
 
     def make_anew(is_reset: bool) -> Callable[[Facts], None]:
         def change(facts: Facts) -> None:

@@ -1,0 +1,110 @@
+"""Whether a pipe's transform has begun: marks in `penstock.control`, one record per change, kept for ever.
+
+Spark keeps the position of a transform in its checkpoint. A transform without one reads its sources from the beginning, and
+destinations receive every result again. So a new pipe must be told from one whose checkpoint is lost. The mark `begun` is written
+before the first batch of a new checkpoint, and names it. The mark `reset` is written when an operator lets the transform begin
+again. The newest mark of a pipe counts. A pipe that began before this version gets its mark at the next start.
+"""
+
+import asyncio
+import time
+from contextlib import suppress
+from typing import Literal
+
+import msgspec
+
+from services.core.broker.contract import Reader
+from services.core.broker.errors import OffsetOutOfRange, UnknownTopic
+from services.core.broker.producer import Producer
+from services.core.broker.record import Batch, Record
+from services.core.pipes import CONTROL
+from services.core.times import format_time
+
+_KEY = "transform:"
+_PAGE = 500
+_VERSION = 1
+SERVICE = "transform"
+"""The writer of `begun`."""
+
+
+class TransformMark(msgspec.Struct, frozen=True):
+    """checkpoint: its id; "": not known. by: a user, or the service. at: ms since the epoch. version: of this format."""
+
+    state: Literal["begun", "reset"]
+    checkpoint: str
+    by: str
+    at: int
+    version: int = _VERSION
+
+    @property
+    def has_begun(self) -> bool:
+        return self.state == "begun"
+
+    def fits(self, checkpoint: str) -> bool:
+        """Whether the transform began with the checkpoint of this id, as far as the mark says."""
+        return self.has_begun and self.checkpoint in ("", checkpoint)
+
+    @property
+    def text(self) -> str:
+        """Since when it runs and with which checkpoint, for a person."""
+        return f"the transform began at {format_time(self.at)} with checkpoint {self.checkpoint or 'of unknown id'}"
+
+
+class TransformMarks:
+    """The marks, as far as `refresh` has read them. Not thread-safe; several tasks may call `refresh` at once."""
+
+    def __init__(self, reader: Reader) -> None:
+        self._reader = reader
+        self._next = 0
+        self._newest: dict[str, TransformMark] = {}
+        self._reading = asyncio.Lock()
+
+    def of(self, pipe: str) -> TransformMark | None:
+        """None: the transform never began, or before there were marks."""
+        return self._newest.get(pipe)
+
+    async def refresh(self) -> None:
+        """Read new records to the end of the topic. Raises BrokerError kinds; UnknownTopic without the control topic."""
+        async with self._reading:
+            while (batch := await self._read()) is not None:
+                for record in batch.records:
+                    self._apply(record)
+                self._next = batch.offsets[-1] + 1
+
+    async def _read(self) -> Batch | None:
+        try:
+            return await self._reader.read(CONTROL, 0, self._next, max_records=_PAGE)
+        except OffsetOutOfRange as error:  # created again, or its beginning is gone: the remaining records count
+            self._next = error.start
+            return await self._reader.read(CONTROL, 0, self._next, max_records=_PAGE)
+
+    def _apply(self, record: Record) -> None:
+        key = (record.key or b"").decode(errors="replace")
+        if key.startswith(_KEY):
+            self._newest[key.removeprefix(_KEY)] = _parse(record)
+
+
+def _parse(record: Record) -> TransformMark:
+    """A mark that cannot be parsed, perhaps of a later version, counts as `begun`, with a checkpoint of unknown id."""
+    with suppress(msgspec.DecodeError):
+        mark = msgspec.json.decode(record.value or b"", type=TransformMark)
+        if mark.version <= _VERSION:
+            return mark
+    return TransformMark("begun", "", "an unreadable mark", record.timestamp)
+
+
+async def read_transform_mark(reader: Reader, pipe: str) -> TransformMark | None:
+    """The newest mark of one pipe; None without the control topic, too. Raises BrokerError kinds."""
+    marks = TransformMarks(reader)
+    with suppress(UnknownTopic):
+        await marks.refresh()
+    return marks.of(pipe)
+
+
+async def write_transform_mark(
+    producer: Producer, pipe: str, state: Literal["begun", "reset"], checkpoint: str, by: str
+) -> None:
+    """Write it durably. Raises BrokerError kinds; UnknownTopic without the control topic."""
+    mark = TransformMark(state, checkpoint, by, time.time_ns() // 1_000_000)
+    record = Record(f"{_KEY}{pipe}".encode(), msgspec.json.encode(mark), mark.at)
+    (await producer.send_to(CONTROL, {0: [record]})).raise_first()

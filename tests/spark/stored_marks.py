@@ -1,0 +1,18 @@
+"""The marks of the transforms that have begun, in memory."""
+
+from services.core.transform_marks import TransformMark
+
+
+class StoredMarks:
+    """As `spark.marks.Marks`. written: the pipe and the checkpoint of each mark that was written."""
+
+    def __init__(self, **marks: TransformMark) -> None:
+        self.newest = marks
+        self.written: list[tuple[str, str]] = []
+
+    def read(self, pipe: str) -> TransformMark | None:
+        return self.newest.get(pipe)
+
+    def write(self, pipe: str, checkpoint: str) -> None:
+        self.written.append((pipe, checkpoint))
+        self.newest[pipe] = TransformMark("begun", checkpoint, "transform", 1_700_000_000_000)
