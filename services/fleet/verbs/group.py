@@ -317,7 +317,7 @@ def _restart_transform(
         then = (
             "Start the fleet again."
             if is_here
-            else "A transform that runs without a checkpoint begins within a minute."
+            else "A transform that was refused begins at its next attempt."
         )
         print_note(f"{pipe}: {_events(count)} will be transformed again. {then}", "green")
 
