@@ -314,11 +314,7 @@ def _restart_transform(
     else:
         if aside is not None:
             print_note(f"The checkpoint is {aside} now; delete it when the new results are right.")
-        then = (
-            "Start the fleet again."
-            if is_here
-            else "A transform that was refused begins at its next attempt."
-        )
+        then = "Start the fleet again." if is_here else "A transform that was refused begins at its next attempt."
         print_note(f"{pipe}: {_events(count)} will be transformed again. {then}", "green")
 
 

@@ -28,7 +28,7 @@ def find_checkpoints(facts: Facts) -> Iterator[Finding]:
         if mark is not None and not one.has_identity and not one.made:
             yield Finding(
                 f"The checkpoint of the transform of {one.pipe} is gone.",
-                [f"{one.path} has none, but {mark.text}", problem or "the transform does not start without it"],
+                [f"{one.path} has none, but {mark.text}", "the transform does not start without it"],
                 f"ls -la {one.path.parent}   # then restore it from a backup, or: penstock group reset {one.pipe} --to-earliest",
                 parts,
             )
