@@ -47,8 +47,8 @@ def reject_late(raw: DataFrame, watermark: int, batch: int) -> list[Rejected]:
     """These raw records of a batch with TIME, because of its watermark (ms). Executes the frame."""
     table: Any = raw.toArrow()
     detail = (
-        f"event time {{}} is before the watermark {format_time(watermark)} of batch {batch}; "
-        "a result still open then may hold it"
+        "a result that was open may hold it: "
+        f"event time {{}} is before the watermark {format_time(watermark)} of batch {batch}"
     )
     times = table.column(TIME).cast(pa.timestamp("ms", tz="UTC"), safe=False).cast(pa.int64()).to_pylist()
     return [

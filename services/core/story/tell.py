@@ -104,9 +104,7 @@ def _tell_transform(pipe: str, event: Event, facts: Facts) -> Passage:
     if facts.reports.first(event.run, step, "dead") is not None:
         return Passage("dead", "dead; the dead letter was not found", None, outputs, history)
     if filtered is not None:
-        return Passage(
-            "filtered", "dropped by the transform: no output has its origin", _time(filtered), outputs, history
-        )
+        return Passage("filtered", _why_no_output(pipe, facts), _time(filtered), outputs, history)
     if facts.reports.complete and event.run is not None and step in facts.reports.heard:
         behind, pause = facts.reports.behind.get(step), facts.paused.get(pipe)
         stored = None if event.record is None else time_of(event.record.record)
@@ -118,6 +116,19 @@ def _tell_transform(pipe: str, event: Event, facts: Facts) -> Passage:
     if facts.reports.complete and event.run is not None:
         return Passage(None, f"not recorded: {_SILENT.format('transform')}", None, outputs, history)
     return Passage(None, "not recorded: reports are kept for a day", None, outputs, history)
+
+
+def _why_no_output(pipe: str, facts: Facts) -> str:
+    """Of an event that the transform has read, and whose origin no output has."""
+    if _joins_events(pipe, facts):
+        return "read by a transform over several events: it is part of a result, which names no event, or was dropped"
+    return "dropped by the transform: no output has its origin"
+
+
+def _joins_events(pipe: str, facts: Facts) -> bool:
+    """Whether the results of the pipe's transform may be made of several events: that needs a watermark."""
+    found = facts.pipes.pipes.get(pipe)
+    return found is not None and found.transform is not None and found.transform.watermark is not None
 
 
 def _when(step: _Step) -> tuple[int, int]:
@@ -365,6 +376,8 @@ class _LaneTeller:
         """Where an event is of which the lane has left no trace."""
         passage = self._passage
         if passage is not None and passage.outcome != "passed":
+            if passage.outcome == "filtered" and _joins_events(self._name, self._facts):
+                return "not_passed", "gets the results, which name no event", None
             return "not_passed", "has not passed the transform", None
         read = self._inputs()
         if not read:

@@ -300,6 +300,11 @@ def _restart_transform(
             )
         count = sum(move.count for move in moves)
         if not yes:
+            print_note(
+                "Results come again with the same ids. So a receiver that drops duplicates drops them, also where they differ. "
+                "For different results, give them other ids in the transform, or use a pipe of another name.",
+                "yellow",
+            )
             what = "will be transformed again, and the results delivered again"
             typer.confirm(f"{_events(count)} of {pipe} {what}. Go on?", abort=True, err=True)
         uvloop.run(_record_restart(url, pipe, moves, mark))

@@ -327,6 +327,21 @@ async def test_a_transform_and_a_copy(history: History) -> None:
     assert lane(event, "large", "big").state == "not_read"
 
 
+async def test_an_event_of_a_result_of_several(history: History) -> None:
+    """Broken: an event that was counted is called dropped."""
+    await history.accept("counted")
+    await history.report("transform", "large", "filtered", 0)
+    large = PIPES.pipes["large"]
+    assert large.transform is not None
+    joining = large.model_copy(update={"transform": large.transform.model_copy(update={"watermark": 10.0})})
+    pipes = PIPES.model_copy(update={"pipes": {**PIPES.pipes, "large": joining}})
+    (event,) = (await find_story(history.broker, pipes, "counted", SCOPE, LIMITS)).events
+    transform = event.pipes[-1].transform
+    assert transform is not None
+    assert "part of a result" in transform.now
+    assert lane(event, "large", "big").now == "gets the results, which name no event"
+
+
 async def test_a_transform_that_was_added_later(history: History) -> None:
     """Broken: what the pipe delivered before it had its transform is called not transformed for ever."""
     await history.accept("first")
