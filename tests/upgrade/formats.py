@@ -113,6 +113,10 @@ async def write(broker: Broker, folder: Path) -> None:
         await write_bookmark(
             producer, Bookmark({TopicPartition("p.retry", 0): 1}, frozenset({"p/d"}), {"p/old": "p/d"}), NOW
         )
+        for key in (b"transform:p", b"keys:s"):  # only this version reads these
+            await store(
+                CONTROL, Record(key, b'{"state":"begun","checkpoint":"id","by":"transform","at":1,"version":1}', NOW)
+            )
         letter = DeadLetter.of(Position("p.dead", 0, 0), dead, digest=audit.digest_of(dead))
         acted = [audit.ActedUpon(*letter.position, letter.digest)]
         await audit.write_entries(producer, audit.REDRIVE, "ann@host", {"pipe": "p"}, acted)
