@@ -70,12 +70,30 @@ class _Manifest(msgspec.Struct, frozen=True):
 
 
 class _Stored(msgspec.Struct):
-    """Where a part is. begin: the bytes that were stored before it, as far as we know. at_ms: when it was stored."""
+    """Where a part is. begin: the bytes that were stored before it, as far as we know. at_ms: when it was stored. size, pieces:
+    what of it is stored."""
 
     offset: int
     begin: int
-    size: int
     at_ms: int
+    size: int = 0
+    pieces: int = 0
+
+
+class _JoinedPieces:
+    """Joins the pieces of parts. An observer that is interrupted leaves a part without its end, and stores it again."""
+
+    def __init__(self) -> None:
+        self._pieces: dict[bytes, list[bytes]] = {}
+
+    def add(self, piece: _Piece) -> bytes | None:
+        """The part, still compressed, if this is its last piece."""
+        if piece.number == 0:
+            self._pieces[piece.id] = []
+        mine = self._pieces.get(piece.id, [])
+        if len(mine) == piece.number:  # else repeated, or behind a gap
+            mine.append(piece.data)
+        return b"".join(self._pieces.pop(piece.id)) if len(mine) == piece.of else None
 
 
 class _Candidate:
@@ -95,6 +113,8 @@ class SnapshotLog:
         self._reader, self._producer, self._now_ms = reader, producer, now_ms
         self._stored: dict[bytes, _Stored] = {}
         """The parts of the last snapshot, and those that were stored since; the oldest first."""
+        self._begun: dict[bytes, _Stored] = {}
+        """The parts whose last piece is not stored, perhaps because the broker was away. They are stored again."""
         self._written = 0
         self._last = -1
         """The offset of the last record that we stored."""
@@ -215,7 +235,7 @@ class SnapshotLog:
 
     async def _load(self, candidate: _Candidate, table: Table, gone: set[bytes]) -> FollowerState:
         """Raises ValueError when a part is missing or unreadable; `gone` gets the missing ones."""
-        self._stored, self._written, self._last = {}, 0, candidate.offset
+        self._stored, self._begun, self._written, self._last = {}, {}, 0, candidate.offset
         manifest = candidate.manifest
         if manifest is None:
             return restore_v1(candidate.whole or b"", table)
@@ -223,17 +243,15 @@ class SnapshotLog:
             metrics.NOT_UNDERSTOOD.labels("snapshot", "version").inc()
             raise ValueError(newer_format("the observer's snapshot", manifest.version, VERSION))
         loader, wanted = Loader(table), set(_ids(manifest))
-        missing, pieces = set(wanted), dict[bytes, dict[int, bytes]]()
+        missing, joined = set(wanted), _JoinedPieces()
         async for batch in scan(self._reader, SNAPSHOTS, 0, int(manifest.first), candidate.offset):
             for offset, record in zip(batch.offsets, batch.records, strict=True):
                 for piece in _decode(record):
                     if piece.id not in wanted:
                         continue
                     self._record(piece, offset, record.timestamp)
-                    mine = pieces.setdefault(piece.id, {}) if piece.id in missing else {}
-                    mine[piece.number] = piece.data
-                    if piece.id in missing and len(mine) == piece.of:
-                        loader.add(_decompress(b"".join(data for _, data in sorted(pieces.pop(piece.id).items()))))
+                    if piece.id in missing and (part := joined.add(piece)) is not None:
+                        loader.add(_decompress(part))
                         missing.remove(piece.id)
                 self._written += len(record.value or b"")
             await asyncio.sleep(0)
@@ -243,11 +261,17 @@ class SnapshotLog:
         return loader.finish()
 
     def _record(self, piece: _Piece, offset: int, at_ms: int) -> None:
-        """Keep the place of this piece's part: that of its newest first piece."""
-        if piece.number == 0 or piece.id not in self._stored:
+        """Keep the place of this piece's part, once all pieces are stored: of the newest ones that are in order."""
+        if piece.number == 0:
+            self._begun[piece.id] = _Stored(offset, self._written, at_ms)
+        begun = self._begun.get(piece.id)
+        if begun is None or begun.pieces != piece.number:
+            return
+        begun.size += len(piece.data)
+        begun.pieces += 1
+        if begun.pieces == piece.of:
             self._stored.pop(piece.id, None)
-            self._stored[piece.id] = _Stored(offset, self._written, 0, at_ms)
-        self._stored[piece.id].size += len(piece.data)
+            self._stored[piece.id] = self._begun.pop(piece.id)
 
 
 def _digest(name: str, content: bytes) -> bytes:

@@ -1,14 +1,15 @@
 """Snapshots in their topic: what is stored comes back, a crash leaves the one before, and what is written is bounded."""
 
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from datetime import datetime
 from pathlib import Path
 
 import pytest
 
 from services.core import metrics
-from services.core.broker.contract import PartitionRange, Start
+from services.core.broker.contract import Appended, PartitionRange, Start
+from services.core.broker.errors import RecordTooLarge
 from services.core.broker.producer import Producer
 from services.core.broker.record import Batch, Record
 from services.core.ledger.report import SNAPSHOTS
@@ -28,11 +29,22 @@ HOUR_MS = 3_600_000
 Parts = dict[str, bytes]
 
 
+class FailingAppender(MemoryAppender):
+    """fail_at: the number of the append that fails."""
+
+    fail_at = -1
+
+    async def append(self, topic: str, partition: int, records: Sequence[Record], *, timeout: float) -> Appended:
+        if self.appends == self.fail_at:
+            self.errors.append(RecordTooLarge("refused"))
+        return await super().append(topic, partition, records, timeout=timeout)
+
+
 class Topic:
     """The topic of the snapshots in memory. As `contract.Reader`, as far as it is read."""
 
     def __init__(self, records: list[Record] | None = None, start: int = 0) -> None:
-        self.appender, self.start, self.now = MemoryAppender(), start, START_MS
+        self.appender, self.start, self.now = FailingAppender(), start, START_MS
         self.appender.create(SNAPSHOTS, 1)
         self.records = self.appender.topics[SNAPSHOTS][0]
         self.records += records or []
@@ -192,6 +204,33 @@ async def test_parts_that_never_change_outlive_the_topics_retention(
         (oldest,) = {min(stored.offset for stored in log._stored.values())}
         assert topic.start <= oldest
         assert topic.bytes_from(oldest) < 3 * 120_000 + 60_000
+
+
+async def test_after_a_failure_at_any_record_the_next_snapshot_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Broken: the broker is away in the middle of a part; all later snapshots name it, and no start can read any of them."""
+    monkeypatch.setattr(snapshot_log, "REWRITE_SHARE", 1)
+    ledger, failed = Ledger(2), 0
+    ledger.go_on(30)
+
+    def parts(offset: int, seed: int) -> Parts:
+        alarm = Alarm("a", {"large": random.Random(seed).randbytes(2000).hex()})
+        return parts_of(ledger.table, FollowerState(PlannedWindows(), offset, (alarm,)))
+
+    for second in (parts(2, seed=1), parts(2, seed=2)):  # the large part is only written again; it is new
+        for fail_at in range(60):
+            topic = Topic()
+            async with Producer(topic.appender) as producer:
+                log = topic.log(producer)
+                await log.store(parts(1, seed=1).items)
+                topic.now += 7 * HOUR_MS
+                topic.appender.fail_at = topic.appender.appends + fail_at
+                try:
+                    await log.store(second.items)
+                except RecordTooLarge:
+                    failed += 1
+                await log.store(second.items)
+                assert (await topic.load() or ({}, None))[0] == second, fail_at
+    assert failed > 20
 
 
 async def test_a_damaged_snapshot_is_replaced_by_the_one_before(topic: Topic, producer: Producer) -> None:
