@@ -39,6 +39,8 @@ WEBHOOK: dict[str, object] = {
     "schedule": ["1s", "1s", "2s", "2s", "2s"],
 }
 ALLOW = ("--allow-networks", "127.0.0.0/8")
+FALSE_ALARM = "commits of offsets are missing"
+"""0.1.0 says so, and nothing is missing, when another process commits while it opens the groups of the embedded log."""
 COLUMNS, SQL = "id STRING, key STRING, time BIGINT, fill STRING", "SELECT event, id, `key`, time, fill FROM `{stream}`"
 
 
@@ -134,7 +136,17 @@ class Rolling:
             await between()
 
     async def penstock(self, version: str, *arguments: str) -> str:
-        """A command of one version; what it printed. Fails when it does."""
+        """A command of one version; what it printed. Fails when it does. One of the last release is repeated after its false
+        alarm, as docs/upgrading.md says.
+        """
+        while True:
+            status, printed = await self._run(version, *arguments)
+            if status == 0:
+                return printed
+            assert version == "old", f"{version}: {arguments}: {printed}"
+            assert FALSE_ALARM in printed, f"{version}: {arguments}: {printed}"
+
+    async def _run(self, version: str, *arguments: str) -> tuple[int | None, str]:
         command = [*program(version, self.trial.folder), "-m", "services.fleet", *arguments]
         environ = {name: value for name, value in os.environ.items() if not name.startswith("PENSTOCK_UP")}
         process = await asyncio.create_subprocess_exec(
@@ -142,8 +154,7 @@ class Rolling:
         )
         async with asyncio.timeout(DEADLINE):
             printed, _ = await process.communicate()
-        assert process.returncode == 0, f"{version}: {arguments}: {printed.decode()}"
-        return printed.decode()
+        return process.returncode, printed.decode()
 
     async def apply(self, version: str) -> None:
         """`penstock apply`, which every change of version begins or ends with."""

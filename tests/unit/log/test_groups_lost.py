@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,11 @@ from services.core.broker.contract import TopicSpec
 from services.core.broker.errors import DataDamaged, Unavailable
 from services.core.broker.log import LogBroker, sqlite_file
 from services.core.broker.log.data_folder import DataFolder
+from services.core.broker.log.groups import GroupPosition, GroupsFile
+from services.core.broker.log.high_water_marks import HighWaterMarks
 from services.core.broker.log.repair import repair, verify
 from services.core.broker.log.topic_store import TopicStore
+from services.core.broker.record import TopicPartition
 from tests.unit.log.sample import TOPIC, records
 
 DEADLINE = 120.0
@@ -201,3 +205,28 @@ def alter_offsets(folder: Path) -> None:
     connection = sqlite_file.connect(DataFolder(folder).groups.db)
     connection.execute("UPDATE offsets SET crc=crc+1")
     connection.close()
+
+
+def test_commits_of_another_process_while_the_file_is_opened_are_no_loss(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Broken: a command or a member that opens the groups beside a busy fleet says that commits are missing, and gives up."""
+    folder, source = DataFolder.prepare(tmp_path), TopicPartition(TOPIC, 0)
+    committed: list[int] = []
+
+    def commit() -> None:
+        committed.append(len(committed))
+        other.set_progress("g", {source: GroupPosition(b"0123456789abcdef", 0, committed[-1])})
+
+    class BusyMarks(HighWaterMarks):
+        def read(self, partitions: int) -> list[int]:
+            commit()
+            marks = super().read(partitions)
+            commit()
+            return marks
+
+    with closing(GroupsFile(folder)) as other:
+        commit()
+        monkeypatch.setattr("services.core.broker.log.groups.HighWaterMarks", BusyMarks)
+        GroupsFile(folder).close()
+    assert len(committed) == 3

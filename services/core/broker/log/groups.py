@@ -260,8 +260,8 @@ class GroupsFile(DurableFile):
         raise DataDamaged("groups", (), "the number of commits is altered. Try: penstock log repair")
 
     def _check(self) -> None:
+        (mark,) = self.marks.read(1)  # before the commits: those that other processes make meanwhile are not missing
         commits = self._commits("SELECT commits FROM state WHERE id=1")
-        (mark,) = self.marks.read(1)
         if commits < mark:
             raise DataDamaged(
                 "groups", (), f"the last {mark - commits} commits of offsets are missing. Try: penstock log repair"
