@@ -7,7 +7,8 @@ cannot be worked off waits, and is worked off later; an event that had to wait c
 from bench.simulator.others import OTHERS, TARGET
 from bench.simulator.result import Result
 from bench.simulator.traces import STEP_S, Trace
-from services.autoscaler.groups.policy import GroupFigures, GroupMemory, GroupRules, Instance, decide
+from services.autoscaler.groups.members import Instance
+from services.autoscaler.groups.policy import GroupFigures, GroupMemory, GroupRules, decide
 
 EVENTS_PER_INSTANCE = 1_000.0
 _START_S = 60.0

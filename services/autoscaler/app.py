@@ -11,6 +11,7 @@ import structlog
 from services.autoscaler.groups.drivers.open import open_driver
 from services.autoscaler.groups.observer import ObserverUnavailable, open_observer
 from services.autoscaler.groups.scaler import GroupScaler
+from services.autoscaler.groups.topics import Topics
 from services.autoscaler.partitions import PartitionScaler
 from services.autoscaler.settings import AutoscalerSettings
 from services.autoscaler.shards.scaler import ShardScaler
@@ -27,16 +28,17 @@ log = structlog.get_logger()
 async def start(settings: AutoscalerSettings, supervision: Supervision) -> None:
     """Run until the stop. Raises BadConfiguration; other errors are retried, or end the process."""
     driver = _group_driver(settings)
-    readiness, stopping = Readiness(), supervision.stopping
+    readiness, stopping, topics = Readiness(), supervision.stopping, Topics()
     async with AsyncExitStack() as stack:
         management = await stack.enter_async_context(serve_management(settings.management, readiness.why_not))
         log.info("started", management=management)
         running = []
         if driver is not None:
-            running.append(supervision.run(_scale_groups(settings, driver, stopping), "groups"))
+            running.append(supervision.run(_scale_groups(settings, driver, topics, stopping), "groups"))
         broker = await open_when_reachable(stack, settings.broker, stopping, on_wait=readiness.set_reason)
         if broker is not None:
             readiness.reason = None
+            topics.attach(broker)
             scaler = await _stream_scaler(settings, broker)
             if isinstance(scaler, ShardScaler):
                 readiness.check = _ask(scaler)
@@ -86,9 +88,9 @@ async def _announce(address: str, token_file: Path | None, what: str, seconds: f
         log.warning("not_announced", what=what, error=str(error))
 
 
-async def _scale_groups(settings: AutoscalerSettings, url: str, stopping: asyncio.Event) -> None:
-    """Needs no broker, so groups are scaled while it is away."""
+async def _scale_groups(settings: AutoscalerSettings, url: str, topics: Topics, stopping: asyncio.Event) -> None:
+    """Needs the broker once, for the freezes. Afterwards groups are scaled while it is away."""
     token_file = settings.observer_token_file
     async with open_driver(url) as driver, open_observer(settings.observer, token_file) as observer:
-        scaler = GroupScaler(settings.groups, driver, observer, settings.dry_run)
+        scaler = GroupScaler(settings.groups, driver, observer, topics, settings.dry_run)
         await scaler.run(stopping, settings.group_every)

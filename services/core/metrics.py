@@ -404,8 +404,23 @@ AUTOSCALER_GROUP_CPU = Gauge(
 )
 AUTOSCALER_GROUP_DECISIONS = Counter(
     "penstock_autoscaler_group_decisions",
-    "Decisions, by action (out, in, hold) and reason.",
+    "Decisions, by action (out, in, replace, hold) and reason.",
     ["group", "action", "reason"],
+)
+AUTOSCALER_GROUP_MEMBERS = Gauge(
+    "penstock_autoscaler_group_members",
+    "Instances by state: working, starting, leaving, or failed: for longer than failed_after in one of the others, or absent.",
+    ["group", "state"],
+)
+AUTOSCALER_GROUP_FROZEN = Gauge(
+    "penstock_autoscaler_group_frozen",
+    "1 while decisions about the group are not carried out, because a person has frozen it or the freezes are unknown.",
+    ["group"],
+)
+AUTOSCALER_HOT_PARTITION = Gauge(
+    "penstock_autoscaler_hot_partition_lag_seconds",
+    "Lag that more instances of the group cannot reduce: in this partition of a consumer group (lane).",
+    ["group", "lane", "topic", "partition"],
 )
 AUTOSCALER_GROUP_FAILURES = Counter(
     "penstock_autoscaler_group_failures",

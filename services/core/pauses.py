@@ -8,7 +8,7 @@ kept for ever and read from its beginning, without a group: it has a few records
 """
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import suppress
 from typing import Literal
 
@@ -61,6 +61,28 @@ class Pause(msgspec.Struct, frozen=True):
         return f"paused by {self.by}: {self.because}"
 
 
+class ControlTopic:
+    """Reads the control topic from its beginning, each record once. Not thread-safe."""
+
+    def __init__(self, reader: Reader) -> None:
+        self._reader, self._next = reader, 0
+
+    async def read_new(self) -> AsyncIterator[tuple[int, Record]]:
+        """The records behind the last one, with their offsets, to the end of the topic. Raises BrokerError kinds."""
+        while (batch := await self._read()) is not None:
+            for offset, record in zip(batch.offsets, batch.records, strict=True):
+                yield offset, record
+            self._next = batch.offsets[-1] + 1
+
+    async def _read(self) -> Batch | None:
+        try:
+            return await self._reader.read(CONTROL, 0, self._next, max_records=_PAGE)
+        except OffsetOutOfRange as error:  # created again, or its beginning is gone: the remaining records count
+            log.warning("control_out_of_range", topic=CONTROL, wanted=self._next, start=error.start)
+            self._next = error.start
+            return await self._reader.read(CONTROL, 0, self._next, max_records=_PAGE)
+
+
 class Pauses:
     """The content of the control topic, as far as `refresh` has read it. Not thread-safe.
 
@@ -68,8 +90,7 @@ class Pauses:
     """
 
     def __init__(self, reader: Reader, renames: Mapping[str, str] | None = None) -> None:
-        self._reader, self.renames = reader, renames or {}
-        self._next = 0
+        self._topic, self.renames = ControlTopic(reader), renames or {}
         self._newest: dict[str, tuple[int, Pause]] = {}
         self._changed = asyncio.Event()
         self.unknown: str | None = "it was not read yet"
@@ -91,10 +112,8 @@ class Pauses:
         """Read new records to the end of the topic. Raises BrokerError kinds."""
         changed = False
         try:
-            while (batch := await self._read()) is not None:
-                for offset, record in zip(batch.offsets, batch.records, strict=True):
-                    changed |= self._apply(offset, record)
-                self._next = batch.offsets[-1] + 1
+            async for offset, record in self._topic.read_new():
+                changed |= self._apply(offset, record)
             self.unknown = None
         finally:  # also when a later read fails: the records before it are not read again
             if changed:
@@ -115,14 +134,6 @@ class Pauses:
                     log.warning("control_unreadable", topic=CONTROL, error=str(error), hint="it is tried again")
                 is_failing = True
             await wait_for_stop(stopping, FOLLOW_S)
-
-    async def _read(self) -> Batch | None:
-        try:
-            return await self._reader.read(CONTROL, 0, self._next, max_records=_PAGE)
-        except OffsetOutOfRange as error:  # created again, or its beginning is gone: the remaining records count
-            log.warning("control_out_of_range", topic=CONTROL, wanted=self._next, start=error.start)
-            self._next = error.start
-            return await self._reader.read(CONTROL, 0, self._next, max_records=_PAGE)
 
     def _apply(self, offset: int, record: Record) -> bool:
         """Returns whether a state changed."""

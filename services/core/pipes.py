@@ -563,7 +563,8 @@ RETRIER_DEAD = f"{RESERVED}.dead"
 AUDIT = f"{RESERVED}.audit"
 """Operators' actions on dead letters and on groups (`audit`)."""
 CONTROL = f"{RESERVED}.control"
-"""Pauses and resumes of destinations and transforms (`pauses`); the bookmark of the waiting events (`waiting`)."""
+"""Pauses and resumes of destinations and transforms (`pauses`); freezes of groups of instances (`freezes`); the bookmark of the
+waiting events (`waiting`)."""
 RETRIER_GROUP = f"{RESERVED}.retrier"
 """The consumer group of the global retriers."""
 DELAYS_S = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536)

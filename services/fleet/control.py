@@ -1,10 +1,10 @@
-"""Shows and resizes the groups of a running fleet: two routes on the supervisor's management port.
+"""Shows and resizes the groups of a running fleet, and replaces a process: routes on the supervisor's management port.
 
 The caller sends the token from the data folder. A web page in a browser cannot read that file.
 """
 
 import hmac
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import msgspec
 from aiohttp import web
@@ -41,30 +41,37 @@ def refuse_size(service: str, staying: int, leaving: int, seen: int, size: int, 
         raise SizeRefused(f"a process of {service} is draining already", again=True)
 
 
-MAX_BODY = 1024
+MAX_BODY = 8192
 
 
 class Order(msgspec.Struct, forbid_unknown_fields=True):
-    """The body of PUT. seen: the size that the caller knows. size: the size that it wants."""
+    """The body of PUT. seen: the size that the caller knows. size: the size that it wants. failed: processes that do not work:
+    one of them leaves first."""
 
     seen: int
     size: int
+    failed: tuple[str, ...] = ()
+
+
+Resize = Callable[[str, int, int, Collection[str]], None]
+Replace = Callable[[str, str], None]
 
 
 _ORDER = msgspec.json.Decoder(Order)
 
 
 class Control:
-    """The routes. of: returns the processes of a service. resize: as `Fleet.resize`."""
+    """The routes. of: returns the processes of a service. resize, replace: as `Fleet.resize` and `Fleet.replace`."""
 
     def __init__(
-        self, of: Callable[[str], Sequence[ServiceProcess]], resize: Callable[[str, int, int], None], token: str
+        self, of: Callable[[str], Sequence[ServiceProcess]], resize: Resize, replace: Replace, token: str
     ) -> None:
-        self._of, self._resize, self._expected = of, resize, f"Bearer {token}".encode()
+        self._of, self._resize, self._replace, self._expected = of, resize, replace, f"Bearer {token}".encode()
 
     def routes(self) -> list[web.RouteDef]:
         """For the management port."""
-        return [web.get("/v1/groups/{service}", self.show), web.put("/v1/groups/{service}", self.order)]
+        one = "/v1/groups/{service}"
+        return [web.get(one, self.show), web.put(one, self.order), web.delete(one + "/{name}", self.replace)]
 
     async def show(self, request: web.Request) -> web.Response:
         """The ordered size, and each process with its management address (null while it does not run)."""
@@ -79,9 +86,19 @@ class Control:
             return _problem(413, "a short body with its length")
         try:
             order = _ORDER.decode(await request.read())
-            self._resize(service, order.seen, order.size)
+            self._resize(service, order.seen, order.size, order.failed)
         except msgspec.MsgspecError:
             return _problem(422, 'wanted: {"seen": 1, "size": 2}')
+        except SizeRefused as error:
+            return _problem(409 if error.again else 422, str(error))
+        return self._shown(service, 202)
+
+    async def replace(self, request: web.Request) -> web.Response:
+        """End a process, which is then started again. 202: accepted; 409: not now."""
+        self._check(request)
+        service = request.match_info["service"]
+        try:
+            self._replace(service, request.match_info["name"])
         except SizeRefused as error:
             return _problem(409 if error.again else 422, str(error))
         return self._shown(service, 202)

@@ -54,6 +54,8 @@ class ServiceProcess:
         self._notify, self._changed = notify, changed
         self._process: asyncio.subprocess.Process | None = None
         self._stopping = asyncio.Event()
+        self.replacing = False
+        """It was asked to end and to start again, and has not ended yet."""
 
     @property
     def pid(self) -> int | None:
@@ -88,6 +90,11 @@ class ServiceProcess:
                     raise CommandFailed(end, remedy, status=2)
                 level = "critical"
                 end += f"\n  Its configuration is wrong; the rest of the fleet continues. Try: {remedy}."
+            if self.replacing:
+                self._notify("warning", f"{self.spec.name} was ended, because it did not work. It is started again.")
+                self.replacing = False
+                backoff.reset()
+                continue
             if time.monotonic() - begun > HEALTHY_AFTER_S:
                 backoff.reset()
             backoff.fail()
@@ -146,12 +153,29 @@ class ServiceProcess:
         if self.leaving:
             return
         self._stopping.set()
-        if self._process is not None and self._process.returncode is None:
+        self._terminate()
+
+    def _terminate(self) -> None:
+        if self._process is not None and self._process.returncode is None and not self.replacing:
             self._process.terminate()
 
     async def stop(self, limit: float, hurry: asyncio.Event) -> bool:
         """`leave`, then SIGKILL after `limit` seconds or as soon as `hurry` is set. Returns whether it drained in time."""
         self.leave()
+        return await self._wait_or_kill(limit, hurry)
+
+    def begin_replacement(self) -> None:
+        """As `leave`, but `keep_running` starts it again. Between two runs there is nothing to do."""
+        if self.pid is not None:
+            self._terminate()
+            self.replacing = True
+
+    async def finish_replacement(self, limit: float, hurry: asyncio.Event) -> None:
+        """SIGKILL after `limit` seconds, or as soon as `hurry` is set, unless it has ended."""
+        if self.replacing:
+            await self._wait_or_kill(limit, hurry)
+
+    async def _wait_or_kill(self, limit: float, hurry: asyncio.Event) -> bool:
         process = self._process
         if process is None or process.returncode is not None:
             return True

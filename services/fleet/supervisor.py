@@ -6,7 +6,7 @@ import dataclasses
 import os
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -15,7 +15,7 @@ import orjson
 
 from services.core.management import serve_management
 from services.core.version import VERSION
-from services.fleet.control import Control, refuse_size
+from services.fleet.control import Control, SizeRefused, refuse_size
 from services.fleet.folder import STATE_FILE, FleetState, ProcessState, write_state, write_token
 from services.fleet.output import Notify
 from services.fleet.plan import START_ORDER, FleetPlan
@@ -88,22 +88,38 @@ class Fleet:
         missing = (one.spec.name for one in self.processes if one.pid is None and not one.leaving)
         return next((f"{name} is being started" for name in missing), None)
 
-    def resize(self, service: str, seen: int, size: int) -> None:
+    def resize(self, service: str, seen: int, size: int, failed: Collection[str] = ()) -> None:
         """Start processes of a service, or drain and stop its youngest. Returns at once; `processes_of` shows the progress.
 
-        seen: the size that the caller knows. Raises SizeRefused.
+        seen: the size that the caller knows. failed: names of processes, of which one leaves first. Raises SizeRefused.
         """
         group = self.processes_of(service)
         staying = [one for one in group if not one.leaving]
-        refuse_size(service, len(staying), len(group) - len(staying), seen, size, self.resizable)
+        refuse_size(service, len(staying), _draining(group), seen, size, self.resizable)
         self._progress(f"{service}: {seen} -> {size} processes")
         if size < seen:
-            staying[-1].leave()
-            self._group.create_task(self._retire(staying[-1]), name=f"{staying[-1].spec.name} leaves")
+            leaving = next((one for one in reversed(staying) if one.spec.name in failed), staying[-1])
+            leaving.leave()
+            self._group.create_task(self._retire(leaving), name=f"{leaving.spec.name} leaves")
         taken = {one.spec.name for one in group}
         free = (name for name in (f"{service}-{number}" for number in range(1, 1000)) if name not in taken)
         for _ in range(size - seen):
             self._add(dataclasses.replace(staying[0].spec, name=next(free)))
+
+    def replace(self, service: str, name: str) -> None:
+        """Drain and end a process, which is then started again. Returns at once. Raises SizeRefused."""
+        group = self.processes_of(service)
+        process = next((one for one in group if one.spec.name == name and not one.leaving), None)
+        if not self.resizable:
+            raise SizeRefused("the fleet is starting or stopping", again=True)
+        if process is None:
+            raise SizeRefused(f"{service} has no process {name}", again=True)
+        if _draining(group):
+            raise SizeRefused(f"a process of {service} is draining already", again=True)
+        self._progress(f"{name} is replaced, because it does not work")
+        process.begin_replacement()
+        ending = process.finish_replacement(self.plan.drain + GRACE_S, self._stop.insisted)
+        self._group.create_task(ending, name=f"{name} is replaced")
 
     async def _drain(self, process: ServiceProcess) -> bool:
         """Drain and stop it. Returns whether it drained in time."""
@@ -193,7 +209,7 @@ async def run_fleet(
             "freeing space there, or --data with another",
         ) from error
     fleet = Fleet(plan, notify, progress, stop)
-    routes = Control(fleet.processes_of, fleet.resize, token).routes()
+    routes = Control(fleet.processes_of, fleet.resize, fleet.replace, token).routes()
     try:
         async with (
             serve_management(management, fleet.why_not_ready, routes) as fleet.management,
@@ -214,6 +230,10 @@ async def run_fleet(
                 await asyncio.wait(tasks)  # otherwise the end of the group would cancel them again
     except BaseExceptionGroup as errors:
         raise _first(errors) from None
+
+
+def _draining(group: Collection[ServiceProcess]) -> int:
+    return sum(one.leaving or one.replacing for one in group)
 
 
 def _try_to_write(data: Path, state: FleetState) -> OSError | None:

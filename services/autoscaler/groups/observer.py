@@ -1,4 +1,4 @@
-"""The observer's API: the health of pipes, which limits scaling, and the autoscaler's announcements."""
+"""The observer's API: the health of pipes, which limits scaling; the autoscaler's announcements and reports."""
 
 import asyncio
 import time
@@ -7,17 +7,19 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import quote
 
 import aiohttp
 import msgspec
 
 from services.core.bearer import read_tokens
+from services.core.group_report import GroupReport
 from services.core.times import parse_time
 from services.core.yaml_source import BadConfiguration
 
 TIMEOUT = aiohttp.ClientTimeout(total=5.0)
 OURS = "autoscaler/groups/"
-"""The start of our announcements. The group's name, a space, `out` or `in`, and the sizes follow."""
+"""The start of our announcements. The group's name, a space, `out`, `in` or `replace`, and the sizes or the name follow."""
 
 Lane = tuple[str, str]
 """(pipe, destination)"""
@@ -94,6 +96,7 @@ class Observed:
 
 
 def action_of(window: PlannedChange) -> Literal["out", "in"]:
+    """A replacement counts as `out`: an instance starts."""
     return "in" if window.by.partition(" ")[2].startswith("in ") else "out"
 
 
@@ -133,6 +136,11 @@ class ObserverClient:
         body = {"kind": "scaling", "seconds": max(1, round(seconds)), "by": by}
         window: PlannedChange = await self._ask("POST", "/v1/planned", PlannedChange, body)
         return window
+
+    async def report(self, report: GroupReport) -> None:
+        """Show the last decision about a group on the observer's page."""
+        body = msgspec.to_builtins(report.cut())
+        await self._ask("PUT", f"/v1/scaling/{quote(report.group, safe='')}", dict[str, Any], body)
 
     async def announce_shards(self, what: str, seconds: float) -> None:
         """Announce splits or merges: no group shrinks meanwhile."""

@@ -120,7 +120,7 @@ async def test_control_asks_for_the_token(bench: Bench) -> None:
         assert (await put(b'{"seen": 1}'))[0] == 422
         assert (await put(b'{"seen": 1, "size": 0}'))[0] == 422
         assert (await put(b'{"seen": 2, "size": 3}'))[0] == 409
-        assert (await put(b" " * 2000))[0] == 413
+        assert (await put(b" " * 9000))[0] == 413
         assert names(fleet) == ["expel-1"]
         status, body = await put(order)
         assert status == 202

@@ -3,11 +3,11 @@
 An instance must drain before it ends, so a group shrinks only if it has a lifecycle hook for
 EC2_INSTANCE_TERMINATING. The instance then stays in Terminating:Wait until the hook is completed, by whatever stopped
 the service on it. Needs the rights autoscaling:DescribeAutoScalingGroups, DescribeLifecycleHooks, SetDesiredCapacity,
-TerminateInstanceInAutoScalingGroup and ec2:DescribeInstances. Credentials come from the SDK's own chain.
+TerminateInstanceInAutoScalingGroup, SetInstanceHealth and ec2:DescribeInstances. Credentials come from the SDK's own chain.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Collection, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import cache
 from typing import Any
@@ -18,6 +18,7 @@ from aiobotocore.session import AioSession
 from botocore.exceptions import BotoCoreError, ClientError
 
 from services.autoscaler.groups.drivers.contract import (
+    FROZEN,
     TIMEOUT_S,
     Away,
     Group,
@@ -26,6 +27,7 @@ from services.autoscaler.groups.drivers.contract import (
     Refused,
     SizeChanged,
     check_step,
+    frozen_by,
     one_attempt,
 )
 
@@ -59,11 +61,12 @@ class AwsDriver:
         return Group(
             found["DesiredCapacity"],
             tuple(self._member(one, known.get(one["InstanceId"], {})) for one in members),
+            frozen_by(next((tag["Value"] for tag in found.get("Tags", ()) if tag["Key"] == FROZEN), None)),
         )
 
     @one_attempt("AWS")
-    async def resize(self, group: str, seen: int, size: int) -> None:
-        """As `GroupDriver.resize`; the youngest leaves."""
+    async def resize(self, group: str, seen: int, size: int, failed: Collection[str] = ()) -> None:
+        """As `GroupDriver.resize`; without a failed one the youngest leaves."""
         check_step(seen, size)
         found = await self._describe(group)
         if found["DesiredCapacity"] != seen:
@@ -74,16 +77,33 @@ class AwsDriver:
                 f"Auto Scaling group {group} has from {low} to {high} instances. Try: within these, or others there"
             )
         if size < seen:
-            await self._terminate_one(group, found["Instances"])
-            return
-        await _call(
+            staying = await self._staying(group, found["Instances"], failed)
+            if not staying:
+                raise SizeChanged(f"Auto Scaling group {group} has no instances yet")
+            if len(staying) >= seen:
+                await self._terminate_one(staying, failed)
+                return
+        await _call(  # more; or one fewer of those that AWS has not started yet
             self._autoscaling.set_desired_capacity(
                 AutoScalingGroupName=group, DesiredCapacity=size, HonorCooldown=False
             )
         )
 
-    async def _terminate_one(self, group: str, instances: Sequence[dict[str, Any]]) -> None:
-        if any(_leaves(one) for one in instances):
+    @one_attempt("AWS")
+    async def replace(self, group: str, instance: str, failed: Collection[str] = ()) -> None:
+        """As `GroupDriver.replace`: AWS replaces an instance that is reported as unhealthy, after its drain."""
+        found = await self._describe(group)
+        if instance not in await self._staying(group, found["Instances"], failed):
+            raise SizeChanged(f"instance {instance} is not in Auto Scaling group {group}, or leaves already")
+        await _call(
+            self._autoscaling.set_instance_health(
+                InstanceId=instance, HealthStatus="Unhealthy", ShouldRespectGracePeriod=False
+            )
+        )
+
+    async def _staying(self, group: str, instances: Sequence[dict[str, Any]], failed: Collection[str]) -> list[str]:
+        """The instances of which one may leave now. Raises SizeChanged, Refused."""
+        if any(_leaves(one) and one["InstanceId"] not in failed for one in instances):
             raise SizeChanged(f"an instance of Auto Scaling group {group} is leaving already")
         hooks = (await _call(self._autoscaling.describe_lifecycle_hooks(AutoScalingGroupName=group)))["LifecycleHooks"]
         if not any(hook["LifecycleTransition"] == "autoscaling:EC2_INSTANCE_TERMINATING" for hook in hooks):
@@ -91,11 +111,11 @@ class AwsDriver:
                 f"Auto Scaling group {group} would end an instance without its drain. "
                 "Try: a lifecycle hook for autoscaling:EC2_INSTANCE_TERMINATING"
             )
-        staying = [one["InstanceId"] for one in instances if one["LifecycleState"] not in _GONE]
-        if not staying:
-            raise SizeChanged(f"Auto Scaling group {group} has no instances yet")
+        return [one["InstanceId"] for one in instances if one["LifecycleState"] not in _GONE and not _leaves(one)]
+
+    async def _terminate_one(self, staying: Sequence[str], failed: Collection[str]) -> None:
         known = await self._instances(staying)
-        youngest = max(staying, key=lambda name: (str(known.get(name, {}).get("LaunchTime", "")), name))
+        youngest = max(staying, key=lambda name: (name in failed, str(known.get(name, {}).get("LaunchTime", "")), name))
         await _call(
             self._autoscaling.terminate_instance_in_auto_scaling_group(
                 InstanceId=youngest, ShouldDecrementDesiredCapacity=True

@@ -4,7 +4,7 @@ A driver makes one attempt, within `TIMEOUT_S`, and classifies the error; the sc
 """
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Protocol
@@ -46,10 +46,26 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """size: the ordered number of instances, without those that leave."""
+    """size: the ordered number of instances, without those that leave; 0 when a person has switched the group off.
+
+    frozen: the text of FROZEN on the platform's object; None without it. problem: why FROZEN could not be read; None when it was.
+    """
 
     size: int
     members: tuple[Member, ...]
+    frozen: str | None = None
+    problem: str | None = None
+
+
+FROZEN = "penstock.dev/frozen"
+"""The annotation or tag by which a person freezes a group on its platform. Its text is the reason; `false` means not frozen."""
+
+
+def frozen_by(text: str | None) -> str | None:
+    """The reason in FROZEN; None when it does not freeze the group."""
+    if text is None or text.strip().lower() == "false":
+        return None
+    return text.strip() or "no reason given"
 
 
 class GroupDriver(Protocol):
@@ -58,11 +74,20 @@ class GroupDriver(Protocol):
     async def describe(self, group: str) -> Group:
         """The group now. Raises Away, GroupNotFound, Refused."""
 
-    async def resize(self, group: str, seen: int, size: int) -> None:
+    async def resize(self, group: str, seen: int, size: int, failed: Collection[str] = ()) -> None:
         """Order another size than the `seen` one: more, or one fewer. Does not wait until it is reached.
 
-        A leaving instance gets SIGTERM and its whole drain time. Raises SizeChanged when the size is not `seen`, or
-        an instance is leaving and `size` is smaller; Away, GroupNotFound, Refused; ValueError for another step.
+        A leaving instance gets SIGTERM and its whole drain time. failed: names of instances. One of them leaves first, where
+        the platform lets us choose. Those of them that leave already are not waited for, where nothing else ends them.
+        Raises SizeChanged when the size is not `seen`, or another instance is leaving and `size` is smaller; Away,
+        GroupNotFound, Refused; ValueError for another step.
+        """
+
+    async def replace(self, group: str, instance: str, failed: Collection[str] = ()) -> None:
+        """Order the end of an instance; the platform starts another one in its place. The size stays. Does not wait.
+
+        The instance gets SIGTERM and its whole drain time. failed: as in `resize`. Raises SizeChanged when the instance is gone,
+        or another one is leaving; Away, GroupNotFound, Refused.
         """
 
 

@@ -4,7 +4,7 @@ The supervisor's address is in the state file of the data folder; the token besi
 """
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -47,9 +47,15 @@ class FleetDriver:
             raise Away(f"the supervisor on {self._data} gave an unexpected answer: {error}") from error
         return Group(found.size, found.instances)
 
-    async def resize(self, group: str, seen: int, size: int) -> None:
+    async def resize(self, group: str, seen: int, size: int, failed: Collection[str] = ()) -> None:
+        """As `GroupDriver.resize`. The supervisor itself ends a process that does not drain in time."""
         check_step(seen, size)
-        await self._ask("PUT", group, msgspec.json.encode({"seen": seen, "size": size}))
+        order = {"seen": seen, "size": size, "failed": sorted(failed)}
+        await self._ask("PUT", group, msgspec.json.encode(order))
+
+    async def replace(self, group: str, instance: str, failed: Collection[str] = ()) -> None:
+        """As `GroupDriver.replace`: the supervisor ends the process and starts it again."""
+        await self._ask("DELETE", f"{group}/{instance}")
 
     async def _ask(self, method: str, group: str, body: bytes | None = None) -> bytes:
         management, token = await asyncio.to_thread(self._read_files)

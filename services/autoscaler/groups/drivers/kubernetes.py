@@ -1,13 +1,14 @@
 """Groups as Kubernetes Deployments, resized through the scale subresource with the pod's own service account.
 
-Needs `get` and `update` on deployments/scale, and `list` on pods. A leaving pod gets SIGTERM and its grace period,
-which must be longer than the drain. The resource version makes an order fail if the size was changed meanwhile.
+Needs `get` and `update` on deployments/scale, `get` on deployments, `list` and `delete` on pods. A leaving pod gets SIGTERM
+and its grace period, which must be longer than the drain. The resource version makes an order fail if the size was changed
+meanwhile.
 """
 
 import asyncio
 import os
 import ssl
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import msgspec
 import orjson
 
 from services.autoscaler.groups.drivers.contract import (
+    FROZEN,
     TIMEOUT_S,
     Away,
     Group,
@@ -25,6 +27,7 @@ from services.autoscaler.groups.drivers.contract import (
     Refused,
     SizeChanged,
     check_step,
+    frozen_by,
     one_attempt,
 )
 
@@ -35,6 +38,7 @@ _OVER = ("Succeeded", "Failed")
 class _Meta(msgspec.Struct, rename="camel"):
     name: str = ""
     deletion_timestamp: str | None = None
+    annotations: dict[str, str] = msgspec.field(default_factory=dict)
 
 
 class _PodStatus(msgspec.Struct):
@@ -49,6 +53,10 @@ class _Pod(msgspec.Struct):
 
 class _Pods(msgspec.Struct):
     items: list[_Pod]
+
+
+class _Deployment(msgspec.Struct):
+    metadata: _Meta
 
 
 class _Size(msgspec.Struct):
@@ -71,20 +79,41 @@ class KubernetesDriver:
     @one_attempt("the Kubernetes API")
     async def describe(self, group: str) -> Group:
         scale = _decode(await self._ask("GET", self._scale(group)), _Scale)
-        return Group(scale.spec.replicas, await self._pods(scale.status.selector))
+        pods = await self._pods(scale.status.selector)
+        try:
+            found = _decode(await self._ask("GET", self._deployment(group)), _Deployment)
+        except Refused as error:  # the Role of an earlier version: it scales as before
+            return Group(scale.spec.replicas, pods, problem=f"annotations cannot be read: {error}")
+        return Group(scale.spec.replicas, pods, frozen_by(found.metadata.annotations.get(FROZEN)))
 
     @one_attempt("the Kubernetes API")
-    async def resize(self, group: str, seen: int, size: int) -> None:
+    async def resize(self, group: str, seen: int, size: int, failed: Collection[str] = ()) -> None:
+        """As `GroupDriver.resize`. Kubernetes chooses the leaving pod: first one that is not ready."""
         check_step(seen, size)
         raw = await self._ask("GET", self._scale(group))
         scale = _decode(raw, _Scale)
         if scale.spec.replicas != seen:
             raise SizeChanged(f"Deployment {group} has {scale.spec.replicas} replicas, not {seen}")
-        if size < seen and any(pod.leaving for pod in await self._pods(scale.status.selector)):
-            raise SizeChanged(f"a pod of Deployment {group} is leaving already")
+        if size < seen:
+            await self._staying(group, scale.status.selector, failed)
         order: dict[str, Any] = orjson.loads(raw)  # as received, with its resource version
         order["spec"]["replicas"] = size
         await self._ask("PUT", self._scale(group), body=orjson.dumps(order))
+
+    @one_attempt("the Kubernetes API")
+    async def replace(self, group: str, instance: str, failed: Collection[str] = ()) -> None:
+        """As `GroupDriver.replace`: the Deployment replaces a deleted pod."""
+        scale = _decode(await self._ask("GET", self._scale(group)), _Scale)
+        if instance not in await self._staying(group, scale.status.selector, failed):
+            raise SizeChanged(f"pod {instance} is not in Deployment {group}, or leaves already")
+        await self._ask("DELETE", f"/api/v1/namespaces/{self._namespace}/pods/{instance}")
+
+    async def _staying(self, group: str, selector: str, failed: Collection[str]) -> set[str]:
+        """The pods of which one may leave now. Raises SizeChanged."""
+        pods = await self._pods(selector)
+        if any(pod.leaving and pod.name not in failed for pod in pods):
+            raise SizeChanged(f"a pod of Deployment {group} is leaving already")
+        return {pod.name for pod in pods if not pod.leaving}
 
     async def _pods(self, selector: str) -> tuple[Member, ...]:
         if not selector:
@@ -100,8 +129,11 @@ class KubernetesDriver:
             if pod.status.phase not in _OVER
         )
 
+    def _deployment(self, group: str) -> str:
+        return f"/apis/apps/v1/namespaces/{self._namespace}/deployments/{group}"
+
     def _scale(self, group: str) -> str:
-        return f"/apis/apps/v1/namespaces/{self._namespace}/deployments/{group}/scale"
+        return f"{self._deployment(group)}/scale"
 
     async def _ask(
         self, method: str, path: str, query: dict[str, str] | None = None, body: bytes | None = None
@@ -138,7 +170,11 @@ def _raise(status: int, words: str) -> None:
         raise SizeChanged(words)
     if status == 429 or status >= 500:
         raise Away(words)
-    remedy = ". Try: a Role with deployments/scale (get, update) and pods (list)" if status == 403 else ""
+    remedy = (
+        ". Try: a Role with deployments (get), deployments/scale (get, update) and pods (list, delete)"
+        if status == 403
+        else ""
+    )
     raise Refused(words + remedy)
 
 

@@ -18,6 +18,8 @@ class FakeCluster:
     version: int = 1
     pods: dict[str, bool] = field(default_factory=dict)
     made: int = 0
+    annotations: dict[str, str] | None = field(default_factory=dict)
+    """None: the Role does not allow to read them."""
     fails: int | None = None
     """Answer everything with this status."""
 
@@ -28,7 +30,9 @@ class FakeCluster:
         app = web.Application()
         path = "/apis/apps/v1/namespaces/penstock/deployments/{name}/scale"
         app.add_routes([web.get(path, self.get_scale), web.put(path, self.put_scale)])
-        app.add_routes([web.get("/api/v1/namespaces/penstock/pods", self.list_pods)])
+        app.add_routes([web.get(path.removesuffix("/scale"), self.get_deployment)])
+        pods = "/api/v1/namespaces/penstock/pods"
+        app.add_routes([web.get(pods, self.list_pods), web.delete(pods + "/{pod}", self.delete_pod)])
         return app
 
     def finish(self) -> None:
@@ -48,6 +52,18 @@ class FakeCluster:
         self.version += 1
         self._reconcile()
         return web.json_response(self._scale())
+
+    async def get_deployment(self, request: web.Request) -> web.Response:
+        self._check(request)
+        if self.annotations is None:
+            raise web.HTTPForbidden(text='{"message": "cannot get resource deployments"}')
+        return web.json_response({"metadata": {"name": self.deployment, "annotations": self.annotations}, "spec": {}})
+
+    async def delete_pod(self, request: web.Request) -> web.Response:
+        self._check(request)
+        self.pods[request.match_info["pod"]] = True
+        self._reconcile()
+        return web.json_response({})
 
     async def list_pods(self, request: web.Request) -> web.Response:
         self._check(request)

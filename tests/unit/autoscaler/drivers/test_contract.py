@@ -93,6 +93,37 @@ async def test_the_next_waits_for_who_leaves(platform: Platform) -> None:
     assert (await platform.driver.describe(platform.group)).size == 3
 
 
+async def test_replaces_one_and_keeps_the_size(platform: Platform) -> None:
+    """Broken: an instance that hangs stays for ever, or its end leaves the group smaller; or two drain at once."""
+    before = await until_there(platform, 2)
+    await platform.ready()
+    hung = before.members[0].name
+    with pytest.raises(SizeChanged):
+        await platform.driver.replace(platform.group, "nobody")
+    await platform.driver.replace(platform.group, hung)
+    if not platform.shows_leaving:
+        return  # moto keeps an unhealthy instance
+    with pytest.raises(SizeChanged):
+        await platform.driver.resize(platform.group, 2, 1)
+    await platform.finish()
+    async with asyncio.timeout(DEADLINE):
+        while before.members[0] in (after := await until_there(platform, 2)).members:
+            await asyncio.sleep(0.05)
+    assert (after.size, sum(one.leaving for one in after.members)) == (2, 0)
+    assert before.members[1].name in {one.name for one in after.members}
+
+
+async def test_a_failed_one_leaves_first(platform: Platform) -> None:
+    """Broken: a group with a broken instance loses one that works."""
+    if "kubernetes" in type(platform.driver).__name__.lower():
+        pytest.skip("Kubernetes chooses the pod itself")
+    before = await until_there(platform, 2)
+    oldest = before.members[0].name
+    await platform.driver.resize(platform.group, 2, 1, {oldest})
+    await platform.finish()
+    assert oldest not in {one.name for one in (await until_there(platform, 1)).members}
+
+
 async def test_what_was_decided_on_another_size_is_refused(platform: Platform) -> None:
     """Broken: an operator's change of size and ours undo each other."""
     await until_there(platform, 2)

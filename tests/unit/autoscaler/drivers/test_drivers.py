@@ -20,12 +20,19 @@ class FakeAutoScaling:
     def __init__(self, states: list[str], hooks: list[str], size: int) -> None:
         self.states, self.hooks, self.size = states, hooks, size
         self.ended: list[str] = []
+        self.tags: list[dict[str, str]] = []
 
     async def describe_auto_scaling_groups(self, **_: Any) -> dict[str, Any]:
         instances = [{"InstanceId": f"i-{n}", "LifecycleState": state} for n, state in enumerate(self.states)]
-        return {
-            "AutoScalingGroups": [{"DesiredCapacity": self.size, "MinSize": 1, "MaxSize": 4, "Instances": instances}]
-        }
+        found = {"DesiredCapacity": self.size, "MinSize": 1, "MaxSize": 4, "Instances": instances, "Tags": self.tags}
+        return {"AutoScalingGroups": [found]}
+
+    async def set_instance_health(self, **order: Any) -> None:
+        assert order["HealthStatus"] == "Unhealthy"
+        self.ended.append(order["InstanceId"])
+
+    async def set_desired_capacity(self, **order: Any) -> None:
+        self.size = order["DesiredCapacity"]
 
     async def describe_lifecycle_hooks(self, **_: Any) -> dict[str, Any]:
         return {"LifecycleHooks": [{"LifecycleTransition": f"autoscaling:EC2_INSTANCE_{hook}"} for hook in self.hooks]}
@@ -84,6 +91,43 @@ async def test_aws_stays_within_the_bounds_of_the_group() -> None:
     fake = FakeAutoScaling(["InService"] * 4, ["TERMINATING"], 4)
     with pytest.raises(Refused, match="from 1 to 4"):
         await AwsDriver(fake, fake, 9100).resize("expel", 4, 5)
+
+
+async def test_aws_does_not_wait_for_a_leaver_that_has_failed() -> None:
+    """Broken: an instance that hangs in Terminating:Wait blocks its group for as long as the hook's time limit, up to days."""
+    fake = FakeAutoScaling(["InService", "InService", "Terminating:Wait"], ["TERMINATING"], 2)
+    driver = AwsDriver(fake, fake, 9100)
+    await driver.resize("expel", 2, 1, {"i-2"})
+    await driver.replace("expel", "i-1", {"i-2"})
+    assert fake.ended == ["i-0", "i-1"]
+    with pytest.raises(SizeChanged):
+        await driver.replace("expel", "i-2", {"i-2"})
+
+
+async def test_aws_takes_back_an_order_before_it_ends_an_instance() -> None:
+    """Broken: AWS has no machine for the third instance, and one of the two that work is ended."""
+    fake = FakeAutoScaling(["InService"] * 2, ["TERMINATING"], 3)
+    await AwsDriver(fake, fake, 9100).resize("expel", 3, 2)
+    assert (fake.size, fake.ended) == (2, [])
+
+
+async def test_a_person_freezes_a_group_on_its_platform(tmp_path: Path) -> None:
+    """Broken: a tag or annotation that a person set at night is ignored; or a missing right stops all scaling."""
+    fake = FakeAutoScaling(["InService"], ["TERMINATING"], 1)
+    cluster = FakeCluster("expel", 2)
+    (tmp_path / "token").write_text(TOKEN)
+    async with (
+        TestServer(cluster.app()) as server,
+        open_driver(f"kubernetes://penstock?endpoint={server.make_url('/')}&account={tmp_path}") as kubernetes,
+    ):
+        for text, frozen in ((None, None), ("they debug", "they debug"), ("false", None), ("", "no reason given")):
+            fake.tags = [] if text is None else [{"Key": contract.FROZEN, "Value": text}]
+            cluster.annotations = {} if text is None else {contract.FROZEN: text}
+            for driver in (AwsDriver(fake, fake, 9100), kubernetes):
+                assert (await driver.describe("expel")).frozen == frozen
+        cluster.annotations = None
+        group = await kubernetes.describe("expel")
+        assert (group.size, group.frozen, "deployments (get)" in str(group.problem)) == (2, None, True)
 
 
 @pytest.mark.parametrize(("status", "kind"), [(403, Refused), (429, Away), (503, Away)])

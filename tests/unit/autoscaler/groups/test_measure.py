@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from services.autoscaler.groups import scaler
+from services.autoscaler.groups import meter
 from services.autoscaler.groups.drivers.contract import Group, Member
-from services.autoscaler.groups.scaler import Meter, failing_lanes, instance, oldest_lag, pressure
+from services.autoscaler.groups.meter import Meter, failing_lanes, instance, oldest_lag, pressure
 from services.core.scrape import Sample
 
 MEMBER = Member("expel-1", "127.0.0.1:1", False)
@@ -35,17 +35,17 @@ def test_cpu_is_a_rate_over_one_run_of_a_process() -> None:
 
 async def test_a_clock_that_is_set_back_makes_nobody_young(monkeypatch: pytest.MonkeyPatch) -> None:
     """Broken: after a step of the clock no instance is warm, and no group grows for as long as the step was."""
-    now, spoken, meter = 5_000.0, dict[str, Sample](), Meter()
+    now, spoken, measured = 5_000.0, dict[str, Sample](), Meter()
 
     async def scrape(addresses: list[str]) -> Sample:
         return spoken[addresses[0]]
 
-    monkeypatch.setattr(scaler, "scrape", scrape)
+    monkeypatch.setattr(meter, "scrape", scrape)
     monkeypatch.setattr(time, "time", lambda: now)
 
     async def age(at: float, started: float) -> float | None:
         spoken["127.0.0.1:1"] = sample(at, cpu=at, started=started)
-        return (await meter.measure(Group(1, (MEMBER,)), None, None)).instances[0].age
+        return (await measured.measure(Group(1, (MEMBER,)), None, None)).instances[0].age
 
     assert await age(100.0, 4_000.0) == 1_000.0
     now -= 3_600.0

@@ -2,7 +2,8 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,11 +11,19 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 from structlog.testing import capture_logs
 
-from services.autoscaler.groups import scaler
+from services.autoscaler.groups import meter
 from services.autoscaler.groups.drivers.contract import Away, Group, Member, SizeChanged
 from services.autoscaler.groups.observer import ObserverClient, ObserverUnavailable, open_observer
 from services.autoscaler.groups.policy import GroupRules
 from services.autoscaler.groups.scaler import GroupScaler
+from services.autoscaler.groups.topics import Topics
+from services.core import metrics
+from services.core.broker.connect import open_broker
+from services.core.broker.contract import Broker, TopicSpec
+from services.core.broker.producer import Producer
+from services.core.broker.record import Record
+from services.core.freezes import Freeze, write_freeze
+from services.core.pipes import CONTROL
 from services.core.scrape import Sample
 from services.core.times import format_time
 
@@ -24,16 +33,24 @@ class Platform:
 
     def __init__(self) -> None:
         self.size, self.cpu, self.lag, self.away, self.refuses = 2, 0.3, 0.0, False, False
-        self.loses_answers = False
+        self.loses_answers, self.partitions = False, 4
+        self.frozen: str | None = None
+        self.silent = set[str]()
+        self.replaced: list[str] = []
         self.orders: list[tuple[int, int]] = []
         self.clock = 0.0
 
     async def describe(self, group: str) -> Group:
         if self.away:
             raise Away("not here")
-        return Group(self.size, tuple(Member(f"i{n}", f"h:{n}", False) for n in range(self.size)))
+        return Group(self.size, tuple(Member(f"i{n}", f"h:{n}", False) for n in range(self.size)), self.frozen)
 
-    async def resize(self, group: str, seen: int, size: int) -> None:
+    async def replace(self, group: str, instance: str, failed: Collection[str] = ()) -> None:
+        if self.refuses:
+            raise SizeChanged("it moved")
+        self.replaced.append(instance)
+
+    async def resize(self, group: str, seen: int, size: int, failed: Collection[str] = ()) -> None:
         if self.refuses:
             raise SizeChanged("it moved")
         self.orders.append((seen, size))
@@ -41,12 +58,21 @@ class Platform:
         if self.loses_answers:
             raise Away("no answer")
 
-    async def scrape(self, _addresses: list[str]) -> Sample:
-        lag = ("penstock_broker_lag_seconds", frozenset({("group", "p.d"), ("topic", "t"), ("partition", "0")}))
+    async def scrape(self, addresses: list[str]) -> Sample:
+        if addresses[0] in self.silent:
+            return Sample(self.clock, unready={addresses[0]: "does not answer"})
+        lags = {
+            (
+                f"penstock_broker_lag_{unit}",
+                frozenset({("group", "p.d"), ("topic", "t"), ("partition", str(number))}),
+            ): self.lag
+            for unit in ("records", "seconds")
+            for number in range(self.partitions)
+        }
         values = {
             ("process_start_time_seconds", frozenset[tuple[str, str]]()): 1000.0,
             ("process_cpu_seconds_total", frozenset[tuple[str, str]]()): self.clock * self.cpu,
-            lag: self.lag,
+            **lags,
         }
         return Sample(self.clock, values)
 
@@ -57,13 +83,18 @@ class Observer:
     def __init__(self) -> None:
         self.breaker, self.windows, self.status = "closed", list[dict[str, Any]](), 200
         self.health = "healthy"
+        self.reports: list[dict[str, Any]] = []
 
     def app(self) -> web.Application:
         app = web.Application()
         app.add_routes([web.get("/v1/destinations", self.destinations), web.get("/v1/planned", self.planned)])
         app.add_routes([web.get("/v1/pipes", self.pipes)])
-        app.add_routes([web.post("/v1/planned", self.announce)])
+        app.add_routes([web.post("/v1/planned", self.announce), web.put("/v1/scaling/{group}", self.report)])
         return app
+
+    async def report(self, request: web.Request) -> web.Response:
+        self.reports.append(await request.json())
+        return web.json_response({}, status=self.status)
 
     async def destinations(self, _request: web.Request) -> web.Response:
         lane = {"pipe": "p", "destination": "d", "state": "active", "breaker": self.breaker, "letters": 0}
@@ -93,12 +124,16 @@ class Observer:
 
 
 class Scene:
-    def __init__(self, observer: Observer, client: ObserverClient) -> None:
-        self.platform, self.observer, self.client = Platform(), observer, client
+    def __init__(self, observer: Observer, client: ObserverClient, broker: Broker) -> None:
+        self.platform, self.observer, self.client, self.broker = Platform(), observer, client, broker
+        self.topics = Topics()
+        self.topics.attach(broker)
 
     def scaler(self, *, dry_run: bool = False, **rules: object) -> GroupScaler:
         given = {"max": 6, "cool_down": "10ms", "calm": "10ms", "warm_up": "1s", **rules}
-        return GroupScaler({"expel": GroupRules.model_validate(given)}, self.platform, self.client, dry_run)
+        return GroupScaler(
+            {"expel": GroupRules.model_validate(given)}, self.platform, self.client, self.topics, dry_run
+        )
 
     async def run(self, scaler: GroupScaler, count: int) -> list[dict[str, Any]]:
         """So many looks; the decisions as they were logged."""
@@ -111,11 +146,15 @@ class Scene:
 
 
 @pytest.fixture
-async def scene(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Scene]:
+async def scene(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> AsyncIterator[Scene]:
     observer = Observer()
-    async with TestServer(observer.app()) as server, open_observer(f"127.0.0.1:{server.port}") as client:
-        scene = Scene(observer, client)
-        monkeypatch.setattr(scaler, "scrape", scene.platform.scrape)
+    async with (
+        TestServer(observer.app()) as server,
+        open_observer(f"127.0.0.1:{server.port}") as client,
+        open_broker(f"log://{tmp_path}/log") as broker,
+    ):
+        scene = Scene(observer, client, broker)
+        monkeypatch.setattr(meter, "scrape", scene.platform.scrape)
         yield scene
 
 
@@ -265,3 +304,100 @@ async def test_a_platform_that_is_away_begins_the_window_anew(scene: Scene) -> N
     scene.platform.away = True
     assert await scene.run(scaler, 1) == []
     assert (before.since is not None, scaler._states["expel"].since) == (True, None)
+
+
+async def freeze(scene: Scene, **change: Any) -> None:
+    if CONTROL not in await scene.broker.admin.topics():
+        await scene.broker.admin.create_topic(TopicSpec(CONTROL, 1))
+    async with Producer(scene.broker.appender) as producer:
+        new = {"state": "frozen", "by": "ann@desk", "at": round(time.time() * 1000), "reason": "we measure", **change}
+        await write_freeze(producer, "expel", Freeze(**new))
+
+
+async def test_a_frozen_group_keeps_its_size_until_it_is_unfrozen(scene: Scene) -> None:
+    """Broken: what a person has frozen moves, or stays frozen; or nobody can see who froze it and why."""
+    scene.platform.cpu, scaler = 0.9, scene.scaler()
+    await freeze(scene)
+    last = (await scene.run(scaler, 3))[-1]
+    assert (last["action"], last["reason"], last["wanted"], scene.platform.orders) == ("hold", "frozen", 3, [])
+    assert "by ann@desk" in last["frozen"]
+    assert "because: we measure; otherwise out 2 -> 3" in last["words"]
+    assert metrics.AUTOSCALER_GROUP_FROZEN.labels("expel")._value.get() == 1
+    report = scene.observer.reports[-1]
+    assert (report["size"], report["wanted"], "we measure" in report["frozen"]) == (2, 3, True)
+    await freeze(scene, state="unfrozen")
+    assert (await scene.run(scaler, 1))[-1]["action"] == "out"
+    assert metrics.AUTOSCALER_GROUP_FROZEN.labels("expel")._value.get() == 0
+
+
+async def test_a_freeze_ends_by_itself_and_is_reported(scene: Scene) -> None:
+    """Broken: a freeze for two hours holds for ever, or its end surprises who asked for it."""
+    scene.platform.cpu, scaler = 0.9, scene.scaler()
+    await freeze(scene, until=round(time.time() * 1000) - 1)
+    with capture_logs() as said:
+        scene.platform.clock += 10.0
+        await scaler.scale_all()
+        scene.platform.clock += 10.0
+        await scaler.scale_all()
+    assert [line["by"] for line in said if line["event"] == "freeze_ended"] == ["ann@desk"]
+    last = next(line for line in reversed(said) if line["event"] == "group_decision")
+    assert (last["action"], "the freeze by ann@desk ended at 20" in last["words"]) == ("out", True)
+
+
+async def test_a_freeze_on_the_platform_counts_and_unknown_freezes_hold(scene: Scene) -> None:
+    """Broken: an annotation that a person set is ignored; or a restart during an outage of the broker lifts every freeze."""
+    scene.platform.cpu, scene.platform.frozen = 0.9, "they debug"
+    last = (await scene.run(scene.scaler(), 2))[-1]
+    assert (last["reason"], last["frozen"]) == ("frozen", "frozen on its platform because: they debug")
+    scene.platform.frozen, scene.topics = None, Topics()
+    last = (await scene.run(scene.scaler(), 2))[-1]
+    assert (last["reason"], "it is not known whether a person has frozen it" in last["words"]) == ("frozen", True)
+    assert scene.platform.orders == []
+
+
+async def test_a_failed_instance_is_replaced_named_and_counted(scene: Scene) -> None:
+    """Broken: a hung instance stays, or nobody can see which one it is."""
+    scene.platform.cpu, scene.platform.size, scaler = 0.64, 3, scene.scaler(failed_after="1100ms")
+    await scene.run(scaler, 2)
+    scene.platform.silent = {"h:1"}
+    scene.platform.refuses = True
+    async with asyncio.timeout(30):
+        while (decision := (await scene.run(scaler, 1))[-1])["action"] != "replace":
+            await asyncio.sleep(0.05)
+    assert decision["words"].startswith("i1 (silent for 0 min) is replaced, 1 of at most 2 times")
+    assert metrics.AUTOSCALER_GROUP_MEMBERS.labels("expel", "failed")._value.get() == 1
+    assert scene.observer.reports[-1]["failed"] == ["i1 (silent for 0 min)"]
+    assert (scene.platform.replaced, scene.observer.windows) == ([], []), "a refusal is no action"
+    scene.platform.refuses = False
+    await scene.run(scaler, 3)
+    assert scene.platform.replaced == ["i1"]
+    assert [window["by"] for window in scene.observer.windows] == ["autoscaler/groups/expel replace i1"]
+
+
+async def test_a_hot_partition_is_named_with_its_key(scene: Scene) -> None:
+    """Broken: a person at night knows that events wait, and not which customer's."""
+    scene.platform.cpu, scene.platform.lag, scene.platform.partitions = 0.1, 500.0, 1
+    await scene.broker.admin.create_topic(TopicSpec("t", 1))
+    records = [Record(b"customer-7" if number % 5 else None, b"{}", 0) for number in range(100)]
+    async with Producer(scene.broker.appender) as producer:
+        (await producer.send_to("t", {0: records})).raise_first()
+    last = (await scene.run(scene.scaler(), 3))[-1]
+    assert (last["action"], last["reason"]) == ("hold", "hot_partition")
+    assert "partition 0 of t (group p.d) has 100% of the lag" in last["words"]
+    assert last["words"].endswith("; key 'customer-7' has 80% of the next 100 records")
+    labels = ("expel", "p.d", "t", "0")
+    assert metrics.AUTOSCALER_HOT_PARTITION.labels(*labels)._value.get() == 500.0
+    scene.platform.lag = 0.0
+    await scene.run(scene.scaler(), 1)
+
+
+async def test_a_report_that_fails_is_logged_once_and_stops_nothing(scene: Scene) -> None:
+    """Broken: an observer of an earlier version fills the log, or stops the autoscaler."""
+    scene.observer.status, scaler = 404, scene.scaler()
+    scene.platform.cpu = 0.9
+    with capture_logs() as said:
+        for _ in range(3):
+            scene.platform.clock += 10.0
+            await scaler.scale_all()
+    assert sum(line["event"] == "not_reported" for line in said) == 1
+    assert scene.platform.orders == [(2, 3)]
