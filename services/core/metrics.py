@@ -73,6 +73,9 @@ BROKER_RETRIES = Counter(
 BROKER_THROTTLES = Counter(
     "penstock_broker_shard_throttles", "Entries that Kinesis refused because of a shard's limits.", ["topic", "shard"]
 )
+BROKER_QUOTA_WAIT = Counter(
+    "penstock_broker_quota_wait_seconds", "Time for which Kafka asked this process to send nothing, because of a quota."
+)
 BROKER_PACE_WAIT = Counter(
     "penstock_broker_shard_wait_seconds", "Time that entries waited for a shard's capacity.", ["topic", "shard"]
 )

@@ -115,6 +115,10 @@ class Checkpoint:
         """The highest batch number in `offsets` or `commits`."""
         return max((int(name) for name in self._files.list(folder) if name.isdigit()), default=None)
 
+    def has_batch(self, folder: str, batch: int) -> bool:
+        """Whether the file of this batch is in `offsets` or `commits`."""
+        return self._files.exists(f"{folder}/{batch}")
+
     def has_metadata(self) -> bool:
         """Whether Spark's own identity of the query is there."""
         return self._files.exists("metadata")

@@ -232,6 +232,8 @@ def _check_files(checkpoint: Checkpoint, *, ran: bool) -> None:
         raise checkpoint.damaged("its offsets are gone")
     if offsets is not None and not checkpoint.has_metadata():
         raise checkpoint.damaged("the file metadata is gone")
+    if offsets and not checkpoint.has_batch("offsets", offsets - 1):  # Spark keeps many, and begins with the last two
+        raise checkpoint.damaged(f"offsets/{offsets - 1} is gone")
     if commits is not None and (offsets is None or commits > offsets):
         raise checkpoint.damaged(f"batch {commits} is done, but not in offsets")
     checkpoint.check_readable()

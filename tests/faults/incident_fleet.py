@@ -83,7 +83,7 @@ class Receiver:
 class IncidentFleet:
     """apart: no supervisor, each service is a process of its own, as on a platform. Made by `open_incident_fleet`.
 
-    services: by name, of a fleet that is apart. up: the supervisor of another. poison: fields of every order from now on.
+    services: by name, of a fleet that is apart. up: the supervisor of another. poison: fields of one order in five from now on.
     tasks: ended with the fleet.
     """
 
@@ -207,9 +207,10 @@ class IncidentFleet:
                 numbers = range(self.sent, self.sent + 5)
                 self.sent += 5
                 now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-                orders = [
-                    {"id": f"o-{number}", "key": "k", "time": now, "amount": 5.0, **self.poison} for number in numbers
+                orders: list[dict[str, object]] = [
+                    {"id": f"o-{number}", "key": "k", "time": now, "amount": 5.0} for number in numbers
                 ]
+                orders[0].update(self.poison)
                 clicks = [{"id": f"c-{number}", "key": "k", "time": now} for number in numbers]
                 for stream, events in (("orders", orders), ("clicks", clicks)):
                     with suppress(aiohttp.ClientError, TimeoutError, OSError):

@@ -214,8 +214,11 @@ async def _with_python(fleet: IncidentFleet) -> None:
 
 
 async def _poison(fleet: IncidentFleet) -> None:
+    """One event in a batch."""
     fleet.poison = {"amount": -1}
-    await asyncio.sleep(3)
+    sent = fleet.sent
+    while fleet.sent == sent:
+        await asyncio.sleep(0.01)
     fleet.poison = {}
 
 
@@ -263,7 +266,7 @@ INCIDENTS: tuple[Incident, ...] = (
         frozenset({"broker-gone"}),
         kafka=True,
     ),
-    Incident("quota", _limit_broker, _of("IngestRefuses", "IngestNotReady"), frozenset({"throttled"}), kafka=True),
+    Incident("quota", _limit_broker, _of("BrokerQuota", "IngestNotReady"), frozenset({"throttled"}), kafka=True),
     Incident(
         "disk full",
         _fill_disk,
@@ -290,7 +293,7 @@ INCIDENTS: tuple[Incident, ...] = (
     Incident(
         "poisoned batch",
         _poison,
-        _of("TransformDeadLettersGrow"),
+        _of("TransformDeadLettersGrow", "TransformFails"),
         frozenset({"transform-poison"}),
         spark=True,
         change=_with_python,
@@ -298,7 +301,7 @@ INCIDENTS: tuple[Incident, ...] = (
     Incident(
         "lost checkpoint",
         _lose_checkpoint,
-        _of("TransformNotUp", "TransformFails"),
+        _of("TransformFails", "CrashLoop", "ProcessRestarts"),
         frozenset({"checkpoint"}),
         spark=True,
     ),

@@ -185,6 +185,12 @@ def roll_back(checkpoint: Path) -> None:
                 path.unlink()
 
 
+def remove_previous(checkpoint: Path) -> None:
+    """Only the newest batch is left, as when the files were removed while the query ran."""
+    names = [int(path.name) for path in (checkpoint / "offsets").iterdir() if path.name.isdigit()]
+    (checkpoint / "offsets" / str(max(names) - 1)).unlink()
+
+
 def remove_metadata(checkpoint: Path) -> None:
     (checkpoint / "metadata").unlink()
 
@@ -203,7 +209,7 @@ def make_newer(checkpoint: Path) -> None:
 
 
 HARMS = [truncate, empty, flip, truncate_commit, flip_commit]
-HARMS += [remove_offsets, roll_back, remove_metadata, remove_identity, garble_identity, make_newer]
+HARMS += [remove_offsets, remove_previous, roll_back, remove_metadata, remove_identity, garble_identity, make_newer]
 
 
 def test_damaged_checkpoint_is_refused(pipeline: LogPipeline, spark: SparkSession) -> None:

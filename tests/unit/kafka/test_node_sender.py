@@ -6,6 +6,7 @@ from typing import Any, cast
 
 import pytest
 from aiokafka import errors as kafka
+from prometheus_client import REGISTRY
 
 from services.core.broker.errors import BrokerError, OutcomeUnknown, Throttled, Unavailable
 from services.core.broker.kafka.cluster import Cluster, Timing
@@ -101,8 +102,10 @@ async def test_a_throttled_node_is_left_alone() -> None:
     node.throttle_ms = 300
     sender = _sender(node)
     batch = PendingBatch("t", 0, b"x")
+    waited = REGISTRY.get_sample_value("penstock_broker_quota_wait_seconds_total") or 0.0
     sender.add(batch, 5)
     await batch.answer
+    assert REGISTRY.get_sample_value("penstock_broker_quota_wait_seconds_total") == pytest.approx(waited + 0.3)
     with pytest.raises(Throttled) as silence:
         sender.add(PendingBatch("t", 0, b"x"), 0.05)
     assert 0 < (silence.value.retry_after or 0) <= 0.3

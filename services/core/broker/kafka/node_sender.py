@@ -16,6 +16,7 @@ from services.core.broker.errors import BrokerError, OutcomeUnknown, Throttled, 
 from services.core.broker.kafka.cluster import Cluster
 from services.core.broker.kafka.error_codes import STALE_LEADER
 from services.core.broker.kafka.protocol import Produce
+from services.core.metrics import BROKER_QUOTA_WAIT
 
 _MAX_REQUEST_BYTES = 8 << 20
 _ANSWER_MARGIN = 1.0
@@ -129,6 +130,7 @@ class NodeSender:
         self._fail(list(waiting.values()), OutcomeUnknown(f"Kafka node {self._node} left them out of its answer"))
         if throttle := answer.throttle_time_ms:
             self._throttled_until = time.monotonic() + throttle / 1000
+            BROKER_QUOTA_WAIT.inc(throttle / 1000)
         return codes
 
     @staticmethod

@@ -30,6 +30,17 @@ _OF_TRANSFORM = frozenset(
         "retention",
     )
 )
+_OF_QUOTA = frozenset(
+    (
+        "ingest-refuses",
+        "stalled",
+        "processes-not-ready",
+        "lanes-down",
+        "reports-not-stored",
+        "observer-away",
+        "retention",
+    )
+)
 _OF_PROCESS = frozenset((*_FLOW, *_JUDGED, *_PROCESSES, "receivers-fail", "secrets"))
 
 CHECKS = (
@@ -60,7 +71,7 @@ CHECKS = (
     Check("records-missing", "PenstockRecordsMissing", broker.find_missing_records, _OF_RECEIVER),
     Check("receivers-fail", "PenstockDestinationDown", receivers.find_failing, _OF_RECEIVER),
     Check("quota", "PenstockClientsRefused", events.find_quota),
-    Check("throttled", "PenstockBrokerThrottles", broker.find_throttled, frozenset(("ingest-refuses", "stalled"))),
+    Check("throttled", "PenstockBrokerThrottles", broker.find_throttled, _OF_QUOTA),
     Check("transform-poison", "PenstockTransformDeadLettersGrow", transforms.find_poison, _OF_TRANSFORM),
     Check("transform-down", "PenstockTransformNotUp", transforms.find_down, _OF_TRANSFORM),
     Check(

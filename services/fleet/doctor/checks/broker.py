@@ -60,7 +60,24 @@ def find_missing_topics(facts: Facts) -> Iterator[Finding]:
 
 
 def find_throttled(facts: Facts) -> Iterator[Finding]:
-    """Shards of Kinesis that refuse writes or reads because of their limits."""
+    """Shards of Kinesis that refuse writes or reads because of their limits; a quota of Kafka."""
+    waits: defaultdict[str, float] = defaultdict(float)
+    for one, _, _, grown in facts.series("penstock_broker_quota_wait_seconds_total"):
+        waits[one.service] += grown
+    said = [line.text for one in facts.instances for line in one.lines if "s of silence" in line.text]
+    if sum(waits.values()) > 0.1 * facts.seconds() or said:
+        waited = [
+            f"{service} must wait {wait:.0f} s, asked in {facts.seconds():.0f} s"
+            for service, wait in waits.items()
+            if wait
+        ]
+        yield Finding(
+            "A quota of Kafka is too small for the load: it makes our services wait.",
+            [*waited, *said[-1:]],
+            "ask the administrators of the cluster for a larger producer_byte_rate",
+            about("ingest", "expel", "retrier", "observer"),
+            runbook="PenstockBrokerQuota",
+        )
     for metric, what in (
         ("penstock_broker_shard_throttles_total", "writes"),
         ("penstock_broker_shard_read_throttles_total", "reads"),

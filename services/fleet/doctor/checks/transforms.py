@@ -14,13 +14,14 @@ _POISON = ("batch_in_parts", "batch_begun_before_and_not_done")
 STUCK_RECORDS = 1
 STARTING_S = 120.0
 NEW_S = 3600.0
+FAILED_S = 120.0
 FIRST_START_S = 180.0
 """A new pipe has its topic first, and its checkpoint when Spark has started."""
 
 
 def find_checkpoints(facts: Facts) -> Iterator[Finding]:
     """A checkpoint that is damaged, or gone although the transform has written results."""
-    said = dict(_problems(facts))
+    said = {**dict(_failures(facts)), **dict(_problems(facts))}
     for one in facts.checkpoints:
         problem = said.pop(one.pipe, "")
         parts = about(f"pipe {one.pipe}", "transform")
@@ -86,6 +87,14 @@ def _problems(facts: Facts) -> Iterator[tuple[str, str]]:
             pipe, _, problem = part.partition(": ")
             if pipe in known and problem:
                 yield pipe, problem
+
+
+def _failures(facts: Facts) -> Iterator[tuple[str, str]]:
+    """By pipe: why its query failed in the last minutes, as the log says it: between two starts of the process nobody answers."""
+    for one in facts.of("transform"):
+        for line in one.lines:
+            if line.event == "query_failed" and line.at > facts.now - FAILED_S and "pipe" in line.fields:
+                yield str(line.fields["pipe"]), str(line.fields.get("error", ""))
 
 
 def find_poison(facts: Facts) -> Iterator[Finding]:

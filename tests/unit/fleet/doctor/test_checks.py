@@ -330,6 +330,32 @@ def test_a_quota() -> None:
     assert (first_of(found), found.causes[0].runbook) == ("quota", "PenstockClientsRefused")
 
 
+def test_a_quota_of_kafka() -> None:
+    """Broken: services that must wait for a quota look as if each had a fault of its own."""
+
+    def silence(facts: Facts) -> None:
+        count(instance(facts, "ingest"), "penstock_broker_quota_wait_seconds_total", {}, 10.0, 14.0)
+        facts.observer.problem = "Kafka node 1 asked for 9.0 s of silence"
+
+    found = broken(silence)
+    assert (first_of(found), found.causes[0].runbook) == ("throttled", "PenstockBrokerQuota")
+
+
+def test_a_checkpoint_that_makes_the_process_die() -> None:
+    """Broken: between two starts nobody answers, and a checkpoint that cannot be used looks like a process that dies."""
+
+    def fail(facts: Facts) -> None:
+        one = instance(facts, "transform")
+        one.answer, one.restarts, one.restarts_later = "refused", 4, 5
+        error = "CheckpointDamaged: checkpoint /srv/data/checkpoints/large: offsets/73 is gone"
+        one.lines = (LogLine(NOW - 5, "error", "query_failed", "", {"pipe": "large", "error": error}),)
+        facts.checkpoints = (Checkpoint("large", DATA / "checkpoints" / "large", NOW - DAY_S),)
+
+    found = broken(fail)
+    assert first_of(found) == "checkpoint"
+    assert "offsets/73 is gone" in found.causes[0].finding.evidence[0]
+
+
 def test_a_lost_checkpoint() -> None:
     """Broken: the transform is started again without its checkpoint, and sends a week of events twice."""
 
