@@ -127,6 +127,12 @@ class Follower:
         self._next: int | None = None
         self._known_up_to = 0
         """Reports before this offset are in the snapshot: they are no sign of life."""
+        self._lags_from = 0
+        """Lags in reports before this offset are known, or too old."""
+        self._newer_from: int | None = None
+        """The first report that this version cannot read. A later version reads again from there."""
+        self._newer_ms = 0
+        """Of the snapshot: until when such reports came."""
         self._end: tuple[int, int] | None = None
         """The end of the topic, and when that was read (ms)."""
         self._skewed: set[str] = set()
@@ -212,7 +218,9 @@ class Follower:
         self._keep_at = time.monotonic() + self._wait_s
 
     def _state(self) -> FollowerState:
-        return FollowerState(self.planned, self._next or 0, self.untold.all(), self.read_all_ms, self.drifting)
+        offset = max(self._next or 0, self._known_up_to)  # what is read again, for the lags, is in the table
+        newer = self._newer_from, self.table.finality.newer_ms
+        return FollowerState(self.planned, offset, self.untold.all(), self.read_all_ms, self.drifting, *newer)
 
     async def _start(self) -> None:
         """Begin with the newest snapshot, and the reports since."""
@@ -231,7 +239,9 @@ class Follower:
             self._count_gone(restored.offset, begin)
             since = datetime.fromtimestamp(now / 1000, UTC) - _LAGS_BACK
             lags = (await self._reader.offsets_at(TELEMETRY, since))[0] if begins else restored.offset
-            begin = max(begin, min(restored.offset, lags))
+            self._lags_from = min(restored.offset, lags)
+            wanted = (self._lags_from, restored.newer_from if restored.newer_from is not None else restored.offset)
+            begin, self._newer_from, self._newer_ms = max(begin, min(wanted)), None, restored.newer_ms
         self._next = begin
         self._caught_up.clear()
         self.catching_up = True
@@ -272,7 +282,7 @@ class Follower:
             self._count_gone(at, error.start)
             self._next = error.start
             if error.start < at:  # the topic was created again
-                self._known_up_to = 0
+                self._known_up_to, self._newer_from = 0, None
         except DataDamaged as error:
             log.warning("reports_damaged", ranges=error.ranges, hint="their minutes may show a false loss")
             self._next = max(last for _, _, last in error.ranges) + 1
@@ -290,7 +300,7 @@ class Follower:
     def _apply(self, batch: Batch) -> None:
         now = self.now_ms()
         for offset, record in zip(batch.offsets, batch.records, strict=True):
-            report = self._decode(record)
+            report = self._decode(offset, record)
             if report is None:
                 continue
             received_ms = self.read_all_ms if offset >= self._known_up_to else 0
@@ -298,6 +308,8 @@ class Follower:
                 self._apply_ours(report, received_ms)
                 continue
             self.table.apply(report, received_ms)
+            if offset < self._lags_from:
+                continue
             self._check_clock(report, received_ms, now)
             if report.at_ms > now + AHEAD_MS:
                 metrics.LEDGER_AHEAD.labels(report.node).inc()
@@ -305,12 +317,14 @@ class Follower:
             self.lags.record(report)
             self.fields.record(report)
 
-    def _decode(self, record: Record) -> Report | None:
+    def _decode(self, offset: int, record: Record) -> Report | None:
         """The known parts of the report, by present names; the rest is counted. None: nothing is known."""
         try:
             report, unknown = decode_known(record.value)
         except NewerReport as error:
             self.newer.count(EVERY_PIPE, self.now_ms(), [error.reason], str(error))
+            if error.reason == "version":
+                self._keep_open(offset)
             return None
         except BadReport as error:
             metrics.LEDGER_BAD_REPORTS.inc()
@@ -320,6 +334,12 @@ class Follower:
         if unknown:
             self.newer.count(report.pipe, self.now_ms(), unknown, f"in a report of {report.node} {report.instance}")
         return report
+
+    def _keep_open(self, offset: int) -> None:
+        """Nothing is known of the report at this offset, so what is missing until now may have been settled in it."""
+        self._newer_from = offset if self._newer_from is None else min(offset, self._newer_from)
+        until = self._newer_ms if offset < self._known_up_to else self.now_ms()
+        self.table.finality.newer_ms = max(self.table.finality.newer_ms, until)
 
     def _rename(self, report: Report) -> Report:
         step = self.table.flow.current(report.node, report.pipe, report.destination)

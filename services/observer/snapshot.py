@@ -49,6 +49,8 @@ class Part(msgspec.Struct, omit_defaults=True, kw_only=True):
     """
 
     offset: PackedOffset | None = None
+    newer_from: PackedOffset | None = None
+    newer_ms: int = 0
     released_by: int = 0
     read_all_ms: int = 0
     accepted: list[tuple[int, Node, str, Packed]] = []
@@ -79,7 +81,8 @@ class FollowerState(NamedTuple):
     """The state beside the table. offset: where reading of telemetry continues. read_all_ms: when everything before it had been
     read.
 
-    drifting: when each drift was last seen, in ms.
+    drifting: when each drift was last seen, in ms. newer_from, newer_ms: the first report that this version cannot read, and
+    the time of the last one.
     """
 
     planned: PlannedWindows
@@ -87,6 +90,8 @@ class FollowerState(NamedTuple):
     untold: tuple[Alarm, ...] = ()
     read_all_ms: int = 0
     drifting: Mapping[DriftKey, int] = {}
+    newer_from: int | None = None
+    newer_ms: int = 0
 
 
 NamedPart = tuple[str, bytes]
@@ -100,10 +105,10 @@ def make_parts(table: Table, beside: FollowerState) -> Iterator[NamedPart]:
 
 def _name_parts(table: Table, beside: FollowerState) -> Iterator[tuple[str, Part]]:
     sets = table.origin_sets
-    yield (
-        "position",
-        Part(offset=pack_offset(beside.offset), read_all_ms=beside.read_all_ms, released_by=table.released_by),
-    )
+    position = Part(offset=pack_offset(beside.offset), read_all_ms=beside.read_all_ms, released_by=table.released_by)
+    if beside.newer_from is not None:
+        position.newer_from, position.newer_ms = pack_offset(beside.newer_from), beside.newer_ms
+    yield "position", position
     for minute, places in sorted(sets.held.items()):
         for place, origins in sorted(places.items()):
             runs = [(*run, _serialize(numbers.copy())) for run, numbers in sorted(origins.runs())]
@@ -367,6 +372,8 @@ class Loader:
             tuple(self._untold),
             self._position.read_all_ms,
             self._drifting,
+            int(self._position.newer_from) if self._position.newer_from is not None else None,
+            self._position.newer_ms,
         )
 
     def _add(self, key: SetKey, run: SequenceKey, numbers: BitMap) -> None:

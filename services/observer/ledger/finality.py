@@ -17,6 +17,7 @@ STORED_MS = 30_000
 FOUND_FOR_MS = 15 * MINUTE_MS
 """For so long after a minute's loss was found, it counts for the health of the pipe, however old the minute is."""
 GIVEN_UP = "it was open for too long and was forgotten; nobody knows what became of the missing events"
+NEWER_REPORTS = "there are reports of a newer version, which this observer cannot read; upgrade the observer"
 
 Key = tuple[str, int]
 """A pipe and a minute."""
@@ -40,6 +41,8 @@ class Finality:
         self.final_missing: dict[Key, dict[Part, int]] = {}
         """The missing events of a part when it became final, or when more of the waiting ones were lost. No zeros."""
         self.given_up: dict[Key, set[Part]] = {}
+        self.newer_ms = 0
+        """Until this time (ms), reports came that this version cannot read. They may have settled what is missing."""
 
     def is_final(self, key: Key, part: Part) -> bool:
         """Whether the missing events of the part are lost."""
@@ -70,6 +73,8 @@ class Finality:
         return found
 
     def _why_not_done(self, row: Row, part: Part, now: int) -> str | None:
+        if row.minute * MINUTE_MS <= self.newer_ms:
+            return NEWER_REPORTS
         until = (row.minute + 1) * MINUTE_MS + BEHIND_MS + STORED_MS
         step = Step("transform", row.pipe) if part is None else Step("expel", row.pipe, part)
         return self._liveness.why_not_done(step, until, now)

@@ -245,6 +245,8 @@ class Table:
     def _judge(self, now: int) -> list[Finding]:
         """Find the events that the retrier or expel lost. Returns the final parts of which more is missing by that."""
         self._judged_at = now
+        if self.finality.newer_ms and now - self.finality.newer_ms < self.ages.drop:
+            return []  # unread reports may have settled them
         retries = self.origin_sets.retries
         retries.prune()  # every later set is compared with each span, also with an empty one
         done = self.liveness.done_up_to(RETRIER, now)

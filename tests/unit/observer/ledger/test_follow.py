@@ -55,6 +55,25 @@ async def test_a_restart_knows_what_was_and_tells_no_minute_twice(
         assert second.final == []
 
 
+async def test_a_stop_while_it_catches_up_moves_its_position_no_further_back(broker: Broker) -> None:
+    """Broken: two restarts in a row, and instances that ended an hour ago report again, at a time at which they were gone."""
+    async with Producer(broker.appender) as producer:
+        await report(broker, *losing(2), *alive(FINAL_MS))
+        first = Observer(broker, producer)
+        first.now = FINAL_MS
+        async with first.running():
+            await first.caught_up()
+        second = Observer(broker, producer)
+        second.now = FINAL_MS + 1000
+        await second.follower._start()
+        await second.follower.keep()
+        for one in (first, second):
+            assert one.follower._state().offset == len(losing(2)) + len(alive(FINAL_MS))
+        found = await snapshot_log.SnapshotLog(broker.reader, producer, lambda: second.now).load(lambda: Table(PLAIN))
+        assert found is not None
+        assert found[1].offset == first.follower._state().offset
+
+
 async def test_a_snapshot_is_all_that_is_needed(broker: Broker) -> None:
     """Broken: once the reports are gone by retention, a restart forgets what waits for another attempt."""
     async with Producer(broker.appender) as producer:
