@@ -40,7 +40,7 @@ from services.observer.payload_fields import DriftKey, FieldTable
 from services.observer.planned import PlannedWindows, Window
 from services.observer.recovery import recover
 from services.observer.snapshot import FollowerState, make_parts
-from services.observer.snapshot_log import SnapshotLog
+from services.observer.snapshot_log import Replaced, SnapshotLog
 from services.observer.standby import SpeakerLock
 
 log = structlog.get_logger()
@@ -56,6 +56,8 @@ LOSS_AFTER = 1 / 30
 _DECIDED_S = 0.1
 RETRY_S = 10.0
 """After a snapshot that could not be stored."""
+REPLACED_S = 60.0
+"""A process that was frozen knows after less time that it lost the lock."""
 FIELDS_S = 0.02
 """The approximate time for payload fields in a turn."""
 AHEAD_MS = 120_000
@@ -138,6 +140,8 @@ class Follower:
         self._skewed: set[str] = set()
         self._ticked_at = self._keep_at = 0.0
         self._kept_at = float("-inf")
+        self._replaced_at: float | None = None
+        """Since when another observer has stored snapshots of a later term."""
         self._wait_s = SNAPSHOT_EVERY_S
         """Until the next snapshot, after the last one."""
         self._caught_up = asyncio.Event()
@@ -167,7 +171,7 @@ class Follower:
             if not moved:
                 await wait_for_stop(stopping, TURN_S)
         if started and self.speaks:
-            with suppress(BrokerError):
+            with suppress(BrokerError, StandsBy):
                 await self.keep()
 
     def _must_start_again(self) -> bool:
@@ -187,7 +191,7 @@ class Follower:
         """Stop speaking; the last state is stored for the next speaker."""
         if self.speaks:
             self.speaks = False
-            with suppress(BrokerError):
+            with suppress(BrokerError, StandsBy):
                 await self.keep()
             self.untold.clear()
 
@@ -210,10 +214,19 @@ class Follower:
             raise StandsBy("another observer of this fleet speaks")
 
     async def keep(self) -> None:
-        """Store a snapshot. Raises BrokerError kinds."""
+        """Store a snapshot. Raises StandsBy when a successor has stored one, and BrokerError kinds."""
         self._kept_at = time.monotonic()
         self._keep_at = self._kept_at + RETRY_S
-        written = await self._snapshots.store(lambda: make_parts(self.table, self._state()))
+        try:
+            written = await self._snapshots.store(lambda: make_parts(self.table, self._state()))
+        except Replaced as error:
+            self._replaced_at = self._kept_at if self._replaced_at is None else self._replaced_at
+            if (
+                self._kept_at - self._replaced_at >= REPLACED_S
+            ):  # the lock is ours nevertheless: begin again, with a later term
+                self.speaks, self._replaced_at = False, None
+            raise StandsBy(str(error)) from error
+        self._replaced_at = None
         self._wait_s = SNAPSHOT_EVERY_S * max(1.0, written / SNAPSHOT_BYTES)
         self._keep_at = time.monotonic() + self._wait_s
 
@@ -382,7 +395,8 @@ class Follower:
         if any(_is_loss(verdict) for verdict in turn.verdicts):  # so that a restart does not raise the alarm again
             self._keep_at = min(self._keep_at, self._kept_at + LOSS_AFTER * self._wait_s)
         if now >= self._keep_at:
-            await self.keep()
+            with suppress(StandsBy):  # the lock says so soon
+                await self.keep()
 
     async def _keep_recovering(self) -> NoReturn:
         await self._caught_up.wait()

@@ -50,6 +50,10 @@ _FORMAT, _KIND, _NAME, _NUMBER, _OF = "penstock_snapshot", "kind", "name", "numb
 _VERSION, _PARTS, _MANIFEST = b"%d" % VERSION, b"parts", b"manifest"
 
 
+class Replaced(Exception):
+    """An observer that speaks since a later time has stored a snapshot: ours would not count."""
+
+
 class _Piece(msgspec.Struct, frozen=True, array_like=True):
     """Of a part that is larger than a record, or all of it. data: of the compressed part."""
 
@@ -126,15 +130,27 @@ class SnapshotLog:
         self._term += 1
 
     async def store(self, make_parts: Callable[[], Iterable[NamedPart]]) -> int:
-        """Store a snapshot durably; gives the bytes written. Raises BrokerError kinds: then the one before counts.
+        """Store a snapshot durably; gives the bytes written. Raises Replaced, and BrokerError kinds: then the one before counts.
 
         make_parts: the state of this moment; it is consumed without a wait, once or twice.
         """
         async with self._storing:
+            await self._check_replaced()
             before = self._written
             while not await self._store(make_parts()):
                 log.warning("snapshots_gone", topic=SNAPSHOTS, hint="the topic was created again; all is stored again")
             return self._written - before
+
+    async def _check_replaced(self) -> None:
+        """Read what others stored since our last record. Raises Replaced, BrokerError kinds."""
+        pieces = dict[bytes, dict[int, bytes]]()
+        if self._last < 0:
+            return
+        async for batch in scan(self._reader, SNAPSHOTS, 0, self._last + 1, None):
+            manifests = [_join(one, pieces) for one in batch.records if one.header(_KIND) == _MANIFEST]
+            term = max((one.term for one in manifests if one is not None), default=0)
+            if term > self._term:
+                raise Replaced(f"another observer speaks: its term is {term}, ours {self._term}")
 
     async def _store(self, parts: Iterable[NamedPart]) -> bool:
         """False: the topic was created again, and earlier parts are gone."""

@@ -18,7 +18,7 @@ from services.observer.alarms import Alarm
 from services.observer.ledger.table import Table
 from services.observer.planned import PlannedWindows, Window
 from services.observer.snapshot import FollowerState, make_parts
-from services.observer.snapshot_log import SnapshotLog
+from services.observer.snapshot_log import Replaced, SnapshotLog
 from services.observer.snapshot_v1 import restore_v1
 from tests.support.memory_appender import MemoryAppender
 from tests.unit.observer.ledger.history import FLOW, STEP_MS, History
@@ -270,6 +270,11 @@ async def test_the_snapshots_of_a_speaker_that_was_frozen_do_not_count(topic: To
     other.begin_term()
     ledger.go_on(50)
     await other.store(ledger.parts().items)
+    length = len(topic.records)
+    with pytest.raises(Replaced):
+        await log.store(old.items)
+    assert len(topic.records) == length
+    log._last = length - 1  # it looked just before the other one stored
     await log.store(old.items)
     found = await topic.load()
     assert found is not None

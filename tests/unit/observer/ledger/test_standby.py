@@ -9,7 +9,7 @@ import pytest
 from services.core.broker.contract import Broker, TopicSpec
 from services.core.broker.producer import Producer
 from services.core.pipes import CONTROL
-from services.observer import standby
+from services.observer import follower, standby
 from services.observer.alarms import Alarm
 from services.observer.follower import StandsBy
 from services.observer.planned import Window
@@ -75,6 +75,29 @@ async def test_one_speaks_and_the_other_knows_the_same(broker: Broker) -> None:
             assert other.final == [], "it raises no alarm"
             with pytest.raises(StandsBy):
                 await other.follower.announce(Window("deploy", None, START_MS, FINAL_MS, "ci"))
+
+
+async def test_a_speaker_that_was_frozen_accepts_no_planned_action(
+    broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Broken: an operator's announcement is accepted by an observer that was replaced, and its successor raises the alarms."""
+    async with Producer(broker.appender) as producer:
+        frozen, successor = Member(broker, producer), Member(broker, producer)
+        for one in (frozen, successor):  # the lock went from one to the other, and the first does not know it yet
+            one.lock.is_held = True
+            await one.follower._start()
+            await one.follower.keep()
+        window = Window("deploy", None, START_MS, FINAL_MS, "ci")
+        with pytest.raises(StandsBy):
+            await frozen.follower.announce(window)
+        await successor.follower.announce(window)
+        with pytest.raises(StandsBy):
+            await frozen.follower.cancel(window.id, "ci", "")
+        assert frozen.follower.speaks, "until the lock says otherwise"
+        monkeypatch.setattr(follower, "REPLACED_S", 0.0)
+        with pytest.raises(StandsBy):
+            await frozen.follower.keep()
+        assert frozen.follower._must_start_again(), "it holds the lock, so it is no longer the frozen one"
 
 
 async def test_the_other_takes_over_with_what_was_not_sent(broker: Broker) -> None:
