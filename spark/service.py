@@ -62,7 +62,8 @@ async def start(settings: TransformSettings, supervision: Supervision) -> None:
     selected = await run_blocking(lambda: load_pipes(settings), "pipes")
     health = PipesHealth(selected.names)
     show_expected(selected.file, ledger=settings.ledger)
-    async with serve_management(settings.management, health.ready, note=health.note) as address:
+    management = serve_management(settings.management, health.ready, note=health.note, why_not_alive=health.stuck)
+    async with management as address:
         log.info("management_port_open", address=address)
         if not selected.names:
             log.warning("no_pipe_has_a_transform", pipes=str(settings.pipes))

@@ -8,13 +8,16 @@ import re
 import ssl
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import structlog
 
 from services.core import metrics
+from services.core.certificate import untils_of_pem
 from services.core.file_watch import MAX_PRIVATE_BYTES, FileWatch, UnusableFile, read_regular
 from services.core.pipes import Secret, Tls, Webhook
 from services.core.yaml_source import KeyPath
@@ -219,7 +222,7 @@ def watch_credentials(
     for key, tls in _find_tls(webhook):
         held = credentials.tls if key == ("tls",) else credentials.token_tls
         if held is not None:
-            watches.append(_watch(name, key, partial(_read_tls, tls, folder), held, clock))
+            watches.append(_watch(name, key, partial(_read_tls, tls, folder, (name, key)), held, clock))
     return watches
 
 
@@ -229,8 +232,22 @@ def _read_value(secret: Secret, folder: Path, token: bool, known: bytes) -> tupl
     return None if digest == known else (digest, value)
 
 
-def _read_tls(tls: Tls, folder: Path, known: bytes) -> tuple[bytes, ssl.SSLContext] | None:
-    return None if known and _digest_files(tls, folder) == known else read_tls(tls, folder)
+def _read_tls(tls: Tls, folder: Path, whose: tuple[str, KeyPath], known: bytes) -> tuple[bytes, ssl.SSLContext] | None:
+    if known and _digest_files(tls, folder) == known:
+        return None
+    found = read_tls(tls, folder)
+    choices: tuple[tuple[str, str | None, Callable[[list[float]], float]], ...] = (
+        ("certificate", tls.certificate, itemgetter(0)),
+        ("ca", tls.ca, max),
+    )
+    for part, file, choose in choices:
+        if file is not None:
+            with suppress(
+                ValueError, IndexError
+            ):  # OpenSSL can use it: an end that we cannot read is no reason to refuse it
+                until = choose(untils_of_pem(_read_pem(folder / file, private=False)))
+                metrics.CERTIFICATE_EXPIRY.labels(whose[0], ".".join(map(str, (*whose[1], part)))).set(until)
+    return found
 
 
 def _watch(

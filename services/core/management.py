@@ -24,15 +24,21 @@ Note = Callable[[], str | None]
 
 @asynccontextmanager
 async def serve_management(
-    address: str, why_not_ready: WhyNotReady, more: Sequence[web.RouteDef] = (), *, note: Note = lambda: None
+    address: str,
+    why_not_ready: WhyNotReady,
+    more: Sequence[web.RouteDef] = (),
+    *,
+    note: Note = lambda: None,
+    why_not_alive: WhyNotReady = lambda: None,
 ) -> AsyncIterator[str]:
     """Serve until the context is left; yields the bound "host:port". Port 0: any free port. more: routes. Raises OSError.
 
-    note: for /readyz, where it changes no status.
+    note: for /readyz, where it changes no status. why_not_alive: the reason why only a new process helps; None: none.
     """
 
     async def healthz(_request: web.Request) -> web.Response:
-        return web.Response(text="ok\n")
+        reason = why_not_alive()
+        return web.Response(status=200 if reason is None else 503, text=f"{reason or 'ok'}\n")
 
     async def readyz(_request: web.Request) -> web.Response:
         reason = why_not_ready()

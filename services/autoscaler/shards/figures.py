@@ -184,8 +184,10 @@ class StreamDecision:
     """layout: the new layout; None: no change. reason: for a person, with figures.
 
     at_once: UpdateShardCount makes the layout, which is uniform. Else splits and merges do, one after the other.
+    is_refused: more shards are needed, and cannot or must not be added.
     """
 
     layout: Layout | None
     reason: str
     at_once: bool = False
+    is_refused: bool = False

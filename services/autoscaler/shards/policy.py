@@ -130,7 +130,7 @@ class _Policy:
                 return merged
         why_not = self._no_split_helps(slots, most) if choice is None else self._refusal("up")
         if choice is None or why_not:
-            return self._hold(f"more shards are needed, but {why_not}")
+            return self._hold(f"more shards are needed, but {why_not}", is_refused=True)
         return self._begin(choice, slots, "up", "a shard is too full")
 
     def _enough(self, slots: Loads, target: float) -> Loads:
@@ -194,8 +194,8 @@ class _Policy:
             "Try: keys with more values, or more partitions"
         )
 
-    def _hold(self, reason: str) -> tuple[StreamDecision, StreamMemory]:
-        return StreamDecision(None, f"{reason}: {self._about}"), self._memory
+    def _hold(self, reason: str, *, is_refused: bool = False) -> tuple[StreamDecision, StreamMemory]:
+        return StreamDecision(None, f"{reason}: {self._about}", is_refused=is_refused), self._memory
 
     def _begin(
         self, choice: Choice, slots: Loads, direction: Direction, reason: str

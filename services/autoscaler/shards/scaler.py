@@ -193,6 +193,7 @@ class StreamScaler:
         wanted = decision.layout
         verdict = "hold" if wanted is None else ("up" if len(wanted) > len(loads) else "down")
         metrics.AUTOSCALER_DECISIONS.labels(self._topic, verdict).inc()
+        metrics.AUTOSCALER_REFUSED.labels(self._topic).set(decision.is_refused)
         metrics.AUTOSCALER_SHARDS.labels(self._topic).set(len(loads))
         metrics.AUTOSCALER_LOAD.labels(self._topic).set(max(loads, default=0.0))
         metrics.AUTOSCALER_UPDATES.labels(self._topic).set(len(memory.updates))
