@@ -236,18 +236,21 @@ def _read_tls(tls: Tls, folder: Path, whose: tuple[str, KeyPath], known: bytes) 
     if known and _digest_files(tls, folder) == known:
         return None
     found = read_tls(tls, folder)
-    choices: tuple[tuple[str, str | None, Callable[[list[float]], float]], ...] = (
-        ("certificate", tls.certificate, itemgetter(0)),
-        ("ca", tls.ca, max),
-    )
-    for part, file, choose in choices:
-        if file is not None:
-            with suppress(
-                ValueError, IndexError
-            ):  # OpenSSL can use it: an end that we cannot read is no reason to refuse it
-                until = choose(untils_of_pem(_read_pem(folder / file, private=False)))
-                metrics.CERTIFICATE_EXPIRY.labels(whose[0], ".".join(map(str, (*whose[1], part)))).set(until)
+    _show_expiry(tls.certificate, folder, whose, "certificate", itemgetter(0))
+    _show_expiry(tls.ca, folder, whose, "ca", max)
     return found
+
+
+def _show_expiry(
+    file: Path | None, folder: Path, whose: tuple[str, KeyPath], part: str, choose: Callable[[list[float]], float]
+) -> None:
+    """OpenSSL can use the file: an end that cannot be read here is no reason to refuse it."""
+    if file is None:
+        return
+    name, key = whose
+    with suppress(ValueError, IndexError):
+        until = choose(untils_of_pem(_read_pem(folder / file, private=False)))
+        metrics.CERTIFICATE_EXPIRY.labels(name, ".".join(map(str, (*key, part)))).set(until)
 
 
 def _watch(
