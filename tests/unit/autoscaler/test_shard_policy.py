@@ -100,6 +100,7 @@ def test_one_slot_cannot_be_split_and_it_says_so() -> None:
     decision = _say(StreamFigures((0, 2, 3), (0.1, 0.1, 1.0, 0.1), frozenset({1}), covered=600.0))
     assert decision.layout is None
     assert "partition 2 alone" in decision.reason
+    assert decision.is_refused
 
 
 def test_cold_neighbours_of_what_cannot_be_split_are_merged() -> None:

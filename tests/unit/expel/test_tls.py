@@ -4,6 +4,7 @@ import asyncio
 import socket
 import ssl
 import subprocess
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from functools import partial
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from aiohttp import web
+from prometheus_client import REGISTRY
 
 from services.core.credentials import BadCredential, Held, read_credentials, read_tls, watch_credentials
 from services.core.net_guard import NetPolicy, parse_networks
@@ -232,6 +234,7 @@ async def test_new_files_are_used_for_new_connections(company: Authority, other:
     (watch,) = watch_credentials("late/tls", webhook, tmp_path, credentials)
     await watch.load()
     assert credentials.tls is not None
+    assert _days_left("late/tls", "tls.ca") > 0
     async with open_client(company.sign(NAME), NAME, tls=credentials.tls) as (client, bodies):
         for _ in range(2):
             await client.post(b"", b"1")
@@ -245,6 +248,26 @@ async def test_new_files_are_used_for_new_connections(company: Authority, other:
         await watch.load()
         await refusal(client)
         assert bodies == [b"1", b"1", b"2"]
+
+
+def _days_left(name: str, key: str) -> float:
+    until = REGISTRY.get_sample_value("penstock_certificate_expiry_timestamp_seconds", {"name": name, "key": key})
+    assert until is not None
+    return (until - time.time()) / 86400
+
+
+async def test_the_end_of_our_certificate_is_shown(company: Authority, tmp_path: Path) -> None:
+    """Broken: a certificate expires, and no alert came before; or one that has expired counts as the one before."""
+    for days in (30, -1):
+        (tmp_path / "own.pem").write_bytes(company.sign("own.test", days=days).read_bytes())
+        (tmp_path / "own.pem").chmod(0o600)
+        if days == 30:
+            webhook = Webhook.model_validate({"url": f"https://{NAME}/", "tls": {"certificate": "own.pem"}})
+            credentials, mistakes = await asyncio.to_thread(read_credentials, webhook, tmp_path, {})
+            assert mistakes == []
+            (watch,) = watch_credentials("own/tls", webhook, tmp_path, credentials)
+        await watch.load()
+        assert _days_left("own/tls", "tls.certificate") == pytest.approx(days, abs=0.1)
 
 
 async def test_an_untrusted_certificate_is_refused(certificate: Path) -> None:

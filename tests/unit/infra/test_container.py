@@ -102,3 +102,5 @@ async def test_the_health_check_tells_alive_from_dead() -> None:
     assert await status() != 0
     async with serve_management(f"127.0.0.1:{port}", lambda: "the broker is away"):
         assert await status() == 0
+    async with serve_management(f"127.0.0.1:{port}", lambda: None, why_not_alive=lambda: "a batch is stuck"):
+        assert await status() != 0
