@@ -73,17 +73,21 @@ def test_instances_may_do_only_their_own(account: Account, service: str) -> None
     assert rights["s3:GetObjectVersion"] == [f"arn:aws:s3:::{bucket}/{name}.yaml" for name in ("pipes", "penstock")]
 
 
-def run_on_instance(script: str, root: Path, *, answers: str = "readyz healthz", status: int = 0) -> list[str]:
+def run_on_instance(
+    script: str, root: Path, *, answers: str = "readyz healthz", status: int = 0, failing: tuple[str, ...] = ()
+) -> list[str]:
     """Run a script of an instance on a root of its own. Returns what it told the commands that reach out, in order.
 
-    answers: the paths at which the service answers 200. status: of the script.
+    answers: the paths at which the service answers 200. status: of the script. failing: commands that do not work.
     """
     fake = root / "fake"
     fake.mkdir(exist_ok=True)
     (fake / "state").write_text("InService\n")
     (fake / "answers").write_text(answers)
     for name, body in COMMANDS.items():
-        (fake / name).write_text(f'#!/bin/bash\necho "{name} $*" >>"$FAKE/said"\n{body}\n')
+        (fake / name).write_text(
+            f'#!/bin/bash\necho "{name} $*" >>"$FAKE/said"\n{"exit 1" if name in failing else body}\n'
+        )
         (fake / name).chmod(0o755)
     for path in ("/etc/penstock", "/etc/systemd/system", "/usr/local/sbin"):
         (root / path[1:]).mkdir(parents=True, exist_ok=True)
@@ -127,11 +131,12 @@ def test_an_instance_starts_its_service_and_drains_it(account: Account, tmp_path
 
 
 def test_an_instance_whose_service_is_not_ready_is_ended(account: Account, tmp_path: Path) -> None:
-    """Broken: a bad version, or an instance that could not fetch its files, gets work and counts as updated."""
+    """Broken: a bad version, or an instance that could not fetch its files, gets work and counts as updated; or the group ends the
+    instance before the stack knows, and the update goes on for a quarter of an hour."""
     script = account.user_data("expel")
     for broken, answers in ((script, "healthz"), (script.replace("docker pull", "false"), "readyz")):
         said = run_on_instance(broken, tmp_path, answers=answers, status=1)
-        group, stack = [line for line in said if "lifecycle-action " in line or "signal-resource" in line]
+        stack, group = [line for line in said if "lifecycle-action " in line or "signal-resource" in line]
         assert group.endswith("--lifecycle-hook-name ready --instance-id i-1 --lifecycle-action-result ABANDON")
         assert stack.endswith("--unique-id i-1 --status FAILURE")
 
@@ -146,6 +151,12 @@ def test_an_instance_whose_service_is_not_alive_is_replaced(account: Account, tm
     assert "set-instance-health" in done[-1]
     assert done[-1].endswith("--health-status Unhealthy --instance-id i-1")
     assert not [line for line in run_on_instance(watch, tmp_path) if line.startswith(("aws", "systemctl"))]
+    longer = watch.replace("{1..60}", "{1..66}")
+    said = run_on_instance(longer, tmp_path, answers="none", failing=("aws", "systemctl"))
+    done = [line.split()[1] for line in said if line.startswith(("aws", "systemctl"))]
+    assert done == ["restart"] * 9 + ["autoscaling"] * 2, (
+        "without Docker no restart works, and only a new instance helps"
+    )
 
 
 def test_the_autoscaler_knows_where_the_others_are(account: Account, tmp_path: Path) -> None:
