@@ -131,8 +131,9 @@ def test_an_instance_starts_its_service_and_drains_it(account: Account, tmp_path
 
 
 def test_an_instance_whose_service_is_not_ready_is_ended(account: Account, tmp_path: Path) -> None:
-    """Broken: a bad version, or an instance that could not fetch its files, gets work and counts as updated; or the group ends the
-    instance before the stack knows, and the update goes on for a quarter of an hour."""
+    """Broken: a bad version, or an instance that could not fetch its files, gets work and counts as updated; or the group ends
+    the instance before the stack knows, and the update goes on for a quarter of an hour.
+    """
     script = account.user_data("expel")
     for broken, answers in ((script, "healthz"), (script.replace("docker pull", "false"), "readyz")):
         said = run_on_instance(broken, tmp_path, answers=answers, status=1)
