@@ -8,7 +8,7 @@ stream without a mark is older than the marks: nobody knows, and it counts as ke
 
 import asyncio
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Literal
 
 import msgspec
@@ -19,6 +19,7 @@ from services.core.broker.errors import BrokerError, UnknownTopic
 from services.core.broker.producer import Producer
 from services.core.broker.reading import read_topic
 from services.core.broker.record import Record
+from services.core.lifecycle import wait_for_stop
 from services.core.pipes import CONTROL
 
 log = structlog.get_logger()
@@ -27,6 +28,8 @@ _KEY = "keys:"
 _LOAD_S = 5.0
 _ASK_AGAIN_S = 5.0
 """How long a missing control topic counts as missing."""
+CHECK_EVERY_S = 60.0
+"""How often the marks are read again: more often than the autoscaler can add partitions to a new stream."""
 
 
 class KeyMark(msgspec.Struct, frozen=True):
@@ -82,17 +85,35 @@ class KeyMarker:
         """by: the name of the service, for people."""
         self._producer, self._reader, self._by = producer, reader, by
         self._seen: set[str] = set()
-        self._lock = asyncio.Lock()
+        self._marking: dict[str, asyncio.Task[None]] = {}
         self._missing_until = 0.0
 
     async def load(self) -> None:
-        """Read the marks, for seconds at most. Never fails: without them the first event with a key writes another mark."""
+        """Read the marks, for seconds at most. Never fails: without them the first event with a key writes another mark.
+
+        A stream whose mark is gone counts as unmarked.
+        """
+        before = frozenset(self._seen)
         try:
             async with asyncio.timeout(_LOAD_S):
-                self._learn(await read_key_marks(self._reader))
+                marks = await read_key_marks(self._reader)
         except (BrokerError, TimeoutError) as error:
             hint = f"a mark is written before the next event with a key. Without the right to write to {CONTROL} it is refused"
             log.warning("key_marks_unknown", error=str(error) or "no answer in time", hint=hint)
+            return
+        stored = {stream for stream, mark in marks.items() if mark.state == "seen"}
+        lost = before - stored
+        self._seen = (self._seen - lost) | stored
+        if lost:
+            hint = f"{CONTROL} was created again, or has lost records. The next event with a key writes a mark"
+            log.warning("key_marks_lost", streams=sorted(lost), hint=hint)
+
+    async def run(self, stopping: asyncio.Event) -> None:
+        """Read the marks again each minute, until `stopping` is set: those of a broker that was set up anew are gone."""
+        while not stopping.is_set():
+            await wait_for_stop(stopping, CHECK_EVERY_S)
+            if self._seen and not stopping.is_set():
+                await self.load()
 
     def is_marked(self, stream: str) -> bool:
         """Whether events with keys may be stored in the stream without `mark`."""
@@ -102,18 +123,31 @@ class KeyMarker:
         """To be awaited before the first event with a key is stored. Returns when the mark is durable.
 
         Without the control topic there is nothing to mark: then no stream has a mark, and all count as keyed. Raises BrokerError
-        kinds; the event must not be stored then.
+        kinds; the event must not be stored then. All who wait for the mark of a stream wait for the same append and get its
+        error: one after the other they would wait for a broker that does not answer as often as there are requests.
         """
-        async with self._lock:
-            if stream in self._seen or time.monotonic() < self._missing_until:
-                return
-            try:
-                await write_key_marks(self._producer, [stream], "seen", self._by)
-            except UnknownTopic:
-                self._missing_until = time.monotonic() + _ASK_AGAIN_S
-                return
-            self._seen.add(stream)
-            log.info("stream_keyed", stream=stream, hint="the autoscaler adds no partitions to it")
+        if stream in self._seen or time.monotonic() < self._missing_until:
+            return
+        marking = self._marking.get(stream)
+        if marking is None:
+            marking = self._marking[stream] = asyncio.create_task(self._write(stream), name=f"mark of {stream}")
+            marking.add_done_callback(lambda done: self._forget(stream, done))
+        await asyncio.shield(marking)
 
-    def _learn(self, marks: Mapping[str, KeyMark]) -> None:
-        self._seen |= {stream for stream, mark in marks.items() if mark.state == "seen"}
+    async def _write(self, stream: str) -> None:
+        try:
+            await write_key_marks(self._producer, [stream], "seen", self._by)
+        except UnknownTopic:
+            self._missing_until = time.monotonic() + _ASK_AGAIN_S
+            return
+        except BrokerError as error:
+            hint = f"its events with keys are refused until {CONTROL} can be written, and others are stored"
+            log.warning("stream_not_marked", stream=stream, error=str(error), hint=hint)
+            raise
+        self._seen.add(stream)
+        log.info("stream_keyed", stream=stream, hint="the autoscaler adds no partitions to it")
+
+    def _forget(self, stream: str, done: asyncio.Task[None]) -> None:
+        del self._marking[stream]
+        if not done.cancelled():
+            done.exception()  # when nobody waits any more

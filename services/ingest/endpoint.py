@@ -11,7 +11,7 @@ import orjson
 from aiohttp import hdrs
 from aiohttp.http import RawRequestMessage
 
-from services.core.broker.errors import BrokerClosed, BrokerError, Overloaded
+from services.core.broker.errors import BrokerClosed, BrokerError, Overloaded, Unavailable
 from services.core.broker.producer import Producer, SendResult
 from services.core.key_marks import KeyMarker
 from services.core.keys import ApiKey
@@ -27,6 +27,7 @@ from services.ingest.problems import SEND_AGAIN, Refused
 _STREAM_PATH = re.compile(r"/v1/streams/[^/]+/events")
 _ROOT = orjson.dumps({"service": "penstock ingest", "openapi": "/openapi.json"})
 _NO_PATH = "Nothing is at this path. GET /openapi.json lists the paths."
+_NOT_QUEUED = Unavailable("the events were not sent")
 _LARGE_AT_ONCE = 2
 """Bodies larger than a slice that are parsed at the same time."""
 
@@ -120,10 +121,11 @@ class Endpoint:
 
     async def _store(self, intake: Intake, prepared: Prepared, arrival: int) -> SendResult:
         """The result of each part, which the ledger gets too. Raises Refused when nothing was queued."""
-        known: SendResult | BrokerError | None = None
+        known: SendResult | BrokerError | None = _NOT_QUEUED
         try:
             if prepared.has_keys and not self._marker.is_marked(intake.name):
-                await self._marker.mark(intake.name)
+                await self._mark(intake)
+            known = None
             known = result = await self._producer.send_to(intake.name, prepared.parts)
         except Overloaded as error:
             known = error
@@ -133,15 +135,23 @@ class Endpoint:
             known = error
             detail = f"This process is stopping. Nothing was stored. {SEND_AGAIN}"
             raise Refused(problems.BROKER_UNAVAILABLE, detail, retry_after=RETRY_AFTER_S) from None
-        except BrokerError as error:  # of the mark
-            known = error
-            intake.broker_failure = time.monotonic(), f"it could not be recorded that its events have keys: {error}"
-            detail = f"The broker could not record that this stream has keys. Nothing was stored. {SEND_AGAIN}"
-            raise Refused(problems.BROKER_UNAVAILABLE, detail, retry_after=RETRY_AFTER_S) from None
         finally:
             if intake.ledger is not None:
                 intake.ledger.settle(prepared.numbers, prepared.rows, prepared.times, arrival, known)
         return result
+
+    async def _mark(self, intake: Intake) -> None:
+        """Raises Refused, Overloaded, BrokerClosed. The events were not sent, whatever is known of the mark.
+
+        A failure does not make this process unready: it stores events without keys, and another process could not write the mark.
+        """
+        try:
+            await self._marker.mark(intake.name)
+        except (Overloaded, BrokerClosed):
+            raise
+        except BrokerError:
+            detail = f"The broker could not record that this stream has keys. Nothing was stored. {SEND_AGAIN}"
+            raise Refused(problems.BROKER_UNAVAILABLE, detail, retry_after=RETRY_AFTER_S) from None
 
     async def _unpack(self, key: ApiKey | None, body: bytes, encoding: str, connection: Connection) -> bytes:
         """Unpack on a thread, because 5 MB need 10 ms. Raises Refused; a body that cannot be unpacked counts as the largest."""

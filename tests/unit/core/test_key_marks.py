@@ -13,7 +13,7 @@ from services.core.broker.producer import Producer
 from services.core.broker.record import Record
 from services.core.key_marks import KeyMarker, read_key_marks, write_key_marks
 from services.core.pipes import CONTROL
-from tests.contract.traffic import append
+from tests.contract.traffic import append, until
 
 
 @pytest.fixture
@@ -57,6 +57,47 @@ async def test_one_record_per_stream(broker: Broker, producer: Producer) -> None
     assert restarted.is_marked("orders")
     await restarted.mark("orders")
     assert (await broker.reader.describe(CONTROL))[0].end == 1
+
+
+async def test_all_wait_for_one_append(broker: Broker, producer: Producer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Broken: while the broker does not answer, the hundredth request waits for a hundred time limits, and holds its bytes; or
+    a client that goes away takes the mark from the others."""
+    marker, calls, answer = KeyMarker(producer, broker.reader, "ingest"), 0, asyncio.Event()
+
+    async def fail(*_: object) -> None:
+        nonlocal calls
+        calls += 1
+        await answer.wait()
+        raise Unavailable("away")
+
+    monkeypatch.setattr(producer, "send_to", fail)
+    waiting = [asyncio.create_task(marker.mark("orders")) for _ in range(20)]
+    other = asyncio.create_task(marker.mark("payments"))
+    await until(lambda: calls == 2, "one append for each stream")
+    waiting[0].cancel()
+    answer.set()
+    results = await asyncio.gather(*waiting, other, return_exceptions=True)
+    assert [type(result) for result in results] == [asyncio.CancelledError, *[Unavailable] * 20]
+    assert calls == 2
+
+
+async def test_a_broker_that_was_set_up_anew_is_marked_again(
+    broker: Broker, producer: Producer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Broken: a service that runs meanwhile believes its own memory, and the autoscaler the mark `none` of the new topic."""
+    monkeypatch.setattr("services.core.key_marks.CHECK_EVERY_S", 0.01)
+    await broker.admin.create_topic(TopicSpec(CONTROL, 1))
+    marker, stopping = KeyMarker(producer, broker.reader, "ingest"), asyncio.Event()
+    await marker.mark("orders")
+    running = asyncio.create_task(marker.run(stopping))
+    await broker.admin.delete_topic(CONTROL)
+    await broker.admin.create_topic(TopicSpec(CONTROL, 1))
+    await write_key_marks(producer, ["orders"], "none", "me")
+    await until(lambda: not marker.is_marked("orders"), "the marks are read again")
+    await marker.mark("orders")
+    assert await _states(broker) == {"orders": "seen"}
+    stopping.set()
+    await running
 
 
 async def test_a_mark_that_is_not_durable_is_none(

@@ -165,6 +165,18 @@ async def test_failed_requests_make_unready_and_stored_ones_ready_again(service:
     assert probe.reason is None
 
 
+async def test_a_mark_that_cannot_be_written_makes_nothing_unready(service: Service) -> None:
+    """Broken: one client with keys takes every ingest out of the balancer, and with it all traffic without keys."""
+    probe = Probe(cast("Broker", None), Producer(service.appender), service.intakes.values())
+    probe._reason = None
+    service.appender.create(CONTROL, 1)
+    await fail(service, BrokerError("not authorized"))
+    assert (await service.post(b'{"customer": {"id": "c"}}', "orders")).status == 503
+    assert probe.reason is None
+    service.appender.errors.clear()
+    assert (await service.post(b"{}", "orders")).status == 200
+
+
 async def test_a_stream_is_marked_before_its_first_event_with_a_key(service: Service) -> None:
     """Broken: after a crash between both, the autoscaler moves the keys of a stream that counts as one without keys."""
     service.appender.create(CONTROL, 1)

@@ -21,6 +21,7 @@ from services.core.broker.errors import (
 from services.core.broker.producer import PartResult, Producer, SendResult
 from services.core.ledger.report import TELEMETRY, OriginSet, decode_report, unpack_numbers
 from services.core.ledger.reporter import Reporter
+from services.core.pipes import CONTROL
 from services.ingest import problems
 from services.ingest.answer import explain
 from services.ingest.event_fields import Numbers, Origins
@@ -233,6 +234,25 @@ async def test_an_overloaded_request_is_refused_for_sure() -> None:
         reports = [decode_report(record.value) for record in service.appender.records(TELEMETRY)]
         sets = [one for report in reports for one in (*report.sets, *report.in_doubt)]
     assert sorted((one.outcome, *unpack_numbers(one.numbers)) for one in sets) == [("accepted", 0), ("refused", 1)]
+
+
+async def test_events_without_the_mark_of_their_keys_are_refused_for_sure() -> None:
+    """Broken: nobody knows whether the mark was stored, and the ledger says so of the events, which were never sent."""
+    async with running() as service:
+        service.appender.create(TELEMETRY, 1)
+        service.appender.create(CONTROL, 1)
+        intake = service.intakes["orders"]
+        async with Producer(service.appender) as producer:
+            intake.ledger = ledger = StreamLedger(Reporter(producer, "i", "ingest", "orders"))
+            service.appender.errors += [OutcomeUnknown("slow")] * 50
+            reply = await service.post(b'{"id":1,"customer":{"id":"x"}}', "orders")
+            assert (reply.status, reply.problem) == (503, "broker-unavailable")
+            service.appender.errors.clear()
+            await ledger.report()
+        reports = [decode_report(record.value) for record in service.appender.records(TELEMETRY)]
+        sets = [one for report in reports for one in (*report.sets, *report.in_doubt)]
+    assert [(one.outcome, list(unpack_numbers(one.numbers))) for one in sets] == [("refused", [0])]
+    assert service.stored("orders") == []
 
 
 async def test_a_request_that_nobody_waits_for_is_told() -> None:
