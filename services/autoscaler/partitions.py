@@ -174,7 +174,13 @@ class PartitionScaler:
         except UnknownTopic as error:
             hint = f"{name} gets no partitions, because they cannot be recorded: there is no topic {AUDIT}"
             raise UnknownTopic(f"{hint}. Try: penstock apply, which creates it") from error
-        await self._broker.admin.add_partitions(name, partitions)
+        # The entry may have taken long. Meanwhile the stream may have got its first key, or somebody else may have added some.
+        mark = (await read_key_marks(self._broker.reader)).get(name)
+        if why := _why_keyed(self._pipes.streams[name], mark):
+            log.warning("partitions_not_added", stream=name, reason=why, hint=f"{AUDIT} has an entry all the same")
+            return
+        if (await self._broker.admin.topics()).get(name) == has:
+            await self._broker.admin.add_partitions(name, partitions)
 
     def _report(self, name: str, decision: TopicDecision) -> None:
         metrics.AUTOSCALER_REFUSED.labels(name).set(decision.is_refused)

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 from services.core.audit import write_growth
 from services.core.broker.contract import Admin, Broker, TopicSpec
-from services.core.broker.errors import TopicExists, UnsafeTopic
+from services.core.broker.errors import BrokerError, TopicExists, UnsafeTopic
 from services.core.broker.producer import Producer
 from services.core.key_marks import read_key_marks, write_key_marks
 from services.core.ledger.report import SNAPSHOTS, TELEMETRY
@@ -179,11 +179,20 @@ async def ensure_topics(
     for topic, has, wanted in lacking:
         if recorder is not None:
             await recorder.record_growth(topic, has, wanted)
-        await admin.add_partitions(topic, wanted)
+        await _grow(admin, topic, wanted)
     grown = tuple(topic for topic, _, _ in lacking)
     names = [spec.name for spec in specs]
     kept = tuple(name for name in names if name not in created and name not in grown)
     return Provisioned(tuple(name for name in names if name in created), grown, kept)
+
+
+async def _grow(admin: Admin, topic: str, wanted: int) -> None:
+    try:
+        await admin.add_partitions(topic, wanted)
+    except (ValueError, BrokerError):
+        # Another process applies the same file, or the autoscaler was faster.
+        if (await admin.topics()).get(topic, 0) < wanted:
+            raise
 
 
 async def _create(admin: Admin, specs: Collection[TopicSpec], existing: Collection[str]) -> set[str]:

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from prometheus_client import REGISTRY
@@ -20,7 +21,7 @@ from services.autoscaler.partitions import (
     TopicMemory,
     decide,
 )
-from services.core.audit import GROW
+from services.core.audit import GROW, write_growth
 from services.core.broker.errors import Unavailable
 from services.core.broker.log import LogBroker
 from services.core.broker.producer import Producer
@@ -167,6 +168,47 @@ async def test_nothing_is_added_that_cannot_be_recorded(tmp_path: Path, monkeypa
         (warning,) = {one["error"] for one in logs if one["event"] == "partitions_unknown"}
         assert "plain gets no partitions" in warning
         assert "penstock apply" in warning
+
+
+@pytest.mark.parametrize("by", ["a key", "somebody else"])
+async def test_what_happens_while_the_growth_is_recorded_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by: str
+) -> None:
+    """Broken: the broker is slow, the stream gets its first event with a key meanwhile, and then partitions all the same; or a
+    person adds some, and the autoscaler ends with an error."""
+    monkeypatch.setattr(partitions, "WINDOW_S", 0.0)
+    monkeypatch.setattr(partitions, "COOL_DOWN_S", 0.0)
+    monkeypatch.setattr(partitions, "EVERY_S", 0.05)
+    pipes = PipeFile.model_validate({"streams": {"plain": {"partitions": 2, "max_partitions": 4}}})
+    stopping, recorded = asyncio.Event(), asyncio.Event()
+    async with (
+        _fleet(tmp_path / "log", pipes) as broker,
+        Producer(broker.appender) as producer,
+        serve_metrics([_INGESTED]) as address,
+    ):
+
+        async def record_slowly(*given: Any) -> None:
+            await write_growth(*given)
+            if not recorded.is_set():
+                if by == "a key":
+                    await write_key_marks(producer, ["plain"], "seen", "ingest")
+                else:
+                    await broker.admin.add_partitions("plain", 4)
+            recorded.set()
+
+        monkeypatch.setattr(partitions, "write_growth", record_slowly)
+        scaling = partitions.PartitionScaler(pipes, broker, f"dns://{address}", 1_000.0, dry_run=False)
+        with capture_logs() as logs:
+            running = asyncio.create_task(scaling.run(stopping))
+            async with asyncio.timeout(30):
+                while not any("needed" in one.get("reason", "") for one in logs):
+                    assert not running.done()
+                    INGEST_BYTES.labels("plain").inc(1e9)
+                    await asyncio.sleep(0.02)
+            stopping.set()
+            await running
+        assert recorded.is_set()
+        assert (await broker.admin.topics())["plain"] == (2 if by == "a key" else 4)
 
 
 async def test_a_restart_and_a_failure_add_nothing_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

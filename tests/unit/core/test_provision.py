@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, cast
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -110,6 +111,23 @@ async def test_partitions_never_change_silently(broker: Broker) -> None:
     assert (await broker.admin.topics())["a"] == 3
     (entry,) = [entry async for entry in read_audit(broker.reader)]
     assert (entry.action, entry.who, entry.topic, entry.count) == (GROW, "me@here", "a", 1)
+
+
+async def test_two_may_grow_a_topic_at_once(broker: Broker) -> None:
+    """Broken: of two deploys at once, or of a person and the autoscaler, one ends with an error, and the rest is not done."""
+    streams = {"a": {"partitions": 2}, "b": {"partitions": 2}}
+    await ensure_topics(broker.admin, PipeFile.model_validate({"streams": streams}))
+    wider = PipeFile.model_validate({"streams": {name: {"partitions": 3} for name in streams}})
+
+    async def add_first(topic: str, has: int, wanted: int) -> None:
+        if topic == "a":
+            await broker.admin.add_partitions(topic, wanted + 1)
+
+    recorder = cast("Recorder", AsyncMock(record_growth=add_first))
+    done = await ensure_topics(broker.admin, wider, grow=True, recorder=recorder)
+    assert done.grown == ("a", "b")
+    counts = await broker.admin.topics()
+    assert (counts["a"], counts["b"]) == (4, 3)
 
 
 @pytest.mark.parametrize("grow", [False, True])
