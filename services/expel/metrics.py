@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter as Tally
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import structlog
 from prometheus_client import Counter
@@ -35,11 +35,14 @@ OTHER = "other"
 
 class WordCounter:
     """A counter of a destination by one more label, `reason` or `outcome`. A receiver may answer with any status, so the first
-    `_MAX_WORDS` words get a series each, and further ones share OTHER."""
+    `_MAX_WORDS` words get a series each, and further ones share OTHER. usual: words that alerts look for. They have a series from
+    the start: Prometheus sees no increase in one that begins with 1, and OTHER would hide it."""
 
-    def __init__(self, counter: Counter, pipe: str, destination: str) -> None:
+    def __init__(self, counter: Counter, pipe: str, destination: str, usual: Collection[str] = ()) -> None:
         self._counter, self._names = counter, (pipe, destination)
-        self._words: set[str] = set()
+        self._words = set(usual)
+        for word in usual:
+            counter.labels(pipe, destination, word)
 
     def add(self, word: str, events: int = 1) -> None:
         """Count under this word, or under OTHER."""

@@ -54,7 +54,7 @@ from services.expel.throttle import SendThrottle
 from services.expel.webhook.authorization import Authorization, Credential, NoAuthorization, SecretHeader
 from services.expel.webhook.body import make_format
 from services.expel.webhook.client import MAX_RESPONSE, HttpClient
-from services.expel.webhook.oauth import MAX_TOKEN_RESPONSE, OAuthClient
+from services.expel.webhook.oauth import GRANTED, MAX_TOKEN_RESPONSE, OAuthClient
 from services.expel.webhook.resolver import Resolver
 from services.expel.webhook.sender import WebhookSender
 
@@ -270,7 +270,7 @@ class LaneBuilder:
                 auth.oauth,
                 value,
                 client,
-                WordCounter(metrics.EXPEL_TOKEN_REQUESTS, *names).add,
+                WordCounter(metrics.EXPEL_TOKEN_REQUESTS, *names, usual=[GRANTED]).add,
             )
         found = find_secret(webhook)
         assert found is not None

@@ -26,6 +26,8 @@ from services.expel.webhook.sender import BAD_RESPONSE, classify, excerpt
 log = structlog.get_logger()
 
 NO_TOKEN = "no_token"  # noqa: S105
+GRANTED = "ok"
+"""The word for a request that gave a token; the alert PenstockTokenRefused looks for it."""
 MAX_TOKEN_RESPONSE = 65_536
 """Bytes."""
 FIRST_WAIT_S, MAX_WAIT_S = 1.0, 5.0
@@ -131,7 +133,7 @@ class OAuthClient:
             return token.credential
         if self._failure is None or now >= self._ask_at:
             found = await self._fetch()
-            self._count(found.word if isinstance(found, _Refusal) else "ok")
+            self._count(found.word if isinstance(found, _Refusal) else GRANTED)
             if isinstance(found, Token):
                 if self._failure is not None:
                     log.info("token_server_answers_again", lane=self._name)
