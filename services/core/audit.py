@@ -16,6 +16,7 @@ import msgspec
 from services.core.broker.producer import Producer
 from services.core.broker.record import Record
 from services.core.pipes import AUDIT
+from services.core.version import newer_format
 
 REDRIVE, DISCARD = "redrive", "discard"
 """Actions on dead letters."""
@@ -31,6 +32,7 @@ PLAN, CANCEL = "plan", "cancel"
 """The actions on planned windows: announced, and ended early. The entry has no records; `filters` has the window."""
 
 Range = tuple[int, int]
+_VERSION = 1
 _CONTENT_BYTES, _TIME_BYTES = 6, 6
 DIGEST_BYTES = _CONTENT_BYTES + _TIME_BYTES
 
@@ -52,7 +54,15 @@ class Entry(msgspec.Struct, frozen=True):
     ranges: list[Range]
     count: int
     digests: bytes = b""
-    version: int = 1
+    version: int = _VERSION
+
+
+def decode_entry(value: bytes | None) -> Entry:
+    """Raises ValueError when it is no entry, or one of a newer version, whose offsets may mean something else."""
+    entry = msgspec.json.decode(value or b"", type=Entry)
+    if entry.version > _VERSION:
+        raise ValueError(newer_format("the entry", entry.version, _VERSION))
+    return entry
 
 
 class ActedUpon(NamedTuple):

@@ -335,6 +335,8 @@ def _join(record: Record, pieces: dict[bytes, dict[int, bytes]]) -> _Manifest | 
     try:
         return _MANIFESTS.decode(_decompress(b"".join(data for _, data in sorted(mine.items()))))
     except ValueError as error:
+        if record.header(_FORMAT) != _VERSION:
+            metrics.NOT_UNDERSTOOD.labels("snapshot", "version").inc()
         log.warning("snapshot_unreadable", error=str(error), hint="the one before it is read")
         return None
 

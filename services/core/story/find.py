@@ -7,7 +7,7 @@ from itertools import chain
 
 import msgspec
 
-from services.core.audit import Entry
+from services.core.audit import Entry, decode_entry
 from services.core.broker.contract import Broker
 from services.core.broker.errors import UnknownTopic
 from services.core.broker.reading import scan
@@ -338,8 +338,8 @@ class _Finder:
                 self.search.count(batch, budget)
                 for record in batch.records:
                     try:
-                        entry = msgspec.json.decode(record.value or b"", type=Entry)
-                    except msgspec.MsgspecError:
+                        entry = decode_entry(record.value)
+                    except ValueError:
                         continue
                     if any(_names(entry, place) for place in places):
                         acts.append(entry)

@@ -8,9 +8,7 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from itertools import accumulate
 
-import msgspec
-
-from services.core.audit import DISCARD, REDRIVE, ActedUpon, Entry, write_entries
+from services.core.audit import DISCARD, REDRIVE, ActedUpon, Entry, decode_entry, write_entries
 from services.core.broker.contract import Reader
 from services.core.broker.errors import UnknownTopic
 from services.core.broker.producer import Producer
@@ -32,8 +30,8 @@ async def read_audit(reader: Reader) -> AsyncIterator[Entry]:
     async for batch in read_topic(reader, AUDIT, 0, held[0]):
         for offset, record in zip(batch.offsets, batch.records, strict=True):
             try:
-                yield msgspec.json.decode(record.value or b"", type=Entry)
-            except msgspec.DecodeError as error:
+                yield decode_entry(record.value)
+            except ValueError as error:
                 print_note(f"{AUDIT}:0:{offset} is not an audit entry and is ignored: {error}", "yellow")
 
 
