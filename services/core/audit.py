@@ -31,6 +31,9 @@ GROW = "grow"
 PLAN, CANCEL = "plan", "cancel"
 """The actions on planned windows: announced, and ended early. The entry has no records; `filters` has the window."""
 
+RESTORE = "restore"
+"""The log was restored from a backup. Offsets behind the backup were given again. The entry names no record."""
+
 Range = tuple[int, int]
 _VERSION = 1
 _CONTENT_BYTES, _TIME_BYTES = 6, 6
@@ -41,8 +44,8 @@ class Entry(msgspec.Struct, frozen=True):
     """One batch of one action in one partition. at: ms. ranges: (first, last) offsets, ascending; all their records count.
 
     digests: DIGEST_BYTES of each record, in the order of the offsets. They tell the records from those of a topic that was
-    created again. Entries of earlier versions have the first 6 bytes of each, or none. Empty in entries of DROP, SKIP, RESET and
-    GROW. An entry of GROW is about the whole topic: it has no ranges, and partition 0. version: of this format.
+    created again. Entries of earlier versions have the first 6 bytes of each, or none. Empty in entries of other actions. An
+    entry of GROW is about the whole topic: it has no ranges, and partition 0. version: of this format.
     """
 
     action: str

@@ -7,6 +7,7 @@ from services.core.yaml_source import BadConfiguration
 from services.fleet.console import print_failure, print_problems
 from services.fleet.problem import CommandFailed
 from services.fleet.verbs import (
+    backup,
     cost,
     dead,
     demo,
@@ -30,6 +31,7 @@ from services.fleet.verbs import (
 from services.fleet.verbs.app import APP, arrange_help
 
 VERBS = (
+    backup,
     cost,
     dead,
     demo,

@@ -21,6 +21,20 @@ TOKEN_FILE = "control.token"  # noqa: S105
 OBSERVER_TOKEN_FILE = "observer.token"  # noqa: S105
 
 
+RESTORED_FILE = "restored.json"
+"""Written by a restore; the first start reads and renames it."""
+UNFINISHED_RESTORE = "restore.unfinished"
+"""A folder in a data folder whose restore was interrupted."""
+
+
+class Restored(msgspec.Struct, frozen=True):
+    """A data folder was restored from a backup. cut: the moment that the backup shows, RFC 3339. at: of the restore, ms."""
+
+    backup: str
+    cut: str
+    at: int
+
+
 class ProcessState(msgspec.Struct, frozen=True):
     """One process. pid: None while it does not run."""
 
@@ -56,10 +70,11 @@ class _Head(msgspec.Struct):
 
 
 @contextmanager
-def hold_folder(data: Path) -> Iterator[None]:
+def hold_folder(data: Path, *, restores: bool = False) -> Iterator[None]:
     """Create the folder and lock it for this process. The lock ends with the process, also after a crash. Blocking.
 
-    Raises CommandFailed when another fleet holds the lock, the folder cannot be created, or it is on a network file system.
+    Raises CommandFailed when another fleet holds the lock, the folder cannot be created, it is on a network file system, or its
+    restore did not finish (restores: this process restores it).
     """
     try:
         for folder in (data, data / "logs"):
@@ -81,6 +96,11 @@ def hold_folder(data: Path) -> Iterator[None]:
         raise CommandFailed(
             f"another fleet{who} runs on the data folder {data}", "stop that one, or --data with another folder"
         ) from None
+    if not restores and (data / UNFINISHED_RESTORE).exists():
+        os.close(lock)
+        raise CommandFailed(
+            f"a restore into {data} did not finish", "deleting that folder, then penstock backup restore"
+        )
     try:
         yield
     finally:
@@ -94,6 +114,29 @@ def write_state(data: Path, state: FleetState) -> None:
     new = data / f"{STATE_FILE}.new"
     new.write_bytes(msgspec.json.format(msgspec.json.encode(state)))
     new.replace(data / STATE_FILE)
+
+
+def describe_loss(cut: str) -> list[str]:
+    """What is gone after a restore of a log, for a person. cut: as in `Restored`."""
+    return [
+        f"This log was restored as it was at {cut}.",
+        f"Events that were accepted after {cut} are lost, unless their senders send them again.",
+        "Their number is not in the loss table: docs/backup.md says how to find it.",
+        f"Events that were delivered after {cut} are delivered again, by the same ids.",
+    ]
+
+
+def take_restored(data: Path) -> Restored | None:
+    """The note of a restore, at the first start after it; None later, and without one. Blocking. Raises OSError."""
+    note = data / RESTORED_FILE
+    try:
+        found = msgspec.json.decode(note.read_bytes(), type=Restored)
+    except FileNotFoundError:
+        return None
+    except msgspec.DecodeError:
+        found = None
+    note.rename(note.with_name("restored.told.json"))
+    return found
 
 
 def write_token(data: Path, token: str) -> None:

@@ -10,7 +10,7 @@ from services.core.disk import show_disk
 from services.core.expected import show_expected
 from services.core.snapshot import Contents, copy_in, write_snapshot
 from services.fleet.console import print_note
-from services.fleet.folder import hold_folder, keep_observer_token
+from services.fleet.folder import describe_loss, hold_folder, keep_observer_token, take_restored
 from services.fleet.kafka import run_kafka
 from services.fleet.pipe_check import check_pipe_file, find_warnings, read_checked
 from services.fleet.plan import broker_url, make_plan
@@ -88,9 +88,17 @@ async def run_up(settings: UpSettings, config: str | None) -> int:
     with stop_on_signals(on_signal) as stop:
         async with fleet_of(settings, config, stop) as fleet:
             _print_running(fleet)
+            await asyncio.to_thread(_print_restored, settings.data.absolute())
             await stop.asked.wait()
         print_note("stopped")
     return 0 if fleet.drained else 1
+
+
+def _print_restored(data: Path) -> None:
+    restored = take_restored(data)
+    if restored is not None:
+        for line in describe_loss(restored.cut):
+            _notify("warning", line)
 
 
 def _print_running(fleet: Fleet) -> None:

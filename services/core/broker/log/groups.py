@@ -11,6 +11,7 @@ import uuid
 from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 import msgspec
@@ -296,15 +297,26 @@ def _create(folder: DataFolder) -> None:
         incarnation = uuid.uuid4().bytes
         HighWaterMarks.create(files.marks, incarnation, [0])
         draft = files.db.with_name(f".{uuid.uuid4().hex}.draft")
-        with closing(connect(draft, create=True)) as connection, connection:
-            connection.execute(TABLES)
-            connection.execute("INSERT INTO state VALUES(1, 0)")
-            write_meta(connection, Meta(FORMAT, "groups", incarnation, 1, None, None, 0))
+        write_groups(draft, incarnation, 0, {})
         draft.rename(files.db)
         with closing(connect(files.db)) as connection:
             # This makes the write-ahead log, so that its name is synced with the folder.
             connection.execute("UPDATE state SET commits=commits")
         folder.sync_names()
+
+
+def write_groups(
+    path: Path, incarnation: bytes, commits: int, progress: Mapping[tuple[str, TopicPartition], GroupPosition]
+) -> None:
+    """Write a new file of groups without members. commits: its count. progress: by group and partition."""
+    with closing(connect(path, create=True)) as connection, connection:
+        connection.execute(TABLES)
+        connection.execute("INSERT INTO state VALUES(1, ?)", (commits,))
+        write_meta(connection, Meta(FORMAT, "groups", incarnation, 1, None, None, 0))
+        connection.executemany(
+            "INSERT INTO offsets VALUES(?,?,?,?,?,?,?)",
+            [(group, *s, *value, checksum(group, *s, *value)) for (group, s), value in progress.items()],
+        )
 
 
 TIMEOUT = 30.0

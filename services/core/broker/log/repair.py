@@ -14,7 +14,7 @@ from pathlib import Path
 from services.core.broker.errors import Unavailable, UnknownTopic
 from services.core.broker.log.clock import WallClock
 from services.core.broker.log.data_folder import DataFolder, TopicFiles
-from services.core.broker.log.groups import TABLES
+from services.core.broker.log.groups import write_groups
 from services.core.broker.log.high_water_marks import HighWaterMarks
 from services.core.broker.log.scan import FolderReport, GroupScan, TopicReport, TopicScan, scan_groups
 from services.core.broker.log.sqlite_file import (
@@ -147,15 +147,7 @@ def _repair_groups(folder: DataFolder) -> None:
         scan = scan_groups(folder)
         draft = files.db.with_name(f".{uuid.uuid4().hex}.draft")
         incarnation = uuid.uuid4().bytes
-        kept = scan.progress | scan.lost
-        with closing(connect(draft, create=True)) as connection, connection:
-            connection.execute(TABLES)
-            connection.execute("INSERT INTO state VALUES(1, ?)", (scan.commits,))
-            write_meta(connection, Meta(FORMAT, "groups", incarnation, 1, None, None, 0))
-            connection.executemany(
-                "INSERT INTO offsets VALUES(?,?,?,?,?,?,?)",
-                [(g, *s, *value, checksum(g, *s, *value)) for (g, s), value in kept.items()],
-            )
+        write_groups(draft, incarnation, scan.commits, scan.progress | scan.lost)
         _replace(folder, files, draft, incarnation, [scan.commits])
 
 

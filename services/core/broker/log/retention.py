@@ -18,14 +18,16 @@ import asyncio
 import fcntl
 import os
 import random
-from contextlib import closing, suppress
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from zlib import crc32
 
 import msgspec
 import structlog
 
-from services.core.broker.errors import BrokerError
+from services.core.broker.errors import BrokerError, Unavailable
 from services.core.broker.log.clock import WallClock, boot_id, boot_ms
 from services.core.broker.log.data_folder import DataFolder
 from services.core.broker.log.groups import first_unread
@@ -37,6 +39,8 @@ from services.core.metrics import LOG_RETENTION_BEHIND
 
 _DELETE_ROWS = 64
 """Per transaction, so that appends never wait long for the write lock."""
+_PASS_MS = 60_000
+"""How long `held_off` waits for a pass under way."""
 _UNREAD_FACTOR = 2
 """Unread records of a group are kept this many times as long as others."""
 
@@ -66,6 +70,27 @@ def apply_retention_once(folder: DataFolder, clock: WallClock) -> bool:
     finally:
         os.close(fd)
     return True
+
+
+@contextmanager
+def held_off(folder: DataFolder) -> Iterator[None]:
+    """No process applies retention meanwhile. Blocking; waits a minute for a pass under way. Raises Unavailable, OSError."""
+    deadline = boot_ms() + _PASS_MS
+    fd = os.open(folder.root / "keeper.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        while True:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if boot_ms() > deadline:
+                    raise Unavailable(
+                        f"{folder.root}: retention, or another backup, is at work. Try: again in a few minutes"
+                    ) from None
+                time.sleep(0.02)
+        yield
+    finally:
+        os.close(fd)
 
 
 def _enforce_all(folder: DataFolder, clock: WallClock) -> None:

@@ -73,7 +73,7 @@ def connect(path: Path, *, create: bool = False, durable: bool = True) -> apsw.C
     flags = apsw.SQLITE_OPEN_READWRITE | (apsw.SQLITE_OPEN_CREATE if create else 0)
     connection = apsw.Connection(str(path), flags=flags)
     try:
-        connection.set_busy_handler(_BusyHandler())
+        connection.set_busy_handler(BusyHandler())
         if create:
             connection.execute(f"PRAGMA page_size={PAGE_BYTES}")
             connection.pragma("journal_mode", "wal")
@@ -104,21 +104,21 @@ def fetch(connection: apsw.Connection, sql: str, bindings: tuple[Any, ...] = ())
     return connection.execute(sql, bindings).fetchall()
 
 
-class _BusyHandler:
+class BusyHandler:
     """Waits for another process's transaction: half a millisecond at a time, because one lasts about as long as a sync.
 
     SQLite's own handler soon sleeps 25 to 100 ms at a time.
     """
 
-    def __init__(self) -> None:
-        self._since = 0.0
+    def __init__(self, seconds: float = BUSY_SECONDS) -> None:
+        self._seconds, self._since = seconds, 0.0
 
     def __call__(self, tries: int) -> bool:
         now = time.monotonic()
         if tries == 0:
             self._since = now
         time.sleep(0.0005 if tries < 100 else 0.005)
-        return now - self._since < BUSY_SECONDS
+        return now - self._since < self._seconds
 
 
 def checksum(*fields: object) -> int:
