@@ -195,6 +195,15 @@ async def test_upgrading(tmp_path: Path) -> None:
     assert "stored in orders" in page.said or "accepted" in page.said
 
 
+async def test_backup(tmp_path: Path) -> None:
+    """Broken: docs/backup.md shows commands that do not work, or a restored fleet does not say what is lost."""
+    page = await run_page("docs/backup.md", tmp_path)
+    assert "is sound" in page.said
+    assert "are lost, unless their senders send them again" in page.said
+    assert page.said.count("accepted ") >= 2
+    assert re.search(r"  restore +0  penstock.audit:0", page.said)
+
+
 async def test_fidelity(tmp_path: Path) -> None:
     """Broken: docs/fidelity.md shows commands that do not work."""
     page = await run_page("docs/fidelity.md", tmp_path)

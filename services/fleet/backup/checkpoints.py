@@ -128,7 +128,7 @@ def _belongs(parts: tuple[str, ...], query: QueryState) -> bool:
 def renew_incarnations(folder: Path, renewed: dict[str, str]) -> None:
     """Replace the incarnations of the restored log's topics in a restored checkpoint. Blocking. Raises OSError."""
     pairs = [(old.encode(), new.encode()) for old, new in renewed.items()]
-    for path in [*folder.glob("*.json"), *folder.glob("**/offsets/*")]:
+    for path in [*folder.glob("*.json"), *folder.glob("**/offsets/[0-9]*")]:
         before = after = path.read_bytes()
         for old, new in pairs:
             after = after.replace(old, new)

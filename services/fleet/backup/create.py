@@ -21,7 +21,7 @@ from services.core.broker.log.cut import take_cut
 from services.core.broker.log.data_folder import DataFolder
 from services.core.folders import make_folder, sync_folder
 from services.core.pipes import Secret, load_pipes
-from services.core.snapshot import list_copies
+from services.core.snapshot import list_copies, original_of
 from services.core.times import format_time
 from services.core.version import VERSION
 from services.core.yaml_source import BadConfiguration, load_yaml
@@ -130,7 +130,7 @@ def _copy(source: Source, draft: Path, show: Show) -> tuple[Manifest, float]:
     else:
         states = _read_states(root)
         _copy_checkpoints(states, draft)
-    pipes = source.pipes.absolute()
+    pipes = original_of(source.pipes) or source.pipes.absolute()
     names = _copy_configuration(contents, draft)
     manifest = Manifest(
         format=FORMAT,

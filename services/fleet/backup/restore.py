@@ -41,8 +41,8 @@ from services.fleet.folder import RESTORED_FILE, UNFINISHED_RESTORE, Restored, h
 from services.fleet.problem import CommandFailed
 
 _CHUNK = 1 << 20
-_HARMLESS = frozenset(("lost+found",))
-"""In an empty file system."""
+_HARMLESS = frozenset(("lost+found", "fleet.lock", "logs"))
+"""In an empty file system, or left by a restore that failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,7 @@ def restore_backup(folder: Path, data: Path, who: str, show: Callable[[int], Non
 
 def _require_empty(data: Path) -> None:
     try:
-        held = sorted(path.name for path in data.iterdir() if path.name not in _HARMLESS)
+        held = sorted(path.name for path in [*data.iterdir(), *data.glob("logs/*")] if path.name not in _HARMLESS)
     except FileNotFoundError:
         return
     except OSError as error:
