@@ -29,12 +29,13 @@ from services.core.broker.log.topic_reader import TopicReader
 from services.core.broker.log.topic_writer import Fence, TopicWriter
 from services.core.broker.record import Record, TopicPartition
 from services.core.pipes import AUDIT
+from services.core.snapshot import write_snapshot
 from services.fleet.backup import manifest
 from services.fleet.backup.checkpoints import copy_checkpoint, read_checkpoints, renew_incarnations
 from services.fleet.backup.create import Made, Show, Source, create_backup
 from services.fleet.backup.manifest import read_manifest
 from services.fleet.backup.restore import check_backup, restore_backup
-from services.fleet.folder import describe_loss, hold_folder, take_restored
+from services.fleet.folder import FleetState, describe_loss, hold_folder, take_restored, write_state
 from services.fleet.problem import CommandFailed
 from tests.unit.fleet.test_cli import Shell, shell
 from tests.unit.log.sample import SetClock
@@ -358,8 +359,8 @@ def test_damage_is_named_and_not_restored(tmp_path: Path) -> None:
         with pytest.raises(CommandFailed, match="is altered"):
             restore_backup(copy, tmp_path / "new", "me", nothing)
         assert not (tmp_path / "new" / "log").exists()
-        shutil.rmtree(tmp_path / "new", ignore_errors=True)
         shutil.rmtree(copy)
+    restore_backup(made.folder, tmp_path / "new", "me", nothing)  # the folder is as if nothing had happened
     (made.folder / "log" / "in.db").unlink()
     (made.folder / "log" / "more.db").touch()
     problems = check_backup(made.folder, nothing).problems
@@ -478,11 +479,12 @@ def test_a_checkpoint_that_runs_away_is_refused(tmp_path: Path) -> None:
 
 def test_a_restored_checkpoint_belongs_to_the_restored_log(tmp_path: Path) -> None:
     """Broken: the transform refuses the restored log as another one, or Spark its own files for their sums."""
-    folder = write_checkpoint(tmp_path, 1, None, "a" * 32)
+    folder = write_checkpoint(tmp_path, 9, 8, "a" * 32)
     renew_incarnations(folder, {"a" * 32: "b" * 32})
-    assert "b" * 32 in (folder / "offsets" / "1").read_text()
+    for batch in range(10):
+        assert "b" * 32 in (folder / "offsets" / str(batch)).read_text()
+        assert not (folder / "offsets" / f".{batch}.crc").exists()
     assert "a" * 32 not in (folder / "penstock.json").read_text()
-    assert not (folder / "offsets" / ".1.crc").exists()
 
 
 # The commands.
@@ -490,10 +492,13 @@ def test_a_restored_checkpoint_belongs_to_the_restored_log(tmp_path: Path) -> No
 
 def test_the_commands(shell: Shell, tmp_path: Path) -> None:
     """Broken: an operator does not learn what is in a backup, what is not, and what comes next."""
-    (tmp_path / "pipes.yaml").write_text(PIPES)
-    fleet = Fleet(tmp_path / "data", random.Random(3))
+    fleet, data = Fleet(tmp_path / "data", random.Random(3)), tmp_path / "data"
     fleet.append("in", 0, [b"a", b"b"])
     fleet.close()
+    write_snapshot(data / "snapshot", {str(tmp_path / "pipes.yaml"): PIPES.encode()})
+    (tmp_path / "pipes.yaml").write_text("an edit that does not run yet")
+    running = str(data / "snapshot" / "0-pipes.yaml")
+    write_state(data, FleetState(1, "", f"log://{data / 'log'}", running, "", "", []))
     assert shell.run("backup", "create", "backups", "--json") == 0
     made = json.loads(shell.out)
     assert (made["topics"], made["partitions"], made["records"], made["unread"]) == (3, 5, 2, {"lane": 2})
