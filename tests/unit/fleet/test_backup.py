@@ -219,8 +219,13 @@ def test_within_the_cut_nothing_is_committed_anywhere(tmp_path: Path, monkeypatc
 def test_beside_a_working_fleet(tmp_path: Path) -> None:
     """Broken: a backup fails, or is not consistent, while other threads and processes write."""
     fleet = Fleet(tmp_path / "data", random.Random(7))
+
+    def work() -> None:
+        for _ in range(150):
+            fleet.step()
+
     with ThreadPoolExecutor(1) as threads:
-        working = threads.submit(lambda: [fleet.step() for _ in range(150)])
+        working = threads.submit(work)
         for number in range(2):
             before = {source: len(values) for source, values in fleet.stored.copy().items()}
             committed = dict(fleet.processed)
