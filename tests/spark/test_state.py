@@ -18,7 +18,7 @@ HALF = HOUR.replace("1 hour", "30 minutes")
 
 
 class Folder:
-    """A checkpoint with one batch, or none."""
+    """A checkpoint with the batches up to `batch`, or none."""
 
     path = "file:///data/checkpoints/p"
 
@@ -36,6 +36,9 @@ class Folder:
 
     def newest(self, _folder: str) -> int | None:
         return self.batch
+
+    def has_batch(self, _folder: str, batch: int) -> bool:
+        return self.batch is not None and batch <= self.batch
 
     def has_metadata(self) -> bool:
         return self.batch is not None
