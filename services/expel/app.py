@@ -45,7 +45,10 @@ async def start(settings: ExpelSettings, supervision: Supervision) -> None:
         builder = LaneBuilder(settings, broker, producer, pauses, stack, len(plans))
         if any(plan.destination.stream is not None for plan in plans):
             await builder.marker.load()
-            supervision.run(builder.marker.run(stopping), "key marks")
+            if (
+                broker.resharding is None
+            ):  # otherwise nobody adds partitions, and each read takes from the shard's limit
+                supervision.run(builder.marker.run(stopping), "key marks")
         lanes = [builder.build(plan) for plan in plans]
         readiness.check = lambda: next((lane.waits_for for lane in lanes if lane.waits_for), None)
         for watch in watch_secrets(plans, settings.pipes.parent):
