@@ -104,6 +104,9 @@ def _rights(people: list[str], prefix: str) -> dict[str, list[Json]]:
         ],
         "Autoscaler": [
             on_streams([*_SHARDS, "kinesis:DescribeStreamSummary", *_RESHARD], *people, "*.out"),
+            # The groups that a person has frozen; and the key that fills a hot partition, among the next records of its group.
+            on_streams(_READ, CONTROL, *people, "*.out"),
+            on_tables(_READ_LEASES, "penstock-*"),
             _allow(["kinesis:DescribeLimits"], ["*"]),
         ],
     }

@@ -1,8 +1,9 @@
 """Writes `penstock.audit`: operators' decisions about events that were not delivered, and who added partitions. One partition,
 kept for ever.
 
-The command line writes the entries of a redrive and of a discard after the action is durable, and those of a moved group before.
-Expel writes one for the events that a pipe file drops. `penstock apply --grow` and the autoscaler write one before a topic grows.
+The command line writes the entries of a redrive, a discard and a freeze after the action is durable, and those of a moved group
+before. Expel writes one for the events that a pipe file drops.
+`penstock apply --grow` and the autoscaler write one before a topic grows.
 """
 
 import hashlib
@@ -30,6 +31,8 @@ GROW = "grow"
 
 PLAN, CANCEL = "plan", "cancel"
 """The actions on planned windows: announced, and ended early. The entry has no records; `filters` has the window."""
+FREEZE, UNFREEZE = "freeze", "unfreeze"
+"""The actions on the size of a group of instances. The entry has no records; `filters` has the group, the reason and the end."""
 
 RESTORE = "restore"
 """The log was restored from a backup. Offsets behind the backup were given again. The entry names no record."""
@@ -125,10 +128,10 @@ async def write_growth(producer: Producer, who: str, topic: str, has: int, parti
     (await producer.send_to(AUDIT, {0: [Record(None, msgspec.json.encode(entry), at)]})).raise_first()
 
 
-async def write_window(producer: Producer, action: str, who: str, window: Mapping[str, str]) -> None:
-    """Write one entry durably: PLAN or CANCEL. Raises BrokerError kinds."""
+async def write_act(producer: Producer, action: str, who: str, about: Mapping[str, str]) -> None:
+    """Write one entry without records durably: PLAN, CANCEL, FREEZE or UNFREEZE. Raises BrokerError kinds."""
     at = time.time_ns() // 1_000_000
-    entry = Entry(action, at, who, dict(window), "", 0, [], 0)
+    entry = Entry(action, at, who, dict(about), "", 0, [], 0)
     (await producer.send_to(AUDIT, {0: [Record(None, msgspec.json.encode(entry), at)]})).raise_first()
 
 

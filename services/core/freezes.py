@@ -11,6 +11,7 @@ from typing import Literal
 import msgspec
 import structlog
 
+from services.core import metrics
 from services.core.broker.contract import Reader
 from services.core.broker.errors import UnknownTopic
 from services.core.broker.producer import Producer
@@ -18,20 +19,28 @@ from services.core.broker.record import Record
 from services.core.pauses import ControlTopic
 from services.core.pipes import CONTROL
 from services.core.times import format_time
+from services.core.version import newer_format
 
 log = structlog.get_logger()
 
+ON_PLATFORM = "frozen on its platform"
+"""The beginning of the words about a freeze by an annotation or a tag."""
 _KEY = "freeze:"
+_VERSION = 1
 
 
 class Freeze(msgspec.Struct, frozen=True):
-    """One change. by: a user. at, until: ms since the epoch; until: None: for ever. reason: for a person."""
+    """One change. by: a user. at, until: ms since the epoch; until: None: for ever. reason: for a person.
+
+    version: of this format.
+    """
 
     state: Literal["frozen", "unfrozen"]
     by: str
     at: int
     reason: str = ""
     until: int | None = None
+    version: int = _VERSION
 
     def holds(self, now: int) -> bool:
         """Whether the group is frozen at `now`, ms."""
@@ -59,6 +68,10 @@ class Freezes:
         """The newest change of each group, by its name."""
         return self._newest
 
+    def in_force(self, now: int) -> Mapping[str, Freeze]:
+        """The groups that are frozen at `now`, ms."""
+        return {group: freeze for group, freeze in self._newest.items() if freeze.holds(now)}
+
     async def refresh(self) -> None:
         """Read new records to the end of the topic; nothing is frozen without the topic. Raises BrokerError kinds."""
         try:
@@ -72,9 +85,17 @@ class Freezes:
         if not key.startswith(_KEY):
             return
         try:
-            self._newest[key.removeprefix(_KEY)] = msgspec.json.decode(record.value or b"", type=Freeze)
+            freeze = msgspec.json.decode(record.value or b"", type=Freeze)
         except msgspec.DecodeError as error:
+            metrics.NOT_UNDERSTOOD.labels("freeze", "unreadable").inc()
             log.warning("control_record_unreadable", topic=CONTROL, offset=offset, error=str(error))
+            return
+        if freeze.version > _VERSION:
+            metrics.NOT_UNDERSTOOD.labels("freeze", "version").inc()
+            text = newer_format(f"the record {CONTROL}:0:{offset}", freeze.version, _VERSION)
+            log.error("control_record_newer", topic=CONTROL, offset=offset, error=text)
+            return
+        self._newest[key.removeprefix(_KEY)] = freeze
 
 
 async def write_freeze(producer: Producer, group: str, freeze: Freeze) -> None:

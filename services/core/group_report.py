@@ -2,7 +2,7 @@
 
 import msgspec
 
-MAX_REPORT_BYTES = 8192
+MAX_REPORT_BYTES = 16_384
 _SHOWN, _TEXT = 10, 600
 
 

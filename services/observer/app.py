@@ -7,11 +7,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import structlog
 from aiohttp import web
 
 from services.core.address import is_loopback, parse_address
-from services.core.audit import write_window
+from services.core.audit import write_act
 from services.core.bearer import Tokens, read_tokens, watch_tokens
 from services.core.broker.contract import Broker
 from services.core.broker.producer import Producer
@@ -34,6 +35,7 @@ from services.observer.ledger.flow import Step, read_flow
 from services.observer.ledger.table import Ages
 from services.observer.ledger_api import LedgerApi
 from services.observer.page import add_page, load_files
+from services.observer.scaling_api import GroupReports, ScalingApi
 from services.observer.settings import ObserverSettings
 from services.observer.standby import SpeakerLock
 from services.observer.view import CauseView, View, make_view
@@ -66,9 +68,10 @@ async def start(settings: ObserverSettings, supervision: Supervision) -> None:
         running = [supervision.run(work, name) for name, work in parts.work(stopping)]
         api = Api(parts.failures, parts.reader, parts.state, openapi, parts.breaker)
         ledger = LedgerApi(
-            parts.follower, broker.reader, parts.watch.judge, settings.threshold, partial(write_window, producer)
+            parts.follower, broker.reader, parts.watch.judge, settings.threshold, partial(write_act, producer)
         )
-        routes = [*api.routes(), *ledger.routes(), *EventApi(broker, pipes).routes()]
+        scaling = ScalingApi(parts.group_reports)
+        routes = [*api.routes(), *ledger.routes(), *scaling.routes(), *EventApi(broker, pipes).routes()]
         if tokens is not None and settings.token_file is not None:
             running.append(supervision.run(watch_tokens(settings.token_file, tokens).run(stopping), "tokens"))
         address = await stack.enter_async_context(
@@ -92,7 +95,7 @@ class _Parts:
         settings: ObserverSettings,
         keys: SigningKeys,
     ) -> None:
-        self.failures = FailureTable(pipes)
+        self.failures, self.group_reports = FailureTable(pipes), GroupReports()
         named = dict.fromkeys([*pipes.pipes, *(old.partition("/")[0] for old in renames_of(pipes))])
         self.reader = DeadLetterReader(
             broker.reader, [*map(dead_letter_topic, named), RETRIER_DEAD], self.failures.count
@@ -139,7 +142,8 @@ class _Parts:
     def view(self) -> View:
         now = self.follower.now_ms()
         threshold, judge = self.watch.threshold, self.watch.judge
-        return make_view(self.follower, now, threshold, judge, self.state, self._causes_of, self._backlogs.of)
+        made = make_view(self.follower, now, threshold, judge, self.state, self._causes_of, self._backlogs.of)
+        return msgspec.structs.replace(made, scaling=self.group_reports.all(now))
 
     def _causes_of(self, pipe: str, destination: str) -> tuple[CauseView, ...]:
         found = self.failures.all()[pipe, destination].causes.most_common()[:_SHOWN_CAUSES]

@@ -12,6 +12,7 @@ from aiohttp.typedefs import Middleware
 from services.core import metrics
 from services.core.address import LOOPBACK_NAMES, is_loopback, is_loopback_authority, is_named_authority, parse_address
 from services.core.bearer import Tokens
+from services.core.group_report import MAX_REPORT_BYTES
 from services.core.listening import serve_app
 from services.core.problem_type import CONTENT_TYPE, ProblemType, problem_json
 from services.observer import problems
@@ -136,7 +137,7 @@ async def serve_api(
     Raises OSError when the port is taken.
     """
     access = AccessControl(tokens, names, loopback=is_loopback(parse_address(address)[0]))
-    app = web.Application(client_max_size=1024, middlewares=[answer, *access.checks()])
+    app = web.Application(client_max_size=MAX_REPORT_BYTES, middlewares=[answer, *access.checks()])
     app.add_routes(routes)
     more(app)
     async with serve_app(app, address) as bound:

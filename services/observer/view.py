@@ -5,6 +5,7 @@ from typing import Literal
 
 import msgspec
 
+from services.core.group_report import GroupReport
 from services.core.lag import LagHistogram
 from services.core.ledger.minute import MINUTE_MS
 from services.observer.dead_letters import LaneState
@@ -140,7 +141,7 @@ class PlannedView(msgspec.Struct, frozen=True):
 class View(msgspec.Struct, frozen=True):
     """threshold: the loss above which an alarm is raised, 0..1. catching_up: after a start, reports are still being read.
 
-    speaks: whether this observer raises the alarms. planned: the actions that last.
+    speaks: whether this observer raises the alarms. planned: the actions that last. scaling: the autoscaler's last decisions.
     """
 
     at_ms: int
@@ -150,6 +151,7 @@ class View(msgspec.Struct, frozen=True):
     groups: tuple[GroupView, ...]
     speaks: bool = True
     planned: tuple[PlannedView, ...] = ()
+    scaling: tuple[GroupReport, ...] = ()
 
 
 MINUTES = 60

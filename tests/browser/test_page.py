@@ -96,6 +96,11 @@ async def test_everything_is_shown(
         await expect(page.get_by_role("img", name="Duration of each step")).to_be_visible()
         await expect(page.get_by_role("img", name="Shares of the time")).to_be_visible()
         await expect(page.get_by_role("table", name="Groups of instances")).to_contain_text("420 ms")
+        instances = page.get_by_role("table", name="Instances by group")
+        frozen = instances.get_by_role("row").filter(has=page.get_by_role("rowheader", name="expel"))
+        for text in ("2 of 3", "hold: out: 2.1 cores", f"because: {HOSTILE}", "failed: expel-3", "key 'shop-7'"):
+            await expect(frozen).to_contain_text(text)
+        await expect(instances.get_by_title("the autoscaler has not decided since")).to_have_count(1)
         await expect(page.get_by_role("table", name="Shards of orders")).to_contain_text("12,740")
         await expect(page.get_by_role("table", name="Payload fields of orders")).to_contain_text("null in 61%")
         await expect(page.get_by_role("status")).to_contain_text("live")
@@ -249,7 +254,7 @@ async def test_what_a_person_opened_stays_open(chromium: Browser, observer: Obse
 
 async def test_empty_view_says_so(chromium: Browser, observer: Observer) -> None:
     """If this fails, a fleet without pipes shows a page that looks broken."""
-    observer.view = msgspec.structs.replace(observer.view, pipes=(), groups=())
+    observer.view = msgspec.structs.replace(observer.view, pipes=(), groups=(), scaling=())
     async with observer.serve() as address, open_page(chromium, address) as page:
         await expect(page.get_by_text("Nothing has been reported yet.")).to_be_visible()
 

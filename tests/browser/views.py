@@ -2,6 +2,7 @@
 
 import math
 
+from services.core.group_report import GroupReport
 from services.core.story.model import EventStory, Lane, Moment, Passage, PipeStory, Searched, SearchedTopic, Story
 from services.core.times import format_time
 from services.observer.view import (
@@ -31,7 +32,24 @@ def make_view(*, at_ms: int = NOW_MIN * 60_000, per_second: float = 1000, catchi
         GroupView("expel", 2, 0),
         GroupView("retrier", 1, 0),
     )
-    return View(at_ms, 0.01, catching_up, pipes, groups)
+    scaling = (
+        GroupReport(
+            "expel",
+            at_ms - 9_000,
+            3,
+            4,
+            "hold",
+            "frozen",
+            "out: 2.1 cores for a target of 1.8; frozen",
+            working=2,
+            failed=("expel-3 (starts again and again)",),
+            frozen=f"frozen by ana@desk since 14:00 because: {HOSTILE}",
+            hot="partition 3 of orders.out (group orders.crm) has 96% of the lag: 12740 records, 61 s; key 'shop-7'",
+        ),
+        GroupReport("ingest", at_ms - 9_000, 2, 2, "hold", "cpu", "0.9 cores for a target of 1.0", working=2),
+        GroupReport("retrier", at_ms - 900_000, 1, 1, "hold", "at_min", "0.1 cores for a target of 0.6", working=1),
+    )
+    return View(at_ms, 0.01, catching_up, pipes, groups, scaling=scaling)
 
 
 def make_lossy(per_second: float) -> PipeView:

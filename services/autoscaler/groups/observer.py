@@ -149,8 +149,11 @@ class ObserverClient:
 
     async def _ask(self, method: str, path: str, kind: type[Any], body: dict[str, Any] | None = None) -> Any:
         url, head = f"http://{self._address}{path}", await self._head()
+        data = None if body is None else msgspec.json.encode(body)
+        if data is not None:
+            head["Content-Type"] = "application/json"
         try:
-            async with self._session.request(method, url, json=body, headers=head, allow_redirects=False) as answer:
+            async with self._session.request(method, url, data=data, headers=head, allow_redirects=False) as answer:
                 text = await answer.read()
             if answer.status not in (200, 201):
                 raise ObserverUnavailable(

@@ -21,6 +21,7 @@ from services.autoscaler.groups.observer import (
 from services.autoscaler.groups.policy import GroupDecision, GroupFigures, GroupMemory, GroupRules, decide
 from services.autoscaler.groups.topics import Topics
 from services.core import metrics
+from services.core.freezes import ON_PLATFORM
 from services.core.group_report import GroupReport
 from services.core.lifecycle import run_until
 
@@ -103,7 +104,7 @@ class GroupScaler:
             metrics.AUTOSCALER_GROUP_FAILURES.labels(name, "freeze", "Refused").inc()
             log.warning("freeze_unknown", group=name, error=group.problem)
         if group.frozen is not None:
-            return f"frozen on its platform because: {group.frozen}"
+            return f"{ON_PLATFORM} because: {group.frozen}"
         return self._topics.frozen(name)
 
     async def _add_words(self, name: str, decision: GroupDecision) -> str:

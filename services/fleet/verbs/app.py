@@ -53,7 +53,19 @@ def example(text: str) -> str:
 PANELS = {
     "Run a pipe": ("demo", "init", "check", "try", "up", "send", "listen", "status"),
     "Find events": ("event", "loss", "dead"),
-    "Operate": ("doctor", "pause", "resume", "planned", "destination", "group", "apply", "keys", "log", "backup"),
+    "Operate": (
+        "doctor",
+        "pause",
+        "resume",
+        "planned",
+        "destination",
+        "group",
+        "scaling",
+        "apply",
+        "keys",
+        "log",
+        "backup",
+    ),
     "Plan": ("rate", "cost", "schema"),
 }
 """The commands in the order of `penstock --help`, by heading."""

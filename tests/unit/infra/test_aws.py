@@ -148,8 +148,10 @@ LIST_TOPICS = ("Expel", "GlobalRetrier", "Observer")
         *((f"{service}Policy", TAGS, ["theirs"], []) for service in LIST_TOPICS),
         ("IngestPolicy", LIST, [], ["*"]),
         ("AutoscalerPolicy", "kinesis:SplitShard", ["orders", "large-orders.out"], ["penstock.control", "theirs"]),
-        ("AutoscalerPolicy", WRITE, [], ["orders"]),
-        ("AutoscalerPolicy", READ, [], ["orders"]),
+        ("AutoscalerPolicy", WRITE, [], ["orders", "penstock.control"]),
+        ("AutoscalerPolicy", READ, ["penstock.control", "orders", "large-orders.out"], ["large-orders.dead", "theirs"]),
+        ("AutoscalerPolicy", "dynamodb:GetItem", ["penstock-large-orders.billing"], []),
+        ("AutoscalerPolicy", LEASE, [], ["penstock-large-orders.billing"]),
     ],
 )
 def test_who_may_do_what(policy: str, action: str, may_on: list[str], may_not_on: list[str]) -> None:
@@ -226,6 +228,8 @@ def test_the_autoscaler_changes_groups_only_where_it_decides() -> None:
     statements = [one for policy in policies for one in policy["PolicyDocument"]["Statement"]]
     changing = [one for one in statements if "SetDesiredCapacity" in str(one)]
     assert [one["Fn::If"][0] for one in changing] == ["ScalesGroups"]
+    for action in ("TerminateInstanceInAutoScalingGroup", "SetInstanceHealth"):  # a failed instance is replaced
+        assert f"autoscaling:{action}" in changing[0]["Fn::If"][1]["Action"]
     groups = [one["Fn::Sub"].rpartition("/")[2] for one in changing[0]["Fn::If"][1]["Resource"]]
     assert groups == ["${Fleet}-ingest", "${Fleet}-expel", "${Fleet}-global-retrier"]
 

@@ -220,10 +220,11 @@ def test_only_the_scaled_can_be_scaled() -> None:
     """Broken: the autoscaler may change what it must not, the HPAs work against it, or the observer tells everybody."""
     [role] = [one for one in OBJECTS if one["kind"] == "Role"]
     rights = {rule["resources"][0]: (rule["verbs"], rule.get("resourceNames")) for rule in role["rules"]}
-    assert set(rights) == {"deployments/scale", "pods"}
-    assert rights["pods"] == (["list"], None)
-    assert rights["deployments/scale"][0] == ["get", "update"]
-    assert set(rights["deployments/scale"][1] or ()) == SCALED
+    assert set(rights) == {"deployments", "deployments/scale", "pods"}
+    assert rights["pods"] == (["list", "delete"], None)
+    for resource, verbs in (("deployments/scale", ["get", "update"]), ("deployments", ["get"])):
+        assert rights[resource][0] == verbs
+        assert set(rights[resource][1] or ()) == SCALED
     [container] = PODS["autoscaler"]["containers"]
     variables = {one["name"]: one["value"] for one in container["env"]}
     settings = load_settings(AutoscalerSettings, [], environment() | variables)

@@ -9,7 +9,7 @@ import aiohttp
 import pytest
 from typer.testing import CliRunner
 
-from services.core.audit import Entry, write_window
+from services.core.audit import Entry, write_act
 from services.core.bearer import Tokens, name_of, read_tokens
 from services.core.broker.contract import TopicSpec
 from services.core.broker.log import LogBroker
@@ -68,7 +68,7 @@ async def address(tmp_path: Path, minute: int, tokens: Tokens, audited: list[Ent
             return health.judge(follower.table, follower.planned, pipe, now, 0.01)
 
         async def audit(action: str, who: str, window: Mapping[str, str]) -> None:
-            await write_window(producer, action, who, window)
+            await write_act(producer, action, who, window)
             audited[:] = [entry async for entry in read_audit(broker.reader)]
 
         api = LedgerApi(follower, broker.reader, judge, 0.01, audit)

@@ -4,7 +4,7 @@ import { drawDurations, drawLag, drawShares } from "./charts.js";
 import { element, find } from "./dom.js";
 import { clock, count, duration, instant, seconds, share, time } from "./format.js";
 import { listenForSearch, showStory } from "./story.js";
-import { drawDestinations, drawFields, drawGroups, drawLoss, drawMissing, drawShards } from "./tables.js";
+import { drawDestinations, drawFields, drawGroups, drawLoss, drawMissing, drawScaling, drawShards } from "./tables.js";
 
 const STALE_MS = 20_000;
 const opened = new Map(); // by pipe: the destinations whose causes are unfolded
@@ -114,6 +114,8 @@ function draw() {
   drawFields(find("fields"), pipe);
   drawShards(find("shards"), pipe);
   drawGroups(find("groups"), view.groups);
+  find("scaling-section").hidden = !view.scaling.length;
+  drawScaling(find("scaling"), view.scaling, view.at_ms);
 }
 
 function tell() {

@@ -3,6 +3,7 @@
 import { element } from "./dom.js";
 import { clock, count, duration, seconds, share } from "./format.js";
 
+const OLD_DECISION_MS = 300_000;
 const BREAKERS = { closed: "good", "half-open": "warn", open: "bad" };
 
 // Returns a function that restores the focus after the rows of the table were replaced.
@@ -85,6 +86,29 @@ export function drawGroups(table, groups) {
     element("td", {}, count(group.instances)),
     element("td", {}, duration(group.behind_ms))));
   fill(table, "Groups of instances", ["Service", "Instances", "Behind"], rows);
+}
+
+// Untrusted text: the reason of a freeze, names of instances, keys of events. `element` makes text nodes of it.
+function scalingNotes(one) {
+  const notes = [one.frozen && `${one.frozen}`, ...one.failed.map((text) => `failed: ${text}`), one.hot && `hot: ${one.hot}`].filter(Boolean);
+  return notes.length ? element("ul", {}, ...notes.map((text) => element("li", {}, text))) : "";
+}
+
+export function drawScaling(table, reports, now) {
+  const rows = reports.map((one) => {
+    const isOld = now - one.at_ms > OLD_DECISION_MS, changes = one.wanted !== one.size;
+    const state = one.frozen ? ["warn", "frozen"] : one.failed.length ? ["bad", "failed"] : one.hot ? ["warn", "hot"] : ["good", "ok"];
+    return element("tr", {},
+      element("th", { scope: "row" }, one.group),
+      element("td", { class: "text" }, element("span", { class: `badge ${state[0]}` }, state[1])),
+      element("td", {}, `${count(one.working)} of ${count(one.size)}`),
+      element("td", { class: changes ? "some" : null }, count(one.wanted)),
+      element("td", { class: "text wrap" }, `${one.dry_run ? "dry run: " : ""}${one.action}: ${one.words}`),
+      element("td", { class: "text wrap" }, scalingNotes(one)),
+      element("td", { class: isOld ? "lost" : null, title: isOld ? "the autoscaler has not decided since" : null }, seconds(one.at_ms)));
+  });
+  fill(table, "Instances by group", ["Group", "State", "Working", "Wanted", "Decision", "Frozen, failed, hot", "At"], rows,
+    ["State", "Decision", "Frozen, failed, hot"]);
 }
 
 export function drawFields(table, pipe) {
