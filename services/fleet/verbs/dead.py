@@ -117,8 +117,8 @@ async def _show(url: str, positions: list[Position], *, as_json: bool) -> None:
 
 @DEAD.command(epilog=example("penstock dead audit\npenstock dead audit --json | jq .who"))
 def audit(broker: BrokerUrl = None, data: Data = Path("data"), as_json: AsJson = False) -> None:
-    """Print redrives, discards, drops, resets, skips and added partitions, with their operators, oldest first. --json: one object
-    per line."""
+    """Print redrives, discards, drops, resets, skips, added partitions, planned actions and freezes of groups, with their
+    operators, oldest first. --json: one object per line."""
     uvloop.run(_audit(find_broker(broker, data), as_json=as_json))
 
 

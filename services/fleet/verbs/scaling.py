@@ -110,7 +110,7 @@ def show(
     if known.problem is not None:
         print_note(f"The decisions are not known: {known.problem}", "yellow")
     elif not known.reports:
-        print_note("The autoscaler has reported no decision to the observer. Try: penstock up --autoscaler true")
+        print_note("The autoscaler has reported no decision to the observer. Try: penstock up --autoscale true")
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,11 +220,10 @@ def _group_json(name: str, known: _Known) -> dict[str, Any]:
 def _row(name: str, known: _Known) -> list[Text]:
     one, found = known.reports.get(name), known.freezes.get(name)
     frozen = found.text if found is not None else one["frozen"] if one is not None else None
-    notes = [] if frozen is None else [f"{frozen}"]
     if one is None:
-        return [Text(plain(text, 700)) for text in (name, "", "", "none was reported", "; ".join(notes), "")]
-    notes += [f"failed: {text}" for text in one["failed"]]
-    notes += [f"hot: {one['hot']}"] if one["hot"] else []
+        return [Text(plain(text, 700)) for text in (name, "", "", "none was reported", f"{frozen}", "")]
+    found_notes = (("", frozen), *(("failed: ", text) for text in one["failed"]), ("hot: ", one["hot"]))
+    notes = [f"{kind}{text}" for kind, text in found_notes if text and text not in one["words"]]  # once is enough
     dry_run = "dry run: " if one["dry_run"] else ""
     texts = (f"{one['working']} of {one['size']}", str(one["wanted"]), f"{dry_run}{one['action']}: {one['words']}")
     style = "yellow" if frozen is not None else "red" if one["failed"] else ""

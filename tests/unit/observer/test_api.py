@@ -16,6 +16,7 @@ from services.observer.follower import Follower
 from services.observer.health import Health
 from services.observer.http import serve_api
 from services.observer.ledger_api import LedgerApi
+from services.observer.scaling_api import GroupReports, ScalingApi
 from tests.support.memory_appender import MemoryAppender
 from tests.unit.observer.description import DOCUMENT, check
 from tests.unit.observer.ledger.stories import PLAIN
@@ -140,8 +141,11 @@ async def test_the_description_is_served_and_names_every_route(client: Client) -
     assert (status, body) == (200, DOCUMENT)
     api = Api(client.table, DeadLetterReader(no_admin(), [], client.table.count), lambda _pipe, _name: None, b"")
     ledger = LedgerApi(Follower(PLAIN, no_admin(), Producer(MemoryAppender()), print), no_admin(), no_judge, 0.01)
-    events = EventApi(no_admin(), PIPES)
-    served = {(route.path, route.method.lower()) for route in (*api.routes(), *ledger.routes(), *events.routes())}
+    events, scaling = EventApi(no_admin(), PIPES), ScalingApi(GroupReports())
+    served = {
+        (route.path, route.method.lower())
+        for route in (*api.routes(), *ledger.routes(), *scaling.routes(), *events.routes())
+    }
     assert served == {(path, method) for path, methods in DOCUMENT["paths"].items() for method in methods}
     for schema in DOCUMENT["components"]["schemas"].values():
         Draft202012Validator.check_schema(schema)

@@ -90,7 +90,8 @@ export function drawGroups(table, groups) {
 
 // Untrusted text: the reason of a freeze, names of instances, keys of events. `element` makes text nodes of it.
 function scalingNotes(one) {
-  const notes = [one.frozen && `${one.frozen}`, ...one.failed.map((text) => `failed: ${text}`), one.hot && `hot: ${one.hot}`].filter(Boolean);
+  const found = [["", one.frozen], ...one.failed.map((text) => ["failed: ", text]), ["hot: ", one.hot]];
+  const notes = found.filter(([, text]) => text && !one.words.includes(text)).map(([kind, text]) => kind + text); // once is enough
   return notes.length ? element("ul", {}, ...notes.map((text) => element("li", {}, text))) : "";
 }
 
@@ -107,8 +108,8 @@ export function drawScaling(table, reports, now) {
       element("td", { class: "text wrap" }, scalingNotes(one)),
       element("td", { class: isOld ? "lost" : null, title: isOld ? "the autoscaler has not decided since" : null }, seconds(one.at_ms)));
   });
-  fill(table, "Instances by group", ["Group", "State", "Working", "Wanted", "Decision", "Frozen, failed, hot", "At"], rows,
-    ["State", "Decision", "Frozen, failed, hot"]);
+  fill(table, "Instances by group", ["Group", "State", "Working", "Wanted", "Decision", "Also", "At"], rows,
+    ["State", "Decision", "Also"]);
 }
 
 export function drawFields(table, pipe) {
