@@ -86,7 +86,11 @@ def audit_line(entry: Entry) -> Text:
     """One entry: when, who, what."""
     ranges = ", ".join(f"{first}" if first == last else f"{first} to {last}" for first, last in entry.ranges)
     asked = " ".join(f"{name}={value}" for name, value in entry.filters.items())
-    where = entry.topic if entry.action in (GROW, PLAN, CANCEL, FREEZE, UNFREEZE) else f"{entry.topic}:{entry.partition} {ranges}"
+    where = (
+        entry.topic
+        if entry.action in (GROW, PLAN, CANCEL, FREEZE, UNFREEZE)
+        else f"{entry.topic}:{entry.partition} {ranges}"
+    )
     return Text(
         plain(f"{format_time(entry.at)}  {entry.who}  {entry.action:<8} {entry.count:>6}  {where}  {asked}".rstrip())
     )
