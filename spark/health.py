@@ -61,7 +61,7 @@ class Watchdog:
 
     def slow(self) -> str | None:
         """The work that makes the pipe not ready."""
-        return self._older(lambda _limit: SLOW * self.limit)
+        return self._older(lambda limit: SLOW * max(limit, self.limit))
 
     def stuck(self) -> str | None:
         """Work beyond its limit."""

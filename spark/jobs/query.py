@@ -25,6 +25,10 @@ from spark.transforms.preparation import Prepared
 log = structlog.get_logger()
 
 POLL_S = 0.25
+ANSWER_S = 120.0
+"""Java hangs when it answers nothing for so long. Its longest pauses, to free memory, last some seconds."""
+_ANSWER = "answer"
+"""As if it was a query, for the watchdog. The pipe's thread alone asks."""
 _SETTLE_S = 0.02
 _IDLE = "Waiting for data to arrive"
 """Spark's status of a query that found nothing new and has nothing left to do."""
@@ -164,7 +168,7 @@ class MicroBatchQuery:
 
     def wait(self) -> None:
         """Raises the handler's error, if there is one."""
-        wait_for_end(self._running, self._handler)
+        wait_for_end(self._running, self._handler.query.watchdog, self._handler)
 
     def has_completed_trigger(self) -> bool:
         return has_completed_trigger(self._running)
@@ -176,10 +180,14 @@ class MicroBatchQuery:
         self._running.stop()
 
 
-def wait_for_end(running: StreamingQuery, handler: BatchHandler | None = None) -> None:
-    """Wait up to POLL_S for the query to end; raises its error."""
+def wait_for_end(running: StreamingQuery, watchdog: Watchdog, handler: BatchHandler | None = None) -> None:
+    """Wait up to POLL_S for the query to end; raises its error.
+
+    Java answers within that time, whatever its batch does: one that hangs is noticed although no batch is under way.
+    """
     try:
-        ended = running.awaitTermination(POLL_S)  # type: ignore[arg-type]  # a float is fine: it is passed on in ms
+        with watchdog.watching(_ANSWER, "the answer of Java", ANSWER_S / watchdog.limit):
+            ended = running.awaitTermination(POLL_S)  # type: ignore[arg-type]  # a float is fine: it is passed on in ms
     except StreamingQueryException as error:
         raise (handler and handler.failure) or error from error
     if ended:

@@ -102,7 +102,7 @@ class StreamingPlanQuery:
         """Raises TransformBroken, too."""
         self._rejects.wait()
         try:
-            wait_for_end(self._transforming)
+            wait_for_end(self._transforming, self._query.watchdog)
         except StreamingQueryException as error:
             self._query.attempts.record_failure(error)
             self._record_progress()

@@ -1,8 +1,15 @@
 """What the transform service says about itself: readiness, metrics, giving up."""
 
-from prometheus_client import REGISTRY
+import asyncio
+from typing import cast
 
-from spark.health import MAX_FAILURES, OLD_JAVA_S, STANDBY_S, PipesHealth, QueryState
+import aiohttp
+from prometheus_client import REGISTRY
+from pyspark.sql.streaming.query import StreamingQuery
+
+from services.core.management import serve_management
+from spark.health import MAX_FAILURES, OLD_JAVA_S, STANDBY_S, PipesHealth, QueryState, Watchdog
+from spark.jobs.query import ANSWER_S, wait_for_end
 
 
 def test_ready_when_every_query_has_worked() -> None:
@@ -89,3 +96,55 @@ def test_a_paused_pipe_is_healthy() -> None:
     assert health.gave_up.is_set()
     health.record_state(QueryState("held", "starting", 0))
     assert (health.note(), value("paused"), value("query_failures_total")) == (None, 0.0, None)
+
+
+class SlowJava:
+    """A query whose Java answers only after some seconds. seen: what the watchdog says before it does."""
+
+    def __init__(self, watchdog: Watchdog, clock: list[float], seconds: float) -> None:
+        self._watchdog, self._clock, self._seconds = watchdog, clock, seconds
+        self.seen: str | None = None
+
+    def awaitTermination(self, _seconds: float) -> bool:  # noqa: N802 - Spark's name
+        self._clock[0] += self._seconds
+        self.seen = self._watchdog.stuck()
+        return False
+
+
+def test_java_that_does_not_answer_is_stuck() -> None:
+    """If this fails, a Java that hangs between two batches stops a pipe for ever, and nobody notices; or a long batch, during
+    which Java answers, ends the process before its limit."""
+    for limit in (6.0, 300.0, 3600.0):
+        clock = [0.0]
+        watchdog = Watchdog(limit, clock=lambda clock=clock: clock[0])  # type: ignore[misc]
+        for seconds, stuck in (
+            (ANSWER_S - 1, None),
+            (ANSWER_S + 1, "the answer of Java has made no progress for 121 s"),
+        ):
+            java = SlowJava(watchdog, clock, seconds)
+            wait_for_end(cast(StreamingQuery, java), watchdog)
+            assert java.seen == stuck
+            assert watchdog.stuck() is None
+
+
+async def test_a_stuck_batch_is_no_sign_of_life() -> None:
+    """If this fails, a platform keeps a transform whose batch never ends, or ends one whose batch only takes long."""
+    clock = [0.0]
+    watchdog, health = Watchdog(100.0, clock=lambda: clock[0]), PipesHealth(["p"])
+    health.add_watchdog("p", watchdog)
+    watchdog.begin("p", "batch 3")
+    async with (
+        serve_management("127.0.0.1:0", health.ready, why_not_alive=health.stuck) as address,
+        aiohttp.ClientSession() as session,
+    ):
+
+        async def ask() -> tuple[int, str]:
+            async with asyncio.timeout(60), session.get(f"http://{address}/healthz") as answer:
+                return answer.status, await answer.text()
+
+        clock[0] = 99.0
+        assert await ask() == (200, "ok\n")
+        clock[0] = 101.0
+        assert await ask() == (503, "p: batch 3 has made no progress for 101 s\n")
+        watchdog.end("p")
+        assert await ask() == (200, "ok\n")

@@ -96,6 +96,7 @@ def test_one_slot_cannot_be_split_and_it_says_so() -> None:
     """Broken: an operator waits for an autoscaler that can do nothing."""
     decision = _say(StreamFigures((0, 1), (0.1, 1.0), frozenset({1}), covered=600.0))
     assert decision.layout is None
+    assert decision.is_refused
     assert "as many shards as partitions" in decision.reason
     decision = _say(StreamFigures((0, 2, 3), (0.1, 0.1, 1.0, 0.1), frozenset({1}), covered=600.0))
     assert decision.layout is None

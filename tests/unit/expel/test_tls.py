@@ -225,6 +225,24 @@ async def test_a_client_certificate_that_is_refused(
                 await refusing
 
 
+async def test_the_end_of_certificates_is_shown(company: Authority, tmp_path: Path) -> None:
+    """Broken: a certificate expires at night, and no alert came before."""
+    pair = company.sign(NAME)
+    content = {"ca": str(company.ca), "certificate": str(pair)}
+    webhook = Webhook.model_validate({"url": f"https://{NAME}/", "tls": content})
+    credentials, mistakes = await asyncio.to_thread(read_credentials, webhook, tmp_path, {})
+    assert mistakes == []
+    (watch,) = watch_credentials("late/ends", webhook, tmp_path, credentials)
+    await watch.load()
+    for key, path in (("tls.certificate", pair), ("tls.ca", company.ca)):
+        command = ["openssl", "x509", "-in", str(path), "-noout", "-enddate"]
+        text = (await asyncio.to_thread(subprocess.run, command, capture_output=True, check=True)).stdout.decode()
+        shown = REGISTRY.get_sample_value(
+            "penstock_certificate_expiry_timestamp_seconds", {"name": "late/ends", "key": key}
+        )
+        assert shown == ssl.cert_time_to_seconds(text.strip().removeprefix("notAfter="))
+
+
 async def test_new_files_are_used_for_new_connections(company: Authority, other: Authority, tmp_path: Path) -> None:
     """Broken: a renewed certificate needs a restart, or a kept connection goes on with the authority of before for ever."""
     (tmp_path / "ca.pem").write_bytes(company.ca.read_bytes())
