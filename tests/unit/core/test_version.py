@@ -17,6 +17,7 @@ from services.core.broker.errors import BrokerError, NewerFormat
 from services.core.broker.log.high_water_marks import HighWaterMarks
 from services.core.broker.producer import Producer
 from services.core.broker.record import Record
+from services.core.freezes import Freeze, Freezes, write_freeze
 from services.core.ledger.report import BadReport, NewerReport, OriginSet, Report, decode_known, pack_numbers
 from services.core.pauses import Pause, Pauses, write_pause
 from services.core.pipes import CONTROL
@@ -102,6 +103,21 @@ async def test_a_newer_pause_does_not_hide_the_others(tmp_path: Path) -> None:
         await pauses.refresh()
     assert list(pauses.paused()) == ["p/d"]
     assert (counted("pause", "version"), counted("pause", "unreadable")) == (before[0] + 1, before[1] + 1)
+
+
+async def test_a_newer_freeze_is_not_applied(tmp_path: Path) -> None:
+    """Broken: an older autoscaler takes a change of a newer version for an end, and changes a group that a person froze."""
+    before = counted("freeze", "version"), counted("freeze", "unreadable")
+    async with open_broker(f"log://{tmp_path}") as broker, Producer(broker.appender) as producer:
+        await broker.admin.create_topic(TopicSpec(CONTROL, 1))
+        await write_freeze(producer, "expel", Freeze("frozen", "ann", 1, "load test"))
+        await write_freeze(producer, "expel", Freeze("unfrozen", "ann", 2, version=2))
+        strange = Record(b"freeze:expel", b'{"state": "thawing", "by": "y", "at": 3}', 3)
+        (await producer.send_to(CONTROL, {0: [strange]})).raise_first()
+        freezes = Freezes(broker.reader)
+        await freezes.refresh()
+    assert list(freezes.in_force(4)) == ["expel"]
+    assert (counted("freeze", "version"), counted("freeze", "unreadable")) == (before[0] + 1, before[1] + 1)
 
 
 async def test_a_newer_bookmark_is_refused(tmp_path: Path) -> None:
