@@ -18,7 +18,7 @@ import pytest
 
 from services.core.audit import Entry
 from services.core.broker.contract import TopicSpec
-from services.core.broker.log import blocking, cut, topics
+from services.core.broker.log import backup, blocking, cut, topics
 from services.core.broker.log.clock import boot_id, boot_ms
 from services.core.broker.log.data_folder import DataFolder
 from services.core.broker.log.groups import GroupPosition, GroupsFile
@@ -399,6 +399,22 @@ def test_a_damaged_log_is_not_backed_up(tmp_path: Path) -> None:
         connection.execute("DELETE FROM batches WHERE pos=0")
     with pytest.raises(CommandFailed, match=r"in: damaged: .*\[0\] offsets 0 to 0"):
         make(fleet.data, tmp_path / "backups")
+
+
+def test_a_full_disk_for_the_backup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Broken: an operator reads a traceback, or that the log is damaged; or the remains keep the disk full."""
+    fleet, create = Fleet(tmp_path / "data", random.Random(3)), backup._create
+
+    def create_small(path: Path) -> apsw.Connection:
+        connection = create(path)
+        connection.execute("PRAGMA max_page_count=2")
+        return connection
+
+    monkeypatch.setattr(backup, "_create", create_small)
+    with pytest.raises(CommandFailed, match=r"no backup was made: .*\.db: No space left on device"):
+        make(fleet.data, tmp_path / "backups")
+    assert [path.name for path in (tmp_path / "backups").iterdir()] == [".lock"]
+    fleet.close()
 
 
 def test_a_restored_fleet_says_what_is_lost(tmp_path: Path) -> None:

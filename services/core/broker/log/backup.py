@@ -7,6 +7,7 @@ lost topic from elsewhere (a checkpoint in an object store, a group of another c
 over the new records.
 """
 
+import errno
 import os
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -170,6 +171,14 @@ def adopt_log(folder: DataFolder, copy: LogCopy) -> dict[str, str]:
 
 
 def _copy_topic(cut: TopicCut, path: Path, progress: Progress) -> TopicCopy:
+    try:
+        return _write_copy(cut, path, progress)
+    except apsw.Error as error:  # of the target: those of the log are classified where it is read
+        number = errno.ENOSPC if isinstance(error, apsw.FullError) else errno.EIO
+        raise OSError(number, os.strerror(number), str(path)) from error
+
+
+def _write_copy(cut: TopicCut, path: Path, progress: Progress) -> TopicCopy:
     topic, source, partitions = cut.meta.topic, cut.store.connection, []
     with closing(_create(path)) as target:
         with target:
