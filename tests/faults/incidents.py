@@ -266,7 +266,13 @@ INCIDENTS: tuple[Incident, ...] = (
         frozenset({"broker-gone"}),
         kafka=True,
     ),
-    Incident("quota", _limit_broker, _of("BrokerQuota", "IngestNotReady"), frozenset({"throttled"}), kafka=True),
+    Incident(
+        "quota",
+        _limit_broker,
+        _of("BrokerQuota", "IngestNotReady", "TelemetryFails"),
+        frozenset({"throttled"}),
+        kafka=True,
+    ),
     Incident(
         "disk full",
         _fill_disk,
@@ -293,7 +299,7 @@ INCIDENTS: tuple[Incident, ...] = (
     Incident(
         "poisoned batch",
         _poison,
-        _of("TransformDeadLettersGrow", "TransformFails"),
+        _of("TransformDeadLettersGrow"),
         frozenset({"transform-poison"}),
         spark=True,
         change=_with_python,

@@ -15,13 +15,16 @@ STUCK_RECORDS = 1
 STARTING_S = 120.0
 NEW_S = 3600.0
 FAILED_S = 120.0
+STARTING = "starting"
+"""A query that has not failed in this process yet, as /readyz says it."""
 FIRST_START_S = 180.0
 """A new pipe has its topic first, and its checkpoint when Spark has started."""
 
 
 def find_checkpoints(facts: Facts) -> Iterator[Finding]:
     """A checkpoint that is damaged, or gone although the transform has written results."""
-    said = {**dict(_failures(facts)), **dict(_problems(facts))}
+    failed = dict(_failures(facts))
+    said = failed | {pipe: text for pipe, text in _problems(facts) if pipe not in failed or text != STARTING}
     for one in facts.checkpoints:
         problem = said.pop(one.pipe, "")
         parts = about(f"pipe {one.pipe}", "transform")
@@ -92,7 +95,7 @@ def _problems(facts: Facts) -> Iterator[tuple[str, str]]:
 def _failures(facts: Facts) -> Iterator[tuple[str, str]]:
     """By pipe: why its query failed in the last minutes, as the log says it: between two starts of the process nobody answers."""
     for one in facts.of("transform"):
-        for line in one.lines:
+        for line in () if one.answer == "ready" else one.lines:
             if line.event == "query_failed" and line.at > facts.now - FAILED_S and "pipe" in line.fields:
                 yield str(line.fields["pipe"]), str(line.fields.get("error", ""))
 

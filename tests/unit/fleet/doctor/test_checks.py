@@ -351,6 +351,12 @@ def test_a_checkpoint_that_makes_the_process_die() -> None:
         one.lines = (LogLine(NOW - 5, "error", "query_failed", "", {"pipe": "large", "error": error}),)
         facts.checkpoints = (Checkpoint("large", DATA / "checkpoints" / "large", NOW - DAY_S),)
 
+    def start_again(facts: Facts) -> None:
+        fail(facts)
+        one = instance(facts, "transform")
+        one.answer, one.reason = "not ready", "large: starting"
+
+    assert first_of(broken(start_again)) == "checkpoint"
     found = broken(fail)
     assert first_of(found) == "checkpoint"
     assert "offsets/73 is gone" in found.causes[0].finding.evidence[0]
