@@ -154,6 +154,7 @@ def port_of(url: str) -> int:
 def lock(database: Path) -> apsw.Connection:
     """A connection that holds the write lock, like a process that hangs in the middle of a write."""
     connection = apsw.Connection(str(database))
+    connection.set_busy_timeout(60_000)  # ingest and expel write, too
     connection.execute("BEGIN IMMEDIATE")
     return connection
 

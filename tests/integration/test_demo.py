@@ -32,6 +32,7 @@ def left_over(desk: Desk) -> list[str]:
 
 async def run_demo(desk: Desk, *arguments: str) -> tuple[Command, dict[str, Any]]:
     command = await desk.run("demo", "--json", *arguments)
+    assert command.out, command.err
     result = json.loads(command.out.splitlines()[-1])
     assert isinstance(result, dict)
     return command, result

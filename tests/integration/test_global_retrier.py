@@ -47,6 +47,7 @@ async def storm(broker: Broker, url: str, folder: Path, seconds: float, kills_at
             await writing
             await retrier.start()
             await waiters.wait_all()
+            await retrier.wait_metric(1, "process_start_time_seconds")  # it may have had nothing to do, and just begun
             assert await retrier.stop(signal.SIGTERM) == 0, retrier.log
     finally:
         reading.cancel()

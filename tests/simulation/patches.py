@@ -69,7 +69,6 @@ PATCHES = (
                 "any(_is_retriable(error) for _, error in self.failed)",
             ),
         ),
-        quick=True,
     ),
     Patch(
         "number-freed",
