@@ -26,17 +26,18 @@ async def measure_disks() -> None:
 
 
 async def _measure(folder: Path) -> None:
+    if folder in _asked:  # by another scrape; when that one gave up, NaN stays until the disk answers
+        return
+    _asked.add(folder)
     free = size = math.nan
-    if folder not in _asked:  # else the disk has not answered the last time
-        with suppress(OSError, TimeoutError):
-            disk = await asyncio.wait_for(asyncio.to_thread(_ask, folder), _LIMIT_S)
-            free, size = disk.f_bavail * disk.f_frsize, disk.f_blocks * disk.f_frsize
+    with suppress(OSError, TimeoutError):
+        disk = await asyncio.wait_for(asyncio.to_thread(_ask, folder), _LIMIT_S)
+        free, size = disk.f_bavail * disk.f_frsize, disk.f_blocks * disk.f_frsize
     DISK_FREE.labels(str(folder)).set(free)
     DISK_SIZE.labels(str(folder)).set(size)
 
 
 def _ask(folder: Path) -> os.statvfs_result:
-    _asked.add(folder)
     try:
         return os.statvfs(folder)
     finally:
