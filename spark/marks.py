@@ -7,7 +7,7 @@ from typing import Any, Protocol, TypeVar
 from services.core.broker.contract import Reader
 from services.core.broker.errors import Unavailable
 from services.core.broker.producer import Producer
-from services.core.pipes import CONTROL
+from services.core.topic_names import CONTROL
 from services.core.transform_marks import SERVICE, TransformMark, TransformMarks, write_transform_mark
 
 T = TypeVar("T")

@@ -26,9 +26,9 @@ from services.core.event import ID
 from services.core.jvm.jars import JarsUnavailable
 from services.core.jvm.java import JavaNotFound
 from services.core.lifecycle import configure_logs, report_bad_configuration
-from services.core.pipes import dead_letter_topic, output_topic
 from services.core.sample import SampleRecord, TrialResult
 from services.core.settings import load_settings
+from services.core.topic_names import dead_letter_topic, output_topic
 from services.core.yaml_source import BadConfiguration
 from spark.brokers.contract import BatchName, DataSourceBroker, open_spark_broker
 from spark.errors import shorten

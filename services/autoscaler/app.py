@@ -18,8 +18,9 @@ from services.autoscaler.shards.scaler import ShardScaler
 from services.core.broker.contract import Broker
 from services.core.lifecycle import Supervision
 from services.core.management import serve_management
-from services.core.pipes import event_topics, load_pipes
+from services.core.pipes import load_pipes
 from services.core.startup import Readiness, open_when_reachable
+from services.core.topic_names import event_topics
 from services.core.yaml_source import BadConfiguration, Problem
 
 log = structlog.get_logger()

@@ -21,8 +21,9 @@ from services.core.broker.errors import BrokerError, UnknownTopic
 from services.core.broker.producer import Producer
 from services.core.key_marks import KeyMark, read_key_marks
 from services.core.lifecycle import wait_for_stop
-from services.core.pipes import AUDIT, PipeFile, Stream
+from services.core.pipes import PipeFile, Stream
 from services.core.times import format_time
+from services.core.topic_names import AUDIT
 
 HIGH, TARGET = 0.85, 0.7
 WINDOW_S, COOL_DOWN_S = 600.0, 3_600.0

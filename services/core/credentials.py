@@ -19,7 +19,7 @@ import structlog
 from services.core import metrics
 from services.core.certificate import untils_of_pem
 from services.core.file_watch import MAX_PRIVATE_BYTES, FileWatch, UnusableFile, read_regular
-from services.core.pipes import Secret, Tls, Webhook
+from services.core.pipe_webhook import Secret, Tls, Webhook
 from services.core.yaml_source import KeyPath
 
 log = structlog.get_logger()

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from services.core.credentials import read_credentials
 from services.core.net_guard import NetPolicy, check_destination_url, is_loopback_url
-from services.core.pipes import PipeFile, Webhook
+from services.core.pipe_webhook import Webhook
+from services.core.pipes import PipeFile
 from services.core.signing import BadSecret, read_signing_keys
 from services.core.yaml_source import Document, KeyPath, Problem
 

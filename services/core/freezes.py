@@ -17,8 +17,8 @@ from services.core.broker.errors import UnknownTopic
 from services.core.broker.producer import Producer
 from services.core.broker.record import Record
 from services.core.pauses import ControlTopic
-from services.core.pipes import CONTROL
 from services.core.times import format_time
+from services.core.topic_names import CONTROL
 from services.core.version import newer_format
 
 log = structlog.get_logger()

@@ -20,7 +20,7 @@ from services.core.broker.producer import Producer
 from services.core.broker.reading import read_topic
 from services.core.broker.record import Record
 from services.core.lifecycle import wait_for_stop
-from services.core.pipes import CONTROL
+from services.core.topic_names import CONTROL
 
 log = structlog.get_logger()
 

@@ -21,7 +21,7 @@ from services.core.broker.errors import BrokerError, OffsetOutOfRange, UnknownTo
 from services.core.broker.producer import Producer
 from services.core.broker.record import Batch, Record
 from services.core.lifecycle import wait_for_stop
-from services.core.pipes import CONTROL
+from services.core.topic_names import CONTROL
 from services.core.version import newer_format
 
 log = structlog.get_logger()

@@ -27,17 +27,15 @@ from services.core.broker.errors import BrokerError, TopicExists, UnsafeTopic
 from services.core.broker.producer import Producer
 from services.core.key_marks import read_key_marks, write_key_marks
 from services.core.ledger.report import SNAPSHOTS, TELEMETRY
-from services.core.pipes import (
+from services.core.pipes import Pipe, PipeFile, needs_retrier
+from services.core.topic_names import (
     AUDIT,
     CONTROL,
     DELAYS_S,
     RETRIER_DEAD,
     RETRY_IN,
-    Pipe,
-    PipeFile,
     dead_letter_topic,
     delay_topic,
-    needs_retrier,
     output_topic,
     parked_topic,
     retry_topic,

@@ -19,7 +19,7 @@ import structlog
 
 from services.core import metrics
 from services.core.file_watch import FileWatch, UnusableFile, read_private
-from services.core.pipes import Secret
+from services.core.pipe_webhook import Secret
 
 ID_HEADER = "webhook-id"
 TIMESTAMP_HEADER = "webhook-timestamp"

@@ -17,8 +17,8 @@ from services.core.broker.contract import Reader
 from services.core.broker.errors import OffsetOutOfRange, UnknownTopic
 from services.core.broker.producer import Producer
 from services.core.broker.record import Batch, Record
-from services.core.pipes import CONTROL
 from services.core.times import format_time
+from services.core.topic_names import CONTROL
 
 _KEY = "transform:"
 _PAGE = 500

@@ -23,12 +23,13 @@ from services.core.broker.producer import Producer
 from services.core.broker.reading import read_topic
 from services.core.broker.record import Record, TopicPartition
 from services.core.pauses import carry_pauses
-from services.core.pipes import (
+from services.core.pipes import PipeFile
+from services.core.retry_state import PREFIX
+from services.core.topic_names import (
     CONTROL,
     DELAYS_S,
     RETRIER_GROUP,
     RETRY_IN,
-    PipeFile,
     dead_letter_topic,
     delay_topic,
     delivery_group,
@@ -38,7 +39,6 @@ from services.core.pipes import (
     removed_lanes,
     retry_topic,
 )
-from services.core.retry_state import PREFIX
 from services.core.version import VERSION, newer_format
 
 _KEY = b"waiting"

@@ -19,7 +19,7 @@ from services.core.broker.producer import Producer
 from services.core.broker.record import Batch, TopicPartition
 from services.core.consuming import Membership
 from services.core.ledger.report import Span
-from services.core.pipes import parked_topic, retry_topic
+from services.core.topic_names import parked_topic, retry_topic
 from services.expel.dedup import RetryTakeover, RetryTopicFilter
 from services.expel.delivery import Delivery, Rendered, Unreadable
 from services.expel.metrics import LaneMetrics

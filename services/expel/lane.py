@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from services.core.broker.contract import Broker, Start
 from services.core.consuming import GroupMember
 from services.core.lifecycle import wait_for_stop
-from services.core.pipes import delivery_group, lane_name
+from services.core.topic_names import delivery_group, lane_name
 from services.expel.dispatcher import Dispatcher
 from services.expel.metrics import LaneMetrics
 from services.expel.pause import PauseState

@@ -18,7 +18,7 @@ from services.core.ledger.fields import FieldSample
 from services.core.ledger.report import Backlog, Breaker, Node, Span
 from services.core.ledger.report import Outcome as ReportedOutcome
 from services.core.ledger.reporter import Reporter, close_reporters
-from services.core.pipes import delivery_group
+from services.core.topic_names import delivery_group
 from services.expel.delivery import Delivery
 from services.expel.retry_policy import Failure, Outcome
 

@@ -15,7 +15,7 @@ from services.core.broker.errors import BrokerError
 from services.core.broker.producer import Producer
 from services.core.consuming import Membership
 from services.core.pauses import GONE, Pause, Pauses, write_pause
-from services.core.pipes import delivery_group, lane_name, parked_topic
+from services.core.topic_names import delivery_group, lane_name, parked_topic
 from services.expel.metrics import LaneMetrics
 
 if TYPE_CHECKING:

@@ -20,26 +20,21 @@ from services.core.key_marks import KeyMarker
 from services.core.ledger.report import TELEMETRY
 from services.core.ledger.reporter import new_instance
 from services.core.pauses import Pauses
-from services.core.pipes import (
+from services.core.pipe_webhook import Webhook
+from services.core.pipes import Destination, Pipe, Removed, is_retried, pipe_version, read_pipes
+from services.core.signing import SigningKeys, read_signing_keys, watch_secret
+from services.core.topic_names import (
     CONTROL,
     RETRY_IN,
-    Destination,
-    Pipe,
-    Removed,
-    Webhook,
     dead_letter_topic,
     delivery_topics,
-    is_retried,
     lane_name,
     parked_topic,
-    pipe_version,
-    read_pipes,
     removed_lanes,
     removed_pipes,
     renames_of,
     retry_topic,
 )
-from services.core.signing import SigningKeys, read_signing_keys, watch_secret
 from services.core.waiting import take_over_positions
 from services.core.yaml_source import BadConfiguration, Problem
 from services.expel.dispatcher import Dispatcher, LaneConfig, Sender

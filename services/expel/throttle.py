@@ -11,7 +11,7 @@ from typing import Literal
 import structlog
 
 from services.core import metrics
-from services.core.pipes import lane_name
+from services.core.topic_names import lane_name
 from services.expel.delivery import Delivery
 from services.expel.retry_policy import Failure, Outcome
 

@@ -15,10 +15,8 @@ import msgspec
 
 from services.core.broker.contract import Broker
 from services.core.pipe_references import former_lanes
-from services.core.pipes import (
-    Destination,
-    Pipe,
-    PipeFile,
+from services.core.pipes import Destination, Pipe, PipeFile
+from services.core.topic_names import (
     dead_letter_topic,
     delivery_group,
     delivery_topics,

@@ -18,8 +18,9 @@ from rich.text import Text
 from services.core.broker.contract import Broker, Reader
 from services.core.broker.errors import UnknownTopic
 from services.core.broker.record import Record
-from services.core.pipes import RETRY_IN, PipeFile, event_topics
+from services.core.pipes import PipeFile
 from services.core.provision import wanted_topics
+from services.core.topic_names import RETRY_IN, event_topics
 from services.fleet.console import make_table
 
 RECORDS_PER_PARTITION = 5_000

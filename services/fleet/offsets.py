@@ -21,17 +21,10 @@ from services.core.dead_letter import Position
 from services.core.ledger.report import TELEMETRY, pack_offset
 from services.core.ledger.reporter import Reporter, new_instance
 from services.core.pauses import Pause
-from services.core.pipes import (
-    RETRY_IN,
-    PipeFile,
-    delivery_group,
-    delivery_topics,
-    is_retried,
-    lane_name,
-    removed_lanes,
-)
+from services.core.pipes import PipeFile, is_retried
 from services.core.retry_state import state_for
 from services.core.takeover_dedup import TAIL_EVENTS, WITHIN_S
+from services.core.topic_names import RETRY_IN, delivery_group, delivery_topics, lane_name, removed_lanes
 from services.core.waiting import find_takeover, read_bookmark
 from services.fleet.paused import pause_json
 from services.fleet.problem import CommandFailed

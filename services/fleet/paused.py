@@ -10,9 +10,10 @@ from services.core.broker.contract import Broker, PartitionRange, Reader
 from services.core.broker.errors import UnknownTopic
 from services.core.broker.reading import read_topic
 from services.core.pauses import Pause, Pauses
-from services.core.pipes import Destination, PipeFile, delivery_group, lane_name, parked_topic, renames_of
+from services.core.pipes import Destination, PipeFile
 from services.core.retry_state import PREFIX
 from services.core.times import format_time
+from services.core.topic_names import delivery_group, lane_name, parked_topic, renames_of
 from services.fleet.console import make_table
 from services.fleet.dead.view import plain
 from services.fleet.problem import CommandFailed

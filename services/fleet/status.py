@@ -14,21 +14,20 @@ from services.core.broker.contract import Broker
 from services.core.broker.errors import BrokerError
 from services.core.lag import LagHistogram
 from services.core.pauses import Pause, list_paused
-from services.core.pipes import (
+from services.core.pipes import PipeFile, needs_retrier
+from services.core.scrape import Sample, scrape
+from services.core.times import format_time
+from services.core.topic_names import (
     DELAYS_S,
     RETRIER_GROUP,
     RETRY_IN,
-    PipeFile,
     delay_topic,
     delivery_group,
     delivery_topics,
     lane_name,
-    needs_retrier,
     parked_topic,
     renames_of,
 )
-from services.core.scrape import Sample, scrape
-from services.core.times import format_time
 from services.fleet.folder import FleetState
 from services.fleet.paused import pause_json
 

@@ -18,17 +18,7 @@ from services.core.broker.contract import Broker
 from services.core.broker.errors import BrokerError, GroupHasMembers, UnsafeTopic
 from services.core.broker.producer import Producer
 from services.core.pauses import carry_pauses
-from services.core.pipes import (
-    CONTROL,
-    PipeFile,
-    Removed,
-    claims_of,
-    delivery_topics,
-    lanes_of,
-    removed_lanes,
-    removed_pipes,
-    renames_of,
-)
+from services.core.pipes import PipeFile, Removed
 from services.core.provision import (
     LargerTopic,
     Provisioned,
@@ -39,6 +29,15 @@ from services.core.provision import (
 )
 from services.core.snapshot import read_broker
 from services.core.times import format_time
+from services.core.topic_names import (
+    CONTROL,
+    claims_of,
+    delivery_topics,
+    lanes_of,
+    removed_lanes,
+    removed_pipes,
+    renames_of,
+)
 from services.core.waiting import Waiting, find_waiting, hand_over_positions, read_bookmark, write_bookmark
 from services.core.yaml_source import BadConfiguration, Problem
 from services.fleet.changes import Change, Changes, find_changes

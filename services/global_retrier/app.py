@@ -12,8 +12,9 @@ from services.core.group_lag import follow_group
 from services.core.ledger.report import TELEMETRY
 from services.core.lifecycle import Supervision
 from services.core.management import serve_management
-from services.core.pipes import RETRIER_DEAD, RETRIER_GROUP, PipeFile, load_pipes
+from services.core.pipes import PipeFile, load_pipes
 from services.core.startup import Readiness, open_when_reachable
+from services.core.topic_names import RETRIER_DEAD, RETRIER_GROUP
 from services.core.yaml_source import BadConfiguration
 from services.global_retrier.delay_queue import DELAY_BY_TOPIC, SteadyClock
 from services.global_retrier.metrics import RetrierLedger

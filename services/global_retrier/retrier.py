@@ -10,7 +10,8 @@ from services.core.broker.offset_tracker import OffsetTracker
 from services.core.broker.producer import Producer
 from services.core.broker.record import Batch, TopicPartition
 from services.core.consuming import GroupMember, Membership
-from services.core.pipes import RETRIER_GROUP, PipeFile
+from services.core.pipes import PipeFile
+from services.core.topic_names import RETRIER_GROUP
 from services.global_retrier.dedup import MoveTakeover
 from services.global_retrier.delay_queue import DELAY_BY_TOPIC, Clock, DelayQueue
 from services.global_retrier.metrics import RetrierLedger, RetrierMetrics

@@ -20,9 +20,11 @@ from services.core.expected import show_expected
 from services.core.lifecycle import Supervision
 from services.core.management import serve_management
 from services.core.pauses import Pauses
-from services.core.pipes import RETRIER_DEAD, PipeFile, Secret, dead_letter_topic, lane_name, load_pipes, renames_of
+from services.core.pipe_webhook import Secret
+from services.core.pipes import PipeFile, load_pipes
 from services.core.signing import BadSecret, SigningKeys, read_signing_keys, watch_secret
 from services.core.startup import Readiness, open_when_reachable
+from services.core.topic_names import RETRIER_DEAD, dead_letter_topic, lane_name, renames_of
 from services.core.yaml_source import BadConfiguration, Problem
 from services.observer.alarms import AlarmWebhook
 from services.observer.backlogs import Backlogs

@@ -7,7 +7,8 @@ import structlog
 from services.core.broker.contract import Admin, Lag
 from services.core.broker.errors import BrokerError
 from services.core.lifecycle import wait_for_stop
-from services.core.pipes import PipeFile, delivery_group, delivery_topics
+from services.core.pipes import PipeFile
+from services.core.topic_names import delivery_group, delivery_topics
 from services.observer.view import ShardView
 
 log = structlog.get_logger()

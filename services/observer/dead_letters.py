@@ -21,8 +21,9 @@ from services.core.broker.record import Batch
 from services.core.causes import Causes
 from services.core.dead_letter import DeadLetter, Position
 from services.core.lifecycle import wait_for_stop
-from services.core.pipes import PipeFile, dead_letter_topic, lane_name, renames_of
+from services.core.pipes import PipeFile
 from services.core.times import format_time, parse_time
+from services.core.topic_names import dead_letter_topic, lane_name, renames_of
 from services.observer import problems
 from services.observer.http import Refused, json_answer, read_query
 

@@ -7,7 +7,7 @@ import msgspec
 
 from services.core.ledger.minute import MINUTE_MS
 from services.core.pauses import Pause
-from services.core.pipes import lane_name
+from services.core.topic_names import lane_name
 from services.core.units import format_count
 from services.observer.ledger.flow import Step
 from services.observer.ledger.settlement import Row

@@ -15,7 +15,7 @@ from services.core.broker.contract import Broker
 from services.core.broker.errors import BrokerError, DataDamaged, OffsetOutOfRange
 from services.core.broker.record import TopicPartition
 from services.core.lifecycle import wait_for_stop
-from services.core.pipes import CONTROL
+from services.core.topic_names import CONTROL
 
 log = structlog.get_logger()
 

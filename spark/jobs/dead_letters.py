@@ -13,8 +13,8 @@ from services.core.broker.record import Record, TopicPartition
 from services.core.causes import normalise
 from services.core.dead_letter import MAX_DETAIL, make_dead_letter
 from services.core.event import ID
-from services.core.pipes import dead_letter_topic
 from services.core.times import format_time
+from services.core.topic_names import dead_letter_topic
 from spark.brokers.contract import BatchName
 from spark.jobs.query import Query
 from spark.records import RecordOffset, from_arrow

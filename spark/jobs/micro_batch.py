@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from pyspark.sql import DataFrame, Observation
 from pyspark.sql import functions as f
 
-from services.core.pipes import output_topic
+from services.core.topic_names import output_topic
 from spark.brokers.contract import BatchName, OriginFormat, is_too_much
 from spark.errors import is_of_broker, shorten
 from spark.health import PART

@@ -9,7 +9,7 @@ import structlog
 from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
 
-from services.core.pipes import dead_letter_topic, output_topic
+from services.core.topic_names import dead_letter_topic, output_topic
 from services.core.transform_marks import TransformMark
 from services.core.yaml_source import BadConfiguration, Problem
 from spark.brokers.contract import SparkBroker

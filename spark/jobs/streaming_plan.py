@@ -16,7 +16,7 @@ from pyspark.sql import DataFrame
 from pyspark.sql import functions as f
 from pyspark.sql.streaming.query import StreamingQuery
 
-from services.core.pipes import output_topic
+from services.core.topic_names import output_topic
 from spark.errors import is_of_broker, shorten
 from spark.java import progress_since
 from spark.jobs.attempts import Stopping

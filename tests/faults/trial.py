@@ -20,8 +20,9 @@ from services.core.broker.kafka import KafkaBroker
 from services.core.broker.log import LogBroker
 from services.core.broker.record import TopicPartition
 from services.core.event import read_id
-from services.core.pipes import dead_letter_topic, load_pipes
+from services.core.pipes import load_pipes
 from services.core.provision import ensure_topics
+from services.core.topic_names import dead_letter_topic
 from tests.faults.fleet import DEADLINE, Fleet, Service, open_fleet, wait_until
 from tests.faults.sender import Sender
 from tests.faults.sink import Sink, open_sink

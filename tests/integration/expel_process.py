@@ -21,7 +21,7 @@ from services.core.broker.producer import Producer
 from services.core.broker.record import Record, TopicPartition
 from services.core.ledger.report import TELEMETRY
 from services.core.pauses import OPERATOR, Pause, write_pause
-from services.core.pipes import CONTROL, parked_topic, retry_topic
+from services.core.topic_names import CONTROL, parked_topic, retry_topic
 from tests.support.ports import free_port
 from tests.unit.expel.receiver import DEADLINE
 

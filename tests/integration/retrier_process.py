@@ -16,8 +16,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from services.core.broker.contract import Broker
 from services.core.broker.producer import Producer
 from services.core.broker.record import Record, TopicPartition
-from services.core.pipes import RETRY_IN, retry_topic
 from services.core.retry_state import RetryState, unwrap, wrap
+from services.core.topic_names import RETRY_IN, retry_topic
 from tests.support.ports import free_port
 
 DEADLINE_S = 240.0

@@ -13,16 +13,16 @@ import services.core.broker.retry as retry_module
 from services.core.broker.record import Record, TopicPartition
 from services.core.dead_letter import PREFIX as DEAD_PREFIX
 from services.core.event import ID
-from services.core.pipes import (
+from services.core.pipes import PipeFile
+from services.core.retry_state import PREFIX as RETRY_PREFIX
+from services.core.topic_names import (
     CONTROL,
     RETRIER_DEAD,
     RETRIER_GROUP,
-    PipeFile,
     dead_letter_topic,
     delivery_group,
     delivery_topics,
 )
-from services.core.retry_state import PREFIX as RETRY_PREFIX
 from tests.simulation.choice import PROCESS_FAULTS, STREAM, choose
 from tests.simulation.clock import follow, seed_everything
 from tests.simulation.cluster import Cluster

@@ -17,9 +17,10 @@ from services.core.broker.producer import Producer, send_by_key
 from services.core.broker.record import Batch, Record, TopicPartition
 from services.core.ledger.reporter import Reporter, close_reporters, new_instance
 from services.core.lifecycle import Supervision, wait_for_stop
-from services.core.pipes import Pipe, PipeFile, output_topic
+from services.core.pipes import Pipe, PipeFile
 from services.core.settings import Settings
 from services.core.startup import open_when_reachable
+from services.core.topic_names import output_topic
 from tests.simulation.machine import current_process
 
 FILTERED = 7

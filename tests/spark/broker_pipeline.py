@@ -14,7 +14,7 @@ from services.core.broker.contract import Broker, TopicSpec
 from services.core.broker.errors import TopicExists, Unavailable
 from services.core.broker.record import Record
 from services.core.ledger.report import TELEMETRY, Report, decode_report
-from services.core.pipes import CONTROL
+from services.core.topic_names import CONTROL
 from spark.brokers.contract import open_spark_broker
 from spark.jobs.job import Job
 from spark.settings import SelectedPipes, TransformSettings, load_pipes

@@ -17,7 +17,7 @@ from services.core.broker.partitioner import split_by_key
 from services.core.broker.record import Record
 from services.core.event import read_id
 from services.core.ledger.report import TELEMETRY, Report, decode_report
-from services.core.pipes import CONTROL
+from services.core.topic_names import CONTROL
 from tests.spark.log_pipeline import read_topic
 
 _MAIN = "import runpy, spark.service; spark.service.SETTLE_S = 0.5; runpy.run_module('spark', run_name='__main__')"

@@ -12,7 +12,7 @@ from services.core.broker.connect import open_broker
 from services.core.broker.contract import TopicSpec
 from services.core.broker.errors import Unavailable
 from services.core.broker.producer import Producer
-from services.core.pipes import CONTROL
+from services.core.topic_names import CONTROL
 from services.core.transform_marks import TransformMark, write_transform_mark
 from spark.errors import shorten
 from spark.jobs.checkpoint import CheckpointDamaged

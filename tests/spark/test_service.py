@@ -19,7 +19,7 @@ from services.core.broker.log.topics import delete_topic
 from services.core.broker.record import Record
 from services.core.event import read_id
 from services.core.pauses import Pause
-from services.core.pipes import CONTROL
+from services.core.topic_names import CONTROL
 from tests.spark.log_pipeline import event, numbers, wait_for
 from tests.spark.service_process import LogService
 

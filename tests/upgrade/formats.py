@@ -38,9 +38,10 @@ from services.core.ledger.report import (
     unpack_numbers,
 )
 from services.core.pauses import Pause, list_paused, write_pause
-from services.core.pipes import AUDIT, CONTROL, PipeFile
+from services.core.pipes import PipeFile
 from services.core.retry_state import RetryState, read_wait, unwrap, wrap
 from services.core.snapshot import copy_in, write_snapshot
+from services.core.topic_names import AUDIT, CONTROL
 from services.core.waiting import Bookmark, read_bookmark, write_bookmark
 from services.fleet.folder import FleetState, ProcessState, read_state, write_state
 from services.observer.follower import Follower

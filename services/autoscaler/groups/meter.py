@@ -10,8 +10,8 @@ from services.autoscaler.groups.drivers.contract import Group, Member
 from services.autoscaler.groups.members import Instance
 from services.autoscaler.groups.observer import Lane
 from services.autoscaler.groups.policy import GroupFigures
-from services.core.pipes import RETRIER_GROUP
 from services.core.scrape import Sample, scrape
+from services.core.topic_names import RETRIER_GROUP
 
 FAILING_SHARE = 0.2
 """A receiver that fails this share of its requests causes lag, even while its breaker is closed."""

@@ -8,10 +8,11 @@ from services.core.dead_letter import DeadLetter
 from services.core.event import ORIGIN, Origin
 from services.core.ledger.report import MAX_NUMBER
 from services.core.pauses import Pause
-from services.core.pipes import PipeFile, dead_letter_topic
+from services.core.pipes import PipeFile
 from services.core.retry_state import state_of
 from services.core.story.reports import Reports, present_lane
 from services.core.story.search import Found
+from services.core.topic_names import dead_letter_topic
 
 DEAD = dead_letter_topic("")
 

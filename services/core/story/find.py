@@ -14,22 +14,7 @@ from services.core.broker.reading import scan
 from services.core.dead_letter import Position
 from services.core.event import ID, ORIGIN, Origin
 from services.core.pauses import list_paused
-from services.core.pipes import (
-    AUDIT,
-    DELAYS_S,
-    RETRIER_DEAD,
-    RETRY_IN,
-    PipeFile,
-    dead_letter_topic,
-    delay_topic,
-    delivery_group,
-    delivery_topics,
-    lane_name,
-    output_topic,
-    parked_topic,
-    renames_of,
-    retry_topic,
-)
+from services.core.pipes import PipeFile
 from services.core.story.facts import Event, Facts, lane_of
 from services.core.story.model import EventStory, Searched, SearchedTopic, Story
 from services.core.story.reports import Reports, read_reports
@@ -47,6 +32,21 @@ from services.core.story.search import (
 )
 from services.core.story.tell import tell_event
 from services.core.times import format_time
+from services.core.topic_names import (
+    AUDIT,
+    DELAYS_S,
+    RETRIER_DEAD,
+    RETRY_IN,
+    dead_letter_topic,
+    delay_topic,
+    delivery_group,
+    delivery_topics,
+    lane_name,
+    output_topic,
+    parked_topic,
+    renames_of,
+    retry_topic,
+)
 
 DAY_MS = 86_400_000
 _V7_BEFORE_MS, _V7_AFTER_MS = 120_000, 3_600_000

@@ -8,21 +8,21 @@ from services.core.dead_letter import DeadLetter, Position
 from services.core.event import read_arrival
 from services.core.ledger.report import Outcome
 from services.core.masking import mask_text
-from services.core.pipes import (
+from services.core.pipes import Destination
+from services.core.retry_state import RetryState, state_of
+from services.core.story.facts import DEAD, Event, Facts, lane_of
+from services.core.story.model import EventStory, Lane, Moment, Passage, PipeStory, State
+from services.core.story.search import EARLY_MS, Found, time_of
+from services.core.times import format_time
+from services.core.topic_names import (
     DELAYS_S,
     RETRY_IN,
-    Destination,
     delay_topic,
     delivery_group,
     lane_name,
     parked_topic,
     retry_topic,
 )
-from services.core.retry_state import RetryState, state_of
-from services.core.story.facts import DEAD, Event, Facts, lane_of
-from services.core.story.model import EventStory, Lane, Moment, Passage, PipeStory, State
-from services.core.story.search import EARLY_MS, Found, time_of
-from services.core.times import format_time
 from services.core.units import format_count
 
 _SHOWN_OUTPUTS = 20

@@ -17,7 +17,7 @@ import msgspec
 import structlog
 
 from services.core.credentials import MAX_VALUE, Held
-from services.core.pipes import OAuth
+from services.core.pipe_webhook import OAuth
 from services.expel.retry_policy import MAX_HOLD, Failure, parse_retry_after
 from services.expel.webhook.authorization import Credential, NoCredential, mask_secret
 from services.expel.webhook.client import BadResponse, HttpClient, Response

@@ -20,7 +20,8 @@ from services.core.broker.log.backup import copy_log
 from services.core.broker.log.cut import take_cut
 from services.core.broker.log.data_folder import DataFolder
 from services.core.folders import make_folder, sync_folder
-from services.core.pipes import Secret, load_pipes
+from services.core.pipe_webhook import Secret
+from services.core.pipes import load_pipes
 from services.core.snapshot import list_copies, original_of
 from services.core.times import format_time
 from services.core.version import VERSION

@@ -17,8 +17,9 @@ from services.core.broker.record import Record, estimate_size
 from services.core.dead_letter import DeadLetter, Position, event_time, strip
 from services.core.ledger.report import since_span
 from services.core.ledger.reporter import Reporter, new_instance
-from services.core.pipes import PipeFile, lane_name, removed_lanes, retry_topic
+from services.core.pipes import PipeFile
 from services.core.retry_state import BadRetryRecord, RetryState, read_state, read_wait, wrap
+from services.core.topic_names import lane_name, removed_lanes, retry_topic
 from services.fleet.console import print_note
 from services.fleet.dead.audit import Auditor
 from services.fleet.pace import Pace

@@ -8,8 +8,9 @@ from typing import Literal
 from services.core.broker.contract import Lag
 from services.core.broker.record import TopicPartition
 from services.core.pauses import Pause
-from services.core.pipes import PipeFile, delivery_group, lane_name
+from services.core.pipes import PipeFile
 from services.core.scrape import Sample
+from services.core.topic_names import delivery_group, lane_name
 from services.core.transform_marks import TransformMark
 from services.fleet.folder import FleetState
 

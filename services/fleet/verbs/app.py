@@ -12,8 +12,9 @@ import typer
 from typer.models import CommandInfo, TyperInfo
 
 from services.core.dead_letter import Position
-from services.core.pipes import load_pipes, renames_of
+from services.core.pipes import load_pipes
 from services.core.times import parse_time
+from services.core.topic_names import renames_of
 from services.core.version import VERSION
 from services.core.yaml_source import BadConfiguration
 from services.fleet.dead.found import Filter

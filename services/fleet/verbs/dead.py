@@ -12,7 +12,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from services.core.audit import DISCARD
 from services.core.broker.producer import Producer
 from services.core.dead_letter import DeadLetter, Position
-from services.core.pipes import PipeFile, lane_name, load_pipes
+from services.core.pipes import PipeFile, load_pipes
+from services.core.topic_names import lane_name
 from services.core.units import format_count
 from services.fleet.access import find_broker, find_pipes, opened
 from services.fleet.console import ERR, OUT, print_note

@@ -17,8 +17,9 @@ from services.core.audit import RESET, SKIP
 from services.core.broker.contract import Broker
 from services.core.broker.producer import Producer
 from services.core.pauses import Pause, list_paused
-from services.core.pipes import PipeFile, load_pipes, renames_of
+from services.core.pipes import PipeFile, load_pipes
 from services.core.times import date_of, parse_time
+from services.core.topic_names import renames_of
 from services.core.transform_marks import TransformMark, read_transform_mark
 from services.core.units import format_count
 from services.fleet.access import find_broker, find_fleet, find_pipes, opened

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from services.core.credentials import BadCredential, read_value
 from services.core.masking import mask_text
-from services.core.pipes import Secret
+from services.core.pipe_webhook import Secret
 from services.core.signing import BadSecret, SigningKey, read_signing_keys
 from services.fleet.console import OUT, print_note
 from services.fleet.problem import CommandFailed

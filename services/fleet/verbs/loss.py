@@ -10,7 +10,7 @@ import uvloop
 from rich.table import Table
 from rich.text import Text
 
-from services.core.pipes import is_of_retrier
+from services.core.topic_names import is_of_retrier
 from services.core.units import format_count
 from services.fleet.console import OUT, make_table, print_note
 from services.fleet.observer_client import find_observer, get_json, loss_table

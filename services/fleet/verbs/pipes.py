@@ -8,7 +8,8 @@ from typing import Annotated, Any
 import typer
 import uvloop
 
-from services.core.pipes import PipeFile, removed_lanes, removed_pipes
+from services.core.pipes import PipeFile
+from services.core.topic_names import removed_lanes, removed_pipes
 from services.core.units import DURATION_PATTERN, SIZE_PATTERN, format_count, format_duration, format_size
 from services.core.waiting import Waiting
 from services.core.yaml_source import BadConfiguration

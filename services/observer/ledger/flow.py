@@ -5,7 +5,8 @@ from typing import NamedTuple
 import msgspec
 
 from services.core.ledger.report import Node
-from services.core.pipes import PipeFile, is_retried, renames_of
+from services.core.pipes import PipeFile, is_retried
+from services.core.topic_names import renames_of
 
 
 class Step(NamedTuple):

@@ -28,8 +28,9 @@ from services.core.broker.producer import Producer
 from services.core.broker.record import Record
 from services.core.key_marks import write_key_marks
 from services.core.metrics import INGEST_BYTES
-from services.core.pipes import AUDIT, PipeFile, Stream
+from services.core.pipes import PipeFile, Stream
 from services.core.provision import Recorder, ensure_topics
+from services.core.topic_names import AUDIT
 from services.fleet.dead.audit import read_audit
 from tests.contract.traffic import append
 from tests.support.metrics_port import serve_metrics

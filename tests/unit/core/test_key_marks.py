@@ -12,7 +12,7 @@ from services.core.broker.log import LogBroker
 from services.core.broker.producer import Producer
 from services.core.broker.record import Record
 from services.core.key_marks import KeyMarker, read_key_marks, write_key_marks
-from services.core.pipes import CONTROL
+from services.core.topic_names import CONTROL
 from tests.contract.traffic import append, until
 
 

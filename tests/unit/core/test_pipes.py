@@ -4,15 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from services.core.pipes import (
-    PipeFile,
-    dead_letter_topic,
-    delivery_group,
-    delivery_topics,
-    load_pipes,
-    needs_retrier,
-    output_topic,
-)
+from services.core.pipes import PipeFile, load_pipes, needs_retrier
+from services.core.topic_names import dead_letter_topic, delivery_group, delivery_topics, output_topic
 from services.core.yaml_source import BadConfiguration
 
 GOOD = """\

@@ -15,7 +15,8 @@ from services.core.broker.producer import Producer
 from services.core.broker.record import Record
 from services.core.key_marks import read_key_marks, write_key_marks
 from services.core.ledger.report import SNAPSHOTS, TELEMETRY
-from services.core.pipes import AUDIT, CONTROL, DELAYS_S, RETRIER_DEAD, RETRY_IN, SCHEDULE, PipeFile, delay_topic
+from services.core.pipe_webhook import SCHEDULE
+from services.core.pipes import PipeFile
 from services.core.provision import (
     LargerTopic,
     Recorder,
@@ -24,6 +25,7 @@ from services.core.provision import (
     find_larger,
     wanted_topics,
 )
+from services.core.topic_names import AUDIT, CONTROL, DELAYS_S, RETRIER_DEAD, RETRY_IN, delay_topic
 from services.fleet.dead.audit import read_audit
 from tests.contract.traffic import append
 

@@ -30,12 +30,13 @@ from services.core.dead_letter import Position, make_dead_letter
 from services.core.event import ARRIVAL, ID, ORIGIN, Origin
 from services.core.ledger.report import TELEMETRY, OriginSet, Report, pack_numbers
 from services.core.pauses import Pause, write_pause
-from services.core.pipes import PipeFile, delay_topic
+from services.core.pipes import PipeFile
 from services.core.provision import ensure_topics
 from services.core.retry_state import RetryState, wrap
 from services.core.story.find import Scope, find_story, make_scope, time_of_id
 from services.core.story.model import EventStory, Lane, Story
 from services.core.story.search import Limits, TimeRange
+from services.core.topic_names import delay_topic
 from services.fleet.verbs.event import print_events
 
 NOW = int(time.time() * 1000) - 10_000  # before the acts of operators, also when a test runs alone

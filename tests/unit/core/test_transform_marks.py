@@ -11,7 +11,7 @@ from services.core.broker.producer import Producer
 from services.core.broker.record import Record
 from services.core.key_marks import read_key_marks, write_key_marks
 from services.core.pauses import Pause, list_paused, write_pause
-from services.core.pipes import CONTROL
+from services.core.topic_names import CONTROL
 from services.core.transform_marks import TransformMarks, read_transform_mark, write_transform_mark
 from services.core.waiting import Bookmark, read_bookmark, write_bookmark
 

@@ -20,8 +20,8 @@ from services.core.broker.record import Record
 from services.core.freezes import Freeze, Freezes, write_freeze
 from services.core.ledger.report import BadReport, NewerReport, OriginSet, Report, decode_known, pack_numbers
 from services.core.pauses import Pause, Pauses, write_pause
-from services.core.pipes import CONTROL
 from services.core.snapshot import copy_in, write_snapshot
+from services.core.topic_names import CONTROL
 from services.core.version import newer_format
 from services.core.waiting import Bookmark, read_bookmark, write_bookmark
 from services.fleet.folder import STATE_FILE, read_state

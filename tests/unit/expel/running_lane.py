@@ -11,7 +11,7 @@ from services.core.broker.producer import Producer
 from services.core.broker.record import Record, TopicPartition
 from services.core.broker.retry import AppendPolicy
 from services.core.pauses import Pause, Pauses, write_pause
-from services.core.pipes import CONTROL
+from services.core.topic_names import CONTROL
 from services.expel.delivery import Delivery
 from services.expel.dispatcher import Dispatcher
 from services.expel.lane import Lane

@@ -18,7 +18,8 @@ from services.core.broker.connect import open_broker
 from services.core.credentials import BadCredential, Credentials, Held, read_tls, read_value, watch_credentials
 from services.core.destination_check import check_destinations, find_exposed_secrets
 from services.core.net_guard import NetPolicy
-from services.core.pipes import PipeFile, Secret, Tls, Webhook, load_pipes
+from services.core.pipe_webhook import Secret, Tls, Webhook
+from services.core.pipes import PipeFile, load_pipes
 from services.core.provision import ensure_topics
 from services.core.yaml_source import parse_yaml, validate_document
 from services.expel.settings import ExpelSettings

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from services.core.broker.connect import open_broker
 from services.core.credentials import Held
 from services.core.net_guard import NetPolicy
-from services.core.pipes import OAuth, Secret, load_pipes
+from services.core.pipe_webhook import OAuth, Secret
+from services.core.pipes import load_pipes
 from services.core.provision import ensure_topics
 from services.core.signing import SigningKeys
 from services.expel.retry_policy import Failure

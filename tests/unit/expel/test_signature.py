@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from standardwebhooks.webhooks import Webhook, WebhookVerificationError
 
-from services.core.pipes import Secret
+from services.core.pipe_webhook import Secret
 from services.core.signing import BadSecret, BadSignature, SigningKey, read_signing_keys, sign, verify
 
 OLD = "whsec_" + base64.b64encode(b"o" * 24).decode()

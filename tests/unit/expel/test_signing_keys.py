@@ -11,7 +11,8 @@ from prometheus_client import REGISTRY
 
 from services.core import file_watch
 from services.core.broker.connect import open_broker
-from services.core.pipes import Secret, load_pipes
+from services.core.pipe_webhook import Secret
+from services.core.pipes import load_pipes
 from services.core.provision import ensure_topics
 from services.core.signing import BadSignature, SigningKey, SigningKeys, verify, watch_secret
 from services.expel.plan import read_plan, watch_secrets

@@ -16,7 +16,7 @@ from prometheus_client import REGISTRY
 
 from services.core.credentials import BadCredential, Held, read_credentials, read_tls, watch_credentials
 from services.core.net_guard import NetPolicy, parse_networks
-from services.core.pipes import Tls, Webhook
+from services.core.pipe_webhook import Tls, Webhook
 from services.expel.webhook import client as http_client
 from services.expel.webhook.client import HttpClient
 from services.expel.webhook.resolver import AddressInfo, Resolver

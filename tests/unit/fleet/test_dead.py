@@ -19,10 +19,11 @@ from services.core.broker.record import Batch, Record, TopicPartition
 from services.core.causes import Causes, normalise
 from services.core.dead_letter import DeadLetter, Position
 from services.core.ledger.report import TELEMETRY, decode_report, unpack_numbers
-from services.core.pipes import AUDIT, PipeFile
+from services.core.pipes import PipeFile
 from services.core.provision import ensure_topics
 from services.core.retry_state import unwrap
 from services.core.times import parse_time
+from services.core.topic_names import AUDIT
 from services.expel.dedup import RetryTopicFilter
 from services.fleet.dead.audit import AuditedActions, Auditor, read_audit
 from services.fleet.dead.found import DeadLetterSearch, Filter, restore, with_payloads

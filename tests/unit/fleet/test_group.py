@@ -20,11 +20,12 @@ from services.core.broker.errors import Unavailable
 from services.core.broker.producer import Producer
 from services.core.broker.record import Record, TopicPartition
 from services.core.ledger.report import TELEMETRY, decode_report, unpack_numbers
-from services.core.pipes import RETRY_IN, load_pipes
+from services.core.pipes import load_pipes
 from services.core.provision import ensure_topics
 from services.core.retry_state import RetryState, wrap
 from services.core.takeover_dedup import WITHIN_S
 from services.core.times import format_time
+from services.core.topic_names import RETRY_IN
 from services.core.transform_marks import TransformMark, read_transform_mark, write_transform_mark
 from services.fleet.dead.audit import read_audit, whoami
 from services.fleet.observer_client import loss_table

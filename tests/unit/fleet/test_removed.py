@@ -9,10 +9,11 @@ import pytest
 from services.core.broker.connect import open_broker
 from services.core.broker.record import TopicPartition
 from services.core.dead_letter import DeadLetter, Position, make_dead_letter
-from services.core.pipes import RETRIER_GROUP, delay_topic, load_pipes
+from services.core.pipes import load_pipes
 from services.core.provision import ensure_topics
 from services.core.retry_state import unwrap
 from services.core.snapshot import read_contents, write_snapshot
+from services.core.topic_names import RETRIER_GROUP, delay_topic
 from services.core.yaml_source import BadConfiguration
 from services.fleet.dead.redrive import RedriveRecord, RedriveTargets
 from services.fleet.plan import make_plan

@@ -15,8 +15,9 @@ from services.core.broker.log import broker as log_broker
 from services.core.broker.producer import Producer
 from services.core.broker.record import Record, TopicPartition
 from services.core.pauses import OPERATOR, Pause, Pauses, write_pause
-from services.core.pipes import load_pipes, pipe_version, renames_of
+from services.core.pipes import load_pipes, pipe_version
 from services.core.retry_state import unwrap
+from services.core.topic_names import renames_of
 from services.fleet.changes import find_changes
 from services.fleet.problem import CommandFailed
 from services.fleet.topics import check_changes, prepare

@@ -15,7 +15,7 @@ from services.core.broker.contract import TopicSpec
 from services.core.broker.log import LogBroker
 from services.core.broker.producer import Producer
 from services.core.ledger.report import SNAPSHOTS
-from services.core.pipes import AUDIT
+from services.core.topic_names import AUDIT
 from services.fleet.dead.audit import read_audit
 from services.fleet.observer_client import Observer
 from services.fleet.verbs import loss

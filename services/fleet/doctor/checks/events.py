@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import Iterator
 
-from services.core.pipes import RETRIER_DEAD
+from services.core.topic_names import RETRIER_DEAD
 from services.core.units import format_count
 from services.fleet.doctor.diagnosis import Finding, about
 from services.fleet.doctor.facts import Facts

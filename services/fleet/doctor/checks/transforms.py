@@ -3,8 +3,8 @@
 from collections import defaultdict
 from collections.abc import Iterator
 
-from services.core.pipes import output_topic
 from services.core.times import format_time
+from services.core.topic_names import output_topic
 from services.core.units import format_count
 from services.fleet.doctor.diagnosis import Finding, about
 from services.fleet.doctor.facts import Checkpoint, Facts

@@ -16,12 +16,13 @@ from services.core.broker.record import TopicPartition
 from services.core.dead_letter import DeadLetter, Position
 from services.core.event import read_arrival
 from services.core.pauses import list_paused
-from services.core.pipes import (
+from services.core.pipes import PipeFile
+from services.core.provision import wanted_topics
+from services.core.topic_names import (
     DELAYS_S,
     RETRIER_DEAD,
     RETRIER_GROUP,
     RETRY_IN,
-    PipeFile,
     dead_letter_topic,
     delay_topic,
     delivery_group,
@@ -30,7 +31,6 @@ from services.core.pipes import (
     renames_of,
     retry_topic,
 )
-from services.core.provision import wanted_topics
 from services.core.transform_marks import TransformMarks
 from services.fleet.doctor.facts import Facts, Letters
 from services.fleet.doctor.looks.bounds import bounded, describe, in_thread

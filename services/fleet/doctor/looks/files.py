@@ -8,9 +8,11 @@ from services.core.bearer import read_tokens
 from services.core.certificate import untils_of_pem
 from services.core.credentials import BadCredential, find_secret, read_tls, read_value
 from services.core.keys import load_keys
-from services.core.pipes import PipeFile, Tls, Webhook, lane_name, output_topic
+from services.core.pipe_webhook import Tls, Webhook
+from services.core.pipes import PipeFile
 from services.core.signing import BadSecret, read_signing_keys
 from services.core.snapshot import list_copies, original_of
+from services.core.topic_names import lane_name, output_topic
 from services.core.yaml_source import BadConfiguration
 from services.fleet.doctor.diagnosis import about
 from services.fleet.doctor.facts import Certificate, Checkpoint, Disk, Facts, FileFault

@@ -8,7 +8,7 @@ import pytest
 
 from services.core.broker.contract import Broker, TopicSpec
 from services.core.broker.producer import Producer
-from services.core.pipes import CONTROL
+from services.core.topic_names import CONTROL
 from services.observer import follower, standby
 from services.observer.alarms import Alarm
 from services.observer.follower import StandsBy
