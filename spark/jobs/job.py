@@ -68,7 +68,7 @@ class Job:
         """ledger: whether to report the outcome of each event. suspects: shared by all jobs of a process."""
         self.pipe = prepared.pipe
         self._watchdog, self._suspects = watchdog or Watchdog(BATCH_TIMEOUT_S), suspects or SuspectLock()
-        self._attempts = Attempts(prepared.version, real_time=prepared.transform.mode == "real-time")
+        self._attempts = Attempts(prepared.version, real_time=prepared.real_time)
         self._prepared, self._broker, self._marks = prepared, broker, marks
         self._checkpoints, self._ledger = checkpoints, ledger
         self._reporter: PipeReporter | None = None

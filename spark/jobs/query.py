@@ -64,7 +64,7 @@ class Query:
 
     @property
     def real_time(self) -> bool:
-        return self.prepared.transform.mode == "real-time"
+        return self.prepared.real_time
 
     def beside(self, name: str) -> "Query":
         """Another query of the same pipe, with a checkpoint of its own."""

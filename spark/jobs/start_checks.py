@@ -44,10 +44,10 @@ def check_suitability(
     for each in prepared:
         key = ("pipes", each.pipe, "transform")
         text_key = (*key, "python" if each.transform.sql is None else "sql")
-        if each.transform.mode == "real-time" and not broker.real_time:
+        if each.real_time and not broker.real_time:
             remedy = "real-time mode needs Kafka. Try: mode: micro-batch"
             problems.append(selected.document.problem((*key, "mode"), remedy))
-        elif each.transform.mode == "real-time":
+        elif each.real_time:
             needed += broker.count_partitions(session, list(each.views))
         elif changed := _changed_state(session, settings, each):
             problems.append(selected.document.problem(text_key, changed))

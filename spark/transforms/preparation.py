@@ -30,7 +30,8 @@ from spark.transforms.view import SourceView
 class Prepared:
     """A pipe's transform, ready to run. views: by source stream, in the pipe's order.
 
-    row_by_row: each micro-batch may be computed by itself (see `is_stateless`). version: of the pipe's definition.
+    row_by_row: each micro-batch may be computed by itself (see `is_stateless`). real_time: it runs in Spark's real-time mode;
+    what the pipe file asks for is `transform.mode`. version: of the pipe's definition.
     """
 
     pipe: str
@@ -39,6 +40,7 @@ class Prepared:
     definition: Definition
     out: OutShape
     row_by_row: bool
+    real_time: bool = False
     version: str = ""
 
     @property
@@ -54,7 +56,7 @@ class Prepared:
     @property
     def per_batch(self) -> bool:
         """Whether it runs on each micro-batch by itself; else it is part of the streaming plan."""
-        return self.row_by_row and self.transform.mode == "micro-batch"
+        return self.row_by_row and not self.real_time
 
     @property
     def deduplicates(self) -> bool:
@@ -98,11 +100,11 @@ def prepare_pipes(session: SparkSession, selected: SelectedPipes, *, max_bytes: 
 def _prepare(session: SparkSession, document: Document, file: PipeFile, name: str, max_bytes: int) -> Prepared:
     pipe = file.pipes[name]
     assert pipe.transform is not None
-    views, timed, stamped = {}, pipe.transform.watermark is not None, pipe.transform.mode == "real-time"
+    views, timed, real_time = {}, pipe.transform.watermark is not None, pipe.transform.mode == "real-time"
     for stream in pipe.sources:
         try:
             columns = _parse_columns(file.streams[stream].columns, timed=timed)
-            views[stream] = SourceView(columns, timed=timed, stamped=stamped)
+            views[stream] = SourceView(columns, timed=timed, stamped=real_time)
         except (PySparkException, BadTransform) as error:
             raise BadConfiguration([document.problem(("streams", stream, "columns"), shorten(error))]) from error
     key = ("pipes", name, "transform", "sql" if pipe.transform.sql is not None else "python")
@@ -116,7 +118,7 @@ def _prepare(session: SparkSession, document: Document, file: PipeFile, name: st
             result.schema,
             declared=declared,
             max_bytes=max_bytes,
-            stamped=stamped,
+            stamped=real_time,
             decimals_as_text=decimals_as_text,
         )
         _ = out.apply(result).schema
@@ -130,7 +132,7 @@ def _prepare(session: SparkSession, document: Document, file: PipeFile, name: st
                 f"would leave out events by chance: {', '.join(parts)}. Try: WHERE, or deduplicate_within for duplicates"
             )
         row_by_row = is_stateless(result)
-        if pipe.transform.mode == "real-time" and not row_by_row:
+        if real_time and not row_by_row:
             raise BadTransform("is not a stateless query, which real-time mode needs. Try: mode: micro-batch")
     except (PySparkException, BadTransform) as error:
         undeclared = [stream for stream, view in views.items() if view.columns is None]
@@ -141,7 +143,7 @@ def _prepare(session: SparkSession, document: Document, file: PipeFile, name: st
         ) from error
     except Exception as error:  # the operator's own code: any error is a mistake in that file
         raise BadConfiguration([document.problem(key, f"{type(error).__name__}: {shorten(error)}")]) from error
-    return Prepared(name, pipe.transform, views, definition, out, row_by_row, pipe_version(pipe))
+    return Prepared(name, pipe.transform, views, definition, out, row_by_row, real_time, pipe_version(pipe))
 
 
 _UNRESOLVED = re.compile(r"\[UNRESOLVED_COLUMN.*? with name (\S+) cannot be resolved")
