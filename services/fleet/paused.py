@@ -77,8 +77,15 @@ def _state_of(pipe: str, destination: Destination, pauses: Pauses) -> Destinatio
     return DestinationState(pipe, destination.name, "replaying" if found is not None and is_keyed else "running")
 
 
+def split_lane(name: str, pipe: str | None) -> tuple[str, str | None]:
+    """The destination and its pipe, where a person may write `PIPE/DESTINATION`, as it is shown, in place of the name."""
+    of_pipe, _, destination = name.partition("/")
+    return (destination, of_pipe) if destination and pipe is None else (name, pipe)
+
+
 def choose(known: list[DestinationState], name: str, pipe: str | None) -> list[DestinationState]:
     """The destinations of this name, in every pipe or in one. Raises CommandFailed when there is none."""
+    name, pipe = split_lane(name, pipe)
     chosen = [one for one in known if one.destination == name and pipe in (None, one.pipe)]
     if not chosen:
         where = "" if pipe is None else f" in the pipe {pipe}"

@@ -65,17 +65,17 @@ def make_plan(
         shared += ["--config", config]
     data = settings.data.absolute()
     token = str(data / OBSERVER_TOKEN_FILE)
-    observer = settings.observer if parse_address(settings.observer)[1] else f"127.0.0.1:{free_port()}"
+    listen, observer = _with_port(settings.listen), _with_port(settings.observer)
     services = [_spec("observer", 1, "services.observer", [*shared, "--listen", observer, "--token-file", token])]
     if has_retrier:
         services.append(_spec("retrier", 1, "services.global_retrier", shared))
-    reach = ["--own-addresses", settings.listen, "--allow-networks", settings.allow_networks]
+    reach = ["--own-addresses", listen, "--allow-networks", settings.allow_networks]
     services += [_spec("expel", number, "services.expel", [*shared, *reach]) for number in range(1, settings.expel + 1)]
     if any(pipe.transform is not None for pipe in pipes.pipes.values()):
         services.append(_spec("transform", 1, "spark", [*shared, "--data", str(data)]))
     shares_port = ["--reuse-port", "true"] if settings.ingest > 1 or settings.autoscale else []
     services += [
-        _spec("ingest", number, "services.ingest", [*shared, "--listen", settings.listen, *shares_port])
+        _spec("ingest", number, "services.ingest", [*shared, "--listen", listen, *shares_port])
         for number in range(1, settings.ingest + 1)
     ]
     if settings.autoscale:
@@ -94,13 +94,18 @@ def make_plan(
         data,
         broker,
         copy_in(snapshot, settings.pipes),
-        settings.listen,
+        listen,
         observer,
         tuple(services),
         settings.ready_within,
         settings.drain,
         keys,
     )
+
+
+def _with_port(address: str) -> str:
+    """The address with a free port in place of port 0: several processes and every client must know it."""
+    return address if parse_address(address)[1] else f"{address.removesuffix('0')}{free_port()}"
 
 
 def _spec(service: str, number: int, module: str, arguments: list[str]) -> ServiceSpec:

@@ -26,6 +26,7 @@ from services.fleet.paused import (
     destination_table,
     list_destinations,
     read_pauses,
+    split_lane,
 )
 from services.fleet.verbs.app import APP, AsJson, BrokerUrl, Data, PipeName, Pipes, Since, Until, example, make_filter
 
@@ -34,7 +35,7 @@ APP.add_typer(DESTINATION, name="destination")
 
 SHOWN, LIMIT = 20, 1000
 
-Name = Annotated[str, typer.Argument(help="The destination's name.")]
+Name = Annotated[str, typer.Argument(help="The destination's name, or PIPE/DESTINATION.")]
 
 
 @DESTINATION.command(
@@ -51,6 +52,7 @@ def show(
     as_json: AsJson = False,
 ) -> None:
     """Show whether a destination is paused, and its dead letters by cause, the most frequent first."""
+    name, pipe = split_lane(name, pipe)
     where = make_filter(pipe, name, None, since, until, pipes=find_pipes(None, data))
     causes, paused = uvloop.run(_read_state(find_broker(broker, data), where, name, pipe, settled=everything))
     found = causes.most_common()

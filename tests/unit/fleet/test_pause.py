@@ -84,6 +84,17 @@ def test_an_unknown_name_lists_the_known_ones(shell: Shell) -> None:
         assert "Try: one of: a/billing, b/billing, b/other" in shell.err
 
 
+def test_a_destination_is_found_by_the_name_that_is_shown(shell: Shell) -> None:
+    """Broken: the name in a table is refused, and the refusal recommends the same name."""
+    assert shell.run("destination", "pause", "a/billing") == 0
+    assert "a/billing is paused since 20" in shell.err
+    assert listed(shell) == {"a/billing": "paused", "b/billing": "running", "b/other": "running"}
+    assert shell.run("destination", "show", "a/billing", "--json") == 0
+    assert json.loads(shell.out)["paused"][0]["pipe"] == "a"
+    assert shell.run("destination", "pause", "c/billing") == 2
+    assert "no webhook destination billing in the pipe c" in shell.err
+
+
 def test_a_transform_is_paused_until_resumed(shell: Shell, folder: Path) -> None:
     """Broken: an operator cannot pause a transform or explain the pause, or the pause of a transform stops a destination."""
     for reason, words in (("wrong VAT", ""), ("again", "already ")):  # the second one changes nothing

@@ -1,0 +1,23 @@
+"""The processes of a fleet, planned from its settings."""
+
+from pathlib import Path
+
+from services.core.address import parse_address
+from services.core.pipes import load_pipes
+from services.core.snapshot import read_contents, write_snapshot
+from services.fleet.plan import make_plan
+from services.fleet.settings import UpSettings
+
+
+def test_port_0_becomes_one_free_port_for_all(tmp_path: Path) -> None:
+    """Broken: `up --listen 127.0.0.1:0` tells people to send events to port 0, and each ingest listens on a port of its own."""
+    path = tmp_path / "pipes.yaml"
+    path.write_text("version: 1\nstreams: {s: {}, t: {}}\npipes: {p: {sources: [s], destinations: [{name: d, stream: t}]}}\n")
+    write_snapshot(tmp_path / "snapshot", read_contents([path]))
+    settings = UpSettings(pipes=path, data=tmp_path / "data", listen="[::1]:0", observer="127.0.0.1:0", ingest=2)
+    plan = make_plan(settings, load_pipes(path), "log:", None, tmp_path / "snapshot", has_retrier=False)
+    (ingest_host, ingest_port), (_, observer_port) = parse_address(plan.listen), parse_address(plan.observer)
+    assert ingest_host == "::1"
+    assert ingest_port and observer_port and ingest_port != observer_port
+    arguments = [spec.arguments for spec in plan.services if spec.service == "ingest"]
+    assert [given[given.index("--listen") + 1] for given in arguments] == [plan.listen] * 2
