@@ -12,7 +12,9 @@ from services.fleet.settings import UpSettings
 def test_port_0_becomes_one_free_port_for_all(tmp_path: Path) -> None:
     """Broken: `up --listen 127.0.0.1:0` tells people to send events to port 0, and each ingest listens on a port of its own."""
     path = tmp_path / "pipes.yaml"
-    path.write_text("version: 1\nstreams: {s: {}, t: {}}\npipes: {p: {sources: [s], destinations: [{name: d, stream: t}]}}\n")
+    path.write_text(
+        "version: 1\nstreams: {s: {}, t: {}}\npipes: {p: {sources: [s], destinations: [{name: d, stream: t}]}}\n"
+    )
     write_snapshot(tmp_path / "snapshot", read_contents([path]))
     settings = UpSettings(pipes=path, data=tmp_path / "data", listen="[::1]:0", observer="127.0.0.1:0", ingest=2)
     plan = make_plan(settings, load_pipes(path), "log:", None, tmp_path / "snapshot", has_retrier=False)
