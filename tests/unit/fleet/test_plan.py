@@ -20,6 +20,7 @@ def test_port_0_becomes_one_free_port_for_all(tmp_path: Path) -> None:
     plan = make_plan(settings, load_pipes(path), "log:", None, tmp_path / "snapshot", has_retrier=False)
     (ingest_host, ingest_port), (_, observer_port) = parse_address(plan.listen), parse_address(plan.observer)
     assert ingest_host == "::1"
-    assert ingest_port and observer_port and ingest_port != observer_port
+    assert 0 not in (ingest_port, observer_port)
+    assert ingest_port != observer_port
     arguments = [spec.arguments for spec in plan.services if spec.service == "ingest"]
     assert [given[given.index("--listen") + 1] for given in arguments] == [plan.listen] * 2
