@@ -5,7 +5,9 @@ to any of this. Kafka's own Java classes, which `jvm` gives access to, are publi
 """
 
 import json
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from py4j.protocol import Py4JError, Py4JNetworkError  # type: ignore[import-untyped]
@@ -50,6 +52,13 @@ def java_process(session: SparkSession) -> Any:
 def why_ended(status: int) -> str:
     """The reason for the end of Spark's Java, by its exit status, for a person."""
     return "it ran out of memory" if status == _OUT_OF_MEMORY else f"status {status}"
+
+
+def ship_python(session: SparkSession, code: Path) -> None:
+    """Give all executors this zip of Python packages. The driver goes on with the packages that it has."""
+    session.sparkContext.addPyFile(str(code))
+    added = [path for path in sys.path if Path(path).name == code.name]
+    sys.path[:] = [path for path in sys.path if path not in added]  # files beside our modules cannot be opened in a zip
 
 
 def clear_active_session(session: SparkSession) -> None:

@@ -24,9 +24,10 @@ from spark.jobs.attempts import SETTLE_S, SuspectLock
 from spark.jobs.job import Job
 from spark.jobs.start_checks import check_suitability
 from spark.marks import BrokerMarks, Marks
+from spark.master import MasterKind
 from spark.scratch import Scratch
-from spark.session import open_session
-from spark.settings import SelectedPipes, TransformSettings, load_pipes
+from spark.session import Cluster, open_session
+from spark.settings import SelectedPipes, TransformSettings, check_master, load_pipes
 from spark.transforms.preparation import Prepared, prepare_pipes
 
 T = TypeVar("T")
@@ -59,6 +60,7 @@ class QueriesBrokenError(RuntimeError):
 
 async def start(settings: TransformSettings, supervision: Supervision) -> None:
     """Run the selected pipes until the stop. Raises BadConfiguration for every mistake that shows before an event is read."""
+    check_master(settings)
     selected = await run_blocking(lambda: load_pipes(settings), "pipes")
     health = PipesHealth(selected.names)
     show_expected(selected.file, ledger=settings.ledger)
@@ -98,11 +100,23 @@ async def start(settings: TransformSettings, supervision: Supervision) -> None:
 def _open(
     settings: TransformSettings, broker: SparkBroker, selected: SelectedPipes, scratch: Path
 ) -> tuple[SparkSession, list[Prepared]]:
-    kafka = broker.needs_kafka_jars
-    session = open_session(master=settings.master, memory=settings.memory, kafka=kafka, scratch=scratch)
+    session = open_session(
+        master=settings.master,
+        memory=settings.memory,
+        kafka=broker.needs_kafka_jars,
+        scratch=scratch,
+        cluster=cluster_of(settings),
+    )
     prepared = prepare_pipes(session, selected, max_bytes=broker.max_record_bytes)
     check_suitability(session, settings, broker, selected, prepared)
     return session, prepared
+
+
+def cluster_of(settings: TransformSettings) -> Cluster | None:
+    """None for a local master."""
+    if settings.master_kind() is MasterKind.LOCAL:
+        return None
+    return Cluster(settings.driver_address(), settings.executor_settings())
 
 
 def _make_job(

@@ -4,6 +4,7 @@ import logging
 import os
 import sys
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 
 import pyspark
@@ -11,18 +12,16 @@ from pyspark.sql import SparkSession
 
 from services.core.jvm.jars import SPARK_KAFKA, jar_set
 from services.core.jvm.java import NO_PERF_FILE, java_env
-from spark.java import clear_active_session, java_process, set_active_session
+from spark.java import clear_active_session, java_process, set_active_session, ship_python
+from spark.master import PACKAGES, DriverAddress, Executors, cluster_settings, kind_of, write_code
 from spark.sources.source import BrokerSource
 
-_PACKAGES = Path(__file__).parents[1]
 _LOG4J = Path(__file__).with_name("log4j2.properties")
 
 # A reason for each. The others have Spark's defaults.
 _SETTINGS = {
     "spark.ui.enabled": "false",  # a port and a second of start-up that nobody uses: the metrics are on our own port
     "spark.ui.showConsoleProgress": "false",
-    "spark.driver.host": "127.0.0.1",
-    "spark.driver.bindAddress": "127.0.0.1",
     "spark.scheduler.mode": "FAIR",  # a pipe with a backlog does not delay the others
     "spark.locality.wait": "0",
     "spark.cleaner.periodicGC.interval": "5min",
@@ -70,13 +69,31 @@ _SILENCED = ("SQLQueryContextLogger", "py4j.clientserver")
 """Loggers that print plans and stacks of errors that we log in one line."""
 
 
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """Where a cluster's executors reach this process, and what they are."""
+
+    driver: DriverAddress
+    executors: Executors
+
+
+_LOCAL_SETTINGS = {"spark.driver.host": "127.0.0.1", "spark.driver.bindAddress": "127.0.0.1"}
+
+
 def open_session(
-    *, master: str, memory: int, kafka: bool, scratch: Path, archive_to: Path | None = None
+    *,
+    master: str,
+    memory: int,
+    kafka: bool,
+    scratch: Path,
+    cluster: Cluster | None = None,
+    archive_to: Path | None = None,
 ) -> SparkSession:
     """Start Java and Spark: seconds. Blocking. kafka: with the connector's jars, which may have to be fetched.
 
-    scratch: an existing folder for all temporary files of Java, of Spark and of its Python workers. archive_to: Java writes its
-    classes there at its end. Raises JavaNotFound, JarsUnavailable.
+    scratch: an existing folder for all temporary files of Java, of Spark and of its Python workers. cluster: None for a local
+    master. archive_to: Java writes its classes there at its end. Raises JavaNotFound, JarsUnavailable, and Spark's error when a
+    cluster's master cannot be reached.
     """
     os.environ.update(java_env())
     os.environ["TMPDIR"] = str(scratch)
@@ -84,10 +101,14 @@ def open_session(
     for name in _SILENCED:
         logging.getLogger(name).setLevel(logging.CRITICAL)
     # Spark's Python workers run this interpreter and import this project.
-    os.environ["PYSPARK_PYTHON"] = os.environ["PYSPARK_DRIVER_PYTHON"] = sys.executable
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_PACKAGES), os.environ.get("PYTHONPATH")]))
+    os.environ["PYSPARK_DRIVER_PYTHON"] = sys.executable
+    os.environ["PYSPARK_PYTHON"] = sys.executable if cluster is None else cluster.executors.python
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(PACKAGES), os.environ.get("PYTHONPATH")]))
     builder = SparkSession.builder.master(master).appName("penstock")
-    for name, value in _SETTINGS.items():
+    of_master = _LOCAL_SETTINGS
+    if cluster is not None:
+        of_master = cluster_settings(kind_of(master), cluster.driver, cluster.executors)
+    for name, value in (_SETTINGS | of_master).items():
         builder = builder.config(name, value)
     builder = builder.config("spark.driver.memory", f"{memory >> 20}m")
     builder = builder.config("spark.driver.maxResultSize", f"{max(memory >> 22, 16)}m")
@@ -98,10 +119,15 @@ def open_session(
     if archive_to is not None:
         archive = [f"-XX:ArchiveClassesAtExit={archive_to}", "-Xlog:disable"]
     builder = builder.config("spark.driver.extraJavaOptions", " ".join([*_JAVA_OPTIONS, temporary, *archive]))
-    builder = builder.config("spark.sql.shuffle.partitions", str(max(1, slots(master) or 2)))
+    tasks = slots(master) if cluster is None else cluster.executors.most_slots
+    builder = builder.config("spark.sql.shuffle.partitions", str(max(1, tasks or 1)))
     if kafka:
         builder = builder.config("spark.jars", ",".join(str(path) for path in jar_set(SPARK_KAFKA)))
     session = builder.getOrCreate()
+    if cluster is not None:
+        code = scratch / "penstock.zip"
+        write_code(code)
+        ship_python(session, code)
     session.dataSource.register(BrokerSource)
     return session
 

@@ -1,5 +1,8 @@
 """Settings of the transform service, and the pipes that it runs."""
 
+import os
+import sys
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, ClassVar
@@ -11,6 +14,7 @@ from services.core.pipes import PipeFile, read_pipes
 from services.core.settings import Settings
 from services.core.units import Duration, Size
 from services.core.yaml_source import BadConfiguration, Document, Problem
+from spark.master import DriverAddress, Executors, MasterKind, kind_of, parse_executors
 
 _LEAST_MEMORY = 450 << 20
 """Spark itself refuses to start with less."""
@@ -20,6 +24,16 @@ def _enough(memory: int) -> int:
     if memory < _LEAST_MEMORY:
         raise ValueError("Spark needs at least 450MiB. Try: 1GiB")
     return memory
+
+
+def _valid(parse: Callable[[str], object]) -> AfterValidator:
+    """The text as it is, when it can be parsed."""
+
+    def check(text: str) -> str:
+        parse(text)
+        return text
+
+    return AfterValidator(check)
 
 
 class TransformSettings(Settings):
@@ -35,7 +49,32 @@ class TransformSettings(Settings):
         description="Folder or object-store URI (s3a://…) of the checkpoints; empty: checkpoints/ in the data folder.",
     )
     only: str = Field("", description="Pipes to run, names joined by commas; empty: every pipe with a transform.")
-    master: str = Field("local[2]", description="Spark master; local[N] runs N tasks at once.")
+    master: Annotated[str, _valid(kind_of)] = Field(
+        "local[2]",
+        description="Spark master: local[N] runs N tasks at once in this process; spark://host:7077, k8s://https://host:443 or "
+        "yarn run them in executors of a cluster (docs/clusters.md).",
+    )
+    executors: Annotated[str, _valid(parse_executors)] = Field(
+        "2",
+        description="Executors on a cluster, e.g. 4; or e.g. 2-10: as many as the waiting tasks need.",
+    )
+    executor_cores: int = Field(2, ge=1, description="Tasks that an executor runs at once.")
+    executor_memory: Annotated[Size, AfterValidator(_enough)] = Field(
+        1 << 30, description="Heap of an executor, at least 450MiB, e.g. 2GiB."
+    )
+    executor_python: str = Field(
+        "", description="Path of Python on the executors' hosts; empty: the path of this process's Python."
+    )
+    executor_image: str = Field(
+        "", description="Container image of the executors; only on Kubernetes, and needed there."
+    )
+    driver_host: str = Field(
+        "", description="Name or address at which executors reach this process; empty: this host's address."
+    )
+    driver_bind: str = Field("", description="Address on which it listens for executors; empty: that of driver_host.")
+    driver_port: int = Field(
+        0, ge=0, le=65534, description="Port at which executors reach it, and the next one for blocks; 0: any two."
+    )
     batch_timeout: Duration = Field(
         300.0,
         description="Time limit of a batch, e.g. 5m; a tenth of it for each part of a batch that is done in parts. Beyond the "
@@ -55,9 +94,41 @@ class TransformSettings(Settings):
             return self.checkpoints.rstrip("/")
         return str(Path(self.checkpoints).absolute() if self.checkpoints else self.data.absolute() / "checkpoints")
 
+    def master_kind(self) -> MasterKind:
+        return kind_of(self.master)
+
+    def driver_address(self) -> DriverAddress:
+        return DriverAddress(self.driver_host, self.driver_bind, self.driver_port)
+
+    def executor_settings(self) -> Executors:
+        """Of a cluster; meaningless on a local master."""
+        least, most = parse_executors(self.executors)
+        python = self.executor_python or sys.executable
+        return Executors(least, most, self.executor_cores, self.executor_memory, python, self.executor_image)
+
     def selected(self) -> frozenset[str]:
         """The names in `only`."""
         return frozenset(name.strip() for name in self.only.split(",") if name.strip())
+
+
+def check_master(settings: TransformSettings, environ: Mapping[str, str] = os.environ) -> None:
+    """Before Spark starts: can this master work here? Raises BadConfiguration with every mistake."""
+    kind, problems = settings.master_kind(), []
+    if kind is MasterKind.LOCAL:
+        return
+    if urlsplit(settings.broker).scheme == "log":
+        text = (
+            f"the executors of {settings.master} run on other hosts, and the embedded log is a folder of this one. "
+            "Try: master: local[4], or a broker on Kafka"
+        )
+        problems.append(Problem("master", "", text))
+    if kind is MasterKind.KUBERNETES and not settings.executor_image:
+        problems.append(Problem("executor_image", "", "Kubernetes needs it. Try: the image of this container"))
+    if kind is MasterKind.YARN and not {"HADOOP_CONF_DIR", "YARN_CONF_DIR"} & environ.keys():
+        text = "yarn needs the variable HADOOP_CONF_DIR. Try: /etc/hadoop/conf, where EMR has it"
+        problems.append(Problem("master", "", text))
+    if problems:
+        raise BadConfiguration(problems)
 
 
 @dataclass(frozen=True, slots=True)

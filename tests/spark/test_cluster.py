@@ -1,0 +1,90 @@
+"""The transform service on a Spark standalone cluster: a master and two workers, each a process of its own, and a real Kafka."""
+
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+
+from services.core.broker.record import Record
+from services.core.event import read_id
+from services.core.jvm.kafka import KafkaCluster
+from tests.spark.broker_pipeline import BrokerPipeline
+from tests.spark.log_pipeline import event, numbers
+from tests.spark.service_process import ServiceProcess
+from tests.support.spark_cluster import SparkCluster
+
+pytestmark = [pytest.mark.kafka, pytest.mark.spark]
+
+COLUMNS = "n INT"
+_MODULE = """
+import services
+import spark.records
+from pyspark.sql import DataFrame
+from pyspark.sql.functions import udf
+
+
+@udf("string")
+def shipped(n: int) -> str:
+    return spark.records.__file__
+
+
+def run(events: DataFrame) -> DataFrame:
+    return events.select("event", "n", shipped("n").alias("place"))
+"""
+
+
+@pytest.fixture(scope="module")
+def spark_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkCluster]:
+    with SparkCluster(tmp_path_factory.mktemp("cluster")) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def pipeline(kafka_cluster: KafkaCluster, tmp_path: Path) -> Iterator[BrokerPipeline]:
+    """Without a Spark in this process."""
+    no_session: Any = None
+    with BrokerPipeline(no_session, f"kafka://{kafka_cluster.bootstrap}", tmp_path, partitions=4) as pipeline:
+        yield pipeline
+
+
+def sample(number: int) -> Record:
+    return event(number, orjson.dumps({"n": number}))
+
+
+def send(pipeline: BrokerPipeline, first: int, end: int) -> None:
+    """These events, over all partitions."""
+    for partition in range(4):
+        pipeline.send([sample(n) for n in range(first + partition, end, 4)], partition)
+
+
+def on(cluster: SparkCluster) -> list[str]:
+    """The settings of a service on this cluster."""
+    driver = ["--driver-host", "127.0.0.1"]
+    executors = ["--executors", "2", "--executor-cores", "1", "--executor-memory", "450MiB"]
+    return ["--master", cluster.url, *driver, *executors, "--memory", "512MiB"]
+
+
+def test_pipe_on_two_workers(pipeline: BrokerPipeline, spark_cluster: SparkCluster, tmp_path: Path) -> None:
+    """If this fails, a pipe does not run on a cluster: its executors lack the connector, our packages or the operator's own
+    module; or the ledger does not have what they did."""
+    (tmp_path / "own.py").write_text(_MODULE)
+    pipeline.chosen(columns=COLUMNS, python="own.py:run")
+    send(pipeline, 0, 400)
+    with ServiceProcess(tmp_path, pipeline.url, *on(spark_cluster)) as service:
+        process = service.start()
+        out = pipeline.records("out", 400)
+        pipeline.send([event(1000, b"no json")])
+        assert {read_id(record) for record in pipeline.records("dead", 1)} == {"id-1000"}
+        process.terminate()
+        assert process.wait(90) == 0, service.output.read_text()[-3000:]
+    assert Counter(read_id(record) for record in out) == Counter(f"id-{n}" for n in range(400))
+    places = {orjson.loads(record.value or b"")["place"] for record in out}
+    assert all("penstock.zip" in place for place in places), (
+        "executors import our packages from where they happen to lie"
+    )
+    reports = pipeline.reports()
+    assert numbers(reports, "passed") == set(range(400))
+    assert numbers(reports, "dead") == {1000}

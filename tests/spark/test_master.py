@@ -1,0 +1,101 @@
+"""What follows from the kind of master, and what cannot work on a cluster is refused before Spark starts."""
+
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.core.yaml_source import BadConfiguration
+from spark.master import (
+    DriverAddress,
+    Executors,
+    MasterKind,
+    cluster_settings,
+    kind_of,
+    parse_executors,
+    write_code,
+)
+from spark.settings import TransformSettings, check_master
+
+
+@pytest.mark.parametrize(
+    ("master", "kind"),
+    [
+        ("local", MasterKind.LOCAL),
+        ("local[*]", MasterKind.LOCAL),
+        ("local[4,2]", MasterKind.LOCAL),
+        ("spark://one:7077,two:7077", MasterKind.STANDALONE),
+        ("k8s://https://10.0.0.1:443", MasterKind.KUBERNETES),
+        ("yarn", MasterKind.YARN),
+    ],
+)
+def test_kinds(master: str, kind: MasterKind) -> None:
+    """If this fails, a master gets the settings of another kind."""
+    assert kind_of(master) is kind
+
+
+@pytest.mark.parametrize("master", ["", "local[]", "local-cluster[2,1,1024]", "spark://one", "mesos://one:5050"])
+def test_what_is_no_master(master: str) -> None:
+    """If this fails, a mistyped master is an error of Java after seconds."""
+    with pytest.raises(ValueError, match="Try: local"):
+        kind_of(master)
+
+
+def test_numbers_of_executors() -> None:
+    """If this fails, a cluster gets another number of executors than the operator wrote."""
+    assert (parse_executors("4"), parse_executors("2-10")) == ((4, 4), (2, 10))
+    for wrong in ("", "0", "0-3", "5-2", "-1", "many", "2-", "1.5"):
+        with pytest.raises(ValueError, match="is no number of executors"):
+            parse_executors(wrong)
+
+
+def test_a_fixed_and_a_changing_number() -> None:
+    """If this fails, a standalone master gives all its cores to one service, or Spark asks for no more executors under load."""
+    driver, memory = DriverAddress("10.0.0.5", "0.0.0.0", 7000), 1 << 30
+    fixed = cluster_settings(MasterKind.STANDALONE, driver, Executors(3, 3, 2, memory, "python3"))
+    assert fixed["spark.cores.max"] == "6"
+    assert fixed["spark.executor.cores"] == "2"
+    assert not [name for name in fixed if "dynamicAllocation" in name]
+    assert (fixed["spark.driver.host"], fixed["spark.driver.bindAddress"]) == ("10.0.0.5", "0.0.0.0")
+    assert (fixed["spark.driver.port"], fixed["spark.driver.blockManager.port"]) == ("7000", "7001")
+    changing = cluster_settings(MasterKind.YARN, DriverAddress("", "", 0), Executors(2, 9, 2, memory, "python3"))
+    assert changing["spark.dynamicAllocation.minExecutors"] == "2"
+    assert changing["spark.dynamicAllocation.maxExecutors"] == "9"
+    assert changing["spark.authenticate"] == "true"
+    assert not changing.keys() & {
+        "spark.cores.max",
+        "spark.driver.host",
+        "spark.driver.port",
+        "spark.executor.instances",
+    }
+
+
+@pytest.mark.parametrize(
+    ("settings", "environ", "problem"),
+    [
+        ({"master": "spark://one:7077", "broker": "log:///var/log"}, {}, "the embedded log is a folder of this one"),
+        ({"master": "k8s://https://one", "broker": "kafka://one:9092"}, {}, "Kubernetes needs it"),
+        ({"master": "yarn", "broker": "kafka://one:9092"}, {}, "HADOOP_CONF_DIR"),
+        ({"master": "yarn", "broker": "kafka://one:9092"}, {"YARN_CONF_DIR": "/etc/hadoop/conf"}, None),
+        ({"master": "local[2]", "broker": "log:///var/log"}, {}, None),
+        ({"master": "spark://one:7077", "broker": "kafka://one:9092"}, {}, None),
+    ],
+)
+def test_what_cannot_work_is_refused(settings: dict[str, Any], environ: dict[str, str], problem: str | None) -> None:
+    """If this fails, a service on a cluster fails on every batch, and its error names no cause."""
+    if problem is None:
+        check_master(TransformSettings(**settings), environ)
+        return
+    with pytest.raises(BadConfiguration, match=problem):
+        check_master(TransformSettings(**settings), environ)
+
+
+def test_the_code_for_executors_is_that_of_the_wheel(tmp_path: Path) -> None:
+    """If this fails, executors lack a module or a file that the driver has."""
+    path = tmp_path / "code.zip"
+    write_code(path)
+    with zipfile.ZipFile(path) as archive:
+        names = set(archive.namelist())
+    assert {"spark/records.py", "services/core/jvm/jars.lock", "services/core/broker/log/blocking.py"} <= names
+    assert not [name for name in names if "__pycache__" in name or name.startswith(("tests", "bench", "infra"))]
