@@ -1,10 +1,12 @@
 """For a query whose transform is part of the streaming plan: reading its events again as a batch.
 
-Such a plan does not say which event made it fail, nor which events it dropped. So three things read events again:
-the search for culprits after a failure, the reports of batches that a crash left unreported, and the search for late events.
+Such a plan writes one output, and says neither which event made it fail, nor which events it dropped. So four things read
+events again: the search for culprits after a failure, the dead letters of a batch with bad records, the reports of batches that a
+crash left unreported, and the search for late events.
 """
 
 from collections.abc import Mapping, Sequence
+from typing import Self
 
 import msgspec
 from pyspark.sql import DataFrame
@@ -23,7 +25,15 @@ from spark.jobs.culprits import (
     list_records,
     within,
 )
-from spark.jobs.dead_letters import LATE, TRANSFORM_ERROR, reject_as, reject_late, write_dead_letters
+from spark.jobs.dead_letters import (
+    DEAD,
+    LATE,
+    TRANSFORM_ERROR,
+    reject_as,
+    reject_bad_records,
+    reject_late,
+    write_dead_letters,
+)
 from spark.jobs.query import Query
 from spark.records import OffsetRange, Offsets, RecordOffset, offset_text
 from spark.reports import BatchReport, Origins, add_outcome, collect_origins, union, without
@@ -31,9 +41,10 @@ from spark.transforms.preparation import Prepared, of_stream
 from spark.transforms.view import FAILED_CHECK, TIME
 
 REJECTS = "rejects"
-"""Names the query of the bad records: its writer and its checkpoint."""
+"""Versions before 0.3 read bad records in a second query. It names that query: its writer and its checkpoint."""
 SKIPPED_FILE = "skipped.json"
 REPORTED_FILE = "told_up_to.json"
+REJECTED_FILE = "rejected_up_to.json"
 LATE_FILE = "late_up_to.json"
 SEARCHED_EVENTS = 200_000
 """A real-time query plans no batches: when it ended processes, the search covers about this number of events after its commit."""
@@ -138,14 +149,85 @@ class TrialParts:
         _reject(self._query, self._raw, {record: reason}, read_skipped(self._query))
 
 
-class ReportedUpTo(msgspec.Struct, frozen=True):
-    """The last reported batch, and its end. batch: -1 before the first."""
+class UpTo(msgspec.Struct, frozen=True):
+    """The last batch that is done, and its end. batch: -1 before the first."""
 
     batch: int
     end: list[RecordOffset]
 
+    @classmethod
+    def at(cls, batch: int, end: Offsets) -> Self:
+        return cls(batch, [RecordOffset(*place, offset_text(offset)) for place, offset in end.items()])
+
     def offsets(self) -> Offsets:
         return {(topic, partition): int(offset) for topic, partition, offset in self.end}
+
+
+def write_up_to(query: Query, name: str, batch: int, end: Offsets) -> UpTo:
+    """Write this note beside the checkpoint, durably."""
+    up_to = UpTo.at(batch, end)
+    query.checkpoint.write_note(name, up_to)
+    return up_to
+
+
+def read_up_to(checkpoint: Checkpoint, name: str) -> Offsets:
+    """The position in this note; empty without one."""
+    known = checkpoint.read_note(name, UpTo)
+    return {} if known is None else known.offsets()
+
+
+class BadRecords:
+    """Sends the records of a query's batches that fail a check to the dead letters, one batch after the other.
+
+    The query counts them, and leaves them out. A batch that has some is read again after Spark committed it. A note beside the
+    checkpoint has the position up to which this is done. The next start reads the batches again that a crash left open.
+    """
+
+    def __init__(self, query: Query) -> None:
+        """Settles the open batches of the last run. Blocking. Raises the errors of reading and writing."""
+        self._query = query
+        newest = query.checkpoint.newest("commits")
+        known = query.checkpoint.read_note(REJECTED_FILE, UpTo)
+        if known is None:
+            former = query.checkpoint.beside(REJECTS).committed_offsets(query.broker.parse_offsets)
+            known = write_up_to(query, REJECTED_FILE, -1 if newest is None else newest - 1, former)
+        self._saved = self._done = known
+        if newest is not None:
+            self.settle(newest, bad=True)
+            self.save()
+
+    def settle(self, batch: int, *, bad: bool) -> None:
+        """This batch is done. bad: it has bad records, or may have. So may the batches since the last settled one."""
+        for following in range(self._done.batch + 1, batch + 1):
+            if following < batch and not self._query.checkpoint.has_batch("offsets", following):
+                continue  # Spark removed the file long ago: the next batch that is left covers this one
+            end, known = (
+                self._query.checkpoint.offsets(following, self._query.broker.parse_offsets),
+                self._done.offsets(),
+            )
+            # The second query of earlier versions may have been ahead.
+            further = {place: max(offset, known.get(place, 0)) for place, offset in end.items()}
+            if bad or following < batch:
+                self._reject(following, end)
+                self._done = self._saved = write_up_to(self._query, REJECTED_FILE, following, further)
+            else:
+                self._done = UpTo.at(following, further)
+
+    def save(self) -> None:
+        """Save the position. Otherwise a crash reads batches without bad records again, which is harmless."""
+        if self._done.batch > self._saved.batch:
+            self._saved = write_up_to(self._query, REJECTED_FILE, self._done.batch, self._done.offsets())
+
+    def _reject(self, batch: int, end: Offsets) -> None:
+        query, found = self._query, []
+        ranges = query.ranges_between(self._done.offsets(), end)
+        with query.watchdog.watching(f"{query.writer}:{DEAD}", f"the bad records of batch {batch}"):
+            for part in query.broker.split_ranges(ranges, query.prepared.transform.max_events):
+                found += reject_bad_records(query.prepared, query.broker.read_ranges(query.session, part))
+            report = BatchReport(query.pipe, read=len(found))
+            write_dead_letters(query, found, DEAD, batch, report)
+        if found:
+            query.report(report)
 
 
 class ReportedBatches:
@@ -157,7 +239,7 @@ class ReportedBatches:
     def __init__(self, query: Query) -> None:
         """Reports the unreported batches of the last run. Blocking. Raises the errors of reading and writing."""
         self._query = query
-        known = query.checkpoint.read_note(REPORTED_FILE, ReportedUpTo)
+        known = query.checkpoint.read_note(REPORTED_FILE, UpTo)
         newest = query.checkpoint.newest("commits")
         if known is None:  # batches from before the ledger was switched on stay outside of it
             known = self._write(-1 if newest is None else newest)
@@ -183,12 +265,9 @@ class ReportedBatches:
             self._read_again(newest)
             self.save()
 
-    def _write(self, batch: int) -> ReportedUpTo:
-        query = self._query
-        end = query.checkpoint.offsets(batch if batch >= 0 else None, query.broker.parse_offsets)
-        reported = ReportedUpTo(batch, [RecordOffset(*place, offset_text(offset)) for place, offset in end.items()])
-        query.checkpoint.write_note(REPORTED_FILE, reported)
-        return reported
+    def _write(self, batch: int) -> UpTo:
+        end = self._query.checkpoint.offsets(batch if batch >= 0 else None, self._query.broker.parse_offsets)
+        return write_up_to(self._query, REPORTED_FILE, batch, end)
 
     def _read_again(self, batch: int) -> None:
         """From the saved end to the end of this batch."""
@@ -218,13 +297,11 @@ class ReportedBatches:
 
 
 def reported_offsets(prepared: Prepared, broker: SparkBroker, checkpoint: Checkpoint) -> Offsets:
-    """The position up to which each of a pipe's queries has reported all that it read."""
+    """The position up to which all that a pipe's query has read is reported, and its bad records are, too."""
     done = checkpoint.committed_offsets(broker.parse_offsets)
     if prepared.per_batch:
         return done
-    known = checkpoint.read_note(REPORTED_FILE, ReportedUpTo)
-    reported = {} if known is None else known.offsets()
-    rejected = checkpoint.beside(REJECTS).committed_offsets(broker.parse_offsets)
+    reported, rejected = read_up_to(checkpoint, REPORTED_FILE), read_up_to(checkpoint, REJECTED_FILE)
     return {place: min(reported[place], rejected[place]) for place in reported.keys() & rejected.keys()}
 
 

@@ -164,8 +164,7 @@ def _replaced(checkpoint: Checkpoint, pipe: str, problem: str, mark: TransformMa
 def record_ran(checkpoint: Checkpoint, identity: Identity) -> bool:
     """Record that the pipe has planned a batch; returns whether it has. From then on a checkpoint without batches is damaged.
 
-    The query of bad records may finish a batch before the other query plans its first one. When the other query fails at that
-    moment, nothing is damaged.
+    A query that fails before it plans its first batch has damaged nothing.
     """
     if identity.ran:
         return True

@@ -1,7 +1,7 @@
 """A transform that is part of the streaming plan itself: in real-time mode, or one that keeps state over batches.
 
-Two queries: one transforms the events; another, in micro-batches, sends the records that fail a check to the dead letters. An
-event on which the transform raises ends the first query; `replay` then finds it, and the next run leaves it out.
+The query counts the records that fail a check, and leaves them out. A batch that has some is read again (`replay.BadRecords`). An
+event on which the transform raises ends the query; `replay` then finds it, and the next run leaves it out.
 """
 
 import time
@@ -12,7 +12,6 @@ from typing import Any
 
 import structlog
 from pyspark.errors import StreamingQueryException
-from pyspark.sql import DataFrame
 from pyspark.sql import functions as f
 from pyspark.sql.streaming.query import StreamingQuery
 
@@ -21,18 +20,9 @@ from spark.errors import is_of_broker, shorten
 from spark.java import progress_since
 from spark.jobs.attempts import Stopping
 from spark.jobs.culprits import FailureStreak, exactly
-from spark.jobs.dead_letters import DEAD, reject_bad_records, write_dead_letters
-from spark.jobs.query import (
-    POLL_S,
-    BatchHandler,
-    MicroBatchQuery,
-    Query,
-    has_completed_trigger,
-    is_in_trigger,
-    wait_for_end,
-)
+from spark.jobs.query import POLL_S, Query, has_completed_trigger, is_in_trigger, wait_for_end
 from spark.jobs.replay import (
-    REJECTS,
+    BadRecords,
     LateEvents,
     ReportedBatches,
     read_skipped,
@@ -61,8 +51,6 @@ REAL_TIME_BATCH = "15 seconds"
 """A real-time query processes each event at once and commits its progress so often; after a crash it repeats at most that.
 
 Events wait during a commit, 0.2 to 0.6 s: with 5 seconds these were more than 5 % of them."""
-REJECT_EVERY_S = 5.0
-"""Nobody waits for dead letters, and each poll for them delays the events that are transformed."""
 _OUT = "out"
 _TOOK = "took"
 _WRITTEN_AT = "_penstock_written"
@@ -71,12 +59,13 @@ _PROGRESS_KEPT = 10
 
 
 class StreamingPlanQuery:
-    """Both running queries of one pipe."""
+    """The running query of one pipe."""
 
     def __init__(self, query: Query) -> None:
-        """Starts them."""
+        """Starts it."""
         self._query = query
         self._streak = FailureStreak(query.checkpoint)
+        self._bad = BadRecords(query)
         self._reported = ReportedBatches(query) if query.ledger else None
         self._late = LateEvents(query) if query.prepared.transform.watermark is not None else None
         with query.watchdog.watching(query.writer, "the search for events that end the process"):
@@ -84,15 +73,6 @@ class StreamingPlanQuery:
         self._start_transforming()
         self._last_batch = -1
         self._at_work: tuple[int, bool] | None = None
-        beside = query.beside(REJECTS)
-        interval = max(REJECT_EVERY_S, query.prepared.transform.interval)
-        try:
-            self._rejects = MicroBatchQuery(
-                beside, beside.source(), RejectHandler(beside), name=f"{query.pipe}.dead", interval=interval
-            )
-        except BaseException:
-            self._transforming.stop()
-            raise
 
     def _start_transforming(self) -> None:
         self._query.attempts.record_working()
@@ -100,7 +80,6 @@ class StreamingPlanQuery:
 
     def wait(self) -> None:
         """Raises TransformBroken, too."""
-        self._rejects.wait()
         try:
             wait_for_end(self._transforming, self._query.watchdog)
         except StreamingQueryException as error:
@@ -128,7 +107,7 @@ class StreamingPlanQuery:
         self._at_work = (self._last_batch, at_work)
 
     def has_completed_trigger(self) -> bool:
-        return has_completed_trigger(self._transforming) and self._rejects.has_completed_trigger()
+        return has_completed_trigger(self._transforming)
 
     def stop(self, may_wait: Callable[[], bool]) -> None:
         """Stops right after a batch of a real-time query: in the middle of one, the next run would repeat the batch."""
@@ -145,14 +124,13 @@ class StreamingPlanQuery:
             self._record_progress()
         except Exception as error:  # the next start does it
             log.warning("last_batch_not_reported", pipe=self._query.pipe, error=shorten(error))
-        self._rejects.stop(may_wait)
 
     def _record_progress(self) -> None:
         """Report the batches since the last call."""
         for progress in progress_since(self._transforming, self._last_batch):
             # The progress of an idle query has the number of the batch to come.
             if "addBatch" in progress["durationMs"]:
-                report = _to_report(self._query, progress)
+                report, bad = _to_report(self._query, progress)
                 if self._reported is None:
                     self._query.report(report)
                 else:
@@ -162,9 +140,11 @@ class StreamingPlanQuery:
                 self._query.checkpoint.make_durable(self._last_batch)
                 if report.read:
                     self._streak.reset()
+                self._bad.settle(self._last_batch, bad=bad > 0)
                 if self._late is not None:
                     dropped = any(state["numRowsDroppedByWatermark"] for state in progress["stateOperators"])
                     self._late.settle(self._last_batch, dropped=dropped)
+        self._bad.save()
         if self._reported is not None:
             self._reported.save()
 
@@ -220,11 +200,11 @@ def _metrics(query: Query) -> tuple[list[Any], list[Any]]:
     return in_metrics, out_metrics
 
 
-def _to_report(query: Query, progress: Any) -> BatchReport:
-    """In real-time mode from the times of each event, else from the begin and the end of the batch."""
+def _to_report(query: Query, progress: Any) -> tuple[BatchReport, int]:
+    """And the number of bad records. In real-time mode from the times of each event, else from the begin and end of the batch."""
     report, lasted = BatchReport(query.pipe), progress["batchDuration"]
     begun = round(datetime.fromisoformat(progress["timestamp"]).timestamp() * 1000)
-    gathered, written = [], ""
+    gathered, written, bad = [], "", 0
     for name, row in progress["observedMetrics"].items():
         after = 0 if query.real_time or not row["events"] else begun - row["began"]
         if name == _OUT:
@@ -236,21 +216,11 @@ def _to_report(query: Query, progress: Any) -> BatchReport:
             elif query.prepared.out.stamped:
                 report.took = read_lags(row[_TOOK])
         else:
+            bad += row["bad"]
             events = row["events"] - row["bad"]
             report.read += events
             gathered.append((row[ORIGINS] if query.ledger else "", events))
             report.lag_in += read_lags(row["lags"], later_ms=max(0, after))  # a repeated batch began long ago
     if query.ledger:
         add_settled(report, gathered, written)
-    return report
-
-
-class RejectHandler(BatchHandler):
-    """Sends the records that fail a check to the dead letters, and ignores the events."""
-
-    def process(self, raw: DataFrame, batch_id: int) -> BatchReport:
-        """One pass over the batch; only the bad records leave Spark."""
-        found = reject_bad_records(self.query.prepared, raw)
-        report = BatchReport(self.query.pipe, read=len(found))
-        write_dead_letters(self.query, found, DEAD, batch_id, report)
-        return report
+    return report, bad
