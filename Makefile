@@ -34,6 +34,7 @@ $(STAMP): $(EMULATOR) infra/lock/dev.txt
 
 jars: $(RUN)
 	@$(PY) -m services.core.jvm.jars
+	@$(PY) -m spark.jvm.classes > /dev/null
 
 # Half a minute once, for tests that start Spark: each start then takes half as long.
 classes: setup

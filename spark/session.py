@@ -13,6 +13,7 @@ from pyspark.sql import SparkSession
 from services.core.jvm.jars import SPARK_KAFKA, jar_set
 from services.core.jvm.java import NO_PERF_FILE, java_env
 from spark.java import clear_active_session, java_process, set_active_session, ship_python
+from spark.jvm.classes import EXTENSIONS, classes_jar
 from spark.master import PACKAGES, DriverAddress, Executors, cluster_settings, kind_of, write_code
 from spark.sources.source import BrokerSource
 
@@ -45,6 +46,7 @@ _SETTINGS = {
     "spark.sql.streaming.checkpointFileManagerClass": (
         "org.apache.spark.sql.execution.streaming.checkpointing.FileSystemBasedCheckpointFileManager"
     ),
+    "spark.sql.extensions": EXTENSIONS,
     "spark.sql.streaming.stopTimeout": "10s",
     "spark.sql.streaming.minBatchesToRetain": "20",
     "spark.sql.streaming.numRecentProgressUpdates": "50",
@@ -89,7 +91,8 @@ def open_session(
     cluster: Cluster | None = None,
     archive_to: Path | None = None,
 ) -> SparkSession:
-    """Start Java and Spark: seconds. Blocking. kafka: with the connector's jars, which may have to be fetched.
+    """Start Java and Spark: seconds. Blocking. kafka: with the connector's jars, which may have to be fetched. The first
+    start on a machine compiles our classes, too.
 
     scratch: an existing folder for all temporary files of Java, of Spark and of its Python workers. cluster: None for a local
     master. archive_to: Java writes its classes there at its end. Raises JavaNotFound, JarsUnavailable, and Spark's error when a
@@ -121,8 +124,8 @@ def open_session(
     builder = builder.config("spark.driver.extraJavaOptions", " ".join([*_JAVA_OPTIONS, temporary, *archive]))
     tasks = slots(master) if cluster is None else cluster.executors.most_slots
     builder = builder.config("spark.sql.shuffle.partitions", str(max(1, tasks or 1)))
-    if kafka:
-        builder = builder.config("spark.jars", ",".join(str(path) for path in jar_set(SPARK_KAFKA)))
+    jars = [classes_jar(), *(jar_set(SPARK_KAFKA) if kafka else [])]
+    builder = builder.config("spark.jars", ",".join(map(str, jars)))
     session = builder.getOrCreate()
     if cluster is not None:
         code = scratch / "penstock.zip"

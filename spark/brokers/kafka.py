@@ -27,7 +27,6 @@ from spark.reports import (
     began,
     count_by_lag,
     gather_origins,
-    in_text,
     read_lags,
     read_observed,
     with_origin,
@@ -129,7 +128,7 @@ class KafkaSparkBroker(SparkBroker):
     def write(self, frame: DataFrame, topic: str, batch: BatchName, origins: OriginFormat) -> Written:
         """When executing the frame fails, some of its records may have been written. Times are within 0.26 % of their age."""
         seen = Observation()
-        observed = [in_text(count_by_lag(age(f.col("timestamp")))).alias("lags"), began()]
+        observed = [count_by_lag(age(f.col("timestamp"))).alias("lags"), began()]
         if origins is not OriginFormat.NONE:
             frame = with_origin(frame, timed=origins is OriginFormat.TIMED)
             observed.append(gather_origins().alias(ORIGINS))

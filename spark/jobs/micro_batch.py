@@ -44,7 +44,6 @@ from spark.reports import (
     collect_text,
     count_by_lag,
     gather_origins,
-    in_text,
     read_lags,
     read_observed,
     split_count,
@@ -83,7 +82,7 @@ class TransformHandler(BatchHandler):
         super().__init__(query)
         self._makes_new = query.ledger and not query.prepared.out.carries_events
         events = f.count(f.lit(1)).alias("events")
-        lags = in_text(count_by_lag(age(f.col(TIME)))).alias("lags")
+        lags = count_by_lag(age(f.col(TIME))).alias("lags")
         self._in_metrics = [events, lags, f.count(FAILED_CHECK).alias("bad")]
         self._origins, self._packed = OriginFormat.NONE, False
         if query.ledger:

@@ -11,7 +11,7 @@ from pyspark.sql import functions as f
 from services.core.broker.record import Record
 from services.core.event import ID
 from services.core.lag import LagHistogram
-from spark.reports import count_by_lag, in_text, read_lags
+from spark.reports import count_by_lag, read_lags
 from tests.spark.log_pipeline import LogPipeline
 
 SHARES = (0.5, 0.95, 0.99)
@@ -49,7 +49,7 @@ def test_every_event_is_counted_with_its_lag(spark: SparkSession) -> None:
     lags = [*range(-150, 190), *(round(1.003**n) for n in range(1, 8_500)), 0, 0, 0]
     seen = Observation()
     frame = spark.createDataFrame([(lag,) for lag in lags], "lag LONG").observe(
-        seen, in_text(count_by_lag(f.col("lag"))).alias("lags")
+        seen, count_by_lag(f.col("lag")).alias("lags")
     )
     frame.write.format("noop").mode("overwrite").save()
     found = read_lags(seen.get["lags"])

@@ -1,0 +1,93 @@
+"""Our own classes for Spark's Java: the Scala files beside this one, as one jar that is compiled once on each machine.
+
+The compiler is the one in pyspark's jars: of the version that Spark was built with, without a download, and content with a JRE.
+The jar is among the fetched ones ($PENSTOCK_JARS or ~/.cache/penstock/jars). Its name has a digest of the sources and of all that
+the result depends on, so another version of either compiles its own. ADR 0006 says why there are such classes at all.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import importlib.metadata
+import importlib.util
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from services.core.jvm.jars import JarsUnavailable, cache_folder
+from services.core.jvm.java import NO_PERF_FILE, find_java
+
+EXTENSIONS = "penstock.Functions"
+"""For Spark's setting `spark.sql.extensions`: it registers the functions below in each session."""
+LAGS = "penstock_lags"
+ORIGINS = "penstock_origins"
+_COMPILE_TIMEOUT_S = 300.0
+_OPTIONS = ("-usejavacp", "-deprecation", "-Xlint", "-Werror")
+
+
+def classes_jar() -> Path:
+    """The jar with all our classes. Blocks for up to half a minute when it has to compile: one process of a machine does it.
+
+    Raises JavaNotFound, JarsUnavailable, OSError.
+    """
+    sources = sorted(Path(__file__).parent.glob("*.scala"))
+    jar = cache_folder() / f"penstock-classes-{_digest(sources)}.jar"
+    if not jar.is_file():
+        jar.parent.mkdir(parents=True, exist_ok=True)
+        with jar.with_suffix(".lock").open("a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not jar.is_file():
+                _compile(sources, jar)
+    return jar
+
+
+def _digest(sources: list[Path]) -> str:
+    parts = [importlib.metadata.version("pyspark"), *_OPTIONS]
+    for source in sources:
+        parts += [source.name, source.read_text(encoding="utf-8")]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:12]
+
+
+def _compile(sources: list[Path], jar: Path) -> None:
+    """A jar under this name is complete: it gets the name when it is on the disk."""
+    print(f"Compiling Penstock's classes for Spark, once, into {jar} ...", file=sys.stderr)
+    with tempfile.TemporaryDirectory(dir=jar.parent, prefix=".compiling-") as scratch:
+        made = Path(scratch) / "classes.jar"
+        java = [str(find_java().executable), NO_PERF_FILE, "-XX:TieredStopAtLevel=1", "-XX:+UseSerialGC"]
+        command = [*java, f"-Djava.io.tmpdir={scratch}", "-cp", f"{_pyspark_jars()}{os.sep}*", "scala.tools.nsc.Main"]
+        command += [*_OPTIONS, "-d", str(made), *map(str, sources)]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=_COMPILE_TIMEOUT_S, check=False)  # noqa: S603
+        except subprocess.TimeoutExpired as error:
+            raise JarsUnavailable(
+                f"the classes for Spark were not compiled within {_COMPILE_TIMEOUT_S:.0f} s. {_REMEDY}"
+            ) from error
+        if done.returncode != 0 or not made.is_file():
+            raise JarsUnavailable(
+                f"the classes for Spark were not compiled (status {done.returncode}). {_REMEDY}\n"
+                + "\n".join((done.stdout + done.stderr).splitlines()[-12:])
+            )
+        with made.open("rb") as file:
+            os.fsync(file.fileno())
+        made.rename(jar)
+
+
+_REMEDY = (
+    "Try: again on a machine with 1 GB of free memory, and with the pyspark that Penstock names; or copy the jar from a machine "
+    "that has it."
+)
+
+
+def _pyspark_jars() -> Path:
+    # The import of pyspark would take a second.
+    spec = importlib.util.find_spec("pyspark")
+    for folder in (spec.submodule_search_locations or []) if spec else []:
+        return Path(folder, "jars")
+    raise JarsUnavailable("pyspark, which has the compiler, is not installed here. Try: make setup")
+
+
+if __name__ == "__main__":
+    print(classes_jar())
