@@ -24,6 +24,7 @@ EXTENSIONS = "penstock.Functions"
 """For Spark's setting `spark.sql.extensions`: it registers the functions below in each session."""
 LAGS = "penstock_lags"
 ORIGINS = "penstock_origins"
+_SOURCES = Path(__file__).parent
 _COMPILE_TIMEOUT_S = 300.0
 _OPTIONS = ("-usejavacp", "-deprecation", "-Xlint", "-Werror")
 
@@ -33,7 +34,7 @@ def classes_jar() -> Path:
 
     Raises JavaNotFound, JarsUnavailable, OSError.
     """
-    sources = sorted(Path(__file__).parent.glob("*.scala"))
+    sources = sorted(_SOURCES.glob("*.scala"))
     jar = cache_folder() / f"penstock-classes-{_digest(sources)}.jar"
     if not jar.is_file():
         jar.parent.mkdir(parents=True, exist_ok=True)

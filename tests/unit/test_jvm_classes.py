@@ -49,9 +49,9 @@ def test_other_sources_are_another_jar(tmp_path: Path, monkeypatch: pytest.Monke
     assert classes.classes_jar() == first
     folder = tmp_path / "jvm"
     folder.mkdir()
-    for source in Path(classes.__file__).parent.glob("*.scala"):
+    for source in classes._SOURCES.glob("*.scala"):
         shutil.copy(source, folder)
     with (folder / "Functions.scala").open("a") as source_file:
         source_file.write("// another\n")
-    monkeypatch.setattr(classes, "__file__", str(folder / "classes.py"))
+    monkeypatch.setattr(classes, "_SOURCES", folder)
     assert classes.classes_jar() != first
