@@ -47,6 +47,11 @@ class Watchdog:
         """This query begins some work; its earlier work has ended. share: of the limit, for this work."""
         self._begun[query] = (work, self._clock(), share * self.limit)
 
+    @property
+    def at_work(self) -> bool:
+        """Whether a query has begun some work."""
+        return bool(self._begun)
+
     def end(self, query: str) -> None:
         """The query is idle."""
         self._begun.pop(query, None)
@@ -105,6 +110,8 @@ class PipesHealth:
 
     def __init__(self, pipes: Iterable[str], clock: Callable[[], float] = time.monotonic) -> None:
         self._clock, self._begun = clock, clock()
+        self.why_waiting: Callable[[], str | None] = lambda: None
+        """Why all work waits; None when it does not."""
         self._watchdogs: dict[str, Watchdog] = {}
         self._states = {pipe: QueryState(pipe, "starting", 0) for pipe in pipes}
         self._standby_since: dict[str, float] = {}
@@ -128,7 +135,10 @@ class PipesHealth:
             if now - since > STANDBY_S
         }
         slow = {pipe: text for pipe, watchdog in self._watchdogs.items() if (text := watchdog.slow()) is not None}
-        return "; ".join(f"{pipe}: {text}" for pipe, text in (slow | down).items()) or None
+        reasons = [f"{pipe}: {text}" for pipe, text in (slow | down).items()]
+        if (waiting := self.why_waiting()) is not None:
+            reasons.insert(0, waiting)
+        return "; ".join(reasons) or None
 
     def note(self) -> str | None:
         """The pipes that are paused, by whom and why, or that another process runs; None when there are none."""
@@ -141,6 +151,10 @@ class PipesHealth:
 
     def add_watchdog(self, pipe: str, watchdog: Watchdog) -> None:
         self._watchdogs[pipe] = watchdog
+
+    def has_work(self) -> bool:
+        """Whether a query of any pipe is at work."""
+        return any(watchdog.at_work for watchdog in list(self._watchdogs.values()))
 
     def stuck(self) -> str | None:
         """Work of any pipe beyond its limit."""

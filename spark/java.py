@@ -54,6 +54,18 @@ def why_ended(status: int) -> str:
     return "it ran out of memory" if status == _OUT_OF_MEMORY else f"status {status}"
 
 
+def live_executors(session: SparkSession) -> frozenset[str]:
+    """The ids of a cluster's live executors. An id is given once."""
+    context: Any = session.sparkContext._jsc
+    return frozenset(filter(None, context.sc().getExecutorIds().mkString(",").split(",")))
+
+
+def has_stopped(session: SparkSession) -> bool:
+    """Whether Spark has ended the application, by itself or because its master did."""
+    context: Any = session.sparkContext._jsc
+    return bool(context.sc().isStopped())
+
+
 def ship_python(session: SparkSession, code: Path) -> None:
     """Give all executors this zip of Python packages. The driver goes on with the packages that it has."""
     session.sparkContext.addPyFile(str(code))

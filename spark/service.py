@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -18,8 +19,9 @@ from services.core.management import serve_management
 from services.core.pauses import Pauses
 from services.core.startup import open_when_reachable
 from spark.brokers.contract import SparkBroker, open_spark_broker
+from spark.executors import ExecutorsGoneError, ExecutorWatch, Seen
 from spark.health import PipesHealth, Watchdog
-from spark.java import java_process, why_ended
+from spark.java import has_stopped, java_process, live_executors, why_ended
 from spark.jobs.attempts import SETTLE_S, SuspectLock
 from spark.jobs.job import Job
 from spark.jobs.start_checks import check_suitability
@@ -81,13 +83,20 @@ async def start(settings: TransformSettings, supervision: Supervision) -> None:
         if opened is None:
             return
         session, prepared = opened
+        jobs: list[Job] = []
+        executors = None
+        if cluster_of(settings) is not None:
+            executors = ExecutorWatch(settings.master)
+            health.why_waiting = executors.problem
+            supervision.run(watch_executors(executors, session, health, jobs, supervision), "watch over executors")
         suspects = SuspectLock(0.0 if len(prepared) == 1 else SETTLE_S)
         watching = supervision.run(watch_java(java_process(session), health, supervision), "watch over Java")
         async with AsyncExitStack() as stack:
             control = await _open_control(stack, settings, supervision, health)
             if control is not None:
                 pauses, marks = control
-                jobs = [_make_job(settings, broker, marks, health, suspects, each) for each in prepared]
+                clock = time.monotonic if executors is None else executors.clock
+                jobs += [_make_job(settings, broker, marks, health, suspects, clock, each) for each in prepared]
                 _set_pauses(pauses, jobs)
                 supervision.run(_follow_pauses(pauses, jobs, supervision.stopping), "pauses of jobs")
                 await _run_jobs(settings, supervision, health, session, jobs)
@@ -125,6 +134,7 @@ def _make_job(
     marks: Marks,
     health: PipesHealth,
     suspects: SuspectLock,
+    clock: Callable[[], float],
     prepared: Prepared,
 ) -> Job:
     loop = asyncio.get_running_loop()
@@ -134,7 +144,7 @@ def _make_job(
         if not loop.is_closed():
             loop.call_soon_threadsafe(record)
 
-    watchdog = Watchdog(settings.batch_timeout)
+    watchdog = Watchdog(settings.batch_timeout, clock)
     health.add_watchdog(prepared.pipe, watchdog)
     return Job(
         prepared,
@@ -199,6 +209,31 @@ async def watch_java(java: Java, health: PipesHealth, supervision: Supervision) 
             raise BatchStuckError(
                 f"{stuck}; the process ends and starts again. Try, if it needed the time: a longer --batch-timeout"
             )
+
+
+async def watch_executors(
+    executors: ExecutorWatch, session: SparkSession, health: PipesHealth, jobs: Sequence[Job], supervision: Supervision
+) -> None:
+    """Until the stop. Raises ExecutorsGoneError: only a new application helps then. Its batches have no part in that."""
+    ended = threading.Event()
+
+    def look() -> Seen:
+        return Seen(live_executors(session), has_stopped(session))
+
+    following = threading.Thread(
+        target=executors.follow, args=[look, health.has_work, ended], name="executors", daemon=True
+    )
+    following.start()
+    try:
+        while not supervision.stopping.is_set():
+            await wait_for_stop(supervision.stopping, WATCH_EVERY_S)
+            executors.check()
+    except ExecutorsGoneError:
+        for job in jobs:
+            await run_blocking(job.excuse, f"excuse-{job.pipe}")
+        raise
+    finally:
+        ended.set()
 
 
 async def _run_jobs(

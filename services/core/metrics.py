@@ -275,6 +275,13 @@ TRANSFORM_FAILURES = Counter("penstock_transform_query_failures", "Failures of t
 TRANSFORM_UP = Gauge(
     "penstock_transform_query_up", "1 while the pipe's query runs. 0 also while it is paused.", ["pipe"]
 )
+TRANSFORM_EXECUTORS = Gauge(
+    "penstock_transform_executors",
+    "Executors that a cluster's master has given to the transform service; 0 on a local master.",
+)
+TRANSFORM_EXECUTORS_LOST = Counter(
+    "penstock_transform_executors_lost", "Executors that ended or went away. Their tasks run again."
+)
 TRANSFORM_PAUSED = Gauge(
     "penstock_transform_paused", "1 while an operator pauses the pipe. Its events wait in its sources.", ["pipe"]
 )

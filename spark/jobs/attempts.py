@@ -151,6 +151,17 @@ class Attempts:
         if self.current is not None:
             self.save(msgspec.structs.replace(self.current, working=True))
 
+    def excuse(self) -> None:
+        """The process is about to end for a cause that no batch has: its next start does not count this end against one."""
+        if self._checkpoint is None:
+            return
+        found = self._checkpoint.read_note(ATTEMPT_FILE, Attempt)
+        begun, committed = self._checkpoint.newest("offsets"), self._checkpoint.newest("commits")
+        if found is not None and found.working:
+            self.save(msgspec.structs.replace(found, working=False))
+        elif begun is not None and begun != committed and (found is None or found.batch != begun):
+            self.save(Attempt(begun, self._version))
+
     def record_done(self, batch: int) -> None:
         """This batch is done. From now on its note is ignored, because it names a batch before the one to come."""
         if self.current is not None and batch >= self.current.batch:

@@ -90,6 +90,13 @@ class Job:
             self._stop.set()
             self._halt.set()
 
+    def excuse(self) -> None:
+        """The process is about to end, and not because of this pipe's batch. Blocking. Thread-safe enough for an end."""
+        try:
+            self._attempts.excuse()
+        except Exception as error:  # then the end counts as one of the batch, which costs time and no event
+            log.warning("end_of_process_not_excused", pipe=self.pipe, error=shorten(error))
+
     def set_pause(self, pause: Pause | None) -> None:
         """Stop the query after its current batch, until the next call with None. Does not block. Thread-safe.
 

@@ -21,6 +21,7 @@ from spark.jobs.dead_letters import DEAD, LATE
 from spark.jobs.query import Query
 from spark.jobs.replay import REJECTS
 from spark.marks import Marks
+from spark.master import MasterKind
 from spark.records import EVENT_TIME
 from spark.session import own_session, slots
 from spark.settings import SelectedPipes, TransformSettings
@@ -53,15 +54,37 @@ def check_suitability(
             problems.append(selected.document.problem(text_key, changed))
         elif not each.row_by_row and (reason := _why_not_streamable(session, broker, each)):
             problems.append(selected.document.problem(text_key, f"cannot run on a stream: {reason}"))
-    found = slots(settings.master)
-    if needed and found is not None and found < needed + 1:
-        text = (
-            f"{settings.master} runs {found} tasks at once; real-time pipes need one for each of their {needed} "
-            f"partitions, and one more. Try: local[{needed + 1}]"
-        )
-        problems.append(Problem("master", "", text))
+        elif reason := why_no_state(settings, each):
+            problems.append(selected.document.problem(text_key, reason))
+    problems += missing_slots(settings, needed)
     if problems:
         raise BadConfiguration(problems)
+
+
+def missing_slots(settings: TransformSettings, needed: int) -> list[Problem]:
+    """A problem when the master runs too few tasks at once. needed: the partitions that are read in real-time mode."""
+    local = settings.master_kind() is MasterKind.LOCAL
+    found = slots(settings.master) if local else settings.executor_settings().slots
+    if not needed or found is None or found > needed:
+        return []
+    runs = settings.master if local else f"{settings.executors} executors with executor_cores {settings.executor_cores}"
+    remedy = f"local[{needed + 1}]" if local else "more of them"
+    text = (
+        f"{runs} runs {found} tasks at once; real-time pipes need one for each of their {needed} "
+        f"partitions, and one more. Try: {remedy}"
+    )
+    return [Problem("master" if local else "executors", "", text)]
+
+
+def why_no_state(settings: TransformSettings, prepared: Prepared) -> str | None:
+    """The reason why its state over batches cannot be kept; None when it can, or when it has none."""
+    keeps_state = not prepared.row_by_row or prepared.deduplicates
+    if settings.checkpoints or not keeps_state or settings.master_kind() is MasterKind.LOCAL:
+        return None
+    return (
+        "its state over batches is written by the executors, and the checkpoints are in a folder of this host. "
+        "Try: --checkpoints with an object store or a folder that all executors see, too"
+    )
 
 
 def _changed_state(session: SparkSession, settings: TransformSettings, prepared: Prepared) -> str | None:

@@ -26,7 +26,7 @@ from services.core.broker.connect import open_broker
 from services.core.jvm.child import start_child, stop_child
 from services.core.jvm.kafka import KafkaCluster
 from services.fleet.folder import ProcessState, read_state
-from tests.faults import doubt, soak_fidelity, soak_incidents, soak_outage
+from tests.faults import doubt, soak_cluster, soak_fidelity, soak_incidents, soak_outage
 from tests.faults.fleet import wait_until
 from tests.faults.sender import Sender
 from tests.faults.sink import Sink, open_sink
@@ -308,6 +308,7 @@ def main() -> int:
         "--incidents", help="instead: incidents under Prometheus; all, or parts of names, comma-separated"
     )
     parser.add_argument("--at-once", type=int, default=4, help="incidents at a time, each with a fleet of its own")
+    parser.add_argument("--cluster", type=int, help="instead: so many kills on a Spark cluster")
     parser.add_argument("--outage", action="store_true", help="instead: a failing receiver, retrier and expel killed")
     parser.add_argument(
         "--doubt", action="store_true", help="instead: brokers frozen and cut off, batches of equal size"
@@ -329,6 +330,8 @@ def main() -> int:
         parser.error("--broker kinesis goes with --strikes")
     if arguments.incidents:
         return soak_incidents.run(arguments.incidents, arguments.at_once)
+    if arguments.cluster:
+        return soak_cluster.run(arguments.cluster, arguments.rate, arguments.seed)
     if arguments.doubt:
         return doubt.run(arguments.minutes, arguments.seed)
     if arguments.outage:

@@ -67,7 +67,7 @@ class BrokerPipeline(RunningJobs):
 
     async def _read(self, topic: str, count: int) -> list[Record]:
         async with asyncio.timeout(360), open_broker(self.url) as broker:
-            reading = _Reading(broker, topic)
+            reading = TopicReading(broker, topic)
             while len(reading.found) < count:
                 await reading.go_on()
                 await asyncio.sleep(0.2)
@@ -78,7 +78,7 @@ class BrokerPipeline(RunningJobs):
     async def read_now(self, end: str) -> list[Record]:
         """Everything that is in the pipe's topic `out` or `dead` now."""
         async with asyncio.timeout(60), open_broker(self.url) as broker:
-            reading = _Reading(broker, f"{self.pipe}.{end}")
+            reading = TopicReading(broker, f"{self.pipe}.{end}")
             await reading.go_on()
         return reading.found
 
@@ -88,7 +88,7 @@ class BrokerPipeline(RunningJobs):
 
     async def _read_reports(self) -> list[Report]:
         async with asyncio.timeout(90), open_broker(self.url) as broker:
-            reading = _Reading(broker, TELEMETRY)
+            reading = TopicReading(broker, TELEMETRY)
             while True:
                 await reading.go_on()
                 reports = [decode_report(record.value) for record in reading.found]
@@ -130,7 +130,7 @@ class BrokerPipeline(RunningJobs):
         return self.problem or ""
 
 
-class _Reading:
+class TopicReading:
     """Everything in a topic, partition by partition, as it comes."""
 
     def __init__(self, broker: Broker, topic: str) -> None:

@@ -61,6 +61,17 @@ class ServiceProcess:
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait(30)
 
+    def terminate(self) -> None:
+        """SIGTERM, and wait until it has ended in good order."""
+        if self._process is not None:
+            self._process.terminate()
+            self._process.wait(120)
+
+    @property
+    def pid(self) -> int | None:
+        """Of its process, or of the last one."""
+        return None if self._process is None else self._process.pid
+
     @property
     def is_running(self) -> bool:
         return self._process is not None and self._process.poll() is None

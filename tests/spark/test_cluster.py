@@ -1,5 +1,6 @@
 """The transform service on a Spark standalone cluster: a master and two workers, each a process of its own, and a real Kafka."""
 
+import asyncio
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +13,7 @@ from services.core.broker.record import Record
 from services.core.event import read_id
 from services.core.jvm.kafka import KafkaCluster
 from tests.spark.broker_pipeline import BrokerPipeline
-from tests.spark.log_pipeline import event, numbers
+from tests.spark.log_pipeline import event, numbers, wait_for
 from tests.spark.service_process import ServiceProcess
 from tests.support.spark_cluster import SparkCluster
 
@@ -88,3 +89,51 @@ def test_pipe_on_two_workers(pipeline: BrokerPipeline, spark_cluster: SparkClust
     reports = pipeline.reports()
     assert numbers(reports, "passed") == set(range(400))
     assert numbers(reports, "dead") == {1000}
+
+
+def test_workers_master_and_driver_come_and_go(
+    pipeline: BrokerPipeline, spark_cluster: SparkCluster, tmp_path: Path
+) -> None:
+    """If this fails, the end of a worker, of an executor, of the master or of a driver loses events, or stops a pipe for good; or
+    a driver whose application the master ended lives on uselessly."""
+    total, batch = 1000, 40
+    pipeline.chosen(columns=COLUMNS, sql="SELECT event, n FROM {s}", max_events=batch, interval="50ms")
+    send(pipeline, 0, total)
+    known = len(spark_cluster.applications())
+    first, second = (ServiceProcess(tmp_path, pipeline.url, *on(spark_cluster)) for _ in range(2))
+    with first, second:
+        driver = first.start()
+        pipeline.records("out", 1)
+        standby = second.start()
+        (application, *_) = spark_cluster.applications()[known:]
+        spark_cluster.kill_worker(0)
+        spark_cluster.start_worker(0)
+        _wait_for_more(pipeline, batch * 2)
+        spark_cluster.executors()[0].kill()
+        _wait_for_more(pipeline, batch * 2)
+        spark_cluster.kill_master()
+        spark_cluster.start_master()
+        wait_for(lambda: "pipe_on_standby" in second.output.read_text(), "a driver on standby")
+        assert len(out_ids(pipeline)) < total, "all done too early to mean anything"
+        spark_cluster.end_application(application)
+        assert driver.wait(120) == 1, "the driver lives on without an application"
+        assert f"{spark_cluster.url} has ended the application" in first.output.read_text()
+        wait_for(lambda: "pipe_taken_over" in second.output.read_text(), "the other driver takes over")
+        wait_for(lambda: len(set(out_ids(pipeline))) == total, "all events")
+        standby.terminate()
+        assert standby.wait(90) == 0, second.output.read_text()[-3000:]
+    assert "executors_lost" in first.output.read_text()
+    counts = Counter(out_ids(pipeline))
+    assert counts.keys() == {f"id-{n}" for n in range(total)}
+    assert counts.total() - total <= 4 * batch, "more again than the batches at work"
+    assert not asyncio.run(pipeline.read_now("dead")), "an innocent event was rejected"
+    assert numbers(pipeline.reports(), "passed") == set(range(total))
+
+
+def out_ids(pipeline: BrokerPipeline) -> list[str | None]:
+    return [read_id(record) for record in asyncio.run(pipeline.read_now("out"))]
+
+
+def _wait_for_more(pipeline: BrokerPipeline, events: int) -> None:
+    before = len(set(out_ids(pipeline)))
+    wait_for(lambda: len(set(out_ids(pipeline))) >= before + events, "progress")

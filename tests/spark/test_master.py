@@ -2,11 +2,13 @@
 
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from services.core.yaml_source import BadConfiguration
+from spark.jobs.start_checks import missing_slots, why_no_state
 from spark.master import (
     DriverAddress,
     Executors,
@@ -99,3 +101,26 @@ def test_the_code_for_executors_is_that_of_the_wheel(tmp_path: Path) -> None:
         names = set(archive.namelist())
     assert {"spark/records.py", "services/core/jvm/jars.lock", "services/core/broker/log/blocking.py"} <= names
     assert not [name for name in names if "__pycache__" in name or name.startswith(("tests", "bench", "infra"))]
+
+
+def test_real_time_partitions_need_slots_on_a_cluster_too() -> None:
+    """If this fails, a real-time query on a cluster waits for ever for a slot that nobody will give it."""
+    cluster = TransformSettings(master="spark://one:7077", executors="2-9", executor_cores=2)
+    assert missing_slots(cluster, 3) == []
+    (problem,) = missing_slots(cluster, 4)
+    assert "2-9 executors with executor_cores 2 runs 4 tasks at once" in str(problem)
+    (problem,) = missing_slots(TransformSettings(master="local[4]"), 4)
+    assert "Try: local[5]" in str(problem)
+
+
+def test_state_needs_a_folder_that_executors_see() -> None:
+    """If this fails, each executor keeps its own part of a transform's state, and loses it with its host."""
+    stateful: Any = SimpleNamespace(row_by_row=False, deduplicates=False)
+    deduplicating: Any = SimpleNamespace(row_by_row=True, deduplicates=True)
+    neither: Any = SimpleNamespace(row_by_row=True, deduplicates=False)
+    cluster = TransformSettings(master="spark://one:7077")
+    assert "Try: --checkpoints" in (why_no_state(cluster, stateful) or "")
+    assert why_no_state(cluster, deduplicating) is not None
+    assert why_no_state(cluster, neither) is None
+    assert why_no_state(TransformSettings(master="spark://one:7077", checkpoints="s3a://a/b"), stateful) is None
+    assert why_no_state(TransformSettings(), stateful) is None

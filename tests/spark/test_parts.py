@@ -190,6 +190,36 @@ def test_what_fails_in_order_ends_no_process() -> None:
     assert again.ended == attempt_of(folder)["ended"] == 1
 
 
+def test_an_end_that_is_excused_does_not_count() -> None:
+    """If this fails, a cluster whose master ends the application a few times makes innocent events suspects."""
+    folder, work = Folder(), Work(10)
+
+    def opened() -> Attempts:
+        attempts = Attempts("v")
+        attempts.open(folder)  # type: ignore[arg-type]
+        return attempts
+
+    for attempts in (opened(), opened()):  # the first is the end that nobody excused
+        attempts.excuse()
+        assert attempt_of(folder)["ended"] <= 1
+    folder.notes.clear()
+    fresh = Attempts("v")
+    folder.done = True
+    fresh.open(folder)  # type: ignore[arg-type]
+    folder.done = False  # a batch has begun
+    for attempts in (fresh, *(Attempts("v") for _ in range(5))):
+        attempts.open(folder)  # type: ignore[arg-type]
+        assert attempts.ended == 0
+        attempts.excuse()
+    PartRunner(attempts, work, lambda: None).run(BATCH)
+    assert sorted(work.stored) == list(range(10))
+    folder.done = True
+    warming = opened()
+    warming.record_warm_up(folder, begins=True)  # type: ignore[arg-type]
+    warming.excuse()
+    assert opened().ended == 0, "the run before the first batch counts"
+
+
 def test_a_run_before_the_first_batch_that_ends_the_process() -> None:
     """If this fails, an event that ends the process does so before its batch is begun, again and again; or no pipe is warm."""
     folder = Folder()

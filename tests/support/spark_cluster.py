@@ -4,12 +4,16 @@ Executors are processes of their own, too, children of their workers.
 """
 
 import os
+import re
 import signal
 import subprocess
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Self
+from urllib.parse import urlencode
+from urllib.request import urlopen
 
 import psutil
 import pyspark
@@ -31,7 +35,7 @@ class SparkCluster:
         """cores, memory_mb: that each worker gives to executors. They are limits of Spark's book-keeping only."""
         self.folder = folder.absolute()
         self._count, self._cores, self._memory = workers, cores, memory_mb
-        self.port = free_ports(1)[0]
+        self.port, self._ui_port = free_ports(2)
         self._master: subprocess.Popen[bytes] | None = None
         self._workers: dict[int, subprocess.Popen[bytes]] = {}
 
@@ -67,7 +71,7 @@ class SparkCluster:
             "-Dspark.deploy.recoveryMode=FILESYSTEM",
             f"-Dspark.deploy.recoveryDirectory={self.folder / 'state'}",
         ]
-        arguments = ["--host", "127.0.0.1", "--port", str(self.port), "--webui-port", "0"]
+        arguments = ["--host", "127.0.0.1", "--port", str(self.port), "--webui-port", str(self._ui_port)]
         self._master = self._start("master", [*recovery, "-Dspark.worker.timeout=15"], "master.Master", arguments)
         self._wait(lambda: "I have been elected leader" in self.log("master"), "a master")
 
@@ -76,6 +80,16 @@ class SparkCluster:
         stop_child(self._master, grace_s=0)
         self._master = None
         self.log_file("master").unlink()
+
+    def end_application(self, name: str) -> None:
+        """As the button of the master's page does."""
+        body = urlencode({"id": name, "terminate": "true"}).encode()
+        with urlopen(f"http://127.0.0.1:{self._ui_port}/app/kill/", body, timeout=30) as answer:
+            answer.read()
+
+    def applications(self) -> list[str]:
+        """The ids of all that were registered with this master, in this order."""
+        return re.findall(r"Registered app \S+ with ID (\S+)", self.log("master"))
 
     def start_worker(self, number: int) -> None:
         arguments = ["--host", "127.0.0.1", "--port", "0", "--webui-port", "0", "--cores", str(self._cores)]
@@ -130,8 +144,7 @@ class SparkCluster:
         clean = ["/usr/bin/env", "-i", *(f"{key}={value}" for key, value in settings.items() if value), *command]
         return start_child(clean, log=self.log_file(name))
 
-    def _wait(self, condition: "object", what: str) -> None:
-        assert callable(condition)
+    def _wait(self, condition: Callable[[], bool], what: str) -> None:
         end = time.monotonic() + READY_S
         while not condition():
             assert time.monotonic() < end, f"in vain waited for {what}: {self.log('master')[-2000:]}"
