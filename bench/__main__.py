@@ -11,6 +11,7 @@ from pathlib import Path
 
 import orjson
 
+from bench.cluster import cluster_figures
 from bench.delivery import delivery_figures
 from bench.figures import Figure, print_figures
 from bench.isolation import isolation_figures
@@ -30,6 +31,7 @@ GROUPS: dict[str, Callable[[Setup], list[Figure]]] = {
     "expel": delivery_figures,
     "ledger": ledger_figures,
     "ledger-kafka": kafka_transform,
+    "cluster": cluster_figures,
     "isolation": isolation_figures,
     "local-retries": local_retries,
     "lag-kafka": kafka_lag,

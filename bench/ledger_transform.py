@@ -18,7 +18,7 @@ WARM, EVENTS = 150_000, 300_000
 ROUNDS = 3
 PATIENCE_S = 240.0
 _CHUNK = 1000
-_WRITTEN = "penstock_transform_events_written_total"
+WRITTEN = "penstock_transform_events_written_total"
 PIPES = """version: 1
 streams:
   EVENTS: {id: id, key: user, time: time, columns: "id STRING, user STRING, time BIGINT, price DOUBLE, note STRING"}
@@ -63,15 +63,16 @@ def _measure(folder: Path, url: str, stream: str, state: str) -> float:
     arguments = ("--broker", url, "--pipes", str(folder / "pipes.yaml"), "--data", str(folder), "--ledger", state)
     with Child(folder, "spark", *arguments, "--management", f"127.0.0.1:{port}") as child:
         child.wait_ready(port, 120.0)
-        asyncio.run(_fill(url, stream, range(WARM)))
-        _wait(port, WARM)
+        asyncio.run(fill(url, stream, range(WARM)))
+        wait_written(port, WARM)
         before = child.family_cpu()
-        asyncio.run(_fill(url, stream, range(WARM, WARM + EVENTS)))
-        _wait(port, WARM + EVENTS)
+        asyncio.run(fill(url, stream, range(WARM, WARM + EVENTS)))
+        wait_written(port, WARM + EVENTS)
         return (child.family_cpu() - before) / EVENTS * 1e6
 
 
-async def _fill(url: str, stream: str, numbers: range) -> None:
+async def fill(url: str, stream: str, numbers: range) -> None:
+    """Store these events in the stream."""
     now = time.time_ns() // 1_000_000
     async with open_broker(url) as broker, Producer(broker.appender) as producer:
         for start in range(numbers.start, numbers.stop, _CHUNK):
@@ -79,9 +80,10 @@ async def _fill(url: str, stream: str, numbers: range) -> None:
             (await producer.send(stream, records)).raise_first()
 
 
-def _wait(port: int, written: int) -> None:
+def wait_written(port: int, written: int) -> None:
+    """Until the transform with this management port has written so many."""
     deadline = time.monotonic() + PATIENCE_S
-    while fetch_metric(port, _WRITTEN) < written:
+    while fetch_metric(port, WRITTEN) < written:
         if time.monotonic() > deadline:
             raise RuntimeError(f"not everything was transformed in {PATIENCE_S:.0f} s")
         time.sleep(0.2)

@@ -1,0 +1,126 @@
+"""A transform on a standalone cluster: CPU of the driver and of the executors, and the bytes that executors send to the driver.
+
+One executor of one core, then two, each on a worker of its own; batches of two sizes, to tell what the driver does for each batch
+from what it does for each event. Two cores cannot show that two workers are twice as fast: what they show is that the CPU of an
+event stays the same, and how large the driver's part of it is. From that the part at 200,000 events/s is extrapolated.
+"""
+
+import asyncio
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+import psutil
+
+from bench.figures import Figure
+from bench.ledger_transform import PIPES, WRITTEN, fill, wait_written
+from bench.processes import Child, fetch_metric, free_port
+from bench.setup import CPU, Setup, make_topics, tell
+from tests.support.spark_cluster import SparkCluster
+
+WARM, EVENTS = 150_000, 300_000
+ROUNDS = 3
+SMALL, LARGE = 10_000, 50_000
+"""Events of a batch."""
+GOAL_RATE = 200_000
+"""Events per second of the extrapolation, in one batch a second."""
+_SENT = re.compile(r"(\d+) bytes result sent to driver")
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """CPU-s per million events; bytes to the driver per event."""
+
+    driver: float
+    executors: float
+    bytes_sent: float
+
+
+def cluster_figures(setup: Setup) -> list[Figure]:
+    """Rounds of the three cases in turn."""
+    cases = {"1 x 50,000": (1, LARGE), "2 x 50,000": (2, LARGE), "2 x 10,000": (2, SMALL)}
+    costs: dict[str, list[Cost]] = {name: [] for name in cases}
+    for number in range(min(setup.rounds, ROUNDS)):
+        for name, (executors, batch) in cases.items():
+            folder = setup.folder / f"cluster-{number}-{executors}-{batch}"
+            with _cluster(folder, executors) as cluster:
+                costs[name].append(_measure(folder, setup.kafka, f"c{number}x{executors}x{batch}", cluster, batch))
+            last = costs[name][-1]
+            tell(
+                f"{name}, round {number + 1}: driver {last.driver:.1f}, executors {last.executors:.1f}, "
+                f"{last.bytes_sent:.1f} bytes an event"
+            )
+    one, two, small = (costs[name] for name in cases)
+
+    def mid(found: list[Cost], part: str) -> float:
+        return float(median(getattr(cost, part) for cost in found))
+
+    all_one, all_two = (mid(found, "driver") + mid(found, "executors") for found in (one, two))
+    each_batch = (mid(small, "driver") - mid(two, "driver")) / (1e6 / SMALL - 1e6 / LARGE)
+    each_million = max(0.0, mid(two, "driver") - each_batch * 1e6 / LARGE)
+    at_rate = each_batch + each_million * GOAL_RATE / 1e6
+    share = 100 * at_rate / (at_rate + mid(two, "executors") * GOAL_RATE / 1e6)
+    return [
+        Figure("cluster: CPU with two executors, beside one", all_two, CPU, 1.15, all_one),
+        Figure("cluster: CPU of the driver", mid(two, "driver"), CPU, 0.1 * all_two),
+        Figure("cluster: CPU of the driver, batches of 10,000", mid(small, "driver"), CPU, 0.1 * all_two),
+        Figure("cluster: driver's share at 200,000 events/s, extrapolated", share, "%", 10.0),
+        Figure(
+            "cluster: bytes to the driver, beside the payload", mid(two, "bytes_sent"), "bytes per event", 0.1, 300.0
+        ),
+    ]
+
+
+@contextmanager
+def _cluster(folder: Path, workers: int) -> Iterator[SparkCluster]:
+    folder.mkdir()
+    with SparkCluster(folder / "spark", workers=workers, memory_mb=1100) as cluster:
+        yield cluster
+
+
+def _measure(folder: Path, url: str, stream: str, cluster: SparkCluster, batch: int) -> Cost:
+    """stream: one that nobody used yet."""
+    text = PIPES.replace("EVENTS", stream).replace("transform: {", f"transform: {{max_events: {batch}, ")
+    (folder / "pipes.yaml").write_text(text)
+    port = free_port()
+    make_topics(url, folder / "pipes.yaml")
+    executors = len(list((folder / "spark").glob("worker-*.log")))
+    arguments = ["--broker", url, "--pipes", str(folder / "pipes.yaml"), "--data", str(folder)]
+    arguments += ["--master", cluster.url, "--driver-host", "127.0.0.1", "--executors", str(executors)]
+    arguments += ["--executor-cores", "1", "--executor-memory", "1GiB"]
+    asyncio.run(fill(url, stream, range(WARM + EVENTS)))  # before: each batch is as large as it may be
+    with Child(folder, "spark", *arguments, "--management", f"127.0.0.1:{port}") as child:
+        child.wait_ready(port, 240.0)
+        wait_written(port, WARM)
+        begun, driver, in_executors, sent = (
+            fetch_metric(port, WRITTEN),
+            child.family_cpu(),
+            _cpu(cluster),
+            _sent(folder),
+        )
+        wait_written(port, WARM + EVENTS)
+        events = WARM + EVENTS - begun
+        return Cost(
+            (child.family_cpu() - driver) / events * 1e6,
+            (_cpu(cluster) - in_executors) / events * 1e6,
+            (_sent(folder) - sent) / events,
+        )
+
+
+def _cpu(cluster: SparkCluster) -> float:
+    """Seconds of all executors since their start, with their Python workers."""
+    total = 0.0
+    for executor in cluster.executors():
+        for process in (executor, *executor.children(recursive=True)):
+            used = psutil.Process(process.pid).cpu_times()
+            total += used.user + used.system
+    return total
+
+
+def _sent(folder: Path) -> int:
+    """Bytes of the results of all tasks so far, as the executors' logs say."""
+    logs = (folder / "spark").glob("work-*/*/*/stderr*")
+    return sum(int(number) for log in logs for number in _SENT.findall(log.read_text(errors="replace")))
