@@ -78,7 +78,13 @@ class SampleBroker(DataSourceBroker):
         return []
 
     def read_stream(
-        self, session: SparkSession, topics: Sequence[str], max_events: int | None, *, origins: bool = False
+        self,
+        session: SparkSession,
+        topics: Sequence[str],
+        max_events: int | None,
+        *,
+        checkpoint: str,
+        origins: bool = False,
     ) -> DataFrame:
         """For the analysis of a transform: it never runs."""
         raw = StructType.fromDDL(RAW)

@@ -22,6 +22,7 @@ from services.core.yaml_source import BadConfiguration, Problem
 from spark.records import OffsetRange, Offsets, cut_evenly, from_arrow
 from spark.sources.offsets import offsets_of
 from spark.sources.source import NAME
+from spark.sources.writer import BY_TIME
 
 
 class BatchName(NamedTuple):
@@ -119,17 +120,31 @@ class SparkBroker(ABC):
     def open_meter(self, session: SparkSession, topics: Sequence[str]) -> BacklogMeter:
         return OffsetBacklogMeter(partial(self.stored_ranges, session, topics))
 
+    def checkpoint_version(self, per_batch: bool) -> int:
+        """The format of a checkpoint, see `jobs.checkpoint`. per_batch: of a query that keeps no state over batches."""
+        return 1
+
     @abstractmethod
-    def parse_offsets(self, line: str) -> Offsets:
-        """The offset of one source as Spark's checkpoint keeps it."""
+    def parse_offsets(self, line: str, checkpoint: str) -> Offsets:
+        """Where a batch ends, by the offset of one source in Spark's checkpoint. On Kinesis, as far as the batch was read.
+
+        checkpoint: the URI of the folder that it is in.
+        """
 
     @abstractmethod
     def read_stream(
-        self, session: SparkSession, topics: Sequence[str], max_events: int | None, *, origins: bool = False
+        self,
+        session: SparkSession,
+        topics: Sequence[str],
+        max_events: int | None,
+        *,
+        checkpoint: str,
+        origins: bool = False,
     ) -> DataFrame:
         """Raw records as a stream, from the topics' starts, at most about max_events a micro-batch (None: real-time).
 
-        origins: with the column ORIGINS_READ. The query fails when the next records are missing or damaged.
+        checkpoint: of the query that will run, a URI; empty for a frame that never runs. origins: with the column ORIGINS_READ.
+        The query fails when the next records are missing or damaged.
         """
 
     @abstractmethod
@@ -137,8 +152,11 @@ class SparkBroker(ABC):
         """These raw records as a batch; at most two micro-batches. This, or executing the frame, raises when some are missing."""
 
     @abstractmethod
-    def write_stream(self, frame: DataFrame, topic: str, writer: str) -> DataStreamWriter:
-        """A streaming sink for a frame with columns OUT."""
+    def write_stream(self, frame: DataFrame, topic: str, writer: str, *, by_time: bool) -> DataStreamWriter:
+        """A streaming sink for a frame with columns OUT.
+
+        by_time: the records of a batch are stored in the order of their time; on Kinesis those of a key, on Kafka none.
+        """
 
     @abstractmethod
     def write(self, frame: DataFrame, topic: str, batch: BatchName, origins: OriginFormat) -> Written:
@@ -177,18 +195,26 @@ class DataSourceBroker(SparkBroker):
         self._url = url
 
     def read_stream(
-        self, session: SparkSession, topics: Sequence[str], max_events: int | None, *, origins: bool = False
+        self,
+        session: SparkSession,
+        topics: Sequence[str],
+        max_events: int | None,
+        *,
+        checkpoint: str,
+        origins: bool = False,
     ) -> DataFrame:
         options = {"broker": self._url, "topics": ",".join(topics), "max_events": str(max_events)}
+        options |= {"checkpoint": checkpoint, "tasks": str(session.sparkContext.defaultParallelism)}
         options |= {"origins": "read"} if origins else {}
         return session.readStream.format(NAME).options(**options).load()
 
-    def parse_offsets(self, line: str) -> Offsets:
+    def parse_offsets(self, line: str, checkpoint: str) -> Offsets:
         found = json.loads(line)
         return {(topic, p): n for topic in found["topics"] for p, n in offsets_of(found, topic)[1].items()}
 
-    def write_stream(self, frame: DataFrame, topic: str, writer: str) -> DataStreamWriter:
-        return frame.writeStream.format(NAME).options(broker=self._url, topic=topic, writer=writer)
+    def write_stream(self, frame: DataFrame, topic: str, writer: str, *, by_time: bool) -> DataStreamWriter:
+        sink = frame.writeStream.format(NAME).options(broker=self._url, topic=topic, writer=writer)
+        return sink.option(BY_TIME, by_time)
 
     def write(self, frame: DataFrame, topic: str, batch: BatchName, origins: OriginFormat) -> Written:
         """Nothing of the frame is stored when executing it fails."""

@@ -96,12 +96,18 @@ class KafkaSparkBroker(SparkBroker):
             for (topic, partition), start, end in zip(partitions, starts, ends, strict=True)
         ]
 
-    def parse_offsets(self, line: str) -> Offsets:
+    def parse_offsets(self, line: str, checkpoint: str) -> Offsets:
         found = {topic.removeprefix(self._prefix): part for topic, part in json.loads(line).items()}
         return {(topic, int(p)): n for topic, part in found.items() for p, n in part.items()}
 
     def read_stream(
-        self, session: SparkSession, topics: Sequence[str], max_events: int | None, *, origins: bool = False
+        self,
+        session: SparkSession,
+        topics: Sequence[str],
+        max_events: int | None,
+        *,
+        checkpoint: str,
+        origins: bool = False,
     ) -> DataFrame:
         options = _SOURCE | {"subscribe": ",".join(self._full(topics)), "startingOffsets": "earliest"}
         if max_events is not None:
@@ -121,7 +127,7 @@ class KafkaSparkBroker(SparkBroker):
         options = _SOURCE | {"assign": json.dumps(assign)} | offsets
         return self._to_raw(session.read.format("kafka").options(**self._with_servers(options)).load())
 
-    def write_stream(self, frame: DataFrame, topic: str, writer: str) -> DataStreamWriter:
+    def write_stream(self, frame: DataFrame, topic: str, writer: str, *, by_time: bool) -> DataStreamWriter:
         options = self._with_servers(_SINK | {"topic": self._prefix + topic})
         return _for_sink(frame).writeStream.format("kafka").options(**options)
 

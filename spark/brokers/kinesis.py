@@ -1,21 +1,29 @@
-"""Kinesis. A batch's records are collected at the driver and put from there. Writing is at least once, for Kinesis has no
-idempotent put: a batch that is computed again after a crash writes its events again, with the same ids.
+"""Kinesis. Tasks read and put the records; the driver has counts, positions and origins. Writing is at least once, for Kinesis
+has no idempotent put: a batch that is computed again after a crash writes its events again, with the same ids.
 """
 
 import asyncio
+import json
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from functools import partial
 
-import pyarrow as pa
 from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql.streaming.readwriter import DataStreamWriter
 
 from services.core.broker.kinesis.blocking import BlockingKinesis
 from services.core.broker.kinesis.record_format import MAX_RECORD_BYTES, offset_of, split_offset
 from services.core.broker.record import Batch, Record
 from services.core.event import read_arrival
-from spark.brokers.contract import BatchName, DataSourceBroker, Measurement
-from spark.records import RAW, RAW_SCHEMA, OffsetRange, Offsets, to_arrow
+from spark.brokers.contract import BatchName, DataSourceBroker, Measurement, OriginFormat, Written
+from spark.records import OffsetRange, Offsets
+from spark.reports import read_lags
+from spark.sources.ends import ends_of, open_notes, plan_of
+from spark.sources.offsets import offsets_of
+from spark.sources.puts import PUT_ROW, now_ms, put_task
+from spark.sources.source import NAME
 
 _COUNTED = 100
 """The most records of a shard that one measurement of the backlog reads and counts."""
@@ -77,10 +85,36 @@ class KinesisSparkBroker(DataSourceBroker):
         return KinesisBacklogMeter(self._kinesis, topics)
 
     def read_ranges(self, session: SparkSession, ranges: Sequence[OffsetRange]) -> DataFrame:
-        """Reads them at the driver, whose connection is open: another process takes a second to open its own."""
-        batches = [to_arrow(batch, RAW_SCHEMA) for part in ranges for batch in self._kinesis.read_range(*part)]
-        table = pa.Table.from_batches(batches) if batches else RAW_SCHEMA.empty_table()
-        return session.createDataFrame(table, RAW)
+        return session.read.format(NAME).options(broker=self._url, ranges=json.dumps(ranges)).load()
+
+    def checkpoint_version(self, per_batch: bool) -> int:
+        return 1 if per_batch else 2
+
+    def parse_offsets(self, line: str, checkpoint: str) -> Offsets:
+        """Raises EndsDamaged. What a batch has not read yet counts as not done."""
+        found = json.loads(line)
+        places = {(topic, shard): n for topic in found["topics"] for shard, n in offsets_of(found, topic)[1].items()}
+        if (plan := plan_of(found)) is not None:
+            ends = ends_of(plan, open_notes(checkpoint, plan.folder))
+            places |= {place: int(end.next) for place, end in ends.items()}
+        return places
+
+    def write_stream(self, frame: DataFrame, topic: str, writer: str, *, by_time: bool) -> DataStreamWriter:
+        return super().write_stream(frame.repartition("key") if by_time else frame, topic, writer, by_time=by_time)
+
+    def write(self, frame: DataFrame, topic: str, batch: BatchName, origins: OriginFormat) -> Written:
+        """When executing the frame fails, some of its records may have been written. Times are within 0.26 % of their age."""
+        began = now_ms()
+        put = partial(put_task, self._url, topic, batch.epoch, began, origins.name.lower())
+        rows = frame.mapInArrow(put, PUT_ROW).collect()
+        times: Counter[int] = Counter()
+        for row in rows:
+            times += Counter({began - lag: events for lag, events in read_lags(row.lags).items()})
+        return Written(times, " ".join(row.origins for row in rows if row.origins))
+
+    def try_write(self, frame: DataFrame) -> None:
+        """Rows go from the tasks to Kinesis, a part at a time: none are kept."""
+        frame.write.format("noop").mode("overwrite").save()
 
     def write_records(self, session: SparkSession, records: Sequence[Record], topic: str, batch: BatchName) -> None:
         if records:

@@ -24,7 +24,10 @@ from spark.sources.offsets import sync, sync_batch
 
 Note = TypeVar("Note")
 IDENTITY_FILE = "penstock.json"
-_VERSION = 1
+_VERSION = 2
+"""The newest format. 2: of a transform with state on Kinesis, whose batches end where notes say (`sources.ends`). Penstock 0.1
+would read its last batch again, and count it twice in the state."""
+_FIRST_VERSION = 1
 
 
 class CheckpointDamaged(Exception):
@@ -54,12 +57,12 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
     kind: str
     ran: bool = False
     state: str = ""
-    version: int = _VERSION
+    version: int = _FIRST_VERSION
     penstock: str = ""
 
 
 class _Head(msgspec.Struct):
-    version: int = _VERSION
+    version: int = _FIRST_VERSION
     penstock: str = ""
 
 
@@ -87,7 +90,7 @@ class Checkpoint:
         return self.read_note(IDENTITY_FILE, Identity)
 
     def write_identity(self, identity: Identity) -> None:
-        self.write_note(IDENTITY_FILE, msgspec.structs.replace(identity, version=_VERSION, penstock=VERSION))
+        self.write_note(IDENTITY_FILE, msgspec.structs.replace(identity, penstock=VERSION))
 
     def read_note(self, name: str, kind: type[Note]) -> Note | None:
         """A small file of ours beside Spark's; None before `write_note`. Raises CheckpointDamaged."""
@@ -128,12 +131,12 @@ class Checkpoint:
         if self._local is not None:
             sync_batch(self._local, batch)
 
-    def offsets(self, batch: int | None, parse: Callable[[str], Offsets]) -> Offsets:
-        """The planned end of this batch; empty before the first one. parse: one source's line."""
+    def offsets(self, batch: int | None, parse: Callable[[str, str], Offsets]) -> Offsets:
+        """The planned end of this batch; empty before the first one. parse: `SparkBroker.parse_offsets`."""
         lines = [] if batch is None else self._lines(f"offsets/{batch}")[2:]
-        return {place: offset for line in lines if line != "-" for place, offset in parse(line).items()}
+        return {place: offset for line in lines if line != "-" for place, offset in parse(line, self.path).items()}
 
-    def committed_offsets(self, parse: Callable[[str], Offsets]) -> Offsets:
+    def committed_offsets(self, parse: Callable[[str, str], Offsets]) -> Offsets:
         """The end of the last finished batch; empty before the first one."""
         return self.offsets(self.newest("commits"), parse)
 

@@ -204,7 +204,13 @@ class Job:
         return start_micro_batches(query)
 
     def _open_query(self, session: SparkSession, checkpoint: Checkpoint, topics: Mapping[str, str]) -> Query:
-        identity = adopt_checkpoint(checkpoint, self._prepared, topics, self._marks)
+        identity = adopt_checkpoint(
+            checkpoint,
+            self._prepared,
+            topics,
+            self._marks,
+            version=self._broker.checkpoint_version(self._prepared.per_batch),
+        )
         ran = threading.Event()
 
         def report(done: BatchReport) -> None:

@@ -73,7 +73,9 @@ class Query:
     def source(self, *, origins: bool = False) -> DataFrame:
         """All the pipe's sources as one raw stream. origins: as in `SparkBroker.read_stream`."""
         max_events = self.prepared.transform.max_events
-        return self.broker.read_stream(self.session, list(self.prepared.views), max_events, origins=origins)
+        return self.broker.read_stream(
+            self.session, list(self.prepared.views), max_events, checkpoint=self.checkpoint.path, origins=origins
+        )
 
     def trial(self, raw: DataFrame, records: Sequence[RecordOffset]) -> str | None:
         """Run the transform on these records of a batch and store nothing: None when it passed, else its error.

@@ -101,7 +101,7 @@ def _why_not_streamable(session: SparkSession, broker: SparkBroker, prepared: Pr
     own = own_session(session)
     try:
         frames = {
-            stream: prepared.watermarked(view.good(view.check(broker.read_stream(own, [stream], 1))))
+            stream: prepared.watermarked(view.good(view.check(broker.read_stream(own, [stream], 1, checkpoint=""))))
             for stream, view in prepared.views.items()
         }
         result = prepared.apply(frames, own)
@@ -114,8 +114,12 @@ def _why_not_streamable(session: SparkSession, broker: SparkBroker, prepared: Pr
     return None
 
 
-def adopt_checkpoint(checkpoint: Checkpoint, prepared: Prepared, topics: Mapping[str, str], marks: Marks) -> Identity:
+def adopt_checkpoint(
+    checkpoint: Checkpoint, prepared: Prepared, topics: Mapping[str, str], marks: Marks, *, version: int = 1
+) -> Identity:
     """Use the checkpoint for this pipe: a new one or that of its last run. topics: identity of each source topic.
+
+    version: of the format that this run writes; a newer one stays.
 
     A changed transform is fine if it keeps no state; so is an added source. A topic that was created again is not: its offsets
     mean other records. Nor is a new checkpoint for a transform that has begun, by its mark. When it returns, the mark is durable.
@@ -123,12 +127,13 @@ def adopt_checkpoint(checkpoint: Checkpoint, prepared: Prepared, topics: Mapping
     """
     found, mark = checkpoint.read_identity(), marks.read(prepared.pipe)
     if found is None:
-        identity = _new_identity(checkpoint, prepared, topics, mark)
+        identity = msgspec.structs.replace(_new_identity(checkpoint, prepared, topics, mark), version=version)
     else:
         _check_fits(checkpoint, found, prepared, topics)
         _check_mark(checkpoint, found, mark)
         known = {**found.topics, **topics}
         identity = msgspec.structs.replace(found, topics=known, transform=_digest(prepared), state=prepared.state)
+        identity = msgspec.structs.replace(identity, version=max(identity.version, version))
     if identity != found:  # before the mark: the mark of a checkpoint that was never stored would refuse the next start
         checkpoint.write_identity(identity)
     if mark is None or not mark.fits(identity.id):

@@ -42,7 +42,6 @@ from spark.reports import (
     read_lags,
     with_origin,
 )
-from spark.sources.writer import BY_TIME
 from spark.transforms.view import FAILED_CHECK, READ_AT, TIME
 
 log = structlog.get_logger()
@@ -158,7 +157,9 @@ def start_transforming(query: Query) -> StreamingQuery:
     if query.ledger:
         query.session.conf.set("spark.sql.streaming.numRecentProgressUpdates", str(_PROGRESS_KEPT))
     for stream, view in prepared.views.items():
-        raw = broker.read_stream(query.session, [stream], max_events).where(f"NOT ({skip})")
+        raw = broker.read_stream(query.session, [stream], max_events, checkpoint=query.checkpoint.path).where(
+            f"NOT ({skip})"
+        )
         checked = view.check(raw, clock_now())
         checked = with_origin(checked, f.col(FAILED_CHECK).isNull()) if query.ledger else checked
         frames[stream] = prepared.watermarked(view.good(checked.observe(f"in:{stream}", *in_metrics)))
@@ -166,9 +167,9 @@ def start_transforming(query: Query) -> StreamingQuery:
     out = with_origin(out) if query.ledger else out
     out = out.withColumn(_WRITTEN_AT, clock_now()) if query.real_time else out
     out = out.observe(_OUT, *out_metrics).drop(READ_AT, _WRITTEN_AT, ORIGINS_READ)
-    writer = broker.write_stream(out, output_topic(query.pipe), query.writer)
+    by_time = not prepared.out.carries_events
+    writer = broker.write_stream(out, output_topic(query.pipe), query.writer, by_time=by_time)
     writer = writer.queryName(query.pipe).option("checkpointLocation", query.checkpoint.path)
-    writer = writer.option(BY_TIME, not prepared.out.carries_events)  # Kafka's sink ignores it
     if query.real_time:
         real_time_writer: Any = writer.outputMode("update")  # pyspark's own types do not know realTime yet
         started: StreamingQuery = real_time_writer.trigger(realTime=REAL_TIME_BATCH).start()

@@ -1,36 +1,64 @@
-"""Kinesis as a source and sink of Spark's streams. Runs in Spark's Python workers."""
+"""Kinesis as a source of Spark's streams and batches. Runs in Spark's Python workers.
 
+The process that plans a stream carries positions and counts; tasks read. Each shard is read by one task at a time, and its pace
+goes from task to task with the notes of `ends`.
+"""
+
+import asyncio
 import atexit
+import json
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from functools import cache, partial
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any
 
-import pyarrow as pa
-from pyspark.sql.datasource import DataSourceStreamReader, InputPartition
+from pyspark.sql.datasource import DataSourceReader, DataSourceStreamReader, InputPartition
 from pyspark.sql.streaming.datasource import ReadLimit, ReadMaxRows
 
+from services.core.broker.errors import OffsetOutOfRange, UnknownTopic
 from services.core.broker.kinesis.blocking import BlockingKinesis
 from services.core.broker.kinesis.incarnation import Stream
-from services.core.broker.record import Batch, Record
-from spark.records import Schema, raw_schema, to_arrow
-from spark.sources.offsets import UNBOUNDED, Offset, check_incarnation
+from services.core.broker.kinesis.streams import Shard
+from services.core.broker.record import Batch, TopicPartition
+from spark.records import RAW_SCHEMA, OffsetRange, raw_schema, to_arrow
+from spark.sources.ends import (
+    FOLDER,
+    EndNotes,
+    Plan,
+    ShardEnd,
+    decode_note,
+    encode_note,
+    ends_of,
+    next_plan,
+    old_notes,
+    open_notes,
+    pack_plan,
+    plan_of,
+    position_after,
+    share_tasks,
+)
+from spark.sources.offsets import Offset, check_incarnation
 from spark.sources.shards import (
-    Planned,
-    ShardPosition,
+    BATCH_BYTES,
+    ShardRead,
+    ShardRecords,
     Shards,
+    ShardStart,
     check_beginning,
+    has_more,
     list_shards,
     pack_shards,
     read_shards,
+    readable,
     shards_of,
 )
-from spark.sources.writer import BatchWriter, write_arrow
 
 POLL_EVERY_S = 0.5
-"""The interval of polls of an idle stream: a shard allows five reads a second, for all its readers together."""
+"""The interval of looks at an idle stream: a shard allows five reads a second, for all its readers together."""
 TASK_EVENTS = 5_000
 """A task gets at least this number of records, if there are enough."""
+_BUSY_RECORDS = 2
+"""After a batch with as many the next one is planned without a look: it would take one of the shard's five reads a second."""
 
 
 @cache
@@ -41,40 +69,100 @@ def connection(url: str) -> BlockingKinesis:
     return opened
 
 
-class ArrowTask(InputPartition):
-    """Records as an Arrow stream: only the process that plans reads from Kinesis, so that a record is read once."""
+class ShardTask(InputPartition):
+    """Reads these shards from where the batch begins in them. Its note is in `folder` of the checkpoint. room, size: of each."""
 
-    def __init__(self, batches: Iterable[Batch], schema: Schema) -> None:
-        self.data = write_arrow((to_arrow(batch, schema) for batch in batches), schema)
+    def __init__(
+        self, checkpoint: str, folder: str, note: str, starts: Sequence[ShardStart], room: int, size: int
+    ) -> None:
+        super().__init__(note)
+        self.checkpoint, self.folder, self.note = checkpoint, folder, note
+        self.starts, self.room, self.size = list(starts), room, size
+
+
+class RangeTask(InputPartition):
+    """Reads ranges whose ends are known."""
+
+    def __init__(self, ranges: Sequence[OffsetRange]) -> None:
         super().__init__(None)
+        self.ranges = list(ranges)
 
 
-def make_tasks(shards: Iterable[list[Batch]], schema: Schema) -> list[ArrowTask]:
-    """A shard is never divided, so that its order survives; small ones share a task."""
-    tasks, waiting, size = list[ArrowTask](), list[Batch](), 0
-    for batches in shards:
-        waiting += batches
-        size += sum(len(batch.records) for batch in batches)
-        if size >= TASK_EVENTS:
-            tasks.append(ArrowTask(waiting, schema))
-            waiting, size = [], 0
-    return [*tasks, ArrowTask(waiting, schema)] if waiting else tasks
+def read_task(kinesis: BlockingKinesis, task: InputPartition | None) -> Iterator[Batch]:
+    """The records of a task: the same ones however often and by however many attempts. Raises OffsetOutOfRange, EndsMissing,
+    EndsDamaged, BrokerError kinds: then Spark fails the batch.
+
+    An empty read has one task without a value.
+    """
+    if isinstance(task, RangeTask):
+        for part in task.ranges:
+            yield from kinesis.read_range(*part)
+    elif isinstance(task, ShardTask):
+        yield from _read_shards(kinesis, task, open_notes(task.checkpoint, task.folder))
+
+
+def _read_shards(kinesis: BlockingKinesis, task: ShardTask, notes: EndNotes) -> Iterator[Batch]:
+    fixed = notes.find(task.note)
+    if fixed is None:
+        _continue_paces(kinesis.broker.reader, task.starts)
+        reads = kinesis.wait(read_shards(kinesis.broker.reader, task.starts, task.room, task.size))
+        mine = encode_note(list(_ends(kinesis.broker.reader, task.starts, reads)))
+        fixed = notes.fix(task.note, mine)
+        if fixed == mine:
+            for read in reads:
+                yield from read.batches
+            return
+    for end in decode_note(task.note, fixed):
+        if end.records:
+            try:
+                yield from kinesis.read_range(end.topic, end.shard, int(end.begun), int(end.next))
+            except UnknownTopic as error:  # the whole shard expired
+                raise OffsetOutOfRange(end.topic, end.shard, int(end.begun), 0, 0, contiguous=False) from error
+
+
+def _continue_paces(reader: ShardRecords, starts: Sequence[ShardStart]) -> None:
+    for start in starts:
+        if start.arrived:
+            reader.ends.record(TopicPartition(start.topic, start.shard.number), start.position.next, start.arrived)
+        if start.rate:
+            reader.pace(start.topic, start.shard.number).go_on(start.rate, (start.next_read - _now_ms()) / 1000)
+
+
+def _ends(reader: ShardRecords, starts: Sequence[ShardStart], reads: Sequence[ShardRead]) -> Iterator[ShardEnd]:
+    for start, read in zip(starts, reads, strict=True):
+        topic, number, position = start.topic, start.shard.number, read.position
+        pace = reader.pace(topic, number)
+        yield ShardEnd(
+            topic=topic,
+            shard=number,
+            next=str(position.next),
+            settled=position.settled,
+            ended=position.ended,
+            retention=position.retention,
+            begun=str(position.begun),
+            records=read.records,
+            more=read.more,
+            arrived=reader.ends.arrival(TopicPartition(topic, number), position.next),
+            rate=round(pace.rate, 2),
+            next_read=_now_ms() + round(pace.wait() * 1000),
+        )
 
 
 class KinesisStreamReader(DataSourceStreamReader):
-    """At most `max_events` a micro-batch.
+    """At most `max_events` a micro-batch. Option `checkpoint`: the query's, a URI.
 
-    Lives in a Python process of its own beside the query, and reads there; `read` runs in task workers and uses no state. Keeps
-    the records of the last planned batch. A batch that is computed again after a crash is read again, by its offsets.
+    Plans in a Python process of its own beside the query; `read` runs in task workers and uses no state.
     """
 
     def __init__(self, options: Mapping[str, str]) -> None:
         self._url = options["broker"]
         self._topics = options["topics"].split(",")
-        self._max_events = int(options["max_events"])
+        self._max_events, self._most_tasks = int(options["max_events"]), int(options.get("tasks", "1"))
         self._schema = raw_schema(options)
-        self._planned: dict[tuple[str, int], Planned] = {}
-        self._idle_since = -POLL_EVERY_S
+        self._checkpoint, self._folder = options.get("checkpoint", ""), f"{FOLDER}/{self._topics[0]}"
+        self._looked_at = -POLL_EVERY_S
+        self._ends: tuple[Plan | None, dict[tuple[str, int], ShardEnd]] = (None, {})
+        self._notes: list[str] | None = None
 
     def initialOffset(self) -> Offset:  # noqa: N802 - pyspark's name
         """The beginning of every shard."""
@@ -87,59 +175,125 @@ class KinesisStreamReader(DataSourceStreamReader):
         return ReadMaxRows(self._max_events)
 
     def latestOffset(self, start: Offset, limit: ReadLimit) -> Offset:  # noqa: N802 - pyspark's name
-        """Read the next micro-batch; returns its end.
+        """Plan the next micro-batch, or return `start` when there is nothing new. Called after the batch of `start` is done.
 
         Raises OffsetOutOfRange, TopicRecreated: the query stops, nothing is skipped.
         """
-        if time.monotonic() - self._idle_since < POLL_EVERY_S:
+        ends = self._ends_before(start)
+        busy = any(end.more for end in ends.values()) or sum(end.records for end in ends.values()) >= _BUSY_RECORDS
+        if not busy and time.monotonic() - self._looked_at < POLL_EVERY_S:
             return start
-        room = limit.max_rows if isinstance(limit, ReadMaxRows) else UNBOUNDED
-        topics, planned = dict[str, tuple[str, Shards]](), dict[tuple[str, int], Planned]()
-        for number, topic in enumerate(self._topics):
+        topics, starts = dict[str, tuple[str, Shards]](), list[ShardStart]()
+        changed = False
+        for topic in self._topics:
             stream = self._stream(topic, start)
-            before = shards_of(start, topic)[1]
-            share = -(-room // (len(self._topics) - number))
-            kinesis = connection(self._url)
-            found = kinesis.wait(read_shards(kinesis.broker.reader, topic, stream, before, share))
-            listed = list_shards(topic, stream, before, _now_ms())
-            topics[topic] = stream.name, listed | {shard: one.position for shard, one in found.items()}
-            planned |= {(topic, shard): one for shard, one in found.items() if one.batches}
-            room -= sum(len(batch.records) for one in found.values() for batch in one.batches)
-        if planned:
-            self._planned = planned
-        else:
-            self._idle_since = time.monotonic()
-        return pack_shards(topics)
+            known = position_after(
+                shards_of(start, topic)[1], {shard: end for (of, shard), end in ends.items() if of == topic}
+            )
+            listed = list_shards(topic, stream, known, _now_ms())
+            changed |= listed != known
+            topics[topic] = stream.name, listed
+            starts += self._starts(stream, topic, readable(stream, listed), listed, ends)
+        if not (busy or changed):
+            self._looked_at = time.monotonic()
+            if not self._find_more(starts):
+                return start
+        expected = [((s.topic, s.shard.number), self._expect(ends.get((s.topic, s.shard.number)))) for s in starts]
+        plan = next_plan(
+            self._folder, plan_of(start), share_tasks(expected, self._most_tasks, TASK_EVENTS) if expected else []
+        )
+        self._keep_notes(plan)
+        return pack_plan(pack_shards(topics), plan)
 
     def partitions(self, start: Offset, end: Offset) -> list[InputPartition]:
-        """The tasks between two offsets."""
-        shards = []
-        for topic in self._topics:
-            known = shards_of(start, topic)[1]
-            for shard, position in shards_of(end, topic)[1].items():
-                if shard in known and known[shard].next < position.next:
-                    shards.append(self._batches(topic, shard, start, position))
-        return list(make_tasks(shards, self._schema))
+        """The tasks of a planned batch; of a batch that an earlier version planned, the records between the two offsets."""
+        plan = plan_of(end)
+        if plan is None:
+            return self._ranges(start, end)
+        ends = self._ends_before(start)
+        count = max(1, sum(len(task) for task in plan.tasks))
+        tasks = list[InputPartition]()
+        streams = {topic: self._stream(topic, end) for topic in self._topics}
+        for number, shards in enumerate(plan.tasks):
+            starts = list[ShardStart]()
+            for topic in self._topics:
+                stream, positions = streams[topic], shards_of(end, topic)[1]
+                listed = {shard.number: shard for shard in stream.shards}
+                mine = [listed.get(n, Shard(n, (), 0, 0, is_open=False)) for of, n in shards if of == topic]
+                starts += self._starts(stream, topic, mine, positions, ends)
+            room, size = -(-self._max_events // count), BATCH_BYTES * len(self._topics) // count
+            tasks.append(ShardTask(self._checkpoint, plan.folder, plan.note(number), starts, room, size))
+        return tasks
 
     def read(self, partition: InputPartition) -> Iterator[Any]:
         """Arrow batches of one task."""
-        if isinstance(partition, ArrowTask):
-            with pa.ipc.open_stream(partition.data) as reader:
-                yield from reader
+        for batch in read_task(connection(self._url), partition):
+            yield to_arrow(batch, self._schema)
 
-    def _batches(self, topic: str, shard: int, start: Offset, end: ShardPosition) -> list[Batch]:
-        """The planned records, or the same read again. Raises OffsetOutOfRange, TopicRecreated when they are gone.
+    def _ends_before(self, offset: Offset) -> dict[tuple[str, int], ShardEnd]:
+        """Where the batch of this offset ended, as far as it has run; once it was planned after, all of it has."""
+        plan = plan_of(offset)
+        if plan is None:
+            return {}
+        if self._ends[0] != plan:
+            reader = connection(self._url).broker.reader
+            ends = ends_of(plan, open_notes(self._checkpoint, plan.folder))
+            for end in ends.values():
+                if end.arrived:  # so a look need not read that entry again
+                    reader.ends.record(TopicPartition(end.topic, end.shard), int(end.next), end.arrived)
+            self._ends = plan, ends
+        return self._ends[1]
 
-        They are read again from their first record on: the record before it may have expired long before they arrived.
-        """
-        known = shards_of(start, topic)[1][shard]
-        kept = self._planned.get((topic, shard))
-        if kept is not None and (kept.start, kept.position.next) == (known.next, end.next):
-            return kept.batches
-        stream = self._stream(topic, start)
-        if not end.begun:  # an older checkpoint's
-            check_beginning(topic, stream, shard, known, _now_ms())
-        return list(connection(self._url).read_range(topic, shard, end.begun or known.next, end.next))
+    def _starts(
+        self,
+        stream: Stream,
+        topic: str,
+        shards: Sequence[Shard],
+        positions: Shards,
+        ends: Mapping[tuple[str, int], ShardEnd],
+    ) -> list[ShardStart]:
+        found = []
+        for shard in shards:
+            start = ShardStart(topic, shard, positions[shard.number], stream.retention_ms)
+            if (end := ends.get((topic, shard.number))) is not None:
+                start = start._replace(arrived=end.arrived, rate=end.rate, next_read=end.next_read)
+            found.append(start)
+        return found
+
+    def _find_more(self, starts: Sequence[ShardStart]) -> bool:
+        kinesis = connection(self._url)
+
+        async def look() -> bool:
+            return any(await asyncio.gather(*(has_more(kinesis.broker.reader, start) for start in starts)))
+
+        return kinesis.wait(look())
+
+    def _expect(self, end: ShardEnd | None) -> int:
+        """Records that the next batch may find in a shard."""
+        return 1 if end is None else TASK_EVENTS if end.more else end.records
+
+    def _keep_notes(self, plan: Plan) -> None:
+        """Make the folder of the notes, and remove those that nobody needs any more."""
+        notes = open_notes(self._checkpoint, plan.folder)
+        if self._notes is None:
+            notes.prepare()
+            self._notes = notes.list()
+        gone = old_notes(self._notes, plan.number)
+        notes.remove(gone)
+        self._notes = [name for name in self._notes if name not in set(gone)] + plan.notes
+
+    def _ranges(self, start: Offset, end: Offset) -> list[InputPartition]:
+        """They are read from their first record on: the record before it may have expired long before they arrived."""
+        tasks = list[InputPartition]()
+        for topic in self._topics:
+            known, stream = shards_of(start, topic)[1], self._stream(topic, start)
+            for shard, position in shards_of(end, topic)[1].items():
+                if shard in known and known[shard].next < position.next:
+                    if not position.begun:  # a checkpoint of 0.1
+                        check_beginning(topic, shard, known[shard], stream.retention_ms, _now_ms())
+                    part = OffsetRange(topic, shard, position.begun or known[shard].next, position.next)
+                    tasks.append(RangeTask([part]))
+        return tasks
 
     def _stream(self, topic: str, offset: Offset) -> Stream:
         stream = connection(self._url).stream(topic)
@@ -147,16 +301,20 @@ class KinesisStreamReader(DataSourceStreamReader):
         return stream
 
 
+class KinesisBatchReader(DataSourceReader):
+    """Reads the ranges of the option `ranges`, JSON `[[topic, shard, start, end], …]`. A range that is gone raises."""
+
+    def __init__(self, options: Mapping[str, str]) -> None:
+        self._url = options["broker"]
+        self._ranges = [OffsetRange(*item) for item in json.loads(options["ranges"])]
+
+    def partitions(self) -> list[InputPartition]:
+        return [RangeTask([part]) for part in self._ranges]
+
+    def read(self, partition: InputPartition) -> Iterator[Any]:
+        for batch in read_task(connection(self._url), partition):
+            yield to_arrow(batch, RAW_SCHEMA)
+
+
 def _now_ms() -> int:
     return time.time_ns() // 1_000_000
-
-
-def store_batch(url: str, topic: str, records: list[Record], batch: int) -> None:
-    """At least once: Kinesis has no idempotent put. After an error a part may be stored."""
-    if records:
-        connection(url).send(topic, records, batch)
-
-
-def open_writer(options: Mapping[str, str]) -> BatchWriter:
-    """A stream's sink. A batch that is computed again after a crash is written again, with the same event ids."""
-    return BatchWriter(options, partial(store_batch, options["broker"], options["topic"]))

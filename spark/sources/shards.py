@@ -1,17 +1,19 @@
 """The position of a query in a stream's shards, and its next records: children come after their parents. Records that retention
 removed unread are an error.
 
-The end of a shard is only known by reading it. So the records of a micro-batch are read when it is planned.
+The end of a shard is only known by reading it. So a micro-batch is planned with the beginning of each shard, and the task that
+reads a shard decides where the batch ends in it (`ends`).
 """
 
 import asyncio
 import time
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, Protocol
 
-from services.core.broker.contract import Reader
 from services.core.broker.errors import OffsetOutOfRange
 from services.core.broker.kinesis.incarnation import Stream
+from services.core.broker.kinesis.pace import ReadPace
+from services.core.broker.kinesis.shard_lookup import KnownEnds
 from services.core.broker.kinesis.streams import Shard
 from services.core.broker.record import Batch, estimate_size
 from spark.sources.offsets import Offset
@@ -47,12 +49,44 @@ Shards = dict[int, ShardPosition]
 """By number."""
 
 
-class Planned(NamedTuple):
-    """The next records of one shard: from `start` on. Reading continues at `position`."""
+class ShardRecords(Protocol):
+    """The records of shards, as `KinesisAdmin` reads them. ends: of what it has read."""
 
-    start: int
+    ends: KnownEnds
+
+    async def read_shard(self, topic: str, shard: Shard, offset: int, *, max_records: int) -> Batch | None:
+        """As `Reader.read`."""
+
+    def pace(self, topic: str, shard: int) -> ReadPace:
+        """Of this process's reads."""
+
+
+class ShardStart(NamedTuple):
+    """Where a batch begins in a shard. retention: the stream's, ms.
+
+    arrived: when the entry arrived that ends there, ms; 0: not known. rate, next_read: the pace of the reads before, a second,
+    and the time (ms) of the next one; 0: none is known.
+    """
+
+    topic: str
+    shard: Shard
+    position: ShardPosition
+    retention: int
+    arrived: int = 0
+    rate: float = 0.0
+    next_read: int = 0
+
+
+class ShardRead(NamedTuple):
+    """What was read of a shard. The next batch begins at `position`. more: it stopped at its limit, not at the shard's end."""
+
     position: ShardPosition
     batches: list[Batch]
+    more: bool
+
+    @property
+    def records(self) -> int:
+        return sum(len(batch.records) for batch in self.batches)
 
 
 def pack_shards(topics: Mapping[str, tuple[str, Shards]]) -> Offset:
@@ -93,13 +127,13 @@ def shards_of(offset: Offset, topic: str) -> tuple[str, Shards]:
 def list_shards(topic: str, stream: Stream, known: Shards, now_ms: int) -> Shards:
     """The shards as they are now: new ones at their beginning, without those that expired.
 
-    A batch reads only shards that the batch before it listed. So its start offset records until when nothing of them was missed.
-    Raises OffsetOutOfRange when a shard expired that was not read for a whole retention.
+    A batch begins at positions that are in Spark's log before it runs: these record until when nothing was missed. Raises
+    OffsetOutOfRange when a shard expired that was not read for a whole retention.
     """
     kept = {shard.number for shard in stream.shards}
     known = {number: position.with_retention(stream.retention_ms) for number, position in known.items()}
     for number, position in known.items():
-        if number not in kept and not position.ended and is_overdue(stream, position, now_ms):
+        if number not in kept and not position.ended and is_overdue(position, stream.retention_ms, now_ms):
             raise OffsetOutOfRange(topic, number, position.next, position.next + 1, position.next + 1, contiguous=False)
     listed = dict[int, ShardPosition]()
     for shard in stream.shards:
@@ -110,14 +144,14 @@ def list_shards(topic: str, stream: Stream, known: Shards, now_ms: int) -> Shard
     return dict(sorted(listed.items()))
 
 
-def is_overdue(stream: Stream, position: ShardPosition, now_ms: int) -> bool:
-    """Whether records may have arrived and expired since the last read."""
-    return position.settled + position.with_retention(stream.retention_ms).retention < now_ms
+def is_overdue(position: ShardPosition, retention_ms: int, now_ms: int) -> bool:
+    """Whether records may have arrived and expired since the last read. retention_ms: the stream's, now."""
+    return position.settled + position.with_retention(retention_ms).retention < now_ms
 
 
-def check_beginning(topic: str, stream: Stream, shard: int, position: ShardPosition, now_ms: int) -> None:
+def check_beginning(topic: str, shard: int, position: ShardPosition, retention_ms: int, now_ms: int) -> None:
     """Raise OffsetOutOfRange when a shard is to be read from its beginning, and its first records may be gone."""
-    if not position.next and is_overdue(stream, position, now_ms):
+    if not position.next and is_overdue(position, retention_ms, now_ms):
         raise OffsetOutOfRange(topic, shard, 0, 1, 1, contiguous=False)
 
 
@@ -127,34 +161,34 @@ def readable(stream: Stream, known: Shards) -> list[Shard]:
     return [shard for shard in stream.shards if shard.number in unfinished and unfinished.isdisjoint(shard.parents)]
 
 
-async def read_shards(reader: Reader, topic: str, stream: Stream, known: Shards, room: int) -> dict[int, Planned]:
-    """About `room` records and BATCH_BYTES at most, shared evenly by the readable shards.
-
-    Raises OffsetOutOfRange, UnknownTopic, Unavailable.
-    """
-    shards = readable(stream, known)
-    if not shards:
-        return {}
-    share, size = -(-room // len(shards)), BATCH_BYTES // len(shards)
-    found = await asyncio.gather(
-        *(_read_shard(reader, topic, stream, shard, known[shard.number], share, size) for shard in shards)
-    )
-    return {shard.number: planned for shard, planned in zip(shards, found, strict=True)}
+async def has_more(reader: ShardRecords, begin: ShardStart) -> bool:
+    """Whether a batch would find anything: records, the end of a closed shard, or an error. Once an hour it does in any case."""
+    if time.time_ns() // 1_000_000 - begin.position.settled > SETTLED_EVERY_MS:
+        return True
+    try:
+        batch = await reader.read_shard(begin.topic, begin.shard, begin.position.next, max_records=1)
+    except OffsetOutOfRange:
+        return True
+    return batch is not None or not begin.shard.is_open
 
 
-async def _read_shard(
-    reader: Reader, topic: str, stream: Stream, shard: Shard, known: ShardPosition, room: int, size: int
-) -> Planned:
-    known = known.with_retention(stream.retention_ms)
+async def read_shards(reader: ShardRecords, starts: Sequence[ShardStart], room: int, size: int) -> list[ShardRead]:
+    """Of each shard about `room` records and `size` bytes at most. Raises OffsetOutOfRange, UnknownTopic, Unavailable."""
+    return list(await asyncio.gather(*(_read_shard(reader, start, room, size) for start in starts)))
+
+
+async def _read_shard(reader: ShardRecords, start: ShardStart, room: int, size: int) -> ShardRead:
+    topic, shard, retention = start.topic, start.shard, start.retention
+    known = start.position.with_retention(retention)
     at, batches = known.next, list[Batch]()
-    check_beginning(topic, stream, shard.number, known, time.time_ns() // 1_000_000)
+    check_beginning(topic, shard.number, known, retention, time.time_ns() // 1_000_000)
     is_more = True
     while room > 0 and size > 0 and is_more:  # up to the end: later records are for the next batch
         now = time.time_ns() // 1_000_000
-        overdue = is_overdue(stream, known, now)
+        overdue = is_overdue(known, retention, now)
         asked = min(room, _READ_RECORDS)
         try:
-            batch = await reader.read(topic, shard.number, at, max_records=asked)
+            batch = await reader.read_shard(topic, shard, at, max_records=asked)
         except OffsetOutOfRange as error:
             if batches or overdue or error.start <= at:
                 raise
@@ -162,24 +196,24 @@ async def _read_shard(
             continue
         if batch is None:
             if overdue and not batches:
-                await _check_last(reader, topic, shard.number, at)
+                await _check_last(reader, topic, shard, at)
             position = _position_after(known, at, batches)._replace(ended=not shard.is_open)
             if batches or now - known.settled > SETTLED_EVERY_MS:
-                position = position._replace(settled=now, retention=stream.retention_ms)
-            return Planned(known.next, position, batches)
+                position = position._replace(settled=now, retention=retention)
+            return ShardRead(position, batches, more=False)
         batches.append(batch)
         at = batch.offsets[-1] + 1
         room -= len(batch.records)
         size -= (given := estimate_size(batch.records))
         is_more = len(batch.records) == asked or given >= _FULL_BYTES
-    return Planned(known.next, _position_after(known, at, batches), batches)
+    return ShardRead(_position_after(known, at, batches), batches, is_more)
 
 
 def _position_after(known: ShardPosition, at: int, batches: list[Batch]) -> ShardPosition:
     return known._replace(next=at, begun=batches[0].offsets[0] if batches else known.begun)
 
 
-async def _check_last(reader: Reader, topic: str, shard: int, at: int) -> None:
+async def _check_last(reader: ShardRecords, topic: str, shard: Shard, at: int) -> None:
     """Raise OffsetOutOfRange unless the last read record is still there: then no later record expired."""
-    if await reader.read(topic, shard, at - 1, max_records=1) is None:
-        raise OffsetOutOfRange(topic, shard, at, at + 1, at + 1, contiguous=False)
+    if await reader.read_shard(topic, shard, at - 1, max_records=1) is None:
+        raise OffsetOutOfRange(topic, shard.number, at, at + 1, at + 1, contiguous=False)

@@ -205,7 +205,7 @@ def garble_identity(checkpoint: Path) -> None:
 
 def make_newer(checkpoint: Path) -> None:
     identity = orjson.loads((checkpoint / "penstock.json").read_bytes())
-    (checkpoint / "penstock.json").write_bytes(orjson.dumps(identity | {"version": 2}))
+    (checkpoint / "penstock.json").write_bytes(orjson.dumps(identity | {"version": 3}))
 
 
 HARMS = [truncate, empty, flip, truncate_commit, flip_commit]

@@ -3,23 +3,28 @@
 import asyncio
 import time
 from collections.abc import Coroutine, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
-from services.core.broker.contract import Reader
 from services.core.broker.errors import OffsetOutOfRange
 from services.core.broker.kinesis.blocking import BlockingKinesis
 from services.core.broker.kinesis.incarnation import Stream
-from services.core.broker.kinesis.shard_lookup import read_at
+from services.core.broker.kinesis.pace import ReadPace
+from services.core.broker.kinesis.shard_lookup import KnownEnds, read_at
 from services.core.broker.kinesis.streams import Shard
 from services.core.broker.record import Batch, Record, estimate_size
 from spark.sources import shards as planning
-from spark.sources.kinesis import ArrowTask, KinesisStreamReader
+from spark.sources.kinesis import KinesisStreamReader, ShardTask, read_task
 from spark.sources.shards import (
     SETTLED_EVERY_MS,
     ShardPosition,
+    ShardRead,
+    ShardRecords,
+    ShardStart,
+    has_more,
     list_shards,
     pack_shards,
     read_shards,
@@ -37,10 +42,15 @@ class Shelf:
     """Records by shard: offsets BIG, BIG + 10, …; `gone` of them are not kept any more."""
 
     def __init__(self, counts: Sequence[int], gone: int = 0) -> None:
+        self.ends = KnownEnds(lambda: NOW)
         self.offsets = [[BIG + 10 * n for n in range(count)] for count in counts]
         self.gone = gone
 
-    async def read(self, topic: str, shard: int, offset: int, *, max_records: int) -> Batch | None:
+    def pace(self, topic: str, shard: int) -> ReadPace:
+        return ReadPace(topic, shard)
+
+    async def read_shard(self, topic: str, which: Shard, offset: int, *, max_records: int) -> Batch | None:
+        shard = which.number
         every = self.offsets[shard]
         kept = every[self.gone :]
         if offset and offset - 1 not in kept and offset not in kept and kept:
@@ -57,8 +67,17 @@ def shard(number: int, *parents: int, is_open: bool = True) -> Shard:
     return Shard(number, parents, 0, 1, is_open)
 
 
-async def plan(shelf: Shelf, found: Stream, known: dict[int, ShardPosition], room: int = 1000) -> dict[int, Any]:
-    return dict(await read_shards(cast(Reader, shelf), "s", found, known, room))
+def starts(found: Stream, known: dict[int, ShardPosition]) -> list[ShardStart]:
+    return [ShardStart("s", one, known[one.number], found.retention_ms) for one in readable(found, known)]
+
+
+async def plan(
+    shelf: Any, found: Stream, known: dict[int, ShardPosition], room: int = 1000, size: int = 16 << 20
+) -> dict[int, ShardRead]:
+    """One batch: what is read of each shard."""
+    begin = starts(found, known)
+    reads = await read_shards(cast(ShardRecords, shelf), begin, -(-room // max(1, len(begin))), size)
+    return {start.shard.number: read for start, read in zip(begin, reads, strict=True)}
 
 
 async def test_children_wait_for_a_batch_after_their_parents_end() -> None:
@@ -93,8 +112,13 @@ async def test_an_idle_shard_stays_where_it_is() -> None:
     one, shelf = stream(shard(0)), Shelf([2])
     idle = ShardPosition(BIG + 11, NOW, retention=DAY_MS, begun=BIG)
     assert (await plan(shelf, one, {0: idle}))[0].position == idle
+    assert not await has_more(cast(ShardRecords, shelf), starts(one, {0: idle})[0])
     old = idle._replace(settled=NOW - SETTLED_EVERY_MS - 1)
     assert (await plan(shelf, one, {0: old}))[0].position.settled >= NOW
+    assert await has_more(cast(ShardRecords, shelf), starts(one, {0: old})[0])
+    closed = stream(shard(0, is_open=False))
+    assert await has_more(cast(ShardRecords, shelf), starts(closed, {0: idle})[0]), "its end is not recorded yet"
+    assert await has_more(cast(ShardRecords, shelf), starts(one, {0: idle._replace(next=BIG + 1)})[0])
 
 
 async def test_what_expired_unread_is_an_error() -> None:
@@ -150,39 +174,41 @@ class _Connection:
         return asyncio.run(work)
 
     def read(self, topic: str, number: int, offset: int) -> Batch | None:
-        found: Batch | None = self.wait(self.broker.reader.read(topic, number, offset, max_records=1000))
+        one = Shard(number, (), 0, 0, is_open=True)
+        found: Batch | None = self.wait(self.broker.reader.read_shard(topic, one, offset, max_records=1000))
         return found
 
     read_range = BlockingKinesis.read_range
 
 
-def test_a_batch_that_followed_an_idle_retention_is_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_batch_that_followed_an_idle_retention_is_read_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """If this fails, a crash in the first batch after a quiet day stops the query for good, though nothing is lost."""
     shelf = Shelf([1])
     found = _Connection(shelf, stream(shard(0)))
     monkeypatch.setattr("spark.sources.kinesis.connection", lambda _url: found)
-    options = {"broker": "kinesis://x", "topics": "s", "max_events": "100"}
+    options = {"broker": "kinesis://x", "topics": "s", "max_events": "100", "checkpoint": f"file://{tmp_path}"}
     start = pack_shards({"s": (found.stream("s").name, {0: ShardPosition(BIG + 1, NOW, retention=DAY_MS, begun=BIG)})})
     shelf.offsets, shelf.gone = [[BIG, BIG + 10, BIG + 20]], 1
     first = KinesisStreamReader(options)
     end = first.latestOffset(start, first.getDefaultReadLimit())
-    planned = first.partitions(start, end)
-    again = KinesisStreamReader(options).partitions(start, end)
-    assert [task.data for task in again if isinstance(task, ArrowTask)] == [
-        task.data for task in planned if isinstance(task, ArrowTask)
-    ]
-    assert len(again) == 1
+    kinesis = cast(BlockingKinesis, found)
+    (task,) = first.partitions(start, end)
+    assert isinstance(task, ShardTask)
+    assert [offset for batch in read_task(kinesis, task) for offset in batch.offsets] == [BIG + 10, BIG + 20]
+    shelf.offsets[0].append(BIG + 30)
+    (again,) = KinesisStreamReader(options).partitions(start, end)
+    assert [offset for batch in read_task(kinesis, again) for offset in batch.offsets] == [BIG + 10, BIG + 20]
     shelf.gone = 2
     with pytest.raises(OffsetOutOfRange):
-        KinesisStreamReader(options).partitions(start, end)
+        list(read_task(kinesis, again))
 
 
 async def test_a_batch_is_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     """If this fails, a backlog of large events is taken into memory as one batch."""
-    monkeypatch.setattr(planning, "BATCH_BYTES", 100)
     monkeypatch.setattr(planning, "_READ_RECORDS", 1)
-    planned = await plan(Shelf([50]), stream(shard(0)), {0: ShardPosition(0, NOW)})
+    planned = await plan(Shelf([50]), stream(shard(0)), {0: ShardPosition(0, NOW)}, size=100)
     assert len(planned[0].batches) == 2
+    assert planned[0].more
     assert planned[0].position.next == BIG + 11
 
 
@@ -192,18 +218,18 @@ class Shard0:
     def __init__(self, shard: FakeShard) -> None:
         self.shard = shard
 
-    async def read(self, topic: str, shard: int, offset: int, *, max_records: int) -> Batch | None:
+    async def read_shard(self, topic: str, shard: Shard, offset: int, *, max_records: int) -> Batch | None:
         return await read_at(self.shard.source(), offset, max_records)
 
 
-async def test_a_backlog_fills_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_backlog_fills_a_batch() -> None:
     """If this fails, a batch holds a megabyte of each shard, whatever its bound, and a busy pipe falls behind for good."""
     backlog = FakeShard()
     for _ in range(60):
         backlog.put(range(300), size=300)
-    reader, one, beginning = cast(Reader, Shard0(backlog)), stream(shard(0)), {0: ShardPosition(0, NOW)}
-    everything = (await read_shards(reader, "s", one, beginning, 1 << 62))[0]
-    assert sum(len(batch.records) for batch in everything.batches) == 60 * 300
-    monkeypatch.setattr(planning, "BATCH_BYTES", 3 << 20)
-    part = (await read_shards(reader, "s", one, beginning, 1 << 62))[0]
+    one, beginning = stream(shard(0)), {0: ShardPosition(0, NOW)}
+    everything = (await plan(Shard0(backlog), one, beginning, 1 << 62))[0]
+    assert everything.records == 60 * 300
+    assert not everything.more
+    part = (await plan(Shard0(backlog), one, beginning, 1 << 62, size=3 << 20))[0]
     assert 3 << 20 < sum(estimate_size(batch.records) for batch in part.batches) < 5 << 20

@@ -13,6 +13,7 @@ from services.core.broker.kinesis.aws import Timing, bounded, classify_create
 from services.core.broker.kinesis.consumer import KinesisMemberBackend, SharedResources
 from services.core.broker.kinesis.incarnation import Stream
 from services.core.broker.kinesis.leases import Lease, LeaseExpiry, LeaseTable, StartPosition, by_stream
+from services.core.broker.kinesis.pace import ReadPace
 from services.core.broker.kinesis.shard_lookup import (
     KnownEnds,
     count_lag,
@@ -122,7 +123,7 @@ class KinesisAdmin:
 
     def __init__(self, shared: SharedResources) -> None:
         self._shared, self._kinesis, self._streams = shared, shared.clients.kinesis, shared.streams
-        self._ends = KnownEnds(shared.incarnations.clock.now_ms)
+        self.ends = KnownEnds(shared.incarnations.clock.now_ms)
 
     async def create_topic(self, spec: TopicSpec) -> None:
         """As in the contract. Retention is a day at least and a year at most; there is no compaction."""
@@ -278,8 +279,16 @@ class KinesisAdmin:
         known = next((shard for shard in topology.shards if shard.number == partition), None)
         if known is None:
             raise UnknownTopic(f"{topic} has no shard {partition}")
-        source = self._source(topic, known)
-        return await retry_briefly(lambda: read_at(source, offset, max_records, ends=self._ends))
+        return await self.read_shard(topic, known, offset, max_records=max_records)
+
+    async def read_shard(self, topic: str, shard: Shard, offset: int, *, max_records: int) -> Batch | None:
+        """As `read`, of a shard that the caller knows: asks for no list of shards. Raises UnknownTopic when it is gone."""
+        source = self._source(topic, shard)
+        return await retry_briefly(lambda: read_at(source, offset, max_records, ends=self.ends))
+
+    def pace(self, topic: str, shard: int) -> ReadPace:
+        """Of this process's reads of a shard."""
+        return self._shared.paces.find(topic, shard)
 
     async def _per_shard(
         self, topic: str, ask: Callable[[ShardSource], Awaitable[_T]], *, only_open: bool = False

@@ -141,6 +141,16 @@ class ReadPace:
         self.rate = max(_LOWEST_READS, self.rate / 2)
         self._next = max(self._next, now + 1 / self.rate)
 
+    def wait(self) -> float:
+        """Seconds until the next read may be made. Reserves nothing."""
+        return max(0.0, self._next - self._pass_time())
+
+    def go_on(self, rate: float, wait: float) -> None:
+        """Go on with the pace of a process that read this shard before: its rate, and its `wait`."""
+        now = self._pass_time()
+        self.rate = min(self.rate, max(_LOWEST_READS, rate))
+        self._next = max(self._next, now + min(wait, 1 / self.rate))
+
     def _pass_time(self) -> float:
         now = self._clock()
         self.rate = min(READS_PER_SECOND, self.rate + (now - self._at) * _READ_RECOVERY)

@@ -119,6 +119,11 @@ class KnownEnds:
             self._ends.clear()
         self._ends[shard] = offset, arrived
 
+    def arrival(self, shard: TopicPartition, offset: int) -> int:
+        """When the entry arrived that ends right before this offset, ms; 0: not known."""
+        end, arrived = self._ends.get(shard, (0, 0))
+        return arrived if end == offset else 0
+
     def is_behind_kept(self, shard: TopicPartition, offset: int) -> bool:
         """Whether an entry that cannot have expired ends right before this offset."""
         end, arrived = self._ends.get(shard, (0, 0))
