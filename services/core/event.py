@@ -20,6 +20,9 @@ TIME = "penstock_time"
 no timestamps. It is the last header. Our Kafka consumer makes it the timestamp again."""
 MAX_MILLIS_DIGITS = 15
 """A longer number is not a time."""
+OUTPUTS = "penstock_outputs"
+"""The names of the outputs that a transform gave the event to, joined by commas; may be empty. Only on records of a transform
+with several outputs, behind the event's own headers. Without it an event is in every output of its pipe."""
 TRACEPARENT = "traceparent"
 """W3C trace context, if the client sent one."""
 CE_PREFIX = "ce_"

@@ -195,6 +195,11 @@ EXPEL_TWINS = Counter(
     "Retried events that came back twice. The second one is skipped.",
     ["pipe", "destination"],
 )
+EXPEL_FILTERED = Counter(
+    "penstock_expel_events_filtered",
+    "Events of the transform's result that are in other outputs than the destination's, and are not sent to it.",
+    ["pipe", "destination"],
+)
 EXPEL_INHERITED = Counter(
     "penstock_expel_events_inherited",
     "Events that an earlier expel had written to the retrier and not committed. The next expel skips them.",

@@ -26,6 +26,8 @@ def find_broken_references(data: object) -> list[Found]:
         sources = [source for source in _items(_mapping(pipe).get("sources")) if isinstance(source, str)]
         destinations = [_mapping(destination) for destination in _items(_mapping(pipe).get("destinations"))]
         problems += [(("pipes", name, *path), text) for path, text in _check_pipe(sources, destinations, streams)]
+        outputs = _mapping(_mapping(_mapping(pipe).get("transform")).get("outputs"))
+        problems += [(("pipes", name, *path), text) for path, text in _check_outputs(outputs, destinations)]
         for index, destination in enumerate(destinations):
             target = destination.get("stream")
             if isinstance(target, str) and _reaches(feeds, target, set(sources)):
@@ -55,6 +57,19 @@ def _check_pipe(
             names.add(name)
         if isinstance(stream, str) and stream not in streams:
             yield ("destinations", index, "stream"), f"{stream!r} {known}"
+
+
+def _check_outputs(outputs: Mapping[str, object], destinations: Sequence[Mapping[str, object]]) -> Iterator[Found]:
+    known = f"is not among the outputs of its transform: {', '.join(map(str, outputs))}"
+    for index, destination in enumerate(destinations):
+        output = destination.get("from")
+        if isinstance(output, str) and output not in outputs:
+            without = f"{output!r}: the pipe's transform has no outputs. Try: outputs: {{{output}: {{where: …}}}} there"
+            yield ("destinations", index, "from"), f"{output!r} {known}" if outputs else without
+    heirs = dict[str, object]()
+    for name, output in outputs.items():
+        path = ("transform", "outputs", name)
+        yield from _check_former(path, _former(output), "an output of this transform", list(outputs), heirs, name)
 
 
 def _reaches(feeds: Mapping[str, set[str]], start: str, goals: set[str]) -> bool:

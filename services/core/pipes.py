@@ -112,6 +112,24 @@ class Stream(StrictModel):
         return self
 
 
+class Output(StrictModel):
+    """One of several outputs of a transform: the results that its filter takes."""
+
+    where: str | None = Field(
+        None,
+        min_length=1,
+        max_length=20_000,
+        description="A Spark SQL condition over the columns of the result. A result for which it is false or NULL is not in this "
+        "output. Absent: all results.",
+        examples=["amount > 1000"],
+    )
+    renamed_from: Name | None = Field(
+        None,
+        description="Its former name. Stored events that were given to that output are in this one. May stay here for ever.",
+        examples=["big"],
+    )
+
+
 class Transform(StrictModel):
     """One SQL query, or one Python function DataFrame -> DataFrame. `docs/transforms.md` has its input and output columns."""
 
@@ -155,6 +173,14 @@ class Transform(StrictModel):
         examples=["string"],
     )
 
+    outputs: dict[Name, Output] = Field(
+        default_factory=dict,
+        max_length=32,
+        description="By name: outputs with filters of their own, for destinations that name one in `from`. A result may be in "
+        "several. A result in none of them is dropped, unless a destination has no `from`.",
+        examples=[{"large": {"where": "amount > 1000"}, "all": {}}],
+    )
+
     @model_validator(mode="after")
     def _one_kind(self) -> Self:
         if (self.sql is None) == (self.python is None):
@@ -173,6 +199,12 @@ class Destination(StrictModel):
         None, description="An HTTP endpoint.", examples=[{"url": "https://billing.example.org/hook"}]
     )
     stream: Name | None = Field(None, description="Another stream of this file.", examples=["large-orders"])
+    output: Name | None = Field(
+        None,
+        alias="from",
+        description="The output of the pipe's transform that it gets. Absent: every result of the transform.",
+        examples=["large"],
+    )
     start: Literal["earliest", "latest"] = Field(
         "earliest",
         description="The position at which a new destination begins. earliest: it receives all stored events. "
@@ -250,7 +282,11 @@ class Removed(StrictModel):
 
 def pipe_version(pipe: Pipe) -> str:
     """Twelve hex digits that identify this definition. Former names are no part of it."""
-    former: Any = {"renamed_from": True, "destinations": {"__all__": {"renamed_from"}}}
+    former: Any = {
+        "renamed_from": True,
+        "transform": {"outputs": {"__all__": {"renamed_from"}}},
+        "destinations": {"__all__": {"renamed_from"}},
+    }
     return hashlib.sha256(pipe.model_dump_json(exclude=former).encode()).hexdigest()[:12]
 
 

@@ -23,6 +23,7 @@ from services.core.topic_names import parked_topic, retry_topic
 from services.expel.dedup import RetryTakeover, RetryTopicFilter
 from services.expel.delivery import Delivery, Rendered, Unreadable
 from services.expel.metrics import LaneMetrics
+from services.expel.output_filter import OutputFilter
 from services.expel.pause import PauseFollower, PauseState
 from services.expel.retry_policy import Failure, Outcome, RetryLimits, RetryPolicy, RetrySchedule
 from services.expel.send_queue import COMMIT_PARTS, WINDOW, InFlightLimit, RequestLimits, SendQueue
@@ -53,6 +54,7 @@ class LaneConfig:
     key wait for earlier ones. schedule: seconds before each round of the retry topic; empty: no rounds. serial: one request at
     a time, including its retries. version: of the pipe's definition. siblings: the pipe's destinations, including this one;
     the lane counts events of other destinations in its retry and parked topics. None: another lane counts them.
+    outputs: None where the pipe has one output only.
     """
 
     pipe: str
@@ -69,6 +71,7 @@ class LaneConfig:
     serial: bool = False
     version: str = ""
     siblings: frozenset[str] | None = None
+    outputs: OutputFilter | None = None
 
     @property
     def reach(self) -> int:
@@ -183,8 +186,10 @@ class Dispatcher:
         await self._takeover.prepare(polled, assigned)
 
     def accept(self, batch: Batch) -> None:
-        taken_over = self._takeover.find(batch)
-        rest = self._settle_taken_over(batch, taken_over) if taken_over else batch
+        # Before the search for retries of the previous owner, whose records have no header of outputs.
+        mine = self._settle_other_outputs(batch)
+        taken_over = {} if mine is None else self._takeover.find(mine)
+        rest = self._settle_taken_over(mine, taken_over) if mine is not None and taken_over else mine
         if rest is None:
             self._progress.set()
         elif rest.damage is not None:
@@ -195,6 +200,18 @@ class Dispatcher:
             self._add(rest.source, rest, self._sender.render(rest))
         self._check_uncommitted()  # events of others and copies are settled at once, and fill the lane too
         self._pump()
+
+    def _settle_other_outputs(self, batch: Batch) -> Batch | None:
+        """Settle the events that are in other outputs than the destination's. Returns the others."""
+        outputs = self._config.outputs
+        if outputs is None or batch.damage is not None or batch.topic in self._filters:
+            return batch
+        mine, others = outputs.choose(batch)
+        if others is not None:
+            self._metrics.count(metrics.EXPEL_FILTERED, len(others.records))
+            self.ledger.add("filtered", others.records)
+            self.tracker.settle(batch.source, others.offsets)
+        return mine
 
     def _settle_taken_over(self, batch: Batch, taken_over: Mapping[int, Span]) -> Batch | None:
         """Settle events that the previous owner wrote to the retry topic (by offset: when they are due). Returns the others."""

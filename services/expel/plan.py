@@ -40,6 +40,7 @@ from services.core.yaml_source import BadConfiguration, Problem
 from services.expel.dispatcher import Dispatcher, LaneConfig, Sender
 from services.expel.lane import Lane
 from services.expel.metrics import LaneLedger, LaneMetrics, WordCounter
+from services.expel.output_filter import OutputFilter
 from services.expel.pause import PauseState
 from services.expel.retry_policy import RetryLimits
 from services.expel.send_queue import RequestLimits
@@ -285,6 +286,7 @@ class LaneBuilder:
             plan.pipe_name,
             destination.name,
             siblings=_find_siblings(plan),
+            outputs=OutputFilter.of(plan.pipe, destination),
             version=pipe_version(plan.pipe),
         )
         if webhook is None:

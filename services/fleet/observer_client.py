@@ -73,7 +73,7 @@ def loss_table(body: dict[str, Any]) -> Table:
     """body: the answer to GET /v1/pipes/{pipe}/loss, with at least one minute."""
     rows = body["minutes"]
     steps = [step["node"] + (f" to {step['destination']}" if step["destination"] else "") for step in rows[-1]["steps"]]
-    rare = [outcome for outcome in ("skipped", "unknown") if any(_count(row, outcome) for row in rows)]
+    rare = [outcome for outcome in ("filtered", "skipped", "unknown") if any(_count(row, outcome) for row in rows)]
     columns = ("minute", "accepted", *steps, *rare, "waiting", "loss", "state")
     table = make_table(*columns, right=columns[1:-1], text=["state"], below=steps)
     for row in rows:
@@ -91,8 +91,10 @@ def loss_table(body: dict[str, Any]) -> Table:
 
 
 def _count(row: dict[str, Any], outcome: str) -> int:
-    """The events with this outcome, summed over the steps. skipped: by an operator. unknown: only a newer version knows it."""
-    return sum(step["outcomes"].get(outcome, 0) for step in row["steps"])
+    """The events with this outcome, summed over the steps. filtered: only those of destinations, which are in other outputs.
+    skipped: by an operator. unknown: only a newer version knows it."""
+    steps = [step for step in row["steps"] if outcome != "filtered" or step["node"] == "expel"]
+    return sum(step["outcomes"].get(outcome, 0) for step in steps)
 
 
 def _missing(step: dict[str, Any], row: dict[str, Any], threshold: float) -> Text:

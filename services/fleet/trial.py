@@ -23,7 +23,7 @@ import msgspec
 from services.core.broker.reading import read_tail
 from services.core.broker.record import Record
 from services.core.dead_letter import DeadLetter, Position
-from services.core.event import read_arrival, read_id
+from services.core.event import OUTPUTS, read_arrival, read_id
 from services.core.jvm.child import start_child
 from services.core.pipes import Pipe
 from services.core.sample import AbsentField, RefusedEvent, Sample, SampleEvent, SampleRecord, TrialResult
@@ -236,12 +236,14 @@ class Trial:
 
 
 def output_json(record: Record) -> dict[str, Any]:
-    """One output."""
+    """One result. outputs: the names of its outputs, where the transform has several."""
+    outputs = record.header(OUTPUTS)
     return {
         "id": read_id(record),
         "key": decode(record.key),
         "time": format_time(record.timestamp),
         "payload": decode(record.value),
+        **({} if outputs is None else {"outputs": [name for name in outputs.decode().split(",") if name]}),
     }
 
 

@@ -65,7 +65,9 @@ class CauseView(msgspec.Struct, frozen=True):
 
 
 class DestinationView(msgspec.Struct, frozen=True):
-    """state: active, paused or unknown. breaker: closed, half-open, open or unknown. The numbers are of the last hour."""
+    """state: active, paused or unknown. breaker: closed, half-open, open or unknown. The numbers are of the last hour.
+
+    filtered: events that are in other outputs of the transform."""
 
     name: str
     state: str
@@ -76,6 +78,7 @@ class DestinationView(msgspec.Struct, frozen=True):
     dead: int
     causes: tuple[CauseView, ...] = ()
     skipped: int = 0
+    filtered: int = 0
 
 
 class ShardView(msgspec.Struct, frozen=True):
@@ -233,12 +236,12 @@ def _destination(
 ) -> DestinationView:
     """From expel's steps: the retrier's dead events are among theirs, and its lost ones are among their retrying ones."""
     steps = [step for row in rows for step in row.steps if step.destination == name]
-    delivered, retrying, parked, dead, skipped = (
+    delivered, retrying, parked, dead, skipped, filtered = (
         sum(step.outcomes.get(outcome, 0) for step in steps if step.node == "expel")
-        for outcome in ("delivered", "retrying", "parked", "dead", "skipped")
+        for outcome in ("delivered", "retrying", "parked", "dead", "skipped", "filtered")
     )
     lost = sum(step.missing for step in steps if step.node == "retrier")
-    return DestinationView(name, state, breaker, delivered, retrying - lost, parked, dead, causes, skipped)
+    return DestinationView(name, state, breaker, delivered, retrying - lost, parked, dead, causes, skipped, filtered)
 
 
 def _fields(follower: Follower, pipe: str) -> tuple[FieldView, ...]:

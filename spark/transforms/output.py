@@ -28,6 +28,7 @@ from pyspark.sql.types import (
 from services.core import event as names
 from services.core.ledger.report import MAX_NUMBER
 from spark.records import EVENT, EVENT_TYPE, HEADERS, READ, STAMPED_EVENT_TYPE, VALUE
+from spark.transforms.outputs import OutputFilters
 from spark.transforms.view import READ_AT
 
 _ROWS = 1 << 20
@@ -78,8 +79,10 @@ class OutShape:
         max_bytes: int,
         stamped: bool = False,
         decimals_as_text: bool = False,
+        filters: OutputFilters | None = None,
     ) -> None:
-        """declared: columns of the sources; one named `value` hides the payload's text. stamped: events have READ.
+        """declared: columns of the sources; one named `value` hides the payload's text. stamped: events have READ. filters: of
+        several outputs; checked.
 
         Raises BadTransform.
         """
@@ -95,7 +98,7 @@ class OutShape:
         payload = [field for name, field in fields.items() if name not in envelope]
         hidden = {name.lower() for name in declared}
         self._value = _payload(StructType(payload), hidden, decimals_as_text=decimals_as_text)
-        self._max_bytes = max_bytes
+        self._max_bytes, self._filters = max_bytes, filters
         self.stamped = stamped and self.carries_events
         self._columns = self._make(None)
 
@@ -105,6 +108,8 @@ class OutShape:
 
         numbering: gives new events their origins and their time; without one they have no origin.
         """
+        if self._filters is not None and self._filters.taken is not None:
+            result = result.where(self._filters.taken)
         return result.select(*(self._columns if numbering is None else self._make(numbering)))
 
     def _make(self, numbering: OriginNumbering | None) -> list[Column]:
@@ -112,6 +117,8 @@ class OutShape:
             key, time, headers = f.col("event.key"), f.col("event.time"), f.col("event.headers")
         else:
             key, time, headers = _new_event(self._fields, numbering)
+        if self._filters is not None:
+            headers = f.concat(headers, f.array(self._filters.header).cast(HEADERS))
         return [
             key.alias("key"),
             _guard(self._value, key, headers, self._max_bytes).alias("value"),

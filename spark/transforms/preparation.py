@@ -13,9 +13,9 @@ from typing import Any
 from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as f
-from pyspark.sql.types import StructType
+from pyspark.sql.types import BooleanType, StructType
 
-from services.core.pipes import PipeFile, Transform, pipe_version
+from services.core.pipes import Output, PipeFile, Transform, pipe_version
 from services.core.yaml_source import BadConfiguration, Document
 from spark.errors import shorten
 from spark.java import analyzed_plan
@@ -23,6 +23,7 @@ from spark.records import EVENT, EVENT_TIME, RAW
 from spark.settings import SelectedPipes
 from spark.transforms.definition import Definition, load_definition
 from spark.transforms.output import BadTransform, OriginNumbering, OutShape
+from spark.transforms.outputs import OutputFilters
 from spark.transforms.view import SourceView
 
 
@@ -112,6 +113,11 @@ def _prepare(session: SparkSession, document: Document, file: PipeFile, name: st
         definition = load_definition(session, pipe.transform, document.path.parent)
         empty = session.createDataFrame([], RAW).alias(SOURCE_ALIAS)
         result = definition.apply(session, {stream: view.good(view.check(empty)) for stream, view in views.items()})
+        if mistakes := _find_filter_mistakes(session, result.schema, pipe.transform.outputs):
+            place = ("pipes", name, "transform", "outputs")
+            raise BadConfiguration(
+                [document.problem((*place, output, "where"), reason) for output, reason in mistakes.items()]
+            )
         declared = [column for view in views.values() if view.columns is not None for column in view.columns.names]
         decimals_as_text = pipe.transform.decimals == "string"
         out = OutShape(
@@ -120,6 +126,7 @@ def _prepare(session: SparkSession, document: Document, file: PipeFile, name: st
             max_bytes=max_bytes,
             stamped=real_time,
             decimals_as_text=decimals_as_text,
+            filters=OutputFilters.of(pipe),
         )
         _ = out.apply(result).schema
         if parts := nondeterministic_parts(result):
@@ -134,6 +141,8 @@ def _prepare(session: SparkSession, document: Document, file: PipeFile, name: st
         row_by_row = is_stateless(result)
         if real_time and not row_by_row:
             raise BadTransform("is not a stateless query, which real-time mode needs. Try: mode: micro-batch")
+    except BadConfiguration:
+        raise
     except (PySparkException, BadTransform) as error:
         undeclared = [stream for stream, view in views.items() if view.columns is None]
         problem = shorten(error)
@@ -144,6 +153,34 @@ def _prepare(session: SparkSession, document: Document, file: PipeFile, name: st
     except Exception as error:  # the operator's own code: any error is a mistake in that file
         raise BadConfiguration([document.problem(key, f"{type(error).__name__}: {shorten(error)}")]) from error
     return Prepared(name, pipe.transform, views, definition, out, row_by_row, real_time, pipe_version(pipe))
+
+
+def _find_filter_mistakes(session: SparkSession, result: StructType, outputs: Mapping[str, Output]) -> dict[str, str]:
+    """The reason why a filter cannot be used, by the output's name. result: the columns of the transform's result."""
+    found = {}
+    for name, output in outputs.items():
+        if output.where is not None and (reason := _mistake(session, result, output.where)):
+            found[name] = reason
+    return found
+
+
+def _mistake(session: SparkSession, result: StructType, where: str) -> str | None:
+    try:
+        frame = session.createDataFrame([], result).select(f.expr(where).alias("taken"))
+        kind = frame.schema["taken"].dataType
+        plan = analyzed_plan(frame)
+        if not isinstance(kind, BooleanType):
+            return f"is {kind.simpleString()}, not a condition. Try: a comparison, as in amount > 100"
+        if {str(node.nodeName()) for node in _walk(plan)} - {"Project", "LocalRelation", "LogicalRDD"}:
+            return "must look at one row alone. Try: aggregates, windows and subqueries in the transform itself"
+        if parts := nondeterministic_parts(frame):
+            return (
+                f"gives another answer when a batch is computed again after a crash: {', '.join(parts)}. "
+                "Try: a condition over the event"
+            )
+    except PySparkException as error:
+        return f"{shorten(error).rstrip('.')}. Try: the columns of the result: {', '.join(result.names)}"
+    return None
 
 
 _UNRESOLVED = re.compile(r"\[UNRESOLVED_COLUMN.*? with name (\S+) cannot be resolved")

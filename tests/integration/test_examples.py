@@ -48,6 +48,7 @@ async def test_many_to_many(tmp_path: Path) -> None:
     (tmp_path / "flights.ndjson").write_bytes(b"".join(lines))
     flights = {event["id"]: event for event in map(json.loads, lines)}
     late = {key for key, event in flights.items() if (event["dep_delay"] or 0) >= 60}
+    very_late = {key for key in late if flights[key]["dep_delay"] >= 180}
     flown = {key: event["distance"] * 60 / event["air_time"] for key, event in flights.items() if event["air_time"]}
 
     app = web.Application(client_max_size=10_000_000)
@@ -68,7 +69,14 @@ async def test_many_to_many(tmp_path: Path) -> None:
                 f"http://127.0.0.1:{desk.ingest_port}",
             )
             assert json.loads(sent.out)["accepted"] == COUNT
-            for path, wanted in (("/late", late), ("/archive", late), ("/speed", set(flown)), ("/fast", set(flown))):
+            expected = {
+                "/late": late,
+                "/archive": late,
+                "/very-late": very_late,
+                "/speed": set(flown),
+                "/fast": set(flown),
+            }
+            for path, wanted in expected.items():
                 await until(lambda path=path, wanted=wanted: set(hooks.got[path]) >= wanted, f"all of {path}")  # type: ignore[misc]
                 assert set(hooks.got[path]) == wanted
             assert await fleet.interrupt() == 0

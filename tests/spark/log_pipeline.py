@@ -133,11 +133,19 @@ class LogPipeline(RunningJobs):
         create_topic(DataFolder.prepare(self.log), TopicSpec(TELEMETRY, 1))
 
     def pipe(
-        self, *, columns: str | None = None, sources: Iterable[str] = ("s",), **transform: object
+        self,
+        *,
+        columns: str | None = None,
+        sources: Iterable[str] = ("s",),
+        outputs_of: Iterable[str | None] = (None,),
+        **transform: object,
     ) -> SelectedPipes:
-        """Write the pipe file and read it as the service does."""
+        """Write the pipe file and read it as the service does. outputs_of: the output of each destination, as in `from`."""
         stream = {} if columns is None else {"columns": columns}
-        destinations = [{"name": "d", "webhook": {"url": "https://example.com/"}}]
+        destinations = [
+            {"name": f"d{number}", "webhook": {"url": "https://example.com/"}, "from": output}
+            for number, output in enumerate(outputs_of)
+        ]
         pipe = {"sources": list(sources), "transform": transform, "destinations": destinations}
         path = self.folder / "pipes.yaml"
         path.write_text(

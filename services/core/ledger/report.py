@@ -69,8 +69,8 @@ Outcome = Literal[
 """The outcome of an event at a node.
 
 ingest: accepted | refused (not stored) | unknown (may be stored; only in `Report.in_doubt`). transform: passed | filtered |
-dead. expel: delivered | retrying | parked | dead | skipped (by an operator; the observer counts events from before a
-late start so). retrier: released | dead | redriven (by an operator).
+dead. expel: delivered | filtered (in other outputs than the destination's) | retrying | parked | dead | skipped (by an operator;
+the observer counts events from before a late start so). retrier: released | dead | redriven (by an operator).
 
 A reader takes a word that it does not know for unknown: a newer version wrote it, and the event is not missing. Penstock 0.1
 drops the whole report with such a word. So no version writes a new word here as long as 0.1 may read it (docs/upgrading.md).

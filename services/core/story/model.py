@@ -5,14 +5,16 @@ from typing import Literal
 import msgspec
 
 What = Literal[
-    "handed_over", "due", "parked", "dead", "redriven", "discarded", "dropped", "skipped", "reset", "delivered", "reported",
+    "handed_over", "due", "parked", "dead", "redriven", "discarded", "dropped", "skipped", "filtered", "reset", "delivered",
+    "reported",
 ]  # fmt: skip
 """handed_over: to the retrier, after failed attempts. due: back in the retry topic of the pipe. skipped, reset: an operator moved
-the group. reported: an outcome whose record was not found."""
+the group. filtered: the event is in other outputs of the transform than the destination's. reported: an outcome whose record was
+not found."""
 
 State = Literal[
-    "delivered", "waiting", "parked", "dead", "redriven", "discarded", "dropped", "skipped", "not_read", "not_passed",
-    "unknown",
+    "delivered", "waiting", "parked", "dead", "redriven", "discarded", "dropped", "skipped", "filtered", "not_read",
+    "not_passed", "unknown",
 ]  # fmt: skip
 """not_read: expel has not settled it yet. not_passed: the transform did not pass it on. unknown: nothing that is stored says."""
 

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from services.core.audit import DISCARD, DROP, REDRIVE, RESET, SKIP, Entry, covers, digest_of
 from services.core.dead_letter import DeadLetter, Position
-from services.core.event import read_arrival
+from services.core.event import OUTPUTS, read_arrival
 from services.core.ledger.report import Outcome
 from services.core.masking import mask_text
 from services.core.pipes import Destination
@@ -209,6 +209,8 @@ class _LaneTeller:
             return self._lane(self._open_output(steps) or last, [*steps, last])
         steps += self._reported(steps)
         if not steps:
+            steps += self._filtered()
+        if not steps:
             state, now, position = self._upstream()
             return Lane(self._destination, state, now, position, ())
         died = max((one.at_ms for one in steps if one.moment.what == "dead"), default=0)
@@ -356,6 +358,17 @@ class _LaneTeller:
                 text = f"reported as {outcome}; the record was not found"
                 moment = Moment(at=format_time(at_ms), what="reported", text=text)
                 yield _Step(at_ms, 0, moment, state, text, None)
+
+    def _filtered(self) -> Iterator[_Step]:
+        """The event is in other outputs of the transform than the destination's."""
+        if (at_ms := self._first("filtered", "expel")) is not None:
+            text = f"not for this destination: {self._outputs_text()}"
+            yield _Step(at_ms, 0, Moment(at=format_time(at_ms), what="filtered", text=text), "filtered", text, None)
+
+    def _outputs_text(self) -> str:
+        values = [value for found in self._inputs() if (value := found.record.header(OUTPUTS)) is not None]
+        outputs = sorted({name for value in values for name in value.decode(errors="replace").split(",") if name})
+        return f"the transform gave it to {', '.join(outputs)}" if outputs else "the transform gave it to other outputs"
 
     def _progress(self, found: Found, since: str) -> tuple[bool, str]:
         """Whether the lane's group has this record still before it, and where the event is."""

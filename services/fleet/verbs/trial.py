@@ -153,10 +153,13 @@ def _match(sample: Sequence[str], sources: Sequence[str]) -> dict[str, str]:
 def trial_tables(trial: Trial) -> Iterator[Table]:
     """The outputs, the dead letters and the refused events; of each the first SHOWN."""
     if trial.outputs:
-        outputs = make_table("id", "key", "time", "payload", text=["payload"], title="outputs")
-        for record in trial.outputs[:SHOWN]:
-            row = output_json(record)
-            outputs.add_row(*[Text(plain(row[name] or "", SHOWN_PAYLOAD)) for name in ("id", "key", "time", "payload")])
+        rows = [output_json(record) for record in trial.outputs[:SHOWN]]
+        named = ["outputs"] if "outputs" in rows[0] else []
+        outputs = make_table("id", "key", "time", *named, "payload", text=[*named, "payload"], title="outputs")
+        for row in rows:
+            in_outputs = [Text(", ".join(row["outputs"]) or "none")] if named else []
+            *first, payload = [Text(plain(row[name] or "", SHOWN_PAYLOAD)) for name in ("id", "key", "time", "payload")]
+            outputs.add_row(*first, *in_outputs, payload)
         yield outputs
     if trial.dead:
         dead = make_table("from", "id", "reason", "detail", text=["detail"], title="dead letters")

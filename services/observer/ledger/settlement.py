@@ -22,11 +22,13 @@ OPEN_OUTCOMES: tuple[Outcome, ...] = ("retrying", "parked")
 """Neither lost nor final."""
 _TRANSFORM: tuple[Outcome, ...] = ("passed", "dead", "filtered", "unknown")
 _RETRIER: tuple[Outcome, ...] = ("dead", "released", "unknown")
-_EXPEL: tuple[Outcome, ...] = ("delivered", "dead", "parked", "retrying", "skipped", "unknown")
-"""The first reported outcome of an event counts, in this order: final outcomes before passing ones. An operator's skip counts
-after these: the group may have been set back since, or the event may wait for another attempt. Then an outcome that only a newer
+_EXPEL: tuple[Outcome, ...] = ("delivered", "dead", "parked", "retrying", "filtered", "skipped", "unknown")
+"""The first reported outcome of an event counts, in this order: final outcomes before passing ones. Filtered counts after these:
+the destination may have had another output at that time. So does an operator's skip: the group may have been set back since, or
+the event may wait for another attempt. Then an outcome that only a newer
 version knows: the event is not missing."""
 _RARE: tuple[Outcome, ...] = ("skipped", "unknown")
+_RARE_AT_EXPEL: tuple[Outcome, ...] = ("filtered", *_RARE)
 
 
 class StepSets(NamedTuple):
@@ -136,8 +138,8 @@ LATE_EVENTS = "late events may come"
 
 
 class StepRow(msgspec.Struct, frozen=True):
-    """expected: the number of events that the step before passed on. outcomes: of these, the number by outcome; `skipped` and
-    `unknown` only where there are any. missing: the rest.
+    """expected: the number of events that the step before passed on. outcomes: of these, the number by outcome; `skipped`,
+    `unknown` and, of expel, `filtered` only where there are any. missing: the rest.
 
     why_open: why the step's part of the minute is not final; None when it is.
     """
@@ -215,13 +217,21 @@ class Row(msgspec.Struct, frozen=True):
         )
 
 
+def _is_rare(step: StepSets, outcome: Outcome) -> bool:
+    return outcome in (_RARE_AT_EXPEL if step.step.node == "expel" else _RARE)
+
+
 def count(pipe: str, minute: int, settlement: Settlement, is_final: Callable[[Part], bool]) -> Row:
     steps = tuple(
         StepRow(
             step.step.node,
             step.step.destination,
             len(step.expected),
-            {outcome: len(origins) for outcome, origins in step.outcomes.items() if origins or outcome not in _RARE},
+            {
+                outcome: len(origins)
+                for outcome, origins in step.outcomes.items()
+                if origins or not _is_rare(step, outcome)
+            },
             len(step.missing),
         )
         for step in settlement.steps

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from services.core.pipes import PipeFile, load_pipes, needs_retrier
+from services.core.pipes import PipeFile, load_pipes, needs_retrier, pipe_version
 from services.core.topic_names import dead_letter_topic, delivery_group, delivery_topics, output_topic
 from services.core.yaml_source import BadConfiguration
 
@@ -54,6 +54,40 @@ def test_a_good_file(tmp_path: Path) -> None:
     assert len(first.webhook.schedule) + 1 == 10
     assert 74 * 3600 < sum(first.webhook.schedule) < 76 * 3600
     assert needs_retrier(pipes)
+
+
+OUTPUTS = """\
+    transform:
+      sql: SELECT * FROM flights
+      outputs: {long: {where: distance > 2000, renamed_from: far}, all: {}}
+"""
+
+
+def test_outputs_and_who_gets_them(tmp_path: Path) -> None:
+    """Broken: a misspelt output is found by nobody, and its destination gets nothing; or an old name changes the version."""
+    text = GOOD.replace("    transform: {sql: SELECT * FROM flights}\n", OUTPUTS)
+    text = text.replace("- name: ops", "- name: ops\n        from: long")
+    (tmp_path / "pipes.yaml").write_text(text)
+    late = load_pipes(tmp_path / "pipes.yaml").pipes["late"]
+    assert late.transform is not None
+    assert [one.output for one in late.destinations] == ["long", None]
+    assert (late.transform.outputs["long"].where, late.transform.outputs["all"].where) == ("distance > 2000", None)
+    (tmp_path / "pipes.yaml").write_text(text.replace(", renamed_from: far", ""))
+    assert pipe_version(load_pipes(tmp_path / "pipes.yaml").pipes["late"]) == pipe_version(late)
+
+    bad = text.replace("from: long", "from: lang").replace("renamed_from: far", "renamed_from: all")
+    bad = bad.replace("stream: weather", "stream: weather, from: all")
+    assert mistakes(tmp_path, bad) == [
+        "13: pipes.late.destinations.0.from: 'lang' is not among the outputs of its transform: long, all",
+        (
+            "10: pipes.late.transform.outputs.long.renamed_from: 'all' is still an output of this transform. "
+            "Try: its former name, or no renamed_from"
+        ),
+        (
+            "20: pipes.raw.destinations.0.from: 'all': the pipe's transform has no outputs. "
+            "Try: outputs: {all: {where: …}} there"
+        ),
+    ]
 
 
 def test_names_that_are_implied(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ import { count } from "./format.js";
 
 const STATES = {
   delivered: "good", dead: "bad", dropped: "bad", skipped: "bad", waiting: "warn", parked: "warn", unknown: "warn", not_read: "quiet",
-  not_passed: "quiet", redriven: "warn", discarded: "quiet",
+  not_passed: "quiet", filtered: "quiet", redriven: "warn", discarded: "quiet",
 };
 let asked = 0;
 

@@ -70,13 +70,14 @@ function causes(destination, opened, show) {
 
 export function drawDestinations(table, pipe, opened, show) {
   const skips = pipe.destinations.some((one) => one.skipped);
+  const filters = pipe.destinations.some((one) => one.filtered);
   const rows = pipe.destinations.map((one) => element("tr", {},
     element("th", { scope: "row" }, one.name),
     element("td", { class: "text" }, one.state),
     element("td", { class: "text" }, element("span", { class: `badge ${BREAKERS[one.breaker] ?? "quiet"}` }, one.breaker)),
-    ...[one.delivered, one.retrying, one.parked, one.dead, ...(skips ? [one.skipped] : [])].map((number) => element("td", {}, count(number))),
+    ...[one.delivered, one.retrying, one.parked, one.dead, ...(skips ? [one.skipped] : []), ...(filters ? [one.filtered] : [])].map((number) => element("td", {}, count(number))),
     element("td", { class: "text wrap" }, causes(one, opened, show))));
-  fill(table, `Destinations of ${pipe.name}`, ["Destination", "State", "Breaker", "Delivered", "Retrying", "Parked", "Dead", ...(skips ? ["Skipped"] : []), "Common failures"], rows,
+  fill(table, `Destinations of ${pipe.name}`, ["Destination", "State", "Breaker", "Delivered", "Retrying", "Parked", "Dead", ...(skips ? ["Skipped"] : []), ...(filters ? ["Filtered"] : []), "Common failures"], rows,
     ["State", "Breaker", "Common failures"]);
 }
 

@@ -35,7 +35,7 @@ class Fate(NamedTuple):
     end: Outcome | None
 
 
-SETTLED: list[Outcome | None] = [None, "delivered", "delivered", "delivered", "dead", "retrying", "parked"]
+SETTLED: list[Outcome | None] = [None, "delivered", "delivered", "delivered", "dead", "retrying", "parked", "filtered"]
 SEEDS = range(40)
 
 
@@ -105,6 +105,11 @@ def check(row: Row, fates: list[Fate]) -> None:
     assert row.missing == sum(missing is True for missing in fits)
     for step in row.steps:
         assert step.expected == step.missing + sum(step.outcomes.values())
+        if (row.pipe, step.destination) == ("late", "ops"):  # as if it had an output of its own
+            came = [fate.ops for fate in fates if fate.minute == row.minute and fate.transform == "passed"]
+            for outcome in ("delivered", "filtered", "dead", None):
+                told = step.missing if outcome is None else step.outcomes.get(outcome, 0)
+                assert told == came.count(outcome), outcome
 
 
 def rows(table: Table) -> list[Row]:
