@@ -18,6 +18,9 @@ _BROKER_WORDS = (
 """These are in the text of a broker's failure: our modules in a worker's traceback, and Spark's error conditions."""
 
 
+_ENDED = ("SparkContext was shut down", "stopped SparkContext", "SparkContext has been shutdown")
+
+
 def shorten(error: BaseException) -> str:
     """The error's message, at most MESSAGE_CHARACTERS long."""
     text = _java_message(error) or str(error).split("\nJVM stacktrace")[0]
@@ -36,6 +39,11 @@ def is_of_broker(error: BaseException) -> bool:
     if isinstance(error, BrokerError) or any(word in str(error) for word in _BROKER_WORDS):
         return True
     return any(str(cause.getClass().getName()).startswith(_BROKER_CLASSES) for cause in java_exceptions(error))
+
+
+def is_of_end(error: BaseException) -> bool:
+    """Whether Spark has ended the application meanwhile: this says nothing about an event."""
+    return any(text in str(error) for text in _ENDED)
 
 
 def java_causes(error: BaseException) -> list[str]:

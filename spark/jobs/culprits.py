@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from pyspark.sql import DataFrame
 
 from spark.brokers.contract import SparkBroker
-from spark.errors import shorten
+from spark.errors import is_of_end, shorten
 from spark.java import is_answer
 from spark.jobs.checkpoint import Checkpoint
 from spark.records import RecordOffset
@@ -155,12 +155,12 @@ def list_records(*frames: DataFrame) -> list[RecordOffset]:
 def try_transform(
     prepared: Prepared, broker: SparkBroker, raw: DataFrame, records: Sequence[RecordOffset]
 ) -> str | None:
-    """A trial on a batch of raw records: does all that a write does, and stores nothing. Raises when Java is gone."""
+    """A trial on a batch of raw records: does all that a write does, stores nothing. Raises when Java or Spark is gone."""
     frames = prepared.views_of(raw.where(within(ranges_of(records))))
     try:
         broker.try_write(prepared.apply(frames, raw.sparkSession))
     except Exception as error:  # any error of the operator's code
-        if not is_answer(error):
+        if not is_answer(error) or is_of_end(error):
             raise
         return f"{type(error).__name__}: {shorten(error)}"
     return None

@@ -22,6 +22,7 @@ import orjson
 import psutil
 
 from services.core.broker.connect import open_broker
+from services.core.broker.producer import Producer
 from services.core.broker.record import Record
 from services.core.event import read_id
 from services.core.jvm.kafka import KafkaCluster
@@ -37,7 +38,8 @@ KINDS = {"kill worker": 3.0, "kill executor": 3.0, "kill driver": 2.0, "kill sta
 """How often each kind strikes, as a share."""
 GAP = (0.5, 3.0)
 LONG_FREEZE_S = 120.0
-EXECUTOR_FREEZE_S = 20.0
+EXECUTOR_FREEZE_S = 90.0
+"""Longer than Spark waits for a sign of life."""
 SETTLE_S = 420.0
 
 
@@ -94,15 +96,16 @@ class Feed:
         self._stopping.set()
         self._thread.join()
 
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive()
+
     async def _run(self) -> None:
         step = max(PARTITIONS, round(self._rate / 2))
-        async with open_broker(self._pipeline.url) as broker:
+        async with open_broker(self._pipeline.url) as broker, Producer(broker.appender) as producer:
             while not self._stopping.is_set():
                 made = [sample(number) for number in range(self.sent, self.sent + step)]
-                for partition in range(PARTITIONS):
-                    await broker.appender.append(
-                        self._pipeline.stream, partition, made[partition::PARTITIONS], timeout=60
-                    )
+                (await producer.send(self._pipeline.stream, made)).raise_first()
                 self.sent += step
                 await asyncio.sleep(0.5)
 
@@ -190,8 +193,7 @@ class ClusterSoak:
                 victim.kill()
                 return True
             victim.suspend()
-            time.sleep(EXECUTOR_FREEZE_S)
-            victim.resume()
+            threading.Timer(EXECUTOR_FREEZE_S, _thaw, [victim]).start()
         return True
 
     def _freeze_driver(self) -> None:
@@ -207,8 +209,12 @@ class ClusterSoak:
         self.wait_until_fresh("freeze driver")
 
     def wait_until_fresh(self, after: str) -> None:
-        """Until everything that was stored by now has come out."""
-        begun, wanted = time.monotonic(), self.feed.sent
+        """Until an event that was stored after now has come out, and everything before it."""
+        begun, before = time.monotonic(), self.feed.sent
+        while self.feed.alive and self.feed.sent == before:
+            time.sleep(0.05)
+        wanted = self.feed.sent
+        assert wanted, "nothing is sent"
         while len(self.arrivals.counts) < wanted:
             self.drivers.keep_running()
             assert time.monotonic() - begun < SETTLE_S, (
@@ -245,6 +251,11 @@ class ClusterSoak:
         return 1 if complaints else 0
 
 
+def _thaw(process: psutil.Process) -> None:
+    with suppress(psutil.NoSuchProcess):  # it was replaced
+        process.resume()
+
+
 def run(kills: int, rate: float, seed: int) -> int:
     """The exit status."""
     print("seed", seed, flush=True)
@@ -270,7 +281,7 @@ def run(kills: int, rate: float, seed: int) -> int:
         soak = ClusterSoak(random.Random(seed), cluster, drivers, feed, arrivals)
         soak.run(kills)
         feed.stop()
-        soak.wait_until_fresh("the end")
+        soak.wait_until_fresh("the end")  # of the feed, too
         for service in drivers.services:
             service.terminate()
         arrivals.stop()

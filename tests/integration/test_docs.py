@@ -24,6 +24,7 @@ class Page:
 
     def __init__(self, name: str, folder: Path, programs: Path) -> None:
         self._hook, self._ingest, self._observer = str(free_port()), str(free_port()), str(free_port())
+        self._spark = str(free_port())
         self.blocks = [self._with_ports(block) for block in BLOCK.findall((REPOSITORY / name).read_text())]
         assert self.blocks, f"{name} has no commands"
         self._folder, self._programs = folder, programs
@@ -34,6 +35,8 @@ class Page:
         return (
             text.replace(":9000", f":{self._hook}")
             .replace("--port 9000", f"--port {self._hook}")
+            .replace(":7077", f":{self._spark}")
+            .replace("--port 7077", f"--port {self._spark}")
             .replace(":8080", f":{self._ingest}")
             .replace(":8081", f":{self._observer}")
             .replace(

@@ -1,7 +1,11 @@
-"""docs/transforms.md: what it shows is a pipe file that passes every check, and commands that print what the page says."""
+"""docs/transforms.md and docs/clusters.md: what they show is a pipe file that passes every check, and commands that do what
+the pages say."""
 
 import asyncio
+import os
 import re
+import signal
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -26,3 +30,15 @@ def test_the_page_works(tmp_path: Path) -> None:
     for line in shown.splitlines():
         expected = re.sub(r"2026-\S+Z", r"", " ".join(line.split()))
         assert expected in [re.sub(r"20\d\d-\S+Z", r"", one) for one in printed]
+
+
+@pytest.mark.spark
+@pytest.mark.kafka
+async def test_the_page_of_clusters_works(tmp_path: Path) -> None:
+    """Broken: docs/clusters.md shows commands that do not work, or the transform on the cluster passes no event on."""
+    try:
+        await run_page("docs/clusters.md", tmp_path, lambda out: '"id":"o-1"' in out and '"id":"o-2"' in out)
+    finally:
+        for file in (tmp_path / "spark").glob("*.pid"):
+            with suppress(ProcessLookupError):
+                os.kill(int(file.read_text()), signal.SIGKILL)
