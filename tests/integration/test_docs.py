@@ -16,6 +16,8 @@ from tests.support.ports import free_port
 
 CLONE = Path(sys.executable).parent
 READY = {"penstock up": "Penstock runs", "penstock listen": "Listening on"}
+CLOSE_OTHERS = 'for fd in /proc/$$/fd/*; do fd="${fd##*/}"; [ "$fd" -le 2 ] || eval "exec $fd>&-"; done\n'
+"""For a block that leaves processes behind: uvloop's children inherit the pipes of their output, which would stay open."""
 BLOCK = re.compile(r"^```sh\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -84,7 +86,7 @@ class Page:
             "-euo",
             "pipefail",
             "-c",
-            f"exec {block}" if block.startswith(tuple(READY)) else block,
+            f"exec {block}" if block.startswith(tuple(READY)) else (CLOSE_OTHERS if "nohup" in block else "") + block,
             cwd=self._folder,
             env=self._environ(),
             stdin=asyncio.subprocess.DEVNULL,
