@@ -37,12 +37,16 @@ class MasterKind(Enum):
     YARN = "yarn"
 
 
+AUTO = "auto"
+"""A local master, sized by the pipes before Spark starts."""
+AUTO_SLOTS = 2
+"""Its task slots for micro-batches."""
 _LOCAL = re.compile(r"local(\[(\d+|\*)(,\d+)?\])?")
 
 
 def kind_of(master: str) -> MasterKind:
     """Raises ValueError when it is none that the transform service can use."""
-    if _LOCAL.fullmatch(master):
+    if master == AUTO or _LOCAL.fullmatch(master):
         return MasterKind.LOCAL
     if re.fullmatch(r"spark://[^/\s]+:\d+", master):
         return MasterKind.STANDALONE

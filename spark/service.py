@@ -24,12 +24,13 @@ from spark.health import PipesHealth, Watchdog
 from spark.java import has_stopped, java_process, live_executors, why_ended
 from spark.jobs.attempts import SETTLE_S, SuspectLock
 from spark.jobs.job import Job
+from spark.jobs.modes import choose_modes
 from spark.jobs.start_checks import check_suitability
 from spark.marks import BrokerMarks, Marks
-from spark.master import MasterKind
+from spark.master import AUTO, AUTO_SLOTS, MasterKind
 from spark.scratch import Scratch
 from spark.session import Cluster, open_session
-from spark.settings import SelectedPipes, TransformSettings, check_master, load_pipes
+from spark.settings import SelectedPipes, TransformSettings, check_master, load_pipes, size_master
 from spark.transforms.preparation import Prepared, prepare_pipes
 
 T = TypeVar("T")
@@ -109,15 +110,18 @@ async def start(settings: TransformSettings, supervision: Supervision) -> None:
 def _open(
     settings: TransformSettings, broker: SparkBroker, selected: SelectedPipes, scratch: Path
 ) -> tuple[SparkSession, list[Prepared]]:
+    sized, settings = settings.master == AUTO, size_master(settings, selected)
     session = open_session(
         master=settings.master,
         memory=settings.memory,
         kafka=broker.needs_kafka_jars,
         scratch=scratch,
         cluster=cluster_of(settings),
+        parallelism=AUTO_SLOTS if sized else None,
     )
     prepared = prepare_pipes(session, selected, max_bytes=broker.max_record_bytes)
     check_suitability(session, settings, broker, selected, prepared)
+    prepared = choose_modes(session, settings, broker, selected, prepared)
     return session, prepared
 
 

@@ -89,14 +89,15 @@ def open_session(
     kafka: bool,
     scratch: Path,
     cluster: Cluster | None = None,
+    parallelism: int | None = None,
     archive_to: Path | None = None,
 ) -> SparkSession:
     """Start Java and Spark: seconds. Blocking. kafka: with the connector's jars, which may have to be fetched. The first
     start on a machine compiles our classes, too.
 
     scratch: an existing folder for all temporary files of Java, of Spark and of its Python workers. cluster: None for a local
-    master. archive_to: Java writes its classes there at its end. Raises JavaNotFound, JarsUnavailable, and Spark's error when a
-    cluster's master cannot be reached.
+    master. parallelism: the partitions of a shuffle; None: one for each task slot. archive_to: Java writes its classes there at
+    its end. Raises JavaNotFound, JarsUnavailable, and Spark's error when a cluster's master cannot be reached.
     """
     os.environ.update(java_env())
     os.environ["TMPDIR"] = str(scratch)
@@ -123,7 +124,9 @@ def open_session(
         archive = [f"-XX:ArchiveClassesAtExit={archive_to}", "-Xlog:disable"]
     builder = builder.config("spark.driver.extraJavaOptions", " ".join([*_JAVA_OPTIONS, temporary, *archive]))
     tasks = slots(master) if cluster is None else cluster.executors.most_slots
-    builder = builder.config("spark.sql.shuffle.partitions", str(max(1, tasks or 1)))
+    builder = builder.config("spark.sql.shuffle.partitions", str(parallelism or max(1, tasks or 1)))
+    if parallelism is not None:
+        builder = builder.config("spark.default.parallelism", str(parallelism))
     jars = [classes_jar(), *(jar_set(SPARK_KAFKA) if kafka else [])]
     builder = builder.config("spark.jars", ",".join(map(str, jars)))
     session = builder.getOrCreate()

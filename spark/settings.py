@@ -14,7 +14,7 @@ from services.core.pipes import PipeFile, read_pipes
 from services.core.settings import Settings
 from services.core.units import Duration, Size
 from services.core.yaml_source import BadConfiguration, Document, Problem
-from spark.master import DriverAddress, Executors, MasterKind, kind_of, parse_executors
+from spark.master import AUTO, AUTO_SLOTS, DriverAddress, Executors, MasterKind, kind_of, parse_executors
 
 _LEAST_MEMORY = 450 << 20
 """Spark itself refuses to start with less."""
@@ -50,9 +50,10 @@ class TransformSettings(Settings):
     )
     only: str = Field("", description="Pipes to run, names joined by commas; empty: every pipe with a transform.")
     master: Annotated[str, _valid(kind_of)] = Field(
-        "local[2]",
-        description="Spark master: local[N] runs N tasks at once in this process; spark://host:7077, k8s://https://host:443 or "
-        "yarn run them in executors of a cluster (docs/clusters.md).",
+        AUTO,
+        description="Spark master: local[N] runs N tasks at once in this process; auto: local[2], or more where real-time mode "
+        "needs a task for each partition; spark://host:7077, k8s://https://host:443 or yarn run them in executors of a cluster "
+        "(docs/clusters.md).",
     )
     executors: Annotated[str, _valid(parse_executors)] = Field(
         "2",
@@ -129,6 +130,23 @@ def check_master(settings: TransformSettings, environ: Mapping[str, str] = os.en
         problems.append(Problem("master", "", text))
     if problems:
         raise BadConfiguration(problems)
+
+
+MOST_REAL_TIME_SLOTS = 32
+"""Of the master `auto`. Pipes that need more run in micro-batches: each slot has a thread, and a consumer with its buffers."""
+
+
+def size_master(settings: TransformSettings, selected: "SelectedPipes") -> TransformSettings:
+    """`auto` as a master that Spark knows: two slots, and one for each partition that may be read in real-time mode."""
+    if settings.master != AUTO:
+        return settings
+    needed = 0
+    for name in selected.names if urlsplit(settings.broker).scheme == "kafka" else ():
+        pipe = selected.file.pipes[name]
+        if pipe.transform is not None and pipe.transform.may_be_real_time:
+            streams = (selected.file.streams[source] for source in pipe.sources)
+            needed += sum(max(stream.partitions, stream.max_partitions or 0) for stream in streams)
+    return settings.model_copy(update={"master": f"local[{AUTO_SLOTS + min(needed, MOST_REAL_TIME_SLOTS)}]"})
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,7 +40,7 @@ from spark.jobs.culprits import TransformBroken
 from spark.jobs.micro_batch import TransformHandler
 from spark.jobs.query import Query
 from spark.jobs.start_checks import check_suitability
-from spark.master import MasterKind
+from spark.master import AUTO, MasterKind
 from spark.records import RAW, RAW_SCHEMA, OffsetRange, to_arrow
 from spark.session import open_session, own_session
 from spark.settings import SelectedPipes, TransformSettings, load_pipes
@@ -169,7 +169,8 @@ def _run(settings: TrialSettings) -> TrialResult:
         broker, chosen = open_spark_broker(settings.broker), load_pipes(settings)
         scratch = settings.data.absolute()
         # A sample is one small batch in memory: no work for a cluster.
-        master = settings.master if settings.master_kind() is MasterKind.LOCAL else "local[2]"
+        local = settings.master_kind() is MasterKind.LOCAL and settings.master != AUTO
+        master = settings.master if local else "local[2]"
         session = open_session(master=master, memory=settings.memory, kafka=False, scratch=scratch)
         java = java_process(session)
         return try_pipe(session, settings, chosen, broker.max_record_bytes)

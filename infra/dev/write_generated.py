@@ -105,6 +105,8 @@ def _entry(model: type[Settings], name: str) -> str:
     default = default_text(field)
     if default == "none":
         default = "null" if field.get_default() is None else '""'
+    elif isinstance(field.get_default(), str) and default.isdigit():
+        default = f'"{default}"'
     return f"#   {name}: {default}\n#     # {field.description} [{variable_name(model, name)}]"
 
 

@@ -290,6 +290,12 @@ TRANSFORM_EXECUTORS_LOST = Counter(
 TRANSFORM_PAUSED = Gauge(
     "penstock_transform_paused", "1 while an operator pauses the pipe. Its events wait in its sources.", ["pipe"]
 )
+TRANSFORM_MODE = Gauge(
+    "penstock_transform_mode",
+    "1 for the mode in which the pipe runs: real-time or micro-batch. why: the reason against real-time, in a word, when the "
+    "pipe file leaves the mode open (docs/transforms.md).",
+    ["pipe", "mode", "why"],
+)
 
 LEDGER_REPORTS = Counter("penstock_ledger_reports", "Records written to the telemetry topic.", ["node"])
 LEDGER_BYTES = Counter("penstock_ledger_report_bytes", "Bytes written to the telemetry topic.", ["node"])

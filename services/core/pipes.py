@@ -145,9 +145,10 @@ class Transform(StrictModel):
         "or package.module:function.",
         examples=["transforms.py:with_speed"],
     )
-    mode: Literal["micro-batch", "real-time"] = Field(
-        "micro-batch",
-        description="micro-batch: for every transform. real-time: shorter lag, for stateless SQL on Kafka only.",
+    mode: Literal["auto", "micro-batch", "real-time"] = Field(
+        "auto",
+        description="micro-batch: for every transform. real-time: shorter lag, for stateless SQL on Kafka only. auto: real-time "
+        "where it may be, else micro-batch.",
     )
     interval: Duration = Field(0.2, description="At most one micro-batch per interval.", examples=["1s"])
     max_events: int = Field(
@@ -180,6 +181,13 @@ class Transform(StrictModel):
         "several. A result in none of them is dropped, unless a destination has no `from`.",
         examples=[{"large": {"where": "amount > 1000"}, "all": {}}],
     )
+
+    @property
+    def may_be_real_time(self) -> bool:
+        """As far as the pipe file shows."""
+        stateless = self.sql is not None and self.deduplicate_within is None and self.watermark is None
+        open_mode = self.mode == "auto" and "interval" not in self.model_fields_set
+        return stateless and (open_mode or self.mode == "real-time")
 
     @model_validator(mode="after")
     def _one_kind(self) -> Self:

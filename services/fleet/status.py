@@ -117,6 +117,7 @@ def _transform(reading: StatusReading, pipe: str, pauses: Mapping[str, Pause]) -
     return {
         "pipe": pipe,
         "up": bool(sample.total("penstock_transform_query_up", pipe=pipe)),
+        **_mode(sample, pipe),
         "read": int(sample.total("penstock_transform_events_read_total", pipe=pipe)),
         "written": int(sample.total("penstock_transform_events_written_total", pipe=pipe)),
         "dead": int(sample.total("penstock_transform_events_dead_total", pipe=pipe)),
@@ -125,6 +126,13 @@ def _transform(reading: StatusReading, pipe: str, pauses: Mapping[str, Pause]) -
         "lag_records": _transform_lag(sample, pipe),
         "lag_out_ms": quantiles(sample.lag("penstock_lag_out_seconds", pipe=pipe, node="transform")),
     }
+
+
+def _mode(sample: Sample, pipe: str) -> dict[str, str | None]:
+    """`mode`: null before the transform runs. `why`: the reason against real-time, in a word; null when it was not asked for."""
+    found = (dict(labels) for name, labels in sample.values if name == "penstock_transform_mode")
+    mine = next((labels for labels in found if labels["pipe"] == pipe), {})
+    return {"mode": mine.get("mode"), "why": mine.get("why") or None}
 
 
 def _transform_lag(sample: Sample, pipe: str) -> int | None:

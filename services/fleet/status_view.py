@@ -56,10 +56,13 @@ def _streams(rows: list[dict[str, Any]]) -> Table:
 
 
 def _transforms(rows: list[dict[str, Any]]) -> Table:
-    table = _table("transforms", "pipe", "events/s", "read", "written", "dead", "behind", "event age P50 P95 P99")
+    table = _table(
+        "transforms", "pipe", "mode", "events/s", "read", "written", "dead", "behind", "event age P50 P95 P99"
+    )
     for row in rows:
         table.add_row(
             _named(row["pipe"], up=row["up"]),
+            _mode(row),
             _rate(row["rate"]),
             str(row["read"]),
             str(row["written"]),
@@ -68,6 +71,12 @@ def _transforms(rows: list[dict[str, Any]]) -> Table:
             spread(row["lag_out_ms"]),
         )
     return table
+
+
+def _mode(row: dict[str, Any]) -> str:
+    if row["mode"] is None:
+        return "?"
+    return row["mode"] if row["why"] is None else f"{row['mode']} ({row['why'].replace('_', ' ')})"
 
 
 def _destinations(rows: list[dict[str, Any]]) -> Table:

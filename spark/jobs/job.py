@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 
 import structlog
@@ -11,6 +12,7 @@ from pyspark.sql import SparkSession
 from services.core.backoff import Backoff
 from services.core.broker.errors import BrokerError
 from services.core.ledger.report import TELEMETRY
+from services.core.metrics import TRANSFORM_MODE
 from services.core.pauses import Pause
 from spark.brokers.contract import Backlog, BacklogMeter, SparkBroker
 from spark.errors import is_of_broker, java_causes, shorten
@@ -26,6 +28,7 @@ from spark.jobs.checkpoint import (
 )
 from spark.jobs.culprits import TransformBroken
 from spark.jobs.micro_batch import start_micro_batches
+from spark.jobs.modes import REFUSED, MorePartitions, enter_mode, mode_of
 from spark.jobs.query import POLL_S, Query, RunningQuery, warm_up
 from spark.jobs.replay import reported_offsets
 from spark.jobs.start_checks import adopt_checkpoint, check_not_older, record_ran
@@ -111,6 +114,7 @@ class Job:
 
     def run(self, session: SparkSession) -> None:
         """Keep the query running until `stop`. Blocking. Passes failures to `on_state`, and retries for ever."""
+        self._show_mode()
         session = own_session(session)
         session.sparkContext.setLocalProperty("spark.scheduler.pool", self.pipe)
         if self._ledger:
@@ -130,10 +134,26 @@ class Job:
             except CheckpointInUse as error:
                 self._stand_by(str(error))
             except Exception as error:
-                self._record_failure(error)
+                if not self._fall_back(error):
+                    self._record_failure(error)
         measuring.join()
         if self._reporter is not None:
             self._reporter.close()
+
+    def _fall_back(self, error: Exception) -> bool:
+        """Go on in micro-batches when Spark refuses real-time mode, or cannot give each partition a task slot."""
+        fallback = self._prepared.fallback
+        if fallback is None or not (isinstance(error, MorePartitions) or REFUSED in str(error)):
+            return False
+        self._prepared = replace(fallback, why_not="partitions" if isinstance(error, MorePartitions) else "refused")
+        self._attempts = Attempts(self._prepared.version)
+        log.warning("pipe_mode", pipe=self.pipe, mode="micro-batch", because=shorten(error))
+        self._show_mode()
+        return True
+
+    def _show_mode(self) -> None:
+        TRANSFORM_MODE.remove_by_labels({"pipe": self.pipe})
+        TRANSFORM_MODE.labels(self.pipe, mode_of(self._prepared), self._prepared.why_not).set(1)
 
     def _wait_for_resume(self, pause: Pause) -> None:
         """Until the resume or the stop. Failures from before the pause count no longer."""
@@ -235,6 +255,7 @@ class Job:
             watchdog=self._watchdog,
         )
         check_not_older(query)
+        enter_mode(query, identity.kind)
         return query
 
     def _report(self, reporter: PipeReporter, done: BatchReport) -> None:

@@ -41,7 +41,7 @@ from spark.transforms.preparation import Prepared, of_stream
 from spark.transforms.view import FAILED_CHECK, TIME
 
 REJECTS = "rejects"
-"""Versions before 0.3 read bad records in a second query. It names that query: its writer and its checkpoint."""
+"""Earlier versions read bad records in a second query. It names that query: its writer and its checkpoint."""
 SKIPPED_FILE = "skipped.json"
 REPORTED_FILE = "told_up_to.json"
 REJECTED_FILE = "rejected_up_to.json"

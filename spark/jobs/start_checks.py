@@ -18,6 +18,7 @@ from spark.java import JAVA_ERRORS, check_streamable
 from spark.jobs.attempts import PART_OF, batch_of
 from spark.jobs.checkpoint import Checkpoint, CheckpointDamaged, Identity, peek_checkpoint
 from spark.jobs.dead_letters import DEAD, LATE
+from spark.jobs.modes import PER_BATCH, checkpoint_kind
 from spark.jobs.query import Query
 from spark.jobs.replay import REJECTS
 from spark.marks import Marks
@@ -46,7 +47,7 @@ def check_suitability(
         key = ("pipes", each.pipe, "transform")
         text_key = (*key, "python" if each.transform.sql is None else "sql")
         if each.real_time and not broker.real_time:
-            remedy = "real-time mode needs Kafka. Try: mode: micro-batch"
+            remedy = "real-time mode needs Kafka. Try: mode: micro-batch, or no mode, which takes real-time mode where it may be"
             problems.append(selected.document.problem((*key, "mode"), remedy))
         elif each.real_time:
             needed += broker.count_partitions(session, list(each.views))
@@ -153,7 +154,7 @@ def _new_identity(
         pipe=prepared.pipe,
         topics=dict(topics),
         transform=_digest(prepared),
-        kind=_kind(prepared),
+        kind=checkpoint_kind(prepared),
         state=prepared.state,
     )
 
@@ -161,7 +162,7 @@ def _new_identity(
 def _check_fits(checkpoint: Checkpoint, found: Identity, prepared: Prepared, topics: Mapping[str, str]) -> None:
     if found.pipe != prepared.pipe:
         raise checkpoint.damaged(f"it belongs to the pipe {found.pipe!r}, not {prepared.pipe!r}")
-    if found.kind != (kind := _kind(prepared)):
+    if found.kind != (kind := checkpoint_kind(prepared)) and not _may_change_mode(found, prepared):
         raise checkpoint.damaged(f"it was made by a transform that runs {found.kind}, this one runs {kind}")
     for topic, known in found.topics.items():
         if topics.get(topic, known) != known:
@@ -220,8 +221,13 @@ def changed_state(checkpoint: Checkpoint, prepared: Prepared) -> str | None:
     )
 
 
-def _kind(prepared: Prepared) -> str:
-    return "per batch" if prepared.per_batch else "in plan"
+def _may_change_mode(found: Identity, prepared: Prepared) -> bool:
+    """With the same one source, a transform that keeps no state may change between micro-batches and real-time mode.
+
+    Version 0.1 does not say whether there is state.
+    """
+    known = found.kind == PER_BATCH or bool(found.penstock) or found.transform == _digest(prepared)
+    return prepared.row_by_row and known and not found.state and list(found.topics) == list(prepared.views)
 
 
 def _digest(prepared: Prepared) -> str:

@@ -20,6 +20,7 @@ from spark.errors import is_of_broker, is_of_end, shorten
 from spark.java import progress_since
 from spark.jobs.attempts import Stopping
 from spark.jobs.culprits import FailureStreak, exactly
+from spark.jobs.modes import MorePartitions
 from spark.jobs.query import POLL_S, Query, has_completed_trigger, is_in_trigger, wait_for_end
 from spark.jobs.replay import (
     BadRecords,
@@ -137,6 +138,7 @@ class StreamingPlanQuery:
                 self._last_batch = progress["batchId"]
                 self._query.attempts.record_done(self._last_batch)
                 self._query.checkpoint.make_durable(self._last_batch)
+                self._check_partitions()
                 if report.read:
                     self._streak.reset()
                 self._bad.settle(self._last_batch, bad=bad > 0)
@@ -146,6 +148,14 @@ class StreamingPlanQuery:
         self._bad.save()
         if self._reported is not None:
             self._reported.save()
+
+    def _check_partitions(self) -> None:
+        """Raise MorePartitions when partitions were added that have no task slot. The last batch is settled by the next start."""
+        query = self._query
+        if query.prepared.fallback is not None:
+            found = len(query.checkpoint.offsets(self._last_batch, query.broker.parse_offsets))
+            if found > query.prepared.partitions:
+                raise MorePartitions(f"{found} partitions, and task slots for {query.prepared.partitions}")
 
 
 def start_transforming(query: Query) -> StreamingQuery:

@@ -15,8 +15,8 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as f
 from pyspark.sql.types import BooleanType, StructType
 
-from services.core.pipes import Output, PipeFile, Transform, pipe_version
-from services.core.yaml_source import BadConfiguration, Document
+from services.core.pipes import Output, Transform, pipe_version
+from services.core.yaml_source import BadConfiguration
 from spark.errors import shorten
 from spark.java import analyzed_plan
 from spark.records import EVENT, EVENT_TIME, RAW
@@ -32,7 +32,10 @@ class Prepared:
     """A pipe's transform, ready to run. views: by source stream, in the pipe's order.
 
     row_by_row: each micro-batch may be computed by itself (see `is_stateless`). real_time: it runs in Spark's real-time mode;
-    what the pipe file asks for is `transform.mode`. version: of the pipe's definition.
+    what the pipe file asks for is `transform.mode`. version: of the pipe's definition. obstacle: why Spark cannot run it in
+    real-time mode, as the end of a sentence; empty: nothing is known. why_not: the code of the reason against real-time mode,
+    when the pipe file leaves the mode open. fallback: the same transform in micro-batches, where it may go on so. partitions:
+    with a fallback, of its sources; each has a task slot.
     """
 
     pipe: str
@@ -43,6 +46,10 @@ class Prepared:
     row_by_row: bool
     real_time: bool = False
     version: str = ""
+    obstacle: str = ""
+    why_not: str = ""
+    fallback: "Prepared | None" = None
+    partitions: int = 0
 
     @property
     def state(self) -> str:
@@ -90,7 +97,7 @@ def prepare_pipes(session: SparkSession, selected: SelectedPipes, *, max_bytes: 
     found, problems = [], []
     for name in selected.names:
         try:
-            found.append(_prepare(session, selected.document, selected.file, name, max_bytes))
+            found.append(prepare_pipe(session, selected, name, max_bytes=max_bytes))
         except BadConfiguration as error:
             problems += error.problems
     if problems:
@@ -98,10 +105,17 @@ def prepare_pipes(session: SparkSession, selected: SelectedPipes, *, max_bytes: 
     return found
 
 
-def _prepare(session: SparkSession, document: Document, file: PipeFile, name: str, max_bytes: int) -> Prepared:
-    pipe = file.pipes[name]
+def prepare_pipe(
+    session: SparkSession, selected: SelectedPipes, name: str, *, max_bytes: int, real_time: bool | None = None
+) -> Prepared:
+    """real_time: whether in this mode; None: as the pipe file says, `auto` in micro-batches. Blocking.
+
+    Raises BadConfiguration with every mistake.
+    """
+    document, file, pipe = selected.document, selected.file, selected.file.pipes[name]
     assert pipe.transform is not None
-    views, timed, real_time = {}, pipe.transform.watermark is not None, pipe.transform.mode == "real-time"
+    views, timed = {}, pipe.transform.watermark is not None
+    real_time = pipe.transform.mode == "real-time" if real_time is None else real_time
     for stream in pipe.sources:
         try:
             columns = _parse_columns(file.streams[stream].columns, timed=timed)
@@ -138,9 +152,11 @@ def _prepare(session: SparkSession, document: Document, file: PipeFile, name: st
             raise BadTransform(
                 f"would leave out events by chance: {', '.join(parts)}. Try: WHERE, or deduplicate_within for duplicates"
             )
-        row_by_row = is_stateless(result)
-        if real_time and not row_by_row:
-            raise BadTransform("is not a stateless query, which real-time mode needs. Try: mode: micro-batch")
+        row_by_row, obstacle = is_stateless(result), why_not_real_time(result, len(views))
+        if real_time and (
+            refused := obstacle if row_by_row else "is not a stateless query, which real-time mode needs"
+        ):
+            raise BadTransform(f"{refused}. Try: mode: micro-batch")
     except BadConfiguration:
         raise
     except (PySparkException, BadTransform) as error:
@@ -152,7 +168,7 @@ def _prepare(session: SparkSession, document: Document, file: PipeFile, name: st
         ) from error
     except Exception as error:  # the operator's own code: any error is a mistake in that file
         raise BadConfiguration([document.problem(key, f"{type(error).__name__}: {shorten(error)}")]) from error
-    return Prepared(name, pipe.transform, views, definition, out, row_by_row, real_time, pipe_version(pipe))
+    return Prepared(name, pipe.transform, views, definition, out, row_by_row, real_time, pipe_version(pipe), obstacle)
 
 
 def _find_filter_mistakes(session: SparkSession, result: StructType, outputs: Mapping[str, Output]) -> dict[str, str]:
@@ -249,6 +265,33 @@ def is_stateless(result: DataFrame) -> bool:
     Such a transform may run on each micro-batch by itself. It may join tables that are not sources.
     """
     return _is_row_by_row(analyzed_plan(result))
+
+
+def why_not_real_time(result: DataFrame, sources: int) -> str:
+    """Why Spark's real-time mode cannot run this transform, as the end of a sentence; empty when it can, as far as is known.
+
+    Spark has a list of the operators that it allows. sources: of the pipe.
+    """
+    plan = analyzed_plan(result)
+    if any(node.nodeName() == "Join" for node in _walk(plan)):
+        return "joins tables, and real-time mode does not read them again"
+    if _count_reads(plan, {}) > sources:
+        return "reads a source more than once, which real-time mode cannot"
+    return ""
+
+
+def _count_reads(plan: Any, shared: dict[int, Any]) -> int:
+    """How often the sources are read. shared: the plans of WITH clauses, by id: each reference reads again."""
+    name = str(plan.nodeName())
+    if name == "SubqueryAlias" and plan.alias() == SOURCE_ALIAS:
+        return 1
+    if name == "CTERelationRef":
+        return _count_reads(shared[plan.cteId()], shared)
+    if name == "WithCTE":
+        shared = shared | {each.id(): each.child() for each in _items(plan.cteDefs())}
+        return _count_reads(plan.plan(), shared)
+    below = [*_items(plan.children()), *_items(plan.subqueries())]
+    return sum(_count_reads(child, shared) for child in below)
 
 
 def dropping_parts(result: DataFrame) -> list[str]:

@@ -21,7 +21,7 @@ class Crash(Exception):
 
 
 class Disk:
-    """A checkpoint's folder: batch n ends at `ends[n]`, those before `oldest` are removed. former: of the query that 0.2 had."""
+    """A checkpoint's folder: batch n ends at `ends[n]`, those before `oldest` are removed. former: of the second query of 0.1."""
 
     def __init__(self, former: int | None = None) -> None:
         self.ends: list[int] = []

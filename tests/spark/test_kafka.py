@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import orjson
 import pytest
@@ -14,10 +15,13 @@ from pyspark.sql import SparkSession
 
 from services.core import dead_letter
 from services.core.broker.connect import open_broker
+from services.core.broker.errors import Unavailable
 from services.core.broker.record import Record
 from services.core.event import read_id
 from services.core.jvm.kafka import KafkaCluster
+from services.core.metrics import TRANSFORM_MODE
 from services.core.pauses import Pause
+from spark.jobs.replay import BadRecords
 from tests.spark.broker_pipeline import BrokerPipeline
 from tests.spark.log_pipeline import NOW, event, interrupt_queries, numbers, wait_for
 from tests.spark.service_process import ServiceProcess
@@ -245,6 +249,87 @@ def test_real_time_event_that_takes_all_memory(make_pipeline: MakePipeline, tmp_
         others = {f"id-{n}" for n in range(total) if n != poison}
         wait_for(lambda: {read_id(r) for r in asyncio.run(pipeline.read_now("out"))} == others, "all the others")
         assert service.is_running
+
+
+def mode_of(pipeline: BrokerPipeline) -> tuple[str, str]:
+    """As the metric shows it: the mode, and the reason against real-time mode."""
+    (sample,) = [s for metric in TRANSFORM_MODE.collect() for s in metric.samples if s.labels["pipe"] == pipeline.pipe]
+    return sample.labels["mode"], sample.labels["why"]
+
+
+def test_a_checkpoint_changes_its_mode(make_pipeline: MakePipeline, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If this fails, `mode: auto` loses, repeats or never counts events of a pipe that ran in micro-batches, or of one that goes
+    back to them after a crash between a commit and its dead letters."""
+    monkeypatch.setattr("spark.jobs.streaming_plan.REAL_TIME_BATCH", "5 seconds")
+    pipeline = make_pipeline(1)
+    sql = "SELECT event, delay FROM {s} WHERE delay % 10 <> 7"
+    batches = pipeline.chosen(columns=COLUMNS, sql=sql, mode="micro-batch")
+    pipeline.send([*(flight(n) for n in range(10)), event(100, b"no json")])
+    pipeline.start(batches, auto=True)
+    pipeline.records("out", 9)
+    assert set(reasons(pipeline.records("dead", 1))) == {"id-100"}
+    pipeline.stop()
+    assert mode_of(pipeline) == ("micro-batch", "")
+
+    live = pipeline.chosen(columns=COLUMNS, sql=sql)
+    broken = [True]
+    reject = BadRecords._reject
+
+    def fail(bad: BadRecords, *batch: Any) -> None:
+        if broken:
+            raise Unavailable("the process ends here")
+        reject(bad, *batch)
+
+    pipeline.start(live, auto=True)
+    assert mode_of(pipeline) == ("real-time", "")
+    pipeline.send([*(flight(n) for n in range(10, 20)), event(101, b"no json")])
+    assert set(reasons(pipeline.records("dead", 2))) == {"id-100", "id-101"}
+    monkeypatch.setattr(BadRecords, "_reject", fail)
+    pipeline.send([*(flight(n) for n in range(20, 30)), event(102, b"no json")])
+    assert "the process ends here" in pipeline.wait_for_problem()
+    pipeline.stop()
+    assert len(pipeline.records("dead", 2)) == 2
+    broken.clear()
+    pipeline.states.clear()
+
+    pipeline.start(batches, auto=True)
+    pipeline.send([flight(n) for n in range(30, 40)])
+    out = pipeline.records("out", 36)
+    dead = Counter(read_id(record) for record in pipeline.records("dead", 3))
+    pipeline.stop()
+    assert pipeline.problem is None
+    assert {read_id(record) for record in out} == {f"id-{n}" for n in range(40) if n % 10 != 7}
+    assert dead == {"id-100": 1, "id-101": 1, "id-102": 1}
+    reported = pipeline.reports()
+    assert numbers(reported, "passed") == {n for n in range(40) if n % 10 != 7}
+    assert numbers(reported, "filtered") == {7, 17, 27, 37}
+    assert numbers(reported, "dead") == {100, 101, 102}
+
+
+def test_partitions_that_are_added_to_a_real_time_pipe(
+    make_pipeline: MakePipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If this fails, a partition that was added has no task slot, and its events wait for ever."""
+    monkeypatch.setattr("spark.jobs.streaming_plan.REAL_TIME_BATCH", "5 seconds")
+    pipeline = make_pipeline(1)
+    pipeline.send([flight(n) for n in range(10)])
+    pipeline.start(pipeline.chosen(columns=COLUMNS, sql="SELECT event, delay FROM {s}"), auto=True)
+    pipeline.records("out", 10)
+    assert mode_of(pipeline) == ("real-time", "")
+    asyncio.run(_add_partitions(pipeline, 3))
+    pipeline.send([flight(n) for n in range(10, 20)], 2)
+    assert {read_id(r) for r in pipeline.records("out", 20)} == {f"id-{n}" for n in range(20)}
+    wait_for(lambda: mode_of(pipeline) == ("micro-batch", "partitions"), "the end of real-time mode")
+    pipeline.send([flight(n) for n in range(20, 30)], 1)
+    assert {read_id(r) for r in pipeline.records("out", 30)} == {f"id-{n}" for n in range(30)}
+    pipeline.stop()
+    assert pipeline.problem is None
+    assert numbers(pipeline.reports(), "passed") == set(range(30))
+
+
+async def _add_partitions(pipeline: BrokerPipeline, total: int) -> None:
+    async with open_broker(pipeline.url) as broker:
+        await broker.admin.add_partitions(pipeline.stream, total)
 
 
 async def _delete_before(pipeline: BrokerPipeline, offset: int) -> None:

@@ -122,3 +122,24 @@ def test_what_a_stream_cannot_do(pipeline: LogPipeline, spark: SparkSession) -> 
             check_suitability(spark, TransformSettings(), endpoint, chosen, [pipeline.prepare(chosen)])
     sums = "SELECT carrier AS id, delay FROM s WHERE delay > (SELECT avg(delay) FROM s)"
     assert "real-time" in mistakes(pipeline, sql=sums, mode="real-time")
+
+
+@pytest.mark.parametrize(
+    ("sql", "said"),
+    [
+        ("WITH x AS (SELECT * FROM s WHERE delay > 1) SELECT event, explode(array(1, 2)) AS n FROM x", ""),
+        ("SELECT event, 1 AS n FROM s UNION ALL SELECT event, 2 FROM s", "reads a source more than once"),
+        ("WITH x AS (SELECT event FROM s) SELECT *, 1 AS n FROM x UNION ALL SELECT *, 2 FROM x", "more than once"),
+        (
+            "SELECT event, name FROM s LEFT JOIN VALUES ('UA', 'United') AS t(code, name) ON code = carrier",
+            "joins tables",
+        ),
+    ],
+)
+def test_what_real_time_mode_cannot_do(pipeline: LogPipeline, sql: str, said: str) -> None:
+    """If this fails, a query starts in real-time mode that Spark ends after each batch, again and again."""
+    obstacle = pipeline.prepare(pipeline.pipe(columns=COLUMNS, sql=sql)).obstacle
+    assert said in obstacle
+    assert bool(said) is bool(obstacle)
+    if said:
+        assert f"{obstacle}. Try: mode: micro-batch" in mistakes(pipeline, columns=COLUMNS, sql=sql, mode="real-time")

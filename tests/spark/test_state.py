@@ -1,5 +1,6 @@
 """Whether a transform may go on with the state in its checkpoint, decided without Spark."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -84,6 +85,32 @@ def test_what_may_change() -> None:
     nothing_done = adopted()
     nothing_done.batch = None
     adopt_checkpoint(nothing_done, prepared(HALF), TOPICS, StoredMarks())
+
+
+def test_the_mode_of_one_source_may_change() -> None:
+    """If this fails, an upgrade to `mode: auto` calls each checkpoint damaged; or a mode changes although there is state, or the
+    offsets are those of several sources."""
+    stateless = adopted(row_by_row=True)
+    live = replace(prepared(HOUR, row_by_row=True), real_time=True)
+    adopt_checkpoint(stateless, live, TOPICS, StoredMarks())
+    assert stateless.identity.kind == "per batch", "an older version could not go on with it"
+    asked = replace(prepared(HOUR, row_by_row=True, mode="real-time"), real_time=True)
+    adopt_checkpoint(stateless, asked, TOPICS, StoredMarks())
+    in_plan: Any = Folder()
+    adopt_checkpoint(in_plan, asked, TOPICS, StoredMarks())
+    assert in_plan.identity.kind == "in plan"
+    in_plan.batch = 3
+    adopt_checkpoint(in_plan, prepared(HOUR, row_by_row=True), TOPICS, StoredMarks())
+    with pytest.raises(CheckpointDamaged, match="runs in plan"):
+        adopt_checkpoint(adopted(), prepared(HALF, row_by_row=True), TOPICS, StoredMarks())
+    of_0_1 = adopted()
+    of_0_1.identity = msgspec.structs.replace(of_0_1.identity, state="", penstock="")
+    with pytest.raises(CheckpointDamaged, match="runs in plan"):
+        adopt_checkpoint(of_0_1, prepared(HALF, row_by_row=True), TOPICS, StoredMarks())
+    several: Any = adopted(row_by_row=True)
+    several.identity = msgspec.structs.replace(several.identity, topics={**several.identity.topics, "u": "t"})
+    with pytest.raises(CheckpointDamaged, match="runs per batch"):
+        adopt_checkpoint(several, asked, TOPICS, StoredMarks())
 
 
 def test_checkpoint_of_an_earlier_version() -> None:

@@ -1,0 +1,158 @@
+"""The mode of each pipe: Spark's real-time mode, or micro-batches. Decided when the service starts, and kept in the checkpoint.
+
+`mode: auto` takes real-time mode where nothing is lost by it. With one source, both modes keep the same offsets in a checkpoint.
+So such a pipe may change its mode at each start, and goes on in micro-batches when Spark refuses to run it in real-time mode.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Literal, NamedTuple
+
+import structlog
+from pyspark.sql import SparkSession
+
+from spark.brokers.contract import SparkBroker
+from spark.java import JAVA_ERRORS
+from spark.jobs.checkpoint import CheckpointDamaged, peek_checkpoint
+from spark.jobs.query import Query
+from spark.jobs.replay import REJECTED_FILE, REPORTED_FILE, BadRecords, ReportedBatches, write_up_to
+from spark.session import slots
+from spark.settings import SelectedPipes, TransformSettings
+from spark.transforms.preparation import Prepared, prepare_pipe
+
+log = structlog.get_logger()
+
+MODE_FILE = "mode.json"
+"""The mode of the last run. Earlier versions do not write it: the checkpoint's `kind` says it there."""
+Mode = Literal["micro-batch", "real-time"]
+
+
+REFUSED = "STREAMING_REAL_TIME_MODE"
+"""Spark's class of errors for what it cannot run in real-time mode."""
+
+
+class MorePartitions(Exception):
+    """A real-time pipe has more partitions than task slots: the last ones would never be read."""
+
+
+class Reason(NamedTuple):
+    """Why a pipe runs in micro-batches. code: one word, for metrics. text: for a person."""
+
+    code: str
+    text: str
+
+
+def choose_modes(
+    session: SparkSession,
+    settings: TransformSettings,
+    broker: SparkBroker,
+    selected: SelectedPipes,
+    prepared: Sequence[Prepared],
+) -> list[Prepared]:
+    """These pipes, those with `mode: auto` in real-time mode where it may be. Blocking. Raises UnknownTopic, Unavailable."""
+    found = slots(settings.master)
+    free = 0 if found is None else found - 1
+    free -= sum(broker.count_partitions(session, list(each.views)) for each in prepared if each.real_time)
+    chosen = []
+    for each in prepared:
+        if each.transform.mode != "auto":
+            chosen.append(each)
+            continue
+        reason = _why_not(session, settings, broker, each)
+        if reason is None:
+            needed = broker.count_partitions(session, list(each.views))
+            if needed > free:
+                reason = Reason("slots", f"it needs {needed} more task slots. Try: --master auto, or a larger local[N]")
+            else:
+                free -= needed
+        if reason is None:
+            one_source = len(each.views) == 1
+            live = prepare_pipe(session, selected, each.pipe, max_bytes=broker.max_record_bytes, real_time=True)
+            chosen.append(replace(live, fallback=each if one_source else None, partitions=needed))
+            log.info("pipe_mode", pipe=each.pipe, mode="real-time")
+        else:
+            chosen.append(replace(each, why_not=reason.code))
+            log.info("pipe_mode", pipe=each.pipe, mode="micro-batch", because=reason.text)
+    return chosen
+
+
+def _why_not(
+    session: SparkSession, settings: TransformSettings, broker: SparkBroker, prepared: Prepared
+) -> Reason | None:
+    """The first reason against real-time mode; None: there is none but slots."""
+    transform = prepared.transform
+    if not broker.real_time:
+        return Reason("broker", "only Kafka can be read in real-time mode")
+    if transform.python is not None:
+        return Reason("python", "Spark runs no Python functions in real-time mode. Try: the same as SQL")
+    if transform.deduplicate_within is not None:
+        return Reason("deduplication", "deduplicate_within needs micro-batches")
+    if not prepared.row_by_row:
+        return Reason("state", "the transform works on several events")
+    if "interval" in transform.model_fields_set:
+        return Reason("interval", "interval is set, which is of micro-batches")
+    if not prepared.out.carries_events:
+        return Reason("new_events", "the transform makes new events, which get their origins by the micro-batch")
+    if prepared.obstacle:
+        return Reason("plan", f"the transform {prepared.obstacle}")
+    if slots(settings.master) is None:
+        return Reason("cluster", "a cluster's task slots come and go. Try: mode: real-time, with enough executors")
+    return _why_checkpoint_does_not(session, settings, prepared)
+
+
+def _why_checkpoint_does_not(session: SparkSession, settings: TransformSettings, prepared: Prepared) -> Reason | None:
+    checkpoint = peek_checkpoint(session, settings.checkpoint_root(), prepared.pipe)
+    try:
+        identity = checkpoint.read_identity()
+        if identity is None:
+            return None
+        if identity.kind == PER_BATCH and (len(prepared.views) > 1 or list(identity.topics) != list(prepared.views)):
+            return Reason("checkpoint", "its checkpoint has several sources in one, which real-time mode cannot read")
+        if identity.ran and checkpoint.newest("commits") is None:
+            return Reason("checkpoint", "its first batch is planned and not done")
+    except (CheckpointDamaged, *JAVA_ERRORS):
+        return Reason("checkpoint", "its checkpoint cannot be read")
+    return None
+
+
+PER_BATCH = "per batch"
+IN_PLAN = "in plan"
+
+
+def checkpoint_kind(prepared: Prepared) -> str:
+    """How a new checkpoint keeps offsets: one source for all streams, or one for each.
+
+    Earlier versions expect the kind of the mode that the pipe file asks for. With one source the kinds are the same.
+    """
+    as_per_batch = prepared.real_time and prepared.transform.mode == "auto" and len(prepared.views) == 1
+    return PER_BATCH if prepared.per_batch or as_per_batch else IN_PLAN
+
+
+def enter_mode(query: Query, kind: str) -> None:
+    """Before a run: settle what the last run in another mode left open. kind: of the checkpoint.
+
+    In micro-batches a batch's dead letters and its report are durable before its commit; in real-time mode they follow it.
+    Blocking. Raises the errors of reading and writing.
+    """
+    if not query.prepared.row_by_row:
+        return
+    checkpoint, mode = query.checkpoint, mode_of(query.prepared)
+    newest = checkpoint.newest("commits")
+    before = checkpoint.read_note(MODE_FILE, str) or ("micro-batch" if kind == PER_BATCH else "real-time")
+    if before == mode or newest is None:
+        pass
+    elif mode == "micro-batch":
+        BadRecords(query)
+        if query.ledger:
+            ReportedBatches(query)
+    else:
+        end = checkpoint.offsets(newest, query.broker.parse_offsets)
+        write_up_to(query, REJECTED_FILE, newest, end)
+        if query.ledger:
+            write_up_to(query, REPORTED_FILE, newest, end)
+    if checkpoint.read_note(MODE_FILE, str) != mode:
+        checkpoint.write_note(MODE_FILE, mode)
+
+
+def mode_of(prepared: Prepared) -> Mode:
+    return "real-time" if prepared.real_time else "micro-batch"

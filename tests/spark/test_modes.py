@@ -1,0 +1,151 @@
+"""Which mode a pipe gets, and why. Without Spark."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from services.core.pipes import Transform
+from spark.jobs.checkpoint import Identity
+from spark.jobs.modes import choose_modes
+from spark.settings import MOST_REAL_TIME_SLOTS, TransformSettings, load_pipes, size_master
+from spark.transforms.preparation import Prepared
+
+SQL = "SELECT event, a FROM s"
+
+
+def pipe(name: str = "p", *, sources: int = 1, new: bool = False, obstacle: str = "", **transform: Any) -> Prepared:
+    views: Any = {f"s{number}": None for number in range(sources)}
+    out: Any = SimpleNamespace(carries_events=not new)
+    given = transform if "python" in transform else {"sql": SQL} | transform
+    row_by_row = "watermark" not in transform
+    return Prepared(name, Transform(**given), views, None, out, row_by_row, obstacle=obstacle)  # type: ignore[arg-type]
+
+
+class Folder:
+    """A checkpoint with this identity, and so many batches that are done."""
+
+    def __init__(self, identity: Identity | None = None, done: int | None = None) -> None:
+        self.identity, self.done = identity, done
+
+    def read_identity(self) -> Identity | None:
+        return self.identity
+
+    def newest(self, _folder: str) -> int | None:
+        return self.done
+
+
+def of_kind(kind: str, *topics: str, ran: bool = True) -> Identity:
+    return Identity(id="x", pipe="p", topics=dict.fromkeys(topics, "t"), transform="", kind=kind, ran=ran)
+
+
+def modes(
+    monkeypatch: pytest.MonkeyPatch,
+    *pipes: Prepared,
+    master: str = "local[5]",
+    kafka: bool = True,
+    folder: Folder | None = None,
+) -> list[tuple[bool, str]]:
+    """Of each pipe, whose sources have two partitions each: whether it is in real-time mode, and why not."""
+    broker: Any = SimpleNamespace(
+        real_time=kafka, max_record_bytes=1, count_partitions=lambda _, topics: 2 * len(topics)
+    )
+    monkeypatch.setattr("spark.jobs.modes.peek_checkpoint", lambda *_: folder or Folder())
+    by_name = {each.pipe: each for each in pipes}
+    monkeypatch.setattr(
+        "spark.jobs.modes.prepare_pipe",
+        lambda _session, _selected, name, **_: replace(by_name[name], real_time=True),
+    )
+    session: Any = None
+    found = choose_modes(session, TransformSettings(master=master), broker, session, pipes)
+    for each in found:
+        may_fall_back = each.real_time and each.transform.mode == "auto" and len(each.views) == 1
+        assert (each.fallback is not None) is may_fall_back
+        assert each.partitions == (2 * len(each.views) if each.real_time and each.transform.mode == "auto" else 0)
+    return [(each.real_time, each.why_not) for each in found]
+
+
+@pytest.mark.parametrize(
+    ("prepared", "why"),
+    [
+        (pipe(), ""),
+        (pipe(sources=2), ""),
+        (pipe(interval="1s"), "interval"),
+        (pipe(python="t.py:f"), "python"),
+        (pipe(deduplicate_within="1h"), "deduplication"),
+        (pipe(watermark="1m"), "state"),
+        (pipe(new=True), "new_events"),
+        (pipe(obstacle="joins tables"), "plan"),
+        (pipe(sources=3), "slots"),
+    ],
+)
+def test_reasons(monkeypatch: pytest.MonkeyPatch, prepared: Prepared, why: str) -> None:
+    """If this fails, a pipe runs in a mode that Spark refuses, or that loses origins; or it is slow without need."""
+    assert modes(monkeypatch, prepared) == [(not why, why)]
+
+
+def test_what_is_not_of_the_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If this fails, a pipe on the log or on a cluster, or one whose file says micro-batch, runs in real-time mode."""
+    assert modes(monkeypatch, pipe(), kafka=False) == [(False, "broker")]
+    assert modes(monkeypatch, pipe(), master="spark://host:7077") == [(False, "cluster")]
+    assert modes(monkeypatch, pipe(mode="micro-batch")) == [(False, "")]
+
+
+def test_slots_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If this fails, real-time pipes take all task slots, and a partition, or every other pipe, waits for ever."""
+    three = [pipe(name) for name in "abc"]
+    assert modes(monkeypatch, *three) == [(True, ""), (True, ""), (False, "slots")]
+    assert modes(monkeypatch, *three, master="local[6]")[2] == (False, "slots")
+    assert modes(monkeypatch, *three, master="local[7]")[2] == (True, "")
+    asked = replace(pipe("z", mode="real-time"), real_time=True)
+    assert modes(monkeypatch, pipe("a"), pipe("b"), asked) == [(True, ""), (False, "slots"), (True, "")]
+
+
+@pytest.mark.parametrize(
+    ("sources", "folder", "why"),
+    [
+        (1, Folder(of_kind("per batch", "s0"), done=7), ""),
+        (1, Folder(of_kind("in plan", "s0"), done=7), ""),
+        (2, Folder(of_kind("in plan", "s0", "s1"), done=7), ""),
+        (2, Folder(of_kind("per batch", "s0", "s1"), done=7), "checkpoint"),
+        (1, Folder(of_kind("per batch", "s0", "gone"), done=7), "checkpoint"),
+        (1, Folder(of_kind("per batch", "s0")), "checkpoint"),
+        (1, Folder(of_kind("per batch", "s0", ran=False)), ""),
+    ],
+)
+def test_checkpoints(monkeypatch: pytest.MonkeyPatch, sources: int, folder: Folder, why: str) -> None:
+    """If this fails, an upgrade breaks a pipe that ran in micro-batches: real-time mode cannot go on from its checkpoint."""
+    assert modes(monkeypatch, pipe(sources=sources), folder=folder) == [(not why, why)]
+
+
+def test_the_default_master_has_room(tmp_path: Path) -> None:
+    """If this fails, no pipe runs in real-time mode by default, or a service on the log has threads without work."""
+    streams = {"a": {"partitions": 4}, "b": {"partitions": 2, "max_partitions": 6}, "c": {"partitions": 40}}
+    destinations = [{"name": "d", "webhook": {"url": "https://example.com/"}}]
+
+    def master(broker: str, given: str = "auto", **pipes: dict[str, Any]) -> str:
+        path = tmp_path / "pipes.yaml"
+        made = {
+            name: {"sources": sources.split("+"), "transform": transform, "destinations": destinations}
+            for name, (sources, transform) in pipes.items()
+        }
+        path.write_text(json.dumps({"version": 1, "streams": streams, "pipes": made}))
+        settings = TransformSettings(pipes=path, broker=broker, master=given)
+        return size_master(settings, load_pipes(settings)).master
+
+    def sql(name: str, **more: Any) -> Any:
+        return name, {"sql": f"SELECT event, value FROM {name.partition('+')[0]}", **more}
+
+    kafka = "kafka://127.0.0.1:9"
+    assert master(kafka, p=sql("a")) == "local[6]"
+    assert (
+        master(kafka, p=sql("a"), q=sql("a+b"), r=sql("a", mode="micro-batch"), t=sql("a", interval="1s"))
+        == "local[16]"
+    )
+    assert master(kafka, p=sql("c")) == f"local[{2 + MOST_REAL_TIME_SLOTS}]"
+    assert master(kafka, given="local[3]", p=sql("a")) == "local[3]"
+    assert master(kafka, p=sql("a", deduplicate_within="1m"), q=sql("b", watermark="1m")) == "local[2]"
+    assert master("log:///x", p=sql("a")) == "local[2]"
