@@ -119,6 +119,11 @@ def progress_since(query: StreamingQuery, batch: int) -> list[Any]:
     return found[::-1]
 
 
+def hadoop_setting(session: SparkSession, name: str) -> str:
+    """A setting of Hadoop's, as Spark was started with; empty without one."""
+    return str(session.sparkContext._jsc.hadoopConfiguration().get(name) or "")
+
+
 class HadoopFolder:
     """A folder in a file system that Spark knows. path: a URI. A file of an object store is stored whole or not at all."""
 

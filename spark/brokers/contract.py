@@ -204,7 +204,6 @@ class DataSourceBroker(SparkBroker):
         origins: bool = False,
     ) -> DataFrame:
         options = {"broker": self._url, "topics": ",".join(topics), "max_events": str(max_events)}
-        options |= {"checkpoint": checkpoint, "tasks": str(session.sparkContext.defaultParallelism)}
         options |= {"origins": "read"} if origins else {}
         return session.readStream.format(NAME).options(**options).load()
 

@@ -14,13 +14,15 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.streaming.readwriter import DataStreamWriter
 
 from services.core.broker.kinesis.blocking import BlockingKinesis
+from services.core.broker.kinesis.bucket import Store
 from services.core.broker.kinesis.record_format import MAX_RECORD_BYTES, offset_of, split_offset
 from services.core.broker.record import Batch, Record
 from services.core.event import read_arrival
 from spark.brokers.contract import BatchName, DataSourceBroker, Measurement, OriginFormat, Written
+from spark.java import hadoop_setting
 from spark.records import OffsetRange, Offsets
 from spark.reports import read_lags
-from spark.sources.ends import ends_of, open_notes, plan_of
+from spark.sources.ends import Place, ends_of, open_notes, plan_of
 from spark.sources.offsets import offsets_of
 from spark.sources.puts import PUT_ROW, now_ms, put_task
 from spark.sources.source import NAME
@@ -38,6 +40,7 @@ class KinesisSparkBroker(DataSourceBroker):
         super().__init__(url)
         self._opened: BlockingKinesis | None = None
         self._opening = threading.Lock()
+        self._store = Store()
 
     @property
     def _kinesis(self) -> BlockingKinesis:
@@ -48,6 +51,7 @@ class KinesisSparkBroker(DataSourceBroker):
 
     def identify(self, session: SparkSession, topics: Sequence[str]) -> dict[str, str]:
         """The streams' names with the time of their creation. Raises UnknownTopic, Unavailable."""
+        self._store = _store_of(session)
         return {topic: self._kinesis.stream(topic).name for topic in topics}
 
     def count_partitions(self, session: SparkSession, topics: Sequence[str]) -> int:
@@ -82,10 +86,25 @@ class KinesisSparkBroker(DataSourceBroker):
                 yield [part._replace(start=start)]
 
     def open_meter(self, session: SparkSession, topics: Sequence[str]) -> "KinesisBacklogMeter":
+        self._store = _store_of(session)
         return KinesisBacklogMeter(self._kinesis, topics)
 
     def read_ranges(self, session: SparkSession, ranges: Sequence[OffsetRange]) -> DataFrame:
         return session.read.format(NAME).options(broker=self._url, ranges=json.dumps(ranges)).load()
+
+    def read_stream(
+        self,
+        session: SparkSession,
+        topics: Sequence[str],
+        max_events: int | None,
+        *,
+        checkpoint: str,
+        origins: bool = False,
+    ) -> DataFrame:
+        options = {"broker": self._url, "topics": ",".join(topics), "max_events": str(max_events)}
+        options |= {"checkpoint": checkpoint, "store": json.dumps(_store_of(session))}
+        options |= {"tasks": str(session.sparkContext.defaultParallelism)} | ({"origins": "read"} if origins else {})
+        return session.readStream.format(NAME).options(**options).load()
 
     def checkpoint_version(self, per_batch: bool) -> int:
         return 1 if per_batch else 2
@@ -95,7 +114,7 @@ class KinesisSparkBroker(DataSourceBroker):
         found = json.loads(line)
         places = {(topic, shard): n for topic in found["topics"] for shard, n in offsets_of(found, topic)[1].items()}
         if (plan := plan_of(found)) is not None:
-            ends = ends_of(plan, open_notes(checkpoint, plan.folder))
+            ends = ends_of(plan, open_notes(Place(checkpoint, self._store), plan.folder))
             places |= {place: int(end.next) for place, end in ends.items()}
         return places
 
@@ -128,6 +147,16 @@ class KinesisSparkBroker(DataSourceBroker):
             opened, self._opened = self._opened, None
         if opened is not None:
             opened.close()
+
+
+def _store_of(session: SparkSession) -> Store:
+    """The object store of checkpoints, from the settings of Hadoop's client for it."""
+    region, endpoint, style = (
+        hadoop_setting(session, f"fs.s3a.{name}") for name in ("endpoint.region", "endpoint", "path.style.access")
+    )
+    if endpoint and "://" not in endpoint:
+        endpoint = f"https://{endpoint}"
+    return Store(region, endpoint, style == "true")
 
 
 class KinesisBacklogMeter:

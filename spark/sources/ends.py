@@ -19,6 +19,7 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from services.core.broker.errors import NewerFormat
+from services.core.broker.kinesis.bucket import Bucket, Store
 from services.core.version import newer_format
 from spark.sources.offsets import Offset, sync
 from spark.sources.shards import ShardPosition
@@ -211,12 +212,36 @@ class FolderNotes:
         )
 
 
-def open_notes(checkpoint: str, folder: str) -> EndNotes:
-    """Of a source, by its plans' folder. checkpoint: a URI. Raises EndsMissing for one that cannot hold notes."""
-    scheme, _, rest = f"{checkpoint}/{folder}".partition("://")
-    if scheme == "file" and rest.startswith("/"):
-        return FolderNotes(Path(rest))
-    raise EndsMissing(f"the checkpoint {checkpoint!r} of a query over Kinesis is in no folder. Try: file:///path")
+class BucketNotes:
+    """Notes in S3, or in another store with its API. There is no folder to prepare."""
+
+    def __init__(self, bucket: Bucket) -> None:
+        self._bucket = bucket
+        self.fix, self.find, self.list, self.remove = bucket.create, bucket.get, bucket.list, bucket.remove
+
+    def prepare(self) -> None:
+        """Nothing: an object that cannot be stored says so."""
+
+
+class Place(NamedTuple):
+    """Where a query keeps its checkpoint: a URI, `file:///…` or `s3a://bucket/…`, and the store of the latter."""
+
+    checkpoint: str
+    store: Store = Store()
+
+
+def open_notes(place: Place, folder: str) -> EndNotes:
+    """Of a source, by its plans' folder. Raises EndsMissing for a place that cannot hold notes."""
+    scheme, _, path = f"{place.checkpoint}/{folder}".partition("://")
+    if scheme == "file" and path.startswith("/"):
+        return FolderNotes(Path(path))
+    bucket, _, prefix = path.partition("/")
+    if scheme == "s3a" and bucket and prefix:
+        return BucketNotes(Bucket(place.store, bucket, prefix))
+    raise EndsMissing(
+        f"the checkpoint {place.checkpoint!r} of a query over Kinesis is in no store that creates a file only once. "
+        "Try: file:///path or s3a://bucket/path"
+    )
 
 
 def ends_of(plan: Plan, notes: EndNotes) -> dict[tuple[str, int], ShardEnd]:

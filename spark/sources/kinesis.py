@@ -17,6 +17,7 @@ from pyspark.sql.streaming.datasource import ReadLimit, ReadMaxRows
 
 from services.core.broker.errors import OffsetOutOfRange, UnknownTopic
 from services.core.broker.kinesis.blocking import BlockingKinesis
+from services.core.broker.kinesis.bucket import Store
 from services.core.broker.kinesis.incarnation import Stream
 from services.core.broker.kinesis.streams import Shard
 from services.core.broker.record import Batch, TopicPartition
@@ -24,6 +25,7 @@ from spark.records import RAW_SCHEMA, OffsetRange, raw_schema, to_arrow
 from spark.sources.ends import (
     FOLDER,
     EndNotes,
+    Place,
     Plan,
     ShardEnd,
     decode_note,
@@ -70,13 +72,13 @@ def connection(url: str) -> BlockingKinesis:
 
 
 class ShardTask(InputPartition):
-    """Reads these shards from where the batch begins in them. Its note is in `folder` of the checkpoint. room, size: of each."""
+    """Reads these shards from where the batch begins in them. Its note is in `folder` of the place. room, size: of each."""
 
     def __init__(
-        self, checkpoint: str, folder: str, note: str, starts: Sequence[ShardStart], room: int, size: int
+        self, place: Place, folder: str, note: str, starts: Sequence[ShardStart], room: int, size: int
     ) -> None:
         super().__init__(note)
-        self.checkpoint, self.folder, self.note = checkpoint, folder, note
+        self.place, self.folder, self.note = place, folder, note
         self.starts, self.room, self.size = list(starts), room, size
 
 
@@ -98,7 +100,7 @@ def read_task(kinesis: BlockingKinesis, task: InputPartition | None) -> Iterator
         for part in task.ranges:
             yield from kinesis.read_range(*part)
     elif isinstance(task, ShardTask):
-        yield from _read_shards(kinesis, task, open_notes(task.checkpoint, task.folder))
+        yield from _read_shards(kinesis, task, open_notes(task.place, task.folder))
 
 
 def _read_shards(kinesis: BlockingKinesis, task: ShardTask, notes: EndNotes) -> Iterator[Batch]:
@@ -149,7 +151,7 @@ def _ends(reader: ShardRecords, starts: Sequence[ShardStart], reads: Sequence[Sh
 
 
 class KinesisStreamReader(DataSourceStreamReader):
-    """At most `max_events` a micro-batch. Option `checkpoint`: the query's, a URI.
+    """At most `max_events` a micro-batch. Options `checkpoint`: the query's, a URI; `store`: of it.
 
     Plans in a Python process of its own beside the query; `read` runs in task workers and uses no state.
     """
@@ -159,7 +161,8 @@ class KinesisStreamReader(DataSourceStreamReader):
         self._topics = options["topics"].split(",")
         self._max_events, self._most_tasks = int(options["max_events"]), int(options.get("tasks", "1"))
         self._schema = raw_schema(options)
-        self._checkpoint, self._folder = options.get("checkpoint", ""), f"{FOLDER}/{self._topics[0]}"
+        self._place = Place(options.get("checkpoint", ""), Store(*json.loads(options.get("store", "[]"))))
+        self._folder = f"{FOLDER}/{self._topics[0]}"
         self._looked_at = -POLL_EVERY_S
         self._ends: tuple[Plan | None, dict[tuple[str, int], ShardEnd]] = (None, {})
         self._notes: list[str] | None = None
@@ -222,7 +225,7 @@ class KinesisStreamReader(DataSourceStreamReader):
                 mine = [listed.get(n, Shard(n, (), 0, 0, is_open=False)) for of, n in shards if of == topic]
                 starts += self._starts(stream, topic, mine, positions, ends)
             room, size = -(-self._max_events // count), BATCH_BYTES * len(self._topics) // count
-            tasks.append(ShardTask(self._checkpoint, plan.folder, plan.note(number), starts, room, size))
+            tasks.append(ShardTask(self._place, plan.folder, plan.note(number), starts, room, size))
         return tasks
 
     def read(self, partition: InputPartition) -> Iterator[Any]:
@@ -237,7 +240,7 @@ class KinesisStreamReader(DataSourceStreamReader):
             return {}
         if self._ends[0] != plan:
             reader = connection(self._url).broker.reader
-            ends = ends_of(plan, open_notes(self._checkpoint, plan.folder))
+            ends = ends_of(plan, open_notes(self._place, plan.folder))
             for end in ends.values():
                 if end.arrived:  # so a look need not read that entry again
                     reader.ends.record(TopicPartition(end.topic, end.shard), int(end.next), end.arrived)
@@ -274,7 +277,7 @@ class KinesisStreamReader(DataSourceStreamReader):
 
     def _keep_notes(self, plan: Plan) -> None:
         """Make the folder of the notes, and remove those that nobody needs any more."""
-        notes = open_notes(self._checkpoint, plan.folder)
+        notes = open_notes(self._place, plan.folder)
         if self._notes is None:
             notes.prepare()
             self._notes = notes.list()

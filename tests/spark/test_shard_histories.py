@@ -23,14 +23,14 @@ from services.core.broker.kinesis.shard_lookup import KnownEnds
 from services.core.broker.kinesis.streams import Shard
 from services.core.broker.record import Batch, Record
 from spark.sources import ends
-from spark.sources.ends import KEPT, FolderNotes, open_notes, plan_of
+from spark.sources.ends import KEPT, FolderNotes, Place, open_notes, plan_of
 from spark.sources.kinesis import KinesisStreamReader, read_task
 
 HOUR = 3_600_000
 DAY = 24 * HOUR
 BIG = 1 << 190
 FAILS = 0.06
-Place = tuple[int, int]
+ShardPlace = tuple[int, int]
 """A shard and an offset in it."""
 
 
@@ -74,7 +74,7 @@ class Shards:
     def kept(self, shard: int) -> list[int]:
         return [offset for offset, arrived in self.records[shard] if arrived + DAY > self.now]
 
-    def expired(self, read: Counter[Place]) -> bool:
+    def expired(self, read: Counter[ShardPlace]) -> bool:
         """Whether retention took a record that was not read."""
         return any(
             arrived + DAY <= self.now and (shard, offset) not in read
@@ -127,9 +127,9 @@ class Query:
         self.options = {"broker": "kinesis://x", "topics": "s", "checkpoint": f"file://{checkpoint}", "tasks": "3"}
         self.log: list[str] = []
         self.done = -1
-        self.handed: dict[int, list[list[Place]]] = {}
-        self.read: Counter[Place] = Counter()
-        self.order: list[Place] = []
+        self.handed: dict[int, list[list[ShardPlace]]] = {}
+        self.read: Counter[ShardPlace] = Counter()
+        self.order: list[ShardPlace] = []
         self.restart()
 
     def restart(self, *, power_cut: bool = False) -> None:
@@ -170,11 +170,11 @@ class Query:
             self.order.append(place)
         return True
 
-    def _compute(self, task: Any) -> list[Place]:
+    def _compute(self, task: Any) -> list[ShardPlace]:
         """The first attempt that ends counts; what others handed out before they died is the beginning of it."""
         died = []
         while True:
-            handed = list[Place]()
+            handed = list[ShardPlace]()
             try:
                 for place in self._attempt(task):
                     handed.append(place)
@@ -187,7 +187,7 @@ class Query:
                 assert all(handed[: len(part)] == part for part in died), "attempts of a task read other records"
                 return handed
 
-    def _attempt(self, task: Any) -> Iterator[Place]:
+    def _attempt(self, task: Any) -> Iterator[ShardPlace]:
         for batch in read_task(cast(BlockingKinesis, self.stream), task):
             yield from ((batch.partition, offset) for offset in batch.offsets)
 
@@ -228,8 +228,8 @@ def run(seed: int, path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     for module in ("shards", "kinesis"):
         monkeypatch.setattr(f"spark.sources.{module}.time", clock)
 
-    def notes(checkpoint: str, folder: str) -> HastyNotes:
-        made = HastyNotes(Path(f"{checkpoint}/{folder}".removeprefix("file://")))
+    def notes(place: Place, folder: str) -> HastyNotes:
+        made = HastyNotes(Path(f"{place.checkpoint}/{folder}".removeprefix("file://")))
         made.query = query
         return made
 
@@ -260,12 +260,14 @@ def run(seed: int, path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     check_order(stream, query.order)
     newest = plan_of(json.loads(query.log[-1]))
     assert newest is not None
-    assert len(open_notes(query.options["checkpoint"], newest.folder).list()) <= 3 * (KEPT + 1), "notes are removed"
+    assert len(open_notes(Place(query.options["checkpoint"]), newest.folder).list()) <= 3 * (KEPT + 1), (
+        "notes are removed"
+    )
     stream.loop.close()
     return "all"
 
 
-def check_order(stream: Shards, order: list[Place]) -> None:
+def check_order(stream: Shards, order: list[ShardPlace]) -> None:
     """Each shard in order, and behind its parents."""
     first, last = dict[int, int](), dict[int, int]()
     newest = dict[int, int]()
