@@ -8,7 +8,7 @@ import re
 import signal
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Self
@@ -31,8 +31,20 @@ _EXECUTOR = "org.apache.spark.executor.CoarseGrainedExecutorBackend"
 class SparkCluster:
     """One master and `workers` workers on free loopback ports, in `folder`. The processes die with this one. Methods block."""
 
-    def __init__(self, folder: Path, *, workers: int = 2, cores: int = 1, memory_mb: int = 600) -> None:
-        """cores, memory_mb: that each worker gives to executors. They are limits of Spark's book-keeping only."""
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        workers: int = 2,
+        cores: int = 1,
+        memory_mb: int = 600,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        """cores, memory_mb: that each worker gives to executors. They are limits of Spark's book-keeping only.
+
+        environment: more variables of all these processes.
+        """
+        self._environment = dict(environment or {})
         self.folder = folder.absolute()
         self._count, self._cores, self._memory = workers, cores, memory_mb
         self.port, self._ui_port = free_ports(2)
@@ -138,6 +150,7 @@ class SparkCluster:
             "SPARK_LOCAL_DIRS": str(own),
             "TMPDIR": str(own),
             "PATH": environment["PATH"],
+            **self._environment,
         }
         java = [str(Path(environment["JAVA_HOME"]) / "bin" / "java"), *_SMALL, f"-Djava.io.tmpdir={own}", *options]
         command = [*java, "-cp", f"{_HOME / 'jars'}/*", f"org.apache.spark.deploy.{main}", *arguments]

@@ -1,5 +1,7 @@
 """How fast a shard is read."""
 
+import pytest
+
 from services.core.broker.kinesis.pace import READS_PER_SECOND, ReadPace, ReadPaces
 from tests.support.kinesis_limits import Bucket
 from tests.unit.kinesis.test_pace import Clock
@@ -57,3 +59,22 @@ def test_a_process_that_comes_later_gets_its_share() -> None:
         due[who] = clock.now + paces[who].reserve()
     assert min(given) > max(given) / 2
     assert sum(given) > 300 * 3, "most of the shard's capacity is used"
+
+
+def test_a_pace_goes_on_in_another_process() -> None:
+    """If this fails, each process that takes over a shard begins at full speed, and all readers of the shard are throttled."""
+    clock = Clock()
+    before = ReadPace("t", 0, clock)
+    before.reserve()
+    before.throttle()
+    assert before.wait() == pytest.approx(1 / before.rate)
+    after = ReadPace("t", 1, clock)
+    after.go_on(before.rate, before.wait())
+    assert (after.rate, after.wait()) == (before.rate, before.wait())
+    fresh = ReadPace("t", 2, clock)
+    fresh.go_on(5.0, 3600.0)
+    assert fresh.wait() < 0.21, "the clock of the other process is far ahead"
+    fresh.go_on(5.0, -3600.0)
+    assert fresh.reserve() < 0.21
+    after.go_on(5.0, 0.0)
+    assert after.rate == before.rate, "a throttle of this process counts, too"

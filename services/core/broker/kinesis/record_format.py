@@ -22,6 +22,7 @@ MiB, so fewer than 2^20 records. Offsets are ordered within a shard, and from a 
 Source: "KPL Aggregated Record Format", github.com/awslabs/amazon-kinesis-producer.
 """
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -305,6 +306,8 @@ def read_entry(data: bytes, partition_key: str, arrival: int) -> list[Record]:
 
 def _read_entry(data: bytes, partition_key: str, arrival: int) -> tuple[list[Record], bytes]:
     """The records, and `StoredEntry.identity`."""
+    if (own := _read_own(data)) is not None:
+        return own
     try:
         parts = unpack(data)
     except BadAggregate as error:
@@ -316,6 +319,52 @@ def _read_entry(data: bytes, partition_key: str, arrival: int) -> tuple[list[Rec
     return [_read_frame(part.data, part.partition_key, arrival) for part in parts], identity
 
 
+_FIRST_OWN = re.compile(
+    re.escape(AGGREGATE_MAGIC) + rb"\x0a(.)(\d{1,9})\x12(.)(\d{1,39})(?=\x1a)", re.ASCII | re.DOTALL
+)
+"""The beginning of an aggregate of `Packer` with a number as partition key: magic number and key tables."""
+_OWN_KEYS, _OWN_DATA = bytes((_KEY_INDEX << 3, 0, _HASH_INDEX << 3, 0)), _DATA << 3 | _BYTES
+_OWN_TAG, _OWN_RECORD = _TAGS << 3 | _BYTES, _RECORDS << 3 | _BYTES
+
+
+def _read_own(data: bytes) -> tuple[list[Record], bytes] | None:
+    """As `_read_entry`, of an entry that `Packer` and `make_entries` made; at a third of the cost. None for any other entry.
+
+    It checks the checksum and every byte that the general way reads, and leaves to that way whatever is not as expected.
+    """
+    found = _FIRST_OWN.match(data)
+    if found is None or [*found[1], *found[3]] != [len(found[2]), len(found[4])]:
+        return None
+    end = len(data) - _DIGEST_BYTES
+    message = memoryview(data)
+    if md5(message[len(AGGREGATE_MAGIC) : end], usedforsecurity=False).digest() != data[end:]:
+        return None
+    at, records, name, magic = found.end(), list[Record](), b"", len(FRAME_MAGIC)
+    try:
+        while at < end:
+            if data[at] != _OWN_RECORD:
+                return None
+            size, at = _varint(data, at + 1)
+            behind = at + size
+            if behind > end or not data.startswith(_OWN_KEYS, at):
+                return None
+            at += len(_OWN_KEYS)
+            if data[at] == _OWN_TAG and not records:
+                length, at = _varint(data, at + 1)
+                name = _read_name(data[at : at + length])
+                at += length
+            if data[at] != _OWN_DATA:
+                return None
+            length, at = _varint(data, at + 1)
+            if at + length != behind or not data.startswith(FRAME_MAGIC, at):
+                return None
+            records.append(_DECODE(message[at + magic : behind]))
+            at = behind
+    except (IndexError, BadAggregate, msgspec.MsgspecError, UnicodeDecodeError):
+        return None
+    return records, name + data[-_DIGEST_BYTES:] if name else b""
+
+
 def _read_frame(data: bytes, partition_key: str, arrival: int) -> Record:
     if not data.startswith(FRAME_MAGIC):
         if data.startswith(FRAME_MAGIC[:-1]):
@@ -323,7 +372,7 @@ def _read_frame(data: bytes, partition_key: str, arrival: int) -> Record:
         return Record(partition_key.encode(), data, arrival)
     try:
         return _DECODE(memoryview(data)[len(FRAME_MAGIC) :])
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise BadEntry(f"a record's frame cannot be read: {error}") from error
 
 
