@@ -12,9 +12,10 @@ from pyspark.sql import SparkSession
 
 from services.core.jvm.jars import SPARK_KAFKA, jar_set
 from services.core.jvm.java import NO_PERF_FILE, java_env
+from spark.executor_pod import write_template
 from spark.java import clear_active_session, java_process, set_active_session, ship_python
 from spark.jvm.classes import EXTENSIONS, classes_jar
-from spark.master import PACKAGES, DriverAddress, Executors, cluster_settings, kind_of, write_code
+from spark.master import PACKAGES, DriverAddress, Executors, MasterKind, cluster_settings, kind_of, write_code
 from spark.sources.source import BrokerSource
 
 _LOG4J = Path(__file__).with_name("log4j2.properties")
@@ -112,6 +113,10 @@ def open_session(
     of_master = _LOCAL_SETTINGS
     if cluster is not None:
         of_master = cluster_settings(kind_of(master), cluster.driver, cluster.executors)
+        if kind_of(master) is MasterKind.KUBERNETES:
+            template = scratch / "executor.json"
+            write_template(template)
+            of_master["spark.kubernetes.executor.podTemplateFile"] = str(template)
     for name, value in (_SETTINGS | of_master).items():
         builder = builder.config(name, value)
     builder = builder.config("spark.driver.memory", f"{memory >> 20}m")

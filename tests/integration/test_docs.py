@@ -56,6 +56,7 @@ class Page:
             **kept,
             "PATH": f"{self._programs}{os.pathsep}{os.environ['PATH']}",
             "PENSTOCK_UP_LISTEN": f"127.0.0.1:{self._ingest}",
+            "PENSTOCK_UP_READY_WITHIN": f"{DEADLINE:.0f}s",
             "COLUMNS": "200",
         }
 

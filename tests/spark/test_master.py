@@ -1,5 +1,6 @@
 """What follows from the kind of master, and what cannot work on a cluster is refused before Spark starts."""
 
+import json
 import zipfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 
 from services.core.yaml_source import BadConfiguration
+from spark import executor_pod
 from spark.jobs.start_checks import missing_slots, why_no_state
 from spark.master import (
     DriverAddress,
@@ -124,3 +126,23 @@ def test_state_needs_a_folder_that_executors_see() -> None:
     assert why_no_state(cluster, neither) is None
     assert why_no_state(TransformSettings(master="spark://one:7077", checkpoints="s3a://a/b"), stateful) is None
     assert why_no_state(TransformSettings(), stateful) is None
+
+
+def test_an_executor_in_a_pod_is_what_spark_asked_for(tmp_path: Path) -> None:
+    """If this fails, pods of executors end at once, or run with the rights of root."""
+    asked = {variable: f"of {variable}" for variable in executor_pod._ARGUMENTS.values()}
+    options = {f"SPARK_JAVA_OPT_{number}": f"-Dn={number}" for number in range(12)}
+    environ = {**asked, **options, "SPARK_EXECUTOR_MEMORY": "1024m", "SPARK_CONF_DIR": "/opt/spark/conf"}
+    command = executor_pod.executor_command(Path("/java/bin/java"), environ)
+    assert command[:13] == ["/java/bin/java", *(f"-Dn={number}" for number in range(12))]
+    assert command[13:16] == ["-Xms1024m", "-Xmx1024m", "-cp"]
+    assert command[16].startswith("/opt/spark/conf:")
+    assert command[command.index("--driver-url") + 1] == "of SPARK_DRIVER_URL"
+    assert command[command.index("--podName") + 1] == "of SPARK_EXECUTOR_POD_NAME"
+    with pytest.raises(KeyError):
+        executor_pod.executor_command(Path("java"), options)
+    template = tmp_path / "executor.json"
+    executor_pod.write_template(template)
+    pod = json.loads(template.read_text())
+    assert pod["spec"]["securityContext"]["runAsNonRoot"] is True
+    assert pod["spec"]["containers"][0]["command"][-1] == "spark.executor_pod"
