@@ -19,8 +19,7 @@ from bench.figures import Figure
 from bench.processes import Child, free_port
 from bench.setup import Setup, tell
 
-RATE = 1000
-"""Events a second."""
+PARTITIONS = 4
 TICK_S = 0.02
 WARM_UP_S, MEASURED_S = 20.0, 60.0
 PATIENCE_S = 60.0
@@ -40,7 +39,6 @@ pipes:
   through:
     sources: [events]
     transform:
-      mode: {mode}
       sql: SELECT event, id, user, time, round(price * 1.19, 2) AS gross, note FROM events WHERE price > 0
     destinations: [{{name: hook, webhook: {{url: "{sink}through", body: json, batch: {{max_wait: 10ms}}}}}}]
 """
@@ -91,9 +89,9 @@ async def open_sink() -> AsyncIterator[tuple[Sink, str]]:
         await runner.cleanup()
 
 
-async def send_paced(session: aiohttp.ClientSession, url: str, first: int, seconds: float) -> int:
-    """RATE events a second for so long, a request each TICK_S whether or not the last has its answer; the next number."""
-    size, started, sent = round(RATE * TICK_S), time.time(), 0
+async def send_paced(session: aiohttp.ClientSession, url: str, rate: int, first: int, seconds: float) -> int:
+    """`rate` events a second for so long, a request each TICK_S whether or not the last has its answer; the next number."""
+    size, started, sent = round(rate * TICK_S), time.time(), 0
     async with asyncio.TaskGroup() as group:
         while sent * TICK_S < seconds:
             due = started + sent * TICK_S
@@ -112,18 +110,18 @@ async def _post(session: aiohttp.ClientSession, url: str, numbers: range, due: i
     async with session.post(url, data=b"[" + b",".join(rows) + b"]", headers=_JSON) as answer:
         await answer.read()
         if answer.status != 200:
-            raise RuntimeError(f"ingest answered {answer.status} at {RATE} events/s")
+            raise RuntimeError(f"ingest answered {answer.status}")
 
 
 _JSON = {"Content-Type": "application/json"}
 
 
-async def _measure(sink: Sink, url: str) -> None:
+async def _measure(sink: Sink, url: str, rate: int) -> None:
     """Warm up, measure, wait until everything came out of both pipes."""
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=30)) as session:
-        number = await send_paced(session, url, 0, WARM_UP_S)
+        number = await send_paced(session, url, rate, 0, WARM_UP_S)
         sink.since = time.time() * 1000
-        number = await send_paced(session, url, number, MEASURED_S)
+        number = await send_paced(session, url, rate, number, MEASURED_S)
         sink.until = time.time() * 1000
         deadline = time.monotonic() + PATIENCE_S
         while any(len(sink.seen[pipe]) < number for pipe in ("straight", "through")):
@@ -132,38 +130,45 @@ async def _measure(sink: Sink, url: str) -> None:
             await asyncio.sleep(0.1)
 
 
-async def _run(setup: Setup, broker: str, mode: str, partitions: int) -> dict[str, list[float]]:
-    """Sorted lags in ms by pipe."""
-    folder = setup.folder / f"lag-{broker.partition(':')[0]}"
+async def _run(setup: Setup, broker: str, rate: int) -> dict[str, list[float]]:
+    """Sorted lags in ms by pipe. With the default settings."""
+    folder = setup.folder / f"lag-{broker.partition(':')[0]}-{rate}"
     folder.mkdir()
     listen = f"127.0.0.1:{free_port()}"
     async with open_sink() as (sink, address):
         pipes = folder / "pipes.yaml"
-        pipes.write_text(PIPES.format(partitions=partitions, sink=address, mode=mode))
+        pipes.write_text(PIPES.format(partitions=PARTITIONS, sink=address))
         options = ["--broker", broker, "--pipes", str(pipes), "--data", str(folder / "data"), "--listen", listen]
-        # Real-time mode holds a task slot for each partition and one more.
-        slots = {"PENSTOCK_TRANSFORM_MASTER": f"local[{partitions + 1}]"}
-        fleet = Child(folder, "services.fleet", "up", *options, "--allow-networks", "127.0.0.0/8", environ=slots)
+        fleet = Child(folder, "services.fleet", "up", *options, "--allow-networks", "127.0.0.0/8")
         with fleet:
             await asyncio.to_thread(fleet.wait_said, "Penstock runs")
-            await _measure(sink, f"http://{listen}/v1/streams/events/events")
+            await _measure(sink, f"http://{listen}/v1/streams/events/events", rate)
     return {pipe: sorted(lags) for pipe, lags in sink.lags.items()}
 
 
-def _figures(label: str, lags: dict[str, list[float]], goal: float) -> list[Figure]:
+def _figures(label: str, rate: int, lags: dict[str, list[float]], goal: float, goal_99: float) -> list[Figure]:
     figures = []
     for pipe, way in (("through", label), ("straight", f"{label.partition(',')[0]}, without Spark")):
         p50, p95, p99 = (lags[pipe][int(share * (len(lags[pipe]) - 1))] for share in (0.5, 0.95, 0.99))
-        tell(f"E2E lag, {way}: P50 {p50:.0f} ms, P95 {p95:.0f} ms, P99 {p99:.0f} ms, {len(lags[pipe])} events")
-        figures.append(Figure(f"E2E lag at {RATE} events/s, {way}, P95", p95, "ms", goal))
+        tell(
+            f"E2E lag at {rate} events/s, {way}: P50 {p50:.0f} ms, P95 {p95:.0f} ms, P99 {p99:.0f} ms, {len(lags[pipe])} events"
+        )
+        figures.append(Figure(f"E2E lag at {rate} events/s, {way}, P95", p95, "ms", goal))
+        figures.append(Figure(f"E2E lag at {rate} events/s, {way}, P99", p99, "ms", goal_99))
     return figures
 
 
 def log_lag(setup: Setup) -> list[Figure]:
     """On the embedded log, through Spark in micro-batches and without Spark."""
-    return _figures("log, micro-batch", uvloop.run(_run(setup, setup.log("lag"), "micro-batch", 4)), 1500)
+    return _figures("log, micro-batches", 1000, uvloop.run(_run(setup, setup.log("lag"), 1000)), 500, 1000)
 
 
 def kafka_lag(setup: Setup) -> list[Figure]:
     """On Kafka, through Spark in real-time mode and without Spark."""
-    return _figures("Kafka, real-time mode", uvloop.run(_run(setup, setup.kafka, "real-time", 4)), 100)
+    figures = []
+    for rate in (1000, 5000):
+        # A fleet of its own: a topic with events of the former run would begin with a backlog.
+        broker = f"{setup.kafka}?prefix=lag{rate}."
+        lags = uvloop.run(_run(setup, broker, rate))
+        figures += _figures("Kafka, real-time mode", rate, lags, 50, 250)
+    return figures

@@ -25,7 +25,7 @@ streams:
 pipes:
   through-EVENTS:
     sources: [EVENTS]
-    transform: {sql: "SELECT event, id, user, time, note FROM EVENTS WHERE price > 0"}
+    transform: {mode: micro-batch, sql: "SELECT event, id, user, time, note FROM EVENTS WHERE price > 0"}
     destinations: [{name: hook, webhook: {url: "http://127.0.0.1:9/"}}]
 """
 

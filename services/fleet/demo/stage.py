@@ -210,7 +210,8 @@ class Display:
 async def read_loss(fleet: Fleet, pipe: str, accepted: int) -> Loss:
     """The loss table, as soon as it has all `accepted` events and none is missing; the current one when that takes too long.
 
-    Each service reports within about a second the events that it settled. The minutes are not final so soon.
+    Each service reports within about a second the events that it settled, a transform in real-time mode within 15 s. The minutes
+    are not final so soon.
     """
     deadline = time.monotonic() + LOSS_WITHIN_S
     found: Loss = {}
