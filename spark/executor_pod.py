@@ -61,7 +61,9 @@ def write_template(path: Path) -> None:
         "securityContext": {**user, "seccompProfile": {"type": "RuntimeDefault"}},
         "containers": [container],
     }
-    labels = {"app.kubernetes.io/name": "executor", "app.kubernetes.io/part-of": "penstock"}
+    labels = {
+        "app.kubernetes.io/name": "executor"
+    }  # not part-of: that label makes the autoscaler ask a management port
     pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"labels": labels}, "spec": spec}
     path.write_text(json.dumps(pod), encoding="utf-8")
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from services.core.metrics import (
     BROKER_LAG_RECORDS,
+    BROKER_LAG_SECONDS,
     LAG_IN,
     LAG_OUT,
     TRANSFORM_DEAD,
@@ -17,7 +18,7 @@ from services.core.metrics import (
     TRANSFORM_UP,
     TRANSFORM_WRITTEN,
 )
-from spark.brokers.contract import Backlog
+from spark.brokers.contract import Measurement
 from spark.reports import NODE, BatchReport
 
 MAX_FAILURES = 5
@@ -108,8 +109,13 @@ class PipesHealth:
     `gave_up`: the process must end, because no pipe's query keeps running, or one of them does not in this old Java.
     """
 
-    def __init__(self, pipes: Iterable[str], clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock, self._begun = clock, clock()
+    def __init__(
+        self,
+        pipes: Iterable[str],
+        clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._clock, self._begun, self._wall = clock, clock(), wall_clock
         self.why_waiting: Callable[[], str | None] = lambda: None
         """Why all work waits; None when it does not."""
         self._watchdogs: dict[str, Watchdog] = {}
@@ -184,6 +190,9 @@ class PipesHealth:
         LAG_IN.labels(report.pipe, NODE).observe_counts(report.lag_in)
         LAG_OUT.labels(report.pipe, NODE).observe_counts(report.lag_out)
 
-    def record_backlog(self, pipe: str, backlog: Backlog) -> None:
-        for (topic, partition), records in backlog.items():
+    def record_backlog(self, pipe: str, found: Measurement) -> None:
+        """The age is that of the pipe's oldest record that is not reported, in each partition with a backlog."""
+        waits = 0.0 if found.settled_up_to is None else max(0.0, self._wall() - found.settled_up_to / 1000)
+        for (topic, partition), records in found.backlog.items():
             BROKER_LAG_RECORDS.labels(pipe, topic, str(partition)).set(records)
+            BROKER_LAG_SECONDS.labels(pipe, topic, str(partition)).set(waits if records else 0.0)

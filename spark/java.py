@@ -8,7 +8,7 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from py4j.protocol import Py4JError, Py4JNetworkError  # type: ignore[import-untyped]
 from pyspark.errors import PySparkException
@@ -122,6 +122,51 @@ def progress_since(query: StreamingQuery, batch: int) -> list[Any]:
 def hadoop_setting(session: SparkSession, name: str) -> str:
     """A setting of Hadoop's, as Spark was started with; empty without one."""
     return str(session.sparkContext._jsc.hadoopConfiguration().get(name) or "")
+
+
+class Executor(NamedTuple):
+    """An executor at work. name: Spark's number. began: when it registered, by this host's clock. tasks: that it runs now.
+
+    busy: seconds of its tasks that ended, added up: the cores that it used, without those of Python workers.
+    """
+
+    name: str
+    began: float
+    tasks: int
+    busy: float
+
+
+def list_executors(session: SparkSession) -> list[Executor]:
+    """The executors that are alive, the first ones first; of a local master none."""
+    spark: Any = session.sparkContext._jsc
+    found = spark.sc().statusStore().executorList(True)
+    every = (found.apply(index) for index in range(found.size()))
+    executors = (
+        Executor(str(one.id()), one.addTime().getTime() / 1000, one.activeTasks(), one.totalDuration() / 1000)
+        for one in every
+        if str(one.id()) != "driver"
+    )
+    return sorted(executors, key=lambda one: int(one.name))
+
+
+def order_executors(session: SparkSession, number: int) -> bool:
+    """Ask the master for this number of executors. Those above it stay. Returns whether the master took the order."""
+    spark: Any = session.sparkContext._jsc
+    maps = getattr(getattr(jvm(session).scala.collection.immutable, "Map$"), "MODULE$")
+    return bool(spark.sc().requestTotalExecutors(number, 0, maps.empty()))
+
+
+def leave_executor(session: SparkSession, name: str, *, is_replaced: bool) -> bool:
+    """Let an executor end its tasks and then end. is_replaced: another one comes in its place; else one fewer is ordered.
+
+    Returns whether Spark knows it.
+    """
+    spark: Any = session.sparkContext._jsc
+    scala = jvm(session)
+    reason = scala.org.apache.spark.scheduler.ExecutorDecommissionInfo(
+        "Penstock resizes the group", scala.scala.Option.empty()
+    )
+    return bool(spark.sc().schedulerBackend().decommissionExecutor(name, reason, not is_replaced, False))
 
 
 class HadoopFolder:

@@ -61,7 +61,8 @@ def kind_of(master: str) -> MasterKind:
 class Executors:
     """least, most: their number; where these differ, Spark asks for more while tasks wait. memory: bytes of heap of each one.
 
-    python: the path of Python on their hosts. image: their container image; only on Kubernetes.
+    python: the path of Python on their hosts. image: their container image; only on Kubernetes. resized: the autoscaler orders
+    their number (`spark.executors`), and not Spark.
     """
 
     least: int
@@ -70,6 +71,7 @@ class Executors:
     memory: int
     python: str
     image: str = ""
+    resized: bool = False
 
     @property
     def slots(self) -> int:
@@ -119,6 +121,7 @@ def cluster_settings(kind: MasterKind, driver: DriverAddress, executors: Executo
         settings["spark.authenticate"] = "true"  # there Spark makes a secret for each application
     if kind is MasterKind.KUBERNETES:
         settings["spark.kubernetes.container.image"] = executors.image
+        settings["spark.kubernetes.decommission.script"] = "/bin/true"  # Spark's own is not in our image
         settings |= _pod_settings(os.environ)
     return settings
 
@@ -134,6 +137,12 @@ def _address_settings(driver: DriverAddress) -> dict[str, str]:
 def _number_settings(kind: MasterKind, executors: Executors) -> dict[str, str]:
     # A standalone master knows no number of executors, only one of cores.
     settings = {"spark.cores.max": str(executors.most_slots)} if kind is MasterKind.STANDALONE else {}
+    if executors.resized:
+        return settings | {
+            "spark.executor.instances": str(executors.least),
+            "spark.decommission.enabled": "true",  # an executor that leaves ends its tasks first
+            "spark.executor.decommission.forceKillTimeout": "60s",
+        }
     if executors.least == executors.most:
         return settings | {"spark.executor.instances": str(executors.most)}
     return settings | {

@@ -9,16 +9,20 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import structlog
+from aiohttp.web import RouteDef
 from pyspark.sql import SparkSession
 
+from services.core.bearer import Tokens, read_tokens
 from services.core.broker.producer import Producer
 from services.core.disk import show_disk
 from services.core.expected import show_expected
+from services.core.group_control import GroupControl
 from services.core.lifecycle import Supervision, wait_for_stop
 from services.core.management import serve_management
 from services.core.pauses import Pauses
 from services.core.startup import open_when_reachable
 from spark.brokers.contract import SparkBroker, open_spark_broker
+from spark.executor_group import ExecutorGroup
 from spark.executors import ExecutorsGoneError, ExecutorWatch, Seen
 from spark.health import PipesHealth, Watchdog
 from spark.java import has_stopped, java_process, live_executors, why_ended
@@ -67,7 +71,10 @@ async def start(settings: TransformSettings, supervision: Supervision) -> None:
     selected = await run_blocking(lambda: load_pipes(settings), "pipes")
     health = PipesHealth(selected.names)
     show_expected(selected.file, ledger=settings.ledger)
-    management = serve_management(settings.management, health.ready, note=health.note, why_not_alive=health.stuck)
+    group, routes = await run_blocking(lambda: _control_of_executors(settings), "token")
+    management = serve_management(
+        settings.management, health.ready, routes, note=health.note, why_not_alive=health.stuck
+    )
     async with management as address:
         log.info("management_port_open", address=address)
         if not selected.names:
@@ -90,6 +97,8 @@ async def start(settings: TransformSettings, supervision: Supervision) -> None:
             executors = ExecutorWatch(settings.master)
             health.why_waiting = executors.problem
             supervision.run(watch_executors(executors, session, health, jobs, supervision), "watch over executors")
+        if group is not None:
+            group.open(session, address)
         suspects = SuspectLock(0.0 if len(prepared) == 1 else SETTLE_S)
         watching = supervision.run(watch_java(java_process(session), health, supervision), "watch over Java")
         async with AsyncExitStack() as stack:
@@ -102,6 +111,8 @@ async def start(settings: TransformSettings, supervision: Supervision) -> None:
                 supervision.run(_follow_pauses(pauses, jobs, supervision.stopping), "pauses of jobs")
                 await _run_jobs(settings, supervision, health, session, jobs)
         await watching
+        if group is not None:
+            group.close()
         await run_blocking(session.stop, "spark-stop")
         await run_blocking(broker.close, "broker-close")
         await run_blocking(scratch.remove, "scratch-remove")  # after a failure the next start removes it
@@ -132,6 +143,15 @@ def cluster_of(settings: TransformSettings) -> Cluster | None:
     return Cluster(settings.driver_address(), settings.executor_settings())
 
 
+def _control_of_executors(settings: TransformSettings) -> tuple[ExecutorGroup | None, list[RouteDef]]:
+    """The group of executors and its routes, when somebody may resize it. Blocking. Raises BadConfiguration."""
+    if settings.control_token_file is None or settings.master_kind() is MasterKind.LOCAL:
+        return None, []
+    group = ExecutorGroup(settings.master_kind(), settings.executor_settings())
+    tokens = Tokens(read_tokens(settings.control_token_file))
+    return group, GroupControl(group, tokens, whose="the transform").routes()
+
+
 def _make_job(
     settings: TransformSettings,
     broker: SparkBroker,
@@ -160,7 +180,7 @@ def _make_job(
         suspects=suspects,
         on_batch=lambda report: call(lambda: health.record_batch(report)),
         on_state=lambda state: call(lambda: health.record_state(state)),
-        on_backlog=lambda backlog: call(lambda: health.record_backlog(prepared.pipe, backlog)),
+        on_backlog=lambda found: call(lambda: health.record_backlog(prepared.pipe, found)),
     )
 
 

@@ -57,7 +57,12 @@ class TransformSettings(Settings):
     )
     executors: Annotated[str, _valid(parse_executors)] = Field(
         "2",
-        description="Executors on a cluster, e.g. 4; or e.g. 2-10: as many as the waiting tasks need.",
+        description="Executors on a cluster, e.g. 4; or e.g. 2-10: as many as the waiting tasks need; with control_token_file as "
+        "many as the autoscaler orders.",
+    )
+    control_token_file: Path | None = Field(
+        None,
+        description="A file with a token, not readable by others. Who sends it to the management port may resize executors.",
     )
     executor_cores: int = Field(2, ge=1, description="Tasks that an executor runs at once.")
     executor_memory: Annotated[Size, AfterValidator(_enough)] = Field(
@@ -105,7 +110,15 @@ class TransformSettings(Settings):
         """Of a cluster; meaningless on a local master."""
         least, most = parse_executors(self.executors)
         python = self.executor_python or sys.executable
-        return Executors(least, most, self.executor_cores, self.executor_memory, python, self.executor_image)
+        return Executors(
+            least,
+            most,
+            self.executor_cores,
+            self.executor_memory,
+            python,
+            self.executor_image,
+            self.control_token_file is not None,
+        )
 
     def selected(self) -> frozenset[str]:
         """The names in `only`."""

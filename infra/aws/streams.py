@@ -77,6 +77,11 @@ def _rights(people: list[str], prefix: str) -> dict[str, list[Json]]:
     return {
         # Before its first event, ingest finds the ends of its streams, for the ledger. It marks streams that get keys.
         "Ingest": [on_streams(_WRITE, *people, TELEMETRY, CONTROL), on_streams(_READ, *people, CONTROL)],
+        # Its checkpoints are in the bucket: infra/aws/service.yaml.
+        "Transform": [
+            on_streams(_READ, *people, "*.out", CONTROL),
+            on_streams(_WRITE, "*.out", "*.dead", CONTROL, TELEMETRY),
+        ],
         "Expel": [
             on_streams(_READ, *people, "*.out", "*.retry", "*.parked", "penstock.retry-in", "penstock.control"),
             on_streams(_WRITE, *people, "*.dead", "*.parked", "penstock.retry-in", "penstock.control", TELEMETRY),

@@ -8,12 +8,14 @@ from pathlib import Path
 
 import structlog
 
-from services.autoscaler.groups.drivers.open import open_driver
+from services.autoscaler.groups.drivers.contract import GroupDriver
+from services.autoscaler.groups.drivers.control import open_executors
+from services.autoscaler.groups.drivers.open import JoinedDrivers, open_driver
 from services.autoscaler.groups.observer import ObserverUnavailable, open_observer
 from services.autoscaler.groups.scaler import GroupScaler
 from services.autoscaler.groups.topics import Topics
 from services.autoscaler.partitions import PartitionScaler
-from services.autoscaler.settings import AutoscalerSettings
+from services.autoscaler.settings import EXECUTORS, AutoscalerSettings
 from services.autoscaler.shards.scaler import ShardScaler
 from services.core.broker.contract import Broker
 from services.core.lifecycle import Supervision
@@ -28,14 +30,14 @@ log = structlog.get_logger()
 
 async def start(settings: AutoscalerSettings, supervision: Supervision) -> None:
     """Run until the stop. Raises BadConfiguration; other errors are retried, or end the process."""
-    driver = _group_driver(settings)
+    check_groups(settings)
     readiness, stopping, topics = Readiness(), supervision.stopping, Topics()
     async with AsyncExitStack() as stack:
         management = await stack.enter_async_context(serve_management(settings.management, readiness.why_not))
         log.info("started", management=management)
         running = []
-        if driver is not None:
-            running.append(supervision.run(_scale_groups(settings, driver, topics, stopping), "groups"))
+        if settings.groups:
+            running.append(supervision.run(_scale_groups(settings, topics, stopping), "groups"))
         broker = await open_when_reachable(stack, settings.broker, stopping, on_wait=readiness.set_reason)
         if broker is not None:
             readiness.reason = None
@@ -55,12 +57,20 @@ def _ask(scaler: ShardScaler) -> Callable[[], str | None]:
     return lambda: scaler.waits_for
 
 
-def _group_driver(settings: AutoscalerSettings) -> str | None:
-    """None without groups. Raises BadConfiguration when there are groups and no driver."""
-    if settings.groups and settings.group_driver is None:
+def check_groups(settings: AutoscalerSettings) -> None:
+    """Raises BadConfiguration when nobody can resize one of the groups."""
+    problems, others = [], settings.groups.keys() - {EXECUTORS}
+    if others and settings.group_driver is None:
         message = "there are groups and no platform. Try: fleet:///data, aws://region or kubernetes://namespace"
-        raise BadConfiguration([Problem("autoscaler", "group_driver", message)])
-    return settings.group_driver if settings.groups else None
+        problems.append(Problem("autoscaler", "group_driver", message))
+    if EXECUTORS in settings.groups and settings.transform is None:
+        message = f"the group {EXECUTORS} needs the transform whose executors they are. Try: transform:9100"
+        problems.append(Problem("autoscaler", "transform", message))
+    if settings.transform is not None and settings.transform_token_file is None:
+        message = "the transform resizes nothing without its token. Try: the file of its control_token_file"
+        problems.append(Problem("autoscaler", "transform_token_file", message))
+    if problems:
+        raise BadConfiguration(problems)
 
 
 async def _stream_scaler(settings: AutoscalerSettings, broker: Broker) -> ShardScaler | PartitionScaler | None:
@@ -89,9 +99,17 @@ async def _announce(address: str, token_file: Path | None, what: str, seconds: f
         log.warning("not_announced", what=what, error=str(error))
 
 
-async def _scale_groups(settings: AutoscalerSettings, url: str, topics: Topics, stopping: asyncio.Event) -> None:
+async def _scale_groups(settings: AutoscalerSettings, topics: Topics, stopping: asyncio.Event) -> None:
     """Needs the broker once, for the freezes. Afterwards groups are scaled while it is away."""
     token_file = settings.observer_token_file
-    async with open_driver(url) as driver, open_observer(settings.observer, token_file) as observer:
+    async with AsyncExitStack() as stack:
+        by_group, others = dict[str, GroupDriver](), None
+        if settings.transform is not None and settings.transform_token_file is not None:
+            opening = open_executors(settings.transform, settings.transform_token_file)
+            by_group[EXECUTORS] = await stack.enter_async_context(opening)
+        if settings.group_driver is not None:
+            others = await stack.enter_async_context(open_driver(settings.group_driver))
+        observer = await stack.enter_async_context(open_observer(settings.observer, token_file))
+        driver = JoinedDrivers(by_group, others)
         scaler = GroupScaler(settings.groups, driver, observer, topics, settings.dry_run)
         await scaler.run(stopping, settings.group_every)

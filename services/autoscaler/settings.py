@@ -14,6 +14,9 @@ from services.core.settings import Settings
 from services.core.targets import check_targets
 from services.core.units import Duration, Size
 
+EXECUTORS = "executors"
+"""The group of a transform's executors."""
+
 
 def _read_groups(value: Any) -> Any:
     """Parse the groups of a flag or a variable, which are JSON."""
@@ -48,9 +51,18 @@ class AutoscalerSettings(Settings):
     )
     group_driver: Annotated[str, AfterValidator(check_driver)] | None = Field(
         None,
-        description="Where the groups run: fleet:///data, aws://region, kubernetes://namespace; required when there are groups.",
+        description="Where the groups run: fleet:///data, aws://region, kubernetes://namespace; required when there are groups "
+        "beside `executors`.",
     )
     group_every: Duration = Field(15.0, ge=1, description="Time between two decisions about the groups.")
+    transform: Address | None = Field(
+        None,
+        description="host:port of the management port of a transform service on a Spark cluster: its executors are the group "
+        "`executors`.",
+    )
+    transform_token_file: Path | None = Field(
+        None, description="A file with that transform's control token, not readable by others; required with transform."
+    )
     observer: Address = Field("127.0.0.1:8081", description="host:port of the observer's API.")
     observer_token_file: Path | None = Field(
         None,

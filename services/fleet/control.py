@@ -1,26 +1,12 @@
-"""Shows and resizes the groups of a running fleet, and replaces a process: routes on the supervisor's management port.
+"""The groups of a running fleet, for the routes that show and resize them."""
 
-The caller sends the token from the data folder. A web page in a browser cannot read that file.
-"""
-
-import hmac
 from collections.abc import Callable, Collection, Mapping, Sequence
 
-import msgspec
-from aiohttp import web
-
+from services.core.group_control import GroupState, Instance, SizeRefused
 from services.fleet.process import ServiceProcess
 
 RESIZABLE: Mapping[str, int] = {"ingest": 64, "expel": 64, "retrier": 10}
 """The maximum number of processes by service. Every other service has exactly one."""
-
-
-class SizeRefused(ValueError):
-    """The size is refused; the message is for a person. again: whether the same request may succeed later."""
-
-    def __init__(self, message: str, *, again: bool) -> None:
-        super().__init__(message)
-        self.again = again
 
 
 def refuse_size(service: str, staying: int, leaving: int, seen: int, size: int, open_: bool) -> None:
@@ -41,84 +27,29 @@ def refuse_size(service: str, staying: int, leaving: int, seen: int, size: int, 
         raise SizeRefused(f"a process of {service} is draining already", again=True)
 
 
-MAX_BODY = 8192
-
-
-class Order(msgspec.Struct, forbid_unknown_fields=True):
-    """The body of PUT. seen: the size that the caller knows. size: the size that it wants. failed: processes that do not work:
-    one of them leaves first."""
-
-    seen: int
-    size: int
-    failed: tuple[str, ...] = ()
-
-
 Resize = Callable[[str, int, int, Collection[str]], None]
 Replace = Callable[[str, str], None]
 
 
-_ORDER = msgspec.json.Decoder(Order)
+class ProcessGroups:
+    """As `core.group_control.Groups`.
 
+    of: returns the processes of a service. resize, replace: as `Fleet.resize` and `Fleet.replace`.
+    """
 
-class Control:
-    """The routes. of: returns the processes of a service. resize, replace: as `Fleet.resize` and `Fleet.replace`."""
+    names = RESIZABLE.keys()
 
-    def __init__(
-        self, of: Callable[[str], Sequence[ServiceProcess]], resize: Resize, replace: Replace, token: str
-    ) -> None:
-        self._of, self._resize, self._replace, self._expected = of, resize, replace, f"Bearer {token}".encode()
+    def __init__(self, of: Callable[[str], Sequence[ServiceProcess]], resize: Resize, replace: Replace) -> None:
+        self._of, self._resize, self._replace = of, resize, replace
 
-    def routes(self) -> list[web.RouteDef]:
-        """For the management port."""
-        one = "/v1/groups/{service}"
-        return [web.get(one, self.show), web.put(one, self.order), web.delete(one + "/{name}", self.replace)]
+    async def describe(self, group: str) -> GroupState:
+        """Each process with its management address; None while it does not run."""
+        processes = self._of(group)
+        instances = tuple(Instance(p.spec.name, p.management if p.pid else None, p.leaving) for p in processes)
+        return GroupState(sum(not one.leaving for one in processes), instances)
 
-    async def show(self, request: web.Request) -> web.Response:
-        """The ordered size, and each process with its management address (null while it does not run)."""
-        self._check(request)
-        return self._shown(request.match_info["service"], 200)
+    async def resize(self, group: str, seen: int, size: int, failed: Collection[str]) -> None:
+        self._resize(group, seen, size, failed)
 
-    async def order(self, request: web.Request) -> web.Response:
-        """Order another size. 202: accepted; 409: not now, read the size again; 422: never."""
-        self._check(request)
-        service = request.match_info["service"]
-        if request.content_length is None or request.content_length > MAX_BODY:
-            return _problem(413, "a short body with its length")
-        try:
-            order = _ORDER.decode(await request.read())
-            self._resize(service, order.seen, order.size, order.failed)
-        except msgspec.MsgspecError:
-            return _problem(422, 'wanted: {"seen": 1, "size": 2}')
-        except SizeRefused as error:
-            return _problem(409 if error.again else 422, str(error))
-        return self._shown(service, 202)
-
-    async def replace(self, request: web.Request) -> web.Response:
-        """End a process, which is then started again. 202: accepted; 409: not now."""
-        self._check(request)
-        service = request.match_info["service"]
-        try:
-            self._replace(service, request.match_info["name"])
-        except SizeRefused as error:
-            return _problem(409 if error.again else 422, str(error))
-        return self._shown(service, 202)
-
-    def _check(self, request: web.Request) -> None:
-        given = request.headers.get("Authorization", "").encode(errors="surrogateescape")  # the received bytes
-        if not hmac.compare_digest(given, self._expected):
-            raise web.HTTPUnauthorized(text="the token of the data folder is needed")
-        if request.match_info["service"] not in RESIZABLE:
-            raise web.HTTPNotFound(text=f"resizable: {', '.join(RESIZABLE)}")
-
-    def _shown(self, service: str, status: int) -> web.Response:
-        group = self._of(service)
-        instances = [
-            {"name": one.spec.name, "address": one.management if one.pid else None, "leaving": one.leaving}
-            for one in group
-        ]
-        size = sum(not one.leaving for one in group)
-        return web.json_response({"service": service, "size": size, "instances": instances}, status=status)
-
-
-def _problem(status: int, detail: str) -> web.Response:
-    return web.json_response({"detail": detail}, status=status)
+    async def replace(self, group: str, name: str) -> None:
+        self._replace(group, name)

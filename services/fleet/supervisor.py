@@ -13,9 +13,11 @@ from pathlib import Path
 import aiohttp
 import orjson
 
+from services.core.bearer import Tokens
+from services.core.group_control import GroupControl, SizeRefused
 from services.core.management import serve_management
 from services.core.version import VERSION
-from services.fleet.control import Control, SizeRefused, refuse_size
+from services.fleet.control import ProcessGroups, refuse_size
 from services.fleet.folder import STATE_FILE, FleetState, ProcessState, write_state, write_token
 from services.fleet.output import Notify
 from services.fleet.plan import START_ORDER, FleetPlan
@@ -209,7 +211,8 @@ async def run_fleet(
             "freeing space there, or --data with another",
         ) from error
     fleet = Fleet(plan, notify, progress, stop)
-    routes = Control(fleet.processes_of, fleet.resize, fleet.replace, token).routes()
+    groups = ProcessGroups(fleet.processes_of, fleet.resize, fleet.replace)
+    routes = GroupControl(groups, Tokens([token]), whose="the data folder").routes()
     try:
         async with (
             serve_management(management, fleet.why_not_ready, routes) as fleet.management,

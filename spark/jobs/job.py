@@ -14,7 +14,7 @@ from services.core.broker.errors import BrokerError
 from services.core.ledger.report import TELEMETRY
 from services.core.metrics import TRANSFORM_MODE
 from services.core.pauses import Pause
-from spark.brokers.contract import Backlog, BacklogMeter, SparkBroker
+from spark.brokers.contract import BacklogMeter, Measurement, SparkBroker
 from spark.errors import is_of_broker, java_causes, shorten
 from spark.health import QueryState, Watchdog
 from spark.jobs.attempts import Attempts, Stopping, SuspectLock
@@ -64,7 +64,7 @@ class Job:
         ledger: bool,
         on_batch: Callable[[BatchReport], None],
         on_state: Callable[[QueryState], None],
-        on_backlog: Callable[[Backlog], None] = lambda _: None,
+        on_backlog: Callable[[Measurement], None] = lambda _: None,
         watchdog: Watchdog | None = None,
         suspects: SuspectLock | None = None,
     ) -> None:
@@ -304,19 +304,19 @@ class Job:
         meter = self._broker.open_meter(session, list(self._prepared.views))
         while not self._stop.is_set():
             try:
-                backlog = self._measure(meter, checkpoint)
+                found = self._measure(meter, checkpoint)
             except Exception as error:  # the query reports what is wrong with the broker or the checkpoint
                 log.debug("backlog_unknown", pipe=self.pipe, error=shorten(error))
             else:
-                self._on_backlog(backlog)
+                self._on_backlog(found)
             if self._reporter is not None:
                 self._reporter.report_heartbeat()
             self._stop.wait(BACKLOG_EVERY_S)
 
-    def _measure(self, meter: BacklogMeter, checkpoint: Checkpoint) -> Backlog:
+    def _measure(self, meter: BacklogMeter, checkpoint: Checkpoint) -> Measurement:
         done = checkpoint.committed_offsets(self._broker.parse_offsets)
         if self._reporter is None:
-            return meter.measure(done, done).backlog
+            return meter.measure(done, done)
         found = meter.measure(done, reported_offsets(self._prepared, self._broker, checkpoint))
         self._reporter.record_settled_up_to(found.settled_up_to)
-        return found.backlog
+        return found

@@ -172,7 +172,7 @@ class LogPipeline(RunningJobs):
             ledger=True,
             on_batch=self.batches.append,
             on_state=self.note,
-            on_backlog=self.backlogs.append,
+            on_backlog=lambda found: self.backlogs.append(found.backlog),
         )
         self.run_job(job)
         return job

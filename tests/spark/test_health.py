@@ -8,6 +8,7 @@ from prometheus_client import REGISTRY
 from pyspark.sql.streaming.query import StreamingQuery
 
 from services.core.management import serve_management
+from spark.brokers.contract import Measurement
 from spark.health import MAX_FAILURES, OLD_JAVA_S, STANDBY_S, PipesHealth, QueryState, Watchdog
 from spark.jobs.query import ANSWER_S, wait_for_end
 
@@ -70,14 +71,17 @@ def test_a_process_that_stands_by_is_ready_for_a_while() -> None:
 
 def test_backlog_is_shown_by_partition() -> None:
     """If this fails, `penstock status` cannot say how far a transform is behind."""
-    health = PipesHealth(["behind"])
-    health.record_backlog("behind", {("s", 0): 5, ("s", 1): 0})
+    health = PipesHealth(["behind"], wall_clock=lambda: 100.0)
+    health.record_backlog("behind", Measurement({("s", 0): 5, ("s", 1): 0}, 40_000))
 
-    def value(partition: str) -> float | None:
+    def value(what: str, partition: str) -> float | None:
         labels = {"group": "behind", "topic": "s", "partition": partition}
-        return REGISTRY.get_sample_value("penstock_broker_lag_records", labels)
+        return REGISTRY.get_sample_value(f"penstock_broker_lag_{what}", labels)
 
-    assert (value("0"), value("1")) == (5.0, 0.0)
+    assert (value("records", "0"), value("records", "1")) == (5.0, 0.0)
+    assert (value("seconds", "0"), value("seconds", "1")) == (60.0, 0.0)
+    health.record_backlog("behind", Measurement({("s", 0): 5}, None))
+    assert value("seconds", "0") == 0.0, "an unknown age is not late"
 
 
 def test_a_paused_pipe_is_healthy() -> None:

@@ -10,6 +10,7 @@ from services.autoscaler.groups.drivers.contract import Group, Member
 from services.autoscaler.groups.members import Instance
 from services.autoscaler.groups.observer import Lane
 from services.autoscaler.groups.policy import GroupFigures
+from services.core.group_control import Figures
 from services.core.scrape import Sample, scrape
 from services.core.topic_names import RETRIER_GROUP
 
@@ -18,6 +19,8 @@ FAILING_SHARE = 0.2
 FEWEST_ATTEMPTS = 5
 MOST_PRESSURE = 10.0
 _ACCEPTED = ("delivered", "partial")
+_REPORTER = "reporter"
+"""With its address: in place of a member's name, which has no blank."""
 
 
 class Meter:
@@ -25,20 +28,26 @@ class Meter:
 
     def __init__(self) -> None:
         self._before: dict[str, Sample] = {}
+        self._figures: tuple[float, dict[str, Figures]] = (0.0, {})
+        """Of the instances without a management port, and when they were measured."""
         self._known_since: dict[str, tuple[float, float]] = {}
         """By instance: start of its process by its wall clock, and when we first saw that, by our monotonic clock."""
 
     async def measure(self, group: Group, failing: frozenset[Lane] | None, under_way: str | None) -> GroupFigures:
         """Ask every instance at once, for 15 s at most. failing: None when unknown; then lag is unknown."""
-        addressed = [member for member in group.members if member.address is not None]
-        found = await asyncio.gather(*(scrape([str(member.address)]) for member in addressed))
-        samples = {member.name: sample for member, sample in zip(addressed, found, strict=True)}
+        addresses = {member.name: member.address for member in group.members if member.address is not None}
+        addresses |= {f"{_REPORTER} {address}": address for address in group.reporters}
+        found = await asyncio.gather(*(scrape([address]) for address in addresses.values()))
+        samples = dict(zip(addresses, found, strict=True))
         before, self._before = self._before, samples
         self._known_since = {
             name: _update_known_since(sample, self._known_since.get(name)) for name, sample in samples.items()
         }
+        figures, self._figures = self._figures, (time.monotonic(), _figures_of(group))
         instances = tuple(
             instance(one, samples.get(one.name), before.get(one.name), self._known_since.get(one.name))
+            if one.figures is None
+            else _instance_with(one, one.figures, figures[1].get(one.name), self._figures[0] - figures[0])
             for one in group.members
         )
         if failing is None:
@@ -72,6 +81,17 @@ def instance(
     known_for = sample.at - known_since[1] if known_since is not None else 0.0
     age = max(known_for, time.time() - started)
     return Instance(member.name, not sample.unready, age, cpu, member.leaving, fault)
+
+
+def _figures_of(group: Group) -> dict[str, Figures]:
+    return {member.name: member.figures for member in group.members if member.figures is not None}
+
+
+def _instance_with(member: Member, now: Figures, before: Figures | None, seconds: float) -> Instance:
+    """An instance whose platform measured it, and so has seen it at work. seconds: since `before`."""
+    is_same = before is not None and before.age <= now.age and seconds > 0
+    cpu = max(0.0, now.cpu - before.cpu) / seconds if before is not None and is_same else None
+    return Instance(member.name, True, now.age, cpu, member.leaving)
 
 
 def failing_lanes(pairs: Iterable[tuple[Sample, Sample]]) -> frozenset[Lane]:

@@ -9,7 +9,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from services.fleet.control import SizeRefused
+from services.core.group_control import SizeRefused
 from services.fleet.folder import TOKEN_FILE
 from services.fleet.supervisor import Fleet
 from tests.unit.fleet.test_supervisor import Bench, bench, is_alive, until, until_state
@@ -124,5 +124,5 @@ async def test_control_asks_for_the_token(bench: Bench) -> None:
         assert names(fleet) == ["expel-1"]
         status, body = await put(order)
         assert status == 202
-        assert '"size": 2' in body
+        assert '"size":2' in body
         assert names(fleet) == ["expel-1", "expel-2"]

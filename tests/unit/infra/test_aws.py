@@ -23,6 +23,7 @@ from services.expel.settings import ExpelSettings
 from services.global_retrier.settings import RetrierSettings
 from services.ingest.settings import IngestSettings
 from services.observer.settings import ObserverSettings
+from spark.settings import TransformSettings
 
 REPOSITORY = Path(__file__).parents[3]
 FOLDER = REPOSITORY / "infra" / "aws"
@@ -123,6 +124,13 @@ LIST_TOPICS = ("Expel", "GlobalRetrier", "Observer")
     [
         ("IngestPolicy", WRITE, ["orders", "penstock.telemetry", "penstock.control"], ["large-orders.dead", "theirs"]),
         ("IngestPolicy", READ, ["orders", "penstock.control"], ["large-orders.out", "penstock.audit"]),
+        ("TransformPolicy", READ, ["orders", "penstock.control"], ["large-orders.retry", "penstock.audit", "theirs"]),
+        (
+            "TransformPolicy",
+            WRITE,
+            ["large-orders.out", "large-orders.dead", "penstock.control", "penstock.telemetry"],
+            ["orders", "large-orders.retry", "theirs"],
+        ),
         ("ExpelPolicy", READ, ["orders", "large-orders.out", "large-orders.retry", "large-orders.parked"], ["theirs"]),
         (
             "ExpelPolicy",
@@ -234,6 +242,24 @@ def test_the_autoscaler_changes_groups_only_where_it_decides() -> None:
     assert groups == ["${Fleet}-ingest", "${Fleet}-expel", "${Fleet}-global-retrier"]
 
 
+def test_a_transform_has_its_checkpoints_in_the_bucket() -> None:
+    """Broken: a transform begins from the start on each new instance, cannot write its checkpoints, or can change the pipe file;
+    two work at once; or every version of every file of a checkpoint is kept for a year."""
+    found = template("service.yaml")
+    data = str(found["Resources"]["Template"]["Properties"]["LaunchTemplateData"]["UserData"])
+    [folder] = re.findall(r"PENSTOCK_TRANSFORM_CHECKPOINTS=s3a://\$\{Bucket\}/(\S+)", data)
+    policies = found["Resources"]["Role"]["Properties"]["Policies"]
+    statements = [one for policy in policies for one in policy["PolicyDocument"]["Statement"]]
+    mine = [one["Fn::If"][1] for one in statements if one.get("Fn::If", [""])[0] == "IsTransform"]
+    writes = [one["Resource"]["Fn::Sub"] for one in mine if "s3:PutObject" in one["Action"]]
+    assert [where.partition(":s3:::")[2] for where in writes] == [f"${{Bucket}}/{folder}/*"]
+    assert found["Rules"]["OneWorks"]["RuleCondition"]["Fn::Contains"][0] == ["observer", "transform"]
+    assert {"Fn::Not": [{"Condition": "HasStandby"}]} in found["Conditions"]["TracksCpu"]["Fn::And"]
+    rules = template("data.yaml")["Resources"]["Bucket"]["Properties"]["LifecycleConfiguration"]["Rules"]
+    [kept] = [one for one in rules if one.get("Prefix") == f"{folder}/"]
+    assert kept["NoncurrentVersionExpiration"]["NoncurrentDays"] <= 7
+
+
 def test_the_balancer_and_ingest_agree() -> None:
     """Broken: ingest closes connections that the balancer still uses, which clients see as a 502."""
     resources = template("balancer.yaml")["Resources"]
@@ -246,7 +272,14 @@ def test_the_balancer_and_ingest_agree() -> None:
 
 def test_settings_that_instances_get_exist() -> None:
     """Broken: a service on AWS ends with status 2 as soon as it starts, or misses a setting."""
-    models = (IngestSettings, ExpelSettings, AutoscalerSettings, ObserverSettings, RetrierSettings)
+    models = (
+        IngestSettings,
+        TransformSettings,
+        ExpelSettings,
+        AutoscalerSettings,
+        ObserverSettings,
+        RetrierSettings,
+    )
     known = {variable_name(model, field) for model in models for field in model.model_fields}
     given = set(re.findall(r"PENSTOCK_[A-Z_]+", (FOLDER / "service.yaml").read_text()))
     assert len(given) >= 5

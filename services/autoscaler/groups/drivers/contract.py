@@ -9,6 +9,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
+from services.core.group_control import Figures
+
 TIMEOUT_S = 10.0
 
 
@@ -36,12 +38,14 @@ class Refused(DriverError):
 class Member:
     """An instance as the platform reports it. address: host:port of its management port, None before it has one.
 
-    leaving: it was ordered to leave, and drains. An instance that is gone is no member.
+    leaving: it was ordered to leave, and drains. An instance that is gone is no member. figures: from the platform, when the
+    instance never has a management port; else None.
     """
 
     name: str
     address: str | None
     leaving: bool
+    figures: Figures | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +53,14 @@ class Group:
     """size: the ordered number of instances, without those that leave; 0 when a person has switched the group off.
 
     frozen: the text of FROZEN on the platform's object; None without it. problem: why FROZEN could not be read; None when it was.
+    reporters: management ports of others that report the group's lag.
     """
 
     size: int
     members: tuple[Member, ...]
     frozen: str | None = None
     problem: str | None = None
+    reporters: tuple[str, ...] = ()
 
 
 FROZEN = "penstock.dev/frozen"

@@ -1,11 +1,12 @@
-"""Opens a driver by its URL."""
+"""Opens a driver by its URL, and joins the drivers of several platforms."""
 
+from collections.abc import Collection
 from contextlib import AbstractAsyncContextManager
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 from services.autoscaler.groups.drivers.aws import open_aws
-from services.autoscaler.groups.drivers.contract import GroupDriver
-from services.autoscaler.groups.drivers.fleet import open_fleet
+from services.autoscaler.groups.drivers.contract import Group, GroupDriver, GroupNotFound
+from services.autoscaler.groups.drivers.control import open_fleet
 from services.autoscaler.groups.drivers.kubernetes import SERVICE_ACCOUNT, open_kubernetes
 from services.core.address import is_loopback
 
@@ -34,6 +35,28 @@ def open_driver(url: str) -> AbstractAsyncContextManager[GroupDriver]:
         _check_endpoint(endpoint)
         return open_kubernetes(parts.hostname, port, endpoint, account)
     raise ValueError(f"no driver for {url}. Try: {_HINT}")
+
+
+class JoinedDrivers:
+    """Sends each call to the driver of its group. others: of the groups that are not in `by_group`; None: there are none."""
+
+    def __init__(self, by_group: dict[str, GroupDriver], others: GroupDriver | None) -> None:
+        self._by_group, self._others = by_group, others
+
+    async def describe(self, group: str) -> Group:
+        return await self._of(group).describe(group)
+
+    async def resize(self, group: str, seen: int, size: int, failed: Collection[str] = ()) -> None:
+        await self._of(group).resize(group, seen, size, failed)
+
+    async def replace(self, group: str, instance: str, failed: Collection[str] = ()) -> None:
+        await self._of(group).replace(group, instance, failed)
+
+    def _of(self, group: str) -> GroupDriver:
+        driver = self._by_group.get(group, self._others)
+        if driver is None:
+            raise GroupNotFound(f"no platform has the group {group}. Try: group_driver")
+        return driver
 
 
 def check_driver(url: str) -> str:

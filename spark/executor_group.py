@@ -1,0 +1,113 @@
+"""The executors of a transform on a cluster as a group that the autoscaler resizes: by their CPU, and by the lag of the pipes.
+
+Spark's own dynamic allocation counts waiting tasks. A stream gives every executor a task in each batch, so it would never shrink.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Collection
+from typing import TypeVar
+
+from pyspark.sql import SparkSession
+
+from services.core.group_control import Figures, GroupState, Instance, SizeRefused
+from spark.java import JAVA_ERRORS, Executor, leave_executor, list_executors, order_executors
+from spark.master import Executors, MasterKind
+
+T = TypeVar("T")
+GROUP = "executors"
+ANSWER_S = 10.0
+_STARTING = "Spark is starting"
+
+
+class ExecutorGroup:
+    """As `core.group_control.Groups`. Used on the event loop; Java is asked in threads, for ANSWER_S at most."""
+
+    names = (GROUP,)
+
+    def __init__(self, kind: MasterKind, executors: Executors) -> None:
+        """A standalone master starts as many as there may be, the others the least."""
+        self._limits = executors
+        self._size = executors.most if kind is MasterKind.STANDALONE else executors.least
+        self._session: SparkSession | None = None
+        self._reporter = ""
+        self._leaving = set[str]()
+        self._changing = asyncio.Lock()
+
+    def open(self, session: SparkSession, management: str) -> None:
+        """From now on there are executors. management: the address that reports the lag of the pipes."""
+        self._session, self._reporter = session, management
+
+    def close(self) -> None:
+        """Before the session stops."""
+        self._session = None
+
+    async def describe(self, group: str) -> GroupState:
+        """The executors that registered and were not lost, by Spark's numbers."""
+        if self._session is None:
+            return GroupState(self._size, ())
+        found, now = await self._ask(list_executors), time.time()
+        self._leaving &= {one.name for one in found}
+        instances = (self._instance(one, now) for one in found)
+        return GroupState(self._size, tuple(instances), (self._reporter,))
+
+    async def resize(self, group: str, seen: int, size: int, failed: Collection[str]) -> None:
+        """Executors that leave finish their tasks. The one with the least to do leaves first, or one that has failed."""
+        async with self._changing:
+            if not self._limits.least <= size <= self._limits.most:
+                raise SizeRefused(f"from {self._limits.least} to {self._limits.most} executors", again=False)
+            if seen != self._size:
+                raise SizeRefused(f"{self._size} executors are ordered, not {seen}", again=True)
+            if size < seen - 1:
+                raise SizeRefused("one executor fewer at a time", again=False)
+            if size < seen:
+                await self._shrink(failed)
+            else:
+                await self._order(size)
+            self._size = size
+
+    async def replace(self, group: str, name: str) -> None:
+        """Spark starts another one, because as many as before are ordered."""
+        async with self._changing:
+            staying = await self._staying()
+            if name not in {one.name for one in staying}:
+                raise SizeRefused(f"there is no executor {name}, or it leaves already", again=True)
+            await self._leave(name, is_replaced=True)
+
+    async def _shrink(self, failed: Collection[str]) -> None:
+        staying = await self._staying()
+        if len(staying) < self._size:  # the one that is missing was never started, or is lost
+            await self._order(self._size - 1)
+            return
+        chosen = min(staying, key=lambda one: (one.name not in failed, one.tasks, -int(one.name)))
+        await self._leave(chosen.name, is_replaced=False)
+
+    async def _staying(self) -> list[Executor]:
+        """Raises SizeRefused while another one leaves."""
+        found = await self._ask(list_executors)
+        if leaving := self._leaving & {one.name for one in found}:
+            raise SizeRefused(f"executor {min(leaving)} is leaving already", again=True)
+        return found
+
+    async def _leave(self, name: str, *, is_replaced: bool) -> None:
+        if not await self._ask(lambda session: leave_executor(session, name, is_replaced=is_replaced)):
+            raise SizeRefused(f"Spark does not know executor {name} any more", again=True)
+        self._leaving.add(name)
+
+    async def _order(self, size: int) -> None:
+        if not await self._ask(lambda session: order_executors(session, size)):
+            raise SizeRefused("the master did not take the order", again=True)
+
+    async def _ask(self, question: Callable[[SparkSession], T]) -> T:
+        """Raises SizeRefused when Java does not answer."""
+        session = self._session
+        if session is None:
+            raise SizeRefused(_STARTING, again=True)
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                return await asyncio.to_thread(question, session)
+        except (TimeoutError, OSError, *JAVA_ERRORS) as error:
+            raise SizeRefused(f"Spark does not answer: {type(error).__name__}", again=True) from error
+
+    def _instance(self, one: Executor, now: float) -> Instance:
+        return Instance(one.name, None, one.name in self._leaving, Figures(max(0.0, now - one.began), one.busy))

@@ -1,0 +1,83 @@
+"""The executors of a transform as a group that the autoscaler resizes, on a real standalone cluster."""
+
+import asyncio
+import re
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from services.autoscaler.groups.drivers.contract import Group, Refused, SizeChanged
+from services.autoscaler.groups.drivers.control import ControlDriver, open_executors
+from services.autoscaler.groups.meter import Meter
+from services.core.event import read_id
+from spark.executor_group import GROUP
+from tests.spark.broker_pipeline import BrokerPipeline
+from tests.spark.service_process import ServiceProcess
+from tests.spark.test_cluster import COLUMNS, on, pipeline, send, spark_cluster
+from tests.support.spark_cluster import SparkCluster
+
+pytestmark = [pytest.mark.kafka, pytest.mark.spark]
+__all__ = ["pipeline", "spark_cluster"]
+PATIENCE_S = 120.0
+
+
+async def until(driver: ControlDriver, condition: Callable[[Group], bool]) -> Group:
+    async with asyncio.timeout(PATIENCE_S):
+        while not condition(group := await driver.describe(GROUP)):
+            await asyncio.sleep(0.2)
+    return group
+
+
+def has(*names: str) -> Callable[[Group], bool]:
+    """Whether these executors are at work, and no others."""
+    return lambda group: [one.name for one in group.members if not one.leaving] == sorted(names)
+
+
+def test_executors_are_a_group(pipeline: BrokerPipeline, spark_cluster: SparkCluster, tmp_path: Path) -> None:
+    """Broken: a transform keeps the executors that it began with, whatever its load; or one that leaves takes a batch along."""
+    token = tmp_path / "token"
+    token.write_text("0123456789abcdef0123456789abcdef\n")
+    token.chmod(0o600)
+    pipeline.chosen(columns=COLUMNS, sql="SELECT event, n FROM {s}")
+    send(pipeline, 0, 400)
+    options = [*on(spark_cluster), "--executors", "1-2", "--control-token-file", str(token)]
+    with ServiceProcess(tmp_path, pipeline.url, *options) as service:
+        process = service.start()
+        pipeline.records("out", 400)
+        found = re.search(r'"address": ?"([^"]+)"', service.output.read_text())
+        assert found is not None
+        asyncio.run(_resize(found[1], token, lambda first, end: send(pipeline, first, end)))
+        out = pipeline.records("out", 1200)
+        process.terminate()
+        assert process.wait(90) == 0, service.output.read_text()[-3000:]
+    assert Counter(read_id(record) for record in out).keys() == {f"id-{n}" for n in range(1200)}
+
+
+async def _resize(address: str, token: Path, send_more: Callable[[int, int], None]) -> None:
+    async with open_executors(address, token) as driver:
+        group = await until(driver, has("0", "1"))
+        assert (group.size, group.reporters) == (2, (address,))
+        meter = Meter()
+        await meter.measure(group, frozenset(), None)
+        await asyncio.to_thread(send_more, 400, 800)
+        with pytest.raises(Refused, match="from 1 to 2 executors"):
+            await driver.resize(GROUP, 2, 3)
+        await driver.resize(GROUP, 2, 1)
+        group = await until(driver, lambda group: len(group.members) == 1)
+        assert group.size == 1
+        figures = await meter.measure(group, frozenset(), None)
+        assert [one.cpu is not None for one in figures.instances] == [True]
+        assert figures.lag is not None, "the transform does not report its lag"
+        with pytest.raises(SizeChanged, match="1 executors are ordered, not 2"):
+            await driver.resize(GROUP, 2, 1)
+        await driver.resize(GROUP, 1, 2)
+        group = await until(driver, lambda group: len(group.members) == 2)
+        newest = group.members[-1].name
+        assert newest == "2"
+        await driver.replace(GROUP, newest)
+        await asyncio.to_thread(send_more, 800, 1200)
+        await until(driver, lambda group: [one.name for one in group.members if not one.leaving][-1:] == ["3"])
+        with pytest.raises(SizeChanged, match="no executor 2"):
+            await driver.replace(GROUP, newest)

@@ -1,0 +1,113 @@
+"""infra/kubernetes/cluster: transforms whose executors are pods, and that the autoscaler resizes."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+
+from services.autoscaler.app import check_groups
+from services.autoscaler.settings import EXECUTORS, AutoscalerSettings
+from services.core.settings import load_settings
+from spark.executor_pod import write_template
+from spark.master import MasterKind
+from spark.settings import TransformSettings, check_master
+from tests.unit.infra.test_kubernetes import DEPLOYMENTS, INFRA, OBJECTS, VERSION, environment
+
+FOLDER = INFRA / "kubernetes" / "cluster"
+OVERLAY = yaml.safe_load((FOLDER / "kustomization.yaml").read_text())
+
+
+def patched(name: str) -> dict[str, Any]:
+    """A Deployment with the overlay's JSON patches (RFC 6902: add, replace and remove are used)."""
+    deployment = copy.deepcopy(
+        next(one for one in OBJECTS if (one["kind"], one["metadata"]["name"]) == ("Deployment", name))
+    )
+    [patch] = [one for one in OVERLAY["patches"] if one["target"] == {"kind": "Deployment", "name": name}]
+    for step in yaml.safe_load(patch["patch"]):
+        *way, last = step["path"].strip("/").split("/")
+        place: Any = deployment
+        for part in way:
+            place = place[int(part)] if isinstance(place, list) else place[part]
+        if step["op"] == "remove":
+            del place[last]
+        elif isinstance(place, list) and step["op"] == "add":
+            assert last == "-"
+            place.append(step["value"])
+        elif isinstance(place, list):
+            place[int(last)] = step["value"]
+        else:
+            assert (last in place) == (step["op"] == "replace"), f"{step['op']} {step['path']}"
+            place[last] = step["value"]
+    return deployment
+
+
+def variables(deployment: dict[str, Any]) -> dict[str, str]:
+    """Of its container; the address of the pod is made up."""
+    [container] = deployment["spec"]["template"]["spec"]["containers"]
+    return environment() | {one["name"]: one.get("value", "10.1.2.3") for one in container["env"]}
+
+
+@pytest.mark.parametrize("name", ["transform", "autoscaler"])
+def test_patched_deployments_are_taken(name: str) -> None:
+    """Broken: `kubectl apply -k` refuses the overlay, or it leaves out a mount that a volume is for."""
+    deployment = patched(name)
+    kubernetes_validate.validate(deployment, VERSION, strict=True)
+    pod = deployment["spec"]["template"]["spec"]
+    [container] = pod["containers"]
+    assert {one["name"] for one in container["volumeMounts"]} == {one["name"] for one in pod["volumes"]}
+
+
+def test_the_transform_starts_executors() -> None:
+    """Broken: the transform ends with status 2, or nobody may start, reach or resize its executors."""
+    deployment = patched("transform")
+    settings = load_settings(TransformSettings, [], variables(deployment))
+    check_master(settings)
+    assert settings.master_kind() is MasterKind.KUBERNETES
+    assert settings.checkpoint_root().startswith("s3a://"), "the volume of a pod ends with it"
+    [image] = OVERLAY["images"]
+    assert settings.executor_image == f"{image['newName']}:{image['newTag']}"
+    pod = deployment["spec"]["template"]["spec"]
+    [account] = [
+        one["metadata"]["name"] for one in OBJECTS if one["kind"] == "ServiceAccount" and "transform" in str(one)
+    ]
+    assert (pod["serviceAccountName"], pod["automountServiceAccountToken"]) == (account, True)
+    [binding] = [one for one in OBJECTS if one["kind"] == "RoleBinding" and one["metadata"]["name"] == "transform"]
+    assert binding["subjects"][0]["name"] == account
+    [policy] = [one for one in OBJECTS if one["kind"] == "NetworkPolicy" and one["metadata"]["name"] == "driver"]
+    opened = [port["port"] for rule in policy["spec"]["ingress"] for port in rule["ports"]]
+    assert opened == [settings.driver_port, settings.driver_port + 1]
+    [container] = pod["containers"]
+    assert set(opened) <= {one["containerPort"] for one in container["ports"]}
+    assert settings.executor_settings().resized
+
+
+def test_the_autoscaler_resizes_them() -> None:
+    """Broken: the autoscaler ends with status 2, asks somebody else, or orders what the transform refuses."""
+    settings = load_settings(AutoscalerSettings, [], variables(patched("autoscaler")))
+    check_groups(settings)
+    transform = load_settings(TransformSettings, [], variables(patched("transform")))
+    executors, rules = transform.executor_settings(), settings.groups[EXECUTORS]
+    assert (rules.min, rules.max) == (executors.least, executors.most)
+    assert rules.target_cpu < executors.cores, "a target that cannot be reached never grows the group"
+    assert settings.transform == "transform:9100"
+    assert settings.transform_token_file == transform.control_token_file
+    assert settings.groups.keys() - {EXECUTORS} == {"ingest", "expel", "global-retrier"}
+
+
+def test_pods_of_executors(tmp_path: Path) -> None:
+    """Broken: Spark's pods are refused by a namespace that forbids root, no network policy knows them, or the autoscaler asks them
+    for figures that they do not have."""
+    write_template(tmp_path / "pod.yaml")
+    template = yaml.safe_load((tmp_path / "pod.yaml").read_text())
+    pod = copy.deepcopy(template)
+    pod["metadata"]["name"] = pod["spec"]["containers"][0]["image"] = "x"
+    kubernetes_validate.validate(pod, VERSION, strict=True)
+    of_transform = DEPLOYMENTS["transform"]["template"]["spec"]
+    assert template["spec"]["securityContext"] == of_transform["securityContext"]
+    [policy] = [one for one in OBJECTS if one["kind"] == "NetworkPolicy" and one["metadata"]["name"] == "executors"]
+    assert policy["spec"]["podSelector"]["matchLabels"] == template["metadata"]["labels"]
+    [asked] = [one for one in OBJECTS if one["kind"] == "Service" and one["metadata"]["name"] == "fleet"]
+    assert not asked["spec"]["selector"].items() <= template["metadata"]["labels"].items()
