@@ -98,8 +98,8 @@ def test_the_autoscaler_resizes_them() -> None:
 
 
 def test_pods_of_executors(tmp_path: Path) -> None:
-    """Broken: Spark's pods are refused by a namespace that forbids root, no network policy knows them, or the autoscaler asks them
-    for figures that they do not have."""
+    """Broken: Spark's pods are refused by a namespace that forbids root, no network policy knows them, or the autoscaler asks
+    them for figures that they do not have."""
     write_template(tmp_path / "pod.yaml")
     template = yaml.safe_load((tmp_path / "pod.yaml").read_text())
     pod = copy.deepcopy(template)
