@@ -5,22 +5,18 @@ offset is a text. Between them is the **view**, the columns that a transform see
 it light.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import pyarrow as pa
 
 from services.core.broker.record import Batch, Record
-from services.core.event import ORIGIN
 
 HEADERS = "ARRAY<STRUCT<key: STRING, value: BINARY>>"
 RAW = f"key BINARY, value BINARY, topic STRING, partition INT, offset STRING, timestamp TIMESTAMP, headers {HEADERS}"
 RAW_NAMES = ("key", "value", "topic", "partition", "offset", "timestamp", "headers")
 OUT = f"key BINARY, value BINARY, timestamp TIMESTAMP, headers {HEADERS}"
-ORIGINS_READ = "_penstock_origin"
-"""A further column of raw records, a text: their origins. Our own readers write the origins of a batch of records into its first
-row, `#<number of records> <origin> <origin> …`; the other rows have null. Spark's Kafka reader gives each row its own origin."""
 EVENT_TYPE = (
     "STRUCT<id: STRING, key: BINARY, time: TIMESTAMP, arrival: TIMESTAMP, type: STRING, source: STRING, "
     f"headers: {HEADERS}, topic: STRING, partition: INT, offset: STRING>"
@@ -87,13 +83,7 @@ _TYPES = {
     "headers": pa.list_(pa.field("element", pa.struct([("key", pa.string()), ("value", pa.binary())]))),
 }
 RAW_SCHEMA: Schema = pa.schema(list(_TYPES.items()))
-RAW_WITH_ORIGINS: Schema = RAW_SCHEMA.append(pa.field(ORIGINS_READ, pa.string()))
 OUT_SCHEMA: Schema = pa.schema([(name, _TYPES[name]) for name in ("key", "value", "timestamp", "headers")])
-
-
-def raw_schema(options: Mapping[str, str]) -> Schema:
-    """The schema that a stream is read as, by its option `origins`."""
-    return RAW_WITH_ORIGINS if "origins" in options else RAW_SCHEMA
 
 
 def to_arrow(batch: Batch, schema: Schema) -> Any:
@@ -118,11 +108,6 @@ def to_arrow(batch: Batch, schema: Schema) -> Any:
         "timestamp": pa.array([record.timestamp * 1000 for record in records], schema.field("timestamp").type),
         "headers": pa.ListArray.from_arrays(pa.array(bounds, pa.int32()), pairs, type=schema.field("headers").type),
     }
-    if ORIGINS_READ in schema.names:
-        origins = [b"#%d" % size, *(value for name, value in headers if name == ORIGIN)]
-        columns[ORIGINS_READ] = pa.array(
-            [b" ".join(origins).decode(errors="replace"), *[None] * (size - 1)][:size], pa.string()
-        )
     return pa.RecordBatch.from_arrays([columns[name] for name in schema.names], schema=schema)
 
 

@@ -1,20 +1,19 @@
 """What is known of a batch: how many events it read and wrote, their lags, and which of them passed, were filtered or are dead.
 
-Spark gathers all of it while the batch runs: no second pass over the events. Origins and lags are gathered as one text, because
-each value of a list that comes out of Java is a call of its own.
+Spark gathers all of it while the batch runs: no second pass over the events. Lags and origins are gathered by aggregates of ours
+(`spark/jvm`), in each task; the driver gets a bounded text, however many events there are.
 """
 
 import math
 import re
 import time
+from base64 import b64decode
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
-import orjson
 from pyroaring import BitMap
 from pyspark.sql import Column, DataFrame, Observation
 from pyspark.sql import functions as f
@@ -23,12 +22,11 @@ from services.core import metrics
 from services.core.broker.record import Record
 from services.core.event import ORIGIN
 from services.core.ledger.accumulator import SetKey, Sets
-from services.core.ledger.minute import minute_of
+from services.core.ledger.minute import MINUTE_MS, minute_of, near_minutes
 from services.core.ledger.report import MAX_NUMBER, Outcome
 from spark.java import is_observed
 from spark.jvm.classes import LAGS
-from spark.records import ORIGINS_READ
-from spark.transforms.view import header
+from spark.jvm.classes import ORIGINS as ORIGINS_FUNCTION
 
 NODE: Final = "transform"
 """This service's name in reports and dead letters."""
@@ -110,84 +108,89 @@ def read_observed(observation: Observation) -> dict[str, Any]:
 
 Origins = dict[tuple[str, int], BitMap]
 """Numbers by incarnation and partition."""
+OriginsByMinute = dict[int | None, Origins]
+"""Under None: without a minute."""
 _NONE = BitMap()
-_PREFIX = re.compile(r"([a-z0-9]{1,64}):(\d{1,9})")
-_COUNT = re.compile(r"#(\d{1,9})\b")
-_NUMBER = re.compile(r"[0-9]{1,10}")
-_DIGITS_AND_COMMA = frozenset("0123456789,")
+_ORIGIN = re.compile(rb"([a-z0-9]{1,64}):([0-9]{1,9}):([0-9]{1,10})")
 
 
-def with_origin(records: DataFrame, condition: Column | None = None, *, timed: bool = False) -> DataFrame:
-    """Records with the column ORIGINS_READ, filled where the condition holds. timed: each origin with its time in ms.
+def gather_origins(where: Column | None = None, minute: Column | None = None) -> Column:
+    """An aggregate over raw records or records to write: the origins in their headers, for `read_origins`.
 
-    In a column of its own, because there it is generated code; an aggregate interprets its arguments, at twice the cost.
+    where: without the others. minute: a BIGINT for each; the result is by minute.
     """
-    origin = header(ORIGIN).cast("string")
-    if timed:
-        origin = f.concat(origin, f.lit(":"), f.unix_millis(f.col("timestamp")).cast("string"))
-    return records.withColumn(ORIGINS_READ, origin if condition is None else f.when(condition, origin))
+    headers = f.col("headers") if where is None else f.when(where, f.col("headers"))
+    return f.call_function(ORIGINS_FUNCTION, headers, *([] if minute is None else [minute]))
 
 
-def gather_origins() -> Column:
-    """An aggregate over ORIGINS_READ: all origins, as one text."""
-    return f.array_join(f.collect_list(f.col(ORIGINS_READ)), " ")
+def minute_at(time: Column, arrival: int) -> Column:
+    """`minute_of` for a timestamp, as an expression."""
+    first, last = near_minutes(arrival)
+    own = f.floor(f.unix_millis(time) / MINUTE_MS)
+    return f.when(own.between(first, last), own).otherwise(arrival // MINUTE_MS).cast("bigint")
 
 
-def split_count(text: str) -> tuple[int, str]:
-    """The number of records that a gathered text declares (0 when it declares none), and its origins."""
-    return sum(map(int, _COUNT.findall(text))), _COUNT.sub("", text)
+class Gathered(NamedTuple):
+    """Gathered origins. malformed, valid: the numbers of headers; a record without one is in neither."""
+
+    origins: OriginsByMinute
+    malformed: int = 0
+    valid: int = 0
+
+    @property
+    def all(self) -> Origins:
+        """Those without minute."""
+        return self.origins.get(None, {})
+
+    def counted(self, pipe: str, events: int | None = None) -> Origins:
+        """As `all`, and count what others wrote: malformed origins, and, if the number of records is known, those without one."""
+        missing = 0 if events is None else events - self.malformed - self.valid
+        for reason, outside in (("no_origin", missing), ("bad_origin", self.malformed)):
+            if outside > 0:
+                metrics.LEDGER_OUTSIDE.labels(NODE, pipe, reason).inc(outside)
+        return self.all
 
 
-def parse_origins(text: str, pipe: str, *, events: int = 0) -> Origins:
-    """The origins in a gathered text, which came from so many events.
-
-    Events without an origin, or with a malformed one, were written by others: they are counted and left out.
-    """
-    parts: dict[str, list[str]] = {}
-    origins = text.split()
-    if len(origins) < events:
-        metrics.LEDGER_OUTSIDE.labels(NODE, pipe, "no_origin").inc(events - len(origins))
-    for origin in origins:
-        prefix, _, number = origin.rpartition(":")
-        parts.setdefault(prefix, []).append(number)
-    found: Origins = {}
-    bad = 0
-    for prefix, numbers in parts.items():
-        place = _PREFIX.fullmatch(prefix)
-        good = _parse_numbers(numbers) if place else []
-        bad += len(numbers) - len(good)
-        if place and good:
-            found.setdefault((place[1], int(place[2])), BitMap()).update(good)
-    if bad:
-        metrics.LEDGER_OUTSIDE.labels(NODE, pipe, "bad_origin").inc(bad)
-    return found
+NO_ORIGINS = Gathered({})
 
 
-def _parse_numbers(texts: list[str]) -> list[int]:
-    joined = ",".join(texts)
-    if set(joined) <= _DIGITS_AND_COMMA:
-        with suppress(orjson.JSONDecodeError):  # a leading zero, or nothing at all: not ours
-            numbers: list[int] = orjson.loads(f"[{joined}]")
-            if len(numbers) == len(texts) and max(numbers) < MAX_NUMBER:
-                return numbers
-    return [number for text in texts if _NUMBER.fullmatch(text) and (number := int(text)) < MAX_NUMBER]
+def read_origins(text: str) -> Gathered:
+    """From the text of `gather_origins`, whose form is in CollectOrigins.scala."""
+    malformed, valid, *sets = text.split() or ("0", "0")
+    found: OriginsByMinute = {}
+    for each in sets:
+        incarnation, partition, minute, numbers = each.split(":")
+        of_minute = found.setdefault(int(minute) if minute else None, {})
+        of_minute[incarnation, int(partition)] = BitMap.deserialize(b64decode(numbers))
+    return Gathered(found, int(malformed), int(valid))
 
 
-def collect_origins(records: DataFrame, pipe: str) -> Origins:
+def collect_origins(records: DataFrame) -> Gathered:
     """Of records in Spark: executes the frame."""
-    return parse_origins(collect_text(records), pipe)
+    row = records.agg(gather_origins()).first()
+    return read_origins(row[0]) if row else NO_ORIGINS
 
 
-def collect_text(records: DataFrame) -> str:
-    """The gathered origins of records in Spark: executes the frame."""
-    row = with_origin(records).agg(gather_origins()).first()
-    return row[0] if row else ""
-
-
-def origins_of(records: Sequence[Record], pipe: str, *, counted: bool) -> Origins:
-    """Of records that left Spark. counted: those without an origin are counted elsewhere, with all that is read."""
-    texts = (origin.decode(errors="replace") for record in records if (origin := record.header(ORIGIN)) is not None)
-    return parse_origins(" ".join(texts), pipe, events=0 if counted else len(records))
+def origins_of(records: Sequence[Record], *, arrival: int | None = None) -> Gathered:
+    """Of records that left Spark. arrival: of new events, in ms; the result is by minute."""
+    parts: dict[tuple[int | None, bytes, bytes], list[int]] = {}
+    malformed = valid = 0
+    for record in records:
+        origin = record.header(ORIGIN)
+        if origin is None:
+            continue
+        match = _ORIGIN.fullmatch(origin)
+        if match is None or (number := int(match[3])) >= MAX_NUMBER:
+            malformed += 1
+            continue
+        minute = None if arrival is None else minute_of(record.timestamp, arrival)
+        parts.setdefault((minute, match[1], match[2]), []).append(number)
+        valid += 1
+    found: OriginsByMinute = {}
+    for (minute, incarnation, partition), numbers in parts.items():
+        known = found.setdefault(minute, {}).setdefault((incarnation.decode(), int(partition)), BitMap())
+        known.update(numbers)
+    return Gathered(found, malformed, valid)
 
 
 def without(these: Origins, others: Origins) -> Origins:
@@ -212,24 +215,19 @@ def add_outcome(sets: Sets, outcome: Outcome, origins: Origins, minute: int | No
 
 
 def add_settled(
-    report: BatchReport, read: Iterable[tuple[str, int]], written: str, dead: Iterable[Origins] = ()
+    report: BatchReport, read: Iterable[tuple[Gathered, int]], written: Gathered, dead: Iterable[Origins] = ()
 ) -> None:
     """Record the outcomes of a batch: origins in the output passed; the rest was filtered, unless it is reported as dead.
 
     read: gathered origins and the number of events, by source. written: the gathered origins of the output.
     """
-    passed = parse_origins(written, report.pipe)
-    add_outcome(report.sets, "passed", passed)
-    settled = union([passed, *dead])
-    for text, events in read:
-        add_outcome(report.sets, "filtered", without(parse_origins(text, report.pipe, events=events), settled))
+    add_outcome(report.sets, "passed", written.all)
+    settled = union([written.all, *dead])
+    for gathered, events in read:
+        add_outcome(report.sets, "filtered", without(gathered.counted(report.pipe, events), settled))
 
 
-def add_accepted(report: BatchReport, made: str, at_ms: int) -> None:
-    """Record new events as accepted, from their gathered origins with times. at_ms: when they arrived."""
-    by_minute: dict[int, list[str]] = {}
-    for part in made.split():
-        origin, _, time = part.rpartition(":")
-        by_minute.setdefault(minute_of(int(time), at_ms), []).append(origin)
-    for minute, origins in by_minute.items():
-        add_outcome(report.sets, "accepted", parse_origins(" ".join(origins), report.pipe), minute)
+def add_accepted(report: BatchReport, made: Gathered) -> None:
+    """Record new events, gathered by their minute, as accepted."""
+    for minute, origins in made.origins.items():
+        add_outcome(report.sets, "accepted", origins, minute)

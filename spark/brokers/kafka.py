@@ -4,33 +4,22 @@ events again, with the same ids.
 
 import json
 import threading
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
 import pyarrow as pa
-from pyspark.sql import DataFrame, Observation, SparkSession
+from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as f
 from pyspark.sql.streaming.readwriter import DataStreamWriter
 
 from services.core import event as names
 from services.core.broker.errors import Unavailable, UnknownTopic
 from services.core.broker.record import Batch, Record
-from spark.brokers.contract import BatchName, OriginFormat, SparkBroker, Written
+from spark.brokers.contract import BatchName, ObservedWrite, SparkBroker, WantedOrigins, Written
 from spark.errors import shorten
 from spark.java import JAVA_ERRORS, jvm
 from spark.records import DIGITS, HEADERS, OUT, OUT_SCHEMA, RAW_NAMES, OffsetRange, Offsets, to_arrow
-from spark.reports import (
-    ORIGINS,
-    age,
-    began,
-    count_by_lag,
-    gather_origins,
-    read_lags,
-    read_observed,
-    with_origin,
-)
 
 REQUEST_MS = 30_000
 _SINK = {
@@ -71,7 +60,6 @@ class KafkaSparkBroker(SparkBroker):
 
     needs_kafka_jars = True
     real_time = True
-    packs_origins = False
     max_record_bytes = 1_040_000
     """Below max.message.bytes of our topics, with room for the framing of a batch and a record."""
 
@@ -101,19 +89,12 @@ class KafkaSparkBroker(SparkBroker):
         return {(topic, int(p)): n for topic, part in found.items() for p, n in part.items()}
 
     def read_stream(
-        self,
-        session: SparkSession,
-        topics: Sequence[str],
-        max_events: int | None,
-        *,
-        checkpoint: str,
-        origins: bool = False,
+        self, session: SparkSession, topics: Sequence[str], max_events: int | None, *, checkpoint: str
     ) -> DataFrame:
         options = _SOURCE | {"subscribe": ",".join(self._full(topics)), "startingOffsets": "earliest"}
         if max_events is not None:
             options["maxOffsetsPerTrigger"] = str(max_events)
-        raw = self._to_raw(session.readStream.format("kafka").options(**self._with_servers(options)).load())
-        return with_origin(raw) if origins else raw
+        return self._to_raw(session.readStream.format("kafka").options(**self._with_servers(options)).load())
 
     def read_ranges(self, session: SparkSession, ranges: Sequence[OffsetRange]) -> DataFrame:
         starts: dict[str, dict[str, int]] = {}
@@ -131,18 +112,11 @@ class KafkaSparkBroker(SparkBroker):
         options = self._with_servers(_SINK | {"topic": self._prefix + topic})
         return _for_sink(frame).writeStream.format("kafka").options(**options)
 
-    def write(self, frame: DataFrame, topic: str, batch: BatchName, origins: OriginFormat) -> Written:
+    def write(self, frame: DataFrame, topic: str, batch: BatchName, wanted: WantedOrigins | None) -> Written:
         """When executing the frame fails, some of its records may have been written. Times are within 0.26 % of their age."""
-        seen = Observation()
-        observed = [count_by_lag(age(f.col("timestamp"))).alias("lags"), began()]
-        if origins is not OriginFormat.NONE:
-            frame = with_origin(frame, timed=origins is OriginFormat.TIMED)
-            observed.append(gather_origins().alias(ORIGINS))
-        self._save(frame.observe(seen, *observed), topic)
-        values = read_observed(seen)
-        ages = read_lags(values["lags"])
-        times = Counter({values["began"] - lag: events for lag, events in ages.items()})
-        return Written(times, values.get(ORIGINS, ""))
+        observed = ObservedWrite(frame, wanted)
+        self._save(observed.frame, topic)
+        return observed.result()
 
     def try_write(self, frame: DataFrame) -> None:
         """Rows go from the tasks to Kafka one by one: none are kept."""

@@ -6,7 +6,6 @@ import asyncio
 import json
 import threading
 import time
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import partial
 
@@ -18,13 +17,12 @@ from services.core.broker.kinesis.bucket import Store
 from services.core.broker.kinesis.record_format import MAX_RECORD_BYTES, offset_of, split_offset
 from services.core.broker.record import Batch, Record
 from services.core.event import read_arrival
-from spark.brokers.contract import BatchName, DataSourceBroker, Measurement, OriginFormat, Written
+from spark.brokers.contract import BatchName, DataSourceBroker, Measurement, ObservedWrite, WantedOrigins, Written
 from spark.java import hadoop_setting
 from spark.records import OffsetRange, Offsets
-from spark.reports import read_lags
 from spark.sources.ends import Place, ends_of, open_notes, plan_of
 from spark.sources.offsets import offsets_of
-from spark.sources.puts import PUT_ROW, now_ms, put_task
+from spark.sources.puts import PUT_ROW, put_task
 from spark.sources.source import NAME
 
 _COUNTED = 100
@@ -93,17 +91,11 @@ class KinesisSparkBroker(DataSourceBroker):
         return session.read.format(NAME).options(broker=self._url, ranges=json.dumps(ranges)).load()
 
     def read_stream(
-        self,
-        session: SparkSession,
-        topics: Sequence[str],
-        max_events: int | None,
-        *,
-        checkpoint: str,
-        origins: bool = False,
+        self, session: SparkSession, topics: Sequence[str], max_events: int | None, *, checkpoint: str
     ) -> DataFrame:
         options = {"broker": self._url, "topics": ",".join(topics), "max_events": str(max_events)}
         options |= {"checkpoint": checkpoint, "store": json.dumps(_store_of(session))}
-        options |= {"tasks": str(session.sparkContext.defaultParallelism)} | ({"origins": "read"} if origins else {})
+        options |= {"tasks": str(session.sparkContext.defaultParallelism)}
         return session.readStream.format(NAME).options(**options).load()
 
     def checkpoint_version(self, per_batch: bool) -> int:
@@ -121,15 +113,12 @@ class KinesisSparkBroker(DataSourceBroker):
     def write_stream(self, frame: DataFrame, topic: str, writer: str, *, by_time: bool) -> DataStreamWriter:
         return super().write_stream(frame.repartition("key") if by_time else frame, topic, writer, by_time=by_time)
 
-    def write(self, frame: DataFrame, topic: str, batch: BatchName, origins: OriginFormat) -> Written:
+    def write(self, frame: DataFrame, topic: str, batch: BatchName, wanted: WantedOrigins | None) -> Written:
         """When executing the frame fails, some of its records may have been written. Times are within 0.26 % of their age."""
-        began = now_ms()
-        put = partial(put_task, self._url, topic, batch.epoch, began, origins.name.lower())
-        rows = frame.mapInArrow(put, PUT_ROW).collect()
-        times: Counter[int] = Counter()
-        for row in rows:
-            times += Counter({began - lag: events for lag, events in read_lags(row.lags).items()})
-        return Written(times, " ".join(row.origins for row in rows if row.origins))
+        observed = ObservedWrite(frame, wanted)
+        put = partial(put_task, self._url, topic, batch.epoch)
+        observed.frame.mapInArrow(put, PUT_ROW).collect()
+        return observed.result()
 
     def try_write(self, frame: DataFrame) -> None:
         """Rows go from the tasks to Kinesis, a part at a time: none are kept."""

@@ -78,7 +78,7 @@ def write_dead_letters(
 ) -> Origins:
     """Store these records as dead letters of the pipe, unless (name, epoch) was stored before, and add them to the report.
 
-    Returns their origins, when there is a ledger. counted: see `origins_of`.
+    Returns their origins, when there is a ledger. counted: what others wrote is counted elsewhere.
     """
     if not found:
         return {}
@@ -86,7 +86,8 @@ def write_dead_letters(
     reasons = Counter(item.reason for item in found)
     report.dead += reasons
     if query.ledger:
-        dead = origins_of([item.record for item in found], query.pipe, counted=counted)
+        gathered = origins_of([item.record for item in found])
+        dead = gathered.all if counted else gathered.counted(query.pipe, len(found))
         add_outcome(report.sets, "dead", dead)
     max_bytes = query.broker.max_record_bytes
     records = make_dead_letters(found, pipe=query.pipe, version=query.prepared.version, max_bytes=max_bytes)

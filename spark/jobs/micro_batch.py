@@ -8,13 +8,13 @@ again.
 import time
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from pyspark.sql import DataFrame, Observation
 from pyspark.sql import functions as f
 
 from services.core.topic_names import output_topic
-from spark.brokers.contract import BatchName, OriginFormat, is_too_much
+from spark.brokers.contract import BatchName, WantedOrigins, is_too_much
 from spark.errors import is_of_broker, is_of_end, shorten
 from spark.health import PART
 from spark.java import is_answer
@@ -31,8 +31,9 @@ from spark.jobs.culprits import (
 )
 from spark.jobs.dead_letters import DEAD, TRANSFORM_ERROR, reject_as, reject_bad_records, write_dead_letters
 from spark.jobs.query import BatchHandler, MicroBatchQuery, Query
-from spark.records import ORIGINS_READ, RecordOffset
+from spark.records import RecordOffset
 from spark.reports import (
+    NO_ORIGINS,
     ORIGINS,
     BatchReport,
     Origins,
@@ -41,25 +42,22 @@ from spark.reports import (
     add_settled,
     age,
     collect_origins,
-    collect_text,
     count_by_lag,
     gather_origins,
     read_lags,
     read_observed,
-    split_count,
-    with_origin,
+    read_origins,
     without,
 )
 from spark.transforms.output import number_batch
 from spark.transforms.preparation import of_stream
-from spark.transforms.view import FAILED_CHECK, TIME, SourceView, drop_duplicates
+from spark.transforms.view import FAILED_CHECK, TIME, drop_duplicates
 
 
 def start_micro_batches(query: Query) -> MicroBatchQuery:
     """Run a row-by-row transform on each micro-batch."""
-    transform, deduplicates = query.prepared.transform, query.prepared.deduplicates
-    # Not with packed origins: a duplicate that is dropped would take the origins of others along.
-    source = query.source(origins=query.ledger and not deduplicates)
+    transform = query.prepared.transform
+    source = query.source()
     if transform.deduplicate_within is not None:
         # Ids are forgotten with the next data; a batch only for that would delay it.
         query.session.conf.set("spark.sql.streaming.noDataMicroBatches.enabled", "false")
@@ -84,11 +82,8 @@ class TransformHandler(BatchHandler):
         events = f.count(f.lit(1)).alias("events")
         lags = count_by_lag(age(f.col(TIME))).alias("lags")
         self._in_metrics = [events, lags, f.count(FAILED_CHECK).alias("bad")]
-        self._origins, self._packed = OriginFormat.NONE, False
         if query.ledger:
             self._in_metrics.append(gather_origins().alias(ORIGINS))
-            self._origins = OriginFormat.TIMED if self._makes_new else OriginFormat.PLAIN
-            self._packed = query.broker.packs_origins and not query.prepared.deduplicates
         self._streak = FailureStreak(query.checkpoint)
         # Several views read the batch, and so does each pass over a deduplicated one: then keep it in memory.
         self._keep = len(query.prepared.views) > 1 or query.prepared.deduplicates
@@ -192,20 +187,22 @@ class TransformHandler(BatchHandler):
         seen = {stream: Observation() for stream in prepared.views}
         frames = {}
         for stream, view in prepared.views.items():
-            checked = self._check(view, of_stream(prepared, raw, stream)).observe(seen[stream], *self._in_metrics)
+            checked = view.check(of_stream(prepared, raw, stream)).observe(seen[stream], *self._in_metrics)
             frames[stream] = view.good(checked.where(f"NOT ({exactly(culprits)})") if culprits else checked)
         numbering = None
         if self._makes_new:
             query_id = query.writer.rpartition(":")[2]
             numbering = number_batch(query_id, batch_id, query.checkpoint.planned_at(batch_id), names.mark)
         out = prepared.apply(frames, raw.sparkSession, numbering)
-        written = query.broker.write(out, output_topic(query.pipe), names.output, self._origins)
+        wanted = WantedOrigins(numbering.at_ms if numbering else None) if query.ledger else None
+        written = query.broker.write(out, output_topic(query.pipe), names.output, wanted)
         ended = time.time_ns() // 1_000_000
         bad, gathered = 0, []
-        for stream, observation in seen.items():
+        for observation in seen.values():
             values = read_observed(observation)
             bad += values["bad"]
-            gathered.append((self._origins_read(values, raw, stream, whole=part is None), values["events"]))
+            if query.ledger:
+                gathered.append((read_origins(values[ORIGINS]), values["events"]))
             report.read += values["events"]
             report.lag_in += read_lags(values["lags"])
         report.written = written.times.total()
@@ -213,35 +210,16 @@ class TransformHandler(BatchHandler):
         rejected = reject_bad_records(prepared, raw) if bad else []
         failed = write_dead_letters(query, rejected, names.dead, names.output.epoch, report, counted=True)
         if query.ledger:
-            add_settled(report, gathered, "" if numbering else written.origins, [dead or {}, failed])
+            add_settled(report, gathered, NO_ORIGINS if numbering else written.origins, [dead or {}, failed])
         if numbering:
-            add_accepted(report, written.origins, numbering.at_ms)
-
-    def _check(self, view: SourceView, raw: DataFrame) -> DataFrame:
-        """With ORIGINS_READ for the ledger: as it was read, or, of a deduplicated batch, from each event's own header."""
-        if not self.query.ledger:
-            return view.check(raw)
-        return (
-            with_origin(view.check(raw)) if self.query.prepared.deduplicates else view.check(raw, keep=[ORIGINS_READ])
-        )
-
-    def _origins_read(self, values: Mapping[str, Any], raw: DataFrame, stream: str, *, whole: bool) -> str:
-        """The gathered origins of a source.
-
-        When records are missing that were read, each record's own origin counts: a record that was lost on the way must not
-        count as filtered. So does it in a part of a batch, where a row with the origins of several may speak for others.
-        """
-        packed, origins = split_count(values.get(ORIGINS, ""))
-        if self._packed and (packed != values["events"] or not whole):
-            return collect_text(of_stream(self.query.prepared, raw, stream))
-        return origins
+            add_accepted(report, written.origins)
 
     def _add_duplicates(self, report: BatchReport, raw: DataFrame, kept: int, batch_id: int) -> None:
         """Report the events that deduplication dropped from a batch; if there are any, the batch is read again."""
         ranges = self.query.planned_ranges(batch_id)
         if kept < sum(part.end - part.start for part in ranges):
-            every = collect_origins(self.query.broker.read_ranges(raw.sparkSession, ranges), self.query.pipe)
-            add_outcome(report.sets, "filtered", without(every, collect_origins(raw, self.query.pipe)))
+            every = collect_origins(self.query.broker.read_ranges(raw.sparkSession, ranges))
+            add_outcome(report.sets, "filtered", without(every.all, collect_origins(raw).all))
 
     def _find_culprits(self, raw: DataFrame, error: Exception) -> dict[RecordOffset, str]:
         """The events on which the transform fails; none when it does not fail again. Raises TransformBroken, Stopping."""

@@ -70,11 +70,11 @@ class Query:
         """Another query of the same pipe, with a checkpoint of its own."""
         return replace(self, checkpoint=self.checkpoint.beside(name), writer=f"{self.writer}:{name}")
 
-    def source(self, *, origins: bool = False) -> DataFrame:
-        """All the pipe's sources as one raw stream. origins: as in `SparkBroker.read_stream`."""
+    def source(self) -> DataFrame:
+        """All the pipe's sources as one raw stream."""
         max_events = self.prepared.transform.max_events
         return self.broker.read_stream(
-            self.session, list(self.prepared.views), max_events, checkpoint=self.checkpoint.path, origins=origins
+            self.session, list(self.prepared.views), max_events, checkpoint=self.checkpoint.path
         )
 
     def trial(self, raw: DataFrame, records: Sequence[RecordOffset]) -> str | None:

@@ -286,10 +286,10 @@ class ReportedBatches:
         raw = _read_unskipped(query, ranges, skipped)
         checked = {stream: view.check(of_stream(prepared, raw, stream)) for stream, view in prepared.views.items()}
         good = (frame.where(f.col(FAILED_CHECK).isNull()) for frame in checked.values())
-        read = union(collect_origins(frame, query.pipe) for frame in good)
+        read = union(collect_origins(frame).counted(query.pipe) for frame in good)
         written: Origins = {}
         if prepared.row_by_row:
-            written = collect_origins(prepared.apply(prepared.views_of(raw), query.session), query.pipe)
+            written = collect_origins(prepared.apply(prepared.views_of(raw), query.session)).all
         report = BatchReport(query.pipe)
         add_outcome(report.sets, "passed", written)
         add_outcome(report.sets, "filtered", without(read, written))

@@ -30,8 +30,8 @@ from spark.jobs.replay import (
     reject_culprits,
     reject_process_killers,
 )
-from spark.records import ORIGINS_READ
 from spark.reports import (
+    NO_ORIGINS,
     ORIGINS,
     BatchReport,
     add_settled,
@@ -41,7 +41,7 @@ from spark.reports import (
     count_by_lag,
     gather_origins,
     read_lags,
-    with_origin,
+    read_origins,
 )
 from spark.transforms.view import FAILED_CHECK, READ_AT, TIME
 
@@ -171,12 +171,10 @@ def start_transforming(query: Query) -> StreamingQuery:
             f"NOT ({skip})"
         )
         checked = view.check(raw, clock_now())
-        checked = with_origin(checked, f.col(FAILED_CHECK).isNull()) if query.ledger else checked
         frames[stream] = prepared.watermarked(view.good(checked.observe(f"in:{stream}", *in_metrics)))
     out = prepared.apply(frames, query.session)
-    out = with_origin(out) if query.ledger else out
     out = out.withColumn(_WRITTEN_AT, clock_now()) if query.real_time else out
-    out = out.observe(_OUT, *out_metrics).drop(READ_AT, _WRITTEN_AT, ORIGINS_READ)
+    out = out.observe(_OUT, *out_metrics).drop(READ_AT, _WRITTEN_AT)
     by_time = not prepared.out.carries_events
     writer = broker.write_stream(out, output_topic(query.pipe), query.writer, by_time=by_time)
     writer = writer.queryName(query.pipe).option("checkpointLocation", query.checkpoint.path)
@@ -206,7 +204,7 @@ def _metrics(query: Query) -> tuple[list[Any], list[Any]]:
     elif query.prepared.out.stamped:
         out_metrics.append(count_by_lag(f.col(_WRITTEN_AT) - f.col(READ_AT)).alias(_TOOK))
     if query.ledger:
-        in_metrics.append(gather_origins().alias(ORIGINS))
+        in_metrics.append(gather_origins(f.col(FAILED_CHECK).isNull()).alias(ORIGINS))
         out_metrics.append(gather_origins().alias(ORIGINS))
     return in_metrics, out_metrics
 
@@ -215,12 +213,12 @@ def _to_report(query: Query, progress: Any) -> tuple[BatchReport, int]:
     """And the number of bad records. In real-time mode from the times of each event, else from the begin and end of the batch."""
     report, lasted = BatchReport(query.pipe), progress["batchDuration"]
     begun = round(datetime.fromisoformat(progress["timestamp"]).timestamp() * 1000)
-    gathered, written, bad = [], "", 0
+    gathered, written, bad = [], NO_ORIGINS, 0
     for name, row in progress["observedMetrics"].items():
         after = 0 if query.real_time or not row["events"] else begun - row["began"]
         if name == _OUT:
             report.written = row["events"]
-            written = row[ORIGINS] if query.ledger else ""
+            written = read_origins(row[ORIGINS]) if query.ledger else NO_ORIGINS
             report.lag_out = read_lags(row["lags"], later_ms=0 if query.real_time else after + lasted)
             if not query.real_time:
                 report.took = Counter({lasted: row["events"]})
@@ -230,7 +228,8 @@ def _to_report(query: Query, progress: Any) -> tuple[BatchReport, int]:
             bad += row["bad"]
             events = row["events"] - row["bad"]
             report.read += events
-            gathered.append((row[ORIGINS] if query.ledger else "", events))
+            if query.ledger:
+                gathered.append((read_origins(row[ORIGINS]), events))
             report.lag_in += read_lags(row["lags"], later_ms=max(0, after))  # a repeated batch began long ago
     if query.ledger:
         add_settled(report, gathered, written)

@@ -21,7 +21,7 @@ from services.core.broker.kinesis.bucket import Store
 from services.core.broker.kinesis.incarnation import Stream
 from services.core.broker.kinesis.streams import Shard
 from services.core.broker.record import Batch, TopicPartition
-from spark.records import RAW_SCHEMA, OffsetRange, raw_schema, to_arrow
+from spark.records import RAW_SCHEMA, OffsetRange, to_arrow
 from spark.sources.ends import (
     FOLDER,
     EndNotes,
@@ -160,7 +160,6 @@ class KinesisStreamReader(DataSourceStreamReader):
         self._url = options["broker"]
         self._topics = options["topics"].split(",")
         self._max_events, self._most_tasks = int(options["max_events"]), int(options.get("tasks", "1"))
-        self._schema = raw_schema(options)
         self._place = Place(options.get("checkpoint", ""), Store(*json.loads(options.get("store", "[]"))))
         self._folder = f"{FOLDER}/{self._topics[0]}"
         self._looked_at = -POLL_EVERY_S
@@ -231,7 +230,7 @@ class KinesisStreamReader(DataSourceStreamReader):
     def read(self, partition: InputPartition) -> Iterator[Any]:
         """Arrow batches of one task."""
         for batch in read_task(connection(self._url), partition):
-            yield to_arrow(batch, self._schema)
+            yield to_arrow(batch, RAW_SCHEMA)
 
     def _ends_before(self, offset: Offset) -> dict[tuple[str, int], ShardEnd]:
         """Where the batch of this offset ended, as far as it has run; once it was planned after, all of it has."""

@@ -15,7 +15,7 @@ from services.core.broker.log.data_folder import DataFolder
 from services.core.broker.log.topic_reader import TopicReader
 from services.core.broker.partitioner import split_by_key
 from services.core.broker.record import Record
-from spark.records import RAW_SCHEMA, OffsetRange, Schema, raw_schema, to_arrow
+from spark.records import RAW_SCHEMA, OffsetRange, to_arrow
 from spark.sources.offsets import UNBOUNDED, Offset, advance, check_stored, offsets_of, pack_offsets
 from spark.sources.writer import BatchWriter
 
@@ -46,14 +46,14 @@ def plan_tasks(ranges: Iterable[OffsetRange]) -> list[LogTask]:
     return tasks
 
 
-def read_task(path: str, task: InputPartition, schema: Schema = RAW_SCHEMA) -> Iterator[Any]:
-    """The task's records as Arrow batches of the schema. Raises OffsetOutOfRange, DataDamaged: Spark then fails the batch.
+def read_task(path: str, task: InputPartition) -> Iterator[Any]:
+    """The task's records as Arrow batches. Raises OffsetOutOfRange, DataDamaged: Spark then fails the batch.
 
     An empty read has one task without a value.
     """
     for part in task.ranges if isinstance(task, LogTask) else ():
         for batch in read_range(path, part.topic, part.partition, part.start, part.end):
-            yield to_arrow(batch, schema)
+            yield to_arrow(batch, RAW_SCHEMA)
 
 
 def _path(options: Mapping[str, str]) -> str:
@@ -70,7 +70,6 @@ class LogStreamReader(DataSourceStreamReader):
         self._path = _path(options)
         self._topics = options["topics"].split(",")
         self._max_events = int(options["max_events"])
-        self._schema = raw_schema(options)
         self._readers: dict[str, TopicReader] = {}
 
     def initialOffset(self) -> Offset:  # noqa: N802 - pyspark's name
@@ -109,7 +108,7 @@ class LogStreamReader(DataSourceStreamReader):
         return list(plan_tasks(ranges))
 
     def read(self, partition: InputPartition) -> Iterator[Any]:
-        return read_task(self._path, partition, self._schema)
+        return read_task(self._path, partition)
 
     def stop(self) -> None:
         for reader in self._readers.values():

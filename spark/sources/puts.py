@@ -1,14 +1,11 @@
-"""Writing to Kinesis from Spark's tasks: each task puts its own records, and tells the driver counts, lags and origins only.
+"""Writing to Kinesis from Spark's tasks: each task puts its own records, and tells the driver their number.
 
 At least once: Kinesis has no idempotent put. A task that Spark computes again puts its records again, with the same event ids.
 All tasks of a worker process share its paces, and processes find their shares by throttles (`services.core.broker.kinesis.pace`).
 """
 
-import math
-import time
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -16,7 +13,6 @@ from pyspark.sql.datasource import DataSourceStreamArrowWriter, WriterCommitMess
 from pyspark.taskcontext import TaskContext
 
 from services.core.broker.kinesis.blocking import BlockingKinesis
-from services.core.event import ORIGIN
 from spark.records import OUT_SCHEMA, from_arrow
 from spark.sources.kinesis import connection
 from spark.sources.offsets import sync_before_commit
@@ -25,31 +21,19 @@ from spark.sources.writer import BY_TIME
 HELD_BYTES = 16 << 20
 """A task holds so much of its output before it puts any. A transform that fails on an event of a usual batch stores nothing of
 that task."""
-LAG_STEPS = 200
-"""As `reports.STEPS`: ages are counted by steps of about 1/200."""
-PUT_ROW = "events BIGINT, lags STRING, origins STRING"
-"""What a task returns; see `PutRow`."""
+PUT_ROW = "events BIGINT"
+"""What a task returns: the number of records that it put."""
 _BATCH_PROPERTY = "streaming.sql.batchId"
 """Spark's local property with the number of a stream's batch."""
 
 
-class PutRow(NamedTuple):
-    """events: records that were put. lags: as of `reports.count_by_lag`, in text. origins: as of `reports.gather_origins`."""
-
-    events: int
-    lags: str
-    origins: str
-
-
-def put_task(url: str, topic: str, batch: int, began_ms: int, origins: str, rows: Iterable[Any]) -> Iterator[Any]:
+def put_task(url: str, topic: str, batch: int, rows: Iterable[Any]) -> Iterator[Any]:
     """For `mapInArrow` over a frame with columns OUT: puts the rows of a task, and returns one PUT_ROW.
 
-    began_ms: lags are counted up to this time. origins: `none`, `plain`, or `timed`, each with its event's time. Raises
-    BrokerError kinds; then a part may be stored.
+    Raises BrokerError kinds; then a part may be stored.
     """
-    counted = _Counted(began_ms, origins)
-    put_rows(connection(url), topic, batch + _task(), (counted.add(row) for row in rows))
-    yield pa.RecordBatch.from_pydict({name: [value] for name, value in counted.row()._asdict().items()})
+    events = put_rows(connection(url), topic, batch + _task(), rows)
+    yield pa.RecordBatch.from_pydict({"events": [events]})
 
 
 def put_rows(kinesis: BlockingKinesis, topic: str, turn: int, rows: Iterable[Any], *, by_time: bool = False) -> int:
@@ -81,48 +65,6 @@ def _put(kinesis: BlockingKinesis, topic: str, turn: int, held: Iterable[Any]) -
 def _task() -> int:
     context = TaskContext.get()
     return 0 if context is None else context.partitionId()
-
-
-class _Counted:
-    """Counts record batches on their way. By columns, never by row."""
-
-    def __init__(self, began_ms: int, origins: str) -> None:
-        self._began_ms, self._which = began_ms, origins
-        self._events = 0
-        self._steps: Counter[int] = Counter()
-        self._origins = list[str]()
-
-    def add(self, row: Any) -> Any:
-        times = row.column("timestamp").cast(pa.timestamp("ms", tz="UTC"), safe=False).cast(pa.int64())
-        self._events += row.num_rows
-        for each in pc.value_counts(times).to_pylist():
-            self._steps[_step(self._began_ms - each["values"])] += each["counts"]
-        if self._which != "none":
-            self._origins += gather(row.column("headers"), times if self._which == "timed" else None)
-        return row
-
-    def row(self) -> PutRow:
-        lags = " ".join(f"{step}:{events}" for step, events in sorted(self._steps.items()))
-        return PutRow(self._events, lags, " ".join(self._origins))
-
-
-def _step(lag_ms: int) -> int:
-    return round(math.copysign(math.log1p(abs(lag_ms)) * LAG_STEPS, lag_ms))
-
-
-def gather(headers: Any, times: Any = None) -> list[str]:
-    """The first origin of each record that has one, from the column `headers`; `times` (ms): with each its record's time."""
-    pairs, rows = pc.list_flatten(headers), pc.list_parent_indices(headers)
-    found = pc.equal(pairs.field("key"), ORIGIN)
-    rows, origins = rows.filter(found), pairs.field("value").filter(found)
-    if len(pc.unique(rows)) < len(rows):
-        first = pc.index_in(pc.unique(rows), rows)
-        rows, origins = rows.take(first), origins.take(first)
-    known = pc.is_valid(origins)
-    texts = [origin.decode(errors="replace") for origin in origins.filter(known).to_pylist()]
-    if times is None:
-        return texts
-    return [f"{text}:{time}" for text, time in zip(texts, times.take(rows.filter(known)).to_pylist(), strict=True)]
 
 
 class Stored(WriterCommitMessage):
@@ -159,7 +101,3 @@ class KinesisStreamWriter(DataSourceStreamArrowWriter):
 
 def open_writer(options: Mapping[str, str]) -> KinesisStreamWriter:
     return KinesisStreamWriter(options)
-
-
-def now_ms() -> int:
-    return time.time_ns() // 1_000_000

@@ -1,10 +1,9 @@
 """The embedded log and Kinesis as one Spark data source, `penstock`, for streams, and for batches that are read.
 
 Reading returns the columns RAW of `spark.records`; writing takes its columns OUT. Options: `broker` (its URL); for a stream that
-is read: `topics` (comma-joined), `max_events` (the limit of a micro-batch), `origins` (with ORIGINS_READ), and on Kinesis
-`checkpoint` (the query's) and `tasks` (at most so many); for a batch that is read: `ranges`; for a stream that is written:
-`topic`, `writer`. The log stores a batch once, and is not for a cluster: all processes share its host. Kinesis stores a batch at
-least once.
+is read: `topics` (comma-joined), `max_events` (the limit of a micro-batch), and on Kinesis `checkpoint` (the query's) and `tasks`
+(at most so many); for a batch that is read: `ranges`; for a stream that is written: `topic`, `writer`. The log stores a batch
+once, and is not for a cluster: all processes share its host. Kinesis stores a batch at least once.
 
 Spark pickles the classes by reference, so its workers need this package on their path. A worker loads only its broker's modules.
 """
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from pyspark.sql.datasource import DataSource
 
-from spark.records import ORIGINS_READ, RAW
+from spark.records import RAW
 
 if TYPE_CHECKING:
     from pyspark.sql.datasource import DataSourceReader, DataSourceStreamArrowWriter, DataSourceStreamReader
@@ -30,7 +29,7 @@ class BrokerSource(DataSource):
         return NAME
 
     def schema(self) -> str:
-        return f"{RAW}, {ORIGINS_READ} STRING" if "origins" in self.options else RAW
+        return RAW
 
     def streamReader(self, schema: "StructType") -> "DataSourceStreamReader":  # noqa: N802 - pyspark's name
         if self._is_kinesis:

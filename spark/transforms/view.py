@@ -4,7 +4,6 @@ Expressions are built once and used for each batch: building one takes many call
 Names that start with `_penstock` are ours.
 """
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from pyspark.sql import Column, DataFrame
@@ -64,12 +63,12 @@ class SourceView:
         self._is_good, self._is_bad = f.col(FAILED_CHECK).isNull(), f.col(FAILED_CHECK).isNotNull()
         self._seen = [*_seen_columns(columns, stamped=stamped), *([f.col(TIME).alias(EVENT_TIME)] if timed else [])]
 
-    def check(self, raw: DataFrame, clock: Column | None = None, *, keep: Sequence[str] = ()) -> DataFrame:
-        """Raw plus FAILED_CHECK and TIME. clock: the value of READ (ms); without one it is null. keep: further columns."""
+    def check(self, raw: DataFrame, clock: Column | None = None) -> DataFrame:
+        """Raw plus FAILED_CHECK and TIME. clock: the value of READ (ms); without one it is null."""
         if not self._stamped:
-            return raw.select(*self._checked, *keep)
+            return raw.select(*self._checked)
         now = f.lit(None) if clock is None else clock
-        return raw.select(*self._checked, now.cast("long").alias(READ_AT), *keep)
+        return raw.select(*self._checked, now.cast("long").alias(READ_AT))
 
     def good(self, checked: DataFrame) -> DataFrame:
         """The view of the events: `event`, `value` and the declared columns."""

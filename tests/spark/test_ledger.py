@@ -11,7 +11,7 @@ from services.core.broker.errors import Unavailable
 from services.core.broker.record import Record
 from services.core.event import ARRIVAL, ID, ORIGIN, Origin
 from services.core.ledger.report import unpack_numbers
-from spark.brokers.contract import BatchName, OriginFormat, Written
+from spark.brokers.contract import BatchName, WantedOrigins, Written
 from spark.brokers.log import LogSparkBroker
 from spark.reporter import PipeReporter
 from spark.reports import BatchReport
@@ -26,10 +26,7 @@ def flight(number: int, delay: int | str | None = None) -> Record:
 
 def test_sets_add_up(pipeline: LogPipeline) -> None:
     """If this fails, the ledger invents losses of a pipe that filters, rejects and fails on some, or hides them."""
-    bad = {
-        1,
-        *range(50, 400, 50),
-    }  # and the first of a batch, with which the origins of others travel: here, and a culprit
+    bad = {1, *range(50, 400, 50)}
     pipeline.send([flight(n, delay=0 if n in (2, 17, 333) else "x" if n in bad else n) for n in range(1, 400)])
     foreign = [
         Record(b"k", b'{"delay": 3}', 1, ((ce, value),)) for ce, value in (("ce_id", b"a"), (ORIGIN, b"no: such"))
@@ -86,7 +83,7 @@ def test_batch_that_could_not_be_reported_is_reported_again_and_not_written_agai
     written: list[int] = []
 
     def count(
-        endpoint: LogSparkBroker, frame: DataFrame, topic: str, batch: BatchName, wanted: OriginFormat
+        endpoint: LogSparkBroker, frame: DataFrame, topic: str, batch: BatchName, wanted: WantedOrigins | None
     ) -> Written:
         written.append(batch.epoch)
         return write(endpoint, frame, topic, batch, wanted)

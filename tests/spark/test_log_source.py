@@ -13,14 +13,12 @@ from services.core.broker.contract import PartitionRange
 from services.core.broker.errors import OffsetOutOfRange
 from services.core.broker.log import blocking
 from services.core.broker.record import Batch, Record
-from services.core.event import ORIGIN, read_id
+from services.core.event import read_id
 from spark.records import (
-    ORIGINS_READ,
     OUT,
     OUT_SCHEMA,
     RAW,
     RAW_SCHEMA,
-    RAW_WITH_ORIGINS,
     OffsetRange,
     from_arrow,
     offset_text,
@@ -52,16 +50,6 @@ def test_records_survive_arrow() -> None:
     assert batch.column("offset").to_pylist() == [offset_text(n) for n in (7, 9, 10)]
     table = pa.Table.from_batches([batch.slice(1), batch.slice(0, 1)])
     assert from_arrow(table) == [records[1], records[2], records[0]]
-
-
-def test_origins_are_read_with_records() -> None:
-    """If this fails, the ledger does not know what a transform read, and takes what it filters for lost."""
-    records = [
-        Record(None, b"", 1, headers) for headers in (((ORIGIN, b"a:0:1"),), (), (("x", b"y"), (ORIGIN, b"a:0:\xff")))
-    ]
-    batch = to_arrow(Batch("t", 3, range(3), records), RAW_WITH_ORIGINS)
-    assert batch.column(ORIGINS_READ).to_pylist() == ["#3 a:0:1 a:0:\ufffd", None, None]
-    assert to_arrow(Batch("t", 3, range(0), []), RAW_WITH_ORIGINS).num_rows == 0
 
 
 def test_batches_share_the_backlog() -> None:

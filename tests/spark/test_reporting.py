@@ -9,11 +9,12 @@ from pyroaring import BitMap
 
 from services.core.broker.errors import Unavailable
 from services.core.broker.record import Record
+from services.core.event import ORIGIN
 from services.core.ledger.report import Report, decode_report, unpack_numbers
 from services.core.ledger.reporter import HEARTBEAT_S
 from spark.records import OffsetRange, cut_evenly
 from spark.reporter import PipeReporter
-from spark.reports import BatchReport, add_accepted, add_settled, parse_origins, split_count, union, without
+from spark.reports import BatchReport, Gathered, add_accepted, add_settled, origins_of, union, without
 from spark.transforms.output import number_batch
 
 
@@ -57,21 +58,31 @@ def outside(reason: str) -> float:
     return REGISTRY.get_sample_value("penstock_ledger_events_outside_total", labels) or 0.0
 
 
+def record(origin: str | None, time: int = 1) -> Record:
+    return Record(None, b"", time, () if origin is None else ((ORIGIN, origin.encode()),))
+
+
+def gathered(*origins: str | None) -> Gathered:
+    return origins_of([record(origin) for origin in origins])
+
+
 def test_origins_are_read_and_what_is_none_is_counted() -> None:
     """If this fails, one record that others wrote stops a pipe, or an event is taken for another one."""
     text = "a:0:5 b:1:7 a:0:6 a:0:6 A:0:1 x a:0: a::3 a:0:2147483648 a:0:-1 a:0:12345678901 a:0:1_0 a:0:2147483647"
-    assert parse_origins(text, "odd", events=16) == {("a", 0): BitMap([5, 6, 2**31 - 1]), ("b", 1): BitMap([7])}
+    found = gathered(*text.split(), None, None, None)
+    assert found.counted("odd", 16) == {("a", 0): BitMap([5, 6, 2**31 - 1]), ("b", 1): BitMap([7])}
     assert outside("bad_origin") == 8
     assert outside("no_origin") == 3
-    assert parse_origins("", "odd") == {}
-    assert split_count("#3 a:0:5 #12 b:1:7 a:0:6") == (15, " a:0:5  b:1:7 a:0:6")
-    assert split_count("a:0:5") == (0, "a:0:5")
+    assert found.counted("odd") == found.all
+    assert (outside("bad_origin"), outside("no_origin")) == (16, 3)
+    assert gathered().all == {}
 
 
 def test_settled_is_passed_or_filtered() -> None:
     """If this fails, an event counts twice or not at all behind a transform."""
     report = BatchReport("p")
-    add_settled(report, [("a:0:1 a:0:2 a:1:1", 3), ("b:0:1", 1)], "a:0:2 b:0:1 b:0:1")
+    read = [(gathered("a:0:1", "a:0:2", "a:1:1"), 3), (gathered("b:0:1"), 1)]
+    add_settled(report, read, gathered("a:0:2", "b:0:1", "b:0:1"))
     assert {(reported.outcome, reported.incarnation, reported.partition) for reported in report.sets.pack()} == {
         ("passed", "a", 0),
         ("passed", "b", 0),
@@ -79,19 +90,22 @@ def test_settled_is_passed_or_filtered() -> None:
         ("filtered", "a", 1),
     }
     other = BatchReport("p")
-    add_settled(other, [("a:0:1 a:0:2 a:0:3", 3)], "a:0:2", [{("a", 0): BitMap([3])}])
+    read = [(gathered("a:0:1", "a:0:2", "a:0:3"), 3)]
+    add_settled(other, read, gathered("a:0:2"), [{("a", 0): BitMap([3])}])
     assert {(reported.outcome, tuple(unpack_numbers(reported.numbers))) for reported in other.sets.pack()} == {
         ("passed", (2,)),
         ("filtered", (1,)),
     }
-    left = without(union([parse_origins("a:0:1", "p"), parse_origins("a:0:2", "p")]), parse_origins("a:0:1", "p"))
+    left = without(union([gathered("a:0:1").all, gathered("a:0:2").all]), gathered("a:0:1").all)
     assert left == {("a", 0): BitMap([2])}
 
 
 def test_new_events_count_in_their_minute() -> None:
     """If this fails, events that a transform makes are missing from the minutes that the observer shows, or in the wrong ones."""
     report, at = BatchReport("p"), 100 * 60_000 + 5
-    add_accepted(report, f"q:0:1:{at} q:0:2:{at - 60_000} q:0:3:{at - 600_000} q:0:4:{at + 600_000}", at)
+    times = [at, at - 60_000, at - 600_000, at + 600_000]
+    made = [record(f"q:0:{number}", time) for number, time in enumerate(times, start=1)]
+    add_accepted(report, origins_of(made, arrival=at))
     found = {(reported.minute, tuple(unpack_numbers(reported.numbers))) for reported in report.sets.pack()}
     assert found == {(100, (1, 3, 4)), (99, (2,))}
 
@@ -120,7 +134,7 @@ def test_reporter_reports_batches_and_heartbeats() -> None:
     reporter.report_heartbeat()
     assert [report.behind_ms for report in shelf.reports()] == [None]
     done = BatchReport("p", read=3, lag_in=Counter([5, 6]), lag_out=Counter([7, 8]), took=Counter({2: 2}))
-    add_settled(done, [("a:0:1 a:0:2 a:0:3", 3)], "a:0:1 a:0:2")
+    add_settled(done, [(gathered("a:0:1", "a:0:2", "a:0:3"), 3)], gathered("a:0:1", "a:0:2"))
     clock.now += 7
     reporter.record_settled_up_to(int(clock.now * 1000) - 4000)
     reporter.report(done)
@@ -149,7 +163,7 @@ def test_reporter_that_cannot_write() -> None:
     shelf, clock = Shelf(), Clock()
     reporter = PipeReporter("p", shelf.append, clock)
     done = BatchReport("p", lag_out=Counter([7]))
-    add_settled(done, [("a:0:1", 1)], "a:0:1")
+    add_settled(done, [(gathered("a:0:1"), 1)], gathered("a:0:1"))
     shelf.away = True
     with pytest.raises(Unavailable):
         reporter.report(done)
