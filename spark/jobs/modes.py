@@ -12,6 +12,7 @@ import structlog
 from pyspark.sql import SparkSession
 
 from spark.brokers.contract import SparkBroker
+from spark.health import SLOW
 from spark.java import JAVA_ERRORS
 from spark.jobs.checkpoint import CheckpointDamaged, peek_checkpoint
 from spark.jobs.query import Query
@@ -22,6 +23,10 @@ from spark.transforms.preparation import Prepared, prepare_pipe
 
 log = structlog.get_logger()
 
+REAL_TIME_BATCH_S = 15
+"""A real-time query processes each event at once and commits its progress so often; after a crash it repeats at most that.
+
+Events wait while Spark commits and plans the next batch, 0.2 to 0.6 s: with 5 s these were more than 5 % of them."""
 MODE_FILE = "mode.json"
 """The mode of the last run. Earlier versions do not write it: the checkpoint's `kind` says it there."""
 Mode = Literal["micro-batch", "real-time"]
@@ -91,6 +96,8 @@ def _why_not(
         return Reason("state", "the transform works on several events")
     if "interval" in transform.model_fields_set:
         return Reason("interval", "interval is set, which is of micro-batches")
+    if settings.batch_timeout * SLOW < REAL_TIME_BATCH_S * 2:
+        return Reason("batch_timeout", "a batch in real-time mode lasts 15 s, which is long for this batch_timeout")
     if not prepared.out.carries_events:
         return Reason("new_events", "the transform makes new events, which get their origins by the micro-batch")
     if prepared.obstacle:

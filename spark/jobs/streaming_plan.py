@@ -20,7 +20,7 @@ from spark.errors import is_of_broker, is_of_end, shorten
 from spark.java import progress_since
 from spark.jobs.attempts import Stopping
 from spark.jobs.culprits import FailureStreak, exactly
-from spark.jobs.modes import MorePartitions
+from spark.jobs.modes import REAL_TIME_BATCH_S, MorePartitions
 from spark.jobs.query import POLL_S, Query, has_completed_trigger, is_in_trigger, wait_for_end
 from spark.jobs.replay import (
     BadRecords,
@@ -47,10 +47,9 @@ from spark.transforms.view import FAILED_CHECK, READ_AT, TIME
 
 log = structlog.get_logger()
 
-REAL_TIME_BATCH = "15 seconds"
-"""A real-time query processes each event at once and commits its progress so often; after a crash it repeats at most that.
-
-Events wait during a commit, 0.2 to 0.6 s: with 5 seconds these were more than 5 % of them."""
+REAL_TIME_BATCH = f"{REAL_TIME_BATCH_S} seconds"
+READ_S = 3.0
+"""After so long without a failure, a real-time query is ready. A transform that is broken fails at once."""
 _OUT = "out"
 _TOOK = "took"
 _WRITTEN_AT = "_penstock_written"
@@ -73,6 +72,7 @@ class StreamingPlanQuery:
         self._start_transforming()
         self._last_batch = -1
         self._at_work: tuple[int, bool] | None = None
+        self._reads_since: float | None = None
 
     def _start_transforming(self) -> None:
         self._query.attempts.record_working()
@@ -107,7 +107,15 @@ class StreamingPlanQuery:
         self._at_work = (self._last_batch, at_work)
 
     def has_completed_trigger(self) -> bool:
-        return has_completed_trigger(self._transforming)
+        """In real-time mode also when its tasks have read for a while: the first trigger lasts as long as each one."""
+        return has_completed_trigger(self._transforming) or (self._query.real_time and self._has_read())
+
+    def _has_read(self) -> bool:
+        if not _runs_tasks(self._query, self._transforming):
+            self._reads_since = None
+        elif self._reads_since is None:
+            self._reads_since = time.monotonic()
+        return self._reads_since is not None and time.monotonic() - self._reads_since > READ_S
 
     def stop(self, may_wait: Callable[[], bool]) -> None:
         """Stops right after a batch of a real-time query: in the middle of one, the next run would repeat the batch."""
@@ -156,6 +164,13 @@ class StreamingPlanQuery:
             found = len(query.checkpoint.offsets(self._last_batch, query.broker.parse_offsets))
             if found > query.prepared.partitions:
                 raise MorePartitions(f"{found} partitions, and task slots for {query.prepared.partitions}")
+
+
+def _runs_tasks(query: Query, running: StreamingQuery) -> bool:
+    tracker = query.session.sparkContext.statusTracker()
+    jobs = [tracker.getJobInfo(job) for job in tracker.getJobIdsForGroup(str(running.runId))]
+    stages = [tracker.getStageInfo(stage) for job in jobs if job is not None for stage in job.stageIds]
+    return any(stage is not None and stage.numActiveTasks for stage in stages)
 
 
 def start_transforming(query: Query) -> StreamingQuery:

@@ -11,6 +11,7 @@ import pytest
 from services.core.pipes import Transform
 from spark.jobs.checkpoint import Identity
 from spark.jobs.modes import choose_modes
+from spark.jobs.streaming_plan import READ_S, StreamingPlanQuery
 from spark.settings import MOST_REAL_TIME_SLOTS, TransformSettings, load_pipes, size_master
 from spark.transforms.preparation import Prepared
 
@@ -48,6 +49,7 @@ def modes(
     master: str = "local[5]",
     kafka: bool = True,
     folder: Folder | None = None,
+    batch_timeout: str = "5m",
 ) -> list[tuple[bool, str]]:
     """Of each pipe, whose sources have two partitions each: whether it is in real-time mode, and why not."""
     broker: Any = SimpleNamespace(
@@ -60,7 +62,8 @@ def modes(
         lambda _session, _selected, name, **_: replace(by_name[name], real_time=True),
     )
     session: Any = None
-    found = choose_modes(session, TransformSettings(master=master), broker, session, pipes)
+    settings = TransformSettings.model_validate({"master": master, "batch_timeout": batch_timeout})
+    found = choose_modes(session, settings, broker, session, pipes)
     for each in found:
         may_fall_back = each.real_time and each.transform.mode == "auto" and len(each.views) == 1
         assert (each.fallback is not None) is may_fall_back
@@ -92,6 +95,7 @@ def test_what_is_not_of_the_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
     assert modes(monkeypatch, pipe(), kafka=False) == [(False, "broker")]
     assert modes(monkeypatch, pipe(), master="spark://host:7077") == [(False, "cluster")]
     assert modes(monkeypatch, pipe(mode="micro-batch")) == [(False, "")]
+    assert modes(monkeypatch, pipe(), batch_timeout="100s") == [(False, "batch_timeout")]
 
 
 def test_slots_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,3 +153,25 @@ def test_the_default_master_has_room(tmp_path: Path) -> None:
     assert master(kafka, given="local[3]", p=sql("a")) == "local[3]"
     assert master(kafka, p=sql("a", deduplicate_within="1m"), q=sql("b", watermark="1m")) == "local[2]"
     assert master("log:///x", p=sql("a")) == "local[2]"
+
+
+def test_a_real_time_query_is_ready_when_it_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If this fails, a fleet on Kafka is ready 15 s too late; or one is ready whose query fails on each start."""
+    stages = {7: SimpleNamespace(numActiveTasks=0)}
+    tracker = SimpleNamespace(
+        getJobIdsForGroup=lambda group: {"run": [1, 2]}[group],
+        getJobInfo={1: None, 2: SimpleNamespace(stageIds=[6, 7])}.get,
+        getStageInfo=stages.get,
+    )
+    now = 100.0
+    monkeypatch.setattr("spark.jobs.streaming_plan.time.monotonic", lambda: now)
+    running = StreamingPlanQuery.__new__(StreamingPlanQuery)
+    context = SimpleNamespace(statusTracker=lambda: tracker)
+    made: Any = SimpleNamespace(real_time=True, session=SimpleNamespace(sparkContext=context))
+    first: Any = SimpleNamespace(lastProgress=None, status={"message": "Processing new data"}, runId="run")
+    running._query, running._transforming, running._reads_since = made, first, None
+    for tasks, seconds, ready in ((0, 100, False), (4, 0, False), (4, READ_S + 1, True), (0, 1, False), (4, 1, False)):
+        stages[7].numActiveTasks, now = tasks, now + seconds
+        assert running.has_completed_trigger() is ready
+    made.real_time, now = False, now + 2 * READ_S
+    assert not running.has_completed_trigger()

@@ -13,6 +13,8 @@ _CHECKPOINT_WORDS = ("checkpoint", "penstock.json")
 _POISON = ("batch_in_parts", "batch_begun_before_and_not_done")
 STUCK_RECORDS = 1
 STARTING_S = 120.0
+REAL_TIME_S = 20.0
+"""In real-time mode a transform counts what it read, and moves its position, every 15 s. Closer readings show nothing."""
 NEW_S = 3600.0
 FAILED_S = 120.0
 STARTING = "starting"
@@ -154,6 +156,9 @@ def find_stuck(facts: Facts) -> Iterator[Finding]:
         behind = facts.total("penstock_broker_lag_records", group=pipe)
         read = facts.growth("penstock_transform_events_read_total", pipe=pipe)
         is_young = (one.age or STARTING_S) < STARTING_S
+        live = facts.total("penstock_transform_mode", pipe=pipe, mode="real-time")
+        if live and facts.seconds() < REAL_TIME_S:
+            continue
         if value and not is_young and one.second is not None and behind > STUCK_RECORDS and not read:
             yield Finding(
                 f"The transform of {pipe} reads nothing, and {format_count(int(behind), 'event')} wait for it.",

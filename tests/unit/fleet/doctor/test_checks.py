@@ -431,6 +431,13 @@ def test_a_transform_that_reads_nothing() -> None:
 
     assert first_of(broken(stick)) == "transform-stuck"
 
+    def in_real_time_mode(facts: Facts) -> None:  # it counts every 15 s
+        stick(facts)
+        labels = {"pipe": "large", "mode": "real-time", "why": ""}
+        count(instance(facts, "transform"), "penstock_transform_mode", labels, 1.0, 1.0)
+
+    assert broken(in_real_time_mode).status == 0
+
     def say(facts: Facts) -> None:
         instance(facts, "transform").unhealthy = "large: batch 7 has made no progress for 900 s"
 
