@@ -28,6 +28,9 @@ SILENT_S = 60
 """Seconds without a heartbeat after which an executor is replaced, and its tasks run again."""
 
 
+_FOR_EVER = "1000d"
+
+
 class MasterKind(Enum):
     """Who gives Spark its executors."""
 
@@ -59,7 +62,7 @@ def kind_of(master: str) -> MasterKind:
 
 @dataclass(frozen=True, slots=True)
 class Executors:
-    """least, most: their number; where these differ, Spark asks for more while tasks wait. memory: bytes of heap of each one.
+    """least, most: their number; where these differ, idle ones are given back. memory: bytes of heap of each one.
 
     python: the path of Python on their hosts. image: their container image; only on Kubernetes. resized: the autoscaler orders
     their number (`spark.executors`), and not Spark.
@@ -75,7 +78,7 @@ class Executors:
 
     @property
     def slots(self) -> int:
-        """The tasks that surely run at once."""
+        """The tasks that surely run at once, when they wait."""
         return self.least * self.cores
 
     @property
@@ -135,7 +138,8 @@ def _address_settings(driver: DriverAddress) -> dict[str, str]:
 
 
 def _number_settings(kind: MasterKind, executors: Executors) -> dict[str, str]:
-    # A standalone master knows no number of executors, only one of cores.
+    """A number that Spark orders begins at 0 and is kept: a driver that stands by must not hold what the other one needs."""
+    # A standalone master has a limit of its own, in cores.
     settings = {"spark.cores.max": str(executors.most_slots)} if kind is MasterKind.STANDALONE else {}
     if executors.resized:
         return settings | {
@@ -143,16 +147,15 @@ def _number_settings(kind: MasterKind, executors: Executors) -> dict[str, str]:
             "spark.decommission.enabled": "true",  # an executor that leaves ends its tasks first
             "spark.executor.decommission.forceKillTimeout": "60s",
         }
-    if executors.least == executors.most:
-        return settings | {"spark.executor.instances": str(executors.most)}
+    fixed = executors.least == executors.most
+    least = "0" if fixed else str(executors.least)
     return settings | {
         "spark.dynamicAllocation.enabled": "true",
         "spark.dynamicAllocation.shuffleTracking.enabled": "true",  # needs no shuffle service on the hosts
-        "spark.dynamicAllocation.minExecutors": str(executors.least),
-        "spark.dynamicAllocation.initialExecutors": str(executors.least),
+        "spark.dynamicAllocation.minExecutors": least,
+        "spark.dynamicAllocation.initialExecutors": least,
         "spark.dynamicAllocation.maxExecutors": str(executors.most),
-        "spark.dynamicAllocation.schedulerBacklogTimeout": "5s",
-        "spark.dynamicAllocation.executorIdleTimeout": "120s",
+        "spark.dynamicAllocation.executorIdleTimeout": _FOR_EVER if fixed else "120s",
     }
 
 

@@ -57,8 +57,8 @@ class TransformSettings(Settings):
     )
     executors: Annotated[str, _valid(parse_executors)] = Field(
         "2",
-        description="Executors on a cluster, e.g. 4; or e.g. 2-10: as many as the waiting tasks need; with control_token_file as "
-        "many as the autoscaler orders.",
+        description="Executors on a cluster, e.g. 4: asked for when there is work, and kept; or 2-10: idle ones are given back; "
+        "with control_token_file as many as the autoscaler orders.",
     )
     control_token_file: Path | None = Field(
         None,

@@ -36,7 +36,7 @@ COLUMNS = "n INT, twice INT"
 SQL = "SELECT event, n, 2 * n AS twice FROM {s}"
 KINDS = {"kill worker": 3.0, "kill executor": 3.0, "kill driver": 2.0, "kill standby": 0.5, "freeze executor": 0.5}
 """How often each kind strikes, as a share."""
-GAP = (0.5, 3.0)
+GAP = (0.2, 1.5)
 LONG_FREEZE_S = 120.0
 EXECUTOR_FREEZE_S = 90.0
 """Longer than Spark waits for a sign of life."""
@@ -279,7 +279,8 @@ def run(kills: int, rate: float, seed: int) -> int:
         feed.start()
         arrivals.start()
         soak = ClusterSoak(random.Random(seed), cluster, drivers, feed, arrivals)
-        soak.run(kills)
+        with suppress(KeyboardInterrupt):  # Ctrl-C ends the strikes, and what was done is judged
+            soak.run(kills)
         feed.stop()
         soak.wait_until_fresh("the end")  # of the feed, too
         for service in drivers.services:

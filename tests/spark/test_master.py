@@ -60,7 +60,10 @@ def test_a_fixed_and_a_changing_number() -> None:
     fixed = cluster_settings(MasterKind.STANDALONE, driver, Executors(3, 3, 2, memory, "python3"))
     assert fixed["spark.cores.max"] == "6"
     assert fixed["spark.executor.cores"] == "2"
-    assert not [name for name in fixed if "dynamicAllocation" in name]
+    assert fixed["spark.dynamicAllocation.maxExecutors"] == "3"
+    assert fixed["spark.dynamicAllocation.initialExecutors"] == "0", (
+        "a driver that stands by takes what the other one needs"
+    )
     assert (fixed["spark.driver.host"], fixed["spark.driver.bindAddress"]) == ("10.0.0.5", "0.0.0.0")
     assert (fixed["spark.driver.port"], fixed["spark.driver.blockManager.port"]) == ("7000", "7001")
     changing = cluster_settings(MasterKind.YARN, DriverAddress("", "", 0), Executors(2, 9, 2, memory, "python3"))
