@@ -136,6 +136,12 @@ def check_master(settings: TransformSettings, environ: Mapping[str, str] = os.en
             "Try: master: local[4], or a broker on Kafka"
         )
         problems.append(Problem("master", "", text))
+    if urlsplit(settings.broker).scheme == "kinesis" and not settings.checkpoints:
+        text = (
+            "executors note beside the checkpoint how far they have read Kinesis, and its default is a folder of this host. "
+            "Try: an object store, or a folder that all hosts of the cluster mount"
+        )
+        problems.append(Problem("checkpoints", "", text))
     if kind is MasterKind.KUBERNETES and not settings.executor_image:
         problems.append(Problem("executor_image", "", "Kubernetes needs it. Try: the image of this container"))
     if kind is MasterKind.YARN and not {"HADOOP_CONF_DIR", "YARN_CONF_DIR"} & environ.keys():

@@ -82,6 +82,11 @@ def test_a_fixed_and_a_changing_number() -> None:
     ("settings", "environ", "problem"),
     [
         ({"master": "spark://one:7077", "broker": "log:///var/log"}, {}, "the embedded log is a folder of this one"),
+        (
+            {"master": "spark://one:7077", "broker": "kinesis://eu-west-1"},
+            {},
+            "a folder that all hosts of the cluster mount",
+        ),
         ({"master": "k8s://https://one", "broker": "kafka://one:9092"}, {}, "Kubernetes needs it"),
         ({"master": "yarn", "broker": "kafka://one:9092"}, {}, "HADOOP_CONF_DIR"),
         ({"master": "yarn", "broker": "kafka://one:9092"}, {"YARN_CONF_DIR": "/etc/hadoop/conf"}, None),
