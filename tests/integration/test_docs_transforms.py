@@ -37,7 +37,7 @@ def test_the_page_works(tmp_path: Path) -> None:
 async def test_the_page_of_clusters_works(tmp_path: Path) -> None:
     """Broken: docs/clusters.md shows commands that do not work, or the transform on the cluster passes no event on."""
     try:
-        await run_page("docs/clusters.md", tmp_path, lambda out: '"id":"o-1"' in out and '"id":"o-2"' in out)
+        await run_page("docs/clusters.md", tmp_path, look_after='"id": "o-2"', for_text='"id":"o-2"')
     finally:
         for file in (tmp_path / "spark").glob("*.pid"):
             with suppress(ProcessLookupError):
