@@ -80,6 +80,11 @@ class ExecutorWatch:
                 hint="their tasks run again; the lines of Spark before this one have the reasons",
             )
 
+    def count(self) -> int:
+        """Live executors."""
+        with self._lock:
+            return 0 if self._seen is None else len(self._seen.ids)
+
     def problem(self) -> str | None:
         """Why work waits; None while there are executors, or no work."""
         with self._lock:

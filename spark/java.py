@@ -6,7 +6,7 @@ to any of this. Kafka's own Java classes, which `jvm` gives access to, are publi
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -109,13 +109,14 @@ def is_observed(observation: Observation) -> bool:
 def progress_since(query: StreamingQuery, batch: int) -> list[Any]:
     """The progress events of later batches, oldest first.
 
-    `recentProgress` would parse all events that Spark keeps; the origins in them make them long.
+    `recentProgress` of pyspark would parse all events that Spark keeps; the origins in them make them long.
     """
     found: list[Any] = []
-    for progress in reversed(list(query._jsq.recentProgress())):
-        if progress.batchId() <= batch:
+    kept = query._jsq.recentProgress()
+    for at in range(len(kept) - 1, -1, -1):  # each element is a call into Java
+        if kept[at].batchId() <= batch:
             break
-        found.append(StreamingQueryProgress.fromJson(json.loads(progress.json())))
+        found.append(StreamingQueryProgress.fromJson(json.loads(kept[at].json())))
     return found[::-1]
 
 
@@ -167,6 +168,14 @@ def leave_executor(session: SparkSession, name: str, *, is_replaced: bool) -> bo
         "Penstock resizes the group", scala.scala.Option.empty()
     )
     return bool(spark.sc().schedulerBackend().decommissionExecutor(name, reason, not is_replaced, False))
+
+
+def task_totals(session: SparkSession) -> Callable[[], str]:
+    """Counts the tasks of this Spark from now on. The function returns the text of `TaskTotals.scala`."""
+    totals = jvm(session).penstock.TaskTotals()
+    context: Any = session.sparkContext._jsc
+    context.sc().addSparkListener(totals)
+    return lambda: str(totals.toText())
 
 
 class HadoopFolder:

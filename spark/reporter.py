@@ -10,7 +10,7 @@ from services.core import metrics
 from services.core.broker.errors import BrokerError
 from services.core.broker.record import Record
 from services.core.lag import LagHistogram
-from services.core.ledger.report import TELEMETRY, LagSet, OriginSet, Report
+from services.core.ledger.report import TELEMETRY, LagSet, OriginSet, Report, SparkFigures
 from services.core.ledger.reporter import HEARTBEAT_S, LAGS_EVERY_S, LagTap, cut, join_lags, new_instance
 from spark.reports import NODE, BatchReport
 
@@ -25,6 +25,9 @@ class PipeReporter:
     ) -> None:
         """append: stores records in the telemetry topic, durably. Raises BrokerError kinds."""
         self._pipe, self._append, self._clock = pipe, append, clock
+        self.figures: Callable[[float, int], SparkFigures] | None = None
+        """Makes the figures of some seconds with so many events."""
+        self._figures_at, self._read = clock(), 0
         self._instance = new_instance()
         self._key = f"{NODE}/{pipe}/{self._instance}".encode()
         self._lock = threading.Lock()
@@ -43,6 +46,7 @@ class PipeReporter:
         with self._lock:
             if done is not self._counted:  # the lags of a batch that is reported again are counted already
                 self._counted = done
+                self._read += done.read
                 self._histograms["lag_in"].observe_counts(done.lag_in)
                 self._histograms["lag_out"].observe_counts(done.lag_out)
                 self._histograms["process_time"].observe_counts(done.took)
@@ -88,6 +92,7 @@ class PipeReporter:
             sets=tuple(sets),
             lags=tuple(self._lags),
             closed=closed,
+            spark=self._take_figures(now),
         )
         values = [part.encode() for part in cut(report)]
         try:
@@ -98,3 +103,11 @@ class PipeReporter:
         self._lags, self._reported_at = [], now
         metrics.LEDGER_REPORTS.labels(NODE).inc(len(values))
         metrics.LEDGER_BYTES.labels(NODE).inc(sum(map(len, values)))
+
+    def _take_figures(self, now: float) -> SparkFigures | None:
+        """Once in HEARTBEAT_S. What a report had that could not be stored is missing in the next one: it only shows."""
+        lasted = now - self._figures_at
+        if self.figures is None or 0 <= lasted < HEARTBEAT_S:
+            return None
+        read, self._read, self._figures_at = self._read, 0, now
+        return self.figures(max(0.0, lasted), read)

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import structlog
 from aiohttp.web import RouteDef
@@ -22,10 +22,12 @@ from services.core.management import serve_management
 from services.core.pauses import Pauses
 from services.core.startup import open_when_reachable
 from spark.brokers.contract import SparkBroker, open_spark_broker
+from spark.errors import shorten
 from spark.executor_group import ExecutorGroup
 from spark.executors import ExecutorsGoneError, ExecutorWatch, Seen
+from spark.figures import TaskFigures
 from spark.health import PipesHealth, Watchdog
-from spark.java import has_stopped, java_process, live_executors, why_ended
+from spark.java import JAVA_ERRORS, has_stopped, java_process, live_executors, why_ended
 from spark.jobs.attempts import SETTLE_S, SuspectLock
 from spark.jobs.job import Job
 from spark.jobs.modes import choose_modes
@@ -41,6 +43,7 @@ T = TypeVar("T")
 log = structlog.get_logger()
 
 WATCH_EVERY_S = 0.5
+FIGURES_EVERY_S = 5.0
 APPLY_EVERY_S = 0.1
 """Seconds between two looks at the pauses that are known. `Pauses.follow` reads new ones."""
 
@@ -100,13 +103,15 @@ async def start(settings: TransformSettings, supervision: Supervision) -> None:
         if group is not None:
             group.open(session, address)
         suspects = SuspectLock(0.0 if len(prepared) == 1 else SETTLE_S)
+        supervision.run(follow_tasks(session, supervision), "figures of tasks")
         watching = supervision.run(watch_java(java_process(session), health, supervision), "watch over Java")
         async with AsyncExitStack() as stack:
             control = await _open_control(stack, settings, supervision, health)
             if control is not None:
                 pauses, marks = control
                 clock = time.monotonic if executors is None else executors.clock
-                jobs += [_make_job(settings, broker, marks, health, suspects, clock, each) for each in prepared]
+                shown = Shown(executors.count if executors else lambda: 0, str(session.sparkContext.uiWebUrl or ""))
+                jobs += [_make_job(settings, broker, marks, health, suspects, clock, shown, each) for each in prepared]
                 _set_pauses(pauses, jobs)
                 supervision.run(_follow_pauses(pauses, jobs, supervision.stopping), "pauses of jobs")
                 await _run_jobs(settings, supervision, health, session, jobs)
@@ -129,6 +134,7 @@ def _open(
         scratch=scratch,
         cluster=cluster_of(settings),
         parallelism=AUTO_SLOTS if sized else None,
+        ui=settings.spark_ui,
     )
     prepared = prepare_pipes(session, selected, max_bytes=broker.max_record_bytes)
     check_suitability(session, settings, broker, selected, prepared)
@@ -152,6 +158,13 @@ def _control_of_executors(settings: TransformSettings) -> tuple[ExecutorGroup | 
     return group, GroupControl(group, tokens, whose="the transform").routes()
 
 
+class Shown(NamedTuple):
+    """What all pipes' reports say of their Spark, as in `SparkFigures`."""
+
+    executors: Callable[[], int]
+    ui: str
+
+
 def _make_job(
     settings: TransformSettings,
     broker: SparkBroker,
@@ -159,6 +172,7 @@ def _make_job(
     health: PipesHealth,
     suspects: SuspectLock,
     clock: Callable[[], float],
+    shown: Shown,
     prepared: Prepared,
 ) -> Job:
     loop = asyncio.get_running_loop()
@@ -181,6 +195,8 @@ def _make_job(
         on_batch=lambda report: call(lambda: health.record_batch(report)),
         on_state=lambda state: call(lambda: health.record_state(state)),
         on_backlog=lambda found: call(lambda: health.record_backlog(prepared.pipe, found)),
+        executors=shown.executors,
+        ui=shown.ui,
     )
 
 
@@ -233,6 +249,23 @@ async def watch_java(java: Java, health: PipesHealth, supervision: Supervision) 
             raise BatchStuckError(
                 f"{stuck}; the process ends and starts again. Try, if it needed the time: a longer --batch-timeout"
             )
+
+
+async def follow_tasks(session: SparkSession, supervision: Supervision) -> None:
+    """Until the stop. Java that does not answer is noticed elsewhere."""
+    figures: TaskFigures | None = None
+
+    def follow() -> TaskFigures:
+        found = figures or TaskFigures(session)
+        found.follow()
+        return found
+
+    while not supervision.stopping.is_set():
+        try:
+            figures = await run_blocking(follow, "figures")
+        except (*JAVA_ERRORS, OSError) as error:
+            log.debug("tasks_not_counted", error=shorten(error))
+        await wait_for_stop(supervision.stopping, FIGURES_EVERY_S)
 
 
 async def watch_executors(

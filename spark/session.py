@@ -91,14 +91,16 @@ def open_session(
     scratch: Path,
     cluster: Cluster | None = None,
     parallelism: int | None = None,
+    ui: str = "",
     archive_to: Path | None = None,
 ) -> SparkSession:
     """Start Java and Spark: seconds. Blocking. kafka: with the connector's jars, which may have to be fetched. The first
     start on a machine compiles our classes, too.
 
     scratch: an existing folder for all temporary files of Java, of Spark and of its Python workers. cluster: None for a local
-    master. parallelism: the partitions of a shuffle; None: one for each task slot. archive_to: Java writes its classes there at
-    its end. Raises JavaNotFound, JarsUnavailable, and Spark's error when a cluster's master cannot be reached.
+    master. parallelism: the partitions of a shuffle; None: one for each task slot. ui: host:port of Spark's web pages; empty:
+    none. archive_to: Java writes its classes there at its end. Raises JavaNotFound, JarsUnavailable, and Spark's error when a
+    cluster's master cannot be reached.
     """
     os.environ.update(java_env())
     os.environ["TMPDIR"] = str(scratch)
@@ -117,7 +119,7 @@ def open_session(
             template = scratch / "executor.json"
             write_template(template)
             of_master["spark.kubernetes.executor.podTemplateFile"] = str(template)
-    for name, value in (_SETTINGS | of_master).items():
+    for name, value in (_SETTINGS | of_master | _ui_settings(ui)).items():
         builder = builder.config(name, value)
     builder = builder.config("spark.driver.memory", f"{memory >> 20}m")
     builder = builder.config("spark.driver.maxResultSize", f"{max(memory >> 22, 16)}m")
@@ -141,6 +143,15 @@ def open_session(
         ship_python(session, code)
     session.dataSource.register(BrokerSource)
     return session
+
+
+def _ui_settings(ui: str) -> dict[str, str]:
+    """Spark binds its pages to the host in $SPARK_LOCAL_IP, and to every address without it."""
+    if not ui:
+        return {}
+    host, _, port = ui.rpartition(":")
+    os.environ["SPARK_LOCAL_IP"] = host.strip("[]")
+    return {"spark.ui.enabled": "true", "spark.sql.streaming.ui.enabled": "true", "spark.ui.port": port}
 
 
 def own_session(session: SparkSession) -> SparkSession:

@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field
 
+from services.core.address import parse_address
 from services.core.pipes import PipeFile, read_pipes
 from services.core.settings import Settings
 from services.core.units import Duration, Size
@@ -24,6 +25,12 @@ def _enough(memory: int) -> int:
     if memory < _LEAST_MEMORY:
         raise ValueError("Spark needs at least 450MiB. Try: 1GiB")
     return memory
+
+
+def _address_or_none(text: str) -> str:
+    if text:
+        parse_address(text)
+    return text
 
 
 def _valid(parse: Callable[[str], object]) -> AfterValidator:
@@ -88,6 +95,12 @@ class TransformSettings(Settings):
     )
     memory: Annotated[Size, AfterValidator(_enough)] = Field(
         1 << 30, description="Heap of Spark's driver, at least 450MiB, e.g. 1GiB."
+    )
+
+    spark_ui: Annotated[str, AfterValidator(_address_or_none)] = Field(
+        "",
+        description="host:port of Spark's own web pages, e.g. 127.0.0.1:4040; empty: none. They have no password and show the "
+        "transforms: keep them on loopback.",
     )
 
     @classmethod

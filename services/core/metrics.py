@@ -280,6 +280,38 @@ TRANSFORM_FAILURES = Counter("penstock_transform_query_failures", "Failures of t
 TRANSFORM_UP = Gauge(
     "penstock_transform_query_up", "1 while the pipe's query runs. 0 also while it is paused.", ["pipe"]
 )
+TRANSFORM_BATCHES = Counter("penstock_transform_batches", "Batches that Spark has finished.", ["pipe"])
+TRANSFORM_BATCH_SECONDS = Counter(
+    "penstock_transform_batch_seconds",
+    "Time of the finished batches by phase, in Spark's words: latestOffset (ask the sources), queryPlanning, walCommit and "
+    "commitOffsets (the checkpoint), addBatch (read, transform, write), other.",
+    ["pipe", "phase"],
+)
+TRANSFORM_STATE_ROWS = Gauge(
+    "penstock_transform_state_rows",
+    "Rows that the pipe's transform keeps over batches. Only of pipes with state.",
+    ["pipe"],
+)
+TRANSFORM_STATE_BYTES = Gauge(
+    "penstock_transform_state_bytes",
+    "Size of that state, where: memory (with RocksDB its caches and write buffers), disk (RocksDB's files).",
+    ["pipe", "where"],
+)
+SPARK_TASKS = Counter(
+    "penstock_spark_tasks",
+    "Tasks that Spark has run, by outcome: succeeded, failed. Failed ones run again.",
+    ["outcome"],
+)
+SPARK_TASK_SECONDS = Counter(
+    "penstock_spark_task_seconds",
+    "Time of Spark's tasks in Java, kind: run, cpu, gc (the pauses of its executor meanwhile). cpu is without Python workers.",
+    ["kind"],
+)
+SPARK_SPILLED = Counter(
+    "penstock_spark_spilled_bytes",
+    "Data for which tasks had no memory, where: memory (its size before), disk (its size as it was written).",
+    ["where"],
+)
 TRANSFORM_EXECUTORS = Gauge(
     "penstock_transform_executors",
     "Executors that a cluster's master has given to the transform service; 0 on a local master.",

@@ -42,6 +42,7 @@ from services.observer.recovery import recover
 from services.observer.snapshot import FollowerState, make_parts
 from services.observer.snapshot_log import Replaced, SnapshotLog
 from services.observer.standby import SpeakerLock
+from services.observer.transforms import TransformTable
 
 log = structlog.get_logger()
 
@@ -87,8 +88,8 @@ def _is_loss(verdict: Finding) -> bool:
 
 
 class Follower:
-    """The ledger of a fleet. `table`, `lags`, `fields` and `planned` may be read at any time between two turns of the event
-    loop.
+    """The ledger of a fleet. `table`, `lags`, `fields`, `transforms` and `planned` may be read at any time between two turns of
+    the event loop.
 
     by_partition: see `ReportedOffsets`. on_final: called when parts became final, got worse or were given up; each once, except
     in the minutes before a crash. now_ms: wall clock.
@@ -109,6 +110,7 @@ class Follower:
         self.table = self._make_table()
         self.lags = LagTable()
         self.fields = FieldTable()
+        self.transforms = TransformTable()
         self.planned = PlannedWindows()
         self.untold = AlarmQueue()
         self.newer = NewerParts()
@@ -329,6 +331,7 @@ class Follower:
                 continue
             self.lags.record(report)
             self.fields.record(report)
+            self.transforms.record(report)
 
     def _decode(self, offset: int, record: Record) -> Report | None:
         """The known parts of the report, by present names; the rest is counted. None: nothing is known."""

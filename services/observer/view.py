@@ -14,6 +14,7 @@ from services.observer.health import HealthState, Judge, recent_rows
 from services.observer.ledger.finality import GIVEN_UP
 from services.observer.ledger.flow import Step
 from services.observer.ledger.settlement import Row
+from services.observer.transforms import TransformView
 
 CellState = Literal["open", "behind", "final", "unknown"]
 """open: late events may come. behind: its group has older records to process. final: missing events are lost. unknown: the
@@ -107,7 +108,7 @@ class FieldView(msgspec.Struct, frozen=True):
 
 
 class PipeView(msgspec.Struct, frozen=True):
-    """Rows are oldest first, one per minute, at most an hour."""
+    """Rows are oldest first, one per minute, at most an hour. transform: None without one, or when it does not report."""
 
     name: str
     health: HealthState
@@ -121,6 +122,7 @@ class PipeView(msgspec.Struct, frozen=True):
     destinations: tuple[DestinationView, ...]
     shards: tuple[ShardView, ...] = ()
     fields: tuple[FieldView, ...] = ()
+    transform: TransformView | None = None
 
 
 class GroupView(msgspec.Struct, frozen=True):
@@ -217,6 +219,12 @@ def _pipe(
         ),
         shards=shards(pipe),
         fields=_fields(follower, pipe),
+        transform=follower.transforms.view(
+            pipe,
+            now,
+            lambda: lags.newest_p95("transform", "lag_out"),
+            follower.table.liveness.behind_ms(Step("transform", pipe), now),
+        ),
     )
 
 
@@ -280,6 +288,14 @@ class _Lags:
             if step.node == node and (histogram := self._lags.kinds(minute).get((step, kind))) is not None:
                 merged.merge(histogram)
         return merged
+
+    def newest_p95(self, node: str, kind: str) -> float | None:
+        """Of the last minute that has any."""
+        for minute in reversed(self._lags.minutes()):
+            merged = self._merged(node, kind, minute)
+            if merged.count:
+                return merged.quantiles([0.95])[0]
+        return None
 
     def durations(self, wanted: Sequence[tuple[str, str]]) -> tuple[DurationRow, ...]:
         return tuple(DurationRow(minute, self._medians(wanted, minute)) for minute in self._lags.minutes())

@@ -11,11 +11,12 @@ from pyspark.sql import SparkSession
 
 from services.core.backoff import Backoff
 from services.core.broker.errors import BrokerError
-from services.core.ledger.report import TELEMETRY
+from services.core.ledger.report import TELEMETRY, SparkFigures
 from services.core.metrics import TRANSFORM_MODE
 from services.core.pauses import Pause
 from spark.brokers.contract import BacklogMeter, Measurement, SparkBroker
 from spark.errors import is_of_broker, java_causes, shorten
+from spark.figures import QueryFigures
 from spark.health import QueryState, Watchdog
 from spark.jobs.attempts import Attempts, Stopping, SuspectLock
 from spark.jobs.checkpoint import (
@@ -67,10 +68,15 @@ class Job:
         on_backlog: Callable[[Measurement], None] = lambda _: None,
         watchdog: Watchdog | None = None,
         suspects: SuspectLock | None = None,
+        executors: Callable[[], int] = lambda: 0,
+        ui: str = "",
     ) -> None:
-        """ledger: whether to report the outcome of each event. suspects: shared by all jobs of a process."""
+        """ledger: whether to report the outcome of each event. suspects: shared by all jobs of a process. executors, ui: as in
+        `SparkFigures`."""
         self.pipe = prepared.pipe
         self._watchdog, self._suspects = watchdog or Watchdog(BATCH_TIMEOUT_S), suspects or SuspectLock()
+        self._figures = QueryFigures(self.pipe)
+        self._executors, self._ui = executors, ui
         self._attempts = Attempts(prepared.version, real_time=prepared.real_time)
         self._prepared, self._broker, self._marks = prepared, broker, marks
         self._checkpoints, self._ledger = checkpoints, ledger
@@ -119,6 +125,7 @@ class Job:
         session.sparkContext.setLocalProperty("spark.scheduler.pool", self.pipe)
         if self._ledger:
             self._reporter = PipeReporter(self.pipe, partial(self._broker.append, session, TELEMETRY))
+            self._reporter.figures = self._take_figures
         measuring = threading.Thread(
             target=self._measure_backlog, args=[session], name=f"backlog-{self.pipe}", daemon=True
         )
@@ -253,6 +260,7 @@ class Job:
             stopping=self._halt,
             attempts=self._attempts,
             watchdog=self._watchdog,
+            figures=self._figures,
         )
         check_not_older(query)
         enter_mode(query, identity.kind)
@@ -273,6 +281,20 @@ class Job:
                 if failed:
                     self._record_success()
                 return
+
+    def _take_figures(self, seconds: float, events: int) -> SparkFigures:
+        found = self._figures.take()
+        return SparkFigures(
+            round(seconds, 1),
+            events,
+            found.batches,
+            found.batch_ms,
+            found.longest_ms,
+            found.state_rows,
+            found.state_bytes,
+            self._executors(),
+            self._ui,
+        )
 
     def _record_failure(self, error: Exception, event: str = "query_failed") -> None:
         """And wait before the next attempt."""

@@ -14,6 +14,7 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.streaming.query import StreamingQuery
 
 from spark.brokers.contract import SparkBroker
+from spark.figures import QueryFigures
 from spark.health import PART, Watchdog
 from spark.jobs.attempts import Attempts, Stopping
 from spark.jobs.checkpoint import Checkpoint
@@ -44,7 +45,7 @@ class Query:
     """One query of a pipe.
 
     writer: its name at the broker. report: reports a stored batch; returns when the report is durable. ledger: whether reports
-    have sets of origins. stopping: set once the job is to stop.
+    have sets of origins. stopping: set once the job is to stop. figures: None where nobody looks at them.
     """
 
     session: SparkSession
@@ -57,6 +58,7 @@ class Query:
     stopping: threading.Event
     attempts: Attempts
     watchdog: Watchdog
+    figures: QueryFigures | None = None
 
     @property
     def pipe(self) -> str:
@@ -171,6 +173,8 @@ class MicroBatchQuery:
     def wait(self) -> None:
         """Raises the handler's error, if there is one."""
         wait_for_end(self._running, self._handler.query.watchdog, self._handler)
+        if (figures := self._handler.query.figures) is not None:
+            figures.follow(self._running)
 
     def has_completed_trigger(self) -> bool:
         return has_completed_trigger(self._running)

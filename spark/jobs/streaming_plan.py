@@ -138,6 +138,8 @@ class StreamingPlanQuery:
         for progress in progress_since(self._transforming, self._last_batch):
             # The progress of an idle query has the number of the batch to come.
             if "addBatch" in progress["durationMs"]:
+                if self._query.figures is not None:
+                    self._query.figures.record(progress)
                 report, bad = _to_report(self._query, progress)
                 if self._reported is None:
                     self._query.report(report)

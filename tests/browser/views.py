@@ -5,6 +5,7 @@ import math
 from services.core.group_report import GroupReport
 from services.core.story.model import EventStory, Lane, Moment, Passage, PipeStory, Searched, SearchedTopic, Story
 from services.core.times import format_time
+from services.observer.transforms import TransformView
 from services.observer.view import (
     CauseView,
     DestinationView,
@@ -101,6 +102,7 @@ def make_lossy(per_second: float) -> PipeView:
         destinations,
         shards,
         fields,
+        TransformView(996.4, 4.9, 187.0, 612, 913.0, 420, 81_204, 19_300_000, 4, "http://127.0.0.1:4040"),
     )
 
 
@@ -126,7 +128,11 @@ def make_well(name: str) -> PipeView:
     lag = tuple(LagRow(minute, 8, 21, 44) for minute in range(NOW_MIN - 10, NOW_MIN))
     durations = tuple(DurationRow(minute, (3.0, 4.0, 9.0)) for minute in range(NOW_MIN - 10, NOW_MIN))
     steps = ("ingest", "transit", "expel")
-    return PipeView(name, "healthy", (), 20, ("expel books",), loss, steps, durations, lag, (destination,))
+    hostile = TransformView(20, 1, None, 0, None, None, 0, 0, 0, f"javascript:alert(1)//{HOSTILE}")
+    transform = hostile if name == HOSTILE else None
+    return PipeView(
+        name, "healthy", (), 20, ("expel books",), loss, steps, durations, lag, (destination,), transform=transform
+    )
 
 
 def make_story(event_id: str, *, is_known: bool) -> Story:

@@ -72,6 +72,7 @@ def reports() -> list[Report]:
 
     fields = FieldSet(NOW // 60_000, 1, {"n": FieldStats(1, 0, 1, 4.0, 16.0, {7})})
     second = NOW // 1000
+    figures: dict[str, Any] = {"spark": (10.0, 5, 1, 2, 2)} if "spark" in Report.__struct_fields__ else {}
     return [
         Report(
             node="ingest", instance="i", pipe="s", at_ms=NOW, sets=(one("accepted", [*range(9)], minute=NOW // 60_000),),
@@ -89,7 +90,9 @@ def reports() -> list[Report]:
             node="retrier", instance="r", pipe="p", destination="d", at_ms=NOW,
             sets=(one("released", [2], due=(second + 64, second + 65)), one("redriven", [3], due=(second + 2, second + 3))),
         ),
-        Report(node="transform", instance="t", pipe="p", at_ms=NOW, sets=(one("passed", [0]), one("filtered", [1]))),
+        Report(
+            node="transform", instance="t", pipe="p", at_ms=NOW, sets=(one("passed", [0]), one("filtered", [1])), **figures,
+        ),
     ]  # fmt: skip
 
 

@@ -151,6 +151,24 @@ class LagSet(msgspec.Struct, frozen=True, array_like=True):
     buckets: dict[int, int]
 
 
+class SparkFigures(msgspec.Struct, frozen=True, array_like=True):
+    """A transform's work in the `seconds` before the report.
+
+    events: read. batch_ms, longest_ms: of all batches, of the longest. state_rows, state_bytes: kept over batches, as of the last
+    one. executors: of a cluster; 0 on one machine. ui: the address of Spark's own pages; empty when they are off.
+    """
+
+    seconds: float
+    events: int
+    batches: int
+    batch_ms: int
+    longest_ms: int
+    state_rows: int = 0
+    state_bytes: int = 0
+    executors: int = 0
+    ui: str = ""
+
+
 class Report(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """The report of one instance of one node.
 
@@ -159,7 +177,8 @@ class Report(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     has not processed; 0: there is none; None: unknown. reaches: only of ingest. closed: the instance drained, and no report
     follows. breaker: only of expel; the state of the destination's circuit breaker. fields: of ingest and expel; statistics of
     sampled payloads. returned_ms, held_ms: only of expel; as behind_ms, of the `Backlog` of that name. in_doubt: only of
-    ingest; the sets with the outcome unknown. The loss table does not need them, and older readers ignore them.
+    ingest; the sets with the outcome unknown. The loss table does not need them, and older readers ignore them. spark: only of
+    transform, in a report every ten seconds.
 
     The retrier reports its behind_ms without a pipe: every event that was due before that has left the retrier.
     """
@@ -180,6 +199,7 @@ class Report(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     returned_ms: int | None = None
     held_ms: int | None = None
     in_doubt: tuple[OriginSet, ...] = ()
+    spark: SparkFigures | None = None
 
     def encode(self) -> bytes:
         return _ENCODER.encode(self)
@@ -227,6 +247,7 @@ _OPTIONAL: dict[str, Any] = {
     "breaker": Breaker | None,
     "returned_ms": int | None,
     "held_ms": int | None,
+    "spark": SparkFigures | None,
 }
 _HEAD = 6
 """The fields before `behind_ms`. Without one of them nothing is understood."""

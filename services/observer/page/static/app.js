@@ -2,7 +2,7 @@
 
 import { drawDurations, drawLag, drawShares } from "./charts.js";
 import { element, find } from "./dom.js";
-import { clock, count, duration, instant, seconds, share, time } from "./format.js";
+import { clock, count, duration, instant, seconds, share, size, time } from "./format.js";
 import { listenForSearch, showStory } from "./story.js";
 import { drawDestinations, drawFields, drawGroups, drawLoss, drawMissing, drawScaling, drawShards } from "./tables.js";
 
@@ -63,6 +63,29 @@ function drawSummary(pipe) {
   find("figures").replaceChildren(...figures.map(([name, value]) => element("div", {}, element("dt", {}, name), element("dd", {}, value))));
 }
 
+// Untrusted text: the address of Spark's pages, from a report. Only a web address becomes a link.
+function drawTransform(one) {
+  find("transform-section").hidden = !one;
+  if (!one) return;
+  const link = find("spark-ui"), isWeb = /^https?:\/\//.test(one.ui);
+  find("spark-ui-line").hidden = !isWeb;
+  if (isWeb && link.textContent !== one.ui) { // a link that is replaced while it is pressed receives no click
+    link.href = one.ui;
+    link.textContent = one.ui;
+  }
+  const figures = [
+    ["input, events a second", count(one.per_second)],
+    ["batch time, mean", one.batch_ms === null ? "no batch" : duration(one.batch_ms)],
+    ["longest batch", one.batch_ms === null ? "" : duration(one.longest_ms)],
+    ["batches a second", one.batches_per_second.toFixed(1)],
+    ["event age at the output, P95", duration(one.lag_p95_ms)],
+    ["behind", one.behind_ms === 0 ? "0" : duration(one.behind_ms)],
+    ...(one.state_rows ? [["rows of state", count(one.state_rows)], ["size of state", size(one.state_bytes)]] : []),
+    ...(one.executors ? [["executors", count(one.executors)]] : []),
+  ];
+  find("transform").replaceChildren(...figures.map(([term, value]) => element("div", {}, element("dt", {}, term), element("dd", {}, value))));
+}
+
 async function explain(pipe, minute) {
   const dialog = find("missing"), list = find("missing-list"), mine = ++asked;
   find("missing-title").textContent = `Missing of ${pipe.name} at ${clock(minute)} UTC`;
@@ -106,6 +129,7 @@ function draw() {
   if (!opened.has(pipe.name)) opened.set(pipe.name, new Set());
   document.title = `${pipe.name} · ${pipe.health} · Penstock`;
   drawSummary(pipe);
+  drawTransform(pipe.transform);
   drawLag(find("lag"), pipe.lag);
   drawDurations(find("durations"), pipe.steps, pipe.durations);
   drawShares(find("shares"), pipe.steps, pipe.durations.at(-1));

@@ -33,3 +33,8 @@ export function share(part) {
   if (part < 0.0001) return "< 0.01 %";
   return `${(part * 100).toFixed(part < 0.1 ? 2 : 1)} %`;
 }
+
+export function size(bytes) {
+  const power = bytes < 1024 ? 0 : Math.min(4, Math.floor(Math.log2(bytes) / 10));
+  return `${(bytes / 1024 ** power).toFixed(power ? 1 : 0)} ${["B", "KiB", "MiB", "GiB", "TiB"][power]}`;
+}

@@ -1,0 +1,80 @@
+"""Spark's own figures: in our metrics, and in the pipe's reports."""
+
+import pytest
+from prometheus_client import REGISTRY
+from pyspark.sql import SparkSession
+
+from services.core.broker.record import Record
+from services.core.event import ID
+from spark.figures import QueryFigures, TaskFigures
+from tests.spark.log_pipeline import LogPipeline, wait_for
+
+
+def metric(name: str, **labels: str) -> float:
+    return REGISTRY.get_sample_value(name, labels) or 0.0
+
+
+def phase(name: str) -> float:
+    return metric("penstock_transform_batch_seconds_total", pipe="p", phase=name)
+
+
+def test_a_pipes_batches_and_state_are_measured(pipeline: LogPipeline, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If this fails, nobody can see where the time of a batch goes, or how much a transform keeps."""
+    monkeypatch.setattr("spark.reporter.HEARTBEAT_S", 0)
+    before, spent = metric("penstock_transform_batches_total", pipe="p"), phase("addBatch")
+    pipeline.send([Record(b"k", b"1", 1, ((ID, b"id-%d" % n),)) for n in range(30)])
+    chosen = pipeline.pipe(sql="SELECT event, value FROM s", deduplicate_within="1h", max_events=10)
+    pipeline.start(chosen)
+    wait_for(lambda: metric("penstock_transform_state_rows", pipe="p") == 30, "the state of all batches")
+    pipeline.stop()
+    assert pipeline.problem is None
+    assert metric("penstock_transform_batches_total", pipe="p") - before >= 3
+    assert phase("addBatch") > spent
+    assert metric("penstock_transform_state_bytes", pipe="p", where="memory") > 0
+    figures = [report.spark for report in pipeline.reports if report.spark is not None]
+    assert sum(one.events for one in figures) == 30
+    assert sum(one.batches for one in figures) >= 2  # the last one may end after the last report
+    assert max(one.longest_ms for one in figures) > 0
+
+
+def test_phases_add_up_and_an_idle_poll_is_no_batch() -> None:
+    """If this fails, time is counted twice, or a query that waits for events seems to work."""
+    figures = QueryFigures("phases")
+    spent = {"triggerExecution": 100, "addBatch": 60, "walCommit": 10, "getBatch": 5}
+    state = {"numRowsTotal": 4, "memoryUsedBytes": 1000, "customMetrics": {"rocksdbSstFileSize": 24}}
+    figures.record({"durationMs": spent, "stateOperators": [state, state]})
+    figures.record({"durationMs": {"triggerExecution": 7, "latestOffset": 7}, "stateOperators": []})
+    name = "penstock_transform_batch_seconds_total"
+    found = {
+        each: metric(name, pipe="phases", phase=each) for each in ("addBatch", "walCommit", "latestOffset", "other")
+    }
+    assert found == {"addBatch": 0.06, "walCommit": 0.01, "latestOffset": 0, "other": 0.03}
+    assert metric("penstock_transform_state_bytes", pipe="phases", where="disk") == 48
+    taken = figures.take()
+    assert (taken.batches, taken.batch_ms, taken.longest_ms, taken.state_rows, taken.state_bytes) == (
+        1,
+        100,
+        100,
+        8,
+        2048,
+    )
+    taken = figures.take()
+    assert (taken.batches, taken.longest_ms, taken.state_rows) == (0, 0, 8)
+
+
+def test_tasks_are_counted(spark: SparkSession) -> None:
+    """If this fails, a Spark that spills, or repeats tasks, looks like one that works."""
+    figures = TaskFigures(spark)
+    before, ran = (
+        metric("penstock_spark_tasks_total", outcome="succeeded"),
+        metric("penstock_spark_task_seconds_total", kind="run"),
+    )
+    spark.range(100_000, numPartitions=3).selectExpr("sum(hash(id))").collect()
+
+    def counted() -> bool:
+        figures.follow()
+        return metric("penstock_spark_tasks_total", outcome="succeeded") - before >= 4
+
+    wait_for(counted, "Spark's listener has seen all tasks")
+    assert metric("penstock_spark_task_seconds_total", kind="run") > ran
+    assert metric("penstock_spark_spilled_bytes_total", where="disk") == 0
