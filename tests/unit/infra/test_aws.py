@@ -23,7 +23,7 @@ from services.expel.settings import ExpelSettings
 from services.global_retrier.settings import RetrierSettings
 from services.ingest.settings import IngestSettings
 from services.observer.settings import ObserverSettings
-from spark.settings import TransformSettings
+from spark.settings import TransformSettings, check_master
 
 REPOSITORY = Path(__file__).parents[3]
 FOLDER = REPOSITORY / "infra" / "aws"
@@ -258,6 +258,28 @@ def test_a_transform_has_its_checkpoints_in_the_bucket() -> None:
     rules = template("data.yaml")["Resources"]["Bucket"]["Properties"]["LifecycleConfiguration"]["Rules"]
     [kept] = [one for one in rules if one.get("Prefix") == f"{folder}/"]
     assert kept["NoncurrentVersionExpiration"]["NoncurrentDays"] <= 7
+
+
+def test_a_transform_on_emr() -> None:
+    """Broken: the script of EMR's nodes gives settings that the transform does not know, gets other arguments than it reads, or
+    may not read what it fetches."""
+    found, script = template("emr.yaml"), (FOLDER / "emr-bootstrap.sh").read_text()
+    given = dict(re.findall(r"(PENSTOCK_[A-Z_]+)=(\S+)", script))
+    for name, value in (("prefix", "acme."), ("region", "eu-west-1"), ("bucket", "mine"), ("executors", "2-10")):
+        given = {key: text.replace(f"${name}", value) for key, text in given.items()}
+    given |= {"PENSTOCK_CONFIG": "", "PENSTOCK_PIPES": "/etc/penstock/pipes.yaml"}
+    settings = load_settings(TransformSettings, [], {key: value for key, value in given.items() if value})
+    check_master(settings, {"HADOOP_CONF_DIR": "/etc/hadoop/conf"})
+    assert settings.executor_settings().most == 10
+    known = {variable_name(TransformSettings, field) for field in TransformSettings.model_fields}
+    assert given.keys() - known == {"PENSTOCK_CONFIG", "PENSTOCK_JARS"}
+    action = found["Resources"]["Cluster"]["Properties"]["BootstrapActions"][0]["ScriptBootstrapAction"]
+    asked = [next(iter(one.values())).rpartition("::")[2].lower() for one in action["Args"]]
+    assert re.findall(r"(\w+)=\$\d", script) == asked == ["bucket", "wheel", "region", "prefix", "executors"]
+    statements = found["Resources"]["NodeRole"]["Properties"]["Policies"][0]["PolicyDocument"]["Statement"]
+    readable = {one["Fn::Sub"].partition("/")[2] for one in statements[0]["Resource"]}
+    assert readable == {"pipes.yaml", "penstock.yaml", "emr-bootstrap.sh", "${Wheel}"}
+    assert subprocess.run(["bash", "-n", FOLDER / "emr-bootstrap.sh"], check=False).returncode == 0
 
 
 def test_the_balancer_and_ingest_agree() -> None:
