@@ -84,7 +84,7 @@ class SampleBroker(DataSourceBroker):
         max_events: int | None,
         *,
         checkpoint: str,
-        origins: bool = False,
+        name: str | None = None,
     ) -> DataFrame:
         """For the analysis of a transform: it never runs."""
         raw = StructType.fromDDL(RAW)

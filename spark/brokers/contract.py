@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 from pyspark.sql import DataFrame, Observation, SparkSession
 from pyspark.sql import functions as f
-from pyspark.sql.streaming.readwriter import DataStreamWriter
+from pyspark.sql.streaming.readwriter import DataStreamReader, DataStreamWriter
 
 from services.core.broker.connect import parse_kafka_url, parse_kinesis_url
 from services.core.broker.record import Record
@@ -160,12 +160,18 @@ class SparkBroker(ABC):
 
     @abstractmethod
     def read_stream(
-        self, session: SparkSession, topics: Sequence[str], max_events: int | None, *, checkpoint: str
+        self,
+        session: SparkSession,
+        topics: Sequence[str],
+        max_events: int | None,
+        *,
+        checkpoint: str,
+        name: str | None = None,
     ) -> DataFrame:
         """Raw records as a stream, from the topics' starts, at most about max_events a micro-batch (None: real-time).
 
-        checkpoint: of the query that will run, a URI; empty for a frame that never runs.
-        The query fails when the next records are missing or damaged.
+        checkpoint: of the query that will run, a URI; empty for a frame that never runs. name: of the source in the checkpoint;
+        letters, digits and _. The query fails when the next records are missing or damaged.
         """
 
     @abstractmethod
@@ -209,6 +215,11 @@ class SparkBroker(ABC):
         """Close connections. Later calls open them again."""
 
 
+def open_stream(session: SparkSession, name: str | None) -> DataStreamReader:
+    """For a source of this name in the checkpoint, or without one."""
+    return session.readStream if name is None else session.readStream.name(name)
+
+
 class DataSourceBroker(SparkBroker):
     """A broker that Spark reads through our data source. Its batches pass through the driver, which writes them."""
 
@@ -216,10 +227,16 @@ class DataSourceBroker(SparkBroker):
         self._url = url
 
     def read_stream(
-        self, session: SparkSession, topics: Sequence[str], max_events: int | None, *, checkpoint: str
+        self,
+        session: SparkSession,
+        topics: Sequence[str],
+        max_events: int | None,
+        *,
+        checkpoint: str,
+        name: str | None = None,
     ) -> DataFrame:
         options = {"broker": self._url, "topics": ",".join(topics), "max_events": str(max_events)}
-        return session.readStream.format(NAME).options(**options).load()
+        return open_stream(session, name).format(NAME).options(**options).load()
 
     def parse_offsets(self, line: str, checkpoint: str) -> Offsets:
         found = json.loads(line)

@@ -16,7 +16,7 @@ from pyspark.sql.streaming.readwriter import DataStreamWriter
 from services.core import event as names
 from services.core.broker.errors import Unavailable, UnknownTopic
 from services.core.broker.record import Batch, Record
-from spark.brokers.contract import BatchName, ObservedWrite, SparkBroker, WantedOrigins, Written
+from spark.brokers.contract import BatchName, ObservedWrite, SparkBroker, WantedOrigins, Written, open_stream
 from spark.errors import shorten
 from spark.java import JAVA_ERRORS, jvm
 from spark.records import DIGITS, HEADERS, OUT, OUT_SCHEMA, RAW_NAMES, OffsetRange, Offsets, to_arrow
@@ -89,12 +89,19 @@ class KafkaSparkBroker(SparkBroker):
         return {(topic, int(p)): n for topic, part in found.items() for p, n in part.items()}
 
     def read_stream(
-        self, session: SparkSession, topics: Sequence[str], max_events: int | None, *, checkpoint: str
+        self,
+        session: SparkSession,
+        topics: Sequence[str],
+        max_events: int | None,
+        *,
+        checkpoint: str,
+        name: str | None = None,
     ) -> DataFrame:
         options = _SOURCE | {"subscribe": ",".join(self._full(topics)), "startingOffsets": "earliest"}
         if max_events is not None:
             options["maxOffsetsPerTrigger"] = str(max_events)
-        return self._to_raw(session.readStream.format("kafka").options(**self._with_servers(options)).load())
+        options = self._with_servers(options)
+        return self._to_raw(open_stream(session, name).format("kafka").options(**options).load())
 
     def read_ranges(self, session: SparkSession, ranges: Sequence[OffsetRange]) -> DataFrame:
         starts: dict[str, dict[str, int]] = {}

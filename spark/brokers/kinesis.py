@@ -17,7 +17,15 @@ from services.core.broker.kinesis.bucket import Store
 from services.core.broker.kinesis.record_format import MAX_RECORD_BYTES, offset_of, split_offset
 from services.core.broker.record import Batch, Record
 from services.core.event import read_arrival
-from spark.brokers.contract import BatchName, DataSourceBroker, Measurement, ObservedWrite, WantedOrigins, Written
+from spark.brokers.contract import (
+    BatchName,
+    DataSourceBroker,
+    Measurement,
+    ObservedWrite,
+    WantedOrigins,
+    Written,
+    open_stream,
+)
 from spark.java import hadoop_setting
 from spark.records import OffsetRange, Offsets
 from spark.sources.ends import Place, ends_of, open_notes, plan_of
@@ -91,12 +99,18 @@ class KinesisSparkBroker(DataSourceBroker):
         return session.read.format(NAME).options(broker=self._url, ranges=json.dumps(ranges)).load()
 
     def read_stream(
-        self, session: SparkSession, topics: Sequence[str], max_events: int | None, *, checkpoint: str
+        self,
+        session: SparkSession,
+        topics: Sequence[str],
+        max_events: int | None,
+        *,
+        checkpoint: str,
+        name: str | None = None,
     ) -> DataFrame:
         options = {"broker": self._url, "topics": ",".join(topics), "max_events": str(max_events)}
         options |= {"checkpoint": checkpoint, "store": json.dumps(_store_of(session))}
         options |= {"tasks": str(session.sparkContext.defaultParallelism)}
-        return session.readStream.format(NAME).options(**options).load()
+        return open_stream(session, name).format(NAME).options(**options).load()
 
     def checkpoint_version(self, per_batch: bool) -> int:
         return 1 if per_batch else 2

@@ -6,6 +6,7 @@ the query as a writer: a broker that stores a batch once identifies it by this i
 
 import fcntl
 import os
+import re
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,9 +25,12 @@ from spark.sources.offsets import sync, sync_batch
 
 Note = TypeVar("Note")
 IDENTITY_FILE = "penstock.json"
+_NAME = re.compile(r"^[A-Za-z0-9_]+:")
+"""Before the offset of a named source."""
 _VERSION = 2
-"""The newest format. 2: of a transform with state on Kinesis, whose batches end where notes say (`sources.ends`). Penstock 0.1
-would read its last batch again, and count it twice in the state."""
+"""The newest format. 2: of a transform with state on Kinesis, whose batches end where notes say (`sources.ends`): Penstock 0.1
+would read its last batch again, and count it twice in the state. And with named sources, which 0.1 cannot read."""
+NAMED_VERSION = 2
 _FIRST_VERSION = 1
 
 
@@ -46,7 +50,9 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
     """The owner of a checkpoint. id: created with it. topics: identity of each source topic.
 
     kind: how the transform runs, which decides what else is in the folder. ran: a batch was stored. state: `Prepared.state`;
-    empty in checkpoints of earlier versions, too. version: of the format of the whole folder, Spark's files included. penstock:
+    empty in checkpoints of earlier versions, too. named: whether Spark keeps the offsets of each source under its name, so that
+    sources may be added, removed and reordered; else in their order, as earlier versions did. removed: streams that were sources
+    once, and are none now. version: of the format of the whole folder, Spark's files included. penstock:
     the version that wrote it; "" before 0.2.
     """
 
@@ -59,6 +65,8 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
     state: str = ""
     version: int = _FIRST_VERSION
     penstock: str = ""
+    named: bool = False
+    removed: list[str] = []
 
 
 class _Head(msgspec.Struct):
@@ -133,8 +141,13 @@ class Checkpoint:
 
     def offsets(self, batch: int | None, parse: Callable[[str, str], Offsets]) -> Offsets:
         """The planned end of this batch; empty before the first one. parse: `SparkBroker.parse_offsets`."""
-        lines = [] if batch is None else self._lines(f"offsets/{batch}")[2:]
+        lines = [] if batch is None else [_NAME.sub("", line) for line in self._lines(f"offsets/{batch}")[2:]]
         return {place: offset for line in lines if line != "-" for place, offset in parse(line, self.path).items()}
+
+    def source_names(self, batch: int) -> list[str]:
+        """Of the sources of this planned batch, in their order; "" for a source without a name."""
+        found = [_NAME.match(line) for line in self._lines(f"offsets/{batch}")[2:]]
+        return ["" if name is None else name[0].removesuffix(":") for name in found]
 
     def committed_offsets(self, parse: Callable[[str, str], Offsets]) -> Offsets:
         """The end of the last finished batch; empty before the first one."""
@@ -167,8 +180,8 @@ class Checkpoint:
                 if not first.startswith("v") or not lines:
                     raise ValueError("it has no content")
                 for line in lines:
-                    if line != "-":
-                        msgspec.json.decode(line)
+                    if (content := _NAME.sub("", line)) != "-":
+                        msgspec.json.decode(content)
             except (*JAVA_ERRORS, ValueError) as error:
                 raise self.damaged(f"{folder}/{batch} cannot be read: {shorten(error)}") from error
 

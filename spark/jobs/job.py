@@ -261,6 +261,7 @@ class Job:
             attempts=self._attempts,
             watchdog=self._watchdog,
             figures=self._figures,
+            named_sources=identity.named,
         )
         check_not_older(query)
         enter_mode(query, identity.kind)

@@ -71,7 +71,7 @@ def choose_modes(
             else:
                 free -= needed
         if reason is None:
-            one_source = len(each.views) == 1
+            one_source = len(each.views) == 1 and not _is_named(session, settings, each)
             live = prepare_pipe(session, selected, each.pipe, max_bytes=broker.max_record_bytes, real_time=True)
             chosen.append(replace(live, fallback=each if one_source else None, partitions=needed))
             log.info("pipe_mode", pipe=each.pipe, mode="real-time")
@@ -122,6 +122,12 @@ def _why_checkpoint_does_not(session: SparkSession, settings: TransformSettings,
     return None
 
 
+def _is_named(session: SparkSession, settings: TransformSettings, prepared: Prepared) -> bool:
+    """Whether the checkpoint is of a time when the pipe had several sources, so that micro-batches cannot use it."""
+    identity = peek_checkpoint(session, settings.checkpoint_root(), prepared.pipe).read_identity()
+    return identity is not None and identity.named
+
+
 PER_BATCH = "per batch"
 IN_PLAN = "in plan"
 
@@ -133,6 +139,12 @@ def checkpoint_kind(prepared: Prepared) -> str:
     """
     as_per_batch = prepared.real_time and prepared.transform.mode == "auto" and len(prepared.views) == 1
     return PER_BATCH if prepared.per_batch or as_per_batch else IN_PLAN
+
+
+def names_sources(prepared: Prepared) -> bool:
+    """Whether a new checkpoint keeps the offsets of each source by its name. Not where the transform may change its mode: in
+    micro-batches there is one source for all streams."""
+    return not prepared.per_batch and (not prepared.row_by_row or len(prepared.views) > 1)
 
 
 def enter_mode(query: Query, kind: str) -> None:

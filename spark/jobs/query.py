@@ -45,7 +45,8 @@ class Query:
     """One query of a pipe.
 
     writer: its name at the broker. report: reports a stored batch; returns when the report is durable. ledger: whether reports
-    have sets of origins. stopping: set once the job is to stop. figures: None where nobody looks at them.
+    have sets of origins. stopping: set once the job is to stop. figures: None where nobody looks at them. named_sources: as in
+    `Identity.named`.
     """
 
     session: SparkSession
@@ -59,6 +60,7 @@ class Query:
     attempts: Attempts
     watchdog: Watchdog
     figures: QueryFigures | None = None
+    named_sources: bool = False
 
     @property
     def pipe(self) -> str:

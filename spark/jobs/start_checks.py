@@ -16,11 +16,12 @@ from spark.brokers.contract import SparkBroker
 from spark.errors import shorten
 from spark.java import JAVA_ERRORS, check_streamable
 from spark.jobs.attempts import PART_OF, batch_of
-from spark.jobs.checkpoint import Checkpoint, CheckpointDamaged, Identity, peek_checkpoint
+from spark.jobs.checkpoint import NAMED_VERSION, Checkpoint, CheckpointDamaged, Identity, peek_checkpoint
 from spark.jobs.dead_letters import DEAD, LATE
-from spark.jobs.modes import PER_BATCH, checkpoint_kind
+from spark.jobs.modes import PER_BATCH, checkpoint_kind, names_sources
 from spark.jobs.query import Query
 from spark.jobs.replay import REJECTS
+from spark.jobs.streaming_plan import source_name
 from spark.marks import Marks
 from spark.master import MasterKind
 from spark.records import EVENT_TIME
@@ -128,13 +129,22 @@ def adopt_checkpoint(
     """
     found, mark = checkpoint.read_identity(), marks.read(prepared.pipe)
     if found is None:
-        identity = msgspec.structs.replace(_new_identity(checkpoint, prepared, topics, mark), version=version)
+        identity = _new_identity(checkpoint, prepared, topics, mark)
+        identity = msgspec.structs.replace(
+            identity, version=max(version, NAMED_VERSION if identity.named else identity.version)
+        )
     else:
         _check_fits(checkpoint, found, prepared, topics)
         _check_mark(checkpoint, found, mark)
         known = {**found.topics, **topics}
-        identity = msgspec.structs.replace(found, topics=known, transform=_digest(prepared), state=prepared.state)
-        identity = msgspec.structs.replace(identity, version=max(identity.version, version))
+        identity = msgspec.structs.replace(
+            found,
+            topics=known,
+            transform=_digest(prepared),
+            state=prepared.state,
+            removed=[topic for topic in known if topic not in prepared.views],
+            version=max(found.version, version),
+        )
     if identity != found:  # before the mark: the mark of a checkpoint that was never stored would refuse the next start
         checkpoint.write_identity(identity)
     if mark is None or not mark.fits(identity.id):
@@ -156,6 +166,7 @@ def _new_identity(
         transform=_digest(prepared),
         kind=checkpoint_kind(prepared),
         state=prepared.state,
+        named=names_sources(prepared),
     )
 
 
@@ -168,8 +179,35 @@ def _check_fits(checkpoint: Checkpoint, found: Identity, prepared: Prepared, top
         if topics.get(topic, known) != known:
             raise checkpoint.damaged(f"topic {topic!r} was deleted and created again")
     _check_files(checkpoint, ran=found.ran)
+    if not prepared.per_batch:
+        _check_sources(checkpoint, found, prepared)
     if changed := changed_state(checkpoint, prepared):
         raise CheckpointDamaged(changed)
+
+
+def _check_sources(checkpoint: Checkpoint, found: Identity, prepared: Prepared) -> None:
+    """Of a transform in the plan. Spark would read a source that comes back from its start, and would give the offsets of sources
+    without names to others when their order changes."""
+    planned = checkpoint.newest("offsets")
+    if planned is None:
+        return
+    names = checkpoint.source_names(planned)
+    remedy = f"penstock group reset {prepared.pipe} --to-earliest (all results come again)"
+    if found.named:
+        back = [one for one in prepared.views if one in found.removed and source_name(one) not in names]
+        if prepared.state and back:
+            raise CheckpointDamaged(
+                f"checkpoint {checkpoint.path}: {', '.join(back)} was a source before, and was removed: Spark would read it from "
+                f"its start again, and its events would count twice. Try: the sources without it; or {remedy}"
+            )
+        return
+    known = [topic for topic in found.topics if topic in prepared.views]
+    if known != list(prepared.views) or len(names) != len(known):
+        raise CheckpointDamaged(
+            f"checkpoint {checkpoint.path}: it knows its sources by their order, and they changed: it "
+            f"has {len(names)} of {', '.join(found.topics)}, the pipe file has {', '.join(prepared.views)}. Try: the former "
+            f"sources in their order; or {remedy}"
+        )
 
 
 def _check_mark(checkpoint: Checkpoint, found: Identity, mark: TransformMark | None) -> None:
@@ -227,7 +265,8 @@ def _may_change_mode(found: Identity, prepared: Prepared) -> bool:
     Version 0.1 does not say whether there is state.
     """
     known = found.kind == PER_BATCH or bool(found.penstock) or found.transform == _digest(prepared)
-    return prepared.row_by_row and known and not found.state and list(found.topics) == list(prepared.views)
+    same_one = len(prepared.views) == 1 and list(found.topics) == list(prepared.views)
+    return prepared.row_by_row and known and not found.state and not found.named and same_one
 
 
 def _digest(prepared: Prepared) -> str:

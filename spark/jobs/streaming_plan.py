@@ -50,6 +50,9 @@ log = structlog.get_logger()
 REAL_TIME_BATCH = f"{REAL_TIME_BATCH_S} seconds"
 READ_S = 3.0
 """After so long without a failure, a real-time query is ready. A transform that is broken fails at once."""
+_NAMES_NEEDED = "spark.sql.streaming.queryEvolution.enableSourceEvolution"
+"""With it, Spark keeps offsets by the names of the sources, and refuses a source without a name."""
+_OFFSETS_FORMAT = "spark.sql.streaming.offsetLog.formatVersion"
 _OUT = "out"
 _TOOK = "took"
 _WRITTEN_AT = "_penstock_written"
@@ -183,10 +186,13 @@ def start_transforming(query: Query) -> StreamingQuery:
     in_metrics, out_metrics = _metrics(query)
     if query.ledger:
         query.session.conf.set("spark.sql.streaming.numRecentProgressUpdates", str(_PROGRESS_KEPT))
+    query.session.conf.set(_NAMES_NEEDED, query.named_sources)
+    query.session.conf.set(_OFFSETS_FORMAT, 2 if query.named_sources else 1)
     for stream, view in prepared.views.items():
-        raw = broker.read_stream(query.session, [stream], max_events, checkpoint=query.checkpoint.path).where(
-            f"NOT ({skip})"
-        )
+        name = source_name(stream) if query.named_sources else None
+        raw = broker.read_stream(
+            query.session, [stream], max_events, checkpoint=query.checkpoint.path, name=name
+        ).where(f"NOT ({skip})")
         checked = view.check(raw, clock_now())
         frames[stream] = prepared.watermarked(view.good(checked.observe(f"in:{stream}", *in_metrics)))
     out = prepared.apply(frames, query.session)
@@ -198,9 +204,15 @@ def start_transforming(query: Query) -> StreamingQuery:
     if query.real_time:
         real_time_writer: Any = writer.outputMode("update")  # pyspark's own types do not know realTime yet
         started: StreamingQuery = real_time_writer.trigger(realTime=REAL_TIME_BATCH).start()
-        return started
-    interval = f"{round(prepared.transform.interval * 1000)} milliseconds"
-    return writer.outputMode("append").trigger(processingTime=interval).start()
+    else:
+        interval = f"{round(prepared.transform.interval * 1000)} milliseconds"
+        started = writer.outputMode("append").trigger(processingTime=interval).start()
+    return started
+
+
+def source_name(stream: str) -> str:
+    """The name of a source in Spark, which allows no hyphen. Streams have no capitals."""
+    return stream.replace("-", "H")
 
 
 def _metrics(query: Query) -> tuple[list[Any], list[Any]]:

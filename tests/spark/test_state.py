@@ -26,6 +26,7 @@ class Folder:
     def __init__(self) -> None:
         self.identity: Identity | None = None
         self.batch: int | None = None
+        self.names = ["s"]
 
     damaged = Checkpoint.damaged
 
@@ -46,6 +47,9 @@ class Folder:
 
     def check_readable(self) -> None:
         """It is."""
+
+    def source_names(self, _batch: int) -> list[str]:
+        return self.names
 
 
 def prepared(sql: str, columns: str = "delay INT", *, row_by_row: bool = False, **transform: Any) -> Prepared:
