@@ -4,6 +4,7 @@ import gzip
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from services.core.broker.connect import open_broker
@@ -11,12 +12,12 @@ from services.core.broker.contract import TopicSpec
 from services.core.broker.partitioner import choose_partition
 from services.core.broker.producer import Producer
 from services.core.broker.record import Record
-from services.core.event import ARRIVAL, ID
+from services.core.event import ARRIVAL, ID, OUTPUTS
 from services.core.pipes import PipeFile, load_pipes
 from services.core.sample import AbsentField, SampleEvent, SampleRecord, TrialResult
 from services.fleet import trial
 from services.fleet.problem import CommandFailed
-from services.fleet.verbs.trial import _warnings
+from services.fleet.verbs.trial import _warnings, trial_tables
 from services.ingest.sample import make_sample
 from services.ingest.settings import IngestSettings
 from tests.unit.fleet.test_cli import Shell, shell
@@ -90,6 +91,18 @@ def test_what_became_of_each_event_is_counted(pipes: PipeFile) -> None:
     assert (found.filtered, found.repeated, found.late, found.is_good) == (1, ["b"], {"f:2": 60_000}, False)
     new = trial.sum_up("one", pipes.pipes["one"], records, [], TrialResult(outputs[:2], keeps_events=False))
     assert (new.filtered, new.repeated, new.is_good) == (None, [], True)
+
+
+def test_each_result_shows_its_outputs(pipes: PipeFile) -> None:
+    """Broken: nobody sees before a start which destination would get an event."""
+    plain = record(0, "a").record
+    outputs = [msgspec.structs.replace(plain, headers=(*plain.headers, (OUTPUTS, names))) for names in (b"x,y", b"")]
+    found = trial.sum_up("one", pipes.pipes["one"], [], [], TrialResult(outputs, keeps_events=False))
+    assert [one["outputs"] for one in found.as_json()["outputs"]] == [["x", "y"], []]
+    (table,) = trial_tables(found)
+    cells = {str(column.header): [str(cell) for cell in column.cells] for column in table.columns}
+    assert cells["outputs"] == ["x, y", "none"]
+    assert "outputs" not in trial.output_json(plain)
 
 
 async def test_the_newest_events_of_a_stream(tmp_path: Path) -> None:
