@@ -23,6 +23,7 @@ from bench.local_retries import local_retries
 from bench.main_path import ingest_figures
 from bench.memory import kafka_memory, log_memory
 from bench.setup import Setup, tell
+from bench.transform import transform_figures
 from services.core.jvm.kafka import KafkaCluster
 
 GROUPS: dict[str, Callable[[Setup], list[Figure]]] = {
@@ -32,6 +33,7 @@ GROUPS: dict[str, Callable[[Setup], list[Figure]]] = {
     "ledger": ledger_figures,
     "ledger-kafka": kafka_transform,
     "cluster": cluster_figures,
+    "transform": transform_figures,
     "isolation": isolation_figures,
     "local-retries": local_retries,
     "lag-kafka": kafka_lag,

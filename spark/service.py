@@ -135,6 +135,7 @@ def _open(
         cluster=cluster_of(settings),
         parallelism=AUTO_SLOTS if sized else None,
         ui=settings.spark_ui,
+        compiler=settings.java_compiler,
     )
     prepared = prepare_pipes(session, selected, max_bytes=broker.max_record_bytes)
     check_suitability(session, settings, broker, selected, prepared)

@@ -59,12 +59,13 @@ _JAVA_OPTIONS = (
     "-Djdk.lang.Process.launchMechanism=VFORK",
     "-Xss16m",  # Spark matches long error texts with a recursive pattern; at 1 MB that overflows and hides the error
     "-XX:+ExitOnOutOfMemoryError",  # else threads end one by one, and the rest does nothing for ever
-    "-XX:+UseSerialGC",  # two cores, a small heap
-    "-XX:TieredStopAtLevel=1",  # the full compiler uses a core for minutes, with little gain for a small driver
     "-Duser.timezone=UTC",
     f"-Dlog4j2.configurationFile={_LOG4J.as_uri()}",
     NO_PERF_FILE,
 )
+_QUICK = ("-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1")
+_MOST_COLLECTORS = 4
+"""Threads that free memory: a heap of some GB needs no more."""
 CLASS_ARCHIVE = Path(pyspark.__file__).with_name(f"penstock-classes-{pyspark.__version__}.jsa")
 """Spark's classes as Java keeps them in memory. With this file Spark starts in half the time, and with 3.5 CPU-seconds less.
 `make test` writes it (`python -m spark.session`, 160 MB). Java ignores an archive of another Java or of other jars."""
@@ -92,6 +93,7 @@ def open_session(
     cluster: Cluster | None = None,
     parallelism: int | None = None,
     ui: str = "",
+    compiler: str = "auto",
     archive_to: Path | None = None,
 ) -> SparkSession:
     """Start Java and Spark: seconds. Blocking. kafka: with the connector's jars, which may have to be fetched. The first
@@ -99,8 +101,8 @@ def open_session(
 
     scratch: an existing folder for all temporary files of Java, of Spark and of its Python workers. cluster: None for a local
     master. parallelism: the partitions of a shuffle; None: one for each task slot. ui: host:port of Spark's web pages; empty:
-    none. archive_to: Java writes its classes there at its end. Raises JavaNotFound, JarsUnavailable, and Spark's error when a
-    cluster's master cannot be reached.
+    none. compiler: `java_compiler` of the settings. archive_to: Java writes its classes there at its end. Raises JavaNotFound,
+    JarsUnavailable, and Spark's error when a cluster's master cannot be reached.
     """
     os.environ.update(java_env())
     os.environ["TMPDIR"] = str(scratch)
@@ -129,7 +131,8 @@ def open_session(
     archive = [f"-XX:SharedArchiveFile={CLASS_ARCHIVE}"] if CLASS_ARCHIVE.exists() else []
     if archive_to is not None:
         archive = [f"-XX:ArchiveClassesAtExit={archive_to}", "-Xlog:disable"]
-    builder = builder.config("spark.driver.extraJavaOptions", " ".join([*_JAVA_OPTIONS, temporary, *archive]))
+    java_options = [*_JAVA_OPTIONS, *java_for_size(compiler), temporary, *archive]
+    builder = builder.config("spark.driver.extraJavaOptions", " ".join(java_options))
     tasks = slots(master) if cluster is None else cluster.executors.most_slots
     builder = builder.config("spark.sql.shuffle.partitions", str(parallelism or max(1, tasks or 1)))
     if parallelism is not None:
@@ -152,6 +155,15 @@ def _ui_settings(ui: str) -> dict[str, str]:
     host, _, port = ui.rpartition(":")
     os.environ["SPARK_LOCAL_IP"] = host.strip("[]")
     return {"spark.ui.enabled": "true", "spark.sql.streaming.ui.enabled": "true", "spark.ui.port": port}
+
+
+def java_for_size(compiler: str) -> tuple[str, ...]:
+    """Java's compiler and collector. The full compiler saves a quarter of the CPU of a backlog, once it has compiled for a minute
+    beside the work; on one core that minute would be the pipes' own."""
+    cores = len(os.sched_getaffinity(0))
+    if compiler == "quick" or (compiler == "auto" and cores == 1):
+        return _QUICK
+    return ("-XX:+UseParallelGC", f"-XX:ParallelGCThreads={min(cores, _MOST_COLLECTORS)}")
 
 
 def own_session(session: SparkSession) -> SparkSession:
@@ -181,7 +193,9 @@ def write_class_archive() -> None:
 
 
 def _write_class_archive(scratch: Path, written: Path) -> None:
-    session = open_session(master="local[2]", memory=1 << 30, kafka=False, scratch=scratch, archive_to=written)
+    session = open_session(
+        master="local[2]", memory=1 << 30, kafka=False, scratch=scratch, compiler="quick", archive_to=written
+    )
     frame = session.readStream.format("rate").load().selectExpr("from_json(string(value), 'a INT').a AS a", "timestamp")
     counted = frame.withWatermark("timestamp", "1 second").groupBy("timestamp").count()
     query = counted.writeStream.format("noop").option("checkpointLocation", str(scratch / "checkpoint")).start()

@@ -96,6 +96,12 @@ class TransformSettings(Settings):
     memory: Annotated[Size, AfterValidator(_enough)] = Field(
         1 << 30, description="Heap of Spark's driver, at least 450MiB, e.g. 1GiB."
     )
+    java_compiler: str = Field(
+        "auto",
+        pattern="^(auto|full|quick)$",
+        description="auto, full or quick. full: Java compiles for a minute or two beside the first events, and then needs a "
+        "quarter less CPU. quick: for few events, or one core. auto: full, unless there is one core.",
+    )
 
     spark_ui: Annotated[str, AfterValidator(_address_or_none)] = Field(
         "",

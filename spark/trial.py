@@ -171,7 +171,7 @@ def _run(settings: TrialSettings) -> TrialResult:
         # A sample is one small batch in memory: no work for a cluster.
         local = settings.master_kind() is MasterKind.LOCAL and settings.master != AUTO
         master = settings.master if local else "local[2]"
-        session = open_session(master=master, memory=settings.memory, kafka=False, scratch=scratch)
+        session = open_session(master=master, memory=settings.memory, kafka=False, scratch=scratch, compiler="quick")
         java = java_process(session)
         return try_pipe(session, settings, chosen, broker.max_record_bytes)
     except BadConfiguration as error:

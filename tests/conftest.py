@@ -1,6 +1,7 @@
 """What all tests share: the event loop of production, an alarm for code that blocks it, one real Kafka cluster."""
 
 import asyncio
+import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -26,6 +27,9 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("no clock")
+
+# Most tests end before the full compiler pays, also those that start the service as a process.
+os.environ.setdefault("PENSTOCK_TRANSFORM_JAVA_COMPILER", "quick")
 
 
 def pytest_asyncio_loop_factories() -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:

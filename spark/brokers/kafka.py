@@ -117,7 +117,7 @@ class KafkaSparkBroker(SparkBroker):
 
     def write_stream(self, frame: DataFrame, topic: str, writer: str, *, by_time: bool) -> DataStreamWriter:
         options = self._with_servers(_SINK | {"topic": self._prefix + topic})
-        return _for_sink(frame).writeStream.format("kafka").options(**options)
+        return for_sink(frame).writeStream.format("kafka").options(**options)
 
     def write(self, frame: DataFrame, topic: str, batch: BatchName, wanted: WantedOrigins | None) -> Written:
         """When executing the frame fails, some of its records may have been written. Times are within 0.26 % of their age."""
@@ -127,7 +127,7 @@ class KafkaSparkBroker(SparkBroker):
 
     def try_write(self, frame: DataFrame) -> None:
         """Rows go from the tasks to Kafka one by one: none are kept."""
-        _for_sink(frame).write.format("noop").mode("overwrite").save()
+        for_sink(frame).write.format("noop").mode("overwrite").save()
 
     def write_records(self, session: SparkSession, records: Sequence[Record], topic: str, batch: BatchName) -> None:
         if records:
@@ -175,7 +175,7 @@ class KafkaSparkBroker(SparkBroker):
 
     def _save(self, frame: DataFrame, topic: str) -> None:
         options = self._with_servers(_SINK | {"topic": self._prefix + topic})
-        _for_sink(frame).write.format("kafka").mode("append").options(**options).save()
+        for_sink(frame).write.format("kafka").mode("append").options(**options).save()
 
     def _full(self, topics: Sequence[str]) -> list[str]:
         """The topics' names on the cluster."""
@@ -255,9 +255,13 @@ def _properties(classes: Any, settings: Mapping[str, str]) -> Any:
     return properties
 
 
-def _for_sink(frame: DataFrame) -> DataFrame:
+def for_sink(frame: DataFrame) -> DataFrame:
     """The connector's columns. It sets no timestamps, so event time travels in a header."""
-    other = f.filter("headers", lambda item: item["key"] != names.TIME)
     millis = f.unix_millis(f.col("timestamp")).cast("string").cast("binary")
-    headers = f.concat(other, f.array(f.struct(f.lit(names.TIME).alias("key"), millis.alias("value")))).cast(HEADERS)
+    time = f.array(f.struct(f.lit(names.TIME).alias("key"), millis.alias("value"))).cast(HEADERS)
+    # Only the first header of a name counts. A lambda (filter) would take the whole projection out of generated code.
+    at = f.array_position("headers.key", names.TIME).cast("int")
+    after = f.slice("headers", at + 1, f.size("headers"))
+    in_place = f.concat(f.slice("headers", f.lit(1), at - 1), time, after)
+    headers = f.when(at > 0, in_place).otherwise(f.concat("headers", time))
     return frame.select("key", "value", headers.alias("headers"))

@@ -61,6 +61,7 @@ def number_batch(query_id: str, batch: int, at_ms: int, mark: str = "") -> Origi
 
 _JSON = {"ignoreNullFields": "false"}
 _HEADER_ROOM = 64 * 1024
+_PAYLOAD = "_penstock_payload"
 _NEW_EVENT = ("id", "key", "time")
 
 
@@ -110,7 +111,9 @@ class OutShape:
         """
         if self._filters is not None and self._filters.taken is not None:
             result = result.where(self._filters.taken)
-        return result.select(*(self._columns if numbering is None else self._make(numbering)))
+        # A projection of its own: the checks name the payload several times, and Spark would make it each time.
+        made = result.withColumn(_PAYLOAD, self._value)
+        return made.select(*(self._columns if numbering is None else self._make(numbering)))
 
     def _make(self, numbering: OriginNumbering | None) -> list[Column]:
         if self.carries_events:
@@ -121,7 +124,7 @@ class OutShape:
             headers = f.concat(headers, f.array(self._filters.header).cast(HEADERS))
         return [
             key.alias("key"),
-            _guard(self._value, key, headers, self._max_bytes).alias("value"),
+            _guard(f.col(_PAYLOAD), key, headers, self._max_bytes).alias("value"),
             time.alias("timestamp"),
             headers.alias("headers"),
             *([f.col(EVENT)[READ].alias(READ_AT)] if self.stamped else []),
@@ -197,9 +200,9 @@ def _without_decimals(kind: DataType) -> DataType:
 def _guard(value: Column, key: Column, headers: Column, max_bytes: int) -> Column:
     """The payload, unless there is none or the record would be too large: then executing the batch raises."""
     length = f.octet_length(value) + f.coalesce(f.octet_length(key), f.lit(0))
-    of_headers = f.aggregate(
-        headers, f.lit(0), lambda sum_, item: sum_ + f.length(item["key"]) * 4 + f.octet_length(item["value"])
-    )
+    # Not by a lambda (aggregate): it would take the whole projection out of generated code.
+    texts = f.array_join(headers["value"].cast("array<string>"), "")
+    of_headers = f.length(f.array_join(headers["key"], "")) * 4 + f.octet_length(texts)
     too_large = (length > max_bytes - _HEADER_ROOM) & (length + of_headers > max_bytes)
     checked = f.when(too_large, f.raise_error(f.lit(f"the record is larger than {max_bytes} bytes"))).otherwise(value)
     return _or_raise(checked, "the transform returned a row without payload")

@@ -29,7 +29,7 @@ def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
             environment.setenv(name, value)
         environment.setenv("TMPDIR", "")  # open_session sets it; the tests get the former one back
         scratch = tmp_path_factory.mktemp("scratch")
-        session = open_session(master="local[2]", memory=1 << 30, kafka=True, scratch=scratch)
+        session = open_session(master="local[2]", memory=1 << 30, kafka=True, scratch=scratch, compiler="quick")
     yield session
     session.stop()
 

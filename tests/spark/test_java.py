@@ -14,7 +14,7 @@ from pyspark.sql import functions as f
 import spark as package
 from spark import java
 from spark.java import HadoopFolder
-from spark.session import CLASS_ARCHIVE
+from spark.session import CLASS_ARCHIVE, java_for_size
 
 PRIVATE = re.compile(r"\b_(jvm|jdf|jsparkSession|jo|jsq|jsc|gateway|origin)\b|\bjava_exception\b|\bpy4j\.protocol\b")
 
@@ -114,3 +114,15 @@ def test_errors(spark: SparkSession) -> None:
         assert java.is_answer(caught.value)
         assert next(java.java_exceptions(caught.value)).getClass().getName() == name
     assert not java.is_answer(Py4JNetworkError())
+
+
+@pytest.mark.parametrize(
+    ("compiler", "cores", "full"),
+    [("auto", 1, False), ("auto", 2, True), ("full", 1, True), ("quick", 8, False)],
+)
+def test_java_has_its_full_compiler_where_it_pays(
+    monkeypatch: pytest.MonkeyPatch, compiler: str, cores: int, full: bool
+) -> None:
+    """Without it a backlog costs a quarter more. On one core the compiler would take the pipes' time for minutes."""
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(cores)))
+    assert ("-XX:TieredStopAtLevel=1" not in java_for_size(compiler)) is full
