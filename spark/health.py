@@ -30,6 +30,8 @@ PART = 0.1
 """Share of the time limit of a batch, for one part of a batch and for one trial."""
 SLOW = 0.2
 """Share of the time limit after which the pipe is not ready."""
+ANSWER = "answer"
+"""As if it was a query, for the watchdog: the pipe's thread, which alone asks, waits for an answer of Java."""
 STANDBY_S = 600.0
 """A process that stands by for a pipe longer than this is not ready: an update has handed over by then."""
 
@@ -50,8 +52,8 @@ class Watchdog:
 
     @property
     def at_work(self) -> bool:
-        """Whether a query has begun some work."""
-        return bool(self._begun)
+        """Whether a query has begun some work. One that has nothing to do only asks Java."""
+        return any(query != ANSWER for query in tuple(self._begun))
 
     def end(self, query: str) -> None:
         """The query is idle."""

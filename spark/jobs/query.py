@@ -15,7 +15,7 @@ from pyspark.sql.streaming.query import StreamingQuery
 
 from spark.brokers.contract import SparkBroker
 from spark.figures import QueryFigures
-from spark.health import PART, Watchdog
+from spark.health import ANSWER, PART, Watchdog
 from spark.jobs.attempts import Attempts, Stopping
 from spark.jobs.checkpoint import Checkpoint
 from spark.jobs.culprits import try_transform
@@ -28,8 +28,6 @@ log = structlog.get_logger()
 POLL_S = 0.25
 ANSWER_S = 120.0
 """Java hangs when it answers nothing for so long. Its longest pauses, to free memory, last some seconds."""
-_ANSWER = "answer"
-"""As if it was a query, for the watchdog. The pipe's thread alone asks."""
 _SETTLE_S = 0.02
 _IDLE = "Waiting for data to arrive"
 """Spark's status of a query that found nothing new and has nothing left to do."""
@@ -194,7 +192,7 @@ def wait_for_end(running: StreamingQuery, watchdog: Watchdog, handler: BatchHand
     Java answers within that time, whatever its batch does: one that hangs is noticed although no batch is under way.
     """
     try:
-        with watchdog.watching(_ANSWER, "the answer of Java", ANSWER_S / watchdog.limit):
+        with watchdog.watching(ANSWER, "the answer of Java", ANSWER_S / watchdog.limit):
             ended = running.awaitTermination(POLL_S)  # type: ignore[arg-type]  # a float is fine: it is passed on in ms
     except StreamingQueryException as error:
         raise (handler and handler.failure) or error from error

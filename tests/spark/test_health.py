@@ -9,7 +9,7 @@ from pyspark.sql.streaming.query import StreamingQuery
 
 from services.core.management import serve_management
 from spark.brokers.contract import Measurement
-from spark.health import MAX_FAILURES, OLD_JAVA_S, STANDBY_S, PipesHealth, QueryState, Watchdog
+from spark.health import ANSWER, MAX_FAILURES, OLD_JAVA_S, STANDBY_S, PipesHealth, QueryState, Watchdog
 from spark.jobs.query import ANSWER_S, wait_for_end
 
 
@@ -152,3 +152,14 @@ async def test_a_stuck_batch_is_no_sign_of_life() -> None:
         assert await ask() == (503, "p: batch 3 has made no progress for 101 s\n")
         watchdog.end("p")
         assert await ask() == (200, "ok\n")
+
+
+def test_a_query_that_only_asks_java_has_no_work() -> None:
+    """If this fails, an idle pipe on a cluster that gave it no executor yet counts as waiting for one, and its process ends."""
+    health, watchdog = PipesHealth(["p"]), Watchdog(300.0)
+    health.add_watchdog("p", watchdog)
+    with watchdog.watching(ANSWER, "the answer of Java"):
+        assert not health.has_work()
+        with watchdog.watching("p:1", "batch 1"):
+            assert health.has_work()
+    assert not health.has_work()
