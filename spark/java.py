@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from py4j.protocol import Py4JError, Py4JNetworkError  # type: ignore[import-untyped]
+from py4j.protocol import Py4JError, Py4JJavaError, Py4JNetworkError  # type: ignore[import-untyped]
 from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame, Observation, SparkSession
 from pyspark.sql.streaming.listener import StreamingQueryProgress
@@ -18,6 +18,8 @@ from pyspark.sql.streaming.query import StreamingQuery
 
 JAVA_ERRORS = (Py4JError, PySparkException)
 """What a call into Java raises."""
+_MISSING = "java.io.FileNotFoundException"
+_EXISTS = "org.apache.hadoop.fs.FileAlreadyExistsException"
 _MOST_CAUSES = 10
 _OUT_OF_MEMORY = 3
 """Exit status of a Java that ran out of memory."""
@@ -188,17 +190,18 @@ class HadoopFolder:
             classes.org.apache.hadoop.fs.Path,
             classes.org.apache.commons.io.IOUtils,
         )
+        self._once = classes.penstock.Once
         configuration = session._jsparkSession.sessionState().newHadoopConf()
         self._files = self._class(path).getFileSystem(configuration)
 
     def _at(self, name: str) -> Any:
-        return self._class(f"{self._path}/{name}")
+        return self._class(f"{self._path}/{name}" if name else self._path)
 
     def exists(self, name: str) -> bool:
         return bool(self._files.exists(self._at(name)))
 
-    def list(self, name: str) -> list[str]:
-        """The names in a folder below; empty when there is none."""
+    def list(self, name: str = "") -> list[str]:
+        """The names in this folder (""), or in one below; empty when there is none."""
         path = self._at(name)
         found = self._files.listStatus(path) if self._files.exists(path) else []
         return [str(status.getPath().getName()) for status in found]
@@ -210,9 +213,32 @@ class HadoopFolder:
         finally:
             stream.close()
 
+    def find(self, name: str) -> bytes | None:
+        """As `read`; None when there is no such file."""
+        try:
+            return self.read(name)
+        except Py4JJavaError as error:
+            if any(each.getClass().getName() == _MISSING for each in java_exceptions(error)):
+                return None
+            raise
+
     def write(self, name: str, content: bytes) -> None:
         stream = self._files.create(self._at(name), True)
         try:
             stream.write(content)
         finally:
             stream.close()
+
+    def create(self, name: str, content: bytes) -> bool:
+        """Create a file, once, whoever tries (`penstock.Once`); False when it is there with another content."""
+        try:
+            self._once.create(self._files, self._at(name), content)
+        except Py4JJavaError as error:
+            if any(each.getClass().getName() == _EXISTS for each in java_exceptions(error)):
+                return False
+            raise
+        return True
+
+    def delete(self, name: str) -> None:
+        """A file or a folder, whether it is there or not."""
+        self._files.delete(self._at(name), True)

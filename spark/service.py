@@ -136,6 +136,7 @@ def _open(
         parallelism=AUTO_SLOTS if sized else None,
         ui=settings.spark_ui,
         compiler=settings.java_compiler,
+        store=settings.object_store(),
     )
     prepared = prepare_pipes(session, selected, max_bytes=broker.max_record_bytes)
     check_suitability(session, settings, broker, selected, prepared)

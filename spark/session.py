@@ -10,12 +10,13 @@ from pathlib import Path
 import pyspark
 from pyspark.sql import SparkSession
 
-from services.core.jvm.jars import SPARK_KAFKA, jar_set
+from services.core.jvm.jars import SPARK_KAFKA, SPARK_S3, jar_set
 from services.core.jvm.java import NO_PERF_FILE, java_env
 from spark.executor_pod import write_template
 from spark.java import clear_active_session, java_process, set_active_session, ship_python
 from spark.jvm.classes import EXTENSIONS, classes_jar
 from spark.master import PACKAGES, DriverAddress, Executors, MasterKind, cluster_settings, kind_of, write_code
+from spark.object_store import ObjectStore, store_settings
 from spark.sources.source import BrokerSource
 
 _LOG4J = Path(__file__).with_name("log4j2.properties")
@@ -43,10 +44,7 @@ _SETTINGS = {
     "spark.sql.sources.useV1SourceList": "avro,csv,json,orc,parquet,text",  # without kafka: only its V2 sink is observed
     "spark.sql.ui.explainMode": "simple",  # each batch's plan is described for the UI, which is off
     "spark.sql.maxPlanStringLength": "1000",
-    # The default one asks for each link by running readlink: five processes a batch.
-    "spark.sql.streaming.checkpointFileManagerClass": (
-        "org.apache.spark.sql.execution.streaming.checkpointing.FileSystemBasedCheckpointFileManager"
-    ),
+    "spark.sql.streaming.checkpointFileManagerClass": "penstock.CheckpointFiles",  # ADR 0017
     "spark.sql.extensions": EXTENSIONS,
     "spark.sql.streaming.stopTimeout": "10s",
     "spark.sql.streaming.minBatchesToRetain": "20",
@@ -94,6 +92,7 @@ def open_session(
     parallelism: int | None = None,
     ui: str = "",
     compiler: str = "auto",
+    store: ObjectStore | None = None,
     archive_to: Path | None = None,
 ) -> SparkSession:
     """Start Java and Spark: seconds. Blocking. kafka: with the connector's jars, which may have to be fetched. The first
@@ -101,8 +100,9 @@ def open_session(
 
     scratch: an existing folder for all temporary files of Java, of Spark and of its Python workers. cluster: None for a local
     master. parallelism: the partitions of a shuffle; None: one for each task slot. ui: host:port of Spark's web pages; empty:
-    none. compiler: `java_compiler` of the settings. archive_to: Java writes its classes there at its end. Raises JavaNotFound,
-    JarsUnavailable, and Spark's error when a cluster's master cannot be reached.
+    none. compiler: `java_compiler` of the settings. store: of the checkpoints, when they are in one: with its jars. archive_to:
+    Java writes its classes there at its end. Raises JavaNotFound, JarsUnavailable, and Spark's error when a cluster's master
+    cannot be reached.
     """
     os.environ.update(java_env())
     os.environ["TMPDIR"] = str(scratch)
@@ -121,7 +121,9 @@ def open_session(
             template = scratch / "executor.json"
             write_template(template)
             of_master["spark.kubernetes.executor.podTemplateFile"] = str(template)
-    for name, value in (_SETTINGS | of_master | _ui_settings(ui)).items():
+    of_master = of_master | _state_settings(memory if cluster is None else cluster.executors.memory)
+    of_store = {} if store is None else store_settings(store)
+    for name, value in (_SETTINGS | of_master | of_store | _ui_settings(ui)).items():
         builder = builder.config(name, value)
     builder = builder.config("spark.driver.memory", f"{memory >> 20}m")
     builder = builder.config("spark.driver.maxResultSize", f"{max(memory >> 22, 16)}m")
@@ -138,6 +140,7 @@ def open_session(
     if parallelism is not None:
         builder = builder.config("spark.default.parallelism", str(parallelism))
     jars = [classes_jar(), *(jar_set(SPARK_KAFKA) if kafka else [])]
+    jars += [] if store is None else jar_set(SPARK_S3)
     builder = builder.config("spark.jars", ",".join(map(str, jars)))
     session = builder.getOrCreate()
     if cluster is not None:
@@ -164,6 +167,16 @@ def java_for_size(compiler: str) -> tuple[str, ...]:
     if compiler == "quick" or (compiler == "auto" and cores == 1):
         return _QUICK
     return ("-XX:+UseParallelGC", f"-XX:ParallelGCThreads={min(cores, _MOST_COLLECTORS)}")
+
+
+def _state_settings(memory: int) -> dict[str, str]:
+    """Of RocksDB, where a query keeps its state there (`jobs/state_store.py`). memory: of the heap of each process with tasks."""
+    rocksdb = "spark.sql.streaming.stateStore.rocksdb"
+    return {
+        f"{rocksdb}.changelogCheckpointing.enabled": "true",  # a batch stores its changes; whole copies follow beside the batches
+        f"{rocksdb}.boundedMemoryUsage": "true",  # for all pipes of the process; the rest is on its disk
+        f"{rocksdb}.maxMemoryUsageMB": str(max(memory >> 22, 64)),
+    }
 
 
 def own_session(session: SparkSession) -> SparkSession:

@@ -16,6 +16,7 @@ from services.core.settings import Settings
 from services.core.units import Duration, Size
 from services.core.yaml_source import BadConfiguration, Document, Problem
 from spark.master import AUTO, AUTO_SLOTS, DriverAddress, Executors, MasterKind, kind_of, parse_executors
+from spark.object_store import ObjectStore, parse_checkpoints
 
 _LEAST_MEMORY = 450 << 20
 """Spark itself refuses to start with less."""
@@ -51,9 +52,14 @@ class TransformSettings(Settings):
     data: Path = Field(
         Path("/var/lib/penstock"), description="Data folder. The checkpoints and Spark's temporary files are in it."
     )
-    checkpoints: str = Field(
+    checkpoints: Annotated[str, _valid(parse_checkpoints)] = Field(
         "",
-        description="Folder or object-store URI (s3a://…) of the checkpoints; empty: checkpoints/ in the data folder.",
+        description="Folder or object-store URI (s3a://bucket/…) of the checkpoints; empty: checkpoints/ in the data folder.",
+    )
+    s3_endpoint: str = Field("", description="URL of the object store of the checkpoints; empty: that of AWS.")
+    s3_region: str = Field("", description="Region of their bucket; empty: AWS_REGION, or else the one that AWS names.")
+    s3_path_style: bool = Field(
+        False, description="Whether requests name the bucket in the path, as most stores but AWS need."
     )
     only: str = Field("", description="Pipes to run, names joined by commas; empty: every pipe with a transform.")
     master: Annotated[str, _valid(kind_of)] = Field(
@@ -114,10 +120,16 @@ class TransformSettings(Settings):
         return "python -m spark"
 
     def checkpoint_root(self) -> str:
-        """An absolute path, or a URI with a scheme."""
+        """An absolute path, or an s3a URI."""
         if urlsplit(self.checkpoints).scheme:
             return self.checkpoints.rstrip("/")
         return str(Path(self.checkpoints).absolute() if self.checkpoints else self.data.absolute() / "checkpoints")
+
+    def object_store(self) -> ObjectStore | None:
+        """None: the checkpoints are in a folder."""
+        if not urlsplit(self.checkpoints).scheme:
+            return None
+        return ObjectStore(self.s3_endpoint, self.s3_region, self.s3_path_style)
 
     def master_kind(self) -> MasterKind:
         return kind_of(self.master)

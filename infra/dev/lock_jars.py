@@ -8,9 +8,16 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
-from services.core.jvm.jars import KAFKA_SERVER, LOCK_FILE, SPARK_KAFKA, run_ivy, sha256_of
+from services.core.jvm.jars import KAFKA_SERVER, LOCK_FILE, SPARK_KAFKA, SPARK_S3, run_ivy, sha256_of
 
 SEPARATOR = "__"
+SDK_MODULES = (
+    "annotations apache-client arns auth aws-core aws-query-protocol aws-xml-protocol checksums checksums-spi "
+    "crt-core endpoints-spi http-auth http-auth-aws http-auth-aws-eventstream http-auth-spi http-client-spi "
+    "identity-spi json-utils metrics-spi profiles protocol-core regions retries retries-spi s3 s3-transfer-manager "
+    "sdk-core sts third-party-jackson-core utils utils-lite "
+)
+"""What S3 needs, and STS for roles: what Ivy finds for these two, without the asynchronous client."""
 # set → (coordinates, with what they depend on?)
 ROOTS = {
     SPARK_KAFKA: [
@@ -19,6 +26,14 @@ ROOTS = {
         ("org.apache.spark:spark-token-provider-kafka-0-10_2.13:4.0.0", False),
         ("org.apache.kafka:kafka-clients:3.9.2", False),
         ("org.apache.commons:commons-pool2:2.12.1", False),
+    ],
+    # Of the version of Hadoop in pyspark, and the AWS SDK that it was built with. The SDK's modules for S3 are 13 MB; its bundle,
+    # which Hadoop names, has all services and 600 MB. Spark's own jars have Apache's HTTP client and netty.
+    SPARK_S3: [
+        ("org.apache.hadoop:hadoop-aws:3.5.0", False),
+        *((f"software.amazon.awssdk:{module}:2.35.4", False) for module in SDK_MODULES.split()),
+        ("software.amazon.eventstream:eventstream:1.0.1", False),
+        ("org.reactivestreams:reactive-streams:1.0.4", False),
     ],
     KAFKA_SERVER: [
         ("org.apache.kafka:kafka_2.13:4.1.2", True),

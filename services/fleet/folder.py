@@ -2,9 +2,11 @@
 
 import fcntl
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -13,6 +15,7 @@ from services.core.broker.errors import BadDataFolder
 from services.core.broker.log.data_folder import refuse_network
 from services.core.folders import make_folder
 from services.core.version import newer_format
+from services.core.yaml_source import BadConfiguration, load_yaml
 from services.fleet.problem import CommandFailed
 
 STATE_FILE = "fleet.json"
@@ -172,3 +175,20 @@ def read_state(data: Path) -> FleetState | None:
         return msgspec.json.decode(content, type=FleetState)
     except (OSError, msgspec.DecodeError):
         return None
+
+
+def checkpoint_root(data: Path, contents: Mapping[Path, Path]) -> Path | str:
+    """The folder of the transforms' checkpoints; a text for S3. The setting is in the environment or the settings file.
+
+    contents: where the content of each configuration file is, by its path. Blocking.
+    """
+    named: Any = os.environ.get("PENSTOCK_TRANSFORM_CHECKPOINTS")
+    for path, copy in contents.items():
+        if named is None and path.suffix in (".yaml", ".yml"):
+            with suppress(BadConfiguration):
+                section = load_yaml(copy).data
+                section = section.get("transform") if isinstance(section, dict) else None
+                named = section.get("checkpoints") if isinstance(section, dict) else None
+    if not isinstance(named, str) or not named:
+        return data / "checkpoints"
+    return named if urlsplit(named).scheme else Path(named).absolute()

@@ -51,8 +51,8 @@ def no_checkpoint(folder: Path) -> CommandFailed:
 
 @contextmanager
 def hold_checkpoint(folder: Path) -> Iterator[bool]:
-    """Keep the transform from starting. Gives whether the folder holds a checkpoint; a transform that was refused leaves a folder
-    with its lock alone. Without the folder nothing is kept. Blocking. Raises CommandFailed while the transform runs.
+    """Keep the transform from starting. Gives whether the folder holds a checkpoint; a transform that was refused leaves
+    its lock and its claim. Without the folder nothing is kept. Blocking. Raises CommandFailed while the transform runs.
     """
     if (lock := _open_lock(folder)) is None:
         yield False
@@ -64,7 +64,7 @@ def hold_checkpoint(folder: Path) -> Iterator[bool]:
             raise CommandFailed(
                 f"the transform of {folder.name} runs", "stop the fleet, then the same command"
             ) from None
-        yield any(path.name != "penstock.lock" for path in folder.iterdir())
+        yield any(path.name not in ("penstock.lock", "claims") for path in folder.iterdir())
     finally:
         os.close(lock)
 

@@ -1,13 +1,18 @@
-"""The checkpoint folder of a pipe: locked by one process, and known to be the right one before a query starts.
+"""The checkpoint folder of a pipe: used by one process, and known to be the right one before a query starts.
 
 Spark keeps its progress there (offsets/, commits/, state/). Beside it `penstock.json` says whose checkpoint it is. Its id names
 the query as a writer: a broker that stores a batch once identifies it by this id and the batch's number.
+
+On a local disk a lock keeps other processes away. A folder on a network file system has claims, too, and an object store has
+claims alone (`claims.py`). In an object store our notes are in a folder of the claim, `notes/8/`: a successor copies them once,
+so what a replaced holder writes later is never read. ADR 0017 says who may write what, and when.
 """
 
 import fcntl
 import os
 import re
 import threading
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,10 +21,12 @@ from typing import Any, TypeVar
 import msgspec
 from pyspark.sql import SparkSession
 
+from services.core.broker.log.data_folder import network_mount
 from services.core.folders import make_folder
 from services.core.version import VERSION, newer_format
 from spark.errors import shorten
 from spark.java import JAVA_ERRORS, HadoopFolder
+from spark.jobs.claims import CLAIMS, CheckpointInUse, Claim, Claims, FolderStore, beating
 from spark.records import Offsets
 from spark.sources.offsets import sync, sync_batch
 
@@ -29,9 +36,14 @@ _NAME = re.compile(r"^[A-Za-z0-9_]+:")
 """Before the offset of a named source."""
 _VERSION = 2
 """The newest format. 2: of a transform with state on Kinesis, whose batches end where notes say (`sources.ends`): Penstock 0.1
-would read its last batch again, and count it twice in the state. And with named sources, which 0.1 cannot read."""
+would read its last batch again, and count it twice in the state. With named sources, which 0.1 cannot read. And with state in
+files that commits name (`state_store.py`), which 0.1 does not look for."""
 NAMED_VERSION = 2
 _FIRST_VERSION = 1
+LOCK_FILE = "penstock.lock"
+_NOTES = "notes"
+_CLAIM_FILE, _CLAIM_TOKEN = "spark.penstock.claim.file", "spark.penstock.claim.token"
+"""Settings of a session: its queries write to a checkpoint only while this file has this line (CheckpointFiles.scala)."""
 
 
 class CheckpointDamaged(Exception):
@@ -40,10 +52,6 @@ class CheckpointDamaged(Exception):
 
 class ClockWentBack(Exception):
     """The machine's clock was set back. Nothing was read or written; the batch is retried."""
-
-
-class CheckpointInUse(Exception):
-    """Another process runs a query on this checkpoint."""
 
 
 class Identity(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,11 +85,24 @@ class _Head(msgspec.Struct):
 class Checkpoint:
     """One pipe's checkpoint. Made by `open_checkpoint`. Its files are read and written through Spark's file systems."""
 
-    def __init__(self, session: SparkSession, path: str) -> None:
-        self.path, self._session = path, session
+    def __init__(self, session: SparkSession, path: str, claim: Claim | None = None) -> None:
+        """claim: of this process, where claims are needed; None: to read only, or on a local disk."""
+        self.path, self._session, self._claim = path, session, claim
         self._local = Path(path.removeprefix("file://")) if path.startswith("file://") else None
         self._files = HadoopFolder(session, path)
         self._writing = threading.Lock()
+
+    def check_held(self) -> None:
+        """Before what only the process that runs the pipe may do. Raises CheckpointInUse once another one runs it; the store's
+        errors.
+        """
+        if self._claim is not None:
+            self._claim.check()
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether another process has taken over, as far as this one has noticed. Asks nobody."""
+        return self._claim is not None and self._claim.is_lost
 
     def damaged(self, problem: str) -> CheckpointDamaged:
         """The error to raise."""
@@ -102,25 +123,34 @@ class Checkpoint:
 
     def read_note(self, name: str, kind: type[Note]) -> Note | None:
         """A small file of ours beside Spark's; None before `write_note`. Raises CheckpointDamaged."""
-        if not self._files.exists(name):
+        place = self._place(name)
+        if not self._files.exists(place):
             return None
         try:
-            return msgspec.json.decode(self._files.read(name), type=kind)
+            return msgspec.json.decode(self._files.read(place), type=kind)
         except msgspec.DecodeError as error:
             raise self.damaged(f"{name} cannot be read: {error}") from error
 
     def write_note(self, name: str, value: object) -> None:
-        """Replace it, durably. Thread-safe."""
+        """Replace it, durably. Thread-safe. Raises CheckpointInUse, where no one would read it."""
         content = msgspec.json.encode(value)
         if self._local is None:
-            self._files.write(name, content)
+            self._files.write(self._place(name), content)
             return
+        self.check_held()
         new = self._local / f".{name}.new"
         with self._writing:  # both queries of a pipe write penstock.json
             new.write_bytes(content)
             sync(new)
             new.replace(self._local / name)
             sync(self._local)
+
+    def _place(self, name: str) -> str:
+        """Of a note. Without a claim: that of the newest holder."""
+        if self._local is not None:
+            return name
+        number = _newest_notes(self._files) if self._claim is None else self._claim.number
+        return f"{_NOTES}/{number}/{name}" if number else name
 
     def newest(self, folder: str) -> int | None:
         """The highest batch number in `offsets` or `commits`."""
@@ -152,6 +182,15 @@ class Checkpoint:
     def committed_offsets(self, parse: Callable[[str, str], Offsets]) -> Offsets:
         """The end of the last finished batch; empty before the first one."""
         return self.offsets(self.newest("commits"), parse)
+
+    def settings(self, batch: int) -> dict[str, str]:
+        """Spark's settings that this batch was planned with, as far as they must stay the same."""
+        found: dict[str, str] = self._metadata(batch).get("conf", {})
+        return found
+
+    def has_named_state(self, batch: int) -> bool:
+        """Whether the commit of this batch names the files of state that count (`state_store.py`)."""
+        return self._lines(f"commits/{batch}")[0] == "v2"
 
     def watermark(self, batch: int) -> int:
         """The watermark at the start of this batch, in ms of event time; 0 without one."""
@@ -187,7 +226,7 @@ class Checkpoint:
 
     def beside(self, name: str) -> "Checkpoint":
         """The checkpoint of another query of the same pipe."""
-        return Checkpoint(self._session, f"{self.path}/{name}")
+        return Checkpoint(self._session, f"{self.path}/{name}", self._claim)
 
     def _lines(self, name: str) -> list[str]:
         return self._files.read(name).decode().splitlines()
@@ -198,34 +237,101 @@ class Checkpoint:
 
 
 def peek_checkpoint(session: SparkSession, root: str, pipe: str) -> Checkpoint:
-    """The pipe's checkpoint, read-only: another process may have locked it."""
-    return Checkpoint(session, f"{root}/{pipe}" if "://" in root else f"file://{root}/{pipe}")
+    """The pipe's checkpoint, read-only: another process may hold it."""
+    return Checkpoint(session, _uri(root, pipe))
+
+
+def _uri(root: str, pipe: str) -> str:
+    return f"{root}/{pipe}" if "://" in root else f"file://{root}/{pipe}"
+
+
+def claims_on(session: SparkSession, root: str, pipe: str) -> Claims | None:
+    """To be kept from one `open_checkpoint` to the next: it knows for how long another holder is silent. None on a local disk."""
+    if "://" in root:
+        return Claims(HadoopFolder(session, f"{_uri(root, pipe)}/{CLAIMS}"))
+    return None if network_mount(Path(root)) is None else Claims(FolderStore(Path(root, pipe, CLAIMS)))
 
 
 @contextmanager
-def open_checkpoint(session: SparkSession, root: str, pipe: str) -> Iterator[Checkpoint]:
-    """Lock the pipe's folder under `root`, which is created if missing. Raises CheckpointInUse.
+def open_checkpoint(session: SparkSession, root: str, pipe: str, claims: Claims | None = None) -> Iterator[Checkpoint]:
+    """Use the pipe's checkpoint under `root` alone; a local folder is created. claims: as of `claims_on`. Raises CheckpointInUse.
 
-    The lock of a local folder ends with the process. In an object store only Spark's own check is left: of two queries, the one
-    that commits a batch later fails.
+    Queries of this session write to checkpoints only while it uses this one. The lock of a folder ends with the process;
+    the claim ends with this block, or when another process takes over (`Checkpoint.check_held`).
     """
-    checkpoint = peek_checkpoint(session, root, pipe)
-    if "://" in root:
-        yield checkpoint
+    if "://" not in root:
+        with _lock(Path(root, pipe)) as token:
+            if claims is None:
+                _fence(session, f"file://{root}/{pipe}/{LOCK_FILE}", token)
+                yield peek_checkpoint(session, root, pipe)
+            else:
+                with _claim(session, root, pipe, claims) as checkpoint:
+                    yield checkpoint
         return
-    path = Path(root) / pipe
-    make_folder(path)
-    lock = os.open(f"{path}/penstock.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    with _claim(
+        session, root, pipe, claims or Claims(HadoopFolder(session, f"{_uri(root, pipe)}/{CLAIMS}"))
+    ) as checkpoint:
+        yield checkpoint
+
+
+@contextmanager
+def _lock(folder: Path) -> Iterator[str]:
+    """Lock a local folder. Gives the token that the lock file has from now on."""
+    make_folder(folder)
+    lock = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             holder = os.pread(lock, 32, 0).decode(errors="replace").strip() or "unknown"
             raise CheckpointInUse(
-                f"checkpoint {path} is in use by process {holder}, and two queries would do each event twice"
+                f"checkpoint {folder} is in use by process {holder}, and two queries would do each event twice"
             ) from None
+        token = uuid.uuid4().hex
         os.ftruncate(lock, 0)
-        os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
-        yield checkpoint
+        os.pwrite(
+            lock, f"{os.getpid():<31}\n{token}\n".encode(), 0
+        )  # Java without its Python reads that it is replaced
+        yield token
     finally:
         os.close(lock)
+
+
+@contextmanager
+def _claim(session: SparkSession, root: str, pipe: str, claims: Claims) -> Iterator[Checkpoint]:
+    uri = _uri(root, pipe)
+    try:
+        claim = claims.take()
+    except CheckpointInUse as error:
+        raise CheckpointInUse(f"checkpoint {uri} is in use: {error}") from None
+    with beating(claim, pipe):
+        if "://" in root:
+            _take_over_notes(HadoopFolder(session, uri), claim.number)
+        _fence(session, f"{uri}/{CLAIMS}/{claim.mark}", claim.token)
+        yield Checkpoint(session, uri, claim)
+
+
+def _fence(session: SparkSession, file: str, token: str) -> None:
+    session.conf.set(_CLAIM_FILE, file)
+    session.conf.set(_CLAIM_TOKEN, token)
+
+
+def _newest_notes(files: HadoopFolder, before: int | None = None) -> int:
+    """The claim with the newest complete notes; 0 without one: a version before 0.2 left them beside Spark's files."""
+    numbers = sorted((int(name) for name in files.list(_NOTES) if name.isdigit()), reverse=True)
+    complete = (number for number in numbers if files.exists(f"{_NOTES}/{number}/{IDENTITY_FILE}"))
+    return next((number for number in complete if before is None or number < before), 0)
+
+
+def _take_over_notes(files: HadoopFolder, number: int) -> None:
+    """Copy the notes of the last holder; its identity last, which makes ours complete. Then remove all earlier ones."""
+    last = _newest_notes(files, before=number)
+    source = f"{_NOTES}/{last}" if last else ""
+    names = sorted(
+        (name for name in files.list(source) if name.endswith(".json")), key=lambda name: (name == IDENTITY_FILE, name)
+    )
+    for name in names:
+        files.write(f"{_NOTES}/{number}/{name}", files.read(f"{source}/{name}" if source else name))
+    for earlier in files.list(_NOTES):
+        if earlier.isdigit() and int(earlier) < number and names:
+            files.delete(f"{_NOTES}/{earlier}")

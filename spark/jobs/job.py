@@ -22,17 +22,19 @@ from spark.jobs.attempts import Attempts, Stopping, SuspectLock
 from spark.jobs.checkpoint import (
     Checkpoint,
     CheckpointDamaged,
-    CheckpointInUse,
     ClockWentBack,
+    claims_on,
     open_checkpoint,
     peek_checkpoint,
 )
+from spark.jobs.claims import BEAT_S, CheckpointInUse, Claims
 from spark.jobs.culprits import TransformBroken
 from spark.jobs.micro_batch import start_micro_batches
 from spark.jobs.modes import REFUSED, MorePartitions, enter_mode, mode_of
 from spark.jobs.query import POLL_S, Query, RunningQuery, warm_up
 from spark.jobs.replay import reported_offsets
 from spark.jobs.start_checks import adopt_checkpoint, check_not_older, record_ran
+from spark.jobs.state_store import checkpoint_version
 from spark.jobs.streaming_plan import StreamingPlanQuery
 from spark.marks import Marks
 from spark.reporter import PipeReporter
@@ -78,6 +80,7 @@ class Job:
         self._figures = QueryFigures(self.pipe)
         self._executors, self._ui = executors, ui
         self._attempts = Attempts(prepared.version, real_time=prepared.real_time)
+        self._claims: Claims | None = None
         self._prepared, self._broker, self._marks = prepared, broker, marks
         self._checkpoints, self._ledger = checkpoints, ledger
         self._reporter: PipeReporter | None = None
@@ -185,32 +188,56 @@ class Job:
             self._standing_by = True
             self._backoff.reset()
             self._worked = False
+            # That process counts from now on. What this one knows of a batch may be from before.
+            self._attempts = Attempts(self._prepared.version, real_time=self._prepared.real_time)
         self._on_state(QueryState(self.pipe, None, 0, standby=reason))
-        self._halt.wait(STANDBY_EVERY_S)
+        self._halt.wait(STANDBY_EVERY_S if self._claims is None else BEAT_S)
 
     def _run_once(self, session: SparkSession) -> None:
         topics = self._broker.identify(session, list(self._prepared.views))
-        with open_checkpoint(session, self._checkpoints, self.pipe) as checkpoint:
+        if self._claims is None:
+            self._claims = claims_on(session, self._checkpoints, self.pipe)
+        with open_checkpoint(session, self._checkpoints, self.pipe, self._claims) as checkpoint:
             if self._standing_by:
                 log.info("pipe_taken_over", pipe=self.pipe)
                 self._standing_by = False
                 self._on_state(QueryState(self.pipe, "starting", 0))
-            query = self._open_query(session, checkpoint, topics)
-            self._attempts.open(checkpoint)
-            self._attempts.check()
-            with self._suspects.acquire(self._attempts.ended, self._halt.is_set) as release:
-                running = self._start(query)
-                halted: float | None = None
-                try:
-                    while not self._halt.is_set() and not running.has_completed_trigger():
-                        running.wait()
-                    self._record_success()
-                    release()
-                    while not self._halt.is_set():
-                        running.wait()
-                    halted = time.monotonic()
-                finally:
-                    running.stop(lambda: self._may_finish(halted))
+            try:
+                self._run_query(session, checkpoint, topics)
+            except Stopping:
+                raise
+            except Exception as error:
+                self._check_in_use(checkpoint, error)
+                raise
+
+    def _run_query(self, session: SparkSession, checkpoint: Checkpoint, topics: Mapping[str, str]) -> None:
+        query = self._open_query(session, checkpoint, topics)
+        self._attempts.open(checkpoint)
+        self._attempts.check()
+        with self._suspects.acquire(self._attempts.ended, self._halt.is_set) as release:
+            running = self._start(query)
+            halted: float | None = None
+            try:
+                while not self._halt.is_set() and not checkpoint.is_lost and not running.has_completed_trigger():
+                    running.wait()
+                self._record_success()
+                release()
+                while not self._halt.is_set() and not checkpoint.is_lost:
+                    running.wait()
+                checkpoint.check_held()
+                halted = time.monotonic()
+            finally:
+                running.stop(lambda: self._may_finish(halted))
+
+    def _check_in_use(self, checkpoint: Checkpoint, error: Exception) -> None:
+        """Whether the query failed because another process has taken over. Raises CheckpointInUse then."""
+        try:
+            checkpoint.check_held()
+        except CheckpointInUse as lost:
+            log.warning("query_ended_by_takeover", pipe=self.pipe, error=shorten(error))
+            raise lost from error
+        except Exception as unknown:
+            log.debug("claim_not_checked", pipe=self.pipe, error=shorten(unknown))
 
     def _may_finish(self, halted: float | None) -> bool:
         """Whether the current batch may go on. A pause waits for its end, nobody wants it computed again. A stop limits it.
@@ -236,7 +263,10 @@ class Job:
             self._prepared,
             topics,
             self._marks,
-            version=self._broker.checkpoint_version(self._prepared.per_batch),
+            version=max(
+                self._broker.checkpoint_version(self._prepared.per_batch),
+                checkpoint_version(self._prepared, checkpoint),
+            ),
         )
         ran = threading.Event()
 

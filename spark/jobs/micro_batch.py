@@ -31,6 +31,7 @@ from spark.jobs.culprits import (
 )
 from spark.jobs.dead_letters import DEAD, TRANSFORM_ERROR, reject_as, reject_bad_records, write_dead_letters
 from spark.jobs.query import BatchHandler, MicroBatchQuery, Query
+from spark.jobs.state_store import state_store
 from spark.records import RecordOffset
 from spark.reports import (
     NO_ORIGINS,
@@ -62,7 +63,8 @@ def start_micro_batches(query: Query) -> MicroBatchQuery:
         # Ids are forgotten with the next data; a batch only for that would delay it.
         query.session.conf.set("spark.sql.streaming.noDataMicroBatches.enabled", "false")
         source = drop_duplicates(source, transform.deduplicate_within)
-    return MicroBatchQuery(query, source, TransformHandler(query), name=query.pipe, interval=transform.interval)
+    with state_store(query.session, query.prepared, query.checkpoint):
+        return MicroBatchQuery(query, source, TransformHandler(query), name=query.pipe, interval=transform.interval)
 
 
 class _Names(NamedTuple):

@@ -148,6 +148,7 @@ def adopt_checkpoint(
     if identity != found:  # before the mark: the mark of a checkpoint that was never stored would refuse the next start
         checkpoint.write_identity(identity)
     if mark is None or not mark.fits(identity.id):
+        checkpoint.check_held()
         marks.write(prepared.pipe, identity.id)
     return identity
 

@@ -30,6 +30,7 @@ from spark.jobs.replay import (
     reject_culprits,
     reject_process_killers,
 )
+from spark.jobs.state_store import state_store
 from spark.reports import (
     NO_ORIGINS,
     ORIGINS,
@@ -130,15 +131,18 @@ class StreamingPlanQuery:
                 break
             time.sleep(POLL_S / 10)
         self._transforming.stop()
-        self._query.attempts.record_failure(Stopping())
         try:
+            self._query.attempts.record_failure(Stopping())
             self._record_progress()
         except Exception as error:  # the next start does it
             log.warning("last_batch_not_reported", pipe=self._query.pipe, error=shorten(error))
 
     def _record_progress(self) -> None:
         """Report the batches since the last call."""
-        for progress in progress_since(self._transforming, self._last_batch):
+        finished = progress_since(self._transforming, self._last_batch)
+        if finished:
+            self._query.checkpoint.check_held()
+        for progress in finished:
             # The progress of an idle query has the number of the batch to come.
             if "addBatch" in progress["durationMs"]:
                 if self._query.figures is not None:
@@ -206,7 +210,8 @@ def start_transforming(query: Query) -> StreamingQuery:
         started: StreamingQuery = real_time_writer.trigger(realTime=REAL_TIME_BATCH).start()
     else:
         interval = f"{round(prepared.transform.interval * 1000)} milliseconds"
-        started = writer.outputMode("append").trigger(processingTime=interval).start()
+        with state_store(query.session, prepared, query.checkpoint):
+            started = writer.outputMode("append").trigger(processingTime=interval).start()
     return started
 
 

@@ -90,7 +90,7 @@ def sync_batch(checkpoint: Path, batch: int) -> None:
     checkpoint does not know, and numbers are given twice.
     """
     notes = [f"offsets/{batch}", f"offsets/.{batch}.crc", f"commits/{batch - 1}", f"commits/.{batch - 1}.crc"]
-    patterns = (*notes, f"state/**/{batch + 1}.*", f"state/**/.{batch + 1}.*")
+    patterns = [*notes, *(f"state/**/{hidden}{batch + 1}{end}*" for hidden in ("", ".") for end in "._")]
     files = [path for pattern in patterns for path in checkpoint.glob(pattern)]
     for path in (*files, *{path.parent for path in files}):
         with contextlib.suppress(FileNotFoundError):  # Spark cleans up meanwhile

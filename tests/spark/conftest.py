@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 from pyspark.sql import SparkSession
 
-from services.core.aws_emulator import CREDENTIALS
+from services.core.aws_emulator import CREDENTIALS, REGION
 from services.core.jvm.kafka import KafkaCluster
+from spark.object_store import ObjectStore
 from spark.session import open_session
 from tests.spark.log_pipeline import LogPipeline
 
@@ -23,13 +24,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
-    """The session that the service would have, with Kafka's jars, and credentials for the Kinesis emulator."""
+    """The session that the service would have, with Kafka's and S3's jars, and credentials for the emulators."""
     with pytest.MonkeyPatch.context() as environment:
         for name, value in CREDENTIALS.items():  # Java hands on to Spark's Python processes what it was started with
             environment.setenv(name, value)
         environment.setenv("TMPDIR", "")  # open_session sets it; the tests get the former one back
         scratch = tmp_path_factory.mktemp("scratch")
-        session = open_session(master="local[2]", memory=1 << 30, kafka=True, scratch=scratch, compiler="quick")
+        store = ObjectStore(region=REGION, path_style=True)  # its URL is set where a test has one
+        session = open_session(
+            master="local[2]", memory=1 << 30, kafka=True, scratch=scratch, store=store, compiler="quick"
+        )
     yield session
     session.stop()
 

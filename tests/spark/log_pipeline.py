@@ -123,9 +123,11 @@ class RunningJobs:
 class LogPipeline(RunningJobs):
     """One log with streams `s` and `u`, one pipe `p`."""
 
-    def __init__(self, session: SparkSession, folder: Path) -> None:
+    def __init__(self, session: SparkSession, folder: Path, checkpoints: str = "") -> None:
+        """checkpoints: elsewhere than in the folder."""
         super().__init__(session)
         self.folder, self.log = folder, folder / "log"
+        self.checkpoints = checkpoints or str(folder / "checkpoints")
         self.backlogs: list[Backlog] = []
         self._epochs = itertools.count()
         for topic in ("s", "u", "p.out", "p.dead"):
@@ -168,7 +170,7 @@ class LogPipeline(RunningJobs):
             self.prepare(chosen),
             LogSparkBroker(str(self.log)),
             self.marks,
-            checkpoints=str(self.folder / "checkpoints"),
+            checkpoints=self.checkpoints,
             ledger=True,
             on_batch=self.batches.append,
             on_state=self.note,
@@ -181,7 +183,7 @@ class LogPipeline(RunningJobs):
     def query(self, chosen: SelectedPipes) -> Iterator[Query]:
         """What a run of the pipe would work with; nothing runs."""
         prepared, broker = self.prepare(chosen), LogSparkBroker(str(self.log))
-        with open_checkpoint(self.session, str(self.folder / "checkpoints"), "p") as checkpoint:
+        with open_checkpoint(self.session, self.checkpoints, "p") as checkpoint:
             identity = adopt_checkpoint(
                 checkpoint, prepared, broker.identify(self.session, list(prepared.views)), self.marks
             )

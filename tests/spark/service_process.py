@@ -20,7 +20,12 @@ from services.core.ledger.report import TELEMETRY, Report, decode_report
 from services.core.topic_names import CONTROL
 from tests.spark.log_pipeline import read_topic
 
-_MAIN = "import runpy, spark.service; spark.service.SETTLE_S = 0.5; runpy.run_module('spark', run_name='__main__')"
+_QUICK_CLAIMS = "import spark.jobs.claims as c; c.BEAT_S, c.EXPIRY_S = 1.0, 6.0; "
+"""A standby takes over sooner: the tests freeze its predecessor, and wait for it."""
+_MAIN = (
+    _QUICK_CLAIMS
+    + "import runpy, spark.service; spark.service.SETTLE_S = 0.5; runpy.run_module('spark', run_name='__main__')"
+)
 """As `-m spark`, but pipes of one process hardly wait for each other: the tests have no other work to protect."""
 
 
@@ -71,6 +76,11 @@ class ServiceProcess:
     def pid(self) -> int | None:
         """Of its process, or of the last one."""
         return None if self._process is None else self._process.pid
+
+    def signal(self, number: int) -> None:
+        """To the service and all that it started."""
+        assert self._process is not None
+        os.killpg(self._process.pid, number)
 
     @property
     def is_running(self) -> bool:

@@ -21,11 +21,13 @@ from spark.brokers.contract import measure_backlog
 from spark.brokers.log import LogSparkBroker
 from spark.health import QueryState, Watchdog
 from spark.jobs.attempts import Attempts
-from spark.jobs.checkpoint import CheckpointDamaged, CheckpointInUse, open_checkpoint
+from spark.jobs.checkpoint import CheckpointDamaged, open_checkpoint
+from spark.jobs.claims import CheckpointInUse
 from spark.jobs.culprits import ALL_FAILED, FailureStreak
 from spark.jobs.job import Job
 from spark.jobs.query import Query
 from spark.jobs.start_checks import adopt_checkpoint, check_not_older
+from spark.jobs.state_store import checkpoint_version
 from spark.settings import SelectedPipes
 from tests.spark.log_pipeline import DEADLINE_S, LogPipeline, event, interrupt_queries, wait_for
 
@@ -259,10 +261,11 @@ def test_damaged_state_stops_the_query(pipeline: LogPipeline, harm: Callable[[by
     pipeline.send(flights(0, 30))
     chosen = pipeline.pipe(columns=COLUMNS, sql="SELECT event, delay FROM s", deduplicate_within="1h", max_events=10)
     pipeline.run(chosen, 30)
-    files = [path for path in (pipeline.folder / "checkpoints" / "p" / "state").rglob("*.delta") if path.name[0] != "."]
-    last = max(int(path.stem) for path in files)
+    state = pipeline.folder / "checkpoints" / "p" / "state"
+    files = [path for path in state.rglob("*.changelog") if path.name[0] != "."]
+    last = max(int(path.name.partition("_")[0]) for path in files)
     for path in files:
-        if int(path.stem) == last:
+        if path.name.startswith(f"{last}_"):
             path.write_bytes(harm(path.read_bytes()))
     _forget_loaded_state(pipeline)
     pipeline.send(flights(0, 40))
@@ -271,6 +274,29 @@ def test_damaged_state_stops_the_query(pipeline: LogPipeline, harm: Callable[[by
     pipeline.stop()
     assert not any(state.problem is None for state in pipeline.states[1:])
     assert ids(pipeline) == sorted(f"id-{n}" for n in range(30))
+
+
+def test_state_stays_where_an_earlier_version_began_it(pipeline: LogPipeline, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If this fails, an update forgets the ids that were seen, or refuses to start; or a new checkpoint is read by a version that
+    does not know its files.
+    """
+    pipeline.send(flights(0, 30))
+    chosen = pipeline.pipe(columns=COLUMNS, sql="SELECT event, delay FROM s", deduplicate_within="1h", max_events=10)
+    with monkeypatch.context() as earlier:
+        earlier.setattr("spark.jobs.state_store.needs_state", lambda _prepared: False)
+        pipeline.run(chosen, 30)
+    folder = pipeline.folder / "checkpoints" / "p"
+    assert list((folder / "state").rglob("*.delta"))
+    _forget_loaded_state(pipeline)
+    pipeline.send(flights(0, 40))
+    pipeline.run(chosen, 40)
+    assert ids(pipeline) == sorted(f"id-{n}" for n in range(40))
+    assert not list((folder / "state").rglob("*.changelog"))
+    assert orjson.loads((folder / "penstock.json").read_bytes())["version"] == 1
+    shutil.rmtree(folder)
+    pipeline.marks.newest.clear()
+    with pipeline.query(chosen) as query:
+        assert checkpoint_version(query.prepared, query.checkpoint) == 2
 
 
 def _forget_loaded_state(pipeline: LogPipeline) -> None:

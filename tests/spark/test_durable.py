@@ -19,6 +19,7 @@ def test_notes_of_a_batch_are_synced(tmp_path: Path, monkeypatch: pytest.MonkeyP
         "commits/4",
         "commits/.4.crc",
         "state/0/1/6.delta",
+        "state/0/1/6_0a1b.changelog",
         "state/0/1/.6.delta.crc",
     ]
     others = ["offsets/4", "commits/3", "state/0/1/5.delta", "state/0/1/16.delta", "metadata"]

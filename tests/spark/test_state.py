@@ -51,6 +51,9 @@ class Folder:
     def source_names(self, _batch: int) -> list[str]:
         return self.names
 
+    def check_held(self) -> None:
+        """It is."""
+
 
 def prepared(sql: str, columns: str = "delay INT", *, row_by_row: bool = False, **transform: Any) -> Prepared:
     view: Any = SimpleNamespace(columns=SimpleNamespace(simpleString=lambda: columns))

@@ -41,6 +41,10 @@ def test_the_lock_names_the_versions_that_work_together() -> None:
     connector = {jar.artifact: jar.version for jar in sets[jars.SPARK_KAFKA]}
     assert connector["spark-sql-kafka-0-10_2.13"] == "4.2.0"
     assert connector["kafka-clients"].startswith("3.9.")
+    store = {jar.artifact: jar.version for jar in sets[jars.SPARK_S3]}
+    assert store["hadoop-aws"] == "3.5.0", "the version of hadoop-client-api in pyspark"
+    sdk = {jar.version for jar in sets[jars.SPARK_S3] if jar.group == "software.amazon.awssdk"}
+    assert sdk == {"2.35.4"}, "the version that hadoop-aws was built with"
     server = {jar.artifact: jar.version for jar in sets[jars.KAFKA_SERVER]}
     assert server["kafka_2.13"].startswith("4.1.")
     assert "log4j-slf4j-impl" in server

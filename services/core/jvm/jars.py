@@ -1,4 +1,4 @@
-"""Fetches the jars of Spark's Kafka connector and of a Kafka server, without Maven.
+"""Fetches the jars of Spark's Kafka connector, of Hadoop's client for S3 and of a Kafka server, without Maven.
 
 `jars.lock` names every jar with its SHA-256 (infra/dev/lock_jars.py writes it), so nothing is resolved at run time. Pyspark's own
 Ivy downloads the jars once, into $PENSTOCK_JARS or ~/.cache/penstock/jars. A set gets its final name there when all its jars are
@@ -21,6 +21,7 @@ from services.core.jvm.java import NO_PERF_FILE, find_java, trust_options
 
 LOCK_FILE = Path(__file__).with_name("jars.lock")
 SPARK_KAFKA = "spark-kafka"
+SPARK_S3 = "spark-s3"
 KAFKA_SERVER = "kafka-server"
 FETCH_TIMEOUT_S = 300.0
 FETCH_ATTEMPTS = 3
@@ -37,7 +38,7 @@ class JarsUnavailable(RuntimeError):
 
 
 def jar_set(name: str, *, lock_file: Path = LOCK_FILE) -> list[Path]:
-    """The paths of all jars of a set of the lock (SPARK_KAFKA, KAFKA_SERVER), in its order. Fetches a missing set.
+    """The paths of all jars of a set of the lock (SPARK_KAFKA, SPARK_S3, KAFKA_SERVER), in its order. Fetches a missing set.
 
     Blocks, for minutes when it fetches; safe in several processes. Raises JavaNotFound, and JarsUnavailable, also when a
     fetched file has changed.

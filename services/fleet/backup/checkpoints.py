@@ -17,7 +17,8 @@ from services.fleet.problem import CommandFailed
 
 _REJECTS = "rejects"
 """The second query of a transform that is part of the streaming plan: its checkpoint is in this folder."""
-_LOCK = "penstock.lock"
+_OF_PROCESS = ("penstock.lock", "claims")
+"""Who uses the checkpoint: nobody uses the copy."""
 _SAFE_BATCHES = 50
 """Spark keeps the files of its last 100 batches."""
 
@@ -103,7 +104,7 @@ def _files_of(state: CheckpointState) -> Iterator[Path]:
     """Relative to the checkpoint's folder."""
     for path in sorted(state.folder.rglob("*")):
         relative = path.relative_to(state.folder)
-        if not path.is_file() or path.name == _LOCK or ".tmp" in path.name or path.name.endswith(".new"):
+        if not path.is_file() or relative.parts[0] in _OF_PROCESS or ".tmp" in path.name or path.name.endswith(".new"):
             continue
         if relative.name in state.notes and len(relative.parts) == 1:
             continue

@@ -10,8 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple
-from urllib.parse import urlsplit
+from typing import NamedTuple
 
 from pydantic import BaseModel
 
@@ -25,9 +24,10 @@ from services.core.pipes import load_pipes
 from services.core.snapshot import list_copies, original_of
 from services.core.times import format_time
 from services.core.version import VERSION
-from services.core.yaml_source import BadConfiguration, load_yaml
+from services.core.yaml_source import BadConfiguration
 from services.fleet.backup.checkpoints import CheckpointState, copy_checkpoint, read_checkpoints
 from services.fleet.backup.manifest import CHECKPOINTS, CONFIG, FORMAT, LOG, Manifest, seal
+from services.fleet.folder import checkpoint_root
 from services.fleet.problem import CommandFailed
 from services.fleet.topics import SNAPSHOT
 
@@ -119,7 +119,7 @@ def _draft(into: Path) -> Iterator[Path]:
 def _copy(source: Source, draft: Path, show: Show) -> tuple[Manifest, float]:
     kind, _, path = source.broker.partition("://")
     contents = _configuration(source)
-    root = _checkpoint_root(source.data.absolute(), contents)
+    root = checkpoint_root(source.data.absolute(), contents)
     held_s, log, begun = 0.0, None, time.time_ns() // 1_000_000
     if kind == "log":
         with take_cut(_existing_log(Path(path)), lambda: _read_states(root)) as cut:
@@ -182,20 +182,6 @@ def _copy_configuration(contents: Mapping[Path, Path], draft: Path) -> dict[Path
         make_folder((draft / name).parent, mode=0o700)
         shutil.copyfile(contents[path], draft / name)
     return {path: str(name) for path, name in names.items()}
-
-
-def _checkpoint_root(data: Path, contents: Mapping[Path, Path]) -> Path | str:
-    """The folder of the checkpoints; a text for an object store. The setting is in the environment or the settings file."""
-    named: Any = os.environ.get("PENSTOCK_TRANSFORM_CHECKPOINTS")
-    for path, copy in contents.items():
-        if named is None and path.suffix in (".yaml", ".yml"):
-            with suppress(BadConfiguration):
-                section = load_yaml(copy).data
-                section = section.get("transform") if isinstance(section, dict) else None
-                named = section.get("checkpoints") if isinstance(section, dict) else None
-    if not isinstance(named, str) or not named:
-        return data / CHECKPOINTS
-    return named if urlsplit(named).scheme else Path(named).absolute()
 
 
 def _elsewhere(kind: str, root: Path | str) -> list[str]:

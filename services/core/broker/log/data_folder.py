@@ -133,10 +133,19 @@ def refuse_network(root: Path, mounts: str | None = None) -> None:
 
     mounts: the text of /proc/self/mounts; read when None.
     """
+    if (found := network_mount(root, mounts)) is not None:
+        raise BadDataFolder(
+            f"data folder {root} is on a network file system ({found}), where file locks and shared memory "
+            "cannot be trusted. Try: --data on a local disk"
+        )
+
+
+def network_mount(root: Path, mounts: str | None = None) -> str | None:
+    """The kind and the place of the network file system that a folder is on; None for a local one. mounts: as above."""
     try:
         text = Path("/proc/self/mounts").read_text() if mounts is None else mounts
     except OSError:
-        return
+        return None
     best, kind = "", ""
     for line in text.splitlines():
         fields = line.split(" ")
@@ -146,7 +155,5 @@ def refuse_network(root: Path, mounts: str | None = None) -> None:
         if len(point) >= len(best) and root.resolve().is_relative_to(point):
             best, kind = point, fields[2]
     if kind in _NETWORK or kind.removeprefix("fuse.") in _NETWORK_FUSE:
-        raise BadDataFolder(
-            f"data folder {root} is on a network file system ({kind} at {best}), where file locks and shared memory "
-            "cannot be trusted. Try: --data on a local disk"
-        )
+        return f"{kind} at {best}"
+    return None

@@ -16,7 +16,7 @@ from services.core.topic_names import lane_name, output_topic
 from services.core.yaml_source import BadConfiguration
 from services.fleet.doctor.diagnosis import about
 from services.fleet.doctor.facts import Certificate, Checkpoint, Disk, Facts, FileFault
-from services.fleet.folder import OBSERVER_TOKEN_FILE
+from services.fleet.folder import OBSERVER_TOKEN_FILE, checkpoint_root
 
 
 def look_at_disks(facts: Facts) -> None:
@@ -169,14 +169,19 @@ def _first_difference(ours: bytes, theirs: bytes) -> str:
 
 
 def look_at_checkpoints(facts: Facts) -> None:
-    """The checkpoint of each transform in the data folder. Blocking."""
+    """The checkpoint of each transform. Of those in S3 only the service knows. Blocking."""
     assert facts.data is not None
     assert facts.pipes is not None
+    snapshot = facts.data / "snapshot"
+    copies = list_copies(snapshot) if snapshot.is_dir() else {}
+    root = checkpoint_root(facts.data, {Path(path): copy for path, copy in copies.items()})
+    if isinstance(root, str):
+        return
     found = []
     for name, pipe in facts.pipes.pipes.items():
         if pipe.transform is None:
             continue
-        path = facts.data / "checkpoints" / name
+        path = root / name
         try:
             made: float | None = (path / "metadata").stat().st_mtime
         except OSError:

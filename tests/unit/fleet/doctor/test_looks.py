@@ -23,7 +23,7 @@ from services.fleet.doctor.look import Where, look
 from services.fleet.doctor.looks import processes
 from services.fleet.doctor.looks.bounds import bounded, in_thread
 from services.fleet.doctor.looks.broker import look_at_broker
-from services.fleet.doctor.looks.files import look_at_secrets, look_at_snapshot
+from services.fleet.doctor.looks.files import look_at_checkpoints, look_at_secrets, look_at_snapshot
 from services.fleet.doctor.looks.processes import look_at_processes, parse_line, skew_of, tail
 from services.fleet.problem import CommandFailed
 from tests.support.ports import free_port
@@ -142,6 +142,21 @@ async def test_a_log_that_is_gone_stays_gone(tmp_path: Path) -> None:
     (tmp_path / "log" / "topics").mkdir(parents=True)
     await look_at_broker(facts)
     assert "orders.db" in facts.broker.problem
+
+
+def test_checkpoints_are_looked_for_where_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Broken: `penstock doctor` says that checkpoints in S3, or in another folder, are gone, and how to begin again."""
+    monkeypatch.delenv("PENSTOCK_TRANSFORM_CHECKPOINTS", raising=False)
+    crm = {"name": "crm", "webhook": {"url": "https://e.org/"}}
+    pipe = {"sources": ["orders"], "transform": {"sql": "SELECT event FROM orders"}, "destinations": [crm]}
+    facts = Facts(NOW, tmp_path)
+    facts.pipes = PipeFile.model_validate({"streams": {"orders": {}}, "pipes": {"shop": pipe}})
+    (tmp_path / "snapshot").mkdir()
+    (tmp_path / "snapshot" / "files.json").write_text(f'{{"{tmp_path}/penstock.yaml": "0-penstock.yaml"}}')
+    for setting, expected in (("s3a://bucket/c", []), (str(tmp_path / "c"), [tmp_path / "c" / "shop"])):
+        (tmp_path / "snapshot" / "0-penstock.yaml").write_text(f"transform: {{checkpoints: {setting}}}\n")
+        look_at_checkpoints(facts)
+        assert [one.path for one in facts.checkpoints] == expected
 
 
 def test_files_of_a_fleet(tmp_path: Path) -> None:
