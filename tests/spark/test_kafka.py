@@ -212,20 +212,17 @@ def test_checkpoint_faults(make_pipeline: MakePipeline) -> None:
     assert len(pipeline.records("out", 20)) == 20
 
 
-@pytest.mark.parametrize("batch", [200, None], ids=["micro-batches", "real-time"])
-def test_killed_in_the_middle(make_pipeline: MakePipeline, tmp_path: Path, batch: int | None) -> None:
+def test_killed_in_the_middle(make_pipeline: MakePipeline, tmp_path: Path) -> None:
     """If this fails, a killed transform on Kafka loses events, writes more again than the batch at work, or reports to the ledger
-    of less than it did; by default in real-time mode, where all events since the commit come again."""
+    of less than it did."""
     pipeline = make_pipeline(1)
-    total = 3000
+    total, batch = 3000, 200
     pipeline.send([flight(n) for n in range(total)])
-    bounds = {} if batch is None else {"max_events": batch, "interval": "50ms"}
-    pipeline.chosen(columns=COLUMNS, sql="SELECT event, delay FROM {s}", **bounds)
+    pipeline.chosen(columns=COLUMNS, sql="SELECT event, delay FROM {s}", max_events=batch, interval="50ms")
     with ServiceProcess(tmp_path, pipeline.url) as service:
         service.start()
-        assert len(pipeline.records("out", 200)) < total or batch is None, "killed too late to mean anything"
+        assert len(pipeline.records("out", batch)) < total, "killed too late to mean anything"
         service.kill()
-        assert ('"mode": "real-time"' in service.output.read_text()) is (batch is None)
         process = service.start()
         counts = Counter(read_id(r) for r in pipeline.records("out", total))
         while len(counts) < total:
@@ -234,7 +231,7 @@ def test_killed_in_the_middle(make_pipeline: MakePipeline, tmp_path: Path, batch
         assert process.wait(60) == 0
         assert numbers(pipeline.reports(), "passed") == set(range(total))
     assert counts.keys() == {f"id-{n}" for n in range(total)}
-    assert counts.total() - total <= (batch or total)
+    assert counts.total() - total <= batch
 
 
 def test_real_time_event_that_takes_all_memory(make_pipeline: MakePipeline, tmp_path: Path) -> None:
