@@ -269,7 +269,7 @@ def run(kills: int, rate: float, seed: int) -> int:
         cluster = stack.enter_context(SparkCluster(folder / "spark", memory_mb=500))
         url = f"kafka://{brokers.bootstrap}"
         pipeline = stack.enter_context(BrokerPipeline(no_session, url, folder, partitions=PARTITIONS))
-        pipeline.chosen(columns=COLUMNS, sql=SQL, max_events=400, mode="micro-batch")
+        pipeline.chosen(columns=COLUMNS, sql=SQL, max_events=20_000, mode="micro-batch")
         arguments = ["--master", cluster.url, "--driver-host", "127.0.0.1", "--executors", "2", "--executor-cores", "1"]
         arguments += ["--executor-memory", "450MiB", "--memory", "512MiB"]
         drivers = Drivers(folder, pipeline, arguments)
