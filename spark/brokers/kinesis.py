@@ -30,7 +30,7 @@ from spark.java import hadoop_setting
 from spark.records import OffsetRange, Offsets
 from spark.sources.ends import Place, ends_of, open_notes, plan_of
 from spark.sources.offsets import offsets_of
-from spark.sources.puts import PUT_ROW, put_task
+from spark.sources.puts import PUT_ROW, add_counters, put_task
 from spark.sources.source import NAME
 
 _COUNTED = 100
@@ -130,8 +130,9 @@ class KinesisSparkBroker(DataSourceBroker):
     def write(self, frame: DataFrame, topic: str, batch: BatchName, wanted: WantedOrigins | None) -> Written:
         """When executing the frame fails, some of its records may have been written. Times are within 0.26 % of their age."""
         observed = ObservedWrite(frame, wanted)
-        put = partial(put_task, self._url, topic, batch.epoch)
-        observed.frame.mapInArrow(put, PUT_ROW).collect()
+        put = partial(put_task, self._url, topic, batch.writer, batch.epoch)
+        for row in observed.frame.mapInArrow(put, PUT_ROW).collect():
+            add_counters(row.counters)
         return observed.result()
 
     def try_write(self, frame: DataFrame) -> None:

@@ -40,6 +40,8 @@ would read its last batch again, and count it twice in the state. With named sou
 files that commits name (`state_store.py`), which 0.1 does not look for."""
 NAMED_VERSION = 2
 _FIRST_VERSION = 1
+_KIND_OF_2 = ", from Penstock 0.2 on"
+"""Ends the kind in the file of format 2: Penstock 0.1 compares kinds, and knows no versions."""
 LOCK_FILE = "penstock.lock"
 _NOTES = "notes"
 _CLAIM_FILE, _CLAIM_TOKEN = "spark.penstock.claim.file", "spark.penstock.claim.token"
@@ -116,10 +118,12 @@ class Checkpoint:
         head = self.read_note(IDENTITY_FILE, _Head)
         if head is not None and head.version > _VERSION:
             raise CheckpointDamaged(newer_format(f"checkpoint {self.path}", head.version, _VERSION, head.penstock))
-        return self.read_note(IDENTITY_FILE, Identity)
+        found = self.read_note(IDENTITY_FILE, Identity)
+        return found and msgspec.structs.replace(found, kind=found.kind.removesuffix(_KIND_OF_2))
 
     def write_identity(self, identity: Identity) -> None:
-        self.write_note(IDENTITY_FILE, msgspec.structs.replace(identity, penstock=VERSION))
+        kind = identity.kind + (_KIND_OF_2 if identity.version > _FIRST_VERSION else "")
+        self.write_note(IDENTITY_FILE, msgspec.structs.replace(identity, kind=kind, penstock=VERSION))
 
     def read_note(self, name: str, kind: type[Note]) -> Note | None:
         """A small file of ours beside Spark's; None before `write_note`. Raises CheckpointDamaged."""

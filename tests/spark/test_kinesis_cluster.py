@@ -48,19 +48,20 @@ def send(pipeline: BrokerPipeline, first: int, end: int) -> None:
 def test_workers_and_drivers_die(pipeline: BrokerPipeline, spark_cluster: SparkCluster, tmp_path: Path) -> None:
     """If this fails, a task that dies between its note and its output, or a driver between two batches, loses events; or
     executors need the driver to read or to write."""
-    total = 1200
+    total = 640
     pipeline.chosen(columns="n INT", sql="SELECT event, n FROM {s}", max_events=80, interval="50ms")
     send(pipeline, 0, total // 2)
 
     def progress(events: int) -> None:
         wait_for(lambda: len(set(out_ids(pipeline))) >= events, f"{events} events")
 
-    with ServiceProcess(tmp_path, pipeline.url, *on(spark_cluster)) as service:
+    options = [*on(spark_cluster), "--checkpoints", str(tmp_path / "checkpoints")]
+    with ServiceProcess(tmp_path, pipeline.url, *options) as service:
         service.start()
         progress(1)
         spark_cluster.kill_worker(0)
         spark_cluster.start_worker(0)
-        progress(240)
+        progress(160)
         service.kill()
         send(pipeline, total // 2, total)
         process = service.start()

@@ -2,15 +2,17 @@
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from hashlib import md5
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from services.core.broker.kinesis.appender import AppendNames, KinesisAppender
 from services.core.broker.kinesis.aws import Timing
+from services.core.broker.kinesis.blocking import BlockingKinesis
 from services.core.broker.kinesis.leases import HeldLease, Lease, StartPosition
 from services.core.broker.kinesis.prefetch import Backlog, KnownEntries, ReadBudget
 from services.core.broker.kinesis.record_format import (
@@ -107,6 +109,45 @@ async def test_a_put_whose_answer_was_lost_is_repeated_as_the_same_bytes() -> No
     sent = [put.data for (put,) in service.requests]
     assert sent[0] == sent[1] == sent[2]
     assert len(set(sent)) == 3
+
+
+class _Connection:
+    """In place of `BlockingKinesis`: a process of its own, with a loop of its own, on a service that all share."""
+
+    put, _put_parts = BlockingKinesis.put, BlockingKinesis._put_parts
+
+    def __init__(self, service: FakeService, runner: asyncio.Runner) -> None:
+        appender = KinesisAppender(service.put, service, Timing())
+        self.broker, self._producer, self._runner = SimpleNamespace(appender=appender), appender, runner
+
+    def wait(self, work: Coroutine[Any, Any, Any]) -> Any:
+        return self._runner.run(work)
+
+
+def test_a_repeat_from_another_process_has_the_same_bytes() -> None:
+    """If it fails, members of groups deliver a batch again that Spark repeats; or take others for a repeat, and lose them."""
+    service = FakeService(2)
+    records = [Record(b"key-%d" % (n % 9), b"x" * 3000, n) for n in range(300)]
+
+    def sent(name: str, records: Sequence[Record]) -> list[bytes]:
+        service.requests.clear()
+        with asyncio.Runner() as runner:
+            _Connection(service, runner).put("t", records, 0, name)  # type: ignore[misc]  # not that class
+        return [put.data for puts in service.requests for put in puts]
+
+    first = sent("w:1:0:0", records)
+    assert sorted(sent("w:1:0:0", records)) == sorted(first)
+    assert len(first) == len(set(first)) > 2, "several pieces and partitions"
+    assert not set(first) & set(sent("w:1:0:1", records)), "the same records on purpose, twice in a batch"
+    others = [Record(record.key, b"y" * 3000, record.timestamp) for record in records]
+    assert not set(first) & set(sent("w:1:0:0", others))
+    service.raising = [TimeoutError("the answer was lost")]
+    repeated = sent("w:2:0:0", records[:1])
+    assert len(repeated) == 2
+    assert len(set(repeated)) == 1
+    identities = [parse_entry(_row(1, data)).identity for data in first]
+    assert all(identities)
+    assert len(set(identities)) == len(first)
 
 
 def _row(sequence: int, data: bytes) -> dict[str, Any]:

@@ -180,9 +180,20 @@ class KinesisAppender:
     async def partition_count(self, topic: str) -> int:
         return (await self._streams.find(topic)).partitions
 
-    async def append(self, topic: str, partition: int, records: Sequence[Record], *, timeout: float) -> Appended:
+    async def append(
+        self,
+        topic: str,
+        partition: int,
+        records: Sequence[Record],
+        *,
+        timeout: float,
+        given_names: EntryNames | None = None,
+    ) -> Appended:
         """As in the contract. Raises Throttled, with the seconds to wait, when the shard's pace does not allow it in
-        time."""
+        time.
+
+        given_names: of a caller that gives a repeat its name itself, also in another process.
+        """
         if self._closed:
             raise BrokerClosed("the Kinesis connection was closed")
         deadline = asyncio.get_running_loop().time() + timeout
@@ -194,7 +205,7 @@ class KinesisAppender:
                 if not 0 <= partition < topology.partitions:
                     raise Unavailable(f"{topic}[{partition}]: the topic has {topology.partitions} partitions")
                 hash_key = hash_key_of(partition, topology.partitions)
-                names = self._names.of(topic, partition)
+                names = given_names or self._names.of(topic, partition)
                 entries, refused = make_entries(records, str(partition), hash_key, names)
                 progress.failed.update(refused)
                 for entry in entries:
@@ -207,7 +218,7 @@ class KinesisAppender:
             progress.fail(OutcomeUnknown(message) if progress.sent else Unavailable(message))
         except BrokerError as error:
             progress.fail(error)
-        if progress.unconfirmed is not None:
+        if progress.unconfirmed is not None and given_names is None:
             entry = progress.unconfirmed
             self._names.keep(topic, partition, [records[index] for index in entry.indexes], entry.name)
         return progress.appended()

@@ -5,19 +5,23 @@ Every method blocks, and may be called from any thread. Do not use it across a f
 
 import asyncio
 import threading
+import time
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
+from hashlib import blake2b
 from typing import Any, TypeVar
 
-from services.core.broker.contract import PartitionRange
+from services.core.broker.contract import Appended, PartitionRange
 from services.core.broker.errors import OffsetOutOfRange
+from services.core.broker.kinesis.appender import KinesisAppender
 from services.core.broker.kinesis.broker import KinesisBroker
 from services.core.broker.kinesis.incarnation import Stream
+from services.core.broker.kinesis.record_format import NAME_BYTES
 from services.core.broker.kinesis.shard_lookup import retry_briefly
 from services.core.broker.partitioner import split_by_key
 from services.core.broker.producer import Producer
-from services.core.broker.record import Batch, Record, split_by_size
-from services.core.broker.retry import AppendPolicy
+from services.core.broker.record import Batch, Record, estimate_size, split_by_size
+from services.core.broker.retry import AppendPolicy, append_with_retry
 
 T = TypeVar("T")
 _PATIENT = AppendPolicy(deadline=60.0, patience=60.0)
@@ -25,6 +29,26 @@ _PATIENT = AppendPolicy(deadline=60.0, patience=60.0)
 _READ_RECORDS = 5_000
 _SEND_BYTES = 512 << 10
 """Bytes sent together: a shard accepts a megabyte a second, and each send has the producer's deadline."""
+
+
+class _NamedAppender:
+    """An Appender for one entry, whose name is given."""
+
+    def __init__(self, appender: KinesisAppender, name: bytes) -> None:
+        self._appender, self._name = appender, name
+        self.partition_count = appender.partition_count
+
+    async def append(self, topic: str, partition: int, records: Sequence[Record], *, timeout: float) -> Appended:
+        return await self._appender.append(
+            topic, partition, records, timeout=timeout, given_names=lambda _bodies: self._name
+        )
+
+    async def close(self) -> None:
+        """Nothing: the appender is shared."""
+
+
+def _entry_name(text: str) -> bytes:
+    return blake2b(text.encode(), digest_size=NAME_BYTES // 2).hexdigest().encode()
 
 
 class BlockingKinesis:
@@ -80,6 +104,35 @@ class BlockingKinesis:
             if kept:
                 yield Batch(topic, shard, batch.offsets[:kept], batch.records[:kept], batch.damage)
             at = batch.offsets[-1] + 1
+
+    def put(self, topic: str, records: Sequence[Record], turn: int, name: str) -> None:
+        """As `send`, of records with a name. A repeat with the same name and records has the same bytes, also from another
+        process: members of groups skip it (`prefetch`). So nothing else may have this name. Raises BrokerError kinds.
+        """
+        count = self.wait(self._producer.partition_count(topic))
+        for number, (_, some) in enumerate(split_by_size(records, _SEND_BYTES)):
+            parts = split_by_key(some, count, keyless=turn % count)
+            self.wait(self._put_parts(topic, parts, f"{name}:{number}"))
+
+    async def _put_parts(self, topic: str, parts: Mapping[int, Sequence[Record]], name: str) -> None:
+        """Each part in one entry: it has less than half of the bytes of the largest."""
+        deadline = time.monotonic() + _PATIENT.deadline
+
+        async def put(partition: int, records: Sequence[Record]) -> Appended:
+            named = _NamedAppender(self.broker.appender, _entry_name(f"{name}:{partition}"))
+            return await append_with_retry(
+                named,
+                topic,
+                partition,
+                records,
+                _PATIENT,
+                size=estimate_size(records),
+                deadlines=lambda: [deadline] * len(records),
+            )
+
+        for stored in await asyncio.gather(*(put(partition, records) for partition, records in parts.items())):
+            for _, error in stored.failed:
+                raise error
 
     def send(self, topic: str, records: Sequence[Record], turn: int = 0) -> None:
         """Store the records by key, durably, with the producer's retries. Those without a key go to one partition,
