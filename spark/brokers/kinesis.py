@@ -12,6 +12,7 @@ from functools import partial
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.streaming.readwriter import DataStreamWriter
 
+from services.core.broker.connect import parse_kinesis_url
 from services.core.broker.kinesis.blocking import BlockingKinesis
 from services.core.broker.kinesis.bucket import Store
 from services.core.broker.kinesis.record_format import MAX_RECORD_BYTES, offset_of, split_offset
@@ -57,7 +58,7 @@ class KinesisSparkBroker(DataSourceBroker):
 
     def identify(self, session: SparkSession, topics: Sequence[str]) -> dict[str, str]:
         """The streams' names with the time of their creation. Raises UnknownTopic, Unavailable."""
-        self._store = _store_of(session)
+        self._store = _store_of(session, self._url)
         return {topic: self._kinesis.stream(topic).name for topic in topics}
 
     def count_partitions(self, session: SparkSession, topics: Sequence[str]) -> int:
@@ -92,7 +93,7 @@ class KinesisSparkBroker(DataSourceBroker):
                 yield [part._replace(start=start)]
 
     def open_meter(self, session: SparkSession, topics: Sequence[str]) -> "KinesisBacklogMeter":
-        self._store = _store_of(session)
+        self._store = _store_of(session, self._url)
         return KinesisBacklogMeter(self._kinesis, topics)
 
     def read_ranges(self, session: SparkSession, ranges: Sequence[OffsetRange]) -> DataFrame:
@@ -108,7 +109,7 @@ class KinesisSparkBroker(DataSourceBroker):
         name: str | None = None,
     ) -> DataFrame:
         options = {"broker": self._url, "topics": ",".join(topics), "max_events": str(max_events)}
-        options |= {"checkpoint": checkpoint, "store": json.dumps(_store_of(session))}
+        options |= {"checkpoint": checkpoint, "store": json.dumps(_store_of(session, self._url))}
         options |= {"tasks": str(session.sparkContext.defaultParallelism)}
         return open_stream(session, name).format(NAME).options(**options).load()
 
@@ -153,14 +154,14 @@ class KinesisSparkBroker(DataSourceBroker):
             opened.close()
 
 
-def _store_of(session: SparkSession) -> Store:
-    """The object store of checkpoints, from the settings of Hadoop's client for it."""
+def _store_of(session: SparkSession, url: str) -> Store:
+    """The object store of checkpoints, from the settings of Hadoop's client for it; its region by default that of the broker."""
     region, endpoint, style = (
         hadoop_setting(session, f"fs.s3a.{name}") for name in ("endpoint.region", "endpoint", "path.style.access")
     )
     if endpoint and "://" not in endpoint:
         endpoint = f"https://{endpoint}"
-    return Store(region, endpoint, style == "true")
+    return Store(region or parse_kinesis_url(url).region, endpoint, style == "true")
 
 
 class KinesisBacklogMeter:
