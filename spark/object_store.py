@@ -36,6 +36,7 @@ def store_settings(store: ObjectStore) -> dict[str, str]:
         "aws.credentials.provider": "software.amazon.awssdk.auth.credentials.DefaultCredentialsProvider",  # the usual chain
         "performance.flags": "create,delete,mkdir,open",  # no requests for parent folders: nothing is a folder there
         "input.stream.type": "classic",  # the default reads ahead, with a library of its own
+        "change.detection.mode": "none",  # a sign of life may change between two requests of one look
         "audit.enabled": "false",  # the same library
         "attempts.maximum": "5",  # in 10 s, not in minutes: the query is started again by its job
         "connection.request.timeout": "30s",
