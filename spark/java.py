@@ -95,6 +95,11 @@ def analyzed_plan(frame: DataFrame) -> Any:
     return frame._jdf.queryExecution().analyzed()
 
 
+def optimized_plan(frame: DataFrame) -> Any:
+    """The root node of Spark's optimised plan, a Java object. Of a streaming frame only where Spark does not check operations."""
+    return frame._jdf.queryExecution().optimizedPlan()
+
+
 def check_streamable(frame: DataFrame) -> None:
     """Raise AnalysisException when Spark cannot run this streaming frame with its output appended."""
     sql = jvm(frame.sparkSession).org.apache.spark.sql
@@ -178,6 +183,22 @@ def task_totals(session: SparkSession) -> Callable[[], str]:
     context: Any = session.sparkContext._jsc
     context.sc().addSparkListener(totals)
     return lambda: str(totals.toText())
+
+
+def session_id(session: SparkSession) -> str:
+    """Of Spark's session: several Python objects may stand for one."""
+    return str(session._jsparkSession.sessionUUID())
+
+
+def list_files(session: SparkSession, path: str) -> list[tuple[str, int, int]]:
+    """Path, bytes and time of change of the file, or of each file in the folder, sorted. path: a URI. Raises Spark's errors."""
+    at = jvm(session).org.apache.hadoop.fs.Path(path)
+    files = at.getFileSystem(session._jsparkSession.sessionState().newHadoopConf()).listFiles(at, True)
+    found = []
+    while files.hasNext():
+        status = files.next()
+        found.append((str(status.getPath()), int(status.getLen()), int(status.getModificationTime())))
+    return sorted(found)
 
 
 class HadoopFolder:

@@ -7,6 +7,7 @@ from typing import Any, Protocol, TypeVar
 from services.core.broker.contract import Reader
 from services.core.broker.errors import Unavailable
 from services.core.broker.producer import Producer
+from services.core.state_plan import StatePlan
 from services.core.topic_names import CONTROL
 from services.core.transform_marks import SERVICE, TransformMark, TransformMarks, write_transform_mark
 
@@ -20,8 +21,11 @@ class Marks(Protocol):
     def read(self, pipe: str) -> TransformMark | None:
         """The newest mark of the pipe that is stored now."""
 
-    def write(self, pipe: str, checkpoint: str) -> None:
-        """Mark that the pipe's transform has begun with the checkpoint of this id. Returns when the mark is durable."""
+    def write(self, pipe: str, checkpoint: str, plan: StatePlan | None) -> None:
+        """Mark that the pipe's transform has begun with the checkpoint of this id, which has the state of this plan.
+
+        Returns when the mark is durable.
+        """
 
 
 class BrokerMarks:
@@ -34,8 +38,8 @@ class BrokerMarks:
         self._wait(self._marks.refresh())
         return self._marks.of(pipe)
 
-    def write(self, pipe: str, checkpoint: str) -> None:
-        self._wait(write_transform_mark(self._producer, pipe, "begun", checkpoint, SERVICE))
+    def write(self, pipe: str, checkpoint: str, plan: StatePlan | None) -> None:
+        self._wait(write_transform_mark(self._producer, pipe, "begun", checkpoint, SERVICE, plan))
 
     def _wait(self, work: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(_limited(work), self._loop).result()

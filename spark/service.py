@@ -37,6 +37,7 @@ from spark.master import AUTO, AUTO_SLOTS, MasterKind
 from spark.scratch import Scratch
 from spark.session import Cluster, open_session
 from spark.settings import SelectedPipes, TransformSettings, check_master, load_pipes, size_master
+from spark.tables import TableRefresher
 from spark.transforms.preparation import Prepared, prepare_pipes
 
 T = TypeVar("T")
@@ -113,6 +114,10 @@ async def start(settings: TransformSettings, supervision: Supervision) -> None:
                 shown = Shown(executors.count if executors else lambda: 0, str(session.sparkContext.uiWebUrl or ""))
                 jobs += [_make_job(settings, broker, marks, health, suspects, clock, shown, each) for each in prepared]
                 _set_pauses(pauses, jobs)
+                tables = {table.name: table for each in prepared for table in each.tables.values()}
+                refresher = TableRefresher(session, tables.values())
+                refresher.start()
+                stack.callback(refresher.stop)
                 supervision.run(_follow_pauses(pauses, jobs, supervision.stopping), "pauses of jobs")
                 await _run_jobs(settings, supervision, health, session, jobs)
         await watching
@@ -131,6 +136,7 @@ def _open(
         master=settings.master,
         memory=settings.memory,
         kafka=broker.needs_kafka_jars,
+        databases=selected.needs_databases,
         scratch=scratch,
         cluster=cluster_of(settings),
         parallelism=AUTO_SLOTS if sized else None,

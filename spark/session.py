@@ -10,7 +10,7 @@ from pathlib import Path
 import pyspark
 from pyspark.sql import SparkSession
 
-from services.core.jvm.jars import SPARK_KAFKA, SPARK_S3, jar_set
+from services.core.jvm.jars import DATABASES, SPARK_KAFKA, SPARK_S3, jar_set
 from services.core.jvm.java import NO_PERF_FILE, java_env
 from spark.executor_pod import write_template
 from spark.java import clear_active_session, java_process, set_active_session, ship_python
@@ -87,6 +87,7 @@ def open_session(
     master: str,
     memory: int,
     kafka: bool,
+    databases: bool = False,
     scratch: Path,
     cluster: Cluster | None = None,
     parallelism: int | None = None,
@@ -95,7 +96,8 @@ def open_session(
     store: ObjectStore | None = None,
     archive_to: Path | None = None,
 ) -> SparkSession:
-    """Start Java and Spark: seconds. Blocking. kafka: with the connector's jars, which may have to be fetched. The first
+    """Start Java and Spark: seconds. Blocking. kafka: with the connector's jars, databases: with drivers of
+    databases; jars may have to be fetched. The first
     start on a machine compiles our classes, too.
 
     scratch: an existing folder for all temporary files of Java, of Spark and of its Python workers. cluster: None for a local
@@ -141,6 +143,7 @@ def open_session(
         builder = builder.config("spark.default.parallelism", str(parallelism))
     jars = [classes_jar(), *(jar_set(SPARK_KAFKA) if kafka else [])]
     jars += [] if store is None else jar_set(SPARK_S3)
+    jars += jar_set(DATABASES) if databases else []
     builder = builder.config("spark.jars", ",".join(map(str, jars)))
     session = builder.getOrCreate()
     if cluster is not None:

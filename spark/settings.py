@@ -207,6 +207,13 @@ class SelectedPipes:
     file: PipeFile
     names: list[str]
 
+    @property
+    def needs_databases(self) -> bool:
+        """Whether one of them reads a table from a database."""
+        transforms = [self.file.pipes[name].transform for name in self.names]
+        names = {table for transform in transforms if transform is not None for table in transform.tables}
+        return any(self.file.tables[name].jdbc is not None for name in names)
+
 
 def load_pipes(settings: TransformSettings) -> SelectedPipes:
     """Blocking. Raises BadConfiguration with every mistake."""

@@ -44,6 +44,7 @@ from spark.master import AUTO, MasterKind
 from spark.records import RAW, RAW_SCHEMA, OffsetRange, to_arrow
 from spark.session import open_session, own_session
 from spark.settings import SelectedPipes, TransformSettings, load_pipes
+from spark.tables import TableUnavailable
 from spark.transforms.preparation import prepare_pipes
 
 ENDS_WITHIN_S = 3.0
@@ -103,7 +104,7 @@ class SampleBroker(DataSourceBroker):
 
 
 def try_pipe(session: SparkSession, settings: TrialSettings, chosen: SelectedPipes, max_bytes: int) -> TrialResult:
-    """Run the transform of the one chosen pipe on the sample. Blocking. Raises BadConfiguration.
+    """Run the transform of the one chosen pipe on the sample. Blocking. Raises BadConfiguration, TableUnavailable.
 
     max_bytes: of an output record. The folder `settings.data` gets scratch.
     """
@@ -111,6 +112,8 @@ def try_pipe(session: SparkSession, settings: TrialSettings, chosen: SelectedPip
     prepared = prepare_pipes(session, chosen, max_bytes=max_bytes)
     check_suitability(session, settings, broker, chosen, prepared)
     (one,) = prepared
+    for table in one.tables.values():
+        table.load(session)
     sample = msgspec.msgpack.decode(settings.sample.read_bytes(), type=list[SampleRecord])
     kept, duplicates = _split_duplicates(sample) if one.deduplicates else (sample, [])
     session, broken = own_session(session), ""
@@ -171,12 +174,19 @@ def _run(settings: TrialSettings) -> TrialResult:
         # A sample is one small batch in memory: no work for a cluster.
         local = settings.master_kind() is MasterKind.LOCAL and settings.master != AUTO
         master = settings.master if local else "local[2]"
-        session = open_session(master=master, memory=settings.memory, kafka=False, scratch=scratch, compiler="quick")
+        session = open_session(
+            master=master,
+            memory=settings.memory,
+            kafka=False,
+            databases=chosen.needs_databases,
+            scratch=scratch,
+            compiler="quick",
+        )
         java = java_process(session)
         return try_pipe(session, settings, chosen, broker.max_record_bytes)
     except BadConfiguration as error:
         return TrialResult(problems=error.problems)
-    except (JavaNotFound, JarsUnavailable) as error:
+    except (JavaNotFound, JarsUnavailable, TableUnavailable) as error:
         return TrialResult(failed=str(error))
     except Exception as error:
         if java is None or not has_ended(java):

@@ -319,6 +319,18 @@ TRANSFORM_EXECUTORS = Gauge(
 TRANSFORM_EXECUTORS_LOST = Counter(
     "penstock_transform_executors_lost", "Executors that ended or went away. Their tasks run again."
 )
+TABLE_AGE = Gauge(
+    "penstock_transform_table_age_seconds",
+    "Time since a table of the pipe file was last read in full, or found unchanged. Since the start while it never was.",
+    ["table"],
+)
+TABLE_REFRESH = Gauge(
+    "penstock_transform_table_refresh_seconds", "How often the table is read again, by the pipe file.", ["table"]
+)
+TABLE_ROWS = Gauge("penstock_transform_table_rows", "Rows of the table's content that transforms use.", ["table"])
+TABLE_FAILURES = Counter(
+    "penstock_transform_table_refresh_failures", "Failed readings of a table. The last content stays.", ["table"]
+)
 TRANSFORM_PAUSED = Gauge(
     "penstock_transform_paused", "1 while an operator pauses the pipe. Its events wait in its sources.", ["pipe"]
 )

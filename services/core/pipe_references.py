@@ -16,6 +16,7 @@ def find_broken_references(data: object) -> list[Found]:
     """Every mistake. data: a pipe file as plain data. Parts of the wrong shape are skipped: the model reports them."""
     streams = _mapping(_mapping(data).get("streams"))
     pipes = _mapping(_mapping(data).get("pipes"))
+    tables = _mapping(_mapping(data).get("tables"))
     problems: list[Found] = [
         ((section, RESERVED), f"{RESERVED!r} is reserved for our own topics. Try: another name")
         for section, names in (("streams", streams), ("pipes", pipes))
@@ -26,7 +27,10 @@ def find_broken_references(data: object) -> list[Found]:
         sources = [source for source in _items(_mapping(pipe).get("sources")) if isinstance(source, str)]
         destinations = [_mapping(destination) for destination in _items(_mapping(pipe).get("destinations"))]
         problems += [(("pipes", name, *path), text) for path, text in _check_pipe(sources, destinations, streams)]
-        outputs = _mapping(_mapping(_mapping(pipe).get("transform")).get("outputs"))
+        transform = _mapping(_mapping(pipe).get("transform"))
+        named = [table for table in _items(transform.get("tables")) if isinstance(table, str)]
+        problems += [(("pipes", name, *path), text) for path, text in _check_tables(named, sources, tables)]
+        outputs = _mapping(transform.get("outputs"))
         problems += [(("pipes", name, *path), text) for path, text in _check_outputs(outputs, destinations)]
         for index, destination in enumerate(destinations):
             target = destination.get("stream")
@@ -57,6 +61,21 @@ def _check_pipe(
             names.add(name)
         if isinstance(stream, str) and stream not in streams:
             yield ("destinations", index, "stream"), f"{stream!r} {known}"
+
+
+def _check_tables(named: Sequence[str], sources: Sequence[str], tables: Mapping[str, object]) -> Iterator[Found]:
+    """named: the tables of a transform."""
+    for index, table in enumerate(named):
+        path = ("transform", "tables", index)
+        if table not in tables:
+            yield path, f"{table!r} is not among tables: {', '.join(sorted(map(str, tables))) or 'none'}"
+        if table in named[:index]:
+            yield path, f"{table!r} occurs twice"
+        if table in sources:
+            yield (
+                path,
+                f"{table!r} is a source of this pipe, too, and both would be a view of that name. Try: another name",
+            )
 
 
 def _check_outputs(outputs: Mapping[str, object], destinations: Sequence[Mapping[str, object]]) -> Iterator[Found]:

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from services.core.pipe_references import find_broken_references
+from services.core.pipe_table import Table
 from services.core.pipe_webhook import StrictModel, Webhook
 from services.core.units import Duration
 from services.core.version import newer_format
@@ -174,6 +175,13 @@ class Transform(StrictModel):
         examples=["string"],
     )
 
+    tables: list[Name] = Field(
+        default_factory=list,
+        max_length=16,
+        description="The tables of this file that it reads. SQL: each is a view of its name. Python: each is an argument, after "
+        "the sources.",
+        examples=[["customers"]],
+    )
     outputs: dict[Name, Output] = Field(
         default_factory=dict,
         max_length=32,
@@ -312,6 +320,11 @@ class PipeFile(StrictModel):
 
     streams: dict[Name, Stream] = Field(
         min_length=1, description="By name. Clients send events to a stream.", examples=[{"orders": {"id": "id"}}]
+    )
+    tables: dict[Name, Table] = Field(
+        default_factory=dict,
+        description="By name. Reference data that transforms join with their events.",
+        examples=[{"customers": {"parquet": "customers.parquet", "columns": "id STRING, name STRING"}}],
     )
     pipes: dict[Name, Pipe] = Field(
         default_factory=dict,

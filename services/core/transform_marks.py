@@ -17,6 +17,7 @@ from services.core.broker.contract import Reader
 from services.core.broker.errors import OffsetOutOfRange, UnknownTopic
 from services.core.broker.producer import Producer
 from services.core.broker.record import Batch, Record
+from services.core.state_plan import StatePlan
 from services.core.times import format_time
 from services.core.topic_names import CONTROL
 
@@ -28,13 +29,17 @@ SERVICE = "transform"
 
 
 class TransformMark(msgspec.Struct, frozen=True):
-    """checkpoint: its id; "": not known. by: a user, or the service. at: ms since the epoch. version: of this format."""
+    """checkpoint: its id; "": not known. by: a user, or the service. at: ms since the epoch. version: of this format.
+
+    plan: of a transform that has left state over several events: what it keeps. None in marks of earlier versions, too.
+    """
 
     state: Literal["begun", "reset"]
     checkpoint: str
     by: str
     at: int
     version: int = _VERSION
+    plan: StatePlan | None = None
 
     @property
     def has_begun(self) -> bool:
@@ -102,9 +107,14 @@ async def read_transform_mark(reader: Reader, pipe: str) -> TransformMark | None
 
 
 async def write_transform_mark(
-    producer: Producer, pipe: str, state: Literal["begun", "reset"], checkpoint: str, by: str
+    producer: Producer,
+    pipe: str,
+    state: Literal["begun", "reset"],
+    checkpoint: str,
+    by: str,
+    plan: StatePlan | None = None,
 ) -> None:
     """Write it durably. Raises BrokerError kinds; UnknownTopic without the control topic."""
-    mark = TransformMark(state, checkpoint, by, time.time_ns() // 1_000_000)
+    mark = TransformMark(state, checkpoint, by, time.time_ns() // 1_000_000, plan=plan)
     record = Record(f"{_KEY}{pipe}".encode(), msgspec.json.encode(mark), mark.at)
     (await producer.send_to(CONTROL, {0: [record]})).raise_first()

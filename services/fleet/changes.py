@@ -7,6 +7,7 @@ last start (`core.waiting`). Nothing is changed here.
 import asyncio
 import hashlib
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -14,8 +15,10 @@ from typing import Literal
 import msgspec
 
 from services.core.broker.contract import Broker
+from services.core.broker.errors import UnknownTopic
 from services.core.pipe_references import former_lanes
 from services.core.pipes import Destination, Pipe, PipeFile
+from services.core.state_plan import StatePlan, text_digest
 from services.core.topic_names import (
     dead_letter_topic,
     delivery_group,
@@ -27,10 +30,12 @@ from services.core.topic_names import (
     removed_pipes,
     renames_of,
 )
+from services.core.transform_marks import TransformMarks
 from services.core.units import format_count
 from services.core.waiting import Bookmark, find_takeover, read_bookmark
 from services.core.yaml_source import Problem
 from services.fleet.dead.found import DeadLetterSearch, Filter
+from services.fleet.pipe_check import python_files
 
 _CONCURRENT = 16
 """Questions to the broker at once: a pipe may have a thousand destinations."""
@@ -56,10 +61,14 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """lines: in the order of the file. abandoned: what each pipe leaves behind that the file neither has nor decides about."""
+    """lines: in the order of the file. abandoned: what each pipe leaves behind that the file neither has nor decides about.
+
+    states: of each pipe whose transform has changed since it left state over several events: what that one kept.
+    """
 
     lines: Sequence[Change]
     abandoned: Mapping[str, str]
+    states: Mapping[str, StatePlan] = field(default_factory=dict)
 
     def problems(self, path: Path) -> list[Problem]:
         """One for each abandoned pipe. path: of the pipe file."""
@@ -78,15 +87,43 @@ class Changes:
         ]
 
 
-async def find_changes(broker: Broker, pipes: PipeFile, data: Path | None) -> Changes:
-    """Compare the file with the broker. data: the fleet's data folder, for the transforms' state. Raises BrokerError kinds."""
+async def find_changes(broker: Broker, pipes: PipeFile, path: Path, data: Path | None) -> Changes:
+    """Compare the file, at this path, with the broker. data: the fleet's data folder, for the transforms' state.
+
+    Raises BrokerError kinds.
+    """
     search = _Search(broker, pipes, await read_bookmark(broker.reader), await broker.admin.topics())
     lines: list[Change] = []
+    plans = await _read_plans(broker, pipes)
     for name, pipe in pipes.pipes.items():
         lines += await search.compare_pipe(name, pipe)
-        lines += await asyncio.to_thread(_compare_transform, name, pipe, data)
+        if name not in plans:
+            lines += await asyncio.to_thread(_compare_transform, name, pipe, data)
     lines += await search.gone_lanes()
-    return Changes(lines, await search.abandoned(data))
+    digests = await asyncio.to_thread(_digest_texts, pipes, path, plans)
+    states = {name: plan for name, plan in plans.items() if digests[name] != plan.text}
+    return Changes(lines, await search.abandoned(data), states)
+
+
+async def _read_plans(broker: Broker, pipes: PipeFile) -> dict[str, StatePlan]:
+    """By pipe: what its transform has left in its checkpoint. Nothing from before there were plans in marks."""
+    marks = TransformMarks(broker.reader)
+    with suppress(UnknownTopic):
+        await marks.refresh()
+    found = {name: marks.of(name) for name, pipe in pipes.pipes.items() if pipe.transform is not None}
+    return {name: mark.plan for name, mark in found.items() if mark and mark.has_begun and mark.plan}
+
+
+def _digest_texts(pipes: PipeFile, path: Path, names: Collection[str]) -> dict[str, str]:
+    """`text_digest` of the transform of each of these pipes. Blocking."""
+    files, found = python_files(path, pipes), {}
+    for name in names:
+        pipe = pipes.pipes[name]
+        assert pipe.transform is not None
+        code = files[name].read_text(encoding="utf-8") if name in files else ""
+        columns = {stream: pipes.streams[stream].columns for stream in pipe.sources}
+        found[name] = text_digest(pipe.transform, columns, code)
+    return found
 
 
 class _Search:

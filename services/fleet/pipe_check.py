@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+from services.core.credentials import BadCredential, read_value
 from services.core.destination_check import check_destinations, find_exposed_secrets
 from services.core.net_guard import NetPolicy, parse_endpoints, parse_networks
 from services.core.pipes import PipeFile, read_pipes
@@ -27,6 +28,7 @@ def check_pipe_file(path: Path, *, listen: str = "", allow_networks: str = "", s
     policy = NetPolicy(allow=allowed, own=parse_endpoints(listen))
     problems += check_destinations(document, pipes, policy, os.environ if secrets else None)
     problems += _missing_files(document, pipes)
+    problems += _unusable_passwords(document, pipes) if secrets else []
     if problems:
         raise BadConfiguration(problems)
     return pipes
@@ -38,16 +40,28 @@ def find_warnings(path: Path) -> list[Problem]:
     return find_exposed_secrets(document, pipes)
 
 
+def _unusable_passwords(document: Document, pipes: PipeFile) -> list[Problem]:
+    """Passwords of databases that cannot be read."""
+    found = []
+    for name, table in pipes.tables.items():
+        if table.jdbc is not None and table.jdbc.password is not None:
+            try:
+                read_value(table.jdbc.password, document.path.parent, os.environ)
+            except BadCredential as error:
+                found.append(document.problem(("tables", name, "jdbc", "password"), str(error)))
+    return found
+
+
 def _missing_files(document: Document, pipes: PipeFile) -> list[Problem]:
     """Python transforms whose file is missing."""
     return [
         document.problem(("pipes", name, "transform", "python"), f"there is no file {file}")
-        for name, file in _python_files(document.path, pipes).items()
+        for name, file in python_files(document.path, pipes).items()
         if not file.is_file()
     ]
 
 
-def _python_files(path: Path, pipes: PipeFile) -> dict[str, Path]:
+def python_files(path: Path, pipes: PipeFile) -> dict[str, Path]:
     """The Python files of transforms, by pipe. Their paths are relative to the pipe file."""
     modules = {
         name: (pipe.transform.python or "").rpartition(":")[0] for name, pipe in pipes.pipes.items() if pipe.transform
@@ -64,7 +78,7 @@ def read_checked(path: Path, config: str | None, check: Callable[[], PipeFile]) 
     for _ in range(_READINGS):
         pipes = check()
         try:
-            contents = read_contents([path, *settings, *_python_files(path, pipes).values()])
+            contents = read_contents([path, *settings, *python_files(path, pipes).values()])
         except OSError as error:
             raise CommandFailed(f"{error.filename} cannot be read: {error.strerror}", status=2) from error
         if check() == pipes and contents == read_contents(map(Path, contents)):

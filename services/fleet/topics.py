@@ -43,6 +43,7 @@ from services.core.yaml_source import BadConfiguration, Problem
 from services.fleet.changes import Change, Changes, find_changes
 from services.fleet.dead.audit import read_audit, whoami
 from services.fleet.problem import CommandFailed
+from services.fleet.state_check import check_states
 
 PATIENCE_S = 30.0
 CHECK_WITHIN_S = 60.0
@@ -150,13 +151,13 @@ class Checked(NamedTuple):
     grown: Sequence[GrownTopic]
 
 
-async def check_broker(broker: str, pipes: PipeFile, data: Path | None) -> Checked | str:
+async def check_broker(broker: str, pipes: PipeFile, path: Path, data: Path | None) -> Checked | str:
     """The waiting events, the changes and the grown topics, or the reason why they are not known. Changes nothing. Takes up to
     CHECK_WITHIN_S."""
     try:
         async with asyncio.timeout(CHECK_WITHIN_S), open_broker(broker) as opened:
             waiting = await find_waiting(opened, lanes_of(pipes), await read_bookmark(opened.reader))
-            changes = await find_changes(opened, pipes, data)
+            changes = await find_changes(opened, pipes, path, data)
             lines = [*await asyncio.to_thread(compare_prefix, broker, data), *changes.lines]
             return Checked(waiting, replace(changes, lines=lines), await _find_grown(opened, pipes))
     except TimeoutError:
@@ -168,12 +169,14 @@ async def check_broker(broker: str, pipes: PipeFile, data: Path | None) -> Check
 async def check_changes(broker: str, pipes: PipeFile, path: Path, data: Path | None) -> Sequence[Change]:
     """The changes, before `prepare`. Retries as `provision` does. data: as in `find_changes`. path: of the pipe file.
 
-    Raises BadConfiguration when a pipe is gone that the file says nothing about, and CommandFailed.
+    Raises BadConfiguration when a pipe is gone that the file says nothing about, or a transform cannot use the state that the
+    former one left, and CommandFailed.
     """
-    changes = await _patiently(broker, lambda opened: find_changes(opened, pipes, data))
+    changes = await _patiently(broker, lambda opened: find_changes(opened, pipes, path, data))
     if problems := changes.problems(path):
         raise BadConfiguration(problems)
-    return [*await asyncio.to_thread(compare_prefix, broker, data), *changes.lines]
+    lines = [*await asyncio.to_thread(compare_prefix, broker, data), *changes.lines]
+    return [*lines, *await asyncio.to_thread(check_states, path, changes.states, broker)]
 
 
 def compare_prefix(broker: str, data: Path | None) -> list[Change]:

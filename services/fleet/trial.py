@@ -5,15 +5,11 @@ Nothing of the fleet is started, and nothing is stored but scratch in a temporar
 
 import io
 import itertools
-import os
-import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,22 +20,17 @@ from services.core.broker.reading import read_tail
 from services.core.broker.record import Record
 from services.core.dead_letter import DeadLetter, Position
 from services.core.event import OUTPUTS, read_arrival, read_id
-from services.core.jvm.child import start_child
 from services.core.pipes import Pipe
 from services.core.sample import AbsentField, RefusedEvent, Sample, SampleEvent, SampleRecord, TrialResult
 from services.core.times import format_time
 from services.core.yaml_source import BadConfiguration
 from services.fleet.access import opened
 from services.fleet.event_source import STDIN, BadInput, InputFile, read_events
-from services.fleet.output import describe_line
 from services.fleet.problem import CommandFailed
+from services.fleet.spark_child import LIMIT_S, TooSlow, last_lines, run_spark
 
 MOST_EVENTS = 10_000
 """Of a sample."""
-LIMIT_S = 300.0
-"""Spark's start and the transform take no longer. The time limit of a live batch is the same (`--batch-timeout`)."""
-_LAST_LINES = 15
-_GONE_WITHIN_S = 5
 
 
 class FileSample(NamedTuple):
@@ -114,7 +105,7 @@ def make_records(events: Sequence[SampleEvent], pipes: Path) -> Sample:
     except subprocess.TimeoutExpired:
         raise CommandFailed(f"the sample was not read within {LIMIT_S / 60:.0f} minutes", "a smaller sample") from None
     if done.returncode:
-        raise CommandFailed("\n".join(_last_lines(done.stderr)), status=2 if done.returncode == 2 else 1)
+        raise CommandFailed("\n".join(last_lines(done.stderr)), status=2 if done.returncode == 2 else 1)
     return msgspec.msgpack.decode(done.stdout, type=Sample)
 
 
@@ -126,45 +117,22 @@ def run_transform(pipes: Path, pipe: str, records: Sequence[SampleRecord], broke
     with tempfile.TemporaryDirectory(prefix="penstock-try-", ignore_cleanup_errors=True) as folder:
         scratch = Path(folder)
         (scratch / "sample").write_bytes(msgspec.msgpack.encode(records))
-        command: list[str | Path] = [sys.executable, "-m", "spark.trial", "--pipes", pipes, "--only", pipe]
-        command += ["--data", scratch, "--sample", scratch / "sample", "--result", scratch / "result"]
-        command += ["--broker", broker] if broker is not None else []
-        with _running(command, scratch / "output") as child:
-            try:
-                status = child.wait(LIMIT_S)
-            except subprocess.TimeoutExpired:
-                raise CommandFailed(
-                    f"the transform of {pipe} has not ended within {LIMIT_S / 60:.0f} minutes",
-                    "a smaller sample; live, such a batch would end the transform service",
-                ) from None
-        if status:
-            lines = "\n".join(_last_lines((scratch / "output").read_bytes()))
-            raise CommandFailed(f"Spark ended with status {status}. It printed last:\n{lines}", "a smaller sample")
+        arguments: list[str | Path] = ["--pipes", pipes, "--only", pipe, "--data", scratch]
+        arguments += ["--sample", scratch / "sample", "--result", scratch / "result"]
+        arguments += ["--broker", broker] if broker is not None else []
+        try:
+            run_spark("spark.trial", arguments, scratch, "a smaller sample")
+        except TooSlow:
+            raise CommandFailed(
+                f"the transform of {pipe} has not ended within {LIMIT_S / 60:.0f} minutes",
+                "a smaller sample; live, such a batch would end the transform service",
+            ) from None
         result = msgspec.msgpack.decode((scratch / "result").read_bytes(), type=TrialResult)
     if result.problems:
         raise BadConfiguration(result.problems)
     if result.failed:
         raise CommandFailed(result.failed)
     return result
-
-
-@contextmanager
-def _running(command: list[str | Path], output: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A process in a session of its own. At the end it is killed with its children, Java among them, and they are gone."""
-    child = start_child(command, log=output)
-    try:
-        yield child
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(child.pid, signal.SIGKILL)
-            child.wait()
-            for _ in range(_GONE_WITHIN_S * 100):
-                os.killpg(child.pid, 0)
-                time.sleep(0.01)
-
-
-def _last_lines(output: bytes) -> list[str]:
-    return [describe_line(line)[1] for line in output.splitlines() if line.strip()][-_LAST_LINES:]
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ from pyspark.sql import SparkSession
 
 from services.core.broker.log.data_folder import network_mount
 from services.core.folders import make_folder
+from services.core.state_plan import StatePlan
 from services.core.version import VERSION, newer_format
 from spark.errors import shorten
 from spark.java import JAVA_ERRORS, HadoopFolder
@@ -62,8 +63,8 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
     kind: how the transform runs, which decides what else is in the folder. ran: a batch was stored. state: `Prepared.state`;
     empty in checkpoints of earlier versions, too. named: whether Spark keeps the offsets of each source under its name, so that
     sources may be added, removed and reordered; else in their order, as earlier versions did. removed: streams that were sources
-    once, and are none now. version: of the format of the whole folder, Spark's files included. penstock:
-    the version that wrote it; "" before 0.2.
+    once, and are none now. plan: what the state consists of; None in checkpoints of earlier versions, too. version: of the format
+    of the whole folder, Spark's files included. penstock: the version that wrote it; "" before 0.2.
     """
 
     id: str
@@ -77,6 +78,7 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
     penstock: str = ""
     named: bool = False
     removed: list[str] = []
+    plan: StatePlan | None = None
 
 
 class _Head(msgspec.Struct):

@@ -40,6 +40,7 @@ from spark.marks import Marks
 from spark.reporter import PipeReporter
 from spark.reports import BatchReport
 from spark.session import own_session
+from spark.tables import unread_tables
 from spark.transforms.preparation import Prepared
 
 log = structlog.get_logger()
@@ -137,6 +138,10 @@ class Job:
             if (pause := self._pause) is not None:
                 self._wait_for_resume(pause)
                 continue
+            if reason := unread_tables(self._prepared.tables):
+                self._on_state(QueryState(self.pipe, reason, 0))
+                self._halt.wait(POLL_S)
+                continue
             try:
                 self._run_once(session)
             except Stopping:
@@ -211,6 +216,7 @@ class Job:
                 raise
 
     def _run_query(self, session: SparkSession, checkpoint: Checkpoint, topics: Mapping[str, str]) -> None:
+        tables = self._table_versions()
         query = self._open_query(session, checkpoint, topics)
         self._attempts.open(checkpoint)
         self._attempts.check()
@@ -222,7 +228,7 @@ class Job:
                     running.wait()
                 self._record_success()
                 release()
-                while not self._halt.is_set() and not checkpoint.is_lost:
+                while not self._halt.is_set() and not checkpoint.is_lost and not self._needs_other_tables(tables):
                     running.wait()
                 checkpoint.check_held()
                 halted = time.monotonic()
@@ -238,6 +244,13 @@ class Job:
             raise lost from error
         except Exception as unknown:
             log.debug("claim_not_checked", pipe=self.pipe, error=shorten(unknown))
+
+    def _needs_other_tables(self, versions: list[int]) -> bool:
+        """Whether its plan has the former content of a table, and the query must start again."""
+        return not self._prepared.per_batch and self._table_versions() != versions
+
+    def _table_versions(self) -> list[int]:
+        return [table.version for table in self._prepared.tables.values()]
 
     def _may_finish(self, halted: float | None) -> bool:
         """Whether the current batch may go on. A pause waits for its end, nobody wants it computed again. A stop limits it.
@@ -273,7 +286,7 @@ class Job:
         def report(done: BatchReport) -> None:
             if self._reporter is not None:
                 self._report(self._reporter, done)
-            if not ran.is_set() and record_ran(checkpoint, identity):
+            if not ran.is_set() and record_ran(checkpoint, identity, self._marks):
                 ran.set()
             if done.read:  # else it is a report of late events of an earlier run
                 self._record_success()

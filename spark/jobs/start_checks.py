@@ -9,6 +9,7 @@ import structlog
 from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
 
+from services.core.state_plan import StatePlan, compare_plans
 from services.core.topic_names import dead_letter_topic, output_topic
 from services.core.transform_marks import TransformMark
 from services.core.yaml_source import BadConfiguration, Problem
@@ -31,6 +32,7 @@ from spark.transforms.preparation import Prepared, watermarks
 
 log = structlog.get_logger()
 
+_TRY_SIDE = "Try: the stream on the left of a LEFT JOIN: a row of a table without any event has no identity"
 _TRY_WATERMARK = "Try: `watermark: 10m` in the pipe file, and grouping or joining by event_time"
 
 
@@ -106,13 +108,16 @@ def _why_not_streamable(session: SparkSession, broker: SparkBroker, prepared: Pr
             stream: prepared.watermarked(view.good(view.check(broker.read_stream(own, [stream], 1, checkpoint=""))))
             for stream, view in prepared.views.items()
         }
-        result = prepared.apply(frames, own)
+        result = prepared.analyse(frames, own)
         if others := watermarks(result) - {EVENT_TIME}:
             return f"it sets a watermark over {', '.join(sorted(others))}. {_TRY_WATERMARK}"
         check_streamable(result)
     except PySparkException as error:
         hint = "" if prepared.transform.watermark else f" {_TRY_WATERMARK}"
-        return f"{shorten(error)}{hint}"
+        reason = shorten(error)
+        if prepared.tables and "static DataFrame" in reason:
+            reason, hint = reason.split("; ~")[0], f". {_TRY_SIDE}"
+        return f"{reason}{hint}"
     return None
 
 
@@ -123,9 +128,9 @@ def adopt_checkpoint(
 
     version: of the format that this run writes; a newer one stays.
 
-    A changed transform is fine if it keeps no state; so is an added source. A topic that was created again is not: its offsets
-    mean other records. Nor is a new checkpoint for a transform that has begun, by its mark. When it returns, the mark is durable.
-    To be called under the checkpoint's lock. Raises CheckpointDamaged, BrokerError kinds.
+    A changed transform is fine if it keeps no state, or can use the state that is there; so is an added source. A topic that was
+    created again is not: its offsets mean other records. Nor is a new checkpoint for a transform that has begun, by its mark.
+    When it returns, the mark is durable. To be called under the checkpoint's lock. Raises CheckpointDamaged, BrokerError kinds.
     """
     found, mark = checkpoint.read_identity(), marks.read(prepared.pipe)
     if found is None:
@@ -143,13 +148,15 @@ def adopt_checkpoint(
             transform=_digest(prepared),
             state=prepared.state,
             removed=[topic for topic in known if topic not in prepared.views],
+            plan=prepared.plan,
             version=max(found.version, version),
         )
     if identity != found:  # before the mark: the mark of a checkpoint that was never stored would refuse the next start
         checkpoint.write_identity(identity)
-    if mark is None or not mark.fits(identity.id):
+    plan = identity.plan if identity.ran else None
+    if mark is None or not mark.fits(identity.id) or (mark.checkpoint and mark.plan != plan):
         checkpoint.check_held()
-        marks.write(prepared.pipe, identity.id)
+        marks.write(prepared.pipe, identity.id, plan)
     return identity
 
 
@@ -168,6 +175,7 @@ def _new_identity(
         kind=checkpoint_kind(prepared),
         state=prepared.state,
         named=names_sources(prepared),
+        plan=prepared.plan,
     )
 
 
@@ -229,8 +237,9 @@ def _replaced(checkpoint: Checkpoint, pipe: str, problem: str, mark: TransformMa
     )
 
 
-def record_ran(checkpoint: Checkpoint, identity: Identity) -> bool:
-    """Record that the pipe has planned a batch; returns whether it has. From then on a checkpoint without batches is damaged.
+def record_ran(checkpoint: Checkpoint, identity: Identity, marks: Marks) -> bool:
+    """Record that the pipe has planned a batch; returns whether it has. From then on a checkpoint without batches is damaged, and
+    the mark says what the checkpoint keeps. Raises BrokerError kinds.
 
     A query that fails before it plans its first batch has damaged nothing.
     """
@@ -239,6 +248,8 @@ def record_ran(checkpoint: Checkpoint, identity: Identity) -> bool:
     if checkpoint.newest("offsets") is None:
         return False
     checkpoint.write_identity(msgspec.structs.replace(identity, ran=True))
+    if identity.plan is not None:  # adopt_checkpoint does it when a crash comes first
+        marks.write(identity.pipe, identity.id, identity.plan)
     return True
 
 
@@ -248,15 +259,36 @@ def changed_state(checkpoint: Checkpoint, prepared: Prepared) -> str | None:
     Raises CheckpointDamaged.
     """
     found = checkpoint.read_identity()
-    if found is None or not prepared.state or checkpoint.newest("offsets") is None:
+    if found is None or checkpoint.newest("offsets") is None:
         return None
-    if found.state == prepared.state or (not found.state and found.transform == _digest(prepared)):
+    same_text = found.state == prepared.state or (not found.state and found.transform == _digest(prepared))
+    if prepared.state and same_text:
         return None
+    if found.plan is not None:
+        return refuse_plan(prepared, found.plan)
+    if not prepared.state:
+        return None
+    by_itself = not found.state and found.kind == "per batch"
+    return _refuse(
+        prepared, "the former one treated each event by itself" if by_itself else "what changed is not known"
+    )
+
+
+def refuse_plan(prepared: Prepared, former: StatePlan) -> str | None:
+    """The reason why this transform cannot use the state of the former one; None when it can."""
+    if prepared.plan is None:
+        return _refuse(
+            prepared, "this one treats each event by itself" if prepared.row_by_row else "what changed is not known"
+        )
+    differences = compare_plans(former, prepared.plan)
+    return _refuse(prepared, differences) if differences else None
+
+
+def _refuse(prepared: Prepared, differences: str) -> str:
     return (
-        f"it is not the transform that left its state over several events in checkpoint {checkpoint.path}: its results would "
-        "be made of both. Try: the former one again; or this one in a pipe of another name, which reads the sources from their "
-        f"start; or penstock group reset {prepared.pipe} --to-earliest, which does so under this name (results come again, those "
-        "that went out, too)"
+        f"it is not the transform that left its state over several events: {differences}. Its results would be made of both. "
+        "Try: the former one again; or this one in a pipe of another name, which reads the sources from their start; or penstock "
+        f"group reset {prepared.pipe} --to-earliest, which does so under this name (results come again, those that went out, too)"
     )
 
 

@@ -23,11 +23,12 @@ class Definition(NamedTuple):
     """source: the text. A transform with another text may have other results.
 
     apply: the result over the source frames, by stream name in the pipe's order; the session must be the frames' own. Lazy:
-    nothing runs yet.
+    nothing runs yet. code: the text of a Python file beside the pipe file.
     """
 
     source: str
     apply: Callable[[SparkSession, Mapping[str, DataFrame]], DataFrame]
+    code: str = ""
 
 
 def load_definition(session: SparkSession, transform: Transform, folder: Path) -> Definition:
@@ -48,7 +49,8 @@ def load_definition(session: SparkSession, transform: Transform, folder: Path) -
         raise BadTransform(f"{place} has no function {name!r}")
     loader = getattr(module, "__loader__", None)
     source = loader.get_source(module.__name__) if isinstance(loader, SourceFileLoader) else None
-    return Definition(f"{transform.python}\n{source}", partial(_apply_function, function))
+    code = (source or "") if place.endswith(".py") else ""
+    return Definition(f"{transform.python}\n{source}", partial(_apply_function, function), code)
 
 
 def _apply_sql(sql: str, session: SparkSession, views: Mapping[str, DataFrame]) -> DataFrame:

@@ -6,24 +6,27 @@ when a batch is computed again.
 
 import hashlib
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as f
-from pyspark.sql.types import BooleanType, StructType
+from pyspark.sql.types import BooleanType, StructField, StructType
 
-from services.core.pipes import Output, Transform, pipe_version
+from services.core.pipes import Output, PipeFile, Transform, pipe_version
+from services.core.state_plan import StatePlan, text_digest
 from services.core.yaml_source import BadConfiguration
 from spark.errors import shorten
 from spark.java import analyzed_plan
 from spark.records import EVENT, EVENT_TIME, RAW
 from spark.settings import SelectedPipes
+from spark.tables import ReferenceTable, has_map
 from spark.transforms.definition import Definition, load_definition
 from spark.transforms.output import BadTransform, OriginNumbering, OutShape
 from spark.transforms.outputs import OutputFilters
+from spark.transforms.state_plan import describe_state
 from spark.transforms.view import SourceView
 
 
@@ -35,7 +38,9 @@ class Prepared:
     what the pipe file asks for is `transform.mode`. version: of the pipe's definition. obstacle: why Spark cannot run it in
     real-time mode, as the end of a sentence; empty: nothing is known. why_not: the code of the reason against real-time mode,
     when the pipe file leaves the mode open. fallback: the same transform in micro-batches, where it may go on so. partitions:
-    with a fallback, of its sources; each has a task slot.
+    with a fallback, of its sources; each has a task slot. plan: what it
+    keeps over several events; None when it keeps nothing, or cannot run on a stream. tables: the reference data that it reads, by
+    name.
     """
 
     pipe: str
@@ -50,6 +55,8 @@ class Prepared:
     why_not: str = ""
     fallback: "Prepared | None" = None
     partitions: int = 0
+    plan: StatePlan | None = None
+    tables: Mapping[str, ReferenceTable] = field(default_factory=dict)
 
     @property
     def state(self) -> str:
@@ -83,8 +90,17 @@ class Prepared:
     def apply(
         self, frames: Mapping[str, DataFrame], session: SparkSession, numbering: OriginNumbering | None = None
     ) -> DataFrame:
-        """The output records for these source views. Lazy. numbering: as in `OutShape.apply`."""
-        return self.out.apply(self.definition.apply(session, frames), numbering)
+        """The output records for these source views, with the present content of its tables. Lazy.
+
+        numbering: as in `OutShape.apply`. Raises TableUnavailable.
+        """
+        tables = {name: table.frame(session) for name, table in self.tables.items()}
+        return self.out.apply(self.definition.apply(session, {**frames, **tables}), numbering)
+
+    def analyse(self, frames: Mapping[str, DataFrame], session: SparkSession) -> DataFrame:
+        """As `apply`, with tables that have no content: it may be analysed, and does not run."""
+        tables = {name: table.unread(session) for name, table in self.tables.items()}
+        return self.out.apply(self.definition.apply(session, {**frames, **tables}))
 
 
 def of_stream(prepared: Prepared, raw: DataFrame, stream: str) -> DataFrame:
@@ -95,9 +111,10 @@ def of_stream(prepared: Prepared, raw: DataFrame, stream: str) -> DataFrame:
 def prepare_pipes(session: SparkSession, selected: SelectedPipes, *, max_bytes: int) -> list[Prepared]:
     """Prepare the selected pipes. Blocking. Raises BadConfiguration with every mistake at once."""
     found, problems = [], []
+    tables = _prepare_tables(session, selected)
     for name in selected.names:
         try:
-            found.append(prepare_pipe(session, selected, name, max_bytes=max_bytes))
+            found.append(prepare_pipe(session, selected, name, max_bytes=max_bytes, known=tables))
         except BadConfiguration as error:
             problems += error.problems
     if problems:
@@ -105,14 +122,41 @@ def prepare_pipes(session: SparkSession, selected: SelectedPipes, *, max_bytes: 
     return found
 
 
-def prepare_pipe(
-    session: SparkSession, selected: SelectedPipes, name: str, *, max_bytes: int, real_time: bool | None = None
-) -> Prepared:
-    """real_time: whether in this mode; None: as the pipe file says, `auto` in micro-batches. Blocking.
+def _prepare_tables(session: SparkSession, selected: SelectedPipes) -> dict[str, ReferenceTable]:
+    """The tables that these pipes read. None is read yet. Raises BadConfiguration with every mistake."""
+    pipes = [selected.file.pipes[name] for name in selected.names]
+    names = dict.fromkeys(name for pipe in pipes if pipe.transform is not None for name in pipe.transform.tables)
+    found, problems, folder = {}, [], selected.document.path.parent
+    for name in names:
+        definition = selected.file.tables[name]
+        try:
+            columns = _parse_columns(definition.columns, timed=False)
+            assert columns is not None
+            if has_map(columns):
+                raise BadTransform("a table has no columns of maps. Try: ARRAY<STRUCT<key: …, value: …>>")
+            found[name] = ReferenceTable(name, definition, columns, folder)
+        except (PySparkException, BadTransform) as error:
+            problems.append(selected.document.problem(("tables", name, "columns"), shorten(error)))
+    if problems:
+        raise BadConfiguration(problems)
+    return found
 
-    Raises BadConfiguration with every mistake.
+
+def prepare_pipe(
+    session: SparkSession,
+    selected: SelectedPipes,
+    name: str,
+    *,
+    max_bytes: int,
+    real_time: bool | None = None,
+    known: Mapping[str, ReferenceTable] | None = None,
+) -> Prepared:
+    """real_time: whether in this mode; None: as the pipe file says, `auto` in micro-batches. known: tables that pipes share.
+
+    Blocking. Raises BadConfiguration with every mistake.
     """
     document, file, pipe = selected.document, selected.file, selected.file.pipes[name]
+    known = _prepare_tables(session, selected) if known is None else known
     assert pipe.transform is not None
     views, timed = {}, pipe.transform.watermark is not None
     real_time = pipe.transform.mode == "real-time" if real_time is None else real_time
@@ -126,7 +170,9 @@ def prepare_pipe(
     try:
         definition = load_definition(session, pipe.transform, document.path.parent)
         empty = session.createDataFrame([], RAW).alias(SOURCE_ALIAS)
-        result = definition.apply(session, {stream: view.good(view.check(empty)) for stream, view in views.items()})
+        tables = {table: known[table] for table in pipe.transform.tables}
+        frames = {stream: view.good(view.check(empty)) for stream, view in views.items()}
+        result = definition.apply(session, {**frames, **{each: one.empty(session) for each, one in tables.items()}})
         if mistakes := _find_filter_mistakes(session, result.schema, pipe.transform.outputs):
             place = ("pipes", name, "transform", "outputs")
             raise BadConfiguration(
@@ -152,7 +198,8 @@ def prepare_pipe(
             raise BadTransform(
                 f"would leave out events by chance: {', '.join(parts)}. Try: WHERE, or deduplicate_within for duplicates"
             )
-        row_by_row, obstacle = is_stateless(result), why_not_real_time(result, len(views))
+        row_by_row = is_stateless(result)
+        obstacle = "reads tables, which change" if tables else why_not_real_time(result, len(views))
         if real_time and (
             refused := obstacle if row_by_row else "is not a stateless query, which real-time mode needs"
         ):
@@ -168,7 +215,34 @@ def prepare_pipe(
         ) from error
     except Exception as error:  # the operator's own code: any error is a mistake in that file
         raise BadConfiguration([document.problem(key, f"{type(error).__name__}: {shorten(error)}")]) from error
-    return Prepared(name, pipe.transform, views, definition, out, row_by_row, real_time, pipe_version(pipe), obstacle)
+    version = pipe_version(pipe)
+    prepared = Prepared(
+        name, pipe.transform, views, definition, out, row_by_row, real_time, version, obstacle, tables=tables
+    )
+    return prepared if row_by_row else replace(prepared, plan=_plan_state(session, prepared, file))
+
+
+def _plan_state(session: SparkSession, prepared: Prepared, file: PipeFile) -> StatePlan | None:
+    """None: `check_suitability` says why the transform cannot run on a stream."""
+    empty = session.createDataFrame([], RAW)
+    views = {}
+    for stream, view in prepared.views.items():
+        required = set() if view.columns is None else {one.name for one in view.columns.fields if not one.nullable}
+        fields = view.good(view.check(empty)).schema.fields
+        views[stream] = StructType([StructField(one.name, one.dataType, one.name not in required) for one in fields])
+    declared = {stream: file.streams[stream].columns for stream in prepared.views}
+    transform, code = prepared.transform, prepared.definition.code
+    try:
+        return describe_state(
+            session,
+            lambda own, frames: prepared.analyse(frames, own),
+            views,
+            watermarked=prepared.watermarked,
+            code=prepared.definition.source,
+            text=text_digest(transform, declared, code),
+        )
+    except PySparkException:
+        return None
 
 
 def _find_filter_mistakes(session: SparkSession, result: StructType, outputs: Mapping[str, Output]) -> dict[str, str]:
@@ -317,20 +391,35 @@ def watermarks(result: DataFrame) -> set[str]:
 
 
 def _is_row_by_row(plan: Any) -> bool:
+    named = _named_queries_of_sources(plan)
     for node in _walk(plan):
         name = str(node.nodeName())
         if name == "Join":
-            left, right = (_reads_sources(child) for child in _items(node.children()))
+            left, right = (_reads_sources(child, named) for child in _items(node.children()))
             side = _SOURCE_SIDE.get(str(node.joinType().toString()).rstrip("$"))
             if (left and right) or side is None or (left and side == "right") or (right and side == "left"):
                 return False
-        elif name not in _ROW_BY_ROW and _reads_sources(node):
+        elif name not in _ROW_BY_ROW and _reads_sources(node, named):
             return False
     return True
 
 
-def _reads_sources(plan: Any) -> bool:
-    return any(node.nodeName() == "SubqueryAlias" and node.alias() == SOURCE_ALIAS for node in _walk(plan))
+def _named_queries_of_sources(plan: Any) -> set[int]:
+    """The ids of those queries of WITH clauses that read sources, also through other such queries."""
+    queries = {int(node.id()): node for node in _walk(plan) if node.nodeName() == "CTERelationDef"}
+    found: set[int] = set()
+    while more := {name for name, query in queries.items() if name not in found and _reads_sources(query, found)}:
+        found |= more
+    return found
+
+
+def _reads_sources(plan: Any, named: Collection[int]) -> bool:
+    """named: `_named_queries_of_sources`."""
+    return any(
+        (node.nodeName() == "SubqueryAlias" and node.alias() == SOURCE_ALIAS)
+        or (node.nodeName() == "CTERelationRef" and int(node.cteId()) in named)
+        for node in _walk(plan)
+    )
 
 
 def _walk(plan: Any) -> Iterator[Any]:

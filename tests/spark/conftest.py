@@ -24,7 +24,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
-    """The session that the service would have, with Kafka's and S3's jars, and credentials for the emulators."""
+    """The session that the service would have, with all jars, and credentials for the emulators."""
     with pytest.MonkeyPatch.context() as environment:
         for name, value in CREDENTIALS.items():  # Java hands on to Spark's Python processes what it was started with
             environment.setenv(name, value)
@@ -32,7 +32,13 @@ def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
         scratch = tmp_path_factory.mktemp("scratch")
         store = ObjectStore(region=REGION, path_style=True)  # its URL is set where a test has one
         session = open_session(
-            master="local[2]", memory=1 << 30, kafka=True, scratch=scratch, store=store, compiler="quick"
+            master="local[2]",
+            memory=1 << 30,
+            kafka=True,
+            databases=True,
+            scratch=scratch,
+            store=store,
+            compiler="quick",
         )
     yield session
     session.stop()

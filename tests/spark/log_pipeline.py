@@ -140,9 +140,15 @@ class LogPipeline(RunningJobs):
         columns: str | None = None,
         sources: Iterable[str] = ("s",),
         outputs_of: Iterable[str | None] = (None,),
+        known: Any = None,
         **transform: object,
     ) -> SelectedPipes:
-        """Write the pipe file and read it as the service does. outputs_of: the output of each destination, as in `from`."""
+        """Write the pipe file and read it as the service does. outputs_of: the output of each destination, as in `from`.
+
+        known: the tables of the file by name; the pipe reads all of them.
+        """
+        if known:
+            transform = {"tables": list(known), **transform}
         stream = {} if columns is None else {"columns": columns}
         destinations = [
             {"name": f"d{number}", "webhook": {"url": "https://example.com/"}, "from": output}
@@ -151,7 +157,14 @@ class LogPipeline(RunningJobs):
         pipe = {"sources": list(sources), "transform": transform, "destinations": destinations}
         path = self.folder / "pipes.yaml"
         path.write_text(
-            yaml.safe_dump({"version": 1, "streams": {"s": stream, "u": dict(stream)}, "pipes": {"p": pipe}})
+            yaml.safe_dump(
+                {
+                    "version": 1,
+                    "streams": {"s": stream, "u": dict(stream)},
+                    "tables": dict(known or {}),
+                    "pipes": {"p": pipe},
+                }
+            )
         )
         return load_pipes(TransformSettings(pipes=path))
 
@@ -166,8 +179,12 @@ class LogPipeline(RunningJobs):
 
     def start(self, chosen: SelectedPipes) -> Job:
         """Run the pipe's job until `stop`."""
+        return self.start_prepared(self.prepare(chosen))
+
+    def start_prepared(self, prepared: Prepared) -> Job:
+        """As `start`."""
         job = Job(
-            self.prepare(chosen),
+            prepared,
             LogSparkBroker(str(self.log)),
             self.marks,
             checkpoints=self.checkpoints,

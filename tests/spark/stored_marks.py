@@ -1,5 +1,6 @@
 """The marks of the transforms that have begun, in memory."""
 
+from services.core.state_plan import StatePlan
 from services.core.transform_marks import TransformMark
 
 
@@ -13,6 +14,6 @@ class StoredMarks:
     def read(self, pipe: str) -> TransformMark | None:
         return self.newest.get(pipe)
 
-    def write(self, pipe: str, checkpoint: str) -> None:
+    def write(self, pipe: str, checkpoint: str, plan: StatePlan | None) -> None:
         self.written.append((pipe, checkpoint))
-        self.newest[pipe] = TransformMark("begun", checkpoint, "transform", 1_700_000_000_000)
+        self.newest[pipe] = TransformMark("begun", checkpoint, "transform", 1_700_000_000_000, plan=plan)

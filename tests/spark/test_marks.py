@@ -12,6 +12,7 @@ from services.core.broker.connect import open_broker
 from services.core.broker.contract import TopicSpec
 from services.core.broker.errors import Unavailable
 from services.core.broker.producer import Producer
+from services.core.state_plan import StatePlan
 from services.core.topic_names import CONTROL
 from services.core.transform_marks import TransformMark, write_transform_mark
 from spark.errors import shorten
@@ -71,7 +72,7 @@ def test_a_crash_between_the_checkpoint_and_its_mark() -> None:
     """Broken: the next start refuses a checkpoint that nothing was lost of; or a batch goes out before the mark is stored."""
 
     class Unreachable(StoredMarks):
-        def write(self, pipe: str, checkpoint: str) -> None:
+        def write(self, pipe: str, checkpoint: str, plan: StatePlan | None) -> None:
             raise Unavailable("no answer")
 
     folder = new()
@@ -101,7 +102,7 @@ def test_checkpoints_of_earlier_versions() -> None:
 
 def test_a_refused_checkpoint_gets_no_mark() -> None:
     """Broken: a transform of another kind, which never ran, counts as begun."""
-    for sql, rows, problem in ((HALF, False, "its results would be made of both"), (ROWS, True, "this one runs")):
+    for sql, rows, problem in ((HALF, False, "Its results would be made of both"), (ROWS, True, "this one runs")):
         marks, folder = StoredMarks(), adopted()
         with pytest.raises(CheckpointDamaged, match=problem):
             adopt_checkpoint(folder, prepared(sql, row_by_row=rows), TOPICS, marks)

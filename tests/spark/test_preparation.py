@@ -101,6 +101,11 @@ def test_bad_columns(pipeline: LogPipeline) -> None:
         ("SELECT event, name FROM VALUES ('UA', 'United') AS t(code, name) LEFT JOIN s ON code = carrier", False),
         ("SELECT event, delay FROM s WHERE delay > (SELECT avg(delay) FROM s)", False),
         ("SELECT carrier AS id, count(*) AS n FROM s GROUP BY carrier", False),
+        (
+            "WITH x AS (SELECT * FROM s), y AS (SELECT * FROM x) SELECT carrier AS id, count(*) AS n FROM y GROUP BY carrier",
+            False,
+        ),
+        ("WITH t AS (SELECT max(a) AS m FROM VALUES (1) AS v(a)) SELECT event, delay FROM s CROSS JOIN t", True),
         ("SELECT event, row_number() OVER (ORDER BY delay) AS n FROM s", False),
     ],
 )

@@ -78,7 +78,7 @@ def test_another_transform_is_refused(changed: Prepared) -> None:
     assert "not the transform that left its state" in said
     for way in ("the former one again", "a pipe of another name", "penstock group reset p --to-earliest"):
         assert way in said
-    with pytest.raises(CheckpointDamaged, match="its results would be made of both"):
+    with pytest.raises(CheckpointDamaged, match="Its results would be made of both"):
         adopt_checkpoint(folder, changed, TOPICS, StoredMarks())
     assert folder.identity == before
 
@@ -134,11 +134,13 @@ def test_a_query_that_failed_before_its_first_batch_starts_again() -> None:
     """If this fails, a worker that dies in a pipe's first second makes its new checkpoint count as damaged, for good."""
     folder: Any = Folder()
     identity = adopt_checkpoint(folder, prepared(HOUR), TOPICS, StoredMarks())
-    assert not record_ran(folder, identity), "the query of its bad records is done with a batch, this one has none"
+    assert not record_ran(folder, identity, StoredMarks()), (
+        "the query of its bad records is done with a batch, this one has none"
+    )
     identity = adopt_checkpoint(folder, prepared(HOUR), TOPICS, StoredMarks())
     folder.batch = 0
-    assert record_ran(folder, identity)
-    assert record_ran(folder, folder.identity)
+    assert record_ran(folder, identity, StoredMarks())
+    assert record_ran(folder, folder.identity, StoredMarks())
     folder.batch = None
     with pytest.raises(CheckpointDamaged, match="its offsets are gone"):
         adopt_checkpoint(folder, prepared(HOUR), TOPICS, StoredMarks())

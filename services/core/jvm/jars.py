@@ -1,4 +1,4 @@
-"""Fetches the jars of Spark's Kafka connector, of Hadoop's client for S3 and of a Kafka server, without Maven.
+"""Fetches jars without Maven: Spark's Kafka connector, Hadoop's client for S3, database drivers, and a Kafka server.
 
 `jars.lock` names every jar with its SHA-256 (infra/dev/lock_jars.py writes it), so nothing is resolved at run time. Pyspark's own
 Ivy downloads the jars once, into $PENSTOCK_JARS or ~/.cache/penstock/jars. A set gets its final name there when all its jars are
@@ -23,6 +23,7 @@ LOCK_FILE = Path(__file__).with_name("jars.lock")
 SPARK_KAFKA = "spark-kafka"
 SPARK_S3 = "spark-s3"
 KAFKA_SERVER = "kafka-server"
+DATABASES = "databases"
 FETCH_TIMEOUT_S = 300.0
 FETCH_ATTEMPTS = 3
 # Maven Central, without POMs: the lock names the dependencies, too.
@@ -38,7 +39,7 @@ class JarsUnavailable(RuntimeError):
 
 
 def jar_set(name: str, *, lock_file: Path = LOCK_FILE) -> list[Path]:
-    """The paths of all jars of a set of the lock (SPARK_KAFKA, SPARK_S3, KAFKA_SERVER), in its order. Fetches a missing set.
+    """The paths of all jars of a set of the lock (SPARK_KAFKA, DATABASES, …), in its order. Fetches a missing set.
 
     Blocks, for minutes when it fetches; safe in several processes. Raises JavaNotFound, and JarsUnavailable, also when a
     fetched file has changed.

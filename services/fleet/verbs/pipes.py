@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,6 +18,7 @@ from services.fleet.access import find_broker
 from services.fleet.console import OUT, print_note
 from services.fleet.pipe_check import check_pipe_file, find_warnings
 from services.fleet.problem import CommandFailed
+from services.fleet.state_check import check_states
 from services.fleet.topics import Checked, check_broker, check_changes, describe_removed, name_unclaimed, prepare
 from services.fleet.verbs.app import APP, AsJson, BrokerUrl, Data, example
 
@@ -134,7 +136,8 @@ def check(
 ) -> None:
     """Check a pipe file. Prints every mistake with file, line and key. Status 2 when there is one.
 
-    It does not analyse transforms: `penstock try` does. `not_analysed` in --json lists the pipes that have one.
+    It does not analyse transforms: `penstock try` does. `not_analysed` in --json lists the pipes that have one. But a changed
+    transform is compared with the state that the former one left, which takes Spark some seconds.
 
     With a broker, also show what the file changes there: new destinations with the events that they will receive, and
     destinations and pipes that are gone with what they leave behind. `partitions` in --json lists the topics with more
@@ -142,11 +145,13 @@ def check(
     """
     try:
         found = check_pipe_file(pipes, allow_networks=allow_networks)
-        known = _check_broker(broker, data, found)
+        known = _check_broker(broker, data, found, pipes)
         if isinstance(known, Checked):
             problems = name_unclaimed(known.waiting, found, pipes) + known.changes.problems(pipes)
             if problems:
                 raise BadConfiguration(problems)
+            unknown = check_states(pipes, known.changes.states)
+            known = known._replace(changes=replace(known.changes, lines=[*known.changes.lines, *unknown]))
     except BadConfiguration as error:
         if not as_json:
             raise
@@ -198,13 +203,13 @@ def _print_warnings(path: Path) -> None:
         print_note(f"warning: {problem}", "yellow")
 
 
-def _check_broker(broker: str | None, data: Path, pipes: PipeFile) -> Checked | str:
+def _check_broker(broker: str | None, data: Path, pipes: PipeFile, path: Path) -> Checked | str:
     """The waiting events and the changes, or the reason why they are not known."""
     try:
         url = find_broker(broker, data)
     except CommandFailed as error:
         return str(error)
-    return uvloop.run(check_broker(url, pipes, data))
+    return uvloop.run(check_broker(url, pipes, path, data))
 
 
 def _by_name(waiting: Waiting, pipes: PipeFile) -> dict[str, int]:

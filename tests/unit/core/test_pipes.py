@@ -170,6 +170,58 @@ def test_empty_file(tmp_path: Path) -> None:
     assert mistakes(tmp_path, "") == ["1: is empty. Try: penstock init"]
 
 
+TABLES = """\
+tables:
+  names: {parquet: names, columns: "code STRING"}
+  prices:
+    jdbc: {url: "URL", query: SELECT 1, user: reader, password: {file: database.secret}}
+    columns: "sku STRING"
+"""
+WITH_TABLES = GOOD.replace("{sql: SELECT * FROM flights}", "{tables: [LIST], sql: SELECT * FROM flights}") + TABLES
+
+
+@pytest.mark.parametrize(
+    ("named", "url", "expected"),
+    [
+        (
+            "names, nam",
+            "jdbc:postgresql://db/shop",
+            "pipes.late.transform.tables.1: 'nam' is not among tables: names, pri",
+        ),
+        ("names, names", "jdbc:postgresql://db/shop", "pipes.late.transform.tables.1: 'names' occurs twice"),
+        ("weather", "jdbc:postgresql://db/shop", "pipes.late.transform.tables.0: 'weather' is a source of this pipe"),
+        ("names", "jdbc:mysql://db/shop", "tables.prices.jdbc.url: a URL of PostgreSQL is needed"),
+        (
+            "names",
+            "jdbc:postgresql://u:hush@db/shop",
+            "tables.prices.jdbc.url: user and password must not be in the URL",
+        ),
+        (
+            "names",
+            "jdbc:postgresql://db/shop?ssl=true&Password=hush",
+            "tables.prices.jdbc.url: user and password must not",
+        ),
+    ],
+)
+def test_mistakes_in_tables(tmp_path: Path, named: str, url: str, expected: str) -> None:
+    """Broken: a transform starts without its table, or two views have one name, or a message shows a password."""
+    text = WITH_TABLES.replace("LIST", named).replace("URL", url)
+    if named == "weather":
+        text = text.replace("  names: {parquet", "  weather: {parquet")
+    found = mistakes(tmp_path, text)
+    assert [expected in one for one in found].count(True) == 1, found
+    assert not [one for one in found if "hush" in one]
+
+
+def test_a_table_has_one_place(tmp_path: Path) -> None:
+    """Broken: a table with a file and a query is read from one of them, and nobody knows from which."""
+    text = WITH_TABLES.replace("LIST", "names").replace("parquet: names, ", "")
+    assert (
+        "exactly one of parquet and jdbc is needed"
+        in mistakes(tmp_path, text.replace("URL", "jdbc:postgresql://db/shop"))[0]
+    )
+
+
 def test_loop_over_several_pipes(tmp_path: Path) -> None:
     """Broken: two pipes feed each other, and one event becomes endlessly many."""
     text = GOOD + "  back:\n    sources: [weather]\n    destinations:\n      - {name: again, stream: flights}\n"

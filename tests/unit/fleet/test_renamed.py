@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
+import msgspec
 import pytest
 
 from services.core.broker.connect import open_broker
@@ -17,7 +18,10 @@ from services.core.broker.record import Record, TopicPartition
 from services.core.pauses import OPERATOR, Pause, Pauses, write_pause
 from services.core.pipes import load_pipes, pipe_version
 from services.core.retry_state import unwrap
+from services.core.state_plan import StateCheck, StatePlan, text_digest
 from services.core.topic_names import renames_of
+from services.core.transform_marks import write_transform_mark
+from services.core.yaml_source import BadConfiguration, Problem
 from services.fleet.changes import find_changes
 from services.fleet.problem import CommandFailed
 from services.fleet.topics import check_changes, prepare
@@ -537,6 +541,46 @@ def test_a_changed_transform_with_state(site: Site, tmp_path: Path) -> None:
         assert ("late: changed transform; the former one left state" in site.check()[1]) == told
 
 
+def test_a_changed_transform_whose_mark_says_what_it_left(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Broken: `check` asks Spark though nothing changed, or hides that it got no answer, or goes on when the answer is no."""
+    (site.path.parent / "code.py").write_text("def f(s): return s")
+    site.write(one_pipe("late", ["name: old"], more="transform: {python: 'code.py:f'}, "))
+    site.start()
+    transform = load_pipes(site.path).pipes["late"].transform
+    assert transform is not None
+    plan = StatePlan([], {}, ["s"], "", "4", text_digest(transform, {"s": None}, "def f(s): return s"))
+
+    async def mark(state: Literal["begun", "reset"]) -> None:
+        async with open_broker(site.url) as broker, Producer(broker.appender) as producer:
+            await write_transform_mark(producer, "late", state, "1", "transform", plan)
+
+    asked: list[dict[str, StatePlan]] = []
+
+    def fail(_module: str, arguments: Sequence[str | Path], _scratch: Path, _remedy: str) -> None:
+        asked.append(msgspec.msgpack.decode(Path(arguments[7]).read_bytes(), type=dict[str, StatePlan]))
+        if len(asked) == 1:
+            raise CommandFailed("no Java is there")
+        problem = Problem("pipes.yaml:3", "pipes.late.transform.python", "it is not the transform that left its state")
+        Path(arguments[9]).write_bytes(msgspec.msgpack.encode(StateCheck([problem])))
+
+    monkeypatch.setattr("services.fleet.state_check.run_spark", fail)
+    asyncio.run(mark("begun"))
+    assert site.check()[0] == 0
+    assert not asked, "the text is the same"
+    (site.path.parent / "code.py").write_text("def f(s): return s.distinct()")
+    status, told = site.check()
+    assert status == 0
+    assert "late: changed transform; whether it can use the state of the former one is not known" in told
+    assert "no Java is there" in told
+    assert asked == [{"late": plan}]
+    assert site.check()[0] == 2
+    with pytest.raises(BadConfiguration, match="is not the transform that left its state"):
+        asyncio.run(check_changes(site.url, load_pipes(site.path), site.path, None))
+    asyncio.run(mark("reset"))
+    assert site.check()[0] == 0
+    assert len(asked) == 3, "it begins again, so there is no state"
+
+
 def test_a_new_source_is_read_from_the_beginning(site: Site) -> None:
     """Broken: a source is added to a pipe, and the receiver gets all of its old events unannounced."""
     text = one_pipe("late", ["name: old"]).replace("{s: {}}", "{s: {}, t: {partitions: 1}}")
@@ -564,7 +608,7 @@ def test_a_name_that_comes_back(site: Site) -> None:
             broker.consumer("late.old", ["s"], start="earliest", on_revoke=ignore) as consumer,
         ):
             await consumer.poll(max_records=1, max_wait=0.1)
-            return [change.kind for change in (await find_changes(broker, pipes, None)).lines]
+            return [change.kind for change in (await find_changes(broker, pipes, site.path, None)).lines]
 
     assert "back" not in asyncio.run(look()), "a roll-out has begun it, and nobody has recorded that"
     assert words in site.check()[1]

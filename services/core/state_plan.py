@@ -1,0 +1,132 @@
+"""What a transform over several events keeps between batches, in words: to compare a changed transform with the state that the
+former one left.
+
+The transform service describes it from Spark's plan (`spark/transforms/state_plan.py`), and stores it with the checkpoint and
+in the transform's mark. Equal descriptions have equal state: the same operators, in the same order, with the same keys and
+values, computed from the same events. What a transform does with the results of the last operator is no part of it.
+"""
+
+import hashlib
+import re
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from services.core.pipes import Transform
+from services.core.yaml_source import Problem
+
+FORMAT = 1
+"""Of the description. Another format, or another Spark, describes the same transform in other words."""
+_DIGEST = re.compile(r" #[0-9a-f]{12}$")
+_ADDED = "isnotnull("
+_LABELS = {
+    "type": "the type of {}",
+    "key": "the key of {}",
+    "function": "the list of functions of {}",
+    "condition": "the condition of {}",
+    "left": "what {} keeps of its left side",
+    "right": "what {} keeps of its right side",
+    "filter": "the filter before {}",
+    "input": "the input of {}",
+    "tries": "the try_ functions of {}",
+    "content": "the content of {}",
+}
+"""The parts of an operator, and their names in a message."""
+
+
+class StateCheck(msgspec.Struct, frozen=True):
+    """The result of `python -m spark.state_check`. problems: in the pipe file. failed: why Spark did not run; else ""."""
+
+    problems: list[Problem] = []
+    failed: str = ""
+
+
+class StateOperator(msgspec.Struct, frozen=True):
+    """kind: as in "aggregation". parts: by the keys of _LABELS. A long text is cut and ends with a digest of the whole."""
+
+    kind: str
+    parts: dict[str, list[str]]
+
+
+class StatePlan(msgspec.Struct, frozen=True):
+    """What decides about the meaning of a transform's state.
+
+    operators: those with state, inner ones first. columns: the type of each source column that they read. sources: that it reads.
+    code: a digest of the Python file, where its functions decide, too; else "". spark: the version that planned it. text:
+    `text_digest`.
+    """
+
+    operators: list[StateOperator]
+    columns: dict[str, str]
+    sources: list[str]
+    code: str
+    spark: str
+    text: str
+    format: int = FORMAT
+
+
+def text_digest(transform: Transform, columns: Mapping[str, str | None], code: str) -> str:
+    """Of all texts that a transform's state depends on. Equal digests: the same state, without a look at the plan.
+
+    columns: as declared, by source. code: the Python file beside the pipe file; "" without one.
+    """
+    found = (transform.sql, transform.python, sorted(columns.items()), transform.watermark is None, code)
+    return hashlib.sha256(repr(found).encode()).hexdigest()
+
+
+def cut_text(text: str, shown: str, most: int = 160) -> str:
+    """The text in a description. shown: for people; where that is not the whole text, a digest of the whole text follows."""
+    cut = shown if len(shown) <= most else f"{shown[:most]}…"
+    return text if cut == text else f"{cut} #{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+
+
+def compare_plans(former: StatePlan, now: StatePlan) -> str:
+    """Why a transform cannot use the state of the former one; "" when it can."""
+    if (former.format, former.spark) == (now.format, now.spark):
+        return "; ".join(compare_state(former, now))
+    return (
+        "the former one was described by another version of Penstock, so it is not known what changed. Try the former one with "
+        "this version first, and then the change"
+    )
+
+
+def compare_state(former: StatePlan, now: StatePlan) -> list[str]:
+    """What changed, in words; empty: the state of the former transform is as if this one had left it."""
+    if [one.kind for one in former.operators] != [one.kind for one in now.operators]:
+        return [f"it kept the state of {_count_kinds(former)}, now of {_count_kinds(now)}"]
+    found = []
+    for number, (old, new) in enumerate(zip(former.operators, now.operators, strict=True)):
+        name = f"the {old.kind}" if len(now.operators) == 1 else f"{old.kind} {number + 1}"
+        for part, label in _LABELS.items():
+            before, after = old.parts.get(part, []), new.parts.get(part, [])
+            if before != after:
+                found.append(_say(label.format(name), *_show(before, after, part)))
+    found += [
+        _say(f"the column {column}", before, now.columns[column])
+        for column, before in former.columns.items()
+        if now.columns.get(column, before) != before
+    ]
+    if former.code != now.code:
+        found.append("the text of its Python file changed, and its functions compute the state")
+    if len(now.sources) == 1 and former.sources == now.sources:  # then nobody needs its name
+        found = [text.replace(f"{now.sources[0]}.", "") for text in found]
+    return found
+
+
+def _say(what: str, before: str, now: str) -> str:
+    return f"{what} changed: {before}" if before == now else f"{what} was {before}, now {now}"
+
+
+def _show(before: Sequence[str], now: Sequence[str], part: str) -> tuple[str, str]:
+    """Both in words. Without the conditions that Spark adds itself, unless these are what changed."""
+    if part == "filter":
+        own = [[text for text in texts if not text.startswith(_ADDED)] for texts in (before, now)]
+        before, now = own if own[0] != own[1] else (before, now)
+    word = " and " if part in ("key", "filter", "condition") else ", "
+    first, second = (word.join(_DIGEST.sub("", text) for text in texts) or "none" for texts in (before, now))
+    return first, second
+
+
+def _count_kinds(plan: StatePlan) -> str:
+    kinds = [one.kind for one in plan.operators]
+    return " and ".join(f"{'an' if kind[0] in 'aeiou' else 'a'} {kind}" for kind in kinds) or "nothing"

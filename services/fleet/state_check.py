@@ -1,0 +1,42 @@
+"""Whether changed transforms can use the state that the former ones left: asked of Spark before anything starts."""
+
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from services.core.state_plan import StateCheck, StatePlan
+from services.core.yaml_source import BadConfiguration
+from services.fleet.changes import Change
+from services.fleet.problem import CommandFailed
+from services.fleet.spark_child import LIMIT_S, TooSlow, run_spark
+
+
+def check_states(pipes: Path, states: Mapping[str, StatePlan], broker: str | None = None) -> list[Change]:
+    """A line for each pipe of which it is not known. Blocking: Spark starts in about six seconds, when there are states.
+
+    states: as in `Changes`. broker: for the size limit of records. Raises BadConfiguration with a problem for each transform that
+    cannot use its state, or has a mistake.
+    """
+    if not states:
+        return []
+    with tempfile.TemporaryDirectory(prefix="penstock-state-", ignore_cleanup_errors=True) as folder:
+        scratch = Path(folder)
+        (scratch / "former").write_bytes(msgspec.msgpack.encode(states))
+        arguments: list[str | Path] = ["--pipes", pipes, "--only", ",".join(sorted(states)), "--data", scratch]
+        arguments += ["--former", scratch / "former", "--result", scratch / "result"]
+        arguments += ["--broker", broker] if broker is not None else []
+        try:
+            run_spark("spark.state_check", arguments, scratch, "penstock doctor")
+            found = msgspec.msgpack.decode((scratch / "result").read_bytes(), type=StateCheck)
+        except TooSlow:
+            found = StateCheck(failed=f"Spark gave no answer within {LIMIT_S / 60:.0f} minutes")
+        except CommandFailed as error:
+            found = StateCheck(failed=str(error))
+    if found.problems:
+        raise BadConfiguration(found.problems)
+    if not found.failed:
+        return []
+    words = "changed transform; whether it can use the state of the former one is not known until it starts"
+    return [Change("transform", name, f"{words}: {found.failed}") for name in sorted(states)]
