@@ -10,6 +10,7 @@ from typing import Literal
 
 import msgspec
 import orjson
+import psutil
 import pytest
 
 from services.core import dead_letter
@@ -99,12 +100,19 @@ def change_pause(service: LogService, state: Literal["paused", "resumed"]) -> No
     blocking.append(service.log, CONTROL, {0: [Record(b"pause:p", orjson.dumps(msgspec.to_builtins(pause)), 0)]})
 
 
+def listening(pid: int) -> set[tuple[str, int]]:
+    """The addresses at which a process and those that it started can be reached."""
+    process = psutil.Process(pid)
+    sockets = [one for each in (process, *process.children(recursive=True)) for one in each.net_connections("inet")]
+    return {(one.laddr.ip, one.laddr.port) for one in sockets if one.status == psutil.CONN_LISTEN}
+
+
 def test_ready_and_stopped(service: LogService) -> None:
     """If this fails, the supervisor cannot tell when transforms run, or a stop loses or repeats a batch; or a paused pipe starts,
-    and looks broken."""
+    and looks broken; or Spark's own pages are not where the page's link says, or open to other hosts."""
     service.send(flights(range(1000)))
     change_pause(service, "paused")
-    process = service.start("--management", "127.0.0.1:0")
+    process = service.start("--management", "127.0.0.1:0", "--spark-ui", "127.0.0.1:0")
     address = management(service)
 
     def get(path: str) -> tuple[int, str]:
@@ -130,6 +138,14 @@ def test_ready_and_stopped(service: LogService) -> None:
     assert 'penstock_transform_query_up{pipe="p"} 1.0' in metrics
     assert 'penstock_transform_events_written_total{pipe="p"} 500.0' in metrics
     assert 'penstock_lag_out_seconds_count{node="transform",pipe="p"} 500.0' in metrics
+    wait_for(lambda: any(report.spark for report in service.reports()), "figures for the page")
+    ui = next(report.spark.ui for report in service.reports() if report.spark)
+    with urllib.request.urlopen(f"{ui}/StreamingQuery/", timeout=30) as answer:
+        assert "Streaming Query" in answer.read().decode()
+    assert {host for host, _ in listening(process.pid)} <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
+    assert int(ui.rpartition(":")[2]) in {port for _, port in listening(process.pid)}
+    wait_for(lambda: 'penstock_spark_tasks_total{outcome="succeeded"}' in get("/metrics")[1], "figures of tasks")
+    assert 'penstock_transform_batch_seconds_total{phase="addBatch",pipe="p"}' in get("/metrics")[1]
     delete_topic(DataFolder.prepare(service.log), "s")
     wait_for(lambda: get("/readyz")[0] == 503, "a query that fails makes it unready")
     for failures in (2, 3):
