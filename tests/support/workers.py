@@ -1,9 +1,9 @@
 """Which tests share a worker under `pytest -n`, and which begin first.
 
 A Kafka cluster, a Kinesis emulator and a Spark session each take seconds of CPU to start, so all tests that need one run in one
-worker, one after another. These three groups are the longest chains and begin at once. Half of a test of real processes is
-waiting, so `make test` has more workers than the machine has cores. Every other test goes to the first free worker: tests of
-many seconds first, so that no worker begins one of them when the others have nothing left to do.
+worker, one after another. So do those on a Spark cluster. These four groups are the longest chains and begin at once. Half of a
+test of real processes is waiting, so `make test` has more workers than the machine has cores. Every other test goes to the first
+free worker: tests of many seconds first, so that no worker begins one of them when the others have nothing left to do.
 
 xdist's own `--dist loadgroup` marks nodes by a name that pytest 9 does not look at any more, and so groups nothing.
 """
@@ -14,7 +14,9 @@ from xdist.scheduler import LoadScopeScheduling
 _SERVERS = ("kafka", "kinesis")
 _OWN_SPARK = "tests/spark/test_service.py"
 """Each of its tests starts Spark for itself."""
-_LONGEST_FIRST = (_OWN_SPARK, "tests/simulation/", "tests/integration/", "tests/faults/", "tests/")
+_CLUSTERS = ("tests/spark/test_cluster.py", "tests/spark/test_executor_group.py", "tests/spark/test_kinesis_cluster.py")
+"""Their transforms are processes of their own, with executors; the broker is shared by all of them."""
+_LONGEST_FIRST = (*_CLUSTERS, _OWN_SPARK, "tests/simulation/", "tests/integration/", "tests/faults/", "tests/")
 _LAST = "tests/unit/"
 
 
@@ -27,6 +29,8 @@ class SharedWorkers(LoadScopeScheduling):  # type: ignore[misc]  # xdist has no 
 
 def find_group(nodeid: str) -> str | None:
     """The group whose worker runs this test. None: any worker may."""
+    if nodeid.startswith(_CLUSTERS):
+        return "cluster"
     if nodeid.startswith("tests/spark/") and not nodeid.startswith(_OWN_SPARK):
         return "spark"
     if nodeid.startswith((_LAST, _OWN_SPARK)):
