@@ -45,7 +45,7 @@ class UpSettings(Settings):
         False,
         description="Whether the autoscaler runs: it changes shards and groups as its settings say (true or false).",
     )
-    ready_within: Duration = Field(120.0, description="How long the services may take to become ready.")
+    ready_within: Duration = Field(240.0, description="How long the services may take to become ready.")
 
 
 SERVICES = ("ingest", "transform", "expel", "retrier", "observer", "autoscaler")
