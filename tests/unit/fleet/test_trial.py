@@ -172,7 +172,7 @@ def test_a_transform_that_never_ends_is_stopped(
     pipes: PipeFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Broken: a trial hangs for ever, or leaves its process and its files behind."""
-    monkeypatch.setattr(trial, "LIMIT_S", 0.0)
+    monkeypatch.setattr("services.fleet.spark_child.LIMIT_S", 0.0)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     begun = time.monotonic()
     with pytest.raises(CommandFailed, match="the transform of one has not ended"):
