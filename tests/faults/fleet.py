@@ -67,6 +67,13 @@ class Service:
                 assert self.is_running, f"{self.name} ended: {self.log.read_text()[-2000:]}"
                 await asyncio.sleep(0.05)
 
+    async def wait_answering(self) -> None:
+        """Until its management port answers, ready or not. Fails when it ends instead."""
+        async with asyncio.timeout(DEADLINE):
+            while not await self.samples("process_start_time_seconds"):
+                assert self.is_running, f"{self.name} ended: {self.log.read_text()[-2000:]}"
+                await asyncio.sleep(0.05)
+
     async def is_ready(self) -> bool:
         """What /readyz says; False without an answer."""
         try:

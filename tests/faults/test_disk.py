@@ -106,6 +106,7 @@ async def is_told(trial: Trial, expel: Service, lost: int) -> bool:
 async def accept_loss(trial: Trial, ingest: Service, expel: Service, lost: int) -> None:
     """What an operator does: stop the fleet, repair, start it; then the rest arrives."""
     for service in (ingest, expel):
+        await service.wait_answering()  # before it answers, SIGTERM ends Python itself
         service.send(signal.SIGTERM)
         assert await service.wait_end() == 0, service.log.read_text()[-2000:]
     await asyncio.to_thread(repair, trial.folder / "data")

@@ -41,7 +41,6 @@ from services.core.pauses import Pause, list_paused, write_pause
 from services.core.pipes import PipeFile
 from services.core.retry_state import RetryState, read_wait, unwrap, wrap
 from services.core.snapshot import copy_in, write_snapshot
-from services.core.topic_names import AUDIT, CONTROL
 from services.core.waiting import Bookmark, read_bookmark, write_bookmark
 from services.fleet.folder import FleetState, ProcessState, read_state, write_state
 from services.observer.follower import Follower
@@ -58,7 +57,7 @@ PIPES = PipeFile.model_validate(
 NOW = int(time.time() * 1000)
 STATE = RetryState("p", "d", 3, 1, NOW - 5000, NOW + 60_000, "http_503", "busy", "s:0:4", NOW - 9000)
 PATH = Path("/srv/penstock/pipes.yaml")
-TOPICS = ("s", "p.retry", "p.dead", TELEMETRY, CONTROL, AUDIT, SNAPSHOTS)
+TOPICS = ("s", "p.retry", "p.dead", TELEMETRY, "penstock.control", "penstock.audit", SNAPSHOTS)
 
 
 def event(number: int) -> Record:
@@ -119,7 +118,7 @@ async def write(broker: Broker, folder: Path) -> None:
         )
         for key in (b"transform:p", b"keys:s"):  # only this version reads these
             await store(
-                CONTROL, Record(key, b'{"state":"begun","checkpoint":"id","by":"transform","at":1,"version":1}', NOW)
+                "penstock.control", Record(key, b'{"state":"begun","checkpoint":"id","by":"transform","at":1,"version":1}', NOW)
             )
         letter = DeadLetter.of(Position("p.dead", 0, 0), dead, digest=audit.digest_of(dead))
         acted = [audit.ActedUpon(*letter.position, letter.digest)]
@@ -156,7 +155,7 @@ async def read(broker: Broker, folder: Path) -> dict[str, Any]:
     told = [decode_report(record.value) for record in found[TELEMETRY]]
     back, state = unwrap(found["p.retry"][0])
     dead = DeadLetter.of(Position("p.dead", 0, 0), found["p.dead"][0])
-    acts = [msgspec.json.decode(record.value or b"", type=audit.Entry) for record in found[AUDIT]]
+    acts = [msgspec.json.decode(record.value or b"", type=audit.Entry) for record in found["penstock.audit"]]
     bookmark = await read_bookmark(broker.reader)
     fleet = await asyncio.to_thread(read_state, folder)
     identity = msgspec.json.decode((folder / "penstock.json").read_bytes(), type=Identity)
