@@ -262,13 +262,12 @@ class Job:
         return time.monotonic() < (self._drained_by if self._stop.is_set() else halted + self._watchdog.limit)
 
     def _start(self, query: Query) -> RunningQuery:
-        if not self._prepared.per_batch:
-            return StreamingPlanQuery(query)
-        if self._attempts.current is None:
+        warms_up = self._prepared.per_batch or self._prepared.in_plan
+        if warms_up and self._attempts.current is None:
             self._attempts.record_warm_up(query.checkpoint, begins=True)
             warm_up(query)
             self._attempts.record_warm_up(query.checkpoint, begins=False)
-        return start_micro_batches(query)
+        return start_micro_batches(query) if self._prepared.per_batch else StreamingPlanQuery(query)
 
     def _open_query(self, session: SparkSession, checkpoint: Checkpoint, topics: Mapping[str, str]) -> Query:
         identity = adopt_checkpoint(

@@ -28,7 +28,7 @@ REAL_TIME_BATCH_S = 15
 
 Events wait while Spark commits and plans the next batch, 0.2 to 0.6 s: with 5 s these were more than 5 % of them."""
 MODE_FILE = "mode.json"
-"""The mode of the last run. Earlier versions do not write it: the checkpoint's `kind` says it there."""
+"""The mode of the last run, or IN_PLAN. Earlier versions do not write it: the checkpoint's `kind` says it there."""
 Mode = Literal["micro-batch", "real-time"]
 
 
@@ -55,6 +55,7 @@ def choose_modes(
     prepared: Sequence[Prepared],
 ) -> list[Prepared]:
     """These pipes, those with `mode: auto` in real-time mode where it may be. Blocking. Raises UnknownTopic, Unavailable."""
+    prepared = [prefer_plan(broker, each) for each in prepared]
     found = slots(settings.master)
     free = 0 if found is None else found - 1
     free -= sum(broker.count_partitions(session, list(each.views)) for each in prepared if each.real_time)
@@ -79,6 +80,18 @@ def choose_modes(
             chosen.append(replace(each, why_not=reason.code))
             log.info("pipe_mode", pipe=each.pipe, mode="micro-batch", because=reason.text)
     return chosen
+
+
+def prefer_plan(broker: SparkBroker, prepared: Prepared) -> Prepared:
+    """This pipe, its micro-batches as part of one streaming plan where that is possible: it costs a third less than a plan for
+    each batch, which Python makes.
+
+    Where Spark's own connector reads and writes, that is, where it could run in real-time mode. The checkpoint is the same.
+    """
+    row_by_row = prepared.per_batch and prepared.transform.sql is not None and not prepared.obstacle
+    one_source = len(prepared.views) == 1
+    keeps = prepared.out.carries_events and not prepared.deduplicates and not prepared.tables
+    return replace(prepared, in_plan=broker.real_time and row_by_row and one_source and keeps)
 
 
 def _why_not(
@@ -138,7 +151,7 @@ def checkpoint_kind(prepared: Prepared) -> str:
     Earlier versions expect the kind of the mode that the pipe file asks for. With one source the kinds are the same.
     """
     as_per_batch = prepared.real_time and prepared.transform.mode == "auto" and len(prepared.views) == 1
-    return PER_BATCH if prepared.per_batch or as_per_batch else IN_PLAN
+    return PER_BATCH if prepared.per_batch or prepared.in_plan or as_per_batch else IN_PLAN
 
 
 def names_sources(prepared: Prepared) -> bool:
@@ -151,12 +164,12 @@ def names_sources(prepared: Prepared) -> bool:
 def enter_mode(query: Query, kind: str) -> None:
     """Before a run: settle what the last run in another mode left open. kind: of the checkpoint.
 
-    In micro-batches a batch's dead letters and its report are durable before its commit; in real-time mode they follow it.
-    Blocking. Raises the errors of reading and writing.
+    Where each batch is computed by itself, its dead letters and its report are durable before its commit. In a streaming plan
+    they follow it. Blocking. Raises the errors of reading and writing.
     """
     if not query.prepared.row_by_row:
         return
-    checkpoint, mode = query.checkpoint, mode_of(query.prepared)
+    checkpoint, mode = query.checkpoint, IN_PLAN if query.prepared.in_plan else mode_of(query.prepared)
     newest = checkpoint.newest("commits")
     before = checkpoint.read_note(MODE_FILE, str) or ("micro-batch" if kind == PER_BATCH else "real-time")
     if before == mode or newest is None:
@@ -165,7 +178,7 @@ def enter_mode(query: Query, kind: str) -> None:
         BadRecords(query)
         if query.ledger:
             ReportedBatches(query)
-    else:
+    elif before == "micro-batch":
         end = checkpoint.offsets(newest, query.broker.parse_offsets)
         write_up_to(query, REJECTED_FILE, newest, end)
         if query.ledger:

@@ -54,6 +54,8 @@ READ_S = 3.0
 _NAMES_NEEDED = "spark.sql.streaming.queryEvolution.enableSourceEvolution"
 """With it, Spark keeps offsets by the names of the sources, and refuses a source without a name."""
 _OFFSETS_FORMAT = "spark.sql.streaming.offsetLog.formatVersion"
+SAVE_EVERY_S = 1.0
+"""Of the notes beside the checkpoint: each is two syncs, or a write to the object store. A crash repeats the reports since."""
 _OUT = "out"
 _TOOK = "took"
 _WRITTEN_AT = "_penstock_written"
@@ -75,6 +77,7 @@ class StreamingPlanQuery:
             reject_process_killers(query, self._streak)
         self._start_transforming()
         self._last_batch = -1
+        self._saved_at = time.monotonic()
         self._at_work: tuple[int, bool] | None = None
         self._reads_since: float | None = None
 
@@ -134,6 +137,7 @@ class StreamingPlanQuery:
         try:
             self._query.attempts.record_failure(Stopping())
             self._record_progress()
+            self._save()
         except Exception as error:  # the next start does it
             log.warning("last_batch_not_reported", pipe=self._query.pipe, error=shorten(error))
 
@@ -162,6 +166,12 @@ class StreamingPlanQuery:
                 if self._late is not None:
                     dropped = any(state["numRowsDroppedByWatermark"] for state in progress["stateOperators"])
                     self._late.settle(self._last_batch, dropped=dropped)
+        if time.monotonic() - self._saved_at > SAVE_EVERY_S:
+            self._save()
+
+    def _save(self) -> None:
+        """Save the positions beside the checkpoint."""
+        self._saved_at = time.monotonic()
         self._bad.save()
         if self._reported is not None:
             self._reported.save()

@@ -38,9 +38,9 @@ class Prepared:
     what the pipe file asks for is `transform.mode`. version: of the pipe's definition. obstacle: why Spark cannot run it in
     real-time mode, as the end of a sentence; empty: nothing is known. why_not: the code of the reason against real-time mode,
     when the pipe file leaves the mode open. fallback: the same transform in micro-batches, where it may go on so. partitions:
-    with a fallback, of its sources; each has a task slot. plan: what it
-    keeps over several events; None when it keeps nothing, or cannot run on a stream. tables: the reference data that it reads, by
-    name.
+    with a fallback, of its sources; each has a task slot. in_plan: in micro-batches, and part of the streaming plan though it is
+    row by row (`jobs.modes.prefer_plan`). plan: what it keeps over several events; None when it keeps nothing, or cannot run on a
+    stream. tables: the reference data that it reads, by name.
     """
 
     pipe: str
@@ -57,6 +57,7 @@ class Prepared:
     partitions: int = 0
     plan: StatePlan | None = None
     tables: Mapping[str, ReferenceTable] = field(default_factory=dict)
+    in_plan: bool = False
 
     @property
     def state(self) -> str:
@@ -71,7 +72,7 @@ class Prepared:
     @property
     def per_batch(self) -> bool:
         """Whether it runs on each micro-batch by itself; else it is part of the streaming plan."""
-        return self.row_by_row and not self.real_time
+        return self.row_by_row and not self.real_time and not self.in_plan
 
     @property
     def deduplicates(self) -> bool:

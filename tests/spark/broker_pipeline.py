@@ -17,7 +17,7 @@ from services.core.ledger.report import TELEMETRY, Report, decode_report
 from services.core.topic_names import CONTROL
 from spark.brokers.contract import open_spark_broker
 from spark.jobs.job import Job
-from spark.jobs.modes import choose_modes
+from spark.jobs.modes import choose_modes, prefer_plan
 from spark.settings import SelectedPipes, TransformSettings, load_pipes
 from spark.transforms.preparation import prepare_pipes
 from tests.spark.log_pipeline import RunningJobs, wait_for
@@ -109,13 +109,16 @@ class BrokerPipeline(RunningJobs):
         path.write_text(yaml.safe_dump({"version": 1, "streams": {self.stream: stream}, "pipes": {self.pipe: pipe}}))
         return load_pipes(TransformSettings(pipes=path))
 
-    def start(self, chosen: SelectedPipes, *, auto: bool = False) -> Job:
-        """Run the pipe's job until `stop`. auto: when the pipe file leaves the mode open, in real-time mode where it may be."""
+    def start(self, chosen: SelectedPipes, *, auto: bool = False, per_batch: bool = False) -> Job:
+        """Run the pipe's job until `stop`. auto: when the pipe file leaves the mode open, in real-time mode where it may be.
+        per_batch: with a plan for each batch, as earlier versions had it."""
         prepared = prepare_pipes(self.session, chosen, max_bytes=self.broker.max_record_bytes)[0]
         checkpoints = str(self.folder / "checkpoints")
         if auto:
             settings = TransformSettings(checkpoints=checkpoints, master="local[2]")
             prepared = choose_modes(self.session, settings, self.broker, chosen, [prepared])[0]
+        elif not per_batch:
+            prepared = prefer_plan(self.broker, prepared)
         job = Job(
             prepared,
             self.broker,

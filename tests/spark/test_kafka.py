@@ -257,21 +257,24 @@ def mode_of(pipeline: BrokerPipeline) -> tuple[str, str]:
     return sample.labels["mode"], sample.labels["why"]
 
 
-def test_a_checkpoint_changes_its_mode(make_pipeline: MakePipeline, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If this fails, `mode: auto` loses, repeats or never counts events of a pipe that ran in micro-batches, or of one that goes
-    back to them after a crash between a commit and its dead letters."""
+@pytest.mark.parametrize("real_time", [True, False])
+def test_a_checkpoint_changes_its_mode(
+    make_pipeline: MakePipeline, monkeypatch: pytest.MonkeyPatch, real_time: bool
+) -> None:
+    """If this fails, `mode: auto` loses, repeats or never counts events of a pipe that ran with a plan for each batch, or of one
+    that goes back to that after a crash between a commit and its dead letters. So does an upgrade, and the way back."""
     monkeypatch.setattr("spark.jobs.streaming_plan.REAL_TIME_BATCH", "5 seconds")
     pipeline = make_pipeline(1)
     sql = "SELECT event, delay FROM {s} WHERE delay % 10 <> 7"
     batches = pipeline.chosen(columns=COLUMNS, sql=sql, mode="micro-batch")
     pipeline.send([*(flight(n) for n in range(10)), event(100, b"no json")])
-    pipeline.start(batches, auto=True)
+    pipeline.start(batches, per_batch=True)
     pipeline.records("out", 9)
     assert set(reasons(pipeline.records("dead", 1))) == {"id-100"}
     pipeline.stop()
     assert mode_of(pipeline) == ("micro-batch", "")
 
-    live = pipeline.chosen(columns=COLUMNS, sql=sql)
+    live = pipeline.chosen(columns=COLUMNS, sql=sql, mode="auto" if real_time else "micro-batch")
     broken = [True]
     reject = BadRecords._reject
 
@@ -281,7 +284,7 @@ def test_a_checkpoint_changes_its_mode(make_pipeline: MakePipeline, monkeypatch:
         reject(bad, *batch)
 
     pipeline.start(live, auto=True)
-    assert mode_of(pipeline) == ("real-time", "")
+    assert mode_of(pipeline) == ("real-time" if real_time else "micro-batch", "")
     pipeline.send([*(flight(n) for n in range(10, 20)), event(101, b"no json")])
     assert set(reasons(pipeline.records("dead", 2))) == {"id-100", "id-101"}
     monkeypatch.setattr(BadRecords, "_reject", fail)
@@ -292,7 +295,7 @@ def test_a_checkpoint_changes_its_mode(make_pipeline: MakePipeline, monkeypatch:
     broken.clear()
     pipeline.states.clear()
 
-    pipeline.start(batches, auto=True)
+    pipeline.start(batches, per_batch=True)
     pipeline.send([flight(n) for n in range(30, 40)])
     out = pipeline.records("out", 36)
     dead = Counter(read_id(record) for record in pipeline.records("dead", 3))
