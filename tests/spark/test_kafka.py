@@ -182,7 +182,7 @@ def test_records_that_are_gone_stop_the_query(make_pipeline: MakePipeline) -> No
     pipeline.send([flight(n) for n in range(10, 30)])
     asyncio.run(_delete_before(pipeline, 20))
     pipeline.start(chosen)
-    assert "offset" in pipeline.wait_for_problem().lower()
+    assert "not available in kafka any more" in pipeline.wait_for_problem().lower()
     pipeline.stop()
     assert len(pipeline.records("out", 10)) == 10
 

@@ -118,7 +118,8 @@ async def write(broker: Broker, folder: Path) -> None:
         )
         for key in (b"transform:p", b"keys:s"):  # only this version reads these
             await store(
-                "penstock.control", Record(key, b'{"state":"begun","checkpoint":"id","by":"transform","at":1,"version":1}', NOW)
+                "penstock.control",
+                Record(key, b'{"state":"begun","checkpoint":"id","by":"transform","at":1,"version":1}', NOW),
             )
         letter = DeadLetter.of(Position("p.dead", 0, 0), dead, digest=audit.digest_of(dead))
         acted = [audit.ActedUpon(*letter.position, letter.digest)]
