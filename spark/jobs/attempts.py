@@ -26,6 +26,9 @@ from spark.records import RecordOffset
 log = structlog.get_logger()
 
 ATTEMPT_FILE = "attempt.json"
+TRIED_FILE = "tried.json"
+"""In place of it, for a query in the streaming plan. Its parts that are done were tried, not stored: a query that stores parts,
+also one of an earlier version, must never go on behind them."""
 PART_OF: Final = "part"
 """Names the output of parts of batches, and their dead letters."""
 CUT_INTO = 16
@@ -70,12 +73,16 @@ class Attempt(msgspec.Struct, frozen=True):
 class Attempts:
     """The attempt of one pipe's batch, over all runs of its query in this process. `current`: None when there is none.
 
-    real_time: the query plans no batches, so the batch to come is the one after the last commit.
+    tries: the query is part of the streaming plan, so parts are only tried. real_time: it plans no batches, so the batch to come
+    is the one after the last commit.
     """
 
-    def __init__(self, version: str, *, real_time: bool = False) -> None:
+    def __init__(self, version: str, *, tries: bool = False, real_time: bool = False) -> None:
         self._version, self._real_time = version, real_time
+        self._file = TRIED_FILE if tries else ATTEMPT_FILE
         self._known = False
+        self._noted: tuple[Attempt | None, ...] = ()
+        """What this process has read or written last. After a failed write: two, of which one is there."""
         self._checkpoint: Checkpoint | None = None
         self.current: Attempt | None = None
         self.held: str | None = None
@@ -87,15 +94,17 @@ class Attempts:
         return 0 if self.current is None else self.current.total
 
     def open(self, checkpoint: Checkpoint) -> None:
-        """Before a run. The first call in this process counts: a batch that was begun and not done may have ended a process."""
+        """Before a run. The first call in this process counts: a batch that was begun and not done may have ended a process. So
+        does one after another process ran the pipe."""
         self._checkpoint = checkpoint
-        if self._known:
+        found = checkpoint.read_note(self._file, Attempt)
+        if self._known and found in self._noted:
             return
+        self.current, self.held, self._noted = None, None, (found,)
         begun, committed = checkpoint.newest("offsets"), checkpoint.newest("commits")
         pending = begun if begun is not None and begun != committed else WARM_UP
         if pending == WARM_UP and self._real_time:
             pending = _following_batch(committed)
-        found = checkpoint.read_note(ATTEMPT_FILE, Attempt)
         self._known = True
         if found is not None and found.batch == pending:
             if found.version != self._version:
@@ -130,9 +139,14 @@ class Attempts:
     def save(self, attempt: Attempt) -> Attempt:
         """Write the note, durably."""
         assert self._checkpoint is not None
-        self._checkpoint.write_note(ATTEMPT_FILE, attempt)
+        self._write(self._checkpoint, attempt)
         self.current = attempt
         return attempt
+
+    def _write(self, checkpoint: Checkpoint, attempt: Attempt) -> None:
+        self._noted = (*self._noted[-1:], attempt)
+        checkpoint.write_note(self._file, attempt)
+        self._noted = (attempt,)
 
     def record_failure(self, error: BaseException) -> None:
         """The work failed or was stopped. When Java still answers, that is not the end of the process."""
@@ -141,7 +155,7 @@ class Attempts:
 
     def record_warm_up(self, checkpoint: Checkpoint, *, begins: bool) -> None:
         """Note that the warm-up begins, which may end the process, or that it is over."""
-        checkpoint.write_note(ATTEMPT_FILE, Attempt(WARM_UP, self._version, working=begins))
+        self._write(checkpoint, Attempt(WARM_UP, self._version, working=begins))
 
     def record_working(self) -> None:
         """A query that computes no parts begins the batch to come. Of a real-time query there is always a note."""
@@ -155,7 +169,7 @@ class Attempts:
         """The process is about to end for a cause that no batch has: its next start does not count this end against one."""
         if self._checkpoint is None:
             return
-        found = self._checkpoint.read_note(ATTEMPT_FILE, Attempt)
+        found = self._checkpoint.read_note(self._file, Attempt)
         begun, committed = self._checkpoint.newest("offsets"), self._checkpoint.newest("commits")
         if found is not None and found.working:
             self.save(msgspec.structs.replace(found, working=False))
@@ -172,6 +186,14 @@ class Attempts:
         if self.held is not None:
             hint = "Try: mending the transform, or more --memory, then starting the service again"
             raise TransformBroken(f"{self.held}. {hint}")
+
+
+def forget_parts(checkpoint: Checkpoint) -> None:
+    """When a pipe gets another mode. Its batch begins anew: versions before this one noted parts that were only tried in the same
+    file, and real-time mode plans the batch again, with another end."""
+    found = checkpoint.read_note(ATTEMPT_FILE, Attempt)
+    if found is not None and found.parts != ((),):
+        checkpoint.write_note(ATTEMPT_FILE, Attempt(WARM_UP, found.version))
 
 
 def _following_batch(committed: int | None) -> int:

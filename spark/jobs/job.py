@@ -55,6 +55,10 @@ _NOT_OF_SPARK = (TransformBroken, CheckpointDamaged, ClockWentBack)
 """Failures that another Java would repeat."""
 
 
+def _attempts_of(prepared: Prepared) -> Attempts:
+    return Attempts(prepared.version, tries=not prepared.per_batch, real_time=prepared.real_time)
+
+
 class Job:
     """Runs in a thread of its own. Callbacks are called from there and from Spark's threads."""
 
@@ -80,7 +84,7 @@ class Job:
         self._watchdog, self._suspects = watchdog or Watchdog(BATCH_TIMEOUT_S), suspects or SuspectLock()
         self._figures = QueryFigures(self.pipe)
         self._executors, self._ui = executors, ui
-        self._attempts = Attempts(prepared.version, real_time=prepared.real_time)
+        self._attempts = _attempts_of(prepared)
         self._claims: Claims | None = None
         self._prepared, self._broker, self._marks = prepared, broker, marks
         self._checkpoints, self._ledger = checkpoints, ledger
@@ -161,7 +165,7 @@ class Job:
         if fallback is None or not (isinstance(error, MorePartitions) or REFUSED in str(error)):
             return False
         self._prepared = replace(fallback, why_not="partitions" if isinstance(error, MorePartitions) else "refused")
-        self._attempts = Attempts(self._prepared.version)
+        self._attempts = _attempts_of(self._prepared)
         log.warning("pipe_mode", pipe=self.pipe, mode="micro-batch", because=shorten(error))
         self._show_mode()
         return True
@@ -194,7 +198,7 @@ class Job:
             self._backoff.reset()
             self._worked = False
             # That process counts from now on. What this one knows of a batch may be from before.
-            self._attempts = Attempts(self._prepared.version, real_time=self._prepared.real_time)
+            self._attempts = _attempts_of(self._prepared)
         self._on_state(QueryState(self.pipe, None, 0, standby=reason))
         self._halt.wait(STANDBY_EVERY_S if self._claims is None else BEAT_S)
 

@@ -14,6 +14,7 @@ from pyspark.sql import SparkSession
 from spark.brokers.contract import SparkBroker
 from spark.health import SLOW
 from spark.java import JAVA_ERRORS
+from spark.jobs.attempts import forget_parts
 from spark.jobs.checkpoint import CheckpointDamaged, peek_checkpoint
 from spark.jobs.query import Query
 from spark.jobs.replay import REJECTED_FILE, REPORTED_FILE, BadRecords, ReportedBatches, write_up_to
@@ -172,6 +173,8 @@ def enter_mode(query: Query, kind: str) -> None:
     checkpoint, mode = query.checkpoint, IN_PLAN if query.prepared.in_plan else mode_of(query.prepared)
     newest = checkpoint.newest("commits")
     before = checkpoint.read_note(MODE_FILE, str) or ("micro-batch" if kind == PER_BATCH else "real-time")
+    if before != mode:
+        forget_parts(checkpoint)
     if before == mode or newest is None:
         pass
     elif mode == "micro-batch":

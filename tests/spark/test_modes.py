@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from services.core.pipes import Transform
+from spark.jobs.attempts import ATTEMPT_FILE, Attempt
 from spark.jobs.checkpoint import Identity
-from spark.jobs.modes import choose_modes, prefer_plan
+from spark.jobs.modes import MODE_FILE, choose_modes, enter_mode, prefer_plan
 from spark.jobs.streaming_plan import READ_S, StreamingPlanQuery
 from spark.settings import MOST_REAL_TIME_SLOTS, TransformSettings, load_pipes, size_master
 from spark.transforms.preparation import Prepared
@@ -126,6 +127,19 @@ def test_micro_batches_of_one_plan(prepared: Prepared, kafka: bool, in_plan: boo
     all; or it costs a third more without need."""
     broker: Any = SimpleNamespace(real_time=kafka)
     assert prefer_plan(broker, prepared).in_plan is in_plan
+
+
+@pytest.mark.parametrize("before", ["in plan", "real-time", "micro-batch"])
+def test_parts_of_another_mode_are_forgotten(before: str) -> None:
+    """If this fails, a batch goes on behind parts that were only tried, after a change of mode: their events are lost."""
+    notes: dict[str, Any] = {MODE_FILE: before, ATTEMPT_FILE: Attempt(7, "v", parts=(), done=16)}
+    checkpoint: Any = SimpleNamespace(
+        newest=lambda _: None, read_note=lambda name, _: notes.get(name), write_note=notes.__setitem__
+    )
+    query: Any = SimpleNamespace(prepared=pipe(mode="micro-batch"), checkpoint=checkpoint)
+    enter_mode(query, "per batch")
+    assert (notes[ATTEMPT_FILE].batch == 7) is (before == "micro-batch")
+    assert notes[MODE_FILE] == "micro-batch"
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,12 @@ import pytest
 from spark.jobs.attempts import (
     ATTEMPT_FILE,
     MAX_ENDED,
+    TRIED_FILE,
     Attempts,
     PartName,
     PartRunner,
     TooMuch,
+    forget_parts,
 )
 from spark.jobs.culprits import FailureStreak, Part, PartRange, TransformBroken, within
 from spark.jobs.replay import reject_process_killers
@@ -173,6 +175,57 @@ def test_a_mended_transform_goes_on_with_what_is_left() -> None:
     PartRunner(mended, work, lambda: None).run(BATCH)
     assert sorted(work.stored) == list(range(40))
     assert not work.dead
+
+
+def test_what_was_only_tried_is_not_done() -> None:
+    """If this fails, a pipe that changes from the streaming plan to a plan for each batch (another transform, an earlier version)
+    takes the parts that were tried for stored, and their events are lost without a word."""
+    folder, tried = Folder(), Work(40)
+    folder.done = False
+    tried.dice.random = lambda: 1.0  # type: ignore[method-assign]
+    for _ in range(MAX_ENDED + 1):  # killed, by whomever
+        attempts = Attempts("v", tries=True)
+        attempts.open(folder)  # type: ignore[arg-type]
+        attempts.record_working()
+    attempts.record_failure(RuntimeError("stopped in order"))
+    PartRunner(attempts, tried, lambda: None).run(BATCH)
+    assert attempts.current is not None
+    assert not attempts.current.parts, "no part is left to be tried"
+    assert folder.notes.keys() == {TRIED_FILE}, "an earlier version reads the other one"
+
+    for left_by_an_earlier_version in (False, True):
+        if left_by_an_earlier_version:
+            folder.notes[ATTEMPT_FILE] = folder.notes[TRIED_FILE]
+        forget_parts(folder)  # type: ignore[arg-type]
+        work = Work(40)
+        work.dice.random = lambda: 1.0  # type: ignore[method-assign]
+        mended = Attempts("w")
+        mended.open(folder)  # type: ignore[arg-type]
+        PartRunner(mended, work, lambda: None).run(BATCH)
+        assert sorted(work.stored) == list(range(40)), left_by_an_earlier_version
+
+
+def test_another_process_went_on() -> None:
+    """If this fails, a process whose pipe another one ran meanwhile goes on with the parts that it knew: it stores parts under
+    numbers that the log knows, and their events are lost."""
+    folder, work = Folder(), Work(40)
+    work.dice.random = lambda: 1.0  # type: ignore[method-assign]
+    first, other = Attempts("v"), Attempts("v")
+    for attempts in (first, other):
+        attempts.open(folder)  # type: ignore[arg-type]
+    work.most = 10
+    with pytest.raises(RuntimeError):
+        PartRunner(first, work, lambda: setattr(work, "away", bool(work.stored))).run(BATCH)
+    work.away = False
+    other.open(folder)  # type: ignore[arg-type]
+    assert other.current == first.current
+    work.most = 2
+    with pytest.raises(RuntimeError):
+        PartRunner(other, work, lambda: setattr(work, "away", len(work.stored) > 5)).run(BATCH)
+    work.away, work.most = False, 1000
+    first.open(folder)  # type: ignore[arg-type]
+    PartRunner(first, work, lambda: None).run(BATCH)
+    assert sorted(work.stored) == list(range(40))
 
 
 def test_what_fails_in_order_ends_no_process() -> None:
