@@ -186,10 +186,18 @@ class SparkBroker(ABC):
         """
 
     @abstractmethod
-    def write(self, frame: DataFrame, topic: str, batch: BatchName, wanted: WantedOrigins | None) -> Written:
+    def write(
+        self,
+        frame: DataFrame,
+        topic: str,
+        batch: BatchName,
+        wanted: WantedOrigins | None,
+        settle: Callable[[], None] = lambda: None,
+    ) -> Written:
         """Execute the frame (columns OUT) and store its records durably.
 
-        Returns the events of the frame, also when this batch was stored before. wanted: None without a ledger.
+        Returns the events of the frame, also when this batch was stored before. wanted: None without a ledger. settle: called
+        once the frame was executed; where a batch is stored once, before its records are.
         """
 
     @abstractmethod
@@ -246,9 +254,17 @@ class DataSourceBroker(SparkBroker):
         sink = frame.writeStream.format(NAME).options(broker=self._url, topic=topic, writer=writer)
         return sink.option(BY_TIME, by_time)
 
-    def write(self, frame: DataFrame, topic: str, batch: BatchName, wanted: WantedOrigins | None) -> Written:
+    def write(
+        self,
+        frame: DataFrame,
+        topic: str,
+        batch: BatchName,
+        wanted: WantedOrigins | None,
+        settle: Callable[[], None] = lambda: None,
+    ) -> Written:
         """Nothing of the frame is stored when executing it fails."""
         records = from_arrow(collect_bounded(frame))
+        settle()
         self.write_records(frame.sparkSession, records, topic, batch)
         return describe_records(records, wanted)
 

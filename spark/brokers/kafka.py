@@ -4,7 +4,7 @@ events again, with the same ids.
 
 import json
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -119,10 +119,18 @@ class KafkaSparkBroker(SparkBroker):
         options = self._with_servers(_SINK | {"topic": self._prefix + topic})
         return for_sink(frame).writeStream.format("kafka").options(**options)
 
-    def write(self, frame: DataFrame, topic: str, batch: BatchName, wanted: WantedOrigins | None) -> Written:
+    def write(
+        self,
+        frame: DataFrame,
+        topic: str,
+        batch: BatchName,
+        wanted: WantedOrigins | None,
+        settle: Callable[[], None] = lambda: None,
+    ) -> Written:
         """When executing the frame fails, some of its records may have been written. Times are within 0.26 % of their age."""
         observed = ObservedWrite(frame, wanted)
         self._save(observed.frame, topic)
+        settle()
         return observed.result()
 
     def try_write(self, frame: DataFrame) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import json
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 from pyspark.sql import DataFrame, SparkSession
@@ -128,12 +128,20 @@ class KinesisSparkBroker(DataSourceBroker):
     def write_stream(self, frame: DataFrame, topic: str, writer: str, *, by_time: bool) -> DataStreamWriter:
         return super().write_stream(frame.repartition("key") if by_time else frame, topic, writer, by_time=by_time)
 
-    def write(self, frame: DataFrame, topic: str, batch: BatchName, wanted: WantedOrigins | None) -> Written:
+    def write(
+        self,
+        frame: DataFrame,
+        topic: str,
+        batch: BatchName,
+        wanted: WantedOrigins | None,
+        settle: Callable[[], None] = lambda: None,
+    ) -> Written:
         """When executing the frame fails, some of its records may have been written. Times are within 0.26 % of their age."""
         observed = ObservedWrite(frame, wanted)
         put = partial(put_task, self._url, topic, batch.writer, batch.epoch)
         for row in observed.frame.mapInArrow(put, PUT_ROW).collect():
             add_counters(row.counters)
+        settle()
         return observed.result()
 
     def try_write(self, frame: DataFrame) -> None:

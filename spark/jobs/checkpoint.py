@@ -307,7 +307,7 @@ def _lock(folder: Path) -> Iterator[str]:
 def _claim(session: SparkSession, root: str, pipe: str, claims: Claims) -> Iterator[Checkpoint]:
     uri = _uri(root, pipe)
     try:
-        claim = claims.take()
+        claim = claims.take(above=lambda: _highest_notes(HadoopFolder(session, uri)))
     except CheckpointInUse as error:
         raise CheckpointInUse(f"checkpoint {uri} is in use: {error}") from None
     with beating(claim, pipe):
@@ -322,9 +322,18 @@ def _fence(session: SparkSession, file: str, token: str) -> None:
     session.conf.set(_CLAIM_TOKEN, token)
 
 
+def _note_folders(files: HadoopFolder) -> list[int]:
+    return [int(name) for name in files.list(_NOTES) if name.isdigit()]
+
+
+def _highest_notes(files: HadoopFolder) -> int:
+    """Also of a holder that did not complete them; 0 in a folder. The holder of a lower claim would not find them."""
+    return max(_note_folders(files), default=0)
+
+
 def _newest_notes(files: HadoopFolder, before: int | None = None) -> int:
     """The claim with the newest complete notes; 0 without one: a version before 0.2 left them beside Spark's files."""
-    numbers = sorted((int(name) for name in files.list(_NOTES) if name.isdigit()), reverse=True)
+    numbers = sorted(_note_folders(files), reverse=True)
     complete = (number for number in numbers if files.exists(f"{_NOTES}/{number}/{IDENTITY_FILE}"))
     return next((number for number in complete if before is None or number < before), 0)
 

@@ -113,15 +113,16 @@ class Claims:
         self._seen: tuple[int, bytes] | None = None
         self._since = 0.0
 
-    def take(self) -> Claim:
+    def take(self, above: Callable[[], int] = lambda: 0) -> Claim:
         """Take the claim, if its last holder released it, or shows no sign of life. Raises CheckpointInUse; the store's errors.
 
-        It sees a silent holder only by calls that are EXPIRY_S apart.
+        above: gives a number that a former holder had, whatever became of its claim. It sees a silent holder only by calls that
+        are EXPIRY_S apart.
         """
         store, last = self._store, _highest(self._store.list())
         if last:
             self._check_silent(last)
-        token, number = uuid.uuid4().hex, last + 1
+        token, number = uuid.uuid4().hex, max(last, above()) + 1
         life = SignOfLife(holder=self._owner, host=socket.gethostname(), pid=os.getpid(), process=process_name())
         store.write(f"{number}{_ALIVE}", msgspec.json.encode(life))  # first: a claim without it counts as released
         if not store.create(str(number), token.encode()):
@@ -142,7 +143,7 @@ class Claims:
         found = self._store.find(f"{number}{_ALIVE}")
         if found is None:
             return
-        life = msgspec.json.decode(found, type=SignOfLife)
+        life = _read_life(found)
         if life.holder == self._owner or has_ended(life.process):
             return
         if self._seen != (number, found):
@@ -164,8 +165,16 @@ def _rank(name: str) -> tuple[bool, int]:
 
 
 def _highest(names: list[str]) -> int:
-    """Of the claims; signs of life and marks without one do not count."""
-    return max((int(name) for name in names if name.isdigit()), default=0)
+    """Of the claims. A mark stands for its claim, which somebody may have deleted. A sign of life does not: it comes first."""
+    return max((_number(name) for name in names if not name.endswith(_ALIVE)), default=0)
+
+
+def _read_life(content: bytes) -> SignOfLife:
+    """One that somebody damaged is that of a holder who is not known, and may be alive."""
+    try:
+        return msgspec.json.decode(content, type=SignOfLife)
+    except msgspec.DecodeError:
+        return SignOfLife(holder="", host="a host that is not known", pid=0, process="")
 
 
 def process_name(pid: int | None = None) -> str:

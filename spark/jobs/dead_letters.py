@@ -1,5 +1,6 @@
 """Dead letters: from rejected records (no events, or events that a transform cannot process) to the pipe's dead-letter topic."""
 
+import hashlib
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -36,6 +37,13 @@ class Rejected(NamedTuple):
     source: RecordOffset
     reason: str
     detail: str
+
+
+def bad_records_name(prepared: Prepared, of: str = "") -> str:
+    """Names the dead letters of a batch's bad records, also by the columns that they fail: a batch that is computed again with
+    other columns has others."""
+    digest = hashlib.sha256(repr(sorted(prepared.columns.items())).encode()).hexdigest()[:8]
+    return ":".join(filter(None, (DEAD, of, digest)))
 
 
 def reject_as(raw: DataFrame, reason: str, detail: Callable[[RecordOffset], str]) -> list[Rejected]:

@@ -29,7 +29,14 @@ from spark.jobs.culprits import (
     list_records,
     within,
 )
-from spark.jobs.dead_letters import DEAD, TRANSFORM_ERROR, reject_as, reject_bad_records, write_dead_letters
+from spark.jobs.dead_letters import (
+    DEAD,
+    TRANSFORM_ERROR,
+    bad_records_name,
+    reject_as,
+    reject_bad_records,
+    write_dead_letters,
+)
 from spark.jobs.query import BatchHandler, MicroBatchQuery, Query
 from spark.jobs.state_store import state_store
 from spark.records import RecordOffset
@@ -37,6 +44,7 @@ from spark.reports import (
     NO_ORIGINS,
     ORIGINS,
     BatchReport,
+    Gathered,
     Origins,
     add_accepted,
     add_outcome,
@@ -133,8 +141,9 @@ class TransformHandler(BatchHandler):
         """Of the whole batch when part is None."""
         writer = self.query.writer
         if part is None:
-            return _Names(BatchName(writer, batch_id), DEAD, "")
-        return _Names(BatchName(f"{writer}:{PART_OF}", part.epoch), f"{DEAD}:{PART_OF}", part.mark)
+            return _Names(BatchName(writer, batch_id), bad_records_name(self.query.prepared), "")
+        dead = bad_records_name(self.query.prepared, PART_OF)
+        return _Names(BatchName(f"{writer}:{PART_OF}", part.epoch), dead, part.mark)
 
     def transform(self, raw: DataFrame, batch_id: int, part: PartName | None) -> BatchReport:
         """A batch, or a part of one, in one go. Raises TooMuch, TransformBroken, Stopping, the errors of reading and writing."""
@@ -197,20 +206,27 @@ class TransformHandler(BatchHandler):
             numbering = number_batch(query_id, batch_id, query.checkpoint.planned_at(batch_id), names.mark)
         out = prepared.apply(frames, raw.sparkSession, numbering)
         wanted = WantedOrigins(numbering.at_ms if numbering else None) if query.ledger else None
-        written = query.broker.write(out, output_topic(query.pipe), names.output, wanted)
+        gathered: list[tuple[Gathered, int]] = []
+        failed: Origins = {}
+
+        def settle_bad() -> None:
+            """Before the output, where that is stored once: a repeat with other columns may take these records for events, and
+            then they would be in neither."""
+            bad = 0
+            for observation in seen.values():
+                values = read_observed(observation)
+                bad += values["bad"]
+                if query.ledger:
+                    gathered.append((read_origins(values[ORIGINS]), values["events"]))
+                report.read += values["events"]
+                report.lag_in += read_lags(values["lags"])
+            rejected = reject_bad_records(prepared, raw) if bad else []
+            failed.update(write_dead_letters(query, rejected, names.dead, names.output.epoch, report, counted=True))
+
+        written = query.broker.write(out, output_topic(query.pipe), names.output, wanted, settle_bad)
         ended = time.time_ns() // 1_000_000
-        bad, gathered = 0, []
-        for observation in seen.values():
-            values = read_observed(observation)
-            bad += values["bad"]
-            if query.ledger:
-                gathered.append((read_origins(values[ORIGINS]), values["events"]))
-            report.read += values["events"]
-            report.lag_in += read_lags(values["lags"])
         report.written = written.times.total()
         report.lag_out = Counter({ended - time: events for time, events in written.times.items()})
-        rejected = reject_bad_records(prepared, raw) if bad else []
-        failed = write_dead_letters(query, rejected, names.dead, names.output.epoch, report, counted=True)
         if query.ledger:
             add_settled(report, gathered, NO_ORIGINS if numbering else written.origins, [dead or {}, failed])
         if numbering:

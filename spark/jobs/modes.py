@@ -56,7 +56,7 @@ def choose_modes(
     prepared: Sequence[Prepared],
 ) -> list[Prepared]:
     """These pipes, those with `mode: auto` in real-time mode where it may be. Blocking. Raises UnknownTopic, Unavailable."""
-    prepared = [prefer_plan(broker, each) for each in prepared]
+    prepared = [prefer_plan(broker, each, kind=_kind_of_several(session, settings, each)) for each in prepared]
     found = slots(settings.master)
     free = 0 if found is None else found - 1
     free -= sum(broker.count_partitions(session, list(each.views)) for each in prepared if each.real_time)
@@ -73,9 +73,10 @@ def choose_modes(
             else:
                 free -= needed
         if reason is None:
-            one_source = len(each.views) == 1 and not _is_named(session, settings, each)
+            fallback = replace(each, in_plan=True) if len(each.views) > 1 else each
+            may_fall_back = len(each.views) > 1 or not _is_named(session, settings, each)
             live = prepare_pipe(session, selected, each.pipe, max_bytes=broker.max_record_bytes, real_time=True)
-            chosen.append(replace(live, fallback=each if one_source else None, partitions=needed))
+            chosen.append(replace(live, fallback=fallback if may_fall_back else None, partitions=needed))
             log.info("pipe_mode", pipe=each.pipe, mode="real-time")
         else:
             chosen.append(replace(each, why_not=reason.code))
@@ -83,16 +84,17 @@ def choose_modes(
     return chosen
 
 
-def prefer_plan(broker: SparkBroker, prepared: Prepared) -> Prepared:
+def prefer_plan(broker: SparkBroker, prepared: Prepared, *, kind: str | None = None) -> Prepared:
     """This pipe, its micro-batches as part of one streaming plan where that is possible: it costs a third less than a plan for
     each batch, which Python makes.
 
-    Where Spark's own connector reads and writes, that is, where it could run in real-time mode. The checkpoint is the same.
+    Where Spark's own connector reads and writes, that is, where it could run in real-time mode. The checkpoint is the same. kind:
+    of the checkpoint, if there is one: several sources are one plan only where real-time mode has made it.
     """
     row_by_row = prepared.per_batch and prepared.transform.sql is not None and not prepared.obstacle
-    one_source = len(prepared.views) == 1
+    same = len(prepared.views) == 1 or kind == IN_PLAN
     keeps = prepared.out.carries_events and not prepared.deduplicates and not prepared.tables
-    return replace(prepared, in_plan=broker.real_time and row_by_row and one_source and keeps)
+    return replace(prepared, in_plan=broker.real_time and row_by_row and same and keeps)
 
 
 def _why_not(
@@ -136,6 +138,17 @@ def _why_checkpoint_does_not(session: SparkSession, settings: TransformSettings,
     return None
 
 
+def _kind_of_several(session: SparkSession, settings: TransformSettings, prepared: Prepared) -> str | None:
+    """The kind of its checkpoint, where that matters."""
+    if len(prepared.views) == 1 or not prepared.per_batch:
+        return None
+    try:
+        identity = peek_checkpoint(session, settings.checkpoint_root(), prepared.pipe).read_identity()
+    except (CheckpointDamaged, *JAVA_ERRORS):
+        return None  # its job reports it
+    return None if identity is None else identity.kind
+
+
 def _is_named(session: SparkSession, settings: TransformSettings, prepared: Prepared) -> bool:
     """Whether the checkpoint is of a time when the pipe had several sources, so that micro-batches cannot use it."""
     identity = peek_checkpoint(session, settings.checkpoint_root(), prepared.pipe).read_identity()
@@ -151,14 +164,15 @@ def checkpoint_kind(prepared: Prepared) -> str:
 
     Earlier versions expect the kind of the mode that the pipe file asks for. With one source the kinds are the same.
     """
-    as_per_batch = prepared.real_time and prepared.transform.mode == "auto" and len(prepared.views) == 1
-    return PER_BATCH if prepared.per_batch or prepared.in_plan or as_per_batch else IN_PLAN
+    as_per_batch = prepared.in_plan or (prepared.real_time and prepared.transform.mode == "auto")
+    return PER_BATCH if prepared.per_batch or (as_per_batch and len(prepared.views) == 1) else IN_PLAN
 
 
 def names_sources(prepared: Prepared) -> bool:
-    """Whether a new checkpoint keeps the offsets of each source by its name. Not where the transform may change its mode: in
-    micro-batches there is one source for all streams."""
-    return not prepared.per_batch and (not prepared.row_by_row or len(prepared.views) > 1)
+    """Whether a new checkpoint keeps the offsets of each source by its name. None does: with names, a query with state of Spark
+    4.2.0 cannot start again after a batch that was planned and not done (`None.get`), so each crash would stop it for good."""
+    del prepared
+    return False
 
 
 def enter_mode(query: Query, kind: str) -> None:

@@ -5,12 +5,16 @@ events again: the search for culprits after a failure, the dead letters of a bat
 crash left unreported, and the search for late events.
 """
 
+import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import reduce
 from typing import Self
 
 import msgspec
 from pyspark.sql import DataFrame
 from pyspark.sql import functions as f
+from pyspark.sql.types import StructType
 
 from spark.brokers.contract import SparkBroker
 from spark.jobs.attempts import MAX_ENDED, PartName, PartRunner
@@ -35,10 +39,10 @@ from spark.jobs.dead_letters import (
     write_dead_letters,
 )
 from spark.jobs.query import Query
-from spark.records import OffsetRange, Offsets, RecordOffset, offset_text
+from spark.records import RAW_NAMES, OffsetRange, Offsets, RecordOffset, offset_text
 from spark.reports import BatchReport, Origins, add_outcome, collect_origins, union, without
 from spark.transforms.preparation import Prepared, of_stream
-from spark.transforms.view import FAILED_CHECK, TIME
+from spark.transforms.view import TIME
 
 REJECTS = "rejects"
 """Earlier versions read bad records in a second query. It names that query: its writer and its checkpoint."""
@@ -150,14 +154,19 @@ class TrialParts:
 
 
 class UpTo(msgspec.Struct, frozen=True):
-    """The last batch that is done, and its end. batch: -1 before the first."""
+    """The last batch that is done, and its end. batch: -1 before the first.
+
+    columns: of each source (JSON of Spark's type; None: any text), by which later batches are checked. None: not known; earlier
+    versions do not write it.
+    """
 
     batch: int
     end: list[RecordOffset]
+    columns: dict[str, str | None] | None = None
 
     @classmethod
-    def at(cls, batch: int, end: Offsets) -> Self:
-        return cls(batch, [RecordOffset(*place, offset_text(offset)) for place, offset in end.items()])
+    def at(cls, batch: int, end: Offsets, columns: dict[str, str | None] | None = None) -> Self:
+        return cls(batch, [RecordOffset(*place, offset_text(offset)) for place, offset in end.items()], columns)
 
     def offsets(self) -> Offsets:
         return {(topic, partition): int(offset) for topic, partition, offset in self.end}
@@ -165,7 +174,7 @@ class UpTo(msgspec.Struct, frozen=True):
 
 def write_up_to(query: Query, name: str, batch: int, end: Offsets) -> UpTo:
     """Write this note beside the checkpoint, durably."""
-    up_to = UpTo.at(batch, end)
+    up_to = UpTo.at(batch, end, query.prepared.columns)
     query.checkpoint.write_note(name, up_to)
     return up_to
 
@@ -174,6 +183,19 @@ def read_up_to(checkpoint: Checkpoint, name: str) -> Offsets:
     """The position in this note; empty without one."""
     known = checkpoint.read_note(name, UpTo)
     return {} if known is None else known.offsets()
+
+
+def _of_last_run(query: Query) -> Query:
+    """With the checks of the run that left batches open: what failed them is in no output, whatever the pipe file says now."""
+    known = query.checkpoint.read_note(REJECTED_FILE, UpTo)
+    former = None if known is None else known.columns
+    if former is None or former == query.prepared.columns:
+        return query
+    views = dict(query.prepared.views)
+    for stream in former.keys() & views.keys():
+        text = former[stream]
+        views[stream] = views[stream].with_columns(None if text is None else StructType.fromJson(json.loads(text)))
+    return replace(query, prepared=replace(query.prepared, views=views))
 
 
 class BadRecords:
@@ -185,7 +207,7 @@ class BadRecords:
 
     def __init__(self, query: Query) -> None:
         """Settles the open batches of the last run. Blocking. Raises the errors of reading and writing."""
-        self._query = query
+        self._query = _of_last_run(query)
         newest = query.checkpoint.newest("commits")
         known = query.checkpoint.read_note(REJECTED_FILE, UpTo)
         if known is None:
@@ -195,6 +217,12 @@ class BadRecords:
         if newest is not None:
             self.settle(newest, bad=True)
             self.save()
+        self._query = query
+
+    def begin(self) -> None:
+        """Before the first batch of a run, and after all that `_of_last_run` is for: note by which columns it checks."""
+        if self._saved.columns != self._query.prepared.columns:
+            self._saved = write_up_to(self._query, REJECTED_FILE, self._done.batch, self._done.offsets())
 
     def settle(self, batch: int, *, bad: bool) -> None:
         """This batch is done. bad: it has bad records, or may have. So may the batches since the last settled one."""
@@ -238,13 +266,14 @@ class ReportedBatches:
 
     def __init__(self, query: Query) -> None:
         """Reports the unreported batches of the last run. Blocking. Raises the errors of reading and writing."""
-        self._query = query
+        self._query, self._checks = query, _of_last_run(query).prepared
         known = query.checkpoint.read_note(REPORTED_FILE, UpTo)
         newest = query.checkpoint.newest("commits")
         if known is None:  # batches from before the ledger was switched on stay outside of it
             known = self._write(-1 if newest is None else newest)
         self._saved, self._last = known, known.batch
         self.catch_up()
+        self._checks = query.prepared
 
     def report(self, batch: int, report: BatchReport) -> None:
         """This batch is done. Batches between the last reported one and this one are read again."""
@@ -280,15 +309,18 @@ class ReportedBatches:
         self._last = batch
 
     def _recompute(self, ranges: list[OffsetRange]) -> BatchReport:
-        """The outcomes of these events, by the same transform if it is row by row. Otherwise each event counts as filtered."""
+        """The outcomes of these events, by the present transform if it is row by row. Otherwise each event counts as filtered."""
         query, prepared = self._query, self._query.prepared
         skipped = query.checkpoint.read_note(SKIPPED_FILE, list[RecordOffset]) or []
         raw = _read_unskipped(query, ranges, skipped)
-        checked = {stream: view.check(of_stream(prepared, raw, stream)) for stream, view in prepared.views.items()}
-        good = (frame.where(f.col(FAILED_CHECK).isNull()) for frame in checked.values())
+        views = self._checks.views.items()
+        good = [
+            view.good_raw(view.check(of_stream(prepared, raw, stream))).select(*RAW_NAMES) for stream, view in views
+        ]
         read = union(collect_origins(frame).counted(query.pipe) for frame in good)
         written: Origins = {}
         if prepared.row_by_row:
+            raw = raw if self._checks is prepared else reduce(DataFrame.union, good)
             written = collect_origins(prepared.apply(prepared.views_of(raw), query.session)).all
         report = BatchReport(query.pipe)
         add_outcome(report.sets, "passed", written)
@@ -322,7 +354,9 @@ class LateEvents:
             query.checkpoint.write_note(LATE_FILE, -1)
         done = query.checkpoint.newest("commits")
         if done is not None:
+            self._query = _of_last_run(query)
             self.settle(done, dropped=True)
+            self._query = query
 
     def settle(self, batch: int, *, dropped: bool) -> None:
         """This batch is done. dropped: Spark dropped rows of it, or may have. It may have dropped rows of earlier ones."""

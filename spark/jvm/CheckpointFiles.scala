@@ -36,10 +36,19 @@ class CheckpointFiles(root: Path, configuration: Configuration)
       claim.foreach(_.check())
       super.createAtomic(path, overwriteIfPossible)
     }
+
+  /** Real-time mode removes the plans after the last finished batch when it starts. Those that a successor has made meanwhile are not
+    * its own.
+    */
+  override def delete(path: Path): Unit = {
+    if (path.getParent.getName == CheckpointFiles.PLANS) claim.foreach(_.check())
+    super.delete(path)
+  }
 }
 
 object CheckpointFiles {
-  private val ARE_FILES = Set("offsets", "commits")
+  private val PLANS = "offsets"
+  private val ARE_FILES = Set(PLANS, "commits")
 }
 
 /** The checkpoint has another holder: this process writes nothing more there. */

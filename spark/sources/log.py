@@ -16,7 +16,7 @@ from services.core.broker.log.topic_reader import TopicReader
 from services.core.broker.partitioner import split_by_key
 from services.core.broker.record import Record
 from spark.records import RAW_SCHEMA, OffsetRange, to_arrow
-from spark.sources.offsets import UNBOUNDED, Offset, advance, check_stored, offsets_of, pack_offsets
+from spark.sources.offsets import UNBOUNDED, Offset, advance, begun_in, check_stored, offsets_of, pack_offsets
 from spark.sources.writer import BatchWriter
 
 TASK_EVENTS = 5_000
@@ -73,20 +73,18 @@ class LogStreamReader(DataSourceStreamReader):
         self._readers: dict[str, TopicReader] = {}
 
     def initialOffset(self) -> Offset:  # noqa: N802 - pyspark's name
-        """The start of every topic, as it is now."""
-        topics = {}
-        for topic in self._topics:
-            incarnation, stored = self._stored(topic)
-            topics[topic] = (incarnation, {p: part.start for p, part in stored.items()})
-        return pack_offsets(topics)
+        """None is read. The first batch notes where each partition began."""
+        return pack_offsets({})
 
     def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802 - pyspark's name
         return ReadMaxRows(self._max_events)
 
     def latestOffset(self, start: Offset, limit: ReadLimit) -> Offset:  # noqa: N802 - pyspark's name
-        """The end of the next micro-batch. Raises OffsetOutOfRange, TopicRecreated: the query stops, nothing is skipped."""
+        """The end of the next micro-batch, or `start` when there is nothing new. Raises OffsetOutOfRange, TopicRecreated: the
+        query stops, nothing is skipped.
+        """
         room = limit.max_rows if isinstance(limit, ReadMaxRows) else UNBOUNDED
-        topics = {}
+        topics, begun, found = {}, {}, False
         for number, topic in enumerate(self._topics):
             incarnation, stored = self._stored(topic)
             known = offsets_of(start, topic)
@@ -94,17 +92,21 @@ class LogStreamReader(DataSourceStreamReader):
             share = -(-room // (len(self._topics) - number))
             following = advance(known[1], stored, share)
             topics[topic] = (incarnation, following)
-            room -= sum(following[p] - known[1].get(p, part.start) for p, part in stored.items())
-        return pack_offsets(topics)
+            begun[topic] = {p: part.start for p, part in stored.items() if p not in known[1]}
+            read = sum(following[p] - known[1].get(p, part.start) for p, part in stored.items())
+            room, found = room - read, found or read > 0
+        return pack_offsets(topics, begun) if found else start
 
     def partitions(self, start: Offset, end: Offset) -> list[InputPartition]:
         """The tasks between two offsets. Raises TopicRecreated when the records are not those that were counted."""
         ranges = []
         for topic in self._topics:
             incarnation, stored = self._stored(topic)
-            known, following = offsets_of(start, topic)[1], offsets_of(end, topic)
+            following = offsets_of(end, topic)
             check_stored(topic, incarnation, following, stored)
-            ranges += [OffsetRange(topic, p, known.get(p, 0), n) for p, n in following[1].items()]
+            starts = {p: part.start for p, part in stored.items()}  # of a batch that an earlier version planned
+            starts |= begun_in(end, topic) | offsets_of(start, topic)[1]
+            ranges += [OffsetRange(topic, p, starts[p], n) for p, n in following[1].items()]
         return list(plan_tasks(ranges))
 
     def read(self, partition: InputPartition) -> Iterator[Any]:

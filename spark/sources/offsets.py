@@ -1,7 +1,8 @@
 """How far a query has read: the offset that Spark keeps in its checkpoint, one for all topics of a query.
 
 `{"topics": {name: {"incarnation": text, "next": {partition: offset}}}}`, offsets "next to read"; of Kinesis as text,
-with more fields (`shards`). The incarnation tells a topic that was deleted and created again from the one that the query read.
+with more fields (`shards`). On the log, the batch that first reads a partition has `begun` for it, too. The incarnation tells a
+topic that was deleted and created again from the one that the query read.
 
 Also here: syncing a checkpoint. Worker processes import this file.
 """
@@ -24,12 +25,17 @@ class TopicRecreated(UnknownTopic):
     """The topic was deleted and created again since the query read it: its offsets mean other records now."""
 
 
-def pack_offsets(topics: Mapping[str, tuple[str, Mapping[int, int]]]) -> Offset:
-    """topic -> (incarnation, next offset by partition)."""
-    packed = {
+def pack_offsets(
+    topics: Mapping[str, tuple[str, Mapping[int, int]]], begun: Mapping[str, Mapping[int, int]] | None = None
+) -> Offset:
+    """topic -> (incarnation, next offset by partition). begun: as of `begun_in`."""
+    packed: dict[str, Any] = {
         topic: {"incarnation": incarnation, "next": {str(p): following[p] for p in sorted(following)}}
         for topic, (incarnation, following) in sorted(topics.items())
     }
+    for topic, first in (begun or {}).items():
+        if first:
+            packed[topic]["begun"] = {str(p): first[p] for p in sorted(first)}
     return {"topics": packed}
 
 
@@ -37,6 +43,11 @@ def offsets_of(offset: Offset, topic: str) -> tuple[str, dict[int, int]]:
     """(incarnation, next offset by partition) of a topic; ("", {}) for one that the query has not read yet."""
     found = offset["topics"].get(topic)
     return ("", {}) if found is None else (found["incarnation"], {int(p): int(n) for p, n in found["next"].items()})
+
+
+def begun_in(offset: Offset, topic: str) -> dict[int, int]:
+    """Where the batch of this offset begins in the partitions that it is the first to read."""
+    return {int(p): int(n) for p, n in offset["topics"].get(topic, {}).get("begun", {}).items()}
 
 
 def check_incarnation(topic: str, incarnation: str, known: str) -> None:

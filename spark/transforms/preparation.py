@@ -70,6 +70,11 @@ class Prepared:
         return hashlib.sha256(repr((self.definition.source, columns)).encode()).hexdigest()
 
     @property
+    def columns(self) -> dict[str, str | None]:
+        """The columns of each source, by which its records are checked, as JSON of Spark's types; None: any text."""
+        return {name: None if view.columns is None else view.columns.json() for name, view in self.views.items()}
+
+    @property
     def per_batch(self) -> bool:
         """Whether it runs on each micro-batch by itself; else it is part of the streaming plan."""
         return self.row_by_row and not self.real_time and not self.in_plan

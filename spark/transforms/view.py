@@ -45,7 +45,7 @@ class SourceView:
     columns: those that its payload must have; None: any text. timed: with EVENT_TIME. stamped: events with READ."""
 
     def __init__(self, columns: StructType | None, *, timed: bool = False, stamped: bool = False) -> None:
-        self.columns, self._stamped = columns, stamped
+        self.columns, self._timed, self._stamped = columns, timed, stamped
         self.checks = _checks(columns)
         parsed = [] if columns is None else [f.from_json(_TEXT, _nullable(columns), _JSON).alias(_PARSED)]
         failed = f.lit(None).cast("int")
@@ -62,6 +62,10 @@ class SourceView:
         ]
         self._is_good, self._is_bad = f.col(FAILED_CHECK).isNull(), f.col(FAILED_CHECK).isNotNull()
         self._seen = [*_seen_columns(columns, stamped=stamped), *([f.col(TIME).alias(EVENT_TIME)] if timed else [])]
+
+    def with_columns(self, columns: StructType | None) -> "SourceView":
+        """The same with other columns."""
+        return SourceView(columns, timed=self._timed, stamped=self._stamped)
 
     def check(self, raw: DataFrame, clock: Column | None = None) -> DataFrame:
         """Raw plus FAILED_CHECK and TIME. clock: the value of READ (ms); without one it is null."""

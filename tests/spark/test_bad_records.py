@@ -68,7 +68,7 @@ class Plan:
             checkpoint=disk,
             session=None,
             ledger=False,
-            prepared=SimpleNamespace(transform=SimpleNamespace(max_events=7)),
+            prepared=SimpleNamespace(transform=SimpleNamespace(max_events=7), columns={}),
             watchdog=SimpleNamespace(watching=lambda *_: nullcontext()),
             broker=SimpleNamespace(
                 parse_offsets=None, split_ranges=lambda ranges, _: [ranges], read_ranges=lambda _, part: part

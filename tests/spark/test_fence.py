@@ -12,11 +12,12 @@ from typing import Any, Self
 
 import orjson
 import pytest
+from py4j.protocol import Py4JJavaError  # type: ignore[import-untyped]
 from pyspark.sql import SparkSession
 
 from services.core.aws_emulator import CREDENTIALS, REGION
 from services.core.broker.log import blocking
-from spark.java import HadoopFolder
+from spark.java import HadoopFolder, jvm
 from spark.jobs.checkpoint import open_checkpoint, peek_checkpoint
 from spark.jobs.claims import CheckpointInUse, Claims
 from spark.session import own_session
@@ -68,6 +69,23 @@ def test_a_file_is_created_once(folder: HadoopFolder) -> None:
     assert folder.find("offsets/8") is None
 
 
+def test_a_replaced_driver_removes_no_plan(folder: HadoopFolder, session: SparkSession) -> None:
+    """If this fails, a driver that was frozen while it began real-time mode removes what its successor has planned: the pipe
+    stops for good, because batches are done that nobody has planned."""
+    classes = jvm(session)
+    configuration = classes.org.apache.hadoop.conf.Configuration(folder._files.getConf())
+    configuration.set("spark.penstock.claim.file", f"{folder._path}/claims/1-x")
+    configuration.set("spark.penstock.claim.token", "x")
+    files = classes.penstock.CheckpointFiles(classes.org.apache.hadoop.fs.Path(folder._path), configuration)
+    for name in ("offsets/7", "offsets/8", "claims/1-x"):
+        folder.create(name, b"x")
+    files.delete(classes.org.apache.hadoop.fs.Path(f"{folder._path}/offsets/7"))
+    folder.delete("claims/1-x")
+    with pytest.raises(Py4JJavaError, match="another process has taken over"):
+        files.delete(classes.org.apache.hadoop.fs.Path(f"{folder._path}/offsets/8"))
+    assert folder.list("offsets") == ["8"]
+
+
 def test_a_lost_answer_is_no_refusal(
     session: SparkSession, s3: ObjectStoreServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -110,6 +128,9 @@ def test_a_replaced_holder_writes_nothing(session: SparkSession, s3: ObjectStore
         assert third.read_note("skipped.json", list[str]) == ["its"]
         assert third.read_note("penstock.json", dict[str, int]) == {"n": 1}
     assert s3.keys("fleet/notes/p/claims") == ["fleet/notes/p/claims/3"]
+    folder.delete("3")  # by an operator who takes it for a lock
+    with open_checkpoint(session, root, "p") as fourth:
+        assert fourth.read_note("penstock.json", dict[str, int]) == {"n": 1}
 
 
 @pytest.fixture

@@ -262,7 +262,8 @@ def test_a_checkpoint_changes_its_mode(
     make_pipeline: MakePipeline, monkeypatch: pytest.MonkeyPatch, real_time: bool
 ) -> None:
     """If this fails, `mode: auto` loses, repeats or never counts events of a pipe that ran with a plan for each batch, or of one
-    that goes back to that after a crash between a commit and its dead letters. So does an upgrade, and the way back."""
+    that goes back to that, and has other columns, after a crash between a commit and its dead letters. So does an upgrade, and
+    the way back."""
     monkeypatch.setattr("spark.jobs.streaming_plan.REAL_TIME_BATCH", "5 seconds")
     pipeline = make_pipeline(1)
     sql = "SELECT event, delay FROM {s} WHERE delay % 10 <> 7"
@@ -288,13 +289,15 @@ def test_a_checkpoint_changes_its_mode(
     pipeline.send([*(flight(n) for n in range(10, 20)), event(101, b"no json")])
     assert set(reasons(pipeline.records("dead", 2))) == {"id-100", "id-101"}
     monkeypatch.setattr(BadRecords, "_reject", fail)
-    pipeline.send([*(flight(n) for n in range(20, 30)), event(102, b"no json")])
+    pipeline.send([*(flight(n) for n in range(20, 30)), flight(102, delay="late")])
     assert "the process ends here" in pipeline.wait_for_problem()
     pipeline.stop()
     assert len(pipeline.records("dead", 2)) == 2
     broken.clear()
     pipeline.states.clear()
 
+    sql = "SELECT event, delay FROM {s} WHERE coalesce(try_cast(delay AS INT), 0) % 10 <> 7"
+    batches = pipeline.chosen(columns="carrier STRING, delay STRING", sql=sql, mode="micro-batch")
     pipeline.start(batches, per_batch=True)
     pipeline.send([flight(n) for n in range(30, 40)])
     out = pipeline.records("out", 36)

@@ -11,7 +11,7 @@ import pytest
 from services.core.pipes import Transform
 from spark.jobs.attempts import ATTEMPT_FILE, Attempt
 from spark.jobs.checkpoint import Identity
-from spark.jobs.modes import MODE_FILE, choose_modes, enter_mode, prefer_plan
+from spark.jobs.modes import MODE_FILE, checkpoint_kind, choose_modes, enter_mode, prefer_plan
 from spark.jobs.streaming_plan import READ_S, StreamingPlanQuery
 from spark.settings import MOST_REAL_TIME_SLOTS, TransformSettings, load_pipes, size_master
 from spark.transforms.preparation import Prepared
@@ -44,15 +44,20 @@ def of_kind(kind: str, *topics: str, ran: bool = True) -> Identity:
     return Identity(id="x", pipe="p", topics=dict.fromkeys(topics, "t"), transform="", kind=kind, ran=ran)
 
 
-def modes(
+def modes(monkeypatch: pytest.MonkeyPatch, *pipes: Prepared, **known: Any) -> list[tuple[bool, str]]:
+    """Of each pipe: whether it is in real-time mode, and why not."""
+    return [(each.real_time, each.why_not) for each in chosen(monkeypatch, *pipes, **known)]
+
+
+def chosen(
     monkeypatch: pytest.MonkeyPatch,
     *pipes: Prepared,
     master: str = "local[5]",
     kafka: bool = True,
     folder: Folder | None = None,
     batch_timeout: str = "5m",
-) -> list[tuple[bool, str]]:
-    """Of each pipe, whose sources have two partitions each: whether it is in real-time mode, and why not."""
+) -> list[Prepared]:
+    """These pipes, whose sources have two partitions each."""
     broker: Any = SimpleNamespace(
         real_time=kafka, max_record_bytes=1, count_partitions=lambda _, topics: 2 * len(topics)
     )
@@ -66,10 +71,12 @@ def modes(
     settings = TransformSettings.model_validate({"master": master, "batch_timeout": batch_timeout})
     found = choose_modes(session, settings, broker, session, pipes)
     for each in found:
-        may_fall_back = each.real_time and each.transform.mode == "auto" and len(each.views) == 1
+        may_fall_back = each.real_time and each.transform.mode == "auto"
         assert (each.fallback is not None) is may_fall_back
+        if each.fallback is not None:
+            assert checkpoint_kind(each.fallback) == checkpoint_kind(each), "it cannot go on from its checkpoint"
         assert each.partitions == (2 * len(each.views) if each.real_time and each.transform.mode == "auto" else 0)
-    return [(each.real_time, each.why_not) for each in found]
+    return found
 
 
 @pytest.mark.parametrize(
@@ -127,6 +134,18 @@ def test_micro_batches_of_one_plan(prepared: Prepared, kafka: bool, in_plan: boo
     all; or it costs a third more without need."""
     broker: Any = SimpleNamespace(real_time=kafka)
     assert prefer_plan(broker, prepared).in_plan is in_plan
+
+
+@pytest.mark.parametrize("known", [None, "per batch", "in plan"])
+def test_several_sources_go_on_in_micro_batches(monkeypatch: pytest.MonkeyPatch, known: str | None) -> None:
+    """If this fails, a pipe of two streams that ran in real-time mode is refused for good once partitions are added, or its file
+    asks for micro-batches: its checkpoint has offsets for each source."""
+    folder = Folder() if known is None else Folder(of_kind(known, "s0", "s1"), done=7)
+    for each in (pipe(sources=2), pipe(sources=2, mode="micro-batch")):
+        found = chosen(monkeypatch, each, master="local[3]", folder=folder)
+        assert not found[0].real_time
+        assert checkpoint_kind(found[0]) == (known or "per batch")
+        assert found[0].in_plan is (known == "in plan")
 
 
 @pytest.mark.parametrize("before", ["in plan", "real-time", "micro-batch"])

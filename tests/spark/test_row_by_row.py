@@ -1,9 +1,13 @@
 """A row-by-row transform from log to log: what goes in comes out, once, in order, with its identity; or is a dead letter."""
 
+from typing import Any
+
 import orjson
+import pytest
 from pyspark.sql import SparkSession
 
 from services.core import dead_letter
+from services.core.broker.errors import Unavailable
 from services.core.broker.partitioner import choose_partition
 from services.core.broker.record import Record
 from services.core.event import read_id
@@ -66,6 +70,30 @@ def test_decimals_keep_their_digits_as_text(pipeline: LogPipeline) -> None:
         '"s s":{"in it":"12345678901234567.89","list":["12345678901234567.89",null],'
         '"map":{"k":{"x":"12345678901234567.89"}},"day":"2026-11-22"}}'
     )
+
+
+def test_columns_that_change_after_a_crash(pipeline: LogPipeline, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If this fails, a batch whose process ended between its output and its dead letters loses the records that its columns
+    refused, when the columns of the next start take them for events."""
+    write, calls = LogSparkBroker.write_records, list[str]()
+
+    def end(broker: LogSparkBroker, *batch: Any) -> None:
+        if calls:
+            raise Unavailable("the process ends here")
+        write(broker, *batch)
+        calls.append(batch[2])
+
+    sql = "SELECT event, delay FROM s"
+    pipeline.send([flight(0), flight(1, delay="late"), flight(2)])
+    with monkeypatch.context() as ending:
+        ending.setattr(LogSparkBroker, "write_records", end)
+        pipeline.start(pipeline.pipe(columns=FLIGHTS, sql=sql))
+        wait_for(lambda: bool(pipeline.problem), "the end")
+        pipeline.stop()
+    assert "the process ends here" in (pipeline.problem or "")
+    pipeline.states.clear()
+    pipeline.run(pipeline.pipe(columns=FLIGHTS.replace("INT", "STRING"), sql=sql), 3)
+    assert {read_id(record) for record in (*pipeline.out, *pipeline.dead)} == {"id-0", "id-1", "id-2"}
 
 
 def test_what_is_no_event_goes_to_dead_letters(pipeline: LogPipeline) -> None:

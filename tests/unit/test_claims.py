@@ -248,6 +248,31 @@ def test_a_holder_is_replaced_when_it_is_silent(tmp_path: Path) -> None:
     assert (held.number, second.number, third.number) == (1, 2, 3)
 
 
+def test_files_that_somebody_deleted_or_damaged(tmp_path: Path) -> None:
+    """If this fails, an operator who cleans up makes two processes run one pipe, or a damaged file stops it for ever."""
+    now = 0.0
+    held, others = take(tmp_path), Claims(FolderStore(tmp_path), lambda: now)
+    (tmp_path / "1").unlink()
+    for _ in range(2):
+        now += EXPIRY_S - 1
+        with pytest.raises(CheckpointInUse, match=f"process {os.getpid()} on "):
+            others.take()
+        held.beat()
+    (tmp_path / "1.alive").write_bytes(b"")
+    with pytest.raises(CheckpointInUse, match="not known"):
+        others.take()
+    now += EXPIRY_S
+    second = others.take()
+    with pytest.raises(CheckpointInUse):
+        held.check()
+    for path in tmp_path.iterdir():
+        path.unlink()
+    with pytest.raises(CheckpointInUse):
+        second.check()
+    third = Claims(FolderStore(tmp_path)).take(above=lambda: 2)
+    assert (second.number, third.number) == (2, 3), "its notes are in a folder of that number"
+
+
 def test_a_process_that_ended_is_replaced_at_once(tmp_path: Path) -> None:
     """If this fails, a transform that was killed starts again only after a time-out, on the same machine, too."""
     code = f"from pathlib import Path; from spark.jobs.claims import *; Claims(FolderStore(Path({str(tmp_path)!r}))).take()"
