@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from py4j.protocol import Py4JError, Py4JJavaError, Py4JNetworkError  # type: ignore[import-untyped]
+from pyspark import cloudpickle
 from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame, Observation, SparkSession
 from pyspark.sql.streaming.listener import StreamingQueryProgress
 from pyspark.sql.streaming.query import StreamingQuery
+from pyspark.sql.streaming.stateful_processor import StatefulProcessor
 
 JAVA_ERRORS = (Py4JError, PySparkException)
 """What a call into Java raises."""
@@ -98,6 +100,14 @@ def analyzed_plan(frame: DataFrame) -> Any:
 def optimized_plan(frame: DataFrame) -> Any:
     """The root node of Spark's optimised plan, a Java object. Of a streaming frame only where Spark does not check operations."""
     return frame._jdf.queryExecution().optimizedPlan()
+
+
+def state_processor(node: Any) -> StatefulProcessor | None:
+    """A copy of the object that a node of `transformWithState` runs, of an analysed plan. None where it is larger than 1 MB."""
+    command = bytes(node.functionExpr().func().command().unsafeArray())
+    function, _type = cloudpickle.loads(command)  # this process made it
+    processor: StatefulProcessor | None = getattr(getattr(function, "__self__", None), "_stateful_processor", None)
+    return processor
 
 
 def check_streamable(frame: DataFrame) -> None:

@@ -151,6 +151,7 @@ def open_session(
         write_code(code)
         ship_python(session, code)
     session.dataSource.register(BrokerSource)
+    _ = session.streams  # starts the registry of state stores: without it a batch with user-written state fails
     return session
 
 

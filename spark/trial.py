@@ -46,6 +46,7 @@ from spark.session import open_session, own_session
 from spark.settings import SelectedPipes, TransformSettings, load_pipes
 from spark.tables import TableUnavailable
 from spark.transforms.preparation import prepare_pipes
+from spark.transforms.user_state import with_timers_at_end
 
 ENDS_WITHIN_S = 3.0
 """After a failure: Java ends within this time, or it runs on."""
@@ -122,7 +123,11 @@ def try_pipe(session: SparkSession, settings: TrialSettings, chosen: SelectedPip
         attempts.open(checkpoint)
         query = Query(
             session,
-            replace(one, transform=one.transform.model_copy(update={"deduplicate_within": None})),
+            replace(
+                one,
+                transform=one.transform.model_copy(update={"deduplicate_within": None}),
+                definition=one.definition._replace(apply=with_timers_at_end(one.definition.apply)),
+            ),
             broker,
             checkpoint,
             writer=f"{one.pipe}:trial",

@@ -17,6 +17,8 @@ from services.core.yaml_source import Problem
 
 FORMAT = 1
 """Of the description. Another format, or another Spark, describes the same transform in other words."""
+USER_STATE = "user-written state"
+"""The kind of an operator that is `transformWithState`."""
 _DIGEST = re.compile(r" #[0-9a-f]{12}$")
 _ADDED = "isnotnull("
 _LABELS = {
@@ -63,6 +65,11 @@ class StatePlan(msgspec.Struct, frozen=True):
     spark: str
     text: str
     format: int = FORMAT
+
+    @property
+    def kinds(self) -> set[str]:
+        """Of its operators."""
+        return {one.kind for one in self.operators}
 
 
 def text_digest(transform: Transform, columns: Mapping[str, str | None], code: str) -> str:

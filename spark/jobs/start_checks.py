@@ -29,6 +29,7 @@ from spark.records import EVENT_TIME
 from spark.session import own_session, slots
 from spark.settings import SelectedPipes, TransformSettings
 from spark.transforms.preparation import Prepared, watermarks
+from spark.transforms.user_state import would_take_late_events
 
 log = structlog.get_logger()
 
@@ -111,6 +112,8 @@ def _why_not_streamable(session: SparkSession, broker: SparkBroker, prepared: Pr
         result = prepared.analyse(frames, own)
         if others := watermarks(result) - {EVENT_TIME}:
             return f"it sets a watermark over {', '.join(sorted(others))}. {_TRY_WATERMARK}"
+        if would_take_late_events(result):
+            return f"transformWithState by event time gets no {EVENT_TIME}. Try: selecting {EVENT_TIME} before groupBy"
         check_streamable(result)
     except PySparkException as error:
         hint = "" if prepared.transform.watermark else f" {_TRY_WATERMARK}"

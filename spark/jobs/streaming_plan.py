@@ -53,6 +53,7 @@ READ_S = 3.0
 """After so long without a failure, a real-time query is ready. A transform that is broken fails at once."""
 _NAMES_NEEDED = "spark.sql.streaming.queryEvolution.enableSourceEvolution"
 """With it, Spark keeps offsets by the names of the sources, and refuses a source without a name."""
+_IDLE_BATCHES = "spark.sql.streaming.noDataMicroBatches.enabled"
 _OFFSETS_FORMAT = "spark.sql.streaming.offsetLog.formatVersion"
 SAVE_EVERY_S = 1.0
 """Of the notes beside the checkpoint: each is two syncs, or a write to the object store. A crash repeats the reports since."""
@@ -201,6 +202,7 @@ def start_transforming(query: Query) -> StreamingQuery:
     in_metrics, out_metrics = _metrics(query)
     if query.ledger:
         query.session.conf.set("spark.sql.streaming.numRecentProgressUpdates", str(_PROGRESS_KEPT))
+    query.session.conf.set(_IDLE_BATCHES, prepared.idle_batches)
     query.session.conf.set(_NAMES_NEEDED, query.named_sources)
     query.session.conf.set(_OFFSETS_FORMAT, 2 if query.named_sources else 1)
     for stream, view in prepared.views.items():

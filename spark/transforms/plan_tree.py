@@ -1,4 +1,5 @@
-"""One of Spark's plans, or an expression, as a tree in Python: from its JSON, and from Java what the JSON does not have."""
+"""One of Spark's plans: its Java nodes, one after the other; or as a tree in Python, from its JSON, and from Java what the JSON
+does not have."""
 
 import json
 import re
@@ -34,17 +35,17 @@ def _read_node(plan: Any, nodes: Iterator[Mapping[str, Any]]) -> Node:
     """plan: the same node as the next one."""
     fields = next(nodes)
     kind = str(fields["class"]).rpartition(".")[2]
-    parts = _items(plan.expressions())
+    parts = items(plan.expressions())
     if kind == "Aggregate":
-        parts = [part for each in parts for part in _java_functions(each)] + _items(plan.groupingExpressions())
+        parts = [part for each in parts for part in _java_functions(each)] + items(plan.groupingExpressions())
     tries = sorted(found.lower() for part in parts for found in _TRY.findall(str(part.sql())))
     rows = (
-        [[_tree(json.loads(part.toJSON())) for part in _items(row)] for row in _items(plan.projections())]
+        [[_tree(json.loads(part.toJSON())) for part in items(row)] for row in items(plan.projections())]
         if kind == "Expand"
         else []
     )
     data = str(plan.data().toString()) if kind == "LocalRelation" else ""
-    children = [_read_node(child, nodes) for child in _items(plan.children())]
+    children = [_read_node(child, nodes) for child in items(plan.children())]
     return Node(kind, fields, children, tries, rows, data)
 
 
@@ -53,11 +54,23 @@ def _java_functions(expression: Any) -> Iterator[Any]:
     if expression.getClass().getSimpleName() == "AggregateExpression":
         yield expression
         return
-    for child in _items(expression.children()):
+    for child in items(expression.children()):
         yield from _java_functions(child)
 
 
-def _items(scala: Any) -> list[Any]:
+def walk(plan: Any) -> Iterator[Any]:
+    """The Java nodes of a plan, those of its subqueries included."""
+    waiting = [plan]
+    while waiting:
+        node = waiting.pop()
+        yield node
+        waiting.extend(items(node.children()))
+        waiting.extend(items(node.innerChildren()) if node.nodeName() == "WithCTE" else ())
+        waiting.extend(items(node.subqueries()))
+
+
+def items(scala: Any) -> list[Any]:
+    """The elements of a sequence of Scala."""
     return [scala.apply(index) for index in range(scala.size())]
 
 

@@ -6,7 +6,7 @@ when a batch is computed again.
 
 import hashlib
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from pyspark.sql import functions as f
 from pyspark.sql.types import BooleanType, StructField, StructType
 
 from services.core.pipes import Output, PipeFile, Transform, pipe_version
-from services.core.state_plan import StatePlan, text_digest
+from services.core.state_plan import USER_STATE, StatePlan, text_digest
 from services.core.yaml_source import BadConfiguration
 from spark.errors import shorten
 from spark.java import analyzed_plan
@@ -26,7 +26,9 @@ from spark.tables import ReferenceTable, has_map
 from spark.transforms.definition import Definition, load_definition
 from spark.transforms.output import BadTransform, OriginNumbering, OutShape
 from spark.transforms.outputs import OutputFilters
+from spark.transforms.plan_tree import items, walk
 from spark.transforms.state_plan import describe_state
+from spark.transforms.user_state import check_user_states, user_states
 from spark.transforms.view import SourceView
 
 
@@ -40,7 +42,8 @@ class Prepared:
     when the pipe file leaves the mode open. fallback: the same transform in micro-batches, where it may go on so. partitions:
     with a fallback, of its sources; each has a task slot. in_plan: in micro-batches, and part of the streaming plan though it is
     row by row (`jobs.modes.prefer_plan`). plan: what it keeps over several events; None when it keeps nothing, or cannot run on a
-    stream. tables: the reference data that it reads, by name.
+    stream. tables: the reference data that it reads, by name. idle_batches: whether it may have work to do when there are no new
+    events.
     """
 
     pipe: str
@@ -58,6 +61,7 @@ class Prepared:
     plan: StatePlan | None = None
     tables: Mapping[str, ReferenceTable] = field(default_factory=dict)
     in_plan: bool = False
+    idle_batches: bool = True
 
     @property
     def state(self) -> str:
@@ -195,15 +199,8 @@ def prepare_pipe(
             filters=OutputFilters.of(pipe),
         )
         _ = out.apply(result).schema
-        if parts := nondeterministic_parts(result):
-            raise BadTransform(
-                f"gives another result when a batch is computed again after a crash: {', '.join(parts)}. "
-                "Try: deriving ids and values from the event"
-            )
-        if parts := dropping_parts(result):
-            raise BadTransform(
-                f"would leave out events by chance: {', '.join(parts)}. Try: WHERE, or deduplicate_within for duplicates"
-            )
+        _check_repeatable(result)
+        check_user_states(states := user_states(result), pipe.transform)
         row_by_row = is_stateless(result)
         obstacle = "reads tables, which change" if tables else why_not_real_time(result, len(views))
         if real_time and (
@@ -225,7 +222,11 @@ def prepare_pipe(
     prepared = Prepared(
         name, pipe.transform, views, definition, out, row_by_row, real_time, version, obstacle, tables=tables
     )
-    return prepared if row_by_row else replace(prepared, plan=_plan_state(session, prepared, file))
+    if row_by_row:
+        return prepared
+    plan = _plan_state(session, prepared, file)
+    idle = plan is None or plan.kinds != {USER_STATE} or any(state.needs_idle_batches for state in states)
+    return replace(prepared, plan=plan, idle_batches=idle)
 
 
 def _plan_state(session: SparkSession, prepared: Prepared, file: PipeFile) -> StatePlan | None:
@@ -267,7 +268,7 @@ def _mistake(session: SparkSession, result: StructType, where: str) -> str | Non
         plan = analyzed_plan(frame)
         if not isinstance(kind, BooleanType):
             return f"is {kind.simpleString()}, not a condition. Try: a comparison, as in amount > 100"
-        if {str(node.nodeName()) for node in _walk(plan)} - {"Project", "LocalRelation", "LogicalRDD"}:
+        if {str(node.nodeName()) for node in walk(plan)} - {"Project", "LocalRelation", "LogicalRDD"}:
             return "must look at one row alone. Try: aggregates, windows and subqueries in the transform itself"
         if parts := nondeterministic_parts(frame):
             return (
@@ -339,6 +340,19 @@ _SOURCE_SIDE = {
 }
 
 
+def _check_repeatable(result: DataFrame) -> None:
+    """Raise BadTransform when a batch that is computed again may have other results, or others left out."""
+    if parts := nondeterministic_parts(result):
+        raise BadTransform(
+            f"gives another result when a batch is computed again after a crash: {', '.join(parts)}. "
+            "Try: deriving ids and values from the event"
+        )
+    if parts := dropping_parts(result):
+        raise BadTransform(
+            f"would leave out events by chance: {', '.join(parts)}. Try: WHERE, or deduplicate_within for duplicates"
+        )
+
+
 def is_stateless(result: DataFrame) -> bool:
     """Whether each row of the result comes from one event, and from no state of other events.
 
@@ -353,7 +367,7 @@ def why_not_real_time(result: DataFrame, sources: int) -> str:
     Spark has a list of the operators that it allows. sources: of the pipe.
     """
     plan = analyzed_plan(result)
-    if any(node.nodeName() == "Join" for node in _walk(plan)):
+    if any(node.nodeName() == "Join" for node in walk(plan)):
         return "joins tables, and real-time mode does not read them again"
     if _count_reads(plan, {}) > sources:
         return "reads a source more than once, which real-time mode cannot"
@@ -368,40 +382,40 @@ def _count_reads(plan: Any, shared: dict[int, Any]) -> int:
     if name == "CTERelationRef":
         return _count_reads(shared[plan.cteId()], shared)
     if name == "WithCTE":
-        shared = shared | {each.id(): each.child() for each in _items(plan.cteDefs())}
+        shared = shared | {each.id(): each.child() for each in items(plan.cteDefs())}
         return _count_reads(plan.plan(), shared)
-    below = [*_items(plan.children()), *_items(plan.subqueries())]
+    below = [*items(plan.children()), *items(plan.subqueries())]
     return sum(_count_reads(child, shared) for child in below)
 
 
 def dropping_parts(result: DataFrame) -> list[str]:
     """Operators that leave out events by their number or because of others: on a stream, by chance."""
     return sorted(
-        {_DROPPING[name] for node in _walk(analyzed_plan(result)) if (name := str(node.nodeName())) in _DROPPING}
+        {_DROPPING[name] for node in walk(analyzed_plan(result)) if (name := str(node.nodeName())) in _DROPPING}
     )
 
 
 def nondeterministic_parts(result: DataFrame) -> list[str]:
     """Expressions that give another result when a batch is computed again, such as rand() and uuid()."""
     found = []
-    for node in _walk(analyzed_plan(result)):
-        found += [str(part.sql())[:100] for part in _items(node.expressions()) if not part.deterministic()]
+    for node in walk(analyzed_plan(result)):
+        found += [str(part.sql())[:100] for part in items(node.expressions()) if not part.deterministic()]
     return found
 
 
 def watermarks(result: DataFrame) -> set[str]:
     """The columns over which a streaming result has watermarks."""
     return {
-        str(node.eventTime().name()) for node in _walk(analyzed_plan(result)) if node.nodeName() == "EventTimeWatermark"
+        str(node.eventTime().name()) for node in walk(analyzed_plan(result)) if node.nodeName() == "EventTimeWatermark"
     }
 
 
 def _is_row_by_row(plan: Any) -> bool:
     named = _named_queries_of_sources(plan)
-    for node in _walk(plan):
+    for node in walk(plan):
         name = str(node.nodeName())
         if name == "Join":
-            left, right = (_reads_sources(child, named) for child in _items(node.children()))
+            left, right = (_reads_sources(child, named) for child in items(node.children()))
             side = _SOURCE_SIDE.get(str(node.joinType().toString()).rstrip("$"))
             if (left and right) or side is None or (left and side == "right") or (right and side == "left"):
                 return False
@@ -412,7 +426,7 @@ def _is_row_by_row(plan: Any) -> bool:
 
 def _named_queries_of_sources(plan: Any) -> set[int]:
     """The ids of those queries of WITH clauses that read sources, also through other such queries."""
-    queries = {int(node.id()): node for node in _walk(plan) if node.nodeName() == "CTERelationDef"}
+    queries = {int(node.id()): node for node in walk(plan) if node.nodeName() == "CTERelationDef"}
     found: set[int] = set()
     while more := {name for name, query in queries.items() if name not in found and _reads_sources(query, found)}:
         found |= more
@@ -424,20 +438,5 @@ def _reads_sources(plan: Any, named: Collection[int]) -> bool:
     return any(
         (node.nodeName() == "SubqueryAlias" and node.alias() == SOURCE_ALIAS)
         or (node.nodeName() == "CTERelationRef" and int(node.cteId()) in named)
-        for node in _walk(plan)
+        for node in walk(plan)
     )
-
-
-def _walk(plan: Any) -> Iterator[Any]:
-    """The plan's nodes, those of its subqueries included."""
-    waiting = [plan]
-    while waiting:
-        node = waiting.pop()
-        yield node
-        waiting.extend(_items(node.children()))
-        waiting.extend(_items(node.innerChildren()) if node.nodeName() == "WithCTE" else ())
-        waiting.extend(_items(node.subqueries()))
-
-
-def _items(scala: Any) -> list[Any]:
-    return [scala.apply(index) for index in range(scala.size())]

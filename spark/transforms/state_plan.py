@@ -18,12 +18,13 @@ import pyspark
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.types import StructField, StructType
 
-from services.core.state_plan import StateOperator, StatePlan, cut_text
+from services.core.state_plan import USER_STATE, StateOperator, StatePlan, cut_text
 from services.core.units import format_duration
 from spark.java import optimized_plan
 from spark.records import EVENT, EVENT_TIME, VALUE
 from spark.session import own_session
 from spark.transforms.plan_tree import Node, expressions_in, read_plan
+from spark.transforms.user_state import NODE
 
 _PLACE = "file:///penstock*/"
 """Before the name of a stream, as the path of its source. A pattern: Spark looks for a folder of another name."""
@@ -209,8 +210,18 @@ class _Reader:
         return _Relation(name, frozenset(), [*left.output, *([] if kind in ("leftsemi", "leftanti") else right.output)])
 
     def _other(self, node: Node, below: Sequence[_Relation]) -> _Relation:
+        if node.kind == NODE:
+            return self._user_state(node, below[0])
         name = self._add(node.kind, node, *below, content=[self._content(node)])
         return _Relation(name, frozenset(), [one for each in below for one in each.output])
+
+    def _user_state(self, node: Node, below: _Relation) -> _Relation:
+        """Its code decides about the state, and is compared as a whole. Its other child is an empty initial state."""
+        keys = [self._texts[one] for one in below.output[: int(node.fields["groupingAttributesLen"])]]
+        time_mode = str(node.fields["timeMode"]["object"]).rpartition(".")[2].rstrip("$")
+        name = self._add(USER_STATE, node, below, key=keys, content=[f"timeMode {time_mode}"])
+        output = [self._define(one, f"{name}: ") for one in expressions_in(node.fields["outputAttrs"])]
+        return _Relation(name, frozenset(), output)
 
     def _add(self, kind: str, node: Node, *inputs: _Relation, **parts: list[str]) -> str:
         """Another operator. Returns its name in the description of others."""

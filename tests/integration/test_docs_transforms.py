@@ -4,6 +4,7 @@ the pages say."""
 import asyncio
 import os
 import re
+import shutil
 import signal
 from contextlib import suppress
 from pathlib import Path
@@ -14,6 +15,7 @@ from services.fleet.pipe_check import check_pipe_file
 from tests.integration.test_docs import run_page
 
 PAGE = Path(__file__).parents[2] / "docs" / "transforms.md"
+EXAMPLE = Path(__file__).parents[2] / "examples" / "velocity.py"
 
 
 @pytest.mark.spark
@@ -22,12 +24,17 @@ def test_the_page_works(tmp_path: Path) -> None:
     blocks = dict(reversed(re.findall(r"```(yaml|python)\n(.*?)```", PAGE.read_text(), re.DOTALL)))  # the first of each
     (tmp_path / "pipes.yaml").write_text(blocks["yaml"])
     (tmp_path / "rounded.py").write_text(blocks["python"])
+    (fraud,) = re.findall(r"`fraud.yaml`:\n\n```yaml\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    (tmp_path / "fraud.yaml").write_text(fraud)
+    assert f"```python\n{EXAMPLE.read_text()}```" in PAGE.read_text()
+    shutil.copy(EXAMPLE, tmp_path)
     pipes = check_pipe_file(tmp_path / "pipes.yaml", allow_networks="127.0.0.0/8")
     assert set(pipes.pipes) == {"large", "rounded"}
     page = asyncio.run(run_page("docs/transforms.md", tmp_path))
-    (shown,) = re.findall(r"```\n(outputs\n.*?)```", PAGE.read_text(), re.DOTALL)
+    shown = re.findall(r"```\n(outputs\n.*?)```", PAGE.read_text(), re.DOTALL)
+    assert len(shown) == 2
     printed = [" ".join(line.split()) for line in page.said.splitlines()]
-    for line in shown.splitlines():
+    for line in "".join(shown).splitlines():
         expected = re.sub(r"2026-\S+Z", r"", " ".join(line.split()))
         assert expected in [re.sub(r"20\d\d-\S+Z", r"", one) for one in printed]
 

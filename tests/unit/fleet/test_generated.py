@@ -35,7 +35,7 @@ def test_default_file_is_the_defaults(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", [STARTER, *((ROOT / "examples" / name).read_text() for name in ("pipes.yaml", "many.yaml"))]
+    "text", [STARTER, *((ROOT / "examples" / name).read_text() for name in ("pipes.yaml", "many.yaml", "state.yaml"))]
 )
 def test_schema_takes_what_we_write(text: str) -> None:
     """Broken: an editor underlines our own examples."""
