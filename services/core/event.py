@@ -23,6 +23,8 @@ MAX_MILLIS_DIGITS = 15
 OUTPUTS = "penstock_outputs"
 """The names of the outputs that a transform gave the event to, joined by commas; may be empty. Only on records of a transform
 with several outputs, behind the event's own headers. Without it an event is in every output of its pipe."""
+REDRIVEN = "penstock_redriven"
+"""The position of the dead letter whose event an operator sent to its stream again. No transform drops it as a repeated one."""
 TRACEPARENT = "traceparent"
 """W3C trace context, if the client sent one."""
 CE_PREFIX = "ce_"

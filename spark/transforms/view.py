@@ -164,15 +164,15 @@ _KEY = "_penstock_key"
 
 
 def drop_duplicates(raw: DataFrame, within: float) -> DataFrame:
-    """A raw stream without records whose stream and id were read before, at most `within` seconds ago. Records without id stay.
+    """A raw stream without records whose stream and id were read before, at most `within` seconds ago. Records without id stay,
+    and so do dead letters that were sent again: their first reading passed on nothing.
 
     Time is the time of processing: that of each batch, never that of the events. So the watermark over it only makes Spark forget
     ids; it never drops a late event. (`Checkpoint.check_clock` handles the exception, a clock that is set back.)
     """
     own_key = f.concat_ws("/", "topic", "partition", "offset")
-    key = f.when(header(names.ID).isNull(), own_key).otherwise(
-        f.concat_ws(":", f.col("topic"), f.base64(header(names.ID)))
-    )
+    stays = header(names.ID).isNull() | header(names.REDRIVEN).isNotNull()
+    key = f.when(stays, own_key).otherwise(f.concat_ws(":", f.col("topic"), f.base64(header(names.ID))))
     marked = raw.withColumn(_KEY, key).withColumn(_SEEN, f.current_timestamp())
     kept = marked.withWatermark(_SEEN, f"{round(within * 1000)} milliseconds").dropDuplicatesWithinWatermark([_KEY])
     return kept.select(*RAW_NAMES)

@@ -10,11 +10,14 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import msgspec
+
 from services.core.audit import REDRIVE
 from services.core.broker.errors import RecordTooLarge, Unavailable
 from services.core.broker.producer import Producer, send_by_key
 from services.core.broker.record import Record, estimate_size
 from services.core.dead_letter import DeadLetter, Position, event_time, strip
+from services.core.event import REDRIVEN
 from services.core.ledger.report import since_span
 from services.core.ledger.reporter import Reporter, new_instance
 from services.core.pipes import PipeFile
@@ -120,7 +123,11 @@ class RedriveTargets:
             return "unknown_stream"
         if self._by_event_time and event_time(letter.record) < now_ms - self._pipes.streams[topic].retention * 1000:
             return "too_old"
-        return RedriveRecord(letter, topic, strip(letter.record))
+        original = strip(letter.record)
+        # The transform has seen its id: without the mark, `deduplicate_within` would drop it without a word.
+        kept = (header for header in original.headers if header[0] != REDRIVEN)
+        mark = (REDRIVEN, str(letter.position).encode())
+        return RedriveRecord(letter, topic, msgspec.structs.replace(original, headers=(*kept, mark)))
 
 
 BATCH = 100

@@ -18,6 +18,7 @@ from services.core.broker.producer import Producer, SendResult
 from services.core.broker.record import Batch, Record, TopicPartition
 from services.core.causes import Causes, normalise
 from services.core.dead_letter import DeadLetter, Position
+from services.core.event import REDRIVEN
 from services.core.ledger.report import TELEMETRY, decode_report, unpack_numbers
 from services.core.pipes import PipeFile
 from services.core.provision import ensure_topics
@@ -275,11 +276,13 @@ async def test_what_cannot_go_stays_with_a_reason(broker: Broker) -> None:
 
 
 async def test_to_the_stream_again(broker: Broker) -> None:
-    """Broken: what a transform gave up cannot be tried again, or comes back as another event."""
+    """Broken: what a transform gave up cannot be tried again, or comes back as another event, or as a repeated one."""
     await bury(broker, [letter(0, destination=""), letter(1, destination="", source=TopicPartition("other", 0))])
     work = await redrive(broker, where=Filter(pipe="late"), to_stream=True)
     assert (work.so_far.done, work.so_far.refused) == (1, {"unknown_stream": 1})
-    assert await stored(broker, "orders") == [original(0)]
+    (again,) = await stored(broker, "orders")
+    assert again.headers[-1] == (REDRIVEN, b"late.dead:0:0")
+    assert structs.replace(again, headers=again.headers[:-1]) == original(0)
 
 
 class Failing(Producer):
